@@ -1,0 +1,56 @@
+# `make train` and `make test` do all of their own set-up in .venv; the second time they start at once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Test processes; each runs torch on one thread.
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
+CONFIG ?= train_configs/llama3_debug.toml
+ARGS ?=
+
+.PHONY: train test lint bench gpu clean help
+
+help:
+	@echo "make train   set up, train a small Llama in float8 beside bfloat16 on real text, compare and plot"
+	@echo "make test    set up, run the tests"
+	@echo "make lint    set up, check style and types"
+	@echo "make bench   set up with torchao, time one linear against bfloat16 and torchao"
+	@echo "make gpu     run the GPU tests and benchmarks on this machine's GPU (installs nothing)"
+
+train: $(VENV)/.base
+	$(BIN)/quaver train $(CONFIG) --compare $(ARGS)
+
+test: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.bench
+	OMP_NUM_THREADS=1 $(BIN)/quaver bench linear $(ARGS)
+
+gpu:
+	$(PYTHON) benchmarks/gpu.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) runs
+
+# .base, .dev and .bench each hold the set before them, so a rebuilt one never lacks a package.
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "quaver needs Python 3.11 or newer; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.base: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "installing quaver into $(VENV) (once)"
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.base
+	$(PIP) --editable '.[bench]'
+	touch $@

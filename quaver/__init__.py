@@ -1,0 +1,44 @@
+"""quaver: float8 training for PyTorch, with the same numbers on every device.
+
+from quaver import Float8LinearConfig, convert_to_float8_training
+convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("rowwise"))
+"""
+
+from quaver.config import (
+    CastConfig,
+    Float8GemmConfig,
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    ScalingGranularity,
+    ScalingType,
+)
+from quaver.convert import (
+    ConversionReport,
+    FilterDecision,
+    conversion_report,
+    convert_to_float8_training,
+    convert_to_high_precision,
+)
+from quaver.cost_model import auto_filter_for_recipe
+from quaver.linear import Float8Linear, float8_linear
+from quaver.weight_scope import cast_weights_once
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CastConfig",
+    "ConversionReport",
+    "FilterDecision",
+    "Float8GemmConfig",
+    "Float8Linear",
+    "Float8LinearConfig",
+    "Float8LinearRecipeName",
+    "ScalingGranularity",
+    "ScalingType",
+    "auto_filter_for_recipe",
+    "cast_weights_once",
+    "conversion_report",
+    "convert_to_float8_training",
+    "convert_to_high_precision",
+    "float8_linear",
+]

@@ -1,0 +1,76 @@
+"""What the devices can do: peak matmul rates and memory bandwidth, from the makers' data sheets or measured here.
+
+Data sheets, dense rates without sparsity: NVIDIA A100 80GB SXM, L40S, H100 SXM5, H200 SXM, B200 (HGX, per GPU);
+AMD Instinct MI300X.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """One kind of accelerator. `float8_tflops` is None where the hardware does not multiply float8."""
+
+    name: str
+    bfloat16_tflops: float
+    float8_tflops: float | None
+    memory_gb_per_s: float
+
+
+DEVICE_SPECS = (
+    DeviceSpec("B200", 2250.0, 4500.0, 8000.0),
+    DeviceSpec("H200", 989.4, 1978.9, 4800.0),
+    DeviceSpec("H100", 989.4, 1978.9, 3350.0),
+    DeviceSpec("A100", 312.0, None, 2039.0),
+    DeviceSpec("L40S", 362.05, 733.0, 864.0),
+    DeviceSpec("MI300X", 1307.4, 2614.9, 5300.0),
+)
+
+
+def find_device_spec(name: str) -> DeviceSpec | None:
+    """The spec of a device by its name or a part of it ("NVIDIA H100 80GB HBM3", "h100"); None if it is unknown."""
+    words = name.lower()
+    return next((spec for spec in DEVICE_SPECS if spec.name.lower() in words), None)
+
+
+def device_spec(device: torch.device) -> DeviceSpec | None:
+    """The spec of a device of this machine; None for CPUs and unknown devices."""
+    return find_device_spec(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+@dataclass(frozen=True)
+class PeakFlops:
+    """A bfloat16 matmul rate in FLOP/s, and where the number comes from."""
+
+    flops_per_s: float
+    source: str
+
+
+@functools.cache
+def peak_flops(device: torch.device) -> PeakFlops:
+    """The bfloat16 peak of `device`: the data sheet's where it is known, else measured with one large matmul."""
+    spec = device_spec(device)
+    if spec is not None:
+        return PeakFlops(spec.bfloat16_tflops * 1e12, f"data sheet of {spec.name}, bfloat16 dense")
+    size = 1024
+    source = f"measured here: bfloat16 {size} x {size} x {size}, {torch.get_num_threads()} threads"
+    return PeakFlops(2 * size**3 / _median_matmul_s(device, size), source)
+
+
+def _median_matmul_s(device: torch.device, size: int) -> float:
+    a = torch.randn(size, size, dtype=torch.bfloat16, device=device)
+    times = []
+    for _ in range(12):
+        start = time.perf_counter()
+        torch.mm(a, a)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])

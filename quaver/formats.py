@@ -1,0 +1,76 @@
+"""The float8 formats: one table of what each can hold.
+
+Sources: arXiv 2209.05433 table 1 (e4m3, e5m2), the OCP 8-bit floating point specification (the same two), and
+arXiv 2206.02915 (the `fnuz` variants that AMD MI300 multiplies; MI350 and NVIDIA multiply the OCP formats).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+HP_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""The high-precision dtypes that quaver casts from and multiplies into."""
+
+
+@dataclass(frozen=True)
+class Float8Format:
+    """One 8-bit floating point format.
+
+    The largest finite value is written out, because formats spend their top codes differently; the rest follows
+    from the field widths. `nan_codes` and `infinity_codes` are the bytes that hold no finite number.
+    """
+
+    name: str
+    dtype: torch.dtype
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max: float
+    nan_codes: tuple[int, ...]
+    infinity_codes: tuple[int, ...] = ()
+
+    @property
+    def smallest_normal(self) -> float:
+        return 2.0 ** (1 - self.bias)
+
+    @property
+    def smallest_subnormal(self) -> float:
+        return 2.0 ** (1 - self.bias - self.mantissa_bits)
+
+    @property
+    def finite_codes(self) -> int:
+        """How many of the 256 codes are finite numbers, both zeros counted."""
+        return 256 - len(self.nan_codes) - len(self.infinity_codes)
+
+    @property
+    def max_relative_error(self) -> float:
+        """The largest relative rounding error of a value in the normal range: half a unit in the last place."""
+        return 2.0 ** -(self.mantissa_bits + 1)
+
+
+E4M3 = Float8Format("e4m3", torch.float8_e4m3fn, 4, 3, 7, 448.0, nan_codes=(0x7F, 0xFF))
+E5M2 = Float8Format(
+    "e5m2",
+    torch.float8_e5m2,
+    5,
+    2,
+    15,
+    57344.0,
+    nan_codes=(0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF),
+    infinity_codes=(0x7C, 0xFC),
+)
+E4M3_FNUZ = Float8Format("e4m3fnuz", torch.float8_e4m3fnuz, 4, 3, 8, 240.0, nan_codes=(0x80,))
+E5M2_FNUZ = Float8Format("e5m2fnuz", torch.float8_e5m2fnuz, 5, 2, 16, 57344.0, nan_codes=(0x80,))
+
+FORMATS = {fmt.dtype: fmt for fmt in (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)}
+
+
+def format_of(dtype: torch.dtype) -> Float8Format:
+    """The format that `dtype` stores. Raises ValueError for a dtype that is not float8."""
+    try:
+        return FORMATS[dtype]
+    except KeyError:
+        names = ", ".join(str(known) for known in FORMATS)
+        raise ValueError(f"expected a float8 dtype ({names}), got {dtype}") from None

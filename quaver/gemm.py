@@ -1,0 +1,258 @@
+"""The one place that multiplies float8 matrices.
+
+    float8_mm(a, b, a_dequant_scale, b_dequant_scale) = (a * a_dequant_scale) @ (b * b_dequant_scale)
+    a [M, K] with scale () or [M, 1];  b [K, N] with scale () or [1, N];  result [M, N]
+
+Two backends compute it. NATIVE is the hardware's float8 matmul, used where a tiny real one has just given the right
+answer (a capability number does not tell: row-wise scales are missing on sm_120 and were broken on sm_89). EXACT runs
+on every device: float8 values are bfloat16 values, so they multiply on bfloat16 units with float32 sums.
+
+Where the exact backend rounds (docs/numerics.md):
+    power-of-two scales   folded into the operands, which is exact: one rounding, to the output dtype
+    tensorwise scales     multiplied onto the float32 sum before it is rounded: one rounding
+    other rowwise scales  the same, in float32, one rounding per scale, then one to the output dtype
+
+What the native matmul asks for on Hopper, and what `native_operands` therefore does:
+    both operands contiguous along the contracted dim; K and N multiples of 16 (zeros are appended, and they add
+    nothing); with row-wise scales a bfloat16 result, and a scale for every row of both operands.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quaver.formats import E5M2, FORMATS
+from quaver.kernels.exact_mm import exact_mm, has_bfloat16_units
+from quaver.kernels.widen import widen
+from quaver.scaling import runs_eagerly_on_cpu
+
+ALIGNMENT = 16
+"""What the contracted and output dims of a native float8 matmul are multiples of."""
+
+
+class GemmBackend(enum.Enum):
+    """Who multiplies."""
+
+    NATIVE = "native"
+    EXACT = "exact"
+
+
+def float8_mm(
+    a: Tensor,
+    b: Tensor,
+    a_dequant_scale: Tensor,
+    b_dequant_scale: Tensor,
+    *,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    use_fast_accum: bool = False,
+    scales_are_powers_of_2: bool = False,
+    emulate: bool = False,
+    pad: bool = False,
+) -> Tensor:
+    """Multiply two scaled float8 matrices.
+
+    Args:
+        a: float8 [M, K], any strides.
+        b: float8 [K, N], any strides.
+        a_dequant_scale: float32, () or [M, 1].
+        b_dequant_scale: float32, () or [1, N].
+        out_dtype: float32, bfloat16 or float16.
+        bias: [N] in a high-precision dtype, added before the last rounding where the backend can.
+        use_fast_accum: NATIVE only: fewer bits in Hopper's partial sums.
+        scales_are_powers_of_2: the caller's word that every scale is; the exact backend is faster for it.
+        emulate: take the exact backend wherever this runs.
+        pad: bring K and N to multiples of 16 on the exact backend too. The result is the same.
+    Returns:
+        [M, N] in out_dtype.
+    Raises:
+        ValueError: shapes, dtypes or scale shapes that do not fit.
+    """
+    _check_operands(a, b, a_dequant_scale, b_dequant_scale)
+    if a.numel() == 0 or b.numel() == 0:
+        out = torch.zeros((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
+        return out if bias is None else out + bias.to(out_dtype)
+    rowwise = a_dequant_scale.numel() > 1 or b_dequant_scale.numel() > 1
+    if backend_for(a.device, rowwise=rowwise, emulate=emulate) is GemmBackend.NATIVE:
+        return _native_mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype, use_fast_accum)
+    columns = b.shape[1]
+    if pad:
+        a, b, b_dequant_scale = _padded(a, b, b_dequant_scale)
+        bias = bias if bias is None else F.pad(bias, (0, b.shape[1] - columns))
+    return _exact_mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype, scales_are_powers_of_2)[:, :columns]
+
+
+def _check_operands(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor) -> None:
+    if a.dtype not in FORMATS or b.dtype not in FORMATS:
+        raise ValueError(f"expected two float8 matrices, got {a.dtype} and {b.dtype}")
+    if a.dtype is E5M2.dtype and b.dtype is E5M2.dtype:
+        raise ValueError("no hardware multiplies e5m2 by e5m2; cast one operand to e4m3")
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(f"expected [M, K] and [K, N], got {list(a.shape)} and {list(b.shape)}")
+    for name, scale, shape in (
+        ("a_dequant_scale", a_dequant_scale, (a.shape[0], 1)),
+        ("b_dequant_scale", b_dequant_scale, (1, b.shape[1])),
+    ):
+        if scale.dtype is not torch.float32 or (scale.dim() != 0 and scale.shape != shape):
+            raise ValueError(
+                f"{name}: expected float32 of shape () or {list(shape)}, got {scale.dtype} of shape {list(scale.shape)}"
+            )
+
+
+# ---- choosing a backend ------------------------------------------------------------------------------------------
+
+
+def backend_for(device: torch.device, *, rowwise: bool, emulate: bool = False) -> GemmBackend:
+    """Who multiplies on `device`, with a scale per row or one per tensor."""
+    if emulate or device.type != "cuda" or not _native_works(device.index or 0, rowwise):
+        return GemmBackend.EXACT
+    return GemmBackend.NATIVE
+
+
+@torch.compiler.assume_constant_result
+def _native_works(device_index: int, rowwise: bool) -> bool:
+    return native_failure(device_index, rowwise) is None
+
+
+@functools.cache
+def native_failure(device_index: int, rowwise: bool) -> str | None:
+    """Why this CUDA (or ROCm) device cannot multiply float8 natively, found by trying; None if it can."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    device = torch.device("cuda", device_index)
+    a = (torch.arange(32 * 32) % 13 - 6).float().view(32, 32)
+    b = (torch.arange(32 * 32) % 7 - 3).float().view(32, 32)
+    a_scale = torch.arange(1.0, 33.0).view(32, 1) if rowwise else torch.tensor(2.0)
+    b_scale = torch.arange(1.0, 33.0).view(1, 32) if rowwise else torch.tensor(0.5)
+    expected = (a * a_scale) @ (b * b_scale)
+    for b_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        a_fp8, b_fp8 = a.to(device, torch.float8_e4m3fn), b.to(device, b_dtype)
+        try:
+            out = _native_mm(a_fp8, b_fp8, a_scale.to(device), b_scale.to(device), None, torch.bfloat16, False)
+            wrong = (out.float().cpu() - expected).abs().max() > expected.abs().max() * 2**-7
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            return str(error).splitlines()[0]
+        if wrong:
+            return f"a 32 x 32 matmul with {'row-wise' if rowwise else 'tensor-wise'} scales gave a wrong result"
+    return None
+
+
+# ---- native ------------------------------------------------------------------------------------------------------
+
+
+def along_contracted(codes: Tensor, dim: int, *, emulate: bool = False) -> Tensor:
+    """`codes` [.., ..] in the layout that a matmul contracting `dim` will read on this device.
+
+    The native backend reads both operands along the contracted dim, so what is kept for a later matmul is best kept in
+    that layout; the exact backend takes any, and gets what it was given.
+    """
+    if backend_for(codes.device, rowwise=False, emulate=emulate) is GemmBackend.EXACT:
+        return codes
+    return codes.contiguous() if dim == 1 else codes.t().contiguous().t()
+
+
+def native_operands(
+    a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same product as hardware wants it: K and N padded to 16, both operands contiguous along K, scales alike."""
+    a, b, b_dequant_scale = _padded(a, b, b_dequant_scale)
+    a = a.contiguous()
+    b = b.t().contiguous().t()
+    if a_dequant_scale.dim() or b_dequant_scale.dim():
+        a_dequant_scale = a_dequant_scale.expand(a.shape[0], 1).contiguous()
+        b_dequant_scale = b_dequant_scale.expand(1, b.shape[1]).contiguous()
+    return a, b, a_dequant_scale, b_dequant_scale
+
+
+def _native_mm(
+    a: Tensor,
+    b: Tensor,
+    a_dequant_scale: Tensor,
+    b_dequant_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> Tensor:
+    columns = b.shape[1]
+    a, b, a_dequant_scale, b_dequant_scale = native_operands(a, b, a_dequant_scale, b_dequant_scale)
+    native_dtype = torch.bfloat16 if a_dequant_scale.dim() else out_dtype
+    bias_inside = bias is not None and bias.dtype is native_dtype is torch.bfloat16 and b.shape[1] == columns
+    # torch.nn.functional.scaled_mm would be the public name. The operation below is the one that the compiler's
+    # templates, its FLOP counter and its recomputation policies know (torch 2.11 and 2.13).
+    out = torch._scaled_mm(
+        a,
+        b,
+        scale_a=a_dequant_scale,
+        scale_b=b_dequant_scale,
+        bias=bias if bias_inside else None,
+        out_dtype=native_dtype,
+        use_fast_accum=use_fast_accum,
+    )[:, :columns]
+    if bias is not None and not bias_inside:
+        out = out + bias
+    return out.to(out_dtype)
+
+
+def _padded(a: Tensor, b: Tensor, b_dequant_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    k, n = -a.shape[1] % ALIGNMENT, -b.shape[1] % ALIGNMENT
+    if k:
+        a, b = _pad_codes(a, 0, k), _pad_codes(b, k, 0)
+    if n:
+        b = _pad_codes(b, 0, n)
+        if b_dequant_scale.dim():
+            b_dequant_scale = F.pad(b_dequant_scale, (0, n), value=1.0)
+    return a, b, b_dequant_scale
+
+
+def _pad_codes(codes: Tensor, rows: int, columns: int) -> Tensor:
+    """Append zeros (code 0 in every format)."""
+    return F.pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(codes.dtype)
+
+
+# ---- exact -------------------------------------------------------------------------------------------------------
+
+
+def _exact_mm(
+    a: Tensor,
+    b: Tensor,
+    a_dequant_scale: Tensor,
+    b_dequant_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    scales_are_powers_of_2: bool,
+) -> Tensor:
+    mm = exact_mm if runs_eagerly_on_cpu(a) else torch.ops.quaver.exact_mm
+    rowwise = a_dequant_scale.dim() or b_dequant_scale.dim()
+    bfloat16 = has_bfloat16_units(a.device.type)
+    if (
+        bfloat16
+        and (not rowwise or scales_are_powers_of_2)
+        and (a.device.type == "cuda" or out_dtype is torch.bfloat16)
+    ):
+        a_hp, a_alpha = _fold_rowwise(widen(a, torch.bfloat16), a_dequant_scale)
+        b_hp, b_alpha = _fold_rowwise(widen(b, torch.bfloat16), b_dequant_scale)
+        out = mm(a_hp, b_hp, _product(a_alpha, b_alpha), out_dtype)
+        return out if bias is None else out + bias.to(out_dtype)
+    out = mm(widen(a, torch.float32), widen(b, torch.float32), None, torch.float32)
+    out = out.mul_(a_dequant_scale).mul_(b_dequant_scale)
+    if bias is not None:
+        out = out.add_(bias)
+    return out.to(out_dtype)
+
+
+def _fold_rowwise(wide: Tensor, dequant_scale: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Multiply power-of-two row scales into the operand, which is exact; leave a tensor's single scale for later."""
+    if dequant_scale.dim() == 0:
+        return wide, dequant_scale
+    return wide * dequant_scale.to(wide.dtype), None
+
+
+def _product(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first * second

@@ -1,0 +1,314 @@
+"""The float8 linear: three matmuls, what each reads, and what is kept between forward and backward.
+
+    output      [M, N] = input       [M, K] @ weight.t() [K, N] (+ bias)      contracts K
+    grad_input  [M, K] = grad_output [M, N] @ weight     [N, K]               contracts N
+    grad_weight [N, K] = grad_output.t() [N, M] @ input  [M, K]               contracts M
+
+Each matmul casts its own two operands (config.py says how). Tensorwise, the two casts of an operand are one; rowwise,
+each has its scales along the dim that its matmul contracts.
+
+Kept for backward, with M tokens:
+    input    as grad_weight reads it: M * K bytes of float8 and its scale; in high precision only where the recipe
+             computes grad_weight in high precision. Nothing if the weight is frozen.
+    weight   the parameter itself, no copy, and its scale where that is tensorwise; backward casts it again. Inside
+             `cast_weights_once`, or with `keep_float8_weight_for_backward`, its float8 cast. Nothing if the input
+             needs no gradient.
+
+Reads of an operand for its amax per step: one each tensorwise, two each rowwise (one per direction), and three in all
+for rowwise_with_gw_hp, whose tensorwise weight amax is the largest of its row amaxes.
+
+Everything here works on plain tensors: autograd sees one function, and tensor subclasses stay at the boundaries.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from quaver.casts import MatrixCasts, Operand, casts_of_input
+from quaver.config import Float8GemmConfig, Float8LinearConfig
+from quaver.formats import HP_DTYPES
+from quaver.gemm import float8_mm
+
+_DOUBLE_BACKWARD = (
+    "a Float8Linear has no second derivative: its casts to float8 are steps. "
+    "Call convert_to_high_precision(model) before double backward"
+)
+
+
+class WeightCasts(NamedTuple):
+    """One weight, cast once for all microbatches of an optimizer step: as `output` and as `grad_input` read it."""
+
+    for_output: Operand
+    for_grad_input: Operand
+
+
+def cast_weight(weight: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype) -> WeightCasts:
+    """Cast `weight` [N, K] for both of its matmuls under a resolved config."""
+    casts = MatrixCasts(config)
+    return WeightCasts(
+        casts.cast(weight, config.casts.weight, 1, hp_dtype),
+        casts.cast(weight, config.casts.weight_for_grad_input, 0, hp_dtype),
+    )
+
+
+class ScopedWeight:
+    """A weight's casts while a `cast_weights_once` is open, and what must not change meanwhile."""
+
+    def __init__(self, weight: Tensor, config: Float8LinearConfig) -> None:
+        self.casts = cast_weight(weight, config, weight.dtype)
+        self._weight = weight
+        self._version = weight._version
+
+    def check(self, weight: Tensor) -> None:
+        """Raise RuntimeError if `weight` is not the tensor that was cast, or has been written to since."""
+        if weight is not self._weight or weight._version != self._version:
+            what = "replaced" if weight is not self._weight else "changed"
+            raise RuntimeError(
+                f"a weight of shape {list(weight.shape)} was {what} inside cast_weights_once; "
+                "leave the scope before you change weights"
+            )
+
+
+def _matmul(
+    a: Operand,
+    b: Operand,
+    gemm: Float8GemmConfig,
+    config: Float8LinearConfig,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """a [M, K] @ b [K, N] + bias [N] -> [M, N] in out_dtype."""
+    if a.dequant_scale is None or b.dequant_scale is None:
+        a_hp, b_hp = a.data.to(out_dtype), b.data.to(out_dtype)
+        return torch.mm(a_hp, b_hp) if bias is None else torch.addmm(bias.to(out_dtype), a_hp, b_hp)
+    return float8_mm(
+        a.data,
+        b.data,
+        a.dequant_scale,
+        b.dequant_scale,
+        out_dtype=out_dtype,
+        bias=bias,
+        use_fast_accum=gemm.use_fast_accum,
+        scales_are_powers_of_2=config.round_scales_to_power_of_2,
+        emulate=config.emulate,
+        pad=config.pad_inner_dim,
+    )
+
+
+class _Float8Linear(torch.autograd.Function):
+    """`output` forward, `grad_input` and `grad_weight` backward; see the top of the file."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        config: Float8LinearConfig,
+        hp_dtype: torch.dtype,
+        weight_casts: WeightCasts | None,
+    ) -> Tensor:
+        needs_grad_input, needs_grad_weight = ctx.needs_input_grad[:2]
+        rows = input.reshape(-1, input.shape[-1])
+        input_casts = casts_of_input(input, config)
+        input_op = input_casts.cast(rows, config.casts.input, 1, hp_dtype)
+        saved: list[Tensor | None] = [None] * 5
+        if needs_grad_weight:
+            saved[0:2] = input_casts.cast(rows, config.casts.input_for_grad_weight, 0, hp_dtype)
+        if weight_casts is None and config.keep_float8_weight_for_backward and needs_grad_input:
+            weight_casts = cast_weight(weight, config, hp_dtype)
+        if weight_casts is not None:
+            weight_op = weight_casts.for_output
+            if needs_grad_input:
+                saved[2:4] = weight_casts.for_grad_input
+        else:
+            casts = MatrixCasts(config)
+            weight_op = casts.cast(weight, config.casts.weight, 1, hp_dtype)
+            if needs_grad_input:
+                saved[2] = weight
+                other = config.casts.weight_for_grad_input
+                if not other.is_disabled and not other.is_rowwise:
+                    saved[3:5] = casts.scales(weight, other, 0)
+        ctx.save_for_backward(*saved)
+        ctx.config, ctx.hp_dtype, ctx.weight_is_cast = config, hp_dtype, weight_casts is not None
+        ctx.input_shape, ctx.input_dtype, ctx.weight_dtype = input.shape, input.dtype, weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        output = _matmul(input_op, weight_op.t(), config.gemm_config_output, config, hp_dtype, bias)
+        return output.view(*input.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            grads = _RefuseDoubleBackward.apply(*_gradients(ctx, grad_output.detach()))
+        else:
+            grads = _gradients(ctx, grad_output)
+        return (*grads, None, None, None)
+
+
+def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    needs_grad_input, needs_grad_weight, needs_grad_bias = ctx.needs_input_grad[:3]
+    input_data, input_scale, weight_data, *weight_scales = ctx.saved_tensors
+    config, hp_dtype = ctx.config, ctx.hp_dtype
+    grad_input = grad_weight = grad_bias = None
+    rows = grad_output.reshape(-1, grad_output.shape[-1])
+    casts = MatrixCasts(config)
+    # Both casts first: they share their data where they are equal, and must be alive together for that.
+    left_of_grad_input = casts.cast(rows, config.casts.grad_output, 1, hp_dtype) if needs_grad_input else None
+    left_of_grad_weight = (
+        casts.cast(rows, config.casts.grad_output_for_grad_weight, 0, hp_dtype) if needs_grad_weight else None
+    )
+    if left_of_grad_input is not None:
+        if ctx.weight_is_cast:
+            weight = Operand(weight_data, weight_scales[0])
+        else:
+            weight_casts = MatrixCasts(config)
+            if weight_scales[0] is not None:
+                weight_casts.adopt((weight_scales[0], weight_scales[1]), config.casts.weight_for_grad_input)
+            weight = weight_casts.cast(weight_data, config.casts.weight_for_grad_input, 0, hp_dtype)
+        grad_input = _matmul(left_of_grad_input, weight, config.gemm_config_grad_input, config, hp_dtype)
+        grad_input = grad_input.view(ctx.input_shape).to(ctx.input_dtype)
+    if left_of_grad_weight is not None:
+        input_op = Operand(input_data, input_scale)
+        grad_weight = _matmul(left_of_grad_weight.t(), input_op, config.gemm_config_grad_weight, config, hp_dtype)
+        grad_weight = grad_weight.to(ctx.weight_dtype)
+    if needs_grad_bias:
+        grad_bias = rows.sum(0).to(ctx.bias_dtype)
+    return grad_input, grad_weight, grad_bias
+
+
+class _RefuseDoubleBackward(torch.autograd.Function):
+    """Identity on the gradients of a backward that is itself recorded; differentiating it says why that fails."""
+
+    @staticmethod
+    def forward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads
+
+    @staticmethod
+    def backward(ctx: Any, *grad_grads: Tensor) -> None:
+        raise RuntimeError(_DOUBLE_BACKWARD)
+
+
+def float8_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    config: Float8LinearConfig | None = None,
+    weight_casts: WeightCasts | None = None,
+) -> Tensor:
+    """`torch.nn.functional.linear` with its three matmuls in float8.
+
+    Args:
+        input: [..., K], float32, bfloat16 or float16, any strides.
+        weight: [N, K], of input's dtype; under autocast of any high-precision dtype (it is cast to float8 from there).
+        bias: [N] or None.
+        config: what to cast and how; None for the tensorwise recipe.
+        weight_casts: the weight's casts, if they have been made (see `cast_weights_once`).
+    Returns:
+        [..., N] in input's dtype; under autocast in autocast's.
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    config = config or Float8LinearConfig()
+    return _float8_linear(input, weight, bias, config, weight_casts)
+
+
+def _float8_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    config: Float8LinearConfig,
+    weight_casts: WeightCasts | None,
+) -> Tensor:
+    hp_dtype = compute_dtype(input.device.type, input.dtype)
+    _check_input(input, weight, hp_dtype)
+    return _Float8Linear.apply(input, weight, bias, config, hp_dtype, weight_casts)
+
+
+def compute_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a linear's results have for an input of `dtype`: autocast's where it is on."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else dtype
+
+
+def _check_input(input: Tensor, weight: Tensor, hp_dtype: torch.dtype) -> None:
+    if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"expected an input of shape [..., {weight.shape[1]}] for a weight of {list(weight.shape)}, "
+            f"got {list(input.shape)}"
+        )
+    if input.dtype not in HP_DTYPES:
+        raise ValueError(f"expected an input of {', '.join(map(str, HP_DTYPES))}, got {input.dtype}")
+    if weight.dtype is not input.dtype and not torch.is_autocast_enabled(input.device.type):
+        raise ValueError(
+            f"input is {input.dtype} but weight is {weight.dtype}: convert one of them, or run under torch.autocast"
+        )
+
+
+class Float8Linear(nn.Linear):
+    """An `nn.Linear` whose matmuls run in float8. Parameters and state_dict are those of `nn.Linear`.
+
+    `convert_to_float8_training` makes it out of an `nn.Linear` in place; made directly it takes nn.Linear's arguments.
+
+    Args:
+        config: what to cast and how; None for the tensorwise recipe.
+    """
+
+    config: Float8LinearConfig
+    _scoped_weight: ScopedWeight | None
+    """Set while a `cast_weights_once` is open."""
+    _converted_from: type[nn.Linear]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        config: Float8LinearConfig | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._set_up(config, nn.Linear)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, *, config: Float8LinearConfig | None = None) -> Float8Linear:
+        """Turn `linear` itself into a Float8Linear: same object, parameters, hooks and attributes.
+
+        [Note: a change of class] Swapping the class, not the object, is what keeps every reference to the module
+        valid: a second parent's, a hook's, an optimizer's name map. The way back is exact for the same reason.
+        """
+        converted_from = type(linear)
+        linear.__class__ = cls
+        float8 = cast(Float8Linear, linear)
+        float8._set_up(config, converted_from)
+        return float8
+
+    def to_linear(self) -> nn.Linear:
+        """Turn this module back into the `nn.Linear` that it was: same object, parameters, hooks and attributes."""
+        self.__class__ = self._converted_from  # type: ignore[assignment]
+        del self.config, self._scoped_weight, self._converted_from
+        return self
+
+    def _set_up(self, config: Float8LinearConfig | None, converted_from: type[nn.Linear]) -> None:
+        self.config = config or Float8LinearConfig()
+        self._scoped_weight = None
+        self._converted_from = converted_from
+
+    def forward(self, input: Tensor) -> Tensor:
+        scoped = self._scoped_weight
+        if scoped is None:
+            return _float8_linear(input, self.weight, self.bias, self.config, None)
+        if not torch.compiler.is_compiling():
+            scoped.check(self.weight)
+        return _float8_linear(input, self.weight, self.bias, self.config, scoped.casts)
+
+    def extra_repr(self) -> str:
+        recipe = self.config.recipe_name
+        return f"{super().extra_repr()}, {f'recipe={recipe.value}' if recipe else self.config}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_scoped_weight": None}  # casts belong to a scope, not to a copy

@@ -1,0 +1,136 @@
+"""From a high-precision tensor to float8: amax -> scale -> saturated cast, in plain PyTorch.
+
+This file is the oracle that every kernel must match bit for bit.
+
+    amax          = max |hp|                    over the whole tensor (tensorwise) or along one dim (rowwise)
+    quant_scale   = RN32(format.max / amax)     at most RN32(format.max / EPS); optionally rounded down to 2^k
+    float8        = RNE8(clamp(RN32(float32(hp) * quant_scale), -format.max, format.max))
+    dequant_scale = RN32(1 / quant_scale)
+
+RN32 is the correctly rounded float32 result, RNE8 round to nearest, ties to even, subnormals kept.
+
+What the unusual amaxes do:
+    0 or an empty tensor   quant_scale = RN32(format.max / EPS), finite: zeros stay zeros
+    below EPS              the same scale: values under EPS * smallest_subnormal / (2 * max) become zero
+    inf                    quant_scale = 0, dequant_scale = inf: every result of the tensor (or row) is NaN
+    NaN                    both scales NaN: every result of the tensor (or row) is NaN
+so a non-finite value is never hidden by saturation: it reaches the output, as it would in bfloat16.
+
+[Note: one division, two formulas]
+The scale must not depend on who computes it. A CPU divides float32 correctly rounded; compiled GPU code does not. So
+all but eager CPU code divides in float64 and rounds to float32. The two agree in every bit: double rounding is
+innocuous for a quotient of float32 numbers, since 53 >= 2 * 24 + 2 (S. Figueroa, "When is double rounding
+innocuous?", SIGNUM Newsletter 30(3), 1995).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quaver.formats import FORMATS, HP_DTYPES, format_of
+
+EPS = 1e-12
+"""The smallest amax that still moves the scale; the field's constant (torchao.float8, TransformerEngine)."""
+
+_INT_VIEW = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+_ABS_MASK = {torch.int16: 0x7FFF, torch.int32: 0x7FFFFFFF}
+_MANTISSA_CLEARED = -(1 << 23)  # keeps sign and exponent of a float32
+
+# A 0-dim tensor costs half of what a Python number costs, per call, as an operand of an eager operation.
+_MAX = {dtype: torch.tensor(fmt.max) for dtype, fmt in FORMATS.items()}
+_LARGEST_QUANT_SCALE = {dtype: torch.tensor(fmt.max / EPS) for dtype, fmt in FORMATS.items()}
+
+
+def runs_eagerly_on_cpu(tensor: Tensor) -> bool:
+    """Whether operations on `tensor` run at once on a CPU: it is not traced, not fake, and not a subclass."""
+    return (
+        tensor.device.type == "cpu"
+        and type(tensor) in (Tensor, torch.nn.Parameter)
+        and not torch.compiler.is_compiling()
+    )
+
+
+def amax(hp: Tensor, dim: int | None = None) -> Tensor:
+    """The largest magnitude of `hp`: over everything, or along `dim`.
+
+    Args:
+        hp: float32, bfloat16 or float16, any shape and strides.
+        dim: None for one value (tensorwise), or the dim to reduce (rowwise).
+    Returns:
+        Exact, in hp's dtype: shape () for None, else hp's shape with `dim` reduced to 1. NaN where a NaN is among
+        the values, 0 where there are none.
+    Raises:
+        ValueError: hp is not of a high-precision dtype.
+    """
+    if hp.dtype not in HP_DTYPES:
+        raise ValueError(f"expected a tensor of {', '.join(map(str, HP_DTYPES))}, got {hp.dtype}")
+    if hp.numel() == 0:
+        shape = () if dim is None else [1 if i == dim % hp.dim() else n for i, n in enumerate(hp.shape)]
+        return hp.new_zeros(shape)
+    if runs_eagerly_on_cpu(hp):
+        return _amax_of_bits(hp, dim)
+    magnitude = hp.abs()
+    return magnitude.amax() if dim is None else magnitude.amax(dim, keepdim=True)
+
+
+def _amax_of_bits(hp: Tensor, dim: int | None) -> Tensor:
+    """`amax` through the integers: IEEE magnitudes order like their bits, NaNs on top. Twice as fast on a CPU."""
+    ints = _INT_VIEW[hp.dtype]
+    magnitude = hp.view(ints).bitwise_and(_ABS_MASK[ints])
+    return (magnitude.amax() if dim is None else magnitude.amax(dim, keepdim=True)).view(hp.dtype)
+
+
+def amax_to_quant_scale(amax: Tensor, float8_dtype: torch.dtype, *, power_of_2: bool = False) -> Tensor:
+    """The factor that brings `amax` to the largest number of `float8_dtype`.
+
+    Args:
+        amax: any shape, a high-precision dtype.
+        float8_dtype: what will be cast to.
+        power_of_2: round the scale down to a power of two, by clearing its mantissa.
+    Returns:
+        float32, amax's shape.
+    """
+    largest = format_of(float8_dtype).max / EPS
+    if runs_eagerly_on_cpu(amax):
+        scale = torch.div(_MAX[float8_dtype], amax.float()).clamp_max_(_LARGEST_QUANT_SCALE[float8_dtype])
+    else:  # [Note: one division, two formulas]
+        scale = (format_of(float8_dtype).max / amax.double()).clamp(max=largest).float()
+    if power_of_2:
+        scale = scale.view(torch.int32).bitwise_and(_MANTISSA_CLEARED).view(torch.float32)
+    return scale
+
+
+def to_dequant_scale(quant_scale: Tensor) -> Tensor:
+    """The factor that undoes `quant_scale` (float32, same shape). Exact where the scale is a power of two."""
+    if runs_eagerly_on_cpu(quant_scale):
+        return quant_scale.reciprocal()
+    return (1.0 / quant_scale.double()).float()  # [Note: one division, two formulas]
+
+
+def cast_to_float8(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> Tensor:
+    """Scale and cast, saturating: what overflows becomes the largest finite number, NaN stays NaN.
+
+    Args:
+        hp: float32, bfloat16 or float16, any shape.
+        quant_scale: float32, broadcastable to hp: shape () or hp's shape with 1s.
+        float8_dtype: what to cast to.
+    Returns:
+        float8, hp's shape, and hp's strides where those are dense.
+    """
+    largest = format_of(float8_dtype).max
+    # torch's own cast from an overflowing value changed between releases (NaN, inf or the maximum): clamp first.
+    scaled = hp * quant_scale if hp.dtype is torch.float32 else hp.float().mul_(quant_scale)
+    return scaled.clamp_(-largest, largest).to(float8_dtype)
+
+
+def dynamic_cast(
+    hp: Tensor, float8_dtype: torch.dtype, dim: int | None = None, *, power_of_2: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Cast `hp` with the scale of its own amax; see `amax` and `amax_to_quant_scale` for the arguments.
+
+    Returns:
+        The float8 tensor, and its float32 dequant_scale (shape () or hp's shape with `dim` reduced to 1).
+    """
+    quant_scale = amax_to_quant_scale(amax(hp, dim), float8_dtype, power_of_2=power_of_2)
+    return cast_to_float8(hp, quant_scale, float8_dtype), to_dequant_scale(quant_scale)

@@ -1,0 +1,44 @@
+"""`cast_weights_once`: each float8 weight cast once for all microbatches of one optimizer step.
+
+Outside the scope a Float8Linear casts the live weight at each use, because version counters do not see every way to
+change a weight (`.data`, a kernel that writes in place, an optimizer that bypasses them). Inside, the caller promises
+that the weights stand still, and a change that torch can see is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from quaver.linear import Float8Linear, ScopedWeight
+
+
+@contextmanager
+def cast_weights_once(model: nn.Module) -> Iterator[None]:
+    """Cast the weight of every Float8Linear under `model` now, in both layouts, and use those casts until the exit.
+
+    Put it around the microbatches (forward and backward) of one optimizer step, eager or compiled, and leave it before
+    the optimizer steps. The casts cost one byte per element and layout while the scope is open. A model without
+    Float8Linear is left alone.
+
+    Raises:
+        RuntimeError: the scope is already open for one of the modules, or a weight was changed or replaced inside it
+            (found at the next eager use of the module, and at the exit).
+    """
+    modules = [module for module in model.modules() if isinstance(module, Float8Linear)]
+    if any(module._scoped_weight is not None for module in modules):
+        raise RuntimeError("cast_weights_once is already open for this model; leave it before entering again")
+    try:
+        with torch.no_grad():
+            for module in modules:
+                module._scoped_weight = ScopedWeight(module.weight, module.config)
+        yield
+        for module in modules:
+            if module._scoped_weight is not None:
+                module._scoped_weight.check(module.weight)
+    finally:
+        for module in modules:
+            module._scoped_weight = None
