@@ -1,11 +1,11 @@
 """The float8 casts of one matrix: each amax read once, each layout cast once, shared between all who ask.
 
 A linear's operand enters two matmuls, and an activation may enter several linears (q, k and v; gate and up).
-`MatrixCasts` remembers what was computed of one matrix; `casts_of_input` finds the memory of an activation again.
+`MatrixCasts` remembers what was made of one matrix; `casts_of_activation` finds that of an activation again.
 
-Nothing lives longer for it: the matrix and its casts are held by weak references. Amaxes and scales (a few numbers)
-stay as long as the matrix, so a cast that has died is made again without another amax. A changed activation is never
-taken for the old one: its version counter is compared, as autograd compares it for saved tensors.
+Nothing lives longer for it: the activation and its casts are held by weak references. Scales and amaxes (a few numbers)
+stay as long as the activation, so a cast that has died is made again without another read for its amax. A changed
+activation is never taken for the old one: its version counter is compared, as autograd compares it for saved tensors.
 """
 
 from __future__ import annotations
@@ -31,91 +31,101 @@ class Operand(NamedTuple):
         return Operand(self.data.t(), None if self.dequant_scale is None else self.dequant_scale.t())
 
 
-class MatrixCasts:
-    """What has been computed of one matrix [rows, columns] under one config.
+class Scales(NamedTuple):
+    """The scale of one cast, both ways: float32, shape () or that of the matrix with the contracted dim 1."""
 
-    The matrix is given to each call, not kept.
+    quant: Tensor
+    dequant: Tensor
+
+
+class MatrixCasts:
+    """What has been made of one matrix [rows, columns] under one config. The matrix is given to each call, not kept.
+
+    A scale is known by the dim that it reduces, None for tensorwise; a cast by that and the dim its matmul contracts.
     """
 
-    def __init__(self, config: Float8LinearConfig) -> None:
-        self._power_of_2 = config.round_scales_to_power_of_2
-        self._emulate = config.emulate
-        self._amaxes: dict[int | None, Tensor] = {}
-        self._scales: dict[object, tuple[Tensor, Tensor]] = {}
-        self._tensors: dict[object, Tensor | weakref.ref[Tensor]] = {}
+    __slots__ = ("_data", "_row_amax", "_scales", "config", "hp_dtype")
 
-    def cast(self, hp: Tensor, config: CastConfig, contracted_dim: int, hp_dtype: torch.dtype) -> Operand:
-        """`hp` [rows, columns] for the matmul that contracts `contracted_dim`, in the layout that it reads.
+    def __init__(self, config: Float8LinearConfig, hp_dtype: torch.dtype) -> None:
+        self.config = config
+        self.hp_dtype = hp_dtype
+        self._row_amax: Tensor | None = None
+        self._scales: dict[int | None, Scales] = {}
+        self._data: dict[tuple[int | None, int], Tensor | weakref.ref[Tensor]] = {}
 
-        A disabled config gives `hp` in `hp_dtype`.
+    def cast(self, hp: Tensor, cast: CastConfig, contracted_dim: int) -> Operand:
+        """`hp` as an operand of the matmul that contracts `contracted_dim`, in the layout that it reads.
+
+        A disabled cast gives `hp` in the high-precision dtype of the matmul.
         """
-        if config.is_disabled:
-            data = self._recall(hp_dtype)
-            return Operand(self._remember(hp_dtype, hp.to(hp_dtype)) if data is None else data, None)
-        dtype, dim = config.float8_dtype, contracted_dim if config.is_rowwise else None
-        quant_scale, dequant_scale = self.scales(hp, config, contracted_dim)
-        data = self._recall((dtype, dim, contracted_dim))
+        if cast.is_disabled:
+            return Operand(hp.to(self.hp_dtype), None)
+        dim = contracted_dim if cast.is_rowwise else None
+        quant_scale, dequant_scale = self.scales(hp, cast, contracted_dim)
+        data = self._alive((dim, contracted_dim))
         if data is None:
-            codes = self._recall((dtype, dim))
+            codes = self._alive((None, 1 - contracted_dim)) if dim is None else None
             if codes is None:
-                codes = self._remember((dtype, dim), cast_to_float8(hp, quant_scale, dtype))
-            data = along_contracted(codes, contracted_dim, emulate=self._emulate)
-            self._remember((dtype, dim, contracted_dim), data)
+                codes = cast_to_float8(hp, quant_scale, cast.float8_dtype)
+            data = along_contracted(codes, contracted_dim, emulate=self.config.emulate)
+            # The compiler shares equal computations itself, and traces no weak references.
+            compiling = torch.compiler.is_dynamo_compiling()
+            self._data[dim, contracted_dim] = data if compiling else weakref.ref(data)
         return Operand(data, dequant_scale)
 
-    def scales(self, hp: Tensor, config: CastConfig, contracted_dim: int) -> tuple[Tensor, Tensor]:
-        """quant_scale and dequant_scale of a cast: float32, shape () or that of `hp` with `contracted_dim` 1."""
-        dim = contracted_dim if config.is_rowwise else None
-        key = (config.float8_dtype, dim)
-        if key not in self._scales:
-            quant_scale = amax_to_quant_scale(self._amax(hp, dim), config.float8_dtype, power_of_2=self._power_of_2)
-            self._scales[key] = quant_scale, to_dequant_scale(quant_scale)
-        return self._scales[key]
+    def scales(self, hp: Tensor, cast: CastConfig, contracted_dim: int) -> Scales:
+        """The scales of a cast; one read of `hp` unless they, or for a tensorwise cast row amaxes, are known."""
+        dim = contracted_dim if cast.is_rowwise else None
+        known = self._scales.get(dim)
+        if known is not None:
+            return known
+        if dim is None and self._row_amax is not None:
+            of_matrix = amax(self._row_amax)
+        else:
+            of_matrix = amax(hp, dim)
+            self._row_amax = None if dim is None else of_matrix
+        quant = amax_to_quant_scale(of_matrix, cast.float8_dtype, power_of_2=self.config.round_scales_to_power_of_2)
+        scales = self._scales[dim] = Scales(quant, to_dequant_scale(quant))
+        return scales
 
-    def adopt(self, scales: tuple[Tensor, Tensor], config: CastConfig) -> None:
-        """Use these tensorwise scales for casts under `config`, instead of reading the matrix for an amax."""
-        self._scales[config.float8_dtype, None] = scales
+    def adopt_tensorwise(self, scales: Scales) -> None:
+        """Cast tensorwise with these scales instead of reading the matrix for its amax."""
+        self._scales[None] = scales
 
-    def _amax(self, hp: Tensor, dim: int | None) -> Tensor:
-        if dim not in self._amaxes:
-            rows = None if dim is not None else next(iter(self._amaxes.values()), None)
-            self._amaxes[dim] = amax(hp, dim) if rows is None else amax(rows)
-        return self._amaxes[dim]
-
-    def _remember(self, key: object, tensor: Tensor) -> Tensor:
-        # The compiler shares equal computations itself, and traces no weak references.
-        self._tensors[key] = tensor if torch.compiler.is_compiling() else weakref.ref(tensor)
-        return tensor
-
-    def _recall(self, key: object) -> Tensor | None:
-        known = self._tensors.get(key)
+    def _alive(self, key: tuple[int | None, int]) -> Tensor | None:
+        known = self._data.get(key)
         return known() if isinstance(known, weakref.ref) else known
 
 
-class _InputRecord(NamedTuple):
+class _Activation(NamedTuple):
     tensor: weakref.ref[Tensor]
     version: int
-    casts: dict[tuple[bool, bool], MatrixCasts]
+    casts: MatrixCasts
 
 
-_inputs: dict[int, _InputRecord] = {}
+_activations: dict[int, _Activation] = {}
 
 
-def casts_of_input(input: Tensor, config: Float8LinearConfig) -> MatrixCasts:
-    """The memory of an activation's casts: the same one for every linear that is given the same unchanged tensor.
+def casts_of_activation(activation: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype) -> MatrixCasts:
+    """The casts of an activation: one object for all linears of one config that are given the same unchanged tensor.
 
-    A new and empty one under the compiler, which shares equal computations itself, and for inference tensors, which
-    count no versions.
+    A new one under the compiler, which shares equal computations itself, and for inference tensors, which count no
+    versions.
     """
-    if torch.compiler.is_compiling() or input.is_inference():
-        return MatrixCasts(config)
-    record = _inputs.get(id(input))
-    if record is None or record.tensor() is not input or record.version != input._version:
-        key = id(input)
-        record = _InputRecord(weakref.ref(input, lambda _: _inputs.pop(key, None)), input._version, {})
-        _inputs[key] = record
-    settings = (config.round_scales_to_power_of_2, config.emulate)
-    casts = record.casts.get(settings)
-    if casts is None:
-        casts = record.casts[settings] = MatrixCasts(config)
+    if torch.compiler.is_dynamo_compiling() or activation.is_inference():
+        return MatrixCasts(config, hp_dtype)
+    key = id(activation)
+    known = _activations.get(key)
+    if (
+        known is not None
+        and known.tensor() is activation
+        and known.version == activation._version
+        and known.casts.config is config
+        and known.casts.hp_dtype is hp_dtype
+    ):
+        return known.casts
+    casts = MatrixCasts(config, hp_dtype)
+    # The default argument is the dictionary itself, which outlives this module's globals at interpreter exit.
+    forget = weakref.ref(activation, lambda _, known=_activations: known.pop(key, None))
+    _activations[key] = _Activation(forget, activation._version, casts)
     return casts

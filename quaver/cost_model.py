@@ -6,9 +6,9 @@ Per matmul: the larger of FLOPs / peak and bytes / bandwidth. Float8 adds its ca
     rowwise              per operand: two directions, each read for amax and cast: 2 * (2 + 2 + 1) bytes
     rowwise_with_gw_hp   input and grad_output one direction (5 bytes), weight row-wise and tensorwise (2 + 3 + 3)
 
-and a fixed launch time per kernel. Real kernels reach neither roof; `_MATMUL_EFFICIENCY` and `_MEMORY_EFFICIENCY` are the
-shares that large kernels reach on H100 (788 of 989 TFLOP/s bfloat16, 4.3 of 4.8 TB/s copied on H200). Float8 matmuls
-reach 1.9 times the bfloat16 rate on large shapes, not 2 (torchao's published GEMM benchmark).
+and a fixed launch time per kernel. Real kernels reach neither roof: `_MATMUL_EFFICIENCY`, `_MEMORY_EFFICIENCY` are the
+shares that large kernels reach on an H200 (788 of 989 TFLOP/s bfloat16, 4.3 of 4.8 TB/s copied). Float8 matmuls reach
+1.9 times the bfloat16 rate on large shapes, not 2 (torchao's published GEMM benchmark).
 """
 
 from __future__ import annotations

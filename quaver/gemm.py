@@ -27,8 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quaver.formats import E5M2, FORMATS
-from quaver.kernels.exact_mm import exact_mm, has_bfloat16_units
-from quaver.kernels.widen import widen
+from quaver.kernels.exact_mm import exact_float8_mm
 from quaver.scaling import runs_eagerly_on_cpu
 
 ALIGNMENT = 16
@@ -77,14 +76,16 @@ def float8_mm(
     if a.numel() == 0 or b.numel() == 0:
         out = torch.zeros((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
         return out if bias is None else out + bias.to(out_dtype)
-    rowwise = a_dequant_scale.numel() > 1 or b_dequant_scale.numel() > 1
+    rowwise = a_dequant_scale.dim() > 0 or b_dequant_scale.dim() > 0
     if backend_for(a.device, rowwise=rowwise, emulate=emulate) is GemmBackend.NATIVE:
         return _native_mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype, use_fast_accum)
+    exact_mm = exact_float8_mm if runs_eagerly_on_cpu(a) else torch.ops.quaver.exact_float8_mm
+    if not pad:
+        return exact_mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype, scales_are_powers_of_2)
     columns = b.shape[1]
-    if pad:
-        a, b, b_dequant_scale = _padded(a, b, b_dequant_scale)
-        bias = bias if bias is None else F.pad(bias, (0, b.shape[1] - columns))
-    return _exact_mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype, scales_are_powers_of_2)[:, :columns]
+    a, b, b_dequant_scale = _padded(a, b, b_dequant_scale)
+    bias = bias if bias is None else F.pad(bias, (0, b.shape[1] - columns))
+    return exact_mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype, scales_are_powers_of_2)[:, :columns]
 
 
 def _check_operands(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor) -> None:
@@ -94,14 +95,15 @@ def _check_operands(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_sca
         raise ValueError("no hardware multiplies e5m2 by e5m2; cast one operand to e4m3")
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"expected [M, K] and [K, N], got {list(a.shape)} and {list(b.shape)}")
-    for name, scale, shape in (
-        ("a_dequant_scale", a_dequant_scale, (a.shape[0], 1)),
-        ("b_dequant_scale", b_dequant_scale, (1, b.shape[1])),
-    ):
-        if scale.dtype is not torch.float32 or (scale.dim() != 0 and scale.shape != shape):
-            raise ValueError(
-                f"{name}: expected float32 of shape () or {list(shape)}, got {scale.dtype} of shape {list(scale.shape)}"
-            )
+    _check_scale("a_dequant_scale", a_dequant_scale, (a.shape[0], 1))
+    _check_scale("b_dequant_scale", b_dequant_scale, (1, b.shape[1]))
+
+
+def _check_scale(name: str, scale: Tensor, rowwise_shape: tuple[int, int]) -> None:
+    if scale.dtype is not torch.float32 or (scale.dim() != 0 and scale.shape != rowwise_shape):
+        raise ValueError(
+            f"{name}: expected float32 of shape () or {list(rowwise_shape)}, got {scale.dtype} of {list(scale.shape)}"
+        )
 
 
 # ---- choosing a backend ------------------------------------------------------------------------------------------
@@ -212,47 +214,3 @@ def _padded(a: Tensor, b: Tensor, b_dequant_scale: Tensor) -> tuple[Tensor, Tens
 def _pad_codes(codes: Tensor, rows: int, columns: int) -> Tensor:
     """Append zeros (code 0 in every format)."""
     return F.pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(codes.dtype)
-
-
-# ---- exact -------------------------------------------------------------------------------------------------------
-
-
-def _exact_mm(
-    a: Tensor,
-    b: Tensor,
-    a_dequant_scale: Tensor,
-    b_dequant_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    scales_are_powers_of_2: bool,
-) -> Tensor:
-    mm = exact_mm if runs_eagerly_on_cpu(a) else torch.ops.quaver.exact_mm
-    rowwise = a_dequant_scale.dim() or b_dequant_scale.dim()
-    bfloat16 = has_bfloat16_units(a.device.type)
-    if (
-        bfloat16
-        and (not rowwise or scales_are_powers_of_2)
-        and (a.device.type == "cuda" or out_dtype is torch.bfloat16)
-    ):
-        a_hp, a_alpha = _fold_rowwise(widen(a, torch.bfloat16), a_dequant_scale)
-        b_hp, b_alpha = _fold_rowwise(widen(b, torch.bfloat16), b_dequant_scale)
-        out = mm(a_hp, b_hp, _product(a_alpha, b_alpha), out_dtype)
-        return out if bias is None else out + bias.to(out_dtype)
-    out = mm(widen(a, torch.float32), widen(b, torch.float32), None, torch.float32)
-    out = out.mul_(a_dequant_scale).mul_(b_dequant_scale)
-    if bias is not None:
-        out = out.add_(bias)
-    return out.to(out_dtype)
-
-
-def _fold_rowwise(wide: Tensor, dequant_scale: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Multiply power-of-two row scales into the operand, which is exact; leave a tensor's single scale for later."""
-    if dequant_scale.dim() == 0:
-        return wide, dequant_scale
-    return wide * dequant_scale.to(wide.dtype), None
-
-
-def _product(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return first * second

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from quaver.casts import MatrixCasts, Operand, casts_of_input
+from quaver.casts import MatrixCasts, Operand, Scales, casts_of_activation
 from quaver.config import Float8GemmConfig, Float8LinearConfig
 from quaver.formats import HP_DTYPES
 from quaver.gemm import float8_mm
@@ -47,10 +47,10 @@ class WeightCasts(NamedTuple):
 
 def cast_weight(weight: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype) -> WeightCasts:
     """Cast `weight` [N, K] for both of its matmuls under a resolved config."""
-    casts = MatrixCasts(config)
+    casts = MatrixCasts(config, hp_dtype)
     return WeightCasts(
-        casts.cast(weight, config.casts.weight, 1, hp_dtype),
-        casts.cast(weight, config.casts.weight_for_grad_input, 0, hp_dtype),
+        casts.cast(weight, config.casts.weight, 1),
+        casts.cast(weight, config.casts.weight_for_grad_input, 0),
     )
 
 
@@ -113,11 +113,11 @@ class _Float8Linear(torch.autograd.Function):
     ) -> Tensor:
         needs_grad_input, needs_grad_weight = ctx.needs_input_grad[:2]
         rows = input.reshape(-1, input.shape[-1])
-        input_casts = casts_of_input(input, config)
-        input_op = input_casts.cast(rows, config.casts.input, 1, hp_dtype)
+        input_casts = casts_of_activation(input, config, hp_dtype)
+        input_op = input_casts.cast(rows, config.casts.input, 1)
         saved: list[Tensor | None] = [None] * 5
         if needs_grad_weight:
-            saved[0:2] = input_casts.cast(rows, config.casts.input_for_grad_weight, 0, hp_dtype)
+            saved[0:2] = input_casts.cast(rows, config.casts.input_for_grad_weight, 0)
         if weight_casts is None and config.keep_float8_weight_for_backward and needs_grad_input:
             weight_casts = cast_weight(weight, config, hp_dtype)
         if weight_casts is not None:
@@ -125,8 +125,8 @@ class _Float8Linear(torch.autograd.Function):
             if needs_grad_input:
                 saved[2:4] = weight_casts.for_grad_input
         else:
-            casts = MatrixCasts(config)
-            weight_op = casts.cast(weight, config.casts.weight, 1, hp_dtype)
+            casts = MatrixCasts(config, hp_dtype)
+            weight_op = casts.cast(weight, config.casts.weight, 1)
             if needs_grad_input:
                 saved[2] = weight
                 other = config.casts.weight_for_grad_input
@@ -142,7 +142,9 @@ class _Float8Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            grads = _RefuseDoubleBackward.apply(*_gradients(ctx, grad_output.detach()))
+            with torch.no_grad():
+                grads = _gradients(ctx, grad_output)
+            grads = _RefuseDoubleBackward.apply(*(g if g is None else g.detach().requires_grad_() for g in grads))
         else:
             grads = _gradients(ctx, grad_output)
         return (*grads, None, None, None)
@@ -154,20 +156,18 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | N
     config, hp_dtype = ctx.config, ctx.hp_dtype
     grad_input = grad_weight = grad_bias = None
     rows = grad_output.reshape(-1, grad_output.shape[-1])
-    casts = MatrixCasts(config)
-    # Both casts first: they share their data where they are equal, and must be alive together for that.
-    left_of_grad_input = casts.cast(rows, config.casts.grad_output, 1, hp_dtype) if needs_grad_input else None
-    left_of_grad_weight = (
-        casts.cast(rows, config.casts.grad_output_for_grad_weight, 0, hp_dtype) if needs_grad_weight else None
-    )
+    casts = MatrixCasts(config, hp_dtype)
+    # Both casts first: where they agree they are one, and it must be alive for that.
+    left_of_grad_input = casts.cast(rows, config.casts.grad_output, 1) if needs_grad_input else None
+    left_of_grad_weight = casts.cast(rows, config.casts.grad_output_for_grad_weight, 0) if needs_grad_weight else None
     if left_of_grad_input is not None:
         if ctx.weight_is_cast:
             weight = Operand(weight_data, weight_scales[0])
         else:
-            weight_casts = MatrixCasts(config)
+            weight_casts = MatrixCasts(config, hp_dtype)
             if weight_scales[0] is not None:
-                weight_casts.adopt((weight_scales[0], weight_scales[1]), config.casts.weight_for_grad_input)
-            weight = weight_casts.cast(weight_data, config.casts.weight_for_grad_input, 0, hp_dtype)
+                weight_casts.adopt_tensorwise(Scales(*weight_scales))
+            weight = weight_casts.cast(weight_data, config.casts.weight_for_grad_input, 0)
         grad_input = _matmul(left_of_grad_input, weight, config.gemm_config_grad_input, config, hp_dtype)
         grad_input = grad_input.view(ctx.input_shape).to(ctx.input_dtype)
     if left_of_grad_weight is not None:

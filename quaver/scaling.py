@@ -35,6 +35,8 @@ EPS = 1e-12
 
 _INT_VIEW = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 _ABS_MASK = {torch.int16: 0x7FFF, torch.int32: 0x7FFFFFFF}
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_BITS_PAY_FROM = 8192  # elements; below, two more calls cost more than they save
 _MANTISSA_CLEARED = -(1 << 23)  # keeps sign and exponent of a float32
 
 # A 0-dim tensor costs half of what a Python number costs, per call, as an operand of an eager operation.
@@ -44,11 +46,7 @@ _LARGEST_QUANT_SCALE = {dtype: torch.tensor(fmt.max / EPS) for dtype, fmt in FOR
 
 def runs_eagerly_on_cpu(tensor: Tensor) -> bool:
     """Whether operations on `tensor` run at once on a CPU: it is not traced, not fake, and not a subclass."""
-    return (
-        tensor.device.type == "cpu"
-        and type(tensor) in (Tensor, torch.nn.Parameter)
-        and not torch.compiler.is_compiling()
-    )
+    return tensor.is_cpu and type(tensor) in _PLAIN_TYPES and not torch.compiler.is_dynamo_compiling()
 
 
 def amax(hp: Tensor, dim: int | None = None) -> Tensor:
@@ -68,7 +66,7 @@ def amax(hp: Tensor, dim: int | None = None) -> Tensor:
     if hp.numel() == 0:
         shape = () if dim is None else [1 if i == dim % hp.dim() else n for i, n in enumerate(hp.shape)]
         return hp.new_zeros(shape)
-    if runs_eagerly_on_cpu(hp):
+    if hp.numel() >= _BITS_PAY_FROM and runs_eagerly_on_cpu(hp):
         return _amax_of_bits(hp, dim)
     magnitude = hp.abs()
     return magnitude.amax() if dim is None else magnitude.amax(dim, keepdim=True)
@@ -91,13 +89,13 @@ def amax_to_quant_scale(amax: Tensor, float8_dtype: torch.dtype, *, power_of_2: 
     Returns:
         float32, amax's shape.
     """
-    largest = format_of(float8_dtype).max / EPS
     if runs_eagerly_on_cpu(amax):
         scale = torch.div(_MAX[float8_dtype], amax.float()).clamp_max_(_LARGEST_QUANT_SCALE[float8_dtype])
     else:  # [Note: one division, two formulas]
-        scale = (format_of(float8_dtype).max / amax.double()).clamp(max=largest).float()
+        scale = (format_of(float8_dtype).max / amax.double()).clamp(max=format_of(float8_dtype).max / EPS).float()
     if power_of_2:
-        scale = scale.view(torch.int32).bitwise_and(_MANTISSA_CLEARED).view(torch.float32)
+        rounded = scale.view(torch.int32).bitwise_and(_MANTISSA_CLEARED).view(torch.float32)
+        scale = torch.where(scale.isnan(), scale, rounded)  # a NaN without its mantissa would be an inf
     return scale
 
 
@@ -118,7 +116,7 @@ def cast_to_float8(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -
     Returns:
         float8, hp's shape, and hp's strides where those are dense.
     """
-    largest = format_of(float8_dtype).max
+    largest = FORMATS[float8_dtype].max
     # torch's own cast from an overflowing value changed between releases (NaN, inf or the maximum): clamp first.
     scaled = hp * quant_scale if hp.dtype is torch.float32 else hp.float().mul_(quant_scale)
     return scaled.clamp_(-largest, largest).to(float8_dtype)

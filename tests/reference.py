@@ -1,0 +1,53 @@
+"""Oracles that share no code with the package: float64 arithmetic, NumPy and ml_dtypes."""
+
+import math
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+ML_DTYPE = {torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn, torch.float8_e5m2: ml_dtypes.float8_e5m2}
+MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+SMALLEST_EXPONENT = {torch.float32: -126, torch.bfloat16: -126, torch.float16: -14}
+MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
+
+
+def sqnr_db(reference: Tensor, actual: Tensor) -> float:
+    """Signal to quantization noise ratio in dB."""
+    reference, actual = reference.double(), actual.double()
+    return 20 * math.log10(float(reference.norm() / (reference - actual).norm()))
+
+
+def reference_codes(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> np.ndarray:
+    """The codes of a saturating cast, by ml_dtypes."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        scaled = hp.float().numpy() * quant_scale.numpy()
+    clamped = np.clip(scaled, -MAX[float8_dtype], MAX[float8_dtype])
+    return clamped.astype(ML_DTYPE[float8_dtype]).view(np.uint8)
+
+
+def reference_quant_scale(amax: float, float8_dtype: torch.dtype, *, power_of_2: bool = False) -> float:
+    """The scale of one finite amax, in Python's exact arithmetic on doubles."""
+    scale = np.float32(min(MAX[float8_dtype] / amax if amax else math.inf, MAX[float8_dtype] / 1e-12))
+    return 2.0 ** (math.frexp(float(scale))[1] - 1) if power_of_2 else float(scale)
+
+
+def ulp(reference: Tensor, dtype: torch.dtype) -> Tensor:
+    """The spacing of `dtype` at each value of a float64 tensor, that of the smallest normal below it."""
+    exponent = torch.frexp(reference.abs())[1] - 1
+    return torch.exp2((exponent.clamp(min=SMALLEST_EXPONENT[dtype]) - MANTISSA_BITS[dtype]).double())
+
+
+def assert_matmul_exact(out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:
+    """`out` is within 1 ulp of the float64 matmul of the same float8 operands, plus the float32 accumulation bound.
+
+    The bound K * 2^-24 * (|A| @ |B|) holds for any order of summation of K exact products in float32.
+    """
+    a64, b64 = a.double() * a_scale.double(), b.double() * b_scale.double()
+    reference = a64 @ b64
+    bound = a.shape[1] * 2.0**-24 * (a64.abs() @ b64.abs()) + ulp(reference, out.dtype)
+    excess = (out.double() - reference).abs() - bound
+    assert out.shape == reference.shape
+    assert not (excess > 0).any(), f"off by {excess.max():.3g} more than the bound"

@@ -1,0 +1,117 @@
+"""torch.compile: whole graphs, no recompilation, eager's codes, float8 kept for backward."""
+
+import pytest
+import torch
+from torch import nn
+
+from quaver import Float8Linear, Float8LinearConfig, cast_weights_once, float8_linear
+from tests.reference import RECIPES, sqnr_db
+from tests.unit.test_linear import make, references, run
+
+RECIPE = pytest.mark.parametrize("recipe", RECIPES)
+E4M3 = torch.float8_e4m3fn
+
+
+@RECIPE
+@pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_linear_agrees_with_eager(recipe, hp_dtype, bias):
+    """The same codes go into the same exact matmul, so a result differs by nothing but the order of its sums."""
+    module = make(recipe, 96, 160, dtype=hp_dtype, bias=bias)
+    input, grad_output = torch.randn(128, 96).to(hp_dtype), torch.randn(128, 160).to(hp_dtype)
+    expected = run(module, input, grad_output)
+    got = run(torch.compile(module, fullgraph=True), input, grad_output)
+    for e, g in zip((expected[0], expected[1], *expected[2]), (got[0], got[1], *got[2]), strict=True):
+        torch.testing.assert_close(g, e, rtol=2 * torch.finfo(hp_dtype).eps, atol=1e-3 * e.abs().max().item())
+        assert sqnr_db(e, g) > 50
+
+
+@RECIPE
+def test_no_recompilation_from_step_to_step_or_microbatch_to_microbatch(recipe):
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    model = nn.Sequential(Float8Linear(64, 96, config=config), nn.SiLU(), Float8Linear(96, 64, config=config))
+    compiled = torch.compile(model, fullgraph=True)
+
+    def step(scoped):
+        model.zero_grad()
+        for _ in range(2):
+            if scoped:
+                with cast_weights_once(model):
+                    compiled(torch.randn(32, 64)).sum().backward()
+            else:
+                compiled(torch.randn(32, 64)).sum().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(0.1 * p.grad)
+
+    step(False)
+    step(True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            step(True)
+            step(False)
+
+
+@RECIPE
+def test_whole_step_under_compile_with_autocast(recipe):
+    module = make(recipe, dtype=torch.float32, bias=True)
+
+    def step(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return module(x)
+
+    input = torch.randn(48, 64)
+    eager = step(input)
+    compiled = torch.compile(step, fullgraph=True)(input)
+    assert compiled.dtype is torch.bfloat16
+    torch.testing.assert_close(compiled, eager, rtol=0.01, atol=0.01)
+
+
+@RECIPE
+def test_compiled_gradients_are_right(recipe):
+    module = make(recipe, 256, 256, dtype=torch.float32)
+    input, grad_output = torch.randn(256, 256), torch.randn(256, 256)
+    output, grad_input, (grad_weight,) = run(torch.compile(module, fullgraph=True), input, grad_output)
+    for reference, got in zip(
+        references(input, module.weight.detach(), grad_output), (output, grad_input, grad_weight), strict=True
+    ):
+        assert sqnr_db(reference, got) > 24
+
+
+def test_qkv_share_one_float8_input_in_compiled_code():
+    """The compiler keeps one byte per element of the shared input for backward, and no high-precision copy."""
+    m, k = 256, 64
+    config = Float8LinearConfig()
+    weights = [nn.Parameter(torch.randn(64, k, dtype=torch.bfloat16)) for _ in range(3)]
+
+    @torch.compile(fullgraph=True)
+    def qkv(hidden):
+        normed = torch.nn.functional.rms_norm(hidden, (k,))
+        return [float8_linear(normed, w, config=config) for w in weights]
+
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    hidden = torch.randn(m, k, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = qkv(hidden)
+    by_dtype = {}
+    for tensor in kept.values():
+        if tensor.numel() == m * k:
+            by_dtype[tensor.dtype] = by_dtype.get(tensor.dtype, 0) + 1
+    assert by_dtype.get(E4M3, 0) <= 1
+    assert by_dtype.get(torch.bfloat16, 0) <= 1  # `hidden`, which rms_norm keeps in any case
+    assert torch.float32 not in by_dtype
+    sum(o.sum() for o in outputs).backward()
+
+
+@RECIPE
+def test_dynamic_shapes(recipe):
+    module = make(recipe)
+    compiled = torch.compile(module, fullgraph=True, dynamic=True)
+    for tokens in (48, 80, 112):
+        input = torch.randn(tokens, 64).bfloat16()
+        torch.testing.assert_close(compiled(input), module(input), rtol=0.02, atol=0.02)

@@ -1,0 +1,154 @@
+"""Configs: what is accepted, what is refused and how, and what the recipes mean."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from quaver import (
+    CastConfig,
+    Float8GemmConfig,
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    ScalingGranularity,
+    ScalingType,
+)
+from tests.reference import RECIPES
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ROW, TENSOR = ScalingGranularity.ROWWISE, ScalingGranularity.TENSORWISE
+HP = CastConfig(scaling_type=ScalingType.DISABLED)
+
+
+def test_recipes_match_the_published_table():
+    tensorwise, rowwise, gw_hp = (Float8LinearConfig.from_recipe_name(name) for name in RECIPES)
+    assert [(c.scaling_granularity, c.float8_dtype) for c in tensorwise.casts] == [(TENSOR, E4M3)] * 4 + [
+        (TENSOR, E5M2)
+    ] * 2
+    assert [(c.scaling_granularity, c.float8_dtype) for c in rowwise.casts] == [(ROW, E4M3)] * 6
+    casts = gw_hp.casts
+    for cast in (casts.input, casts.weight, casts.grad_output):
+        assert (cast.scaling_granularity, cast.float8_dtype) == (ROW, E4M3)
+    assert (casts.weight_for_grad_input.scaling_granularity, casts.weight_for_grad_input.float8_dtype) == (TENSOR, E4M3)
+    assert casts.input_for_grad_weight.is_disabled
+    assert casts.grad_output_for_grad_weight.is_disabled
+    assert [c.round_scales_to_power_of_2 for c in (tensorwise, rowwise, gw_hp)] == [False, True, True]
+    for config in (tensorwise, rowwise, gw_hp):
+        assert config.gemm_config_output.use_fast_accum
+        assert not config.gemm_config_grad_input.use_fast_accum
+        assert not config.gemm_config_grad_weight.use_fast_accum
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_knows_its_name(name):
+    config = Float8LinearConfig.from_recipe_name(name)
+    assert config.recipe_name is Float8LinearRecipeName(name)
+    assert config == Float8LinearConfig.from_recipe_name(Float8LinearRecipeName(name))
+    assert dataclasses.replace(config, emulate=True).recipe_name is Float8LinearRecipeName(name)
+    assert dataclasses.replace(config, round_scales_to_power_of_2=name == "tensorwise").recipe_name is None
+
+
+def test_older_names_are_accepted():
+    for old, new in (("all_axiswise", "rowwise"), ("lw_axiswise_with_gw_hp", "rowwise_with_gw_hp")):
+        assert Float8LinearConfig.from_recipe_name(old) == Float8LinearConfig.from_recipe_name(new)
+    assert ScalingGranularity("axiswise") is ScalingGranularity.AXISWISE is ScalingGranularity.ROWWISE
+
+
+def test_unknown_recipe_lists_the_choices():
+    with pytest.raises(
+        ValueError, match="unknown recipe 'rowise': expected one of tensorwise, rowwise, rowwise_with_gw_hp"
+    ):
+        Float8LinearConfig.from_recipe_name("rowise")
+
+
+def test_sharing_one_cast_config_between_operands_is_safe():
+    shared = CastConfig()
+    config = Float8LinearConfig(cast_config_input=shared, cast_config_weight=shared, cast_config_grad_output=shared)
+    assert shared == CastConfig()
+    assert config.casts.input.float8_dtype is E4M3
+    assert config.casts.grad_output.float8_dtype is E5M2
+
+
+def test_replace_reaches_both_matmuls_of_an_operand():
+    row = CastConfig(scaling_granularity=ROW)
+    config = dataclasses.replace(Float8LinearConfig(), cast_config_input=row)
+    assert config.casts.input.is_rowwise
+    assert config.casts.input_for_grad_weight.is_rowwise
+
+
+def test_resolved_fills_in_everything_and_changes_nothing():
+    config = Float8LinearConfig()
+    resolved = config.resolved()
+    for field in dataclasses.fields(resolved):
+        assert getattr(resolved, field.name) is not None
+    assert resolved.casts == config.casts
+    assert config.cast_config_input_for_grad_weight is None
+
+
+def test_configs_are_frozen_and_hashable():
+    config = Float8LinearConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.emulate = True
+    assert hash(config) == hash(Float8LinearConfig())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: Float8LinearConfig(cast_config_input=HP),
+            "output: weight is cast to float8 but input stays in high precision",
+        ),
+        (
+            lambda: Float8LinearConfig(cast_config_weight_for_grad_input=HP),
+            "grad_input: grad_output is cast to float8 but weight_for_grad_input stays in high precision",
+        ),
+        (
+            lambda: Float8LinearConfig(cast_config_input_for_grad_weight=HP),
+            "grad_weight: grad_output_for_grad_weight is cast to float8 but input_for_grad_weight stays",
+        ),
+        (
+            lambda: Float8LinearConfig(
+                cast_config_weight=CastConfig(target_dtype=E4M3),
+                cast_config_weight_for_grad_input=CastConfig(target_dtype=E5M2),
+            ),
+            "weight must be cast to one dtype in both of its matmuls, got e4m3 and e5m2",
+        ),
+        (
+            lambda: Float8LinearConfig(cast_config_weight=CastConfig(target_dtype=E5M2)),
+            "grad_input: no hardware multiplies e5m2 by e5m2",
+        ),
+        (lambda: CastConfig(target_dtype=torch.bfloat16), "target_dtype: expected a float8 dtype"),
+        (lambda: CastConfig(scaling_type="dynamic"), "scaling_type: expected ScalingType, got 'dynamic'"),
+        (lambda: CastConfig(scaling_granularity=16), "scaling_granularity: expected ScalingGranularity, got 16"),
+        (lambda: Float8LinearConfig(cast_config_input="e4m3"), "cast_config_input: expected CastConfig, got 'e4m3'"),
+        (lambda: Float8LinearConfig(cast_config_input=None), "cast_config_input: expected CastConfig, got None"),
+        (lambda: Float8LinearConfig(emulate=1), "emulate: expected bool, got 1"),
+        (lambda: Float8LinearConfig(gemm_config_output=True), "gemm_config_output: expected Float8GemmConfig"),
+        (lambda: Float8GemmConfig(use_fast_accum="yes"), "use_fast_accum: expected bool, got 'yes'"),
+    ],
+)
+def test_bad_combinations_fail_when_made_and_say_why(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: CastConfig(scaling_type=ScalingType.DELAYED),
+        lambda: CastConfig(scaling_type=ScalingType.STATIC),
+        lambda: Float8LinearConfig(enable_fsdp_float8_all_gather=True),
+    ],
+)
+def test_what_is_not_there_yet_says_so(make):
+    with pytest.raises(NotImplementedError, match="not implemented yet"):
+        make()
+
+
+def test_printing_a_config_names_every_cast():
+    text = str(Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"))
+    assert "grad_input: grad_output dynamic rowwise e4m3 x weight_for_grad_input dynamic tensorwise e4m3" in text
+    assert "input_for_grad_weight high precision" in text
+    assert text.endswith("scales power of two")

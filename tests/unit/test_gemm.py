@@ -1,0 +1,227 @@
+"""float8_mm: exact against float64, on every path; the hardware's rules checked without the hardware."""
+
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+
+from quaver import gemm
+from quaver.gemm import GemmBackend, backend_for, float8_mm, native_operands
+from quaver.kernels.exact_mm import exact_float8_mm
+from quaver.kernels.widen import widen
+from quaver.scaling import dynamic_cast
+from tests.reference import assert_matmul_exact
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SCALINGS = ("tensorwise", "rowwise", "mixed_a", "mixed_b")
+
+
+def operands(m, k, n, scaling="tensorwise", *, a_dtype=E4M3, b_dtype=E4M3, power_of_2=False):
+    """Two cast matrices with an outlier column and a different magnitude per row."""
+    a = torch.randn(m, k) * torch.logspace(-3, 0, m).view(m, 1)
+    b = torch.randn(k, n) * torch.logspace(1, -2, n)
+    if k:
+        a[:, 0] *= 30
+    a_dim = 1 if scaling in ("rowwise", "mixed_a") else None
+    b_dim = 0 if scaling in ("rowwise", "mixed_b") else None
+    return (
+        *dynamic_cast(a, a_dtype, a_dim, power_of_2=power_of_2),
+        *dynamic_cast(b, b_dtype, b_dim, power_of_2=power_of_2),
+    )
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize("shape", [(16, 16, 16), (128, 256, 64), (1, 300, 7), (33, 17, 5), (256, 1, 256)], ids=str)
+def test_matches_float64_on_the_same_operands(scaling, out_dtype, power_of_2, shape):
+    m, k, n = shape
+    a, a_scale, b, b_scale = operands(m, k, n, scaling, power_of_2=power_of_2)
+    out = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, scales_are_powers_of_2=power_of_2)
+    assert out.dtype is out_dtype
+    assert_matmul_exact(out, a, b, a_scale, b_scale)
+
+
+@pytest.mark.parametrize(("a_dtype", "b_dtype"), [(E4M3, E5M2), (E5M2, E4M3)])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_formats_mix(a_dtype, b_dtype, out_dtype):
+    a, a_scale, b, b_scale = operands(128, 128, 128, a_dtype=a_dtype, b_dtype=b_dtype)
+    assert_matmul_exact(float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype), a, b, a_scale, b_scale)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+def test_compiled_is_exact_too(scaling, out_dtype):
+    a, a_scale, b, b_scale = operands(128, 96, 160, scaling, power_of_2=True)
+    compiled = torch.compile(float8_mm, fullgraph=True)
+    for word in (False, True):
+        out = compiled(a, b, a_scale, b_scale, out_dtype=out_dtype, scales_are_powers_of_2=word)
+        assert_matmul_exact(out, a, b, a_scale, b_scale)
+
+
+def test_any_strides():
+    a, a_scale, b, b_scale = operands(128, 128, 128)
+    expected = float8_mm(a, b, a_scale, b_scale, out_dtype=torch.float32)
+    a_columns = a.t().contiguous().t()
+    b_strided = torch.zeros(128, 256).to(E4M3)
+    b_strided.view(torch.uint8)[:, ::2] = b.view(torch.uint8)
+    assert float8_mm(a_columns, b_strided[:, ::2], a_scale, b_scale, out_dtype=torch.float32).equal(expected)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("shape", [(33, 17, 5), (128, 100, 130), (16, 16, 16)], ids=str)
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+def test_padding_never_changes_a_result(scaling, shape, out_dtype):
+    a, a_scale, b, b_scale = operands(*shape, scaling)
+    bias = torch.randn(shape[2])
+    plain = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, bias=bias)
+    padded = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, bias=bias, pad=True)
+    torch.testing.assert_close(padded, plain, rtol=torch.finfo(out_dtype).eps, atol=1e-4 * plain.abs().max().item())
+    unbiased = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, pad=True)
+    assert_matmul_exact(unbiased, a, b, a_scale, b_scale)
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+def test_bias_is_added(out_dtype):
+    a, a_scale, b, b_scale = operands(256, 64, 64)
+    bias = torch.randn(64).to(out_dtype)
+    with_bias = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, bias=bias)
+    without = float8_mm(a, b, a_scale, b_scale, out_dtype=torch.float32)
+    torch.testing.assert_close(with_bias.float(), without + bias.float(), rtol=torch.finfo(out_dtype).eps, atol=0.02)
+
+
+@pytest.mark.parametrize("shape", [(0, 16, 16), (16, 0, 16), (16, 16, 0)], ids=str)
+def test_empty_operands(shape):
+    a, a_scale, b, b_scale = operands(*shape)
+    out = float8_mm(a, b, a_scale, b_scale, out_dtype=torch.bfloat16, bias=torch.ones(shape[2]))
+    assert out.equal(torch.ones(shape[0], shape[2], dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [16, 128])
+def test_non_finite_values_reach_the_result(bad, out_dtype, size):
+    hp = torch.randn(size, size)
+    hp[3, 4] = bad
+    b, b_scale = dynamic_cast(torch.randn(size, size), E4M3)
+    a, a_scale = dynamic_cast(hp, E4M3)
+    assert float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype).isnan().all()
+    a, a_scale = dynamic_cast(hp, E4M3, 1)
+    out = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype)
+    assert out[3].isnan().all()
+    assert out[:3].isfinite().all()
+
+
+@pytest.mark.parametrize("float8_dtype", [E4M3, E5M2])
+def test_codes_that_are_not_numbers_stay_so(float8_dtype):
+    a = torch.ones(128, 128).to(float8_dtype)
+    a.view(torch.uint8)[5, 6] = 0x7F
+    one = torch.tensor(1.0)
+    out = float8_mm(a, torch.ones(128, 128).to(E4M3), one, one, out_dtype=torch.bfloat16)
+    assert out[5].isnan().all()
+    assert out[:5].isfinite().all()
+
+
+def test_float32_matmul_setting_is_restored():
+    setting = torch.backends.mkldnn.matmul
+    before = setting.fp32_precision
+    a, a_scale, b, b_scale = operands(128, 128, 128)
+    float8_mm(a, b, a_scale, b_scale, out_dtype=torch.float32)
+    assert setting.fp32_precision == before
+    with pytest.raises(RuntimeError):
+        exact_float8_mm(a, b[:5], a_scale, b_scale, None, torch.float32, False)
+    assert setting.fp32_precision == before
+
+
+def test_the_operation_has_a_faithful_fake():
+    for scaling, bias, out_dtype in itertools.product(SCALINGS, (None, torch.ones(8)), DTYPES):
+        a, a_scale, b, b_scale = operands(16, 32, 8, scaling)
+        args = (a, b, a_scale, b_scale, bias, out_dtype, False)
+        # The schema test multiplies every argument, which torch cannot do in float8.
+        torch.library.opcheck(torch.ops.quaver.exact_float8_mm, args, test_utils="test_faketensor")
+
+
+@pytest.mark.parametrize("float8_dtype", gemm.FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("copies", [1, 64])
+def test_widening_is_exact_for_every_code(float8_dtype, dtype, copies):
+    codes = torch.arange(256, dtype=torch.uint8).repeat(copies).view(float8_dtype).view(-1, 16)
+    for layout in (codes, codes.t(), codes[:, ::2]):
+        torch.testing.assert_close(widen(layout, dtype), layout.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a, b, s, t: (a.float(), b, s, t), "expected two float8 matrices"),
+        (lambda a, b, s, t: (a.float().to(E5M2), b.float().to(E5M2), s, t), "no hardware multiplies e5m2 by e5m2"),
+        (lambda a, b, s, t: (a[:, :5], b, s, t), r"expected \[M, K\] and \[K, N\], got \[16, 5\] and \[16, 16\]"),
+        (lambda a, b, s, t: (a[0], b, s, t), r"expected \[M, K\] and \[K, N\]"),
+        (lambda a, b, s, t: (a, b, torch.ones(16), t), "a_dequant_scale: expected float32 of shape"),
+        (lambda a, b, s, t: (a, b, s, torch.ones(16, 1)), "b_dequant_scale: expected float32 of shape"),
+        (lambda a, b, s, t: (a, b, s.double(), t), "a_dequant_scale: expected float32 of shape"),
+    ],
+)
+def test_bad_operands(change, message):
+    a, a_scale, b, b_scale = operands(16, 16, 16)
+    a, b, a_scale, b_scale = change(a, b, a_scale, b_scale)
+    with pytest.raises(ValueError, match=message):
+        float8_mm(a, b, a_scale, b_scale, out_dtype=torch.float32)
+
+
+# ---- the native backend, without a GPU -----------------------------------------------------------------------------
+
+
+def test_a_cpu_never_takes_the_native_path():
+    assert backend_for(torch.device("cpu"), rowwise=False) is GemmBackend.EXACT
+    assert gemm.native_failure(0, False) == "no CUDA device" or torch.cuda.is_available()
+
+
+def test_emulate_never_takes_the_native_path():
+    with mock.patch.object(gemm, "_native_works", return_value=True):
+        assert backend_for(torch.device("cuda"), rowwise=True) is GemmBackend.NATIVE
+        assert backend_for(torch.device("cuda"), rowwise=True, emulate=True) is GemmBackend.EXACT
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("shape", [(16, 16, 16), (33, 17, 5), (1, 64, 48), (40, 100, 16)], ids=str)
+def test_native_operands_obey_the_hardware_and_mean_the_same(scaling, shape):
+    a, a_scale, b, b_scale = operands(*shape, scaling)
+    na, nb, na_scale, nb_scale = native_operands(a.t().contiguous().t(), b, a_scale, b_scale)
+    assert na.shape[1] % 16 == nb.shape[0] % 16 == nb.shape[1] % 16 == 0
+    assert na.is_contiguous()
+    assert nb.t().is_contiguous()
+    assert (na_scale.dim() == 0) == (nb_scale.dim() == 0) == (scaling == "tensorwise")
+    if scaling != "tensorwise":
+        assert na_scale.shape == (na.shape[0], 1)
+        assert nb_scale.shape == (1, nb.shape[1])
+        assert na_scale.is_contiguous()
+        assert nb_scale.is_contiguous()
+    product = (na.double() * na_scale) @ (nb.double() * nb_scale)
+    expected = (a.double() * a_scale) @ (b.double() * b_scale)
+    torch.testing.assert_close(product[:, : shape[2]], expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias_dtype", [None, torch.bfloat16, torch.float32])
+def test_native_call_passes_torchs_checks_for_a_gpu(scaling, out_dtype, bias_dtype):
+    """torch's own checks of strides, sizes and dtypes of a CUDA call, run on meta tensors, on any machine."""
+    m, k, n = 33, 17, 5
+    a = torch.empty(m, k, device="meta", dtype=E4M3)
+    b = torch.empty(k, n, device="meta", dtype=E5M2)
+    a_scale = torch.empty((m, 1) if scaling in ("rowwise", "mixed_a") else (), device="meta")
+    b_scale = torch.empty((1, n) if scaling in ("rowwise", "mixed_b") else (), device="meta")
+    bias = None if bias_dtype is None else torch.empty(n, device="meta", dtype=bias_dtype)
+    with (
+        mock.patch("torch._meta_registrations.device_hint", return_value="cuda") as hint,
+        mock.patch.object(gemm, "backend_for", return_value=GemmBackend.NATIVE),
+    ):
+        out = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, bias=bias)
+        assert hint.called
+        with pytest.raises(RuntimeError, match="divisible by 16|row_major|col_major"):
+            torch._scaled_mm(a, b, torch.empty((), device="meta"), torch.empty((), device="meta"))
+    assert out.shape == (m, n)
+    assert out.dtype is out_dtype

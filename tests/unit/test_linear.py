@@ -1,0 +1,566 @@
+"""Float8Linear: its numbers, what it keeps, what it reads, and every way a module is used."""
+
+import copy
+import gc
+import io
+import pickle
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import quaver.casts
+import quaver.linear
+from quaver import Float8Linear, Float8LinearConfig, float8_linear
+from quaver.scaling import amax, cast_to_float8
+from tests.reference import RECIPES, assert_matmul_exact, sqnr_db
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+RECIPE = pytest.mark.parametrize("recipe", RECIPES)
+HP = pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+EXPECTED_SQNR_DB = {
+    "tensorwise": (28.5, 24.6, 24.6),
+    "rowwise": (28.4, 28.5, 28.5),
+    "rowwise_with_gw_hp": (28.5, 28.5, None),
+}
+
+
+def config_of(recipe, **options):
+    import dataclasses
+
+    return dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), **options)
+
+
+def make(recipe, k=64, n=32, *, bias=False, dtype=torch.bfloat16, **options):
+    return Float8Linear(k, n, bias=bias, dtype=dtype, config=config_of(recipe, **options))
+
+
+def run(module, input, grad_output):
+    """output, grad_input and the gradients of the parameters."""
+    input = input.detach().requires_grad_()
+    module.zero_grad()
+    output = module(input)
+    output.backward(grad_output)
+    return output.detach(), input.grad, [p.grad.clone() for p in module.parameters()]
+
+
+def references(input, weight, grad_output):
+    input, weight, grad_output = input.double(), weight.double(), grad_output.double()
+    return input @ weight.t(), grad_output @ weight, grad_output.t() @ input
+
+
+# ---- numbers -------------------------------------------------------------------------------------------------------
+
+
+@RECIPE
+@HP
+def test_sqnr_on_gaussian_operands(recipe, hp_dtype):
+    module = make(recipe, 512, 512, dtype=hp_dtype)
+    nn.init.normal_(module.weight, std=0.05)
+    input, grad_output = torch.randn(512, 512).to(hp_dtype), (torch.randn(512, 512) / 32).to(hp_dtype)
+    output, grad_input, (grad_weight,) = run(module, input, grad_output)
+    expected = references(input, module.weight.detach(), grad_output)
+    for got, reference, decibels in zip(
+        (output, grad_input, grad_weight), expected, EXPECTED_SQNR_DB[recipe], strict=True
+    ):
+        if decibels is None:  # computed in high precision
+            assert sqnr_db(reference, got) > 49
+        else:
+            assert sqnr_db(reference, got) == pytest.approx(decibels, abs=0.3)
+
+
+@RECIPE
+@HP
+def test_every_matmul_is_exact_on_its_float8_operands(recipe, hp_dtype):
+    """With an outlier column and a different magnitude per row, elementwise, against float64."""
+    module = make(recipe, 96, 160, dtype=hp_dtype)
+    nn.init.normal_(module.weight, std=0.05)
+    input = torch.randn(128, 96) * torch.logspace(-2, 0, 128).view(-1, 1)
+    input[:, 7] *= 30
+    grad_output = torch.randn(128, 160) * torch.logspace(-2, 0, 160)
+    with mock.patch.object(quaver.linear, "float8_mm", wraps=quaver.linear.float8_mm) as float8_mm:
+        results = []
+        float8_mm.side_effect = lambda *args, **kwargs: (
+            results.append((args, quaver.gemm.float8_mm(*args, **kwargs))) or results[-1][1]
+        )
+        run(module, input.to(hp_dtype), grad_output.to(hp_dtype))
+    assert len(results) == (2 if recipe == "rowwise_with_gw_hp" else 3)
+    for (a, b, a_scale, b_scale), result in results:
+        assert_matmul_exact(result, a, b, a_scale, b_scale)
+
+
+@RECIPE
+def test_sqnr_with_outliers_and_uneven_rows(recipe):
+    """Row-wise scales hold up where one scale per tensor cannot; nothing is ruined, tile by tile."""
+    module = make(recipe, 512, 512, dtype=torch.float32)
+    nn.init.normal_(module.weight, std=0.05)
+    input = torch.randn(512, 512) * torch.logspace(-6, 0, 512).view(-1, 1)
+    grad_output = torch.randn(512, 512)
+    output, _, _ = run(module, input, grad_output)
+    reference = references(input, module.weight.detach(), grad_output)[0]
+    tiles = [
+        sqnr_db(r, o) for r, o in zip(reference.split(64), output.split(64), strict=True)
+    ]  # by rows, smallest first
+    assert tiles[-1] > 27
+    if recipe == "tensorwise":
+        assert tiles[0] < 20  # one scale for all: the smallest rows are subnormal
+    else:
+        assert min(tiles) > 27
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_llama_70b_ffn_scaled_down(recipe):
+    dim, hidden = 4096 // 8, 14336 // 8
+    up, down = make(recipe, dim, hidden, dtype=torch.bfloat16), make(recipe, hidden, dim, dtype=torch.bfloat16)
+    input, grad_output = torch.randn(256, dim).bfloat16(), torch.randn(256, dim).bfloat16()
+    ffn = nn.Sequential(up, nn.SiLU(), down)
+    reference = copy.deepcopy(ffn).double()
+    for i in (0, 2):
+        reference[i] = reference[i].to_linear()
+    output, grad_input, grads = run(ffn, input, grad_output)
+    expected, expected_grad_input, expected_grads = run(reference, input.double(), grad_output.double())
+    assert sqnr_db(expected, output) > 20
+    assert sqnr_db(expected_grad_input, grad_input) > 20
+    for e, g in zip(expected_grads, grads, strict=True):
+        assert sqnr_db(e, g) > 20
+
+
+@RECIPE
+@HP
+def test_forward_and_backward_use_one_weight(recipe, hp_dtype):
+    """Recomputed, kept and scoped casts of a weight give the same bits."""
+    input, grad_output = torch.randn(48, 64).to(hp_dtype), torch.randn(48, 32).to(hp_dtype)
+    module = make(recipe, dtype=hp_dtype)
+    keeping = make(recipe, dtype=hp_dtype, keep_float8_weight_for_backward=True)
+    keeping.load_state_dict(module.state_dict())
+    for expected, got in zip(run(module, input, grad_output), run(keeping, input, grad_output), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+# ---- what is kept, what is read ------------------------------------------------------------------------------------
+
+
+def saved_bytes(step):
+    """Bytes of the distinct storages that `step` saves for backward, by dtype."""
+    saved = {}
+
+    def pack(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = step()
+    by_dtype = {}
+    for tensor in saved.values():
+        by_dtype[tensor.dtype] = by_dtype.get(tensor.dtype, 0) + tensor.untyped_storage().nbytes()
+    del output
+    return by_dtype
+
+
+@RECIPE
+def test_bytes_kept_for_backward(recipe):
+    m, k, n = 256, 64, 32
+    module, plain = make(recipe, k, n), nn.Linear(k, n, bias=False, dtype=torch.bfloat16)
+    input = torch.randn(m, k).bfloat16().requires_grad_()
+    weight_bytes = 2 * k * n
+    kept = saved_bytes(lambda: module(input))
+    in_bfloat16 = saved_bytes(lambda: plain(input))
+    assert in_bfloat16 == {torch.bfloat16: 2 * m * k + weight_bytes}
+    if recipe == "rowwise_with_gw_hp":  # grad_weight in high precision needs the input in high precision
+        assert kept.pop(torch.bfloat16) == 2 * m * k + weight_bytes
+    else:
+        assert kept.pop(torch.bfloat16) == weight_bytes  # the parameter itself
+        assert kept.pop(E4M3) == m * k
+    assert kept.pop(torch.float32, 0) <= 8 * (k + 2)  # scales
+    assert not kept
+
+
+@RECIPE
+def test_qkv_keep_their_input_once(recipe):
+    m, k = 256, 64
+    config = config_of(recipe)
+    qkv = [Float8Linear(k, 32, bias=False, dtype=torch.bfloat16, config=config) for _ in range(3)]
+    input = torch.randn(m, k).bfloat16().requires_grad_()
+    kept = saved_bytes(lambda: [linear(input) for linear in qkv])
+    if recipe == "rowwise_with_gw_hp":
+        assert kept[torch.bfloat16] == 2 * m * k + 3 * 2 * k * 32
+        assert E4M3 not in kept
+    else:
+        assert kept[E4M3] == m * k
+
+
+@RECIPE
+def test_nothing_is_kept_for_a_gradient_that_nobody_wants(recipe):
+    module = make(recipe)
+    input = torch.randn(256, 64).bfloat16()
+    module.weight.requires_grad_(False)
+    frozen = saved_bytes(lambda: module(input.requires_grad_()))
+    assert frozen.get(E4M3, 0) == 0
+    assert frozen[torch.bfloat16] == module.weight.nbytes
+    module.weight.requires_grad_(True)
+    first_layer = saved_bytes(lambda: module(input.detach()))
+    assert first_layer.get(torch.bfloat16, 0) == (input.nbytes if recipe == "rowwise_with_gw_hp" else 0)
+
+
+@pytest.mark.parametrize("needs_input_grad", [False, True])
+@pytest.mark.parametrize("needs_weight_grad", [False, True])
+@RECIPE
+def test_no_matmul_for_a_gradient_that_nobody_wants(recipe, needs_input_grad, needs_weight_grad):
+    module = make(recipe, bias=True)
+    module.weight.requires_grad_(needs_weight_grad)
+    input = torch.randn(16, 64).bfloat16().requires_grad_(needs_input_grad)
+    with mock.patch.object(quaver.linear, "_matmul", wraps=quaver.linear._matmul) as matmul:
+        module(input).sum().backward()
+    assert matmul.call_count == 1 + needs_input_grad + needs_weight_grad
+    assert (input.grad is not None) == needs_input_grad
+    assert (module.weight.grad is not None) == needs_weight_grad
+    assert module.bias.grad is not None
+
+
+class Counted:
+    """Counts the data-sized reads for an amax and the data-sized casts."""
+
+    def __init__(self, size):
+        self.amax_reads, self.casts = 0, 0
+        self._size = size
+
+    def amax(self, hp, dim=None):
+        self.amax_reads += hp.numel() >= self._size
+        return amax(hp, dim)
+
+    def cast(self, hp, quant_scale, dtype):
+        self.casts += hp.numel() >= self._size
+        return cast_to_float8(hp, quant_scale, dtype)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    counter = Counted(16 * 16)
+    monkeypatch.setattr(quaver.casts, "amax", counter.amax)
+    monkeypatch.setattr(quaver.casts, "cast_to_float8", counter.cast)
+    return counter
+
+
+# Tensorwise casts the weight twice, rowwise_with_gw_hp casts it row-wise and tensorwise.
+@pytest.mark.parametrize(
+    ("recipe", "amax_reads", "casts"), [("tensorwise", 3, 4), ("rowwise", 6, 6), ("rowwise_with_gw_hp", 3, 4)]
+)
+def test_reads_and_casts_of_one_step(recipe, amax_reads, casts, counted):
+    module = make(recipe, 32, 16)
+    run(module, torch.randn(48, 32).bfloat16(), torch.randn(48, 16).bfloat16())
+    assert (counted.amax_reads, counted.casts) == (amax_reads, casts)
+
+
+def test_a_kept_weight_is_cast_once(counted):
+    module = make("tensorwise", 32, 16, keep_float8_weight_for_backward=True)
+    run(module, torch.randn(48, 32).bfloat16(), torch.randn(48, 16).bfloat16())
+    assert (counted.amax_reads, counted.casts) == (3, 3)
+
+
+@pytest.mark.parametrize(("recipe", "amax_reads", "casts"), [("tensorwise", 1, 1), ("rowwise", 2, 4)])
+def test_qkv_cast_their_input_once(recipe, amax_reads, casts, counted):
+    """Row-wise, what `output` reads is not kept, so it is cast per linear, with the scales of the first."""
+    config = config_of(recipe)
+    qkv = [Float8Linear(32, 16, bias=False, dtype=torch.bfloat16, config=config) for _ in range(3)]
+    input = torch.randn(48, 32).bfloat16()
+    outputs = [linear(input) for linear in qkv]
+    weight_reads = 3
+    assert counted.amax_reads - weight_reads == amax_reads
+    assert counted.casts - weight_reads == casts
+    del outputs
+
+
+# ---- sharing never goes wrong --------------------------------------------------------------------------------------
+
+
+@RECIPE
+@pytest.mark.parametrize("change", ["mul_", "copy_", "view", "out"])
+def test_a_changed_input_is_cast_anew(recipe, change):
+    config = config_of(recipe)
+    first, second = (Float8Linear(32, 16, bias=False, config=config) for _ in range(2))
+    input = torch.randn(48, 32)
+    kept = first(input)
+    if change == "mul_":
+        input.mul_(3)
+    elif change == "copy_":
+        input.copy_(torch.randn(48, 32))
+    elif change == "view":
+        input.view(-1)[5] = 100.0
+    else:
+        torch.add(torch.ones(48, 32), 1, out=input)
+    assert second(input).equal(second(input.clone()))
+    del kept
+
+
+def test_sharing_prolongs_no_life():
+    def float8_tensors():
+        gc.collect()
+        return [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.dtype in (E4M3, E5M2)]
+
+    before = len(float8_tensors())
+    module = make("rowwise")
+    input = torch.randn(64, 64).bfloat16()
+    with torch.no_grad():
+        module(input)
+    assert len(float8_tensors()) == before
+    output = module(input)
+    assert len(float8_tensors()) <= before + 1  # what backward needs
+    output.sum().backward()
+    del output
+    assert len(float8_tensors()) == before
+    known = len(quaver.casts._activations)
+    del input
+    assert len(quaver.casts._activations) == known - 1
+
+
+def test_configs_do_not_share_casts():
+    a, b = make("tensorwise"), make("rowwise")
+    input = torch.randn(64, 64).bfloat16() * torch.logspace(-4, 0, 64).view(-1, 1)
+    input = input.bfloat16()
+    kept = a(input)
+    assert b(input).equal(b(input.clone()))
+    assert a(input).equal(kept)
+
+
+@RECIPE
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.weight.data.mul_(2),
+        lambda m: m.weight.detach().copy_(torch.randn(32, 64)),
+        lambda m: m.load_state_dict({"weight": torch.randn(32, 64)}),
+        lambda m: m.weight.numpy(force=True).fill(0.5) if m.weight.is_cpu else None,
+        lambda m: setattr(m, "weight", nn.Parameter(torch.randn(32, 64))),
+        lambda m: setattr(m.weight, "data", torch.randn(32, 64)),
+        lambda m: m.half().float(),
+    ],
+    ids=["data.mul_", "copy_", "load_state_dict", "numpy", "replaced", "data=", "dtype"],
+)
+def test_the_live_weight_is_what_counts(recipe, change):
+    module = make(recipe, dtype=torch.float32)
+    input = torch.randn(16, 64)
+    module(input).sum().backward()
+    change(module)
+    fresh = make(recipe, dtype=torch.float32)
+    fresh.load_state_dict(module.state_dict())
+    assert module(input).equal(fresh(input))
+
+
+def test_a_weight_changed_before_backward_is_an_error():
+    module = make("tensorwise")
+    output = module(torch.randn(16, 64).bfloat16().requires_grad_())
+    with torch.no_grad():
+        module.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+# ---- shapes, strides, modes ----------------------------------------------------------------------------------------
+
+
+@RECIPE
+@pytest.mark.parametrize("shape", [(64,), (1, 64), (3, 64), (2, 5, 64), (2, 1, 3, 64), (0, 64), (2, 0, 64)], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_any_leading_dims_and_zero_tokens(recipe, shape, bias):
+    module = make(recipe, bias=bias)
+    input = torch.randn(shape).bfloat16().requires_grad_()
+    output = module(input)
+    assert output.shape == (*shape[:-1], 32)
+    output.sum().backward()
+    assert input.grad.shape == shape
+    assert module.weight.grad.shape == (32, 64)
+    if 0 in shape:
+        assert not module.weight.grad.any()
+    rows = input.detach().reshape(-1, 64)
+    assert module(rows).reshape(output.shape).equal(output)
+
+
+@RECIPE
+@pytest.mark.parametrize("shape", [(7, 33, 5), (1, 1, 1), (130, 257, 63)], ids=str)
+@pytest.mark.parametrize("pad", [False, True])
+def test_odd_shapes(recipe, shape, pad):
+    m, k, n = shape
+    module = make(recipe, k, n, dtype=torch.float32, bias=True, pad_inner_dim=pad)
+    input, grad_output = torch.randn(m, k), torch.randn(m, n)
+    output, grad_input, (grad_weight, grad_bias) = run(module, input, grad_output)
+    expected = references(input, module.weight.detach(), grad_output)
+    for got, reference in zip((output - module.bias.detach(), grad_input, grad_weight), expected, strict=True):
+        assert sqnr_db(reference, got) > 20
+    torch.testing.assert_close(grad_bias, grad_output.sum(0))
+
+
+@RECIPE
+def test_non_contiguous_and_expanded_inputs(recipe):
+    module = make(recipe)
+    base = torch.randn(64, 96).bfloat16()
+    for input in (
+        base.t(),
+        base[:, ::2].t()[:, :64],
+        base[:1, :64].expand(20, 64),
+        torch.randn(4, 64, 3).bfloat16().mT,
+    ):
+        grad_output = torch.randn(*input.shape[:-1], 32).bfloat16()
+        expected = run(module, input.clone(memory_format=torch.contiguous_format), grad_output)
+        for e, g in zip(expected, run(module, input, grad_output), strict=True):
+            torch.testing.assert_close(g, e, rtol=0, atol=0)
+    expanded_grad = torch.ones(1, 32).bfloat16().expand(20, 32)
+    run(module, base[:20, :64], expanded_grad)
+
+
+@RECIPE
+@pytest.mark.parametrize("autocast_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("input_dtype", [torch.float32, torch.bfloat16])
+def test_autocast(recipe, autocast_dtype, input_dtype):
+    module = make(recipe, dtype=torch.float32, bias=True)
+    input = torch.randn(48, 64).to(input_dtype).requires_grad_()
+    with torch.autocast("cpu", dtype=autocast_dtype):
+        output = module(input)
+    assert output.dtype is autocast_dtype
+    output.float().square().sum().backward()
+    assert input.grad.dtype is input_dtype
+    assert module.weight.grad.dtype is torch.float32
+    assert module.bias.grad.dtype is torch.float32
+    plain = copy.deepcopy(module).to_linear()
+    plain.zero_grad()
+    expected_input = input.detach().clone().requires_grad_()
+    with torch.autocast("cpu", dtype=autocast_dtype):
+        plain(expected_input).float().square().sum().backward()
+    assert sqnr_db(plain.weight.grad, module.weight.grad) > 18
+    assert sqnr_db(expected_input.grad, input.grad) > 18
+
+
+@RECIPE
+def test_inference_mode_and_no_grad(recipe):
+    module = make(recipe)
+    input = torch.randn(48, 64).bfloat16()
+    expected = module(input).detach()
+    with torch.no_grad():
+        assert module(input).equal(expected)
+    with torch.inference_mode():
+        assert module(input).equal(expected)
+        made_inside = input * 2
+        assert module(made_inside).equal(module(made_inside.clone()))
+        made_inside.mul_(2)
+        assert module(made_inside).equal(module(made_inside.clone()))
+
+
+@RECIPE
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_recomputes_the_same_bits(recipe, use_reentrant):
+    config = config_of(recipe)
+    block = nn.Sequential(Float8Linear(64, 96, config=config), nn.GELU(), Float8Linear(96, 64, config=config))
+    input, grad_output = torch.randn(48, 64), torch.randn(48, 64)
+    expected = run(block, input, grad_output)
+    wrapped = nn.Module()
+    wrapped.block = block
+    wrapped.forward = lambda x: checkpoint(block, x, use_reentrant=use_reentrant)
+    for e, g in zip(expected, run(wrapped, input, grad_output), strict=True):
+        torch.testing.assert_close(g, e, rtol=0, atol=0)
+
+
+@RECIPE
+def test_copies_and_pickles(recipe):
+    module = make(recipe, bias=True)
+    input = torch.randn(16, 64).bfloat16()
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    for twin in (
+        copy.deepcopy(module),
+        copy.copy(module),
+        pickle.loads(pickle.dumps(module)),
+        torch.load(buffer, weights_only=False),
+    ):
+        assert type(twin) is Float8Linear
+        assert twin.config == module.config
+        assert twin(input).equal(module(input))
+
+
+def test_state_dict_is_that_of_nn_linear():
+    module, plain = make("rowwise", bias=True), nn.Linear(64, 32, dtype=torch.bfloat16)
+    assert list(module.state_dict()) == list(plain.state_dict())
+    assert all(type(t) is torch.Tensor for t in module.state_dict().values())
+    plain.load_state_dict(module.state_dict())
+    module.load_state_dict(plain.state_dict())
+    assert module.state_dict()["weight"].equal(plain.weight)
+
+
+@RECIPE
+def test_functional_call(recipe):
+    module = make(recipe, dtype=torch.float32)
+    weight = torch.randn(32, 64, requires_grad=True)
+    input = torch.randn(16, 64)
+    output = torch.func.functional_call(module, {"weight": weight}, (input,))
+    assert output.equal(float8_linear(input, weight, config=module.config))
+    output.sum().backward()
+    assert weight.grad is not None
+    assert module.weight.grad is None
+
+
+def test_gradients_accumulate():
+    module = make("tensorwise", dtype=torch.float32)
+    inputs = [torch.randn(16, 64) for _ in range(3)]
+    separate = []
+    for input in inputs:
+        module.zero_grad()
+        module(input).sum().backward()
+        separate.append(module.weight.grad.clone())
+    module.zero_grad()
+    for input in inputs:
+        module(input).sum().backward()
+    torch.testing.assert_close(module.weight.grad, sum(separate))
+
+
+def test_one_weight_in_two_modules():
+    embedding = nn.Embedding(32, 64)
+    head = Float8Linear(64, 32, bias=False)
+    head.weight = embedding.weight
+    head(embedding(torch.arange(10))).sum().backward()
+    assert embedding.weight.grad is head.weight.grad
+    assert head.weight.grad.abs().sum() > 0
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_double_backward_is_refused_clearly():
+    module = make("tensorwise", dtype=torch.float32)
+    input = torch.randn(16, 64, requires_grad=True)
+    (grad,) = torch.autograd.grad(module(input).square().sum(), input, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative.*convert_to_high_precision"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("input", "message"),
+    [
+        (lambda: torch.tensor(1.0), r"expected an input of shape \[..., 64\] .* got \[\]"),
+        (
+            lambda: torch.randn(3, 63),
+            r"expected an input of shape \[..., 64\] for a weight of \[32, 64\], got \[3, 63\]",
+        ),
+        (lambda: torch.randint(9, (3, 64)), "expected an input of torch.float32, .* got torch.int64"),
+        (lambda: torch.randn(3, 64).double(), "expected an input of torch.float32, .* got torch.float64"),
+        (lambda: torch.randn(3, 64).bfloat16(), "input is torch.bfloat16 but weight is torch.float32: convert one"),
+    ],
+    ids=["0-d", "features", "integer", "float64", "mismatch"],
+)
+def test_bad_inputs_say_what_was_expected(input, message):
+    with pytest.raises(ValueError, match=message):
+        make("tensorwise", dtype=torch.float32)(input())
+
+
+@RECIPE
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_non_finite_input_or_gradient_stays_visible(recipe, bad):
+    module = make(recipe, dtype=torch.float32)
+    input = torch.randn(128, 64)
+    input[5, 6] = bad
+    assert not module(input)[5].isfinite().any()
+    grad_output = torch.randn(128, 32)
+    grad_output[7, 8] = bad
+    _, grad_input, (grad_weight,) = run(module, torch.randn(128, 64), grad_output)
+    assert not grad_input[7].isfinite().any()
+    assert not grad_weight[8].isfinite().any()

@@ -1,0 +1,205 @@
+"""amax -> scale -> cast: exhaustive where the domain is finite, against ml_dtypes, eager and compiled."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quaver.scaling import EPS, amax, amax_to_quant_scale, cast_to_float8, dynamic_cast, to_dequant_scale
+from tests.reference import MAX, reference_codes, reference_quant_scale
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FLOAT8 = pytest.mark.parametrize("float8_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+HP = pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+
+def all_values(dtype: torch.dtype) -> torch.Tensor:
+    """Every value of a 16-bit dtype."""
+    return torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+
+
+def as_bytes(codes: torch.Tensor) -> np.ndarray:
+    return codes.view(torch.uint8).numpy()
+
+
+def is_nan(codes: torch.Tensor) -> torch.Tensor:
+    return codes.float().isnan()
+
+
+@FLOAT8
+@pytest.mark.parametrize("hp_dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 2.0**-7, 2.0**11, 3.7, 448e12, 1.3e-34], ids=str)
+def test_every_16_bit_input_casts_like_ml_dtypes(hp_dtype, float8_dtype, scale):
+    hp, quant_scale = all_values(hp_dtype), torch.tensor(scale)
+    codes = cast_to_float8(hp, quant_scale, float8_dtype)
+    nan = hp.isnan()
+    assert is_nan(codes).equal(nan)
+    reference = reference_codes(hp, quant_scale, float8_dtype)
+    np.testing.assert_array_equal(as_bytes(codes)[~nan.numpy()], reference[~nan.numpy()])
+
+
+@FLOAT8
+@pytest.mark.parametrize("hp_dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("power_of_2", [False, True])
+def test_every_16_bit_amax_has_its_scale(hp_dtype, float8_dtype, power_of_2):
+    amaxes = all_values(hp_dtype)
+    amaxes = amaxes[~amaxes.signbit() & amaxes.isfinite()]
+    scales = amax_to_quant_scale(amaxes, float8_dtype, power_of_2=power_of_2)
+    reference = [reference_quant_scale(a, float8_dtype, power_of_2=power_of_2) for a in amaxes.tolist()]
+    np.testing.assert_array_equal(scales.numpy(), np.array(reference, np.float32))
+    in_double = (1.0 / scales.double()).float()
+    assert to_dequant_scale(scales).equal(in_double)
+
+
+@FLOAT8
+@given(value=st.floats(min_value=0, width=32, allow_nan=False, allow_infinity=False))
+@settings(max_examples=300, deadline=None)
+def test_any_float32_amax_has_its_scale(float8_dtype, value):
+    for power_of_2 in (False, True):
+        scale = amax_to_quant_scale(torch.tensor(value), float8_dtype, power_of_2=power_of_2)
+        assert scale.item() == reference_quant_scale(value, float8_dtype, power_of_2=power_of_2)
+        codes, dequant_scale = dynamic_cast(torch.tensor([value, -value]), float8_dtype, power_of_2=power_of_2)
+        assert codes.float().isfinite().all()
+        assert dequant_scale.isfinite()
+        assert dequant_scale > 0
+
+
+@pytest.mark.parametrize(
+    ("value", "rounded"),
+    [(17, 16), (19, 20), (1.0625, 1.0), (1.1875, 1.25), (3 * 2**-10, 2**-8), (2**-10, 0), (-(2**-10), 0), (1e9, 448)],
+)
+def test_e4m3_rounds_to_nearest_even_and_saturates(value, rounded):
+    assert cast_to_float8(torch.tensor([float(value)]), torch.tensor(1.0), E4M3).item() == rounded
+
+
+@pytest.mark.parametrize(("value", "rounded"), [(1.125, 1.0), (1.375, 1.5), (2**-17, 0), (1e9, 57344), (-1e9, -57344)])
+def test_e5m2_rounds_to_nearest_even_and_saturates(value, rounded):
+    assert cast_to_float8(torch.tensor([float(value)]), torch.tensor(1.0), E5M2).item() == rounded
+
+
+@FLOAT8
+@HP
+def test_unusual_amaxes(hp_dtype, float8_dtype):
+    largest_scale = np.float32(MAX[float8_dtype] / EPS)
+    for amax_value, scale in [(0.0, largest_scale), (1e-30, largest_scale), (math.inf, 0.0)]:
+        got = amax_to_quant_scale(torch.tensor(amax_value, dtype=hp_dtype), float8_dtype)
+        assert got.item() == scale
+        assert got.dtype is torch.float32
+    assert to_dequant_scale(torch.tensor(0.0)).item() == math.inf
+    nan_scale = amax_to_quant_scale(torch.tensor(math.nan, dtype=hp_dtype), float8_dtype)
+    assert nan_scale.isnan()
+    assert to_dequant_scale(nan_scale).isnan()
+
+
+@FLOAT8
+@HP
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("power_of_2", [False, True])
+def test_a_non_finite_value_is_never_hidden(hp_dtype, float8_dtype, bad, power_of_2):
+    hp = torch.randn(8, 16).to(hp_dtype)
+    hp[3, 5] = bad
+    codes, dequant_scale = dynamic_cast(hp, float8_dtype, power_of_2=power_of_2)
+    assert (codes.float() * dequant_scale).isnan().all()
+    codes, dequant_scale = dynamic_cast(hp, float8_dtype, dim=1, power_of_2=power_of_2)
+    dequantized = codes.float() * dequant_scale
+    assert dequantized[3].isnan().all()
+    assert dequantized[[0, 1, 2, 4, 5, 6, 7]].isfinite().all()
+
+
+@FLOAT8
+@HP
+@pytest.mark.parametrize("shape", [(16, 8), (2, 3, 5), (2, 1, 3, 4), (7,), (100, 100), (1, 1)], ids=str)
+def test_rowwise_is_tensorwise_row_by_row(hp_dtype, float8_dtype, shape):
+    hp = (torch.randn(shape) * torch.logspace(-3, 3, shape[-1])).to(hp_dtype)
+    for dim in range(-len(shape), len(shape)):
+        codes, dequant_scale = dynamic_cast(hp, float8_dtype, dim)
+        rows, code_rows = hp.movedim(dim, -1), codes.view(torch.uint8).movedim(dim, -1)
+        scale_rows = dequant_scale.movedim(dim, -1)
+        assert dequant_scale.shape == tuple(1 if i == dim % len(shape) else n for i, n in enumerate(shape))
+        for index in np.ndindex(rows.shape[:-1]):
+            expected, expected_scale = dynamic_cast(rows[index], float8_dtype)
+            assert code_rows[index].equal(expected.view(torch.uint8))
+            assert scale_rows[index].item() == expected_scale.item()
+
+
+@HP
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0), (2, 0, 3)], ids=str)
+def test_empty_tensors(hp_dtype, shape):
+    hp = torch.empty(shape, dtype=hp_dtype)
+    assert amax(hp).item() == 0
+    for dim in (None, *range(len(shape))):
+        codes, dequant_scale = dynamic_cast(hp, E4M3, dim)
+        assert codes.shape == hp.shape
+        assert dequant_scale.shape == amax(hp, dim).shape
+        assert dequant_scale.isfinite().all()
+
+
+@HP
+def test_strides_do_not_matter(hp_dtype):
+    base = torch.randn(130, 140).to(hp_dtype)
+    for view in (base.t(), base[::2, 1::3], base[:1].expand(130, 140), base.flip(0), base[5:, 7:]):
+        for dim in (None, 0, 1):
+            codes, scale = dynamic_cast(view, E4M3, dim)
+            expected, expected_scale = dynamic_cast(view.contiguous(), E4M3, dim)
+            assert codes.view(torch.uint8).equal(expected.view(torch.uint8))
+            assert scale.equal(expected_scale)
+
+
+@HP
+def test_amax_is_exact_at_every_size(hp_dtype):
+    for size in (1, 2, 7, 8191, 8192, 8193, 100_000):
+        hp = torch.randn(size).to(hp_dtype)
+        hp[size // 2] = -30.5
+        assert amax(hp).item() == 30.5
+        hp[size // 3] = math.nan
+        assert amax(hp).isnan()
+
+
+@FLOAT8
+@HP
+@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize("dim", [None, 0, 1])
+def test_compiled_code_gives_the_same_bits(hp_dtype, float8_dtype, dim, power_of_2):
+    compiled = torch.compile(dynamic_cast, fullgraph=True)
+    for magnitude in (1.0, 3e-13, 1e30 if hp_dtype is not torch.float16 else 1e4):
+        hp = (torch.randn(256, 64) * magnitude).to(hp_dtype)
+        codes, scale = dynamic_cast(hp, float8_dtype, dim, power_of_2=power_of_2)
+        compiled_codes, compiled_scale = compiled(hp, float8_dtype, dim, power_of_2=power_of_2)
+        assert compiled_scale.equal(scale)
+        assert compiled_codes.view(torch.uint8).equal(codes.view(torch.uint8))
+
+
+@FLOAT8
+def test_compiled_cast_agrees_on_every_bfloat16(float8_dtype):
+    hp = all_values(torch.bfloat16)
+    hp = hp[~hp.isnan()]
+    compiled = torch.compile(cast_to_float8, fullgraph=True)
+    for scale in (1.0, 3.7):
+        eager_codes = cast_to_float8(hp, torch.tensor(scale), float8_dtype)
+        assert compiled(hp, torch.tensor(scale), float8_dtype).view(torch.uint8).equal(eager_codes.view(torch.uint8))
+
+
+def test_compiled_scales_agree_on_every_bfloat16_amax():
+    amaxes = all_values(torch.bfloat16)
+    amaxes = amaxes[~amaxes.signbit() & ~amaxes.isnan()]
+    compiled = torch.compile(lambda a: to_dequant_scale(amax_to_quant_scale(a, E4M3)), fullgraph=True)
+    assert compiled(amaxes).equal(to_dequant_scale(amax_to_quant_scale(amaxes, E4M3)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn])
+def test_only_high_precision_is_cast(dtype):
+    with pytest.raises(ValueError, match="expected a tensor of torch.float32"):
+        amax(torch.zeros(4).to(dtype))
+
+
+@pytest.mark.parametrize(("float8_dtype", "decibels"), [(E4M3, 31.5), (E5M2, 25.6)])
+@pytest.mark.parametrize("dim", [None, 1])
+def test_sqnr_of_a_cast(float8_dtype, decibels, dim):
+    from tests.reference import sqnr_db
+
+    hp = torch.randn(1024, 1024)
+    codes, scale = dynamic_cast(hp, float8_dtype, dim)
+    assert sqnr_db(hp, codes.double() * scale.double()) == pytest.approx(decibels, abs=0.3)
