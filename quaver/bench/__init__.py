@@ -1,0 +1,1 @@
+"""Benchmarks that a user runs: `quaver bench`."""

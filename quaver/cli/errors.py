@@ -1,0 +1,25 @@
+"""Bad input becomes one line on stderr and exit code 2."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from quaver.trainer.device import MissingDeviceError
+
+BAD_INPUT = (ValueError, NotImplementedError, OSError, MissingDeviceError)
+"""What reading and checking raise for wrong input. Wrap only that part of a verb: elsewhere it is a bug."""
+
+
+def print_error(message: object) -> None:
+    """Print `message` as one line on stderr."""
+    print("quaver: error: " + " ".join(str(message).split()), file=sys.stderr)
+
+
+@contextmanager
+def bad_input() -> Iterator[None]:
+    """Turn bad input inside the block into one line on stderr and SystemExit(2)."""
+    try:
+        yield
+    except BAD_INPUT as error:
+        print_error(error)
+        raise SystemExit(2) from error

@@ -1,0 +1,128 @@
+"""What this machine can do, found by trying: each recipe on each device, torch.compile, the optional parts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import math
+import platform
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from quaver.config import Float8LinearConfig, Float8LinearRecipeName
+from quaver.gemm import native_failure
+from quaver.kernels.exact_mm import has_bfloat16_units
+from quaver.linear import Float8Linear
+
+_SIZE = 64
+_ENOUGH_DB = 20.0  # a wrong result has about 0 dB, the coarsest recipe about 24
+
+
+@dataclass(frozen=True)
+class RecipeFinding:
+    """One recipe tried on one device."""
+
+    device: str
+    recipe: str
+    verdict: str
+    """"native", "exact" or "impossible"."""
+    detail: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All findings; `ok` when every recipe runs on every device found, one way or the other."""
+
+    versions: dict[str, str]
+    devices: dict[str, str]
+    recipes: list[RecipeFinding] = field(default_factory=list)
+    compile: str = "not tried"
+
+    @property
+    def ok(self) -> bool:
+        return all(finding.verdict != "impossible" for finding in self.recipes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "ok": self.ok}
+
+
+def diagnose(*, try_compile: bool = True) -> Diagnosis:
+    """Try everything. Compiling takes some seconds; `try_compile=False` leaves it out."""
+    devices = {"cpu": _describe_cpu()}
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            major, minor = torch.cuda.get_device_capability(index)
+            devices[f"cuda:{index}"] = f"{torch.cuda.get_device_name(index)}, capability {major}.{minor}"
+    recipes = [try_recipe(recipe, torch.device(device)) for device in devices for recipe in Float8LinearRecipeName]
+    return Diagnosis(_versions(), devices, recipes, _try_compile() if try_compile else "not tried")
+
+
+def try_recipe(recipe: Float8LinearRecipeName, device: torch.device) -> RecipeFinding:
+    """Run a small linear forward and backward and compare with float64."""
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    try:
+        worst_db = _worst_sqnr_db(Float8Linear(_SIZE, _SIZE, bias=False, device=device, config=config))
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        return RecipeFinding(str(device), recipe.value, "impossible", str(error).splitlines()[0])
+    if worst_db < _ENOUGH_DB:
+        return RecipeFinding(str(device), recipe.value, "impossible", f"wrong results ({worst_db:.1f} dB)")
+    verdict, how = _backend(config, device)
+    return RecipeFinding(str(device), recipe.value, verdict, f"{how}; worst gradient {worst_db:.1f} dB")
+
+
+def _backend(config: Float8LinearConfig, device: torch.device) -> tuple[str, str]:
+    if device.type == "cuda":
+        failures = {native_failure(device.index or 0, cast.is_rowwise) for cast in config.casts if not cast.is_disabled}
+        reasons = failures - {None}
+        if not reasons:
+            return "native", "float8 tensor cores"
+        return "exact", f"no native float8 ({'; '.join(sorted(map(str, reasons)))})"
+    return "exact", "bfloat16 units" if has_bfloat16_units(device.type) else "float32 arithmetic"
+
+
+def _worst_sqnr_db(module: Float8Linear) -> float:
+    device = module.weight.device
+    generator = torch.Generator().manual_seed(0)
+    input = torch.randn(_SIZE, _SIZE, generator=generator).to(device).requires_grad_()
+    grad_output = torch.randn(_SIZE, _SIZE, generator=generator).to(device)
+    with torch.enable_grad():
+        output = module(input)
+        output.backward(grad_output)
+    x, w, g = (tensor.detach().double().cpu() for tensor in (input, module.weight, grad_output))
+    pairs = ((x @ w.t(), output), (g @ w, input.grad), (g.t() @ x, module.weight.grad))
+    return min(_sqnr_db(reference, result) for reference, result in pairs if result is not None)
+
+
+def _sqnr_db(reference: torch.Tensor, result: torch.Tensor) -> float:
+    noise = (reference - result.detach().double().cpu()).norm().item()
+    return 20 * math.log10(reference.norm().item() / noise) if math.isfinite(noise) and noise else -math.inf
+
+
+def _try_compile() -> str:
+    module = Float8Linear(_SIZE, _SIZE, bias=False)
+    input = torch.randn(_SIZE, _SIZE)
+    try:
+        torch.compile(module, fullgraph=True)(input).sum().backward()
+    except Exception as error:  # noqa: BLE001 - the compiler, the toolchain and the OS each raise their own
+        return f"fails: {str(error).splitlines()[0]}"
+    return "works"
+
+
+def _describe_cpu() -> str:
+    name = platform.processor() or platform.machine()
+    if platform.system() == "Linux":
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
+    units = "bfloat16 units" if has_bfloat16_units("cpu") else "no bfloat16 units"
+    return f"{name}, {torch.get_num_threads()} threads, {units}"
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("triton", "torchao"):
+        spec = importlib.util.find_spec(name)
+        found[name] = "not installed" if spec is None else importlib.metadata.version(name)
+    return found
