@@ -1,0 +1,284 @@
+"""Every setting of the trainer, as frozen dataclasses that are validated when made.
+
+Sections and fields carry torchtitan's names where torchtitan has them. The text under a field is its help on
+the command line.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from quaver.config import Float8LinearConfig
+
+BYTE_VOCAB_SIZE = 256
+"""Text is read as bytes, so a model needs one token for each value of a byte."""
+
+DTYPES = ("float32", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def require(holds: bool, name: str, expected: str, got: object, fix: str = "") -> None:
+    """Raise ValueError saying what field `name` must be, what it is, and what to do, unless `holds`."""
+    if not holds:
+        raise ValueError(f"{name} must be {expected}, got {got!r}" + (f"; {fix}" if fix else ""))
+
+
+def _require_positive(section: str, owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        require(value >= 1, f"{section}.{name}", "at least 1", value)
+
+
+def _require_finite(section: str, owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        require(math.isfinite(value) and value >= 0, f"{section}.{name}", "finite and not negative", value)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Where the run is kept, and whether it has a twin."""
+
+    name: str = ""
+    """Folder of the run inside dump_folder; empty makes one from the recipe and the time."""
+    dump_folder: str = "runs"
+    """Folder that holds the runs."""
+    compare: bool = False
+    """Also train the bfloat16 twin, from the same weights on the same data (short: --compare)."""
+
+    def __post_init__(self) -> None:
+        plain = self.name not in (".", "..") and not any(sep in self.name for sep in "/\\")
+        require(plain, "job.name", "the name of one folder", self.name, "put parent folders in job.dump_folder")
+        require(bool(self.dump_folder), "job.dump_folder", "a folder", self.dump_folder)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Shape of the Llama 3 style model."""
+
+    vocab_size: int = BYTE_VOCAB_SIZE
+    """Number of tokens; text is read as bytes, so at least 256."""
+    dim: int = 256
+    """Width of the residual stream."""
+    n_layers: int = 4
+    """Number of transformer blocks."""
+    n_heads: int = 4
+    """Number of query heads; dim / n_heads is the size of a head."""
+    n_kv_heads: int = 2
+    """Number of key and value heads, each shared by n_heads / n_kv_heads query heads."""
+    hidden_dim: int = 768
+    """Width inside the feed-forward network."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in RMSNorm."""
+    rope_theta: float = 500000.0
+    """Base of the rotary frequencies."""
+    tie_word_embeddings: bool = False
+    """Use the token embedding as the output projection too."""
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim")
+        _require_positive("model", self, *sizes)
+        _require_finite("model", self, "norm_eps", "rope_theta")
+        require(self.rope_theta > 0, "model.rope_theta", "positive", self.rope_theta)
+        require(
+            self.n_heads % self.n_kv_heads == 0,
+            "model.n_heads",
+            f"a multiple of model.n_kv_heads = {self.n_kv_heads}",
+            self.n_heads,
+            "each key/value head serves the same number of query heads",
+        )
+        require(
+            self.dim % (2 * self.n_heads) == 0,
+            "model.dim",
+            f"a multiple of 2 * model.n_heads = {2 * self.n_heads}",
+            self.dim,
+            "rotary embeddings need heads of one, even size",
+        )
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one attention head."""
+        return self.dim // self.n_heads
+
+
+@dataclass(frozen=True)
+class Training:
+    """Length, batch, precision and device."""
+
+    steps: int = 200
+    """Number of optimizer steps."""
+    seq_len: int = 256
+    """Tokens in one sequence."""
+    local_batch_size: int = 8
+    """Sequences in one forward and backward."""
+    global_batch_size: int = -1
+    """Sequences in one optimizer step, reached by gradient accumulation; -1 means local_batch_size."""
+    max_norm: float = 1.0
+    """Gradients are clipped to this norm."""
+    compile: bool = False
+    """Compile each transformer block with torch.compile."""
+    seed: int = 0
+    """Seed of the initial weights and of the order of the data."""
+    dtype: str = "float32"
+    """Dtype of parameters, gradients and optimizer state: float32 or bfloat16."""
+    mixed_precision_param: str = "bfloat16"
+    """Dtype of the forward and backward computation, through autocast; equal to dtype means no autocast."""
+    device: str = "auto"
+    """auto (CUDA where there is one), cpu or cuda."""
+
+    def __post_init__(self) -> None:
+        _require_positive("training", self, "steps", "seq_len", "local_batch_size")
+        require(self.max_norm > 0, "training.max_norm", "positive", self.max_norm)
+        require(0 <= self.seed < 2**63, "training.seed", "between 0 and 2**63 - 1", self.seed)
+        require(self.dtype in DTYPES, "training.dtype", f"one of {', '.join(DTYPES)}", self.dtype)
+        require(
+            self.mixed_precision_param in DTYPES,
+            "training.mixed_precision_param",
+            f"one of {', '.join(DTYPES)}",
+            self.mixed_precision_param,
+        )
+        require(
+            (self.dtype, self.mixed_precision_param) != ("bfloat16", "float32"),
+            "training.mixed_precision_param",
+            "bfloat16 when training.dtype is bfloat16",
+            self.mixed_precision_param,
+            "autocast only lowers precision",
+        )
+        require(self.device in DEVICES, "training.device", f"one of {', '.join(DEVICES)}", self.device)
+        require(
+            self.global_batch_size == -1
+            or (self.global_batch_size >= 1 and self.global_batch_size % self.local_batch_size == 0),
+            "training.global_batch_size",
+            f"-1 or a multiple of training.local_batch_size = {self.local_batch_size}",
+            self.global_batch_size,
+        )
+
+    @property
+    def step_batch_size(self) -> int:
+        """Sequences in one optimizer step."""
+        return self.local_batch_size if self.global_batch_size == -1 else self.global_batch_size
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens in one optimizer step."""
+        return self.step_batch_size * self.seq_len
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW; norms are not decayed."""
+
+    lr: float = 3e-3
+    """Highest learning rate, reached when the warm-up ends."""
+    beta1: float = 0.9
+    """Decay of the running mean of the gradient."""
+    beta2: float = 0.95
+    """Decay of the running mean of its square."""
+    eps: float = 1e-8
+    """Added to the denominator of the update."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of every matrix."""
+
+    def __post_init__(self) -> None:
+        _require_finite("optimizer", self, "lr", "eps", "weight_decay")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"optimizer.{name}", "at least 0 and below 1", value)
+
+
+@dataclass(frozen=True)
+class LRScheduler:
+    """Linear warm-up, then a cosine down to min_lr_factor * optimizer.lr at the last step."""
+
+    warmup_steps: int = 20
+    """Steps of linear warm-up; may be longer than the run."""
+    min_lr_factor: float = 0.1
+    """Share of optimizer.lr that is left at the end."""
+
+    def __post_init__(self) -> None:
+        require(self.warmup_steps >= 0, "lr_scheduler.warmup_steps", "not negative", self.warmup_steps)
+        require(0 <= self.min_lr_factor <= 1, "lr_scheduler.min_lr_factor", "from 0 to 1", self.min_lr_factor)
+
+
+@dataclass(frozen=True)
+class Float8:
+    """Which linears compute in float8, and how."""
+
+    enable_float8_linear: bool = True
+    """Convert linears to float8; off trains in bfloat16."""
+    recipe_name: str = "tensorwise"
+    """tensorwise, rowwise or rowwise_with_gw_hp."""
+    filter_fqns: tuple[str, ...] = ("lm_head",)
+    """A linear stays in high precision when its full name contains one of these."""
+    auto_filter: bool = False
+    """Also keep in high precision what the recipe's cost model expects to be slower in float8."""
+    emulate: bool = False
+    """Multiply with the exact emulation even where the device multiplies float8."""
+
+    def __post_init__(self) -> None:
+        Float8LinearConfig.from_recipe_name(self.recipe_name)  # raises ValueError listing the choices
+        require(all(self.filter_fqns), "float8.filter_fqns", "names or parts of names", self.filter_fqns)
+
+
+@dataclass(frozen=True)
+class Data:
+    """The text."""
+
+    path: str = "stdlib"
+    """A text file, a folder of text files, or stdlib: the sources of Python's own library (short: --data)."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "data.path", "stdlib, a file or a folder", self.path)
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The same sequences of the validation split, every time."""
+
+    freq: int = 50
+    """Steps between two validations; the last step always has one."""
+    steps: int = 8
+    """Batches of local_batch_size sequences in one validation."""
+
+    def __post_init__(self) -> None:
+        _require_positive("validation", self, "freq", "steps")
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What is shown; metrics.jsonl gets every step whatever this says."""
+
+    log_freq: int = 10
+    """Steps between two printed lines where there is no terminal for a progress bar."""
+
+    def __post_init__(self) -> None:
+        _require_positive("metrics", self, "log_freq")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A whole run of `quaver train`."""
+
+    job: Job = field(default_factory=Job)
+    model: Model = field(default_factory=Model)
+    training: Training = field(default_factory=Training)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    float8: Float8 = field(default_factory=Float8)
+    data: Data = field(default_factory=Data)
+    validation: Validation = field(default_factory=Validation)
+    metrics: Metrics = field(default_factory=Metrics)
+
+    def __post_init__(self) -> None:
+        require(
+            self.model.vocab_size >= BYTE_VOCAB_SIZE,
+            "model.vocab_size",
+            f"at least {BYTE_VOCAB_SIZE}, because text is read as bytes",
+            self.model.vocab_size,
+        )
+        require(
+            self.float8.enable_float8_linear or not self.job.compare,
+            "float8.enable_float8_linear",
+            "true with job.compare",
+            self.float8.enable_float8_linear,
+            "the twin of a bfloat16 run would be itself",
+        )

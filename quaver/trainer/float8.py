@@ -1,0 +1,40 @@
+"""Turns the [float8] section into a conversion of the model."""
+
+from dataclasses import replace
+
+from torch import nn
+
+from quaver import (
+    FilterDecision,
+    Float8LinearConfig,
+    auto_filter_for_recipe,
+    conversion_report,
+    convert_to_float8_training,
+)
+from quaver.convert import ConversionReport
+from quaver.trainer.config import Float8
+
+
+def convert_model(model: nn.Module, config: Float8) -> ConversionReport:
+    """Convert the linears of `model` in place as `config` says, and return the report.
+
+    Raises:
+        ValueError: if an entry of filter_fqns names no linear, or nothing is left to convert.
+    """
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for skipped in config.filter_fqns:
+        if not any(skipped in name for name in names):
+            raise ValueError(
+                f"float8.filter_fqns entry {skipped!r} is part of no linear's name; the linears are {', '.join(names)}"
+            )
+    automatic = auto_filter_for_recipe(config.recipe_name) if config.auto_filter else None
+
+    def decide(module: nn.Module, fqn: str) -> FilterDecision | bool:
+        for skipped in config.filter_fqns:
+            if skipped in fqn:
+                return FilterDecision(False, f"float8.filter_fqns has {skipped!r}")
+        return automatic(module, fqn) if automatic else True
+
+    linear_config = replace(Float8LinearConfig.from_recipe_name(config.recipe_name), emulate=config.emulate)
+    convert_to_float8_training(model, config=linear_config, module_filter_fn=decide)
+    return conversion_report(model)

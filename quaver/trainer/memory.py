@@ -1,0 +1,135 @@
+"""Peak memory of one training step, always labelled with how it was measured.
+
+Every number is `resident + growth`: the twin's own parameters, buffers and optimizer state, and what the step
+added at its highest point. So two twins in one process do not count each other.
+"""
+
+import ctypes
+import re
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
+
+
+@dataclass
+class PeakMemory:
+    """Peak bytes of a step, or None with a `source` that says why not; only two `exact` ones can be compared."""
+
+    peak_bytes: int | None = None
+    exact: bool = False
+    source: str = "not measured"
+
+
+class TensorBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operators allocate while the mode is on, and their highest sum.
+
+    A storage counts from the operator that returns it until nothing holds it (a weak reference tells). One
+    that an operator was given but none returned is older than the mode and counts nothing. What a kernel
+    allocates inside one operator is not seen, nor is anything inside compiled code.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _tensors((args, kwargs)):
+            self._meet(tensor, is_new=False)
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            self._meet(tensor, is_new=True)
+        return result
+
+    def _meet(self, tensor: Tensor, *, is_new: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size_bytes = storage.nbytes() if is_new else 0
+        self._known.add(key)
+        self.live_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._forget, key, size_bytes)
+
+    def _forget(self, key: int, size_bytes: int) -> None:
+        self._known.discard(key)
+        self.live_bytes -= size_bytes
+
+
+@contextmanager
+def measure_peak(resident: Iterable[Tensor], *, device: torch.device, compiled: bool) -> Iterator[PeakMemory]:
+    """Measure the block, which runs one training step, and fill in the PeakMemory it was given.
+
+    Args:
+        resident: what stays between steps: parameters, buffers, optimizer state.
+        device: where they live.
+        compiled: whether the step runs compiled code, into which the exact count on CPU cannot look.
+    """
+    peak = PeakMemory()
+    resident_bytes = storage_bytes(resident)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before_bytes = torch.cuda.memory_allocated(device)
+        yield peak
+        peak.peak_bytes = resident_bytes + torch.cuda.max_memory_allocated(device) - before_bytes
+        peak.exact, peak.source = True, "torch.cuda.max_memory_allocated"
+    elif not compiled:
+        with TensorBytes() as counted:
+            yield peak
+        peak.peak_bytes = resident_bytes + counted.peak_bytes
+        peak.exact, peak.source = True, "tensors of one step, exact"
+    elif (before := _reset_peak_rss()) is not None:
+        yield peak
+        peak.peak_bytes = resident_bytes + max(0, _status_bytes("VmHWM") - before)
+        peak.source = "growth of the process's peak RSS in one step, approximate"
+    else:
+        yield peak
+        peak.source = "not measured: compiled code, on a system without glibc and /proc/self/clear_refs"
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the distinct storages behind `tensors`."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _reset_peak_rss() -> int | None:
+    """Start a new peak of resident memory and return the bytes resident now; None where neither can be."""
+    # Memory that is free but still with the allocator would hide as much growth. glibc gives it back when asked.
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if malloc_trim is None:
+        return None
+    malloc_trim(0)
+    try:
+        _CLEAR_REFS.write_text("5")  # proc(5): resets VmHWM to the resident set of now
+    except OSError:
+        return None
+    return _status_bytes("VmRSS")
+
+
+def _status_bytes(name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f"{_STATUS} has no {name}")
+    return int(found[1]) * 1024

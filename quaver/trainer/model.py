@@ -1,0 +1,158 @@
+"""A Llama 3 style decoder with the parameter names, rotary convention and logits of Hugging Face's Llama.
+
+Shapes: B sequences of T tokens, D = dim, H query heads and G key/value heads of size E = D / H.
+
+q, k and v are called with the same tensor object, and so are gate and up: float8 casts a shared input once.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quaver.trainer.config import Model
+
+INIT_STD = 0.02
+
+
+def rope_tables(seq_len: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return float32 cosines and sines [T, E] that rotate feature i together with feature i + E / 2."""
+    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    positions = torch.arange(seq_len, device=device, dtype=torch.float32)
+    angles = torch.outer(positions, theta**-exponents).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate `heads` [B, H, T, E] by position in float32; the result has the dtype of `heads`."""
+    first, second = heads.float().chunk(2, dim=-1)
+    rotated = heads * cos + torch.cat((-second, first), dim=-1) * sin
+    return rotated.to(heads.dtype)
+
+
+class RMSNorm(nn.Module):
+    """`weight * x / rms(x)` over the last dim."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalize `hidden` [..., D]; the result has its shape and dtype."""
+        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Causal attention with grouped keys and values."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Mix `hidden` [B, T, D] along T."""
+        query = apply_rope(self._heads(self.q_proj(hidden)), cos, sin)
+        key = apply_rope(self._heads(self.k_proj(hidden)), cos, sin)
+        value = self._heads(self.v_proj(hidden))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.up_proj = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.down_proj = nn.Linear(config.hidden_dim, config.dim, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Transform `hidden` [B, T, D] token by token."""
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each on a normalized copy and added to the residual stream."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = FeedForward(config)
+        self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return the residual stream [B, T, D] after this block."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks and the last norm: what Hugging Face calls `model`."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the hidden states [B, T, D] of `tokens` [B, T] (int64)."""
+        cos, sin = rope_tables(tokens.shape[1], self.config.head_dim, self.config.rope_theta, tokens.device)
+        hidden = self.embed_tokens(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden, cos, sin)
+        return self.norm(hidden)
+
+
+class Llama(nn.Module):
+    """The language model; its state_dict is that of `transformers.LlamaForCausalLM`."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw every matrix from N(0, 0.02), those that write to the residual stream smaller with depth."""
+        residual_std = INIT_STD / (2 * self.config.n_layers) ** 0.5
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                nn.init.ones_(parameter)
+            else:
+                writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(parameter, std=residual_std if writes_residual else INIT_STD)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits [B, T, vocab] of `tokens` [B, T] (int64)."""
+        return self.lm_head(self.model(tokens))
+
+
+def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross entropy (nats, float32) of `logits` [B, T, vocab] against `targets` [B, T]."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def training_flops_per_token(config: Model, seq_len: int) -> int:
+    """Return the FLOPs of forward and backward for one token: 6 per weight of each linear, and attention.
+
+    Attention counts 12 * n_layers * dim * seq_len, as is usual, although a causal kernel may skip half of it.
+    """
+    kv_dim = config.n_kv_heads * config.head_dim
+    attention = 2 * config.dim * config.dim + 2 * config.dim * kv_dim
+    linear_weights = config.n_layers * (attention + 3 * config.dim * config.hidden_dim)
+    linear_weights += config.dim * config.vocab_size
+    return 6 * linear_weights + 12 * config.n_layers * config.dim * seq_len

@@ -1,0 +1,88 @@
+"""Draws the curves of a run from its metrics.jsonl."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from quaver.trainer.metrics import WARMUP_STEPS, read_metrics
+
+Record = dict[str, Any]
+
+COLORS = ("#d1495b", "#30638e")
+"""The run that was asked for, then its twin."""
+
+
+def draw_curves(metrics: Path, image: Path, *, title: str) -> None:
+    """Write a PNG with the losses of every twin, the gap between two, and tokens/s.
+
+    Draws whatever is there: an interrupted run has shorter curves.
+    """
+    records = read_metrics(metrics)
+    names = list(dict.fromkeys(record["run"] for record in records))
+    panels = 3 if len(names) == 2 else 2
+    with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(4.6 * panels, 3.8), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = list(figure.subplots(1, panels))
+        figure.suptitle(title, fontsize=10)
+        _draw_losses(axes.pop(0), records, names)
+        if len(names) == 2:
+            _draw_gap(axes.pop(0), records, names)
+        _draw_speed(axes.pop(0), records, names)
+        figure.savefig(image, dpi=150)
+
+
+def _draw_losses(axis: Any, records: list[Record], names: list[str]) -> None:
+    for name, color, marker, width in zip(names, COLORS, "ox", (2.4, 1.0), strict=False):  # twins overlap
+        steps, losses = _series(records, name, "loss")
+        axis.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
+        axis.plot(steps, _smooth(losses), color=color, linewidth=width, label=f"{name}, train")
+        steps, losses = _series(records, name, "validation_loss")
+        axis.plot(steps, losses, marker, color=color, markersize=6, fillstyle="none", label=f"{name}, validation")
+    axis.set(title="Loss (nats per byte)", xlabel="step")
+    _finish(axis)
+
+
+def _draw_gap(axis: Any, records: list[Record], names: list[str]) -> None:
+    for key, style, label in (("loss", "-", "train, smoothed"), ("validation_loss", "o", "validation")):
+        steps, losses = _series(records, names[0], key)
+        _, references = _series(records, names[1], key)
+        if key == "loss":
+            losses, references = _smooth(losses), _smooth(references)
+        gaps = [100 * (loss / reference - 1) for loss, reference in zip(losses, references, strict=False)]
+        axis.plot(steps[: len(gaps)], gaps, style, color=COLORS[0], linewidth=1.2, label=label)
+    axis.axhline(0, color="black", linewidth=0.8)
+    axis.axhspan(-0.5, 0.5, color="gray", alpha=0.15, linewidth=0, label="within 0.5 %")
+    axis.set(title=f"Loss gap of {names[0]} to {names[1]} (%)", xlabel="step")
+    _finish(axis)
+
+
+def _draw_speed(axis: Any, records: list[Record], names: list[str]) -> None:
+    for name, color in zip(names, COLORS, strict=False):
+        steps, speeds = _series(records, name, "tokens_per_s")
+        axis.plot(steps[WARMUP_STEPS:], speeds[WARMUP_STEPS:], color=color, linewidth=1, label=name)
+    axis.set(title="Tokens per second", xlabel="step")
+    axis.set_ylim(bottom=0)
+    _finish(axis)
+
+
+def _finish(axis: Any) -> None:
+    axis.grid(alpha=0.25)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(frameon=False)
+
+
+def _series(records: Iterable[Record], name: str, key: str) -> tuple[list[int], list[float]]:
+    found = [(record["step"], record[key]) for record in records if record["run"] == name and key in record]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def _smooth(values: list[float]) -> list[float]:
+    """Return the mean of each value and its neighbours, which does not lag behind a fall."""
+    radius = min(5, len(values) // 20)
+    windows = (values[max(0, i - radius) : i + radius + 1] for i in range(len(values)))
+    return [sum(window) / len(window) for window in windows]

@@ -1,0 +1,71 @@
+"""The numbers that stand in summary.json and in the table at the end."""
+
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from quaver.devices import PeakFlops
+from quaver.trainer.config import TrainConfig
+from quaver.trainer.device import describe
+from quaver.trainer.metrics import median_step_seconds, model_flops_utilization
+from quaver.trainer.model import training_flops_per_token
+from quaver.trainer.twin import Twin
+
+
+def summarize(
+    config: TrainConfig,
+    twins: Sequence[Twin],
+    device: torch.device,
+    peak: PeakFlops,
+    *,
+    status: str,
+    steps: int,
+    error: str | None,
+) -> dict[str, Any]:
+    """Return the JSON-able summary of a run that made `steps` whole steps and ended with `status`.
+
+    Speed is of the median step. `comparison` puts the first twin over the second, memory only where it is exact.
+    """
+    runs = {twin.name: _run_summary(config, twin, peak) for twin in twins}
+    summary: dict[str, Any] = {
+        "status": status,
+        "error": error,
+        "steps": steps,
+        "runs": runs,
+        "bfloat16_peak": {"flops_per_s": peak.flops_per_s, "source": peak.source},
+        "environment": {"quaver": version("quaver"), **describe(device)},
+    }
+    if len(twins) == 2:
+        summary["comparison"] = _compare(*runs.values())
+    return summary
+
+
+def _run_summary(config: TrainConfig, twin: Twin, peak: PeakFlops) -> dict[str, Any]:
+    seconds = median_step_seconds(twin.step_seconds) if twin.step_seconds else None
+    tokens_per_s = config.training.step_tokens / seconds if seconds else None
+    flops_per_token = training_flops_per_token(config.model, config.training.seq_len)
+    return {
+        "validation_loss": twin.validation_loss,
+        "median_step_seconds": seconds,
+        "tokens_per_s": tokens_per_s,
+        "mfu": tokens_per_s and model_flops_utilization(flops_per_token, tokens_per_s, peak.flops_per_s),
+        "peak_memory_bytes": twin.peak.peak_bytes,
+        "peak_memory_exact": twin.peak.exact,
+        "peak_memory_source": twin.peak.source,
+    }
+
+
+def _compare(run: dict[str, Any], twin: dict[str, Any]) -> dict[str, float | None]:
+    loss_ratio = _ratio(run["validation_loss"], twin["validation_loss"])
+    memory_ratio = _ratio(run["peak_memory_bytes"], twin["peak_memory_bytes"])
+    return {
+        "loss_gap": None if loss_ratio is None else loss_ratio - 1,
+        "tokens_per_s_ratio": _ratio(run["tokens_per_s"], twin["tokens_per_s"]),
+        "peak_memory_ratio": memory_ratio if run["peak_memory_exact"] and twin["peak_memory_exact"] else None,
+    }
+
+
+def _ratio(value: float | None, reference: float | None) -> float | None:
+    return value / reference if value is not None and reference else None

@@ -1,0 +1,135 @@
+"""One model in training: its optimizer, its precision, one step, one validation."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quaver import cast_weights_once
+from quaver.trainer.config import TrainConfig
+from quaver.trainer.data import Micro
+from quaver.trainer.device import synchronize
+from quaver.trainer.memory import PeakMemory, measure_peak
+from quaver.trainer.model import Llama, next_token_loss
+from quaver.trainer.nonfinite import NonFiniteError, find_nonfinite
+from quaver.trainer.optimizer import build_optimizer, learning_rate, set_learning_rate
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step: mean loss (nats), gradient norm before clipping, learning rate, wall time."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    seconds: float
+
+
+@dataclass
+class Twin:
+    """A model that trains; `name` is its recipe, or the high-precision dtype it computes in.
+
+    Two twins made from equal models see the same batches and differ only in the precision of their linears.
+    """
+
+    name: str
+    model: Llama
+    config: TrainConfig
+    device: torch.device
+    peak: PeakMemory = field(default_factory=PeakMemory)
+    step_seconds: list[float] = field(default_factory=list)
+    validation_loss: float | None = None
+
+    def __post_init__(self) -> None:
+        training = self.config.training
+        self.model.to(device=self.device, dtype=getattr(torch, training.dtype)).train()
+        if training.compile:
+            for block in self.model.model.layers:
+                block.compile(fullgraph=True)
+        self.optimizer = build_optimizer(self.model, self.config.optimizer)
+
+    def train_step(self, step: int, batches: Sequence[Micro], *, measure_memory: bool = False) -> StepResult:
+        """Do optimizer step `step` (from 1) on the micro-batches of one global batch.
+
+        Raises:
+            NonFiniteError: if the loss or the gradient norm is not finite; the weights are then unchanged.
+        """
+        compiled = self.config.training.compile
+        measure: AbstractContextManager[PeakMemory] = nullcontext(self.peak)
+        if measure_memory:
+            measure = measure_peak(self.resident_tensors(), device=self.device, compiled=compiled)
+        synchronize(self.device)
+        start = time.perf_counter()
+        with measure as peak:
+            loss, grad_norm, rate = self._update(step, batches)
+            synchronize(self.device)
+        seconds = time.perf_counter() - start
+        self.peak = peak
+        self.step_seconds.append(seconds)
+        return StepResult(loss, grad_norm, rate, seconds)
+
+    @torch.no_grad()
+    def validate(self, batches: Sequence[Micro]) -> float:
+        """Return the mean loss over the validation batches, and keep it as `validation_loss`.
+
+        Raises:
+            NonFiniteError: if it is not finite.
+        """
+        self.model.eval()
+        losses = torch.stack([self._loss(batch) for batch in batches])
+        self.model.train()
+        loss = losses.mean().item()
+        if not math.isfinite(loss):
+            raise NonFiniteError(f"{self.name}: the validation loss is {loss} although every training step was finite")
+        self.validation_loss = loss
+        return loss
+
+    def resident_tensors(self) -> Iterator[Tensor]:
+        """Yield what stays between steps: parameters, buffers and optimizer state."""
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        for state in self.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def _update(self, step: int, batches: Sequence[Micro]) -> tuple[float, float, float]:
+        config = self.config
+        rate = learning_rate(step, config.training.steps, config.optimizer, config.lr_scheduler)
+        set_learning_rate(self.optimizer, rate)
+        loss_sum = self._forward_backward(batches)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.training.max_norm)
+        loss, grad_norm = torch.stack([loss_sum, norm]).tolist()
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise self._nonfinite(step, batches, loss, grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss, grad_norm, rate
+
+    def _forward_backward(self, batches: Sequence[Micro]) -> Tensor:
+        """Accumulate the gradients of the mean loss over `batches`; return that loss (float32, detached)."""
+        loss_sum = torch.zeros((), device=self.device)
+        with cast_weights_once(self.model):
+            for batch in batches:
+                loss = self._loss(batch) / len(batches)
+                loss.backward()
+                loss_sum += loss.detach()
+        return loss_sum
+
+    def _loss(self, batch: Micro) -> Tensor:
+        training = self.config.training
+        tokens, targets = batch
+        dtype = getattr(torch, training.mixed_precision_param)
+        mixed = training.mixed_precision_param != training.dtype
+        with torch.autocast(self.device.type, dtype=dtype, enabled=mixed):
+            return next_token_loss(self.model(tokens), targets)
+
+    def _nonfinite(self, step: int, batches: Sequence[Micro], loss: float, grad_norm: float) -> NonFiniteError:
+        def replay() -> None:
+            self._forward_backward(batches)
+
+        found = find_nonfinite(self.model, replay)
+        where = f"first in {found}" if found else "but in no module when the step was repeated eagerly"
+        return NonFiniteError(f"{self.name}: step {step} has loss {loss} and gradient norm {grad_norm}, {where}")

@@ -1,0 +1,197 @@
+"""`quaver train` as a user types it: exit codes, what is said, what is left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from quaver.cli import main
+
+TINY = [
+    *("--model.dim=32", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.hidden_dim=48"),
+    *("--training.seq_len=32", "--training.local_batch_size=2", "--training.device=cpu"),
+    *("--validation.freq=2", "--validation.steps=2", "--metrics.log_freq=1"),
+]
+
+
+def quaver(*words: str, **options: object) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "quaver.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **options)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("to be or not to be, that is the question\n" * 200)
+    return path
+
+
+@pytest.fixture
+def where(tmp_path: Path, text: Path) -> list[str]:
+    return ["--data", str(text), "--job.dump_folder", str(tmp_path / "runs"), "--job.name", "r"]
+
+
+def test_a_run_from_another_folder_in_a_fresh_process(tmp_path, text):
+    words = ["--data", "text.txt", "--compare", "--training.steps", "4", "--float8.recipe_name", "rowwise"]
+    done = quaver("train", *TINY, *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("rowwise-compare-")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert list(summary["runs"]) == ["rowwise", "bfloat16"]
+    assert set(summary["comparison"]) == {"loss_gap", "tokens_per_s_ratio", "peak_memory_ratio"}
+    for words_shown in ("step     4", "validation loss", "peak memory", "compared", str(Path("runs") / folder.name)):
+        assert words_shown in done.stdout
+
+    again = quaver("train", str(folder / "config.toml"), cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    first, second = ((run / "metrics.jsonl").read_text() for run in sorted((tmp_path / "runs").iterdir()))
+
+    def losses(lines: str) -> list[float]:
+        records = [json.loads(line) for line in lines.splitlines()]
+        return [record.get("loss", record.get("validation_loss")) for record in records]
+
+    assert losses(first) == losses(second)  # the written config repeats the run bit for bit
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_compiled_blocks_train_alike(where, tmp_path, recipe):
+    flags = ["--training.steps", "3", "--training.global_batch_size", "4", "--float8.recipe_name", recipe]
+    assert main(["train", *TINY, *where, *flags]) == 0
+    assert main(["train", *TINY, *where, *flags, "--job.name", "c", "--training.compile"]) == 0
+    eager, compiled = (json.loads((tmp_path / "runs" / name / "summary.json").read_text()) for name in "rc")
+    loss, expected = (summary["runs"][recipe]["validation_loss"] for summary in (compiled, eager))
+    assert loss == pytest.approx(expected, rel=2e-3)
+    assert "exact" not in compiled["runs"][recipe]["peak_memory_source"]
+
+
+def test_float8_off_trains_in_bfloat16(where, tmp_path):
+    assert main(["train", *TINY, *where, "--training.steps", "2", "--float8.no-enable_float8_linear"]) == 0
+    assert not (tmp_path / "runs" / "r" / "conversion_report.json").exists()
+
+
+def test_ctrl_c_leaves_a_readable_folder(where, tmp_path):
+    command = [sys.executable, "-m", "quaver.cli", "train", *TINY, *where, "--training.steps", "100000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "runs" / "r" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text().count("\n") > 5) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    summary = json.loads((metrics.parent / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert summary["steps"] == max(record["step"] for record in records)
+    assert (metrics.parent / "curves.png").stat().st_size > 1000
+
+
+def test_a_diverging_run_stops_with_one_line(where, tmp_path, capsys):
+    flags = ["--optimizer.lr", "1e38", "--lr_scheduler.warmup_steps", "0", "--training.steps", "20"]
+    assert main(["train", *TINY, *where, *flags]) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "quaver: error: tensorwise: step" in line
+    assert " of model." in line or " of lm_head" in line
+    summary = json.loads((tmp_path / "runs" / "r" / "summary.json").read_text())
+    assert summary["status"] == "non-finite"
+    assert summary["error"] in line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--float8.recipe_name", "rowwize"], "rowwise_with_gw_hp"),
+        (["--training.stepz", "3"], "unknown flag: 'training.stepz'; did you mean 'training.steps'?"),
+        (["none.toml"], "config file 'none.toml' does not exist"),
+        (["bad.toml"], "unknown key in bad.toml: 'training.sequence_len'; did you mean 'training.seq_len'?"),
+        (["--data", "none"], "data.path 'none' does not exist; give stdlib, a text file or a folder"),
+        (["--data", "empty.txt"], "data.path 'empty.txt' holds no text"),
+        (["--data", "short.txt"], "give more text or a smaller training.seq_len"),
+        (
+            ["--model.vocab_size", "100"],
+            "model.vocab_size must be at least 256, because text is read as bytes",
+        ),
+        (["--model.n_heads", "3"], "model.n_heads must be a multiple of model.n_kv_heads = 2, got 3"),
+        (["--job.dump_folder", "short.txt"], "cannot write the run folder 'short.txt/r'"),
+        (["--job.name", "used"], "has files already; give another job.name or remove it"),
+        (["--float8.filter_fqns", "proj", "lm_head"], "nothing|no linear"),
+        (["--float8.filter_fqns", "lm_haed"], "'lm_haed' is part of no linear's name"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(words, message, where, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.toml").write_text("[training]\nsequence_len = 3\n")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("to be")
+    (tmp_path / "runs" / "used").mkdir(parents=True)
+    (tmp_path / "runs" / "used" / "notes.txt").write_text("mine")
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", *TINY, *where, "--training.steps", "1", *words])
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith("quaver: error: ")
+    assert any(part in line for part in message.split("|")), line
+    assert not (tmp_path / "runs" / "r").exists()  # nothing is written for a run that never starts
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_where_there_is_none(where, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", *TINY, *where, "--training.device", "cuda"])
+    assert stopped.value.code == 2
+    assert "torch sees no CUDA device here; use training.device = cpu" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_write_permission(where, tmp_path, capsys):
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o555)
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", *TINY, *where, "--job.dump_folder", str(locked)])
+    assert stopped.value.code == 2
+    assert "cannot write the run folder" in capsys.readouterr().err
+
+
+def test_a_bug_in_training_is_not_dressed_up_as_bad_input(where, monkeypatch):
+    from quaver.trainer import train as train_module
+
+    def fail(*_):
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(train_module, "_train_step", fail)
+    with pytest.raises(ValueError, match="a bug"):
+        main(["train", *TINY, *where])
+
+
+def test_bad_input_in_a_process_of_its_own():
+    done = quaver("train", "--data", "no/such/folder")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_help_version_and_unknown_verbs(capsys):
+    assert main(["--help"]) == 0
+    assert "train" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("quaver ")
+    assert main([]) == 2
+    capsys.readouterr()
+    assert main(["trian"]) == 2
+    assert "unknown command 'trian'; did you mean 'train'?" in capsys.readouterr().err
+    assert main(["zzz"]) == 2
+    assert "choose from train, doctor, bench" in capsys.readouterr().err
+    assert main(["train", "--help"]) == 0
+    help_text = capsys.readouterr().out
+    for flag in ("--float8.recipe-name", "--training.compile", "--compare", "--data"):
+        assert flag in help_text

@@ -1,0 +1,46 @@
+"""A text folder and a config small enough for a run in about a second."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quaver.trainer.config import (
+    Data,
+    Float8,
+    Job,
+    Metrics,
+    Model,
+    TrainConfig,
+    Training,
+    Validation,
+)
+
+SENTENCES = ["the quick brown fox jumps over the lazy dog", "float8 has four bits of exponent", "0123456789"]
+
+
+@pytest.fixture
+def text_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for index in range(12):
+        (folder / f"{index:02d}.txt").write_text(f"{SENTENCES[index % 3]} {index}\n" * 40)
+    return folder
+
+
+@pytest.fixture
+def tiny_config(tmp_path: Path, text_folder: Path) -> TrainConfig:
+    return TrainConfig(
+        job=Job(name="tiny", dump_folder=str(tmp_path / "runs")),
+        model=Model(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48),
+        training=Training(steps=4, seq_len=32, local_batch_size=2, device="cpu"),
+        float8=Float8(enable_float8_linear=False),
+        data=Data(path=str(text_folder)),
+        validation=Validation(freq=2, steps=2),
+        metrics=Metrics(log_freq=1),
+    )
+
+
+@pytest.fixture
+def tiny_float8_config(tiny_config: TrainConfig) -> TrainConfig:
+    return replace(tiny_config, job=replace(tiny_config.job, compare=True), float8=Float8(recipe_name="tensorwise"))

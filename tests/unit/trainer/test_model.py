@@ -1,0 +1,106 @@
+"""The model against transformers' Llama: names, weights, logits, gradients."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from quaver.trainer.config import Model
+from quaver.trainer.model import Llama, next_token_loss, training_flops_per_token
+
+CONFIG = Model(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=96, rope_theta=10000.0, norm_eps=1e-6)
+TIED = Model(dim=64, n_layers=2, n_heads=4, n_kv_heads=1, hidden_dim=96, tie_word_embeddings=True)
+
+
+def transformers_llama(config: Model) -> LlamaForCausalLM:
+    torch.manual_seed(7)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.dim,
+            intermediate_size=config.hidden_dim,
+            num_hidden_layers=config.n_layers,
+            num_attention_heads=config.n_heads,
+            num_key_value_heads=config.n_kv_heads,
+            rms_norm_eps=config.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            tie_word_embeddings=config.tie_word_embeddings,
+        )
+    )
+
+
+@pytest.fixture(params=[CONFIG, TIED], ids=["untied", "tied"])
+def pair(request: pytest.FixtureRequest) -> tuple[Llama, LlamaForCausalLM]:
+    theirs = transformers_llama(request.param)
+    with torch.no_grad():  # weights of one would hide a norm that is never applied
+        for name, parameter in theirs.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    ours = Llama(request.param)
+    ours.load_state_dict(theirs.state_dict())
+    return ours, theirs
+
+
+def test_state_dicts_load_both_ways(pair):
+    ours, theirs = pair
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    fresh = transformers_llama(ours.config)
+    fresh.load_state_dict(ours.state_dict())
+    for name, tensor in fresh.state_dict().items():
+        assert torch.equal(tensor, ours.state_dict()[name]), name
+
+
+def test_logits_and_gradients_equal_in_float32(pair):
+    ours, theirs = pair
+    tokens = torch.randint(0, 256, (2, 40))
+    logits, expected = ours(tokens), theirs(tokens).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    assert expected.std() > 0.1  # otherwise atol alone would pass
+
+    next_token_loss(logits[:, :-1], tokens[:, 1:]).backward()
+    theirs(tokens, labels=tokens).loss.backward()
+    for (name, parameter), (_, reference) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_tied_embedding_is_one_parameter():
+    model = Llama(TIED)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert len(list(model.parameters())) == len(list(Llama(CONFIG).parameters())) - 1
+
+
+def test_projections_of_one_hidden_state_get_one_tensor_object():
+    model = Llama(CONFIG)
+    inputs: dict[str, int] = {}
+    kept = []
+
+    def hook(name):
+        def record(module, args):
+            kept.append(args[0])  # alive, so that no id is used twice
+            inputs[name] = id(args[0])
+
+        return record
+
+    for name, module in model.model.layers[0].named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(hook(name))
+    model(torch.zeros(1, 8, dtype=torch.long))
+    assert inputs["self_attn.q_proj"] == inputs["self_attn.k_proj"] == inputs["self_attn.v_proj"]
+    assert inputs["mlp.gate_proj"] == inputs["mlp.up_proj"]
+    assert inputs["mlp.gate_proj"] != inputs["self_attn.q_proj"]
+
+
+def test_model_is_causal():
+    model = Llama(CONFIG)
+    tokens = torch.randint(0, 256, (1, 16))
+    changed = tokens.clone()
+    changed[0, 10] = (changed[0, 10] + 1) % 256
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :10], after[:, :10])
+    assert not torch.allclose(before[:, 10:], after[:, 10:])
+
+
+def test_flops_count_every_linear_and_attention():
+    linear_weights = sum(m.weight.numel() for m in Llama(CONFIG).modules() if isinstance(m, nn.Linear))
+    attention = 2 * 2 * 3 * CONFIG.n_layers * CONFIG.dim * 128  # q @ k and p @ v, 2 FLOPs each, backward twice
+    assert training_flops_per_token(CONFIG, 128) == 6 * linear_weights + attention

@@ -1,0 +1,108 @@
+"""The first non-finite operand, planted in each place it can be."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quaver.trainer.nonfinite import NonFiniteOperand, find_nonfinite
+
+
+class Spoil(torch.autograd.Function):
+    """Identity whose output, or gradient, has one NaN."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, forward: bool) -> Tensor:
+        ctx.forward_is_spoiled = forward
+        return _spoiled(x) if forward else x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return (grad if ctx.forward_is_spoiled else _spoiled(grad)), None
+
+
+def _spoiled(x: Tensor) -> Tensor:
+    x = x.clone()
+    x.view(-1)[0] = torch.nan
+    return x
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8, bias=False)
+        self.spoil_forward = self.spoil_backward = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.spoil_forward or self.spoil_backward:
+            x = Spoil.apply(x, self.spoil_forward)
+        return self.second(x)
+
+
+def find(net: Net, x: Tensor | None = None) -> NonFiniteOperand | None:
+    x = torch.ones(4, 8) if x is None else x
+    return find_nonfinite(net, lambda: net(x).sum().backward())
+
+
+def test_finite_finds_nothing_and_leaves_no_hooks_or_gradients():
+    net = Net()
+    assert find(net) is None
+    assert all(parameter.grad is None for parameter in net.parameters())
+    assert all(not parameter._backward_hooks for parameter in net.parameters())
+    for module in net.modules():
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        assert not any(hooks)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("operand", ["first.weight", "first.bias", "second.weight"])
+def test_parameters(operand, value):
+    net = Net()
+    with torch.no_grad():
+        net.get_parameter(operand).view(-1)[3] = value
+    assert find(net) == NonFiniteOperand(*operand.split("."))
+
+
+def test_input():
+    x = torch.ones(4, 8)
+    x[1, 2] = torch.inf
+    assert find(Net(), x) == NonFiniteOperand("first", "input")
+
+
+def test_output_overflows_from_finite_operands():
+    net = Net()
+    with torch.no_grad():
+        net.second.weight.fill_(3e38)
+        net.first.bias.fill_(10.0)
+    assert find(net) == NonFiniteOperand("second", "output")
+
+
+def test_between_two_modules_it_is_the_input_of_the_next():
+    net = Net()
+    net.spoil_forward = True
+    assert find(net) == NonFiniteOperand("second", "input")
+
+
+def test_backward_comes_after_forward_and_names_the_gradient():
+    net = Net()
+    net.spoil_backward = True
+    assert find(net) == NonFiniteOperand("first", "grad_output")
+
+
+def test_grad_weight_overflows_from_finite_operands():
+    net = Net()
+    with torch.no_grad():
+        net.second.weight.zero_()
+        net.first.weight.zero_()
+        net.first.bias.fill_(3e38)  # output 3e38 each; grad_weight of second sums four of them
+    assert find(net) == NonFiniteOperand("second", "grad_weight")
+
+
+def test_compiled_modules_are_looked_into():
+    net = Net()
+    net.compile(backend="eager", fullgraph=True)
+    net(torch.ones(4, 8))
+    with torch.no_grad():
+        net.second.weight[0, 0] = torch.nan
+    assert find(net) == NonFiniteOperand("second", "weight")

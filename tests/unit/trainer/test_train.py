@@ -1,0 +1,266 @@
+"""Runs of a second: what they compute, what they leave behind, how they end."""
+
+import json
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quaver.trainer import train as train_module
+from quaver.trainer.config import Float8, TrainConfig
+from quaver.trainer.config_io import load_config
+from quaver.trainer.interrupt import deferred_interrupt
+from quaver.trainer.memory import PeakMemory
+from quaver.trainer.metrics import MetricsWriter, median_step_seconds, read_metrics
+from quaver.trainer.nonfinite import NonFiniteError
+from quaver.trainer.run_folder import RunFolder
+from quaver.trainer.summary import summarize
+from quaver.trainer.train import Run, prepare, train
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def losses(run: Run, name: str | None = None) -> list[float]:
+    name = name or run.twins[0].name
+    records = [record for record in read_metrics(run.folder.metrics) if record["run"] == name]
+    return [record["loss"] if "loss" in record else record["validation_loss"] for record in records]
+
+
+def named(config: TrainConfig, name: str, **training: object) -> TrainConfig:
+    changed = replace(config.training, **training)
+    return replace(config, job=replace(config.job, name=name), training=changed)
+
+
+def run_to_end(config: TrainConfig) -> Run:
+    run = prepare(config)
+    assert train(run)["status"] == "finished"
+    return run
+
+
+def test_a_run_leaves_everything_in_its_folder(tiny_config, capsys):
+    run = run_to_end(tiny_config)
+    folder = run.folder.path
+    assert {file.name for file in folder.iterdir()} == {
+        "config.toml",
+        "data.json",
+        "metrics.jsonl",
+        "summary.json",
+        "curves.png",
+    }
+    assert load_config(folder / "config.toml") == tiny_config
+    assert (folder / "curves.png").read_bytes().startswith(PNG)
+    assert len(json.loads((folder / "data.json").read_text())["sha256"]) == 64
+
+    records = read_metrics(run.folder.metrics)
+    assert [record["step"] for record in records if "loss" in record] == [1, 2, 3, 4]
+    assert [record["step"] for record in records if "validation_loss" in record] == [2, 4]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("finished", 4)
+    result = summary["runs"]["bfloat16"]
+    assert result["validation_loss"] == records[-1]["validation_loss"]
+    assert result["peak_memory_source"] == "tensors of one step, exact"
+    parameters = sum(p.numel() * 4 for p in run.twins[0].model.parameters())
+    assert result["peak_memory_bytes"] > 4 * parameters  # weights, gradients, two moments, and activations
+    output = capsys.readouterr().out
+    assert "grad norm" in output
+    assert "tokens/s" in output
+
+
+def test_one_seed_gives_the_same_losses_bit_for_bit_and_another_does_not(tiny_config):
+    first, second, other = (
+        losses(run_to_end(named(tiny_config, name, seed=seed))) for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    )
+    assert first == second
+    assert first != other
+
+
+def test_loss_falls(tiny_config):
+    config = replace(tiny_config, lr_scheduler=replace(tiny_config.lr_scheduler, warmup_steps=2))
+    values = losses(run_to_end(named(config, "falls", steps=40, local_batch_size=4)))
+    assert values[0] == pytest.approx(5.55, abs=0.15)  # log(256): nothing is known yet
+    assert values[-1] < values[0] - 1.5
+
+
+def test_accumulated_micro_batches_equal_one_batch(tiny_config):
+    whole = named(tiny_config, "whole", local_batch_size=4, mixed_precision_param="float32")
+    cut = named(tiny_config, "cut", local_batch_size=1, global_batch_size=4, mixed_precision_param="float32")
+    cut = replace(cut, validation=replace(cut.validation, steps=8))
+    assert losses(run_to_end(cut)) == pytest.approx(losses(run_to_end(whole)), rel=1e-4)
+
+
+def test_measuring_memory_changes_no_loss(tiny_config, monkeypatch):
+    measured = losses(run_to_end(named(tiny_config, "measured")))
+    monkeypatch.setattr(train_module, "MEMORY_STEP", -1)
+    run = prepare(named(tiny_config, "unmeasured"))
+    assert train(run)["runs"]["bfloat16"]["peak_memory_source"] == "not measured"
+    assert losses(run) == measured
+
+
+def test_bfloat16_parameters(tiny_config):
+    run = run_to_end(named(tiny_config, "bf16", dtype="bfloat16"))
+    assert {parameter.dtype for parameter in run.twins[0].model.parameters()} == {torch.bfloat16}
+
+
+def test_twins_start_equal_see_the_same_data_and_differ_only_in_float8(tiny_float8_config, monkeypatch):
+    run = prepare(tiny_float8_config)
+    assert [twin.name for twin in run.twins] == ["tensorwise", "bfloat16"]
+    for (name, ours), (_, theirs) in zip(*(twin.model.state_dict().items() for twin in run.twins), strict=True):
+        assert torch.equal(ours, theirs), name
+        assert ours.data_ptr() != theirs.data_ptr()
+    summary = train(run)
+    float8, twin = losses(run), losses(run, "bfloat16")
+    assert float8 != twin
+    assert float8 == pytest.approx(twin, rel=0.05)
+
+    job = replace(tiny_float8_config.job, name="alone", compare=False)
+    alone = replace(tiny_float8_config, job=job, float8=Float8(enable_float8_linear=False))
+    assert losses(run_to_end(alone)) == twin  # the twin is exactly the run without float8
+
+    comparison = summary["comparison"]
+    ours, theirs = summary["runs"]["tensorwise"], summary["runs"]["bfloat16"]
+    assert comparison["loss_gap"] == pytest.approx(ours["validation_loss"] / theirs["validation_loss"] - 1)
+    assert comparison["tokens_per_s_ratio"] == pytest.approx(
+        theirs["median_step_seconds"] / ours["median_step_seconds"]
+    )
+    assert comparison["peak_memory_ratio"] == ours["peak_memory_bytes"] / theirs["peak_memory_bytes"]
+    report = json.loads((run.folder.path / "conversion_report.json").read_text())
+    assert "lm_head" in json.dumps(report)
+
+
+def test_twins_take_turns_and_swap_who_is_first(tiny_float8_config):
+    run = run_to_end(tiny_float8_config)
+    order = [(r["step"], r["run"]) for r in read_metrics(run.folder.metrics) if "loss" in r]
+    first, second = "tensorwise", "bfloat16"
+    assert order == [
+        (1, first), (1, second), (2, second), (2, first), (3, first), (3, second), (4, second), (4, first)
+    ]  # fmt: skip
+
+
+def test_float8_runs_are_bit_identical_too(tiny_float8_config):
+    first, second = (run_to_end(named(tiny_float8_config, name)) for name in "ab")
+    assert losses(first) == losses(second)
+
+
+def test_a_filter_that_names_nothing_is_refused(tiny_float8_config):
+    config = replace(tiny_float8_config, float8=Float8(filter_fqns=("lm_haed",)))
+    with pytest.raises(ValueError, match="'lm_haed' is part of no linear's name; the linears are .*lm_head"):
+        prepare(config)
+
+
+def test_filtered_linears_stay_in_high_precision(tiny_float8_config):
+    config = replace(tiny_float8_config, float8=Float8(filter_fqns=("lm_head", "layers.0.", "o_proj")))
+    model = prepare(config).twins[0].model
+    kinds = {name: type(module) for name, module in model.named_modules() if name.endswith(("proj", "lm_head"))}
+    converted = {name for name, kind in kinds.items() if kind is not torch.nn.Linear}
+    assert converted == {n for n in kinds if n.startswith("model.layers.1.") and not n.endswith("o_proj")}
+
+
+def test_ctrl_c_ends_after_the_step_with_a_readable_folder(tiny_config, monkeypatch):
+    run = prepare(named(tiny_config, "stopped", steps=100))
+    step = train_module._train_step
+
+    def step_then_signal(run_, index, *args):
+        step(run_, index, *args)
+        if index == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(train_module, "_train_step", step_then_signal)
+    summary = train(run)
+    assert (summary["status"], summary["steps"]) == ("interrupted", 3)
+    assert json.loads((run.folder.path / "summary.json").read_text()) == summary
+    assert read_metrics(run.folder.metrics)[-1]["step"] == 3
+    assert run.folder.curves.read_bytes().startswith(PNG)
+
+
+def test_a_second_ctrl_c_ends_at_once(tiny_config, monkeypatch):
+    run = prepare(tiny_config)
+
+    def signal_twice(*_):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(train_module, "_train_step", signal_twice)
+    summary = train(run)  # before the first record: the curves are empty, and drawn
+    assert (summary["status"], summary["steps"]) == ("interrupted", 0)
+    assert run.folder.curves.read_bytes().startswith(PNG)
+
+
+def test_the_signal_handler_is_put_back():
+    before = signal.getsignal(signal.SIGINT)
+    with deferred_interrupt() as interrupt:
+        assert signal.getsignal(signal.SIGINT) is not before
+        assert not interrupt.requested
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_nonfinite_weight_is_named_and_the_folder_is_readable(tiny_config):
+    run = prepare(tiny_config)
+    with torch.no_grad():
+        run.twins[0].model.model.layers[1].mlp.up_proj.weight[2, 3] = torch.inf
+    with pytest.raises(NonFiniteError, match=r"bfloat16: step 1 .*first in weight of model.layers.1.mlp.up_proj"):
+        train(run)
+    summary = json.loads((run.folder.path / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("non-finite", 0)
+    assert "up_proj" in summary["error"]
+    assert run.folder.curves.exists()
+
+
+def test_nonfinite_stops_before_the_optimizer_step(tiny_config):
+    run = prepare(tiny_config)
+    twin = run.twins[0]
+    with torch.no_grad():
+        twin.model.lm_head.weight[0, 0] = torch.nan
+    before = {name: tensor.clone() for name, tensor in twin.model.state_dict().items()}
+    with pytest.raises(NonFiniteError, match="weight of lm_head"):
+        twin.train_step(1, run.data.step_batches(tiny_config.training, 1))
+    for name, tensor in twin.model.state_dict().items():
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_an_unexpected_error_still_leaves_a_summary(tiny_config, monkeypatch):
+    run = prepare(tiny_config)
+
+    def fail(*_):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(train_module, "_validate", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        train(run)
+    assert json.loads((run.folder.path / "summary.json").read_text())["status"] == "failed"
+
+
+def test_an_older_run_is_never_overwritten(tiny_config):
+    RunFolder.create(tiny_config)
+    with pytest.raises(FileExistsError, match="has files already; give another job.name or remove it"):
+        RunFolder.create(tiny_config)
+
+
+def test_automatic_names_differ(tiny_config):
+    unnamed = named(tiny_config, "")
+    first, second = RunFolder.create(unnamed), RunFolder.create(unnamed)
+    assert first.path != second.path
+    assert first.path.name.startswith("bfloat16-")
+    assert load_config(first.path / "config.toml").job.name == ""
+
+
+def test_median_leaves_out_the_warm_up():
+    assert median_step_seconds([9.0, 9.0, 9.0, 1.0, 2.0, 3.0]) == 2.0
+    assert median_step_seconds([5.0]) == 5.0
+
+
+def test_metrics_refuse_what_json_lacks(tmp_path):
+    with MetricsWriter(tmp_path / "m.jsonl") as writer:
+        writer.write(step=1, loss=0.5)
+        with pytest.raises(ValueError, match="JSON"):
+            writer.write(step=2, loss=float("nan"))
+        assert read_metrics(tmp_path / "m.jsonl") == [{"step": 1, "loss": 0.5}]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_only_exact_peaks_are_compared(tiny_float8_config, exact):
+    run = prepare(tiny_float8_config)
+    for twin, peak_bytes in zip(run.twins, (100, 200), strict=True):
+        twin.peak = PeakMemory(peak_bytes, exact, "said so")
+    summary = summarize(run.config, run.twins, run.device, run.peak, status="finished", steps=0, error=None)
+    assert summary["comparison"]["peak_memory_ratio"] == (0.5 if exact else None)
