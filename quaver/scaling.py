@@ -92,7 +92,10 @@ def amax_to_quant_scale(amax: Tensor, float8_dtype: torch.dtype, *, power_of_2: 
     if runs_eagerly_on_cpu(amax):
         scale = torch.div(_MAX[float8_dtype], amax.float()).clamp_max_(_LARGEST_QUANT_SCALE[float8_dtype])
     else:  # [Note: one division, two formulas]
-        scale = (format_of(float8_dtype).max / amax.double()).clamp(max=format_of(float8_dtype).max / EPS).float()
+        # The cap comes after the rounding, because torch 2.11's compiler drops a float64 -> float32 -> float64 that has
+        # nothing between (`pointless_convert` in its joint graph passes): to_dequant_scale would divide unrounded.
+        fmt = format_of(float8_dtype)
+        scale = (fmt.max / amax.double()).float().clamp(max=fmt.max / EPS)
     if power_of_2:
         rounded = scale.view(torch.int32).bitwise_and(_MANTISSA_CLEARED).view(torch.float32)
         scale = torch.where(scale.isnan(), scale, rounded)  # a NaN without its mantissa would be an inf
