@@ -18,7 +18,8 @@ from torch import Tensor
 
 from quaver.config import CastConfig, Float8LinearConfig
 from quaver.gemm import along_contracted
-from quaver.scaling import amax, amax_to_quant_scale, cast_to_float8, to_dequant_scale
+from quaver.kernels import cpu
+from quaver.scaling import cast_to_float8, dynamic_cast, to_dequant_scale
 
 
 class Operand(NamedTuple):
@@ -44,12 +45,13 @@ class MatrixCasts:
     A scale is known by the dim that it reduces, None for tensorwise; a cast by that and the dim its matmul contracts.
     """
 
-    __slots__ = ("_data", "_row_amax", "_scales", "config", "hp_dtype")
+    __slots__ = ("_data", "_scales", "_strong", "config", "hp_dtype")
 
-    def __init__(self, config: Float8LinearConfig, hp_dtype: torch.dtype) -> None:
+    def __init__(self, config: Float8LinearConfig, hp_dtype: torch.dtype, *, weak: bool = False) -> None:
+        """`weak`: hold casts by weak references, for a memory that outlives the call that made it."""
         self.config = config
         self.hp_dtype = hp_dtype
-        self._row_amax: Tensor | None = None
+        self._strong = not weak
         self._scales: dict[int | None, Scales] = {}
         self._data: dict[tuple[int | None, int], Tensor | weakref.ref[Tensor]] = {}
 
@@ -59,51 +61,82 @@ class MatrixCasts:
         A disabled cast gives `hp` in the high-precision dtype of the matmul.
         """
         if cast.is_disabled:
-            return Operand(hp.to(self.hp_dtype), None)
+            return Operand(hp if hp.dtype is self.hp_dtype else hp.to(self.hp_dtype), None)
         dim = contracted_dim if cast.is_rowwise else None
-        quant_scale, dequant_scale = self.scales(hp, cast, contracted_dim)
-        data = self._alive((dim, contracted_dim))
-        if data is None:
+        key = (dim, contracted_dim)
+        data = codes = None
+        if self._data:
+            data = self._alive(key)
             codes = self._alive((None, 1 - contracted_dim)) if dim is None else None
+        if data is None:
             if codes is None:
-                codes = cast_to_float8(hp, quant_scale, cast.float8_dtype)
-            data = along_contracted(codes, contracted_dim, emulate=self.config.emulate)
-            # The compiler shares equal computations itself, and traces no weak references.
-            compiling = torch.compiler.is_dynamo_compiling()
-            self._data[dim, contracted_dim] = data if compiling else weakref.ref(data)
-        return Operand(data, dequant_scale)
+                codes = self._cast(hp, cast.float8_dtype, dim)
+            data = codes if codes.is_cpu else along_contracted(codes, contracted_dim, emulate=self.config.emulate)
+            self._data[key] = data if self._strong else weakref.ref(data)
+        return Operand(data, self._scales[dim].dequant)
 
-    def scales(self, hp: Tensor, cast: CastConfig, contracted_dim: int) -> Scales:
-        """The scales of a cast; one read of `hp` unless they, or for a tensorwise cast row amaxes, are known."""
-        dim = contracted_dim if cast.is_rowwise else None
-        known = self._scales.get(dim)
+    def tensorwise_scales(self) -> Scales | None:
+        """The tensorwise scales of the matrix if it has been cast, without reading it again.
+
+        After a row-wise cast it is the smallest quant_scale: a scale falls with its amax, rounding included, and is
+        NaN where one amax is.
+        """
+        known = self._scales.get(None)
+        if known is None and self._scales:
+            of_rows = next(iter(self._scales.values())).quant
+            if of_rows.numel():
+                quant = of_rows.amin()
+                known = self._scales[None] = Scales(quant, to_dequant_scale(quant))
+        return known
+
+    def _cast(self, hp: Tensor, dtype: torch.dtype, dim: int | None) -> Tensor:
+        """Cast with the scales that are known for `dim`, or else with those of hp's own amaxes, known from then on."""
+        known = None
+        if self._scales:
+            known = self.tensorwise_scales() if dim is None else self._scales.get(dim)
         if known is not None:
-            return known
-        if dim is None and self._row_amax is not None:
-            of_matrix = amax(self._row_amax)
-        else:
-            of_matrix = amax(hp, dim)
-            self._row_amax = None if dim is None else of_matrix
-        quant = amax_to_quant_scale(of_matrix, cast.float8_dtype, power_of_2=self.config.round_scales_to_power_of_2)
-        scales = self._scales[dim] = Scales(quant, to_dequant_scale(quant))
-        return scales
-
-    def adopt_tensorwise(self, scales: Scales) -> None:
-        """Cast tensorwise with these scales instead of reading the matrix for its amax."""
-        self._scales[None] = scales
+            return _cast_with_scale(hp, known.quant, dtype)
+        make = cpu.dynamic_cast if _in_one_call(hp, dtype) else dynamic_cast
+        codes, quant, dequant = make(hp, dtype, dim, power_of_2=self.config.round_scales_to_power_of_2)
+        self._scales[dim] = Scales(quant, dequant)
+        return codes
 
     def _alive(self, key: tuple[int | None, int]) -> Tensor | None:
         known = self._data.get(key)
         return known() if isinstance(known, weakref.ref) else known
 
 
-class _Activation(NamedTuple):
-    tensor: weakref.ref[Tensor]
-    version: int
-    casts: MatrixCasts
+def cast_with(hp: Tensor, scales: Scales, cast: CastConfig, contracted_dim: int, config: Float8LinearConfig) -> Operand:
+    """`hp` as an operand of the matmul that contracts `contracted_dim`, with scales made at an earlier cast of it."""
+    codes = _cast_with_scale(hp, scales.quant, cast.float8_dtype)
+    return Operand(along_contracted(codes, contracted_dim, emulate=config.emulate), scales.dequant)
 
 
-_activations: dict[int, _Activation] = {}
+def _cast_with_scale(hp: Tensor, quant_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (cpu.cast_with_scale if _in_one_call(hp, dtype) else cast_to_float8)(hp, quant_scale, dtype)
+
+
+def _in_one_call(hp: Tensor, dtype: torch.dtype) -> bool:
+    return not torch.compiler.is_dynamo_compiling() and cpu.takes(hp, dtype)
+
+
+class _ActivationCasts(MatrixCasts):
+    """The casts of an activation, and what it was when they were made."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, activation: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype) -> None:
+        super().__init__(config, hp_dtype, weak=True)
+        key = id(activation)
+
+        def forget(_: weakref.ref[Tensor], known: dict[int, _ActivationCasts] = _activations) -> None:
+            known.pop(key, None)  # the dictionary itself, which outlives this module's globals at interpreter exit
+
+        self.tensor = weakref.ref(activation, forget)
+        self.version = activation._version
+
+
+_activations: dict[int, _ActivationCasts] = {}
 
 
 def casts_of_activation(activation: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype) -> MatrixCasts:
@@ -114,18 +147,13 @@ def casts_of_activation(activation: Tensor, config: Float8LinearConfig, hp_dtype
     """
     if torch.compiler.is_dynamo_compiling() or activation.is_inference():
         return MatrixCasts(config, hp_dtype)
-    key = id(activation)
-    known = _activations.get(key)
+    known = _activations.get(id(activation))
     if (
-        known is not None
-        and known.tensor() is activation
-        and known.version == activation._version
-        and known.casts.config is config
-        and known.casts.hp_dtype is hp_dtype
+        known is None
+        or known.tensor() is not activation
+        or known.version != activation._version
+        or known.config is not config
+        or known.hp_dtype is not hp_dtype
     ):
-        return known.casts
-    casts = MatrixCasts(config, hp_dtype)
-    # The default argument is the dictionary itself, which outlives this module's globals at interpreter exit.
-    forget = weakref.ref(activation, lambda _, known=_activations: known.pop(key, None))
-    _activations[key] = _Activation(forget, activation._version, casts)
-    return casts
+        known = _activations[id(activation)] = _ActivationCasts(activation, config, hp_dtype)
+    return known

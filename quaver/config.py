@@ -68,7 +68,13 @@ class CastConfig:
     scaling_granularity: ScalingGranularity = ScalingGranularity.TENSORWISE
     target_dtype: torch.dtype | None = None
 
+    # Attributes and not properties, since they are read at each cast of each linear.
+    is_disabled: bool = field(init=False, repr=False, compare=False)
+    is_rowwise: bool = field(init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "is_disabled", self.scaling_type is ScalingType.DISABLED)
+        object.__setattr__(self, "is_rowwise", self.scaling_granularity is ScalingGranularity.ROWWISE)
         _check_type(self, "scaling_type", ScalingType)
         _check_type(self, "scaling_granularity", ScalingGranularity)
         if self.scaling_type in (ScalingType.DELAYED, ScalingType.STATIC):
@@ -80,16 +86,8 @@ class CastConfig:
             raise ValueError(f"target_dtype: expected a float8 dtype ({names}) or None, got {self.target_dtype}")
 
     @property
-    def is_disabled(self) -> bool:
-        return self.scaling_type is ScalingType.DISABLED
-
-    @property
-    def is_rowwise(self) -> bool:
-        return self.scaling_granularity is ScalingGranularity.ROWWISE
-
-    @property
     def float8_dtype(self) -> torch.dtype:
-        """The target dtype of a resolved config. Raises RuntimeError where it was left to the default."""
+        """The target dtype of a resolved cast. Raises RuntimeError where it was left to the default."""
         if self.target_dtype is None:
             raise RuntimeError("target_dtype is not resolved; take the cast from Float8LinearConfig.casts")
         return self.target_dtype

@@ -73,11 +73,37 @@ def float8_mm(
         ValueError: shapes, dtypes or scale shapes that do not fit.
     """
     _check_operands(a, b, a_dequant_scale, b_dequant_scale)
+    return unchecked_float8_mm(
+        a,
+        b,
+        a_dequant_scale,
+        b_dequant_scale,
+        out_dtype,
+        bias,
+        use_fast_accum,
+        scales_are_powers_of_2,
+        emulate,
+        pad,
+    )
+
+
+def unchecked_float8_mm(
+    a: Tensor,
+    b: Tensor,
+    a_dequant_scale: Tensor,
+    b_dequant_scale: Tensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    use_fast_accum: bool = False,
+    scales_are_powers_of_2: bool = False,
+    emulate: bool = False,
+    pad: bool = False,
+) -> Tensor:
+    """`float8_mm` for operands that were made to fit."""
     if a.numel() == 0 or b.numel() == 0:
         out = torch.zeros((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
         return out if bias is None else out + bias.to(out_dtype)
-    rowwise = a_dequant_scale.dim() > 0 or b_dequant_scale.dim() > 0
-    if backend_for(a.device, rowwise=rowwise, emulate=emulate) is GemmBackend.NATIVE:
+    if not a.is_cpu and _backend_of(a, a_dequant_scale, b_dequant_scale, emulate) is GemmBackend.NATIVE:
         return _native_mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype, use_fast_accum)
     exact_mm = exact_float8_mm if runs_eagerly_on_cpu(a) else torch.ops.quaver.exact_float8_mm
     if not pad:
@@ -114,6 +140,11 @@ def backend_for(device: torch.device, *, rowwise: bool, emulate: bool = False) -
     if emulate or device.type != "cuda" or not _native_works(device.index or 0, rowwise):
         return GemmBackend.EXACT
     return GemmBackend.NATIVE
+
+
+def _backend_of(a: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor, emulate: bool) -> GemmBackend:
+    rowwise = a_dequant_scale.dim() > 0 or b_dequant_scale.dim() > 0
+    return backend_for(a.device, rowwise=rowwise, emulate=emulate)
 
 
 @torch.compiler.assume_constant_result
@@ -153,7 +184,7 @@ def along_contracted(codes: Tensor, dim: int, *, emulate: bool = False) -> Tenso
     The native backend reads both operands along the contracted dim, so what is kept for a later matmul is best kept in
     that layout; the exact backend takes any, and gets what it was given.
     """
-    if backend_for(codes.device, rowwise=False, emulate=emulate) is GemmBackend.EXACT:
+    if codes.is_cpu or backend_for(codes.device, rowwise=False, emulate=emulate) is GemmBackend.EXACT:
         return codes
     return codes.contiguous() if dim == 1 else codes.t().contiguous().t()
 

@@ -27,10 +27,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from quaver.casts import MatrixCasts, Operand, Scales, casts_of_activation
+from quaver.casts import MatrixCasts, Operand, Scales, cast_with, casts_of_activation
 from quaver.config import Float8GemmConfig, Float8LinearConfig
 from quaver.formats import HP_DTYPES
-from quaver.gemm import float8_mm
+from quaver.gemm import unchecked_float8_mm
 
 _DOUBLE_BACKWARD = (
     "a Float8Linear has no second derivative: its casts to float8 are steps. "
@@ -82,19 +82,19 @@ def _matmul(
 ) -> Tensor:
     """a [M, K] @ b [K, N] + bias [N] -> [M, N] in out_dtype."""
     if a.dequant_scale is None or b.dequant_scale is None:
-        a_hp, b_hp = a.data.to(out_dtype), b.data.to(out_dtype)
-        return torch.mm(a_hp, b_hp) if bias is None else torch.addmm(bias.to(out_dtype), a_hp, b_hp)
-    return float8_mm(
+        b_hp = b.data if b.data.dtype is out_dtype else b.data.to(out_dtype)  # cast_weights_once knows no out_dtype
+        return torch.mm(a.data, b_hp) if bias is None else torch.addmm(bias.to(out_dtype), a.data, b_hp)
+    return unchecked_float8_mm(
         a.data,
         b.data,
         a.dequant_scale,
         b.dequant_scale,
-        out_dtype=out_dtype,
-        bias=bias,
-        use_fast_accum=gemm.use_fast_accum,
-        scales_are_powers_of_2=config.round_scales_to_power_of_2,
-        emulate=config.emulate,
-        pad=config.pad_inner_dim,
+        out_dtype,
+        bias,
+        gemm.use_fast_accum,
+        config.round_scales_to_power_of_2,
+        config.emulate,
+        config.pad_inner_dim,
     )
 
 
@@ -112,7 +112,7 @@ class _Float8Linear(torch.autograd.Function):
         weight_casts: WeightCasts | None,
     ) -> Tensor:
         needs_grad_input, needs_grad_weight = ctx.needs_input_grad[:2]
-        rows = input.reshape(-1, input.shape[-1])
+        rows = _rows(input)
         input_casts = casts_of_activation(input, config, hp_dtype)
         input_op = input_casts.cast(rows, config.casts.input, 1)
         saved: list[Tensor | None] = [None] * 5
@@ -130,14 +130,14 @@ class _Float8Linear(torch.autograd.Function):
             if needs_grad_input:
                 saved[2] = weight
                 other = config.casts.weight_for_grad_input
-                if not other.is_disabled and not other.is_rowwise:
-                    saved[3:5] = casts.scales(weight, other, 0)
+                scales = None if other.is_disabled or other.is_rowwise else casts.tensorwise_scales()
+                if scales is not None:
+                    saved[3:5] = scales
         ctx.save_for_backward(*saved)
-        ctx.config, ctx.hp_dtype, ctx.weight_is_cast = config, hp_dtype, weight_casts is not None
-        ctx.input_shape, ctx.input_dtype, ctx.weight_dtype = input.shape, input.dtype, weight.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        bias_dtype = None if bias is None else bias.dtype
+        ctx.kept = config, hp_dtype, weight_casts is not None, input.shape, input.dtype, weight.dtype, bias_dtype
         output = _matmul(input_op, weight_op.t(), config.gemm_config_output, config, hp_dtype, bias)
-        return output.view(*input.shape[:-1], weight.shape[0])
+        return output if input.dim() == 2 else output.view(*input.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -150,32 +150,40 @@ class _Float8Linear(torch.autograd.Function):
         return (*grads, None, None, None)
 
 
+def _rows(tensor: Tensor) -> Tensor:
+    """[..., features] as [rows, features]."""
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
 def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     needs_grad_input, needs_grad_weight, needs_grad_bias = ctx.needs_input_grad[:3]
     input_data, input_scale, weight_data, *weight_scales = ctx.saved_tensors
-    config, hp_dtype = ctx.config, ctx.hp_dtype
+    config, hp_dtype, weight_is_cast, input_shape, input_dtype, weight_dtype, bias_dtype = ctx.kept
     grad_input = grad_weight = grad_bias = None
-    rows = grad_output.reshape(-1, grad_output.shape[-1])
+    rows = _rows(grad_output)
     casts = MatrixCasts(config, hp_dtype)
     # Both casts first: where they agree they are one, and it must be alive for that.
     left_of_grad_input = casts.cast(rows, config.casts.grad_output, 1) if needs_grad_input else None
     left_of_grad_weight = casts.cast(rows, config.casts.grad_output_for_grad_weight, 0) if needs_grad_weight else None
     if left_of_grad_input is not None:
-        if ctx.weight_is_cast:
+        if weight_is_cast:
             weight = Operand(weight_data, weight_scales[0])
+        elif weight_scales[0] is not None:
+            weight = cast_with(weight_data, Scales(*weight_scales), config.casts.weight_for_grad_input, 0, config)
         else:
-            weight_casts = MatrixCasts(config, hp_dtype)
-            if weight_scales[0] is not None:
-                weight_casts.adopt_tensorwise(Scales(*weight_scales))
-            weight = weight_casts.cast(weight_data, config.casts.weight_for_grad_input, 0)
+            weight = MatrixCasts(config, hp_dtype).cast(weight_data, config.casts.weight_for_grad_input, 0)
         grad_input = _matmul(left_of_grad_input, weight, config.gemm_config_grad_input, config, hp_dtype)
-        grad_input = grad_input.view(ctx.input_shape).to(ctx.input_dtype)
+        if len(input_shape) != 2:
+            grad_input = grad_input.view(input_shape)
+        if hp_dtype is not input_dtype:
+            grad_input = grad_input.to(input_dtype)
     if left_of_grad_weight is not None:
         input_op = Operand(input_data, input_scale)
         grad_weight = _matmul(left_of_grad_weight.t(), input_op, config.gemm_config_grad_weight, config, hp_dtype)
-        grad_weight = grad_weight.to(ctx.weight_dtype)
+        if hp_dtype is not weight_dtype:
+            grad_weight = grad_weight.to(weight_dtype)
     if needs_grad_bias:
-        grad_bias = rows.sum(0).to(ctx.bias_dtype)
+        grad_bias = rows.sum(0).to(bias_dtype)
     return grad_input, grad_weight, grad_bias
 
 

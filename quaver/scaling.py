@@ -127,11 +127,11 @@ def cast_to_float8(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -
 
 def dynamic_cast(
     hp: Tensor, float8_dtype: torch.dtype, dim: int | None = None, *, power_of_2: bool = False
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Cast `hp` with the scale of its own amax; see `amax` and `amax_to_quant_scale` for the arguments.
 
     Returns:
-        The float8 tensor, and its float32 dequant_scale (shape () or hp's shape with `dim` reduced to 1).
+        The float8 tensor, and float32 quant_scale and dequant_scale (shape () or hp's shape with `dim` reduced to 1).
     """
     quant_scale = amax_to_quant_scale(amax(hp, dim), float8_dtype, power_of_2=power_of_2)
-    return cast_to_float8(hp, quant_scale, float8_dtype), to_dequant_scale(quant_scale)
+    return cast_to_float8(hp, quant_scale, float8_dtype), quant_scale, to_dequant_scale(quant_scale)

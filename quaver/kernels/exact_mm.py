@@ -21,6 +21,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from quaver.kernels import cpu
 from quaver.kernels.widen import widen
 
 UNITS_PAY_FROM = 8192
@@ -44,16 +45,22 @@ def exact_float8_mm(
     out_dtype: torch.dtype,
     scales_are_powers_of_2: bool,
 ) -> Tensor:
-    """See the top of the file, and `quaver.gemm.float8_mm` for the arguments."""
+    """See the top of the file, and `quaver.gemm.float8_mm` for the arguments. Runs on plain tensors, never traced."""
+    if bias is None and a.is_cpu and cpu.takes_small_mm(a, b, out_dtype):
+        return cpu.small_mm(a, b, a_dequant_scale, b_dequant_scale, out_dtype)
     # bfloat16 operands leave room for one scale of the whole result, or for scales that change no mantissa.
     tensorwise = a_dequant_scale.dim() == 0 and b_dequant_scale.dim() == 0
-    if (tensorwise or scales_are_powers_of_2) and _bfloat16_pays(a, b, out_dtype):
-        a_hp, a_alpha = _fold_rowwise(widen(a, torch.bfloat16), a_dequant_scale)
-        b_hp, b_alpha = _fold_rowwise(widen(b, torch.bfloat16), b_dequant_scale)
-        out = _bfloat16_mm(a_hp, b_hp, _product(a_alpha, b_alpha), out_dtype)
+    bfloat16 = (tensorwise or scales_are_powers_of_2) and _bfloat16_pays(a, b, out_dtype)
+    wide = torch.bfloat16 if bfloat16 else torch.float32
+    a_hp, a_left = _widen_operand(a, a_dequant_scale, wide, scales_are_powers_of_2)
+    b_hp, b_left = _widen_operand(b, b_dequant_scale, wide, scales_are_powers_of_2)
+    if bfloat16:
+        out = _bfloat16_mm(a_hp, b_hp, _product(a_left, b_left), out_dtype)
         return out if bias is None else out.add_(bias)
-    out = _float32_mm(widen(a, torch.float32), widen(b, torch.float32))
-    out.mul_(a_dequant_scale).mul_(b_dequant_scale)
+    out = _float32_mm(a_hp, b_hp)
+    for scale in (a_left, b_left):
+        if scale is not None:
+            out.mul_(scale)
     if bias is not None:
         out.add_(bias)
     return out.to(out_dtype)
@@ -66,11 +73,13 @@ def _bfloat16_pays(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> bool:
     return a.is_cuda or (out_dtype is torch.bfloat16 and max(a.numel(), b.numel()) >= UNITS_PAY_FROM)
 
 
-def _fold_rowwise(wide: Tensor, dequant_scale: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Multiply power-of-two row scales into the operand, which is exact; leave a tensor's single scale for later."""
-    if dequant_scale.dim() == 0:
-        return wide, dequant_scale
-    return wide.mul_(dequant_scale.to(wide.dtype)), None
+def _widen_operand(
+    codes: Tensor, dequant_scale: Tensor, dtype: torch.dtype, scales_are_powers_of_2: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The operand, times its row scales where that is exact, and the scale that is left for the result."""
+    if scales_are_powers_of_2 and dequant_scale.dim():
+        return widen(codes, dtype, dequant_scale), None
+    return widen(codes, dtype), dequant_scale
 
 
 def _product(first: Tensor | None, second: Tensor | None) -> Tensor | None:

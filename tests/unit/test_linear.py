@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import quaver.casts
 import quaver.linear
 from quaver import Float8Linear, Float8LinearConfig, float8_linear
-from quaver.scaling import amax, cast_to_float8
+from quaver.kernels import cpu
 from tests.reference import RECIPES, assert_matmul_exact, sqnr_db
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -80,14 +80,14 @@ def test_every_matmul_is_exact_on_its_float8_operands(recipe, hp_dtype):
     input = torch.randn(128, 96) * torch.logspace(-2, 0, 128).view(-1, 1)
     input[:, 7] *= 30
     grad_output = torch.randn(128, 160) * torch.logspace(-2, 0, 160)
-    with mock.patch.object(quaver.linear, "float8_mm", wraps=quaver.linear.float8_mm) as float8_mm:
+    with mock.patch.object(quaver.linear, "unchecked_float8_mm") as float8_mm:
         results = []
         float8_mm.side_effect = lambda *args, **kwargs: (
-            results.append((args, quaver.gemm.float8_mm(*args, **kwargs))) or results[-1][1]
+            results.append((args, quaver.gemm.unchecked_float8_mm(*args, **kwargs))) or results[-1][1]
         )
         run(module, input.to(hp_dtype), grad_output.to(hp_dtype))
     assert len(results) == (2 if recipe == "rowwise_with_gw_hp" else 3)
-    for (a, b, a_scale, b_scale), result in results:
+    for (a, b, a_scale, b_scale, *_), result in results:
         assert_matmul_exact(result, a, b, a_scale, b_scale)
 
 
@@ -220,26 +220,37 @@ def test_no_matmul_for_a_gradient_that_nobody_wants(recipe, needs_input_grad, ne
 
 
 class Counted:
-    """Counts the data-sized reads for an amax and the data-sized casts."""
+    """Counts the data-sized reads for an amax and the data-sized casts, in PyTorch or in C."""
 
     def __init__(self, size):
         self.amax_reads, self.casts = 0, 0
         self._size = size
 
-    def amax(self, hp, dim=None):
-        self.amax_reads += hp.numel() >= self._size
-        return amax(hp, dim)
+    def dynamic(self, function):
+        def counting(hp, *args, **kwargs):
+            self.amax_reads += hp.numel() >= self._size
+            self.casts += hp.numel() >= self._size
+            return function(hp, *args, **kwargs)
 
-    def cast(self, hp, quant_scale, dtype):
-        self.casts += hp.numel() >= self._size
-        return cast_to_float8(hp, quant_scale, dtype)
+        return counting
+
+    def with_scale(self, function):
+        def counting(hp, *args):
+            self.casts += hp.numel() >= self._size
+            return function(hp, *args)
+
+        return counting
 
 
-@pytest.fixture
-def counted(monkeypatch):
+@pytest.fixture(params=["c", "pytorch"])
+def counted(request, monkeypatch):
     counter = Counted(16 * 16)
-    monkeypatch.setattr(quaver.casts, "amax", counter.amax)
-    monkeypatch.setattr(quaver.casts, "cast_to_float8", counter.cast)
+    if request.param == "pytorch":
+        monkeypatch.setattr(cpu, "AVAILABLE", False)
+    for module in (quaver.casts, cpu):
+        monkeypatch.setattr(module, "dynamic_cast", counter.dynamic(module.dynamic_cast))
+    monkeypatch.setattr(quaver.casts, "cast_to_float8", counter.with_scale(quaver.casts.cast_to_float8))
+    monkeypatch.setattr(cpu, "cast_with_scale", counter.with_scale(cpu.cast_with_scale))
     return counter
 
 

@@ -61,7 +61,7 @@ def test_any_float32_amax_has_its_scale(float8_dtype, value):
     for power_of_2 in (False, True):
         scale = amax_to_quant_scale(torch.tensor(value), float8_dtype, power_of_2=power_of_2)
         assert scale.item() == reference_quant_scale(value, float8_dtype, power_of_2=power_of_2)
-        codes, dequant_scale = dynamic_cast(torch.tensor([value, -value]), float8_dtype, power_of_2=power_of_2)
+        codes, _, dequant_scale = dynamic_cast(torch.tensor([value, -value]), float8_dtype, power_of_2=power_of_2)
         assert codes.float().isfinite().all()
         assert dequant_scale.isfinite()
         assert dequant_scale > 0
@@ -101,9 +101,9 @@ def test_unusual_amaxes(hp_dtype, float8_dtype):
 def test_a_non_finite_value_is_never_hidden(hp_dtype, float8_dtype, bad, power_of_2):
     hp = torch.randn(8, 16).to(hp_dtype)
     hp[3, 5] = bad
-    codes, dequant_scale = dynamic_cast(hp, float8_dtype, power_of_2=power_of_2)
+    codes, _, dequant_scale = dynamic_cast(hp, float8_dtype, power_of_2=power_of_2)
     assert (codes.float() * dequant_scale).isnan().all()
-    codes, dequant_scale = dynamic_cast(hp, float8_dtype, dim=1, power_of_2=power_of_2)
+    codes, _, dequant_scale = dynamic_cast(hp, float8_dtype, dim=1, power_of_2=power_of_2)
     dequantized = codes.float() * dequant_scale
     assert dequantized[3].isnan().all()
     assert dequantized[[0, 1, 2, 4, 5, 6, 7]].isfinite().all()
@@ -115,12 +115,12 @@ def test_a_non_finite_value_is_never_hidden(hp_dtype, float8_dtype, bad, power_o
 def test_rowwise_is_tensorwise_row_by_row(hp_dtype, float8_dtype, shape):
     hp = (torch.randn(shape) * torch.logspace(-3, 3, shape[-1])).to(hp_dtype)
     for dim in range(-len(shape), len(shape)):
-        codes, dequant_scale = dynamic_cast(hp, float8_dtype, dim)
+        codes, _, dequant_scale = dynamic_cast(hp, float8_dtype, dim)
         rows, code_rows = hp.movedim(dim, -1), codes.view(torch.uint8).movedim(dim, -1)
         scale_rows = dequant_scale.movedim(dim, -1)
         assert dequant_scale.shape == tuple(1 if i == dim % len(shape) else n for i, n in enumerate(shape))
         for index in np.ndindex(rows.shape[:-1]):
-            expected, expected_scale = dynamic_cast(rows[index], float8_dtype)
+            expected, _, expected_scale = dynamic_cast(rows[index], float8_dtype)
             assert code_rows[index].equal(expected.view(torch.uint8))
             assert scale_rows[index].item() == expected_scale.item()
 
@@ -131,7 +131,7 @@ def test_empty_tensors(hp_dtype, shape):
     hp = torch.empty(shape, dtype=hp_dtype)
     assert amax(hp).item() == 0
     for dim in (None, *range(len(shape))):
-        codes, dequant_scale = dynamic_cast(hp, E4M3, dim)
+        codes, _, dequant_scale = dynamic_cast(hp, E4M3, dim)
         assert codes.shape == hp.shape
         assert dequant_scale.shape == amax(hp, dim).shape
         assert dequant_scale.isfinite().all()
@@ -142,8 +142,8 @@ def test_strides_do_not_matter(hp_dtype):
     base = torch.randn(130, 140).to(hp_dtype)
     for view in (base.t(), base[::2, 1::3], base[:1].expand(130, 140), base.flip(0), base[5:, 7:]):
         for dim in (None, 0, 1):
-            codes, scale = dynamic_cast(view, E4M3, dim)
-            expected, expected_scale = dynamic_cast(view.contiguous(), E4M3, dim)
+            codes, _, scale = dynamic_cast(view, E4M3, dim)
+            expected, _, expected_scale = dynamic_cast(view.contiguous(), E4M3, dim)
             assert codes.view(torch.uint8).equal(expected.view(torch.uint8))
             assert scale.equal(expected_scale)
 
@@ -166,8 +166,8 @@ def test_compiled_code_gives_the_same_bits(hp_dtype, float8_dtype, dim, power_of
     compiled = torch.compile(dynamic_cast, fullgraph=True)
     for magnitude in (1.0, 3e-13, 1e30 if hp_dtype is not torch.float16 else 1e4):
         hp = (torch.randn(256, 64) * magnitude).to(hp_dtype)
-        codes, scale = dynamic_cast(hp, float8_dtype, dim, power_of_2=power_of_2)
-        compiled_codes, compiled_scale = compiled(hp, float8_dtype, dim, power_of_2=power_of_2)
+        codes, _, scale = dynamic_cast(hp, float8_dtype, dim, power_of_2=power_of_2)
+        compiled_codes, _, compiled_scale = compiled(hp, float8_dtype, dim, power_of_2=power_of_2)
         assert compiled_scale.equal(scale)
         assert compiled_codes.view(torch.uint8).equal(codes.view(torch.uint8))
 
@@ -201,5 +201,5 @@ def test_sqnr_of_a_cast(float8_dtype, decibels, dim):
     from tests.reference import sqnr_db
 
     hp = torch.randn(1024, 1024)
-    codes, scale = dynamic_cast(hp, float8_dtype, dim)
+    codes, _, scale = dynamic_cast(hp, float8_dtype, dim)
     assert sqnr_db(hp, codes.double() * scale.double()) == pytest.approx(decibels, abs=0.3)

@@ -1,0 +1,224 @@
+"""The casts of eager code on a CPU, one C call each, and small matmuls; scaling.py is the oracle, to the bit.
+
+Eager PyTorch spends about sixteen calls and ten passes over memory on a cast that needs two, so a C extension does it
+(quaver/csrc/cpu.c). It is optional: an install without a compiler leaves it out, and QUAVER_PURE_PYTORCH=1 in the
+environment turns it off. Each function has its twin in scaling.py or widen.py, for what `takes` refuses.
+
+Every matrix is a plain, contiguous CPU tensor [rows, columns]: ask `takes` first. hp is float32, bfloat16 or float16;
+float8 is e4m3fn or e5m2. `dim` is the one that an amax reduces: None for one scale (), 1 for one a row [rows, 1], 0 for
+one a column [1, columns]; no other number. Scales are float32 and contiguous. No tracer and no dispatch mode sees what
+happens here, and results have no history.
+
+Large matrices are shared out between torch.get_num_threads() threads, in the OpenMP pool of PyTorch where this was
+built with OpenMP (on Linux).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, empty_like
+
+
+def _load() -> tuple[Any, str | None]:
+    if os.environ.get("QUAVER_PURE_PYTORCH", "") not in ("", "0"):
+        return None, "QUAVER_PURE_PYTORCH is set"
+    try:
+        return importlib.import_module("quaver._cpu"), None
+    except ImportError as error:
+        return None, f"quaver._cpu was not built at install, or does not load: {error}"
+
+
+_extension, UNAVAILABLE_BECAUSE = _load()
+"""Why this process casts in PyTorch only; None where it has the extension."""
+
+AVAILABLE = UNAVAILABLE_BECAUSE is None
+
+# The numbers of cpu.c.
+_HP_KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_FLOAT8_KIND = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1}
+_TENSORWISE = -1
+
+_CONVERSIONS = {(hp, float8) for hp in _HP_KIND for float8 in _FLOAT8_KIND} | {
+    (float8, wide) for float8 in _FLOAT8_KIND for wide in (torch.bfloat16, torch.float32)
+}
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_THREADS_PAY_FROM = 1 << 17  # elements; about 20 us of work for one thread
+# What is made from a tensor costs less than torch.empty(()), and ignores the default dtype and device.
+_SCALAR = torch.empty((), dtype=torch.float32, device="cpu")
+
+
+def takes(matrix: Tensor, dtype: torch.dtype) -> bool:
+    """Whether these functions take `matrix`, hp or float8, to `dtype`. Do not ask while compiling."""
+    return (
+        AVAILABLE
+        and matrix.is_cpu
+        and type(matrix) in _PLAIN_TYPES
+        and (matrix.dtype, dtype) in _CONVERSIONS
+        and matrix.is_contiguous()
+        and matrix.dim() == 2
+    )
+
+
+def _threads(elements: int) -> int:
+    return 1 if elements < _THREADS_PAY_FROM else torch.get_num_threads()
+
+
+def _empty_scale(rows: int, columns: int, dim: int | None) -> Tensor:
+    if dim is None:
+        return empty_like(_SCALAR)
+    if dim == 1:
+        return _SCALAR.new_empty(rows, 1)
+    if dim == 0:
+        return _SCALAR.new_empty(1, columns)
+    raise ValueError(f"expected dim None, 0 or 1, got {dim}")
+
+
+def _dim_of_scale(scale: Tensor, rows: int, columns: int) -> int:
+    """The C code's `dim` for a scale of shape (), [rows, 1] or [1, columns]."""
+    if scale.dtype is torch.float32 and scale.is_contiguous():
+        if scale.numel() == 1:
+            return _TENSORWISE
+        if scale.shape == (rows, 1):
+            return 1
+        if scale.shape == (1, columns):
+            return 0
+    raise ValueError(
+        f"expected a contiguous float32 scale of shape (), {[rows, 1]} or {[1, columns]}, "
+        f"got {scale.dtype} of {list(scale.shape)} with strides {scale.stride()}"
+    )
+
+
+def dynamic_cast(
+    hp: Tensor, float8_dtype: torch.dtype, dim: int | None = None, *, power_of_2: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast `hp` with the scales of its own amaxes.
+
+    Args:
+        hp: [rows, columns].
+        float8_dtype: what to cast to.
+        dim: None, 1 or 0; see the top of the file.
+        power_of_2: round the scales down to powers of two.
+    Returns:
+        float8 [rows, columns], quant_scale, dequant_scale.
+    Raises:
+        ValueError: another dim.
+    """
+    rows, columns = hp.shape
+    codes = empty_like(hp, dtype=float8_dtype)
+    quant_scale = _empty_scale(rows, columns, dim)
+    dequant_scale = empty_like(quant_scale)
+    _extension.dynamic_cast(
+        hp.data_ptr(),
+        codes.data_ptr(),
+        quant_scale.data_ptr(),
+        dequant_scale.data_ptr(),
+        rows,
+        columns,
+        _HP_KIND[hp.dtype],
+        _FLOAT8_KIND[float8_dtype],
+        _TENSORWISE if dim is None else dim,
+        power_of_2,
+        _threads(rows * columns),
+    )
+    return codes, quant_scale, dequant_scale
+
+
+def cast_with_scale(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> Tensor:
+    """Cast `hp` [rows, columns] with a scale of shape (), [rows, 1] or [1, columns], saturating; NaN stays NaN.
+
+    Raises ValueError for a scale of another shape, dtype or layout.
+    """
+    rows, columns = hp.shape
+    codes = empty_like(hp, dtype=float8_dtype)
+    _extension.cast_with_scale(
+        hp.data_ptr(),
+        codes.data_ptr(),
+        quant_scale.data_ptr(),
+        0,
+        rows,
+        columns,
+        _HP_KIND[hp.dtype],
+        _FLOAT8_KIND[float8_dtype],
+        _dim_of_scale(quant_scale, rows, columns),
+        0,
+        _threads(rows * columns),
+    )
+    return codes
+
+
+def widen(codes: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+    """float8 [rows, columns] -> bfloat16 or float32, exactly, NaN and inf included; times a scale where given.
+
+    The scale is (), [rows, 1] or [1, columns]. For bfloat16 its numbers must be powers of two, 2^-110 or more (or
+    0, inf, NaN): then products are exact. For float32 any will do, and products are rounded once.
+
+    Raises:
+        ValueError: another dtype, or a scale of another shape, dtype or layout.
+    """
+    if dtype is not torch.bfloat16 and dtype is not torch.float32:
+        raise ValueError(f"expected bfloat16 or float32, got {dtype}")
+    rows, columns = codes.shape
+    out = empty_like(codes, dtype=dtype)
+    _extension.widen(
+        out.data_ptr(),
+        codes.data_ptr(),
+        0,
+        0 if scale is None else scale.data_ptr(),
+        rows,
+        columns,
+        _HP_KIND[dtype],
+        _FLOAT8_KIND[codes.dtype],
+        _TENSORWISE if scale is None else _dim_of_scale(scale, rows, columns),
+        0,
+        _threads(rows * columns),
+    )
+    return out
+
+
+SMALL_MATMUL = 1 << 15
+"""Multiplications up to which `small_mm` takes less time than one call of a library: about 5 us."""
+
+
+def takes_small_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> bool:
+    """Whether `small_mm` takes these float8 matrices [M, K] and [K, N], plain ones on a CPU, and gains by it."""
+    return (
+        AVAILABLE
+        and a.numel() * b.shape[1] <= SMALL_MATMUL
+        and (a.dtype, out_dtype) in _CONVERSIONS
+        and b.dtype in _FLOAT8_KIND
+    )
+
+
+def small_mm(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """(a * a_dequant_scale) @ (b * b_dequant_scale): float32 sums, one rounding per scale, one to the output dtype.
+
+    Args:
+        a, b: float8 [M, K] and [K, N], any strides.
+        a_dequant_scale, b_dequant_scale: float32, contiguous; () or [M, 1], () or [1, N].
+        out_dtype: float32 or bfloat16.
+    """
+    (m, k), n = a.shape, b.shape[1]
+    out = a.new_empty(m, n, dtype=out_dtype)
+    _extension.small_mm(
+        out.data_ptr(),
+        a.data_ptr(),
+        _FLOAT8_KIND[a.dtype],
+        *a.stride(),
+        a_dequant_scale.data_ptr(),
+        a_dequant_scale.dim(),
+        b.data_ptr(),
+        _FLOAT8_KIND[b.dtype],
+        *b.stride(),
+        b_dequant_scale.data_ptr(),
+        b_dequant_scale.dim(),
+        m,
+        k,
+        n,
+        _HP_KIND[out_dtype],
+    )
+    return out

@@ -1,0 +1,347 @@
+"""The C extension against its oracle, scaling.py in plain PyTorch: every bit of codes and scales."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from quaver.formats import FORMATS
+from quaver.kernels import cpu
+from tests.reference import assert_matmul_exact
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+HP_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+FLOAT8_DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
+SHAPES = [(1, 1), (3, 5), (17, 33), (1, 1000), (1000, 1), (64, 128), (0, 4), (4, 0), (0, 0)]
+LARGE = (517, 1031)  # enough elements for threads, and for the GIL to be released
+INTS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+NAN, INF = float("nan"), float("inf")
+SCALES = [1.0, 2.0**20, 2.0**-9, 0.37, 448 / 3.3, 448e12, 57344e12, 1e-38, 1e-45, 3.4e38, 0.0, -1.5, INF, -INF, NAN]
+
+needs_extension = pytest.mark.skipif(not cpu.AVAILABLE, reason=f"the C extension is off: {cpu.UNAVAILABLE_BECAUSE}")
+
+
+# The oracle, written out in float64.
+
+
+def oracle_amax(hp: Tensor, dim: int | None) -> Tensor:
+    if hp.numel() == 0:
+        rows, columns = hp.shape
+        return hp.new_zeros({None: (), 1: (rows, 1), 0: (1, columns)}[dim])
+    return hp.abs().amax() if dim is None else hp.abs().amax(dim, keepdim=True)
+
+
+def oracle_scales(amax: Tensor, float8_dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor]:
+    largest = FORMATS[float8_dtype].max
+    quant_scale = (largest / amax.double()).clamp(max=largest / 1e-12).float()
+    if power_of_2:
+        cleared = quant_scale.view(torch.int32).bitwise_and(-(1 << 23)).view(torch.float32)
+        quant_scale = torch.where(quant_scale.isnan(), quant_scale, cleared)
+    return quant_scale, (1.0 / quant_scale.double()).float()
+
+
+def oracle_cast(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> Tensor:
+    largest = FORMATS[float8_dtype].max
+    return (hp.float() * quant_scale).clamp(-largest, largest).to(float8_dtype)
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    """Equal shapes, dtypes and bits; of float NaNs, only that they are."""
+    assert actual.shape == expected.shape
+    assert actual.dtype is expected.dtype
+    if actual.dtype in FLOAT8_DTYPES:
+        actual, expected = actual.view(torch.uint8), expected.view(torch.uint8)
+    else:
+        assert torch.equal(actual.isnan(), expected.isnan())
+        ints = INTS[actual.dtype]
+        nan = expected.isnan()
+        actual, expected = actual.view(ints).masked_fill(nan, 0), expected.view(ints).masked_fill(nan, 0)
+    wrong = (actual != expected).nonzero()
+    assert len(wrong) == 0, f"{len(wrong)} differ, first at {wrong[0].tolist()}"
+
+
+def assert_same_codes(actual: Tensor, expected: Tensor) -> None:
+    """As `assert_same_bits`, but of NaN codes only that they are: a NaN times a NaN may have the sign of either."""
+    nan = expected.float().isnan()
+    assert torch.equal(actual.float().isnan(), nan)
+    zero = torch.zeros((), dtype=torch.uint8)
+    assert torch.equal(actual.view(torch.uint8).where(~nan, zero), expected.view(torch.uint8).where(~nan, zero))
+
+
+def random_bits(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Every class of number: normals of all sizes, subnormals, zeros, inf and NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(-(1 << 31), 1 << 31, shape, generator=generator, dtype=torch.int64)
+    hp = bits.to(torch.int32).to(INTS[dtype]).view(dtype)
+    special = torch.tensor([0.0, -0.0, INF, -INF, NAN, -NAN, 1e-40, -1e-45, 1e-7]).to(dtype)
+    chosen = torch.randint(0, 40, shape, generator=generator)
+    return torch.where(chosen < len(special), special[chosen.clamp(max=len(special) - 1)], hp)
+
+
+def gaussian(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """A different size in every row and column, and outliers."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = shape
+    hp = torch.randn(shape, generator=generator) * 2 ** torch.linspace(-8, 8, rows)[:, None]
+    hp = hp * 2 ** torch.linspace(-3, 3, columns)[None, :]
+    hp[torch.rand(shape, generator=generator) < 0.01] *= 30
+    return hp.to(dtype)
+
+
+def every_number(dtype: torch.dtype) -> Tensor:
+    return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).view(256, 256)
+
+
+# ---- casts with a given scale --------------------------------------------------------------------------------------
+
+
+@needs_extension
+@pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_16_bit_number_is_cast_as_the_oracle_casts_it(
+    dtype: torch.dtype, float8_dtype: torch.dtype, scale: float
+) -> None:
+    hp, quant_scale = every_number(dtype), torch.tensor(scale)
+    actual, expected = (cast(hp, quant_scale, float8_dtype) for cast in (cpu.cast_with_scale, oracle_cast))
+    if scale == scale:
+        assert_same_bits(actual, expected)
+    assert_same_codes(actual, expected)
+
+
+@needs_extension
+@pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_number_with_random_scales(dtype: torch.dtype, float8_dtype: torch.dtype) -> None:
+    hp = every_number(dtype)
+    for seed in range(8):
+        quant_scale = random_bits((1, 256), torch.float32, seed).nan_to_num(1.0, INF, -INF)
+        for scale in (quant_scale, quant_scale.t(), quant_scale[0, 0]):
+            actual = cpu.cast_with_scale(hp, scale, float8_dtype)
+            assert_same_bits(actual, oracle_cast(hp, scale, float8_dtype))
+
+
+@needs_extension
+@pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
+@pytest.mark.parametrize("scale", SCALES)
+def test_random_float32_bits(float8_dtype: torch.dtype, scale: float) -> None:
+    hp, quant_scale = random_bits((512, 1024), torch.float32), torch.tensor(scale)
+    actual, expected = (cast(hp, quant_scale, float8_dtype) for cast in (cpu.cast_with_scale, oracle_cast))
+    if scale == scale:
+        assert_same_bits(actual, expected)
+    assert_same_codes(actual, expected)
+
+
+@needs_extension
+@pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
+def test_ties_and_their_neighbours(float8_dtype: torch.dtype) -> None:
+    values = torch.arange(256, dtype=torch.uint8).view(float8_dtype).float()
+    values = values[values.isfinite()].sort().values
+    ties = (values[1:] + values[:-1]) / 2
+    around = torch.stack([ties.nextafter(torch.tensor(-INF)), ties, ties.nextafter(torch.tensor(INF))])
+    actual = cpu.cast_with_scale(around, torch.tensor(1.0), float8_dtype)
+    assert_same_bits(actual, oracle_cast(around, torch.tensor(1.0), float8_dtype))
+    assert torch.equal(actual[0].float(), values[:-1])
+    assert torch.equal(actual[2].float(), values[1:])
+    assert (actual[1].view(torch.uint8) % 2 == 0).all()
+
+
+@needs_extension
+@pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
+@pytest.mark.parametrize("dtype", HP_DTYPES)
+@pytest.mark.parametrize("shape", [*SHAPES, LARGE])
+def test_scales_of_each_shape(shape: tuple[int, int], dtype: torch.dtype, float8_dtype: torch.dtype) -> None:
+    hp = gaussian(shape, dtype)
+    for scale_shape in ((), (shape[0], 1), (1, shape[1])):
+        quant_scale = torch.rand(scale_shape) * 100
+        actual = cpu.cast_with_scale(hp, quant_scale, float8_dtype)
+        assert_same_bits(actual, oracle_cast(hp, quant_scale, float8_dtype))
+
+
+# ---- amaxes, scales and the whole cast -----------------------------------------------------------------------------
+
+
+@needs_extension
+@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize("dim", [None, 0, 1])
+@pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
+@pytest.mark.parametrize("dtype", HP_DTYPES)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_dynamic_cast(
+    dtype: torch.dtype, float8_dtype: torch.dtype, dim: int | None, power_of_2: bool, threads: int
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for shape in [*SHAPES, LARGE]:
+            for hp in (gaussian(shape, dtype), random_bits(shape, dtype), torch.zeros(shape, dtype=dtype)):
+                amax = oracle_amax(hp, dim)
+                quant_scale, dequant_scale = oracle_scales(amax, float8_dtype, power_of_2)
+                codes, quant, dequant = cpu.dynamic_cast(hp, float8_dtype, dim, power_of_2=power_of_2)
+                assert_same_bits(quant, quant_scale)
+                assert_same_bits(dequant, dequant_scale)
+                assert_same_codes(codes, oracle_cast(hp, quant_scale, float8_dtype))
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_extension
+@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
+@pytest.mark.parametrize("dtype", HP_DTYPES)
+def test_scales_of_every_amax(dtype: torch.dtype, float8_dtype: torch.dtype, power_of_2: bool) -> None:
+    hp = every_number(dtype) if dtype is not torch.float32 else random_bits((256, 256), dtype)
+    one_a_row = hp.reshape(-1, 1)
+    _, *actual = cpu.dynamic_cast(one_a_row, float8_dtype, 1, power_of_2=power_of_2)
+    for one, other in zip(actual, oracle_scales(one_a_row.abs(), float8_dtype, power_of_2), strict=True):
+        assert_same_bits(one, other)
+
+
+@needs_extension
+@pytest.mark.parametrize("dim", [None, 0, 1])
+def test_not_a_number_is_never_hidden(dim: int | None) -> None:
+    for value in (NAN, -NAN):
+        hp = gaussian((17, 33), torch.bfloat16)
+        hp[3, 7] = value
+        codes, quant_scale, dequant_scale = cpu.dynamic_cast(hp, torch.float8_e4m3fn, dim, power_of_2=True)
+        hit = {None: ..., 1: 3, 0: (slice(None), 7)}[dim]
+        assert (codes.float() * dequant_scale)[hit].isnan().all()
+        assert quant_scale.isnan().sum() == dequant_scale.isnan().sum() == 1
+
+
+# ---- widening ------------------------------------------------------------------------------------------------------
+
+
+@needs_extension
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
+def test_widen_every_code(float8_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(float8_dtype).repeat(3, 1)
+    assert_same_bits(cpu.widen(codes, dtype), codes.to(dtype))
+    for exponent in range(-55, 56):
+        scale = torch.tensor(2.0**exponent)
+        assert_same_bits(cpu.widen(codes, dtype, scale), codes.to(dtype) * scale.to(dtype))
+    for scale in torch.tensor([0.0, INF, NAN, 2.0**119, 2.0**-110]):
+        assert_same_bits(cpu.widen(codes, dtype, scale), codes.to(dtype) * scale.to(dtype))
+
+
+@needs_extension
+@pytest.mark.parametrize("shape", [*SHAPES, LARGE])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
+def test_widen_with_scales(float8_dtype: torch.dtype, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8).view(float8_dtype)
+    assert_same_bits(cpu.widen(codes, dtype), codes.to(dtype))
+    for scale_shape in ((), (shape[0], 1), (1, shape[1])):
+        scale = 2.0 ** torch.randint(-40, 40, scale_shape)
+        assert_same_bits(cpu.widen(codes, dtype, scale), codes.to(dtype) * scale.to(dtype))
+    any_scale = torch.rand(shape[0], 1)
+    assert_same_bits(cpu.widen(codes, torch.float32, any_scale), codes.float() * any_scale)
+
+
+# ---- what is refused, and the way around ---------------------------------------------------------------------------
+
+
+@needs_extension
+def test_takes() -> None:
+    hp = torch.randn(4, 6)
+    codes = hp.to(torch.float8_e4m3fn)
+    assert cpu.takes(hp, torch.float8_e5m2)
+    assert cpu.takes(torch.nn.Parameter(hp), torch.float8_e4m3fn)
+    assert cpu.takes(codes, torch.bfloat16)
+    assert not cpu.takes(hp, torch.float8_e4m3fnuz)
+    assert not cpu.takes(hp.double(), torch.float8_e4m3fn)
+    assert not cpu.takes(hp.t(), torch.float8_e4m3fn)
+    assert not cpu.takes(hp[0], torch.float8_e4m3fn)
+    assert not cpu.takes(hp.to("meta"), torch.float8_e4m3fn)
+    assert not cpu.takes(codes, torch.float16)
+    assert not cpu.takes(hp, torch.bfloat16)
+
+
+@needs_extension
+def test_what_does_not_fit_is_refused() -> None:
+    hp = torch.randn(4, 6)
+    with pytest.raises(ValueError, match="dim None, 0 or 1"):
+        cpu.dynamic_cast(hp, torch.float8_e4m3fn, -1)
+    with pytest.raises(ValueError, match="contiguous float32 scale"):
+        cpu.cast_with_scale(hp, torch.ones(6, 1), torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="contiguous float32 scale"):
+        cpu.cast_with_scale(hp, torch.ones(4, 1).bfloat16(), torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="contiguous float32 scale"):
+        cpu.cast_with_scale(hp, torch.ones(()).expand(4, 1), torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="bfloat16 or float32"):
+        cpu.widen(hp.to(torch.float8_e4m3fn), torch.float16)
+
+
+@needs_extension
+def test_default_dtype_and_device_change_nothing() -> None:
+    hp = gaussian((17, 33), torch.bfloat16)
+    expected = cpu.dynamic_cast(hp, torch.float8_e4m3fn, 1)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            actual = cpu.dynamic_cast(hp, torch.float8_e4m3fn, 1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(actual, expected, strict=True):
+        assert_same_bits(one, other)
+
+
+def test_an_environment_variable_turns_it_off() -> None:
+    script = (
+        "import torch; from quaver.kernels import cpu as c; "
+        "print(c.AVAILABLE, c.takes(torch.ones(2, 2), torch.float8_e4m3fn), c.UNAVAILABLE_BECAUSE)"
+    )
+    for value, prints in [("1", "False False"), *([("0", "True True None")] if cpu.AVAILABLE else [])]:
+        environment = {**os.environ, "QUAVER_PURE_PYTORCH": value}
+        out = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+        )
+        assert out.stdout.startswith(prints)
+        assert value == "0" or "QUAVER_PURE_PYTORCH is set" in out.stdout
+
+
+@needs_extension
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("a_dtype", "b_dtype"), [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)])
+@pytest.mark.parametrize("shape", [(16, 16, 16), (1, 1, 1), (3, 17, 5), (64, 8, 33), (1, 200, 1)])
+def test_small_matmuls_are_exact(
+    shape: tuple[int, int, int], a_dtype: torch.dtype, b_dtype: torch.dtype, out_dtype: torch.dtype
+) -> None:
+    m, k, n = shape
+    for dim_a, dim_b in itertools.product((None, 1), (None, 0)):
+        a, _, a_scale = cpu.dynamic_cast(gaussian((m, k), torch.float32), a_dtype, dim_a)
+        b, _, b_scale = cpu.dynamic_cast(gaussian((k, n), torch.float32, seed=1), b_dtype, dim_b)
+        expected = cpu.small_mm(a, b, a_scale, b_scale, out_dtype)
+        assert_matmul_exact(expected, a, b, a_scale, b_scale)
+        by_columns = a.t().contiguous().t(), b.t().contiguous().t()
+        assert_same_bits(cpu.small_mm(*by_columns, a_scale, b_scale, out_dtype), expected)
+
+
+@needs_extension
+def test_small_matmuls_keep_what_is_not_a_number() -> None:
+    a = torch.ones(4, 4).to(E4M3)
+    a.view(torch.uint8)[2, 1] = 0x7F
+    one = torch.tensor(1.0)
+    for out_dtype in (torch.float32, torch.bfloat16):
+        out = cpu.small_mm(a, torch.ones(4, 4).to(E4M3), one, one, out_dtype)
+        assert out[2].isnan().all()
+        assert out[[0, 1, 3]].equal(torch.full((3, 4), 4.0, dtype=out_dtype))
+        infinite = cpu.small_mm(a[:2], torch.ones(4, 4).to(E4M3), torch.tensor(math.inf), one, out_dtype)
+        assert infinite.isposinf().all()
+
+
+@needs_extension
+def test_which_matmuls_are_small() -> None:
+    a, b = torch.zeros(32, 32).to(E4M3), torch.zeros(32, 32).to(E4M3)
+    assert cpu.takes_small_mm(a, b, torch.bfloat16)
+    assert not cpu.takes_small_mm(a, b, torch.float16)
+    assert not cpu.takes_small_mm(a, torch.zeros(32, 33).to(E4M3), torch.bfloat16)
+    assert not cpu.takes_small_mm(a, torch.zeros(32, 32).to(torch.float8_e4m3fnuz), torch.bfloat16)
