@@ -1,0 +1,110 @@
+"""On a GPU: the native backend against float64 and the exact one, the same codes as on a CPU, no synchronisation."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from quaver import Float8Linear, Float8LinearConfig, cast_weights_once
+from quaver.gemm import GemmBackend, backend_for, float8_mm, native_failure
+from quaver.scaling import dynamic_cast
+from tests.reference import RECIPES, assert_matmul_exact, sqnr_db
+
+pytestmark = pytest.mark.gpu
+RECIPE = pytest.mark.parametrize("recipe", RECIPES)
+HP = pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@pytest.mark.parametrize("rowwise", [False, True])
+def test_the_probe_finds_native_float8(rowwise):
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU multiplies no float8")
+    assert native_failure(0, rowwise) is None
+    assert backend_for(torch.device("cuda"), rowwise=rowwise) is GemmBackend.NATIVE
+
+
+@HP
+@pytest.mark.parametrize("float8_dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("dim", [None, 0, 1])
+@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_codes_and_scales_are_those_of_a_cpu(hp_dtype, float8_dtype, dim, power_of_2, compiled):
+    hp = (torch.randn(300, 130) * torch.logspace(-3, 3, 130)).to(hp_dtype)
+    cast = torch.compile(dynamic_cast, fullgraph=True) if compiled else dynamic_cast
+    on_gpu = cast(hp.cuda(), float8_dtype, dim, power_of_2=power_of_2)
+    on_cpu = dynamic_cast(hp, float8_dtype, dim, power_of_2=power_of_2)
+    assert on_gpu[0].cpu().view(torch.uint8).equal(on_cpu[0].view(torch.uint8))
+    assert on_gpu[1].cpu().equal(on_cpu[1])
+    assert on_gpu[2].cpu().equal(on_cpu[2])
+
+
+@pytest.mark.parametrize("rowwise", [False, True])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(64, 64, 64), (33, 17, 5), (1, 128, 48), (256, 1000, 520)], ids=str)
+@pytest.mark.parametrize("bias_dtype", [None, torch.bfloat16, torch.float32])
+def test_native_matmul(rowwise, out_dtype, shape, bias_dtype):
+    m, k, n = shape
+    a, _, a_scale = dynamic_cast(torch.randn(m, k, device="cuda"), E4M3, 1 if rowwise else None)
+    b, _, b_scale = dynamic_cast(torch.randn(k, n, device="cuda"), E5M2, 0 if rowwise else None)
+    bias = None if bias_dtype is None else torch.randn(n, device="cuda", dtype=bias_dtype)
+    out = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, bias=bias)
+    expected = (a.double() * a_scale) @ (b.double() * b_scale) + (0 if bias is None else bias.double())
+    assert out.dtype is out_dtype
+    assert sqnr_db(expected.cpu(), out.cpu()) > 45
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_exact_backend_is_exact_on_a_gpu(out_dtype):
+    a, _, a_scale = dynamic_cast(torch.randn(256, 300, device="cuda"), E4M3)
+    b, _, b_scale = dynamic_cast(torch.randn(300, 128, device="cuda"), E4M3)
+    out = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, emulate=True)
+    assert_matmul_exact(out.cpu(), a.cpu(), b.cpu(), a_scale.cpu(), b_scale.cpu())
+
+
+@RECIPE
+@HP
+@pytest.mark.parametrize("mode", ["eager", "compiled", "scoped"])
+def test_linear_agrees_with_the_cpu(recipe, hp_dtype, mode):
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    on_cpu = Float8Linear(144, 80, dtype=hp_dtype, config=config)
+    on_gpu = Float8Linear(144, 80, dtype=hp_dtype, config=config, device="cuda")
+    on_gpu.load_state_dict(on_cpu.state_dict())
+    forward = torch.compile(on_gpu, fullgraph=True) if mode == "compiled" else on_gpu
+    input, grad_output = torch.randn(50, 144).to(hp_dtype), torch.randn(50, 80).to(hp_dtype)
+    results = []
+    for module, call, device in ((on_cpu, on_cpu, "cpu"), (on_gpu, forward, "cuda")):
+        x = input.to(device).requires_grad_()
+        if mode == "scoped" and device == "cuda":
+            with cast_weights_once(module):
+                output = call(x)
+                output.backward(grad_output.to(device))
+        else:
+            output = call(x)
+            output.backward(grad_output.to(device))
+        results.append([t.detach().cpu() for t in (output, x.grad, module.weight.grad, module.bias.grad)])
+    for expected, got in zip(*results, strict=True):
+        assert sqnr_db(expected, got) > 40
+
+
+@RECIPE
+def test_no_synchronisation_in_forward_or_backward(recipe):
+    module = Float8Linear(
+        256, 256, dtype=torch.bfloat16, device="cuda", config=Float8LinearConfig.from_recipe_name(recipe)
+    )
+    input = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    module(input).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        module(input).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_emulate_is_honoured_on_a_gpu():
+    config = dataclasses.replace(Float8LinearConfig(), emulate=True)
+    module = Float8Linear(64, 64, bias=False, device="cuda", dtype=torch.bfloat16, config=config)
+    input = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+    with torch.profiler.profile() as profile:
+        module(input)
+    assert not any("_scaled_mm" in event.key for event in profile.key_averages())
