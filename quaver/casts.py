@@ -18,8 +18,8 @@ from torch import Tensor
 
 from quaver.config import CastConfig, Float8LinearConfig
 from quaver.gemm import along_contracted
-from quaver.kernels import cpu
-from quaver.scaling import cast_to_float8, dynamic_cast, to_dequant_scale
+from quaver.kernels.cast import cast_with_scale, dynamic_cast
+from quaver.scaling import to_dequant_scale
 
 
 class Operand(NamedTuple):
@@ -95,9 +95,8 @@ class MatrixCasts:
         if self._scales:
             known = self.tensorwise_scales() if dim is None else self._scales.get(dim)
         if known is not None:
-            return _cast_with_scale(hp, known.quant, dtype)
-        make = cpu.dynamic_cast if _in_one_call(hp, dtype) else dynamic_cast
-        codes, quant, dequant = make(hp, dtype, dim, power_of_2=self.config.round_scales_to_power_of_2)
+            return cast_with_scale(hp, known.quant, dtype)
+        codes, quant, dequant = dynamic_cast(hp, dtype, dim, self.config.round_scales_to_power_of_2)
         self._scales[dim] = Scales(quant, dequant)
         return codes
 
@@ -108,16 +107,8 @@ class MatrixCasts:
 
 def cast_with(hp: Tensor, scales: Scales, cast: CastConfig, contracted_dim: int, config: Float8LinearConfig) -> Operand:
     """`hp` as an operand of the matmul that contracts `contracted_dim`, with scales made at an earlier cast of it."""
-    codes = _cast_with_scale(hp, scales.quant, cast.float8_dtype)
+    codes = cast_with_scale(hp, scales.quant, cast.float8_dtype)
     return Operand(along_contracted(codes, contracted_dim, emulate=config.emulate), scales.dequant)
-
-
-def _cast_with_scale(hp: Tensor, quant_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return (cpu.cast_with_scale if _in_one_call(hp, dtype) else cast_to_float8)(hp, quant_scale, dtype)
-
-
-def _in_one_call(hp: Tensor, dtype: torch.dtype) -> bool:
-    return not torch.compiler.is_dynamo_compiling() and cpu.takes(hp, dtype)
 
 
 class _ActivationCasts(MatrixCasts):

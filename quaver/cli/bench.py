@@ -35,7 +35,7 @@ def run(argv: list[str]) -> int:
         output = _writable(Path(options.output))
     if options.threads:
         torch.set_num_threads(options.threads)
-    console = Console(width=max(130, Console().width))
+    console = Console(width=max(140, Console().width))
     result = bench_linear(
         shapes,
         recipes,
@@ -89,9 +89,9 @@ def _parser() -> argparse.ArgumentParser:
 def _print(console: Console, result: dict[str, Any]) -> None:
     about = result["environment"]
     title = f"{about['device']}, {about['threads']} threads, torch {about['torch']}, {result['dtype']}"
-    table = Table(
-        "shape", "mode", "library", "recipe", "median", "p10 .. p90", "/ bfloat16", "torchao / this", title=title
-    )
+    table = Table(title=title)
+    for column in ("shape", "mode", "library", "recipe", "median", "p10 .. p90", "/ bfloat16", "torchao / this"):
+        table.add_column(column, no_wrap=True)
     for row in result["rows"]:
         timing, peer = row["timing"], row["torchao_time_over_this"]
         table.add_row(

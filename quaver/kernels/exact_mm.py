@@ -122,7 +122,7 @@ def _float32_matmuls_on_bfloat16_units() -> Iterator[None]:
         setting.fp32_precision = before
 
 
-_library = torch.library.Library("quaver", "DEF")
+_library = torch.library.Library("quaver", "FRAGMENT")
 _library.define(
     "exact_float8_mm(Tensor a, Tensor b, Tensor a_dequant_scale, Tensor b_dequant_scale, Tensor? bias, "
     "ScalarType out_dtype, bool scales_are_powers_of_2) -> Tensor"

@@ -210,7 +210,7 @@ class Float8:
     filter_fqns: tuple[str, ...] = ("lm_head",)
     """A linear stays in high precision when its full name contains one of these."""
     auto_filter: bool = False
-    """Also keep in high precision what the recipe's cost model expects to be slower in float8."""
+    """Also keep in high precision what a cost model expects to gain nothing on this GPU (without one, on an H100)."""
     emulate: bool = False
     """Multiply with the exact emulation even where the device multiplies float8."""
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from quaver import (
@@ -15,8 +16,12 @@ from quaver.convert import ConversionReport
 from quaver.trainer.config import Float8
 
 
-def convert_model(model: nn.Module, config: Float8) -> ConversionReport:
+def convert_model(model: nn.Module, config: Float8, *, tokens: int, device: torch.device) -> ConversionReport:
     """Convert the linears of `model` in place as `config` says, and return the report.
+
+    Args:
+        tokens: rows of the linears' inputs in one forward, and
+        device: where it runs: what the automatic filter estimates for (on a CPU, what an H100 would gain).
 
     Raises:
         ValueError: if an entry of filter_fqns names no linear, or nothing is left to convert.
@@ -27,7 +32,10 @@ def convert_model(model: nn.Module, config: Float8) -> ConversionReport:
             raise ValueError(
                 f"float8.filter_fqns entry {skipped!r} is part of no linear's name; the linears are {', '.join(names)}"
             )
-    automatic = auto_filter_for_recipe(config.recipe_name) if config.auto_filter else None
+    automatic = None
+    if config.auto_filter:
+        target = device if device.type == "cuda" else None
+        automatic = auto_filter_for_recipe(config.recipe_name, tokens=tokens, device=target)
 
     def decide(module: nn.Module, fqn: str) -> FilterDecision | bool:
         for skipped in config.filter_fqns:

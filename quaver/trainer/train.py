@@ -55,7 +55,9 @@ def prepare(config: TrainConfig) -> Run:
     torch.manual_seed(config.training.seed)
     model = Llama(config.model)
     twin_model = copy.deepcopy(model)
-    report = convert_model(model, config.float8) if config.float8.enable_float8_linear else None
+    tokens = config.training.local_batch_size * config.training.seq_len
+    enabled = config.float8.enable_float8_linear
+    report = convert_model(model, config.float8, tokens=tokens, device=device) if enabled else None
     folder = RunFolder.create(config)
     folder.write_json("data.json", data.origin)
 

@@ -108,3 +108,17 @@ def test_emulate_is_honoured_on_a_gpu():
     with torch.profiler.profile() as profile:
         module(input)
     assert not any("_scaled_mm" in event.key for event in profile.key_averages())
+
+
+@RECIPE
+@pytest.mark.parametrize("autocast_dtype", [torch.bfloat16, torch.float16])
+def test_autocast(recipe, autocast_dtype):
+    module = Float8Linear(64, 32, device="cuda", config=Float8LinearConfig.from_recipe_name(recipe))
+    input = torch.randn(48, 64, device="cuda", requires_grad=True)
+    with torch.autocast("cuda", dtype=autocast_dtype):
+        output = module(input)
+    output.float().sum().backward()
+    assert output.dtype is autocast_dtype
+    assert input.grad.dtype is module.weight.grad.dtype is torch.float32
+    expected = torch.nn.functional.linear(input, module.weight, module.bias).detach().cpu()
+    assert sqnr_db(expected, output.detach().cpu()) > 22

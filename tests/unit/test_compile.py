@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from quaver import Float8Linear, Float8LinearConfig, cast_weights_once, float8_linear
+from quaver.kernels.cast import cast_with_scale, dynamic_cast
 from tests.reference import RECIPES, sqnr_db
 from tests.unit.test_linear import make, references, run
 
@@ -115,3 +116,31 @@ def test_dynamic_shapes(recipe):
     for tokens in (48, 80, 112):
         input = torch.randn(tokens, 64).bfloat16()
         torch.testing.assert_close(compiled(input), module(input), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("float8_dtype", [E4M3, torch.float8_e5m2])
+@pytest.mark.parametrize("dim", [None, 0, 1])
+@pytest.mark.parametrize("power_of_2", [False, True])
+def test_codes_are_eagers_also_behind_a_fused_producer(float8_dtype, dim, power_of_2):
+    """The cast reads the bfloat16 tensor that eager code would read, not what its producer had in float32."""
+
+    def produce_and_cast(x):
+        codes, quant_scale, dequant_scale = dynamic_cast(x * 1.7, float8_dtype, dim, power_of_2)
+        return codes, quant_scale, dequant_scale, cast_with_scale(x * 1.7, quant_scale, float8_dtype)
+
+    x = torch.randn(120, 200).bfloat16()
+    compiled = torch.compile(produce_and_cast, fullgraph=True)
+    for expected, got in zip(produce_and_cast(x), compiled(x), strict=True):
+        assert got.view(torch.uint8).equal(expected.view(torch.uint8))
+
+
+def test_the_cast_operations_have_faithful_fakes():
+    x = torch.randn(17, 33).bfloat16()
+    for hp in (x, x.t(), torch.empty(0, 5)):
+        for dim in (None, 0, 1):
+            args = (hp, E4M3, dim, True)
+            torch.library.opcheck(torch.ops.quaver.dynamic_cast, args, test_utils="test_faketensor")
+            _, quant_scale, _ = dynamic_cast(hp, E4M3, dim, True)
+            torch.library.opcheck(
+                torch.ops.quaver.cast_with_scale, (hp, quant_scale, E4M3), test_utils="test_faketensor"
+            )
