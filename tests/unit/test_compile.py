@@ -131,7 +131,7 @@ def test_codes_are_eagers_also_behind_a_fused_producer(float8_dtype, dim, power_
     x = torch.randn(120, 200).bfloat16()
     compiled = torch.compile(produce_and_cast, fullgraph=True)
     for expected, got in zip(produce_and_cast(x), compiled(x), strict=True):
-        assert got.view(torch.uint8).equal(expected.view(torch.uint8))
+        assert got.float().equal(expected.float())  # every float8 value is a float32 value
 
 
 def test_the_cast_operations_have_faithful_fakes():
