@@ -1,9 +1,8 @@
 """One cast, wherever it runs: in C on a CPU, in PyTorch elsewhere; scaling.py says what it computes.
 
-To a compiler a CPU's cast is one operation too, where the C extension is there. Compiled C++ casts along columns three
-times slower (docs/log.md); and an operation of its own reads the tensor that eager code would read, so the codes in a
-compiled model are eager's even where the compiler would have kept the producer's result in float32.
-On a GPU the compiler sees plain PyTorch, and fuses it.
+To a compiler a CPU's cast is one operation too. Compiled C++ casts along columns slowly (docs/log.md); and an operation
+of its own reads the tensor that eager code would read, so the codes in a compiled model are eager's even where the
+compiler would have kept the producer's result in float32. On a GPU the compiler sees plain PyTorch, and fuses it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ def dynamic_cast(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`quaver.scaling.dynamic_cast` of a matrix [rows, columns]: float8, quant_scale, dequant_scale."""
     if torch.compiler.is_dynamo_compiling():
-        if hp.is_cpu and cpu.AVAILABLE:
+        if hp.is_cpu:
             return torch.ops.quaver.dynamic_cast(hp, float8_dtype, dim, power_of_2)
     elif cpu.takes(hp, float8_dtype):
         return cpu.dynamic_cast(hp, float8_dtype, dim, power_of_2=power_of_2)
@@ -30,7 +29,7 @@ def dynamic_cast(
 def cast_with_scale(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> Tensor:
     """`quaver.scaling.cast_to_float8` of a matrix [rows, columns]; scale (), [rows, 1] or [1, columns]."""
     if torch.compiler.is_dynamo_compiling():
-        if hp.is_cpu and cpu.AVAILABLE:
+        if hp.is_cpu:
             return torch.ops.quaver.cast_with_scale(hp, quant_scale, float8_dtype)
     elif cpu.takes(hp, float8_dtype):
         return cpu.cast_with_scale(hp, quant_scale, float8_dtype)
