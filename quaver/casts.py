@@ -29,7 +29,8 @@ class Operand(NamedTuple):
     dequant_scale: Tensor | None
 
     def t(self) -> Operand:
-        return Operand(self.data.t(), None if self.dequant_scale is None else self.dequant_scale.t())
+        scale = self.dequant_scale
+        return Operand(self.data.t(), scale if scale is None or scale.dim() == 0 else scale.t())
 
 
 class Scales(NamedTuple):

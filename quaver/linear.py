@@ -107,10 +107,9 @@ class _Float8Linear(torch.autograd.Function):
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        config: Float8LinearConfig,
-        hp_dtype: torch.dtype,
-        weight_casts: WeightCasts | None,
+        how: tuple[Float8LinearConfig, torch.dtype, WeightCasts | None],
     ) -> Tensor:
+        config, hp_dtype, weight_casts = how
         needs_grad_input, needs_grad_weight = ctx.needs_input_grad[:2]
         rows = _rows(input)
         input_casts = casts_of_activation(input, config, hp_dtype)
@@ -147,7 +146,7 @@ class _Float8Linear(torch.autograd.Function):
             grads = _RefuseDoubleBackward.apply(*(g if g is None else g.detach().requires_grad_() for g in grads))
         else:
             grads = _gradients(ctx, grad_output)
-        return (*grads, None, None, None)
+        return (*grads, None)
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -162,7 +161,6 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | N
     grad_input = grad_weight = grad_bias = None
     rows = _rows(grad_output)
     casts = MatrixCasts(config, hp_dtype)
-    # Both casts first: where they agree they are one, and it must be alive for that.
     left_of_grad_input = casts.cast(rows, config.casts.grad_output, 1) if needs_grad_input else None
     left_of_grad_weight = casts.cast(rows, config.casts.grad_output_for_grad_weight, 0) if needs_grad_weight else None
     if left_of_grad_input is not None:
@@ -233,7 +231,7 @@ def _float8_linear(
 ) -> Tensor:
     hp_dtype = compute_dtype(input.device.type, input.dtype)
     _check_input(input, weight, hp_dtype)
-    return _Float8Linear.apply(input, weight, bias, config, hp_dtype, weight_casts)
+    return _Float8Linear.apply(input, weight, bias, (config, hp_dtype, weight_casts))
 
 
 def compute_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:

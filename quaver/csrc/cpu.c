@@ -315,7 +315,7 @@ static float VALUE[2][256];  /* of each code of each format; filled when the mod
 typedef struct { const uint8_t *codes; int float8; int64_t row_stride, column_stride; const float *scale; } Operand;
 
 /* out[j] = sum over p of a[p] * b[p, j] in float32, p ascending. a [k], b [k, n]. */
-CLONES static void sum_of_rows(const float *a, const float *b, int64_t k, int64_t n, float *restrict out) {
+INLINE void sum_of_rows(const float *a, const float *b, int64_t k, int64_t n, float *restrict out) {
     memset(out, 0, n * sizeof(float));
     for (int64_t p = 0; p < k; p++)
         for (int64_t j = 0; j < n; j++) out[j] += a[p] * b[p * n + j];
@@ -329,8 +329,8 @@ INLINE uint16_t bfloat16_of(float value) {
 
 /* out [m, n] = RN((a @ b) * a.scale * b.scale), a [m, k], b [k, n], any strides; a scale is one number, or one per row of
  * a or column of b. `work` has room for k * n + k + n numbers. */
-static void small_matmul(Operand a, int rowwise_a, Operand b, int rowwise_b, int64_t m, int64_t k, int64_t n,
-                         int hp_kind, float *work, char *out) {
+CLONES static void small_matmul(Operand a, int rowwise_a, Operand b, int rowwise_b, int64_t m, int64_t k, int64_t n,
+                                int hp_kind, float *work, char *out) {
     float *b_hp = work, *a_row = work + k * n, *sums = a_row + k;
     const float *a_value = VALUE[a.float8], *b_value = VALUE[b.float8];
     for (int64_t p = 0; p < k; p++)

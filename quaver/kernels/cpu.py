@@ -68,9 +68,7 @@ def _threads(elements: int) -> int:
     return 1 if elements < _THREADS_PAY_FROM else torch.get_num_threads()
 
 
-def _empty_scale(rows: int, columns: int, dim: int | None) -> Tensor:
-    if dim is None:
-        return empty_like(_SCALAR)
+def _empty_scale(rows: int, columns: int, dim: int) -> Tensor:
     if dim == 1:
         return _SCALAR.new_empty(rows, 1)
     if dim == 0:
@@ -110,7 +108,7 @@ def dynamic_cast(
     """
     rows, columns = hp.shape
     codes = empty_like(hp, dtype=float8_dtype)
-    quant_scale = _empty_scale(rows, columns, dim)
+    quant_scale = empty_like(_SCALAR) if dim is None else _empty_scale(rows, columns, dim)
     dequant_scale = empty_like(quant_scale)
     _extension.dynamic_cast(
         hp.data_ptr(),
