@@ -13,6 +13,7 @@ import torch
 
 from quaver.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.gemm import native_failure
+from quaver.kernels import cpu
 from quaver.kernels.exact_mm import has_bfloat16_units
 from quaver.linear import Float8Linear
 
@@ -125,4 +126,5 @@ def _versions() -> dict[str, str]:
     for name in ("triton", "torchao"):
         spec = importlib.util.find_spec(name)
         found[name] = "not installed" if spec is None else importlib.metadata.version(name)
+    found["C extension"] = "built" if cpu.AVAILABLE else f"off, casts run in PyTorch: {cpu.UNAVAILABLE_BECAUSE}"
     return found

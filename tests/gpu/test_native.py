@@ -122,3 +122,13 @@ def test_autocast(recipe, autocast_dtype):
     assert input.grad.dtype is module.weight.grad.dtype is torch.float32
     expected = torch.nn.functional.linear(input, module.weight, module.bias).detach().cpu()
     assert sqnr_db(expected, output.detach().cpu()) > 22
+
+
+@RECIPE
+def test_a_module_may_move(recipe):
+    module = Float8Linear(64, 32, config=Float8LinearConfig.from_recipe_name(recipe))
+    input = torch.randn(48, 64)
+    on_cpu = module(input)
+    on_gpu = module.cuda()(input.cuda())
+    assert sqnr_db(on_cpu.detach(), on_gpu.detach().cpu()) > 40
+    assert module.cpu()(input).equal(on_cpu)
