@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import os
 import sys
 from importlib.metadata import version
 
@@ -36,6 +37,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("quaver: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader of our output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _print_help() -> None:
