@@ -40,6 +40,9 @@ class Scales(NamedTuple):
     dequant: Tensor
 
 
+_CONVERTED = (None, -1)  # the key of a matrix in another high-precision dtype
+
+
 class MatrixCasts:
     """What has been made of one matrix [rows, columns] under one config. The matrix is given to each call, not kept.
 
@@ -62,7 +65,7 @@ class MatrixCasts:
         A disabled cast gives `hp` in the high-precision dtype of the matmul.
         """
         if cast.is_disabled:
-            return Operand(hp if hp.dtype is self.hp_dtype else hp.to(self.hp_dtype), None)
+            return Operand(hp if hp.dtype is self.hp_dtype else self._converted(hp), None)
         dim = contracted_dim if cast.is_rowwise else None
         key = (dim, contracted_dim)
         data = codes = None
@@ -73,7 +76,7 @@ class MatrixCasts:
             if codes is None:
                 codes = self._cast(hp, cast.float8_dtype, dim)
             data = codes if codes.is_cpu else along_contracted(codes, contracted_dim, emulate=self.config.emulate)
-            self._data[key] = data if self._strong else weakref.ref(data)
+            self._remember(key, data)
         return Operand(data, self._scales[dim].dequant)
 
     def tensorwise_scales(self) -> Scales | None:
@@ -100,6 +103,15 @@ class MatrixCasts:
         codes, quant, dequant = dynamic_cast(hp, dtype, dim, self.config.round_scales_to_power_of_2)
         self._scales[dim] = Scales(quant, dequant)
         return codes
+
+    def _converted(self, hp: Tensor) -> Tensor:
+        """`hp` in the high-precision dtype of the matmul, where autocast asks for another than it has."""
+        data = self._alive(_CONVERTED)
+        return self._remember(_CONVERTED, hp.to(self.hp_dtype)) if data is None else data
+
+    def _remember(self, key: tuple[int | None, int], data: Tensor) -> Tensor:
+        self._data[key] = data if self._strong else weakref.ref(data)
+        return data
 
     def _alive(self, key: tuple[int | None, int]) -> Tensor | None:
         known = self._data.get(key)

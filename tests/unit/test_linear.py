@@ -191,6 +191,17 @@ def test_qkv_keep_their_input_once(recipe):
         assert kept[E4M3] == m * k
 
 
+def test_qkv_keep_their_converted_input_once_under_autocast():
+    """grad_weight in high precision needs the input in autocast's dtype: one copy for three linears."""
+    m, k = 256, 64
+    config = config_of("rowwise_with_gw_hp")
+    qkv = [Float8Linear(k, 32, bias=False, config=config) for _ in range(3)]
+    input = torch.randn(m, k, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        kept = saved_bytes(lambda: [linear(input) for linear in qkv])
+    assert kept[torch.bfloat16] == 2 * m * k
+
+
 @RECIPE
 def test_nothing_is_kept_for_a_gradient_that_nobody_wants(recipe):
     module = make(recipe)
