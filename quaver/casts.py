@@ -89,7 +89,7 @@ class MatrixCasts:
         if known is None and self._scales:
             of_rows = next(iter(self._scales.values())).quant
             if of_rows.numel():
-                quant = of_rows.amin()
+                quant = of_rows.min()
                 known = self._scales[None] = Scales(quant, to_dequant_scale(quant))
         return known
 

@@ -229,7 +229,7 @@ def _float8_linear(
     config: Float8LinearConfig,
     weight_casts: WeightCasts | None,
 ) -> Tensor:
-    hp_dtype = compute_dtype(input.device.type, input.dtype)
+    hp_dtype = compute_dtype("cpu" if input.is_cpu else input.device.type, input.dtype)
     _check_input(input, weight, hp_dtype)
     return _Float8Linear.apply(input, weight, bias, (config, hp_dtype, weight_casts))
 
