@@ -10,11 +10,16 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 9 * 60
 
 
 def main() -> int:
+    if not torch.cuda.is_available():
+        print(f"make gpu needs a GPU, and torch {torch.__version__} sees none on this machine", file=sys.stderr)
+        return 2
     results = Path(os.environ.get("OUT", ROOT / "benchmarks" / "results"))
     results.mkdir(parents=True, exist_ok=True)
     python = sys.executable

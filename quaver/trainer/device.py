@@ -21,7 +21,7 @@ def resolve_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise MissingDeviceError(
-            "training.device is cuda, but torch sees no CUDA device here; use training.device = cpu, or "
+            "device cuda was asked for, but torch sees no CUDA device here; choose cpu, or install "
             f"a torch built for this GPU (this one is torch {torch.__version__})"
         )
     return torch.device(name)
