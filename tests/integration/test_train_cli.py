@@ -149,7 +149,7 @@ def test_cuda_where_there_is_none(where, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["train", *TINY, *where, "--training.device", "cuda"])
     assert stopped.value.code == 2
-    assert "torch sees no CUDA device here; use training.device = cpu" in capsys.readouterr().err
+    assert "torch sees no CUDA device here; choose cpu" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
