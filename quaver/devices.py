@@ -1,4 +1,4 @@
-"""What the devices can do: peak matmul rates and memory bandwidth, from the makers' data sheets or measured here.
+"""The devices: chosen by name, waited for, described; and what they can do, from data sheets or measured here.
 
 Data sheets, dense rates without sparsity: NVIDIA A100 80GB SXM, L40S, H100 SXM5, H200 SXM, B200 (HGX, per GPU);
 AMD Instinct MI300X.
@@ -7,11 +7,52 @@ AMD Instinct MI300X.
 from __future__ import annotations
 
 import functools
+import os
+import platform
 import statistics
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+
+class MissingDeviceError(RuntimeError):
+    """A device was asked for that this machine does not have."""
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device called `name`: cpu, cuda, or auto for CUDA where there is one.
+
+    Raises:
+        MissingDeviceError: if CUDA is asked for and torch sees none.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise MissingDeviceError(
+            "device cuda was asked for, but torch sees no CUDA device here; choose cpu, or install "
+            f"a torch built for this GPU (this one is torch {torch.__version__})"
+        )
+    return torch.device(name)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until `device` has done its queued work, so that a clock read now tells the truth."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Return what a reader of the results must know about hardware and versions, JSON-able."""
+    is_cuda = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if is_cuda else f"CPU {platform.machine()}",
+        "cpu_count": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
 
 
 @dataclass(frozen=True)
@@ -70,7 +111,6 @@ def _median_matmul_s(device: torch.device, size: int) -> float:
     for _ in range(12):
         start = time.perf_counter()
         torch.mm(a, a)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[2:])

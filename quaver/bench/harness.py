@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from quaver.devices import synchronize
+
 _SHORTEST_SAMPLE_S = 2e-3
 
 
@@ -58,17 +60,12 @@ def _calls_per_sample(function: Callable[[], None], device: torch.device, warmup
 
 
 def _sample(function: Callable[[], None], device: torch.device, calls: int) -> float:
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):
         function()
-    _synchronize(device)
+    synchronize(device)
     return (time.perf_counter() - start) / calls
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def environment(device: torch.device) -> dict[str, Any]:

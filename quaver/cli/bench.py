@@ -13,8 +13,8 @@ from quaver.bench.linear import MODES, bench_linear, torchao_is_installed
 from quaver.bench.shapes import MODELS, parse_shapes
 from quaver.cli.errors import bad_input
 from quaver.config import Float8LinearConfig, Float8LinearRecipeName
+from quaver.devices import resolve_device
 from quaver.formats import HP_DTYPES
-from quaver.trainer.device import resolve_device
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in HP_DTYPES}
 

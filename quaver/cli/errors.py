@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from quaver.trainer.device import MissingDeviceError
+from quaver.devices import MissingDeviceError
 
 BAD_INPUT = (ValueError, NotImplementedError, OSError, MissingDeviceError)
 """What reading and checking raise for wrong input. Wrap only that part of a verb: elsewhere it is a bug."""

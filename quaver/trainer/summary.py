@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from quaver.devices import PeakFlops
+from quaver.devices import PeakFlops, describe
 from quaver.trainer.config import TrainConfig
-from quaver.trainer.device import describe
 from quaver.trainer.metrics import median_step_seconds, model_flops_utilization
 from quaver.trainer.model import training_flops_per_token
 from quaver.trainer.twin import Twin

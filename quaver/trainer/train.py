@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from quaver.devices import PeakFlops, peak_flops
+from quaver.devices import PeakFlops, peak_flops, resolve_device
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.data import Micro, TextData, load_text
-from quaver.trainer.device import resolve_device
 from quaver.trainer.display import Display, print_results, training_display
 from quaver.trainer.float8 import convert_model
 from quaver.trainer.interrupt import deferred_interrupt

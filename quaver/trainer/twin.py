@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from quaver import cast_weights_once
+from quaver.devices import synchronize
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.data import Micro
-from quaver.trainer.device import synchronize
 from quaver.trainer.memory import PeakMemory, measure_peak
 from quaver.trainer.model import Llama, next_token_loss
 from quaver.trainer.nonfinite import NonFiniteError, find_nonfinite
