@@ -3,8 +3,8 @@
 A linear's operand enters two matmuls, and an activation may enter several linears (q, k and v; gate and up).
 `MatrixCasts` remembers what was made of one matrix; `casts_of_activation` finds that of an activation again.
 
-Nothing lives longer for it: the activation and its casts are held by weak references. Scales and amaxes (a few numbers)
-stay as long as the activation, so a cast that has died is made again without another read for its amax. A changed
+Nothing lives longer for it: the activation and its casts are held by weak references. Scales (a few numbers) stay as
+long as the activation, so a cast that has died is made again without another read for its amax. A changed
 activation is never taken for the old one: its version counter is compared, as autograd compares it for saved tensors.
 """
 

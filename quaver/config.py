@@ -125,9 +125,11 @@ class Float8LinearRecipeName(enum.Enum):
     """As rowwise, with grad_weight computed in high precision. The most accurate."""
 
     @classmethod
-    def _missing_(cls, value: object) -> Float8LinearRecipeName | None:
+    def _missing_(cls, value: object) -> Float8LinearRecipeName:
         aliases = {"all_axiswise": cls.ROWWISE, "lw_axiswise_with_gw_hp": cls.ROWWISE_WITH_GW_HP}
-        return aliases.get(value) if isinstance(value, str) else None
+        if isinstance(value, str) and value in aliases:
+            return aliases[value]
+        raise ValueError(f"unknown recipe {value!r}: expected one of {', '.join(name.value for name in cls)}")
 
 
 class OperandCasts(NamedTuple):
@@ -217,11 +219,7 @@ class Float8LinearConfig:
     @staticmethod
     def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> Float8LinearConfig:
         """The config of a recipe. Raises ValueError for an unknown name, listing the choices."""
-        try:
-            return _RECIPES[Float8LinearRecipeName(recipe_name)]()
-        except ValueError:
-            choices = ", ".join(name.value for name in Float8LinearRecipeName)
-            raise ValueError(f"unknown recipe {recipe_name!r}: expected one of {choices}") from None
+        return _RECIPES[Float8LinearRecipeName(recipe_name)]()
 
     @property
     def recipe_name(self) -> Float8LinearRecipeName | None:

@@ -21,7 +21,8 @@ from torch import nn
 
 from quaver.config import Float8LinearRecipeName
 from quaver.convert import FilterDecision
-from quaver.devices import DeviceSpec, device_spec, find_device_spec
+from quaver.devices import DEVICE_SPECS, DeviceSpec, device_spec, find_device_spec
+from quaver.gemm import ALIGNMENT
 
 _MATMUL_EFFICIENCY = 0.80
 _MEMORY_EFFICIENCY = 0.85
@@ -105,11 +106,7 @@ def auto_filter_for_recipe(
     Raises:
         ValueError: an unknown recipe or device, or one that does not multiply float8.
     """
-    try:
-        recipe = Float8LinearRecipeName(recipe)
-    except ValueError:
-        choices = ", ".join(name.value for name in Float8LinearRecipeName)
-        raise ValueError(f"unknown recipe {recipe!r}: expected one of {choices}") from None
+    recipe = Float8LinearRecipeName(recipe)
     spec = _spec_of(device)
     linear_cost(tokens, 16, 16, recipe, spec)  # says now what would fail at every layer
 
@@ -120,8 +117,8 @@ def auto_filter_for_recipe(
         if not isinstance(module, nn.Linear):
             return FilterDecision(False, "not a linear")
         k, n = module.in_features, module.out_features
-        if k % 16 or n % 16:
-            return FilterDecision(False, f"shape: {k} x {n} is not a multiple of 16, padding would cost more")
+        if k % ALIGNMENT or n % ALIGNMENT:
+            return FilterDecision(False, f"shape: {k} x {n} is not a multiple of {ALIGNMENT}, padding would cost more")
         speedup = linear_cost(tokens, k, n, recipe, spec).speedup
         estimate = f"estimated {speedup:.2f}x on {spec.name} at {tokens} tokens"
         return FilterDecision(speedup >= min_speedup, estimate)
@@ -137,5 +134,6 @@ def _spec_of(device: str | torch.device | None) -> DeviceSpec:
     else:
         spec = (device_spec(torch.device("cuda")) if torch.cuda.is_available() else None) or find_device_spec("H100")
     if spec is None:
-        raise ValueError(f"no data about device {str(device)!r}: name one of B200, H200, H100, L40S, MI300X")
+        names = ", ".join(spec.name for spec in DEVICE_SPECS if spec.float8_tflops is not None)
+        raise ValueError(f"no data about device {str(device)!r}: name one of {names}")
     return spec

@@ -5,12 +5,7 @@
 
 Two backends compute it. NATIVE is the hardware's float8 matmul, used where a tiny real one has just given the right
 answer (a capability number does not tell: row-wise scales are missing on sm_120 and were broken on sm_89). EXACT runs
-on every device: float8 values are bfloat16 values, so they multiply on bfloat16 units with float32 sums.
-
-Where the exact backend rounds (docs/numerics.md):
-    power-of-two scales   folded into the operands, which is exact: one rounding, to the output dtype
-    tensorwise scales     multiplied onto the float32 sum before it is rounded: one rounding
-    other rowwise scales  the same, in float32, one rounding per scale, then one to the output dtype
+on every device (kernels/exact_mm.py). docs/numerics.md says where each rounds.
 
 What the native matmul asks for on Hopper, and what `native_operands` therefore does:
     both operands contiguous along the contracted dim; K and N multiples of 16 (zeros are appended, and they add
@@ -93,11 +88,11 @@ def unchecked_float8_mm(
     a_dequant_scale: Tensor,
     b_dequant_scale: Tensor,
     out_dtype: torch.dtype,
-    bias: Tensor | None = None,
-    use_fast_accum: bool = False,
-    scales_are_powers_of_2: bool = False,
-    emulate: bool = False,
-    pad: bool = False,
+    bias: Tensor | None,
+    use_fast_accum: bool,
+    scales_are_powers_of_2: bool,
+    emulate: bool,
+    pad: bool,
 ) -> Tensor:
     """`float8_mm` for operands that were made to fit."""
     if a.numel() == 0 or b.numel() == 0:

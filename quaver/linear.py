@@ -46,7 +46,7 @@ class WeightCasts(NamedTuple):
 
 
 def cast_weight(weight: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype) -> WeightCasts:
-    """Cast `weight` [N, K] for both of its matmuls under a resolved config."""
+    """Cast `weight` [N, K] for both of its matmuls."""
     casts = MatrixCasts(config, hp_dtype)
     return WeightCasts(
         casts.cast(weight, config.casts.weight, 1),
@@ -230,7 +230,7 @@ def _float8_linear(
     weight_casts: WeightCasts | None,
 ) -> Tensor:
     hp_dtype = compute_dtype("cpu" if input.is_cpu else input.device.type, input.dtype)
-    _check_input(input, weight, hp_dtype)
+    _check_input(input, weight)
     return _Float8Linear.apply(input, weight, bias, (config, hp_dtype, weight_casts))
 
 
@@ -239,7 +239,7 @@ def compute_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else dtype
 
 
-def _check_input(input: Tensor, weight: Tensor, hp_dtype: torch.dtype) -> None:
+def _check_input(input: Tensor, weight: Tensor) -> None:
     if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"expected an input of shape [..., {weight.shape[1]}] for a weight of {list(weight.shape)}, "

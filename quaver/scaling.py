@@ -30,12 +30,14 @@ from torch import Tensor
 
 from quaver.formats import FORMATS, HP_DTYPES, format_of
 
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+"""The types of a tensor that is neither fake nor another subclass."""
+
 EPS = 1e-12
 """The smallest amax that still moves the scale; the field's constant (torchao.float8, TransformerEngine)."""
 
 _INT_VIEW = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 _ABS_MASK = {torch.int16: 0x7FFF, torch.int32: 0x7FFFFFFF}
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _BITS_PAY_FROM = 8192  # elements; below, two more calls cost more than they save
 _MANTISSA_CLEARED = -(1 << 23)  # keeps sign and exponent of a float32
 
@@ -46,7 +48,7 @@ _LARGEST_QUANT_SCALE = {dtype: torch.tensor(fmt.max / EPS) for dtype, fmt in FOR
 
 def runs_eagerly_on_cpu(tensor: Tensor) -> bool:
     """Whether operations on `tensor` run at once on a CPU: it is not traced, not fake, and not a subclass."""
-    return tensor.is_cpu and type(tensor) in _PLAIN_TYPES and not torch.compiler.is_dynamo_compiling()
+    return tensor.is_cpu and type(tensor) in PLAIN_TYPES and not torch.compiler.is_dynamo_compiling()
 
 
 def amax(hp: Tensor, dim: int | None = None) -> Tensor:

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, empty_like
 
+from quaver.scaling import PLAIN_TYPES
+
 
 def _load() -> tuple[Any, str | None]:
     if os.environ.get("QUAVER_PURE_PYTORCH", "") not in ("", "0"):
@@ -46,7 +48,6 @@ _CONVERSIONS = {(hp, float8) for hp in _HP_KIND for float8 in _FLOAT8_KIND} | {
     (float8, wide) for float8 in _FLOAT8_KIND for wide in (torch.bfloat16, torch.float32)
 }
 
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _THREADS_PAY_FROM = 1 << 17  # elements; about 20 us of work for one thread
 # What is made from a tensor costs less than torch.empty(()), and ignores the default dtype and device.
 _SCALAR = torch.empty((), dtype=torch.float32, device="cpu")
@@ -57,7 +58,7 @@ def takes(matrix: Tensor, dtype: torch.dtype) -> bool:
     return (
         AVAILABLE
         and matrix.is_cpu
-        and type(matrix) in _PLAIN_TYPES
+        and type(matrix) in PLAIN_TYPES
         and (matrix.dtype, dtype) in _CONVERSIONS
         and matrix.is_contiguous()
         and matrix.dim() == 2
