@@ -123,6 +123,8 @@ class Float8LinearRecipeName(enum.Enum):
     """One power-of-two scale per row of each operand, e4m3 throughout. Robust to outliers."""
     ROWWISE_WITH_GW_HP = "rowwise_with_gw_hp"
     """As rowwise, with grad_weight computed in high precision. The most accurate."""
+    ROWWISE_WITH_TENSORWISE_WEIGHT = "rowwise_with_tensorwise_weight"
+    """As rowwise, with one scale per weight: one cast serves both of its matmuls, and one byte per element a gather."""
 
     @classmethod
     def _missing_(cls, value: object) -> Float8LinearRecipeName:
@@ -156,7 +158,9 @@ class Float8LinearConfig:
         cast_config_input_for_grad_weight, cast_config_weight_for_grad_input,
             cast_config_grad_output_for_grad_weight: the same operand in its other matmul; None for "the same".
         gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight: each matmul.
-        enable_fsdp_float8_all_gather: not implemented yet.
+        enable_fsdp_float8_all_gather: under FSDP2 (`fully_shard`), cast weights on their shards with the scales of
+            the whole weight, and gather codes: one byte per element where one cast serves both matmuls of a weight
+            (tensorwise), two where they differ. Both casts must be float8. Without FSDP2 it changes nothing.
         pad_inner_dim: pad every matmul to multiples of 16 on every device. Hardware that needs padding gets it
             without this flag; the flag lets a device that needs none take the same path. Results do not change.
         emulate: multiply exactly in high precision even where the hardware multiplies float8.
@@ -197,10 +201,6 @@ class Float8LinearConfig:
                     _check_type(self, option.name, CastConfig)
             elif option.init:
                 _check_type(self, option.name, bool)
-        if self.enable_fsdp_float8_all_gather:
-            raise NotImplementedError(
-                "enable_fsdp_float8_all_gather is not implemented yet; leave it False to gather in high precision"
-            )
         casts = OperandCasts(
             *_resolve("input", self.cast_config_input, self.cast_config_input_for_grad_weight, E4M3.dtype),
             *_resolve("weight", self.cast_config_weight, self.cast_config_weight_for_grad_input, E4M3.dtype),
@@ -210,6 +210,11 @@ class Float8LinearConfig:
         )
         for matmul, left, right in _MATMULS:
             _check_matmul(matmul, casts, left, right)
+        if self.enable_fsdp_float8_all_gather and (casts.weight.is_disabled or casts.weight_for_grad_input.is_disabled):
+            raise ValueError(
+                "enable_fsdp_float8_all_gather: expected the weight in float8 in both of its matmuls, got output "
+                f"{casts.weight}, grad_input {casts.weight_for_grad_input}; gather in high precision instead"
+            )
         object.__setattr__(self, "casts", casts)
 
     def resolved(self) -> Float8LinearConfig:
@@ -265,10 +270,15 @@ def _rowwise_with_gw_hp() -> Float8LinearConfig:
     )
 
 
+def _rowwise_with_tensorwise_weight() -> Float8LinearConfig:
+    return replace(_rowwise(), cast_config_weight=CastConfig(target_dtype=E4M3.dtype))
+
+
 _RECIPES: dict[Float8LinearRecipeName, Callable[[], Float8LinearConfig]] = {
     Float8LinearRecipeName.TENSORWISE: Float8LinearConfig,
     Float8LinearRecipeName.ROWWISE: _rowwise,
     Float8LinearRecipeName.ROWWISE_WITH_GW_HP: _rowwise_with_gw_hp,
+    Float8LinearRecipeName.ROWWISE_WITH_TENSORWISE_WEIGHT: _rowwise_with_tensorwise_weight,
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from quaver.config import Float8LinearConfig
+from quaver.distributed.fsdp import make_gatherable, make_plain
 from quaver.linear import Float8Linear
 
 logger = logging.getLogger(__name__)
@@ -104,7 +105,9 @@ def convert_to_float8_training(
     """Make every `nn.Linear` of `module` a `Float8Linear`, in place.
 
     Modules keep their identity, parameters, hooks, attributes and training mode. A second call with the same config
-    changes nothing. `conversion_report(module)` tells what happened to each layer.
+    changes nothing. `conversion_report(module)` tells what happened to each layer. With
+    `enable_fsdp_float8_all_gather` the weights are wrapped, and so are new parameters (with the same memory): convert
+    before `fully_shard`, and make the optimizer after both.
 
     Args:
         module: any module, or an `nn.Linear` itself.
@@ -115,11 +118,11 @@ def convert_to_float8_training(
     Returns:
         `module`.
     Raises:
-        ValueError: there is no linear to convert, the filter took none, or a layer is already converted under another
-            config. The module is then unchanged.
+        ValueError: there is no linear to convert, the filter took none, a layer is already converted under another
+            config, or a weight to gather in float8 is tied to another module's. The module is then unchanged.
     """
     config = config or Float8LinearConfig()
-    chosen: list[nn.Linear] = []
+    chosen: list[tuple[str, nn.Linear]] = []
     layers: list[LayerReport] = []
     owners = _owners_of_weights(module)
     for name, linear in module.named_modules():
@@ -127,14 +130,23 @@ def convert_to_float8_training(
             convert, reason = _decide(linear, name, config, module_filter_fn, include_subclasses)
             shared = [owner for owner in owners[id(linear.weight)] if owner != name]
             if convert and shared:
+                if config.enable_fsdp_float8_all_gather:
+                    raise ValueError(
+                        f"the weight of {name} is tied to {', '.join(shared)}, so it cannot be gathered in float8; "
+                        "untie them, filter the layer out, or turn enable_fsdp_float8_all_gather off"
+                    )
                 reason = "; ".join(filter(None, [reason, f"weight tied to {', '.join(shared)}"]))
             layers.append(LayerReport(name, linear.in_features, linear.out_features, convert, reason))
             if convert:
-                chosen.append(linear)
+                chosen.append((name, linear))
     _check_something_converts(layers)
-    for linear in chosen:
-        if not isinstance(linear, Float8Linear):
-            Float8Linear.from_linear(linear, config=config)
+    new = [
+        (name, Float8Linear.from_linear(linear, config=config))
+        for name, linear in chosen
+        if not isinstance(linear, Float8Linear)
+    ]
+    if config.enable_fsdp_float8_all_gather:
+        make_gatherable(new)
     report = ConversionReport(str(config), layers)
     setattr(module, _REPORT, report)
     logger.info(report.summary())
@@ -145,6 +157,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     """Make every `Float8Linear` of `module` the `nn.Linear` that it was, in place. Returns `module`."""
     for linear in list(module.modules()):
         if isinstance(linear, Float8Linear):
+            make_plain(linear)
             linear.to_linear()
     if hasattr(module, _REPORT):
         delattr(module, _REPORT)

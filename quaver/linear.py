@@ -17,20 +17,23 @@ Kept for backward, with M tokens:
 Reads of an operand for its amax per step: one each tensorwise, two each rowwise (one per direction), and three in all
 for rowwise_with_gw_hp, whose tensorwise weight amax is the largest of its row amaxes.
 
-Everything here works on plain tensors: autograd sees one function, and tensor subclasses stay at the boundaries.
+Everything here works on plain tensors: autograd sees one function, and tensor subclasses stay at the boundaries. A
+weight or an input that arrives as a `Float8Tensor` has been cast where it was gathered; its operands are taken out and
+used. Where the matrices of a linear are spread over ranks, a `LinearSharding` casts them with the scales of the whole.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from quaver.casts import MatrixCasts, Operand, Scales, cast_with, casts_of_activation
-from quaver.config import Float8GemmConfig, Float8LinearConfig
+from quaver.config import CastConfig, Float8GemmConfig, Float8LinearConfig
 from quaver.formats import HP_DTYPES
 from quaver.gemm import unchecked_float8_mm
+from quaver.tensor import Float8Tensor, WrappedTensor
 
 _DOUBLE_BACKWARD = (
     "a Float8Linear has no second derivative: its casts to float8 are steps. "
@@ -39,7 +42,7 @@ _DOUBLE_BACKWARD = (
 
 
 class WeightCasts(NamedTuple):
-    """One weight, cast once for all microbatches of an optimizer step: as `output` and as `grad_input` read it."""
+    """One weight, cast before the linear runs: as `output` and as `grad_input` read it."""
 
     for_output: Operand
     for_grad_input: Operand
@@ -52,6 +55,51 @@ def cast_weight(weight: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtyp
         casts.cast(weight, config.casts.weight, 1),
         casts.cast(weight, config.casts.weight_for_grad_input, 0),
     )
+
+
+class LinearSharding(Protocol):
+    """How a linear's matrices are spread over ranks: its casts, and what it exchanges with the other ranks.
+
+    distributed/tensor_parallel.py implements it; a linear on one rank has none.
+    """
+
+    mesh: Any
+    """The DeviceMesh of tensor parallelism, one axis."""
+    group: Any
+    """Its process group."""
+    weight_dim: int
+    """The dim of the weight that is sharded."""
+    weight_length: int
+    """The length of this rank's part along it."""
+
+    def weight_casts(self, config: Float8LinearConfig, hp_dtype: torch.dtype) -> MatrixCasts:
+        """The casts of this rank's part of the weight."""
+
+    def input_casts(self, input: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype) -> MatrixCasts:
+        """The casts of this rank's part of the input."""
+
+    def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """This rank's part of weight and bias, differentiably, and the bias that is added to the reduced output."""
+
+    def grad_output_operands(
+        self, grad_output: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype, needs: tuple[bool, bool]
+    ) -> tuple[Operand | None, Operand | None]:
+        """What `grad_input` and `grad_weight` read of grad_output, each where it is needed."""
+
+    def reduce_output(self, output: Tensor) -> Tensor:
+        """The result from every rank's `output` [..., tokens, N]."""
+
+
+class _GatheredInput:
+    """The casts of an input that was cast before it was gathered, with the interface of `MatrixCasts.cast`."""
+
+    def __init__(self, input: Float8Tensor) -> None:
+        self._input = input
+
+    def cast(self, hp: Tensor, cast: CastConfig, contracted_dim: int) -> Operand:
+        if cast.is_disabled:
+            raise RuntimeError("a linear that needs its input in high precision was given a Float8Tensor")
+        return self._input.operand(contracted_dim)
 
 
 class ScopedWeight:
@@ -107,12 +155,21 @@ class _Float8Linear(torch.autograd.Function):
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        how: tuple[Float8LinearConfig, torch.dtype, WeightCasts | None],
+        how: tuple[Float8LinearConfig, torch.dtype, WeightCasts | None, LinearSharding | None],
     ) -> Tensor:
-        config, hp_dtype, weight_casts = how
+        config, hp_dtype, weight_casts, sharding = how
         needs_grad_input, needs_grad_weight = ctx.needs_input_grad[:2]
-        rows = _rows(input)
-        input_casts = casts_of_activation(input, config, hp_dtype)
+        rows: Tensor = input
+        input_casts: MatrixCasts | _GatheredInput
+        if isinstance(input, Float8Tensor):
+            input_casts = _GatheredInput(input)
+        else:
+            rows = _rows(input)
+            input_casts = (
+                casts_of_activation(input, config, hp_dtype)
+                if sharding is None
+                else sharding.input_casts(input, config, hp_dtype)
+            )
         input_op = input_casts.cast(rows, config.casts.input, 1)
         saved: list[Tensor | None] = [None] * 5
         if needs_grad_weight:
@@ -124,7 +181,7 @@ class _Float8Linear(torch.autograd.Function):
             if needs_grad_input:
                 saved[2:4] = weight_casts.for_grad_input
         else:
-            casts = MatrixCasts(config, hp_dtype)
+            casts = MatrixCasts(config, hp_dtype) if sharding is None else sharding.weight_casts(config, hp_dtype)
             weight_op = casts.cast(weight, config.casts.weight, 1)
             if needs_grad_input:
                 saved[2] = weight
@@ -134,9 +191,20 @@ class _Float8Linear(torch.autograd.Function):
                     saved[3:5] = scales
         ctx.save_for_backward(*saved)
         bias_dtype = None if bias is None else bias.dtype
-        ctx.kept = config, hp_dtype, weight_casts is not None, input.shape, input.dtype, weight.dtype, bias_dtype
+        ctx.kept = (
+            config,
+            hp_dtype,
+            weight_casts is not None,
+            input.shape,
+            input.dtype,
+            weight.dtype,
+            bias_dtype,
+            sharding,
+        )
         output = _matmul(input_op, weight_op.t(), config.gemm_config_output, config, hp_dtype, bias)
-        return output if input.dim() == 2 else output.view(*input.shape[:-1], weight.shape[0])
+        if input.dim() != 2:
+            output = output.view(*input.shape[:-1], weight.shape[0])
+        return output if sharding is None else sharding.reduce_output(output)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -157,19 +225,28 @@ def _rows(tensor: Tensor) -> Tensor:
 def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     needs_grad_input, needs_grad_weight, needs_grad_bias = ctx.needs_input_grad[:3]
     input_data, input_scale, weight_data, *weight_scales = ctx.saved_tensors
-    config, hp_dtype, weight_is_cast, input_shape, input_dtype, weight_dtype, bias_dtype = ctx.kept
+    config, hp_dtype, weight_is_cast, input_shape, input_dtype, weight_dtype, bias_dtype, sharding = ctx.kept
     grad_input = grad_weight = grad_bias = None
     rows = _rows(grad_output)
-    casts = MatrixCasts(config, hp_dtype)
-    left_of_grad_input = casts.cast(rows, config.casts.grad_output, 1) if needs_grad_input else None
-    left_of_grad_weight = casts.cast(rows, config.casts.grad_output_for_grad_weight, 0) if needs_grad_weight else None
+    left_of_grad_input = left_of_grad_weight = None
+    if sharding is None:
+        casts = MatrixCasts(config, hp_dtype)
+        if needs_grad_input:
+            left_of_grad_input = casts.cast(rows, config.casts.grad_output, 1)
+        if needs_grad_weight:
+            left_of_grad_weight = casts.cast(rows, config.casts.grad_output_for_grad_weight, 0)
+    else:
+        left_of_grad_input, left_of_grad_weight = sharding.grad_output_operands(
+            grad_output, config, hp_dtype, (needs_grad_input, needs_grad_weight)
+        )
     if left_of_grad_input is not None:
         if weight_is_cast:
             weight = Operand(weight_data, weight_scales[0])
         elif weight_scales[0] is not None:
             weight = cast_with(weight_data, Scales(*weight_scales), config.casts.weight_for_grad_input, 0, config)
         else:
-            weight = MatrixCasts(config, hp_dtype).cast(weight_data, config.casts.weight_for_grad_input, 0)
+            casts = MatrixCasts(config, hp_dtype) if sharding is None else sharding.weight_casts(config, hp_dtype)
+            weight = casts.cast(weight_data, config.casts.weight_for_grad_input, 0)
         grad_input = _matmul(left_of_grad_input, weight, config.gemm_config_grad_input, config, hp_dtype)
         if len(input_shape) != 2:
             grad_input = grad_input.view(input_shape)
@@ -219,7 +296,7 @@ def float8_linear(
         ValueError: shapes or dtypes that do not fit.
     """
     config = config or Float8LinearConfig()
-    return _float8_linear(input, weight, bias, config, weight_casts)
+    return _float8_linear(input, weight, bias, config, weight_casts, None)
 
 
 def _float8_linear(
@@ -228,10 +305,11 @@ def _float8_linear(
     bias: Tensor | None,
     config: Float8LinearConfig,
     weight_casts: WeightCasts | None,
+    sharding: LinearSharding | None,
 ) -> Tensor:
     hp_dtype = compute_dtype("cpu" if input.is_cpu else input.device.type, input.dtype)
     _check_input(input, weight)
-    return _Float8Linear.apply(input, weight, bias, (config, hp_dtype, weight_casts))
+    return _Float8Linear.apply(input, weight, bias, (config, hp_dtype, weight_casts, sharding))
 
 
 def compute_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
@@ -263,6 +341,10 @@ class Float8Linear(nn.Linear):
     """
 
     config: Float8LinearConfig
+    sharding: LinearSharding | None
+    """Set by tensor parallelism (distributed/tensor_parallel.py)."""
+    gathering: object | None
+    """Set where FSDP2 gathers the weight in float8 (distributed/fsdp.py)."""
     _scoped_weight: ScopedWeight | None
     """Set while a `cast_weights_once` is open."""
     _converted_from: type[nn.Linear]
@@ -296,25 +378,51 @@ class Float8Linear(nn.Linear):
     def to_linear(self) -> nn.Linear:
         """Turn this module back into the `nn.Linear` that it was: same object, parameters, hooks and attributes."""
         self.__class__ = self._converted_from  # type: ignore[assignment]
-        del self.config, self._scoped_weight, self._converted_from
+        del self.config, self.sharding, self.gathering, self._scoped_weight, self._converted_from
         return self
 
     def _set_up(self, config: Float8LinearConfig | None, converted_from: type[nn.Linear]) -> None:
         self.config = config or Float8LinearConfig()
+        self.sharding = None
+        self.gathering = None
         self._scoped_weight = None
         self._converted_from = converted_from
 
     def forward(self, input: Tensor) -> Tensor:
+        weight = self.weight
+        if type(weight) is not nn.Parameter and type(weight) is not Tensor:
+            return self._forward_wrapped(input)
         scoped = self._scoped_weight
         if scoped is None:
-            return _float8_linear(input, self.weight, self.bias, self.config, None)
+            return _float8_linear(input, weight, self.bias, self.config, None, None)
         if not torch.compiler.is_compiling():
-            scoped.check(self.weight)
-        return _float8_linear(input, self.weight, self.bias, self.config, scoped.casts)
+            scoped.check(weight)
+        return _float8_linear(input, weight, self.bias, self.config, scoped.casts, None)
+
+    def _forward_wrapped(self, input: Tensor) -> Tensor:
+        """`forward` with a weight that is not a plain parameter: gathered in float8, sharded, or to be gathered."""
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        sharding = self.sharding
+        bias_of_whole = weight_casts = None
+        if sharding is not None:
+            weight, bias, bias_of_whole = sharding.local_parameters(weight, bias)
+        if isinstance(weight, Float8Tensor):
+            weight_casts = WeightCasts(weight.operand(1), weight.operand(0))
+        elif isinstance(weight, WrappedTensor):
+            weight = weight.plain()
+        elif hasattr(weight, "placements"):
+            raise RuntimeError(
+                f"the weight of this Float8Linear is sharded ({weight.placements}) when its forward runs. If "
+                "fully_shard did that, call the module that was given to it; if tensor parallelism, use Float8ColwiseParallel or "
+                "Float8RowwiseParallel"
+            )
+        output = _float8_linear(input, weight, bias, self.config, weight_casts, sharding)
+        return output if bias_of_whole is None else output + bias_of_whole.to(output.dtype)
 
     def extra_repr(self) -> str:
         recipe = self.config.recipe_name
         return f"{super().extra_repr()}, {f'recipe={recipe.value}' if recipe else self.config}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_scoped_weight": None}  # casts belong to a scope, not to a copy
+        return {**self.__dict__, "_scoped_weight": None, "gathering": None}  # they belong to a scope or a model

@@ -22,13 +22,14 @@ def cast_weights_once(model: nn.Module) -> Iterator[None]:
 
     Put it around the microbatches (forward and backward) of one optimizer step, eager or compiled, and leave it before
     the optimizer steps. The casts cost one byte per element and layout while the scope is open. A model without
-    Float8Linear is left alone.
+    Float8Linear is left alone, and so is a linear whose weight is not a plain parameter of its own shape: one that
+    FSDP or tensor parallelism has sharded, or that FSDP2 is to gather in float8.
 
     Raises:
         RuntimeError: the scope is already open for one of the modules, or a weight was changed or replaced inside it
             (found at the next eager use of the module, and at the exit).
     """
-    modules = [module for module in model.modules() if isinstance(module, Float8Linear)]
+    modules = [module for module in model.modules() if isinstance(module, Float8Linear) and _is_whole(module)]
     if any(module._scoped_weight is not None for module in modules):
         raise RuntimeError("cast_weights_once is already open for this model; leave it before entering again")
     try:
@@ -42,3 +43,8 @@ def cast_weights_once(model: nn.Module) -> Iterator[None]:
     finally:
         for module in modules:
             module._scoped_weight = None
+
+
+def _is_whole(linear: Float8Linear) -> bool:
+    weight = linear.weight
+    return type(weight) is nn.Parameter and weight.shape == (linear.out_features, linear.in_features)

@@ -22,7 +22,7 @@ HP = CastConfig(scaling_type=ScalingType.DISABLED)
 
 
 def test_recipes_match_the_published_table():
-    tensorwise, rowwise, gw_hp = (Float8LinearConfig.from_recipe_name(name) for name in RECIPES)
+    tensorwise, rowwise, gw_hp, shared = configs = [Float8LinearConfig.from_recipe_name(name) for name in RECIPES]
     assert [(c.scaling_granularity, c.float8_dtype) for c in tensorwise.casts] == [(TENSOR, E4M3)] * 4 + [
         (TENSOR, E5M2)
     ] * 2
@@ -33,8 +33,11 @@ def test_recipes_match_the_published_table():
     assert (casts.weight_for_grad_input.scaling_granularity, casts.weight_for_grad_input.float8_dtype) == (TENSOR, E4M3)
     assert casts.input_for_grad_weight.is_disabled
     assert casts.grad_output_for_grad_weight.is_disabled
-    assert [c.round_scales_to_power_of_2 for c in (tensorwise, rowwise, gw_hp)] == [False, True, True]
-    for config in (tensorwise, rowwise, gw_hp):
+    weight = (shared.casts.weight, shared.casts.weight_for_grad_input)
+    assert [(c.scaling_granularity, c.float8_dtype) for c in weight] == [(TENSOR, E4M3)] * 2
+    assert [shared.casts[i] for i in (0, 1, 4, 5)] == [rowwise.casts[i] for i in (0, 1, 4, 5)]
+    assert [c.round_scales_to_power_of_2 for c in configs] == [False, True, True, True]
+    for config in configs:
         assert config.gemm_config_output.use_fast_accum
         assert not config.gemm_config_grad_input.use_fast_accum
         assert not config.gemm_config_grad_weight.use_fast_accum
@@ -124,6 +127,16 @@ def test_configs_are_frozen_and_hashable():
         (lambda: CastConfig(scaling_granularity=16), "scaling_granularity: expected ScalingGranularity, got 16"),
         (lambda: Float8LinearConfig(cast_config_input="e4m3"), "cast_config_input: expected CastConfig, got 'e4m3'"),
         (lambda: Float8LinearConfig(cast_config_input=None), "cast_config_input: expected CastConfig, got None"),
+        (
+            lambda: Float8LinearConfig(
+                cast_config_weight=HP,
+                cast_config_input=HP,
+                cast_config_weight_for_grad_input=CastConfig(),
+                cast_config_input_for_grad_weight=CastConfig(),
+                enable_fsdp_float8_all_gather=True,
+            ),
+            "enable_fsdp_float8_all_gather: expected the weight in float8 in both of its matmuls, got output high",
+        ),
         (lambda: Float8LinearConfig(emulate=1), "emulate: expected bool, got 1"),
         (lambda: Float8LinearConfig(gemm_config_output=True), "gemm_config_output: expected Float8GemmConfig"),
         (lambda: Float8GemmConfig(use_fast_accum="yes"), "use_fast_accum: expected bool, got 'yes'"),
@@ -139,7 +152,6 @@ def test_bad_combinations_fail_when_made_and_say_why(make, message):
     [
         lambda: CastConfig(scaling_type=ScalingType.DELAYED),
         lambda: CastConfig(scaling_type=ScalingType.STATIC),
-        lambda: Float8LinearConfig(enable_fsdp_float8_all_gather=True),
     ],
 )
 def test_what_is_not_there_yet_says_so(make):

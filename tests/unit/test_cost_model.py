@@ -19,8 +19,11 @@ def test_larger_layers_gain_more_and_never_more_than_the_hardware(recipe):
     assert speedups[0] < 1 < speedups[-1] < 2
 
 
+BY_PUBLISHED_SPEED = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+
 def test_recipes_rank_as_published():
-    speedups = [linear_cost(16384, 4096, 14336, recipe, H100).speedup for recipe in RECIPES]
+    speedups = [linear_cost(16384, 4096, 14336, recipe, H100).speedup for recipe in BY_PUBLISHED_SPEED]
     assert speedups == sorted(speedups, reverse=True)
 
 

@@ -24,6 +24,7 @@ EXPECTED_SQNR_DB = {
     "tensorwise": (28.5, 24.6, 24.6),
     "rowwise": (28.4, 28.5, 28.5),
     "rowwise_with_gw_hp": (28.5, 28.5, None),
+    "rowwise_with_tensorwise_weight": (28.4, 28.5, 28.5),
 }
 
 
@@ -265,7 +266,13 @@ def counted(request, monkeypatch):
 
 # Tensorwise casts the weight twice, rowwise_with_gw_hp casts it row-wise and tensorwise.
 @pytest.mark.parametrize(
-    ("recipe", "amax_reads", "casts"), [("tensorwise", 3, 4), ("rowwise", 6, 6), ("rowwise_with_gw_hp", 3, 4)]
+    ("recipe", "amax_reads", "casts"),
+    [
+        ("tensorwise", 3, 4),
+        ("rowwise", 6, 6),
+        ("rowwise_with_gw_hp", 3, 4),
+        ("rowwise_with_tensorwise_weight", 5, 6),
+    ],
 )
 def test_reads_and_casts_of_one_step(recipe, amax_reads, casts, counted):
     module = make(recipe, 32, 16)

@@ -48,7 +48,7 @@ def test_casts_each_weight_once_per_layout(recipe, monkeypatch):
     casts = []
     cast = MatrixCasts._cast
     monkeypatch.setattr(MatrixCasts, "_cast", lambda self, hp, *args: casts.append(hp.shape) or cast(self, hp, *args))
-    layouts = 1 if recipe == "tensorwise" else 2
+    layouts = 1 if recipe in ("tensorwise", "rowwise_with_tensorwise_weight") else 2
     with cast_weights_once(model):
         gradients_of(model, [torch.randn(32, 64) for _ in range(4)])
     for linear in (model[0], model[2]):

@@ -1,0 +1,47 @@
+"""The exchanges between ranks that float8 needs: the largest of non-negative numbers, and bytes side by side.
+
+Both run eagerly and under the compiler, on any backend: amaxes travel as integers and codes as uint8.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def max_over_ranks(amaxes: Tensor, group: ProcessGroup) -> Tensor:
+    """The elementwise largest over the ranks of `group`, NaN where one rank has a NaN.
+
+    Args:
+        amaxes: float32, contiguous, each 0 or more or NaN; of one shape on every rank.
+    Returns:
+        A new float32 tensor, equal on every rank.
+
+    Backends lose a NaN in a maximum of floats. As integers, IEEE magnitudes order alike, with the NaNs on top.
+    """
+    # The mask clears a sign; without an operation here torch's compiler (2.13) hands the collective a view of floats.
+    bits = funcol.all_reduce(amaxes.view(torch.int32).bitwise_and(0x7FFFFFFF), "max", group)
+    return funcol.wait_tensor(bits).view(torch.float32)
+
+
+def gather(local: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """The `local` of every rank of `group`, in rank order along `dim`; any dtype, one shape on every rank."""
+    if local.itemsize == 1:
+        return _gather(local.view(torch.uint8), dim, group).view(local.dtype)
+    return _gather(local, dim, group)
+
+
+def _gather(local: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    return funcol.wait_tensor(funcol.all_gather_tensor(local.contiguous(), dim, group))
+
+
+def reduce_scatter(whole: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """This rank's part along `dim` of the sum over the ranks of `group`."""
+    return funcol.wait_tensor(funcol.reduce_scatter_tensor(whole.contiguous(), "sum", dim, group))
+
+
+def all_reduce(whole: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum over the ranks of `group`, a new tensor."""
+    return funcol.wait_tensor(funcol.all_reduce(whole.contiguous(), "sum", group))

@@ -1,0 +1,469 @@
+"""Float8 all-gather for FSDP2: weights are cast on their shards, with the scales of the whole, and gathered as codes.
+
+    convert_to_float8_training(model, config=replace(config, enable_fsdp_float8_all_gather=True))
+    fully_shard(model)
+    ...
+    optimizer.step()
+    precompute_float8_dynamic_scale_for_fsdp(model)      # optional
+
+The parameters that FSDP holds and the optimizer updates stay in high precision. Between pre- and post-all-gather a
+weight is one uint8 payload for each cast of it: one where both of its matmuls read the same cast, two where they do not
+(config.py). The unsharded parameter is a `Float8Tensor`, which lives as long as FSDP keeps it gathered; no unsharded
+weight in high precision ever exists.
+
+[Note: whose scales are these]
+Scales are kept beside the shard that they were computed from and dropped with the first write to it: every operation
+on a shard passes `GatherableWeight.__torch_dispatch__`, which sees an optimizer's multi-tensor kernels too, where
+version counters do not move. What passes it runs on all ranks alike, so all ranks find a scale missing together, and
+all join the collective that makes it. A write that goes around it (into a tensor of a state_dict) may happen on some
+ranks only, for a shard can be empty; a rank that finds such a write in a version counter cannot know what the others
+found, so it raises instead of starting a collective that the others may not join.
+
+[Note: padding]
+FSDP pads the shards of some ranks to the length of the others: at its first unshard and after load_state_dict it makes
+zeros, and copies the shard to their beginning. That is a write on some ranks only, and no change of the weight. So the
+zeros belong to the weight from the start, and the one copy of it into them drops no scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+from quaver.casts import Operand
+from quaver.distributed.agreement import check_ranks_agree
+from quaver.distributed.weight_scales import Shard, WholeScales, compute_whole_scales, scale_dims, shard_of
+from quaver.kernels.cast import cast_with_scale
+from quaver.linear import Float8Linear
+from quaver.tensor import Float8Tensor, WrappedTensor
+
+aten = torch.ops.aten
+
+_VIEWS = frozenset(
+    {
+        aten.alias.default,
+        aten.as_strided.default,
+        aten.detach.default,
+        aten.slice.Tensor,
+        aten.view.default,
+    }
+)
+_COPIES = frozenset(
+    {
+        aten._pin_memory.default,
+        aten._to_copy.default,
+        aten.clone.default,
+        aten.empty_like.default,
+    }
+)
+
+
+class _ScaleBox:
+    """The scales of one shard, shared by all views of it."""
+
+    __slots__ = ("cast", "scales")
+
+    def __init__(self) -> None:
+        self.scales: WholeScales | None = None
+        self.cast: tuple[Tensor, int] | None = None
+        """The plain tensor that the scales are of, and its version then."""
+
+    def __deepcopy__(self, memo: object) -> _ScaleBox:
+        return _ScaleBox()
+
+
+class _Padding:
+    """Marks zeros, and views of them, until FSDP has copied the shard to their beginning; see [Note: padding]."""
+
+    __slots__ = ("unused",)
+
+    def __init__(self) -> None:
+        self.unused = True
+
+
+class _Gather(NamedTuple):
+    """What post-all-gather needs of pre-all-gather."""
+
+    dims: list[int | None]
+    scales: WholeScales
+    size: tuple[int, int]
+    float8_dtype: torch.dtype
+
+
+class GatherableWeight(WrappedTensor):
+    """A weight, or a shard of one, that FSDP2 gathers in float8; for everything else it is the tensor inside.
+
+    Attributes:
+        wrapped: the plain tensor, high precision [n, K].
+    """
+
+    wrapped: Tensor
+    box: _ScaleBox
+    padding: _Padding | None
+
+    @staticmethod
+    def __new__(
+        cls, wrapped: Tensor, box: _ScaleBox | None = None, padding: _Padding | None = None
+    ) -> GatherableWeight:
+        return Tensor._make_wrapper_subclass(
+            cls,
+            wrapped.shape,
+            strides=wrapped.stride(),
+            storage_offset=wrapped.storage_offset(),
+            dtype=wrapped.dtype,
+            layout=wrapped.layout,
+            device=wrapped.device,
+            requires_grad=False,
+        )
+
+    def __init__(self, wrapped: Tensor, box: _ScaleBox | None = None, padding: _Padding | None = None) -> None:
+        self.wrapped = wrapped
+        self.box = box or _ScaleBox()
+        self.padding = padding
+
+    def plain(self) -> Tensor:
+        return cast(Tensor, _Plain.apply(self))
+
+    def remember(self, scales: WholeScales) -> None:
+        """Keep the scales of the whole weight until the shard is written to."""
+        self.box.scales, self.box.cast = scales, (self.wrapped, self.wrapped._version)
+
+    def scales(self) -> WholeScales | None:
+        """The scales of the whole weight, None if they are unknown or the shard has been written to since.
+
+        Raises:
+            RuntimeError: the tensor inside was written to by another way; see [Note: whose scales are these].
+        """
+        box = self.box
+        if box.scales is not None and box.cast is not None:
+            of, version = box.cast
+            if of is not self.wrapped:  # padded since
+                box.cast = self.wrapped, self.wrapped._version
+            elif version != of._version:
+                raise RuntimeError(
+                    "the shard of a float8 weight was written to directly (through a state_dict?) after its scale was "
+                    "computed. After such a write call model.load_state_dict, or "
+                    "precompute_float8_dynamic_scale_for_fsdp(model), on every rank"
+                )
+        return box.scales
+
+    # ---- what FSDP2 asks of a parameter --------------------------------------------------------------------------
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: Float8Linear,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[Tensor, ...], _Gather]:
+        """Cast this shard: one uint8 tensor of the padded shard's shape for each cast of the weight."""
+        config = module.config
+        scales = _local(module).scales()
+        if scales is None:
+            scales = _compute_scales_of_siblings(module)
+        shard = _shard(module)._replace(local=self.wrapped)
+        dims, float8_dtype = scale_dims(config), config.casts.weight.float8_dtype
+        codes = [_cast(shard, scales[dim].quant, float8_dtype) for dim in dims]
+        return tuple(codes), _Gather(dims, scales, shard.size, float8_dtype)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: _Gather,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The gathered weight, a `Float8Tensor` over the memory that FSDP gathers into."""
+        elements = metadata.size[0] * metadata.size[1]
+        operands = [
+            Operand(
+                codes.view(-1)[:elements].view(metadata.size).view(metadata.float8_dtype),  # without FSDP's padding
+                metadata.scales[dim].dequant,
+            )
+            for dim, codes in zip(metadata.dims, all_gather_outputs, strict=True)
+        ]
+        last, first = operands[0], operands[-1]
+        if out is None:
+            return Float8Tensor.from_operands(last, first, param_dtype), all_gather_outputs
+        gathered = out._local_tensor if isinstance(out, DTensor) else out
+        cast(Float8Tensor, gathered).set_operands(last, first)
+        return None
+
+    # ---- what torch asks of a subclass ---------------------------------------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["wrapped"], None
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], meta: None, outer_size: object, outer_stride: object
+    ) -> GatherableWeight:
+        return GatherableWeight(inner["wrapped"])
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"GatherableWeight({self.wrapped})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        args_wrapped, kwargs_wrapped = tree_map_only(cls, lambda weight: weight.wrapped, (args, kwargs))
+        out = func(*args_wrapped, **kwargs_wrapped)
+        if func._schema.is_mutable:
+            if not _is_padding_copy(func, args):
+                for weight in _written(func, args, kwargs):
+                    weight.box.scales = None
+            return args[0] if isinstance(out, Tensor) and isinstance(args[0], cls) else out
+        if func in _VIEWS:
+            return cls(out, args[0].box, args[0].padding)
+        if func is aten.new_zeros.default:
+            return cls(out, args[0].box, _Padding())
+        return cls(out) if func in _COPIES else out
+
+
+def _is_padding_copy(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether this copies a shard to the beginning of its padding; see [Note: padding]."""
+    if func is not aten.copy_.default:
+        return False
+    to, source = args[0], args[1]
+    if not (isinstance(to, GatherableWeight) and isinstance(source, GatherableWeight)):
+        return False
+    padding = to.padding
+    if padding is None or not padding.unused or source.box is not to.box or source.padding is padding:
+        return False
+    padding.unused = False
+    return True
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[GatherableWeight]:
+    """The weights that a call writes to."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            for item in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(item, GatherableWeight):
+                    yield item
+
+
+class _Plain(torch.autograd.Function):
+    """The tensor inside a weight; its gradient is the weight's."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: GatherableWeight) -> Tensor:
+        return weight.wrapped.view_as(weight.wrapped)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _cast(shard: Shard, quant_scale: Tensor, float8_dtype: torch.dtype) -> Tensor:
+    """The codes of a shard as uint8, padded to the size that every rank sends."""
+    local = shard.local
+    length = -(-shard.size[shard.dim] // shard.fsdp_group.size())
+    missing = length - local.shape[shard.dim]
+    if local.numel() == 0:
+        return local.new_zeros((length, shard.size[1]), dtype=torch.uint8)
+    scale = shard.part(quant_scale).to(local.device)
+    codes = cast_with_scale(local, scale, float8_dtype).view(torch.uint8)
+    return F.pad(codes, (0, 0, 0, missing)) if missing else codes  # FSDP pads dim 0 only
+
+
+# ---- the linears whose weights are gathered together -----------------------------------------------------------------
+
+
+NamedLinears = Sequence[tuple[str, Float8Linear]]
+
+
+class _Siblings:
+    """The linears of one model, whose scales are computed together; each of them holds this object."""
+
+    def __init__(self, named: NamedLinears) -> None:
+        self.named = named
+        self.checked: set[ProcessGroup] = set()
+
+
+class _Gathering(NamedTuple):
+    """What a linear knows of the gathering of its weight; not copied with it, for a copy has other siblings."""
+
+    siblings: _Siblings
+    hooks: tuple[RemovableHandle, ...]
+
+
+def make_gatherable(named_linears: NamedLinears) -> None:
+    """Have FSDP2 gather the weights of these linears in float8; called by the conversion.
+
+    Each weight becomes a `GatherableWeight` around the same storage: a new parameter, so make optimizers afterwards.
+    """
+    siblings = _Siblings(named_linears)
+    for _, linear in named_linears:
+        _wrap(linear)
+        hooks = (
+            linear.register_state_dict_post_hook(_plain_in_state_dict),
+            linear.register_load_state_dict_post_hook(_wrap_after_load),
+        )
+        linear.gathering = _Gathering(siblings, hooks)
+
+
+def make_plain(linear: Float8Linear) -> None:
+    """Undo `make_gatherable` for one linear. Raises RuntimeError once `fully_shard` has taken the weight."""
+    weight = linear.weight
+    if isinstance(weight, DTensor) and isinstance(weight._local_tensor, GatherableWeight):
+        raise RuntimeError("a weight that fully_shard gathers in float8 cannot be converted back; convert before it")
+    if isinstance(weight, GatherableWeight):
+        linear.weight = nn.Parameter(weight.wrapped, requires_grad=weight.requires_grad)
+    if linear.gathering is not None:
+        for hook in cast(_Gathering, linear.gathering).hooks:
+            hook.remove()
+        linear.gathering = None
+
+
+@contextmanager
+def keep_gatherable(linear: Float8Linear) -> Iterator[None]:
+    """Show the plain weight inside the block, which may shard it, and wrap what it leaves."""
+    weight = linear.weight
+    if not isinstance(weight, GatherableWeight):
+        yield
+        return
+    linear.weight = nn.Parameter(weight.wrapped, requires_grad=weight.requires_grad)
+    yield
+    _wrap(linear)
+
+
+def _wrap(linear: Float8Linear) -> None:
+    weight = linear.weight
+    if isinstance(weight, DTensor):
+        if not isinstance(weight._local_tensor, GatherableWeight):
+            weight._local_tensor = GatherableWeight(weight._local_tensor)
+    elif not isinstance(weight, GatherableWeight):
+        linear.weight = nn.Parameter(GatherableWeight(weight.detach()), requires_grad=weight.requires_grad)
+
+
+def _wrap_after_load(linear: nn.Module, incompatible_keys: object) -> None:
+    """`load_state_dict(assign=True)` brings plain tensors."""
+    if isinstance(linear, Float8Linear) and not isinstance(linear.weight, Float8Tensor):
+        _wrap(linear)
+
+
+def _plain_in_state_dict(linear: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
+    """State dicts hold plain tensors, which share the memory of the weight."""
+    weight = state_dict.get(prefix + "weight")
+    if not isinstance(linear, Float8Linear) or isinstance(weight, nn.Parameter):  # keep_vars asks for the parameters
+        return
+    if isinstance(weight, GatherableWeight):
+        state_dict[prefix + "weight"] = _local(linear).wrapped.detach()
+    elif isinstance(weight, DTensor) and isinstance(weight._local_tensor, GatherableWeight):
+        state_dict[prefix + "weight"] = DTensor.from_local(
+            _local(linear).wrapped.detach(),  # of the weight itself: an alias of it would not move its version counter
+            weight.device_mesh,
+            weight.placements,
+            run_check=False,
+            shape=weight.shape,
+            stride=weight.stride(),
+        )
+
+
+def _local(linear: Float8Linear) -> GatherableWeight:
+    weight = linear.weight
+    return cast(GatherableWeight, weight._local_tensor if isinstance(weight, DTensor) else weight)
+
+
+def _shard(linear: Float8Linear) -> Shard:
+    return shard_of(linear, lambda local: cast(GatherableWeight, local).wrapped)
+
+
+def _is_sharded(linear: Float8Linear) -> bool:
+    """Whether FSDP holds the weight of `linear` sharded, to be gathered in float8."""
+    weight = linear.weight
+    if not isinstance(weight, DTensor) or not isinstance(weight._local_tensor, GatherableWeight):
+        return False
+    return linear.sharding is None or weight.device_mesh.ndim > linear.sharding.mesh.ndim
+
+
+def _compute_scales_of_siblings(module: Float8Linear) -> WholeScales:
+    """Compute the scales of `module` and of every sibling that has none, in one collective."""
+    if module.gathering is None:  # a copy
+        module.gathering = _Gathering(_Siblings([("", module)]), ())
+    siblings = cast(_Gathering, module.gathering).siblings
+    own = _shard(module)
+    stale = []
+    for name, linear in siblings.named:
+        if _is_sharded(linear) and _local(linear).scales() is None:
+            shard = _shard(linear)
+            if (shard.fsdp_group, shard.tp_group) == (own.fsdp_group, own.tp_group):
+                stale.append((name, linear))
+    if own.fsdp_group not in siblings.checked:
+        check_ranks_agree(_describe(stale), own.fsdp_group, own.device, what="the weights to gather in float8")
+        siblings.checked.add(own.fsdp_group)
+    _compute_and_remember([linear for _, linear in stale])
+    return cast(WholeScales, _local(module).scales())
+
+
+def _compute_and_remember(linears: Sequence[Float8Linear]) -> None:
+    with torch.no_grad():
+        scales = compute_whole_scales([_shard(linear) for linear in linears], [linear.config for linear in linears])
+    for linear, of_weight in zip(linears, scales, strict=True):
+        _local(linear).remember(of_weight)
+
+
+def _describe(named: NamedLinears) -> list[str]:
+    return [f"{name} {list(linear.weight.shape)}: {linear.config}" for name, linear in named]
+
+
+def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
+    """Compute the scales of every weight under `module` that FSDP2 gathers in float8, in one all-reduce.
+
+    Call it after `optimizer.step()`, on every rank. Without it the first gather of the next step does the same work, at
+    a moment when the gather has to wait for it. Scales stay in use until their weight is written to, by an optimizer,
+    by `load_state_dict` or by any operation on the parameter. A module without such weights is left alone.
+
+    One collective whatever the number of weights: over the ranks that share the weights' shards, and over those of
+    tensor parallelism at the same time if both together are all ranks; otherwise one more for tensor parallelism.
+    The first call for a module also checks, in a collective of 16 bytes, that the ranks agree about the weights.
+
+    Raises:
+        RuntimeError: on every rank, if ranks have different weights to gather or different configs for them.
+    """
+    named = [
+        (name, child)
+        for name, child in module.named_modules()
+        if isinstance(child, Float8Linear) and _is_sharded(child)
+    ]
+    _check_once(module, named)
+    together: dict[tuple[ProcessGroup, ProcessGroup | None], list[Float8Linear]] = {}
+    for _, linear in named:
+        shard = _shard(linear)
+        together.setdefault((shard.fsdp_group, shard.tp_group), []).append(linear)
+    for linears in together.values():
+        _compute_and_remember(linears)
+
+
+def _check_once(module: nn.Module, named: NamedLinears) -> None:
+    """Check that the ranks agree, in a group that exists on a rank without such weights too."""
+    checked = [id(linear) for _, linear in named]
+    if getattr(module, "_float8_gather_checked", None) == checked:
+        return
+    sharded = next((p for p in module.parameters() if isinstance(p, DTensor)), None)
+    if sharded is None:
+        return
+    axis = next((i for i, placement in enumerate(sharded.placements) if hasattr(placement, "dim")), 0)
+    mesh = sharded.device_mesh
+    group, device = mesh.get_group(axis), torch.device(mesh.device_type)
+    check_ranks_agree(_describe(named), group, device, what="the weights to gather in float8")
+    module._float8_gather_checked = checked  # type: ignore[assignment]

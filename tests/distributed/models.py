@@ -1,0 +1,100 @@
+"""The small model of the distributed tests, and one process that computes what the ranks together must."""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from quaver import Float8Linear, Float8LinearConfig, convert_to_float8_training
+from quaver.linear import cast_weight
+from quaver.tensor import Float8Tensor
+
+DIM = 18  # neither it nor HIDDEN divides by 4: the last rank's shards are smaller
+HIDDEN = 42
+TOKENS = 6
+LEARNING_RATE = 2e-3
+
+
+class Block(nn.Module):
+    """Residual feed-forward."""
+
+    def __init__(self, dim=DIM, hidden=HIDDEN):
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, hidden)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, hidden):
+        return hidden + self.down(torch.nn.functional.gelu(self.up(self.norm(hidden))))
+
+
+def make_model(layers=3, dim=DIM, hidden=HIDDEN):
+    """The same weights on every call, with rows and columns of unlike size: no part has the scale of another."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block(dim, hidden) for _ in range(layers)], nn.Linear(dim, 3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(torch.linspace(0.3, 2.0, parameter.shape[0])[:, None])
+                parameter.mul_(torch.linspace(1.5, 0.5, parameter.shape[1]))
+    return model
+
+
+def batches(steps, ranks, seed=1):
+    """One global batch [ranks * TOKENS, DIM] for each step; rank r takes the r-th part of it."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(ranks * TOKENS, DIM, generator=generator) for _ in range(steps)]
+
+
+def loss_of(output):
+    return output.float().square().mean()
+
+
+def config_of(recipe, **options):
+    """The config of a recipe; "tensorwise_power_of_2" has rounded scales too."""
+    if recipe == "tensorwise_power_of_2":
+        return Float8LinearConfig(round_scales_to_power_of_2=True, **options)
+    return replace(Float8LinearConfig.from_recipe_name(recipe), **options)
+
+
+def single_process_losses(config, steps, ranks, *, param_dtype=None, float8_gather=False, compiled=False):
+    """The losses of one process that takes the ranks' parts of each global batch one after another.
+
+    With `param_dtype` it computes as MixedPrecisionPolicy(param_dtype) does: with parameters rounded to it, save for
+    the weights that are gathered in float8, which are cast from the master.
+    """
+    model = make_model()
+    convert_to_float8_training(model, config=config)
+    if compiled:
+        for block in model:
+            block.compile(fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    losses = []
+    for batch in batches(steps, ranks):
+        total = 0.0
+        for part in batch.chunk(ranks):
+            used = _used_parameters(model, config, param_dtype or torch.float32, float8_gather)
+            output = torch.func.functional_call(model, used, part if param_dtype is None else part.to(param_dtype))
+            loss = loss_of(output) / ranks
+            loss.backward()
+            total += loss.item()
+            for name, parameter in model.named_parameters():
+                grad = used[name].grad.float()
+                parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def _used_parameters(model, config, dtype, float8_gather):
+    weights = {name + ".weight" for name, module in model.named_modules() if isinstance(module, Float8Linear)}
+    used = {}
+    for name, parameter in model.named_parameters():
+        if float8_gather and name in weights:
+            casts = cast_weight(parameter.detach(), config, dtype)
+            value = Float8Tensor.from_operands(casts.for_output, casts.for_grad_input, dtype)
+        else:
+            value = parameter.detach().to(dtype, copy=True)
+        used[name] = value.requires_grad_()
+    return used

@@ -1,0 +1,125 @@
+"""Runs a function on every rank of a gloo process group, in processes that are kept from test to test.
+
+    results = run(4, function, *arguments)        # function(*arguments) on 4 ranks; one result per rank, in rank order
+
+The function is a module-level one and its arguments and results can be pickled. Every call has a time limit, and so has
+every collective in it; after a failure the processes are replaced, since their collectives may be out of step.
+"""
+
+import atexit
+import importlib
+import multiprocessing
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+
+_pools = {}
+
+
+class RanksError(AssertionError):
+    """What the ranks raised: `messages` has one string per rank, None for a rank that raised nothing in time."""
+
+    def __init__(self, messages):
+        self.messages = messages
+        super().__init__("\n".join(f"rank {rank}: {message}" for rank, message in enumerate(messages) if message))
+
+
+def run(world_size, function, *arguments, timeout=180.0, collective_timeout=None):
+    """Call `function(*arguments)` on `world_size` ranks and return their results.
+
+    Raises:
+        RanksError: if a rank raises, or does not end within `timeout` seconds.
+    """
+    if collective_timeout is not None:  # a pool of its own, since a group's time limit is fixed
+        pool = _Pool(world_size, timedelta(seconds=collective_timeout))
+        try:
+            return pool.call(function, arguments, timeout)
+        finally:
+            pool.close()
+    pool = _pools.get(world_size)
+    if pool is None:
+        pool = _pools[world_size] = _Pool(world_size, COLLECTIVE_TIMEOUT)
+    try:
+        return pool.call(function, arguments, timeout)
+    except BaseException:
+        _pools.pop(world_size).close()
+        raise
+
+
+class _Pool:
+    def __init__(self, world_size, collective_timeout):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(
+            ["torch", "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "quaver"]
+        )
+        self.store = Path(tempfile.mkdtemp()) / "store"
+        self.connections, self.processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, world_size, str(self.store), collective_timeout, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.connections.append(ours)
+            self.processes.append(process)
+
+    def call(self, function, arguments, timeout):
+        for connection in self.connections:
+            connection.send((function.__module__, function.__qualname__, arguments))
+        deadline = time.monotonic() + timeout
+        results, messages = [], []
+        for connection in self.connections:
+            if not connection.poll(max(0.0, deadline - time.monotonic())):
+                result, message = None, f"no answer within {timeout} s"
+            else:
+                try:
+                    result, message = connection.recv()
+                except EOFError:
+                    result, message = None, "the process died"
+            results.append(result)
+            messages.append(message)
+        if any(messages):
+            raise RanksError(messages)
+        return results
+
+    def close(self):
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(10)
+
+
+@atexit.register
+def _close_all():
+    for pool in _pools.values():
+        pool.close()
+
+
+def _serve(rank, world_size, store, collective_timeout, connection):
+    import os
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=collective_timeout
+    )
+    while True:
+        try:
+            module, name, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            torch.manual_seed(0)
+            result, message = getattr(importlib.import_module(module), name)(*arguments), None
+        except BaseException:  # noqa: BLE001 - whatever it is, the test process shows it
+            result, message = None, traceback.format_exc()
+        torch.compiler.reset()
+        connection.send((result, message))
