@@ -414,8 +414,8 @@ class Float8Linear(nn.Linear):
         elif hasattr(weight, "placements"):
             raise RuntimeError(
                 f"the weight of this Float8Linear is sharded ({weight.placements}) when its forward runs. If "
-                "fully_shard did that, call the module that was given to it; if tensor parallelism, use Float8ColwiseParallel or "
-                "Float8RowwiseParallel"
+                "fully_shard did that, call the module that was given to it; if tensor parallelism, use "
+                "Float8ColwiseParallel or Float8RowwiseParallel"
             )
         output = _float8_linear(input, weight, bias, self.config, weight_casts, sharding)
         return output if bias_of_whole is None else output + bias_of_whole.to(output.dtype)

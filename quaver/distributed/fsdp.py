@@ -176,6 +176,8 @@ class GatherableWeight(WrappedTensor):
         shard = _shard(module)._replace(local=self.wrapped)
         dims, float8_dtype = scale_dims(config), config.casts.weight.float8_dtype
         codes = [_cast(shard, scales[dim].quant, float8_dtype) for dim in dims]
+        if len(codes) > 1 and mesh.size() == 1:
+            codes = [torch.cat(codes)]  # with nothing to gather, torch passes on the first payload only
         return tuple(codes), _Gather(dims, scales, shard.size, float8_dtype)
 
     def fsdp_post_all_gather(
@@ -188,12 +190,15 @@ class GatherableWeight(WrappedTensor):
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The gathered weight, a `Float8Tensor` over the memory that FSDP gathers into."""
         elements = metadata.size[0] * metadata.size[1]
+        payloads: Sequence[Tensor] = all_gather_outputs
+        if len(payloads) < len(metadata.dims):
+            payloads = all_gather_outputs[0].chunk(len(metadata.dims))
         operands = [
             Operand(
                 codes.view(-1)[:elements].view(metadata.size).view(metadata.float8_dtype),  # without FSDP's padding
                 metadata.scales[dim].dequant,
             )
-            for dim, codes in zip(metadata.dims, all_gather_outputs, strict=True)
+            for dim, codes in zip(metadata.dims, payloads, strict=True)
         ]
         last, first = operands[0], operands[-1]
         if out is None:
