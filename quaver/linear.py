@@ -287,6 +287,7 @@ def float8_linear(
     Args:
         input: [..., K], float32, bfloat16 or float16, any strides.
         weight: [N, K], of input's dtype; under autocast of any high-precision dtype (it is cast to float8 from there).
+            Either may be a `Float8Tensor`, cast before for the matmuls that read it.
         bias: [N] or None.
         config: what to cast and how; None for the tensorwise recipe.
         weight_casts: the weight's casts, if they have been made (see `cast_weights_once`).
@@ -296,7 +297,13 @@ def float8_linear(
         ValueError: shapes or dtypes that do not fit.
     """
     config = config or Float8LinearConfig()
+    if weight_casts is None and isinstance(weight, Float8Tensor):
+        weight_casts = _casts_of_gathered(weight)
     return _float8_linear(input, weight, bias, config, weight_casts, None)
+
+
+def _casts_of_gathered(weight: Float8Tensor) -> WeightCasts:
+    return WeightCasts(weight.operand(1), weight.operand(0))
 
 
 def _float8_linear(
@@ -408,7 +415,7 @@ class Float8Linear(nn.Linear):
         if sharding is not None:
             weight, bias, bias_of_whole = sharding.local_parameters(weight, bias)
         if isinstance(weight, Float8Tensor):
-            weight_casts = WeightCasts(weight.operand(1), weight.operand(0))
+            weight_casts = _casts_of_gathered(weight)
         elif isinstance(weight, WrappedTensor):
             weight = weight.plain()
         elif hasattr(weight, "placements"):

@@ -1,0 +1,101 @@
+"""FSDP2 and tensor parallelism over NCCL, in a group of one rank: streams, devices and layouts, not exchange."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from quaver import convert_to_float8_training
+from quaver.distributed import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+    precompute_float8_dynamic_scale_for_fsdp,
+)
+from tests.distributed.models import config_of
+from tests.reference import RECIPES
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory):
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
+    yield init_device_mesh("cuda", (1,), mesh_dim_names=("all",))
+    dist.destroy_process_group()
+
+
+class FeedForward(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = torch.nn.Linear(64, 128, bias=False)
+        self.up = torch.nn.Linear(64, 128, bias=False)
+        self.down = torch.nn.Linear(128, 64, bias=False)
+
+    def forward(self, hidden):
+        return self.down(torch.nn.functional.silu(self.gate(hidden)) * self.up(hidden))
+
+
+def make(recipe, **options):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(FeedForward(), FeedForward()).to("cuda", torch.bfloat16)
+    return convert_to_float8_training(model, config=config_of(recipe, **options))
+
+
+def losses(model, *, precompute=False):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    generator = torch.Generator("cuda").manual_seed(1)
+    result = []
+    for _ in range(3):
+        input = torch.randn(2, 16, 64, generator=generator, device="cuda", dtype=torch.bfloat16)
+        loss = model(input).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if precompute:
+            precompute_float8_dynamic_scale_for_fsdp(model)
+        result.append(loss.item())
+    return result
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("way", ["plain", "precompute", "offload", "compile"])
+def test_fsdp_with_float8_all_gather(recipe, way, mesh):
+    reference = make(recipe)
+    if way == "compile":
+        reference = torch.nn.Sequential(*[torch.compile(block) for block in reference])
+    expected = losses(reference)
+    model = make(recipe, enable_fsdp_float8_all_gather=True)
+    options = {"offload_policy": CPUOffloadPolicy()} if way == "offload" else {}
+    for block in model:
+        if way == "compile":
+            block.compile(fullgraph=True)
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    assert losses(model, precompute=way == "precompute") == pytest.approx(expected, rel=2e-2)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tensor_and_sequence_parallel(recipe, compiled, mesh):
+    reference = make(recipe)
+    expected = losses(torch.compile(reference, fullgraph=True) if compiled else reference)
+    model = make(recipe)
+    for block in model:
+        plan = {
+            "gate": Float8ColwiseParallel(),
+            "up": Float8ColwiseParallel(),
+            "down": Float8RowwiseParallel(output_layouts=Shard(1)),
+        }
+        parallelize_module(block, mesh, plan)
+        prepare = PrepareFloat8ModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True
+        )
+        parallelize_module(block, mesh, prepare)
+    if compiled:
+        model = torch.compile(model, fullgraph=True)
+    assert losses(model) == pytest.approx(expected, rel=2e-2)
