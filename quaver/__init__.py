@@ -20,6 +20,12 @@ from quaver.convert import (
     convert_to_high_precision,
 )
 from quaver.cost_model import auto_filter_for_recipe
+from quaver.distributed import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+    precompute_float8_dynamic_scale_for_fsdp,
+)
 from quaver.linear import Float8Linear, float8_linear
 from quaver.weight_scope import cast_weights_once
 
@@ -29,10 +35,13 @@ __all__ = [
     "CastConfig",
     "ConversionReport",
     "FilterDecision",
+    "Float8ColwiseParallel",
     "Float8GemmConfig",
     "Float8Linear",
     "Float8LinearConfig",
     "Float8LinearRecipeName",
+    "Float8RowwiseParallel",
+    "PrepareFloat8ModuleInput",
     "ScalingGranularity",
     "ScalingType",
     "auto_filter_for_recipe",
@@ -41,4 +50,5 @@ __all__ = [
     "convert_to_float8_training",
     "convert_to_high_precision",
     "float8_linear",
+    "precompute_float8_dynamic_scale_for_fsdp",
 ]
