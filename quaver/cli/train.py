@@ -1,25 +1,73 @@
-"""`quaver train [CONFIG.toml] [--section.field value ...]`."""
+"""`quaver train [CONFIG.toml] [--section.field value ...]`, in one process or in each that torchrun starts."""
 
-from quaver.cli.errors import bad_input, print_error
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from quaver.cli.errors import BAD_INPUT, bad_input, print_error
 from quaver.trainer.config_io import load_config, parse_arguments, print_help
 from quaver.trainer.nonfinite import NonFiniteError
-from quaver.trainer.train import prepare, train
+from quaver.trainer.ranks import Ranks, read_ranks
+from quaver.trainer.train import Plan, build, open_folder, plan_run, train
 
+EXIT_BAD_INPUT = 2
 EXIT_NONFINITE = 3
 EXIT_INTERRUPTED = 130
 
 
 def run(argv: list[str]) -> int:
-    """Train as `argv` says; 0 when finished, 2 for bad input, 3 for a non-finite loss, 130 after Ctrl-C."""
-    if "--help" in argv or "-h" in argv:
-        print_help()
-        return 0
+    """Train as `argv` says; 0 when finished, 2 for bad input, 3 for a non-finite loss, 130 after Ctrl-C or SIGTERM.
+
+    All ranks return the same, and only the first says anything.
+    """
     with bad_input():
+        ranks = read_ranks()
+    if "--help" in argv or "-h" in argv:
+        if ranks.is_first:
+            print_help()
+        return 0
+    with _agreed_input(ranks) as told:
         config_path, flags = parse_arguments(argv)
-        prepared = prepare(load_config(config_path, flags))
+        plan = plan_run(load_config(config_path, flags), ranks)
+        told.fingerprint = plan.fingerprint
+    with _agreed_input(ranks):
+        open_folder(plan)
     try:
-        summary = train(prepared)
+        with ranks.process_group(plan.device, plan.config.comm.train_timeout_seconds):
+            return _train(plan)
+    except KeyboardInterrupt:
+        if ranks.is_first:
+            raise
+        return EXIT_INTERRUPTED
+
+
+@dataclass
+class _Told:
+    """What a rank tells the others of its input."""
+
+    fingerprint: str = ""
+
+
+@contextmanager
+def _agreed_input(ranks: Ranks) -> Iterator[_Told]:
+    """Leave the block once every rank has; if the input was bad on one, with SystemExit(2) on all and one line."""
+    told, error = _Told(), None
+    try:
+        yield told
+    except BAD_INPUT as found:
+        error = found
+    verdict = ranks.agree(str(error or ""), told.fingerprint)
+    if verdict:
+        if ranks.is_first:
+            print_error(verdict)
+        raise SystemExit(EXIT_BAD_INPUT) from error
+
+
+def _train(plan: Plan) -> int:
+    try:
+        summary = train(build(plan))
     except NonFiniteError as error:
-        print_error(error)
+        if plan.ranks.is_first:
+            print_error(error)
         return EXIT_NONFINITE
     return EXIT_INTERRUPTED if summary["status"] == "interrupted" else 0

@@ -6,14 +6,21 @@ the command line.
 
 import math
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from quaver.config import Float8LinearConfig
+from tyro.conf import arg
+
+from quaver.config import Float8LinearConfig, Float8LinearRecipeName
 
 BYTE_VOCAB_SIZE = 256
 """Text is read as bytes, so a model needs one token for each value of a byte."""
 
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
+RECIPES = ", ".join(name.value for name in Float8LinearRecipeName)
+TENSOR_PARALLEL_SIZES = ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
+"""Sizes of the model that tensor parallel ranks split; they split the sequence too."""
+RESHARD_POLICIES = ("default", "always", "never")
 
 
 def require(holds: bool, name: str, expected: str, got: object, fix: str = "") -> None:
@@ -109,9 +116,10 @@ class Training:
     seq_len: int = 256
     """Tokens in one sequence."""
     local_batch_size: int = 8
-    """Sequences in one forward and backward."""
+    """Sequences in one forward and backward of one data-parallel rank."""
     global_batch_size: int = -1
-    """Sequences in one optimizer step, reached by gradient accumulation; -1 means local_batch_size."""
+    """Sequences in one optimizer step, over all ranks, reached by gradient accumulation; -1 means local_batch_size on
+    each data-parallel rank, once."""
     max_norm: float = 1.0
     """Gradients are clipped to this norm."""
     compile: bool = False
@@ -154,13 +162,50 @@ class Training:
 
     @property
     def step_batch_size(self) -> int:
-        """Sequences in one optimizer step."""
+        """Sequences in one optimizer step; of a config that `resolve` has not seen, on one data-parallel rank."""
         return self.local_batch_size if self.global_batch_size == -1 else self.global_batch_size
 
     @property
     def step_tokens(self) -> int:
-        """Tokens in one optimizer step."""
+        """Tokens in one optimizer step, over all ranks."""
         return self.step_batch_size * self.seq_len
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How the ranks that torchrun starts share the work; the product of the degrees is their number."""
+
+    data_parallel_replicate_degree: int = 1
+    """Groups of ranks that hold a whole copy of the weights each (HSDP)."""
+    data_parallel_shard_degree: int = -1
+    """Ranks over which FSDP2 shards each copy; -1 means all that the other two degrees leave."""
+    tensor_parallel_degree: int = 1
+    """Ranks that share each linear and, between linears, the sequence."""
+    fsdp_reshard_after_forward: str = "default"
+    """When FSDP2 frees gathered weights after the forward: default (all but those that backward needs first), always
+    or never."""
+
+    def __post_init__(self) -> None:
+        _require_positive("parallelism", self, "data_parallel_replicate_degree", "tensor_parallel_degree")
+        shard = self.data_parallel_shard_degree
+        require(shard == -1 or shard >= 1, "parallelism.data_parallel_shard_degree", "-1 or at least 1", shard)
+        require(
+            self.fsdp_reshard_after_forward in RESHARD_POLICIES,
+            "parallelism.fsdp_reshard_after_forward",
+            f"one of {', '.join(RESHARD_POLICIES)}",
+            self.fsdp_reshard_after_forward,
+        )
+
+
+@dataclass(frozen=True)
+class Comm:
+    """Communication between ranks."""
+
+    train_timeout_seconds: int = 300
+    """Seconds that ranks wait for each other before the run ends with an error."""
+
+    def __post_init__(self) -> None:
+        _require_positive("comm", self, "train_timeout_seconds")
 
 
 @dataclass(frozen=True)
@@ -205,18 +250,35 @@ class Float8:
 
     enable_float8_linear: bool = True
     """Convert linears to float8; off trains in bfloat16."""
-    recipe_name: str = "tensorwise"
-    """tensorwise, rowwise or rowwise_with_gw_hp."""
+    recipe_name: Annotated[str, arg(help=f"One of {RECIPES}.")] = "tensorwise"
     filter_fqns: tuple[str, ...] = ("lm_head",)
     """A linear stays in high precision when its full name contains one of these."""
     auto_filter: bool = False
     """Also keep in high precision what a cost model expects to gain nothing on this GPU (without one, on an H100)."""
     emulate: bool = False
     """Multiply with the exact emulation even where the device multiplies float8."""
+    enable_fsdp_float8_all_gather: bool = False
+    """FSDP2 gathers the weights of float8 linears in float8: half the bytes of bfloat16."""
+    precompute_float8_dynamic_scale_for_fsdp: bool = False
+    """Compute the scales of all gathered weights together after each optimizer step, with one collective."""
 
     def __post_init__(self) -> None:
         Float8LinearConfig.from_recipe_name(self.recipe_name)  # raises ValueError listing the choices
         require(all(self.filter_fqns), "float8.filter_fqns", "names or parts of names", self.filter_fqns)
+        require(
+            self.enable_float8_linear or not self.enable_fsdp_float8_all_gather,
+            "float8.enable_float8_linear",
+            "true with float8.enable_fsdp_float8_all_gather",
+            self.enable_float8_linear,
+            "weights of linears in high precision are gathered in high precision",
+        )
+        require(
+            self.enable_fsdp_float8_all_gather or not self.precompute_float8_dynamic_scale_for_fsdp,
+            "float8.enable_fsdp_float8_all_gather",
+            "true with float8.precompute_float8_dynamic_scale_for_fsdp",
+            self.enable_fsdp_float8_all_gather,
+            "the scales are those of weights that are gathered in float8",
+        )
 
 
 @dataclass(frozen=True)
@@ -261,6 +323,8 @@ class TrainConfig:
     job: Job = field(default_factory=Job)
     model: Model = field(default_factory=Model)
     training: Training = field(default_factory=Training)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    comm: Comm = field(default_factory=Comm)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     float8: Float8 = field(default_factory=Float8)
@@ -281,4 +345,18 @@ class TrainConfig:
             "true with job.compare",
             self.float8.enable_float8_linear,
             "the twin of a bfloat16 run would be itself",
+        )
+        self._check_tensor_parallel()
+
+    def _check_tensor_parallel(self) -> None:
+        degree = self.parallelism.tensor_parallel_degree
+        split = {f"model.{name}": getattr(self.model, name) for name in TENSOR_PARALLEL_SIZES}
+        for name, size in {**split, "training.seq_len": self.training.seq_len}.items():
+            require(size % degree == 0, name, f"a multiple of parallelism.tensor_parallel_degree = {degree}", size)
+        require(
+            degree == 1 or not self.model.tie_word_embeddings,
+            "model.tie_word_embeddings",
+            f"false with parallelism.tensor_parallel_degree = {degree}",
+            self.model.tie_word_embeddings,
+            "the embedding and the output projection are split differently",
         )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quaver.trainer.config import Data, Training, Validation
+from quaver.trainer.layout import Layout
 
 VALIDATION_SHARE = 0.1
 """Share of the files (of the bytes, for a single file) that is kept for validation."""
@@ -25,6 +26,9 @@ STDLIB_SKIPPED = frozenset(
 
 FILE_END = b"\0"
 """Stands after each file. Text never holds this byte, so no token beyond the 256 bytes is needed."""
+
+ALONE = Layout()
+"""One process, which takes every batch."""
 
 Micro = tuple[Tensor, Tensor]
 """Tokens and the targets one place ahead: two int64 tensors [B, T]."""
@@ -41,17 +45,24 @@ class TextData:
     validation: Tensor
     origin: dict[str, Any] = field(repr=False)
 
-    def step_batches(self, training: Training, step: int) -> list[Micro]:
-        """Return the micro-batches of optimizer step `step`, fixed by seed, step and batch shape."""
+    def step_batches(self, training: Training, step: int, layout: Layout = ALONE) -> list[Micro]:
+        """Return this rank's micro-batches of optimizer step `step`, fixed by seed, step and batch shape.
+
+        The m-th of data-parallel rank r of n is the one that a single process would compute as number m * n + r.
+        """
         rng = np.random.default_rng([training.seed, step])
         starts = rng.integers(0, len(self.train) - training.seq_len, size=training.step_batch_size)
-        return list(_micro_batches(self.train, starts, training))
+        return list(_micro_batches(self.train, starts, training, layout))
 
-    def validation_batches(self, training: Training, validation: Validation) -> list[Micro]:
-        """Return the fixed validation batches: windows spread evenly over the validation split."""
+    def validation_batches(self, training: Training, validation: Validation, layout: Layout = ALONE) -> list[Micro]:
+        """Return this rank's fixed validation batches: windows spread evenly over the validation split.
+
+        Where their number does not divide by the data-parallel ranks, each takes all of them.
+        """
         count = validation.steps * training.local_batch_size
         starts = np.linspace(0, len(self.validation) - training.seq_len - 1, count).astype(np.int64)
-        return list(_micro_batches(self.validation, starts, training))
+        divides = validation.steps % layout.data_parallel_degree == 0
+        return list(_micro_batches(self.validation, starts, training, layout if divides else ALONE))
 
 
 def load_text(data: Data, training: Training) -> TextData:
@@ -147,9 +158,10 @@ def _tokens(content: bytes) -> Tensor:
 
 
 def _micro_batches(
-    tokens: Tensor, starts: "np.ndarray[Any, np.dtype[np.int64]]", training: Training
+    tokens: Tensor, starts: "np.ndarray[Any, np.dtype[np.int64]]", training: Training, layout: Layout
 ) -> Iterator[Micro]:
     windows = torch.from_numpy(starts)[:, None] + torch.arange(training.seq_len + 1)
-    for rows in windows.split(training.local_batch_size):
+    every = windows.split(training.local_batch_size)
+    for rows in every[layout.data_parallel_rank :: layout.data_parallel_degree]:
         sequences = tokens[rows].long()
         yield sequences[:, :-1], sequences[:, 1:]

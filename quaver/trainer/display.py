@@ -39,9 +39,9 @@ class Display:
 
 
 @contextmanager
-def training_display(names: Sequence[str], steps: int, log_freq: int) -> Iterator[Display]:
-    """Show progress bars for the twins `names` while the block runs."""
-    console = Console()
+def training_display(names: Sequence[str], steps: int, log_freq: int, *, quiet: bool = False) -> Iterator[Display]:
+    """Show progress bars for the twins `names` while the block runs; nothing where `quiet`."""
+    console = Console(quiet=quiet)
     progress = Progress(
         TextColumn("{task.description}", table_column=Column(no_wrap=True)),
         BarColumn(bar_width=None),
@@ -49,7 +49,7 @@ def training_display(names: Sequence[str], steps: int, log_freq: int) -> Iterato
         TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=True)),
         TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
         console=console,
-        disable=not console.is_terminal,
+        disable=quiet or not console.is_terminal,
         expand=True,
         refresh_per_second=2,  # drawing takes a core from the training for milliseconds
     )

@@ -43,6 +43,10 @@ def convert_model(model: nn.Module, config: Float8, *, tokens: int, device: torc
                 return FilterDecision(False, f"float8.filter_fqns has {skipped!r}")
         return automatic(module, fqn) if automatic else True
 
-    linear_config = replace(Float8LinearConfig.from_recipe_name(config.recipe_name), emulate=config.emulate)
+    linear_config = replace(
+        Float8LinearConfig.from_recipe_name(config.recipe_name),
+        emulate=config.emulate,
+        enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
+    )
     convert_to_float8_training(model, config=linear_config, module_filter_fn=decide)
     return conversion_report(model)

@@ -1,4 +1,4 @@
-"""Lets Ctrl-C end a run between two steps."""
+"""Lets Ctrl-C, and the SIGTERM of a launcher or scheduler, end a run between two steps."""
 
 import signal
 import threading
@@ -10,14 +10,17 @@ from types import FrameType
 
 @dataclass
 class Interrupt:
-    """`requested` turns true at the first Ctrl-C."""
+    """`requested` turns true at the first signal."""
 
     requested: bool = False
 
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
 @contextmanager
 def deferred_interrupt() -> Iterator[Interrupt]:
-    """Turn the first Ctrl-C into `requested`; the second raises KeyboardInterrupt as usual.
+    """Turn the first SIGINT (Ctrl-C) or SIGTERM into `requested`; the second does what it always did.
 
     Signals belong to the main thread; in another one nothing changes.
     """
@@ -25,14 +28,17 @@ def deferred_interrupt() -> Iterator[Interrupt]:
     if threading.current_thread() is not threading.main_thread():
         yield interrupt
         return
-    previous = signal.getsignal(signal.SIGINT)
+    previous = {number: signal.getsignal(number) for number in SIGNALS}
 
     def request(_signal: int, _frame: FrameType | None) -> None:
         interrupt.requested = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    signal.signal(signal.SIGINT, request)
+    for number in SIGNALS:
+        signal.signal(number, request)
     try:
         yield interrupt
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,7 +1,8 @@
 """Peak memory of one training step, always labelled with how it was measured.
 
 Every number is `resident + growth`: the twin's own parameters, buffers and optimizer state, and what the step
-added at its highest point. So two twins in one process do not count each other.
+added at its highest point. So two twins in one process do not count each other. With several ranks, each
+measures its own.
 """
 
 import ctypes
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from quaver.trainer.tensors import plain_tensors
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
@@ -74,13 +77,14 @@ class TensorBytes(TorchDispatchMode):
 
 
 @contextmanager
-def measure_peak(resident: Iterable[Tensor], *, device: torch.device, compiled: bool) -> Iterator[PeakMemory]:
+def measure_peak(resident: Iterable[Tensor], *, device: torch.device, countable: bool) -> Iterator[PeakMemory]:
     """Measure the block, which runs one training step, and fill in the PeakMemory it was given.
 
     Args:
         resident: what stays between steps: parameters, buffers, optimizer state.
         device: where they live.
-        compiled: whether the step runs compiled code, into which the exact count on CPU cannot look.
+        countable: whether the exact count on CPU sees every tensor. It cannot look into compiled code, and does not
+            notice when FSDP2 empties a storage and fills it again.
     """
     peak = PeakMemory()
     resident_bytes = storage_bytes(resident)
@@ -90,7 +94,7 @@ def measure_peak(resident: Iterable[Tensor], *, device: torch.device, compiled: 
         yield peak
         peak.peak_bytes = resident_bytes + torch.cuda.max_memory_allocated(device) - before_bytes
         peak.exact, peak.source = True, "torch.cuda.max_memory_allocated"
-    elif not compiled:
+    elif countable:
         with TensorBytes() as counted:
             yield peak
         peak.peak_bytes = resident_bytes + counted.peak_bytes
@@ -101,12 +105,13 @@ def measure_peak(resident: Iterable[Tensor], *, device: torch.device, compiled: 
         peak.source = "growth of the process's peak RSS in one step, approximate"
     else:
         yield peak
-        peak.source = "not measured: compiled code, on a system without glibc and /proc/self/clear_refs"
+        peak.source = "not measured: needs a system with glibc and /proc/self/clear_refs, or eager code on one rank"
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the distinct storages behind `tensors`."""
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    """Return the bytes of the distinct storages behind `tensors`, of a DTensor those of this rank."""
+    plain = [each for tensor in tensors for each in plain_tensors(tensor)]
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in plain}
     return sum(storages.values())
 
 

@@ -1,6 +1,7 @@
 """Numbers of a run: the JSON lines that record them and what is derived from step times."""
 
 import json
+import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +13,13 @@ WARMUP_STEPS = 3
 
 
 class MetricsWriter:
-    """Appends one JSON object per line, each in one flushed write: a stopped run leaves whole lines."""
+    """Appends one JSON object per line, each in one flushed write: a stopped run leaves whole lines.
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+    Without a path nothing is kept, as on every rank but the first.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = (path or Path(os.devnull)).open("a", encoding="utf-8")
 
     def write(self, **values: Any) -> None:
         """Append `values`; ValueError for inf and NaN, which JSON lacks and which end a run before this."""

@@ -5,6 +5,8 @@ Shapes: B sequences of T tokens, D = dim, H query heads and G key/value heads of
 q, k and v are called with the same tensor object, and so are gate and up: float8 casts a shared input once.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -39,7 +41,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalize `hidden` [..., D]; the result has its shape and dtype."""
-        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+        # FSDP2 may gather the weight in fewer bits; fused kernels want one dtype.
+        return F.rms_norm(hidden, self.weight.shape, self.weight.to(hidden.dtype), self.eps)
 
 
 class Attention(nn.Module):
@@ -115,30 +118,36 @@ class Decoder(nn.Module):
 
 
 class Llama(nn.Module):
-    """The language model; its state_dict is that of `transformers.LlamaForCausalLM`."""
+    """The language model; its state_dict is that of `transformers.LlamaForCausalLM`.
+
+    Its first weights are PyTorch's until `initialize` draws them.
+    """
 
     def __init__(self, config: Model) -> None:
         super().__init__()
         self.config = config
         self.model = Decoder(config)
         self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
-        self.reset_parameters()
+        self.tie_weights()
 
-    def reset_parameters(self) -> None:
-        """Draw every matrix from N(0, 0.02), those that write to the residual stream smaller with depth."""
-        residual_std = INIT_STD / (2 * self.config.n_layers) ** 0.5
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 1:
-                nn.init.ones_(parameter)
-            else:
-                writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(parameter, std=residual_std if writes_residual else INIT_STD)
+    def tie_weights(self) -> None:
+        """Make the output projection's weight the embedding's, where the config says so."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the blocks in order."""
+        yield from (layer for layer in self.model.layers if isinstance(layer, Block))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits [B, T, vocab] of `tokens` [B, T] (int64)."""
         return self.lm_head(self.model(tokens))
+
+
+def init_std(name: str, config: Model) -> float:
+    """Return the spread of a matrix's initial values: smaller with depth where it writes to the residual stream."""
+    writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    return INIT_STD / (2 * config.n_layers) ** 0.5 if writes_residual else INIT_STD
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:

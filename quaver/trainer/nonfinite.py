@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quaver.trainer.tensors import plain_tensors
+
 
 class NonFiniteError(RuntimeError):
     """A loss or a gradient norm was not finite, so training stopped; the message names the first culprit."""
@@ -17,38 +19,67 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True)
 class NonFiniteOperand:
-    """`operand` is input, weight, bias or output of `module`, or a gradient of one, as grad_weight."""
+    """`operand` is input, weight, bias or output of `module`, or a gradient of one, as grad_weight.
+
+    `position` counts what was looked at before it, which is the same on every rank: the least of all ranks is first.
+    """
 
     module: str
     operand: str
+    position: int = field(default=0, compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"{self.operand} of {self.module}"
 
 
 def find_nonfinite(model: nn.Module, forward_backward: Callable[[], None]) -> NonFiniteOperand | None:
-    """Return the first non-finite operand that `forward_backward` meets, None if all are finite.
+    """Return the first non-finite operand that `forward_backward` meets on this rank, None if all are finite.
 
-    First is in the order of computation: forward, then backward, micro-batch by micro-batch. Compiled blocks
-    run eagerly here, so that their modules can be seen. Gradients of `model` are left empty.
+    First is in the order of computation: forward, then backward, micro-batch by micro-batch, then the sums of the
+    gradients. Compiled blocks run eagerly here, so that their modules can be seen. Every rank must call it together.
+    Gradients of `model` are left empty.
     """
-    found: list[NonFiniteOperand] = []
+    search = _Search()
     model.zero_grad(set_to_none=True)
-    with torch.compiler.set_stance("force_eager"), _watched(model, found), warnings.catch_warnings():
+    with torch.compiler.set_stance("force_eager"), _watched(model, search), warnings.catch_warnings():
         # torch remarks that the first module of a model has no grad_input; that is no news.
         warnings.filterwarnings("ignore", message="Full backward hook is firing")
         forward_backward()
+    for name, parameter in model.named_parameters():
+        module, _, operand = name.rpartition(".")
+        search.look(module, f"grad_{operand}", parameter.grad)
     model.zero_grad(set_to_none=True)
-    return found[0] if found else None
+    return search.found
+
+
+@dataclass
+class _Search:
+    found: NonFiniteOperand | None = None
+    looks: int = 0
+
+    def look(self, module: str, operand: str, values: Any) -> None:
+        self.looks += 1
+        if self.found is None and not all(_is_finite(value) for value in _tuple(values)):
+            self.found = NonFiniteOperand(module, operand, self.looks)
+
+
+def _tuple(values: Any) -> tuple[Any, ...]:
+    return values if isinstance(values, tuple) else (values,)
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether `value` is no tensor, or one whose part on this rank is finite: looking further would need the others."""
+    tensors = plain_tensors(value) if isinstance(value, Tensor) else []
+    return all(bool(tensor.float().isfinite().all()) for tensor in tensors if tensor.is_floating_point())
 
 
 @contextmanager
-def _watched(model: nn.Module, found: list[NonFiniteOperand]) -> Iterator[None]:
+def _watched(model: nn.Module, search: _Search) -> Iterator[None]:
     handles: list[Any] = []
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if own or not list(module.children()):
-            watch = _Watch(name or type(module).__name__, found)
+            watch = _Watch(name or type(module).__name__, search)
             handles += [
                 module.register_forward_pre_hook(watch.before_forward),
                 module.register_forward_hook(watch.after_forward),
@@ -72,13 +103,10 @@ class _Watch:
     """The hooks of one module."""
 
     module: str
-    found: list[NonFiniteOperand] = field(repr=False)
+    search: _Search = field(repr=False)
 
     def look(self, operand: str, values: Any) -> None:
-        tensors = values if isinstance(values, tuple) else (values,)
-        for tensor in tensors:
-            if isinstance(tensor, Tensor) and tensor.is_floating_point() and not tensor.isfinite().all():
-                self.found.append(NonFiniteOperand(self.module, operand))
+        self.search.look(self.module, operand, values)
 
     def before_forward(self, module: nn.Module, inputs: Any) -> None:
         self.look("input", inputs)

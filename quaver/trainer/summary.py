@@ -8,6 +8,7 @@ import torch
 
 from quaver.devices import PeakFlops, describe
 from quaver.trainer.config import TrainConfig
+from quaver.trainer.layout import Layout
 from quaver.trainer.metrics import median_step_seconds, model_flops_utilization
 from quaver.trainer.model import training_flops_per_token
 from quaver.trainer.twin import Twin
@@ -18,6 +19,7 @@ def summarize(
     twins: Sequence[Twin],
     device: torch.device,
     peak: PeakFlops,
+    layout: Layout,
     *,
     status: str,
     steps: int,
@@ -25,13 +27,16 @@ def summarize(
 ) -> dict[str, Any]:
     """Return the JSON-able summary of a run that made `steps` whole steps and ended with `status`.
 
-    Speed is of the median step. `comparison` puts the first twin over the second, memory only where it is exact.
+    Speed is of the median step, over all ranks; MFU is of one device, and memory is the first rank's. `comparison`
+    puts the first twin over the second, memory only where it is exact.
     """
-    runs = {twin.name: _run_summary(config, twin, peak) for twin in twins}
+    runs = {twin.name: _run_summary(config, twin, peak, layout) for twin in twins}
     summary: dict[str, Any] = {
         "status": status,
         "error": error,
         "steps": steps,
+        "ranks": layout.world_size,
+        "mesh": layout.mesh,
         "runs": runs,
         "bfloat16_peak": {"flops_per_s": peak.flops_per_s, "source": peak.source},
         "environment": {"quaver": version("quaver"), **describe(device)},
@@ -41,18 +46,22 @@ def summarize(
     return summary
 
 
-def _run_summary(config: TrainConfig, twin: Twin, peak: PeakFlops) -> dict[str, Any]:
+def _run_summary(config: TrainConfig, twin: Twin, peak: PeakFlops, layout: Layout) -> dict[str, Any]:
     seconds = median_step_seconds(twin.step_seconds) if twin.step_seconds else None
     tokens_per_s = config.training.step_tokens / seconds if seconds else None
     flops_per_token = training_flops_per_token(config.model, config.training.seq_len)
+    mfu = None
+    if tokens_per_s:
+        mfu = model_flops_utilization(flops_per_token, tokens_per_s / layout.world_size, peak.flops_per_s)
+    whose_memory = "" if layout.world_size == 1 else f", of rank {layout.rank}"
     return {
         "validation_loss": twin.validation_loss,
         "median_step_seconds": seconds,
         "tokens_per_s": tokens_per_s,
-        "mfu": tokens_per_s and model_flops_utilization(flops_per_token, tokens_per_s, peak.flops_per_s),
+        "mfu": mfu,
         "peak_memory_bytes": twin.peak.peak_bytes,
         "peak_memory_exact": twin.peak.exact,
-        "peak_memory_source": twin.peak.source,
+        "peak_memory_source": twin.peak.source + whose_memory,
     }
 
 

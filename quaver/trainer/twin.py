@@ -9,14 +9,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quaver import cast_weights_once
+from quaver import Float8Linear, cast_weights_once
 from quaver.devices import synchronize
+from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.data import Micro
+from quaver.trainer.gradients import clip_gradients, squared_norm_share, sum_partial_gradients
 from quaver.trainer.memory import PeakMemory, measure_peak
 from quaver.trainer.model import Llama, next_token_loss
 from quaver.trainer.nonfinite import NonFiniteError, find_nonfinite
 from quaver.trainer.optimizer import build_optimizer, learning_rate, set_learning_rate
+from quaver.trainer.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -34,23 +37,24 @@ class Twin:
     """A model that trains; `name` is its recipe, or the high-precision dtype it computes in.
 
     Two twins made from equal models see the same batches and differ only in the precision of their linears.
+
+    With several ranks each has its part of the model and of the batches, and every method is a collective: all call
+    it, in the same order, and get the same results, times apart.
     """
 
     name: str
     model: Llama
     config: TrainConfig
     device: torch.device
+    ranks: Ranks = field(default_factory=Ranks)
     peak: PeakMemory = field(default_factory=PeakMemory)
     step_seconds: list[float] = field(default_factory=list)
     validation_loss: float | None = None
 
     def __post_init__(self) -> None:
-        training = self.config.training
-        self.model.to(device=self.device, dtype=getattr(torch, training.dtype)).train()
-        if training.compile:
-            for block in self.model.model.layers:
-                block.compile(fullgraph=True)
+        self.model.train()
         self.optimizer = build_optimizer(self.model, self.config.optimizer)
+        self._precompute_scales()
 
     def train_step(self, step: int, batches: Sequence[Micro], *, measure_memory: bool = False) -> StepResult:
         """Do optimizer step `step` (from 1) on the micro-batches of one global batch.
@@ -58,10 +62,10 @@ class Twin:
         Raises:
             NonFiniteError: if the loss or the gradient norm is not finite; the weights are then unchanged.
         """
-        compiled = self.config.training.compile
         measure: AbstractContextManager[PeakMemory] = nullcontext(self.peak)
         if measure_memory:
-            measure = measure_peak(self.resident_tensors(), device=self.device, compiled=compiled)
+            countable = self.ranks.is_alone and not self.config.training.compile
+            measure = measure_peak(self.resident_tensors(), device=self.device, countable=countable)
         synchronize(self.device)
         start = time.perf_counter()
         with measure as peak:
@@ -82,7 +86,7 @@ class Twin:
         self.model.eval()
         losses = torch.stack([self._loss(batch) for batch in batches])
         self.model.train()
-        loss = losses.mean().item()
+        loss = self.ranks.sum(losses.mean() / self.ranks.world_size).item()
         if not math.isfinite(loss):
             raise NonFiniteError(f"{self.name}: the validation loss is {loss} although every training step was finite")
         self.validation_loss = loss
@@ -100,18 +104,30 @@ class Twin:
         rate = learning_rate(step, config.training.steps, config.optimizer, config.lr_scheduler)
         set_learning_rate(self.optimizer, rate)
         loss_sum = self._forward_backward(batches)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.training.max_norm)
-        loss, grad_norm = torch.stack([loss_sum, norm]).tolist()
+        sum_partial_gradients(self.model)
+        shares = torch.stack([loss_sum / self.ranks.world_size, squared_norm_share(self.model)])
+        loss, squared_norm = self.ranks.sum(shares)
+        norm = squared_norm.sqrt()
+        clip_gradients(self.model, norm, config.training.max_norm)
+        loss, grad_norm = torch.stack([loss, norm]).tolist()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise self._nonfinite(step, batches, loss, grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self._precompute_scales()
         return loss, grad_norm, rate
+
+    def _precompute_scales(self) -> None:
+        """Compute the scales with which the next step gathers its float8 weights, if that is asked for."""
+        gathers_float8 = any(isinstance(module, Float8Linear) for module in self.model.modules())
+        if gathers_float8 and self.config.float8.precompute_float8_dynamic_scale_for_fsdp:
+            precompute_float8_dynamic_scale_for_fsdp(self.model)
 
     def _forward_backward(self, batches: Sequence[Micro]) -> Tensor:
         """Accumulate the gradients of the mean loss over `batches`; return that loss (float32, detached)."""
         loss_sum = torch.zeros((), device=self.device)
-        with cast_weights_once(self.model):
+        # A weight that is gathered anew for each micro-batch has no cast to keep.
+        with cast_weights_once(self.model) if self.ranks.is_alone else nullcontext():
             for batch in batches:
                 loss = self._loss(batch) / len(batches)
                 loss.backward()
@@ -130,6 +146,7 @@ class Twin:
         def replay() -> None:
             self._forward_backward(batches)
 
-        found = find_nonfinite(self.model, replay)
-        where = f"first in {found}" if found else "but in no module when the step was repeated eagerly"
+        findings = [found for found in self.ranks.gather(find_nonfinite(self.model, replay)) if found]
+        first = min(findings, key=lambda found: found.position, default=None)
+        where = f"first in {first}" if first else "but in no module when the step was repeated eagerly"
         return NonFiniteError(f"{self.name}: step {step} has loss {loss} and gradient norm {grad_norm}, {where}")

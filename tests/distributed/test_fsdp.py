@@ -263,3 +263,24 @@ def test_the_cost_of_precompute_does_not_grow_with_the_model():
     assert one[0] == {"all_reduce": 1}
     assert all(other == one for other in more), (one, more)
     assert sum(one[1].values()) < 20
+
+
+def _graphs_after_each_step(recipe):
+    from torch._dynamo.utils import counters
+
+    model = shard_model(config_of(recipe, enable_fsdp_float8_all_gather=True), compiled=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    graphs = []
+    for step, batch in enumerate(batches(4, dist.get_world_size())):
+        if step % 2:
+            precompute_float8_dynamic_scale_for_fsdp(model)
+        train_step(model, optimizer, batch)
+        graphs.append(counters["stats"]["unique_graphs"])
+    return graphs
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_compiled_blocks_are_not_compiled_again(recipe):
+    first, *more = run(2, _graphs_after_each_step, recipe)[0]
+    assert first > 0
+    assert more == [first] * 3

@@ -7,6 +7,7 @@ import torch
 
 from quaver.trainer.config import Data, Training, Validation
 from quaver.trainer.data import load_text
+from quaver.trainer.layout import Layout
 
 TRAINING = Training(seq_len=16, local_batch_size=2, global_batch_size=6, seed=3)
 
@@ -113,6 +114,30 @@ def test_batches_depend_on_seed_and_step_and_not_on_how_they_are_cut(text_folder
     assert torch.equal(first, sequences(replace(TRAINING, local_batch_size=3), 1))
     assert not torch.equal(first, sequences(TRAINING, 2))
     assert not torch.equal(first, sequences(replace(TRAINING, seed=4), 1))
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_ranks_deal_the_batches_of_one_process_among_them(text_folder, tensor):
+    data = load_text(Data(path=str(text_folder)), TRAINING)
+    training = replace(TRAINING, global_batch_size=12)
+    alone = data.step_batches(training, 1)
+    assert len(alone) == 6
+    for rank in range(3 * tensor):
+        layout = Layout(shard=3, tensor=tensor, rank=rank)
+        mine = data.step_batches(training, 1, layout)
+        group = rank // tensor
+        assert len(mine) == 2
+        assert torch.equal(mine[0][0], alone[group][0])
+        assert torch.equal(mine[1][1], alone[3 + group][1])
+
+
+def test_validation_batches_are_dealt_only_where_they_divide(text_folder):
+    data = load_text(Data(path=str(text_folder)), TRAINING)
+    layouts = [Layout(replicate=3, rank=rank) for rank in range(3)]
+    alone = data.validation_batches(TRAINING, Validation(steps=6))
+    dealt = [data.validation_batches(TRAINING, Validation(steps=6), layout) for layout in layouts]
+    assert all(torch.equal(dealt[number % 3][number // 3][0], alone[number][0]) for number in range(6))
+    assert [len(data.validation_batches(TRAINING, Validation(steps=4), layout)) for layout in layouts] == [4, 4, 4]
 
 
 def test_validation_batches_span_the_split_and_never_change(text_folder):

@@ -49,7 +49,7 @@ def test_a_temporary_in_backward_is_seen():
 def test_activations_of_a_linear_by_hand():
     layers = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False))
     x = torch.zeros(32, 64)
-    with measure_peak(layers.parameters(), device=torch.device("cpu"), compiled=False) as peak:
+    with measure_peak(layers.parameters(), device=torch.device("cpu"), countable=True) as peak:
         layers(x).sum().backward()
     activation, weight = 32 * 64 * 4, 64 * 64 * 4
     # at the end: relu output (freed once used), hidden gradients and both weight gradients
@@ -66,7 +66,7 @@ def test_resident_tensors_count_a_shared_storage_once():
 
 def test_compiled_steps_say_that_they_are_approximate_or_not_measured(monkeypatch, tmp_path):
     def step() -> memory.PeakMemory:
-        with measure_peak([], device=torch.device("cpu"), compiled=True) as peak:
+        with measure_peak([], device=torch.device("cpu"), countable=False) as peak:
             torch.ones(8 * KIB, KIB)  # 32 MiB, given back at once
         return peak
 

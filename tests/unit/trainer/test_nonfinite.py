@@ -106,3 +106,24 @@ def test_compiled_modules_are_looked_into():
     with torch.no_grad():
         net.second.weight[0, 0] = torch.nan
     assert find(net) == NonFiniteOperand("second", "weight")
+
+
+def test_a_sum_of_finite_gradients_over_micro_batches_is_looked_at_last():
+    net = Net()
+    with torch.no_grad():
+        net.second.weight.zero_()
+
+    def twice():
+        for _ in range(2):
+            (net(torch.ones(1, 8)).sum() * 0 + net.first.bias.sum() * 3e38).backward()
+
+    assert find_nonfinite(net, twice) == NonFiniteOperand("first", "grad_bias")
+    assert net.first.bias.grad is None
+
+
+def test_positions_order_what_ranks_find():
+    early, late = Net(), Net()
+    with torch.no_grad():
+        early.first.weight[0, 0] = torch.nan
+        late.second.weight[0, 0] = torch.nan
+    assert find(early).position < find(late).position

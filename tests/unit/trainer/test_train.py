@@ -48,7 +48,8 @@ def test_a_run_leaves_everything_in_its_folder(tiny_config, capsys):
         "summary.json",
         "curves.png",
     }
-    assert load_config(folder / "config.toml") == tiny_config
+    resolved = replace(tiny_config, training=replace(tiny_config.training, global_batch_size=2))
+    assert load_config(folder / "config.toml") == run.config == resolved
     assert (folder / "curves.png").read_bytes().startswith(PNG)
     assert len(json.loads((folder / "data.json").read_text())["sha256"]) == 64
 
@@ -173,6 +174,20 @@ def test_ctrl_c_ends_after_the_step_with_a_readable_folder(tiny_config, monkeypa
     assert run.folder.curves.read_bytes().startswith(PNG)
 
 
+def test_a_schedulers_sigterm_ends_after_the_step_too(tiny_config, monkeypatch):
+    run = prepare(named(tiny_config, "stopped", steps=100))
+    step = train_module._train_step
+
+    def step_then_signal(run_, index, *args):
+        step(run_, index, *args)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(train_module, "_train_step", step_then_signal)
+    summary = train(run)
+    assert (summary["status"], summary["steps"]) == ("interrupted", 1)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def test_a_second_ctrl_c_ends_at_once(tiny_config, monkeypatch):
     run = prepare(tiny_config)
 
@@ -262,5 +277,5 @@ def test_only_exact_peaks_are_compared(tiny_float8_config, exact):
     run = prepare(tiny_float8_config)
     for twin, peak_bytes in zip(run.twins, (100, 200), strict=True):
         twin.peak = PeakMemory(peak_bytes, exact, "said so")
-    summary = summarize(run.config, run.twins, run.device, run.peak, status="finished", steps=0, error=None)
+    summary = summarize(run.config, run.twins, run.device, run.peak, run.layout, status="finished", steps=0, error=None)
     assert summary["comparison"]["peak_memory_ratio"] == (0.5 if exact else None)

@@ -1,0 +1,65 @@
+"""Initial weights that depend on the seed and a parameter's name, and not on which ranks hold which part of it.
+
+Each parameter is drawn whole, on the CPU in float32, from a generator of its own; a rank keeps its part and lets the
+rest go before the next one is drawn. So no rank ever holds more than one whole parameter, and any layout of ranks
+starts from the weights of the single process, bit for bit.
+"""
+
+import hashlib
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from quaver.trainer.model import Llama, init_std
+
+
+def initialize(model: Llama, seed: int, device: torch.device) -> None:
+    """Give `model`, made on the meta device and parallelized or not, storage on `device` and its initial weights.
+
+    Vectors are ones; a matrix is drawn from N(0, `init_std`**2).
+
+    Raises:
+        NotImplementedError: the model has buffers, which this would leave undefined.
+    """
+    buffers = [name for name, _ in model.named_buffers()]
+    if buffers:
+        raise NotImplementedError(f"buffers have no initial values here: {', '.join(buffers)}")
+    model.to_empty(device=device)
+    model.tie_weights()  # to_empty gives each module a parameter of its own
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            whole = initial_value(name, parameter.shape, init_std(name, model.config), seed)
+            if isinstance(parameter, DTensor):
+                parameter.to_local().copy_(local_part(whole, parameter))
+            else:
+                parameter.copy_(whole)
+
+
+def initial_value(name: str, shape: torch.Size, std: float, seed: int) -> Tensor:
+    """Return the whole parameter called `name`: float32, on the CPU."""
+    if len(shape) == 1:
+        return torch.ones(shape)
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    return torch.empty(shape).normal_(std=std, generator=generator)
+
+
+def local_part(whole: Tensor, parameter: DTensor) -> Tensor:
+    """Return this rank's part of `whole`, laid out as `parameter`; a view.
+
+    [Note: order of sharding] Tensor parallelism splits first and FSDP2 then splits that part, although FSDP's dim
+    comes first in the mesh. So a dim that both split is cut by the last mesh dim first. Dims that only one of them
+    splits do not care.
+    """
+    coordinate = parameter.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise RuntimeError("this rank is not in the parameter's mesh")
+    part = whole
+    for axis in reversed(range(parameter.device_mesh.ndim)):
+        dim = getattr(parameter.placements[axis], "dim", None)  # of Shard and of FSDP2's strided Shard
+        if dim is not None:
+            chunks = part.chunk(parameter.device_mesh.size(axis), dim)
+            index = coordinate[axis]
+            part = chunks[index] if index < len(chunks) else part.narrow(dim, 0, 0)
+    return part

@@ -1,0 +1,84 @@
+"""Which rank does what: the degrees of parallelism, checked against the number of processes and the batch."""
+
+from dataclasses import dataclass, replace
+from math import prod
+
+from quaver.trainer.config import TrainConfig, require
+
+DEGREES = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The mesh of a run: `replicate` x `shard` x `tensor` ranks, the last counting fastest."""
+
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    rank: int = 0
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.replicate * self.shard * self.tensor
+
+    @property
+    def data_parallel_degree(self) -> int:
+        """Groups of ranks that see data of their own."""
+        return self.replicate * self.shard
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of those groups this rank is in; tensor parallel ranks see the same data."""
+        return self.rank // self.tensor
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The dims of the device mesh by name, those of size 1 left out; HSDP needs both of its dims."""
+        dims = {"dp_replicate": self.replicate, "dp_shard": self.shard, "tp": self.tensor}
+        needed = {"dp_shard"} if self.replicate > 1 else set()
+        return {name: size for name, size in dims.items() if size > 1 or name in needed}
+
+
+def resolve(config: TrainConfig, *, rank: int = 0, world_size: int = 1) -> tuple[TrainConfig, Layout]:
+    """Return `config` with its global batch size filled in, and the layout of `world_size` ranks it asks for.
+
+    Every rank must call this with the same config and gets the same answer but for `Layout.rank`.
+
+    Raises:
+        ValueError: the degrees do not multiply to `world_size`, the batch does not divide, or a float8 all-gather is
+            asked for where nothing is gathered.
+    """
+    layout = _layout(config, rank, world_size)
+    training, groups = config.training, layout.data_parallel_degree
+    share = training.local_batch_size * groups
+    require(
+        training.global_batch_size == -1 or training.global_batch_size % share == 0,
+        "training.global_batch_size",
+        f"-1 or a multiple of training.local_batch_size = {training.local_batch_size} on {groups} data-parallel ranks",
+        training.global_batch_size,
+    )
+    require(
+        layout.shard > 1 or not config.float8.enable_fsdp_float8_all_gather,
+        "float8.enable_fsdp_float8_all_gather",
+        "false where no weight is sharded (a data_parallel_shard_degree of 1)",
+        True,
+        "shard over 2 or more ranks: torchrun --nproc-per-node 2 -m quaver.cli train ...",
+    )
+    batch = share if training.global_batch_size == -1 else training.global_batch_size
+    return replace(config, training=replace(training, global_batch_size=batch)), layout
+
+
+def _layout(config: TrainConfig, rank: int, world_size: int) -> Layout:
+    replicate, shard, tensor = (getattr(config.parallelism, name) for name in DEGREES)
+    others = replicate * tensor
+    if shard == -1 and world_size % others == 0:
+        shard = world_size // others
+    degrees = (replicate, shard, tensor)
+    if prod(degrees) == world_size:
+        return Layout(*degrees, rank)
+    product = " * ".join(map(str, degrees)) if shard != -1 else f"a multiple of {replicate} * {tensor}"
+    raise ValueError(
+        f"{' * '.join(f'parallelism.{name}' for name in DEGREES)} must be the number of processes = {world_size}, "
+        f"got {product}; change a degree, or start torchrun with another --nproc-per-node"
+    )

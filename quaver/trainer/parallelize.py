@@ -1,0 +1,134 @@
+"""Applies tensor parallelism, compilation and FSDP2 to the Llama, in this order and in place.
+
+Tensor parallelism follows Megatron with sequence parallelism: between linears each rank holds 1/tp of the sequence;
+q, k, v, gate and up gather it and split their outputs, o and down split their inputs and scatter the sequence again.
+
+[Note: precision under FSDP2] Autocast defines the numerics, as on one rank: a linear reads its weight in
+`training.mixed_precision_param`. Blocks and the output projection are therefore gathered in that dtype, which is what
+autocast would make of the weight, and half the bytes of float32. The embedding and the last norm, which autocast
+leaves alone, are gathered as they are. Gradients are reduced in float32.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from quaver import Float8Linear
+from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
+from quaver.trainer.config import TrainConfig
+from quaver.trainer.model import Block, Llama
+
+
+def parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh | None) -> None:
+    """Split `model`, converted to float8 already and still on the meta device, over `mesh`; None for one process.
+
+    Args:
+        mesh: with dims among "dp_replicate", "dp_shard" and "tp" (see `Layout.mesh`).
+    """
+    dims = () if mesh is None else mesh.mesh_dim_names or ()
+    if mesh is not None and "tp" in dims:
+        _split_linears(model, mesh["tp"])
+        _ignore_view_warning()
+    if config.training.compile:
+        for block in model.blocks():
+            block.compile(fullgraph=True)
+        if "tp" in dims:
+            model.model.embed_tokens.register_forward_hook(_finish_collective)
+    data_parallel = tuple(name for name in dims if name != "tp")
+    if mesh is not None and data_parallel:
+        _shard(model, config, mesh[data_parallel])
+
+
+def _shard(model: Llama, config: TrainConfig, mesh: DeviceMesh) -> None:
+    """One FSDP2 group for each block, one for the output projection, and the root for the rest."""
+    param_dtype = getattr(torch, config.training.mixed_precision_param)
+    reshard = {"default": None, "always": True, "never": False}[config.parallelism.fsdp_reshard_after_forward]
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard}
+    in_compute_dtype = MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    as_stored = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    groups: list[nn.Module] = list(model.blocks())
+    if not config.model.tie_word_embeddings:  # a tied projection is the embedding's, and in its group
+        groups.append(model.lm_head)
+    for group in groups:
+        fully_shard(group, mp_policy=in_compute_dtype, **options)
+    fully_shard(model, mp_policy=as_stored, **options)
+
+
+def _finish_collective(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """A forward hook that copies `output`, which waits for the collective that makes it.
+
+    The embedding returns an AsyncCollectiveTensor. Compiled code of torch 2.13 takes one as an input and then gives it
+    no gradient: alone an error in backward, under FSDP2 a wrong gradient in silence. 2.11 is right. Can go when the
+    gradients of `compile` and `tp` in tests/integration/test_train_distributed.py agree without it.
+    """
+    return output.clone()
+
+
+def _ignore_view_warning() -> None:
+    """Silence FSDP2's warning that a module returns a view, which an in-place operation would cut off its backward.
+
+    A tensor parallel module returns the local tensor of a DTensor, which is a view; nothing here writes into one. Can
+    go when torch no longer warns of `to_local`; it does in 2.13.
+    """
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view tensor")
+
+
+def _split_linears(model: Llama, mesh: DeviceMesh) -> None:
+    styles: dict[str, ParallelStyle] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "model.norm": SequenceParallel(),
+        "lm_head": _colwise(model.lm_head, input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, styles)
+    for block in model.blocks():
+        parallelize_module(block, mesh, _block_styles(block))
+
+
+def _block_styles(block: Block) -> dict[str, ParallelStyle]:
+    attention, mlp = block.self_attn, block.mlp
+    # cos and sin, the other two inputs of attention, are whole on every rank.
+    return {
+        "input_layernorm": SequenceParallel(),
+        "self_attn": _gather_sequence([attention.q_proj, attention.k_proj, attention.v_proj], other_inputs=2),
+        "self_attn.q_proj": _colwise(attention.q_proj),
+        "self_attn.k_proj": _colwise(attention.k_proj),
+        "self_attn.v_proj": _colwise(attention.v_proj),
+        "self_attn.o_proj": _rowwise(attention.o_proj, output_layouts=Shard(1)),
+        "post_attention_layernorm": SequenceParallel(),
+        "mlp": _gather_sequence([mlp.gate_proj, mlp.up_proj]),
+        "mlp.gate_proj": _colwise(mlp.gate_proj),
+        "mlp.up_proj": _colwise(mlp.up_proj),
+        "mlp.down_proj": _rowwise(mlp.down_proj, output_layouts=Shard(1)),
+    }
+
+
+def _gather_sequence(readers: list[nn.Linear], other_inputs: int = 0) -> ParallelStyle:
+    """Gather a module's first input along the sequence; in float8 where all of its `readers` compute in float8."""
+    layouts: dict[str, Any] = {
+        "input_layouts": (Shard(1), *[None] * other_inputs),
+        "desired_input_layouts": (Replicate(), *[None] * other_inputs),
+    }
+    if all(isinstance(reader, Float8Linear) for reader in readers):
+        return PrepareFloat8ModuleInput(**layouts)
+    return PrepareModuleInput(**layouts)
+
+
+def _colwise(linear: nn.Linear, **layouts: Any) -> ParallelStyle:
+    return (Float8ColwiseParallel if isinstance(linear, Float8Linear) else ColwiseParallel)(**layouts)
+
+
+def _rowwise(linear: nn.Linear, **layouts: Any) -> ParallelStyle:
+    return (Float8RowwiseParallel if isinstance(linear, Float8Linear) else RowwiseParallel)(**layouts)

@@ -1,0 +1,270 @@
+"""`quaver train` on several ranks against the same run in one process: losses, gradient norms, and how it ends.
+
+In float32 a run on several ranks adds the same numbers as one process in another order: losses agree to a few units
+in the last place (2e-7 measured, 2e-6 allowed), and gradient norms, which see every gradient, to ten times that. In
+float8 a last place may move a value from one code to the next, an eighth of the value; that is rare, and one among
+thousands: 1e-5 for losses and 1e-4 for norms. The warm-up is one step long, so that updates matter from the first on.
+Every launch of torchrun costs seconds, so the runs of one number of ranks share one.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from quaver.cli import main
+from quaver.trainer.metrics import read_metrics
+
+REPOSITORY = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("train_on_ranks.py")
+LIMIT_S = 240
+
+TINY = [
+    *("--model.dim=32", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.hidden_dim=64"),
+    *("--training.seq_len=32", "--training.local_batch_size=2", "--training.global_batch_size=8"),
+    *("--training.device=cpu", "--training.mixed_precision_param=float32", "--training.steps=3"),
+    *("--lr_scheduler.warmup_steps=1", "--validation.freq=3", "--validation.steps=4", "--metrics.log_freq=1"),
+]
+HP = ["--float8.no-enable_float8_linear"]
+ALL_GATHER = ["--float8.enable_fsdp_float8_all_gather", "--float8.precompute_float8_dynamic_scale_for_fsdp"]
+REPLICATE = ["--parallelism.data_parallel_replicate_degree=2"]
+TENSOR = ["--parallelism.tensor_parallel_degree=2"]
+ROWWISE = ["--float8.recipe_name=rowwise"]
+MIXED = ["--float8.filter_fqns=lm_head,k_proj,layers.1.mlp"]
+EXACT, FLOAT8 = 2e-6, 1e-5
+
+REFERENCES = {
+    "hp": HP,
+    "tied": [*HP, "--model.tie_word_embeddings"],
+    "tensorwise": [],
+    "rowwise": ROWWISE,
+    "mixed": MIXED,
+}
+
+LAYOUTS = {
+    # name: (ranks, reference, words, tolerance)
+    "shard": (2, "hp", HP, EXACT),
+    "replicate": (2, "hp", [*HP, *REPLICATE], EXACT),
+    "tensor": (2, "hp", [*HP, *TENSOR], EXACT),
+    "tensor_compiled": (2, "hp", [*HP, *TENSOR, "--training.compile"], EXACT),
+    "tied": (2, "tied", REFERENCES["tied"], EXACT),
+    "resharded": (2, "hp", [*HP, "--parallelism.fsdp_reshard_after_forward=always"], EXACT),
+    "all_gather": (2, "tensorwise", [*ALL_GATHER, "--job.compare"], FLOAT8),
+    "rowwise": (2, "rowwise", ROWWISE, FLOAT8),
+    "tensor_float8": (2, "tensorwise", TENSOR, FLOAT8),
+    "tensor_mixed": (2, "mixed", [*MIXED, *TENSOR], FLOAT8),
+    "shard_tensor": (4, "hp", [*HP, *TENSOR], EXACT),
+    "replicate_tensor": (4, "hp", [*HP, *TENSOR, *REPLICATE], EXACT),
+    "shard_replicate": (4, "hp", [*HP, *REPLICATE, "--validation.steps=3"], EXACT),
+    "shard_tensor_compiled": (4, "hp", [*HP, *TENSOR, "--training.compile"], EXACT),
+    "shard_tensor_all_gather": (4, "tensorwise", [*TENSOR, *ALL_GATHER], FLOAT8),
+}
+
+BAD = {
+    "heads": (["--parallelism.tensor_parallel_degree=3"], "model.n_heads must be a multiple of"),
+    "world": (["--parallelism.data_parallel_shard_degree=3"], "must be the number of processes = 2, got 1 * 3 * 1"),
+    "batch": (["--training.global_batch_size=6"], "training.global_batch_size must be -1 or a multiple of"),
+    "sharding": ([*REPLICATE, *ALL_GATHER], "float8.enable_fsdp_float8_all_gather must be false where no weight"),
+    "tied_head": (
+        [*ALL_GATHER, "--model.tie_word_embeddings", "--float8.filter_fqns=k_proj"],
+        "the weight of lm_head is tied to model.embed_tokens, so it cannot be gathered in float8",
+    ),
+    "flag": (["--parallelism.degree=2"], "unknown flag: 'parallelism.degree'"),
+    "data": (["--data=none"], "data.path 'none' does not exist"),
+    "folder": (["--job.name=used"], "has files already; give another job.name or remove it"),
+}
+
+
+def torchrun(ranks: int, *words: object, **options: object) -> "subprocess.CompletedProcess[str]":
+    """Run torchrun in a session of its own, and end all of it where it takes too long."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *map(str, words)]
+    return finish(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **options)
+
+
+def finish(command: list[str], **options: object) -> "subprocess.CompletedProcess[str]":
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, **options
+    )
+    try:
+        out, err = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGINT)  # torchrun ends its ranks, which have sessions of their own
+        out, err = process.communicate(timeout=60)
+        raise AssertionError(f"took over {LIMIT_S} s: {command}\n{out[-2000:]}\n{err[-4000:]}") from None
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+@pytest.fixture(scope="module")
+def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with some text, one used run folder, and what every run is told of it."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "text.txt").write_text("".join(f"{n} bottles of beer on the wall, {n} bottles\n" for n in range(400)))
+    (folder / "runs" / "used").mkdir(parents=True)
+    (folder / "runs" / "used" / "notes.txt").write_text("mine")
+    return folder
+
+
+def words_of(where: Path, name: str, words: list[str]) -> list[str]:
+    places = [f"--data={where / 'text.txt'}", f"--job.dump_folder={where / 'runs'}", f"--job.name={name}"]
+    return [*TINY, *places, *words]
+
+
+def train_all(where: Path, ranks: int) -> "subprocess.CompletedProcess[str]":
+    cases = [(name, words_of(where, name, case[2])) for name, case in LAYOUTS.items() if case[0] == ranks]
+    if ranks == 2:
+        cases += [(f"bad_{name}", words_of(where, f"bad_{name}", words)) for name, (words, _) in BAD.items()]
+    path = where / f"cases{ranks}.json"
+    path.write_text(json.dumps(cases))
+    done = torchrun(ranks, WORKER, path)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return done
+
+
+@pytest.fixture(scope="module")
+def on_two(where: Path) -> "subprocess.CompletedProcess[str]":
+    return train_all(where, 2)
+
+
+@pytest.fixture(scope="module")
+def on_four(where: Path) -> "subprocess.CompletedProcess[str]":
+    return train_all(where, 4)
+
+
+@pytest.fixture(scope="module")
+def references(where: Path) -> Path:
+    for name, words in REFERENCES.items():
+        assert main(["train", *words_of(where, f"one_{name}", words)]) == 0
+    return where / "runs"
+
+
+def numbers(folder: Path, key: str) -> list[float]:
+    records = read_metrics(folder / "metrics.jsonl")
+    first = records[0]["run"]
+    return [record[key] for record in records if key in record and record["run"] == first]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ranks_compute_what_one_process_computes(name, request, references):
+    ranks, reference, _, tolerance = LAYOUTS[name]
+    request.getfixturevalue({2: "on_two", 4: "on_four"}[ranks])
+    runs, one = references, references / f"one_{reference}"
+    losses, expected = numbers(runs / name, "loss"), numbers(one, "loss")
+    assert len(losses) == 3
+    assert expected[0] > expected[-1] + 0.03  # the updates matter
+    assert losses == pytest.approx(expected, rel=tolerance)
+    assert numbers(runs / name, "grad_norm") == pytest.approx(numbers(one, "grad_norm"), rel=10 * tolerance)
+    if name != "shard_replicate":  # which takes fewer validation batches, that do not divide by the ranks
+        validation = numbers(runs / name, "validation_loss")
+        assert validation == pytest.approx(numbers(one, "validation_loss"), rel=tolerance)
+
+
+def test_a_float8_all_gather_starts_with_the_bits_of_one_process(on_two, references):
+    ours, one = (numbers(references / name, "loss")[0] for name in ("all_gather", "one_tensorwise"))
+    assert ours == pytest.approx(one, rel=1e-7)
+    records = read_metrics(references / "all_gather" / "metrics.jsonl")
+    twin = [record["loss"] for record in records if record["run"] == "float32" and "loss" in record]
+    assert twin == pytest.approx(numbers(references / "one_hp", "loss"), rel=EXACT)
+
+
+def test_the_summary_tells_of_the_ranks(on_four, references):
+    summary = json.loads((references / "shard_tensor" / "summary.json").read_text())
+    assert (summary["status"], summary["ranks"], summary["mesh"]) == ("finished", 4, {"dp_shard": 2, "tp": 2})
+    (run,) = summary["runs"].values()
+    flops_share = run["mfu"] * summary["bfloat16_peak"]["flops_per_s"] / run["tokens_per_s"]
+    one = json.loads((references / "one_hp" / "summary.json").read_text())
+    (alone,) = one["runs"].values()
+    per_token = alone["mfu"] * one["bfloat16_peak"]["flops_per_s"] / alone["tokens_per_s"]
+    assert flops_share == pytest.approx(per_token / 4)  # per device
+    assert not run["peak_memory_exact"]
+    assert run["peak_memory_source"].endswith(", of rank 0")
+    assert "global_batch_size = 8" in (references / "shard_tensor" / "config.toml").read_text()
+
+
+def test_only_the_first_rank_speaks(on_two):
+    assert on_two.stdout.count("run folder:") == sum(case[0] == 2 for case in LAYOUTS.values())
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_for_all_ranks_and_no_process_group(name, on_two, where):
+    errors = [line for line in on_two.stderr.splitlines() if "quaver: error:" in line]
+    assert len(errors) == len(BAD)
+    message = BAD[name][1]
+    assert sum(message in error for error in errors) == 1
+    for rank in range(2):
+        assert json.loads((where / f"bad_{name}.{rank}.json").read_text()) == {"code": 2, "groups": 0}
+    assert not (where / "runs" / f"bad_{name}").exists()
+
+
+def test_every_good_run_asked_for_one_process_group(on_two, on_four, where):
+    for name, (ranks, *_) in LAYOUTS.items():
+        for rank in range(ranks):
+            assert json.loads((where / f"{name}.{rank}.json").read_text()) == {"code": 0, "groups": 1}
+
+
+def test_the_script_starts_ranks_and_passes_overrides_on(where):
+    words = words_of(where, "script", HP)
+    environment = {**os.environ, "NGPU": "2", "CONFIG_FILE": "train_configs/llama3_debug.toml"}
+    done = finish([str(REPOSITORY / "run_train.sh"), *words], env=environment, cwd=where)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("step     3") == 2  # a training step and its validation, of rank 0 alone
+    summary = json.loads((where / "runs" / "script" / "summary.json").read_text())
+    assert (summary["status"], summary["ranks"]) == ("finished", 2)
+
+
+def test_a_diverging_run_ends_every_rank_with_its_summary(where):
+    flags = ["--optimizer.lr=1e38", "--lr_scheduler.warmup_steps=0", *ALL_GATHER]
+    done = torchrun(2, "-m", "quaver.cli", "train", *words_of(where, "diverges", flags))
+    assert done.returncode != 0
+    (line,) = [line for line in done.stderr.splitlines() if "quaver: error:" in line]
+    assert "tensorwise: step 2 has loss nan" in line
+    assert "first in weight of model.embed_tokens" in line
+    assert "exitcode  : 3" in done.stderr
+    summary = json.loads((where / "runs" / "diverges" / "summary.json").read_text())
+    assert summary["status"] == "non-finite"
+    assert summary["error"] in line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_bad_config_under_torchrun_fails_it(where):
+    done = torchrun(2, "-m", "quaver.cli", "train", *words_of(where, "cuda", ["--training.device=cuda"]))
+    assert done.returncode != 0
+    (line,) = [line for line in done.stderr.splitlines() if "quaver: error:" in line]
+    assert "torch sees no CUDA device here" in line
+    assert "exitcode  : 2" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (["--data=none"], "quaver: error: rank 1: data.path 'none' does not exist"),
+        (["--training.seed=1"], "quaver: error: rank 1 read another config or other data than rank 0"),
+    ],
+)
+def test_ranks_that_disagree_end_together_without_torchrun_too(where, other, message):
+    """Rank 0 then hosts the store itself, and must outlive the others' last look into it."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    launcher = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    words = words_of(where, "disagree", HP)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "quaver.cli", "train", *words, *(other if rank else [])],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **launcher, "RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    errors = [process.communicate(timeout=LIMIT_S)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2]
+    assert errors[0].startswith(message)
+    assert len(errors[0].splitlines()) == 1
+    assert errors[1] == ""
+    assert not (where / "runs" / "disagree").exists()

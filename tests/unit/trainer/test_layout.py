@@ -1,0 +1,212 @@
+"""Which configs fit which numbers of ranks, what the environment says, and how ranks agree."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from quaver.devices import MissingDeviceError
+from quaver.trainer import ranks as ranks_module
+from quaver.trainer.config import Comm, Float8, Model, Parallelism, TrainConfig, Training
+from quaver.trainer.layout import Layout, resolve
+from quaver.trainer.ranks import Ranks, read_ranks
+
+
+def config(replicate: int = 1, shard: int = -1, tensor: int = 1, **sections: object) -> TrainConfig:
+    parallelism = Parallelism(
+        data_parallel_replicate_degree=replicate,
+        data_parallel_shard_degree=shard,
+        tensor_parallel_degree=tensor,
+    )
+    return TrainConfig(parallelism=parallelism, **sections)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "world_size", "mesh"),
+    [
+        ((1, -1, 1), 1, {}),
+        ((1, 1, 1), 1, {}),
+        ((1, -1, 1), 4, {"dp_shard": 4}),
+        ((1, -1, 2), 2, {"tp": 2}),
+        ((1, -1, 2), 8, {"dp_shard": 4, "tp": 2}),
+        ((2, -1, 1), 2, {"dp_replicate": 2, "dp_shard": 1}),
+        ((2, 2, 2), 8, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
+    ],
+)
+def test_the_mesh_of_the_degrees(degrees, world_size, mesh):
+    _, layout = resolve(config(*degrees), world_size=world_size)
+    assert layout.mesh == mesh
+    assert layout.world_size == world_size
+
+
+@pytest.mark.parametrize(
+    ("degrees", "world_size", "got"),
+    [
+        ((1, 1, 1), 2, r"1 \* 1 \* 1"),
+        ((1, 2, 1), 1, r"1 \* 2 \* 1"),
+        ((1, 2, 2), 8, r"1 \* 2 \* 2"),
+        ((2, -1, 2), 6, r"a multiple of 2 \* 2"),
+    ],
+)
+def test_degrees_that_are_not_the_number_of_processes(degrees, world_size, got):
+    with pytest.raises(
+        ValueError, match=rf"must be the number of processes = {world_size}, got {got}; change a degree"
+    ):
+        resolve(config(*degrees), world_size=world_size)
+
+
+def test_data_parallel_ranks_count_slower_than_tensor_parallel_ones():
+    layouts = [resolve(config(tensor=2), rank=rank, world_size=6)[1] for rank in range(6)]
+    assert [layout.data_parallel_rank for layout in layouts] == [0, 0, 1, 1, 2, 2]
+    assert {layout.data_parallel_degree for layout in layouts} == {3}
+
+
+def test_the_global_batch_is_filled_in_and_divides():
+    def batch(world_size: int, **training: int) -> int:
+        chosen = config(training=Training(local_batch_size=2, **training), tensor=world_size // 3)
+        return resolve(chosen, world_size=world_size)[0].training.global_batch_size
+
+    assert batch(3) == 6
+    assert batch(6) == 6  # tensor parallel ranks share theirs
+    assert batch(3, global_batch_size=12) == 12
+    with pytest.raises(ValueError, match="a multiple of training.local_batch_size = 2 on 3 data-parallel ranks, got 8"):
+        batch(3, global_batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: config(tensor=3), "model.n_heads must be a multiple of parallelism.tensor_parallel_degree = 3, got 4"),
+        (lambda: config(tensor=4), "model.n_kv_heads must be a multiple of .* = 4, got 2"),
+        (lambda: config(tensor=2, model=Model(hidden_dim=33)), "model.hidden_dim must be a multiple of .* = 2, got 33"),
+        (lambda: config(tensor=2, model=Model(vocab_size=257)), "model.vocab_size must be a multiple of .*, got 257"),
+        (
+            lambda: config(tensor=2, training=Training(seq_len=255)),
+            "training.seq_len must be a multiple of .*, got 255",
+        ),
+        (
+            lambda: config(tensor=2, model=Model(tie_word_embeddings=True)),
+            "model.tie_word_embeddings must be false with parallelism.tensor_parallel_degree = 2",
+        ),
+        (
+            lambda: Float8(enable_float8_linear=False, enable_fsdp_float8_all_gather=True),
+            "float8.enable_float8_linear must be true with float8.enable_fsdp_float8_all_gather",
+        ),
+        (
+            lambda: Float8(precompute_float8_dynamic_scale_for_fsdp=True),
+            "float8.enable_fsdp_float8_all_gather must be true with float8.precompute",
+        ),
+        (
+            lambda: resolve(config(2, 1, float8=Float8(enable_fsdp_float8_all_gather=True)), world_size=2),
+            "float8.enable_fsdp_float8_all_gather must be false where no weight is sharded",
+        ),
+        (
+            lambda: Parallelism(data_parallel_shard_degree=0),
+            "data_parallel_shard_degree must be -1 or at least 1, got 0",
+        ),
+        (lambda: Parallelism(tensor_parallel_degree=0), "parallelism.tensor_parallel_degree must be at least 1"),
+        (lambda: Parallelism(data_parallel_replicate_degree=-1), "data_parallel_replicate_degree must be at least 1"),
+        (lambda: Parallelism(fsdp_reshard_after_forward="yes"), "one of default, always, never, got 'yes'"),
+        (lambda: Comm(train_timeout_seconds=0), "comm.train_timeout_seconds must be at least 1"),
+    ],
+)
+def test_what_cannot_work_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Sets variables of a launcher, over none."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    read_ranks.cache_clear()
+    yield lambda **values: [monkeypatch.setenv(name, value) for name, value in values.items()]
+    read_ranks.cache_clear()
+
+
+def test_without_a_launcher_a_process_is_alone(environment):
+    assert read_ranks() == Ranks(0, 0, 1)
+    assert read_ranks().is_alone
+
+
+def test_what_torchrun_says(environment):
+    environment(RANK="5", LOCAL_RANK="1", WORLD_SIZE="8", MASTER_ADDR="localhost", MASTER_PORT="29500")
+    assert read_ranks() == Ranks(5, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"WORLD_SIZE": "two"},
+            "WORLD_SIZE must be an integer from 1, got 'two'; start the ranks with torchrun, or unset",
+        ),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE must be an integer from 1, got '0'"),
+        ({"WORLD_SIZE": "2"}, "RANK must be an integer from 0 and below WORLD_SIZE = 2, got ''"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK must be an integer from 0 and below WORLD_SIZE = 2, got '2'"),
+        ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK must be .* got '-1'"),
+        ({"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "x"}, "LOCAL_RANK must be .* got 'x'"),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "MASTER_ADDR must be set with WORLD_SIZE = 2; use torchrun"),
+    ],
+)
+def test_a_malformed_environment(environment, values, message):
+    environment(**values)
+    with pytest.raises(ValueError, match=message):
+        read_ranks()
+
+
+def test_more_ranks_than_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(
+        MissingDeviceError, match="local rank 2 needs a GPU of its own, but torch sees 2 on this machine"
+    ):
+        Ranks(2, 2, 4).device(torch.device("cuda"))
+    assert Ranks(2, 2, 4).device(torch.device("cpu")) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("told", "verdict"),
+    [
+        ([("", "same"), ("", "same"), ("", "same")], ""),
+        ([("bad", ""), ("bad", ""), ("bad", "")], "bad"),
+        ([("", "same"), ("", "same"), ("no such\nfile", "")], "rank 2: no such\nfile"),
+        ([("", "same"), ("", "other"), ("", "same")], "rank 1 read another config or other data than rank 0"),
+    ],
+)
+def test_every_rank_hears_the_same_verdict(monkeypatch, told, verdict):
+    store = HashStore()
+    monkeypatch.setattr(ranks_module, "_store", lambda rank, world_size: store)
+    heard: dict[int, str] = {}
+
+    def agree(rank: int) -> None:
+        heard[rank] = Ranks(rank, rank, 3).agree(*told[rank])
+
+    threads = [threading.Thread(target=agree, args=(rank,), daemon=True) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(heard) == 3
+    assert all(words.startswith(verdict) and bool(words) == bool(verdict) for words in heard.values())
+
+
+def test_alone_there_is_nobody_to_ask():
+    alone = Ranks()
+    assert alone.agree("bad") == "bad"
+    assert alone.any(True, torch.device("cpu"))
+    assert not alone.any(False, torch.device("cpu"))
+    assert alone.gather("x") == ["x"]
+    with alone.process_group(torch.device("cpu"), 1):
+        assert not torch.distributed.is_initialized()
+
+
+def test_a_resolved_config_resolves_to_itself_on_fewer_ranks():
+    """The config that two ranks write repeats their run in one process."""
+    wide, _ = resolve(config(training=Training(local_batch_size=2)), world_size=2)
+    alone, layout = resolve(wide, world_size=1)
+    assert alone == wide
+    assert layout == Layout()
+    assert replace(wide.training, global_batch_size=-1) == Training(local_batch_size=2)
