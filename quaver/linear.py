@@ -48,13 +48,19 @@ class WeightCasts(NamedTuple):
     for_grad_input: Operand
 
 
-def cast_weight(weight: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype) -> WeightCasts:
-    """Cast `weight` [N, K] for both of its matmuls."""
-    casts = MatrixCasts(config, hp_dtype)
+def cast_weight(
+    weight: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype, sharding: LinearSharding | None = None
+) -> WeightCasts:
+    """Cast `weight` [N, K], or the part of it that `sharding` tells of, for both of its matmuls."""
+    casts = _weight_casts(config, hp_dtype, sharding)
     return WeightCasts(
         casts.cast(weight, config.casts.weight, 1),
         casts.cast(weight, config.casts.weight_for_grad_input, 0),
     )
+
+
+def _weight_casts(config: Float8LinearConfig, hp_dtype: torch.dtype, sharding: LinearSharding | None) -> MatrixCasts:
+    return MatrixCasts(config, hp_dtype) if sharding is None else sharding.weight_casts(config, hp_dtype)
 
 
 class LinearSharding(Protocol):
@@ -175,13 +181,13 @@ class _Float8Linear(torch.autograd.Function):
         if needs_grad_weight:
             saved[0:2] = input_casts.cast(rows, config.casts.input_for_grad_weight, 0)
         if weight_casts is None and config.keep_float8_weight_for_backward and needs_grad_input:
-            weight_casts = cast_weight(weight, config, hp_dtype)
+            weight_casts = cast_weight(weight, config, hp_dtype, sharding)
         if weight_casts is not None:
             weight_op = weight_casts.for_output
             if needs_grad_input:
                 saved[2:4] = weight_casts.for_grad_input
         else:
-            casts = MatrixCasts(config, hp_dtype) if sharding is None else sharding.weight_casts(config, hp_dtype)
+            casts = _weight_casts(config, hp_dtype, sharding)
             weight_op = casts.cast(weight, config.casts.weight, 1)
             if needs_grad_input:
                 saved[2] = weight
@@ -245,7 +251,7 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | N
         elif weight_scales[0] is not None:
             weight = cast_with(weight_data, Scales(*weight_scales), config.casts.weight_for_grad_input, 0, config)
         else:
-            casts = MatrixCasts(config, hp_dtype) if sharding is None else sharding.weight_casts(config, hp_dtype)
+            casts = _weight_casts(config, hp_dtype, sharding)
             weight = casts.cast(weight_data, config.casts.weight_for_grad_input, 0)
         grad_input = _matmul(left_of_grad_input, weight, config.gemm_config_grad_input, config, hp_dtype)
         if len(input_shape) != 2:

@@ -10,6 +10,10 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+# torch 2.13 has new names for these two, and warns of the old ones at each call. The old can go with torch 2.12.
+_ALL_GATHER = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+_REDUCE_SCATTER = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+
 
 def max_over_ranks(amaxes: Tensor, group: ProcessGroup) -> Tensor:
     """The elementwise largest over the ranks of `group`, NaN where one rank has a NaN.
@@ -34,12 +38,12 @@ def gather(local: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 
 def _gather(local: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    return funcol.wait_tensor(funcol.all_gather_tensor(local.contiguous(), dim, group))
+    return funcol.wait_tensor(_ALL_GATHER(local.contiguous(), dim, group))
 
 
 def reduce_scatter(whole: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """This rank's part along `dim` of the sum over the ranks of `group`."""
-    return funcol.wait_tensor(funcol.reduce_scatter_tensor(whole.contiguous(), "sum", dim, group))
+    return funcol.wait_tensor(_REDUCE_SCATTER(whole.contiguous(), "sum", dim, group))
 
 
 def all_reduce(whole: Tensor, group: ProcessGroup) -> Tensor:

@@ -132,6 +132,18 @@ class GatherableWeight(WrappedTensor):
         self.box = box or _ScaleBox()
         self.padding = padding
 
+    @property
+    def data(self) -> Tensor:
+        """The same weight without history. Setting it is refused: it would leave the tensor inside as it was."""
+        return self.detach()
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        raise RuntimeError(
+            "a weight that is gathered in float8 cannot be given other data (param.data = ...), as FSDP1 does: use "
+            "fully_shard (FSDP2), or turn enable_fsdp_float8_all_gather off"
+        )
+
     def plain(self) -> Tensor:
         return cast(Tensor, _Plain.apply(self))
 

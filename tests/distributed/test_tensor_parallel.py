@@ -1,0 +1,880 @@
+"""Tensor and sequence parallelism: casts of spread matrices, results against one device, and what crosses the wire."""
+
+import contextlib
+import copy
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quaver import Float8LinearConfig, cast_weights_once, convert_to_float8_training
+from quaver.casts import MatrixCasts
+from quaver.distributed import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+    precompute_float8_dynamic_scale_for_fsdp,
+)
+from quaver.distributed.tensor_parallel import InputGather
+from quaver.linear import Float8Linear, cast_weight
+from quaver.tensor import Float8Tensor
+from tests.distributed.ranks import RanksError, run
+from tests.reference import RECIPES
+
+RECIPE = pytest.mark.parametrize("recipe", RECIPES)
+HP = pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def config_of(recipe, **options):
+    return dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), **options)
+
+
+def tp_mesh():
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def part(whole, dim):
+    """This rank's part of `whole` along `dim`; a scale that spans the dim belongs to every rank."""
+    if whole.dim() == 0 or whole.shape[dim] == 1:
+        return whole
+    return whole.chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
+
+
+def uneven_magnitudes(*shape):
+    """Normal numbers with another magnitude in each row and column, and an outlier on the last rank only."""
+    rows = torch.logspace(-3, 1, shape[-2]).view(-1, 1)
+    matrix = torch.randn(shape) * rows * torch.logspace(1, -1, shape[-1])
+    matrix[..., -1, -1] = 90.0
+    return matrix
+
+
+def same_bits(got, expected):
+    assert (got is None) == (expected is None)
+    if got is not None:
+        assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+        got, expected = got.contiguous(), expected.contiguous()
+        bits = torch.uint8 if got.itemsize == 1 else torch.int32
+        assert torch.equal(got.view(bits), expected.view(bits))
+
+
+def assert_part_of(got, whole, dim):
+    """An operand is this rank's part of `whole`, None for all of it, to the bit."""
+    if dim is not None:
+        whole = whole._replace(
+            data=part(whole.data, dim),
+            dequant_scale=None if whole.dequant_scale is None else part(whole.dequant_scale, dim),
+        )
+    assert (got.dequant_scale is None) == (whole.dequant_scale is None)
+    if whole.dequant_scale is None:
+        torch.testing.assert_close(got.data, whole.data, rtol=0, atol=0)
+    else:
+        same_bits(got.data, whole.data)
+        same_bits(got.dequant_scale, whole.dequant_scale)
+
+
+# ---- casts -----------------------------------------------------------------------------------------------------------
+
+CAST_CASES = [(recipe, {}) for recipe in RECIPES] + [("tensorwise", {"round_scales_to_power_of_2": True})]
+
+
+def _check_weight_casts(recipe, options, hp_dtype):
+    config = config_of(recipe, **options)
+    whole = Float8Linear(48, 40, bias=False, dtype=hp_dtype, config=config)
+    with torch.no_grad():
+        whole.weight.copy_(uneven_magnitudes(40, 48))
+    expected = cast_weight(whole.weight.detach(), config, hp_dtype)
+    for style in (Float8ColwiseParallel(), Float8RowwiseParallel()):
+        linear = parallelize_module(copy.deepcopy(whole), tp_mesh(), style)
+        local, dim = linear.weight.to_local().detach(), linear.sharding.weight_dim
+        asks = [(config.casts.weight, 1, expected[0]), (config.casts.weight_for_grad_input, 0, expected[1])]
+        shared = linear.sharding.weight_casts(config, hp_dtype)
+        for cast, contracted_dim, operand in asks:
+            fresh = linear.sharding.weight_casts(config, hp_dtype)
+            for casts in (fresh, shared):
+                assert_part_of(casts.cast(local, cast, contracted_dim), operand, dim)
+
+
+@pytest.mark.parametrize(("recipe", "options"), CAST_CASES)
+@HP
+def test_weights_are_cast_as_on_one_device(recipe, options, hp_dtype):
+    run(2, _check_weight_casts, recipe, options, hp_dtype)
+
+
+def _check_input_casts(recipe, options, hp_dtype):
+    config = config_of(recipe, **options)
+    whole = uneven_magnitudes(3, 16, 48).to(hp_dtype)
+    casts, rows = MatrixCasts(config, hp_dtype), whole.flatten(0, 1)
+    for as_dtensor in (False, True):
+        gather = InputGather(Shard(1), tp_mesh(), config, as_dtensor=as_dtensor)
+        gathered = gather(part(whole, 1).requires_grad_())
+        assert (gathered.shape, gathered.dtype, gathered.requires_grad) == (whole.shape, hp_dtype, True)
+        gathered = gathered.to_local() if as_dtensor else gathered
+        assert isinstance(gathered, Float8Tensor)
+        assert_part_of(gathered.operand(1), casts.cast(rows, config.casts.input, 1), None)
+        assert_part_of(gathered.operand(0), casts.cast(rows, config.casts.input_for_grad_weight, 0), None)
+    _check_rowwise_input_casts(config, rows, hp_dtype)
+
+
+def _check_rowwise_input_casts(config, rows, hp_dtype):
+    linear = Float8Linear(48, 40, dtype=hp_dtype, config=config)
+    parallelize_module(linear, tp_mesh(), Float8RowwiseParallel())
+    whole = MatrixCasts(config, hp_dtype)
+    local = linear.sharding.input_casts(part(rows, 1), config, hp_dtype)
+    for cast, contracted_dim in ((config.casts.input, 1), (config.casts.input_for_grad_weight, 0)):
+        assert_part_of(local.cast(part(rows, 1), cast, contracted_dim), whole.cast(rows, cast, contracted_dim), 1)
+
+
+@pytest.mark.parametrize(("recipe", "options"), [case for case in CAST_CASES if case[0] != "rowwise_with_gw_hp"])
+@HP
+def test_inputs_are_cast_as_on_one_device(recipe, options, hp_dtype):
+    run(2, _check_input_casts, recipe, options, hp_dtype)
+
+
+def _check_grad_output_casts(recipe, options, hp_dtype):
+    config = config_of(recipe, **options)
+    whole = uneven_magnitudes(3, 16, 40).to(hp_dtype)
+    casts, rows = MatrixCasts(config, hp_dtype), whole.flatten(0, 1)
+    expected = (
+        casts.cast(rows, config.casts.grad_output, 1),
+        casts.cast(rows, config.casts.grad_output_for_grad_weight, 0),
+    )
+    for style, grad_output, dim in (
+        (Float8ColwiseParallel(), part(whole, 2), 1),
+        (Float8RowwiseParallel(), whole, None),
+        (Float8RowwiseParallel(output_layouts=Shard(1)), part(whole, 1), None),
+    ):
+        linear = Float8Linear(48, 40, bias=False, dtype=hp_dtype, config=config)
+        sharding = parallelize_module(linear, tp_mesh(), style).sharding
+        for needs in ((True, True), (True, False), (False, True)):
+            got = sharding.grad_output_operands(grad_output, config, hp_dtype, needs)
+            for operand, whole_operand, needed in zip(got, expected, needs, strict=True):
+                assert (operand is not None) == needed
+                if needed:
+                    assert_part_of(operand, whole_operand, dim)
+
+
+@pytest.mark.parametrize(("recipe", "options"), CAST_CASES)
+@HP
+def test_grad_outputs_are_cast_as_on_one_device(recipe, options, hp_dtype):
+    run(2, _check_grad_output_casts, recipe, options, hp_dtype)
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    """Two linears that share an input, as gate and up do."""
+
+    def __init__(self, k, n, dtype, config):
+        super().__init__()
+        self.a = Float8Linear(k, n, dtype=dtype, config=config)
+        self.b = Float8Linear(k, n, bias=False, dtype=dtype, config=config)
+
+    def forward(self, input):
+        return self.a(input), self.b(input)
+
+
+class One(nn.Module):
+    def __init__(self, k, n, dtype, config):
+        super().__init__()
+        self.a = Float8Linear(k, n, dtype=dtype, config=config)
+
+    def forward(self, input):
+        return (self.a(input),)
+
+
+def prepare(use_local_output, layout=None):
+    return PrepareFloat8ModuleInput(
+        input_layouts=Shard(1) if layout is None else layout,
+        desired_input_layouts=Replicate(),
+        use_local_output=use_local_output,
+    )
+
+
+@dataclasses.dataclass
+class Arrangement:
+    """A way to spread a module: its styles, and the dims of input and output that this rank has a part of."""
+
+    module: type
+    styles: dict
+    input_dim: int | None
+    output_dim: int | None
+    dtensor: bool = False
+
+
+def arrangements():
+    colwise, whole_output = Float8ColwiseParallel, {"output_layouts": Replicate(), "use_local_output": False}
+    pair = {"a": colwise(), "b": colwise()}
+    by_sequence = {"input_layouts": Shard(1)}
+    return {
+        "prepared": Arrangement(Pair, {"": prepare(False), **pair}, 1, 2),
+        "prepared, local": Arrangement(Pair, {"": prepare(True), **pair}, 1, 2),
+        "colwise by sequence": Arrangement(Pair, {"a": colwise(**by_sequence), "b": colwise(**by_sequence)}, 1, 2),
+        "colwise": Arrangement(Pair, pair, None, 2),
+        "prepared whole": Arrangement(Pair, {"": prepare(False, Replicate()), **pair}, None, 2),
+        "prepared whole, local": Arrangement(Pair, {"": prepare(True, Replicate()), **pair}, None, 2),
+        "colwise, whole output": Arrangement(One, {"a": colwise(**by_sequence, **whole_output)}, 1, None, True),
+        "colwise, output by sequence": Arrangement(One, {"a": colwise(output_layouts=Shard(1))}, None, 1),
+        "rowwise": Arrangement(One, {"a": Float8RowwiseParallel()}, 2, None),
+        "rowwise by sequence": Arrangement(One, {"a": Float8RowwiseParallel(output_layouts=Shard(1))}, 2, 1),
+        "rowwise, whole input": Arrangement(One, {"a": Float8RowwiseParallel(input_layouts=Replicate())}, None, None),
+        "rowwise, input by sequence": Arrangement(
+            One, {"a": Float8RowwiseParallel(input_layouts=Shard(1), output_layouts=Shard(1))}, 1, 1
+        ),
+    }
+
+
+ARRANGEMENTS = tuple(arrangements())
+
+
+def part_or_whole(whole, dim):
+    return whole if dim is None else part(whole, dim)
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def step(module, input, grad_outputs, dtensor=False):
+    """outputs, grad_input and the gradients of the parameters by name."""
+    outputs = module(input)
+    outputs = [output.to_local() for output in outputs] if dtensor else outputs
+    torch.autograd.backward(outputs, grad_outputs)
+    return (
+        [output.detach() for output in outputs],
+        input.grad,
+        {name: full(parameter.grad) for name, parameter in module.named_parameters()},
+    )
+
+
+def assert_close(got, expected, size, what):
+    """Within the rounding of sums that are taken in another order.
+
+    Args:
+        size: the sums over the absolute values of what is added.
+
+    The codes are those of one device, so only sums differ. float32: a sum of n terms, each order of which is within
+    n * 2^-24 * size of the exact one. bfloat16: the sums of a rank, those over ranks and those over linears that share
+    an input are each rounded to 8 bits, independently; a rounding has a norm of at most 2^-9 of its result's, and at
+    most 8 of them meet here. The factor 4: a subnormal code can stand for twice its value, in both operands.
+    """
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype), what
+    error = (got.double() - expected.double()).abs()
+    if got.dtype is torch.float32:
+        excess = (error - 4 * 2 * 64 * 2.0**-24 * size).max()
+        assert excess <= 0, f"{what}: {excess:.3g} over the bound"
+    else:
+        relative = error.norm() / expected.double().norm()
+        assert relative < 2**-7, f"{what}: off by {relative:.3g}"
+
+
+def _check_results(name, recipe, hp_dtype, compiled):
+    arrangement = arrangements()[name]
+    config = config_of(recipe)
+    reference = arrangement.module(64, 48, hp_dtype, config)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * torch.logspace(-1, 0, parameter.shape[-1]))
+    module = copy.deepcopy(reference)
+    parallelize_module(module, tp_mesh(), arrangement.styles)
+    input = (torch.randn(2, 32, 64) * torch.logspace(-1, 0, 64)).to(hp_dtype)
+    linears = [child for child in reference.modules() if isinstance(child, Float8Linear)]
+    grad_outputs = [(torch.randn(2, 32, 48) * torch.logspace(0, -1, 48)).to(hp_dtype) for _ in linears]
+    expected = step(reference, input.clone().requires_grad_(), grad_outputs)
+    # A hook of the compiled module itself would be a graph of its own, and a Float8Tensor cannot leave a graph.
+    call = torch.compile(nn.Sequential(module), fullgraph=True, backend=compiled) if compiled else module
+    parts = [part_or_whole(grad_output, arrangement.output_dim) for grad_output in grad_outputs]
+    local_input = part_or_whole(input, arrangement.input_dim).clone().requires_grad_()
+    got = step(call, local_input, parts, arrangement.dtensor)
+    if compiled:
+        got[2].update({key.removeprefix("_orig_mod.0."): got[2].pop(key) for key in list(got[2])})
+
+    sizes = [input.double().abs() @ linear.weight.double().abs().t() for linear in linears]
+    if linears[0].bias is not None:
+        sizes[0] = sizes[0] + linears[0].bias.double().abs()
+    for got_output, whole, size in zip(got[0], expected[0], sizes, strict=True):
+        dim = arrangement.output_dim
+        assert_close(got_output, part_or_whole(whole, dim), part_or_whole(size, dim), "output")
+    pairs = list(zip(grad_outputs, linears, strict=True))
+    size = sum(grad_output.double().abs() @ linear.weight.double().abs() for grad_output, linear in pairs)
+    dim = arrangement.input_dim
+    assert_close(got[1], part_or_whole(expected[1], dim), part_or_whole(size, dim), "grad_input")
+    rows = input.double().abs().flatten(0, 1)
+    for key, linear_grad_output in zip("ab", grad_outputs, strict=False):
+        columns = linear_grad_output.double().abs().flatten(0, 1)
+        for parameter, size in ((f"{key}.weight", columns.t() @ rows), (f"{key}.bias", columns.sum(0))):
+            if parameter in expected[2]:
+                assert_close(got[2][parameter], expected[2][parameter], size, f"gradient of {parameter}")
+    assert got[2].keys() == expected[2].keys()
+
+
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+@RECIPE
+@HP
+def test_equals_one_device(name, recipe, hp_dtype):
+    """Output, grad_input and the gradients of weights and biases, each rank's part; `assert_close` says how closely."""
+    run(2, _check_results, name, recipe, hp_dtype, None)
+
+
+COMPILED = [("prepared", "rowwise", torch.bfloat16), ("rowwise by sequence", "tensorwise", torch.float32)]
+TRACED = [
+    ("prepared", "tensorwise"),
+    ("prepared", "rowwise_with_gw_hp"),
+    ("prepared, local", "rowwise_with_tensorwise_weight"),
+    ("colwise by sequence", "rowwise"),
+    ("colwise, whole output", "tensorwise"),
+    ("rowwise", "rowwise"),
+]
+
+
+@pytest.mark.parametrize(("name", "recipe", "hp_dtype"), COMPILED)
+def test_compiled_equals_one_device(name, recipe, hp_dtype):
+    run(2, _check_results, name, recipe, hp_dtype, "inductor")
+
+
+@pytest.mark.parametrize(("name", "recipe"), TRACED)
+def test_traced_equals_one_device(name, recipe):
+    """The compiler's front end alone: one graph, and its numbers."""
+    run(2, _check_results, name, recipe, torch.float32, "aot_eager")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+@RECIPE
+@HP
+def test_compiled_equals_one_device_for_all(name, recipe, hp_dtype):
+    run(2, _check_results, name, recipe, hp_dtype, "inductor")
+
+
+def _check_uneven_features(recipe, layouts):
+    """13 features on 2 ranks, 7 and 6; whole outputs are put together from unequal parts."""
+    config = config_of(recipe)
+    reference = One(32, 13, torch.float32, config)
+    down = Float8Linear(13, 32, config=config)
+    module, rowwise = copy.deepcopy(reference), copy.deepcopy(down)
+    parallelize_module(module, tp_mesh(), {"a": Float8ColwiseParallel(**layouts)})
+    parallelize_module(rowwise, tp_mesh(), Float8RowwiseParallel())
+    input, grad_output = torch.randn(2, 16, 32), torch.randn(2, 16, 13)
+    expected = step(reference, input.clone().requires_grad_(), [grad_output])
+    whole = layouts.get("output_layouts") == Replicate()
+    got = step(module, input.clone().requires_grad_(), [grad_output if whole else part(grad_output, 2)])
+    outputs = got[0] if whole else [torch.cat(gathered(got[0][0], 13), 2)]
+    torch.testing.assert_close((outputs, *got[1:]), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rowwise(part(grad_output, 2)), down(grad_output), rtol=1e-5, atol=1e-5)
+
+
+def gathered(local, features):
+    """Every rank's part of the last dim, of different lengths."""
+    ranks = dist.get_world_size()
+    parts = [torch.empty(*local.shape[:-1], n.numel()) for n in torch.empty(features).chunk(ranks)]
+    for rank, received in enumerate(parts):
+        if rank == dist.get_rank():
+            received.copy_(local)
+        dist.broadcast(received, rank)
+    return parts
+
+
+@RECIPE
+@pytest.mark.parametrize("layouts", [{}, {"output_layouts": Replicate()}], ids=["parts", "whole"])
+def test_features_that_ranks_do_not_divide(recipe, layouts):
+    """The tolerance is that of a float32 sum in another order; the magnitudes are about 1."""
+    run(2, _check_uneven_features, recipe, layouts)
+
+
+def _check_non_finite(recipe, value, where):
+    config = config_of(recipe)
+    for name in ("prepared", "colwise", "rowwise", "rowwise by sequence"):
+        arrangement = arrangements()[name]
+        reference = arrangement.module(32, 16, torch.float32, config)
+        input = torch.randn(2, 8, 32)
+        grad_outputs = [torch.randn(2, 8, 16) for _ in range(2 if arrangement.module is Pair else 1)]
+        if where == "weight":
+            reference.a.weight.data[-1, -1] = value
+        else:
+            {"input": input, "grad_output": grad_outputs[0]}[where][-1, -1, -1] = value
+        module = copy.deepcopy(reference)
+        parallelize_module(module, tp_mesh(), arrangement.styles)
+        expected = step(reference, input.clone().requires_grad_(), grad_outputs)
+        assert any(grad.isnan().any() for grad in (*expected[0], expected[1], *expected[2].values()))
+        parts = [part_or_whole(grad_output, arrangement.output_dim) for grad_output in grad_outputs]
+        got = step(module, part_or_whole(input, arrangement.input_dim).clone().requires_grad_(), parts)
+        expected_parts = (
+            [part_or_whole(output, arrangement.output_dim) for output in expected[0]],
+            part_or_whole(expected[1], arrangement.input_dim),
+            expected[2],
+        )
+        torch.testing.assert_close(got, expected_parts, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@RECIPE
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("where", ["weight", "input", "grad_output"])
+def test_what_is_not_finite_on_one_rank_reaches_all_that_it_reaches_on_one_device(recipe, value, where):
+    """NaN for NaN; the rest within the rounding of float32 sums in another order."""
+    run(2, _check_non_finite, recipe, value, where)
+
+
+def _check_input_without_gradient(recipe):
+    """The first linear of a model: its input needs no gradient, its weight does."""
+    for name in ("prepared", "prepared, local", "colwise by sequence", "colwise"):
+        arrangement = arrangements()[name]
+        reference = arrangement.module(32, 16, torch.float32, config_of(recipe))
+        module = copy.deepcopy(reference)
+        parallelize_module(module, tp_mesh(), arrangement.styles)
+        input, grad_outputs = torch.randn(2, 8, 32), [torch.randn(2, 8, 16) for _ in range(2)]
+        expected = step(reference, input, grad_outputs)
+        got = step(module, part_or_whole(input, arrangement.input_dim), [part(g, 2) for g in grad_outputs])
+        torch.testing.assert_close(got[2], expected[2], rtol=1e-5, atol=1e-5)
+
+
+@RECIPE
+def test_weights_train_where_the_input_needs_no_gradient(recipe):
+    run(2, _check_input_without_gradient, recipe)
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Attention-like and feed-forward, residual, on [batch, sequence, dim]."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.attention = Attention(dim)
+        self.mlp = MLP(dim)
+
+    def forward(self, x):
+        x = x + self.attention(x)
+        return x + self.mlp(x)
+
+
+class Attention(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(dim, dim, bias=False) for _ in range(3))
+        self.o = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x):
+        q, k, v = (projected.unflatten(-1, (-1, 8)).transpose(1, 2) for projected in (self.q(x), self.k(x), self.v(x)))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(attended.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.gate, self.up = nn.Linear(dim, 2 * dim), nn.Linear(dim, 2 * dim, bias=False)
+        self.down = nn.Linear(2 * dim, dim)
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def model_of(config, dim=32):
+    torch.manual_seed(1)
+    return convert_to_float8_training(nn.Sequential(Block(dim), Block(dim)), config=config)
+
+
+def spread(model, mesh, use_local_output=False):
+    colwise, rowwise = Float8ColwiseParallel(), Float8RowwiseParallel(output_layouts=Shard(1))
+    styles = {"attention": prepare(use_local_output), "mlp": prepare(use_local_output), "mlp.down": rowwise}
+    styles |= {f"attention.{name}": colwise for name in "qkv"} | {"attention.o": rowwise}
+    styles |= {"mlp.gate": colwise, "mlp.up": colwise}
+    for block in model:
+        parallelize_module(block, mesh, styles)
+    return model
+
+
+def losses_of_one_process(config, batches, microbatches=1):
+    model = model_of(config)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for batch in batches:
+        losses.append(0.0)
+        for microbatch in batch.chunk(microbatches):
+            loss = model(microbatch).square().mean() / microbatches
+            loss.backward()
+            losses[-1] += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def assert_same_losses(losses, expected):
+    """Within 2e-4; 1e-5 after the first step.
+
+    A float32 sum in another order moves a result by about 2^-24 of it, and the losses by no more than 2e-7 in all cases
+    here. What such a difference can do at worst is to move a few codes of a later cast by one step, 2^-3 of an element.
+    With each rank's own scales in place of the whole matrix's, losses are off by 8e-4 to 2e-2.
+    """
+    torch.testing.assert_close(losses[:1], expected[:1], rtol=1e-5, atol=0)
+    torch.testing.assert_close(losses, expected, rtol=2e-4, atol=0)
+
+
+def mean_over_ranks(loss):
+    dist.all_reduce(loss := loss.detach().clone())
+    return loss.item() / dist.get_world_size()
+
+
+def _check_steps(recipe, use_local_output):
+    config = config_of(recipe)
+    batches = [torch.randn(4, 16, 32) for _ in range(3)]
+    model = spread(model_of(config), tp_mesh(), use_local_output)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for batch in batches:
+        loss = model(part(batch, 1)).square().mean()
+        (loss / dist.get_world_size()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean_over_ranks(loss))
+    assert_same_losses(losses, losses_of_one_process(config, batches))
+
+
+@RECIPE
+@pytest.mark.parametrize("use_local_output", [False, True])
+def test_steps_equal_one_process(recipe, use_local_output):
+    run(2, _check_steps, recipe, use_local_output)
+
+
+def _check_steps_with_fsdp(recipe, gather_float8, precompute):
+    config = config_of(recipe)
+    batches = [torch.randn(4, 16, 32) for _ in range(3)]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    tp_rank, dp_rank = mesh["tp"].get_local_rank(), mesh["dp"].get_local_rank()
+    model = spread(model_of(dataclasses.replace(config, enable_fsdp_float8_all_gather=gather_float8)), mesh["tp"])
+    for block in model:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for batch in batches:
+        loss = model(batch.chunk(2)[dp_rank].chunk(2, 1)[tp_rank]).square().mean()
+        (loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if precompute:
+            precompute_float8_dynamic_scale_for_fsdp(model)
+        losses.append(mean_over_ranks(loss))
+    assert_same_losses(losses, losses_of_one_process(config, batches, 2))
+
+
+@RECIPE
+@pytest.mark.parametrize(
+    ("gather_float8", "precompute"), [(False, False), (True, False), (True, True)], ids=["hp", "float8", "precomputed"]
+)
+def test_steps_with_fsdp2_equal_one_process(recipe, gather_float8, precompute):
+    run(4, _check_steps_with_fsdp, recipe, gather_float8, precompute)
+
+
+# ---- what crosses the wire -------------------------------------------------------------------------------------------
+
+
+class Wire(TorchDispatchMode):
+    """The collectives that this rank takes part in, in order: kind, dtype, and the bytes of the whole tensor.
+
+    Bytes are those of what is reduced, scattered, or together gathered.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.collectives = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor | Float8Tensor) for kind in types):
+            return NotImplemented  # what it does inside comes here again
+        namespace, name = func._schema.name.split("::")
+        kind = next((kind for kind in ("all_gather", "reduce_scatter", "all_reduce") if name.startswith(kind)), None)
+        if namespace.startswith("_c10d") and kind is not None:
+            tensor = args[0]
+            times = dist.get_world_size() if kind == "all_gather" else 1
+            self.collectives.append((kind, tensor.dtype, tensor.numel() * tensor.itemsize * times))
+        return func(*args, **(kwargs or {}))
+
+    def of(self, kind):
+        return [collective[1:] for collective in self.collectives if collective[0] == kind]
+
+
+M, K, N = 2 * 16, 64, 48
+U8, I32, F32 = torch.uint8, torch.int32, torch.float32
+
+
+class Sharing(nn.Module):
+    def __init__(self, linears, config):
+        super().__init__()
+        self.linears = nn.ModuleList(Float8Linear(K, N, bias=False, config=config) for _ in range(linears))
+
+    def forward(self, input):
+        return torch.stack([linear(input) for linear in self.linears])
+
+
+def payloads(recipe, rows, columns, first_too=True):
+    """What is gathered of a matrix that each rank has a part of the rows of."""
+    codes, scales = (U8, rows * columns), (F32, rows * 4)
+    if recipe == "rowwise_with_gw_hp":
+        return [(F32, rows * columns * 4)]
+    if recipe == "tensorwise":
+        return [codes]
+    return [codes, scales, codes] if first_too else [codes, scales]
+
+
+def amaxes(recipe, rows, columns, first_too=True):
+    """The numbers whose maximum is taken for it."""
+    length = {"tensorwise": 1, "rowwise_with_gw_hp": 0}.get(recipe, columns if first_too else 0)
+    return [(I32, 4 * length)] if length else []
+
+
+def _check_colwise_wire(recipe, linears, use_local_output):
+    config = config_of(recipe)
+    module = Sharing(linears, config)
+    styles = {"": prepare(use_local_output), "linears.*": Float8ColwiseParallel()}
+    parallelize_module(module, tp_mesh(), styles)
+    input = torch.randn(2, 8, K, requires_grad=True)
+    with Wire() as forward:
+        output = module(input)
+    with Wire() as backward:
+        output.sum().backward()
+    of_weight = [(I32, 4)] * linears if config.casts.weight == Float8LinearConfig().casts.weight else []
+    assert forward.of("all_gather") == payloads(recipe, M, K)
+    assert forward.of("all_reduce") == amaxes(recipe, M, K) + of_weight
+    assert forward.of("reduce_scatter") == []
+    of_grad_output = (I32, 4) if recipe == "tensorwise" else (I32, 4 * M)
+    of_weight = {"rowwise": [(I32, 4 * K)], "rowwise_with_gw_hp": [(I32, 4)]}.get(recipe, [])
+    assert backward.of("all_gather") == []
+    assert backward.of("all_reduce") == [of_grad_output, *of_weight] * linears
+    assert backward.of("reduce_scatter") == [(F32, M * K * 4)]
+    with Wire() as forward, torch.no_grad():
+        module(input)
+    assert forward.of("all_gather") == payloads(recipe, M, K, first_too=False)
+
+
+@RECIPE
+@pytest.mark.parametrize("linears", [1, 3])
+@pytest.mark.parametrize("use_local_output", [False, True])
+def test_one_gather_serves_all_linears_that_share_an_input(recipe, linears, use_local_output):
+    """Gathered and scattered once for all of them; what each takes part in for itself are amaxes, 4 bytes each."""
+    if use_local_output and recipe == "rowwise_with_gw_hp":
+        pytest.skip("a plain tensor does not tell a linear that its gradient will be summed later")
+    run(2, _check_colwise_wire, recipe, linears, use_local_output)
+
+
+def _check_colwise_wire_by_sequence(recipe, trains):
+    linear = Float8Linear(K, N, bias=False, config=config_of(recipe))
+    parallelize_module(linear, tp_mesh(), Float8ColwiseParallel(input_layouts=Shard(1)))
+    linear.weight.requires_grad_(trains)
+    with Wire() as forward:
+        output = linear(torch.randn(2, 8, K, requires_grad=True))
+    with Wire() as backward:
+        output.sum().backward()
+    assert forward.of("all_gather") == payloads(recipe, M, K, first_too=trains)
+    assert backward.of("all_gather") == []
+    assert backward.of("reduce_scatter") == [(F32, M * K * 4)]
+
+
+@RECIPE
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_colwise_linear_gathers_its_own_input_as_codes(recipe, trains):
+    run(2, _check_colwise_wire_by_sequence, recipe, trains)
+
+
+def _check_rowwise_wire(recipe, trains):
+    linear = Float8Linear(K, N, bias=False, config=config_of(recipe))
+    parallelize_module(linear, tp_mesh(), Float8RowwiseParallel(output_layouts=Shard(1)))
+    linear.weight.requires_grad_(trains)
+    with Wire() as forward:
+        output = linear(torch.randn(2, 16, K // 2, requires_grad=True))
+    with Wire() as backward:
+        output.sum().backward()
+    assert forward.of("all_gather") == []
+    of_input = (I32, 4) if recipe == "tensorwise" else (I32, 4 * M)
+    of_weight = (I32, 4) if recipe in ("tensorwise", "rowwise_with_tensorwise_weight") else (I32, 4 * N)
+    assert forward.of("all_reduce") == [of_input, of_weight]
+    assert forward.of("reduce_scatter") == [(F32, M * N * 4)]
+    if recipe == "rowwise_with_gw_hp":
+        # In high precision only if grad_weight, which reads it so, is computed.
+        assert backward.of("all_gather") == ([(F32, M * N * 4)] if trains else [(U8, M * N), (F32, 4 * M)])
+        assert backward.of("all_reduce") == [(I32, 4)]  # of the weight as grad_input reads it
+    else:
+        assert backward.of("all_gather") == payloads(recipe, M, N, first_too=trains)
+        assert backward.of("all_reduce") == amaxes(recipe, M, N, first_too=trains)
+    assert backward.of("reduce_scatter") == []
+
+
+@RECIPE
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_rowwise_linear_gathers_its_grad_output_as_codes(recipe, trains):
+    run(2, _check_rowwise_wire, recipe, trains)
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def raises(kind, *words):
+    """Each of `words` is in the message, and no rank is left waiting for another."""
+    with pytest.raises(kind) as error:
+        yield
+    message = str(error.value)
+    assert all(word in message for word in words), message
+
+
+def _check_errors_when_applied():
+    mesh, mesh_2d = tp_mesh(), init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    for style in (Float8ColwiseParallel(), Float8RowwiseParallel()):
+        name = type(style).__name__
+        with raises(ValueError, name, "expects a Float8Linear, got Linear", "convert_to_float8_training"):
+            parallelize_module(nn.Linear(16, 16), mesh, style)
+        with raises(ValueError, "one mesh axis", "mesh['tp']"):
+            style._apply(Float8Linear(16, 16), mesh_2d)  # parallelize_module itself refuses it, in its own words
+    with raises(ValueError, "output_layouts", "got S(-1)"):
+        parallelize_module(Float8Linear(16, 16), mesh, Float8RowwiseParallel(output_layouts=Shard(-1)))
+    with raises(ValueError, "features"):
+        parallelize_module(Float8Linear(16, 16), mesh, Float8ColwiseParallel(input_layouts=Shard(-1)))
+    with raises(ValueError, "no Float8Linear", "PrepareModuleInput"):
+        parallelize_module(nn.Sequential(nn.Linear(16, 16)), mesh, prepare(False))
+    several = nn.Sequential(Float8Linear(16, 16), Float8Linear(16, 16, config=config_of("rowwise")))
+    with raises(ValueError, "several configs", "fwd_config_submodule_fqn"):
+        parallelize_module(several, mesh, prepare(False))
+    layouts = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+    parallelize_module(several, mesh, PrepareFloat8ModuleInput(**layouts, fwd_config_submodule_fqn="1"))
+    with raises(ValueError, "float8_e5m2", "float8_e4m3fn"):
+        parallelize_module(Pair(16, 16, F32, None), mesh, PrepareFloat8ModuleInput(**layouts, float8_dtype=E5M2))
+    parallelize_module(Pair(16, 16, F32, None), mesh, PrepareFloat8ModuleInput(**layouts, float8_dtype=E4M3))
+
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def test_errors_when_a_style_is_applied():
+    run(2, _check_errors_when_applied)
+
+
+class UsesItsInput(Pair):
+    def forward(self, input):
+        return self.a(input * 2)
+
+
+class ReadsItsInput(Pair):
+    def forward(self, input):
+        return self.a(input.to_high_precision()), self.a(input)
+
+
+def _check_errors_when_called():
+    mesh = tp_mesh()
+    by_sequence = parallelize_module(Float8Linear(16, 16), mesh, Float8ColwiseParallel(input_layouts=Shard(1)))
+    with raises(ValueError, "sharded along its features"):
+        by_sequence(torch.randn(4, 16))
+    rowwise = parallelize_module(Float8Linear(16, 16), mesh, Float8RowwiseParallel(output_layouts=Shard(1)))
+    with raises(ValueError, "dim 1 of [2, 5, 16]", "multiple of the 2 ranks", "pad the sequence"):
+        rowwise(torch.randn(2, 5, 8))
+    of_torch = parallelize_module(Float8Linear(16, 16), mesh, ColwiseParallel())
+    with raises(RuntimeError, "is sharded", "Float8ColwiseParallel"):
+        of_torch(torch.randn(2, 4, 16))
+    for use_local_output in (True, False):
+        module = UsesItsInput(16, 16, F32, None)
+        styles = {"": prepare(use_local_output), "a": Float8ColwiseParallel(), "b": Float8ColwiseParallel()}
+        parallelize_module(module, mesh, styles)
+        with raises(NotImplementedError, "aten.mul.Tensor", "Float8Tensor", "to_high_precision"):
+            module(torch.randn(2, 4, 16))
+    with raises(ValueError, "expected an input of shape [..., 16]", "got [2, 8, 12]"):
+        parallelize_module(Pair(16, 16, F32, None), mesh, {**styles, "": prepare(False)})(torch.randn(2, 4, 12))
+    whole = torch.randn(2, 8, 16)
+    module = parallelize_module(ReadsItsInput(16, 16, F32, None), mesh, {**styles, "": prepare(True)})
+    read, given = module(part(whole, 1))
+    torch.testing.assert_close(read, given)  # its values lie on the codes, so a second cast changes nothing
+
+
+def test_errors_when_a_module_is_called():
+    run(2, _check_errors_when_called)
+
+
+def _compile_the_prepared_module_itself():
+    module = parallelize_module(Pair(16, 16, F32, None), tp_mesh(), arrangements()["prepared"].styles)
+    torch.compile(module, backend="aot_eager")(torch.randn(2, 4, 16, requires_grad=True))
+
+
+def test_a_graph_that_ends_after_the_gathering_is_an_error_that_says_so():
+    with pytest.raises(RanksError, match="Compile a module around the one that PrepareFloat8ModuleInput"):
+        run(2, _compile_the_prepared_module_itself)
+
+
+# ---- the module around it --------------------------------------------------------------------------------------------
+
+
+def _check_module_life(recipe):
+    config = config_of(recipe)
+    plain, model = model_of(config), spread(model_of(config), tp_mesh())
+    batch = torch.randn(2, 8, 32)
+
+    def gradients(of):
+        of.zero_grad()
+        of(part(batch, 1)).square().mean().backward()
+        return {name: full(parameter.grad) for name, parameter in of.named_parameters()}
+
+    state = model.state_dict()
+    assert {name: full(value) for name, value in state.items()}.keys() == plain.state_dict().keys()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(full(state[name]), value, rtol=0, atol=0)
+    expected = gradients(model)
+    twin = copy.deepcopy(model)
+    torch.testing.assert_close(gradients(twin), expected, rtol=0, atol=0)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    torch.testing.assert_close(gradients(model), expected, rtol=0, atol=0)
+    twin.load_state_dict(state)
+    with cast_weights_once(twin):
+        torch.testing.assert_close(gradients(twin), expected, rtol=0, atol=0)
+        torch.testing.assert_close(gradients(twin), expected, rtol=0, atol=0)
+    assert all(linear._scoped_weight is None for linear in twin.modules() if isinstance(linear, Float8Linear))
+
+
+@RECIPE
+def test_a_model_is_copied_saved_and_scoped_as_any_other(recipe):
+    run(2, _check_module_life, recipe)
+
+
+def _check_one_style_for_several_modules():
+    """A style may be applied many times, to modules of other configs."""
+    module = nn.Sequential(Pair(32, 32, F32, config_of("rowwise")), Pair(32, 32, F32, config_of("tensorwise")))
+    reference, style = copy.deepcopy(module), prepare(False)
+    pair = {"a": Float8ColwiseParallel(), "b": Float8ColwiseParallel()}
+    for child in module:
+        parallelize_module(child, tp_mesh(), {"": style, **pair})
+    input = torch.randn(2, 8, 32)
+    for child, expected in zip(module, reference, strict=True):
+        for got, whole in zip(child(part(input, 1)), expected(input), strict=True):
+            torch.testing.assert_close(got, part(whole, 2), rtol=1e-5, atol=1e-5)
+
+
+def test_one_style_for_several_modules():
+    run(2, _check_one_style_for_several_modules)
+
+
+def _check_kept_weight(recipe):
+    """Kept from forward to backward, the float8 weight has the scales of the whole one."""
+    weight = uneven_magnitudes(48, 64)
+    for name in ("prepared", "rowwise"):
+        results = []
+        for keep in (False, True):
+            torch.manual_seed(0)
+            arrangement = arrangements()[name]
+            module = arrangement.module(64, 48, F32, config_of(recipe, keep_float8_weight_for_backward=keep))
+            module.a.weight.data.copy_(weight)
+            parallelize_module(module, tp_mesh(), arrangement.styles)
+            grad_outputs = [torch.randn(2, 8, 48)] * (2 if arrangement.module is Pair else 1)
+            input = part(torch.randn(2, 8, 64), arrangement.input_dim).requires_grad_()
+            results.append(step(module, input, [part_or_whole(g, arrangement.output_dim) for g in grad_outputs]))
+        torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+@RECIPE
+def test_a_kept_weight_changes_no_bit(recipe):
+    run(2, _check_kept_weight, recipe)
