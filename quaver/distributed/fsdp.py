@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -316,11 +317,14 @@ class _Siblings:
         self.checked: set[ProcessGroup] = set()
 
 
-class _Gathering(NamedTuple):
+@dataclass
+class _Gathering:
     """What a linear knows of the gathering of its weight; not copied with it, for a copy has other siblings."""
 
     siblings: _Siblings
-    hooks: tuple[RemovableHandle, ...]
+    hooks: tuple[RemovableHandle, ...] = ()
+    laid_out: tuple[Tensor, Shard] | None = None
+    """A sharded weight, and where its shard lies (`local` is empty): asking DTensor each time costs too much."""
 
 
 def make_gatherable(named_linears: NamedLinears) -> None:
@@ -401,8 +405,17 @@ def _local(linear: Float8Linear) -> GatherableWeight:
     return cast(GatherableWeight, weight._local_tensor if isinstance(weight, DTensor) else weight)
 
 
+def _gathering(linear: Float8Linear) -> _Gathering:
+    if linear.gathering is None:  # a copy
+        linear.gathering = _Gathering(_Siblings([("", linear)]))
+    return cast(_Gathering, linear.gathering)
+
+
 def _shard(linear: Float8Linear) -> Shard:
-    return shard_of(linear, lambda local: cast(GatherableWeight, local).wrapped)
+    gathering, local = _gathering(linear), _local(linear).wrapped
+    if gathering.laid_out is None or gathering.laid_out[0] is not linear.weight:
+        gathering.laid_out = linear.weight, shard_of(linear, local.new_empty(0))  # keep no memory alive
+    return gathering.laid_out[1]._replace(local=local)
 
 
 def _is_sharded(linear: Float8Linear) -> bool:
@@ -415,26 +428,25 @@ def _is_sharded(linear: Float8Linear) -> bool:
 
 def _compute_scales_of_siblings(module: Float8Linear) -> WholeScales:
     """Compute the scales of `module` and of every sibling that has none, in one collective."""
-    if module.gathering is None:  # a copy
-        module.gathering = _Gathering(_Siblings([("", module)]), ())
-    siblings = cast(_Gathering, module.gathering).siblings
+    siblings = _gathering(module).siblings
     own = _shard(module)
-    stale = []
+    stale, shards = [], []
     for name, linear in siblings.named:
         if _is_sharded(linear) and _local(linear).scales() is None:
             shard = _shard(linear)
             if (shard.fsdp_group, shard.tp_group) == (own.fsdp_group, own.tp_group):
                 stale.append((name, linear))
+                shards.append(shard)
     if own.fsdp_group not in siblings.checked:
         check_ranks_agree(_describe(stale), own.fsdp_group, own.device, what="the weights to gather in float8")
         siblings.checked.add(own.fsdp_group)
-    _compute_and_remember([linear for _, linear in stale])
+    _compute_and_remember([linear for _, linear in stale], shards)
     return cast(WholeScales, _local(module).scales())
 
 
-def _compute_and_remember(linears: Sequence[Float8Linear]) -> None:
+def _compute_and_remember(linears: Sequence[Float8Linear], shards: Sequence[Shard]) -> None:
     with torch.no_grad():
-        scales = compute_whole_scales([_shard(linear) for linear in linears], [linear.config for linear in linears])
+        scales = compute_whole_scales(shards, [linear.config for linear in linears])
     for linear, of_weight in zip(linears, scales, strict=True):
         _local(linear).remember(of_weight)
 
@@ -463,12 +475,14 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
         if isinstance(child, Float8Linear) and _is_sharded(child)
     ]
     _check_once(module, named)
-    together: dict[tuple[ProcessGroup, ProcessGroup | None], list[Float8Linear]] = {}
+    together: dict[tuple[ProcessGroup, ProcessGroup | None], tuple[list[Float8Linear], list[Shard]]] = {}
     for _, linear in named:
         shard = _shard(linear)
-        together.setdefault((shard.fsdp_group, shard.tp_group), []).append(linear)
-    for linears in together.values():
-        _compute_and_remember(linears)
+        linears, shards = together.setdefault((shard.fsdp_group, shard.tp_group), ([], []))
+        linears.append(linear)
+        shards.append(shard)
+    for linears, shards in together.values():
+        _compute_and_remember(linears, shards)
 
 
 def _check_once(module: nn.Module, named: NamedLinears) -> None:

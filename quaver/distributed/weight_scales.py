@@ -11,7 +11,7 @@ tensor parallelism has sharded takes a second maximum, over that axis. If all do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -110,7 +110,7 @@ def _local_amaxes(shards: Sequence[Shard], wanted: Sequence[_Wanted]) -> Tensor:
             pieces.append(tensorwise.get(want.weight, zero))
         else:
             pieces.append(_local_vector(shard, want.dim))
-    return torch.cat([piece if piece.dtype is torch.float32 else piece.float() for piece in pieces])
+    return torch.cat(pieces).float()
 
 
 def _local_vector(shard: Shard, dim: int) -> Tensor:
@@ -161,11 +161,11 @@ def _scales(
     return result
 
 
-def shard_of(linear: Float8Linear, plain: Callable[[Tensor], Tensor]) -> Shard:
+def shard_of(linear: Float8Linear, local: Tensor) -> Shard:
     """The shard of a linear's weight while FSDP holds it sharded.
 
     Args:
-        plain: the plain tensor of the DTensor's local one.
+        local: the plain tensor of the shard.
     """
     weight = linear.weight
     if not isinstance(weight, DTensor):
@@ -186,4 +186,4 @@ def shard_of(linear: Float8Linear, plain: Callable[[Tensor], Tensor]) -> Shard:
     chunk = -(-size[dim] // group.size())
     offset = min(mesh.get_local_rank(axis) * chunk, size[dim])
     device = torch.device(mesh.device_type)
-    return Shard(plain(weight._local_tensor), (size[0], size[1]), dim, offset, group, tp_group, tp_dim, device)
+    return Shard(local, (size[0], size[1]), dim, offset, group, tp_group, tp_dim, device)
