@@ -8,11 +8,12 @@ JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 CONFIG ?= train_configs/llama3_debug.toml
 ARGS ?=
 
-.PHONY: train test lint bench gpu clean help
+.PHONY: train test nightly lint bench gpu clean help
 
 help:
 	@echo "make train   set up, train a small Llama in float8 beside bfloat16 on real text, compare and plot"
 	@echo "make test    set up, run the tests"
+	@echo "make nightly run the widest products of the distributed tests too (about half an hour)"
 	@echo "make lint    set up, check style and types"
 	@echo "make bench   set up with torchao, time one linear against bfloat16 and torchao"
 	@echo "make gpu     run the GPU tests and benchmarks on this machine's GPU (installs nothing)"
@@ -22,6 +23,9 @@ train: $(VENV)/.base
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+nightly: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m nightly $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

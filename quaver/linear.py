@@ -66,7 +66,7 @@ def _weight_casts(config: Float8LinearConfig, hp_dtype: torch.dtype, sharding: L
 class LinearSharding(Protocol):
     """How a linear's matrices are spread over ranks: its casts, and what it exchanges with the other ranks.
 
-    distributed/tensor_parallel.py implements it; a linear on one rank has none.
+    distributed/linear_sharding.py implements it; a linear on one rank has none.
     """
 
     mesh: Any

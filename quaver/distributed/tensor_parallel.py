@@ -4,9 +4,8 @@
     Float8RowwiseParallel    weight [N, K/T]   input [.., K/T]       output summed over the ranks, whole or by sequence
     PrepareFloat8ModuleInput                   a sequence-sharded input, cast, gathered as codes, for all who share it
 
-A scale reduces a dim. Where ranks share that dim, their amaxes are reduced before the cast (a number, or a vector as
-long as the other dim); where they do not, a rank's own amax is the whole one. So codes and scales are those of one
-device, and results differ from it only where a sum over ranks is taken in another order.
+Codes and scales are those of one device (spread_casts.py), and results differ from it only where a sum over ranks is
+taken in another order.
 
 What crosses the wire, T ranks, an activation of M tokens by K features:
     forward      M * K codes to gather a sequence-sharded input, once for all linears that share it, and one scale, or
@@ -19,319 +18,27 @@ What crosses the wire, T ranks, an activation of M tokens by K features:
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
-from quaver import scaling
-from quaver.casts import MatrixCasts, Operand, Scales, casts_of_activation
-from quaver.config import CastConfig, Float8LinearConfig
-from quaver.distributed.collectives import all_reduce, gather, max_over_ranks, reduce_scatter
+from quaver.config import Float8LinearConfig
 from quaver.distributed.fsdp import keep_gatherable
-from quaver.gemm import along_contracted
-from quaver.kernels.cast import cast_with_scale
-from quaver.linear import Float8Linear, compute_dtype
+from quaver.distributed.linear_sharding import (
+    ColwiseSharding,
+    InputGather,
+    PartOfSum,
+    RowwiseSharding,
+    WholeInput,
+    local_part,
+    travels_in_float8,
+)
+from quaver.linear import Float8Linear
 from quaver.tensor import Float8Tensor
-
-# ---- casts of matrices that are spread over ranks --------------------------------------------------------------------
-
-
-class SpreadCasts(MatrixCasts):
-    """The casts of this rank's part of a matrix that a group has spread along `spread_dim`."""
-
-    __slots__ = ("group", "spread_dim")
-
-    def __init__(self, config: Float8LinearConfig, hp_dtype: torch.dtype, group: ProcessGroup, spread_dim: int) -> None:
-        super().__init__(config, hp_dtype)
-        self.group, self.spread_dim = group, spread_dim
-
-    def tensorwise_scales(self) -> Scales | None:
-        return self._scales.get(None)  # those of rows may be this rank's rows only
-
-    def codes(self, hp: Tensor, cast: CastConfig, contracted_dim: int) -> Operand:
-        """As `cast`, but in the layout of `hp`, to be gathered."""
-        dim = contracted_dim if cast.is_rowwise else None
-        codes = self._cast(hp, cast.float8_dtype, dim)
-        return Operand(codes, self._scales[dim].dequant)
-
-    def _cast(self, hp: Tensor, dtype: torch.dtype, dim: int | None) -> Tensor:
-        if (dim is not None and dim != self.spread_dim) or dim in self._scales:
-            return super()._cast(hp, dtype, dim)
-        amax = max_over_ranks(scaling.amax(hp, dim).float(), self.group)
-        quant = scaling.amax_to_quant_scale(amax, dtype, power_of_2=self.config.round_scales_to_power_of_2)
-        self._scales[dim] = Scales(quant, scaling.to_dequant_scale(quant))
-        return cast_with_scale(hp, quant, dtype)
-
-
-def _gathered_operands(
-    local: Tensor,
-    dim: int,
-    group: ProcessGroup,
-    last: CastConfig | None,
-    first: CastConfig | None,
-    config: Float8LinearConfig,
-    hp_dtype: torch.dtype,
-) -> tuple[Operand | None, Operand | None]:
-    """Both operands of the matrix [M, K] of which each rank of `group` holds `local` [..., K], spread along `dim`.
-
-    Args:
-        last, first: how to cast it for the matmul that contracts K, and for the one that contracts M; None for neither.
-    """
-    if any(cast is not None and cast.is_disabled for cast in (last, first)):
-        # High precision has to travel for one of them; the other is cast from it, as on one device.
-        whole = gather(local.to(hp_dtype) if local.dtype is not hp_dtype else local, dim, group)
-        casts, rows = MatrixCasts(config, hp_dtype), whole.flatten(0, -2)
-        return (
-            None if last is None else casts.cast(rows, last, 1),
-            None if first is None else casts.cast(rows, first, 0),
-        )
-    spread = SpreadCasts(config, hp_dtype, group, 0)
-    rows = local.reshape(-1, local.shape[-1])
-
-    def gathered(cast: CastConfig, contracted_dim: int) -> Operand:
-        codes, scale = spread.codes(rows, cast, contracted_dim)
-        whole = gather(codes.view(local.shape), dim, group).flatten(0, -2)
-        if scale is not None and scale.dim() and contracted_dim == 1:  # one per token: they travel beside the codes
-            scale = gather(scale.view(*local.shape[:-1], 1), dim, group).view(-1, 1)
-        return Operand(whole, scale)
-
-    last_op = None if last is None else gathered(last, 1)
-    if first is None:
-        first_op = None
-    elif last_op is not None and not (cast_is_rowwise(last) or cast_is_rowwise(first)):
-        first_op = last_op
-    else:
-        first_op = gathered(first, 0)
-    return _laid_out(last_op, 1, config), _laid_out(first_op, 0, config)
-
-
-def cast_is_rowwise(cast: CastConfig | None) -> bool:
-    return cast is not None and cast.is_rowwise
-
-
-def _laid_out(operand: Operand | None, contracted_dim: int, config: Float8LinearConfig) -> Operand | None:
-    if operand is None:
-        return None
-    return operand._replace(data=along_contracted(operand.data, contracted_dim, emulate=config.emulate))
-
-
-# ---- how one linear is spread ----------------------------------------------------------------------------------------
-
-
-class _Sharding:
-    """What column-wise and row-wise parallel linears have in common; see `quaver.linear.LinearSharding`."""
-
-    weight_dim: int
-    """The dim of weight [N, K] that is sharded."""
-
-    def __init__(self, mesh: DeviceMesh, weight_length: int) -> None:
-        self.mesh = mesh
-        self.group = mesh.get_group()
-        self.weight_length = weight_length
-
-    def weight_casts(self, config: Float8LinearConfig, hp_dtype: torch.dtype) -> MatrixCasts:
-        return SpreadCasts(config, hp_dtype, self.group, self.weight_dim)
-
-    def __deepcopy__(self, memo: object) -> _Sharding:
-        return self  # groups cannot be copied
-
-
-class ColwiseSharding(_Sharding):
-    """weight [N/T, K], input whole, output and grad_output [.., N/T]."""
-
-    weight_dim = 0
-
-    def __init__(self, mesh: DeviceMesh, weight_length: int, gather_input: InputGather | None) -> None:
-        super().__init__(mesh, weight_length)
-        self.gather_input = gather_input
-
-    def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        return _local(weight), None if bias is None else _local(bias), None
-
-    def input_casts(self, input: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype) -> MatrixCasts:
-        return casts_of_activation(input, config, hp_dtype)
-
-    def grad_output_operands(
-        self, grad_output: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype, needs: tuple[bool, bool]
-    ) -> tuple[Operand | None, Operand | None]:
-        casts, rows = SpreadCasts(config, hp_dtype, self.group, 1), grad_output.reshape(-1, grad_output.shape[-1])
-        return (
-            casts.cast(rows, config.casts.grad_output, 1) if needs[0] else None,
-            casts.cast(rows, config.casts.grad_output_for_grad_weight, 0) if needs[1] else None,
-        )
-
-    def reduce_output(self, output: Tensor) -> Tensor:
-        return output
-
-
-class RowwiseSharding(_Sharding):
-    """weight [N, K/T], input [.., K/T], output summed over the ranks: whole, or each rank its part of the tokens."""
-
-    weight_dim = 1
-
-    def __init__(self, mesh: DeviceMesh, weight_length: int, sequence_dim: int | None) -> None:
-        super().__init__(mesh, weight_length)
-        self.sequence_dim = sequence_dim
-
-    def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        if bias is None:
-            return _local(weight), None, None
-        # Added to the sum, so that it counts once; a rank's tokens give a part of its gradient.
-        partial = None if self.sequence_dim is None else [Partial()]
-        return _local(weight), None, cast(DTensor, bias).to_local(grad_placements=partial)
-
-    def input_casts(self, input: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype) -> MatrixCasts:
-        return SpreadCasts(config, hp_dtype, self.group, 1)
-
-    def grad_output_operands(
-        self, grad_output: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype, needs: tuple[bool, bool]
-    ) -> tuple[Operand | None, Operand | None]:
-        last = config.casts.grad_output if needs[0] else None
-        first = config.casts.grad_output_for_grad_weight if needs[1] else None
-        if self.sequence_dim is not None:
-            dim = self.sequence_dim % grad_output.dim()
-            return _gathered_operands(grad_output, dim, self.group, last, first, config, hp_dtype)
-        casts, rows = MatrixCasts(config, hp_dtype), grad_output.reshape(-1, grad_output.shape[-1])
-        return (
-            None if last is None else casts.cast(rows, last, 1),
-            None if first is None else casts.cast(rows, first, 0),
-        )
-
-    def reduce_output(self, output: Tensor) -> Tensor:
-        if self.sequence_dim is None:
-            return all_reduce(output, self.group)
-        return reduce_scatter(output, _sequence_dim(output, self.sequence_dim, self.group), self.group)
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _sequence_dim(whole: Tensor, dim: int, group: ProcessGroup) -> int:
-    dim %= whole.dim()
-    if whole.shape[dim] % group.size():
-        raise ValueError(
-            f"sequence parallel: expected dim {dim} of {list(whole.shape)} to be a multiple of the {group.size()} "
-            "ranks of tensor parallelism; pad the sequence"
-        )
-    return dim
-
-
-# ---- activations across ranks ----------------------------------------------------------------------------------------
-
-
-class _GatherFloat8(torch.autograd.Function):
-    """A sequence-sharded activation [.., s, K] -> the whole, as a Float8Tensor; gradients are summed and scattered."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        local: Tensor,
-        dim: int,
-        mesh: DeviceMesh,
-        config: Float8LinearConfig,
-        as_dtensor: bool,
-        for_grad_weight: bool,
-    ) -> Any:
-        dim %= local.dim()
-        if dim == local.dim() - 1:
-            raise ValueError("expected an input that is sharded along its tokens, got one sharded along its features")
-        ctx.dim, ctx.mesh = dim, mesh
-        group = mesh.get_group()
-        dtype = compute_dtype(local.device.type, local.dtype)
-        first = config.casts.input_for_grad_weight if for_grad_weight else None
-        last_op, first_op = _gathered_operands(local, dim, group, config.casts.input, first, config, dtype)
-        shape = [*local.shape]
-        shape[dim] *= group.size()
-        last_op, first_op = (
-            _shaped(cast(Operand, last_op), shape),
-            None if first_op is None else _shaped(first_op, shape),
-        )
-        whole = Float8Tensor.from_operands(last_op, first_op, local.dtype)
-        return DTensor.from_local(whole, mesh, [Replicate()], run_check=False) if as_dtensor else whole
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if isinstance(_local(grad), Float8Tensor):  # a graph that ends here: the compiler makes up gradients by type
-            raise NotImplementedError(
-                "torch.compile ended a graph between the gathering of an input in float8 and the linears that read it. "
-                "Compile a module around the one that PrepareFloat8ModuleInput was applied to, with fullgraph=True"
-            )
-        if isinstance(grad, DTensor):
-            grad = grad.redistribute(placements=[Shard(ctx.dim)]).to_local()
-        else:
-            grad = reduce_scatter(grad, _sequence_dim(grad, ctx.dim, ctx.mesh.get_group()), ctx.mesh.get_group())
-        return grad, None, None, None, None, None
-
-
-def _shaped(operand: Operand, shape: Sequence[int]) -> Operand:
-    scale = operand.dequant_scale
-    if scale is not None and scale.dim() and scale.shape[-1] == 1:
-        scale = scale.view(*shape[:-1], 1)
-    return Operand(operand.data.view(shape), scale)
-
-
-class _PartOfSum(torch.autograd.Function):
-    """The local tensor of a replicated DTensor; its gradient is this rank's part of a sum, and stays so until the end.
-
-    `to_local(grad_placements=[Partial()])` would say the same, but torch sums at once, for each linear that shares it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, whole: DTensor) -> Tensor:
-        ctx.mesh = whole.device_mesh
-        return whole.to_local()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return DTensor.from_local(grad, ctx.mesh, [Partial()], run_check=False)
-
-
-class _WholeInput(torch.autograd.Function):
-    """An input that every rank has whole: each rank's part of the linear gives a part of its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return input.view_as(input)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad, ctx.group), None
-
-
-def _travels_in_float8(config: Float8LinearConfig) -> bool:
-    """Whether the input is gathered as codes: not if one of its matmuls reads it in high precision."""
-    return not (config.casts.input.is_disabled or config.casts.input_for_grad_weight.is_disabled)
-
-
-class InputGather:
-    """Gathers the sequence-sharded inputs of one module; made once, when the module is parallelized."""
-
-    def __init__(self, layout: Placement, mesh: DeviceMesh, config: Float8LinearConfig, *, as_dtensor: bool) -> None:
-        dim = cast(Shard, layout).dim
-        if dim == -1:
-            raise ValueError(f"expected an input that is whole or sharded along its tokens, got {layout} (features)")
-
-        def gather_float8(local: Tensor, for_grad_weight: bool) -> Tensor:
-            return cast(Tensor, _GatherFloat8.apply(local, dim, mesh, config, as_dtensor, for_grad_weight))
-
-        # Dynamo would trace the backward with a gradient of the type of the result, a Float8Tensor. In the graph as one
-        # call, it is traced by the autograd that runs it, with the gradient that comes.
-        self._call = torch.compiler.allow_in_graph(gather_float8)
-
-    def __call__(self, local: Tensor, *, for_grad_weight: bool = True) -> Tensor:
-        """`for_grad_weight`: whether a linear that reads it trains its weight. Without gradients none does."""
-        return self._call(local, for_grad_weight and torch.is_grad_enabled())
-
-
-# ---- the styles ------------------------------------------------------------------------------------------------------
 
 
 def _float8_linear(style: object, module: nn.Module) -> Float8Linear:
@@ -367,9 +74,9 @@ class Float8ColwiseParallel(ColwiseParallel):
         with keep_gatherable(linear):
             super()._apply(linear, mesh)
         gather_input = None
-        if self.input_layouts[0] != Replicate() and _travels_in_float8(linear.config):
+        if self.input_layouts[0] != Replicate() and travels_in_float8(linear.config):
             gather_input = InputGather(self.input_layouts[0], mesh, linear.config, as_dtensor=False)
-        linear.sharding = ColwiseSharding(mesh, _local(linear.weight).shape[0], gather_input)
+        linear.sharding = ColwiseSharding(mesh, local_part(linear.weight).shape[0], gather_input)
         return linear
 
     @staticmethod
@@ -381,14 +88,14 @@ class Float8ColwiseParallel(ColwiseParallel):
             return input
         if isinstance(input, DTensor):
             if input.placements[0] == Replicate():
-                return cast(Tensor, _PartOfSum.apply(input))
+                return cast(Tensor, PartOfSum.apply(input))
             input = input.redistribute(placements=input_layouts).to_local()
         if layout == Replicate():
-            return cast(Tensor, _WholeInput.apply(input, device_mesh.get_group()))
+            return cast(Tensor, WholeInput.apply(input, device_mesh.get_group()))
         if mod.sharding.gather_input is not None:
             return cast(Tensor, mod.sharding.gather_input(input, for_grad_weight=mod.weight.requires_grad))
         whole = DTensor.from_local(input, device_mesh, [layout], run_check=False).redistribute(placements=[Replicate()])
-        return cast(Tensor, _PartOfSum.apply(whole))
+        return cast(Tensor, PartOfSum.apply(whole))
 
     @staticmethod
     def _prepare_output_fn(
@@ -425,7 +132,7 @@ class Float8RowwiseParallel(RowwiseParallel):
         with keep_gatherable(linear):
             super()._apply(linear, mesh)
         sequence_dim = layout.dim if isinstance(layout, Shard) else None
-        linear.sharding = RowwiseSharding(mesh, _local(linear.weight).shape[1], sequence_dim)
+        linear.sharding = RowwiseSharding(mesh, local_part(linear.weight).shape[1], sequence_dim)
         return linear
 
     @staticmethod
@@ -492,7 +199,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         config, mesh = self._config_of(module), _one_axis(device_mesh)
         applied = copy.copy(self)  # the same style may be applied to modules of other configs
-        if _travels_in_float8(config):
+        if travels_in_float8(config):
             layouts = {*(self.input_layouts or ()), *self.input_kwarg_layouts.values()}
             applied._gathers = {
                 layout: InputGather(layout, mesh, config, as_dtensor=not self.use_local_output)

@@ -22,7 +22,7 @@ from quaver.distributed import (
     PrepareFloat8ModuleInput,
     precompute_float8_dynamic_scale_for_fsdp,
 )
-from quaver.distributed.tensor_parallel import InputGather
+from quaver.distributed.linear_sharding import InputGather
 from quaver.linear import Float8Linear, cast_weight
 from quaver.tensor import Float8Tensor
 from tests.distributed.ranks import RanksError, run
