@@ -27,6 +27,7 @@ zeros belong to the weight from the start, and the one copy of it into them drop
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,15 +52,6 @@ from quaver.tensor import Float8Tensor, WrappedTensor
 
 aten = torch.ops.aten
 
-_VIEWS = frozenset(
-    {
-        aten.alias.default,
-        aten.as_strided.default,
-        aten.detach.default,
-        aten.slice.Tensor,
-        aten.view.default,
-    }
-)
 _COPIES = frozenset(
     {
         aten._pin_memory.default,
@@ -248,11 +240,19 @@ class GatherableWeight(WrappedTensor):
                 for weight in _written(func, args, kwargs):
                     weight.box.scales = None
             return args[0] if isinstance(out, Tensor) and isinstance(args[0], cls) else out
-        if func in _VIEWS:
-            return cls(out, args[0].box, args[0].padding)
+        if _is_view(func):
+            weight = args[0]
+            return tree_map_only(Tensor, lambda view: cls(view, weight.box, weight.padding), out)
         if func is aten.new_zeros.default:
             return cls(out, args[0].box, _Padding())
         return cls(out) if func in _COPIES else out
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    """Whether results are views of the first argument; a write to one is a write to the weight."""
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def _is_padding_copy(func: Any, args: tuple[Any, ...]) -> bool:

@@ -217,6 +217,11 @@ def _scales_after(change):
             weight.data.mul_(2)
         elif change == "to_local":
             weight.to_local().mul_(2)
+        elif change == "transposed":
+            weight.to_local().t().mul_(2)
+        elif change == "each row":
+            for row in weight.to_local():
+                row.mul_(2)
         elif change == "foreach multiply":
             torch._foreach_mul_(list(model.parameters()), 2.0)
         elif change == "to dtype":
@@ -226,7 +231,8 @@ def _scales_after(change):
     return torch.equal(got, cast_weight(full, config, full.dtype).for_output.dequant_scale)
 
 
-CHANGES = ["foreach", "fused", "load", "assign", "in place", "data", "to_local", "foreach multiply", "to dtype"]
+CHANGES = ["foreach", "fused", "load", "assign", "in place", "data", "to_local", "transposed", "each row"]
+CHANGES += ["foreach multiply", "to dtype"]
 
 
 def _scales_after_all():
