@@ -38,7 +38,11 @@ def gather(local: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 
 def _gather(local: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    return funcol.wait_tensor(_ALL_GATHER(local.contiguous(), dim, group))
+    parts = funcol.wait_tensor(_ALL_GATHER(local.contiguous(), 0, group))
+    if dim == 0:
+        return parts
+    # torch gathers along other dims too, but the compiler of 2.11 does not trace the function that joins the parts.
+    return parts.unflatten(0, (group.size(), local.shape[0])).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def reduce_scatter(whole: Tensor, dim: int, group: ProcessGroup) -> Tensor:

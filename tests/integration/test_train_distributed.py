@@ -83,7 +83,9 @@ BAD = {
 
 def torchrun(ranks: int, *words: object, **options: object) -> "subprocess.CompletedProcess[str]":
     """Run torchrun in a session of its own, and end all of it where it takes too long."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *map(str, words)]
+    free_port = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # two test processes may launch at once
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *free_port]
+    command += map(str, words)
     return finish(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **options)
 
 
