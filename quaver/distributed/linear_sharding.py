@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from quaver.casts import MatrixCasts, Operand, casts_of_activation
-from quaver.config import Float8LinearConfig
+from quaver.config import CastConfig, Float8LinearConfig
 from quaver.distributed.collectives import all_reduce, reduce_scatter
-from quaver.distributed.spread_casts import SpreadCasts, gathered_operands
+from quaver.distributed.spread_casts import SpreadCasts, both_operands, gathered_operands
 from quaver.linear import compute_dtype
 from quaver.tensor import Float8Tensor
 
@@ -64,11 +64,8 @@ class ColwiseSharding(_Sharding):
     def grad_output_operands(
         self, grad_output: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype, needs: tuple[bool, bool]
     ) -> tuple[Operand | None, Operand | None]:
-        casts, rows = SpreadCasts(config, hp_dtype, self.group, 1), grad_output.reshape(-1, grad_output.shape[-1])
-        return (
-            casts.cast(rows, config.casts.grad_output, 1) if needs[0] else None,
-            casts.cast(rows, config.casts.grad_output_for_grad_weight, 0) if needs[1] else None,
-        )
+        casts = SpreadCasts(config, hp_dtype, self.group, 1)
+        return both_operands(casts, grad_output.reshape(-1, grad_output.shape[-1]), *_needed_casts(config, needs))
 
     def reduce_output(self, output: Tensor) -> Tensor:
         return output
@@ -96,21 +93,23 @@ class RowwiseSharding(_Sharding):
     def grad_output_operands(
         self, grad_output: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype, needs: tuple[bool, bool]
     ) -> tuple[Operand | None, Operand | None]:
-        last = config.casts.grad_output if needs[0] else None
-        first = config.casts.grad_output_for_grad_weight if needs[1] else None
+        last, first = _needed_casts(config, needs)
         if self.sequence_dim is not None:
             dim = self.sequence_dim % grad_output.dim()
             return gathered_operands(grad_output, dim, self.group, last, first, config, hp_dtype)
-        casts, rows = MatrixCasts(config, hp_dtype), grad_output.reshape(-1, grad_output.shape[-1])
-        return (
-            None if last is None else casts.cast(rows, last, 1),
-            None if first is None else casts.cast(rows, first, 0),
-        )
+        casts = MatrixCasts(config, hp_dtype)
+        return both_operands(casts, grad_output.reshape(-1, grad_output.shape[-1]), last, first)
 
     def reduce_output(self, output: Tensor) -> Tensor:
         if self.sequence_dim is None:
             return all_reduce(output, self.group)
         return reduce_scatter(output, _sequence_dim(output, self.sequence_dim, self.group), self.group)
+
+
+def _needed_casts(config: Float8LinearConfig, needs: tuple[bool, bool]) -> tuple[CastConfig | None, CastConfig | None]:
+    """How grad_output is cast for grad_input and for grad_weight, None for what is not needed."""
+    casts = config.casts
+    return casts.grad_output if needs[0] else None, casts.grad_output_for_grad_weight if needs[1] else None
 
 
 def local_part(parameter: Tensor) -> Tensor:
@@ -163,9 +162,8 @@ class _GatherFloat8(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if isinstance(
-            local_part(grad), Float8Tensor
-        ):  # a graph that ends here: the compiler makes up gradients by type
+        if isinstance(local_part(grad), Float8Tensor):
+            # The graph ends here, so the compiler made up a gradient, of the type of the result.
             raise NotImplementedError(
                 "torch.compile ended a graph between the gathering of an input in float8 and the linears that read it. "
                 "Compile a module around the one that PrepareFloat8ModuleInput was applied to, with fullgraph=True"
