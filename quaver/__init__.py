@@ -6,6 +6,7 @@ convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("ro
 
 from quaver.config import (
     CastConfig,
+    DelayedScalingConfig,
     Float8GemmConfig,
     Float8LinearConfig,
     Float8LinearRecipeName,
@@ -20,6 +21,13 @@ from quaver.convert import (
     convert_to_high_precision,
 )
 from quaver.cost_model import auto_filter_for_recipe
+from quaver.delayed import (
+    Float8ScalingState,
+    TensorScaling,
+    calibrate_float8_static_scales,
+    float8_scaling_state,
+    sync_float8_amax_and_scale_history,
+)
 from quaver.distributed import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
@@ -34,6 +42,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CastConfig",
     "ConversionReport",
+    "DelayedScalingConfig",
     "FilterDecision",
     "Float8ColwiseParallel",
     "Float8GemmConfig",
@@ -41,14 +50,19 @@ __all__ = [
     "Float8LinearConfig",
     "Float8LinearRecipeName",
     "Float8RowwiseParallel",
+    "Float8ScalingState",
     "PrepareFloat8ModuleInput",
     "ScalingGranularity",
     "ScalingType",
+    "TensorScaling",
     "auto_filter_for_recipe",
+    "calibrate_float8_static_scales",
     "cast_weights_once",
     "conversion_report",
     "convert_to_float8_training",
     "convert_to_high_precision",
     "float8_linear",
+    "float8_scaling_state",
     "precompute_float8_dynamic_scale_for_fsdp",
+    "sync_float8_amax_and_scale_history",
 ]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quaver.config import CastConfig, Float8LinearConfig
 from quaver.gemm import along_contracted
-from quaver.kernels.cast import cast_with_scale, dynamic_cast
+from quaver.kernels.cast import KeptScale, cast_with_kept_scale, cast_with_scale, dynamic_cast
 from quaver.scaling import to_dequant_scale
 
 
@@ -31,6 +31,17 @@ class Operand(NamedTuple):
     def t(self) -> Operand:
         scale = self.dequant_scale
         return Operand(self.data.t(), scale if scale is None or scale.dim() == 0 else scale.t())
+
+
+class KeptScales(NamedTuple):
+    """The kept scales of a linear's operands (delayed and static scaling); None for what is scaled dynamically."""
+
+    input: KeptScale | None
+    weight: KeptScale | None
+    grad_output: KeptScale | None
+
+
+NO_KEPT_SCALES = KeptScales(None, None, None)
 
 
 class Scales(NamedTuple):
@@ -49,12 +60,20 @@ class MatrixCasts:
     A scale is known by the dim that it reduces, None for tensorwise; a cast by that and the dim its matmul contracts.
     """
 
-    __slots__ = ("_data", "_scales", "_strong", "config", "hp_dtype")
+    __slots__ = ("_data", "_scales", "_strong", "config", "hp_dtype", "kept")
 
-    def __init__(self, config: Float8LinearConfig, hp_dtype: torch.dtype, *, weak: bool = False) -> None:
+    def __init__(
+        self,
+        config: Float8LinearConfig,
+        hp_dtype: torch.dtype,
+        kept: KeptScale | None = None,
+        *,
+        weak: bool = False,
+    ) -> None:
         """`weak`: hold casts by weak references, for a memory that outlives the call that made it."""
         self.config = config
         self.hp_dtype = hp_dtype
+        self.kept = kept
         self._strong = not weak
         self._scales: dict[int | None, Scales] = {}
         self._data: dict[tuple[int | None, int], Tensor | weakref.ref[Tensor]] = {}
@@ -100,7 +119,11 @@ class MatrixCasts:
             known = self.tensorwise_scales() if dim is None else self._scales.get(dim)
         if known is not None:
             return cast_with_scale(hp, known.quant, dtype)
-        codes, quant, dequant = dynamic_cast(hp, dtype, dim, self.config.round_scales_to_power_of_2)
+        power_of_2 = self.config.round_scales_to_power_of_2
+        if self.kept is None:
+            codes, quant, dequant = dynamic_cast(hp, dtype, dim, power_of_2)
+        else:
+            codes, quant, dequant = cast_with_kept_scale(hp, self.kept, dtype, power_of_2)
         self._scales[dim] = Scales(quant, dequant)
         return codes
 
@@ -129,8 +152,10 @@ class _ActivationCasts(MatrixCasts):
 
     __slots__ = ("tensor", "version")
 
-    def __init__(self, activation: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype) -> None:
-        super().__init__(config, hp_dtype, weak=True)
+    def __init__(
+        self, activation: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype, kept: KeptScale | None
+    ) -> None:
+        super().__init__(config, hp_dtype, kept, weak=True)
         key = id(activation)
 
         def forget(_: weakref.ref[Tensor], known: dict[int, _ActivationCasts] = _activations) -> None:
@@ -143,14 +168,18 @@ class _ActivationCasts(MatrixCasts):
 _activations: dict[int, _ActivationCasts] = {}
 
 
-def casts_of_activation(activation: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype) -> MatrixCasts:
+def casts_of_activation(
+    activation: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype, kept: KeptScale | None = None
+) -> MatrixCasts:
     """The casts of an activation: one object for all linears of one config that are given the same unchanged tensor.
+
+    Linears with a kept scale share it where they have the same one (`Float8LinearConfig.shared_inputs`).
 
     A new one under the compiler, which shares equal computations itself, and for inference tensors, which count no
     versions.
     """
     if torch.compiler.is_dynamo_compiling() or activation.is_inference():
-        return MatrixCasts(config, hp_dtype)
+        return MatrixCasts(config, hp_dtype, kept)
     known = _activations.get(id(activation))
     if (
         known is None
@@ -158,6 +187,7 @@ def casts_of_activation(activation: Tensor, config: Float8LinearConfig, hp_dtype
         or known.version != activation._version
         or known.config is not config
         or known.hp_dtype is not hp_dtype
+        or known.kept is not kept
     ):
-        known = _activations[id(activation)] = _ActivationCasts(activation, config, hp_dtype)
+        known = _activations[id(activation)] = _ActivationCasts(activation, config, hp_dtype, kept)
     return known

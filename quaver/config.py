@@ -7,6 +7,7 @@ A config is checked when it is made and never changes. Fields left at None mean 
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
@@ -22,9 +23,9 @@ class ScalingType(enum.Enum):
     DYNAMIC = "dynamic"
     """From the tensor itself, at each cast."""
     DELAYED = "delayed"
-    """From the amaxes of earlier steps. Not implemented yet."""
+    """From the amaxes of earlier steps, by `sync_float8_amax_and_scale_history`; see `DelayedScalingConfig`."""
     STATIC = "static"
-    """Given once. Not implemented yet."""
+    """Once: given (`CastConfig.static_quant_scale`), or measured on batches (`calibrate_float8_static_scales`)."""
     DISABLED = "disabled"
     """Never: the tensor stays in high precision for this matmul."""
 
@@ -46,8 +47,13 @@ class ScalingGranularity(enum.Enum):
 
 def _check_type(config: object, name: str, expected: type) -> None:
     value = getattr(config, name)
-    if not isinstance(value, expected):
+    if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
         raise ValueError(f"{name}: expected {expected.__name__}, got {value!r}")
+
+
+def _check(holds: bool, name: str, expected: str, got: object) -> None:
+    if not holds:
+        raise ValueError(f"{name}: expected {expected}, got {got!r}")
 
 
 @dataclass(frozen=True)
@@ -59,31 +65,53 @@ class CastConfig:
         scaling_granularity: how many elements share a scale.
         target_dtype: a float8 dtype; None for the default of the operand (e4m3 for input and weight, e5m2 for
             grad_output).
+        static_quant_scale: with `ScalingType.STATIC`, the quant_scale of this operand in every linear, a number or a
+            tensor of one; None to measure one for each linear with `calibrate_float8_static_scales`.
     Raises:
-        ValueError: a field of the wrong type, or a dtype that is not float8.
-        NotImplementedError: delayed or static scaling.
+        ValueError: a field of the wrong type, a dtype that is not float8, delayed or static scaling of rows, or a
+            static scale that is out of range or belongs to another scaling type.
     """
 
     scaling_type: ScalingType = ScalingType.DYNAMIC
     scaling_granularity: ScalingGranularity = ScalingGranularity.TENSORWISE
     target_dtype: torch.dtype | None = None
+    static_quant_scale: float | None = None
 
     # Attributes and not properties, since they are read at each cast of each linear.
     is_disabled: bool = field(init=False, repr=False, compare=False)
     is_rowwise: bool = field(init=False, repr=False, compare=False)
+    is_kept: bool = field(init=False, repr=False, compare=False)
+    """Whether the scale is kept from before the tensor is seen: delayed or static."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "is_disabled", self.scaling_type is ScalingType.DISABLED)
         object.__setattr__(self, "is_rowwise", self.scaling_granularity is ScalingGranularity.ROWWISE)
+        object.__setattr__(self, "is_kept", self.scaling_type in (ScalingType.DELAYED, ScalingType.STATIC))
         _check_type(self, "scaling_type", ScalingType)
         _check_type(self, "scaling_granularity", ScalingGranularity)
-        if self.scaling_type in (ScalingType.DELAYED, ScalingType.STATIC):
-            raise NotImplementedError(
-                f"scaling_type={self.scaling_type.value!r} is not implemented yet; use ScalingType.DYNAMIC"
+        if self.is_kept and self.is_rowwise:
+            raise ValueError(
+                f"scaling_granularity: {self.scaling_type.value} scaling keeps one scale per tensor (tensorwise), got "
+                "rowwise; the rows of a tensor are not the same ones from step to step"
             )
         if self.target_dtype is not None and self.target_dtype not in FORMATS:
             names = ", ".join(str(dtype) for dtype in FORMATS)
             raise ValueError(f"target_dtype: expected a float8 dtype ({names}) or None, got {self.target_dtype}")
+        if self.static_quant_scale is not None:
+            self._check_static_scale(self.static_quant_scale)
+
+    def _check_static_scale(self, given: float) -> None:
+        is_number = isinstance(given, int | float) or (isinstance(given, torch.Tensor) and given.numel() == 1)
+        _check(is_number and not isinstance(given, bool), "static_quant_scale", "a number", given)
+        scale = float(given)
+        _check(2.0**-126 <= scale <= 2.0**126, "static_quant_scale", "a number from 2**-126 to 2**126", scale)
+        _check(
+            self.scaling_type is ScalingType.STATIC,
+            "static_quant_scale",
+            "None unless scaling_type is static",
+            f"{scale} with {self.scaling_type.value}",
+        )
+        object.__setattr__(self, "static_quant_scale", scale)
 
     @property
     def float8_dtype(self) -> torch.dtype:
@@ -96,7 +124,74 @@ class CastConfig:
         if self.is_disabled:
             return "high precision"
         name = FORMATS[self.target_dtype].name if self.target_dtype is not None else "default format"
-        return f"{self.scaling_type.value} {self.scaling_granularity.value} {name}"
+        scale = "" if self.static_quant_scale is None else f" quant_scale {self.static_quant_scale!r}"
+        return f"{self.scaling_type.value} {self.scaling_granularity.value} {name}{scale}"
+
+
+@dataclass(frozen=True)
+class DelayedScalingConfig:
+    """How a scale follows its tensor's amaxes in delayed scaling; `sync_float8_amax_and_scale_history` applies it.
+
+        amax        = max or most recent of the history, this step's amax included
+        quant_scale = (format.max / (amax * headroom)) / 2**margin        unchanged where amax is 0 or not finite
+
+    With the defaults of `margin` and `headroom`, and `nonfinite_amax="keep_scale"`, this is TransformerEngine's rule.
+
+    Args:
+        history_len: how many steps are remembered. After a spike the scale stays small for as many steps; after growth
+            by any factor it fits again after one.
+        scale_fn_name: "max" or "most_recent".
+        margin: how many powers of two to stay away from the largest number of the format.
+        headroom: the factor by which a tensor may grow from one step to the next before it saturates.
+        nonfinite_amax: what a step in which a tensor had an inf or a NaN does to its history. "skip": nothing.
+            "keep_scale": the amax is remembered, and the scale stays as it is for as long as the history holds it.
+        dynamic_window: (low, high); None never. A tensor is scaled dynamically for one step after one in which the
+            ratio of the scale that was used to the one that would have fit left the window. A ratio above 1 saturates,
+            and one of 1 / 2**n leaves n powers of two of the format unused. (The rule itself aims at
+            1 / (headroom * 2**margin), and lies below it for as long as a larger amax is remembered.)
+    Raises:
+        ValueError: a field of the wrong type or out of range.
+    """
+
+    history_len: int = 16
+    scale_fn_name: str = "max"
+    margin: int = 0
+    headroom: float = 1.0
+    nonfinite_amax: str = "skip"
+    dynamic_window: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("history_len", "margin"):
+            _check_type(self, name, int)
+        _check(1 <= self.history_len <= 1 << 20, "history_len", "1 or more", self.history_len)
+        _check(self.scale_fn_name in _SCALE_FNS, "scale_fn_name", f"one of {', '.join(_SCALE_FNS)}", self.scale_fn_name)
+        _check(0 <= self.margin <= 16, "margin", "0 to 16 powers of two", self.margin)
+        is_number = isinstance(self.headroom, int | float) and not isinstance(self.headroom, bool)
+        _check(is_number and 1 <= self.headroom <= 65536, "headroom", "a factor of 1 to 65536", self.headroom)
+        policies = ", ".join(_NONFINITE_AMAX)
+        _check(self.nonfinite_amax in _NONFINITE_AMAX, "nonfinite_amax", f"one of {policies}", self.nonfinite_amax)
+        if self.dynamic_window is not None:
+            window = self.dynamic_window
+            _check(isinstance(window, tuple) and len(window) == 2, "dynamic_window", "a pair or None", window)
+            target = 1 / (self.headroom * 2**self.margin)
+            expected = f"0 <= low <= {target:g} (1 / (headroom * 2**margin)) <= high"
+            _check(0 <= window[0] <= target <= window[1], "dynamic_window", expected, window)
+
+
+_SCALE_FNS = ("max", "most_recent")
+_NONFINITE_AMAX = ("skip", "keep_scale")
+
+SHARED_INPUTS: tuple[tuple[str, ...], ...] = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("wq", "wk", "wv"),
+    ("w1", "w3"),
+    ("query", "key", "value"),
+    ("to_q", "to_k", "to_v"),
+    ("q", "k", "v"),
+    ("wi_0", "wi_1"),
+)
+"""Names that siblings in a transformer have which read one input: Hugging Face's, Llama's, diffusers' and T5's."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +220,10 @@ class Float8LinearRecipeName(enum.Enum):
     """As rowwise, with grad_weight computed in high precision. The most accurate."""
     ROWWISE_WITH_TENSORWISE_WEIGHT = "rowwise_with_tensorwise_weight"
     """As rowwise, with one scale per weight: one cast serves both of its matmuls, and one byte per element a gather."""
+    DELAYED = "delayed"
+    """As tensorwise, with every scale from the amaxes of earlier steps: each tensor is read once."""
+    DELAYED_WITH_DYNAMIC_WEIGHT = "delayed_with_dynamic_weight"
+    """As delayed, with weights scaled dynamically: they are cast once a step, and loading them never saturates."""
 
     @classmethod
     def _missing_(cls, value: object) -> Float8LinearRecipeName:
@@ -168,6 +267,13 @@ class Float8LinearConfig:
         round_scales_to_power_of_2: round every quant_scale down to a power of two.
         keep_float8_weight_for_backward: keep the float8 weight from forward to backward (a byte per element) instead
             of casting the weight again.
+        delayed_scaling_config: how the scales of delayed scaling follow the amaxes.
+        shared_inputs: names of sibling linears (children of one module) that read one input. With delayed or static
+            scaling of the input they have one scale for it, and one cast. It only has to be a good guess: siblings that
+            read different tensors get a scale that fits the larger one.
+        enable_amax_init, enable_pre_and_post_forward: accepted from older float8 configs, where they worked around
+            autocast, compile and FSDP in delayed scaling. Neither changes anything: a first use is always scaled
+            dynamically, and no code runs before or after the forward.
     Raises:
         ValueError: a combination that no matmul can run; the message says which.
         NotImplementedError: an option that is not there yet.
@@ -190,8 +296,15 @@ class Float8LinearConfig:
     round_scales_to_power_of_2: bool = False
     keep_float8_weight_for_backward: bool = False
 
+    delayed_scaling_config: DelayedScalingConfig = DelayedScalingConfig()
+    shared_inputs: tuple[tuple[str, ...], ...] = SHARED_INPUTS
+    enable_amax_init: bool = True
+    enable_pre_and_post_forward: bool = True
+
     casts: OperandCasts = field(init=False, repr=False, compare=False)
     """The six casts, none of them None and none without its target dtype."""
+    keeps_scales: bool = field(init=False, repr=False, compare=False)
+    """Whether any operand has a scale that is kept from before it is seen: delayed or static."""
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -200,8 +313,10 @@ class Float8LinearConfig:
             elif option.name.startswith("cast_config"):
                 if getattr(self, option.name) is not None or option.default is not None:
                     _check_type(self, option.name, CastConfig)
-            elif option.init:
+            elif option.init and isinstance(option.default, bool):
                 _check_type(self, option.name, bool)
+        _check_type(self, "delayed_scaling_config", DelayedScalingConfig)
+        _check(_is_names(self.shared_inputs), "shared_inputs", "a tuple of tuples of names", self.shared_inputs)
         casts = OperandCasts(
             *_resolve("input", self.cast_config_input, self.cast_config_input_for_grad_weight, E4M3.dtype),
             *_resolve("weight", self.cast_config_weight, self.cast_config_weight_for_grad_input, E4M3.dtype),
@@ -211,12 +326,15 @@ class Float8LinearConfig:
         )
         for matmul, left, right in _MATMULS:
             _check_matmul(matmul, casts, left, right)
+        if self.round_scales_to_power_of_2:
+            _check_powers_of_2(casts)
         if self.enable_fsdp_float8_all_gather and (casts.weight.is_disabled or casts.weight_for_grad_input.is_disabled):
             raise ValueError(
                 "enable_fsdp_float8_all_gather: expected the weight in float8 in both of its matmuls, got output "
                 f"{casts.weight}, grad_input {casts.weight_for_grad_input}; gather in high precision instead"
             )
         object.__setattr__(self, "casts", casts)
+        object.__setattr__(self, "keeps_scales", any(cast.is_kept for cast in casts))
 
     def resolved(self) -> Float8LinearConfig:
         """The same config with every None filled in: both casts and the target dtype of each operand."""
@@ -241,7 +359,9 @@ class Float8LinearConfig:
             f"{matmul}: {left} {getattr(self.casts, left)} x {right} {getattr(self.casts, right)}"
             for matmul, left, right in _MATMULS
         ]
-        return "; ".join(matmuls) + f"; scales {'power of two' if self.round_scales_to_power_of_2 else 'float32'}"
+        scales = f"scales {'power of two' if self.round_scales_to_power_of_2 else 'float32'}"
+        delayed = any(cast.scaling_type is ScalingType.DELAYED for cast in self.casts)
+        return "; ".join([*matmuls, scales, *([str(self.delayed_scaling_config)] if delayed else [])])
 
 
 _MATMULS = (
@@ -275,11 +395,22 @@ def _rowwise_with_tensorwise_weight() -> Float8LinearConfig:
     return replace(_rowwise(), cast_config_weight=CastConfig(target_dtype=E4M3.dtype))
 
 
+def _delayed() -> Float8LinearConfig:
+    kept = CastConfig(scaling_type=ScalingType.DELAYED)
+    return Float8LinearConfig(cast_config_input=kept, cast_config_weight=kept, cast_config_grad_output=kept)
+
+
+def _delayed_with_dynamic_weight() -> Float8LinearConfig:
+    return replace(_delayed(), cast_config_weight=CastConfig())
+
+
 _RECIPES: dict[Float8LinearRecipeName, Callable[[], Float8LinearConfig]] = {
     Float8LinearRecipeName.TENSORWISE: Float8LinearConfig,
     Float8LinearRecipeName.ROWWISE: _rowwise,
     Float8LinearRecipeName.ROWWISE_WITH_GW_HP: _rowwise_with_gw_hp,
     Float8LinearRecipeName.ROWWISE_WITH_TENSORWISE_WEIGHT: _rowwise_with_tensorwise_weight,
+    Float8LinearRecipeName.DELAYED: _delayed,
+    Float8LinearRecipeName.DELAYED_WITH_DYNAMIC_WEIGHT: _delayed_with_dynamic_weight,
 }
 
 
@@ -293,7 +424,29 @@ def _resolve(
         names = " and ".join(sorted(FORMATS[dtype].name for dtype in dtypes))
         raise ValueError(f"{operand} must be cast to one dtype in both of its matmuls, got {names}")
     dtype = next(iter(dtypes), default_dtype)
+    how = {(c.scaling_type, c.static_quant_scale) for c in (cast, other) if not c.is_disabled}
+    if (cast.is_kept or other.is_kept) and (len(how) > 1 or cast.is_rowwise or other.is_rowwise):
+        raise ValueError(
+            f"{operand} has one kept scale, which serves both of its matmuls: expected both casts delayed, both static "
+            f"with one scale, or one in high precision, got {cast} and {other}"
+        )
     return replace(cast, target_dtype=dtype), replace(other, target_dtype=dtype)
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, tuple) and all(
+        isinstance(names, tuple) and all(isinstance(name, str) for name in names) for names in value
+    )
+
+
+def _check_powers_of_2(casts: OperandCasts) -> None:
+    for operand, how in casts._asdict().items():
+        scale = how.static_quant_scale
+        if scale is not None and math.frexp(scale)[0] != 0.5:
+            raise ValueError(
+                f"cast_config_{operand}: expected a static_quant_scale that is a power of two, since "
+                f"round_scales_to_power_of_2 is on, got {scale!r}"
+            )
 
 
 def _check_matmul(matmul: str, casts: OperandCasts, left_name: str, right_name: str) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from quaver.config import Float8LinearConfig
+from quaver.delayed import input_owners, keep_scales
 from quaver.distributed.fsdp import make_gatherable, make_plain
 from quaver.linear import Float8Linear
 
@@ -105,9 +106,10 @@ def convert_to_float8_training(
     """Make every `nn.Linear` of `module` a `Float8Linear`, in place.
 
     Modules keep their identity, parameters, hooks, attributes and training mode. A second call with the same config
-    changes nothing. `conversion_report(module)` tells what happened to each layer. With
-    `enable_fsdp_float8_all_gather` the weights are wrapped, and so are new parameters (with the same memory): convert
-    before `fully_shard`, and make the optimizer after both.
+    changes nothing. With delayed or static scaling the linears of one call share one state (delayed.py); call
+    `sync_float8_amax_and_scale_history(model)` once a step. `conversion_report(module)` tells what happened to each
+    layer. With `enable_fsdp_float8_all_gather` the weights are wrapped, and so are new parameters (with the same
+    memory): convert before `fully_shard`, and make the optimizer after both.
 
     Args:
         module: any module, or an `nn.Linear` itself.
@@ -145,9 +147,11 @@ def convert_to_float8_training(
         for name, linear in chosen
         if not isinstance(linear, Float8Linear)
     ]
+    stateless = [(name, x) for name, x in chosen if isinstance(x, Float8Linear) and x.scaling is None]
+    keep_scales(module, stateless, config)
     if config.enable_fsdp_float8_all_gather:
         make_gatherable(new)
-    report = ConversionReport(str(config), layers)
+    report = ConversionReport(str(config), _with_shared_inputs(layers, config))
     setattr(module, _REPORT, report)
     logger.info(report.summary())
     return module
@@ -199,6 +203,19 @@ def _decide(
     if isinstance(decision, FilterDecision):
         return decision.convert, decision.reason
     return bool(decision), "" if decision else "filter"
+
+
+def _with_shared_inputs(layers: list[LayerReport], config: Float8LinearConfig) -> list[LayerReport]:
+    """The same report, saying which linears use a sibling's kept input scale."""
+    if not config.casts.input.is_kept and not config.casts.input_for_grad_weight.is_kept:
+        return layers
+    owners = input_owners([(layer.name, layer.in_features) for layer in layers if layer.converted], config)
+    return [
+        replace(layer, reason="; ".join(filter(None, [layer.reason, f"input scale of {owners[layer.name]}"])))
+        if layer.name in owners
+        else layer
+        for layer in layers
+    ]
 
 
 def _check_something_converts(layers: list[LayerReport]) -> None:

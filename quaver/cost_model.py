@@ -6,6 +6,8 @@ Per matmul: the larger of FLOPs / peak and bytes / bandwidth. Float8 adds its ca
     rowwise              per operand: two directions, each read for amax and cast: 2 * (2 + 2 + 1) bytes
     rowwise_with_gw_hp   input and grad_output one direction (5 bytes), weight row-wise and tensorwise (2 + 3 + 3)
     rowwise_with_tensorwise_weight   input and grad_output as rowwise, weight as tensorwise
+    delayed              per operand: read once, write one byte in each of two layouts: 2 + 2 bytes
+    delayed_with_dynamic_weight      input and grad_output as delayed, weight as tensorwise
 
 and a fixed launch time per kernel. Real kernels reach neither roof: `_MATMUL_EFFICIENCY`, `_MEMORY_EFFICIENCY` are the
 shares that large kernels reach on an H200 (788 of 989 TFLOP/s bfloat16, 4.3 of 4.8 TB/s copied). Float8 matmuls reach
@@ -36,18 +38,24 @@ _CAST_BYTES = {
     Float8LinearRecipeName.ROWWISE: (10, 10, 10),
     Float8LinearRecipeName.ROWWISE_WITH_GW_HP: (5, 8, 5),
     Float8LinearRecipeName.ROWWISE_WITH_TENSORWISE_WEIGHT: (10, 6, 10),
+    Float8LinearRecipeName.DELAYED: (4, 4, 4),
+    Float8LinearRecipeName.DELAYED_WITH_DYNAMIC_WEIGHT: (4, 6, 4),
 }
 _CAST_KERNELS = {
     Float8LinearRecipeName.TENSORWISE: 9,
     Float8LinearRecipeName.ROWWISE: 12,
     Float8LinearRecipeName.ROWWISE_WITH_GW_HP: 8,
     Float8LinearRecipeName.ROWWISE_WITH_TENSORWISE_WEIGHT: 11,
+    Float8LinearRecipeName.DELAYED: 9,
+    Float8LinearRecipeName.DELAYED_WITH_DYNAMIC_WEIGHT: 9,
 }
 _FLOAT8_MATMULS = {
     Float8LinearRecipeName.TENSORWISE: 3,
     Float8LinearRecipeName.ROWWISE: 3,
     Float8LinearRecipeName.ROWWISE_WITH_GW_HP: 2,
     Float8LinearRecipeName.ROWWISE_WITH_TENSORWISE_WEIGHT: 3,
+    Float8LinearRecipeName.DELAYED: 3,
+    Float8LinearRecipeName.DELAYED_WITH_DYNAMIC_WEIGHT: 3,
 }
 
 

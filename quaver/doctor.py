@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from quaver.config import Float8LinearConfig, Float8LinearRecipeName
+from quaver.convert import convert_to_float8_training
+from quaver.delayed import sync_float8_amax_and_scale_history
 from quaver.gemm import native_failure
 from quaver.kernels import cpu
 from quaver.kernels.exact_mm import has_bfloat16_units
@@ -65,7 +67,13 @@ def try_recipe(recipe: Float8LinearRecipeName, device: torch.device) -> RecipeFi
     """Run a small linear forward and backward and compare with float64."""
     config = Float8LinearConfig.from_recipe_name(recipe)
     try:
-        worst_db = _worst_sqnr_db(Float8Linear(_SIZE, _SIZE, bias=False, device=device, config=config))
+        linear = Float8Linear(_SIZE, _SIZE, bias=False, device=device, config=config)
+        convert_to_float8_training(linear, config=config)  # gives it a state where the recipe keeps scales
+        worst_db = _worst_sqnr_db(linear)
+        if config.keeps_scales:
+            sync_float8_amax_and_scale_history(linear)
+            linear.zero_grad()
+            worst_db = min(worst_db, _worst_sqnr_db(linear))
     except (RuntimeError, ValueError, NotImplementedError) as error:
         return RecipeFinding(str(device), recipe.value, "impossible", str(error).splitlines()[0])
     if worst_db < _ENOUGH_DB:

@@ -6,6 +6,7 @@ arXiv 2206.02915 (the `fnuz` variants that AMD MI300 multiplies; MI350 and NVIDI
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,15 @@ class Float8Format:
     @property
     def smallest_subnormal(self) -> float:
         return 2.0 ** (1 - self.bias - self.mantissa_bits)
+
+    @property
+    def saturates_above(self) -> float:
+        """The largest magnitude that rounds to `max` or below: half a unit in the last place above `max`.
+
+        Without a limit, what lies above would round to a larger number; clamped, it loses more than rounding takes.
+        """
+        exponent = math.frexp(self.max)[1] - 1
+        return self.max + 2.0 ** (exponent - self.mantissa_bits - 1)
 
     @property
     def finite_codes(self) -> int:

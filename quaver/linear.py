@@ -29,10 +29,11 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from quaver.casts import MatrixCasts, Operand, Scales, cast_with, casts_of_activation
+from quaver.casts import NO_KEPT_SCALES, KeptScales, MatrixCasts, Operand, Scales, cast_with, casts_of_activation
 from quaver.config import CastConfig, Float8GemmConfig, Float8LinearConfig
 from quaver.formats import HP_DTYPES
 from quaver.gemm import unchecked_float8_mm
+from quaver.kernels.cast import KeptScale
 from quaver.tensor import Float8Tensor, WrappedTensor
 
 _DOUBLE_BACKWARD = (
@@ -49,18 +50,42 @@ class WeightCasts(NamedTuple):
 
 
 def cast_weight(
-    weight: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype, sharding: LinearSharding | None = None
+    weight: Tensor,
+    config: Float8LinearConfig,
+    hp_dtype: torch.dtype,
+    kept: KeptScale | None = None,
+    sharding: LinearSharding | None = None,
 ) -> WeightCasts:
     """Cast `weight` [N, K], or the part of it that `sharding` tells of, for both of its matmuls."""
-    casts = _weight_casts(config, hp_dtype, sharding)
+    casts = _weight_casts(config, hp_dtype, kept, sharding)
     return WeightCasts(
         casts.cast(weight, config.casts.weight, 1),
         casts.cast(weight, config.casts.weight_for_grad_input, 0),
     )
 
 
-def _weight_casts(config: Float8LinearConfig, hp_dtype: torch.dtype, sharding: LinearSharding | None) -> MatrixCasts:
-    return MatrixCasts(config, hp_dtype) if sharding is None else sharding.weight_casts(config, hp_dtype)
+def _weight_casts(
+    config: Float8LinearConfig, hp_dtype: torch.dtype, kept: KeptScale | None, sharding: LinearSharding | None
+) -> MatrixCasts:
+    if sharding is None:
+        return MatrixCasts(config, hp_dtype, kept)
+    return sharding.weight_casts(config, hp_dtype, kept)
+
+
+class LinearScaling(Protocol):
+    """What a linear knows of the kept scales of its operands; delayed.py implements it."""
+
+    def scales(self, *, recording: bool, device: torch.device) -> KeptScales:
+        """The kept scales for a forward that begins now on `device`, and its backward."""
+
+    def belongs_to(self, linear: Float8Linear) -> None:
+        """Called for a linear that was made by copying or unpickling another."""
+
+    def follow(self, device: torch.device) -> None:
+        """Called after the linear's parameters went to `device`."""
+
+    def host_decides(self) -> None:
+        """Called once where ranks must decide together, on the host, whether a scale is known."""
 
 
 class LinearSharding(Protocol):
@@ -78,17 +103,24 @@ class LinearSharding(Protocol):
     weight_length: int
     """The length of this rank's part along it."""
 
-    def weight_casts(self, config: Float8LinearConfig, hp_dtype: torch.dtype) -> MatrixCasts:
+    def weight_casts(self, config: Float8LinearConfig, hp_dtype: torch.dtype, kept: KeptScale | None) -> MatrixCasts:
         """The casts of this rank's part of the weight."""
 
-    def input_casts(self, input: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype) -> MatrixCasts:
+    def input_casts(
+        self, input: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype, kept: KeptScale | None
+    ) -> MatrixCasts:
         """The casts of this rank's part of the input."""
 
     def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """This rank's part of weight and bias, differentiably, and the bias that is added to the reduced output."""
 
     def grad_output_operands(
-        self, grad_output: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype, needs: tuple[bool, bool]
+        self,
+        grad_output: Tensor,
+        config: Float8LinearConfig,
+        hp_dtype: torch.dtype,
+        kept: KeptScale | None,
+        needs: tuple[bool, bool],
     ) -> tuple[Operand | None, Operand | None]:
         """What `grad_input` and `grad_weight` read of grad_output, each where it is needed."""
 
@@ -111,8 +143,8 @@ class _GatheredInput:
 class ScopedWeight:
     """A weight's casts while a `cast_weights_once` is open, and what must not change meanwhile."""
 
-    def __init__(self, weight: Tensor, config: Float8LinearConfig) -> None:
-        self.casts = cast_weight(weight, config, weight.dtype)
+    def __init__(self, weight: Tensor, config: Float8LinearConfig, kept: KeptScale | None) -> None:
+        self.casts = cast_weight(weight, config, weight.dtype, kept)
         self._weight = weight
         self._version = weight._version
 
@@ -161,9 +193,9 @@ class _Float8Linear(torch.autograd.Function):
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        how: tuple[Float8LinearConfig, torch.dtype, WeightCasts | None, LinearSharding | None],
+        how: tuple[Float8LinearConfig, torch.dtype, WeightCasts | None, KeptScales, LinearSharding | None],
     ) -> Tensor:
-        config, hp_dtype, weight_casts, sharding = how
+        config, hp_dtype, weight_casts, kept, sharding = how
         needs_grad_input, needs_grad_weight = ctx.needs_input_grad[:2]
         rows: Tensor = input
         input_casts: MatrixCasts | _GatheredInput
@@ -172,22 +204,22 @@ class _Float8Linear(torch.autograd.Function):
         else:
             rows = _rows(input)
             input_casts = (
-                casts_of_activation(input, config, hp_dtype)
+                casts_of_activation(input, config, hp_dtype, kept.input)
                 if sharding is None
-                else sharding.input_casts(input, config, hp_dtype)
+                else sharding.input_casts(input, config, hp_dtype, kept.input)
             )
         input_op = input_casts.cast(rows, config.casts.input, 1)
         saved: list[Tensor | None] = [None] * 5
         if needs_grad_weight:
             saved[0:2] = input_casts.cast(rows, config.casts.input_for_grad_weight, 0)
         if weight_casts is None and config.keep_float8_weight_for_backward and needs_grad_input:
-            weight_casts = cast_weight(weight, config, hp_dtype, sharding)
+            weight_casts = cast_weight(weight, config, hp_dtype, kept.weight, sharding)
         if weight_casts is not None:
             weight_op = weight_casts.for_output
             if needs_grad_input:
                 saved[2:4] = weight_casts.for_grad_input
         else:
-            casts = _weight_casts(config, hp_dtype, sharding)
+            casts = _weight_casts(config, hp_dtype, kept.weight, sharding)
             weight_op = casts.cast(weight, config.casts.weight, 1)
             if needs_grad_input:
                 saved[2] = weight
@@ -205,6 +237,7 @@ class _Float8Linear(torch.autograd.Function):
             input.dtype,
             weight.dtype,
             bias_dtype,
+            kept,
             sharding,
         )
         output = _matmul(input_op, weight_op.t(), config.gemm_config_output, config, hp_dtype, bias)
@@ -231,19 +264,19 @@ def _rows(tensor: Tensor) -> Tensor:
 def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     needs_grad_input, needs_grad_weight, needs_grad_bias = ctx.needs_input_grad[:3]
     input_data, input_scale, weight_data, *weight_scales = ctx.saved_tensors
-    config, hp_dtype, weight_is_cast, input_shape, input_dtype, weight_dtype, bias_dtype, sharding = ctx.kept
+    config, hp_dtype, weight_is_cast, input_shape, input_dtype, weight_dtype, bias_dtype, kept, sharding = ctx.kept
     grad_input = grad_weight = grad_bias = None
     rows = _rows(grad_output)
     left_of_grad_input = left_of_grad_weight = None
     if sharding is None:
-        casts = MatrixCasts(config, hp_dtype)
+        casts = MatrixCasts(config, hp_dtype, kept.grad_output)
         if needs_grad_input:
             left_of_grad_input = casts.cast(rows, config.casts.grad_output, 1)
         if needs_grad_weight:
             left_of_grad_weight = casts.cast(rows, config.casts.grad_output_for_grad_weight, 0)
     else:
         left_of_grad_input, left_of_grad_weight = sharding.grad_output_operands(
-            grad_output, config, hp_dtype, (needs_grad_input, needs_grad_weight)
+            grad_output, config, hp_dtype, kept.grad_output, (needs_grad_input, needs_grad_weight)
         )
     if left_of_grad_input is not None:
         if weight_is_cast:
@@ -251,7 +284,7 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | N
         elif weight_scales[0] is not None:
             weight = cast_with(weight_data, Scales(*weight_scales), config.casts.weight_for_grad_input, 0, config)
         else:
-            casts = _weight_casts(config, hp_dtype, sharding)
+            casts = _weight_casts(config, hp_dtype, kept.weight, sharding)
             weight = casts.cast(weight_data, config.casts.weight_for_grad_input, 0)
         grad_input = _matmul(left_of_grad_input, weight, config.gemm_config_grad_input, config, hp_dtype)
         if len(input_shape) != 2:
@@ -295,17 +328,20 @@ def float8_linear(
         weight: [N, K], of input's dtype; under autocast of any high-precision dtype (it is cast to float8 from there).
             Either may be a `Float8Tensor`, cast before for the matmuls that read it.
         bias: [N] or None.
-        config: what to cast and how; None for the tensorwise recipe.
+        config: what to cast and how; None for the tensorwise recipe. Dynamic scaling only: a function has no state that
+            could keep a scale.
         weight_casts: the weight's casts, if they have been made (see `cast_weights_once`).
     Returns:
         [..., N] in input's dtype; under autocast in autocast's.
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: shapes or dtypes that do not fit, or a config with delayed or static scaling.
     """
     config = config or Float8LinearConfig()
+    if config.keeps_scales:
+        raise ValueError("float8_linear scales dynamically, got a config with kept scales; use a Float8Linear for it")
     if weight_casts is None and isinstance(weight, Float8Tensor):
         weight_casts = _casts_of_gathered(weight)
-    return _float8_linear(input, weight, bias, config, weight_casts, None)
+    return _float8_linear(input, weight, bias, config, weight_casts, NO_KEPT_SCALES, None)
 
 
 def _casts_of_gathered(weight: Float8Tensor) -> WeightCasts:
@@ -318,11 +354,12 @@ def _float8_linear(
     bias: Tensor | None,
     config: Float8LinearConfig,
     weight_casts: WeightCasts | None,
+    kept: KeptScales,
     sharding: LinearSharding | None,
 ) -> Tensor:
     hp_dtype = compute_dtype("cpu" if input.is_cpu else input.device.type, input.dtype)
     _check_input(input, weight)
-    return _Float8Linear.apply(input, weight, bias, (config, hp_dtype, weight_casts, sharding))
+    return _Float8Linear.apply(input, weight, bias, (config, hp_dtype, weight_casts, kept, sharding))
 
 
 def compute_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
@@ -354,6 +391,8 @@ class Float8Linear(nn.Linear):
     """
 
     config: Float8LinearConfig
+    scaling: LinearScaling | None
+    """The kept scales of its operands, where the config has any (delayed.py)."""
     sharding: LinearSharding | None
     """Set by tensor parallelism (distributed/tensor_parallel.py)."""
     gathering: object | None
@@ -391,11 +430,12 @@ class Float8Linear(nn.Linear):
     def to_linear(self) -> nn.Linear:
         """Turn this module back into the `nn.Linear` that it was: same object, parameters, hooks and attributes."""
         self.__class__ = self._converted_from  # type: ignore[assignment]
-        del self.config, self.sharding, self.gathering, self._scoped_weight, self._converted_from
+        del self.config, self.scaling, self.sharding, self.gathering, self._scoped_weight, self._converted_from
         return self
 
     def _set_up(self, config: Float8LinearConfig | None, converted_from: type[nn.Linear]) -> None:
         self.config = config or Float8LinearConfig()
+        self.scaling = None
         self.sharding = None
         self.gathering = None
         self._scoped_weight = None
@@ -405,18 +445,36 @@ class Float8Linear(nn.Linear):
         weight = self.weight
         if type(weight) is not nn.Parameter and type(weight) is not Tensor:
             return self._forward_wrapped(input)
+        kept = self.kept_scales(input.device)
         scoped = self._scoped_weight
         if scoped is None:
-            return _float8_linear(input, weight, self.bias, self.config, None, None)
+            return _float8_linear(input, weight, self.bias, self.config, None, kept, None)
         if not torch.compiler.is_compiling():
             scoped.check(weight)
-        return _float8_linear(input, weight, self.bias, self.config, scoped.casts, None)
+        return _float8_linear(input, weight, self.bias, self.config, scoped.casts, kept, None)
+
+    def kept_scales(self, device: torch.device, *, recording: bool | None = None) -> KeptScales:
+        """The kept scales of the operands, for a forward that begins now on `device`.
+
+        Args:
+            recording: whether to record what casts see; None for what the forward does: in training, with gradients.
+        """
+        if self.scaling is not None:
+            if recording is None:
+                recording = self.training and torch.is_grad_enabled()
+            return self.scaling.scales(recording=recording, device=device)
+        if self.config.keeps_scales:
+            raise RuntimeError(
+                "this Float8Linear has delayed or static scaling but no state to keep its scales in; give the model to "
+                "convert_to_float8_training(model, config=...), which makes one"
+            )
+        return NO_KEPT_SCALES
 
     def _forward_wrapped(self, input: Tensor) -> Tensor:
         """`forward` with a weight that is not a plain parameter: gathered in float8, sharded, or to be gathered."""
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
-        sharding = self.sharding
+        sharding, kept = self.sharding, self.kept_scales(input.device)
         bias_of_whole = weight_casts = None
         if sharding is not None:
             weight, bias, bias_of_whole = sharding.local_parameters(weight, bias)
@@ -430,12 +488,23 @@ class Float8Linear(nn.Linear):
                 "fully_shard did that, call the module that was given to it; if tensor parallelism, use "
                 "Float8ColwiseParallel or Float8RowwiseParallel"
             )
-        output = _float8_linear(input, weight, bias, self.config, weight_casts, sharding)
+        output = _float8_linear(input, weight, bias, self.config, weight_casts, kept, sharding)
         return output if bias_of_whole is None else output + bias_of_whole.to(output.dtype)
 
     def extra_repr(self) -> str:
         recipe = self.config.recipe_name
         return f"{super().extra_repr()}, {f'recipe={recipe.value}' if recipe else self.config}"
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Float8Linear:
+        super()._apply(fn, recurse)
+        if self.scaling is not None:
+            self.scaling.follow(self.weight.device)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.scaling is not None:
+            self.scaling.belongs_to(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_scoped_weight": None, "gathering": None}  # they belong to a scope or a model

@@ -98,10 +98,13 @@ def amax_to_quant_scale(amax: Tensor, float8_dtype: torch.dtype, *, power_of_2: 
         # nothing between (`pointless_convert` in its joint graph passes): to_dequant_scale would divide unrounded.
         fmt = format_of(float8_dtype)
         scale = (fmt.max / amax.double()).float().clamp(max=fmt.max / EPS)
-    if power_of_2:
-        rounded = scale.view(torch.int32).bitwise_and(_MANTISSA_CLEARED).view(torch.float32)
-        scale = torch.where(scale.isnan(), scale, rounded)  # a NaN without its mantissa would be an inf
-    return scale
+    return round_down_to_power_of_2(scale) if power_of_2 else scale
+
+
+def round_down_to_power_of_2(scale: Tensor) -> Tensor:
+    """A float32 tensor of positive numbers with their mantissas cleared, which is exact; NaN stays NaN."""
+    rounded = scale.view(torch.int32).bitwise_and(_MANTISSA_CLEARED).view(torch.float32)
+    return torch.where(scale.isnan(), scale, rounded)  # a NaN without its mantissa would be an inf
 
 
 def to_dequant_scale(quant_scale: Tensor) -> Tensor:
@@ -125,6 +128,35 @@ def cast_to_float8(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -
     # torch's own cast from an overflowing value changed between releases (NaN, inf or the maximum): clamp first.
     scaled = hp * quant_scale if hp.dtype is torch.float32 else hp.float().mul_(quant_scale)
     return scaled.clamp_(-largest, largest).to(float8_dtype)
+
+
+def cast_with_kept_scale(
+    hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, *, power_of_2: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cast `hp` with a scale that was made before it was seen (delayed or static), and tell how well that scale fits.
+
+    Args:
+        hp: float32, bfloat16 or float16, any shape.
+        quant_scale: float32 (). What is not above 0 stands for a scale that is not known: that of hp's own amax is then
+            taken.
+        float8_dtype: what to cast to.
+        power_of_2: round a scale taken from hp down to a power of two. A given one is used as it is.
+    Returns:
+        float8 of hp's shape; the float32 quant_scale () that was used, and its dequant_scale; and float32 [2]: the
+        amax of hp, and how many elements saturated: those that lost more to the clamp than rounding takes anyway
+        (counted exactly up to 2^24).
+
+    What overflows becomes the largest finite number; what is infinite or NaN in `hp` becomes NaN, so that it reaches
+    the results as in high precision: the scale cannot tell of it, as a scale of hp's own amax does.
+    """
+    fmt = FORMATS[float8_dtype]
+    largest_seen = amax(hp).float()
+    own = amax_to_quant_scale(largest_seen, float8_dtype, power_of_2=power_of_2)
+    quant = torch.where(quant_scale > 0, quant_scale, own)
+    scaled = torch.where(hp.isinf(), torch.nan, hp.float() * quant)
+    saturated = (scaled.abs() > fmt.saturates_above).sum(dtype=torch.float32)
+    codes = scaled.clamp(-fmt.max, fmt.max).to(float8_dtype)
+    return codes, quant, to_dequant_scale(quant), torch.stack([largest_seen, saturated])
 
 
 def dynamic_cast(

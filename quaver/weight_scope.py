@@ -33,9 +33,10 @@ def cast_weights_once(model: nn.Module) -> Iterator[None]:
     if any(module._scoped_weight is not None for module in modules):
         raise RuntimeError("cast_weights_once is already open for this model; leave it before entering again")
     try:
-        with torch.no_grad():
-            for module in modules:
-                module._scoped_weight = ScopedWeight(module.weight, module.config)
+        for module in modules:
+            kept = module.kept_scales(module.weight.device).weight
+            with torch.no_grad():
+                module._scoped_weight = ScopedWeight(module.weight, module.config, kept)
         yield
         for module in modules:
             if module._scoped_weight is not None:

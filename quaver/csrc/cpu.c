@@ -39,11 +39,14 @@ enum { NONE = -1 };                   /* dim */
 enum { RELEASE_GIL_FROM = 32768 };    /* elements; some microseconds of work */
 
 /* `ieee`: the top exponent holds inf and NaN; else only the top code is a NaN. */
-typedef struct { int exponent_bits, mantissa_bits, bias, ieee; float max, largest_quant_scale; } Format;
-static const Format HALF = {5, 10, 15, 1, 65504.0f, 0.0f};
+typedef struct {
+    int exponent_bits, mantissa_bits, bias, ieee;
+    float max, largest_quant_scale, saturates_above;
+} Format;
+static const Format HALF = {5, 10, 15, 1, 65504.0f, 0.0f, 0.0f};
 static const Format FLOAT8[] = {
-    [E4M3] = {4, 3, 7, 0, 448.0f, (float)(448.0 / 1e-12)},
-    [E5M2] = {5, 2, 15, 1, 57344.0f, (float)(57344.0 / 1e-12)},
+    [E4M3] = {4, 3, 7, 0, 448.0f, (float)(448.0 / 1e-12), 464.0f},
+    [E5M2] = {5, 2, 15, 1, 57344.0f, (float)(57344.0 / 1e-12), 61440.0f},
 };
 
 INLINE uint32_t bits_of(float value) { uint32_t bits; memcpy(&bits, &value, 4); return bits; }
@@ -124,6 +127,36 @@ CLONES static void cast_run(const void *hp, int hp_kind, int float8, const float
 #undef CASE
 }
 
+/* What a cast with a kept scale sees on its way; see cast_and_observe. */
+typedef struct { float amax; int64_t saturated; } Observed;
+
+INLINE Observed observe_body(const void *hp, int hp_kind, Format f, float scale, int64_t n, uint8_t *restrict codes) {
+    uint32_t largest = 0, saturated = 0;
+    for (int64_t i = 0; i < n; i++) {
+        float value = load(hp, hp_kind, i);
+        uint32_t magnitude = bits_of(value) & 0x7FFFFFFFu;
+        uint32_t nan = magnitude == 0x7F800000u ? 0x7FC00000u : 0;
+        float scaled = float_of(bits_of(value * scale) | nan);
+        uint32_t scaled_magnitude = bits_of(scaled) & 0x7FFFFFFFu;
+        largest = magnitude > largest ? magnitude : largest;
+        saturated += scaled_magnitude > bits_of(f.saturates_above) && scaled_magnitude <= 0x7F800000u;
+        codes[i] = encode(scaled, f);
+    }
+    return (Observed){float_of(largest), saturated};
+}
+
+/* codes[i] = RNE8(clamp(RN32(hp[i] * scale), -max, max)), an infinite hp[i] as NaN; the amax of hp, and how many elements
+ * the clamp took more from than rounding. One pass. n < 2^32. */
+CLONES static Observed observe_run(const void *hp, int hp_kind, int float8, float scale, int64_t n, uint8_t *codes) {
+    Observed seen = {0.0f, 0};
+#define CASE(H, F) case H * 2 + F: seen = observe_body(hp, H, FLOAT8[F], scale, n, codes); break;
+#define CASES(H) CASE(H, E4M3) CASE(H, E5M2)
+    if (n > 0) switch (hp_kind * 2 + float8) { CASES(FLOAT32) CASES(BFLOAT16) CASES(FLOAT16) }
+#undef CASES
+#undef CASE
+    return seen;
+}
+
 enum { UNSCALED, ONE_SCALE, SCALE_PER_ELEMENT };
 
 INLINE void widen_body(const uint8_t *codes, Format f, int hp_kind, int scaling, const float *scale, int64_t n,
@@ -193,11 +226,14 @@ typedef struct {
     uint8_t *codes;         /* [rows, columns] of float8; what widen reads */
     char *amax;             /* of hp_kind; () or [1, columns]; while casting only */
     float *quant, *dequant; /* (), [rows, 1] or [1, columns] */
+    Observed *observed;     /* one a block; while casting with a kept scale only */
     int64_t rows, columns;
     int hp_kind, float8, dim, power_of_2, threads;
 } Job;
 
-enum { MOST_THREADS = 64 };
+enum { MOST_THREADS = 64, RUN = 1 << 30 };
+
+static int64_t elements_read;  /* of hp matrices, since the module was loaded; read by tests. Under the GIL or approximate. */
 
 INLINE int64_t hp_size(const Job *job) { return job->hp_kind == FLOAT32 ? 4 : 2; }
 INLINE char *hp_row(const Job *job, int64_t row) { return job->hp + row * job->columns * hp_size(job); }
@@ -227,8 +263,21 @@ static void amax_of_columns(const Job *job, int block, int64_t first, int64_t la
     for (int64_t row = first; row < last; row++) amax_each(hp_row(job, row), job->hp_kind, job->columns, amax);
 }
 
+static void observe_elements(const Job *job, int block, int64_t first, int64_t last) {
+    Observed total = {0.0f, 0};
+    for (int64_t start = first; start < last; start += RUN) {
+        const char *hp = job->hp + start * hp_size(job);
+        int64_t n = last - start < RUN ? last - start : RUN;
+        Observed seen = observe_run(hp, job->hp_kind, job->float8, *job->quant, n, job->codes + start);
+        total.saturated += seen.saturated;
+        if (bits_of(seen.amax) > bits_of(total.amax)) total.amax = seen.amax;
+    }
+    job->observed[block] = total;
+}
+
 /* Fills job->amax, tensorwise or by columns: each thread has a result of its own first. 0, or -1 without memory. */
 static int fill_amax(const Job *job) {
+    elements_read += job->rows * job->columns;
     const int64_t length = job->dim == NONE ? 1 : job->columns;
     void (*work)(const Job *, int, int64_t, int64_t) = job->dim == NONE ? amax_of_elements : amax_of_columns;
     const int64_t n = job->dim == NONE ? job->rows * job->columns : job->rows;
@@ -258,6 +307,7 @@ static void cast_rows(const Job *job, int block, int64_t first, int64_t last) {
 }
 
 static void cast_matrix(const Job *job) {
+    elements_read += job->rows * job->columns;
     if (job->dim == NONE) in_blocks(cast_elements, job, job->rows * job->columns);
     else in_blocks(cast_rows, job, job->rows);
 }
@@ -273,7 +323,11 @@ static void dynamic_cast_rows(const Job *job, int block, int64_t first, int64_t 
 }
 
 static int dynamic_cast_matrix(const Job *job) {
-    if (job->dim == 1) { in_blocks(dynamic_cast_rows, job, job->rows); return 0; }
+    if (job->dim == 1) {
+        elements_read += job->rows * job->columns;  /* the second time from the cache */
+        in_blocks(dynamic_cast_rows, job, job->rows);
+        return 0;
+    }
     const int64_t length = job->dim == NONE ? 1 : job->columns;
     Job with_amax = *job;
     with_amax.amax = PyMem_RawMalloc(length * hp_size(job) + 1);
@@ -284,6 +338,32 @@ static int dynamic_cast_matrix(const Job *job) {
     }
     PyMem_RawFree(with_amax.amax);
     return failed;
+}
+
+/* The amax in `observed` [2] and the count of saturated elements become the larger of what they are and what this sees. */
+static int cast_and_observe_matrix(const Job *job, float kept_quant, float *observed) {
+    if (kept_quant > 0) {
+        *job->quant = kept_quant, *job->dequant = 1.0f / kept_quant;
+    } else {
+        uint32_t amax = 0;
+        Job of_amax = *job;
+        of_amax.amax = (char *)&amax;
+        if (fill_amax(&of_amax)) return -1;
+        scales_run(&amax, job->hp_kind, job->float8, job->power_of_2, 1, job->quant, job->dequant);
+    }
+    Observed seen[MOST_THREADS], total = {0.0f, 0};
+    Job observing = *job;
+    observing.observed = seen;
+    elements_read += job->rows * job->columns;
+    in_blocks(observe_elements, &observing, job->rows * job->columns);
+    for (int block = 0; block < job->threads; block++) {
+        total.saturated += seen[block].saturated;
+        if (bits_of(seen[block].amax) > bits_of(total.amax)) total.amax = seen[block].amax;
+    }
+    /* NaN compares with nothing, and stays once it is there; -1 stands for a tensor that has not been seen. */
+    if (!(total.amax <= observed[0]) && observed[0] == observed[0]) observed[0] = total.amax;
+    if ((float)total.saturated > observed[1]) observed[1] = (float)total.saturated;
+    return 0;
 }
 
 static void widen_rows(const Job *job, int block, int64_t first, int64_t last) {
@@ -394,6 +474,37 @@ ENTRY(dynamic_cast, dynamic_cast_matrix)
 ENTRY(cast_with_scale, cast_with_scale_matrix)
 ENTRY(widen, widen_matrix)
 
+/* Twelve integers: hp, codes, kept quant_scale, quant_scale, dequant_scale, observed [amax, saturated] (addresses), rows,
+ * columns, hp kind, float8 kind, power_of_2, threads. */
+static PyObject *cast_and_observe(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    (void)self;
+    int64_t v[12];
+    if (!read_integers(args, count, v, 12)) return NULL;
+    Job job = {
+        .hp = (char *)(intptr_t)v[0], .codes = (uint8_t *)(intptr_t)v[1], .quant = (float *)(intptr_t)v[3],
+        .dequant = (float *)(intptr_t)v[4], .rows = v[6], .columns = v[7], .hp_kind = (int)v[8], .float8 = (int)v[9],
+        .dim = NONE, .power_of_2 = (int)v[10],
+        .threads = v[11] < 1 ? 1 : v[11] > MOST_THREADS ? MOST_THREADS : (int)v[11],
+    };
+    const float kept = *(const float *)(intptr_t)v[2];
+    float *observed = (float *)(intptr_t)v[5];
+    int failed;
+    if (job.rows * job.columns < RELEASE_GIL_FROM) {
+        failed = cast_and_observe_matrix(&job, kept, observed);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        failed = cast_and_observe_matrix(&job, kept, observed);
+        Py_END_ALLOW_THREADS
+    }
+    if (failed) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+static PyObject *get_elements_read(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    (void)self, (void)args, (void)count;
+    return PyLong_FromLongLong(elements_read);
+}
+
 /* Seventeen integers: out; of a: codes, float8 kind, row stride, column stride, scale, whether it is row-wise; the same of
  * b; m, k, n; hp kind of out. */
 static PyObject *small_mm(PyObject *self, PyObject *const *args, Py_ssize_t count) {
@@ -414,6 +525,8 @@ static PyObject *small_mm(PyObject *self, PyObject *const *args, Py_ssize_t coun
 static PyMethodDef methods[] = {
     METHOD(dynamic_cast, "hp -> codes, quant_scale, dequant_scale"),
     METHOD(cast_with_scale, "hp, quant_scale -> codes"),
+    METHOD(cast_and_observe, "hp, kept quant_scale -> codes, scales, amax, saturated elements"),
+    {"elements_read", (PyCFunction)(void (*)(void))get_elements_read, METH_FASTCALL, "of hp matrices, ever"},
     METHOD(widen, "codes, dequant_scale -> hp"),
     METHOD(small_mm, "float8 matrices and their scales -> their product"),
     {NULL, NULL, 0, NULL},

@@ -43,11 +43,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from quaver.casts import Operand
+from quaver import scaling
+from quaver.casts import Operand, Scales
 from quaver.distributed.agreement import check_ranks_agree
 from quaver.distributed.weight_scales import Shard, WholeScales, compute_whole_scales, scale_dims, shard_of
-from quaver.kernels.cast import cast_with_scale
+from quaver.kernels.cast import KeptScale, cast_with_kept_scale, cast_with_scale, record
 from quaver.linear import Float8Linear
+from quaver.scaling import to_dequant_scale
 from quaver.tensor import Float8Tensor, WrappedTensor
 
 aten = torch.ops.aten
@@ -175,12 +177,18 @@ class GatherableWeight(WrappedTensor):
     ) -> tuple[tuple[Tensor, ...], _Gather]:
         """Cast this shard: one uint8 tensor of the padded shard's shape for each cast of the weight."""
         config = module.config
-        scales = _local(module).scales()
-        if scales is None:
-            scales = _compute_scales_of_siblings(module)
+        kept = _kept_scale(module)
         shard = _shard(module)._replace(local=self.wrapped)
         dims, float8_dtype = scale_dims(config), config.casts.weight.float8_dtype
-        codes = [_cast(shard, scales[dim].quant, float8_dtype) for dim in dims]
+        if kept is not None and kept.known:
+            code, scale = _cast_kept(shard, kept, float8_dtype, config.round_scales_to_power_of_2)
+            codes = [code]
+            scales: WholeScales = {None: scale}
+        else:
+            scales = _local(module).scales() or _compute_scales_of_siblings(module)
+            codes = [_cast(shard, scales[dim].quant, float8_dtype) for dim in dims]
+            if kept is not None:
+                _record_amax(shard.local, kept)
         if len(codes) > 1 and mesh.size() == 1:
             codes = [torch.cat(codes)]  # with nothing to gather, torch passes on the first payload only
         return tuple(codes), _Gather(dims, scales, shard.size, float8_dtype)
@@ -294,13 +302,50 @@ class _Plain(torch.autograd.Function):
 def _cast(shard: Shard, quant_scale: Tensor, float8_dtype: torch.dtype) -> Tensor:
     """The codes of a shard as uint8, padded to the size that every rank sends."""
     local = shard.local
-    length = -(-shard.size[shard.dim] // shard.fsdp_group.size())
-    missing = length - local.shape[shard.dim]
     if local.numel() == 0:
-        return local.new_zeros((length, shard.size[1]), dtype=torch.uint8)
+        return _padded(local.new_zeros(local.shape, dtype=torch.uint8), shard)
     scale = shard.part(quant_scale).to(local.device)
-    codes = cast_with_scale(local, scale, float8_dtype).view(torch.uint8)
-    return F.pad(codes, (0, 0, 0, missing)) if missing else codes  # FSDP pads dim 0 only
+    return _padded(cast_with_scale(local, scale, float8_dtype).view(torch.uint8), shard)
+
+
+def _kept_scale(linear: Float8Linear) -> KeptScale | None:
+    """The kept scale of the weight; FSDP gathers without gradients, so training alone says whether to record."""
+    return linear.kept_scales(_shard(linear).device, recording=linear.training).weight
+
+
+def _is_known(linear: Float8Linear) -> bool:
+    """Whether a kept scale makes the exchange of amaxes unnecessary."""
+    kept = _kept_scale(linear)
+    return kept is not None and bool(kept.known)
+
+
+def _cast_kept(shard: Shard, kept: KeptScale, float8_dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Scales]:
+    """The codes of a shard as uint8, padded, with a scale that every rank knows: nothing is exchanged."""
+    local = shard.local
+    if local.numel() == 0:
+        quant = kept.quant_scale.clone()
+        return _padded(local.new_zeros(local.shape, dtype=torch.uint8), shard), Scales(quant, to_dequant_scale(quant))
+    near = kept
+    if local.device != kept.quant_scale.device:  # offloaded: cast where the shard lies
+        seen = local.new_zeros(2, dtype=torch.float32)
+        near = kept._replace(quant_scale=kept.quant_scale.to(local.device), observed=seen)
+    codes, quant, dequant = cast_with_kept_scale(local, near, float8_dtype, power_of_2)
+    if near is not kept and near.observed is not None:
+        record(kept, near.observed.to(kept.quant_scale.device))
+    scales = Scales(quant.to(shard.device), dequant.to(shard.device))
+    return _padded(codes.view(torch.uint8), shard), scales
+
+
+def _record_amax(local: Tensor, kept: KeptScale) -> None:
+    """Record the amax of a shard that was cast with a dynamic scale; nothing saturates."""
+    amax = scaling.amax(local).float()
+    record(kept, torch.stack([amax, torch.zeros_like(amax)]).to(kept.quant_scale.device))
+
+
+def _padded(codes: Tensor, shard: Shard) -> Tensor:
+    """The codes of a shard, padded to the size that every rank sends. FSDP pads dim 0 only."""
+    missing = -(-shard.size[shard.dim] // shard.fsdp_group.size()) - codes.shape[shard.dim]
+    return F.pad(codes, (0, 0, 0, missing)) if missing else codes
 
 
 # ---- the linears whose weights are gathered together -----------------------------------------------------------------
@@ -335,6 +380,8 @@ def make_gatherable(named_linears: NamedLinears) -> None:
     siblings = _Siblings(named_linears)
     for _, linear in named_linears:
         _wrap(linear)
+        if linear.scaling is not None:
+            linear.scaling.host_decides()
         hooks = (
             linear.register_state_dict_post_hook(_plain_in_state_dict),
             linear.register_load_state_dict_post_hook(_wrap_after_load),
@@ -432,7 +479,7 @@ def _compute_scales_of_siblings(module: Float8Linear) -> WholeScales:
     own = _shard(module)
     stale, shards = [], []
     for name, linear in siblings.named:
-        if _is_sharded(linear) and _local(linear).scales() is None:
+        if _is_sharded(linear) and not _is_known(linear) and _local(linear).scales() is None:
             shard = _shard(linear)
             if (shard.fsdp_group, shard.tp_group) == (own.fsdp_group, own.tp_group):
                 stale.append((name, linear))
@@ -456,11 +503,12 @@ def _describe(named: NamedLinears) -> list[str]:
 
 
 def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
-    """Compute the scales of every weight under `module` that FSDP2 gathers in float8, in one all-reduce.
+    """Compute the dynamic scales of every weight under `module` that FSDP2 gathers in float8, in one all-reduce.
 
     Call it after `optimizer.step()`, on every rank. Without it the first gather of the next step does the same work, at
     a moment when the gather has to wait for it. Scales stay in use until their weight is written to, by an optimizer,
-    by `load_state_dict` or by any operation on the parameter. A module without such weights is left alone.
+    by `load_state_dict` or by any operation on the parameter. A module without such weights is left alone, and so are
+    weights with a delayed or static scale that is known.
 
     One collective whatever the number of weights: over the ranks that share the weights' shards, and over those of
     tensor parallelism at the same time if both together are all ranks; otherwise one more for tensor parallelism.
@@ -477,6 +525,8 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
     _check_once(module, named)
     together: dict[tuple[ProcessGroup, ProcessGroup | None], tuple[list[Float8Linear], list[Shard]]] = {}
     for _, linear in named:
+        if _is_known(linear):
+            continue
         shard = _shard(linear)
         linears, shards = together.setdefault((shard.fsdp_group, shard.tp_group), ([], []))
         linears.append(linear)

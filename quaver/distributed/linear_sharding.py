@@ -22,7 +22,8 @@ from quaver.casts import MatrixCasts, Operand, casts_of_activation
 from quaver.config import CastConfig, Float8LinearConfig
 from quaver.distributed.collectives import all_reduce, reduce_scatter
 from quaver.distributed.spread_casts import SpreadCasts, both_operands, gathered_operands
-from quaver.linear import compute_dtype
+from quaver.kernels.cast import KeptScale
+from quaver.linear import Float8Linear, compute_dtype
 from quaver.tensor import Float8Tensor
 
 # ---- one linear ------------------------------------------------------------------------------------------------------
@@ -39,8 +40,8 @@ class _Sharding:
         self.group = mesh.get_group()
         self.weight_length = weight_length
 
-    def weight_casts(self, config: Float8LinearConfig, hp_dtype: torch.dtype) -> MatrixCasts:
-        return SpreadCasts(config, hp_dtype, self.group, self.weight_dim)
+    def weight_casts(self, config: Float8LinearConfig, hp_dtype: torch.dtype, kept: KeptScale | None) -> MatrixCasts:
+        return SpreadCasts(config, hp_dtype, kept, self.group, self.weight_dim)
 
     def __deepcopy__(self, memo: object) -> _Sharding:
         return self  # groups cannot be copied
@@ -58,13 +59,20 @@ class ColwiseSharding(_Sharding):
     def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return local_part(weight), None if bias is None else local_part(bias), None
 
-    def input_casts(self, input: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype) -> MatrixCasts:
-        return casts_of_activation(input, config, hp_dtype)
+    def input_casts(
+        self, input: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype, kept: KeptScale | None
+    ) -> MatrixCasts:
+        return casts_of_activation(input, config, hp_dtype, kept)
 
     def grad_output_operands(
-        self, grad_output: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype, needs: tuple[bool, bool]
+        self,
+        grad_output: Tensor,
+        config: Float8LinearConfig,
+        hp_dtype: torch.dtype,
+        kept: KeptScale | None,
+        needs: tuple[bool, bool],
     ) -> tuple[Operand | None, Operand | None]:
-        casts = SpreadCasts(config, hp_dtype, self.group, 1)
+        casts = SpreadCasts(config, hp_dtype, kept, self.group, 1)
         return both_operands(casts, grad_output.reshape(-1, grad_output.shape[-1]), *_needed_casts(config, needs))
 
     def reduce_output(self, output: Tensor) -> Tensor:
@@ -87,17 +95,24 @@ class RowwiseSharding(_Sharding):
         partial = None if self.sequence_dim is None else [Partial()]
         return local_part(weight), None, cast(DTensor, bias).to_local(grad_placements=partial)
 
-    def input_casts(self, input: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype) -> MatrixCasts:
-        return SpreadCasts(config, hp_dtype, self.group, 1)
+    def input_casts(
+        self, input: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype, kept: KeptScale | None
+    ) -> MatrixCasts:
+        return SpreadCasts(config, hp_dtype, kept, self.group, 1)
 
     def grad_output_operands(
-        self, grad_output: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype, needs: tuple[bool, bool]
+        self,
+        grad_output: Tensor,
+        config: Float8LinearConfig,
+        hp_dtype: torch.dtype,
+        kept: KeptScale | None,
+        needs: tuple[bool, bool],
     ) -> tuple[Operand | None, Operand | None]:
         last, first = _needed_casts(config, needs)
         if self.sequence_dim is not None:
             dim = self.sequence_dim % grad_output.dim()
-            return gathered_operands(grad_output, dim, self.group, last, first, config, hp_dtype)
-        casts = MatrixCasts(config, hp_dtype)
+            return gathered_operands(grad_output, dim, self.group, last, first, config, hp_dtype, kept)
+        casts = MatrixCasts(config, hp_dtype, kept)
         return both_operands(casts, grad_output.reshape(-1, grad_output.shape[-1]), last, first)
 
     def reduce_output(self, output: Tensor) -> Tensor:
@@ -142,6 +157,9 @@ class _GatherFloat8(torch.autograd.Function):
         config: Float8LinearConfig,
         as_dtensor: bool,
         for_grad_weight: bool,
+        quant_scale: Tensor | None,
+        observed: Tensor | None,
+        known: Tensor | None,
     ) -> Any:
         dim %= local.dim()
         if dim == local.dim() - 1:
@@ -150,7 +168,8 @@ class _GatherFloat8(torch.autograd.Function):
         group = mesh.get_group()
         dtype = compute_dtype(local.device.type, local.dtype)
         first = config.casts.input_for_grad_weight if for_grad_weight else None
-        last_op, first_op = gathered_operands(local, dim, group, config.casts.input, first, config, dtype)
+        kept = None if quant_scale is None or known is None else KeptScale(quant_scale, observed, known)
+        last_op, first_op = gathered_operands(local, dim, group, config.casts.input, first, config, dtype, kept)
         shape = [*local.shape]
         shape[dim] *= group.size()
         last_op, first_op = (
@@ -172,7 +191,7 @@ class _GatherFloat8(torch.autograd.Function):
             grad = grad.redistribute(placements=[Shard(ctx.dim)]).to_local()
         else:
             grad = reduce_scatter(grad, _sequence_dim(grad, ctx.dim, ctx.mesh.get_group()), ctx.mesh.get_group())
-        return grad, None, None, None, None, None
+        return grad, *[None] * 8
 
 
 def _shaped(operand: Operand, shape: Sequence[int]) -> Operand:
@@ -219,18 +238,24 @@ def travels_in_float8(config: Float8LinearConfig) -> bool:
 class InputGather:
     """Gathers the sequence-sharded inputs of one module; made once, when the module is parallelized."""
 
-    def __init__(self, layout: Placement, mesh: DeviceMesh, config: Float8LinearConfig, *, as_dtensor: bool) -> None:
-        dim = cast(Shard, layout).dim
+    def __init__(self, layout: Placement, mesh: DeviceMesh, linear: Float8Linear, *, as_dtensor: bool) -> None:
+        """`linear`: the first of those that read the input; its config says how to cast, and its scale is used."""
+        dim, config = cast(Shard, layout).dim, linear.config
+        self._linear = linear
         if dim == -1:
             raise ValueError(f"expected an input that is whole or sharded along its tokens, got {layout} (features)")
 
-        def gather_float8(local: Tensor, for_grad_weight: bool) -> Tensor:
-            return cast(Tensor, _GatherFloat8.apply(local, dim, mesh, config, as_dtensor, for_grad_weight))
+        def gather_float8(local: Tensor, for_grad_weight: bool, *kept: Tensor | None) -> Tensor:
+            return cast(Tensor, _GatherFloat8.apply(local, dim, mesh, config, as_dtensor, for_grad_weight, *kept))
 
         # Dynamo would trace the backward with a gradient of the type of the result, a Float8Tensor. In the graph as one
         # call, it is traced by the autograd that runs it, with the gradient that comes.
         self._call = torch.compiler.allow_in_graph(gather_float8)
 
-    def __call__(self, local: Tensor, *, for_grad_weight: bool = True) -> Tensor:
-        """`for_grad_weight`: whether a linear that reads it trains its weight. Without gradients none does."""
-        return self._call(local, for_grad_weight and torch.is_grad_enabled())
+    def __call__(self, local: Tensor, *, for_grad_weight: bool = True, linear: Float8Linear | None = None) -> Tensor:
+        """`for_grad_weight`: whether a linear that reads it trains its weight. Without gradients none does.
+
+        `linear`: whose kept scale to use, where it is not the one that this was made for but a copy.
+        """
+        kept = (linear or self._linear).kept_scales(local.device).input or (None, None, None)
+        return self._call(local, for_grad_weight and torch.is_grad_enabled(), *kept)

@@ -14,9 +14,10 @@ from torch.distributed import ProcessGroup
 from quaver import scaling
 from quaver.casts import MatrixCasts, Operand, Scales
 from quaver.config import CastConfig, Float8LinearConfig
+from quaver.distributed.agreed_cast import cast_with_agreed_scale
 from quaver.distributed.collectives import gather, max_over_ranks
 from quaver.gemm import along_contracted
-from quaver.kernels.cast import cast_with_scale
+from quaver.kernels.cast import KeptScale, cast_with_scale
 
 
 class SpreadCasts(MatrixCasts):
@@ -24,8 +25,15 @@ class SpreadCasts(MatrixCasts):
 
     __slots__ = ("group", "spread_dim")
 
-    def __init__(self, config: Float8LinearConfig, hp_dtype: torch.dtype, group: ProcessGroup, spread_dim: int) -> None:
-        super().__init__(config, hp_dtype)
+    def __init__(
+        self,
+        config: Float8LinearConfig,
+        hp_dtype: torch.dtype,
+        kept: KeptScale | None,
+        group: ProcessGroup,
+        spread_dim: int,
+    ) -> None:
+        super().__init__(config, hp_dtype, kept)
         self.group, self.spread_dim = group, spread_dim
 
     def tensorwise_scales(self) -> Scales | None:
@@ -40,6 +48,11 @@ class SpreadCasts(MatrixCasts):
     def _cast(self, hp: Tensor, dtype: torch.dtype, dim: int | None) -> Tensor:
         if (dim is not None and dim != self.spread_dim) or dim in self._scales:
             return super()._cast(hp, dtype, dim)
+        if self.kept is not None:
+            power_of_2 = self.config.round_scales_to_power_of_2
+            codes, quant, dequant = cast_with_agreed_scale(hp, self.kept, dtype, power_of_2, self.group)
+            self._scales[dim] = Scales(quant, dequant)
+            return codes
         amax = max_over_ranks(scaling.amax(hp, dim).float(), self.group)
         quant = scaling.amax_to_quant_scale(amax, dtype, power_of_2=self.config.round_scales_to_power_of_2)
         self._scales[dim] = Scales(quant, scaling.to_dequant_scale(quant))
@@ -68,6 +81,7 @@ def gathered_operands(
     first: CastConfig | None,
     config: Float8LinearConfig,
     hp_dtype: torch.dtype,
+    kept: KeptScale | None,
 ) -> tuple[Operand | None, Operand | None]:
     """Both operands of the matrix [M, K] of which each rank of `group` holds `local` [..., K], spread along `dim`.
 
@@ -77,9 +91,9 @@ def gathered_operands(
     if any(cast is not None and cast.is_disabled for cast in (last, first)):
         # High precision has to travel for one of them; the other is cast from it, as on one device.
         whole = gather(local.to(hp_dtype) if local.dtype is not hp_dtype else local, dim, group)
-        casts, rows = MatrixCasts(config, hp_dtype), whole.flatten(0, -2)
+        casts, rows = MatrixCasts(config, hp_dtype, kept), whole.flatten(0, -2)
         return both_operands(casts, rows, last, first)
-    spread = SpreadCasts(config, hp_dtype, group, 0)
+    spread = SpreadCasts(config, hp_dtype, kept, group, 0)
     rows = local.reshape(-1, local.shape[-1])
 
     def gathered(cast: CastConfig, contracted_dim: int) -> Operand:

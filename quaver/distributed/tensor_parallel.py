@@ -26,7 +26,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
-from quaver.config import Float8LinearConfig
 from quaver.distributed.fsdp import keep_gatherable
 from quaver.distributed.linear_sharding import (
     ColwiseSharding,
@@ -37,7 +36,7 @@ from quaver.distributed.linear_sharding import (
     local_part,
     travels_in_float8,
 )
-from quaver.linear import Float8Linear
+from quaver.linear import Float8Linear, LinearSharding
 from quaver.tensor import Float8Tensor
 
 
@@ -54,6 +53,12 @@ def _one_axis(mesh: DeviceMesh) -> DeviceMesh:
     if mesh.ndim != 1:
         raise ValueError(f"tensor parallelism runs along one mesh axis, got a mesh of {mesh.ndim}; pass mesh['tp']")
     return mesh
+
+
+def _shard(linear: Float8Linear, sharding: LinearSharding) -> None:
+    linear.sharding = sharding
+    if linear.scaling is not None:
+        linear.scaling.host_decides()
 
 
 class Float8ColwiseParallel(ColwiseParallel):
@@ -75,8 +80,8 @@ class Float8ColwiseParallel(ColwiseParallel):
             super()._apply(linear, mesh)
         gather_input = None
         if self.input_layouts[0] != Replicate() and travels_in_float8(linear.config):
-            gather_input = InputGather(self.input_layouts[0], mesh, linear.config, as_dtensor=False)
-        linear.sharding = ColwiseSharding(mesh, local_part(linear.weight).shape[0], gather_input)
+            gather_input = InputGather(self.input_layouts[0], mesh, linear, as_dtensor=False)
+        _shard(linear, ColwiseSharding(mesh, local_part(linear.weight).shape[0], gather_input))
         return linear
 
     @staticmethod
@@ -93,7 +98,7 @@ class Float8ColwiseParallel(ColwiseParallel):
         if layout == Replicate():
             return cast(Tensor, WholeInput.apply(input, device_mesh.get_group()))
         if mod.sharding.gather_input is not None:
-            return cast(Tensor, mod.sharding.gather_input(input, for_grad_weight=mod.weight.requires_grad))
+            return cast(Tensor, mod.sharding.gather_input(input, for_grad_weight=mod.weight.requires_grad, linear=mod))
         whole = DTensor.from_local(input, device_mesh, [layout], run_check=False).redistribute(placements=[Replicate()])
         return cast(Tensor, PartOfSum.apply(whole))
 
@@ -132,7 +137,7 @@ class Float8RowwiseParallel(RowwiseParallel):
         with keep_gatherable(linear):
             super()._apply(linear, mesh)
         sequence_dim = layout.dim if isinstance(layout, Shard) else None
-        linear.sharding = RowwiseSharding(mesh, local_part(linear.weight).shape[1], sequence_dim)
+        _shard(linear, RowwiseSharding(mesh, local_part(linear.weight).shape[1], sequence_dim))
         return linear
 
     @staticmethod
@@ -169,7 +174,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts, use_local_output: as
             torch's.
         float8_dtype: the dtype that inputs are cast to; None for the one of the linears' config.
-        fwd_config_submodule_fqn: the linear whose config is used; None to use the one that all Float8Linears share.
+        fwd_config_submodule_fqn: the linear whose config, and whose scale if that is kept, is used; None to use the
+            config that all Float8Linears share, and the first one's scale.
     Raises:
         ValueError: no Float8Linear inside, linears of several configs, or a float8_dtype that is not the config's.
     """
@@ -197,18 +203,18 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         self._gathers: dict[Placement | None, InputGather] = {}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        config, mesh = self._config_of(module), _one_axis(device_mesh)
+        linear, mesh = self._linear_of(module), _one_axis(device_mesh)
         applied = copy.copy(self)  # the same style may be applied to modules of other configs
-        if travels_in_float8(config):
+        if travels_in_float8(linear.config):
             layouts = {*(self.input_layouts or ()), *self.input_kwarg_layouts.values()}
             applied._gathers = {
-                layout: InputGather(layout, mesh, config, as_dtensor=not self.use_local_output)
+                layout: InputGather(layout, mesh, linear, as_dtensor=not self.use_local_output)
                 for layout in layouts
                 if isinstance(layout, Shard)
             }
         return super(PrepareFloat8ModuleInput, applied)._apply(module, mesh)
 
-    def _config_of(self, module: nn.Module) -> Float8LinearConfig:
+    def _linear_of(self, module: nn.Module) -> Float8Linear:
         if self.fwd_config_submodule_fqn is not None:
             linears = [_float8_linear(self, module.get_submodule(self.fwd_config_submodule_fqn))]
         else:
@@ -228,7 +234,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 f"PrepareFloat8ModuleInput: float8_dtype is {self.float8_dtype}, but the config casts inputs to "
                 f"{config.casts.input.float8_dtype}"
             )
-        return config
+        return linears[0]
 
     def _prepare_input_arg(
         self, input: Any, mesh: DeviceMesh, input_layout: Placement | None, desired_layout: Placement | None

@@ -7,6 +7,8 @@ compiler would have kept the producer's result in float32. On a GPU the compiler
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -66,3 +68,76 @@ def _fake_dynamic_cast(
 @torch.library.register_fake("quaver::cast_with_scale")
 def _fake_cast_with_scale(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> Tensor:
     return hp.new_empty(hp.shape, dtype=float8_dtype)
+
+
+class KeptScale(NamedTuple):
+    """The scale of one tensor that is kept from step to step, and what the casts with it see. Views; see delayed.py."""
+
+    quant_scale: Tensor
+    """float32 (). What is not above 0 stands for a scale that is not known: the tensor's own is then taken."""
+    observed: Tensor | None
+    """float32 [2]: the largest amax of any cast since the last sync, -1 before the first, and the most elements that
+    saturated in one cast. None where nothing is to be recorded."""
+    known: Tensor
+    """bool () on the CPU: whether quant_scale is above 0, for those who must decide on the host."""
+
+
+def cast_with_kept_scale(
+    hp: Tensor, kept: KeptScale, float8_dtype: torch.dtype, power_of_2: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`quaver.scaling.cast_with_kept_scale` of a matrix [rows, columns]: float8, quant_scale, dequant_scale.
+
+    Records in `kept` what the cast saw, by a maximum, so that the same cast again changes nothing.
+    """
+    observed = kept.observed
+    if torch.compiler.is_dynamo_compiling():
+        codes, quant, dequant, seen = torch.ops.quaver.cast_with_kept_scale(
+            hp, kept.quant_scale, float8_dtype, power_of_2
+        )
+    elif cpu.takes(hp, float8_dtype):
+        if observed is None:
+            observed = hp.new_zeros(2, dtype=torch.float32)
+        return cpu.cast_and_observe(hp, kept.quant_scale, float8_dtype, power_of_2, observed)
+    else:
+        codes, quant, dequant, seen = _cast_and_see(hp, kept.quant_scale, float8_dtype, power_of_2)
+    record(kept, seen)
+    return codes, quant, dequant
+
+
+def record(kept: KeptScale, seen: Tensor) -> None:
+    """Record what a cast saw (float32 [2]), by a maximum."""
+    if kept.observed is not None:
+        kept.observed.copy_(torch.maximum(kept.observed, seen))
+
+
+def _cast_and_see(
+    hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, power_of_2: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if cpu.takes(hp, float8_dtype):
+        seen = hp.new_zeros(2, dtype=torch.float32)
+        return (*cpu.cast_and_observe(hp, quant_scale, float8_dtype, power_of_2, seen), seen)
+    return scaling.cast_with_kept_scale(hp, quant_scale, float8_dtype, power_of_2=power_of_2)
+
+
+# To a compiler this is one operation on every device: it reads the tensor a second time only where its scale is not
+# known, which no traced code can decide without asking the device.
+_library.define(
+    "cast_with_kept_scale(Tensor hp, Tensor quant_scale, ScalarType float8_dtype, bool power_of_2)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_library.impl(
+    "cast_with_kept_scale",
+    lambda hp, quant_scale, float8_dtype, power_of_2: _cast_and_see(
+        hp.contiguous(), quant_scale, float8_dtype, power_of_2
+    ),
+    "CompositeExplicitAutograd",
+)
+
+
+@torch.library.register_fake("quaver::cast_with_kept_scale")
+def _fake_cast_with_kept_scale(
+    hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, power_of_2: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    scale = hp.new_empty((), dtype=torch.float32)
+    seen = hp.new_empty(2, dtype=torch.float32)
+    return hp.new_empty(hp.shape, dtype=float8_dtype), scale, torch.empty_like(scale), seen

@@ -150,6 +150,42 @@ def cast_with_scale(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) 
     return codes
 
 
+def cast_and_observe(
+    hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, power_of_2: bool, observed: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`quaver.scaling.cast_with_kept_scale` of `hp` [rows, columns], in one pass over it where the scale is known.
+
+    Args:
+        quant_scale: float32 (); what is not above 0 stands for the scale of hp's own amax.
+        observed: float32 [2], contiguous; updated in place by the maximum with hp's amax and saturated elements.
+    Returns:
+        float8 [rows, columns], and the quant_scale and dequant_scale () that were used.
+    """
+    rows, columns = hp.shape
+    codes = empty_like(hp, dtype=float8_dtype)
+    quant, dequant = empty_like(_SCALAR), empty_like(_SCALAR)
+    _extension.cast_and_observe(
+        hp.data_ptr(),
+        codes.data_ptr(),
+        quant_scale.data_ptr(),
+        quant.data_ptr(),
+        dequant.data_ptr(),
+        observed.data_ptr(),
+        rows,
+        columns,
+        _HP_KIND[hp.dtype],
+        _FLOAT8_KIND[float8_dtype],
+        power_of_2,
+        _threads(rows * columns),
+    )
+    return codes, quant, dequant
+
+
+def elements_read() -> int:
+    """How many elements of high-precision matrices the casts have read so far, for tests and profiles."""
+    return int(_extension.elements_read())
+
+
 def widen(codes: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
     """float8 [rows, columns] -> bfloat16 or float32, exactly, NaN and inf included; times a scale where given.
 

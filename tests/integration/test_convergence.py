@@ -22,10 +22,10 @@ from quaver.trainer.config import (
     Validation,
 )
 from quaver.trainer.train import prepare, train
-from tests.reference import RECIPES
+from tests.reference import KEPT_RECIPES, RECIPES
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, *KEPT_RECIPES])
 def test_float8_ends_where_bfloat16_ends(recipe: str, tmp_path: Path) -> None:
     config = TrainConfig(
         job=Job(name="run", dump_folder=str(tmp_path), compare=True),

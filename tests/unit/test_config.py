@@ -8,6 +8,7 @@ import torch
 
 from quaver import (
     CastConfig,
+    DelayedScalingConfig,
     Float8GemmConfig,
     Float8LinearConfig,
     Float8LinearRecipeName,
@@ -147,16 +148,69 @@ def test_bad_combinations_fail_when_made_and_say_why(make, message):
         make()
 
 
+KEPT = CastConfig(scaling_type=ScalingType.DELAYED)
+
+
 @pytest.mark.parametrize(
-    "make",
+    ("make", "message"),
     [
-        lambda: CastConfig(scaling_type=ScalingType.DELAYED),
-        lambda: CastConfig(scaling_type=ScalingType.STATIC),
+        (
+            lambda: CastConfig(ScalingType.DELAYED, ScalingGranularity.ROWWISE),
+            "delayed scaling keeps one scale per tensor (tensorwise), got rowwise",
+        ),
+        (lambda: CastConfig(static_quant_scale=2.0), "expected None unless scaling_type is static, got '2.0 with dyn"),
+        (lambda: CastConfig(ScalingType.STATIC, static_quant_scale=0.0), "a number from 2**-126 to 2**126, got 0.0"),
+        (lambda: CastConfig(ScalingType.STATIC, static_quant_scale=float("nan")), "a number from 2**-126 to 2**126"),
+        (lambda: CastConfig(ScalingType.STATIC, static_quant_scale="2"), "static_quant_scale: expected a number"),
+        (lambda: CastConfig(ScalingType.STATIC, static_quant_scale=True), "static_quant_scale: expected a number"),
+        (lambda: DelayedScalingConfig(history_len=0), "history_len: expected 1 or more, got 0"),
+        (lambda: DelayedScalingConfig(history_len=2.0), "history_len: expected int, got 2.0"),
+        (lambda: DelayedScalingConfig(scale_fn_name="mean"), "scale_fn_name: expected one of max, most_recent"),
+        (lambda: DelayedScalingConfig(margin=-1), "margin: expected 0 to 16 powers of two, got -1"),
+        (lambda: DelayedScalingConfig(headroom=0.5), "headroom: expected a factor of 1 to 65536, got 0.5"),
+        (lambda: DelayedScalingConfig(nonfinite_amax="x"), "nonfinite_amax: expected one of skip, keep_scale, got 'x'"),
+        (lambda: DelayedScalingConfig(dynamic_window=(2.0, 4.0)), "dynamic_window: expected 0 <= low <= 1"),
+        (
+            lambda: DelayedScalingConfig(margin=2, dynamic_window=(0.5, 2.0)),
+            "dynamic_window: expected 0 <= low <= 0.25",
+        ),
+        (
+            lambda: Float8LinearConfig(delayed_scaling_config=None),
+            "delayed_scaling_config: expected DelayedScalingConf",
+        ),
+        (lambda: Float8LinearConfig(shared_inputs=("q", "k")), "shared_inputs: expected a tuple of tuples of names"),
+        (
+            lambda: Float8LinearConfig(cast_config_input=KEPT, cast_config_input_for_grad_weight=CastConfig()),
+            "input has one kept scale, which serves both of its matmuls",
+        ),
+        (
+            lambda: Float8LinearConfig(
+                cast_config_weight=CastConfig(ScalingType.STATIC, static_quant_scale=3.0),
+                round_scales_to_power_of_2=True,
+            ),
+            "expected a static_quant_scale that is a power of two",
+        ),
     ],
 )
-def test_what_is_not_there_yet_says_so(make):
-    with pytest.raises(NotImplementedError, match="not implemented yet"):
+def test_bad_kept_scaling_fails_when_made_and_says_why(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         make()
+
+
+def test_a_static_scale_may_be_a_tensor_of_one():
+    cast = CastConfig(ScalingType.STATIC, static_quant_scale=torch.tensor([2.0]))
+    assert cast == CastConfig(ScalingType.STATIC, static_quant_scale=2.0)
+    assert str(cast) == "static tensorwise default format quant_scale 2.0"
+
+
+def test_the_delayed_recipes_and_what_older_configs_accept():
+    delayed = Float8LinearConfig.from_recipe_name("delayed")
+    assert all(cast.scaling_type is ScalingType.DELAYED for cast in delayed.casts)
+    mixed = Float8LinearConfig.from_recipe_name("delayed_with_dynamic_weight")
+    assert [cast.is_kept for cast in mixed.casts] == [True, True, False, False, True, True]
+    assert "DelayedScalingConfig(history_len=16" in str(mixed)
+    old = dataclasses.replace(delayed, enable_amax_init=False, enable_pre_and_post_forward=False)
+    assert old.casts == delayed.casts
 
 
 def test_printing_a_config_names_every_cast():

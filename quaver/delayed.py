@@ -1,0 +1,556 @@
+"""Kept scales: the state of delayed and static scaling for a whole model, and the rule that brings scales forward.
+
+    quant_scale [T]      what casts multiply with; 0 where no scale is known, negative to scale dynamically for a step
+    observed    [T, 2]   since the last sync: the largest amax (-1 where no cast ran), the most elements that saturated
+    history     [T, H]   the amaxes of the last H steps, newest last, 0 where there is none
+
+One row a tensor, T tensors: the input, weight and grad_output of each linear, as far as their scales are kept. All of
+it lies in one `ScaleState`; linears hold views of a row (`quaver.kernels.cast.KeptScale`), and know nothing else.
+
+A step. Casts read quant_scale, and take the maximum of `observed` and what they see, in the one pass that they make
+anyway. The maximum is idempotent: recomputed activations, microbatches and modules that run several times need no care,
+and since no scale changes before the sync, a recomputation is bitwise what it repeats. After the backward
+
+    sync_float8_amax_and_scale_history(model)
+
+takes the maximum over ranks (one all-reduce), appends it to the history and computes the scales of the next step
+(`DelayedScalingConfig` has the formula). A tensor that no rank cast in this step keeps its row as it is.
+
+[Note: cold start] A row whose scale is not known is scaled dynamically, cast by cast, until a sync has seen it. So is
+one that left its `dynamic_window`, for one step. The cast decides on the device: no code is compiled again for it.
+
+[Note: what is not in a module] Rows are no buffers: a module's state_dict is nn.Linear's, DDP broadcasts nothing, and
+FSDP manages nothing. `float8_scaling_state(model)` saves and loads them under names of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from quaver import scaling
+from quaver.casts import KeptScales
+from quaver.config import CastConfig, DelayedScalingConfig, Float8LinearConfig, ScalingType
+from quaver.distributed.agreement import check_ranks_agree
+from quaver.formats import FORMATS
+from quaver.kernels.cast import KeptScale
+from quaver.linear import Float8Linear
+from quaver.unsynced import watch_optimizers
+
+logger = logging.getLogger(__name__)
+
+OPERANDS = ("input", "weight", "grad_output")
+_LARGEST_FLOAT32 = torch.finfo(torch.float32).max
+_NOT_SEEN = -1.0
+
+NamedLinears = Sequence[tuple[str, Float8Linear]]
+
+
+class ScaleState:
+    """The kept scales of the linears of one conversion; see the top of the file for what the tensors hold.
+
+    Attributes:
+        quant_scale, observed, history: float32 [T], [T, 2], [T, H], on the device of the linears.
+        known: bool [T], on the CPU: what the host has last seen of quant_scale > 0; only kept where ranks decide by it.
+        synced_scale, synced_observed: copies of quant_scale and observed as the last sync found them, for reports.
+        uncalibrated: whether a static scale is missing.
+        calibrating: whether static scales are being measured.
+        steps_since_sync: optimizer steps, counted by unsynced.py.
+    """
+
+    def __init__(self, casts: Sequence[CastConfig], config: Float8LinearConfig, device: torch.device) -> None:
+        """`casts`: one for each row."""
+        rows = len(casts)
+        self.delayed_config = config.delayed_scaling_config
+        self.power_of_2 = config.round_scales_to_power_of_2
+        history_len = self.delayed_config.history_len
+        given = [cast.static_quant_scale or 0.0 for cast in casts]
+        self.quant_scale = torch.tensor(given, dtype=torch.float32, device=device)
+        self.observed = torch.zeros(rows, 2, dtype=torch.float32, device=device)
+        self.history = torch.zeros(rows, history_len, dtype=torch.float32, device=device)
+        self.is_delayed = torch.tensor([cast.scaling_type is ScalingType.DELAYED for cast in casts], device=device)
+        largest = [FORMATS[cast.float8_dtype].max for cast in casts]
+        self.format_max = torch.tensor(largest, dtype=torch.float32, device=device)
+        self.known = torch.zeros(rows, dtype=torch.bool, device="cpu")
+        self.calibrated_rows = [
+            row
+            for row, cast in enumerate(casts)
+            if cast.scaling_type is ScalingType.STATIC and cast.static_quant_scale is None
+        ]
+        self.uncalibrated = bool(self.calibrated_rows)
+        self.calibrating = False
+        self.host_decides = False
+        self.announced = False
+        self.steps_since_sync = 0
+        self.warned = False
+        self._forget_observed()
+        self.synced_scale, self.synced_observed = self.quant_scale.clone(), self.observed.clone()
+        self._views_of: list[_LinearScaling] = []
+        self._kept: dict[tuple[int, bool], KeptScale] = {}
+        self.trained_modules: WeakSet[nn.Module] = WeakSet()
+        self._look_from_host()
+        watch_optimizers(self)
+
+    @property
+    def device(self) -> torch.device:
+        return self.quant_scale.device
+
+    # ---- views ---------------------------------------------------------------------------------------------------
+
+    def scaling_of(self, rows: tuple[int | None, int | None, int | None]) -> _LinearScaling:
+        """The views of a linear whose operands have these rows."""
+        views = _LinearScaling(self, rows)
+        self._views_of.append(views)
+        return views
+
+    def kept(self, row: int | None, *, record: bool) -> KeptScale | None:
+        """The view of one row: the same object each time, by which linears that share it know that they do."""
+        if row is None:
+            return None
+        known = self._kept.get((row, record))
+        if known is None:
+            known = KeptScale(self.quant_scale[row], self.observed[row] if record else None, self.known[row])
+            self._kept[row, record] = known
+        return known
+
+    def to(self, device: torch.device) -> None:
+        """Move to another device; views follow."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor) and name != "known":
+                setattr(self, name, value.to(device))
+        self._kept.clear()
+        for views in self._views_of:
+            views.refresh()
+
+    def __getstate__(self) -> dict[str, Any]:
+        made_again: dict[str, Any] = {"_views_of": [], "_kept": {}, "trained_modules": ()}
+        return {**self.__dict__, **made_again}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.trained_modules = WeakSet()
+        watch_optimizers(self)
+
+    # ---- the sync ------------------------------------------------------------------------------------------------
+
+    def sync(self, group: ProcessGroup | None) -> None:
+        """Bring the scales of delayed rows forward: a fixed number of kernels, and one collective with a group."""
+        config = self.delayed_config
+        observed = self.observed if group is None else _largest_observed(self.observed, group)
+        amax = observed[:, 0]
+        finite = amax.isfinite()
+        remembered = self.is_delayed & ~(amax < 0)  # a NaN was seen, too
+        if config.nonfinite_amax == "skip":
+            remembered &= finite
+        shifted = torch.cat([self.history[:, 1:], amax.unsqueeze(1)], 1)
+        self.history.copy_(torch.where(remembered.unsqueeze(1), shifted, self.history))
+        largest = self.history.amax(1) if config.scale_fn_name == "max" else self.history[:, -1]
+        usable = remembered & (largest > 0) & largest.isfinite()
+        scale = next_scale(largest, self.format_max, config, self.power_of_2)
+        scale = torch.where(usable, scale, self.quant_scale.abs())
+        if config.dynamic_window is not None:
+            low, high = config.dynamic_window
+            ratio = self.quant_scale * amax / self.format_max
+            left = (ratio < low) | (ratio > high)
+            scale = torch.where(left & usable & finite & (amax > 0) & (self.quant_scale > 0), -scale, scale)
+        self._announce()
+        self.synced_observed.copy_(observed)
+        self.synced_scale.copy_(self.quant_scale)
+        self.quant_scale.copy_(scale)
+        self._forget_observed()
+        if self.host_decides and (config.dynamic_window is not None or not self.known.all()):
+            self._look_from_host()
+        self.steps_since_sync = 0
+
+    def _forget_observed(self) -> None:
+        self.observed.copy_(self.observed.new_tensor([_NOT_SEEN, 0.0]))
+
+    def _look_from_host(self) -> None:
+        self.known.copy_(self.quant_scale > 0)
+
+    def _announce(self) -> None:
+        """Say once how many tensors started without a history."""
+        if not self.announced:
+            self.announced = True
+            cold = int((self.is_delayed & (self.quant_scale == 0)).sum())
+            if cold:
+                total = int(self.is_delayed.sum())
+                logger.info("%d of %d delayed scales had no history: scaled dynamically until now", cold, total)
+
+    # ---- loading -------------------------------------------------------------------------------------------------
+
+    def forget(self, row: int) -> None:
+        """Make one row as it was before its first step; a scale given by the config stays."""
+        if row in self.calibrated_rows or self.is_delayed[row]:
+            self.quant_scale[row] = 0
+            self.history[row] = 0
+
+    def was_loaded(self) -> None:
+        """To be called after rows were written from outside."""
+        self.uncalibrated = any(self.quant_scale[row] <= 0 for row in self.calibrated_rows)
+        self.announced = False
+        self._forget_observed()
+        self._look_from_host()
+
+
+def next_scale(amax: Tensor, format_max: Tensor, config: DelayedScalingConfig, power_of_2: bool) -> Tensor:
+    """The quant_scale for tensors of which `amax` is expected; float32 of amax's shape, for amaxes that are above 0.
+
+    TransformerEngine's formula: where the quotient overflows, the largest float32. It is divided in float64, for the
+    same bits on every device ([Note: one division, two formulas] in scaling.py).
+    """
+    scale = (format_max.double() / config.headroom / amax.double()).float() / 2.0**config.margin
+    scale = scale.clamp(max=_LARGEST_FLOAT32)
+    return scaling.round_down_to_power_of_2(scale) if power_of_2 else scale
+
+
+def _largest_observed(observed: Tensor, group: ProcessGroup) -> Tensor:
+    """The maximum over ranks, NaN where one has a NaN; -1 only where all have it."""
+    # As integers magnitudes order alike, with NaNs on top; a NaN may have a sign, and -1 has to lose to all.
+    bits = torch.where(observed < 0, -1, observed.view(torch.int32).bitwise_and(0x7FFFFFFF))
+    dist.all_reduce(bits, dist.ReduceOp.MAX, group)
+    return torch.where(bits < 0, _NOT_SEEN, bits.view(torch.float32))
+
+
+class _LinearScaling:
+    """The rows of one linear; implements `quaver.linear.LinearScaling`."""
+
+    def __init__(self, state: ScaleState, rows: tuple[int | None, int | None, int | None]) -> None:
+        self.state, self.rows = state, rows
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take new views of the state."""
+        self.recorded = KeptScales(*(self.state.kept(row, record=True) for row in self.rows))
+        self.unrecorded = KeptScales(*(self.state.kept(row, record=False) for row in self.rows))
+
+    def scales(self, *, recording: bool, device: torch.device) -> KeptScales:
+        state = self.state
+        if device != state.device:
+            self.follow(device)
+        if state.uncalibrated and not state.calibrating:
+            raise RuntimeError(
+                "this model has static scales that were never measured: run a few batches inside "
+                "calibrate_float8_static_scales(model), load them, or give CastConfig.static_quant_scale"
+            )
+        return self.recorded if recording or state.calibrating else self.unrecorded
+
+    def belongs_to(self, linear: Float8Linear) -> None:
+        self.state.trained_modules.add(linear)
+
+    def host_decides(self) -> None:
+        self.state.host_decides = True
+
+    def follow(self, device: torch.device) -> None:
+        if device.type != "meta" and device != self.state.device:
+            if torch.compiler.is_compiling():
+                raise RuntimeError(f"the kept scales are on {self.state.device}, the input on {device}: move the model")
+            self.state.to(device)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ScaleState.scaling_of, (self.state, self.rows)  # views of the copy's state, not copies of views
+
+
+# ---- making it, for a model ------------------------------------------------------------------------------------------
+
+
+def keep_scales(model: nn.Module, named_linears: NamedLinears, config: Float8LinearConfig) -> None:
+    """Give these linears of `model` a state for the scales that `config` keeps; called by the conversion."""
+    if not config.keeps_scales or not named_linears:
+        return
+    owners = input_owners([(name, linear.in_features) for name, linear in named_linears], config)
+    by_operand = {
+        operand: next((cast for cast in casts if cast.is_kept), None)
+        for operand, casts in zip(OPERANDS, (config.casts[0:2], config.casts[2:4], config.casts[4:6]), strict=True)
+    }
+    casts: list[CastConfig] = []
+    row_of: dict[tuple[str, str], int] = {}
+    rows_of: list[list[int | None]] = []
+    for name, _ in named_linears:
+        rows: list[int | None] = []
+        for operand, cast in by_operand.items():
+            owner = owners.get(name, name) if operand == "input" else name
+            if cast is not None and (owner, operand) not in row_of:
+                row_of[owner, operand] = len(casts)
+                casts.append(cast)
+            rows.append(row_of.get((owner, operand)))
+        rows_of.append(rows)
+    device = named_linears[0][1].weight.device
+    state = ScaleState(casts, config, torch.device("cpu") if device.type == "meta" else device)
+    for (_, linear), (input, weight, grad_output) in zip(named_linears, rows_of, strict=True):
+        linear.scaling = state.scaling_of((input, weight, grad_output))
+    state.trained_modules.add(model)
+
+
+def input_owners(named_sizes: Iterable[tuple[str, int]], config: Float8LinearConfig) -> dict[str, str]:
+    """By the name of a linear, the name of the sibling whose kept input scale it uses; see `shared_inputs`.
+
+    Args:
+        named_sizes: fully qualified names, and in_features.
+    """
+    first: dict[tuple[str, int, int], str] = {}
+    owners: dict[str, str] = {}
+    for name, in_features in named_sizes:
+        parent, _, leaf = name.rpartition(".")
+        group = next((i for i, names in enumerate(config.shared_inputs) if leaf in names), None)
+        if group is not None:
+            owner = first.setdefault((parent, group, in_features), name)
+            if owner != name:
+                owners[name] = owner
+    return owners
+
+
+# ---- what the user calls ---------------------------------------------------------------------------------------------
+
+
+def sync_float8_amax_and_scale_history(
+    model: nn.Module, fp8_layers: Sequence[Float8Linear] | None = None, *, group: ProcessGroup | None = None
+) -> None:
+    """Compute the delayed scales of the next step from the amaxes of this one; call it once a step, after the backward.
+
+    Before or after `optimizer.step()` makes no difference. Forgetting it is noticed at the second optimizer step, and
+    said in a RuntimeWarning. A model without delayed scaling is left alone.
+
+    Args:
+        model: what `convert_to_float8_training` was given, or anything around or inside it.
+        fp8_layers: the Float8Linears of `model`, if they are at hand; saves looking for them.
+        group: the ranks that must have the same scales: all that train this model together. None for every rank, where
+            there is a process group. With pipeline parallelism: the ranks of one stage.
+    Raises:
+        RuntimeError: on every rank, if ranks have different tensors or configs.
+
+    One all-reduce of 8 bytes a tensor, and a number of kernels that does not depend on how many there are. The first
+    call also checks, in a collective of 16 bytes, that the ranks agree.
+    """
+    states = _states(model if fp8_layers is None else fp8_layers)
+    if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        group = dist.group.WORLD
+    if group is not None:
+        _check_once(model, states, group)
+    with torch.no_grad():
+        for state in states:
+            state.sync(group)
+
+
+@contextmanager
+def calibrate_float8_static_scales(model: nn.Module, *, group: ProcessGroup | None = None) -> Iterator[None]:
+    """Measure the static scales of `model` on the batches that are run inside the block.
+
+    Run forward and backward (or the forward only, if grad_output is not static) as in training; inside, tensors whose
+    scale is to be measured are scaled dynamically. At the exit each gets its scale from the largest amax seen, over all
+    ranks, with the `headroom` and `margin` of `delayed_scaling_config`.
+
+    Args:
+        group: as for `sync_float8_amax_and_scale_history`.
+    Raises:
+        ValueError: the model has no static scale to measure.
+        RuntimeError: at the exit, if a tensor was not seen, was all zeros, or was not finite; no scale is then changed.
+    """
+    named = [(name, row, state) for name, row, state in _named_rows(model) if row in state.calibrated_rows]
+    if not named:
+        raise ValueError("nothing to calibrate: the model has no ScalingType.STATIC cast without a static_quant_scale")
+    states = _states(model)
+    if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        group = dist.group.WORLD
+    before = [(state.quant_scale.clone(), state.observed.clone()) for state in states]
+    try:
+        for state in states:
+            state.quant_scale[state.calibrated_rows] = 0
+            state._forget_observed()
+            state.calibrating = True
+        yield
+        seen = [state.observed if group is None else _largest_observed(state.observed, group) for state in states]
+        amax_of = {id(state): observed[:, 0] for state, observed in zip(states, seen, strict=True)}
+        _check_all_seen([(name, float(amax_of[id(state)][row])) for name, row, state in named])
+        for (scales, _), state in zip(before, states, strict=True):
+            rows = state.calibrated_rows
+            amax, largest = amax_of[id(state)][rows], state.format_max[rows]
+            scales[rows] = next_scale(amax, largest, state.delayed_config, state.power_of_2)
+            state.uncalibrated = False
+    finally:
+        for (scales, observed), state in zip(before, states, strict=True):
+            state.quant_scale.copy_(scales)
+            state.observed.copy_(observed)
+            state.calibrating = False
+            state._look_from_host()
+
+
+def _check_all_seen(named_amaxes: Sequence[tuple[str, float]]) -> None:
+    bad = [(name, amax) for name, amax in named_amaxes if not 0 < amax < float("inf")]
+    if bad:
+        name, amax = bad[0]
+        what = "was not cast (did its module run, and the backward?)" if amax < 0 else f"had an amax of {amax}"
+        more = f", and {len(bad) - 1} more have no amax to scale by either" if len(bad) > 1 else ""
+        raise RuntimeError(f"calibration: {name} {what}{more}; no scale was changed")
+
+
+class TensorScaling(NamedTuple):
+    """How one tensor with a kept scale fared in the step before the last sync."""
+
+    name: str
+    quant_scale: float
+    """What its casts multiplied with; for a tensor that was scaled dynamically, what its amax asks for."""
+    is_dynamic: bool
+    """Whether it was scaled dynamically: without a history, or after it had left its window."""
+    amax: float
+    """-1 if it was not cast."""
+    used_over_ideal: float
+    """The scale that was used over the one that would have brought amax to the format's largest number: above 1 the
+    tensor saturates, 2**-n leaves n powers of two unused. 1 where it was scaled dynamically; NaN if not cast."""
+    saturated: int
+    """The most elements that saturated in one cast, on one rank."""
+
+
+class Float8ScalingState:
+    """The kept scales of a model by name; a `Stateful` of torch.distributed.checkpoint. See `float8_scaling_state`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._named = _named_rows(model)
+        self._states = _states(model)
+
+    def __len__(self) -> int:
+        return len(self._named)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """`<linear>.<operand>.quant_scale` () and, with delayed scaling, `<linear>.<operand>.amax_history` [H].
+
+        Views, float32: what is copied into them (as torch.distributed.checkpoint does) is loaded. Equal on every rank
+        after a sync, so it loads into any number of ranks. What was observed since the last sync is not part of it:
+        save between a sync and the next forward.
+        """
+        entries: dict[str, Tensor] = {}
+        for name, row, state in self._named:
+            entries[f"{name}.quant_scale"] = state.quant_scale[row]
+            if state.is_delayed[row]:
+                entries[f"{name}.amax_history"] = state.history[row]
+        return entries
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave. Tensors that it does not have start as in a new model, and the log says so.
+
+        A history of another length keeps its newest entries. Entries of tensors that the model does not have are left.
+
+        Raises:
+            ValueError: an entry that is not a tensor of the right number of dims; nothing is then loaded.
+        """
+        own = self.state_dict()
+        for key, mine in own.items():
+            given = state_dict.get(key)
+            if given is not None and not (isinstance(given, Tensor) and given.dim() == mine.dim()):
+                raise ValueError(f"{key}: expected a tensor of {mine.dim()} dims, got {_kind(given)}")
+        missing = 0
+        with torch.no_grad():
+            for name, row, state in self._named:
+                keys = [key for key in (f"{name}.quant_scale", f"{name}.amax_history") if key in own]
+                if any(key not in state_dict for key in keys):
+                    missing += 1
+                    state.forget(row)
+                    continue
+                for key in keys:
+                    _copy_newest(own[key], state_dict[key])
+            for state in self._states:
+                state.was_loaded()
+        if missing:
+            logger.warning(
+                "%d of %d kept scales are not in the checkpoint: scaled dynamically until their first sync "
+                "(static ones have to be calibrated)",
+                missing,
+                len(self._named),
+            )
+
+    def reset(self) -> None:
+        """Forget every history and every measured scale, as for weights of another origin."""
+        for _, row, state in self._named:
+            state.forget(row)
+        for state in self._states:
+            state.was_loaded()
+
+    def report(self) -> list[TensorScaling]:
+        """How each tensor fared in the last synced step. Waits for the device."""
+        of_state = {
+            id(state): torch.cat(
+                [state.synced_scale.unsqueeze(1), state.synced_observed, state.format_max.unsqueeze(1)], 1
+            ).tolist()
+            for state in self._states
+        }
+        return [_fared(name, *of_state[id(state)][row]) for name, row, state in self._named]
+
+
+def float8_scaling_state(model: nn.Module) -> Float8ScalingState:
+    """The delayed and static scales of `model`, to save, load, and look at.
+
+        torch.save({"model": model.state_dict(), "float8": float8_scaling_state(model).state_dict()}, path)
+        dcp.save({"model": ..., "float8": float8_scaling_state(model)}, checkpoint_id=path)
+
+    The model's own state_dict has none of it. Names are those of `model.named_modules()`, without what wrappers
+    (torch.compile, DDP, FSDP1, checkpoint) put before them. A model without kept scales has an empty state.
+    """
+    return Float8ScalingState(model)
+
+
+def _fared(name: str, scale: float, amax: float, saturated: float, format_max: float) -> TensorScaling:
+    ideal = format_max / amax if amax > 0 else float("nan")
+    is_dynamic = not scale > 0
+    used = ideal if is_dynamic else scale
+    return TensorScaling(name, used, is_dynamic, amax, used / ideal, int(saturated))
+
+
+def _kind(value: object) -> str:
+    return f"{value.dim()} dims" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _copy_newest(to: Tensor, source: Tensor) -> None:
+    if to.dim() == 0 or len(to) == len(source):
+        to.copy_(source)
+        return
+    newest = source[-len(to) :]
+    to.zero_()
+    to[len(to) - len(newest) :].copy_(newest)
+
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+def _named_rows(model: nn.Module) -> list[tuple[str, int, ScaleState]]:
+    """Each row once, with the name of the first linear that has it."""
+    found: dict[tuple[int, int], tuple[str, int, ScaleState]] = {}
+    for fqn, linear in model.named_modules():
+        if isinstance(linear, Float8Linear) and isinstance(linear.scaling, _LinearScaling):
+            for wrapper in _WRAPPERS:
+                fqn = fqn.replace(wrapper, "")
+            if isinstance(model, nn.parallel.DistributedDataParallel):
+                fqn = fqn.removeprefix("module.")
+            state = linear.scaling.state
+            for operand, row in zip(OPERANDS, linear.scaling.rows, strict=True):
+                if row is not None:
+                    name = f"{fqn}.{operand}" if fqn else operand
+                    found.setdefault((id(state), row), (name, row, state))
+    return list(found.values())
+
+
+def _states(modules: nn.Module | Iterable[nn.Module]) -> list[ScaleState]:
+    found = {}
+    for module in modules.modules() if isinstance(modules, nn.Module) else modules:
+        if isinstance(module, Float8Linear) and isinstance(module.scaling, _LinearScaling):
+            found[id(module.scaling.state)] = module.scaling.state
+    return list(found.values())
+
+
+def _check_once(model: nn.Module, states: Sequence[ScaleState], group: ProcessGroup) -> None:
+    """Check that the ranks agree, on a rank whose model keeps no scales too."""
+    checked = [id(state) for state in states]
+    if getattr(model, "_float8_sync_checked", None) == checked:
+        return
+    lines = [f"{name} {'delayed' if state.is_delayed[row] else 'static'}" for name, row, state in _named_rows(model)]
+    lines += [str(state.delayed_config) for state in states]
+    device = states[0].device if states else next((p.device for p in model.parameters()), torch.device("cpu"))
+    check_ranks_agree(lines, group, device, what="the tensors whose scales are kept")
+    model._float8_sync_checked = checked  # type: ignore[assignment]
