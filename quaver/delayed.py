@@ -79,6 +79,7 @@ class ScaleState:
         self.is_delayed = torch.tensor([cast.scaling_type is ScalingType.DELAYED for cast in casts], device=device)
         largest = [FORMATS[cast.float8_dtype].max for cast in casts]
         self.format_max = torch.tensor(largest, dtype=torch.float32, device=device)
+        self.not_seen = torch.tensor([_NOT_SEEN, 0.0], dtype=torch.float32, device=device)
         self.known = torch.zeros(rows, dtype=torch.bool, device="cpu")
         self.calibrated_rows = [
             row
@@ -171,7 +172,7 @@ class ScaleState:
         self.steps_since_sync = 0
 
     def _forget_observed(self) -> None:
-        self.observed.copy_(self.observed.new_tensor([_NOT_SEEN, 0.0]))
+        self.observed.copy_(self.not_seen)
 
     def _look_from_host(self) -> None:
         self.known.copy_(self.quant_scale > 0)

@@ -445,7 +445,9 @@ class Float8Linear(nn.Linear):
         weight = self.weight
         if type(weight) is not nn.Parameter and type(weight) is not Tensor:
             return self._forward_wrapped(input)
-        kept = self.kept_scales(input.device)
+        kept = NO_KEPT_SCALES
+        if self.scaling is not None or self.config.keeps_scales:
+            kept = self.kept_scales(input.device)
         scoped = self._scoped_weight
         if scoped is None:
             return _float8_linear(input, weight, self.bias, self.config, None, kept, None)

@@ -1,0 +1,565 @@
+"""Delayed scaling on one device: the rule, what is recorded when, and what becomes of signals that move."""
+
+import copy
+import itertools
+import math
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from quaver import (
+    DelayedScalingConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    cast_weights_once,
+    convert_to_float8_training,
+    float8_linear,
+    float8_scaling_state,
+    sync_float8_amax_and_scale_history,
+)
+from quaver.delayed import ScaleState
+from quaver.kernels import cpu
+from tests.reference import KEPT_RECIPES, MAX, sqnr_db
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+NAN, INF = math.nan, math.inf
+RECIPE = pytest.mark.parametrize("recipe", KEPT_RECIPES)
+
+
+def config_of(recipe="delayed", *, enable=None, **delayed):
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    return replace(config, delayed_scaling_config=DelayedScalingConfig(**delayed), **(enable or {}))
+
+
+def make(k=64, n=32, *, recipe="delayed", bias=False, dtype=torch.float32, enable=None, **delayed):
+    module = nn.Linear(k, n, bias=bias, dtype=dtype)
+    return convert_to_float8_training(module, config=config_of(recipe, enable=enable, **delayed))
+
+
+def step(model, input, grad_output=None, *, sync=True):
+    """Forward, backward, sync. Returns output and every gradient."""
+    model.zero_grad()
+    input = input.detach().requires_grad_()
+    output = model(input)
+    output.backward(torch.ones_like(output) if grad_output is None else grad_output)
+    if sync:
+        sync_float8_amax_and_scale_history(model)
+    return [output.detach(), input.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def scale_of(model, name):
+    return float8_scaling_state(model).state_dict()[f"{name}.quant_scale"].item()
+
+
+def history_of(model, name):
+    return float8_scaling_state(model).state_dict()[f"{name}.amax_history"].tolist()
+
+
+def fared(model, name):
+    return next(tensor for tensor in float8_scaling_state(model).report() if tensor.name == name)
+
+
+# ---- the rule --------------------------------------------------------------------------------------------------------
+
+
+def transformer_engine(amaxes, config, largest):
+    """TransformerEngine's update of one tensor, in NumPy: its scale after each step. It starts at 1, we at 0."""
+    history, scale, scales = [0.0] * config.history_len, np.float32(0), []
+    for amax in amaxes:
+        history = [*history[1:], amax]
+        expected = np.float32(np.max(history)) if config.scale_fn_name == "max" else np.float32(amax)
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            fits = np.float32(largest) / expected / np.float32(2**config.margin)
+        if expected > 0 and np.isfinite(expected):
+            scale = np.float32(np.finfo(np.float32).max) if np.isinf(fits) else fits
+        scales.append(float(scale))
+    return scales
+
+
+SEQUENCES = {
+    "grows and falls": [1.0, 2.0, 4.0, 8.0, 3.0, 1.0, 0.5, 0.25, 0.1, 0.1, 0.1],
+    "zero first": [0.0, 0.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0],
+    "inf": [1.5, INF, 0.7, 0.7, 0.7, 0.7, 0.7],
+    "inf first": [INF, 0.7, 0.7, 0.7, 0.7, 0.7],
+    "nan": [1.5, NAN, 0.7, 0.6, 0.5, 0.4, 0.3],
+    "tiny": [1e-30, 1e-37, 1e-38, 1e-40, 1e-45],
+    "huge": [3e38, 1e38, 1.0],
+    "odd": [448 / 3, 0.3, 1 / 3, 7e-5],
+}
+
+
+def run_rule(amaxes, config, *, cast=None, power_of_2=False):
+    linear_config = replace(Float8LinearConfig.from_recipe_name("delayed"), delayed_scaling_config=config)
+    linear_config = replace(linear_config, round_scales_to_power_of_2=power_of_2)
+    state = ScaleState([cast or linear_config.casts.input], linear_config, torch.device("cpu"))
+    scales = []
+    for amax in amaxes:
+        state.observed[0] = torch.tensor([amax, 0.0])
+        state.sync(None)
+        scales.append(state.quant_scale[0].item())
+    return scales, state.history[0].tolist()
+
+
+@pytest.mark.parametrize("amaxes", SEQUENCES.values(), ids=SEQUENCES.keys())
+@pytest.mark.parametrize("scale_fn_name", ["max", "most_recent"])
+@pytest.mark.parametrize("margin", [0, 3])
+@pytest.mark.parametrize("history_len", [1, 4])
+@pytest.mark.parametrize("operand", ["input", "grad_output"])
+def test_the_rule_is_transformer_engines(amaxes, scale_fn_name, margin, history_len, operand):
+    config = DelayedScalingConfig(history_len, scale_fn_name, margin, nonfinite_amax="keep_scale")
+    cast = getattr(Float8LinearConfig.from_recipe_name("delayed").casts, operand)
+    scales, history = run_rule(amaxes, config, cast=cast)
+    assert scales == transformer_engine(amaxes, config, MAX[cast.float8_dtype])
+    expected = np.array(([0.0] * history_len + amaxes)[-history_len:], dtype=np.float32)
+    np.testing.assert_array_equal(np.array(history, dtype=np.float32), expected)
+
+
+@pytest.mark.parametrize("bad", [INF, NAN])
+@pytest.mark.parametrize("scale_fn_name", ["max", "most_recent"])
+def test_skipping_what_is_not_finite_is_as_if_the_step_had_not_been(bad, scale_fn_name):
+    config = DelayedScalingConfig(4, scale_fn_name)
+    amaxes = [1.0, 3.0, bad, 0.5, bad, 0.25, 0.25]
+    scales, history = run_rule(amaxes, config)
+    without, history_without = run_rule([amax for amax in amaxes if math.isfinite(amax)], config)
+    assert history == history_without
+    assert [s for s, amax in zip(scales, amaxes, strict=True) if math.isfinite(amax)] == without
+    assert scales[2] == scales[1]
+
+
+def test_headroom_and_powers_of_2():
+    amaxes = [1.0, 3.0, 0.1]
+    plain, _ = run_rule(amaxes, DelayedScalingConfig())
+    assert run_rule(amaxes, DelayedScalingConfig(headroom=2.0))[0] == [s / 2 for s in plain]
+    rounded, _ = run_rule(amaxes, DelayedScalingConfig(), power_of_2=True)
+    assert rounded == [2.0 ** math.floor(math.log2(s)) for s in plain]
+
+
+def test_a_tensor_that_was_not_cast_keeps_its_row():
+    config = DelayedScalingConfig(4)
+    linear_config = replace(Float8LinearConfig.from_recipe_name("delayed"), delayed_scaling_config=config)
+    state = ScaleState([linear_config.casts.input] * 2, linear_config, torch.device("cpu"))
+    for amax in (1.0, 2.0, 3.0):
+        state.observed[0, 0] = amax
+        if amax == 1.0:
+            state.observed[1, 0] = amax
+        state.sync(None)
+    assert state.history.tolist() == [[0.0, 1.0, 2.0, 3.0], [0.0, 0.0, 0.0, 1.0]]
+    assert state.quant_scale.tolist() == [pytest.approx(448 / 3), 448.0]
+
+
+# ---- cold start ------------------------------------------------------------------------------------------------------
+
+
+@RECIPE
+@pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_first_step_is_that_of_dynamic_scaling(recipe, hp_dtype):
+    """All microbatches of it, bit for bit, and so is a tensor that first runs later."""
+    module = make(recipe=recipe, dtype=hp_dtype, bias=True)
+    dynamic = convert_to_float8_training(nn.Linear(64, 32, dtype=hp_dtype))
+    dynamic.load_state_dict(module.state_dict())
+    for factor in (1.0, 100.0, 0.01):
+        input, grad_output = torch.randn(48, 64).to(hp_dtype) * factor, torch.randn(48, 32).to(hp_dtype) * factor
+        for got, expected in zip(
+            step(module, input, grad_output, sync=False), step(dynamic, input, grad_output), strict=True
+        ):
+            assert torch.equal(got, expected)
+    sync_float8_amax_and_scale_history(module)
+    assert scale_of(module, "input") == pytest.approx(448 / fared(module, "input").amax)
+    assert [tensor.is_dynamic for tensor in float8_scaling_state(module).report()] == [True] * (
+        3 - (recipe != "delayed")
+    )
+
+
+def test_a_cold_start_is_said_once(caplog):
+    module = make()
+    with caplog.at_level("INFO", logger="quaver.delayed"):
+        for _ in range(3):
+            step(module, torch.randn(4, 64))
+    assert [record.message for record in caplog.records] == [
+        "3 of 3 delayed scales had no history: scaled dynamically until now"
+    ]
+
+
+# ---- signals that stand, grow and jump -------------------------------------------------------------------------------
+
+
+def references(module, input, grad_output):
+    x, w, g = input.double(), module.weight.detach().double(), grad_output.double()
+    return [x @ w.t(), g @ w, g.t() @ x]
+
+
+@RECIPE
+def test_stationary_data_has_the_sqnr_of_dynamic_scaling(recipe):
+    module, dynamic = make(512, 512, recipe=recipe), convert_to_float8_training(nn.Linear(512, 512, bias=False))
+    dynamic.load_state_dict(module.state_dict())
+    for seed in range(6):
+        torch.manual_seed(seed)
+        input, grad_output = torch.randn(512, 512), torch.randn(512, 512)
+        delayed, expected = step(module, input, grad_output), step(dynamic, input, grad_output)
+        for got, other, reference in zip(delayed, expected, references(module, input, grad_output), strict=True):
+            if seed:
+                assert not torch.equal(got, other)
+            assert sqnr_db(reference, got) > sqnr_db(reference, other) - 0.3
+
+
+def test_growth_saturates_and_recovers_one_step_after_it_ends():
+    module, clean = make(), torch.randn(64, 64)
+    step(module, clean)
+    saturated = []
+    for factor in (2, 4, 8, 16, 16, 16):
+        step(module, clean * factor)
+        tensor = fared(module, "input")
+        count = int((clean.abs() * factor > clean.abs().max() * factor / 2 * 464 / 448).sum()) if factor < 16 else None
+        if count is not None:
+            assert tensor.saturated == count > 0
+            assert tensor.used_over_ideal == pytest.approx(2.0)
+        saturated.append(tensor.saturated)
+    assert saturated[3] > 0
+    assert saturated[4:] == [0, 0]
+
+
+def test_a_growth_within_the_headroom_does_not_saturate():
+    module, clean = make(headroom=2.0), torch.randn(64, 64)
+    for factor in (1, 2, 4, 8):
+        step(module, clean * factor)
+        assert fared(module, "input").saturated == 0
+
+
+@pytest.mark.parametrize(("scale_fn_name", "small_for"), [("max", 5), ("most_recent", 1)])
+def test_a_spike_is_remembered_for_as_long_as_documented(scale_fn_name, small_for):
+    module, clean = make(history_len=5, scale_fn_name=scale_fn_name), torch.randn(64, 64)
+    step(module, clean)
+    step(module, clean * 1000)
+    ratios = []
+    for _ in range(7):
+        step(module, clean)
+        ratios.append(fared(module, "input").used_over_ideal)
+    assert ratios == pytest.approx([1e-3] * small_for + [1.0] * (7 - small_for))
+
+
+@pytest.mark.parametrize("factor", [100.0, 0.001])
+def test_a_scale_that_leaves_its_window_is_dynamic_for_one_step(factor):
+    module, clean = make(dynamic_window=(0.01, 4.0), history_len=3), torch.randn(64, 64)
+    dynamic = convert_to_float8_training(nn.Linear(64, 32, bias=False))
+    dynamic.load_state_dict(module.state_dict())
+    step(module, clean)
+    step(module, clean * factor)  # out of the window
+    assert scale_of(module, "input") < 0
+    got, expected = step(module, clean * factor * 3), step(dynamic, clean * factor * 3)
+    assert fared(module, "input").is_dynamic
+    assert fared(module, "input").saturated == 0
+    assert torch.equal(got[0], expected[0])
+    assert scale_of(module, "input") == pytest.approx(448 / (clean.abs().max().item() * max(1.0, factor * 3)))
+    step(module, clean)
+    assert not fared(module, "input").is_dynamic
+
+
+def test_saturated_values_are_the_largest_number_and_not_nan():
+    module = make()
+    step(module, torch.full((4, 64), 1e-3))
+    output = step(module, torch.full((4, 64), 1e3))[0]
+    assert output.isfinite().all()
+    assert torch.allclose(output, torch.full((4, 64), 1e-3) @ module.weight.t(), rtol=0.2, atol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [INF, NAN])
+def test_a_non_finite_input_reaches_the_output_and_not_the_scale(bad):
+    module, clean = make(), torch.randn(8, 64)
+    step(module, clean)
+    before = scale_of(module, "input"), history_of(module, "input")
+    broken = clean.clone()
+    broken[3, 5] = bad
+    output, grad_input, grad_weight = step(module, broken)
+    assert output[3].isnan().all()
+    assert output[:3].isfinite().all()
+    assert grad_weight[:, 5].isnan().all()
+    assert (scale_of(module, "input"), history_of(module, "input")) == before
+    assert step(module, clean)[0].isfinite().all()
+
+
+# ---- what is recorded, and when --------------------------------------------------------------------------------------
+
+
+def states(model):
+    return {name: value.clone() for name, value in float8_scaling_state(model).state_dict().items()}
+
+
+def assert_same_states(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+class Ffn(nn.Module):
+    def __init__(self, names=("w1", "w3", "w2")):
+        super().__init__()
+        self.names = names
+        for name, (k, n) in zip(names, ((64, 96), (64, 96), (96, 64)), strict=True):
+            setattr(self, name, nn.Linear(k, n, bias=False))
+
+    def forward(self, x):
+        gate, up, down = (getattr(self, name) for name in self.names)
+        return down(nn.functional.silu(gate(x)) * up(x))
+
+
+class Net(nn.Module):
+    """Two FFNs, each recomputed in the backward or not."""
+
+    def __init__(self, how=None):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(Ffn() for _ in range(2))
+        self.how = how
+
+    def forward(self, x):
+        for layer in self.layers:
+            h = nn.functional.normalize(x, dim=-1)
+            again = self.how is not None
+            x = x + (checkpoint(layer, h, use_reentrant=self.how == "reentrant") if again else layer(h))
+        return x
+
+
+@RECIPE
+@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
+def test_recomputation_is_bitwise_what_it_repeats_and_records_nothing_new(recipe, how):
+    plain, recomputed = (convert_to_float8_training(Net(h), config=config_of(recipe)) for h in (None, how))
+    for seed in range(4):
+        torch.manual_seed(seed)
+        input = torch.randn(32, 64) * 2**seed
+        for a, b in zip(step(plain, input), step(recomputed, input), strict=True):
+            assert torch.equal(a, b)
+        assert_same_states(states(plain), states(recomputed))
+        assert float8_scaling_state(plain).report() == float8_scaling_state(recomputed).report()
+
+
+def test_microbatches_and_repeated_calls_record_their_maximum():
+    module = make()
+    inputs = [torch.randn(8, 64) * factor for factor in (1.0, 5.0, 0.1)]
+    for order in itertools.permutations(inputs):
+        for input in order:
+            step(module, input, sync=False)
+        sync_float8_amax_and_scale_history(module)
+        assert fared(module, "input").amax == max(input.abs().max().item() for input in inputs)
+    twice = convert_to_float8_training(nn.Sequential(nn.Linear(64, 64, bias=False)), config=config_of())
+    input = torch.randn(8, 64)
+    middle = twice(input)
+    twice(middle).sum().backward()
+    sync_float8_amax_and_scale_history(twice)
+    assert fared(twice, "0.input").amax == max(input.abs().max().item(), middle.abs().max().item())
+
+
+def test_no_scale_changes_between_two_syncs():
+    module, input = make(), torch.randn(8, 64)
+    step(module, input)
+    before = states(module)
+    first = step(module, input * 3, sync=False)
+    step(module, input * 50, sync=False)
+    again = step(module, input * 3, sync=False)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert_same_states(before, states(module))
+
+
+@RECIPE
+def test_eval_and_no_grad_use_the_scales_and_record_nothing(recipe):
+    module, input = make(recipe=recipe), torch.randn(8, 64)
+    step(module, input)
+    observed = module.scaling.state.observed.clone()
+    trained = module(input)
+    module.zero_grad()
+    module.scaling.state.observed.copy_(observed)
+    with torch.no_grad():
+        assert torch.equal(module(input), trained)
+        module(input * 100)
+    with torch.inference_mode():
+        assert torch.equal(module(input), trained)
+    module.eval()
+    step(module, input * 100, sync=False)  # with gradients, too
+    assert torch.equal(module.scaling.state.observed, observed)
+
+
+def test_a_module_that_did_not_run_keeps_its_history():
+    model = convert_to_float8_training(nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)]), config=config_of())
+    for i in range(4):
+        for index in (0, 1) if i == 1 else (0,):
+            model[index](torch.randn(4, 32) * (i + 1)).sum().backward()
+        if i == 2:
+            before = states(model)
+        sync_float8_amax_and_scale_history(model)
+    after = states(model)
+    for name in after:
+        if name.startswith("1."):
+            assert torch.equal(before[name], after[name])
+        elif name.endswith("history"):
+            assert before[name][-1] == after[name][-3]
+    assert fared(model, "1.input").amax == -1
+    assert math.isnan(fared(model, "1.input").used_over_ideal)
+    assert fared(model, "1.input").saturated == 0
+
+
+# ---- reads, casts, kernels -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not cpu.AVAILABLE, reason="counted by the C extension")
+@pytest.mark.parametrize(
+    ("recipe", "cold", "known"),
+    # input, weight and grad_output, and the weight once more in the backward
+    [("delayed", (2, 3, 2), (1, 2, 1)), ("delayed_with_dynamic_weight", (2, 3, 2), (1, 3, 1))],
+)
+def test_each_cast_reads_its_tensor_once(recipe, cold, known):
+    module, m, k, n = make(64, 32, recipe=recipe), 16, 64, 32
+
+    def reads():
+        before = cpu.elements_read()
+        step(module, torch.randn(m, k), torch.randn(m, n))
+        return cpu.elements_read() - before
+
+    assert reads() == cold[0] * m * k + cold[1] * n * k + cold[2] * m * n
+    assert reads() == known[0] * m * k + known[1] * n * k + known[2] * m * n
+
+
+@pytest.mark.skipif(not cpu.AVAILABLE, reason="counted by the C extension")
+def test_a_weight_in_a_scope_or_kept_for_backward_is_read_once():
+    module = make(64, 32)
+    step(module, torch.randn(16, 64))
+    before = cpu.elements_read()
+    with cast_weights_once(module):
+        for _ in range(3):
+            step(module, torch.randn(16, 64), sync=False)
+    assert cpu.elements_read() - before == 32 * 64 + 3 * (16 * 64 + 16 * 32)
+    sync_float8_amax_and_scale_history(module)
+    assert fared(module, "weight").amax == module.weight.abs().max().item()
+    kept = make(64, 32, enable={"keep_float8_weight_for_backward": True})
+    step(kept, torch.randn(16, 64))
+    before = cpu.elements_read()
+    step(kept, torch.randn(16, 64))
+    assert cpu.elements_read() - before == 32 * 64 + 16 * 64 + 16 * 32
+
+
+class CountOperations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func._schema.returns or func._schema.returns[0].alias_info is None or func._schema.is_mutable:
+            self.count += 1  # no view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"dynamic_window": (0.1, 2.0)}, {"scale_fn_name": "most_recent"}], ids=str)
+def test_a_sync_takes_as_many_operations_for_many_linears_as_for_one(options):
+    counts = []
+    for linears in (1, 10, 100):
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(linears)))
+        convert_to_float8_training(model, config=config_of(**options))
+        model(torch.randn(2, 16)).sum().backward()
+        sync_float8_amax_and_scale_history(model)  # the first one looks for cold starts
+        with CountOperations() as counted:
+            sync_float8_amax_and_scale_history(model)
+        counts.append(counted.count)
+    assert counts == [counts[0]] * 3
+    assert counts[0] <= 46, counts
+
+
+# ---- shared inputs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not cpu.AVAILABLE, reason="counted by the C extension")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("names", "casts"), [(("w1", "w3", "w2"), 1), (("a", "b", "c"), 2)])
+def test_siblings_that_read_one_input_cast_it_once(names, casts, compiled):
+    model = Ffn(names)
+    convert_to_float8_training(model, config=config_of())
+    forward = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    input = torch.randn(16, 64)
+    for _ in range(2):
+        forward(input).sum().backward()
+        sync_float8_amax_and_scale_history(model)
+    before = cpu.elements_read()
+    forward(input)
+    assert cpu.elements_read() - before == casts * 16 * 64 + 16 * 96 + 3 * 64 * 96
+    assert len(float8_scaling_state(model)) == 9 - (casts == 1)
+
+
+def test_siblings_keep_one_float8_input_for_backward():
+    def saved(names):
+        model = convert_to_float8_training(Ffn(names), config=config_of())
+        x, pointers = torch.randn(16, 64), {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: pointers.setdefault(t.data_ptr(), t) is None or t, id):
+            model(x)
+        return sum(t.numel() for t in pointers.values() if t.dtype is E4M3)
+
+    assert saved(("w1", "w3", "w2")) == 16 * 64 + 16 * 96
+    assert saved(("a", "b", "c")) == 2 * 16 * 64 + 16 * 96
+
+
+# ---- the sync that was forgotten -------------------------------------------------------------------------------------
+
+
+def optimizer_steps(model, optimizer, when, steps=4):
+    for _ in range(steps):
+        model(torch.randn(4, 64)).sum().backward()
+        if when == "before":
+            sync_float8_amax_and_scale_history(model)
+        optimizer.step()
+        if when == "after":
+            sync_float8_amax_and_scale_history(model)
+
+
+def test_forgetting_the_sync_is_said_once():
+    module = make()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    with pytest.warns(RuntimeWarning, match="two optimizer steps without sync_float8_amax_and_scale_history") as said:
+        optimizer_steps(module, optimizer, None)
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_sync_before_or_after_the_optimizer_is_enough(when):
+    module = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer_steps(module, torch.optim.AdamW(module.parameters()), when)
+
+
+def test_optimizers_of_other_models_do_not_count_but_those_of_adapters_do():
+    module, other = make(), nn.Linear(4, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer_steps(module, torch.optim.SGD(other.parameters(), lr=0.1), None)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    convert_to_float8_training(model, config=config_of(), module_filter_fn=lambda _, name: name == "0")
+    model[0].requires_grad_(False)
+    with pytest.warns(RuntimeWarning, match="two optimizer steps"):
+        optimizer_steps(model, torch.optim.SGD(model[1].parameters(), lr=1e-3), None)
+    copied = make()
+    del module
+    copied = copy.deepcopy(copied)
+    with pytest.warns(RuntimeWarning, match="two optimizer steps"):
+        optimizer_steps(copied, torch.optim.SGD(copied.parameters(), lr=1e-3), None)
+
+
+# ---- without a state -------------------------------------------------------------------------------------------------
+
+
+def test_a_linear_without_a_state_says_what_to_do():
+    linear = Float8Linear(8, 8, config=config_of())
+    with pytest.raises(RuntimeError, match="give the model to convert_to_float8_training"):
+        linear(torch.randn(2, 8))
+    convert_to_float8_training(linear, config=config_of())
+    linear(torch.randn(2, 8)).sum().backward()
+    with pytest.raises(ValueError, match="use a Float8Linear"):
+        float8_linear(torch.randn(2, 8), torch.randn(8, 8), config=config_of())
+
+
+def test_a_model_without_kept_scales_is_left_alone():
+    model = convert_to_float8_training(nn.Linear(8, 8))
+    sync_float8_amax_and_scale_history(model)
+    assert len(float8_scaling_state(model)) == 0
+    assert float8_scaling_state(model).state_dict() == {}

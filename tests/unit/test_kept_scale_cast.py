@@ -1,0 +1,183 @@
+"""The cast with a kept scale: every path against its oracle written out in float64, and one read of the data."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from quaver import scaling
+from quaver.formats import FORMATS
+from quaver.kernels import cpu
+from quaver.kernels.cast import KeptScale, cast_with_kept_scale
+from tests.reference import MAX
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+HP_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SATURATES_ABOVE = {E4M3: 464.0, E5M2: 61440.0}  # halfway from 448 to 480, from 57344 to 65536
+NAN, INF = math.nan, math.inf
+
+
+def every_value(dtype: torch.dtype) -> Tensor:
+    """All 16-bit patterns, NaNs and infinities included; for float32 those of bfloat16 with noise below."""
+    bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    if dtype is not torch.float32:
+        return bits.view(dtype)
+    return bits.view(torch.bfloat16).float() * (1 + torch.rand(1 << 16) * 2.0**-8)
+
+
+def oracle(hp: Tensor, quant_scale: float, float8_dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, ...]:
+    """In float64, but for the one product that is defined to be rounded to float32."""
+    amax = hp.double().abs().max().item() if hp.numel() else 0.0
+    if hp.isnan().any():
+        amax = NAN
+    quant = torch.tensor(quant_scale)
+    if not quant_scale > 0:
+        largest = MAX[float8_dtype] / 1e-12
+        quant = torch.tensor(MAX[float8_dtype] / amax if amax else largest).clamp(max=largest)
+        if power_of_2 and quant.isfinite() and quant > 0:
+            quant = torch.tensor(2.0 ** (math.frexp(quant.item())[1] - 1))
+    scaled = hp.float() * quant
+    finite = hp.isfinite() & ~scaled.isnan()
+    codes = torch.where(finite, scaled.clamp(-MAX[float8_dtype], MAX[float8_dtype]), NAN).to(float8_dtype)
+    saturated = (finite & (scaled.double().abs() > SATURATES_ABOVE[float8_dtype])).sum()
+    return codes, quant, (1 / quant.double()).float(), torch.tensor([amax, float(saturated)])
+
+
+def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for g, e in zip(got, expected, strict=True):
+        assert g.dtype is e.dtype
+        assert g.shape == e.shape
+        g, e = g.float(), e.float()
+        assert torch.equal(g.isnan(), e.isnan())
+        assert torch.equal(g.nan_to_num(), e.nan_to_num())
+        assert torch.equal(torch.signbit(g[~g.isnan()]), torch.signbit(e[~e.isnan()]))
+
+
+def by_pytorch(hp, quant_scale, float8_dtype, power_of_2):
+    return scaling.cast_with_kept_scale(hp, quant_scale, float8_dtype, power_of_2=power_of_2)
+
+
+def by_the_extension(hp, quant_scale, float8_dtype, power_of_2):
+    seen = torch.zeros(2)
+    return (*cpu.cast_and_observe(hp, quant_scale, float8_dtype, power_of_2, seen), seen)
+
+
+def compiled(hp, quant_scale, float8_dtype, power_of_2):
+    def cast(hp, quant_scale, seen):
+        return cast_with_kept_scale(hp, KeptScale(quant_scale, seen, torch.tensor(True)), float8_dtype, power_of_2)
+
+    seen = torch.full((2,), -1.0)
+    return (*torch.compile(cast, fullgraph=True, backend="aot_eager")(hp, quant_scale, seen), seen)
+
+
+PATHS = [
+    by_pytorch,
+    pytest.param(by_the_extension, marks=pytest.mark.skipif(not cpu.AVAILABLE, reason="the C extension is off")),
+    compiled,
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("hp_dtype", HP_DTYPES, ids=str)
+@pytest.mark.parametrize("float8_dtype", [E4M3, E5M2], ids=str)
+def test_every_value_with_known_scales(path, hp_dtype, float8_dtype):
+    hp = every_value(hp_dtype).view(256, 256)
+    for scale in (1.0, 0.37, 2.0**20, 448e12, 1e-30, 3.0e38):
+        assert_same(path(hp, torch.tensor(scale), float8_dtype, False), oracle(hp, scale, float8_dtype, False))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("float8_dtype", [E4M3, E5M2], ids=str)
+def test_an_unknown_scale_is_the_tensors_own(path, float8_dtype):
+    """As the dynamic cast to the bit where everything is finite; 0, negative and NaN scales all stand for unknown."""
+    values = every_value(torch.bfloat16)
+    finite = values[values.isfinite()]
+    tensors = [
+        torch.randn(33, 7),
+        finite.view(1, -1) * 1e-6,
+        torch.zeros(3, 5),
+        torch.full((2, 2), 1e-20),
+        torch.ones(0, 4),
+    ]
+    for hp, scale, power_of_2 in itertools.product(tensors, (0.0, -3.0, NAN), (False, True)):
+        got = path(hp, torch.tensor(scale), float8_dtype, power_of_2)
+        assert_same(got, oracle(hp, scale, float8_dtype, power_of_2))
+        codes, quant, dequant = scaling.dynamic_cast(hp, float8_dtype, power_of_2=power_of_2)
+        assert_same(got[:3], (codes, quant, dequant))
+        assert got[3][1] == 0  # nothing saturates under a scale of its own
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+@pytest.mark.parametrize("scale", [0.0, 2.0])
+def test_what_is_not_finite_reaches_the_codes_and_the_amax(path, bad, scale):
+    hp = torch.randn(5, 5)
+    hp[2, 3] = bad
+    codes, _, dequant, seen = path(hp, torch.tensor(scale), E4M3, False)
+    assert codes.float()[2, 3].isnan()
+    assert not seen[0].isfinite()
+    if scale:  # the others are as they are
+        assert codes.float().isnan().sum() == 1
+    else:  # as under dynamic scaling, all results are NaN
+        assert (codes.float() * dequant).isnan().all()
+
+
+@pytest.mark.parametrize("float8_dtype", [E4M3, E5M2], ids=str)
+def test_saturation_counts_what_loses_more_than_rounding(float8_dtype):
+    """Up to half a unit above the largest number an element rounds to it anyway, ties included."""
+    edge = torch.tensor(FORMATS[float8_dtype].saturates_above)
+    assert edge == SATURATES_ABOVE[float8_dtype]
+    hp = torch.stack([edge, -edge, edge.nextafter(torch.tensor(INF)), -edge * 1.001, torch.tensor(MAX[float8_dtype])])
+    for path in (by_pytorch, by_the_extension) if cpu.AVAILABLE else (by_pytorch,):
+        assert path(hp.view(1, -1), torch.tensor(1.0), float8_dtype, False)[3][1] == 2
+
+
+@pytest.mark.skipif(not cpu.AVAILABLE, reason="the C extension is off")
+def test_threads_change_nothing():
+    hp = torch.randn(517, 1031) * 300
+    hp[516, 1030], hp[0, 0] = 1e6, -2e6
+    expected = oracle(hp, 1.0, E4M3, False)
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for scale in (1.0, 0.0):
+                got = by_the_extension(hp, torch.tensor(scale), E4M3, False)
+                assert_same(got, expected if scale else oracle(hp, 0.0, E4M3, False))
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_was_seen_is_a_maximum_in_which_nan_stays(path):
+    def observe(*tensors):
+        observed = torch.tensor([-1.0, 0.0])
+        for hp in tensors:
+            kept = KeptScale(torch.tensor(448.0), observed, torch.tensor(True))
+            if path is by_the_extension:
+                cpu.cast_and_observe(hp, kept.quant_scale, E4M3, False, observed)
+            else:
+                codes, _, _, seen = path(hp, kept.quant_scale, E4M3, False)
+                observed = torch.maximum(observed, seen)
+        return observed
+
+    small, large, bad = torch.full((2, 2), 0.5), torch.tensor([[3.0, -4.0, 0.1, 9.0]]), torch.tensor([[NAN, 1.0]])
+    assert observe(small, large, small, large).tolist() == [9.0, 3.0]
+    assert observe(torch.zeros(3, 3)).tolist() == [0.0, 0.0]
+    assert observe(small, bad, large)[0].isnan()
+    assert observe(torch.full((1, 1), INF), small)[0] == INF
+
+
+@pytest.mark.skipif(not cpu.AVAILABLE, reason="counted by the C extension")
+@pytest.mark.parametrize("hp_dtype", HP_DTYPES, ids=str)
+def test_a_known_scale_takes_one_read_and_an_unknown_one_two(hp_dtype):
+    hp = torch.randn(64, 96).to(hp_dtype)
+
+    def reads(scale):
+        before = cpu.elements_read()
+        by_the_extension(hp, torch.tensor(scale), E4M3, False)
+        return (cpu.elements_read() - before) / hp.numel()
+
+    assert reads(2.0) == 1
+    assert reads(0.0) == 2

@@ -1,0 +1,390 @@
+"""Kept scales with everything around them: compile, autocast, copies, checkpoints, devices; and static scales."""
+
+import copy
+import io
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from quaver import (
+    CastConfig,
+    DelayedScalingConfig,
+    Float8LinearConfig,
+    ScalingType,
+    calibrate_float8_static_scales,
+    convert_to_float8_training,
+    convert_to_high_precision,
+    float8_scaling_state,
+    sync_float8_amax_and_scale_history,
+)
+from tests.reference import KEPT_RECIPES, sqnr_db
+from tests.unit.test_delayed import Ffn, Net, assert_same_states, config_of, fared, make, scale_of, states, step
+
+RECIPE = pytest.mark.parametrize("recipe", KEPT_RECIPES)
+STATIC = CastConfig(scaling_type=ScalingType.STATIC)
+
+
+def row_of(model):
+    return model.layers[0].w1.scaling.state.observed
+
+
+# ---- torch.compile, autocast -----------------------------------------------------------------------------------------
+
+
+@RECIPE
+@pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_casts_record_and_scale_as_eager_ones(recipe, hp_dtype):
+    """A linear alone has no arithmetic that a compiler could order otherwise: all that is recorded is the same."""
+    module = make(96, 160, recipe=recipe, dtype=hp_dtype, bias=True)
+    twin = copy.deepcopy(module)
+    compiled = torch.compile(twin, fullgraph=True)
+    for factor in (1.0, 3.0, 0.1, 1.0):
+        input, grad_output = torch.randn(128, 96).to(hp_dtype) * factor, torch.randn(128, 160).to(hp_dtype)
+        expected = step(module, input, grad_output)
+        twin.zero_grad()
+        x = input.clone().requires_grad_()
+        output = compiled(x)
+        output.backward(grad_output)
+        sync_float8_amax_and_scale_history(twin)
+        assert_same_states(states(module), states(twin))
+        assert float8_scaling_state(module).report() == float8_scaling_state(twin).report()
+        for got, want in zip((output, x.grad, *(p.grad for p in twin.parameters())), expected, strict=True):
+            torch.testing.assert_close(
+                got, want, rtol=2 * torch.finfo(hp_dtype).eps, atol=1e-3 * want.abs().max().item()
+            )
+
+
+@RECIPE
+@pytest.mark.parametrize("how", [None, "non-reentrant"])
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_no_recompilation_from_the_cold_start_on(recipe, how, by_layer):
+    """Autocast, microbatches and recomputation included; one graph serves all layers where layers are compiled."""
+    model = convert_to_float8_training(Net(how), config=config_of(recipe))
+    reference = copy.deepcopy(model)
+    if by_layer:
+        for layer in model.layers:
+            layer.compile(fullgraph=True)
+        forward = model
+    else:
+        forward = torch.compile(model, fullgraph=True)
+
+    def train_step(model, forward, seed):
+        model.zero_grad()
+        torch.manual_seed(seed)
+        losses = []
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = forward(torch.randn(32, 64) * (seed + 1)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        sync_float8_amax_and_scale_history(model)
+        return losses
+
+    compiled = [train_step(model, forward, 0)]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled += [train_step(model, forward, seed) for seed in range(1, 4)]
+    eager = [train_step(reference, reference, seed) for seed in range(4)]
+    torch.testing.assert_close(torch.tensor(compiled), torch.tensor(eager), rtol=1e-2, atol=0)
+    for name, scale in states(model).items():
+        torch.testing.assert_close(scale, states(reference)[name], rtol=0.3, atol=0)
+
+
+@RECIPE
+def test_autocast_casts_from_the_dtype_that_comes(recipe):
+    module, dynamic = make(recipe=recipe, bias=True), convert_to_float8_training(nn.Linear(64, 32))
+    dynamic.load_state_dict(module.state_dict())
+    for seed in range(3):
+        torch.manual_seed(seed)
+        input = torch.randn(16, 64)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = module(input)
+            expected = dynamic(input)
+        assert output.dtype is torch.bfloat16
+        assert sqnr_db(expected.detach(), output.detach()) > (100 if seed == 0 else 20)
+        output.sum().backward()
+        sync_float8_amax_and_scale_history(module)
+        assert fared(module, "input").amax == input.abs().max().item()
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------------
+
+
+def by_torch_save(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), by_torch_save])
+def test_a_copy_has_a_state_of_its_own_which_its_linears_share(way):
+    model = convert_to_float8_training(Net(), config=config_of())
+    step(model, torch.randn(8, 64))
+    copied = way(model)
+    assert_same_states(states(model), states(copied))
+    before = states(model)
+    expected = step(copy.deepcopy(model), torch.ones(8, 64))
+    for got, want in zip(step(copied, torch.ones(8, 64)), expected, strict=True):
+        assert torch.equal(got, want)
+    assert_same_states(before, states(model))
+    scalings = [m.scaling for m in copied.modules() if hasattr(m, "scaling")]
+    assert len({id(s.state) for s in scalings}) == 1
+    assert scalings[0].state is not model.layers[0].w1.scaling.state
+    assert copied.layers[0].w1.scaling.recorded.input is copied.layers[0].w3.scaling.recorded.input
+    assert [t.amax > 0 for t in float8_scaling_state(copied).report()] == [True] * 16
+
+
+def test_the_models_state_dict_is_that_of_linears_and_conversion_goes_back():
+    plain = Net()
+    model = convert_to_float8_training(copy.deepcopy(plain), config=config_of())
+    step(model, torch.randn(8, 64))
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert not list(model.buffers())
+    plain.load_state_dict(model.state_dict())
+    back = convert_to_high_precision(model)
+    assert len(float8_scaling_state(back)) == 0
+    assert type(back.layers[0].w1) is nn.Linear
+    assert not hasattr(back.layers[0].w1, "scaling")
+
+
+def test_a_second_conversion_keeps_the_state_and_new_linears_get_another():
+    model = convert_to_float8_training(
+        Net(), config=config_of(), module_filter_fn=lambda _, name: name.startswith("layers.0")
+    )
+    step(model, torch.randn(8, 64))
+    before = states(model)
+    convert_to_float8_training(model, config=config_of())
+    after = states(model)
+    assert {name: after[name] for name in before}.keys() == before.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert len(float8_scaling_state(model)) == 16
+    step(model, torch.randn(8, 64))
+    assert all(t.amax > 0 for t in float8_scaling_state(model).report())
+
+
+# ---- save and load ---------------------------------------------------------------------------------------------------
+
+
+def train(model, optimizer, steps):
+    losses = []
+    for seed in steps:
+        torch.manual_seed(seed)
+        loss = model(torch.randn(16, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sync_float8_amax_and_scale_history(model)
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("options", [{}, {"dynamic_window": (0.9, 1.0), "scale_fn_name": "most_recent"}], ids=str)
+def test_training_goes_on_after_a_load_to_the_bit(options, tmp_path):
+    def fresh():
+        model = convert_to_float8_training(Net(), config=config_of(**options))
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    whole, optimizer = fresh()
+    expected = train(whole, optimizer, range(8))
+    first, optimizer = fresh()
+    assert train(first, optimizer, range(4)) == expected[:4]
+    torch.save([first.state_dict(), optimizer.state_dict(), float8_scaling_state(first).state_dict()], tmp_path / "c")
+    second, optimizer = fresh()
+    train(second, optimizer, range(100, 102))  # what is there is replaced
+    saved = torch.load(tmp_path / "c")
+    for target, state in zip((second, optimizer, float8_scaling_state(second)), saved, strict=True):
+        target.load_state_dict(state)
+    assert train(second, optimizer, range(4, 8)) == expected[4:]
+    assert_same_states(states(whole), states(second))
+
+
+def test_a_checkpoint_without_history_starts_cold_and_says_so(caplog):
+    model = convert_to_float8_training(Net(), config=config_of())
+    dynamic = convert_to_float8_training(Net())
+    step(model, torch.randn(8, 64))
+    partial = {k: v for k, v in states(model).items() if k.startswith("layers.0.w1")}
+    state = float8_scaling_state(model)
+    state.load_state_dict(partial)
+    assert caplog.messages == [
+        "13 of 16 kept scales are not in the checkpoint: scaled dynamically until their first sync (static ones have "
+        "to be calibrated)"
+    ]
+    assert scale_of(model, "layers.0.w1.input") > 0
+    assert scale_of(model, "layers.1.w2.weight") == 0
+    state.load_state_dict({})
+    for got, expected in zip(step(model, torch.ones(8, 64)), step(dynamic, torch.ones(8, 64)), strict=True):
+        assert torch.equal(got, expected)
+    caplog.clear()
+    state.load_state_dict(states(model) | {"of another model": torch.zeros(3)})
+    assert caplog.messages == []
+
+
+def test_a_history_of_another_length_keeps_its_newest_entries():
+    short, long = make(history_len=3), make(history_len=5)
+    for factor in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0):
+        step(long, torch.full((2, 64), factor))
+    float8_scaling_state(short).load_state_dict(states(long))
+    assert states(short)["input.amax_history"].tolist() == [4.0, 5.0, 6.0]
+    float8_scaling_state(long).load_state_dict(states(short))
+    assert states(long)["input.amax_history"].tolist() == [0.0, 0.0, 4.0, 5.0, 6.0]
+
+
+@pytest.mark.parametrize("bad", [3.0, torch.zeros(2), "x"], ids=str)
+def test_a_bad_entry_is_refused_and_nothing_is_loaded(bad):
+    module = make()
+    step(module, torch.randn(2, 64))
+    before = states(module)
+    with pytest.raises(ValueError, match=r"grad_output.quant_scale: expected a tensor of 0 dims, got"):
+        float8_scaling_state(module).load_state_dict(
+            {k: v * 2 for k, v in before.items()} | {"grad_output.quant_scale": bad}
+        )
+    assert_same_states(before, states(module))
+
+
+def test_wrappers_do_not_change_names():
+    model = convert_to_float8_training(nn.Sequential(Ffn()), config=config_of())
+    names = float8_scaling_state(model).state_dict().keys()
+    assert float8_scaling_state(torch.compile(model)).state_dict().keys() == names
+    assert "0.w1.input.quant_scale" in names
+
+
+def test_reset_forgets():
+    module = make()
+    for _ in range(2):
+        step(module, torch.randn(2, 64))
+    float8_scaling_state(module).reset()
+    assert all(not value.any() for value in states(module).values())
+
+
+# ---- devices ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_state_follows_the_linears_to_their_device():
+    with torch.device("meta"):
+        module = nn.Linear(8, 8)
+    convert_to_float8_training(module, config=config_of())
+    state = module.scaling.state
+    assert state.device == torch.device("cpu")
+    module.to_empty(device="cpu")
+    nn.init.ones_(module.weight)
+    nn.init.ones_(module.bias)
+    step(module, torch.ones(2, 8))
+    assert scale_of(module, "input") == 448
+    moved = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(state), "to", lambda self, device: moved.append(device))
+        module.scaling.follow(torch.device("cuda"))
+        module.scaling.follow(torch.device("meta"))
+        module.scaling.follow(torch.device("cpu"))
+    assert moved == [torch.device("cuda")]
+
+
+def test_views_follow_a_move():
+    module = make()
+    state = module.scaling.state
+    before = module.scaling.recorded
+    state.to(torch.device("meta"))
+    assert module.scaling.recorded.input.quant_scale.is_meta
+    assert module.scaling.recorded.input.known is not None
+    assert not module.scaling.recorded.input.known.is_meta
+    assert not before.input.quant_scale.is_meta
+
+
+def test_a_dtype_change_of_the_model_leaves_the_scales_in_float32():
+    module = make().to(torch.bfloat16)
+    step(module, torch.randn(4, 64).bfloat16())
+    assert {value.dtype for value in states(module).values()} == {torch.float32}
+
+
+# ---- static scales ---------------------------------------------------------------------------------------------------
+
+
+def static_config(**scales):
+    casts = {
+        f"cast_config_{operand}": CastConfig(ScalingType.STATIC, static_quant_scale=scales.get(operand))
+        for operand in ("input", "weight", "grad_output")
+    }
+    return Float8LinearConfig(**casts)
+
+
+def test_given_static_scales_are_used_and_stay():
+    module = convert_to_float8_training(
+        nn.Linear(64, 32, bias=False), config=static_config(input=100.0, weight=2000.0, grad_output=5000.0)
+    )
+    input, grad_output = torch.randn(16, 64), torch.randn(16, 32)
+    x = ((input * 100).clamp(-448, 448).to(torch.float8_e4m3fn).float() / 100).double()
+    w = ((module.weight.detach() * 2000).to(torch.float8_e4m3fn).float() / 2000).double()
+    g = ((grad_output * 5000).to(torch.float8_e5m2).float() / 5000).double()
+    for _ in range(2):
+        for got, expected in zip(step(module, input, grad_output), (x @ w.t(), g @ w, g.t() @ x), strict=True):
+            torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+    assert {t.quant_scale for t in float8_scaling_state(module).report()} == {100.0, 2000.0, 5000.0}
+    assert fared(module, "input").used_over_ideal == pytest.approx(100 * input.abs().max().item() / 448)
+
+
+def test_calibration_measures_the_largest_amax_of_its_batches():
+    model = convert_to_float8_training(Net(), config=static_config())
+    with pytest.raises(RuntimeError, match="static scales that were never measured"):
+        model(torch.randn(4, 64))
+    batches = [torch.randn(8, 64) * factor for factor in (1.0, 7.0, 2.0)]
+    with calibrate_float8_static_scales(model):
+        for batch in batches:
+            model.eval()(batch).sum().backward()
+    model.train()
+    seen = max(nn.functional.normalize(b, dim=-1).abs().max().item() for b in batches)
+    assert scale_of(model, "layers.0.w1.input") == pytest.approx(448 / seen)
+    assert scale_of(model, "layers.1.w2.weight") == pytest.approx(448 / model.layers[1].w2.weight.abs().max().item())
+    before = states(model)
+    outputs = [step(model, batches[1])[0] for _ in range(2)]
+    assert torch.equal(*outputs)
+    assert_same_states(before, states(model))
+    dynamic = convert_to_float8_training(Net())
+    assert sqnr_db(step(dynamic, batches[1])[0], outputs[0]) > 30
+    other = convert_to_float8_training(Net(), config=static_config())
+    float8_scaling_state(other).load_state_dict(before)
+    assert torch.equal(step(other, batches[1])[0], outputs[0])
+
+
+def test_a_calibration_that_saw_too_little_changes_nothing_and_says_what():
+    module = convert_to_float8_training(nn.Linear(8, 8), config=static_config())
+
+    def calibrate(run):
+        with calibrate_float8_static_scales(module):
+            run()
+
+    with pytest.raises(RuntimeError, match=r"grad_output was not cast .*; no scale was changed"):
+        calibrate(lambda: module(torch.randn(2, 8)))
+    with pytest.raises(RuntimeError, match=r"input had an amax of 0.0, and 1 more"):
+        calibrate(lambda: module(torch.zeros(2, 8)).mul(0).sum().backward())
+    with pytest.raises(RuntimeError, match="never measured"):
+        module(torch.randn(2, 8))
+    with pytest.raises(ZeroDivisionError):
+        calibrate(lambda: 1 / 0)
+    with pytest.raises(ValueError, match="nothing to calibrate"), calibrate_float8_static_scales(make()):
+        pass
+
+
+def test_calibration_beside_delayed_scaling_leaves_that_alone():
+    config = replace(config_of(), cast_config_weight=STATIC, delayed_scaling_config=DelayedScalingConfig(headroom=2.0))
+    module = convert_to_float8_training(nn.Linear(64, 32, bias=False), config=config)
+    with calibrate_float8_static_scales(module):
+        step(module, torch.randn(4, 64), sync=False)
+    assert scale_of(module, "weight") == pytest.approx(448 / 2 / module.weight.abs().max().item())
+    assert scale_of(module, "input") == 0
+    step(module, torch.full((4, 64), 3.0))
+    assert scale_of(module, "input") == pytest.approx(448 / 6)
+    assert "weight.amax_history" not in states(module)
+
+
+def test_static_scales_compile():
+    model = convert_to_float8_training(Net(), config=static_config())
+    with calibrate_float8_static_scales(model):
+        model(torch.randn(8, 64)).sum().backward()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    expected = step(model, torch.ones(8, 64))
+    model.zero_grad()
+    compiled(torch.ones(8, 64)).sum().backward()
+    torch.testing.assert_close(model.layers[0].w1.weight.grad, expected[2], rtol=1e-3, atol=1e-4)
