@@ -127,34 +127,28 @@ CLONES static void cast_run(const void *hp, int hp_kind, int float8, const float
 #undef CASE
 }
 
-/* What a cast with a kept scale sees on its way; see cast_and_observe. */
-typedef struct { float amax; int64_t saturated; } Observed;
-
-INLINE Observed observe_body(const void *hp, int hp_kind, Format f, float scale, int64_t n, uint8_t *restrict codes) {
-    uint32_t largest = 0, saturated = 0;
+INLINE int64_t overflow_body(const void *hp, int hp_kind, Format f, float scale, int64_t n, uint8_t *restrict codes) {
+    int64_t saturated = 0;
     for (int64_t i = 0; i < n; i++) {
         float value = load(hp, hp_kind, i);
-        uint32_t magnitude = bits_of(value) & 0x7FFFFFFFu;
-        uint32_t nan = magnitude == 0x7F800000u ? 0x7FC00000u : 0;
+        uint32_t nan = (bits_of(value) & 0x7FFFFFFFu) == 0x7F800000u ? 0x7FC00000u : 0;
         float scaled = float_of(bits_of(value * scale) | nan);
-        uint32_t scaled_magnitude = bits_of(scaled) & 0x7FFFFFFFu;
-        largest = magnitude > largest ? magnitude : largest;
-        saturated += scaled_magnitude > bits_of(f.saturates_above) && scaled_magnitude <= 0x7F800000u;
+        uint32_t magnitude = bits_of(scaled) & 0x7FFFFFFFu;
+        saturated += magnitude > bits_of(f.saturates_above) && magnitude <= 0x7F800000u;
         codes[i] = encode(scaled, f);
     }
-    return (Observed){float_of(largest), saturated};
+    return saturated;
 }
 
-/* codes[i] = RNE8(clamp(RN32(hp[i] * scale), -max, max)), an infinite hp[i] as NaN; the amax of hp, and how many elements
- * the clamp took more from than rounding. One pass. n < 2^32. */
-CLONES static Observed observe_run(const void *hp, int hp_kind, int float8, float scale, int64_t n, uint8_t *codes) {
-    Observed seen = {0.0f, 0};
-#define CASE(H, F) case H * 2 + F: seen = observe_body(hp, H, FLOAT8[F], scale, n, codes); break;
+/* As cast_run with one scale, but an infinite hp[i] becomes NaN; returns how many elements the clamp takes more from than
+ * rounding. For what does not fit its scale. */
+CLONES static int64_t overflow_run(const void *hp, int hp_kind, int float8, float scale, int64_t n, uint8_t *codes) {
+#define CASE(H, F) case H * 2 + F: return overflow_body(hp, H, FLOAT8[F], scale, n, codes);
 #define CASES(H) CASE(H, E4M3) CASE(H, E5M2)
     if (n > 0) switch (hp_kind * 2 + float8) { CASES(FLOAT32) CASES(BFLOAT16) CASES(FLOAT16) }
 #undef CASES
 #undef CASE
-    return seen;
+    return 0;
 }
 
 enum { UNSCALED, ONE_SCALE, SCALE_PER_ELEMENT };
@@ -221,6 +215,8 @@ CLONES static void scales_run(const void *amax, int hp_kind, int float8, int pow
 
 /* ---- a matrix, in blocks of rows (of elements, where the dim does not matter), one thread each --------------------*/
 
+typedef struct { float amax; int64_t saturated; } Observed;
+
 typedef struct {
     char *hp;               /* [rows, columns] of hp_kind; what widen writes */
     uint8_t *codes;         /* [rows, columns] of float8; what widen reads */
@@ -231,7 +227,7 @@ typedef struct {
     int hp_kind, float8, dim, power_of_2, threads;
 } Job;
 
-enum { MOST_THREADS = 64, RUN = 1 << 30 };
+enum { MOST_THREADS = 64, CACHED = 8192 /* elements that stay in the first cache between two runs over them */ };
 
 static int64_t elements_read;  /* of hp matrices, since the module was loaded; read by tests. Under the GIL or approximate. */
 
@@ -263,16 +259,24 @@ static void amax_of_columns(const Job *job, int block, int64_t first, int64_t la
     for (int64_t row = first; row < last; row++) amax_each(hp_row(job, row), job->hp_kind, job->columns, amax);
 }
 
-static void observe_elements(const Job *job, int block, int64_t first, int64_t last) {
-    Observed total = {0.0f, 0};
-    for (int64_t start = first; start < last; start += RUN) {
+/* Reads memory once: a few elements at a time, their amax, then their cast, which counts only if it must. */
+static void cast_and_observe_elements(const Job *job, int block, int64_t first, int64_t last) {
+    float largest = 0.0f;
+    int64_t saturated = 0;
+    for (int64_t start = first; start < last; start += CACHED) {
         const char *hp = job->hp + start * hp_size(job);
-        int64_t n = last - start < RUN ? last - start : RUN;
-        Observed seen = observe_run(hp, job->hp_kind, job->float8, *job->quant, n, job->codes + start);
-        total.saturated += seen.saturated;
-        if (bits_of(seen.amax) > bits_of(total.amax)) total.amax = seen.amax;
+        uint8_t *codes = job->codes + start;
+        int64_t n = last - start < CACHED ? last - start : CACHED;
+        uint32_t bits = 0;
+        store_amax(job, &bits, 0, amax_run(hp, job->hp_kind, n));
+        float amax = load(&bits, job->hp_kind, 0);
+        if (amax * *job->quant <= FLOAT8[job->float8].saturates_above && amax <= FLT_MAX)
+            cast_run(hp, job->hp_kind, job->float8, job->quant, 0, n, codes);
+        else
+            saturated += overflow_run(hp, job->hp_kind, job->float8, *job->quant, n, codes);
+        if (bits_of(amax) > bits_of(largest)) largest = amax;
     }
-    job->observed[block] = total;
+    job->observed[block].amax = largest, job->observed[block].saturated = saturated;
 }
 
 /* Fills job->amax, tensorwise or by columns: each thread has a result of its own first. 0, or -1 without memory. */
@@ -351,18 +355,19 @@ static int cast_and_observe_matrix(const Job *job, float kept_quant, float *obse
         if (fill_amax(&of_amax)) return -1;
         scales_run(&amax, job->hp_kind, job->float8, job->power_of_2, 1, job->quant, job->dequant);
     }
-    Observed seen[MOST_THREADS], total = {0.0f, 0};
+    Observed seen[MOST_THREADS];
     Job observing = *job;
     observing.observed = seen;
     elements_read += job->rows * job->columns;
-    in_blocks(observe_elements, &observing, job->rows * job->columns);
+    in_blocks(cast_and_observe_elements, &observing, job->rows * job->columns);
+    int64_t saturated = 0;
     for (int block = 0; block < job->threads; block++) {
-        total.saturated += seen[block].saturated;
-        if (bits_of(seen[block].amax) > bits_of(total.amax)) total.amax = seen[block].amax;
+        float amax = seen[block].amax;
+        saturated += seen[block].saturated;
+        /* NaN compares with nothing, and stays once it is there; -1 stands for a tensor that has not been seen. */
+        if (!(amax <= observed[0]) && observed[0] == observed[0]) observed[0] = amax;
     }
-    /* NaN compares with nothing, and stays once it is there; -1 stands for a tensor that has not been seen. */
-    if (!(total.amax <= observed[0]) && observed[0] == observed[0]) observed[0] = total.amax;
-    if ((float)total.saturated > observed[1]) observed[1] = (float)total.saturated;
+    if ((float)saturated > observed[1]) observed[1] = (float)saturated;
     return 0;
 }
 

@@ -93,6 +93,18 @@ def test_no_recompilation_from_the_cold_start_on(recipe, how, by_layer):
 
 
 @RECIPE
+def test_one_graph_serves_every_layer(recipe):
+    """What is compiled knows the rows of a layer as tensors, not by their number."""
+    model = convert_to_float8_training(Net(), config=config_of(recipe))
+    torch._dynamo.utils.counters.clear()
+    for layer in model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        step(model, torch.randn(8, 64))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@RECIPE
 def test_autocast_casts_from_the_dtype_that_comes(recipe):
     module, dynamic = make(recipe=recipe, bias=True), convert_to_float8_training(nn.Linear(64, 32))
     dynamic.load_state_dict(module.state_dict())
