@@ -1,6 +1,8 @@
 """One linear, forward and backward: quaver per recipe against bfloat16 `nn.Linear` and, if installed, torchao.float8.
 
-The input is a new tensor object at each call, so that no library can remember anything of it between calls.
+The input is a new tensor object at each call, so that no library can remember anything of it between calls. Delayed
+scales are known before the clock starts: what brings them forward runs once a step for a whole model, and is timed by
+benchmarks/scaling.py.
 """
 
 from __future__ import annotations
@@ -17,10 +19,17 @@ from torch import nn
 
 from quaver.bench.harness import Timing, environment, time_alternating
 from quaver.bench.shapes import Shape
-from quaver.config import Float8LinearConfig
-from quaver.linear import Float8Linear
+from quaver.config import Float8LinearConfig, Float8LinearRecipeName
+from quaver.convert import convert_to_float8_training
+from quaver.delayed import sync_float8_amax_and_scale_history
 
 MODES = ("eager", "compiled")
+
+_TORCHAO_RECIPES = (
+    Float8LinearRecipeName.TENSORWISE,
+    Float8LinearRecipeName.ROWWISE,
+    Float8LinearRecipeName.ROWWISE_WITH_GW_HP,
+)
 
 
 @dataclass(frozen=True)
@@ -86,12 +95,16 @@ def _contestants(
     modules: dict[str, nn.Module] = {"bfloat16": plain().to(torch.bfloat16)}
     for recipe in recipes:
         config = Float8LinearConfig.from_recipe_name(recipe)
-        modules[f"quaver {recipe}"] = Float8Linear(shape.k, shape.n, False, device, dtype, config=config)
-        if with_torchao:
+        modules[f"quaver {recipe}"] = convert_to_float8_training(plain(), config=config)
+        if with_torchao and Float8LinearRecipeName(recipe) in _TORCHAO_RECIPES:
             modules[f"torchao {recipe}"] = _torchao_linear(plain(), recipe, emulate=device.type != "cuda")
     input = torch.randn(shape.m, shape.k, device=device, dtype=dtype)
     grad_output = torch.randn(shape.m, shape.n, device=device, dtype=dtype)
-    return {name: _step(module, mode, input, grad_output) for name, module in modules.items()}
+    steps = {name: _step(module, mode, input, grad_output) for name, module in modules.items()}
+    for name, module in modules.items():
+        steps[name]()
+        sync_float8_amax_and_scale_history(module)
+    return steps
 
 
 def _step(module: nn.Module, mode: str, input: torch.Tensor, grad_output: torch.Tensor) -> Callable[[], None]:
