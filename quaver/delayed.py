@@ -76,7 +76,8 @@ class ScaleState:
         self.quant_scale = torch.tensor(given, dtype=torch.float32, device=device)
         self.observed = torch.zeros(rows, 2, dtype=torch.float32, device=device)
         self.history = torch.zeros(rows, history_len, dtype=torch.float32, device=device)
-        self.is_delayed = torch.tensor([cast.scaling_type is ScalingType.DELAYED for cast in casts], device=device)
+        self.delayed_rows = [cast.scaling_type is ScalingType.DELAYED for cast in casts]
+        self.is_delayed = torch.tensor(self.delayed_rows, device=device)
         largest = [FORMATS[cast.float8_dtype].max for cast in casts]
         self.format_max = torch.tensor(largest, dtype=torch.float32, device=device)
         self.not_seen = torch.tensor([_NOT_SEEN, 0.0], dtype=torch.float32, device=device)
@@ -183,20 +184,20 @@ class ScaleState:
             self.announced = True
             cold = int((self.is_delayed & (self.quant_scale == 0)).sum())
             if cold:
-                total = int(self.is_delayed.sum())
+                total = sum(self.delayed_rows)
                 logger.info("%d of %d delayed scales had no history: scaled dynamically until now", cold, total)
 
     # ---- loading -------------------------------------------------------------------------------------------------
 
     def forget(self, row: int) -> None:
         """Make one row as it was before its first step; a scale given by the config stays."""
-        if row in self.calibrated_rows or self.is_delayed[row]:
+        if row in self.calibrated_rows or self.delayed_rows[row]:
             self.quant_scale[row] = 0
             self.history[row] = 0
 
     def was_loaded(self) -> None:
         """To be called after rows were written from outside."""
-        self.uncalibrated = any(self.quant_scale[row] <= 0 for row in self.calibrated_rows)
+        self.uncalibrated = bool((self.quant_scale[self.calibrated_rows] <= 0).any())
         self.announced = False
         self._forget_observed()
         self._look_from_host()
@@ -430,7 +431,7 @@ class Float8ScalingState:
         entries: dict[str, Tensor] = {}
         for name, row, state in self._named:
             entries[f"{name}.quant_scale"] = state.quant_scale[row]
-            if state.is_delayed[row]:
+            if state.delayed_rows[row]:
                 entries[f"{name}.amax_history"] = state.history[row]
         return entries
 
@@ -523,12 +524,18 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.
 def _named_rows(model: nn.Module) -> list[tuple[str, int, ScaleState]]:
     """Each row once, with the name of the first linear that has it."""
     found: dict[tuple[int, int], tuple[str, int, ScaleState]] = {}
+    of_ddp = [
+        f"{name}.module.".removeprefix(".")
+        for name, module in model.named_modules()
+        if isinstance(module, nn.parallel.DistributedDataParallel)
+    ]
     for fqn, linear in model.named_modules():
         if isinstance(linear, Float8Linear) and isinstance(linear.scaling, _LinearScaling):
+            for wrapper in of_ddp:
+                if fqn.startswith(wrapper):
+                    fqn = wrapper.removesuffix("module.") + fqn.removeprefix(wrapper)
             for wrapper in _WRAPPERS:
                 fqn = fqn.replace(wrapper, "")
-            if isinstance(model, nn.parallel.DistributedDataParallel):
-                fqn = fqn.removeprefix("module.")
             state = linear.scaling.state
             for operand, row in zip(OPERANDS, linear.scaling.rows, strict=True):
                 if row is not None:
@@ -550,7 +557,7 @@ def _check_once(model: nn.Module, states: Sequence[ScaleState], group: ProcessGr
     checked = [id(state) for state in states]
     if getattr(model, "_float8_sync_checked", None) == checked:
         return
-    lines = [f"{name} {'delayed' if state.is_delayed[row] else 'static'}" for name, row, state in _named_rows(model)]
+    lines = [f"{name} {'delayed' if state.delayed_rows[row] else 'static'}" for name, row, state in _named_rows(model)]
     lines += [str(state.delayed_config) for state in states]
     device = states[0].device if states else next((p.device for p in model.parameters()), torch.device("cpu"))
     check_ranks_agree(lines, group, device, what="the tensors whose scales are kept")

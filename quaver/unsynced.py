@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 
@@ -20,7 +20,7 @@ class Synced(Protocol):
 
     steps_since_sync: int
     warned: bool
-    is_delayed: Tensor
+    delayed_rows: list[bool]
     trained_modules: WeakSet[nn.Module]
     """The model, or modules of it."""
 
@@ -43,7 +43,7 @@ def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for state in _watched:
         if not state.warned and _trains(optimizer, state):
             state.steps_since_sync += 1
-            if state.steps_since_sync == 2 and bool(state.is_delayed.any()):
+            if state.steps_since_sync == 2 and any(state.delayed_rows):
                 state.warned = True
                 warnings.warn(
                     "two optimizer steps without sync_float8_amax_and_scale_history(model) between them: delayed "

@@ -1,0 +1,102 @@
+"""On a GPU: kept scales make the codes of a CPU, nothing synchronises, and compiled code is compiled once."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from quaver import (
+    DelayedScalingConfig,
+    Float8LinearConfig,
+    convert_to_float8_training,
+    float8_scaling_state,
+    sync_float8_amax_and_scale_history,
+)
+from quaver.kernels.cast import KeptScale, cast_with_kept_scale
+from quaver.scaling import cast_with_kept_scale as oracle
+from tests.reference import KEPT_RECIPES
+
+pytestmark = pytest.mark.gpu
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("float8_dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("scale", [0.0, 50.0])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_codes_scales_and_what_is_observed_are_those_of_a_cpu(hp_dtype, float8_dtype, scale, compiled):
+    hp = (torch.randn(300, 130) * torch.logspace(-3, 3, 130)).to(hp_dtype)
+
+    def cast(hp, quant_scale, observed, known):
+        return cast_with_kept_scale(hp, KeptScale(quant_scale, observed, known), float8_dtype, False)
+
+    observed = torch.tensor([-1.0, 0.0], device="cuda")
+    cast = torch.compile(cast, fullgraph=True) if compiled else cast
+    on_gpu = cast(hp.cuda(), torch.tensor(scale, device="cuda"), observed, torch.tensor(bool(scale)))
+    codes, quant, dequant, seen = oracle(hp, torch.tensor(scale), float8_dtype)
+    assert on_gpu[0].cpu().view(torch.uint8).equal(codes.view(torch.uint8))
+    assert on_gpu[1].cpu().equal(quant)
+    assert on_gpu[2].cpu().equal(dequant)
+    assert observed.cpu().equal(seen)
+
+
+def make(recipe, **delayed):
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = replace(config, delayed_scaling_config=DelayedScalingConfig(**delayed))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.SiLU(), nn.Linear(96, 64))
+    return convert_to_float8_training(model, config=config)
+
+
+def step(model, forward, seed, device):
+    torch.manual_seed(seed)
+    input = torch.randn(128, 64).to(device)
+    model.zero_grad()
+    with torch.autocast(device, torch.bfloat16):
+        loss = forward(input).float().square().mean()
+    loss.backward()
+    sync_float8_amax_and_scale_history(model)
+    return loss.detach()
+
+
+@pytest.mark.parametrize("recipe", KEPT_RECIPES)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_training_follows_that_on_a_cpu_without_recompilation(recipe, compiled):
+    on_cpu = make(recipe)
+    on_gpu = copy.deepcopy(on_cpu).cuda()
+    assert on_gpu[0].scaling.state.device.type == "cuda"
+    forward = torch.compile(on_gpu, fullgraph=True) if compiled else on_gpu
+    step(on_gpu, forward, 0, "cuda")
+    step(on_cpu, on_cpu, 0, "cpu")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in range(1, 5):
+            loss = step(on_gpu, forward, seed, "cuda")
+            torch.testing.assert_close(loss.cpu(), step(on_cpu, on_cpu, seed, "cpu"), rtol=2e-2, atol=0)
+    ours, theirs = (float8_scaling_state(model).state_dict() for model in (on_gpu, on_cpu))
+    for name, value in ours.items():
+        torch.testing.assert_close(value.cpu(), theirs[name], rtol=0.1, atol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"dynamic_window": (0.1, 2.0)}], ids=str)
+def test_nothing_waits_for_the_device(options):
+    model = make("delayed", **options).cuda()
+    step(model, model, 0, "cuda")  # the first sync says how many scales were unknown
+    input = torch.randn(128, 64, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            model(input).sum().backward()
+            sync_float8_amax_and_scale_history(model)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_state_follows_a_move_that_the_model_was_not_told_of():
+    model = make("delayed")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.cuda()
+    step(model, model, 0, "cuda")
+    assert model[0].scaling.state.device.type == "cuda"
+    assert all(tensor.amax > 0 for tensor in float8_scaling_state(model).report())
