@@ -106,7 +106,7 @@ def convert_to_float8_training(
     """Make every `nn.Linear` of `module` a `Float8Linear`, in place.
 
     Modules keep their identity, parameters, hooks, attributes and training mode. A second call with the same config
-    changes nothing. With delayed or static scaling the linears of one call share one state (delayed.py); call
+    changes nothing. With delayed or static scaling the linears of one call share one state (scale_state.py); call
     `sync_float8_amax_and_scale_history(model)` once a step. `conversion_report(module)` tells what happened to each
     layer. With `enable_fsdp_float8_all_gather` the weights are wrapped, and so are new parameters (with the same
     memory): convert before `fully_shard`, and make the optimizer after both.

@@ -1,27 +1,4 @@
-"""Kept scales: the state of delayed and static scaling for a whole model, and the rule that brings scales forward.
-
-    quant_scale [T]      what casts multiply with; 0 where no scale is known, negative to scale dynamically for a step
-    observed    [T, 2]   since the last sync: the largest amax (-1 where no cast ran), the most elements that saturated
-    history     [T, H]   the amaxes of the last H steps, newest last, 0 where there is none
-
-One row a tensor, T tensors: the input, weight and grad_output of each linear, as far as their scales are kept. All of
-it lies in one `ScaleState`; linears hold views of a row (`quaver.kernels.cast.KeptScale`), and know nothing else.
-
-A step. Casts read quant_scale, and take the maximum of `observed` and what they see, in the one pass that they make
-anyway. The maximum is idempotent: recomputed activations, microbatches and modules that run several times need no care,
-and since no scale changes before the sync, a recomputation is bitwise what it repeats. After the backward
-
-    sync_float8_amax_and_scale_history(model)
-
-takes the maximum over ranks (one all-reduce), appends it to the history and computes the scales of the next step
-(`DelayedScalingConfig` has the formula). A tensor that no rank cast in this step keeps its row as it is.
-
-[Note: cold start] A row whose scale is not known is scaled dynamically, cast by cast, until a sync has seen it. So is
-one that left its `dynamic_window`, for one step. The cast decides on the device: no code is compiled again for it.
-
-[Note: what is not in a module] Rows are no buffers: a module's state_dict is nn.Linear's, DDP broadcasts nothing, and
-FSDP manages nothing. `float8_scaling_state(model)` saves and loads them under names of their own.
-"""
+"""What a user calls for delayed and static scaling: sync, calibrate, save, load, report (of scale_state.py)."""
 
 from __future__ import annotations
 
@@ -29,236 +6,22 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from quaver import scaling
-from quaver.casts import KeptScales
-from quaver.config import CastConfig, DelayedScalingConfig, Float8LinearConfig, ScalingType
+from quaver.config import CastConfig, Float8LinearConfig
 from quaver.distributed.agreement import check_ranks_agree
-from quaver.formats import FORMATS
-from quaver.kernels.cast import KeptScale
 from quaver.linear import Float8Linear
-from quaver.unsynced import watch_optimizers
+from quaver.scale_state import LinearScales, ScaleState, largest_observed, next_scale
 
 logger = logging.getLogger(__name__)
 
 OPERANDS = ("input", "weight", "grad_output")
-_LARGEST_FLOAT32 = torch.finfo(torch.float32).max
-_NOT_SEEN = -1.0
 
 NamedLinears = Sequence[tuple[str, Float8Linear]]
-
-
-class ScaleState:
-    """The kept scales of the linears of one conversion; see the top of the file for what the tensors hold.
-
-    Attributes:
-        quant_scale, observed, history: float32 [T], [T, 2], [T, H], on the device of the linears.
-        known: bool [T], on the CPU: what the host has last seen of quant_scale > 0; only kept where ranks decide by it.
-        synced_scale, synced_observed: copies of quant_scale and observed as the last sync found them, for reports.
-        uncalibrated: whether a static scale is missing.
-        calibrating: whether static scales are being measured.
-        steps_since_sync: optimizer steps, counted by unsynced.py.
-    """
-
-    def __init__(self, casts: Sequence[CastConfig], config: Float8LinearConfig, device: torch.device) -> None:
-        """`casts`: one for each row."""
-        rows = len(casts)
-        self.delayed_config = config.delayed_scaling_config
-        self.power_of_2 = config.round_scales_to_power_of_2
-        history_len = self.delayed_config.history_len
-        given = [cast.static_quant_scale or 0.0 for cast in casts]
-        self.quant_scale = torch.tensor(given, dtype=torch.float32, device=device)
-        self.observed = torch.zeros(rows, 2, dtype=torch.float32, device=device)
-        self.history = torch.zeros(rows, history_len, dtype=torch.float32, device=device)
-        self.delayed_rows = [cast.scaling_type is ScalingType.DELAYED for cast in casts]
-        self.is_delayed = torch.tensor(self.delayed_rows, device=device)
-        largest = [FORMATS[cast.float8_dtype].max for cast in casts]
-        self.format_max = torch.tensor(largest, dtype=torch.float32, device=device)
-        self.not_seen = torch.tensor([_NOT_SEEN, 0.0], dtype=torch.float32, device=device)
-        self.known = torch.zeros(rows, dtype=torch.bool, device="cpu")
-        self.calibrated_rows = [
-            row
-            for row, cast in enumerate(casts)
-            if cast.scaling_type is ScalingType.STATIC and cast.static_quant_scale is None
-        ]
-        self.uncalibrated = bool(self.calibrated_rows)
-        self.calibrating = False
-        self.host_decides = False
-        self.announced = False
-        self.steps_since_sync = 0
-        self.warned = False
-        self._forget_observed()
-        self.synced_scale, self.synced_observed = self.quant_scale.clone(), self.observed.clone()
-        self._views_of: list[_LinearScaling] = []
-        self._kept: dict[tuple[int, bool], KeptScale] = {}
-        self.trained_modules: WeakSet[nn.Module] = WeakSet()
-        self._look_from_host()
-        watch_optimizers(self)
-
-    @property
-    def device(self) -> torch.device:
-        return self.quant_scale.device
-
-    # ---- views ---------------------------------------------------------------------------------------------------
-
-    def scaling_of(self, rows: tuple[int | None, int | None, int | None]) -> _LinearScaling:
-        """The views of a linear whose operands have these rows."""
-        views = _LinearScaling(self, rows)
-        self._views_of.append(views)
-        return views
-
-    def kept(self, row: int | None, *, record: bool) -> KeptScale | None:
-        """The view of one row: the same object each time, by which linears that share it know that they do."""
-        if row is None:
-            return None
-        known = self._kept.get((row, record))
-        if known is None:
-            known = KeptScale(self.quant_scale[row], self.observed[row] if record else None, self.known[row])
-            self._kept[row, record] = known
-        return known
-
-    def to(self, device: torch.device) -> None:
-        """Move to another device; views follow."""
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor) and name != "known":
-                setattr(self, name, value.to(device))
-        self._kept.clear()
-        for views in self._views_of:
-            views.refresh()
-
-    def __getstate__(self) -> dict[str, Any]:
-        made_again: dict[str, Any] = {"_views_of": [], "_kept": {}, "trained_modules": ()}
-        return {**self.__dict__, **made_again}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.trained_modules = WeakSet()
-        watch_optimizers(self)
-
-    # ---- the sync ------------------------------------------------------------------------------------------------
-
-    def sync(self, group: ProcessGroup | None) -> None:
-        """Bring the scales of delayed rows forward: a fixed number of kernels, and one collective with a group."""
-        config = self.delayed_config
-        observed = self.observed if group is None else _largest_observed(self.observed, group)
-        amax = observed[:, 0]
-        finite = amax.isfinite()
-        remembered = self.is_delayed & ~(amax < 0)  # a NaN was seen, too
-        if config.nonfinite_amax == "skip":
-            remembered &= finite
-        shifted = torch.cat([self.history[:, 1:], amax.unsqueeze(1)], 1)
-        self.history.copy_(torch.where(remembered.unsqueeze(1), shifted, self.history))
-        largest = self.history.amax(1) if config.scale_fn_name == "max" else self.history[:, -1]
-        usable = remembered & (largest > 0) & largest.isfinite()
-        scale = next_scale(largest, self.format_max, config, self.power_of_2)
-        scale = torch.where(usable, scale, self.quant_scale.abs())
-        if config.dynamic_window is not None:
-            low, high = config.dynamic_window
-            ratio = self.quant_scale * amax / self.format_max
-            left = (ratio < low) | (ratio > high)
-            scale = torch.where(left & usable & finite & (amax > 0) & (self.quant_scale > 0), -scale, scale)
-        self._announce()
-        self.synced_observed.copy_(observed)
-        self.synced_scale.copy_(self.quant_scale)
-        self.quant_scale.copy_(scale)
-        self._forget_observed()
-        if self.host_decides and (config.dynamic_window is not None or not self.known.all()):
-            self._look_from_host()
-        self.steps_since_sync = 0
-
-    def _forget_observed(self) -> None:
-        self.observed.copy_(self.not_seen)
-
-    def _look_from_host(self) -> None:
-        self.known.copy_(self.quant_scale > 0)
-
-    def _announce(self) -> None:
-        """Say once how many tensors started without a history."""
-        if not self.announced:
-            self.announced = True
-            cold = int((self.is_delayed & (self.quant_scale == 0)).sum())
-            if cold:
-                total = sum(self.delayed_rows)
-                logger.info("%d of %d delayed scales had no history: scaled dynamically until now", cold, total)
-
-    # ---- loading -------------------------------------------------------------------------------------------------
-
-    def forget(self, row: int) -> None:
-        """Make one row as it was before its first step; a scale given by the config stays."""
-        if row in self.calibrated_rows or self.delayed_rows[row]:
-            self.quant_scale[row] = 0
-            self.history[row] = 0
-
-    def was_loaded(self) -> None:
-        """To be called after rows were written from outside."""
-        self.uncalibrated = bool((self.quant_scale[self.calibrated_rows] <= 0).any())
-        self.announced = False
-        self._forget_observed()
-        self._look_from_host()
-
-
-def next_scale(amax: Tensor, format_max: Tensor, config: DelayedScalingConfig, power_of_2: bool) -> Tensor:
-    """The quant_scale for tensors of which `amax` is expected; float32 of amax's shape, for amaxes that are above 0.
-
-    TransformerEngine's formula: where the quotient overflows, the largest float32. It is divided in float64, for the
-    same bits on every device ([Note: one division, two formulas] in scaling.py).
-    """
-    scale = (format_max.double() / config.headroom / amax.double()).float() / 2.0**config.margin
-    scale = scale.clamp(max=_LARGEST_FLOAT32)
-    return scaling.round_down_to_power_of_2(scale) if power_of_2 else scale
-
-
-def _largest_observed(observed: Tensor, group: ProcessGroup) -> Tensor:
-    """The maximum over ranks, NaN where one has a NaN; -1 only where all have it."""
-    # As integers magnitudes order alike, with NaNs on top; a NaN may have a sign, and -1 has to lose to all.
-    bits = torch.where(observed < 0, -1, observed.view(torch.int32).bitwise_and(0x7FFFFFFF))
-    dist.all_reduce(bits, dist.ReduceOp.MAX, group)
-    return torch.where(bits < 0, _NOT_SEEN, bits.view(torch.float32))
-
-
-class _LinearScaling:
-    """The rows of one linear; implements `quaver.linear.LinearScaling`."""
-
-    def __init__(self, state: ScaleState, rows: tuple[int | None, int | None, int | None]) -> None:
-        self.state, self.rows = state, rows
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Take new views of the state."""
-        self.recorded = KeptScales(*(self.state.kept(row, record=True) for row in self.rows))
-        self.unrecorded = KeptScales(*(self.state.kept(row, record=False) for row in self.rows))
-
-    def scales(self, *, recording: bool, device: torch.device) -> KeptScales:
-        state = self.state
-        if device != state.device:
-            self.follow(device)
-        if state.uncalibrated and not state.calibrating:
-            raise RuntimeError(
-                "this model has static scales that were never measured: run a few batches inside "
-                "calibrate_float8_static_scales(model), load them, or give CastConfig.static_quant_scale"
-            )
-        return self.recorded if recording or state.calibrating else self.unrecorded
-
-    def belongs_to(self, linear: Float8Linear) -> None:
-        self.state.trained_modules.add(linear)
-
-    def host_decides(self) -> None:
-        self.state.host_decides = True
-
-    def follow(self, device: torch.device) -> None:
-        if device.type != "meta" and device != self.state.device:
-            if torch.compiler.is_compiling():
-                raise RuntimeError(f"the kept scales are on {self.state.device}, the input on {device}: move the model")
-            self.state.to(device)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ScaleState.scaling_of, (self.state, self.rows)  # views of the copy's state, not copies of views
 
 
 # ---- making it, for a model ------------------------------------------------------------------------------------------
@@ -369,7 +132,7 @@ def calibrate_float8_static_scales(model: nn.Module, *, group: ProcessGroup | No
             state._forget_observed()
             state.calibrating = True
         yield
-        seen = [state.observed if group is None else _largest_observed(state.observed, group) for state in states]
+        seen = [state.observed if group is None else largest_observed(state.observed, group) for state in states]
         amax_of = {id(state): observed[:, 0] for state, observed in zip(states, seen, strict=True)}
         _check_all_seen([(name, float(amax_of[id(state)][row])) for name, row, state in named])
         for (scales, _), state in zip(before, states, strict=True):
@@ -530,7 +293,7 @@ def _named_rows(model: nn.Module) -> list[tuple[str, int, ScaleState]]:
         if isinstance(module, nn.parallel.DistributedDataParallel)
     ]
     for fqn, linear in model.named_modules():
-        if isinstance(linear, Float8Linear) and isinstance(linear.scaling, _LinearScaling):
+        if isinstance(linear, Float8Linear) and isinstance(linear.scaling, LinearScales):
             for wrapper in of_ddp:
                 if fqn.startswith(wrapper):
                     fqn = wrapper.removesuffix("module.") + fqn.removeprefix(wrapper)
@@ -547,7 +310,7 @@ def _named_rows(model: nn.Module) -> list[tuple[str, int, ScaleState]]:
 def _states(modules: nn.Module | Iterable[nn.Module]) -> list[ScaleState]:
     found = {}
     for module in modules.modules() if isinstance(modules, nn.Module) else modules:
-        if isinstance(module, Float8Linear) and isinstance(module.scaling, _LinearScaling):
+        if isinstance(module, Float8Linear) and isinstance(module.scaling, LinearScales):
             found[id(module.scaling.state)] = module.scaling.state
     return list(found.values())
 

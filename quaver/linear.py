@@ -73,7 +73,7 @@ def _weight_casts(
 
 
 class LinearScaling(Protocol):
-    """What a linear knows of the kept scales of its operands; delayed.py implements it."""
+    """What a linear knows of the kept scales of its operands; scale_state.py implements it."""
 
     def scales(self, *, recording: bool, device: torch.device) -> KeptScales:
         """The kept scales for a forward that begins now on `device`, and its backward."""
@@ -392,7 +392,7 @@ class Float8Linear(nn.Linear):
 
     config: Float8LinearConfig
     scaling: LinearScaling | None
-    """The kept scales of its operands, where the config has any (delayed.py)."""
+    """The kept scales of its operands, where the config has any (scale_state.py)."""
     sharding: LinearSharding | None
     """Set by tensor parallelism (distributed/tensor_parallel.py)."""
     gathering: object | None

@@ -71,7 +71,7 @@ def _fake_cast_with_scale(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.d
 
 
 class KeptScale(NamedTuple):
-    """The scale of one tensor that is kept from step to step, and what the casts with it see. Views; see delayed.py."""
+    """The scale of one tensor that is kept from step to step, and what casts with it see: views (scale_state.py)."""
 
     quant_scale: Tensor
     """float32 (). What is not above 0 stands for a scale that is not known: the tensor's own is then taken."""

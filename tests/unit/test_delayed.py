@@ -23,8 +23,8 @@ from quaver import (
     float8_scaling_state,
     sync_float8_amax_and_scale_history,
 )
-from quaver.delayed import ScaleState
 from quaver.kernels import cpu
+from quaver.scale_state import ScaleState
 from tests.reference import KEPT_RECIPES, MAX, sqnr_db
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -178,7 +178,7 @@ def test_the_first_step_is_that_of_dynamic_scaling(recipe, hp_dtype):
 
 def test_a_cold_start_is_said_once(caplog):
     module = make()
-    with caplog.at_level("INFO", logger="quaver.delayed"):
+    with caplog.at_level("INFO", logger="quaver.scale_state"):
         for _ in range(3):
             step(module, torch.randn(4, 64))
     assert [record.message for record in caplog.records] == [
