@@ -184,6 +184,7 @@ _NONFINITE_AMAX = ("skip", "keep_scale")
 SHARED_INPUTS: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
+    ("gate", "up"),
     ("wq", "wk", "wv"),
     ("w1", "w3"),
     ("query", "key", "value"),

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from quaver import scaling
 from quaver.config import CastConfig, Float8LinearConfig
 from quaver.distributed.agreement import check_ranks_agree
 from quaver.linear import Float8Linear
@@ -130,6 +131,7 @@ def calibrate_float8_static_scales(model: nn.Module, *, group: ProcessGroup | No
         for state in states:
             state.quant_scale[state.calibrated_rows] = 0
             state._forget_observed()
+            state._look_from_host()
             state.calibrating = True
         yield
         seen = [state.observed if group is None else largest_observed(state.observed, group) for state in states]
@@ -152,7 +154,12 @@ def _check_all_seen(named_amaxes: Sequence[tuple[str, float]]) -> None:
     bad = [(name, amax) for name, amax in named_amaxes if not 0 < amax < float("inf")]
     if bad:
         name, amax = bad[0]
-        what = "was not cast (did its module run, and the backward?)" if amax < 0 else f"had an amax of {amax}"
+        what = f"had an amax of {amax}"
+        if amax < 0:
+            what = (
+                "was not cast. Run its module, and the backward; siblings whose input tensor parallelism gathers for "
+                "all of them must be named in Float8LinearConfig.shared_inputs"
+            )
         more = f", and {len(bad) - 1} more have no amax to scale by either" if len(bad) > 1 else ""
         raise RuntimeError(f"calibration: {name} {what}{more}; no scale was changed")
 
@@ -162,14 +169,16 @@ class TensorScaling(NamedTuple):
 
     name: str
     quant_scale: float
-    """What its casts multiplied with; for a tensor that was scaled dynamically, what its amax asks for."""
+    """What its casts multiplied with; for a tensor that was scaled dynamically, what its amax asks for. For one
+    that was not cast, what it has: 0 if that is nothing."""
     is_dynamic: bool
     """Whether it was scaled dynamically: without a history, or after it had left its window."""
     amax: float
     """-1 if it was not cast."""
     used_over_ideal: float
     """The scale that was used over the one that would have brought amax to the format's largest number: above 1 the
-    tensor saturates, 2**-n leaves n powers of two unused. 1 where it was scaled dynamically; NaN if not cast."""
+    tensor saturates, 2**-n leaves n powers of two unused. 1 where it was scaled dynamically, inf or NaN if amax is;
+    NaN if not cast."""
     saturated: int
     """The most elements that saturated in one cast, on one rank."""
 
@@ -262,10 +271,12 @@ def float8_scaling_state(model: nn.Module) -> Float8ScalingState:
 
 
 def _fared(name: str, scale: float, amax: float, saturated: float, format_max: float) -> TensorScaling:
-    ideal = format_max / amax if amax > 0 else float("nan")
     is_dynamic = not scale > 0
-    used = ideal if is_dynamic else scale
-    return TensorScaling(name, used, is_dynamic, amax, used / ideal, int(saturated))
+    if amax < 0:
+        return TensorScaling(name, abs(scale), is_dynamic, amax, float("nan"), 0)
+    used = format_max / max(amax, scaling.EPS) if is_dynamic else scale
+    ratio = 1.0 if is_dynamic else scale * amax / format_max
+    return TensorScaling(name, used, is_dynamic, amax, ratio, int(saturated))
 
 
 def _kind(value: object) -> str:

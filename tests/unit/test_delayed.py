@@ -273,12 +273,15 @@ def test_a_non_finite_input_reaches_the_output_and_not_the_scale(bad):
     module, clean = make(), torch.randn(8, 64)
     step(module, clean)
     before = scale_of(module, "input"), history_of(module, "input")
+    ratio = INF if bad == INF else NAN
     broken = clean.clone()
     broken[3, 5] = bad
     output, grad_input, grad_weight = step(module, broken)
     assert output[3].isnan().all()
     assert output[:3].isfinite().all()
     assert grad_weight[:, 5].isnan().all()
+    assert fared(module, "input").used_over_ideal == pytest.approx(ratio, nan_ok=True)
+    assert fared(module, "input").saturated == 0
     assert (scale_of(module, "input"), history_of(module, "input")) == before
     assert step(module, clean)[0].isfinite().all()
 
