@@ -145,8 +145,8 @@ class DelayedScalingConfig:
         headroom: the factor by which a tensor may grow from one step to the next before it saturates.
         nonfinite_amax: what a step in which a tensor had an inf or a NaN does to its history. "skip": nothing.
             "keep_scale": the amax is remembered, and the scale stays as it is for as long as the history holds it.
-        dynamic_window: (low, high); None never. A tensor is scaled dynamically for one step after one in which the
-            ratio of the scale that was used to the one that would have fit left the window. A ratio above 1 saturates,
+        dynamic_window: (low, high); None never. A tensor is scaled dynamically for one step after each in which the
+            ratio of its kept scale (used or not) to the one that would have fit was outside. A ratio above 1 saturates,
             and one of 1 / 2**n leaves n powers of two of the format unused. (The rule itself aims at
             1 / (headroom * 2**margin), and lies below it for as long as a larger amax is remembered.)
     Raises:

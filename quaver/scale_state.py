@@ -1,6 +1,6 @@
 """Kept scales: the state of delayed and static scaling for a whole model, and the rule that brings scales forward.
 
-    quant_scale [T]      what casts multiply with; 0 where no scale is known, negative to scale dynamically for a step
+    quant_scale [T]      what casts multiply with; 0 where none is known, negative while it does not fit its tensor
     observed    [T, 2]   since the last sync: the largest amax (-1 where no cast ran), the most elements that saturated
     history     [T, H]   the amaxes of the last H steps, newest last, 0 where there is none
 
@@ -17,7 +17,7 @@ takes the maximum over ranks (one all-reduce), appends it to the history and com
 (`DelayedScalingConfig` has the formula). A tensor that no rank cast in this step keeps its row as it is.
 
 [Note: cold start] A row whose scale is not known is scaled dynamically, cast by cast, until a sync has seen it. So is
-one that left its `dynamic_window`, for one step. The cast decides on the device: no code is compiled again for it.
+one whose scale left its `dynamic_window`, in the next step. The cast decides on the device: no code is compiled again for it.
 
 [Note: what is not in a module] Rows are no buffers: a module's state_dict is nn.Linear's, DDP broadcasts nothing, and
 FSDP manages nothing. `float8_scaling_state(model)` saves and loads them under names of their own.
@@ -155,9 +155,9 @@ class ScaleState:
         scale = torch.where(usable, scale, self.quant_scale.abs())
         if config.dynamic_window is not None:
             low, high = config.dynamic_window
-            ratio = self.quant_scale * amax / self.format_max
+            ratio = self.quant_scale.abs() * amax / self.format_max  # of the kept scale, used in this step or not
             left = (ratio < low) | (ratio > high)
-            scale = torch.where(left & usable & finite & (amax > 0) & (self.quant_scale > 0), -scale, scale)
+            scale = torch.where(left & usable & finite & (amax > 0) & (self.quant_scale != 0), -scale, scale)
         self._announce()
         self.synced_observed.copy_(observed)
         self.synced_scale.copy_(self.quant_scale)

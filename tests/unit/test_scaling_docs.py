@@ -84,7 +84,9 @@ def test_what_the_page_says_of_the_scenarios(results):
     assert lost["dynamic"] == []
     assert lost["delayed, max"] == list(range(10, 27))
     assert lost["delayed, most_recent"] == [10, 11]
-    assert lost["delayed, max, window (1/64, 1.5)"] == list(range(10, 27, 2))
+    assert lost["delayed, max, window (1/64, 1.5)"] == [10]
+    windowed = growth["delayed, window (0, 1.5)"]["saturated"]
+    assert [step for step, share in enumerate(windowed) if share > 1e-3] == [10]
 
 
 @pytest.mark.parametrize("history_len", [1, 4])
