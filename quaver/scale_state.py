@@ -17,7 +17,7 @@ takes the maximum over ranks (one all-reduce), appends it to the history and com
 (`DelayedScalingConfig` has the formula). A tensor that no rank cast in this step keeps its row as it is.
 
 [Note: cold start] A row whose scale is not known is scaled dynamically, cast by cast, until a sync has seen it. So is
-one whose scale left its `dynamic_window`, in the next step. The cast decides on the device: no code is compiled again for it.
+one whose scale left its `dynamic_window`, in the next step. The cast decides on the device: nothing is compiled again.
 
 [Note: what is not in a module] Rows are no buffers: a module's state_dict is nn.Linear's, DDP broadcasts nothing, and
 FSDP manages nothing. `float8_scaling_state(model)` saves and loads them under names of their own.

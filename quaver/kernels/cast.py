@@ -1,5 +1,8 @@
 """One cast, wherever it runs: in C on a CPU, in PyTorch elsewhere; scaling.py says what it computes.
 
+With a kept scale it runs in Triton on a GPU (triton_cast.py), whatever the mode: only a kernel can find out on the
+device that it has to read a tensor twice.
+
 To a compiler a CPU's cast is one operation too. Compiled C++ casts along columns slowly (docs/log.md); and an operation
 of its own reads the tensor that eager code would read, so the codes in a compiled model are eager's even where the
 compiler would have kept the producer's result in float32. On a GPU the compiler sees plain PyTorch, and fuses it.
@@ -116,6 +119,11 @@ def _cast_and_see(
     if cpu.takes(hp, float8_dtype):
         seen = hp.new_zeros(2, dtype=torch.float32)
         return (*cpu.cast_and_observe(hp, quant_scale, float8_dtype, power_of_2, seen), seen)
+    if hp.is_cuda:
+        from quaver.kernels import triton_cast  # imports triton, which a CPU does not need
+
+        if triton_cast.takes(hp, float8_dtype):
+            return triton_cast.cast_with_kept_scale(hp, quant_scale, float8_dtype, power_of_2=power_of_2)
     return scaling.cast_with_kept_scale(hp, quant_scale, float8_dtype, power_of_2=power_of_2)
 
 
