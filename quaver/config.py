@@ -163,7 +163,7 @@ class DelayedScalingConfig:
     def __post_init__(self) -> None:
         for name in ("history_len", "margin"):
             _check_type(self, name, int)
-        _check(1 <= self.history_len <= 1 << 20, "history_len", "1 or more", self.history_len)
+        _check(1 <= self.history_len <= 65536, "history_len", "1 to 65536 steps", self.history_len)
         _check(self.scale_fn_name in _SCALE_FNS, "scale_fn_name", f"one of {', '.join(_SCALE_FNS)}", self.scale_fn_name)
         _check(0 <= self.margin <= 16, "margin", "0 to 16 powers of two", self.margin)
         is_number = isinstance(self.headroom, int | float) and not isinstance(self.headroom, bool)

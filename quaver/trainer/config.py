@@ -5,12 +5,12 @@ the command line.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated
 
 from tyro.conf import arg
 
-from quaver.config import Float8LinearConfig, Float8LinearRecipeName
+from quaver.config import DelayedScalingConfig, Float8LinearConfig, Float8LinearRecipeName
 
 BYTE_VOCAB_SIZE = 256
 """Text is read as bytes, so a model needs one token for each value of a byte."""
@@ -18,6 +18,9 @@ BYTE_VOCAB_SIZE = 256
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 RECIPES = ", ".join(name.value for name in Float8LinearRecipeName)
+DELAYED_RECIPES = ", ".join(
+    name.value for name in Float8LinearRecipeName if Float8LinearConfig.from_recipe_name(name).keeps_scales
+)
 TENSOR_PARALLEL_SIZES = ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
 """Sizes of the model that tensor parallel ranks split; they split the sequence too."""
 RESHARD_POLICIES = ("default", "always", "never")
@@ -261,6 +264,24 @@ class Float8:
     """FSDP2 gathers the weights of float8 linears in float8: half the bytes of bfloat16."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
     """Compute the scales of all gathered weights together after each optimizer step, with one collective."""
+    delayed_history_len: int = 16
+    """Delayed scaling: how many steps' amaxes are remembered."""
+    delayed_scale_fn_name: str = "max"
+    """Delayed scaling: the scale follows the max of the remembered amaxes, or the most_recent."""
+    delayed_margin: int = 0
+    """Delayed scaling: how many powers of two to stay away from the largest number of the format."""
+    delayed_headroom: float = 1.0
+    """Delayed scaling: the factor by which a tensor may grow from one step to the next before it saturates."""
+    delayed_nonfinite_amax: str = "skip"
+    """Delayed scaling: what an inf or NaN does to a tensor's history. skip: nothing; keep_scale: it is remembered, and
+    the scale stays as it is for as long."""
+    delayed_dynamic_window: tuple[float, ...] = ()
+    """Delayed scaling: low and high; a tensor is scaled dynamically for one step after each in which the ratio of its
+    scale to the one that would have fit was outside. Empty: never."""
+    enable_amax_init: bool = True
+    """Accepted from older configs, unnecessary: a first use is always scaled dynamically. Changes nothing."""
+    enable_pre_and_post_forward: bool = True
+    """Accepted from older configs, unnecessary: no code runs before or after a forward. Changes nothing."""
 
     def __post_init__(self) -> None:
         Float8LinearConfig.from_recipe_name(self.recipe_name)  # raises ValueError listing the choices
@@ -279,6 +300,40 @@ class Float8:
             self.enable_fsdp_float8_all_gather,
             "the scales are those of weights that are gathered in float8",
         )
+        self._check_delayed_scaling()
+
+    @property
+    def keeps_scales(self) -> bool:
+        """Whether the recipe has scales that are kept from step to step."""
+        return self.enable_float8_linear and Float8LinearConfig.from_recipe_name(self.recipe_name).keeps_scales
+
+    @property
+    def delayed_scaling_config(self) -> DelayedScalingConfig:
+        """What the delayed_* settings say.
+
+        Raises:
+            ValueError: one of them is out of range.
+        """
+        values = {each.name: getattr(self, f"delayed_{each.name}") for each in fields(DelayedScalingConfig)}
+        try:
+            return DelayedScalingConfig(**{**values, "dynamic_window": values["dynamic_window"] or None})
+        except ValueError as error:
+            name, _, expected = str(error).partition(": expected ")
+            raise ValueError(f"float8.delayed_{name} must be {expected}") from error
+
+    def _check_delayed_scaling(self) -> None:
+        window = self.delayed_dynamic_window
+        require(len(window) in (0, 2), "float8.delayed_dynamic_window", "two numbers, low and high, or empty", window)
+        self.delayed_scaling_config  # noqa: B018 - raises ValueError
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            require(
+                self.keeps_scales or not setting.name.startswith("delayed_") or value == setting.default,
+                f"float8.{setting.name}",
+                f"its default, {setting.default!r}, without delayed scaling",
+                value,
+                f"set float8.enable_float8_linear and one of the recipes {DELAYED_RECIPES}",
+            )
 
 
 @dataclass(frozen=True)
@@ -311,9 +366,22 @@ class Metrics:
 
     log_freq: int = 10
     """Steps between two printed lines where there is no terminal for a progress bar."""
+    float8_scales_freq: int = 1
+    """With delayed scaling: steps between two lines of float8_scales.jsonl, which has every tensor's scale, amax and
+    saturation; 0 never."""
+    plot_float8_scales: bool = False
+    """With delayed scaling: draw float8_scales.png from them when the run ends."""
 
     def __post_init__(self) -> None:
         _require_positive("metrics", self, "log_freq")
+        require(self.float8_scales_freq >= 0, "metrics.float8_scales_freq", "not negative", self.float8_scales_freq)
+        require(
+            self.float8_scales_freq > 0 or not self.plot_float8_scales,
+            "metrics.float8_scales_freq",
+            "at least 1 with metrics.plot_float8_scales",
+            self.float8_scales_freq,
+            "the picture is drawn from what is written",
+        )
 
 
 @dataclass(frozen=True)
@@ -346,7 +414,16 @@ class TrainConfig:
             self.float8.enable_float8_linear,
             "the twin of a bfloat16 run would be itself",
         )
+        self._check_kept_scales()
         self._check_tensor_parallel()
+
+    def _check_kept_scales(self) -> None:
+        precision = self.float8.recipe_name if self.float8.enable_float8_linear else "no float8"
+        without = f"where no scale is kept from step to step ({precision})"
+        fix = f"choose float8.recipe_name {DELAYED_RECIPES.replace(', ', ' or ')}"
+        keeps, plot, freq = self.float8.keeps_scales, self.metrics.plot_float8_scales, self.metrics.float8_scales_freq
+        require(keeps or not plot, "metrics.plot_float8_scales", f"false {without}", plot, fix)
+        require(keeps or freq <= 1, "metrics.float8_scales_freq", f"0 or 1 {without}", freq, fix)
 
     def _check_tensor_parallel(self) -> None:
         degree = self.parallelism.tensor_parallel_degree

@@ -140,9 +140,12 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
         if type(value) is hint:
             return value
         raise ValueError(f"{name} must be {_TYPE_WORDS[hint]}, got {value!r}")
-    if isinstance(value, list | tuple) and all(type(item) is str for item in value):
-        return tuple(value)
-    raise ValueError(f"{name} must be a list of strings, got {value!r}")
+    item_type = typing.get_args(hint)[0]  # of tuple[item_type, ...]
+    if isinstance(value, list | tuple):
+        items = tuple(float(item) if item_type is float and type(item) is int else item for item in value)
+        if all(type(item) is item_type for item in items):
+            return items
+    raise ValueError(f"{name} must be a list of {_TYPE_WORDS[item_type].split()[-1]}s, got {value!r}")
 
 
 _TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
@@ -172,12 +175,11 @@ def _flag_value(name: str, hint: Any, inline: list[str] | None, words: list[str]
             raise ValueError(f"--{name} needs a value: {_TYPE_WORDS[hint]}")
         text = (inline or [words.pop(0)])[0]
         return _number(text, hint)
-    if inline is not None:
-        return [item for item in inline[0].split(",") if item]
-    items = []
-    while words and not words[0].startswith("--"):
+    item_type = typing.get_args(hint)[0]  # of tuple[item_type, ...]
+    items = [item for item in inline[0].split(",") if item] if inline is not None else []
+    while inline is None and words and not words[0].startswith("--"):
         items.append(words.pop(0))
-    return items
+    return [_number(item, item_type) for item in items]
 
 
 def _number(text: str, hint: type) -> Any:

@@ -47,6 +47,9 @@ def convert_model(model: nn.Module, config: Float8, *, tokens: int, device: torc
         Float8LinearConfig.from_recipe_name(config.recipe_name),
         emulate=config.emulate,
         enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
+        delayed_scaling_config=config.delayed_scaling_config,
+        enable_amax_init=config.enable_amax_init,
+        enable_pre_and_post_forward=config.enable_pre_and_post_forward,
     )
     convert_to_float8_training(model, config=linear_config, module_filter_fn=decide)
     return conversion_report(model)

@@ -50,6 +50,16 @@ class RunFolder:
         """The plot."""
         return self.path / "curves.png"
 
+    @property
+    def float8_scales(self) -> Path:
+        """One JSON object per line, one line per recorded step: the kept scales; see scales.py."""
+        return self.path / "float8_scales.jsonl"
+
+    @property
+    def float8_scales_plot(self) -> Path:
+        """The picture of them."""
+        return self.path / "float8_scales.png"
+
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """Write `value` to the file `name`, replacing it in one move so that no reader sees half of it."""
         partial = self.path / f".{name}.partial"

@@ -7,7 +7,8 @@ machine falls on both and the ratio of their median step times is fair.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,8 +29,10 @@ from quaver.trainer.model import Llama, training_flops_per_token
 from quaver.trainer.nonfinite import NonFiniteError
 from quaver.trainer.parallelize import parallelize
 from quaver.trainer.plot import draw_curves
+from quaver.trainer.plot_scales import draw_scales
 from quaver.trainer.ranks import Ranks
 from quaver.trainer.run_folder import RunFolder
+from quaver.trainer.scales import saturation_summary, scales_record
 from quaver.trainer.summary import summarize
 from quaver.trainer.twin import StepResult, Twin
 
@@ -142,20 +145,19 @@ def train(run: Run) -> dict[str, Any]:
         NonFiniteError: if a loss or a gradient norm is not finite; on every rank, with the same message.
         KeyboardInterrupt: with several ranks, at a second Ctrl-C: the others are left wherever they are.
     """
-    training, names = run.config.training, [twin.name for twin in run.twins]
+    training = run.config.training
     status, step, error = "failed", 0, None
     try:
         with (
-            MetricsWriter(run.folder.metrics if run.folder else None) as writer,
-            training_display(names, training.steps, run.config.metrics.log_freq, quiet=not run.folder) as display,
+            _outputs(run) as outputs,
             deferred_interrupt() as interrupt,
         ):
-            _introduce(run, display)
+            _introduce(run, outputs.display)
             while step < training.steps and not run.ranks.any(interrupt.requested, run.device):
-                _train_step(run, step + 1, writer, display)
+                _train_step(run, step + 1, outputs)
                 step += 1
                 if step % run.config.validation.freq == 0 or step == training.steps:
-                    _validate(run, step, writer, display)
+                    _validate(run, step, outputs)
             status = "finished" if step == training.steps else "interrupted"
     except KeyboardInterrupt:
         status = "interrupted"
@@ -179,26 +181,54 @@ def _conclude(run: Run, status: str, steps: int, error: str | None) -> dict[str,
     if run.folder:
         run.folder.write_json("summary.json", summary)
         draw_curves(run.folder.metrics, run.folder.curves, title=run.folder.path.name)
+        if run.config.metrics.plot_float8_scales:
+            draw_scales(run.folder.float8_scales, run.folder.float8_scales_plot, title=run.folder.path.name)
     return summary
 
 
-def _train_step(run: Run, step: int, writer: MetricsWriter, display: Display) -> None:
+@dataclass
+class Outputs:
+    """Where a run's numbers go while it trains; on every rank but the first, nowhere."""
+
+    metrics: MetricsWriter
+    scales: MetricsWriter
+    display: Display
+
+
+@contextmanager
+def _outputs(run: Run) -> Iterator[Outputs]:
+    folder, config = run.folder, run.config.metrics
+    records_scales = config.float8_scales_freq > 0 and any(twin.scaling for twin in run.twins)
+    names = [twin.name for twin in run.twins]
+    with (
+        MetricsWriter(folder.metrics if folder else None) as metrics,
+        MetricsWriter(folder.float8_scales if folder and records_scales else None) as scales,
+        training_display(names, run.config.training.steps, config.log_freq, quiet=folder is None) as display,
+    ):
+        yield Outputs(metrics, scales, display)
+
+
+def _train_step(run: Run, step: int, outputs: Outputs) -> None:
     batches = _to_device(run.data.step_batches(run.config.training, step, run.layout), run.device)
     measure_memory = step == min(MEMORY_STEP, run.config.training.steps)
+    freq = run.config.metrics.float8_scales_freq
     for twin in run.twins if step % 2 else reversed(run.twins):
         result = twin.train_step(step, batches, measure_memory=measure_memory)
-        record = _step_record(run, twin, step, result)
-        writer.write(**record)
-        display.step(record)
+        scaling = twin.scaling.report() if run.folder else []
+        record = _step_record(run, twin, step, result) | saturation_summary(scaling)
+        outputs.metrics.write(**record)
+        outputs.display.step(record)
+        if scaling and freq and step % freq == 0:
+            outputs.scales.write(**scales_record(step, twin.name, scaling))
 
 
-def _validate(run: Run, step: int, writer: MetricsWriter, display: Display) -> None:
+def _validate(run: Run, step: int, outputs: Outputs) -> None:
     config = run.config
     batches = _to_device(run.data.validation_batches(config.training, config.validation, run.layout), run.device)
     for twin in run.twins:
         record = {"step": step, "run": twin.name, "validation_loss": twin.validate(batches)}
-        writer.write(**record)
-        display.validation(record)
+        outputs.metrics.write(**record)
+        outputs.display.validation(record)
 
 
 def _step_record(run: Run, twin: Twin, step: int, result: StepResult) -> dict[str, Any]:

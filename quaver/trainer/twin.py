@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quaver import Float8Linear, cast_weights_once
+from quaver import (
+    Float8Linear,
+    Float8ScalingState,
+    cast_weights_once,
+    float8_scaling_state,
+    sync_float8_amax_and_scale_history,
+)
 from quaver.devices import synchronize
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.trainer.config import TrainConfig
@@ -50,9 +56,12 @@ class Twin:
     peak: PeakMemory = field(default_factory=PeakMemory)
     step_seconds: list[float] = field(default_factory=list)
     validation_loss: float | None = None
+    scaling: Float8ScalingState = field(init=False, repr=False)
+    """The scales that are kept from step to step; empty for most recipes."""
 
     def __post_init__(self) -> None:
         self.model.train()
+        self.scaling = float8_scaling_state(self.model)
         self.optimizer = build_optimizer(self.model, self.config.optimizer)
         self._precompute_scales()
 
@@ -93,9 +102,10 @@ class Twin:
         return loss
 
     def resident_tensors(self) -> Iterator[Tensor]:
-        """Yield what stays between steps: parameters, buffers and optimizer state."""
+        """Yield what stays between steps: parameters, buffers, kept scales and optimizer state."""
         yield from self.model.parameters()
         yield from self.model.buffers()
+        yield from self.scaling.state_dict().values()
         for state in self.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
@@ -112,6 +122,8 @@ class Twin:
         loss, grad_norm = torch.stack([loss, norm]).tolist()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise self._nonfinite(step, batches, loss, grad_norm)
+        if self.scaling:  # after the check, which repeats a bad step with the scales it had
+            sync_float8_amax_and_scale_history(self.model)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._precompute_scales()

@@ -1,6 +1,7 @@
 """`quaver train` as a user types it: exit codes, what is said, what is left behind."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -61,7 +62,7 @@ def test_a_run_from_another_folder_in_a_fresh_process(tmp_path, text):
     assert losses(first) == losses(second)  # the written config repeats the run bit for bit
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"])
 def test_compiled_blocks_train_alike(where, tmp_path, recipe):
     flags = ["--training.steps", "3", "--training.global_batch_size", "4", "--float8.recipe_name", recipe]
     assert main(["train", *TINY, *where, *flags]) == 0
@@ -70,6 +71,25 @@ def test_compiled_blocks_train_alike(where, tmp_path, recipe):
     loss, expected = (summary["runs"][recipe]["validation_loss"] for summary in (compiled, eager))
     assert loss == pytest.approx(expected, rel=2e-3)
     assert "exact" not in compiled["runs"][recipe]["peak_memory_source"]
+
+
+def test_delayed_scaling_leaves_its_scales_and_their_picture(tmp_path, text, monkeypatch):
+    words = ["--data", "text.txt", "--compare", "--training.steps", "20", "--float8.recipe_name", "delayed"]
+    words += ["--float8.delayed_dynamic_window", "0.4", "1.5", "--metrics.plot_float8_scales", "--job.name", "r"]
+    done = quaver("train", *TINY, *words, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    folder = tmp_path / "runs" / "r"
+    steps = [json.loads(line) for line in (folder / "float8_scales.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == list(range(1, 21))
+    assert any(step["dynamic"] for step in steps[1:])  # some tensor left the window
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all(math.isfinite(record.get("loss", 0.0)) for record in metrics)
+    assert (folder / "float8_scales.png").stat().st_size > 1000
+    assert "delayed_dynamic_window = [" in (folder / "config.toml").read_text()
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", str(folder / "config.toml"), "--job.name", "again", "--job.no-compare"]) == 0
+    repeated = (tmp_path / "runs" / "again" / "float8_scales.jsonl").read_text()
+    assert repeated == (folder / "float8_scales.jsonl").read_text()
 
 
 def test_float8_off_trains_in_bfloat16(where, tmp_path):
@@ -125,6 +145,16 @@ def test_a_diverging_run_stops_with_one_line(where, tmp_path, capsys):
         (["--job.name", "used"], "has files already; give another job.name or remove it"),
         (["--float8.filter_fqns", "proj", "lm_head"], "nothing|no linear"),
         (["--float8.filter_fqns", "lm_haed"], "'lm_haed' is part of no linear's name"),
+        (["--float8.delayed_margin", "1"], "float8.delayed_margin must be its default, 0, without delayed scaling"),
+        (
+            ["--float8.recipe_name=delayed", "--float8.delayed_headroom=0"],
+            "float8.delayed_headroom must be a factor of",
+        ),
+        (
+            ["--float8.recipe_name=delayed", "--float8.delayed_dynamic_window=2,1"],
+            "delayed_dynamic_window must be 0 <=",
+        ),
+        (["--metrics.plot_float8_scales"], "metrics.plot_float8_scales must be false where no scale is kept"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words, message, where, tmp_path, monkeypatch, capsys):

@@ -36,6 +36,8 @@ ALL_GATHER = ["--float8.enable_fsdp_float8_all_gather", "--float8.precompute_flo
 REPLICATE = ["--parallelism.data_parallel_replicate_degree=2"]
 TENSOR = ["--parallelism.tensor_parallel_degree=2"]
 ROWWISE = ["--float8.recipe_name=rowwise"]
+DELAYED = ["--float8.recipe_name=delayed"]
+DELAYED_DYNAMIC_WEIGHT = ["--float8.recipe_name=delayed_with_dynamic_weight", "--float8.delayed_dynamic_window=0.5,1.0"]
 MIXED = ["--float8.filter_fqns=lm_head,k_proj,layers.1.mlp"]
 EXACT, FLOAT8 = 2e-6, 1e-5
 
@@ -45,6 +47,8 @@ REFERENCES = {
     "tensorwise": [],
     "rowwise": ROWWISE,
     "mixed": MIXED,
+    "delayed": DELAYED,
+    "delayed_dynamic_weight": DELAYED_DYNAMIC_WEIGHT,
 }
 
 LAYOUTS = {
@@ -59,11 +63,17 @@ LAYOUTS = {
     "rowwise": (2, "rowwise", ROWWISE, FLOAT8),
     "tensor_float8": (2, "tensorwise", TENSOR, FLOAT8),
     "tensor_mixed": (2, "mixed", [*MIXED, *TENSOR], FLOAT8),
+    "delayed_shard": (2, "delayed", DELAYED, FLOAT8),
+    "delayed_all_gather": (2, "delayed", [*DELAYED, *ALL_GATHER, "--metrics.plot_float8_scales"], FLOAT8),
+    "delayed_tensor": (2, "delayed", [*DELAYED, *TENSOR], FLOAT8),
+    "delayed_tensor_compiled": (2, "delayed", [*DELAYED, *TENSOR, "--training.compile"], FLOAT8),
+    "delayed_dynamic_weight": (2, "delayed_dynamic_weight", [*DELAYED_DYNAMIC_WEIGHT, *ALL_GATHER], FLOAT8),
     "shard_tensor": (4, "hp", [*HP, *TENSOR], EXACT),
     "replicate_tensor": (4, "hp", [*HP, *TENSOR, *REPLICATE], EXACT),
     "shard_replicate": (4, "hp", [*HP, *REPLICATE, "--validation.steps=3"], EXACT),
     "shard_tensor_compiled": (4, "hp", [*HP, *TENSOR, "--training.compile"], EXACT),
     "shard_tensor_all_gather": (4, "tensorwise", [*TENSOR, *ALL_GATHER], FLOAT8),
+    "delayed_shard_tensor": (4, "delayed", [*DELAYED, *TENSOR, *ALL_GATHER], FLOAT8),
 }
 
 BAD = {
@@ -172,6 +182,20 @@ def test_a_float8_all_gather_starts_with_the_bits_of_one_process(on_two, referen
     records = read_metrics(references / "all_gather" / "metrics.jsonl")
     twin = [record["loss"] for record in records if record["run"] == "float32" and "loss" in record]
     assert twin == pytest.approx(numbers(references / "one_hp", "loss"), rel=EXACT)
+
+
+def test_the_amaxes_of_ranks_are_those_of_one_process(on_two, on_four, references):
+    """The maximum over ranks. FSDP averages the gradients of ranks, so that each rank's are as many times larger."""
+    one = read_metrics(references / "one_delayed" / "float8_scales.jsonl")
+    for name, groups in (("shard", 2), ("all_gather", 2), ("tensor", 1), ("shard_tensor", 2)):
+        steps = read_metrics(references / f"delayed_{name}" / "float8_scales.jsonl")
+        assert [step["step"] for step in steps] == [1, 2, 3]
+        for ours, theirs in zip(steps, one, strict=True):
+            factors = {tensor: groups if tensor.endswith("grad_output") else 1 for tensor in theirs["amax"]}
+            expected = {tensor: factors[tensor] * amax for tensor, amax in theirs["amax"].items()}
+            assert ours["amax"] == pytest.approx(expected, rel=1e-4), name
+            assert ours["dynamic"] == theirs["dynamic"]
+    assert (references / "delayed_all_gather" / "float8_scales.png").stat().st_size > 1000
 
 
 def test_the_summary_tells_of_the_ranks(on_four, references):

@@ -163,7 +163,7 @@ KEPT = CastConfig(scaling_type=ScalingType.DELAYED)
         (lambda: CastConfig(ScalingType.STATIC, static_quant_scale=float("nan")), "a number from 2**-126 to 2**126"),
         (lambda: CastConfig(ScalingType.STATIC, static_quant_scale="2"), "static_quant_scale: expected a number"),
         (lambda: CastConfig(ScalingType.STATIC, static_quant_scale=True), "static_quant_scale: expected a number"),
-        (lambda: DelayedScalingConfig(history_len=0), "history_len: expected 1 or more, got 0"),
+        (lambda: DelayedScalingConfig(history_len=0), "history_len: expected 1 to 65536 steps, got 0"),
         (lambda: DelayedScalingConfig(history_len=2.0), "history_len: expected int, got 2.0"),
         (lambda: DelayedScalingConfig(scale_fn_name="mean"), "scale_fn_name: expected one of max, most_recent"),
         (lambda: DelayedScalingConfig(margin=-1), "margin: expected 0 to 16 powers of two, got -1"),

@@ -6,16 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from quaver.trainer.config import Float8, LRScheduler, Model, Optimizer, TrainConfig, Training
+from quaver.trainer.config import Float8, LRScheduler, Metrics, Model, Optimizer, TrainConfig, Training
 from quaver.trainer.config_io import load_config, parse_arguments, read_toml, write_config
 from quaver.trainer.model import Llama
 from quaver.trainer.optimizer import build_optimizer, learning_rate
 
 REPOSITORY = Path(__file__).parents[3]
+DELAYED = ["--float8.recipe_name", "delayed"]
 
 
 def from_words(*words: str) -> TrainConfig:
     return load_config(*parse_arguments(list(words)))
+
+
+def window(config: TrainConfig) -> tuple[float, float] | None:
+    return config.float8.delayed_scaling_config.dynamic_window
 
 
 def test_flags_win_over_toml_which_wins_over_defaults(tmp_path):
@@ -47,6 +52,15 @@ def test_a_flag_repairs_a_bad_value_in_the_file(tmp_path):
         (["--float8.filter_fqns", "lm_head", "o_proj"], lambda c: c.float8.filter_fqns == ("lm_head", "o_proj")),
         (["--float8.filter_fqns=lm_head,o_proj"], lambda c: c.float8.filter_fqns == ("lm_head", "o_proj")),
         (["--float8.filter_fqns"], lambda c: c.float8.filter_fqns == ()),
+        ([*DELAYED, "--float8.delayed_history_len=4"], lambda c: c.float8.delayed_scaling_config.history_len == 4),
+        ([*DELAYED, "--float8.delayed-dynamic-window", "0.25", "2"], lambda c: window(c) == (0.25, 2.0)),
+        ([*DELAYED, "--float8.delayed_dynamic_window=0.25,2"], lambda c: window(c) == (0.25, 2.0)),
+        ([*DELAYED, "--float8.delayed_dynamic_window=0.25,inf"], lambda c: window(c) == (0.25, math.inf)),
+        ([*DELAYED, "--float8.delayed_dynamic_window"], lambda c: window(c) is None),
+        (["--float8.no-enable_amax_init"], lambda c: c.float8.enable_amax_init is False),
+        (["--float8.enable_pre_and_post_forward=false"], lambda c: not c.float8.enable_pre_and_post_forward),
+        (["--metrics.float8_scales_freq=0"], lambda c: c.metrics.float8_scales_freq == 0),
+        ([*DELAYED, "--metrics.plot_float8_scales"], lambda c: c.metrics.plot_float8_scales),
         (["--compare"], lambda c: c.job.compare is True),
         (["--data", "stdlib"], lambda c: c.data.path == "stdlib"),
         (["--data=some/folder"], lambda c: c.data.path == "some/folder"),
@@ -68,6 +82,14 @@ def test_a_written_config_reads_back_equal(tmp_path):
     config = from_words("--compare", "--training.steps", "3", "--float8.filter_fqns", "a", "b", "--data", "x")
     write_config(config, tmp_path / "c.toml")
     assert load_config(tmp_path / "c.toml") == config
+
+
+@pytest.mark.parametrize("given", [(), ("0.5", "1"), ("0", "inf")])
+def test_a_window_reads_back_equal(tmp_path, given):
+    config = from_words(*DELAYED, "--float8.delayed_dynamic_window", *given)
+    write_config(config, tmp_path / "c.toml")
+    assert load_config(tmp_path / "c.toml") == config
+    assert config.float8.delayed_dynamic_window == tuple(map(float, given))
 
 
 def test_the_configs_of_the_repository_load():
@@ -93,6 +115,12 @@ def test_the_configs_of_the_repository_load():
         (["--float8.recipe_name", "rowwize"], "tensorwise.*rowwise.*rowwise_with_gw_hp"),
         (["--compare", "--float8.no_enable_float8_linear"], "float8.enable_float8_linear must be true"),
         (["--no-such-thing"], "unknown flag: 'no_such_thing'"),
+        (
+            [*DELAYED, "--float8.delayed_dynamic_window", "0.5", "x"],
+            "float8.delayed_dynamic_window must be a list of n",
+        ),
+        ([*DELAYED, "--float8.delayed_history", "3"], "did you mean 'float8.delayed_history_len'"),
+        ([*DELAYED, "--float8.delayed_history_len", "1.5"], "float8.delayed_history_len must be an integer, got '1.5'"),
     ],
 )
 def test_bad_flags(words, message):
@@ -115,6 +143,9 @@ def test_bad_flags(words, message):
         ("[training]\ncompile = 1\n", "training.compile must be true or false, got 1"),
         ("[float8]\nfilter_fqns = 'lm_head'\n", "float8.filter_fqns must be a list of strings, got 'lm_head'"),
         ("[float8]\nfilter_fqns = [3]\n", "float8.filter_fqns must be a list of strings"),
+        ("[float8]\ndelayed_dynamic_window = ['0.5', 1]\n", "float8.delayed_dynamic_window must be a list of numbers"),
+        ("[float8]\ndelayed_dynamic_window = [true, 1]\n", "float8.delayed_dynamic_window must be a list of numbers"),
+        ("[float8]\ndelayed_dynamic_window = 0.5\n", "float8.delayed_dynamic_window must be a list of numbers"),
     ],
 )
 def test_bad_toml(tmp_path, toml, message):
@@ -150,11 +181,62 @@ def test_missing_config_file(tmp_path):
         (lambda: Optimizer(lr=math.inf), "optimizer.lr must be finite"),
         (lambda: LRScheduler(min_lr_factor=2.0), "lr_scheduler.min_lr_factor must be from 0 to 1"),
         (lambda: Float8(recipe_name="nope"), "nope"),
+        (lambda: delayed(delayed_history_len=0), "^float8.delayed_history_len must be 1 to 65536 steps, got 0$"),
+        (
+            lambda: delayed(delayed_scale_fn_name="mean"),
+            "^float8.delayed_scale_fn_name must be one of max, most_recent, g",
+        ),
+        (lambda: delayed(delayed_margin=17), "^float8.delayed_margin must be 0 to 16 powers of two, got 17$"),
+        (lambda: delayed(delayed_headroom=0.5), "^float8.delayed_headroom must be a factor of 1 to 65536, got 0.5$"),
+        (
+            lambda: delayed(delayed_headroom=math.nan),
+            "^float8.delayed_headroom must be a factor of 1 to 65536, got nan",
+        ),
+        (lambda: delayed(delayed_nonfinite_amax="drop"), "^float8.delayed_nonfinite_amax must be one of skip, keep_sc"),
+        (
+            lambda: delayed(delayed_dynamic_window=(0.5,)),
+            "^float8.delayed_dynamic_window must be two numbers, low and h",
+        ),
+        (lambda: delayed(delayed_dynamic_window=(2.0, 0.5)), "^float8.delayed_dynamic_window must be 0 <= low <= 1 "),
+        (
+            lambda: Float8(delayed_margin=1),
+            "^float8.delayed_margin must be its default, 0, without delayed scaling, got 1",
+        ),
+        (
+            lambda: Float8(recipe_name="rowwise", delayed_dynamic_window=(0.5, 2.0)),
+            "one of the recipes delayed, delayed_",
+        ),
+        (
+            lambda: delayed(enable_float8_linear=False, delayed_headroom=2.0),
+            "delayed_headroom must be its default, 1.0",
+        ),
+        (lambda: Metrics(float8_scales_freq=-1), "^metrics.float8_scales_freq must be not negative, got -1"),
+        (
+            lambda: Metrics(float8_scales_freq=0, plot_float8_scales=True),
+            "^metrics.float8_scales_freq must be at least 1 with metrics.plot_float8_scales, got 0",
+        ),
+        (
+            lambda: TrainConfig(metrics=Metrics(plot_float8_scales=True)),
+            r"^metrics.plot_float8_scales must be false where no scale is kept from step to step \(tensorwise\), "
+            "got True; choose float8.recipe_name delayed or delayed_with_dynamic_weight$",
+        ),
+        (
+            lambda: TrainConfig(float8=delayed(enable_float8_linear=False), metrics=Metrics(plot_float8_scales=True)),
+            r"step to step \(no float8\), got True; ",
+        ),
+        (
+            lambda: TrainConfig(metrics=Metrics(float8_scales_freq=5)),
+            "^metrics.float8_scales_freq must be 0 or 1 where",
+        ),
     ],
 )
 def test_bad_values(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def delayed(**settings: object) -> Float8:
+    return Float8(**{"recipe_name": "delayed", **settings})
 
 
 def test_configs_are_frozen():

@@ -1,0 +1,276 @@
+"""Runs with delayed scaling: what they record of their scales, when they move them forward, and what is refused."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from quaver import DelayedScalingConfig, Float8Linear, TensorScaling
+from quaver.trainer import train as train_module
+from quaver.trainer import twin as twin_module
+from quaver.trainer.config import Float8, LRScheduler, Metrics, TrainConfig
+from quaver.trainer.memory import storage_bytes
+from quaver.trainer.metrics import read_metrics
+from quaver.trainer.model import Block
+from quaver.trainer.nonfinite import NonFiniteError
+from quaver.trainer.scales import saturation_summary, scales_record
+from quaver.trainer.train import Run, prepare, train
+
+NAN, INF = math.nan, math.inf
+PNG = b"\x89PNG\r\n\x1a\n"
+MAX = {"input": 448.0, "weight": 448.0, "grad_output": 57344.0}
+
+
+@pytest.fixture
+def delayed_config(tiny_config: TrainConfig) -> TrainConfig:
+    return with_float8(tiny_config, recipe_name="delayed")
+
+
+def with_float8(config: TrainConfig, **settings: object) -> TrainConfig:
+    return replace(config, float8=Float8(**settings))
+
+
+def with_steps(config: TrainConfig, steps: int, **training: object) -> TrainConfig:
+    return replace(config, training=replace(config.training, steps=steps, **training))
+
+
+def run_to_end(config: TrainConfig) -> Run:
+    run = prepare(config)
+    assert train(run)["status"] == "finished"
+    return run
+
+
+def scale_by_hand(amaxes: list[float], format_max: float, headroom: float = 1.0) -> np.float32:
+    """The rule with the maximum of a history: divided in float64, rounded once."""
+    return np.float32(np.float64(format_max) / headroom / np.float64(np.float32(max(amaxes))))
+
+
+@pytest.mark.parametrize(
+    ("settings", "remembered", "headroom"),
+    [
+        ({}, 16, 1.0),
+        ({"delayed_history_len": 3, "delayed_headroom": 1.5}, 3, 1.5),
+        ({"delayed_scale_fn_name": "most_recent"}, 1, 1.0),
+    ],
+)
+def test_each_line_has_the_scale_that_the_lines_before_ask_for(delayed_config, settings, remembered, headroom):
+    config = with_float8(with_steps(delayed_config, 20), recipe_name="delayed", **settings)
+    config = replace(config, lr_scheduler=LRScheduler(warmup_steps=2))
+    run = run_to_end(config)
+    lines = [json.loads(line) for line in run.folder.float8_scales.read_text().splitlines()]
+    assert [(line["step"], line["run"]) for line in lines] == [(step, "delayed") for step in range(1, 21)]
+    losses = [record["loss"] for record in read_metrics(run.folder.metrics) if "loss" in record]
+    assert all(map(math.isfinite, losses))
+    assert losses[-1] < losses[0] - 0.5
+    for name in ("model.layers.1.mlp.down_proj.input", "model.layers.0.self_attn.o_proj.grad_output"):
+        amaxes = [line["amax"][name] for line in lines]
+        assert len(set(amaxes)) > 10  # the rule has something to follow
+        for index in range(1, len(lines)):
+            expected = scale_by_hand(amaxes[max(0, index - remembered) : index], MAX[name.split(".")[-1]], headroom)
+            assert np.float32(lines[index]["quant_scale"][name]) == expected
+            ratio = float(expected) * amaxes[index] / MAX[name.split(".")[-1]]
+            assert lines[index]["used_over_ideal"][name] == pytest.approx(ratio, rel=1e-4)
+
+
+def test_the_first_step_is_dynamic_and_all_of_its_tensors_are_there(delayed_config):
+    run = run_to_end(delayed_config)
+    first, *others = read_metrics(run.folder.float8_scales)
+    # Of each block: 4 inputs (q, k, v and gate, up share theirs), 7 weights, 7 gradients.
+    assert len(first["amax"]) == len(first["quant_scale"]) == 2 * 18
+    assert first["dynamic"] == list(first["amax"]) == [tensor.name for tensor in run.twins[0].scaling.report()]
+    assert set(first["used_over_ideal"].values()) == {1.0}
+    assert first["saturated"] == {}
+    assert all(line["dynamic"] == [] for line in others)
+    assert all(line["nonfinite"] == [] for line in (first, *others))
+
+
+def test_the_first_step_equals_tensorwise(delayed_config):
+    twins = [prepare(with_float8(named(delayed_config, name), recipe_name=name)) for name in ("delayed", "tensorwise")]
+    delayed, tensorwise = (run.twins[0].train_step(1, run.data.step_batches(run.config.training, 1)) for run in twins)
+    assert (delayed.loss, delayed.grad_norm) == (tensorwise.loss, tensorwise.grad_norm)
+
+
+def named(config: TrainConfig, name: str) -> TrainConfig:
+    return replace(config, job=replace(config.job, name=name))
+
+
+def test_dynamic_weights_keep_no_scale(delayed_config):
+    run = run_to_end(with_float8(delayed_config, recipe_name="delayed_with_dynamic_weight"))
+    line = read_metrics(run.folder.float8_scales)[-1]
+    assert {name.rpartition(".")[2] for name in line["amax"]} == {"input", "grad_output"}
+    assert line["run"] == "delayed_with_dynamic_weight"
+
+
+def test_metrics_count_what_the_lines_list(delayed_config):
+    """Gradients that shrink and grow saturate."""
+    config = with_float8(with_steps(delayed_config, 12), recipe_name="delayed", delayed_scale_fn_name="most_recent")
+    run = run_to_end(config)
+    steps = [record for record in read_metrics(run.folder.metrics) if "loss" in record]
+    for record, line in zip(steps, read_metrics(run.folder.float8_scales), strict=True):
+        assert record["float8_saturated"] == sum(line["saturated"].values())
+        assert record["float8_saturated_tensors"] == len(line["saturated"])
+        assert all(line["used_over_ideal"][name] > 1 for name in line["saturated"])
+    assert sum(record["float8_saturated_tensors"] for record in steps) > 5
+
+
+def test_a_twin_without_kept_scales_records_none(delayed_config):
+    run = run_to_end(replace(delayed_config, job=replace(delayed_config.job, compare=True)))
+    assert {line["run"] for line in read_metrics(run.folder.float8_scales)} == {"delayed"}
+    for record in read_metrics(run.folder.metrics):
+        assert ("float8_saturated" in record) == (record["run"] == "delayed" and "loss" in record)
+
+
+@pytest.mark.parametrize(("freq", "steps"), [(1, [1, 2, 3, 4]), (3, [3]), (5, []), (0, None)])
+def test_lines_are_written_as_often_as_asked(delayed_config, freq, steps):
+    run = run_to_end(replace(delayed_config, metrics=Metrics(float8_scales_freq=freq)))
+    if steps is None:
+        assert not run.folder.float8_scales.exists()
+    else:
+        assert [line["step"] for line in read_metrics(run.folder.float8_scales)] == steps
+    assert sum("float8_saturated" in record for record in read_metrics(run.folder.metrics)) == 4
+
+
+def test_one_sync_a_step_whatever_runs_between(delayed_config, monkeypatch, recwarn):
+    synced = []
+    sync = twin_module.sync_float8_amax_and_scale_history
+    monkeypatch.setattr(
+        twin_module, "sync_float8_amax_and_scale_history", lambda model: (synced.append(model), sync(model))
+    )
+    config = with_steps(delayed_config, 4, local_batch_size=2, global_batch_size=4)
+    run = run_to_end(replace(config, job=replace(config.job, compare=True)))
+    assert synced == [run.twins[0].model] * 4
+    assert not [warning for warning in recwarn if "sync_float8_amax_and_scale_history" in str(warning.message)]
+
+
+def test_validation_moves_no_scale(delayed_config):
+    def losses(freq: int) -> list[float]:
+        config = named(delayed_config, f"every {freq}")
+        run = run_to_end(replace(config, validation=replace(config.validation, freq=freq)))
+        return [record["loss"] for record in read_metrics(run.folder.metrics) if "loss" in record]
+
+    assert losses(1) == losses(100)
+
+
+def test_a_run_with_delayed_scaling_is_bit_identical_each_time(delayed_config):
+    first, second = (run_to_end(named(delayed_config, name)) for name in "ab")
+    assert read_metrics(first.folder.float8_scales) == read_metrics(second.folder.float8_scales)
+
+
+def test_a_nonfinite_step_is_repeated_with_the_scales_it_had_and_leaves_its_lines(delayed_config, monkeypatch):
+    run = prepare(replace(delayed_config, metrics=Metrics(plot_float8_scales=True)))
+    step = train_module._train_step
+    found: list[torch.Tensor] = []
+
+    def break_the_third(run_: Run, index: int, *args: object) -> None:
+        if index == 3:
+            with torch.no_grad():
+                run.twins[0].model.lm_head.weight[0, 0] = torch.inf
+            found.append(scales(run))
+        step(run_, index, *args)
+
+    monkeypatch.setattr(train_module, "_train_step", break_the_third)
+    with pytest.raises(NonFiniteError, match="delayed: step 3 .*first in weight of lm_head"):
+        train(run)
+    assert torch.equal(scales(run), found[0])
+    assert [line["step"] for line in read_metrics(run.folder.float8_scales)] == [1, 2]
+    assert run.folder.float8_scales_plot.read_bytes().startswith(PNG)
+
+
+def scales(run: Run) -> torch.Tensor:
+    state = run.twins[0].scaling.state_dict()
+    return torch.stack([value for name, value in state.items() if name.endswith("quant_scale")]).clone()
+
+
+def test_compiled_blocks_are_not_compiled_again_after_the_first_step(delayed_config, monkeypatch):
+    compile_block = Block.compile
+    monkeypatch.setattr(Block, "compile", lambda self, **options: compile_block(self, backend="aot_eager", **options))
+    torch.compiler.reset()
+    compiled = prepare(with_steps(named(delayed_config, "compiled"), 4, compile=True))
+    eager = prepare(named(delayed_config, "eager"))
+    for step in range(1, 5):
+        with torch._dynamo.config.patch(error_on_recompile=step > 1):
+            results = [
+                run.twins[0].train_step(step, run.data.step_batches(run.config.training, step))
+                for run in (compiled, eager)
+            ]
+        assert results[0].loss == pytest.approx(results[1].loss, rel=2e-3)
+    ours, theirs = (run.twins[0].scaling.report() for run in (compiled, eager))
+    assert not any(tensor.is_dynamic for tensor in ours)
+    assert [tensor.amax for tensor in ours] == pytest.approx([tensor.amax for tensor in theirs], rel=0.1)
+    torch.compiler.reset()
+
+
+def test_kept_scales_are_resident_memory(delayed_config, tiny_config):
+    def resident(config: TrainConfig) -> int:
+        return storage_bytes(prepare(config).twins[0].resident_tensors())
+
+    plain = resident(named(tiny_config, "plain"))
+    tensors = 2 * 18
+    for history_len in (16, 256):
+        config = named(delayed_config, f"{history_len}")
+        config = with_float8(config, recipe_name="delayed", delayed_history_len=history_len)
+        growth = resident(config) - plain
+        assert tensors * (1 + history_len) * 4 <= growth <= tensors * (16 + history_len) * 4
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+def test_settings_reach_the_linears(delayed_config):
+    config = with_float8(
+        delayed_config,
+        recipe_name="delayed",
+        delayed_history_len=4,
+        delayed_scale_fn_name="most_recent",
+        delayed_margin=1,
+        delayed_headroom=1.25,
+        delayed_nonfinite_amax="keep_scale",
+        delayed_dynamic_window=(0.25, 1.5),
+        enable_amax_init=False,
+        enable_pre_and_post_forward=False,
+    )
+    linears = [module for module in prepare(config).twins[0].model.modules() if isinstance(module, Float8Linear)]
+    expected = DelayedScalingConfig(4, "most_recent", 1, 1.25, "keep_scale", (0.25, 1.5))
+    for linear in linears:
+        assert linear.config.delayed_scaling_config == expected
+        assert not linear.config.enable_amax_init
+        assert not linear.config.enable_pre_and_post_forward
+    assert Float8().delayed_scaling_config == DelayedScalingConfig()
+
+
+# ---- records ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_has_only_numbers_that_json_has():
+    report = [
+        TensorScaling("a", 2.0, False, 100.0, 0.4464285714285714, 0),
+        TensorScaling("not cast", 2.0, False, -1.0, NAN, 0),
+        TensorScaling("cold and not cast", NAN, True, -1.0, NAN, 0),
+        TensorScaling("zeros", 4.0, False, 0.0, NAN, 0),
+        TensorScaling("cold zeros", NAN, True, 0.0, NAN, 0),
+        TensorScaling("inf", 8.0, False, INF, NAN, 3),
+        TensorScaling("nan", 8.0, False, NAN, NAN, 0),
+        TensorScaling("full", 1 / 3, True, 1344.0, 1.0, 0),
+    ]
+    assert json.loads(json.dumps(scales_record(7, "delayed", report), allow_nan=False)) == {
+        "step": 7,
+        "run": "delayed",
+        "quant_scale": {"a": 2.0, "zeros": 4.0, "inf": 8.0, "nan": 8.0, "full": 0.333333333},
+        "amax": {"a": 100.0, "zeros": 0.0, "cold zeros": 0.0, "full": 1344.0},
+        "used_over_ideal": {"a": 0.446428571, "full": 1.0},
+        "saturated": {"inf": 3},
+        "dynamic": ["cold zeros", "full"],
+        "nonfinite": ["inf", "nan"],
+    }
+    assert saturation_summary(report) == {"float8_saturated": 3, "float8_saturated_tensors": 1}
+    assert saturation_summary([]) == {}
+
+
+def test_nine_digits_keep_every_float32():
+    values = np.random.default_rng(0).integers(1, 0x7F800000, 1000, dtype=np.uint32).view(np.float32)
+    report = [TensorScaling(str(i), float(value), False, 1.0, 1.0, 0) for i, value in enumerate(values)]
+    written = json.loads(json.dumps(scales_record(1, "r", report)))["quant_scale"]
+    np.testing.assert_array_equal(np.float32(list(written.values())), values)
