@@ -40,7 +40,6 @@ from quaver.casts import KeptScales
 from quaver.config import CastConfig, DelayedScalingConfig, Float8LinearConfig, ScalingType
 from quaver.formats import FORMATS
 from quaver.kernels.cast import KeptScale
-from quaver.linear import Float8Linear
 from quaver.unsynced import watch_optimizers
 
 logger = logging.getLogger(__name__)
@@ -218,7 +217,7 @@ def largest_observed(observed: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class LinearScales:
-    """The rows of one linear; implements `quaver.linear.LinearScaling`."""
+    """The rows of one linear; implements `quaver.linear_surroundings.LinearScaling`."""
 
     def __init__(self, state: ScaleState, rows: tuple[int | None, int | None, int | None]) -> None:
         self.state, self.rows = state, rows
@@ -240,7 +239,7 @@ class LinearScales:
             )
         return self.recorded if recording or state.calibrating else self.unrecorded
 
-    def belongs_to(self, linear: Float8Linear) -> None:
+    def belongs_to(self, linear: nn.Module) -> None:
         self.state.trained_modules.add(linear)
 
     def host_decides(self) -> None:

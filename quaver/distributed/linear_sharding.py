@@ -3,8 +3,8 @@
     ColwiseSharding    weight [N/T, K]   input whole       output and grad_output [.., N/T]
     RowwiseSharding    weight [N, K/T]   input [.., K/T]   output summed over the ranks: whole, or by sequence
 
-They implement `quaver.linear.LinearSharding`: what a linear asks of them happens inside its one autograd function, on
-plain tensors. Only an input that several linears share is gathered outside, by `InputGather`, into a `Float8Tensor`.
+They implement `LinearSharding` (linear_surroundings.py): what a linear asks of them happens inside its one autograd
+function, on plain tensors. Only an input that several linears share is gathered outside, by `InputGather`, into a `Float8Tensor`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from quaver.tensor import Float8Tensor
 
 
 class _Sharding:
-    """What column-wise and row-wise parallel linears have in common; see `quaver.linear.LinearSharding`."""
+    """What column-wise and row-wise parallel linears have in common; see linear_surroundings.py."""
 
     weight_dim: int
     """The dim of weight [N, K] that is sharded."""
