@@ -4,7 +4,8 @@
     RowwiseSharding    weight [N, K/T]   input [.., K/T]   output summed over the ranks: whole, or by sequence
 
 They implement `LinearSharding` (linear_surroundings.py): what a linear asks of them happens inside its one autograd
-function, on plain tensors. Only an input that several linears share is gathered outside, by `InputGather`, into a `Float8Tensor`.
+function, on plain tensors. Only an input that several linears share is gathered outside, by `InputGather`, into a
+`Float8Tensor`.
 """
 
 from __future__ import annotations

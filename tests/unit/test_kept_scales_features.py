@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import pickle
 from dataclasses import replace
 
@@ -21,7 +22,18 @@ from quaver import (
     sync_float8_amax_and_scale_history,
 )
 from tests.reference import KEPT_RECIPES, sqnr_db
-from tests.unit.test_delayed import Ffn, Net, assert_same_states, config_of, fared, make, scale_of, states, step
+from tests.unit.test_delayed import (
+    Ffn,
+    Net,
+    assert_same_states,
+    config_of,
+    fared,
+    make,
+    references,
+    scale_of,
+    states,
+    step,
+)
 
 RECIPE = pytest.mark.parametrize("recipe", KEPT_RECIPES)
 STATIC = CastConfig(scaling_type=ScalingType.STATIC)
@@ -389,6 +401,47 @@ def test_calibration_beside_delayed_scaling_leaves_that_alone():
     step(module, torch.full((4, 64), 3.0))
     assert scale_of(module, "input") == pytest.approx(448 / 6)
     assert "weight.amax_history" not in states(module)
+
+
+SCALING = {
+    "dynamic": CastConfig(),
+    "delayed": CastConfig(ScalingType.DELAYED),
+    "static": STATIC,
+}
+
+
+@pytest.mark.parametrize("kinds", list(itertools.product(SCALING, repeat=3)), ids="-".join)
+def test_every_operand_may_be_scaled_in_its_own_way(kinds):
+    casts = dict(zip(("cast_config_input", "cast_config_weight", "cast_config_grad_output"), kinds, strict=True))
+    config = Float8LinearConfig(**{operand: SCALING[kind] for operand, kind in casts.items()})
+    module = convert_to_float8_training(nn.Linear(256, 256, bias=False), config=config)
+    if "static" in kinds:
+        with calibrate_float8_static_scales(module):
+            step(module, torch.randn(256, 256), torch.randn(256, 256), sync=False)
+    for _ in range(2):
+        input, grad_output = torch.randn(256, 256), torch.randn(256, 256)
+        results = step(module, input, grad_output)
+        for got, reference, least in zip(results, references(module, input, grad_output), (28, 24, 24), strict=True):
+            assert sqnr_db(reference, got) > least
+    assert len(float8_scaling_state(module)) == 3 - kinds.count("dynamic")
+    assert sum(name.endswith("history") for name in states(module)) == kinds.count("delayed")
+
+
+def test_high_precision_in_one_matmul_and_delayed_in_the_other():
+    kept, hp = CastConfig(ScalingType.DELAYED), CastConfig(ScalingType.DISABLED)
+    config = Float8LinearConfig(
+        cast_config_input=kept,
+        cast_config_weight=kept,
+        cast_config_grad_output=kept,
+        cast_config_input_for_grad_weight=hp,
+        cast_config_grad_output_for_grad_weight=hp,
+    )
+    module = convert_to_float8_training(nn.Linear(256, 256, bias=False), config=config)
+    for _ in range(2):
+        input, grad_output = torch.randn(256, 256), torch.randn(256, 256)
+        results = step(module, input, grad_output)
+        for got, reference, least in zip(results, references(module, input, grad_output), (28, 24, 100), strict=True):
+            assert sqnr_db(reference, got) > least
 
 
 def test_static_scales_compile():
