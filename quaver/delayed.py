@@ -118,14 +118,17 @@ def calibrate_float8_static_scales(model: nn.Module, *, group: ProcessGroup | No
         group: as for `sync_float8_amax_and_scale_history`.
     Raises:
         ValueError: the model has no static scale to measure.
-        RuntimeError: at the exit, if a tensor was not seen, was all zeros, or was not finite; no scale is then changed.
+        RuntimeError: on every rank, if ranks have different tensors or configs; at the exit, if a tensor was not seen,
+            was all zeros, or was not finite; no scale is then changed.
     """
-    named = [(name, row, state) for name, row, state in _named_rows(model) if row in state.calibrated_rows]
-    if not named:
-        raise ValueError("nothing to calibrate: the model has no ScalingType.STATIC cast without a static_quant_scale")
     states = _states(model)
     if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         group = dist.group.WORLD
+    if group is not None:
+        _check_once(model, states, group)
+    named = [(name, row, state) for name, row, state in _named_rows(model) if row in state.calibrated_rows]
+    if not named:
+        raise ValueError("nothing to calibrate: the model has no ScalingType.STATIC cast without a static_quant_scale")
     before = [(state.quant_scale.clone(), state.observed.clone()) for state in states]
     try:
         for state in states:
@@ -331,8 +334,8 @@ def _check_once(model: nn.Module, states: Sequence[ScaleState], group: ProcessGr
     checked = [id(state) for state in states]
     if getattr(model, "_float8_sync_checked", None) == checked:
         return
-    lines = [f"{name} {'delayed' if state.delayed_rows[row] else 'static'}" for name, row, state in _named_rows(model)]
-    lines += [str(state.delayed_config) for state in states]
+    lines = [f"{name} {state.descriptions[row]}" for name, row, state in _named_rows(model)]
+    lines += [f"{state.delayed_config}, powers of two: {state.power_of_2}" for state in states]
     device = states[0].device if states else next((p.device for p in model.parameters()), torch.device("cpu"))
     check_ranks_agree(lines, group, device, what="the tensors whose scales are kept")
     model._float8_sync_checked = checked  # type: ignore[assignment]

@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 _NOT_SEEN = -1.0
+_ROUNDING = 2.0**-20
+"""How far a ratio of scales may be off by rounding, and more."""
 
 
 class ScaleState:
@@ -70,6 +72,7 @@ class ScaleState:
         self.quant_scale = torch.tensor(given, dtype=torch.float32, device=device)
         self.observed = torch.zeros(rows, 2, dtype=torch.float32, device=device)
         self.history = torch.zeros(rows, history_len, dtype=torch.float32, device=device)
+        self.descriptions = [str(cast) for cast in casts]
         self.delayed_rows = [cast.scaling_type is ScalingType.DELAYED for cast in casts]
         self.is_delayed = torch.tensor(self.delayed_rows, device=device)
         largest = [FORMATS[cast.float8_dtype].max for cast in casts]
@@ -155,15 +158,15 @@ class ScaleState:
         if config.dynamic_window is not None:
             low, high = config.dynamic_window
             ratio = self.quant_scale.abs() * amax / self.format_max  # of the kept scale, used in this step or not
-            left = (ratio < low) | (ratio > high)
+            left = (ratio < low * (1 - _ROUNDING)) | (ratio > high * (1 + _ROUNDING))
             scale = torch.where(left & usable & finite & (amax > 0) & (self.quant_scale != 0), -scale, scale)
         self._announce()
         self.synced_observed.copy_(observed)
         self.synced_scale.copy_(self.quant_scale)
         self.quant_scale.copy_(scale)
         self._forget_observed()
-        if self.host_decides and (config.dynamic_window is not None or not self.known.all()):
-            self._look_from_host()
+        if self.host_decides:
+            self._look_again()
         self.steps_since_sync = 0
 
     def _forget_observed(self) -> None:
@@ -171,6 +174,22 @@ class ScaleState:
 
     def _look_from_host(self) -> None:
         self.known.copy_(self.quant_scale > 0)
+        self._looks_in = self._waits = 1
+
+    def _look_again(self) -> None:
+        """Refresh `known` while more may become so: after 1, 2, 4, ... syncs, for a row may never be used.
+
+        It waits for the device. All ranks look at the same syncs, for they see the same.
+        """
+        if self.delayed_config.dynamic_window is not None:
+            self._look_from_host()
+        elif not self.known.all():
+            self._looks_in -= 1
+            if self._looks_in == 0:
+                before, waits = int(self.known.sum()), self._waits
+                self._look_from_host()
+                if int(self.known.sum()) == before:
+                    self._looks_in = self._waits = 2 * waits
 
     def _announce(self) -> None:
         """Say once how many tensors started without a history."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 
@@ -38,7 +38,7 @@ def watch_optimizers(state: Synced) -> None:
 
 
 def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or all(_stands_still(group) for group in optimizer.param_groups):
         return
     for state in _watched:
         if not state.warned and _trains(optimizer, state):
@@ -51,6 +51,14 @@ def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     RuntimeWarning,
                     stacklevel=2,
                 )
+
+
+def _stands_still(group: dict[str, Any]) -> bool:
+    """Whether a step changes nothing, as one of torch.distributed.checkpoint that makes an optimizer's state."""
+    rate = group.get("lr")
+    if isinstance(rate, Tensor) and not rate.is_cpu:
+        return False  # the device would have to be asked
+    return rate is not None and float(rate) == 0
 
 
 def _trains(optimizer: Optimizer, state: Synced) -> bool:

@@ -15,6 +15,7 @@ from quaver import scaling
 from quaver.casts import Scales
 from quaver.distributed.collectives import max_over_ranks
 from quaver.kernels.cast import KeptScale, cast_with_kept_scale, cast_with_scale, record
+from quaver.scaling import PLAIN_TYPES
 
 
 def cast_with_agreed_scale(
@@ -24,7 +25,8 @@ def cast_with_agreed_scale(
 
     What this rank's part shows is recorded; the sync takes the maximum over ranks.
     """
-    if torch.compiler.is_dynamo_compiling():
+    # Functions that Dynamo does not look into (InputGather) are traced with tensors that have no value to decide by.
+    if torch.compiler.is_dynamo_compiling() or type(kept.known) not in PLAIN_TYPES:
         codes, quant, dequant, seen = torch.ops.quaver.cast_with_agreed_scale(
             hp, kept.quant_scale, kept.known, float8_dtype, power_of_2, group.group_name
         )

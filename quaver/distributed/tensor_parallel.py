@@ -36,7 +36,8 @@ from quaver.distributed.linear_sharding import (
     local_part,
     travels_in_float8,
 )
-from quaver.linear import Float8Linear, LinearSharding
+from quaver.linear import Float8Linear
+from quaver.linear_surroundings import LinearSharding
 from quaver.tensor import Float8Tensor
 
 
@@ -212,7 +213,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 for layout in layouts
                 if isinstance(layout, Shard)
             }
-        return super(PrepareFloat8ModuleInput, applied)._apply(module, mesh)
+        module.register_forward_pre_hook(_PrepareHook(applied, mesh), with_kwargs=self.with_kwargs)
+        return module
 
     def _linear_of(self, module: nn.Module) -> Float8Linear:
         if self.fwd_config_submodule_fqn is not None:
@@ -245,3 +247,21 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         if isinstance(input, DTensor):
             input = input.redistribute(placements=[input_layout]).to_local()
         return gather_input(input)
+
+
+class _PrepareHook:
+    """Prepares the inputs of one module. torch's hook is a function, which a copy of the module would share.
+
+    This one is copied with the module, so that a copy casts with the scale of its own linear and records for it.
+    """
+
+    def __init__(self, style: PrepareFloat8ModuleInput, mesh: DeviceMesh) -> None:
+        self.style, self.mesh = style, mesh
+
+    def __call__(self, module: nn.Module, inputs: Any, kwargs: dict[str, Any] | None = None) -> Any:
+        if kwargs is None:
+            return self.style._prepare_input_fn(inputs, self.mesh)
+        return self.style._prepare_input_kwarg_fn(inputs, kwargs, self.mesh)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _PrepareHook:
+        return _PrepareHook(copy.deepcopy(self.style, memo), self.mesh)  # groups cannot be copied

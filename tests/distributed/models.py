@@ -3,9 +3,16 @@
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from quaver import Float8Linear, Float8LinearConfig, convert_to_float8_training
+from quaver import (
+    Float8Linear,
+    Float8LinearConfig,
+    convert_to_float8_training,
+    float8_scaling_state,
+    sync_float8_amax_and_scale_history,
+)
 from quaver.linear import cast_weight
 from quaver.tensor import Float8Tensor
 
@@ -57,11 +64,36 @@ def config_of(recipe, **options):
     return replace(Float8LinearConfig.from_recipe_name(recipe), **options)
 
 
-def single_process_losses(config, steps, ranks, *, param_dtype=None, float8_gather=False, compiled=False):
+def scaling_snapshot(model):
+    """Copies of all kept scales and histories, by name."""
+    return {name: value.clone() for name, value in float8_scaling_state(model).state_dict().items()}
+
+
+def assert_same_scaling_on_all_ranks(model):
+    """What is kept and what the last sync found, to the bit."""
+    state = float8_scaling_state(model)
+    observed = [of_model.synced_observed for of_model in state._states]
+    mine = torch.cat([value.flatten() for value in (*state.state_dict().values(), *observed)]).view(torch.int32)
+    low, high = mine.clone(), mine.clone()
+    dist.all_reduce(low, dist.ReduceOp.MIN)
+    dist.all_reduce(high, dist.ReduceOp.MAX)
+    assert torch.equal(low, high), [n for n, v in enumerate(low != high) if v]
+
+
+def single_process_losses(config, steps, ranks, **options):
+    """The losses of `single_process`."""
+    return single_process(config, steps, ranks, **options)[0]
+
+
+def single_process(config, steps, ranks, *, param_dtype=None, float8_gather=False, compiled=False):
     """The losses of one process that takes the ranks' parts of each global batch one after another.
 
     With `param_dtype` it computes as MixedPrecisionPolicy(param_dtype) does: with parameters rounded to it, save for
     the weights that are gathered in float8, which are cast from the master.
+
+    Returns:
+        The losses, and `scaling_snapshot` after each step's sync. The loss of a part is divided by the ranks before
+        its backward, so what is kept of a grad_output is 1 / ranks of what the ranks keep.
     """
     model = make_model()
     convert_to_float8_training(model, config=config)
@@ -69,7 +101,7 @@ def single_process_losses(config, steps, ranks, *, param_dtype=None, float8_gath
         for block in model:
             block.compile(fullgraph=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    losses = []
+    losses, snapshots = [], []
     for batch in batches(steps, ranks):
         total = 0.0
         for part in batch.chunk(ranks):
@@ -83,16 +115,18 @@ def single_process_losses(config, steps, ranks, *, param_dtype=None, float8_gath
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad
         optimizer.step()
         optimizer.zero_grad()
+        sync_float8_amax_and_scale_history(model)
         losses.append(total)
-    return losses
+        snapshots.append(scaling_snapshot(model))
+    return losses, snapshots
 
 
 def _used_parameters(model, config, dtype, float8_gather):
-    weights = {name + ".weight" for name, module in model.named_modules() if isinstance(module, Float8Linear)}
+    linears = {name + ".weight": module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
     used = {}
     for name, parameter in model.named_parameters():
-        if float8_gather and name in weights:
-            casts = cast_weight(parameter.detach(), config, dtype)
+        if float8_gather and name in linears:
+            casts = cast_weight(parameter.detach(), config, dtype, linears[name].kept_scales(parameter.device).weight)
             value = Float8Tensor.from_operands(casts.for_output, casts.for_grad_input, dtype)
         else:
             value = parameter.detach().to(dtype, copy=True)

@@ -94,9 +94,9 @@ def _check_weight_casts(recipe, options, hp_dtype):
         linear = parallelize_module(copy.deepcopy(whole), tp_mesh(), style)
         local, dim = linear.weight.to_local().detach(), linear.sharding.weight_dim
         asks = [(config.casts.weight, 1, expected[0]), (config.casts.weight_for_grad_input, 0, expected[1])]
-        shared = linear.sharding.weight_casts(config, hp_dtype)
+        shared = linear.sharding.weight_casts(config, hp_dtype, None)
         for cast, contracted_dim, operand in asks:
-            fresh = linear.sharding.weight_casts(config, hp_dtype)
+            fresh = linear.sharding.weight_casts(config, hp_dtype, None)
             for casts in (fresh, shared):
                 assert_part_of(casts.cast(local, cast, contracted_dim), operand, dim)
 
@@ -112,7 +112,7 @@ def _check_input_casts(recipe, options, hp_dtype):
     whole = uneven_magnitudes(3, 16, 48).to(hp_dtype)
     casts, rows = MatrixCasts(config, hp_dtype), whole.flatten(0, 1)
     for as_dtensor in (False, True):
-        gather = InputGather(Shard(1), tp_mesh(), config, as_dtensor=as_dtensor)
+        gather = InputGather(Shard(1), tp_mesh(), Float8Linear(48, 40, config=config), as_dtensor=as_dtensor)
         gathered = gather(part(whole, 1).requires_grad_())
         assert (gathered.shape, gathered.dtype, gathered.requires_grad) == (whole.shape, hp_dtype, True)
         gathered = gathered.to_local() if as_dtensor else gathered
@@ -126,7 +126,7 @@ def _check_rowwise_input_casts(config, rows, hp_dtype):
     linear = Float8Linear(48, 40, dtype=hp_dtype, config=config)
     parallelize_module(linear, tp_mesh(), Float8RowwiseParallel())
     whole = MatrixCasts(config, hp_dtype)
-    local = linear.sharding.input_casts(part(rows, 1), config, hp_dtype)
+    local = linear.sharding.input_casts(part(rows, 1), config, hp_dtype, None)
     for cast, contracted_dim in ((config.casts.input, 1), (config.casts.input_for_grad_weight, 0)):
         assert_part_of(local.cast(part(rows, 1), cast, contracted_dim), whole.cast(rows, cast, contracted_dim), 1)
 
@@ -153,7 +153,7 @@ def _check_grad_output_casts(recipe, options, hp_dtype):
         linear = Float8Linear(48, 40, bias=False, dtype=hp_dtype, config=config)
         sharding = parallelize_module(linear, tp_mesh(), style).sharding
         for needs in ((True, True), (True, False), (False, True)):
-            got = sharding.grad_output_operands(grad_output, config, hp_dtype, needs)
+            got = sharding.grad_output_operands(grad_output, config, hp_dtype, None, needs)
             for operand, whole_operand, needed in zip(got, expected, needs, strict=True):
                 assert (operand is not None) == needed
                 if needed:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -266,6 +267,17 @@ def test_a_tensor_is_dynamic_in_the_step_after_each_in_which_its_scale_left_the_
             assert fared(module, "input").saturated == 0
             assert torch.equal(got, expected)
     assert found == dynamic
+
+
+@pytest.mark.parametrize("operand", ["input", "grad_output"])
+@pytest.mark.parametrize("options", [{}, {"headroom": 3.0}, {"margin": 2}], ids=str)
+def test_rounding_takes_no_scale_out_of_a_narrow_window(operand, options):
+    target = 1 / (options.get("headroom", 1.0) * 2 ** options.get("margin", 0))
+    config = DelayedScalingConfig(dynamic_window=(target, target), **options)
+    cast = getattr(Float8LinearConfig.from_recipe_name("delayed").casts, operand)
+    for amax in torch.rand(100).tolist():
+        scales, _ = run_rule([amax] * 3, config, cast=cast)
+        assert scales[0] == scales[1] == scales[2] > 0
 
 
 def test_saturated_values_are_the_largest_number_and_not_nan():
@@ -537,6 +549,18 @@ def test_a_sync_before_or_after_the_optimizer_is_enough(when):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer_steps(module, torch.optim.AdamW(module.parameters()), when)
+
+
+def test_a_step_that_makes_an_optimizers_state_does_not_count():
+    """torch.distributed.checkpoint takes one, with a learning rate of 0, for an optimizer without a state."""
+    module = make()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    step(module, torch.randn(4, 64))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        get_optimizer_state_dict(module, optimizer)
+        optimizer.step()
+    assert module.scaling.state.steps_since_sync == 1
 
 
 def test_optimizers_of_other_models_do_not_count_but_those_of_adapters_do():

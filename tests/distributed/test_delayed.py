@@ -1,0 +1,303 @@
+"""Kept scales on several ranks: modules that run on some only, windows, calibration, and ranks that disagree."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from quaver import (
+    CastConfig,
+    DelayedScalingConfig,
+    Float8LinearConfig,
+    ScalingType,
+    calibrate_float8_static_scales,
+    convert_to_float8_training,
+    sync_float8_amax_and_scale_history,
+)
+from tests.distributed.counting import CollectiveCounter
+from tests.distributed.models import (
+    DIM,
+    TOKENS,
+    assert_same_scaling_on_all_ranks,
+    batches,
+    config_of,
+    loss_of,
+    make_model,
+    scaling_snapshot,
+)
+from tests.distributed.ranks import run
+from tests.distributed.test_delayed_tensor_parallel import assert_equal, observed_of, sharing
+from tests.distributed.test_fsdp import part_of, shard_model
+from tests.distributed.test_tensor_parallel import Wire, model_of, part, spread, tp_mesh
+
+STATIC = CastConfig(scaling_type=ScalingType.STATIC)
+
+
+def forward_and_backward(model, batch):
+    """All-reduces of the forward."""
+    with CollectiveCounter() as counter:
+        loss = loss_of(model(batch))
+    loss.backward()
+    return counter.calls["all_reduce"]
+
+
+# ---- modules that do not run everywhere ------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Each rank runs those that it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+
+    def forward(self, input, chosen):
+        return sum(self.experts[index](input) for index in chosen)
+
+
+def _route():
+    """Expert 0 runs on rank 0, expert 1 in the first step only, expert 2 never."""
+    torch.manual_seed(0)
+    model = convert_to_float8_training(Experts(), config=config_of("delayed"))
+    rank = dist.get_rank()
+    snapshots, seen = [], []
+    for step in range(3):
+        chosen = ([0] if rank == 0 else []) + ([1] if step == 0 else [])
+        if chosen:
+            loss_of(model(torch.full((TOKENS, DIM), float(2 + step + rank)), chosen)).backward()
+        seen.append(observed_of(model)[:, 0])
+        sync_float8_amax_and_scale_history(model)
+        assert_same_scaling_on_all_ranks(model)
+        snapshots.append(scaling_snapshot(model))
+    return snapshots, seen
+
+
+def test_a_module_that_runs_on_one_rank_is_recorded_for_all_and_one_that_runs_nowhere_keeps_its_scale():
+    (snapshots, on_0), (_, on_1) = run(2, _route)
+    for step in range(3):
+        assert (on_0[step][:3] > 0).all()
+        assert (on_1[step][:3] == -1).all()
+        assert snapshots[step]["experts.0.input.amax_history"][-1] == 2 + step
+    first, *more = ({n: v for n, v in s.items() if n.startswith("experts.1")} for s in snapshots)
+    assert first["experts.1.input.amax_history"].tolist() == [0.0] * 15 + [3.0]  # of rank 1, the larger
+    for later in more:
+        assert_equal(later, first)
+    assert not any(value.any() for name, value in snapshots[-1].items() if name.startswith("experts.2"))
+
+
+# ---- out of the window -----------------------------------------------------------------------------------------------
+
+WINDOW = DelayedScalingConfig(dynamic_window=(0.25, 1.5))
+
+
+def is_dynamic(model):
+    return [name for name, value in scaling_snapshot(model).items() if name.endswith("quant_scale") and value < 0]
+
+
+def _leave_the_window(how):
+    """A weight that grows 3 times, by an update of every rank, is scaled dynamically for one step; on all ranks.
+
+    Returns for each step the names that are scaled dynamically in the next, the amax exchanges of its forward, and
+    whether the weight's codes are those of its own amax.
+    """
+    config = config_of("delayed", delayed_scaling_config=WINDOW, enable_fsdp_float8_all_gather=how == "fsdp")
+    if how == "fsdp":
+        model = shard_model(config)
+        batch, weight = part_of(batches(1, dist.get_world_size())[0]), model[1].up.weight
+    else:
+        model = spread(model_of(replace(config, shared_inputs=sharing("delayed").shared_inputs)), tp_mesh())
+        batch, weight = part(torch.randn(2, 16, 32), 1), model[1].mlp.up.weight
+    result = []
+    for step in range(5):
+        with CollectiveCounter() as counter, Wire() as wire:
+            loss = model(batch).square().mean()
+        loss.backward()
+        exchanges = counter.calls["all_reduce"] if how == "fsdp" else len(wire.of("all_reduce"))
+        if step == 1:
+            with torch.no_grad():
+                weight.mul_(3.0)
+        sync_float8_amax_and_scale_history(model)
+        assert_same_scaling_on_all_ranks(model)
+        result.append((is_dynamic(model), exchanges))
+    return result
+
+
+@pytest.mark.parametrize(("how", "ranks", "name"), [("fsdp", 4, "1.up.weight"), ("tp", 2, "1.mlp.up.weight")])
+def test_a_weight_that_left_its_window_is_scaled_dynamically_for_one_step_on_all_ranks(how, ranks, name):
+    first, *more = run(ranks, _leave_the_window, how)[0]
+    assert first[1] > 0
+    names = [[found for found in dynamic if found == f"{name}.quant_scale"] for dynamic, _ in more]
+    # It grows after step 1, is seen in step 2, and step 3 is dynamic.
+    assert names == [[], [f"{name}.quant_scale"], [], []]
+    exchanges = [exchanged for _, exchanged in more]
+    assert exchanges[:2] == [0, 0]
+    dynamic = len([found for found in more[1][0] if how == "tp" or "weight" in found])
+    assert 1 <= exchanges[2] <= dynamic
+    if how == "fsdp":
+        assert exchanges[2] == 1
+
+
+# ---- static scales ---------------------------------------------------------------------------------------------------
+
+
+def static_config(**options):
+    return Float8LinearConfig(
+        cast_config_input=STATIC, cast_config_weight=STATIC, cast_config_grad_output=STATIC, **options
+    )
+
+
+def _calibrate(how):
+    """Snapshots after a first and a second calibration, and the amax exchanges of a step after each."""
+    ranks = dist.get_world_size()
+    if how == "tp":
+        config = static_config(shared_inputs=sharing("delayed").shared_inputs)
+        model, inputs = spread(model_of(config), tp_mesh()), [torch.randn(2, 16, 32) for _ in range(4)]
+        of_rank = [part(input, 1) for input in inputs]
+    else:
+        model = shard_model(static_config(enable_fsdp_float8_all_gather=how == "fsdp"))
+        of_rank = [part_of(batch) for batch in batches(4, ranks)]
+    with pytest.raises(RuntimeError, match="never measured"):
+        model(of_rank[0])
+    result = []
+    for index in (0, 2):
+        with calibrate_float8_static_scales(model):
+            for input in of_rank[index : index + 2]:
+                (model(input).square().mean() / (ranks if how == "tp" else 1)).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+        assert_same_scaling_on_all_ranks(model)
+        with CollectiveCounter() as counter, Wire() as wire:
+            model(of_rank[0]).square().mean().backward()
+        exchanges = len([1 for dtype, _ in wire.of("all_reduce") if dtype is torch.int32])
+        result.append((scaling_snapshot(model), exchanges if how == "tp" else counter.calls["all_reduce"]))
+    before = scaling_snapshot(model)
+    sync_float8_amax_and_scale_history(model)
+    assert_equal(scaling_snapshot(model), before)
+    return result
+
+
+@pytest.mark.parametrize("how", ["fsdp", "high precision"])
+def test_static_scales_are_calibrated_over_all_ranks(how):
+    model = convert_to_float8_training(make_model(), config=static_config())
+    inputs = [batch.chunk(4) for batch in batches(4, 4)]
+    results = run(4, _calibrate, how)[0]
+    for (snapshot, exchanges), index in zip(results, (0, 2), strict=True):
+        with calibrate_float8_static_scales(model):
+            for parts in inputs[index : index + 2]:
+                for input in parts:
+                    loss_of(model(input)).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+        assert_equal(snapshot, scaling_snapshot(model))
+        assert exchanges == 0
+
+
+def _calibrate_tp():
+    torch.manual_seed(5)
+    result = _calibrate("tp")
+    torch.manual_seed(5)
+    model = model_of(static_config(shared_inputs=sharing("delayed").shared_inputs))
+    inputs = [torch.randn(2, 16, 32) for _ in range(4)]
+    expected = []
+    for index in (0, 2):
+        with calibrate_float8_static_scales(model):
+            for input in inputs[index : index + 2]:
+                model(input).square().mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+        expected.append(scaling_snapshot(model))
+    return result, expected
+
+
+def test_static_scales_are_calibrated_with_tensor_parallelism():
+    """Scales of one process within the rounding of float32 sums; and no exchange after it."""
+    result, expected = run(2, _calibrate_tp)[0]
+    for (snapshot, exchanges), of_one in zip(result, expected, strict=True):
+        assert snapshot.keys() == of_one.keys()
+        for name, value in snapshot.items():
+            torch.testing.assert_close(value, of_one[name], rtol=1e-5, atol=0, msg=name)
+        assert exchanges == 0
+
+
+# ---- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def _evaluate():
+    """What a forward in eval mode does to the state of a model that FSDP gathers in float8, before and after a step."""
+    model = shard_model(config_of("delayed", enable_fsdp_float8_all_gather=True))
+    large = 50 * part_of(batches(1, dist.get_world_size())[0])
+    unchanged = []
+    for _ in range(2):
+        before, observed = scaling_snapshot(model), observed_of(model)
+        model.eval()
+        with torch.no_grad():
+            model(large)
+        model(large).sum().backward()
+        model.train()
+        assert_equal(scaling_snapshot(model), before)
+        unchanged.append(torch.equal(observed_of(model), observed))
+        forward_and_backward(model, large / 50)
+        sync_float8_amax_and_scale_history(model)
+    return unchanged
+
+
+def test_evaluation_leaves_no_trace():
+    assert run(2, _evaluate) == [[True, True]] * 2
+
+
+# ---- ranks that disagree ---------------------------------------------------------------------------------------------
+
+
+def _disagree(how, call):
+    """Rank 1 differs; returns the message of each rank."""
+    other = dist.get_rank() == 1
+    config = config_of("delayed")
+    if how == "config" and other:
+        config = replace(config, delayed_scaling_config=DelayedScalingConfig(history_len=8))
+    elif how == "recipe" and other:
+        config = config_of("delayed_with_dynamic_weight")
+    elif how == "none" and other:
+        config = config_of("tensorwise")
+    if call == "calibrate":
+        config = replace(static_config(), **({"round_scales_to_power_of_2": True} if how == "config" and other else {}))
+        if how == "none" and other:
+            config = config_of("tensorwise")
+    model = convert_to_float8_training(make_model(2 if how == "layer" and other else 3), config=config)
+    batch = batches(1, 1)[0]
+    try:
+        if call == "sync":
+            loss_of(model(batch)).backward()
+            sync_float8_amax_and_scale_history(model)
+        else:
+            with calibrate_float8_static_scales(model):
+                loss_of(model(batch)).backward()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _disagree_in_every_way(call):
+    return {how: _disagree(how, call) for how in ("config", "recipe", "layer", "none")}
+
+
+def test_ranks_that_disagree_get_an_error_and_no_hang():
+    for messages in run(2, _disagree_in_every_way, "sync", timeout=60, collective_timeout=10):
+        for how, message in messages.items():
+            assert message is not None, how
+            assert "ranks disagree about the tensors whose scales are kept: rank" in message, how
+
+
+def _disagree_about_static():
+    return {how: _disagree(how, "calibrate") for how in ("config", "layer", "none")}
+
+
+def test_ranks_that_disagree_about_what_to_calibrate_get_an_error_and_no_hang():
+    for messages in run(2, _disagree_about_static, timeout=60, collective_timeout=10):
+        for how, message in messages.items():
+            assert message is not None, how
+            assert "ranks disagree about the tensors whose scales are kept: rank" in message, how

@@ -1,0 +1,361 @@
+"""Delayed scaling with tensor and sequence parallelism: the casts of one device, and no amax exchange once known."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from quaver import convert_to_float8_training, float8_scaling_state, sync_float8_amax_and_scale_history
+from quaver.casts import MatrixCasts
+from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel
+from quaver.linear import cast_weight
+from tests.distributed.models import assert_same_scaling_on_all_ranks, config_of, scaling_snapshot
+from tests.distributed.ranks import run
+from tests.distributed.test_tensor_parallel import (
+    Wire,
+    assert_part_of,
+    assert_same_losses,
+    model_of,
+    part,
+    spread,
+    tp_mesh,
+    uneven_magnitudes,
+)
+from tests.reference import KEPT_RECIPES
+
+RECIPE = pytest.mark.parametrize("recipe", KEPT_RECIPES)
+STEPS = 4
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+def train_one_process(config, batches, microbatches=1):
+    """Losses, and snapshots after each sync. Names of siblings that share an input are those of the first."""
+    model = model_of(config)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses, snapshots = [], []
+    for batch in batches:
+        losses.append(0.0)
+        for microbatch in batch.chunk(microbatches):
+            loss = model(microbatch).square().mean() / microbatches
+            loss.backward()
+            losses[-1] += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        sync_float8_amax_and_scale_history(model)
+        snapshots.append(scaling_snapshot(model))
+    return losses, snapshots
+
+
+def train_ranks(model, parts, *, divided_by, compiled=None):
+    """Losses, snapshots, and the exchanges of each step, of its forward and its backward: maxima over ranks.
+
+    Of compiled code: all all-reduces. After its first step it may not be compiled again.
+    """
+    profiled = compiled is not None
+    if compiled:
+        for block in model:
+            block.compile(fullgraph=True, backend=compiled)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses, snapshots, exchanged = [], [], []
+    for step, mine in enumerate(parts):
+        torch._dynamo.config.error_on_recompile = compiled is not None and step > 0
+        with Exchanges(profiled) as forward:
+            loss = model(mine).square().mean()
+        with Exchanges(profiled) as backward:
+            (loss / divided_by).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sync_float8_amax_and_scale_history(model)
+        assert_same_scaling_on_all_ranks(model)
+        dist.all_reduce(mean := loss.detach().clone())
+        losses.append(mean.item() / dist.get_world_size())
+        snapshots.append(scaling_snapshot(model))
+        exchanged.append((forward.count, backward.count))
+    torch._dynamo.config.error_on_recompile = False
+    return losses, snapshots, exchanged
+
+
+class Exchanges:
+    """Counts all-reduces as they run; where nothing is compiled, by a mode that counts those of amaxes only."""
+
+    def __init__(self, profiled):
+        self.profiled = profiled
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        self.counter = torch.profiler.profile(activities=activities) if profiled else Wire()
+
+    def __enter__(self):
+        self.counter.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self.counter.__exit__(*error)
+        if self.profiled:
+            self.count = sum(event.name == "gloo:all_reduce" for event in self.counter.events())
+        else:
+            self.count = sum(dtype is torch.int32 for dtype, _ in self.counter.of("all_reduce"))
+
+
+def sharing(recipe, **options):
+    """gate and up have one input scale, as PrepareFloat8ModuleInput casts their input once."""
+    return config_of(recipe, shared_inputs=(("q", "k", "v"), ("gate", "up")), **options)
+
+
+def _train_tp(recipe, compiled=None, use_local_output=False):
+    config, batches = sharing(recipe), [torch.randn(4, 16, 32) for _ in range(STEPS)]
+    model = spread(model_of(config), tp_mesh(), use_local_output)
+    ranks = dist.get_world_size()
+    parts = [part(batch, 1) for batch in batches]
+    got = train_ranks(model, parts, divided_by=ranks, compiled=compiled)
+    return got, train_one_process(config, batches)
+
+
+def _train_2d(recipe, gather_float8, compiled=None):
+    config, batches = sharing(recipe), [torch.randn(4, 16, 32) for _ in range(STEPS)]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    tp_rank, dp_rank = mesh["tp"].get_local_rank(), mesh["dp"].get_local_rank()
+    gathering = dataclasses.replace(config, enable_fsdp_float8_all_gather=gather_float8)
+    model = spread(model_of(gathering), mesh["tp"])
+    for block in model:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    parts = [batch.chunk(2)[dp_rank].chunk(2, 1)[tp_rank] for batch in batches]
+    got = train_ranks(model, parts, divided_by=2, compiled=compiled)
+    return got, train_one_process(config, batches, 2)
+
+
+def check_against_one_process(result, what, grad_outputs=1):
+    """Losses as in test_tensor_parallel.py; scales and amaxes within the rounding of float32 sums in another order.
+
+    Args:
+        grad_outputs: by what the ranks' are larger, since FSDP divides gradients where one process divides the loss.
+    """
+    (losses, snapshots, _), (expected_losses, expected_snapshots) = result
+    assert_same_losses(losses, expected_losses)
+    for step, (snapshot, of_one) in enumerate(zip(snapshots, expected_snapshots, strict=True)):
+        assert snapshot.keys() == of_one.keys()
+        for name, value in snapshot.items():
+            factor = 1.0
+            if "grad_output" in name:
+                factor = grad_outputs if name.endswith("history") else 1 / grad_outputs
+            message = f"{what} {step} {name}"
+            torch.testing.assert_close(value, of_one[name] * factor, rtol=1e-5, atol=0, msg=message)
+            assert value.count_nonzero() == (step + 1 if value.dim() else 1), message
+
+
+def amax_exchanges(recipe, *, weights):
+    """Maxima in the forward and in the backward of each step; `weights`: how many exchanges all weights take.
+
+    Of each block: 4 inputs and 7 grad_outputs are spread over the ranks, of 7 linears.
+    """
+    first = (2 * 4 + weights, 2 * 7)
+    return [first] + [(0 if recipe == "delayed" else weights, 0)] * (STEPS - 1)
+
+
+def _train_in_ways(recipe, ways):
+    return [_train_2d(recipe, way == "float8") if way in IN_2D else _train_tp(recipe, None, way) for way in ways]
+
+
+IN_2D = {"float8": 1, "high precision": 14}
+"""What FSDP2 gathers; and the exchanges that the dynamic scales of all weights take: one where it gathers them."""
+
+
+def check_steps(ranks, recipe, ways):
+    for way, result in zip(ways, run(ranks, _train_in_ways, recipe, ways)[0], strict=True):
+        check_against_one_process(result, f"way {way}", 2 if way in IN_2D else 1)
+        assert result[0][2] == amax_exchanges(recipe, weights=IN_2D.get(way, 14)), way
+
+
+@RECIPE
+def test_steps_equal_one_process_and_exchange_nothing_once_scales_are_known(recipe):
+    """With PrepareFloat8ModuleInput giving a DTensor, and a local tensor."""
+    check_steps(2, recipe, [False, True])
+
+
+@RECIPE
+def test_steps_with_fsdp2_equal_one_process(recipe):
+    check_steps(4, recipe, ["float8"])
+
+
+@pytest.mark.nightly
+@RECIPE
+def test_steps_of_each_kind(recipe):
+    check_steps(4, recipe, [False, True, *IN_2D])
+
+
+def check_compiled(recipe, backend, in_2d):
+    """One graph serves every step, and exchanges amaxes in the first only, as eager code does."""
+    ranks, train, options = (4, _train_2d, [True]) if in_2d else (2, _train_tp, [])
+    result = run(ranks, train, recipe, *options, backend, timeout=400)[0]
+    check_against_one_process(result, backend, 2 if in_2d else 1)
+    (first, *more), of_eager = result[0][2], amax_exchanges(recipe, weights=1 if in_2d else 14)
+    for step, exchanges in enumerate(more):
+        spared = [first[i] - exchanges[i] for i in (0, 1)]
+        expected = [of_eager[0][i] - of_eager[step + 1][i] for i in (0, 1)]
+        if in_2d:  # in the first step FSDP2 also checks that the ranks agree
+            expected[0] += 1
+        assert spared == expected
+
+
+def test_compiled_steps_equal_one_process_and_are_not_compiled_again():
+    check_compiled("delayed", "aot_eager", in_2d=False)
+
+
+@pytest.mark.nightly
+@RECIPE
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("in_2d", [False, True], ids=["tp", "fsdp and tp"])
+def test_compiled_steps_by_each_backend(recipe, backend, in_2d):
+    check_compiled(recipe, backend, in_2d)
+
+
+# ---- casts -----------------------------------------------------------------------------------------------------------
+
+# quant_scale of what is not known, of what left its window, of what fits the outliers, and of what makes them saturate.
+KEPT = [0.0, -3.0, 0.7, 40.0]
+
+
+def _linear(recipe, style=None):
+    model = nn.Sequential(nn.Linear(48, 40, bias=False))
+    convert_to_float8_training(model, config=config_of(recipe))
+    if style is not None:
+        parallelize_module(model, tp_mesh(), {"0": style})
+    return model[0]
+
+
+def _set_scale(linear, quant_scale):
+    """Give all of the linear's kept scales this value, as a sync would."""
+    state = linear.scaling.state
+    state.quant_scale.fill_(quant_scale)
+    state.was_loaded()
+    return linear.kept_scales(torch.device("cpu"), recording=True)
+
+
+def _check_casts(hp_dtype):
+    whole_weight = uneven_magnitudes(40, 48).to(hp_dtype)
+    whole_input, whole_grad = uneven_magnitudes(3, 16, 48).to(hp_dtype), uneven_magnitudes(3, 16, 40).to(hp_dtype)
+    for quant_scale in KEPT:
+        for style, weight_dim, input_dim, grad_dim in (
+            (Float8ColwiseParallel(), 0, None, 2),
+            (Float8RowwiseParallel(), 1, 1, None),
+            (Float8RowwiseParallel(output_layouts=Shard(1)), 1, 1, 1),
+        ):
+            linear, reference = _linear("delayed", style), _linear("delayed")
+            kept, of_one = _set_scale(linear, quant_scale), _set_scale(reference, quant_scale)
+            config, sharding = linear.config, linear.sharding
+            got = cast_weight(part(whole_weight, weight_dim), config, hp_dtype, kept.weight, sharding)
+            expected = cast_weight(whole_weight, config, hp_dtype, of_one.weight)
+            assert_part_of(got.for_output, expected.for_output, weight_dim)
+            assert_part_of(got.for_grad_input, expected.for_grad_input, weight_dim)
+            rows = whole_input.flatten(0, 1)
+            local = rows if input_dim is None else part(rows, input_dim)
+            casts, of_whole = (
+                sharding.input_casts(local, config, hp_dtype, kept.input),
+                MatrixCasts(config, hp_dtype, of_one.input),
+            )
+            for cast, dim in ((config.casts.input, 1), (config.casts.input_for_grad_weight, 0)):
+                assert_part_of(casts.cast(local, cast, dim), of_whole.cast(rows, cast, dim), input_dim)
+            _check_grad_output(sharding, config, whole_grad, grad_dim, kept, of_one)
+            _check_observed(linear.scaling.state.observed, reference.scaling.state.observed, quant_scale)
+
+
+def _check_observed(parts, whole, quant_scale):
+    """The largest amax of the parts is that of the whole; where elements of the whole saturate, some of a part do."""
+    of_ranks = parts.clone()
+    dist.all_reduce(of_ranks, dist.ReduceOp.MAX)
+    assert torch.equal(of_ranks[:, 0], whole[:, 0])
+    assert torch.equal(of_ranks[:, 1] > 0, whole[:, 1] > 0)
+    assert bool((whole[:2, 1] > 0).all()) == (quant_scale == 40.0)
+
+
+def _check_grad_output(sharding, config, whole, dim, kept, of_one):
+    local = whole if dim is None else part(whole, dim)
+    got = sharding.grad_output_operands(local, config, whole.dtype, kept.grad_output, (True, True))
+    casts, rows = MatrixCasts(config, whole.dtype, of_one.grad_output), whole.flatten(0, 1)
+    expected = (
+        casts.cast(rows, config.casts.grad_output, 1),
+        casts.cast(rows, config.casts.grad_output_for_grad_weight, 0),
+    )
+    for operand, of_whole in zip(got, expected, strict=True):
+        assert_part_of(operand, of_whole, 1 if dim == 2 else None)  # by sequence it has been gathered
+
+
+def _check_casts_of_both_dtypes():
+    for hp_dtype in (torch.float32, torch.bfloat16):
+        _check_casts(hp_dtype)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_spread_matrices_are_cast_as_on_one_device(ranks):
+    """Codes and scales to the bit, and what was observed; with scales known, unknown, and out of their window."""
+    run(ranks, _check_casts_of_both_dtypes)
+
+
+# ---- the module around it --------------------------------------------------------------------------------------------
+
+
+def _backward(model, batch):
+    loss = model(part(batch, 1)).square().mean()
+    loss.backward()
+    return loss.item()
+
+
+def _check_copies_and_evaluation(use_local_output):
+    model = spread(model_of(sharing("delayed")), tp_mesh(), use_local_output)
+    first, second, large = torch.randn(2, 16, 32), torch.randn(2, 16, 32), 50 * torch.randn(2, 16, 32)
+    _backward(model, first)
+    sync_float8_amax_and_scale_history(model)
+    before, observed = scaling_snapshot(model), observed_of(model)
+    with torch.no_grad():
+        model(part(large, 1))
+    model.eval()
+    _backward(model, large)
+    model.train()
+    assert_equal(scaling_snapshot(model), before)
+    assert torch.equal(observed_of(model), observed)
+
+    copied = copy.deepcopy(model)
+    assert_equal(scaling_snapshot(copied), before)
+    _backward(copied, large)
+    assert torch.equal(observed_of(model), observed)  # a copy has a state of its own
+    sync_float8_amax_and_scale_history(copied)
+    assert_equal(scaling_snapshot(model), before)
+    changed = scaling_snapshot(copied)
+    assert all(not torch.equal(changed[name], value) for name, value in before.items() if name.endswith("history"))
+    assert_same_scaling_on_all_ranks(copied)
+    expected = _backward(model, second)
+    assert _backward(copied, second) != expected  # with scales made for the large batch
+    float8_scaling_state(copied).load_state_dict(before)
+    with Wire() as wire:
+        assert _backward(copied, second) == expected
+    assert not any(dtype is torch.int32 for dtype, _ in wire.of("all_reduce"))
+    float8_scaling_state(copied).reset()  # as in a new model: all ranks exchange amaxes again
+    with Wire() as wire:
+        _backward(copied, second)
+    assert sum(dtype is torch.int32 for dtype, _ in wire.of("all_reduce")) == sum(
+        amax_exchanges("delayed", weights=14)[0]
+    )
+
+
+def observed_of(model):
+    (state,) = float8_scaling_state(model)._states
+    return state.observed.clone()
+
+
+def assert_equal(got, expected):
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
+
+
+@pytest.mark.parametrize("use_local_output", [False, True])
+def test_copies_have_scales_of_their_own_and_evaluation_records_nothing(use_local_output):
+    run(2, _check_copies_and_evaluation, use_local_output)
