@@ -97,8 +97,7 @@ def sync_float8_amax_and_scale_history(
     call also checks, in a collective of 16 bytes, that the ranks agree.
     """
     states = _states(model if fp8_layers is None else fp8_layers)
-    if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        group = dist.group.WORLD
+    group = group or _every_rank()
     if group is not None:
         _check_once(model, states, group)
     with torch.no_grad():
@@ -122,8 +121,7 @@ def calibrate_float8_static_scales(model: nn.Module, *, group: ProcessGroup | No
             was all zeros, or was not finite; no scale is then changed.
     """
     states = _states(model)
-    if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        group = dist.group.WORLD
+    group = group or _every_rank()
     if group is not None:
         _check_once(model, states, group)
     named = [(name, row, state) for name, row, state in _named_rows(model) if row in state.calibrated_rows]
@@ -133,8 +131,8 @@ def calibrate_float8_static_scales(model: nn.Module, *, group: ProcessGroup | No
     try:
         for state in states:
             state.quant_scale[state.calibrated_rows] = 0
-            state._forget_observed()
-            state._look_from_host()
+            state.forget_observed()
+            state.look_from_host()
             state.calibrating = True
         yield
         seen = [state.observed if group is None else largest_observed(state.observed, group) for state in states]
@@ -150,7 +148,13 @@ def calibrate_float8_static_scales(model: nn.Module, *, group: ProcessGroup | No
             state.quant_scale.copy_(scales)
             state.observed.copy_(observed)
             state.calibrating = False
-            state._look_from_host()
+            state.look_from_host()
+
+
+def _every_rank() -> ProcessGroup | None:
+    """The default group, None where there is none or one rank."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.group.WORLD if several else None
 
 
 def _check_all_seen(named_amaxes: Sequence[tuple[str, float]]) -> None:

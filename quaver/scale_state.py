@@ -90,12 +90,12 @@ class ScaleState:
         self.announced = False
         self.steps_since_sync = 0
         self.warned = False
-        self._forget_observed()
+        self.forget_observed()
         self.synced_scale, self.synced_observed = self.quant_scale.clone(), self.observed.clone()
         self._views_of: list[LinearScales] = []
         self._kept: dict[tuple[int, bool], KeptScale] = {}
         self.trained_modules: WeakSet[nn.Module] = WeakSet()
-        self._look_from_host()
+        self.look_from_host()
         watch_optimizers(self)
 
     @property
@@ -164,32 +164,17 @@ class ScaleState:
         self.synced_observed.copy_(observed)
         self.synced_scale.copy_(self.quant_scale)
         self.quant_scale.copy_(scale)
-        self._forget_observed()
-        if self.host_decides:
-            self._look_again()
+        self.forget_observed()
+        # A device that is waited for; but with a late answer ranks would scale a tensor otherwise than one rank does.
+        if self.host_decides and (config.dynamic_window is not None or not self.known.all()):
+            self.look_from_host()
         self.steps_since_sync = 0
 
-    def _forget_observed(self) -> None:
+    def forget_observed(self) -> None:
         self.observed.copy_(self.not_seen)
 
-    def _look_from_host(self) -> None:
+    def look_from_host(self) -> None:
         self.known.copy_(self.quant_scale > 0)
-        self._looks_in = self._waits = 1
-
-    def _look_again(self) -> None:
-        """Refresh `known` while more may become so: after 1, 2, 4, ... syncs, for a row may never be used.
-
-        It waits for the device. All ranks look at the same syncs, for they see the same.
-        """
-        if self.delayed_config.dynamic_window is not None:
-            self._look_from_host()
-        elif not self.known.all():
-            self._looks_in -= 1
-            if self._looks_in == 0:
-                before, waits = int(self.known.sum()), self._waits
-                self._look_from_host()
-                if int(self.known.sum()) == before:
-                    self._looks_in = self._waits = 2 * waits
 
     def _announce(self) -> None:
         """Say once how many tensors started without a history."""
@@ -212,8 +197,8 @@ class ScaleState:
         """To be called after rows were written from outside."""
         self.uncalibrated = bool((self.quant_scale[self.calibrated_rows] <= 0).any())
         self.announced = False
-        self._forget_observed()
-        self._look_from_host()
+        self.forget_observed()
+        self.look_from_host()
 
 
 def next_scale(amax: Tensor, format_max: Tensor, config: DelayedScalingConfig, power_of_2: bool) -> Tensor:

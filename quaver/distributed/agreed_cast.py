@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from quaver import scaling
-from quaver.casts import Scales
 from quaver.distributed.collectives import max_over_ranks
-from quaver.kernels.cast import KeptScale, cast_with_kept_scale, cast_with_scale, record
+from quaver.kernels.cast import KeptScale, cast_with_kept_scale, cast_with_scale, record, record_amax
 from quaver.scaling import PLAIN_TYPES
 
 
@@ -36,15 +35,8 @@ def cast_with_agreed_scale(
         return cast_with_kept_scale(hp, kept, float8_dtype, power_of_2)
     own = scaling.amax(hp).float()
     quant = scaling.amax_to_quant_scale(max_over_ranks(own, group), float8_dtype, power_of_2=power_of_2)
-    return cast_and_record(hp, Scales(quant, scaling.to_dequant_scale(quant)), kept, float8_dtype, own)
-
-
-def cast_and_record(
-    hp: Tensor, scales: Scales, kept: KeptScale, float8_dtype: torch.dtype, own_amax: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast with the dynamic scale of the whole tensor, and record the amax of this rank's part; nothing saturates."""
-    record(kept, torch.stack([own_amax, torch.zeros_like(own_amax)]))
-    return cast_with_scale(hp, scales.quant, float8_dtype), *scales
+    record_amax(kept, own)
+    return cast_with_scale(hp, quant, float8_dtype), quant, scaling.to_dequant_scale(quant)
 
 
 def _agree_and_see(

@@ -34,7 +34,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -44,12 +43,12 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from quaver import scaling
-from quaver.casts import Operand, Scales
+from quaver.casts import Operand
 from quaver.distributed.agreement import check_ranks_agree
+from quaver.distributed.shard_casts import cast_shard, cast_shard_with_kept_scale
 from quaver.distributed.weight_scales import Shard, WholeScales, compute_whole_scales, scale_dims, shard_of
-from quaver.kernels.cast import KeptScale, cast_with_kept_scale, cast_with_scale, record
+from quaver.kernels.cast import KeptScale, record_amax
 from quaver.linear import Float8Linear
-from quaver.scaling import to_dequant_scale
 from quaver.tensor import Float8Tensor, WrappedTensor
 
 aten = torch.ops.aten
@@ -181,14 +180,14 @@ class GatherableWeight(WrappedTensor):
         shard = _shard(module)._replace(local=self.wrapped)
         dims, float8_dtype = scale_dims(config), config.casts.weight.float8_dtype
         if kept is not None and kept.known:
-            code, scale = _cast_kept(shard, kept, float8_dtype, config.round_scales_to_power_of_2)
+            code, scale = cast_shard_with_kept_scale(shard, kept, float8_dtype, config.round_scales_to_power_of_2)
             codes = [code]
             scales: WholeScales = {None: scale}
         else:
             scales = _local(module).scales() or _compute_scales_of_siblings(module)
-            codes = [_cast(shard, scales[dim].quant, float8_dtype) for dim in dims]
-            if kept is not None:
-                _record_amax(shard.local, kept)
+            codes = [cast_shard(shard, scales[dim].quant, float8_dtype) for dim in dims]
+            if kept is not None and kept.observed is not None:
+                record_amax(kept, scaling.amax(shard.local).float())
         if len(codes) > 1 and mesh.size() == 1:
             codes = [torch.cat(codes)]  # with nothing to gather, torch passes on the first payload only
         return tuple(codes), _Gather(dims, scales, shard.size, float8_dtype)
@@ -299,15 +298,6 @@ class _Plain(torch.autograd.Function):
         return grad
 
 
-def _cast(shard: Shard, quant_scale: Tensor, float8_dtype: torch.dtype) -> Tensor:
-    """The codes of a shard as uint8, padded to the size that every rank sends."""
-    local = shard.local
-    if local.numel() == 0:
-        return _padded(local.new_zeros(local.shape, dtype=torch.uint8), shard)
-    scale = shard.part(quant_scale).to(local.device)
-    return _padded(cast_with_scale(local, scale, float8_dtype).view(torch.uint8), shard)
-
-
 def _kept_scale(linear: Float8Linear) -> KeptScale | None:
     """The kept scale of the weight; FSDP gathers without gradients, so training alone says whether to record."""
     return linear.kept_scales(_shard(linear).device, recording=linear.training).weight
@@ -317,35 +307,6 @@ def _is_known(linear: Float8Linear) -> bool:
     """Whether a kept scale makes the exchange of amaxes unnecessary."""
     kept = _kept_scale(linear)
     return kept is not None and bool(kept.known)
-
-
-def _cast_kept(shard: Shard, kept: KeptScale, float8_dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Scales]:
-    """The codes of a shard as uint8, padded, with a scale that every rank knows: nothing is exchanged."""
-    local = shard.local
-    if local.numel() == 0:
-        quant = kept.quant_scale.clone()
-        return _padded(local.new_zeros(local.shape, dtype=torch.uint8), shard), Scales(quant, to_dequant_scale(quant))
-    near = kept
-    if local.device != kept.quant_scale.device:  # offloaded: cast where the shard lies
-        seen = local.new_zeros(2, dtype=torch.float32)
-        near = kept._replace(quant_scale=kept.quant_scale.to(local.device), observed=seen)
-    codes, quant, dequant = cast_with_kept_scale(local, near, float8_dtype, power_of_2)
-    if near is not kept and near.observed is not None:
-        record(kept, near.observed.to(kept.quant_scale.device))
-    scales = Scales(quant.to(shard.device), dequant.to(shard.device))
-    return _padded(codes.view(torch.uint8), shard), scales
-
-
-def _record_amax(local: Tensor, kept: KeptScale) -> None:
-    """Record the amax of a shard that was cast with a dynamic scale; nothing saturates."""
-    amax = scaling.amax(local).float()
-    record(kept, torch.stack([amax, torch.zeros_like(amax)]).to(kept.quant_scale.device))
-
-
-def _padded(codes: Tensor, shard: Shard) -> Tensor:
-    """The codes of a shard, padded to the size that every rank sends. FSDP pads dim 0 only."""
-    missing = -(-shard.size[shard.dim] // shard.fsdp_group.size()) - codes.shape[shard.dim]
-    return F.pad(codes, (0, 0, 0, missing)) if missing else codes
 
 
 # ---- the linears whose weights are gathered together -----------------------------------------------------------------

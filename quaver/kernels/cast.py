@@ -113,6 +113,11 @@ def record(kept: KeptScale, seen: Tensor) -> None:
         kept.observed.copy_(torch.maximum(kept.observed, seen))
 
 
+def record_amax(kept: KeptScale, amax: Tensor) -> None:
+    """Record the amax (float32 ()) of a tensor that was cast with a dynamic scale, so that nothing saturated."""
+    record(kept, torch.stack([amax, torch.zeros_like(amax)]).to(kept.quant_scale.device))
+
+
 def _cast_and_see(
     hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, power_of_2: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
