@@ -127,6 +127,30 @@ CLONES static void cast_run(const void *hp, int hp_kind, int float8, const float
 #undef CASE
 }
 
+/* In their own width: promoted to int, they would not become a vector's maximum. */
+INLINE uint16_t larger16(uint16_t a, uint16_t b) { return a > b ? a : b; }
+INLINE uint32_t larger32(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+INLINE float observe_body(const void *hp, int hp_kind, Format f, float scale, int64_t n, uint8_t *restrict codes) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < n; i++) {
+        float value = load(hp, hp_kind, i);
+        largest = larger32(bits_of(value) & 0x7FFFFFFFu, largest);
+        codes[i] = encode(value * scale, f);
+    }
+    return float_of(largest);
+}
+
+/* As cast_run with one scale; returns the amax of hp. In one loop, so that the cast runs while memory is read. */
+CLONES static float observe_run(const void *hp, int hp_kind, int float8, float scale, int64_t n, uint8_t *codes) {
+#define CASE(H, F) case H * 2 + F: return observe_body(hp, H, FLOAT8[F], scale, n, codes);
+#define CASES(H) CASE(H, E4M3) CASE(H, E5M2)
+    if (n > 0) switch (hp_kind * 2 + float8) { CASES(FLOAT32) CASES(BFLOAT16) CASES(FLOAT16) }
+#undef CASES
+#undef CASE
+    return 0.0f;
+}
+
 INLINE int64_t overflow_body(const void *hp, int hp_kind, Format f, float scale, int64_t n, uint8_t *restrict codes) {
     int64_t saturated = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -175,10 +199,6 @@ CLONES static void widen_run(const uint8_t *codes, int float8, int hp_kind, int 
 #undef CASES
 #undef CASE
 }
-
-/* In their own width: promoted to int, they would not become a vector's maximum. */
-INLINE uint16_t larger16(uint16_t a, uint16_t b) { return a > b ? a : b; }
-INLINE uint32_t larger32(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 /* The bits of max |hp[i]|; 0 for an empty run. */
 CLONES static uint32_t amax_run(const void *hp, int hp_kind, int64_t n) {
@@ -259,7 +279,7 @@ static void amax_of_columns(const Job *job, int block, int64_t first, int64_t la
     for (int64_t row = first; row < last; row++) amax_each(hp_row(job, row), job->hp_kind, job->columns, amax);
 }
 
-/* Reads memory once: a few elements at a time, their amax, then their cast, which counts only if it must. */
+/* Reads memory once: a few elements at a time, which are cast again from the cache, and counted, if they overflow. */
 static void cast_and_observe_elements(const Job *job, int block, int64_t first, int64_t last) {
     float largest = 0.0f;
     int64_t saturated = 0;
@@ -267,12 +287,8 @@ static void cast_and_observe_elements(const Job *job, int block, int64_t first, 
         const char *hp = job->hp + start * hp_size(job);
         uint8_t *codes = job->codes + start;
         int64_t n = last - start < CACHED ? last - start : CACHED;
-        uint32_t bits = 0;
-        store_amax(job, &bits, 0, amax_run(hp, job->hp_kind, n));
-        float amax = load(&bits, job->hp_kind, 0);
-        if (amax * *job->quant <= FLOAT8[job->float8].saturates_above && amax <= FLT_MAX)
-            cast_run(hp, job->hp_kind, job->float8, job->quant, 0, n, codes);
-        else
+        float amax = observe_run(hp, job->hp_kind, job->float8, *job->quant, n, codes);
+        if (!(amax * *job->quant <= FLOAT8[job->float8].saturates_above && amax <= FLT_MAX))
             saturated += overflow_run(hp, job->hp_kind, job->float8, *job->quant, n, codes);
         if (bits_of(amax) > bits_of(largest)) largest = amax;
     }
