@@ -1,6 +1,6 @@
 """What float8 sends between ranks, beside bfloat16: collectives and their bytes, counted on a CPU.
 
-    python benchmarks/distributed.py [--ranks 2] [--output benchmarks/results/distributed.json] [--update-docs]
+    python -m benchmarks.distributed [--ranks 2] [--output benchmarks/results/distributed.json] [--update-docs]
 
 Starts gloo processes itself; any laptop will do. Counts do not depend on the machine or the backend. The only times are
 those of `precompute_float8_dynamic_scale_for_fsdp`, and they are a CPU's.
@@ -17,7 +17,6 @@ import argparse
 import json
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,6 +35,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.record import ROOT, fill, has_changed, markdown
 from quaver import Float8LinearConfig, Float8LinearRecipeName, convert_to_float8_training
 from quaver.bench.harness import environment
 from quaver.distributed import (
@@ -46,7 +46,6 @@ from quaver.distributed import (
 )
 from quaver.tensor import Float8Tensor
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "distributed.json"
 DOCS = ROOT / "docs" / "distributed.md"
 
@@ -339,21 +338,17 @@ def measure(ranks: int) -> dict[str, Any]:
         counted = json.loads((Path(folder) / "results.json").read_text())
     return {
         "environment": environment(torch.device("cpu"))
-        | {"threads": 1, "backend": "gloo", "ranks": ranks, "command": shlex.join(["python", *sys.argv])}
-        | {"uncommitted_changes_in_quaver": _changed("quaver")},
+        | {
+            "threads": 1,
+            "backend": "gloo",
+            "ranks": ranks,
+            "command": shlex.join(["python", "-m", "benchmarks.distributed", *sys.argv[1:]]),
+        }
+        | {"uncommitted_changes_in_quaver": has_changed("quaver")},
         "model": {"layers": LAYERS, "dim": DIM, "kv": KV, "hidden": HIDDEN, "batch": BATCH, "sequence": SEQUENCE},
         "precompute_linear": [PRECOMPUTE_DIM, PRECOMPUTE_DIM],
         **counted,
     }
-
-
-def _changed(folder: str) -> bool | None:
-    """Whether the commit of the environment is not all of what ran; None if there is no git to ask."""
-    try:
-        command = ["git", "status", "--porcelain", "--", folder]
-        return bool(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip())
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -385,7 +380,7 @@ def _fsdp_table(results: dict[str, Any]) -> str:
         cells += [f"{counts[f'gathered_bytes_per_element_{phase}']:g}" for phase in ("forward", "backward")]
         cells += [f"{counts['reduce_scattered_bytes_per_element']:g}", f"{row['unsharded_bytes_per_element']:g}"]
         rows.append([*cells, f"{counts['scale_bytes']:,}"])
-    return _markdown(head, rows)
+    return markdown(head, rows)
 
 
 def _llama_table(results: dict[str, Any]) -> str:
@@ -398,7 +393,7 @@ def _llama_table(results: dict[str, Any]) -> str:
         unsharded = row["unsharded_bytes_per_element"] * elements / LLAMA_3_8B["layers"]
         scales = scale_bytes(row["recipe"], shapes) if row["recipe"] else 0
         rows.append([_gathered_as(row), f"{gathered * elements / 1e9:.2f}", f"{unsharded / 1e6:.1f}", f"{scales:,}"])
-    return _markdown(["gathered as", "gathered per step, GB", "unsharded block, MB", "scales per step, bytes"], rows)
+    return markdown(["gathered as", "gathered per step, GB", "unsharded block, MB", "scales per step, bytes"], rows)
 
 
 def _gathered_as(row: dict[str, Any]) -> str:
@@ -423,7 +418,7 @@ def _tp_table(results: dict[str, Any]) -> str:
         for key in ("amax_all_reduces", "amax_bytes", "scale_gathered_bytes"):
             cells.append(" + ".join(f"{phase[key]:,}" for phase in phases))
         rows.append(cells)
-    return _markdown(head, rows)
+    return markdown(head, rows)
 
 
 def _precompute_table(results: dict[str, Any]) -> str:
@@ -434,23 +429,7 @@ def _precompute_table(results: dict[str, Any]) -> str:
         + [f"{row['min_ms']:.2f} to {row['max_ms']:.2f}"]
         for row in results["precompute"]
     ]
-    return _markdown(head, rows)
-
-
-def _markdown(head: list[str], rows: list[list[Any]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
-
-
-def with_tables(text: str, results: dict[str, Any]) -> str:
-    """The page `text` with the part after each `<!-- table: name -->`, up to `<!-- end -->`, made from `results`."""
-    for name, table in tables(results).items():
-        before, begin, rest = text.partition(f"<!-- table: {name} -->")
-        _, end, after = rest.partition("<!-- end -->")
-        if not begin or not end:
-            raise ValueError(f"expected <!-- table: {name} --> and <!-- end --> in the page")
-        text = f"{before}{begin}\n{table}\n{end}{after}"
-    return text
+    return markdown(head, rows)
 
 
 def main() -> int:
@@ -467,7 +446,7 @@ def main() -> int:
     if options.output is not None:
         options.output.write_text(json.dumps(results, indent=2) + "\n")
     if options.update_docs:
-        DOCS.write_text(with_tables(DOCS.read_text(), results))
+        DOCS.write_text(fill(DOCS.read_text(), tables(results)))
     return 0
 
 

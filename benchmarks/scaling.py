@@ -21,13 +21,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.distributed import _changed, _markdown
+from benchmarks.record import ROOT, fill, has_changed, markdown
 from benchmarks.scaling_costs import RANKS, READS_SHAPE, measure_costs
 from benchmarks.scaling_numerics import DIM, RESULTS, TOKENS, measure_numerics
 from benchmarks.scaling_pictures import draw
 from quaver.bench.harness import environment
 
-ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "benchmarks" / "results" / "scaling.json"
 DOCS = ROOT / "docs" / "scaling.md"
 IMAGES = ROOT / "docs" / "images"
@@ -40,7 +39,7 @@ def measure() -> dict[str, Any]:
     command = shlex.join(["python", "-m", "benchmarks.scaling", *sys.argv[1:]])
     return {
         "environment": {**about, "ranks": RANKS, "backend": "gloo", "command": command}
-        | {"uncommitted_changes_in_quaver": _changed("quaver")},
+        | {"uncommitted_changes_in_quaver": has_changed("quaver")},
         "linear": {"tokens": TOKENS, "dim": DIM},
         "reads_shape": READS_SHAPE,
         **measure_costs(),
@@ -72,7 +71,7 @@ def _reads_table(results: dict[str, Any]) -> str:
         cells = [f"{operand['reads']} ({operand['casts']})" for operand in operands]
         rows.append([f"`{row['recipe']}`", row["step"], *cells, sum(operand["reads"] for operand in operands), moved])
     head = ["scaling", "step", "input", "weight", "grad_output", "reads together", "bytes, by arithmetic"]
-    return _markdown(head, rows)
+    return markdown(head, rows)
 
 
 def _casts_table(results: dict[str, Any]) -> str:
@@ -83,7 +82,7 @@ def _casts_table(results: dict[str, Any]) -> str:
         rows.append([row["dtype"].removeprefix("torch."), shape, *(f"{value:.0f}" for value in us.values())])
         rows[-1].append(f"{us['kept'] / us['dynamic']:.2f}")
     head = ["from", "shape", "dynamic, us", "kept scale, us", "scale not known, us", "scale only, us"]
-    return _markdown([*head, "kept over dynamic"], rows)
+    return markdown([*head, "kept over dynamic"], rows)
 
 
 def _linears_table(results: dict[str, Any]) -> str:
@@ -95,7 +94,7 @@ def _linears_table(results: dict[str, Any]) -> str:
         ratio = of["delayed"]["median_us"] / of["tensorwise"]["median_us"]
         rows.append([" x ".join(map(str, row["shape"])), *times, f"{ratio:.2f}"])
     head = ["M x K x N", "bfloat16, ms", *(f"`{name}`, ms" for name in names[1:]), "`delayed` over `tensorwise`"]
-    return _markdown(head, rows)
+    return markdown(head, rows)
 
 
 def _spread(middle: float, low: float, high: float, digits: int) -> str:
@@ -114,7 +113,7 @@ def _all_reduces_table(results: dict[str, Any]) -> str:
     for row in results["all_reduces"]:
         calls = [row["all_reduces"][phase] for phase in ("forward", "backward", "sync", "precompute")]
         rows.append([_PARALLEL[row["parallel"]], f"`{row['recipe']}`", *calls, row["bytes"]])
-    return _markdown(["layout", "recipe", "forward", "backward", "sync", "precompute", "bytes"], rows)
+    return markdown(["layout", "recipe", "forward", "backward", "sync", "precompute", "bytes"], rows)
 
 
 def _sync_table(results: dict[str, Any]) -> str:
@@ -124,7 +123,7 @@ def _sync_table(results: dict[str, Any]) -> str:
         times = [_spread(us["median"], us["min"], us["max"], 0) for us in row["us"].values()]
         rows.append([*cells, f"{row['bytes']:,}", *times])
     head = ["ranks", "linears", "scales", "operations", "all-reduces", "bytes", "us", "us, given `fp8_layers`"]
-    return _markdown(head, rows)
+    return markdown(head, rows)
 
 
 def _stationary_table(results: dict[str, Any]) -> str:
@@ -133,7 +132,7 @@ def _stationary_table(results: dict[str, Any]) -> str:
         dynamic, delayed = (results["stationary"][recipe][name] for recipe in ("tensorwise", "delayed"))
         furthest = max(abs(a - b) for a, b in zip(dynamic, delayed, strict=True))
         rows.append([name, *(f"{sum(series) / len(series):.2f}" for series in (dynamic, delayed)), f"{furthest:.2f}"])
-    return _markdown(["result", "dynamic, mean dB", "delayed, mean dB", "largest difference in a step, dB"], rows)
+    return markdown(["result", "dynamic, mean dB", "delayed, mean dB", "largest difference in a step, dB"], rows)
 
 
 SCENARIOS = {
@@ -158,18 +157,7 @@ def _scenarios_table(results: dict[str, Any]) -> str:
             rows.append([words, name, *cells, f"{min(series['sqnr_db']):.1f}", f"{min(fits):.1f} to {max(fits):.1f}"])
     head = ["input", "scaling", "steps that saturate", "elements at worst", "steps below dynamic", "lowest dB"]
     head += ["log2(used_over_ideal)"]
-    return _markdown(head, rows)
-
-
-def with_tables(text: str, results: dict[str, Any]) -> str:
-    """The page `text` with the part after each `<!-- table: name -->`, up to `<!-- end -->`, made from `results`."""
-    for name, table in tables(results).items():
-        before, begin, rest = text.partition(f"<!-- table: {name} -->")
-        _, end, after = rest.partition("<!-- end -->")
-        if not begin or not end:
-            raise ValueError(f"expected <!-- table: {name} --> and <!-- end --> in the page")
-        text = f"{before}{begin}\n{table}\n{end}{after}"
-    return text
+    return markdown(head, rows)
 
 
 def _json(results: dict[str, Any]) -> str:
@@ -190,7 +178,7 @@ def main() -> int:
     if options.output is not None:
         options.output.write_text(_json(results))
     if options.update_docs:
-        DOCS.write_text(with_tables(DOCS.read_text(), results))
+        DOCS.write_text(fill(DOCS.read_text(), tables(results)))
         draw(results, IMAGES)
     return 0
 

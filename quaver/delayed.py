@@ -204,11 +204,12 @@ class Float8ScalingState:
         """`<linear>.<operand>.quant_scale` () and, with delayed scaling, `<linear>.<operand>.amax_history` [H].
 
         Views, float32: what is copied into them (as torch.distributed.checkpoint does) is loaded. Equal on every rank
-        after a sync, so it loads into any number of ranks. What was observed since the last sync is not part of it:
-        save between a sync and the next forward.
+        after a sync, so it loads into any number of ranks. A scale is negative while it is outside its window. Static
+        scales that the config gives are not part of it, nor is what was observed since the last sync: save between a
+        sync and the next forward.
         """
         entries: dict[str, Tensor] = {}
-        for name, row, state in self._named:
+        for name, row, state in self._learned():
             entries[f"{name}.quant_scale"] = state.quant_scale[row]
             if state.delayed_rows[row]:
                 entries[f"{name}.amax_history"] = state.history[row]
@@ -227,9 +228,9 @@ class Float8ScalingState:
             given = state_dict.get(key)
             if given is not None and not (isinstance(given, Tensor) and given.dim() == mine.dim()):
                 raise ValueError(f"{key}: expected a tensor of {mine.dim()} dims, got {_kind(given)}")
-        missing = 0
+        missing, learned = 0, self._learned()
         with torch.no_grad():
-            for name, row, state in self._named:
+            for name, row, state in learned:
                 keys = [key for key in (f"{name}.quant_scale", f"{name}.amax_history") if key in own]
                 if any(key not in state_dict for key in keys):
                     missing += 1
@@ -244,12 +245,16 @@ class Float8ScalingState:
                 "%d of %d kept scales are not in the checkpoint: scaled dynamically until their first sync "
                 "(static ones have to be calibrated)",
                 missing,
-                len(self._named),
+                len(learned),
             )
+
+    def _learned(self) -> list[tuple[str, int, ScaleState]]:
+        """The rows whose scales come from what was seen, and not from the config."""
+        return [(name, row, state) for name, row, state in self._named if state.is_learned(row)]
 
     def reset(self) -> None:
         """Forget every history and every measured scale, as for weights of another origin."""
-        for _, row, state in self._named:
+        for _, row, state in self._learned():
             state.forget(row)
         for state in self._states:
             state.was_loaded()

@@ -187,11 +187,14 @@ class ScaleState:
 
     # ---- loading -------------------------------------------------------------------------------------------------
 
+    def is_learned(self, row: int) -> bool:
+        """Whether the scale of a row comes from what was seen, and not from the config."""
+        return self.delayed_rows[row] or row in self.calibrated_rows
+
     def forget(self, row: int) -> None:
-        """Make one row as it was before its first step; a scale given by the config stays."""
-        if row in self.calibrated_rows or self.delayed_rows[row]:
-            self.quant_scale[row] = 0
-            self.history[row] = 0
+        """Make one learned row as it was before its first step."""
+        self.quant_scale[row] = 0
+        self.history[row] = 0
 
     def was_loaded(self) -> None:
         """To be called after rows were written from outside."""

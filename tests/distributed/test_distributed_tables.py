@@ -7,7 +7,8 @@ from unittest import mock
 import pytest
 from torch import nn
 
-from benchmarks.distributed import DOCS, LLAMA_3_8B, RESULTS, linear_shapes, scale_bytes, with_tables
+from benchmarks.distributed import DOCS, LLAMA_3_8B, RESULTS, linear_shapes, scale_bytes, tables
+from benchmarks.record import fill
 from tests.distributed.ranks import run
 
 
@@ -18,7 +19,7 @@ def results():
 
 def test_the_tables_are_those_of_the_recorded_run(results):
     text = DOCS.read_text()
-    assert with_tables(text, results) == text, "run python benchmarks/distributed.py --update-docs"
+    assert fill(text, tables(results)) == text, "run python -m benchmarks.distributed --update-docs"
 
 
 def test_another_figure_would_be_noticed(results):
@@ -29,12 +30,12 @@ def test_another_figure_would_be_noticed(results):
         counts = row["forward"] if section == "tp" else row
         key = {"fsdp": "unsharded_bytes_per_element", "tp": "amax_bytes", "precompute": "operations"}[section]
         counts[key] += 1
-        assert with_tables(text, changed) != text, section
+        assert fill(text, tables(changed)) != text, section
 
 
 def test_a_page_without_a_table_is_an_error(results):
     with pytest.raises(ValueError, match="table: fsdp"):
-        with_tables("no markers", results)
+        fill("no markers", tables(results))
 
 
 def test_the_arithmetic_for_llama_3_8b():

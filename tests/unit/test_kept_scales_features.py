@@ -347,6 +347,10 @@ def test_given_static_scales_are_used_and_stay():
             torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
     assert {t.quant_scale for t in float8_scaling_state(module).report()} == {100.0, 2000.0, 5000.0}
     assert fared(module, "input").used_over_ideal == pytest.approx(100 * input.abs().max().item() / 448)
+    assert states(module) == {}  # a checkpoint cannot overrule the config
+    float8_scaling_state(module).load_state_dict({"input.quant_scale": torch.tensor(1.0)})
+    float8_scaling_state(module).reset()
+    assert module.scaling.state.quant_scale.tolist() == [100.0, 2000.0, 5000.0]
 
 
 def test_calibration_measures_the_largest_amax_of_its_batches():

@@ -7,7 +7,8 @@ import warnings
 import pytest
 import torch
 
-from benchmarks.scaling import DOCS, IMAGES, RECORD, SCENARIOS, tables, with_tables
+from benchmarks.record import fill
+from benchmarks.scaling import DOCS, IMAGES, RECORD, SCENARIOS, tables
 from benchmarks.scaling_costs import RECIPES, config_of, count_reads
 from benchmarks.scaling_numerics import delayed, fare, scenarios
 from benchmarks.scaling_pictures import PICTURES
@@ -21,7 +22,7 @@ def results():
 
 def test_the_tables_are_those_of_the_recorded_run(results):
     text = DOCS.read_text()
-    assert with_tables(text, results) == text, "run python -m benchmarks.scaling --recorded --update-docs"
+    assert fill(text, tables(results)) == text, "run python -m benchmarks.scaling --recorded --update-docs"
 
 
 def test_another_figure_would_be_noticed(results):
@@ -36,12 +37,12 @@ def test_another_figure_would_be_noticed(results):
     changed["scenarios"]["growth"]["static"]["saturated"][0] = 1.0
     before, after = tables(results), tables(changed)
     assert all(before[name] != after[name] for name in before)
-    assert with_tables(text, changed) != text
+    assert fill(text, tables(changed)) != text
 
 
 def test_a_page_without_a_table_is_an_error(results):
     with pytest.raises(ValueError, match="table: reads"):
-        with_tables("no markers", results)
+        fill("no markers", tables(results))
 
 
 def test_every_picture_is_there_and_shown():
