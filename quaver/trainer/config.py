@@ -6,10 +6,12 @@ the command line.
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.conf import arg
 
+from quaver.activation_checkpointing import MODES as CHECKPOINT_MODES
+from quaver.activation_checkpointing import selected_every
 from quaver.config import DelayedScalingConfig, Float8LinearConfig, Float8LinearRecipeName
 
 BYTE_VOCAB_SIZE = 256
@@ -24,6 +26,9 @@ DELAYED_RECIPES = ", ".join(
 TENSOR_PARALLEL_SIZES = ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
 """Sizes of the model that tensor parallel ranks split; they split the sequence too."""
 RESHARD_POLICIES = ("default", "always", "never")
+OPTIMIZER_IMPLEMENTATIONS = ("auto", "fused", "foreach", "for-loop")
+SCHEDULES = ("cosine", "linear", "wsd", "constant")
+DECAY_TYPES = ("linear", "sqrt", "cosine")
 
 
 def require(holds: bool, name: str, expected: str, got: object, fix: str = "") -> None:
@@ -36,6 +41,12 @@ def _require_positive(section: str, owner: object, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
         require(value >= 1, f"{section}.{name}", "at least 1", value)
+
+
+def _require_default(section: str, owner: Any, name: str, unless: str, fix: str = "") -> None:
+    """Refuse a value of field `name` that nothing would read."""
+    value, default = getattr(owner, name), type(owner).__dataclass_fields__[name].default
+    require(value == default, f"{section}.{name}", f"its default, {default!r}, unless {unless}", value, fix)
 
 
 def _require_finite(section: str, owner: object, *names: str) -> None:
@@ -201,6 +212,35 @@ class Parallelism:
 
 
 @dataclass(frozen=True)
+class ActivationCheckpoint:
+    """What transformer blocks keep for the backward; the rest is computed again, to the same bits."""
+
+    mode: Annotated[str, arg(help=f"One of {', '.join(CHECKPOINT_MODES)}.")] = "none"
+    selective_ac_option: str = "op"
+    """With mode selective: op keeps the results worth keeping in every block; a number n keeps nothing of every n-th
+    block, and all of the others."""
+    memory_budget: float = 0.5
+    """With mode memory_budget: the share of what could be kept that the compiler keeps; 0 for blocks' inputs only."""
+
+    def __post_init__(self) -> None:
+        choices = ", ".join(CHECKPOINT_MODES)
+        require(self.mode in CHECKPOINT_MODES, "activation_checkpoint.mode", f"one of {choices}", self.mode)
+        for setting, mode in (("selective_ac_option", "selective"), ("memory_budget", "memory_budget")):
+            value, default = getattr(self, setting), getattr(type(self), setting)
+            require(
+                self.mode == mode or value == default,
+                f"activation_checkpoint.{setting}",
+                f"its default, {default!r}, unless activation_checkpoint.mode is {mode}",
+                value,
+            )
+        try:
+            selected_every(self.selective_ac_option)
+        except ValueError as error:
+            raise ValueError(f"activation_checkpoint.{error}") from error
+        require(0 <= self.memory_budget <= 1, "activation_checkpoint.memory_budget", "from 0 to 1", self.memory_budget)
+
+
+@dataclass(frozen=True)
 class Comm:
     """Communication between ranks."""
 
@@ -213,7 +253,7 @@ class Comm:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW; norms are not decayed."""
+    """AdamW; norms and biases, the parameters of one dim, are not decayed; matrices are, the embedding among them."""
 
     lr: float = 3e-3
     """Highest learning rate, reached when the warm-up ends."""
@@ -225,9 +265,18 @@ class Optimizer:
     """Added to the denominator of the update."""
     weight_decay: float = 0.1
     """Decoupled weight decay of every matrix."""
+    implementation: str = "auto"
+    """How the update is computed: fused (one kernel over all parameters), foreach (a kernel for each operation), or
+    for-loop (a kernel for each operation and parameter). auto is fused, which torch has for CUDA and for CPU."""
 
     def __post_init__(self) -> None:
         _require_finite("optimizer", self, "lr", "eps", "weight_decay")
+        require(
+            self.implementation in OPTIMIZER_IMPLEMENTATIONS,
+            "optimizer.implementation",
+            f"one of {', '.join(OPTIMIZER_IMPLEMENTATIONS)}",
+            self.implementation,
+        )
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             require(0 <= value < 1, f"optimizer.{name}", "at least 0 and below 1", value)
@@ -235,16 +284,36 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class LRScheduler:
-    """Linear warm-up, then a cosine down to min_lr_factor * optimizer.lr at the last step."""
+    """Linear warm-up to optimizer.lr, then down to min_lr_factor * optimizer.lr at the last step, or not down."""
 
     warmup_steps: int = 20
     """Steps of linear warm-up; may be longer than the run."""
+    schedule: str = "cosine"
+    """What follows the warm-up: cosine or linear (down from there on), wsd (warm-up, stable, decay: optimizer.lr until
+    the last decay_ratio of the run), or constant."""
+    decay_ratio: float = 0.1
+    """wsd: share of the run's steps in the final decay; rounded to whole steps, at least one."""
+    decay_type: str = "linear"
+    """wsd: shape of the final decay: linear, sqrt (1 - sqrt, steep at first) or cosine."""
     min_lr_factor: float = 0.1
     """Share of optimizer.lr that is left at the end."""
 
     def __post_init__(self) -> None:
         require(self.warmup_steps >= 0, "lr_scheduler.warmup_steps", "not negative", self.warmup_steps)
         require(0 <= self.min_lr_factor <= 1, "lr_scheduler.min_lr_factor", "from 0 to 1", self.min_lr_factor)
+        for name, choices in (("schedule", SCHEDULES), ("decay_type", DECAY_TYPES)):
+            value = getattr(self, name)
+            require(value in choices, f"lr_scheduler.{name}", f"one of {', '.join(choices)}", value)
+        require(0 < self.decay_ratio <= 1, "lr_scheduler.decay_ratio", "above 0 and at most 1", self.decay_ratio)
+        if self.schedule != "wsd":
+            for name in ("decay_ratio", "decay_type"):
+                _require_default("lr_scheduler", self, name, "lr_scheduler.schedule is wsd")
+        if self.schedule == "constant":
+            _require_default("lr_scheduler", self, "min_lr_factor", "lr_scheduler.schedule goes down")
+
+    def decay_steps(self, steps: int) -> int:
+        """Return how many of the last of `steps` steps are wsd's decay."""
+        return max(1, round(self.decay_ratio * steps))
 
 
 @dataclass(frozen=True)
@@ -256,6 +325,13 @@ class Float8:
     recipe_name: Annotated[str, arg(help=f"One of {RECIPES}.")] = "tensorwise"
     filter_fqns: tuple[str, ...] = ("lm_head",)
     """A linear stays in high precision when its full name contains one of these."""
+    skip_first_layers: int = 0
+    """Transformer blocks at the input that stay in high precision."""
+    skip_last_layers: int = 0
+    """Transformer blocks at the output that stay in high precision."""
+    last_steps_high_precision: int = 0
+    """Steps at the end of the run that compute every linear in high precision, validation included. Neither with
+    tensor parallelism nor with enable_fsdp_float8_all_gather, whose inputs and weights travel in float8."""
     auto_filter: bool = False
     """Also keep in high precision what a cost model expects to gain nothing on this GPU (without one, on an H100)."""
     emulate: bool = False
@@ -286,6 +362,11 @@ class Float8:
     def __post_init__(self) -> None:
         Float8LinearConfig.from_recipe_name(self.recipe_name)  # raises ValueError listing the choices
         require(all(self.filter_fqns), "float8.filter_fqns", "names or parts of names", self.filter_fqns)
+        for name in ("skip_first_layers", "skip_last_layers", "last_steps_high_precision"):
+            value = getattr(self, name)
+            require(value >= 0, f"float8.{name}", "not negative", value)
+            if not self.enable_float8_linear:
+                _require_default("float8", self, name, "float8.enable_float8_linear")
         require(
             self.enable_float8_linear or not self.enable_fsdp_float8_all_gather,
             "float8.enable_float8_linear",
@@ -355,6 +436,9 @@ class Validation:
     """Steps between two validations; the last step always has one."""
     steps: int = 8
     """Batches of local_batch_size sequences in one validation."""
+    high_precision_too: bool = False
+    """Also report validation_loss_hp: the same weights with every linear in high precision. Not with tensor parallelism
+    or float8.enable_fsdp_float8_all_gather, whose inputs and weights travel in float8."""
 
     def __post_init__(self) -> None:
         _require_positive("validation", self, "freq", "steps")
@@ -392,6 +476,7 @@ class TrainConfig:
     model: Model = field(default_factory=Model)
     training: Training = field(default_factory=Training)
     parallelism: Parallelism = field(default_factory=Parallelism)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     comm: Comm = field(default_factory=Comm)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
@@ -416,6 +501,9 @@ class TrainConfig:
         )
         self._check_kept_scales()
         self._check_tensor_parallel()
+        self._check_activation_checkpoint()
+        self._check_decay()
+        self._check_high_precision()
 
     def _check_kept_scales(self) -> None:
         precision = self.float8.recipe_name if self.float8.enable_float8_linear else "no float8"
@@ -436,4 +524,66 @@ class TrainConfig:
             f"false with parallelism.tensor_parallel_degree = {degree}",
             self.model.tie_word_embeddings,
             "the embedding and the output projection are split differently",
+        )
+
+    def _check_decay(self) -> None:
+        schedule, steps = self.lr_scheduler, self.training.steps
+        decay = schedule.decay_steps(steps)
+        require(
+            schedule.schedule != "wsd" or schedule.warmup_steps + decay <= steps,
+            "lr_scheduler.warmup_steps",
+            f"at most {max(0, steps - decay)} with the {decay} steps of decay in {steps} steps",
+            schedule.warmup_steps,
+        )
+
+    def _check_high_precision(self) -> None:
+        float8, layers, steps = self.float8, self.model.n_layers, self.training.steps
+        tail, skipped = float8.last_steps_high_precision, float8.skip_first_layers + float8.skip_last_layers
+        require(
+            skipped <= layers,
+            "float8.skip_first_layers + float8.skip_last_layers",
+            f"at most model.n_layers = {layers}",
+            skipped,
+        )
+        require(tail < steps, "float8.last_steps_high_precision", f"below training.steps = {steps}", tail)
+        if tail:
+            self._check_can_leave_float8("float8.last_steps_high_precision", tail, "0")
+        if self.validation.high_precision_too:
+            self._check_can_leave_float8("validation.high_precision_too", True, "false")
+
+    def _check_can_leave_float8(self, name: str, value: object, off: str) -> None:
+        """Refuse what would need weights or inputs in high precision where they are sent to a linear in float8."""
+        degree = self.parallelism.tensor_parallel_degree
+        reasons = {
+            "where float8.enable_float8_linear is false": not self.float8.enable_float8_linear,
+            f"with parallelism.tensor_parallel_degree = {degree}, which gathers inputs in float8": degree > 1,
+            "with float8.enable_fsdp_float8_all_gather": self.float8.enable_fsdp_float8_all_gather,
+        }
+        for reason, holds in reasons.items():
+            require(not holds, name, f"{off} {reason}", value)
+
+    def _check_activation_checkpoint(self) -> None:
+        checkpoint = self.activation_checkpoint
+        require(
+            checkpoint.mode != "memory_budget" or self.training.compile,
+            "training.compile",
+            "true with activation_checkpoint.mode = memory_budget",
+            self.training.compile,
+            "the compiler decides what to keep",
+        )
+        every = selected_every(checkpoint.selective_ac_option)
+        in_full = checkpoint.mode == "full" or every is not None
+        require(
+            not (in_full and self.training.compile and self.parallelism.tensor_parallel_degree > 1),
+            "activation_checkpoint.mode",
+            "none, or selective with op, for compiled blocks that are split by tensor parallelism",
+            checkpoint.mode,
+            "torch 2.13 cannot compile their recomputation in full",
+        )
+        require(
+            every is None or every <= self.model.n_layers,
+            "activation_checkpoint.selective_ac_option",
+            f"op or at most model.n_layers = {self.model.n_layers}",
+            checkpoint.selective_ac_option,
+            "no block would be checkpointed",
         )

@@ -1,5 +1,7 @@
-"""Turns the [float8] section into a conversion of the model."""
+"""Turns the [float8] section into a conversion of the model, and takes its linears out of float8 for a while."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -7,6 +9,7 @@ from torch import nn
 
 from quaver import (
     FilterDecision,
+    Float8Linear,
     Float8LinearConfig,
     auto_filter_for_recipe,
     conversion_report,
@@ -14,9 +17,10 @@ from quaver import (
 )
 from quaver.convert import ConversionReport
 from quaver.trainer.config import Float8
+from quaver.trainer.model import Llama
 
 
-def convert_model(model: nn.Module, config: Float8, *, tokens: int, device: torch.device) -> ConversionReport:
+def convert_model(model: Llama, config: Float8, *, tokens: int, device: torch.device) -> ConversionReport:
     """Convert the linears of `model` in place as `config` says, and return the report.
 
     Args:
@@ -37,10 +41,14 @@ def convert_model(model: nn.Module, config: Float8, *, tokens: int, device: torc
         target = device if device.type == "cuda" else None
         automatic = auto_filter_for_recipe(config.recipe_name, tokens=tokens, device=target)
 
+    skipped_blocks = _skipped_blocks(model, config)
+
     def decide(module: nn.Module, fqn: str) -> FilterDecision | bool:
         for skipped in config.filter_fqns:
             if skipped in fqn:
                 return FilterDecision(False, f"float8.filter_fqns has {skipped!r}")
+        if module in skipped_blocks:
+            return FilterDecision(False, skipped_blocks[module])
         return automatic(module, fqn) if automatic else True
 
     linear_config = replace(
@@ -53,3 +61,34 @@ def convert_model(model: nn.Module, config: Float8, *, tokens: int, device: torc
     )
     convert_to_float8_training(model, config=linear_config, module_filter_fn=decide)
     return conversion_report(model)
+
+
+@contextmanager
+def in_high_precision(model: nn.Module) -> Iterator[None]:
+    """Compute every float8 linear of `model` as the `nn.Linear` that it was, with the same weights, until the exit.
+
+    Forward and backward of one step must lie inside together. Kept scales record nothing meanwhile. With FSDP2 the
+    weights must be gathered in high precision, and tensor parallelism must not be used: it sends inputs in float8.
+
+    The class changes, as in a conversion (Note: a change of class, in linear.py), because compiled code is guarded
+    by it. `convert_to_high_precision` is no way out: it forgets the scales, and the class that `fully_shard` gives.
+    """
+    classes = {module: type(module) for module in model.modules() if isinstance(module, Float8Linear)}
+    try:
+        for linear in classes:
+            linear.__class__ = nn.Linear  # type: ignore[assignment]
+        yield
+    finally:
+        for linear, float8_class in classes.items():
+            linear.__class__ = float8_class
+
+
+def _skipped_blocks(model: Llama, config: Float8) -> dict[nn.Module, str]:
+    """Return why, for each module of the first and last blocks that stay in high precision."""
+    blocks = list(model.blocks())
+    first, last = config.skip_first_layers, config.skip_last_layers
+    ends = {
+        f"float8.skip_last_layers = {last}": blocks[len(blocks) - last :],
+        f"float8.skip_first_layers = {first}": blocks[:first],
+    }
+    return {module: reason for reason, end in ends.items() for block in end for module in block.modules()}

@@ -69,7 +69,8 @@ def _tuple(values: Any) -> tuple[Any, ...]:
 
 def _is_finite(value: Any) -> bool:
     """Whether `value` is no tensor, or one whose part on this rank is finite: looking further would need the others."""
-    tensors = plain_tensors(value) if isinstance(value, Tensor) else []
+    # Detached: what a look saves for a backward would be missing where a checkpointed block runs again without it.
+    tensors = plain_tensors(value.detach()) if isinstance(value, Tensor) else []
     return all(bool(tensor.float().isfinite().all()) for tensor in tensors if tensor.is_floating_point())
 
 

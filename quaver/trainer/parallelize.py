@@ -1,4 +1,4 @@
-"""Applies tensor parallelism, compilation and FSDP2 to the Llama, in this order and in place.
+"""Applies tensor parallelism, activation checkpointing, compilation and FSDP2 to the Llama, in this order and in place.
 
 Tensor parallelism follows Megatron with sequence parallelism: between linears each rank holds 1/tp of the sequence;
 q, k, v, gate and up gather it and split their outputs, o and down split their inputs and scatter the sequence again.
@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from quaver import Float8Linear
+from quaver.activation_checkpointing import apply_activation_checkpointing
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.model import Block, Llama
@@ -42,6 +43,7 @@ def parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh | None) -> N
     if mesh is not None and "tp" in dims:
         _split_linears(model, mesh["tp"])
         _ignore_view_warning()
+    _checkpoint_blocks(model, config)
     if config.training.compile:
         for block in model.blocks():
             block.compile(fullgraph=True)
@@ -50,6 +52,17 @@ def parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh | None) -> N
     data_parallel = tuple(name for name in dims if name != "tp")
     if mesh is not None and data_parallel:
         _shard(model, config, mesh[data_parallel])
+
+
+def _checkpoint_blocks(model: Llama, config: TrainConfig) -> None:
+    checkpoint = config.activation_checkpoint
+    apply_activation_checkpointing(
+        model.blocks(),
+        mode=checkpoint.mode,
+        selective_ac_option=checkpoint.selective_ac_option,
+        memory_budget=checkpoint.memory_budget,
+        preserve_rng_state=False,  # the model has no dropout
+    )
 
 
 def _shard(model: Llama, config: TrainConfig, mesh: DeviceMesh) -> None:

@@ -56,6 +56,7 @@ def _run_summary(config: TrainConfig, twin: Twin, peak: PeakFlops, layout: Layou
     whose_memory = "" if layout.world_size == 1 else f", of rank {layout.rank}"
     return {
         "validation_loss": twin.validation_loss,
+        **({"validation_loss_hp": twin.validation_loss_hp} if config.validation.high_precision_too else {}),
         "median_step_seconds": seconds,
         "tokens_per_s": tokens_per_s,
         "mfu": mfu,

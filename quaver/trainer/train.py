@@ -214,7 +214,7 @@ def _train_step(run: Run, step: int, outputs: Outputs) -> None:
     freq = run.config.metrics.float8_scales_freq
     for twin in run.twins if step % 2 else reversed(run.twins):
         result = twin.train_step(step, batches, measure_memory=measure_memory)
-        scaling = twin.scaling.report() if run.folder else []
+        scaling = twin.scaling.report() if run.folder and twin.precision == twin.name else []
         record = _step_record(run, twin, step, result) | saturation_summary(scaling)
         outputs.metrics.write(**record)
         outputs.display.step(record)
@@ -227,6 +227,9 @@ def _validate(run: Run, step: int, outputs: Outputs) -> None:
     batches = _to_device(run.data.validation_batches(config.training, config.validation, run.layout), run.device)
     for twin in run.twins:
         record = {"step": step, "run": twin.name, "validation_loss": twin.validate(batches)}
+        record["precision"] = twin.precision
+        if config.validation.high_precision_too:
+            record["validation_loss_hp"] = twin.validation_loss_hp
         outputs.metrics.write(**record)
         outputs.display.validation(record)
 
@@ -237,6 +240,7 @@ def _step_record(run: Run, twin: Twin, step: int, result: StepResult) -> dict[st
     return {
         "step": step,
         "run": twin.name,
+        "precision": twin.precision,
         "loss": result.loss,
         "grad_norm": result.grad_norm,
         "lr": result.lr,

@@ -20,6 +20,7 @@ from quaver.devices import synchronize
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.data import Micro
+from quaver.trainer.float8 import in_high_precision
 from quaver.trainer.gradients import clip_gradients, squared_norm_share, sum_partial_gradients
 from quaver.trainer.memory import PeakMemory, measure_peak
 from quaver.trainer.model import Llama, next_token_loss
@@ -42,6 +43,9 @@ class StepResult:
 class Twin:
     """A model that trains; `name` is its recipe, or the high-precision dtype it computes in.
 
+    `precision` is `name`, but for the last steps of a run with float8.last_steps_high_precision, which compute the
+    linears in the high-precision dtype; their times and memory are not the recipe's, and not kept.
+
     Two twins made from equal models see the same batches and differ only in the precision of their linears.
 
     With several ranks each has its part of the model and of the batches, and every method is a collective: all call
@@ -56,11 +60,15 @@ class Twin:
     peak: PeakMemory = field(default_factory=PeakMemory)
     step_seconds: list[float] = field(default_factory=list)
     validation_loss: float | None = None
+    validation_loss_hp: float | None = None
+    """With validation.high_precision_too, `validation_loss` as the linears make it in high precision."""
+    precision: str = field(init=False)
     scaling: Float8ScalingState = field(init=False, repr=False)
     """The scales that are kept from step to step; empty for most recipes."""
 
     def __post_init__(self) -> None:
         self.model.train()
+        self.precision = self.name
         self.scaling = float8_scaling_state(self.model)
         self.optimizer = build_optimizer(self.model, self.config.optimizer)
         self._precompute_scales()
@@ -71,9 +79,12 @@ class Twin:
         Raises:
             NonFiniteError: if the loss or the gradient norm is not finite; the weights are then unchanged.
         """
+        config = self.config
+        in_tail = step > config.training.steps - config.float8.last_steps_high_precision
+        self.precision = config.training.mixed_precision_param if in_tail else self.name
         measure: AbstractContextManager[PeakMemory] = nullcontext(self.peak)
-        if measure_memory:
-            countable = self.ranks.is_alone and not self.config.training.compile
+        if measure_memory and self.precision == self.name:
+            countable = self.ranks.is_alone and not config.training.compile
             measure = measure_peak(self.resident_tensors(), device=self.device, countable=countable)
         synchronize(self.device)
         start = time.perf_counter()
@@ -82,24 +93,27 @@ class Twin:
             synchronize(self.device)
         seconds = time.perf_counter() - start
         self.peak = peak
-        self.step_seconds.append(seconds)
+        if self.precision == self.name:
+            self.step_seconds.append(seconds)
         return StepResult(loss, grad_norm, rate, seconds)
 
     @torch.no_grad()
     def validate(self, batches: Sequence[Micro]) -> float:
-        """Return the mean loss over the validation batches, and keep it as `validation_loss`.
+        """Return the mean loss over the validation batches in the last step's precision; keep it as `validation_loss`.
+
+        With validation.high_precision_too the same weights are validated once more, for `validation_loss_hp`.
 
         Raises:
             NonFiniteError: if it is not finite.
         """
-        self.model.eval()
-        losses = torch.stack([self._loss(batch) for batch in batches])
-        self.model.train()
-        loss = self.ranks.sum(losses.mean() / self.ranks.world_size).item()
-        if not math.isfinite(loss):
-            raise NonFiniteError(f"{self.name}: the validation loss is {loss} although every training step was finite")
-        self.validation_loss = loss
-        return loss
+        with self._in_precision():
+            self.validation_loss = self._mean_loss(batches)
+        if self.config.validation.high_precision_too:
+            self.validation_loss_hp = self.validation_loss
+            if self.precision != self.config.training.mixed_precision_param:
+                with in_high_precision(self.model):
+                    self.validation_loss_hp = self._mean_loss(batches)
+        return self.validation_loss
 
     def resident_tensors(self) -> Iterator[Tensor]:
         """Yield what stays between steps: parameters, buffers, kept scales and optimizer state."""
@@ -108,6 +122,20 @@ class Twin:
         yield from self.scaling.state_dict().values()
         for state in self.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def _in_precision(self) -> AbstractContextManager[None]:
+        """Return the context in which the linears compute in `precision`."""
+        return nullcontext() if self.precision == self.name else in_high_precision(self.model)
+
+    def _mean_loss(self, batches: Sequence[Micro]) -> float:
+        """Return the mean loss in evaluation mode over the batches of all ranks; NonFiniteError if it is not finite."""
+        self.model.eval()
+        losses = torch.stack([self._loss(batch) for batch in batches])
+        self.model.train()
+        loss = self.ranks.sum(losses.mean() / self.ranks.world_size).item()
+        if not math.isfinite(loss):
+            raise NonFiniteError(f"{self.name}: the validation loss is {loss} although every training step was finite")
+        return loss
 
     def _update(self, step: int, batches: Sequence[Micro]) -> tuple[float, float, float]:
         config = self.config
@@ -139,7 +167,8 @@ class Twin:
         """Accumulate the gradients of the mean loss over `batches`; return that loss (float32, detached)."""
         loss_sum = torch.zeros((), device=self.device)
         # A weight that is gathered anew for each micro-batch has no cast to keep.
-        with cast_weights_once(self.model) if self.ranks.is_alone else nullcontext():
+        once = cast_weights_once(self.model) if self.ranks.is_alone else nullcontext()
+        with self._in_precision(), once:
             for batch in batches:
                 loss = self._loss(batch) / len(batches)
                 loss.backward()

@@ -1,0 +1,201 @@
+"""Activation checkpointing that knows float8: what a block keeps for its backward, and what it computes again.
+
+    apply_activation_checkpointing(model.layers, mode="selective")
+
+A checkpointed module keeps its inputs; `full` computes everything else again in the backward, `selective` with "op" all
+but the results that a policy keeps:
+
+    kept: every second matmul, attention, reduce-scatters, amaxes
+    not:  pointwise results, float8 casts among them
+
+Matmuls are counted alike in every precision, so a float8 block keeps what the bfloat16 block keeps, and its amaxes: a
+few numbers, each of which spares a read of a whole tensor. The results of `abs` before them are as large as the tensors
+themselves, those of whole weights included: to keep one is the classic way to make float8 need more memory than
+bfloat16.
+
+[Note: what recomputation may share] Outside a policy a recomputation needs no care: casts are functions of their
+operands, and what kept scales record is a maximum. A policy, however, hands its results out by counting calls of each
+operation (torch.utils.checkpoint), so a block must call as many in its recomputation as in its forward. A linear whose
+input was cast before it came to the block (casts.py) would read no amax in the forward and one in the recomputation,
+which would get that of another tensor, in silence. So a block with a policy gets its inputs as new tensor objects, of
+which nothing is remembered yet.
+
+[Note: eager code on a CPU] There the C extension's casts and small matmuls, and the pieces of the exact float8 matmul,
+are not operations that a policy sees (kernels/cpu.py, kernels/exact_mm.py). They are computed again: the numbers are
+the same, but float8 matmuls are not kept, nor counted. Compiled code and GPUs keep them as said above.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import quaver.kernels.exact_mm  # noqa: F401 - defines quaver::exact_float8_mm
+from quaver.tensor import Float8Tensor
+
+MODES = ("none", "full", "selective", "memory_budget")
+
+_aten = torch.ops.aten
+
+MATMULS = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten._scaled_mm.default,
+        _aten._scaled_mm_v2.default,
+        torch.ops.quaver.exact_float8_mm.default,
+    }
+)
+"""The matmuls of linears, in every precision: one in two is kept."""
+
+_KEPT_NAMES = (
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_fused_attention_overrideable",
+    "_c10d_functional.reduce_scatter_tensor",
+    "aten.amax",
+    "aten.max",  # the overload that reduces everything
+)
+
+
+def _operation(name: str) -> Any:
+    namespace, _, packet = name.partition(".")
+    return getattr(getattr(torch.ops, namespace), packet).default
+
+
+KEPT = frozenset(_operation(name) for name in _KEPT_NAMES)
+"""Always kept: attention and reduce-scatters for what they cost, amaxes because they are a few numbers."""
+
+
+def apply_activation_checkpointing(
+    modules: Iterable[nn.Module],
+    *,
+    mode: str = "selective",
+    selective_ac_option: str = "op",
+    memory_budget: float = 0.5,
+    preserve_rng_state: bool = True,
+) -> None:
+    """Make `modules`, in place, keep less between forward and backward.
+
+    Eager results stay the same bit for bit; compiled ones as far as the compiler fuses, and so rounds, alike.
+    Call it after the conversion to float8 and tensor parallelism, before `compile` and `fully_shard`. A module keeps
+    its identity, its name, its parameters and its state_dict; only its class becomes a subclass of what it was.
+
+    Args:
+        modules: the blocks of a model, in order.
+        mode: "none": nothing changes. "full": each module keeps its inputs only. "selective": see
+            `selective_ac_option`. "memory_budget": the compiler decides; the modules must be compiled after this call.
+        selective_ac_option: "op": every module, by the policy at the top of the file; or a number n of at least 1 as a
+            string: every n-th module as in "full", the others not at all.
+        memory_budget: with mode "memory_budget", the share of what could be kept that is kept: 1 for all of it, 0 for
+            inputs only. It is set for all that this process compiles from now on. Where float8 is multiplied exactly
+            (quaver.gemm), the compiler takes those matmuls for cheap ones, and below 1 keeps less than it might.
+        preserve_rng_state: recompute with the random numbers of the forward. Modules without dropout can do without.
+    Raises:
+        ValueError: an unknown mode or option, a budget outside 0 to 1, or a module that is checkpointed already.
+    """
+    modules = list(modules)
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+    if mode == "memory_budget":
+        _set_memory_budget(memory_budget)
+    if mode in ("none", "memory_budget"):
+        return
+    every = 1 if mode == "full" else selected_every(selective_ac_option)
+    by_policy = every is None
+    chosen = modules if every is None else modules[every - 1 :: every]
+    for module in chosen:
+        if isinstance(module, _Checkpointed):
+            raise ValueError(f"this {type(module).__name__} is checkpointed already")
+    for module in chosen:
+        # mypy compares nn.Module's __hash__ with that of its class
+        module.__class__ = _checkpointed_class(type(module), by_policy, preserve_rng_state)  # type: ignore[arg-type]
+
+
+def selected_every(selective_ac_option: str) -> int | None:
+    """n of the option "n", None for "op". Raises ValueError for anything else."""
+    if selective_ac_option == "op":
+        return None
+    if not (selective_ac_option.isdecimal() and int(selective_ac_option) >= 1):
+        raise ValueError(
+            f'selective_ac_option must be "op" or a number of at least 1 as a string, got {selective_ac_option!r}'
+        )
+    return int(selective_ac_option)
+
+
+def selective_checkpoint_contexts() -> tuple[Any, Any]:
+    """A `context_fn` for `torch.utils.checkpoint.checkpoint`: the policy at the top of the file, for one forward.
+
+    Who calls `checkpoint` with it answers for [Note: what recomputation may share].
+    """
+    return create_selective_checkpoint_contexts(_policy())
+
+
+def _recompute_contexts() -> tuple[Any, Any]:
+    """A policy that keeps nothing, for compiled blocks: torch 2.11 recomputes no autograd.Function without a policy.
+
+    Can go with torch 2.11.
+    """
+    return create_selective_checkpoint_contexts(lambda *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def _policy() -> Callable[..., CheckpointPolicy]:
+    """The policy of one forward of one block, which counts its matmuls."""
+    seen = {False: 0, True: 0}  # by whether it recomputes: torch 2.11 asks then, too
+
+    def decide(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keeps = operation in KEPT
+        if operation in MATMULS:
+            seen[ctx.is_recompute] += 1
+            keeps = seen[ctx.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return decide
+
+
+class _Checkpointed:
+    """Marks the classes that `_checkpointed_class` makes."""
+
+
+@functools.cache
+def _checkpointed_class(cls: type[nn.Module], by_policy: bool, preserve_rng_state: bool) -> type[nn.Module]:
+    """A subclass of `cls` whose forward is checkpointed.
+
+    A module around the block would put its own name into every name below it; a function in place of its forward would
+    go on calling the original's after a deepcopy. FSDP2 changes classes for the same reasons.
+    """
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
+    contexts = selective_checkpoint_contexts if by_policy else _recompute_contexts
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def block(*args: Any, **kwargs: Any) -> Any:
+            if by_policy:
+                args, kwargs = tree_map_only(Tensor, _as_new_object, (args, kwargs))
+            return cls.forward(self, *args, **kwargs)
+
+        if by_policy or torch.compiler.is_compiling():
+            return checkpoint(block, *args, context_fn=contexts, **options, **kwargs)
+        return checkpoint(block, *args, **options, **kwargs)
+
+    return type(f"Checkpointed{cls.__name__}", (_Checkpointed, cls), {"forward": forward, "__module__": cls.__module__})
+
+
+def _as_new_object(tensor: Tensor) -> Tensor:
+    """[Note: what recomputation may share]; a Float8Tensor is cast already, in the forward and in its recomputation."""
+    return tensor if isinstance(tensor, Float8Tensor) else tensor.view_as(tensor)
+
+
+def _set_memory_budget(memory_budget: float) -> None:
+    if not 0 <= memory_budget <= 1:
+        raise ValueError(f"memory_budget must be from 0 to 1, got {memory_budget}")
+    import torch._functorch.config as compiler_config
+
+    compiler_config.activation_memory_budget = memory_budget

@@ -1,0 +1,342 @@
+"""Activation checkpointing: the same bits, the matmuls computed again, and the bytes kept, in each mode and recipe."""
+
+import copy
+import gc
+from collections import Counter
+
+import pytest
+import torch
+import torch._functorch.config as compiler_config
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quaver import (
+    Float8Linear,
+    Float8LinearConfig,
+    convert_to_float8_training,
+    float8_scaling_state,
+    sync_float8_amax_and_scale_history,
+)
+from quaver import activation_checkpointing as checkpointing
+from quaver.activation_checkpointing import MATMULS, apply_activation_checkpointing
+from quaver.kernels import cpu
+from quaver.trainer.config import Model
+from quaver.trainer.memory import TensorBytes
+from quaver.trainer.model import Block, rope_tables
+
+FLOAT8 = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"]
+MODES = [("full", "op"), ("selective", "op"), ("selective", "1"), ("selective", "2")]
+AMAXES = 1.001
+"""A block's amaxes are a few numbers a row of its largest tensors: under a thousandth of what bfloat16 keeps."""
+
+
+class Net(nn.Module):
+    """Blocks of a width, with dropout after each."""
+
+    def __init__(self, width: int, blocks: int = 1, dropout: float = 0.0) -> None:
+        super().__init__()
+        shape = Model(dim=width, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=width * 7 // 2)
+        self.layers = nn.ModuleList(Block(shape) for _ in range(blocks))
+        self.dropout = dropout
+
+    def forward(self, x):
+        cos, sin = rope_tables(x.shape[1], x.shape[2] // 4, 1e4, x.device)
+        for layer in self.layers:
+            x = nn.functional.dropout(layer(x, cos, sin), self.dropout)
+        return x
+
+
+def make(recipe: str | None, mode: str = "none", option: str = "op", **shape) -> Net:
+    torch.manual_seed(1)
+    net = Net(**shape)
+    if recipe:
+        convert_to_float8_training(net, config=Float8LinearConfig.from_recipe_name(recipe))
+    apply_activation_checkpointing(net.layers, mode=mode, selective_ac_option=option)
+    return net
+
+
+def train(net: Net) -> list[torch.Tensor]:
+    """Two steps under autocast; every output, gradient and kept scale."""
+    results = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        input = torch.randn(2, 64, 64, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = net(input)
+        output.square().mean().backward()
+        results += [output, input.grad, *(parameter.grad.clone() for parameter in net.parameters())]
+        results += [each.clone() for each in float8_scaling_state(net).state_dict().values()]
+        if float8_scaling_state(net):
+            sync_float8_amax_and_scale_history(net)
+            results += [each.clone() for each in float8_scaling_state(net).state_dict().values()]
+    return results
+
+
+@pytest.fixture(params=["extension", "pytorch"])
+def casts(request, monkeypatch):
+    """With the casts in C, which no policy sees, and with those in PyTorch, all of which one sees."""
+    if request.param == "pytorch":
+        monkeypatch.setattr(cpu, "AVAILABLE", False)
+
+
+@pytest.mark.parametrize(("mode", "option"), MODES)
+@pytest.mark.parametrize("recipe", [None, *FLOAT8])
+def test_checkpointing_changes_no_bit(recipe, mode, option, casts):
+    expected = train(make(recipe, width=64, blocks=2))
+    results = train(make(recipe, mode, option, width=64, blocks=2))
+    assert all(torch.equal(a, b) for a, b in zip(expected, results, strict=True))
+
+
+def test_dropout_inside_a_block_is_repeated():
+    torch.manual_seed(0)
+    plain = nn.Sequential(Float8Linear(32, 32), nn.Dropout(0.5), Float8Linear(32, 32))
+    checkpointed = copy.deepcopy(plain)
+    apply_activation_checkpointing([checkpointed])
+    input = torch.randn(16, 32)
+    for net in (plain, checkpointed):
+        torch.manual_seed(5)
+        net(input).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), checkpointed.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_an_input_that_was_cast_before_the_block_gets_no_other_tensors_amax(recipe, casts):
+    """[Note: what recomputation may share]"""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = nn.Linear(64, 256, bias=False)
+            self.block = nn.Sequential(nn.Linear(64, 256, bias=False), nn.SiLU(), nn.Linear(256, 256, bias=False))
+
+        def forward(self, x):
+            x = x * 100
+            return self.before(x) * self.block(x)
+
+    torch.manual_seed(0)
+    plain = convert_to_float8_training(Two(), config=Float8LinearConfig.from_recipe_name(recipe))
+    checkpointed = copy.deepcopy(plain)
+    apply_activation_checkpointing([checkpointed.block])
+    input = torch.randn(256, 64, requires_grad=True)
+    for net in (plain, checkpointed):
+        with torch.autograd.graph.save_on_cpu():  # offloading: the recomputation gets its input as another object
+            output = net(input)
+        output.sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), checkpointed.parameters(), strict=True))
+
+
+# ---- what is kept ------------------------------------------------------------------------------------------------
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of each operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def matmuls(self) -> int:
+        return sum(self.counts[each] for each in MATMULS)
+
+
+def fake_step(recipe: str | None, mode: str) -> tuple[int, Calls, Calls]:
+    """A bfloat16 block 4096 wide on 16384 tokens: bytes kept by its forward, calls of its forward and backward.
+
+    Fake tensors are seen by the policy as a GPU's are: in single operations of PyTorch, and whole float8 matmuls.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with FakeTensorMode():
+            net = make(recipe, mode, width=4096)
+            input = torch.randn(4, 4096, 4096, requires_grad=True)
+            with TensorBytes() as tensors:
+                with Calls() as forward:
+                    output = net(input)
+                gc.collect()
+                tables = 2 * 4096 * 1024 * 4  # of rope, which a model computes once
+                kept = tensors.live_bytes - output.untyped_storage().nbytes() - tables
+                with Calls() as backward:
+                    output.backward(torch.ones_like(output))
+    finally:
+        torch.set_default_dtype(before)
+    return max(kept, 0), forward, backward
+
+
+@pytest.fixture(scope="module")
+def bfloat16_bytes() -> dict[str, int]:
+    return {mode: fake_step(None, mode)[0] for mode in ("none", "selective", "full")}
+
+
+@pytest.mark.parametrize("recipe", FLOAT8)
+def test_float8_keeps_no_more_than_bfloat16_and_less_from_mode_to_mode(recipe, bfloat16_bytes):
+    kept = {mode: fake_step(recipe, mode)[0] for mode in bfloat16_bytes}
+    assert kept["none"] > 3 * kept["selective"] > 100 * kept["full"]
+    for mode, expected in bfloat16_bytes.items():
+        assert kept[mode] <= AMAXES * expected, mode
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_policy_that_keeps_abs_is_seen_in_the_bytes(recipe, bfloat16_bytes, monkeypatch):
+    wrong = checkpointing.KEPT | {torch.ops.aten.abs.default}
+    monkeypatch.setattr(checkpointing, "KEPT", wrong)
+    weights = 2 * 4096 * (2 * 4096 + 2 * 2048 + 3 * 4096 * 7 // 2)
+    assert fake_step(recipe, "selective")[0] > AMAXES * bfloat16_bytes["selective"] + weights
+
+
+@pytest.mark.parametrize(
+    # grad_input and grad_weight are 14. Eager float8 recomputes the last matmul, because an autograd.Function saves
+    # its tensors when it has returned; mm saves them before it runs.
+    ("recipe", "mode", "matmuls", "amaxes"),
+    [
+        (None, "none", 14, 0),
+        (None, "selective", 14 + 3, 0),
+        (None, "full", 14 + 6, 0),
+        ("tensorwise", "none", 14, 7),
+        ("tensorwise", "selective", 14 + 3, 7),
+        ("tensorwise", "full", 14 + 7, 7 + 11),
+        ("rowwise", "selective", 14 + 3, 21),
+    ],
+)
+def test_what_is_computed_again(recipe, mode, matmuls, amaxes):
+    amax, flash = torch.ops.aten.amax.default, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    _, forward, backward = fake_step(recipe, mode)
+    assert forward.matmuls == 7
+    assert backward.matmuls == matmuls
+    counted = backward.counts[amax]
+    if mode == "selective":  # a call that a policy answers is no call
+        assert backward.counts[flash] == 0
+    assert counted == amaxes
+
+
+def test_eager_code_on_a_cpu_keeps_less(casts):
+    """[Note: eager code on a CPU]: float8 matmuls are no operations there, so only attention is kept."""
+    kept = {}
+    for mode in ("none", "selective", "full"):
+        net, input = make("tensorwise", mode, width=64), torch.randn(4, 64, 64, requires_grad=True)
+        with TensorBytes() as tensors:
+            output = net(input)
+            gc.collect()
+            kept[mode] = tensors.live_bytes
+        output.sum().backward()
+    attention = 4 * 64 * 64 * 4
+    assert kept["none"] > 2 * kept["selective"]
+    assert attention <= kept["selective"] - kept["full"] < 1.2 * attention
+
+
+# ---- compiled ----------------------------------------------------------------------------------------------------
+
+
+def compiled_step(recipe: str | None, mode: str, budget: float = 1.0) -> tuple[list, int, int, list[torch.Tensor]]:
+    """Compile without code generation: the tensors kept, the matmuls of forward and backward, and the results."""
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    net = make(recipe, mode, width=128)
+    with compiler_config.patch(activation_memory_budget=budget):
+        net.layers[0].compile(fullgraph=True, backend=backend)
+        input = torch.randn(4, 128, 128, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = net(input)
+        output.sum().backward()
+    torch.compiler.reset()
+    forward, backward = graphs
+    (returned,) = (node for node in forward.graph.nodes if node.op == "output")
+    made = [node for node in returned.args[0][1:] if node.op != "placeholder"]
+    values = [node.meta["val"] for node in made if isinstance(node.meta["val"], torch.Tensor)]
+    matmuls = [sum(node.target in MATMULS for node in graph.graph.nodes) for graph in graphs]
+    observed = [each.clone() for each in float8_scaling_state(net).state_dict().values()]
+    return values, *matmuls, [output, input.grad, *(each.grad for each in net.parameters()), *observed]
+
+
+def nbytes(tensors: list[torch.Tensor]) -> int:
+    return sum(int(each.numel()) * each.element_size() for each in tensors if each.dtype is not torch.uint8)
+
+
+@pytest.mark.parametrize("recipe", [None, *FLOAT8])
+def test_a_compiled_block_keeps_what_the_policy_says(recipe):
+    runs = {mode: compiled_step(recipe, mode) for mode in ("none", "selective", "full")}
+    assert [run[1:3] for run in runs.values()] == [(7, 14), (7, 17), (7, 20)]
+    for mode in ("selective", "full"):
+        assert all(torch.equal(a, b) for a, b in zip(runs["none"][3], runs[mode][3], strict=True)), mode
+    if recipe != "delayed":  # whose graphs return what they recorded, too
+        none, selective, full = (nbytes(run[0]) for run in runs.values())
+        tokens, width = 4 * 128, 128
+        kept = 2 * tokens * (width + width // 2 + width * 7 // 2 + width)  # q, v, gate and attention in bfloat16
+        assert kept <= selective <= AMAXES * kept + 4 * tokens * 4 + 32  # and the log-sum-exp of attention
+        assert none > 2 * selective
+        assert full == 0
+
+
+def test_a_memory_budget_reaches_the_compiler(monkeypatch):
+    monkeypatch.setattr(compiler_config, "activation_memory_budget", 1.0)
+    apply_activation_checkpointing([], mode="memory_budget", memory_budget=0.25)
+    assert compiler_config.activation_memory_budget == 0.25
+    kept = [nbytes(compiled_step(None, "none", budget)[0]) for budget in (1.0, 0.5, 0.0)]
+    assert kept[0] > kept[1] > kept[2]
+    assert kept[1] <= 0.5 * kept[0]
+
+
+# ---- the modules -------------------------------------------------------------------------------------------------
+
+
+def test_modules_keep_their_names_and_what_they_are():
+    plain, net = make("delayed", width=64, blocks=2), make("delayed", "selective", width=64, blocks=2)
+    assert [name for name, _ in net.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert list(net.state_dict()) == list(plain.state_dict())
+    assert list(float8_scaling_state(net).state_dict()) == list(float8_scaling_state(plain).state_dict())
+    assert all(isinstance(layer, Block) for layer in net.layers)
+    assert type(net.layers[0]) is type(net.layers[1])
+    assert "CheckpointedBlock" in repr(net)
+
+
+def test_a_deep_copy_computes_with_its_own_weights():
+    net = make("tensorwise", "selective", width=64)
+    copied = copy.deepcopy(net)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.mul_(2)
+    assert not torch.equal(train(net)[0], train(copied)[0])
+
+
+def test_every_nth_module_is_checkpointed():
+    chosen = [type(layer) is not Block for layer in make(None, "selective", "3", width=64, blocks=7).layers]
+    assert chosen == [False, False, True, False, False, True, False]
+
+
+def test_mode_none_changes_nothing():
+    assert type(make(None, "none", width=64).layers[0]) is Block
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "all"}, "mode must be one of none, full, selective, memory_budget, got 'all'"),
+        ({"selective_ac_option": "0"}, "selective_ac_option must be"),
+        ({"selective_ac_option": "-1"}, "selective_ac_option must be"),
+        ({"mode": "memory_budget", "memory_budget": 1.5}, "memory_budget must be from 0 to 1, got 1.5"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    layer = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=message):
+        apply_activation_checkpointing([layer], **arguments)
+    assert type(layer) is nn.Linear
+
+
+def test_a_module_is_checkpointed_once():
+    net = make(None, "full", width=64)
+    with pytest.raises(ValueError, match="CheckpointedBlock is checkpointed already"):
+        apply_activation_checkpointing(net.layers)

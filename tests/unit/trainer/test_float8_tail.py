@@ -1,0 +1,226 @@
+"""Steps, validations and blocks without float8 in a float8 run, each against the high-precision twin, bit for bit."""
+
+import copy
+import json
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from quaver import Float8Linear
+from quaver.trainer.config import Float8, Parallelism, TrainConfig, Training, Validation
+from quaver.trainer.float8 import in_high_precision
+from quaver.trainer.metrics import read_metrics
+from quaver.trainer.parallelize import parallelize
+from quaver.trainer.train import Run, prepare, train
+from quaver.trainer.twin import Twin
+
+
+def with_float8(config: TrainConfig, name: str = "run", **settings: Any) -> TrainConfig:
+    return replace(config, job=replace(config.job, name=name), float8=Float8(**settings))
+
+
+def records(run: Run, recipe: str = "tensorwise") -> list[dict[str, Any]]:
+    return [record for record in read_metrics(run.folder.metrics) if record["run"] == recipe]
+
+
+def finished(config: TrainConfig) -> Run:
+    run = prepare(config)
+    assert train(run)["status"] == "finished"
+    return run
+
+
+def step(run: Run, twin: Twin, number: int) -> tuple[float, float]:
+    result = twin.train_step(number, run.data.step_batches(run.config.training, number))
+    return result.loss, result.grad_norm
+
+
+def copy_state(source: Twin, target: Twin) -> None:
+    target.model.load_state_dict(source.model.state_dict())
+    target.optimizer.load_state_dict(copy.deepcopy(source.optimizer.state_dict()))  # torch would share the tensors
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp", "delayed"])
+def test_a_tail_step_is_the_step_of_the_twin(tiny_float8_config, recipe):
+    accumulating = replace(tiny_float8_config, training=replace(tiny_float8_config.training, global_batch_size=4))
+    run = prepare(with_float8(accumulating, recipe_name=recipe, last_steps_high_precision=1))
+    float8, twin = run.twins
+    for number in (1, 2, 3):
+        step(run, float8, number)
+    assert float8.precision == recipe
+    copy_state(float8, twin)
+    scales = {name: value.clone() for name, value in float8.scaling.state_dict().items()}
+
+    assert step(run, float8, 4) == step(run, twin, 4)
+    assert float8.precision == "bfloat16"
+    for (name, ours), theirs in zip(float8.model.named_parameters(), twin.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    for name, value in float8.scaling.state_dict().items():
+        assert torch.equal(value, scales[name]), name
+
+
+def test_before_the_tail_nothing_changes_and_in_it_the_loss_does(tiny_float8_config):
+    plain = records(finished(with_float8(tiny_float8_config, "plain")))
+    tail = records(finished(with_float8(tiny_float8_config, "tail", last_steps_high_precision=2)))
+    losses = [[record["loss"] for record in each if "loss" in record] for each in (plain, tail)]
+    assert losses[0][:2] == losses[1][:2]
+    assert losses[0][2] != losses[1][2]
+
+
+def test_the_records_say_which_precision_a_step_had(tiny_float8_config):
+    run = finished(with_float8(tiny_float8_config, last_steps_high_precision=1))
+    assert [(r["step"], r["precision"]) for r in records(run) if "loss" in r] == [
+        (1, "tensorwise"), (2, "tensorwise"), (3, "tensorwise"), (4, "bfloat16")
+    ]  # fmt: skip
+    assert [r["precision"] for r in records(run) if "validation_loss" in r] == ["tensorwise", "bfloat16"]
+    assert {r["precision"] for r in records(run, "bfloat16")} == {"bfloat16"}
+    assert [len(twin.step_seconds) for twin in run.twins] == [3, 4]  # a step in bfloat16 is no speed of tensorwise
+
+
+def test_memory_of_the_tail_is_not_that_of_the_recipe(tiny_float8_config):
+    summary = finished(with_float8(tiny_float8_config, last_steps_high_precision=3)).twins
+    assert [twin.peak.source for twin in summary] == ["not measured", "tensors of one step, exact"]
+
+
+def test_delayed_scaling_says_nothing_of_the_tail(tiny_float8_config):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nobody forgot to sync
+        run = finished(with_float8(tiny_float8_config, recipe_name="delayed", last_steps_high_precision=2))
+    saturation = ["saturated" in " ".join(record) for record in records(run, "delayed") if "loss" in record]
+    assert saturation == [True, True, False, False]
+    lines = run.folder.float8_scales.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_validation_in_high_precision_is_that_of_the_twin(tiny_float8_config, recipe):
+    config = replace(tiny_float8_config, validation=Validation(freq=2, steps=2, high_precision_too=True))
+    run = prepare(with_float8(config, recipe_name=recipe))
+    float8, twin = run.twins
+    for number in (1, 2):
+        step(run, float8, number)
+    copy_state(float8, twin)
+    batches = run.data.validation_batches(config.training, config.validation)
+    assert float8.validate(batches) != float8.validation_loss_hp
+    assert float8.validation_loss_hp == twin.validate(batches) == twin.validation_loss_hp
+    assert isinstance(float8.model.model.layers[0].mlp.up_proj, Float8Linear)
+
+
+def test_both_validation_losses_are_kept(tiny_float8_config):
+    config = replace(tiny_float8_config, validation=Validation(freq=2, steps=2, high_precision_too=True))
+    run = finished(with_float8(config))
+    summary = json.loads((run.folder.path / "summary.json").read_text())["runs"]["tensorwise"]
+    last = records(run)[-1]
+    assert last["validation_loss"] == summary["validation_loss"] != summary["validation_loss_hp"]
+    assert last["validation_loss_hp"] == summary["validation_loss_hp"]
+    plain = records(finished(with_float8(tiny_float8_config, "plain")))  # looking changes nothing
+    assert [r["loss"] for r in records(run) if "loss" in r] == [r["loss"] for r in plain if "loss" in r]
+    assert "validation_loss_hp" not in plain[-1]
+
+
+def test_an_error_brings_float8_back(tiny_float8_config):
+    model = prepare(tiny_float8_config).twins[0].model
+    with pytest.raises(RuntimeError, match="inside"), in_high_precision(model):
+        assert not any(isinstance(module, Float8Linear) for module in model.modules())
+        raise RuntimeError("inside")
+    assert sum(isinstance(module, Float8Linear) for module in model.modules()) == 14
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_linear_that_fully_shard_wraps_leaves_float8_and_returns(group_of_one, tiny_float8_config):
+    run = prepare(with_float8(tiny_float8_config, filter_fqns=()))
+    batch = run.data.step_batches(run.config.training, 1)[0]
+    float8, twin = run.twins
+    for each in run.twins:
+        parallelize(each.model, run.config, init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",)))
+    wrapped = type(float8.model.lm_head)
+    assert wrapped is not Float8Linear
+    with torch.no_grad():
+        expected = twin._loss(batch)
+        with in_high_precision(float8.model):
+            assert torch.equal(float8._loss(batch), expected)
+        assert not torch.equal(float8._loss(batch), expected)
+    assert type(float8.model.lm_head) is wrapped
+
+
+def converted(run: Run) -> set[str]:
+    report = json.loads((run.folder.path / "conversion_report.json").read_text())
+    return {layer["name"] for layer in report["layers"] if layer["converted"]}
+
+
+def test_first_and_last_blocks_can_stay_out_of_float8(tiny_float8_config):
+    deep = replace(tiny_float8_config, model=replace(tiny_float8_config.model, n_layers=4))
+    run = prepare(with_float8(deep, skip_first_layers=1, skip_last_layers=2, filter_fqns=("lm_head", "o_proj")))
+    model = run.twins[0].model
+    in_float8 = {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
+    block = {f"model.layers.1.{name}" for name, m in model.model.layers[1].named_modules() if isinstance(m, nn.Linear)}
+    assert in_float8 == converted(run) == block - {"model.layers.1.self_attn.o_proj"}
+    layers = json.loads((run.folder.path / "conversion_report.json").read_text())["layers"]
+    reasons = {layer["name"]: layer["reason"] for layer in layers}
+    assert reasons["model.layers.0.mlp.up_proj"] == "float8.skip_first_layers = 1"
+    assert reasons["model.layers.2.mlp.up_proj"] == reasons["model.layers.3.mlp.up_proj"]
+    assert reasons["model.layers.3.mlp.up_proj"] == "float8.skip_last_layers = 2"
+    assert reasons["model.layers.0.self_attn.o_proj"] == "float8.filter_fqns has 'o_proj'"
+
+
+def test_every_block_but_the_output_projection_can_stay_out(tiny_float8_config):
+    run = prepare(with_float8(tiny_float8_config, skip_first_layers=2, filter_fqns=()))
+    assert converted(run) == {"lm_head"}
+    with pytest.raises(ValueError, match=r"nothing to convert: .*float8.skip_first_layers = 2"):
+        prepare(with_float8(tiny_float8_config, "none", skip_first_layers=2))
+
+
+OFF = {"enable_float8_linear": False}
+GATHERED = {"enable_fsdp_float8_all_gather": True}
+TENSOR = {"parallelism": Parallelism(tensor_parallel_degree=2)}
+TOO = {"validation": Validation(high_precision_too=True)}
+
+
+@pytest.mark.parametrize(
+    ("float8", "sections", "message"),
+    [
+        ({"skip_last_layers": -1}, {}, r"^float8.skip_last_layers must be not negative, got -1$"),
+        ({"last_steps_high_precision": -1}, {}, r"^float8.last_steps_high_precision must be not negative, got -1$"),
+        ({"skip_first_layers": 1, **OFF}, {}, r"^float8.skip_first_layers must be its default, 0, unless .*, got 1$"),
+        ({"last_steps_high_precision": 1, **OFF}, {}, r"^float8.last_steps_high_precision must be its default, 0, "),
+        (
+            {"skip_first_layers": 3, "skip_last_layers": 2},
+            {},
+            r"^float8.skip_first_layers \+ float8.skip_last_layers must be at most model.n_layers = 4, got 5$",
+        ),
+        (
+            {"last_steps_high_precision": 9},
+            {"training": Training(steps=9)},
+            r"^float8.last_steps_high_precision must be below training.steps = 9, got 9$",
+        ),
+        (
+            {"last_steps_high_precision": 3, **GATHERED},
+            {},
+            r"^float8.last_steps_high_precision must be 0 with float8.enable_fsdp_float8_all_gather, got 3$",
+        ),
+        (
+            {"last_steps_high_precision": 3},
+            TENSOR,
+            r"^float8.last_steps_high_precision must be 0 with parallelism.tensor_parallel_degree = 2, .*, got 3$",
+        ),
+        (GATHERED, TOO, r"^validation.high_precision_too must be false with float8.enable_fsdp_float8_all_gather, "),
+        ({}, TENSOR | TOO, r"^validation.high_precision_too must be false with .*tensor_parallel_degree = 2, .* True$"),
+        (OFF, TOO, r"^validation.high_precision_too must be false where float8.enable_float8_linear is false, got "),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(float8, sections, message):
+    with pytest.raises(ValueError, match=message) as error:
+        TrainConfig(float8=Float8(**float8), **sections)
+    assert "\n" not in str(error.value)

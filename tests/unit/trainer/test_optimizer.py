@@ -1,0 +1,110 @@
+"""The optimizer: which parameters are decayed, and that its implementations agree, on sharded parameters too."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from quaver.trainer.config import Model, Optimizer
+from quaver.trainer.model import Llama
+from quaver.trainer.optimizer import build_optimizer
+
+SHAPE = Model(dim=32, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=32)
+EXPLICIT = ("fused", "foreach", "for-loop")
+
+
+def names_in(group: dict[str, object], model: nn.Module) -> set[str]:
+    ids = {id(parameter) for parameter in group["params"]}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in ids}
+
+
+def test_matrices_and_the_embedding_are_decayed_norms_are_not():
+    model = Llama(SHAPE)
+    decayed, kept = build_optimizer(model, Optimizer(weight_decay=0.3)).param_groups
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.3, 0.0)
+    assert {"model.embed_tokens.weight", "lm_head.weight"} < names_in(decayed, model)
+    assert names_in(kept, model) == {
+        "model.norm.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.0.post_attention_layernorm.weight",
+    }
+    assert len(decayed["params"]) + len(kept["params"]) == len(list(model.parameters()))
+
+
+def test_a_step_without_gradient_shrinks_matrices_alone():
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    build_optimizer(model, Optimizer(lr=0.5, weight_decay=0.25)).step()
+    for name, parameter in model.named_parameters():
+        factor = 1 - 0.5 * 0.25 if name == "0.weight" else 1.0
+        torch.testing.assert_close(parameter.detach(), before[name] * factor, rtol=1e-6, atol=0)
+
+
+def test_a_tied_embedding_is_updated_once():
+    model = Llama(Model(**{**SHAPE.__dict__, "tie_word_embeddings": True}))
+    decayed, _ = build_optimizer(model, Optimizer()).param_groups
+    assert sum(parameter is model.lm_head.weight for parameter in decayed["params"]) == 1
+
+
+def trained(model: nn.Module, implementation: str, steps: int = 3) -> list[torch.Tensor]:
+    """The parameters, in whole, after a few steps on gradients that depend on the parameter and the step alone."""
+    model = copy.deepcopy(model)
+    return steps_of(model, implementation, steps)
+
+
+def steps_of(model: nn.Module, implementation: str, steps: int = 3) -> list[torch.Tensor]:
+    optimizer = build_optimizer(model, Optimizer(lr=0.01, weight_decay=0.2, implementation=implementation))
+    for step in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = (parameter.detach() * (step + 1)).sin()
+        optimizer.step()
+    return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("implementation", EXPLICIT)
+def test_implementations_agree(implementation):
+    torch.manual_seed(0)
+    model = Llama(SHAPE)
+    for ours, expected in zip(trained(model, implementation), trained(model, "auto"), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "fused", "foreach"),
+    [("auto", True, None), ("fused", True, None), ("foreach", False, True), ("for-loop", False, False)],
+)
+def test_what_torch_is_asked_for(implementation, fused, foreach):
+    defaults = build_optimizer(Llama(SHAPE), Optimizer(implementation=implementation)).defaults
+    assert (defaults["fused"], defaults["foreach"]) == (fused, foreach)
+
+
+def test_an_unknown_implementation_is_refused():
+    message = r"^optimizer.implementation must be one of auto, fused, foreach, for-loop, got 'apex'$"
+    with pytest.raises(ValueError, match=message):
+        Optimizer(implementation="apex")
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("implementation", EXPLICIT)
+def test_sharded_parameters_are_updated_alike(group_of_one, implementation):
+    torch.manual_seed(0)
+    model = Llama(SHAPE)
+    whole = trained(model, implementation)
+    sharded = fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    assert all(isinstance(parameter, DTensor) for parameter in sharded.parameters())
+    for ours, expected in zip(steps_of(sharded, implementation), whole, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
