@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._functorch.config as compiler_config
 
 torch.set_num_threads(1)
 
@@ -12,6 +13,13 @@ def _fresh_state():
     torch.manual_seed(0)
     yield
     torch.compiler.reset()
+
+
+@pytest.fixture
+def memory_budget_restored():
+    """The compiler's memory budget as it was; pytest's monkeypatch would take it out of torch's config for good."""
+    with compiler_config.patch(activation_memory_budget=1.0):
+        yield
 
 
 def pytest_collection_modifyitems(items):

@@ -280,8 +280,7 @@ def test_a_compiled_block_keeps_what_the_policy_says(recipe):
         assert full == 0
 
 
-def test_a_memory_budget_reaches_the_compiler(monkeypatch):
-    monkeypatch.setattr(compiler_config, "activation_memory_budget", 1.0)
+def test_a_memory_budget_reaches_the_compiler(memory_budget_restored):
     apply_activation_checkpointing([], mode="memory_budget", memory_budget=0.25)
     assert compiler_config.activation_memory_budget == 0.25
     kept = [nbytes(compiled_step(None, "none", budget)[0]) for budget in (1.0, 0.5, 0.0)]

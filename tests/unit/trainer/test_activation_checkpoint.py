@@ -65,8 +65,7 @@ def test_checkpointed_blocks_compile(tiny_config, monkeypatch):
         assert numbers(run_to_end(config, name, checkpoint).folder.path) == expected, name
 
 
-def test_a_memory_budget_is_given_to_the_compiler(tiny_config, monkeypatch):
-    monkeypatch.setattr(compiler_config, "activation_memory_budget", 1.0)
+def test_a_memory_budget_is_given_to_the_compiler(tiny_config, monkeypatch, memory_budget_restored):
     monkeypatch.setattr(Block, "compile", lambda block, **options: None)
     config = replace(tiny_config, training=replace(tiny_config.training, compile=True))
     prepare(replace(config, activation_checkpoint=ActivationCheckpoint("memory_budget", memory_budget=0.25)))
