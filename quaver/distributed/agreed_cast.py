@@ -13,7 +13,14 @@ from torch.distributed import ProcessGroup
 
 from quaver import scaling
 from quaver.distributed.collectives import max_over_ranks
-from quaver.kernels.cast import KeptScale, cast_with_kept_scale, cast_with_scale, record, record_amax
+from quaver.kernels.cast import (
+    KeptScale,
+    cast_with_kept_scale,
+    cast_with_scale,
+    fake_cast_with_kept_scale,
+    record,
+    record_amax,
+)
 from quaver.scaling import PLAIN_TYPES
 
 
@@ -61,6 +68,4 @@ _library.impl("cast_with_agreed_scale", _agree_and_see, "CompositeExplicitAutogr
 def _fake_cast_with_agreed_scale(
     hp: Tensor, quant_scale: Tensor, known: Tensor, float8_dtype: torch.dtype, power_of_2: bool, group_name: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    scale = hp.new_empty((), dtype=torch.float32)
-    seen = hp.new_empty(2, dtype=torch.float32)
-    return hp.new_empty(hp.shape, dtype=float8_dtype), scale, torch.empty_like(scale), seen
+    return fake_cast_with_kept_scale(hp, quant_scale, float8_dtype, power_of_2)

@@ -92,15 +92,12 @@ def cast_with_kept_scale(
 
     Records in `kept` what the cast saw, by a maximum, so that the same cast again changes nothing.
     """
-    observed = kept.observed
     if torch.compiler.is_dynamo_compiling():
         codes, quant, dequant, seen = torch.ops.quaver.cast_with_kept_scale(
             hp, kept.quant_scale, float8_dtype, power_of_2
         )
-    elif cpu.takes(hp, float8_dtype):
-        if observed is None:
-            observed = hp.new_zeros(2, dtype=torch.float32)
-        return cpu.cast_and_observe(hp, kept.quant_scale, float8_dtype, power_of_2, observed)
+    elif kept.observed is not None and cpu.takes(hp, float8_dtype):
+        return cpu.cast_and_observe(hp, kept.quant_scale, float8_dtype, power_of_2, kept.observed)
     else:
         codes, quant, dequant, seen = _cast_and_see(hp, kept.quant_scale, float8_dtype, power_of_2)
     record(kept, seen)
@@ -148,7 +145,7 @@ _library.impl(
 
 
 @torch.library.register_fake("quaver::cast_with_kept_scale")
-def _fake_cast_with_kept_scale(
+def fake_cast_with_kept_scale(
     hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, power_of_2: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scale = hp.new_empty((), dtype=torch.float32)
