@@ -406,10 +406,11 @@ class Float8:
         window = self.delayed_dynamic_window
         require(len(window) in (0, 2), "float8.delayed_dynamic_window", "two numbers, low and high, or empty", window)
         self.delayed_scaling_config  # noqa: B018 - raises ValueError
+        keeps_scales = self.keeps_scales
         for setting in fields(self):
             value = getattr(self, setting.name)
             require(
-                self.keeps_scales or not setting.name.startswith("delayed_") or value == setting.default,
+                keeps_scales or not setting.name.startswith("delayed_") or value == setting.default,
                 f"float8.{setting.name}",
                 f"its default, {setting.default!r}, without delayed scaling",
                 value,
