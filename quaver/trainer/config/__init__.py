@@ -1,0 +1,32 @@
+"""Every setting of the trainer, as frozen dataclasses that are validated when made: one file per part of a run.
+
+Sections and fields carry torchtitan's names where torchtitan has them. The text under a field is its help on
+the command line.
+"""
+
+from quaver.trainer.config.data import Data, Validation
+from quaver.trainer.config.float8 import Float8
+from quaver.trainer.config.model import Model
+from quaver.trainer.config.optimizer import LRScheduler, Optimizer
+from quaver.trainer.config.output import Job, Metrics
+from quaver.trainer.config.parallelism import Comm, Parallelism
+from quaver.trainer.config.require import require
+from quaver.trainer.config.training import ActivationCheckpoint, Training
+from quaver.trainer.config.whole import TrainConfig
+
+__all__ = [
+    "ActivationCheckpoint",
+    "Comm",
+    "Data",
+    "Float8",
+    "Job",
+    "LRScheduler",
+    "Metrics",
+    "Model",
+    "Optimizer",
+    "Parallelism",
+    "TrainConfig",
+    "Training",
+    "Validation",
+    "require",
+]

@@ -1,0 +1,28 @@
+"""How a setting that cannot be is refused: by its name, with what was expected, what came and what to do."""
+
+import math
+from typing import Any
+
+
+def require(holds: bool, name: str, expected: str, got: object, fix: str = "") -> None:
+    """Raise ValueError saying what field `name` must be, what it is, and what to do, unless `holds`."""
+    if not holds:
+        raise ValueError(f"{name} must be {expected}, got {got!r}" + (f"; {fix}" if fix else ""))
+
+
+def require_positive(section: str, owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        require(value >= 1, f"{section}.{name}", "at least 1", value)
+
+
+def require_default(section: str, owner: Any, name: str, unless: str, fix: str = "") -> None:
+    """Refuse a value of field `name` that nothing would read."""
+    value, default = getattr(owner, name), type(owner).__dataclass_fields__[name].default
+    require(value == default, f"{section}.{name}", f"its default, {default!r}, unless {unless}", value, fix)
+
+
+def require_finite(section: str, owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        require(math.isfinite(value) and value >= 0, f"{section}.{name}", "finite and not negative", value)
