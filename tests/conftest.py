@@ -1,10 +1,25 @@
-"""One thread per test process, seeds, and the GPU marker."""
+"""One thread per test process, seeds, a cache folder that is no user's, and the GPU marker."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch._functorch.config as compiler_config
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tokens are kept where this session, and the processes it starts, alone look for them."""
+    users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        if "MPLCONFIGDIR" not in os.environ:  # matplotlib would list the fonts anew, for seconds and with a warning
+            patch.setenv("MPLCONFIGDIR", str(users / "matplotlib"))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,8 @@ VERBS = {
     "train": "train a Llama in float8, alone or beside its bfloat16 twin",
     "doctor": "say what this machine can do, by trying it",
     "bench": "time a linear in float8 against bfloat16",
+    "prepare-data": "make the tokens of a run ahead of it, and count them",
+    "convert": "weights from Hugging Face's Llama, and to it",
 }
 
 
@@ -33,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"quaver: error: unknown command {verb!r}; {hint}", file=sys.stderr)
         return 2
     try:
-        return importlib.import_module(f"quaver.cli.{verb}").run(words[1:])
+        return importlib.import_module(f"quaver.cli.{verb.replace('-', '_')}").run(words[1:])
     except KeyboardInterrupt:
         print("quaver: interrupted", file=sys.stderr)
         return 130
@@ -45,4 +47,4 @@ def main(argv: list[str] | None = None) -> int:
 def _print_help() -> None:
     print("usage: quaver VERB [options]      quaver VERB --help      quaver --version\n")
     for verb, summary in VERBS.items():
-        print(f"  {verb:<8} {summary}")
+        print(f"  {verb:<12} {summary}")

@@ -5,6 +5,7 @@ Shapes: B sequences of T tokens, D = dim, H query heads and G key/value heads of
 q, k and v are called with the same tensor object, and so are gate and up: float8 casts a shared input once.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -12,16 +13,45 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quaver.trainer.config import Model
+from quaver.trainer.config.model import RopeScaling
 
 INIT_STD = 0.02
 
 
-def rope_tables(seq_len: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+def rope_tables(
+    seq_len: int, head_dim: int, theta: float, device: torch.device, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
     """Return float32 cosines and sines [T, E] that rotate feature i together with feature i + E / 2."""
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     positions = torch.arange(seq_len, device=device, dtype=torch.float32)
-    angles = torch.outer(positions, theta**-exponents).repeat(1, 2)
+    frequencies = theta**-exponents
+    if scaling is not None:
+        frequencies = scaled_frequencies(frequencies, scaling)
+    angles = torch.outer(positions, frequencies).repeat(1, 2)
     return angles.cos(), angles.sin()
+
+
+def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Return `frequencies` (float32 [E / 2], radians per position), the slow ones slowed, as Llama 3.1 does.
+
+    A frequency that turns n times in the original context keeps the share (n - low) / (high - low) of itself, at least
+    none and at most all; the rest is divided by the factor (Grattafiori et al., 2024, and the models' published code).
+    """
+    turns = scaling.original_max_position * frequencies / (2 * math.pi)
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    kept = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
+    return frequencies * kept + frequencies / scaling.factor * (1 - kept)
+
+
+def document_attention_mask(documents: Tensor) -> Tensor:
+    """Return who may look at whom, a bool tensor [B, 1, T, T] that is true where query t may see key s.
+
+    Args:
+        documents: int tensor [B, T], the same number for all tokens of a row that belong to one document. A token sees
+            itself and what stands before it in its document; so every query sees at least one key.
+    """
+    same_document = documents[:, None, :, None] == documents[:, None, None, :]
+    return same_document.tril()
 
 
 def apply_rope(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -56,13 +86,20 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Mix `hidden` [B, T, D] along T."""
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Mix `hidden` [B, T, D] along T, causally or as `mask` (bool, [B, 1, T, T]) allows."""
         query = apply_rope(self._heads(self.q_proj(hidden)), cos, sin)
         key = apply_rope(self._heads(self.k_proj(hidden)), cos, sin)
         value = self._heads(self.v_proj(hidden))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return self.o_proj(self._attend(query, key, value, mask).transpose(1, 2).flatten(2))
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is None:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        # The kernel that takes a mask on CUDA wants as many key as query heads; torch would else keep all the scores.
+        group = query.shape[1] // key.shape[1]
+        key, value = (heads.repeat_interleave(group, dim=1) for heads in (key, value))
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
     def _heads(self, projected: Tensor) -> Tensor:
         return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -92,9 +129,9 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return the residual stream [B, T, D] after this block."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin)
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the residual stream [B, T, D] after this block; for `mask` see Attention."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, mask)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -104,16 +141,19 @@ class Decoder(nn.Module):
     def __init__(self, config: Model) -> None:
         super().__init__()
         self.config = config
+        self.rope_scaling = config.rope_scaling
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the hidden states [B, T, D] of `tokens` [B, T] (int64)."""
-        cos, sin = rope_tables(tokens.shape[1], self.config.head_dim, self.config.rope_theta, tokens.device)
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Return the hidden states [B, T, D] of `tokens` [B, T] (int64); for `documents` see Llama.forward."""
+        config = self.config
+        cos, sin = rope_tables(tokens.shape[1], config.head_dim, config.rope_theta, tokens.device, self.rope_scaling)
+        mask = None if documents is None else document_attention_mask(documents)
         hidden = self.embed_tokens(tokens)
         for layer in self.layers:
-            hidden = layer(hidden, cos, sin)
+            hidden = layer(hidden, cos, sin, mask)
         return self.norm(hidden)
 
 
@@ -139,9 +179,12 @@ class Llama(nn.Module):
         """Yield the blocks in order."""
         yield from (layer for layer in self.model.layers if isinstance(layer, Block))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits [B, T, vocab] of `tokens` [B, T] (int64)."""
-        return self.lm_head(self.model(tokens))
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Return the logits [B, T, vocab] of `tokens` [B, T] (int64).
+
+        With `documents` (int, [B, T]: each token's document) no token sees another document; without, all before it.
+        """
+        return self.lm_head(self.model(tokens, documents))
 
 
 def init_std(name: str, config: Model) -> float:

@@ -112,10 +112,10 @@ def _split_linears(model: Llama, mesh: DeviceMesh) -> None:
 
 def _block_styles(block: Block) -> dict[str, ParallelStyle]:
     attention, mlp = block.self_attn, block.mlp
-    # cos and sin, the other two inputs of attention, are whole on every rank.
+    # cos, sin and the mask (or None), the other inputs of attention, are whole on every rank.
     return {
         "input_layernorm": SequenceParallel(),
-        "self_attn": _gather_sequence([attention.q_proj, attention.k_proj, attention.v_proj], other_inputs=2),
+        "self_attn": _gather_sequence([attention.q_proj, attention.k_proj, attention.v_proj], other_inputs=3),
         "self_attn.q_proj": _colwise(attention.q_proj),
         "self_attn.k_proj": _colwise(attention.k_proj),
         "self_attn.v_proj": _colwise(attention.v_proj),

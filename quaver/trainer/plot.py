@@ -43,7 +43,7 @@ def _draw_losses(axis: Any, records: list[Record], names: list[str]) -> None:
         axis.plot(steps, _smooth(losses), color=color, linewidth=width, label=f"{name}, train")
         steps, losses = _series(records, name, "validation_loss")
         axis.plot(steps, losses, marker, color=color, markersize=6, fillstyle="none", label=f"{name}, validation")
-    axis.set(title="Loss (nats per byte)", xlabel="step")
+    axis.set(title="Loss (nats per token)", xlabel="step")
     _finish(axis)
 
 

@@ -1,19 +1,49 @@
-"""[data] and [validation]: the text, and how often a part of it measures the model."""
+"""[data] and [validation]: the text, how it becomes tokens, and how often a part of it measures the model."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from quaver.trainer.config.require import require, require_positive
+from tyro.conf import arg
+
+from quaver.trainer.config.require import require, require_default, require_positive
+
+BYTES = "bytes"
+"""The tokenizer that needs no file."""
+
+ON_CORRUPT = ("skip", "refuse")
 
 
 @dataclass(frozen=True)
 class Data:
-    """The text."""
+    """The text and its tokens; see docs/data.md."""
 
     path: str = "stdlib"
-    """A text file, a folder of text files, or stdlib: the sources of Python's own library (short: --data)."""
+    """A text, .jsonl, .jsonl.gz or .parquet file, a folder of some, or stdlib: the sources of Python's own library
+    (short: --data)."""
+    field: str = "text"
+    """The field of JSONL objects, or the column of Parquet files, that holds the text."""
+    on_corrupt: Annotated[str, arg(help=f"One of {', '.join(ON_CORRUPT)}: what becomes of what cannot be read.")] = (
+        "skip"
+    )
+    tokenizer: str = BYTES
+    """bytes (256 tokens), a Hugging Face tokenizer.json, a tiktoken rank file as Llama 3's, or a folder with one."""
+    eos_token: str = ""
+    """The token that ends a document; empty for the one that the tokenizer's own files name."""
+    cache_folder: str = ""
+    """Where tokens are kept; empty for quaver/tokens in $XDG_CACHE_HOME or ~/.cache."""
+    document_mask: bool = False
+    """Attention does not cross the end of a document."""
 
     def __post_init__(self) -> None:
         require(bool(self.path), "data.path", "stdlib, a file or a folder", self.path)
+        require(bool(self.field), "data.field", "the name of a field", self.field)
+        require(bool(self.tokenizer), "data.tokenizer", f"{BYTES}, a file or a folder", self.tokenizer)
+        choices = ", ".join(ON_CORRUPT)
+        require(self.on_corrupt in ON_CORRUPT, "data.on_corrupt", f"one of {choices}", self.on_corrupt)
+        if self.tokenizer == BYTES:
+            require_default(
+                "data", self, "eos_token", "data.tokenizer is a file", "with bytes a 0 byte ends a document"
+            )
 
 
 @dataclass(frozen=True)

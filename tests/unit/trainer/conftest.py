@@ -1,5 +1,6 @@
 """A text folder and a config small enough for a run in about a second."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from quaver.trainer.config import (
     Training,
     Validation,
 )
+from quaver.trainer.data import TokenData, load_data
 
 SENTENCES = ["the quick brown fox jumps over the lazy dog", "float8 has four bits of exponent", "0123456789"]
 
@@ -39,6 +41,18 @@ def tiny_config(tmp_path: Path, text_folder: Path) -> TrainConfig:
         validation=Validation(freq=2, steps=2),
         metrics=Metrics(log_freq=1),
     )
+
+
+@pytest.fixture
+def load() -> Callable[..., TokenData]:
+    """Loads the data at a path with the [data] settings given, for sequences of 16 tokens and quietly."""
+
+    def load(path: Path | str, *, seq_len: int = 16, vocab_size: int = 1 << 20, **settings: object) -> TokenData:
+        training, model = Training(seq_len=seq_len, device="cpu"), Model(vocab_size=vocab_size)
+        data = Data(path=str(path), **settings)
+        return load_data(TrainConfig(training=training, model=model, data=data), quiet=True)
+
+    return load
 
 
 @pytest.fixture

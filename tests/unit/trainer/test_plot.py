@@ -18,10 +18,10 @@ def records(name: str, steps: int, offset: float) -> list[dict]:
 @pytest.mark.parametrize(
     ("runs", "titles"),
     [
-        ({"tensorwise": 30, "bfloat16": 30}, ["Loss (nats per byte)", "Loss gap of tensorwise", "Tokens per second"]),
-        ({"tensorwise": 30, "bfloat16": 29}, ["Loss (nats per byte)", "Loss gap of tensorwise", "Tokens per second"]),
-        ({"bfloat16": 1}, ["Loss (nats per byte)", "Tokens per second"]),
-        ({}, ["Loss (nats per byte)", "Tokens per second"]),
+        ({"tensorwise": 30, "bfloat16": 30}, ["Loss (nats per token)", "Loss gap of tensorwise", "Tokens per second"]),
+        ({"tensorwise": 30, "bfloat16": 29}, ["Loss (nats per token)", "Loss gap of tensorwise", "Tokens per second"]),
+        ({"bfloat16": 1}, ["Loss (nats per token)", "Tokens per second"]),
+        ({}, ["Loss (nats per token)", "Tokens per second"]),
     ],
     ids=["twins", "stopped between twins", "one step", "nothing"],
 )

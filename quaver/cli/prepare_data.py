@@ -1,0 +1,40 @@
+"""`quaver prepare-data [CONFIG.toml] [--section.field value ...]`: makes the tokens that `quaver train` would make."""
+
+from typing import Any
+
+from quaver.cli.errors import bad_input
+from quaver.trainer.config_io import load_config, parse_arguments
+from quaver.trainer.data import load_data
+
+USAGE = """usage: quaver prepare-data [CONFIG.toml] [--section.field value ...] [--data PATH]
+
+Makes the tokens of a run and keeps them in data.cache_folder, where `quaver train` with the same [data] section finds
+them. Tokens that are there already are read and compared with their digests, and made again if they are damaged.
+`quaver train --help` lists the settings."""
+
+
+def run(argv: list[str]) -> int:
+    """Make or check the tokens as `argv` says and print how many there are; 0 when done, 2 for bad input."""
+    if "--help" in argv or "-h" in argv:
+        print(USAGE)
+        return 0
+    with bad_input():
+        config_path, flags = parse_arguments(argv)
+        data = load_data(load_config(config_path, flags), check=True)
+    for line in _lines(data.origin):
+        print(line)
+    return 0
+
+
+def _lines(origin: dict[str, Any]) -> list[str]:
+    lines = [
+        f"source       {origin['path']}: {origin['files']:,} files, {origin['other_files']:,} others not read",
+        f"tokenizer    {origin['tokenizer']}: {origin['vocab_size']:,} tokens, {origin['eos_id']} ends a document",
+        *(
+            f"{split:<12} {origin[f'{split}_documents']:,} documents, {origin[f'{split}_tokens']:,} tokens"
+            for split in ("train", "validation")
+        ),
+        f"left out     {origin['empty']:,} empty, {origin['corrupt']:,} corrupt",
+    ]
+    lines += [f"  {place}" for place in origin["corrupt_places"]]
+    return [*lines, f"sha256       {origin['sha256']}", f"kept in      {origin['cache']}"]

@@ -1,0 +1,172 @@
+"""The files of one cache entry: how they are written, opened without being read, and checked.
+
+An entry is a folder:
+
+    train.tokens, validation.tokens    the tokens, little-endian, in the smallest of 1, 2 or 4 bytes that holds them
+    train.ends, validation.ends        int64: where each document ends, its end token included
+    entry.json                         counts, sha256 of each file, what was left out; written last
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from quaver.trainer.data.documents import SPLITS
+from quaver.trainer.data.samples import TokenSplit
+from quaver.trainer.data.tokenizer import Tokens
+
+FORMAT = 1
+"""Number of this layout and of how sources become tokens: raise it when either changes."""
+
+ENTRY = "entry.json"
+ENDS_DTYPE = np.dtype("<i8")
+
+BUFFER_BYTES = 1 << 20
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Say of an OSError inside the block that the cache in `folder` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise type(error)(
+            f"cannot write tokens to {str(folder)!r}: {reason}; give another data.cache_folder"
+        ) from error
+
+
+def token_dtype(vocab_size: int) -> "np.dtype[Any]":
+    """The smallest unsigned dtype for tokens below `vocab_size`."""
+    return np.dtype("<u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4")
+
+
+@dataclass
+class HashedFile:
+    """A file that is written from front to end, and its sha256."""
+
+    opened: IO[bytes]
+    items: int = 0
+    digest: Any = field(default_factory=hashlib.sha256)
+
+    def append(self, values: Tokens, dtype: "np.dtype[Any]") -> None:
+        """Write `values` as `dtype`."""
+        content = values.astype(dtype).tobytes()
+        self.opened.write(content)
+        self.digest.update(content)
+        self.items += len(values)
+
+    def finish(self) -> dict[str, Any]:
+        """Have everything on the disk; return the file's size in items and its sha256."""
+        self.opened.flush()
+        os.fsync(self.opened.fileno())
+        return {"items": self.items, "sha256": self.digest.hexdigest()}
+
+
+@dataclass
+class SplitWriter:
+    """The two files of a split that is being made."""
+
+    tokens: HashedFile
+    ends: HashedFile
+    dtype: "np.dtype[Any]"
+
+    def append(self, tokens: Tokens) -> None:
+        """Write the next tokens."""
+        self.tokens.append(tokens, self.dtype)
+
+    def end_document(self, eos_id: int) -> None:
+        """Write the end token, and where the document ends."""
+        self.append(np.array([eos_id]))
+        self.ends.append(np.array([self.tokens.items]), ENDS_DTYPE)
+
+    def finish(self) -> dict[str, Any]:
+        """Return what entry.json says of this split."""
+        return {"tokens": self.tokens.finish(), "ends": self.ends.finish()}
+
+
+@contextmanager
+def split_writers(folder: Path, dtype: "np.dtype[Any]") -> Iterator[dict[str, SplitWriter]]:
+    """Open the files of every split in `folder`, which exists, for writing."""
+    stack = ExitStack()
+
+    def create(name: str) -> HashedFile:
+        return HashedFile(stack.enter_context((folder / name).open("wb", buffering=BUFFER_BYTES)))
+
+    try:
+        with writing(folder.parent):
+            writers = {
+                split: SplitWriter(create(f"{split}.tokens"), create(f"{split}.ends"), dtype) for split in SPLITS
+            }
+        yield writers
+    finally:
+        with writing(folder.parent):  # closing writes what is left in a buffer
+            stack.close()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An opened entry: its splits are memory-mapped, so that only what is used is read."""
+
+    splits: dict[str, TokenSplit]
+    about: dict[str, Any]
+
+
+class DamagedEntryError(Exception):
+    """An entry that is not what its entry.json says; the message says in what."""
+
+
+def write_about(folder: Path, about: dict[str, Any]) -> None:
+    """Write entry.json, which makes the files an entry."""
+    with (folder / ENTRY).open("w", encoding="utf-8") as opened:
+        json.dump(about, opened, indent=2)
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def open_entry(folder: Path) -> Entry:
+    """Open the entry in `folder`. Reads entry.json and the sizes of the files, not the files.
+
+    Raises:
+        FileNotFoundError: if there is no folder.
+        DamagedEntryError: if a file is missing, has another size, or entry.json is not what `write_about` wrote.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(folder)
+    try:
+        about = json.loads((folder / ENTRY).read_text(encoding="utf-8"))
+        dtype = np.dtype(about["dtype"])
+        splits = {}
+        for split in SPLITS:
+            said = about["splits"][split]
+            tokens = _mapped(folder / f"{split}.tokens", dtype, said["tokens"]["items"])
+            splits[split] = TokenSplit(tokens, _mapped(folder / f"{split}.ends", ENDS_DTYPE, said["ends"]["items"]))
+        if about["format"] != FORMAT:
+            raise DamagedEntryError(f"{ENTRY} has format {about['format']!r}, expected {FORMAT}")
+    except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
+        raise DamagedEntryError(f"{ENTRY}: {type(error).__name__}: {error}") from error
+    return Entry(splits, about)
+
+
+def _mapped(path: Path, dtype: "np.dtype[Any]", items: int) -> Tokens:
+    expected, size = items * dtype.itemsize, path.stat().st_size
+    if size != expected:
+        raise DamagedEntryError(f"{path.name} has {size} bytes, expected {expected}")
+    return np.memmap(path, dtype=dtype, mode="r") if items else np.empty(0, dtype)
+
+
+def check_content(folder: Path, entry: Entry) -> None:
+    """Read every file of the entry and compare its sha256. Raises DamagedEntryError where one differs."""
+    for split in SPLITS:
+        for part in ("tokens", "ends"):
+            with (folder / f"{split}.{part}").open("rb") as opened:
+                found = hashlib.file_digest(opened, "sha256").hexdigest()
+            if found != entry.about["splits"][split][part]["sha256"]:
+                raise DamagedEntryError(f"{split}.{part} is not what was written")

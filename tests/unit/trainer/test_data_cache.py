@@ -1,0 +1,294 @@
+"""The token cache: made once, by one process, whole or not at all, and not read to be opened."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quaver.trainer.data import cache as cache_module
+from quaver.trainer.data import load as load_module
+from quaver.trainer.data.cache import cache_folder
+from quaver.trainer.data.source import Source
+
+LOAD = """
+import sys
+from quaver.trainer.config import Data, TrainConfig, Training
+from quaver.trainer.data import load_data
+config = TrainConfig(training=Training(seq_len=16), data=Data(path=sys.argv[1], cache_folder=sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows by one for each entry that this process makes."""
+    made = []
+    build = load_module._build
+
+    def counted(folder: Path, *rest: object) -> None:
+        made.append(folder.name)
+        build(folder, *rest)
+
+    monkeypatch.setattr(load_module, "_build", counted)
+    return made
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> str:
+    return str(tmp_path / "kept")
+
+
+def entry_folder(kept: str) -> Path:
+    (folder,) = (path for path in Path(kept).iterdir() if path.is_dir())
+    return folder
+
+
+def test_tokens_are_made_once_and_then_mapped(text_folder, load, kept, builds):
+    first, second = (load(text_folder, cache_folder=kept) for _ in range(2))
+    assert len(builds) == 1
+    assert isinstance(second.train.tokens, np.memmap)
+    assert not second.train.tokens.flags.writeable
+    assert np.array_equal(first.train.tokens, second.train.tokens)
+    assert first.origin == second.origin
+    assert second.origin["cache"] == str(entry_folder(kept))
+    about = json.loads((entry_folder(kept) / "entry.json").read_text())
+    assert about["splits"]["train"]["tokens"]["items"] == len(first.train.tokens)
+    assert sorted(path.name for path in Path(kept).iterdir()) == [
+        f"{builds[0].removesuffix('.partial')}{end}" for end in ("", ".lock")
+    ]
+
+
+def test_opening_reads_no_tokens(text_folder, load, kept, builds):
+    """Not even to compare their digest; and a hole of 64 GiB opens as fast as anything."""
+    load(text_folder, cache_folder=kept)
+    folder = entry_folder(kept)
+    content = (folder / "train.tokens").read_bytes()
+    (folder / "train.tokens").write_bytes(b"?" + content[1:])
+    data = load(text_folder, cache_folder=kept)
+    assert data.train.tokens.tobytes() == b"?" + content[1:]
+    about = json.loads((folder / "entry.json").read_text())
+    about["splits"]["train"]["tokens"]["items"] = 2**36
+    (folder / "entry.json").write_text(json.dumps(about))
+    os.truncate(folder / "train.tokens", 2**36)
+    data = load(text_folder, cache_folder=kept)
+    assert len(data.train.tokens) == 2**36
+    assert data.train.tokens[-1] == 0
+    assert len(builds) == 1
+
+
+@pytest.mark.parametrize("change", ["content", "time", "name", "more", "tokenizer", "field"])
+def test_what_changes_the_tokens_changes_the_entry(change, tmp_path, text_folder, load, kept, builds):
+    path, settings = text_folder, {}
+    if change == "field":
+        (text_folder / "a.jsonl").write_text(
+            "".join(json.dumps({"text": f"{n:04d}" * 9, "b": f"{n:03d}" * 9}) + "\n" for n in range(99))
+        )
+    load(path, cache_folder=kept)
+    first = text_folder / "00.txt"
+    if change == "content":
+        first.write_text("changed\n" * 100)
+    elif change == "time":
+        os.utime(first, ns=(first.stat().st_atime_ns, first.stat().st_mtime_ns + 1))
+    elif change == "name":
+        first.rename(text_folder / "0.txt")
+    elif change == "more":
+        (text_folder / "more.txt").write_text("more\n" * 100)
+    elif change == "field":
+        settings["field"] = "b"
+    else:
+        from test_data_tokenizers import train_tokenizer
+
+        train_tokenizer(tmp_path / "tokenizer.json", ["<s>", "</s>"])
+        settings["tokenizer"] = str(tmp_path / "tokenizer.json")
+    load(path, cache_folder=kept, **settings)
+    assert len(set(builds)) == 2
+
+
+def test_a_moved_folder_keeps_its_tokens(text_folder, load, kept, builds):
+    load(text_folder, cache_folder=kept)
+    moved = text_folder.rename(text_folder.with_name("moved"))
+    load(moved, cache_folder=kept)
+    assert len(builds) == 1
+
+
+DAMAGE = {
+    "shorter": lambda folder: os.truncate(folder / "train.tokens", 10),
+    "longer": lambda folder: (folder / "train.ends").open("ab").write(b"x"),
+    "missing": lambda folder: (folder / "validation.tokens").unlink(),
+    "no entry.json": lambda folder: (folder / "entry.json").unlink(),
+    "half of entry.json": lambda folder: os.truncate(folder / "entry.json", 40),
+    "no object": lambda folder: (folder / "entry.json").write_text("[]"),
+    "another format": lambda folder: _edit(folder, format=0),
+    "dtype": lambda folder: _edit(folder, dtype="<u2"),
+    "empty folder": lambda folder: (shutil.rmtree(folder), folder.mkdir()),
+}
+
+
+def _edit(folder: Path, **changes: object) -> None:
+    about = json.loads((folder / "entry.json").read_text())
+    (folder / "entry.json").write_text(json.dumps({**about, **changes}))
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_entry_is_made_again(damage, text_folder, load, kept, builds, capsys):
+    before = load(text_folder, cache_folder=kept)
+    tokens = before.train.tokens.tobytes()
+    DAMAGE[damage](entry_folder(kept))
+    after = load(text_folder, cache_folder=kept)
+    assert len(builds) == 2
+    assert after.train.tokens.tobytes() == tokens
+    assert after.origin == before.origin
+    load(text_folder, cache_folder=kept)
+    assert len(builds) == 2
+
+
+def test_a_killed_process_leaves_nothing_that_is_taken_for_tokens(text_folder, kept, load, builds):
+    script = (
+        LOAD
+        + """
+import os, signal
+from quaver.trainer.data import load
+load.write_about = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+load_data(config)
+"""
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(text_folder), kept], capture_output=True, timeout=120)
+    assert done.returncode == -9
+    (partial,) = Path(kept).glob("*.partial")
+    assert (partial / "train.tokens").stat().st_size > 1000
+    load(text_folder, cache_folder=kept)
+    assert len(builds) == 1
+    assert not list(Path(kept).glob("*.partial"))
+
+
+def test_two_processes_build_one_entry(text_folder, kept):
+    """Both are inside at once: the one that builds waits until the other has seen that the lock is taken."""
+    script = (
+        LOAD
+        + """
+import time
+from pathlib import Path
+from quaver.trainer.data import cache, load
+folder = Path(sys.argv[2])
+build, wait = load._build, cache.TokenCache._wait
+def slow_build(*arguments):
+    print("builds", flush=True)
+    deadline = time.monotonic() + 60
+    while not (folder / "other waits").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    build(*arguments)
+def told_wait(*arguments):
+    print("waits", flush=True)
+    (folder / "other waits").touch()
+    wait(*arguments)
+load._build, cache.TokenCache._wait = slow_build, told_wait
+print(load_data(config, quiet=True).origin["sha256"])
+"""
+    )
+    command = [sys.executable, "-c", script, str(text_folder), kept]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    roles, digests = zip(*(out.split() for out, _ in outputs), strict=True)
+    assert sorted(roles) == ["builds", "waits"]
+    assert len(set(digests)) == 1
+
+
+def test_one_who_waits_shows_how_far_the_other_is(text_folder, load, kept, monkeypatch, capsys):
+    """The bytes that the builder tells of, each counted once."""
+    shown = []
+    waiting = cache_module.TokenCache(Path(kept), "k", "label")
+    Path(kept).mkdir()
+    looks = iter([None, "5", "half-written", "9", "7"])
+
+    class Lock:
+        def acquire(self, timeout: float) -> None:
+            try:
+                text = next(looks)
+            except StopIteration:
+                return
+            if text:
+                (Path(kept) / "k.progress").write_text(text)
+            raise cache_module.Timeout("k.lock")
+
+    from contextlib import contextmanager
+
+    @contextmanager
+    def recorded(label, total, *, quiet):
+        yield shown.append
+
+    monkeypatch.setattr(cache_module, "byte_progress", recorded)
+    waiting._wait(Lock(), 10)
+    assert shown == [0, 5, 0, 4, 0]
+
+
+def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path, text_folder, load):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        OSError, match=r"cannot write tokens to '.*file/kept': Not a directory; give another data.cache_folder"
+    ):
+        load(text_folder, cache_folder=str(tmp_path / "file" / "kept"))
+
+
+def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path, kept):
+    """A limit on the size of files stands for the disk: writes fail in the same way."""
+    (tmp_path / "text").mkdir()
+    for name in "abc":
+        (tmp_path / "text" / f"{name}.txt").write_text("x" * 3_000_000)
+    script = (
+        LOAD
+        + """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+try:
+    load_data(config)
+except OSError as error:
+    print("error:", error)
+"""
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "text"), kept]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1] == (
+        f"error: cannot write tokens to {kept!r}: File too large; give another data.cache_folder"
+    )
+    assert not [path for path in Path(kept).iterdir() if path.suffix != ".lock"]
+
+
+def test_the_default_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder("") == tmp_path / "quaver" / "tokens"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_folder("") == tmp_path / "home" / ".cache" / "quaver" / "tokens"
+    assert cache_folder("~/x") == tmp_path / "home" / "x"
+
+
+def test_progress_counts_every_byte_once(tmp_path, text_folder, load, monkeypatch):
+    import gzip
+
+    from test_data_sources import TEXTS, write_jsonl, write_parquet
+
+    folder = tmp_path / "records"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", TEXTS)
+    write_parquet(folder / "b.parquet", TEXTS * 20, row_group_size=500)
+    (folder / "c.jsonl.gz").write_bytes(gzip.compress(json.dumps({"text": "x" * 99}).encode() + b"\n"))
+    advanced: dict[str, int] = {}
+    documents = Source.documents
+
+    def watched(self, account, advance):
+        def count(amount: int) -> None:
+            assert amount >= 0
+            advanced[self.path] = advanced.get(self.path, 0) + amount
+            advance(amount)
+
+        yield from documents(self, account, count)
+
+    monkeypatch.setattr(Source, "documents", watched)
+    for path in (folder, text_folder):
+        load(path)
+        assert advanced[str(path)] == sum(file.stat().st_size for file in path.iterdir())

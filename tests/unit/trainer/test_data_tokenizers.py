@@ -1,0 +1,197 @@
+"""Tokenizers: the tokens of `tokenizers` and tiktoken themselves, the end of a document, and files that are none."""
+
+import base64
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+import tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from quaver.trainer.config import Data, Model
+from quaver.trainer.data import huggingface, text_files, tiktoken_ranks
+from quaver.trainer.data.tokenizer import ByteTokenizer, check_vocabulary, load_tokenizer
+
+TEXTS = [
+    "the quick brown fox jumps over the lazy dog",
+    "float8 has four bits of exponent\n\n  and a sign",
+    "0123456789",
+]
+TRICKY = "a </s> <|end_of_text|> don't  \r\n\r\n\tx \N{SNOWMAN}\N{GRINNING FACE} 12345 \u00e9\u0301 "
+
+
+def train_tokenizer(path: Path, special: list[str], vocab_size: int = 400) -> Tokenizer:
+    """A small byte-level BPE that adds a first token, cuts and pads, as a file for a model might tell it to."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(TEXTS * 10, trainer)
+    first = special[0]
+    tokenizer.post_processor = processors.TemplateProcessing(f"{first} $A", special_tokens=[(first, 0)])
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(path))
+    return tokenizer
+
+
+def write_ranks(path: Path) -> dict[bytes, int]:
+    """The 256 bytes and some pairs, in tiktoken's format."""
+    tokens = [bytes([value]) for value in range(256)]
+    tokens += [b"th", b"the", b" t", b" the", b"qu", b"ck", b"12", b"123", b"\n\n"]
+    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)))
+    return {token: rank for rank, token in enumerate(tokens)}
+
+
+@pytest.fixture
+def hf_file(tmp_path: Path) -> Path:
+    train_tokenizer(tmp_path / "tokenizer.json", ["<s>", "</s>"])
+    return tmp_path / "tokenizer.json"
+
+
+@pytest.fixture
+def ranks_file(tmp_path: Path) -> Path:
+    write_ranks(tmp_path / "tokenizer.model")
+    return tmp_path / "tokenizer.model"
+
+
+def test_bytes():
+    tokenizer = ByteTokenizer()
+    (tokens,) = tokenizer.encode([TRICKY])
+    assert tokens.tobytes().decode() == TRICKY
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (256, 0)
+
+
+def test_hugging_face_tokens_are_the_whole_text_and_nothing_else(hf_file):
+    tokenizer = load_tokenizer(Data(tokenizer=str(hf_file)))
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (Tokenizer.from_file(str(hf_file)).get_vocab_size(), 1)
+    encoded = tokenizer.encode([*TEXTS, TRICKY])
+    decode = Tokenizer.from_file(str(hf_file)).decode
+    for text, tokens in zip([*TEXTS, TRICKY], encoded, strict=True):
+        assert decode(tokens.tolist(), skip_special_tokens=False) == text
+        assert not {0, 1} & set(tokens.tolist())  # a text that spells a special token gets none
+    assert len(encoded[0]) < len(TEXTS[0])
+    assert len(tokenizer.encode([TEXTS[0] * 10])[0]) > 8  # not truncated
+
+
+def test_a_folder_names_its_own_end_token(tmp_path):
+    special = ["<s>", "<|endoftext|>", "</s>", "<stop>"]
+    train_tokenizer(tmp_path / "tokenizer.json", special)
+    with pytest.raises(ValueError, match=r"\(several: <\|endoftext\|>, </s>\); set data.eos_token"):
+        load_tokenizer(Data(tokenizer=str(tmp_path)))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
+    assert load_tokenizer(Data(tokenizer=str(tmp_path))).eos_id == 2
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    assert load_tokenizer(Data(tokenizer=str(tmp_path))).eos_id == 1
+    assert load_tokenizer(Data(tokenizer=str(tmp_path / "tokenizer.json"))).eos_id == 1
+    given = load_tokenizer(Data(tokenizer=str(tmp_path), eos_token="<stop>"))
+    assert given.eos_id == 3
+    assert given.digest != load_tokenizer(Data(tokenizer=str(tmp_path))).digest
+    with pytest.raises(ValueError, match=r"'<none>' is no token of .*; set data.eos_token to one"):
+        load_tokenizer(Data(tokenizer=str(tmp_path), eos_token="<none>"))
+
+
+def test_ranks_give_tiktokens_tokens_and_llama_3s_end(ranks_file):
+    tokenizer = load_tokenizer(Data(tokenizer=str(ranks_file)))
+    ranks = write_ranks(ranks_file)
+    reference = tiktoken.Encoding("r", pat_str=tiktoken_ranks.SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens={})
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (len(ranks) + 256, len(ranks) + 1)
+    for text, tokens in zip([*TEXTS, TRICKY], tokenizer.encode([*TEXTS, TRICKY]), strict=True):
+        assert tokens.tolist() == reference.encode_ordinary(text)
+    assert ranks[b" the"] in tokenizer.encode(["the the"])[0]
+    assert load_tokenizer(Data(tokenizer=str(ranks_file.parent), eos_token="<|eot_id|>")).eos_id == len(ranks) + 9
+    with pytest.raises(ValueError, match=r"data.eos_token of tiktoken ranks must be one of <\|begin_of_text\|>"):
+        load_tokenizer(Data(tokenizer=str(ranks_file), eos_token="</s>"))
+
+
+def test_the_real_ranks_would_have_llama_3s_numbers():
+    """128,000 ranks and 256 special tokens: 128,256, with <|end_of_text|> 128,001 and <|eot_id|> 128,009."""
+    assert 128_000 + tiktoken_ranks.SPECIAL_COUNT == 128_256
+    assert 128_000 + tiktoken_ranks.NAMED["<|end_of_text|>"] == 128_001
+    assert 128_000 + tiktoken_ranks.NAMED["<|eot_id|>"] == 128_009
+
+
+@pytest.mark.parametrize("run", ["x" * 60_000, "a b" + " " * 25_001 + "c", "x" * 25_000 + " " + "y" * 25_000, "", "x"])
+def test_long_runs_are_cut_where_llama_3_cuts_them(run, ranks_file):
+    parts = tiktoken_ranks._bounded_runs(run)
+    assert "".join(parts) == run
+    assert all(len(found) <= 25_000 for part in parts for found in re.findall(r"\S+|\s+", part))
+    assert len(parts) == 1 + sum((len(found) - 1) // 25_000 for found in re.findall(r"\S+|\s+", run))
+    (tokens,) = load_tokenizer(Data(tokenizer=str(ranks_file))).encode([run])
+    assert len(tokens) == len(run) - run.count("th")
+
+
+@pytest.mark.parametrize("kind", ["hf_file", "ranks_file"])
+def test_cutting_a_long_text_into_pieces_changes_no_token(kind, request, tmp_path, load, monkeypatch):
+    tokenizer = str(request.getfixturevalue(kind))
+    text = "".join(f"{TEXTS[number % 3]}\n{'  ' * (number % 3)}{number}\n\n" for number in range(400))
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text(text)
+    whole = load(tmp_path / "text", tokenizer=tokenizer, cache_folder=str(tmp_path / "whole"))
+    monkeypatch.setattr(text_files, "READ_BYTES", 200)
+    cut = load(tmp_path / "text", tokenizer=tokenizer, cache_folder=str(tmp_path / "cut"))
+    assert whole.origin["sha256"] == cut.origin["sha256"]
+    assert whole.train.tokens.dtype == np.uint16
+    assert whole.train.tokens[-1] == whole.origin["eos_id"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error", "message"),
+    [
+        ("none.json", None, FileNotFoundError, "does not exist; give bytes, a file or a folder"),
+        ("a.json", b"{}", ValueError, "is not a tokenizer of Hugging Face"),
+        ("a.json", b"\xff", ValueError, "is not a tokenizer of Hugging Face"),
+        ("a.tiktoken", b"aGk= 0\nnonsense\n", ValueError, "line 2: expected base64 and a rank"),
+        ("a.tiktoken", b"aGk= 0\n", ValueError, "must rank all 256 bytes"),
+        (
+            "tokenizer.model",
+            b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02",
+            NotImplementedError,
+            "give the model's tokenizer.json",
+        ),
+    ],
+)
+def test_files_that_are_no_tokenizers(name, content, error, message, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(error, match=message):
+        load_tokenizer(Data(tokenizer=str(tmp_path / name)))
+
+
+def test_a_folder_without_a_tokenizer(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"a folder without a tokenizer.json or tiktoken ranks"):
+        load_tokenizer(Data(tokenizer=str(tmp_path)))
+
+
+@pytest.mark.parametrize(("kind", "package"), [("hf_file", "tokenizers"), ("ranks_file", "tiktoken")])
+def test_missing_packages_are_named(kind, package, request, monkeypatch):
+    path = request.getfixturevalue(kind)
+    monkeypatch.setattr(huggingface.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=rf"{package}, which is not installed; pip install 'quaver\[data\]'"):
+        load_tokenizer(Data(tokenizer=str(path)))
+
+
+def test_the_model_must_have_every_token(hf_file, load, text_folder):
+    data = Data(tokenizer=str(hf_file))
+    tokenizer = load_tokenizer(data)
+    size = tokenizer.vocab_size
+    assert size > 256
+    check_vocabulary(tokenizer, data, Model(vocab_size=size))
+    message = rf"model.vocab_size must be at least {size}, .*, got {size - 1}; set it to {size}"
+    with pytest.raises(ValueError, match=message):
+        load(text_folder, tokenizer=str(hf_file), vocab_size=size - 1)
+    with pytest.raises(ValueError, match="at least 256, because text is read as bytes, got 255; set it to 256"):
+        load(text_folder, vocab_size=255)
+
+
+def test_tokens_beyond_two_bytes_are_kept_in_four(tmp_path, text_folder, load):
+    tokenizer = train_tokenizer(tmp_path / "tokenizer.json", ["<s>", "</s>"])
+    tokenizer.add_tokens([tokenizers.AddedToken(f"<extra {number}>") for number in range(2**16)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    data = load(text_folder, tokenizer=str(tmp_path))
+    assert data.train.tokens.dtype == np.uint32
+    assert data.origin["vocab_size"] > 2**16
