@@ -17,8 +17,12 @@ from torch import Tensor
 
 from quaver import scaling
 from quaver.kernels import cpu
+from quaver.phases import phase
+
+_amax = phase("quaver::amax")(scaling.amax)
 
 
+@phase("quaver::cast")
 def dynamic_cast(
     hp: Tensor, float8_dtype: torch.dtype, dim: int | None, power_of_2: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -28,9 +32,11 @@ def dynamic_cast(
             return torch.ops.quaver.dynamic_cast(hp, float8_dtype, dim, power_of_2)
     elif cpu.takes(hp, float8_dtype):
         return cpu.dynamic_cast(hp, float8_dtype, dim, power_of_2=power_of_2)
-    return scaling.dynamic_cast(hp, float8_dtype, dim, power_of_2=power_of_2)
+    quant_scale = scaling.amax_to_quant_scale(_amax(hp, dim), float8_dtype, power_of_2=power_of_2)
+    return scaling.cast_to_float8(hp, quant_scale, float8_dtype), quant_scale, scaling.to_dequant_scale(quant_scale)
 
 
+@phase("quaver::cast")
 def cast_with_scale(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> Tensor:
     """`quaver.scaling.cast_to_float8` of a matrix [rows, columns]; scale (), [rows, 1] or [1, columns]."""
     if torch.compiler.is_dynamo_compiling():
@@ -85,6 +91,7 @@ class KeptScale(NamedTuple):
     """bool () on the CPU: whether quant_scale is above 0, for those who must decide on the host."""
 
 
+@phase("quaver::cast")
 def cast_with_kept_scale(
     hp: Tensor, kept: KeptScale, float8_dtype: torch.dtype, power_of_2: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

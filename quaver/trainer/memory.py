@@ -8,18 +8,15 @@ measures its own.
 import ctypes
 import re
 import sys
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from quaver.memory import TensorBytes
 from quaver.trainer.tensors import plain_tensors
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -35,47 +32,6 @@ class PeakMemory:
     source: str = "not measured"
 
 
-class TensorBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that operators allocate while the mode is on, and their highest sum.
-
-    A storage counts from the operator that returns it until nothing holds it (a weak reference tells). One
-    that an operator was given but none returned is older than the mode and counts nothing. What a kernel
-    allocates inside one operator is not seen, nor is anything inside compiled code.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        for tensor in _tensors((args, kwargs)):
-            self._meet(tensor, is_new=False)
-        result = func(*args, **kwargs)
-        for tensor in _tensors(result):
-            self._meet(tensor, is_new=True)
-        return result
-
-    def _meet(self, tensor: Tensor, *, is_new: bool) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._known:
-            return
-        size_bytes = storage.nbytes() if is_new else 0
-        self._known.add(key)
-        self.live_bytes += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(storage, self._forget, key, size_bytes)
-
-    def _forget(self, key: int, size_bytes: int) -> None:
-        self._known.discard(key)
-        self.live_bytes -= size_bytes
-
-
 @contextmanager
 def measure_peak(resident: Iterable[Tensor], *, device: torch.device, countable: bool) -> Iterator[PeakMemory]:
     """Measure the block, which runs one training step, and fill in the PeakMemory it was given.
@@ -83,8 +39,7 @@ def measure_peak(resident: Iterable[Tensor], *, device: torch.device, countable:
     Args:
         resident: what stays between steps: parameters, buffers, optimizer state.
         device: where they live.
-        countable: whether the exact count on CPU sees every tensor. It cannot look into compiled code, and does not
-            notice when FSDP2 empties a storage and fills it again.
+        countable: whether the exact count on CPU sees every tensor. It cannot look into compiled code.
     """
     peak = PeakMemory()
     resident_bytes = storage_bytes(resident)
@@ -105,7 +60,7 @@ def measure_peak(resident: Iterable[Tensor], *, device: torch.device, countable:
         peak.source = "growth of the process's peak RSS in one step, approximate"
     else:
         yield peak
-        peak.source = "not measured: needs a system with glibc and /proc/self/clear_refs, or eager code on one rank"
+        peak.source = "not measured: needs a system with glibc and /proc/self/clear_refs, or eager code"
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -113,10 +68,6 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     plain = [each for tensor in tensors for each in plain_tensors(tensor)]
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in plain}
     return sum(storages.values())
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _reset_peak_rss() -> int | None:

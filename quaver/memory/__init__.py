@@ -1,0 +1,8 @@
+"""Where the memory of a training step goes: every storage of every tensor, from allocation to release."""
+
+from quaver.memory.draw import draw_timeline
+from quaver.memory.recorder import CATEGORIES
+from quaver.memory.storages import TensorBytes
+from quaver.memory.timeline import Timeline, record_timeline
+
+__all__ = ["CATEGORIES", "TensorBytes", "Timeline", "draw_timeline", "record_timeline"]

@@ -1,0 +1,133 @@
+"""Draws the report of a recording: live bytes by category over one step, stacked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from quaver.memory.recorder import CATEGORIES
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+COLORS = {
+    "parameters": "#332288",
+    "gradients": "#88ccee",
+    "optimizer_state": "#882255",
+    "kept_scales": "#aa4499",
+    "inputs": "#999933",
+    "gathered_weights": "#44aa99",
+    "float8_weights": "#117733",
+    "saved_activations": "#ddcc77",
+    "temporaries": "#cc6677",
+}
+"""P. Tol's muted scheme, which the colour-blind can tell apart; neighbours in the stack differ in lightness, too."""
+
+MOST_POINTS = 3000
+"""Of more events neighbours share a column, which shows the one with the most bytes."""
+UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
+SPANS = {"forward": "#f2f2f2", "backward": "#d9d9d9", "recompute": "#c4c4c4", "optimizer": "#e6e0d4"}
+_NARROWEST_LABEL = 0.05
+
+
+def draw_timeline(report: dict[str, Any], image: Path, *, title: str) -> None:
+    """Write a PNG of `report` (`Timeline.report`); of one without a timeline, one that says why."""
+    with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(10, 5), layout="constrained")
+        FigureCanvasAgg(figure)
+        figure.suptitle(title, fontsize=10)
+        if report["timeline"]:
+            _draw(figure, report)
+        else:
+            figure.text(0.5, 0.5, f"no timeline: {report['note']}", ha="center")
+        figure.savefig(image, dpi=150)
+
+
+def _draw(figure: Figure, report: dict[str, Any]) -> None:
+    rows = np.array(report["timeline"], dtype=np.float64)
+    events, series = _columns(rows)
+    peak_bytes = report["peak_bytes"]
+    unit_bytes, unit = next((size, name) for size, name in UNITS if peak_bytes >= size or size == 1)
+    axis = figure.subplots()
+    shown = [(name, values / unit_bytes) for name, values in zip(CATEGORIES, series, strict=True) if values.any()]
+    axis.stackplot(
+        events,
+        [values for _, values in shown],
+        step="post",
+        labels=[name.replace("_", " ") for name, _ in shown],
+        colors=[COLORS[name] for name, _ in shown],
+        linewidth=0,
+        zorder=2,
+    )
+    axis.set(xlabel="event (allocation, release, or start and end of being kept)", ylabel=f"live tensors ({unit})")
+    axis.set_xlim(0, max(events[-1], 1))
+    axis.set_ylim(0, 1.22 * peak_bytes / unit_bytes)
+    _mark_spans(axis, report["spans"], events[-1])
+    _mark_peak(axis, report["peak_event"], peak_bytes / unit_bytes, unit, events[-1])
+    _show_time(axis, rows)
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False, title="live tensors")
+
+
+def _columns(rows: Array) -> tuple[Array, list[Array]]:
+    """The events to draw, and the bytes of each category there."""
+    if len(rows) > MOST_POINTS:
+        totals = rows[:, 2:].sum(1)
+        edges = np.linspace(0, len(rows), MOST_POINTS + 1).astype(int)
+        highest = [int(first + totals[first:last].argmax()) for first, last in zip(edges, edges[1:], strict=False)]
+        rows = rows[[0, *highest, len(rows) - 1]]
+    return rows[:, 0], list(rows[:, 2:].T)
+
+
+def _mark_spans(axis: Any, spans: list[list[Any]], last_event: float) -> None:
+    place = axis.get_xaxis_transform()
+    for phase, begin, end in _joined(spans):
+        if phase not in SPANS:
+            continue
+        axis.axvspan(begin, end, color=SPANS[phase], linewidth=0, zorder=1)
+        is_wide = end - begin > _NARROWEST_LABEL * last_event
+        if not is_wide:
+            axis.axvline(begin, color="#444444", linestyle=":", linewidth=0.8, zorder=3)
+        rotation, where = (0, (begin + end) / 2) if is_wide else (90, begin - 0.01 * last_event)
+        axis.text(where, 0.975, phase, ha="center", va="top", rotation=rotation, transform=place, color="#444444")
+
+
+def _joined(spans: list[list[Any]]) -> list[list[Any]]:
+    """Backward and its recomputations as one, for a picture; and neighbours of one phase."""
+    joined: list[list[Any]] = []
+    for phase, begin, end in spans:
+        phase = "backward" if phase == "recompute" else phase
+        if joined and joined[-1][0] == phase:
+            joined[-1][2] = end
+        else:
+            joined.append([phase, begin, end])
+    return joined
+
+
+def _mark_peak(axis: Any, event: int, height: float, unit: str, last_event: float) -> None:
+    is_left = event < last_event / 2
+    axis.plot([event], [height], "v", color="black", markersize=6, zorder=4)
+    axis.annotate(
+        f"peak {height:.4g} {unit}, event {event}",
+        (event, height),
+        xytext=(8 if is_left else -8, 8),
+        textcoords="offset points",
+        ha="left" if is_left else "right",
+        zorder=4,
+    )
+
+
+def _show_time(axis: Any, rows: Array) -> None:
+    """A second axis above: when the events of the ticks below took place."""
+    above = axis.secondary_xaxis("top")
+    ticks = [tick for tick in axis.get_xticks() if 0 <= tick < len(rows)]
+    above.set_xticks(ticks, [_ms(rows[int(tick), 1] / 1e3) for tick in ticks])
+    above.set_xlabel("ms since the start of the step, while recorded")
+
+
+def _ms(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"

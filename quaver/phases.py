@@ -1,0 +1,89 @@
+"""Names for the phases of float8 work, seen by profilers and by the memory timeline.
+
+    quaver::amax   a pass over a tensor that only looks for its amax
+    quaver::cast   a cast to float8, with its amax: the C extension of a CPU and the kernels of kept scales read both at
+                   once, so there only this one is to be seen
+    quaver::gemm   a matmul of a linear, whatever its operands' precision; or `float8_mm`
+
+A phase costs a call and two lookups while nobody watches, and nothing in compiled code, whose kernels have the names
+that the compiler gave them. docs/profiling.md has the nanoseconds.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch.autograd import profiler
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+
+
+class OpenPhase(NamedTuple):
+    """A phase that has begun and not ended, and what its function was called with."""
+
+    name: str
+    arguments: tuple[Any, ...]
+
+
+_watched: list[OpenPhase] | None = None
+
+
+def named_range(name: str) -> AbstractContextManager[Any]:
+    """A range in the trace of whatever profiler runs; not an operation, so that no tracer or dispatch mode sees it."""
+    return torch._C._profiler._RecordFunctionFast(name)
+
+
+def phase(name: str) -> Callable[[Function], Function]:
+    """A decorator: calls of the function are ranges of this name while a profiler runs or phases are watched.
+
+    The function then takes positional arguments only, because passing keywords on costs as much as looking.
+    """
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def in_phase(*args: Any) -> Any:
+            # Asked first, because it is a constant to the compiler, which then guards on neither of the others.
+            if _is_dynamo_compiling() or not (profiler._is_profiler_enabled or _watched is not None):
+                return function(*args)
+            with _open(name, args):
+                return function(*args)
+
+        return cast(Function, in_phase)
+
+    return decorate
+
+
+@contextmanager
+def _open(name: str, arguments: tuple[Any, ...]) -> Iterator[None]:
+    open_phases = _watched
+    if open_phases is not None:
+        open_phases.append(OpenPhase(name, arguments))
+    try:
+        with named_range(name):
+            yield
+    finally:
+        if open_phases is not None:
+            open_phases.pop()
+
+
+@contextmanager
+def watch_phases() -> Iterator[list[OpenPhase]]:
+    """Have a list of the phases that are open, the innermost last, inside the block.
+
+    Raises:
+        RuntimeError: phases are watched already.
+    """
+    global _watched
+    if _watched is not None:
+        raise RuntimeError("phases are watched already; only one recording at a time can do so")
+    _watched = []
+    try:
+        yield _watched
+    finally:
+        _watched = None

@@ -1,0 +1,355 @@
+"""[profiling]: which steps write what, what is in a trace, and that nothing is left behind."""
+
+import gzip
+import json
+import os
+import signal
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from quaver import Float8Linear, Float8LinearConfig
+from quaver.kernels import cpu
+from quaver.phases import phase, watch_phases
+from quaver.trainer.config import Profiling as ProfilingConfig
+from quaver.trainer.config import TrainConfig, Training
+from quaver.trainer.errors import OutputError
+from quaver.trainer.profiling import Profiling
+from quaver.trainer.ranks import Ranks
+from quaver.trainer.traces import traced
+
+CPU = torch.device("cpu")
+PHASES = ("quaver::amax", "quaver::cast", "quaver::gemm")
+
+
+class Block(nn.Module):
+    def __init__(self, recipe="tensorwise"):
+        super().__init__()
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        self.up = Float8Linear(64, 96, dtype=torch.bfloat16, config=config)
+        self.down = nn.Linear(96, 64, dtype=torch.bfloat16)
+
+    def forward(self, input):
+        return self.down(self.up(input).relu())
+
+
+class Model(nn.Module):
+    def __init__(self, recipe="tensorwise"):
+        super().__init__()
+        self.first = nn.Linear(64, 64, dtype=torch.bfloat16)
+        self.blocks = nn.ModuleList([Block(recipe)])
+
+    def forward(self, input):
+        hidden = self.first(input)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+def train_step(model, optimizer=None):
+    model(torch.randn(32, 64, dtype=torch.bfloat16)).square().mean().backward()
+    if optimizer:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def config_of(tmp_path: Path, steps: int = 20, **profiling) -> TrainConfig:
+    return TrainConfig(training=Training(steps=steps, device="cpu"), profiling=ProfilingConfig(**profiling))
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def ranges(file: Path) -> list[dict]:
+    with gzip.open(file) as opened:
+        return [event for event in json.load(opened)["traceEvents"] if event.get("ph") == "X"]
+
+
+def inside(inner: dict, outer: dict) -> bool:
+    begins_in = outer["ts"] <= inner["ts"] <= outer["ts"] + outer["dur"]
+    return begins_in and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] and inner["tid"] == outer["tid"]
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"profile_freq": 5}, "profiling.profile_freq must be its default, 10, unless profiling.enable_profiling"),
+        ({"memory_snapshot_step": 0}, "profiling.memory_snapshot_step must be its default, 3, unless"),
+        ({"enable_profiling": True, "profile_freq": 3}, "profile_freq must be at least profiler_warmup"),
+        ({"enable_profiling": True, "profiler_active": 0}, "profiling.profiler_active must be at least 1"),
+        ({"enable_profiling": True, "profiler_warmup": -1}, "profiling.profiler_warmup must be not negative"),
+        ({"enable_profiling": True, "profile_freq": 21}, "profiling.profile_freq must be at most training.steps = 20"),
+        ({"enable_profiling": True, "save_traces_folder": "../a"}, "must be a folder inside the run folder"),
+        ({"enable_memory_snapshot": True, "save_memory_snapshot_folder": ""}, "must be a folder inside the run folder"),
+        ({"enable_memory_snapshot": True, "memory_snapshot_step": 21}, "memory_snapshot_step must be at most"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message.replace(".", r"\.")):
+        config_of(tmp_path, **settings)
+
+
+# ---- which steps -----------------------------------------------------------------------------------------------------
+
+
+def test_which_steps_of_which_twin_write_which_files(tmp_path):
+    config = config_of(
+        tmp_path,
+        enable_profiling=True,
+        profile_freq=4,
+        profiler_warmup=1,
+        profiler_active=2,
+        enable_memory_snapshot=True,
+        memory_snapshot_step=2,
+    )
+    twins = {name: Model() for name in ("tensorwise", "bfloat16")}
+    optimizers = {name: torch.optim.AdamW(model.parameters()) for name, model in twins.items()}
+    with Profiling(config, tmp_path, Ranks(1, 1, 2), CPU) as profiling:
+        for step in range(1, 9):
+            for name, model in twins.items():
+                with profiling.step(step, name, model, optimizers[name]):
+                    train_step(model, optimizers[name])
+    traces = [f"profile_trace/step-{s:06d}/{n}-rank1.json.gz" for s in (3, 4, 7, 8) for n in sorted(twins)]
+    timelines = [f"memory_snapshot/step-000002/{n}-rank1.{e}" for n in sorted(twins) for e in ("json", "png")]
+    assert files_in(tmp_path) == timelines + traces
+    report = json.loads((tmp_path / timelines[-2]).read_text())
+    assert (report["schema"], report["run"], report["step"], report["rank"]) == (1, "tensorwise", 2, 1)
+    assert report["config"]["profiling"]["memory_snapshot_step"] == 2
+    assert report["peak_bytes"] == sum(row["bytes"] for row in report["at_peak"]) > 0
+
+
+def test_nothing_is_done_or_left_where_nothing_is_asked(tmp_path):
+    model, before = Model(), signal.getsignal(signal.SIGUSR1)
+    with Profiling(TrainConfig(), tmp_path, Ranks(), CPU) as profiling:
+        assert signal.getsignal(signal.SIGUSR1) == before
+        for step in range(1, 13):
+            with profiling.step(step, "tensorwise", model, torch.optim.SGD(model.parameters())):
+                assert not any(module._forward_hooks for module in model.modules())
+    assert files_in(tmp_path) == []
+
+
+def test_a_file_that_cannot_be_written_is_an_output_error(tmp_path):
+    (tmp_path / "profile_trace").write_text("in the way")
+    model = Model()
+    config = config_of(tmp_path, enable_profiling=True, profile_freq=1, profiler_warmup=0)
+    with (
+        Profiling(config, tmp_path, Ranks(), CPU) as profiling,
+        pytest.raises(OutputError, match=r"cannot write .*profile_trace"),
+        profiling.step(1, "tensorwise", model, torch.optim.SGD(model.parameters())),
+    ):
+        train_step(model)
+
+
+def test_errors_of_the_step_itself_pass_through_unchanged(tmp_path):
+    model = Model()
+    config = config_of(
+        tmp_path,
+        enable_profiling=True,
+        profile_freq=1,
+        profiler_warmup=0,
+        enable_memory_snapshot=True,
+        memory_snapshot_step=1,
+    )
+    with Profiling(config, tmp_path, Ranks(), CPU) as profiling, pytest.raises(FileNotFoundError, match="mine"):  # noqa: SIM117
+        with profiling.step(1, "tensorwise", model, torch.optim.SGD(model.parameters())):
+            raise FileNotFoundError("mine")
+    assert files_in(tmp_path) == []
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+# ---- what is in a trace ----------------------------------------------------------------------------------------------
+
+
+def trace_of(model, tmp_path: Path) -> list[dict]:
+    with traced(model, CPU) as profiler:
+        train_step(model)
+    profiler.export_chrome_trace(str(tmp_path / "trace.json.gz"))
+    return ranges(tmp_path / "trace.json.gz")
+
+
+def test_modules_and_phases_nest_in_forward_and_backward(tmp_path):
+    events = trace_of(Model(), tmp_path)
+
+    def named(name: str) -> list[dict]:
+        return [event for event in events if event["name"] == name]
+
+    path = ["Model", "blocks.0", "blocks.0.up"]
+    forward = [named(name) for name in path]
+    assert [len(found) for found in forward] == [1, 1, 1]
+    assert inside(forward[1][0], forward[0][0])
+    assert inside(forward[2][0], forward[1][0])
+    backward = named("blocks.0.up (backward)")
+    assert len(backward) == 1  # one node
+    assert all(named(f"{name} (backward)") for name in ("first", "blocks.0", "blocks.0.down"))
+    for name, in_forward, in_backward in (("quaver::cast", 2, 2), ("quaver::gemm", 1, 2)):
+        found = named(name)
+        assert sum(inside(event, forward[2][0]) for event in found) == in_forward
+        assert sum(inside(event, backward[0]) for event in found) == in_backward
+    assert inside(backward[0], max(named("autograd::engine::evaluate_function: _Float8LinearBackward"), key=str))
+    for outer in events:  # ranges that overlap nest
+        if "(backward)" in outer["name"]:
+            begun = [
+                e for e in events if e["tid"] == outer["tid"] and outer["ts"] < e["ts"] < outer["ts"] + outer["dur"]
+            ]
+            assert all(inside(event, outer) for event in begun)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "forward", "backward"),
+    [
+        ("tensorwise", {"quaver::cast": 2, "quaver::gemm": 1}, {"quaver::cast": 2, "quaver::gemm": 2}),
+        ("rowwise", {"quaver::cast": 3, "quaver::gemm": 1}, {"quaver::cast": 3, "quaver::gemm": 2}),
+        ("rowwise_with_gw_hp", {"quaver::cast": 2, "quaver::gemm": 1}, {"quaver::cast": 2, "quaver::gemm": 2}),
+    ],
+)
+@pytest.mark.parametrize("pure", [False, True])
+def test_how_often_each_phase_appears_for_one_linear(tmp_path, monkeypatch, recipe, forward, backward, pure):
+    if pure:
+        monkeypatch.setattr(cpu, "AVAILABLE", False)
+    events = trace_of(Model(recipe), tmp_path)
+    for name, expected in (("blocks.0.up", forward), ("blocks.0.up (backward)", backward)):
+        outer = next(event for event in events if event["name"] == name)
+        found = Counter(e["name"] for e in events if e["name"] in PHASES and inside(e, outer))
+        amaxes = found.pop("quaver::amax", 0)
+        assert found == expected
+        # The C extension reads the amax in the cast. The weight's second cast has its scale, or takes its smallest.
+        again = name.endswith("(backward)") and recipe != "rowwise"
+        assert amaxes == (expected["quaver::cast"] - again if pure or not cpu.AVAILABLE else 0)
+
+
+# ---- compiled code and tracers ---------------------------------------------------------------------------------------
+
+
+def test_a_compiled_block_is_one_range_and_is_not_compiled_again(tmp_path):
+    model = Model()
+    model.blocks[0].compile(backend="aot_eager", fullgraph=True)
+    train_step(model)
+    call = model.blocks[0]._compiled_call_impl
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        names = Counter(event["name"] for event in trace_of(model, tmp_path))
+        assert model.blocks[0]._compiled_call_impl is call
+        train_step(model)
+    assert names["blocks.0"] == names["first"] == 1
+    assert names["blocks.0.up"] == 0
+    assert names["blocks.0 (backward)"] >= 1
+
+
+def test_phases_are_nothing_to_the_compiler():
+    @phase("quaver::test")
+    def double(tensor):
+        return tensor * 2
+
+    compiled = torch.compile(double, backend="eager", fullgraph=True)
+    one = torch.ones(3)
+    assert torch.equal(compiled(one), one * 2)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        with torch.profiler.profile():
+            compiled(one)
+        with watch_phases() as open_phases:
+            compiled(one)
+    assert open_phases == []
+
+
+def test_phases_are_nothing_to_a_tracer_of_fake_tensors():
+    @phase("quaver::test")
+    def double(tensor):
+        return tensor * 2
+
+    with torch.profiler.profile(), FakeTensorMode():
+        assert double(torch.ones(3)).shape == (3,)
+
+
+def test_a_phase_that_raises_is_closed():
+    @phase("quaver::test")
+    def fail(tensor):
+        raise ValueError(tensor)
+
+    with watch_phases() as open_phases:
+        with pytest.raises(ValueError, match="1"):
+            fail(1)
+        assert open_phases == []
+
+
+# ---- asked by a signal -----------------------------------------------------------------------------------------------
+
+
+def test_sigusr1_asks_for_the_next_step_of_each_twin(tmp_path):
+    before = signal.getsignal(signal.SIGUSR1)
+    config = config_of(tmp_path, enable_memory_snapshot=True, memory_snapshot_step=0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters())
+    with Profiling(config, tmp_path, Ranks(), CPU) as profiling:
+        for step in range(1, 6):
+            for twin in ("a", "b"):
+                with profiling.step(step, twin, model, optimizer):
+                    train_step(model, optimizer)
+                    if (step, twin) == (2, "a"):
+                        os.kill(os.getpid(), signal.SIGUSR1)
+    assert signal.getsignal(signal.SIGUSR1) == before
+    assert [name for name in files_in(tmp_path) if name.endswith("json")] == [
+        "memory_snapshot/step-000002/b-rank0.json",
+        "memory_snapshot/step-000003/a-rank0.json",
+    ]
+
+
+# ---- CUDA, as far as a CPU can tell ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda_calls(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(("history", options))
+    )
+
+    def dump(file):
+        Path(file).write_bytes(b"snapshot")
+        calls.append(("dump", file))
+
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+    return calls
+
+
+def test_cuda_snapshots_at_a_step_when_asked_and_when_out_of_memory(tmp_path, cuda_calls):
+    device = torch.device("cuda", 0)
+    config = config_of(tmp_path, enable_memory_snapshot=True, memory_snapshot_step=2)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters())
+    with Profiling(config, tmp_path, Ranks(), device) as profiling:
+        assert [kind for kind, _ in cuda_calls] == ["history"]
+        assert cuda_calls[0][1]["max_entries"] > 0
+        for step in range(1, 5):
+            with profiling.step(step, "tensorwise", model, optimizer):
+                if step == 3:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+        with pytest.raises(torch.OutOfMemoryError), profiling.step(5, "tensorwise", model, optimizer):
+            raise torch.OutOfMemoryError("full")
+    folder = "memory_snapshot/step-00000"
+    assert files_in(tmp_path) == [
+        f"{folder}2/tensorwise-rank0.pickle",
+        f"{folder}3/tensorwise-rank0.pickle",
+        f"{folder}5/tensorwise-rank0-out-of-memory.pickle",
+    ]
+    assert cuda_calls[-1] == ("history", {"enabled": None, "device": device})
+
+
+def test_the_config_of_a_run_survives_its_way_into_json(tmp_path):
+    config = config_of(tmp_path, enable_memory_snapshot=True, memory_snapshot_step=1)
+    config = replace(config, training=replace(config.training, max_norm=float("inf")))
+    model = Model()
+    with (
+        Profiling(config, tmp_path, Ranks(), CPU) as profiling,
+        profiling.step(1, "tensorwise", model, torch.optim.SGD(model.parameters())),
+    ):
+        train_step(model)
+    report = json.loads((tmp_path / "memory_snapshot/step-000001/tensorwise-rank0.json").read_text())
+    assert report["config"]["training"]["max_norm"] == "Infinity"
