@@ -2,18 +2,25 @@
 
 from dataclasses import dataclass
 
-from quaver.trainer.config.require import require, require_finite, require_positive
+from quaver.trainer.config.require import require, require_default, require_finite, require_positive
 
-BYTE_VOCAB_SIZE = 256
-"""Text is read as bytes, so a model needs one token for each value of a byte."""
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How Llama 3.1 stretches rotary embeddings to a longer context; the fields are those of `Model`."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
 
 
 @dataclass(frozen=True)
 class Model:
     """Shape of the Llama 3 style model."""
 
-    vocab_size: int = BYTE_VOCAB_SIZE
-    """Number of tokens; text is read as bytes, so at least 256."""
+    vocab_size: int = 256
+    """Number of tokens: at least those of data.tokenizer, whose bytes are 256."""
     dim: int = 256
     """Width of the residual stream."""
     n_layers: int = 4
@@ -28,6 +35,14 @@ class Model:
     """Added to the mean square in RMSNorm."""
     rope_theta: float = 500000.0
     """Base of the rotary frequencies."""
+    rope_scaling_factor: float = 1.0
+    """How much slower the slowest rotary frequencies turn, as in Llama 3.1 (8) and 3.2 (32); 1 scales none."""
+    rope_low_freq_factor: float = 1.0
+    """Frequencies that turn less often than this in rope_original_max_position positions are slowed by the factor."""
+    rope_high_freq_factor: float = 4.0
+    """Frequencies that turn more often than this are not slowed, and those between the two by a part of the factor."""
+    rope_original_max_position: int = 8192
+    """Context length that the model was made for before rope_scaling_factor stretched it."""
     tie_word_embeddings: bool = False
     """Use the token embedding as the output projection too."""
 
@@ -49,6 +64,36 @@ class Model:
             f"a multiple of 2 * model.n_heads = {2 * self.n_heads}",
             self.dim,
             "rotary embeddings need heads of one, even size",
+        )
+        self._check_rope_scaling()
+
+    def _check_rope_scaling(self) -> None:
+        factors = ("rope_low_freq_factor", "rope_high_freq_factor")
+        require_finite("model", self, "rope_scaling_factor", *factors)
+        factor, low = self.rope_scaling_factor, self.rope_low_freq_factor
+        require(factor >= 1, "model.rope_scaling_factor", "at least 1", factor)
+        if factor == 1:
+            for name in (*factors, "rope_original_max_position"):
+                require_default("model", self, name, "model.rope_scaling_factor is above 1")
+        require(low > 0, "model.rope_low_freq_factor", "positive", low)
+        require(
+            self.rope_high_freq_factor > low,
+            "model.rope_high_freq_factor",
+            f"above model.rope_low_freq_factor = {low}",
+            self.rope_high_freq_factor,
+        )
+        require_positive("model", self, "rope_original_max_position")
+
+    @property
+    def rope_scaling(self) -> RopeScaling | None:
+        """The settings that stretch the rotary embeddings; None where nothing does."""
+        if self.rope_scaling_factor == 1:
+            return None
+        return RopeScaling(
+            self.rope_scaling_factor,
+            self.rope_low_freq_factor,
+            self.rope_high_freq_factor,
+            self.rope_original_max_position,
         )
 
     @property

@@ -1,0 +1,485 @@
+"""Hugging Face Llamas in and out: the same bits, the logits of transformers, and one line for what does not fit."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from quaver.cli import main
+from quaver.trainer import huggingface_export, huggingface_import
+from quaver.trainer.checkpoint_folder import read_record
+from quaver.trainer.config import Model
+from quaver.trainer.config_io import load_config, parse_arguments
+from quaver.trainer.data import load_data
+from quaver.trainer.huggingface_config import hf_config, model_from_hf
+from quaver.trainer.huggingface_files import HFWeights, plan_shards
+from quaver.trainer.layout import Layout
+from quaver.trainer.metrics import read_metrics
+from quaver.trainer.model import Llama
+from quaver.trainer.single_process import single_process
+
+pytestmark = pytest.mark.filterwarnings("error:torch.distributed is disabled")
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True, "eos_token_id": [5, 7], "num_key_value_heads": 1},
+    "llama3": {"rope_parameters": {**LLAMA3, "rope_theta": 10000.0}, "bos_token_id": 3},
+}
+HEAD, EMBEDDING, NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
+
+
+def make_hf(folder: Path, dtype: torch.dtype = torch.float32, shard: str = "5GB", **settings: Any) -> Path:
+    """Save a Llama of transformers with random weights, norms included, and logits well away from zero."""
+    torch.manual_seed(3)
+    shape = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+    config = LlamaConfig(**{**shape, "rope_parameters": {"rope_type": "default", "rope_theta": 3e5}, **settings})
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.uniform_(0.5, 1.5) if "norm" in name else parameter.mul_(3)
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a variant of the model, made once; tests copy what they change."""
+    root = tmp_path_factory.mktemp("hf")
+
+    def folder(variant: str) -> Path:
+        path = root / variant
+        return path if path.exists() else make_hf(path, **VARIANTS[variant])
+
+    return folder
+
+
+@pytest.fixture
+def copy(hf: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
+    """A copy of a variant with other tensors and keys of config.json; None takes a tensor or a key out."""
+
+    def copy(variant: str = "plain", config: dict[str, Any] | None = None, **tensors: Tensor | None) -> Path:
+        folder = tmp_path / "copy"
+        shutil.copytree(hf(variant), folder)
+        settings = {**json.loads((folder / "config.json").read_text()), **(config or {})}
+        settings = {name: value for name, value in settings.items() if value != "absent"}
+        (folder / "config.json").write_text(json.dumps(settings))
+        stored = {**load_file(folder / "model.safetensors"), **{name: tensors[name] for name in tensors}}
+        stored = {name: tensor for name, tensor in stored.items() if tensor is not None}
+        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    return copy
+
+
+def theirs(folder: Path, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def ours(checkpoint: Path, name: str | None = None) -> Llama:
+    """The model of a checkpoint, in float32."""
+    record = read_record(checkpoint)
+    model = Llama(Model(**record["config"]["model"]))
+    state = {"model": model.state_dict()}
+    with single_process():
+        load(state, checkpoint_id=checkpoint / (name or record["models"][0]), no_dist=True)
+    model.load_state_dict(state["model"])
+    return model
+
+
+def assert_same_logits(got: Any, expected: Any, vocab: int = 300) -> None:
+    tokens = torch.randint(0, vocab, (2, 200))
+    with torch.no_grad():
+        logits = [each(tokens) for each in (got, expected)]
+    logits = [each if isinstance(each, Tensor) else each.logits for each in logits]
+    assert logits[1].std() > 0.1  # otherwise atol alone would pass
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-5, atol=1e-5)
+
+
+def assert_same_weights(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert got[name].dtype == tensor.dtype, name
+        assert torch.equal(got[name], tensor), name
+
+
+def convert(*words: object) -> None:
+    assert main(["convert", *map(str, words)]) == 0
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """The one line that `quaver convert` says of bad input."""
+    capsys.readouterr()
+    try:
+        code = main(["convert", *map(str, words)])
+    except SystemExit as stopped:
+        code = stopped.code
+    out, err = capsys.readouterr()
+    assert code == 2
+    assert out == ""
+    assert err.startswith("quaver: error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+# ---- import ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_imported_model_is_the_one_of_transformers(hf, variant, tmp_path):
+    convert("hf-to-quaver", hf(variant), tmp_path / "out")
+    model, expected = ours(tmp_path / "out"), theirs(hf(variant))
+    assert_same_weights(model.state_dict(), expected.state_dict())
+    assert_same_logits(model, expected)
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(("shard", "dtype"), [("60KB", "float32"), ("5GB", "bfloat16"), ("60KB", "float16")])
+def test_import_of_shards_and_of_16_bits_is_exact_in_float32(tmp_path, shard, dtype):
+    folder = make_hf(tmp_path / "hf", getattr(torch, dtype), shard)
+    assert len(list(folder.glob("*.safetensors"))) == (1 if shard == "5GB" else 4 if dtype == "float16" else 7)
+    convert("hf-to-quaver", folder, tmp_path / "out")
+    stored = {name: tensor.float() for name, tensor in theirs(folder, getattr(torch, dtype)).state_dict().items()}
+    assert_same_weights(ours(tmp_path / "out").state_dict(), stored)
+
+
+def test_import_in_bfloat16_rounds_and_stores_half_as_much(hf, tmp_path):
+    convert("hf-to-quaver", hf("plain"), tmp_path / "out", "--dtype", "bfloat16")
+    convert("quaver-to-hf", tmp_path / "out", tmp_path / "back", "--dtype=float32")
+    rounded = {name: tensor.bfloat16().float() for name, tensor in load_file(hf("plain") / "model.safetensors").items()}
+    assert_same_weights(load_file(tmp_path / "back" / "model.safetensors"), rounded)
+    stored = sum(path.stat().st_size for path in (tmp_path / "out" / "model").glob("*.distcp"))
+    assert stored < 1.3 * 2 * sum(tensor.numel() for tensor in rounded.values())  # the format adds 1.4 KB a tensor
+
+
+def test_import_reads_what_older_versions_of_transformers_wrote(copy, hf, tmp_path):
+    old = {"rope_theta": 10000.0, "rope_scaling": LLAMA3, "rope_parameters": "absent", "head_dim": "absent"}
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    folder = copy("llama3", {**old, "attention_bias": None}, **buffer)
+    convert("hf-to-quaver", folder, tmp_path / "old")
+    convert("hf-to-quaver", hf("llama3"), tmp_path / "new")
+    configs = [read_record(tmp_path / name)["config"] for name in ("old", "new")]
+    assert configs[0] == configs[1]
+    assert configs[0]["model"]["rope_scaling_factor"] == 8
+
+
+def test_import_takes_a_tied_projection_that_is_stored_and_refuses_another(copy, hf, tmp_path, capsys):
+    embedding = load_file(hf("tied") / "model.safetensors")[EMBEDDING]
+    folder = copy("tied", **{HEAD: embedding.clone()})
+    convert("hf-to-quaver", folder, tmp_path / "out")
+    shutil.rmtree(folder)
+    folder = copy("tied", **{HEAD: embedding + 1})
+    assert "but lm_head.weight and model.embed_tokens.weight differ" in refused(
+        capsys, "hf-to-quaver", folder, tmp_path / "other"
+    )
+
+
+def test_import_holds_one_tensor_at_a_time(hf, tmp_path, monkeypatch):
+    memories: list[StorageWeakRef] = []
+    most = 0
+    resolve = huggingface_import._StreamingPlanner.resolve_data
+
+    def counted(self: Any, item: Any) -> Tensor:
+        nonlocal most
+        tensor = resolve(self, item)
+        memories.append(StorageWeakRef(tensor.untyped_storage()))
+        most = max(most, sum(not each.expired() for each in memories))
+        return tensor
+
+    monkeypatch.setattr(huggingface_import._StreamingPlanner, "resolve_data", counted)
+    convert("hf-to-quaver", hf("plain"), tmp_path / "out")
+    assert len(memories) == 21
+    assert most <= 2  # the one before, until the next one is there
+
+
+def test_training_begins_with_the_loss_of_the_imported_model(hf, tmp_path, text_folder):
+    out = tmp_path / "out"
+    convert("hf-to-quaver", hf("llama3"), out)
+    words = [str(out / "model.toml"), f"--checkpoint.initial_load_path={out}", "--job.name=run"]
+    words += [f"--job.dump_folder={tmp_path / 'runs'}", f"--data={text_folder}", "--training.device=cpu"]
+    words += ["--training.seq_len=100", "--training.local_batch_size=2", "--training.steps=1", "--validation.steps=1"]
+    words += ["--float8.no-enable_float8_linear", "--training.mixed_precision_param=float32"]
+    words += ["--lr_scheduler.warmup_steps=0", "--metrics.log_freq=1", "--checkpoint.no-enable"]
+    assert main(["train", *words]) == 0
+    loss = next(each["loss"] for each in read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl") if "loss" in each)
+
+    config = load_config(*parse_arguments(words))
+    batch = load_data(config, quiet=True).step_batches(config.training, 0, Layout())[0]
+    with torch.no_grad():
+        logits = theirs(hf("llama3"))(batch.tokens).logits
+    expected = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).item()
+    assert loss == pytest.approx(expected, rel=1e-6)
+
+
+# ---- export ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_round_trip_is_bit_exact(hf, variant, tmp_path):
+    convert("hf-to-quaver", hf(variant), tmp_path / "out")
+    convert("quaver-to-hf", tmp_path / "out", tmp_path / "back", "--dtype", "float32")
+    before, after = theirs(hf(variant)), theirs(tmp_path / "back")
+    assert_same_weights(after.state_dict(), before.state_dict())
+    assert_same_weights(*(load_file(folder / "model.safetensors") for folder in (tmp_path / "back", hf(variant))))
+    ignored = ("_name_or_path", "transformers_version", "initializer_range", "use_cache")
+    configs = [{k: v for k, v in each.config.to_dict().items() if k not in ignored} for each in (before, after)]
+    assert configs[0] == configs[1]
+    assert_same_logits(after, before)
+
+
+def test_export_in_shards(hf, tmp_path):
+    convert("hf-to-quaver", hf("plain"), tmp_path / "out")
+    convert("quaver-to-hf", tmp_path / "out", tmp_path / "back", "--dtype=float32", "--max-shard-size=60KB")
+    files = sorted((tmp_path / "back").glob("*.safetensors"))
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert [file.name for file in files] == [f"model-{n:05d}-of-00007.safetensors" for n in range(1, 8)]
+    for file in files:
+        tensors = load_file(file)
+        assert {name for name, where in index["weight_map"].items() if where == file.name} == tensors.keys()
+        assert sum(each.nbytes for each in tensors.values()) <= 60_000 or len(tensors) == 1
+        assert file.stat().st_mode == (tmp_path / "back" / "config.json").stat().st_mode
+    assert index["metadata"]["total_size"] == 4 * sum(p.numel() for p in theirs(hf("plain")).parameters())
+    assert_same_weights(theirs(tmp_path / "back").state_dict(), theirs(hf("plain")).state_dict())
+
+
+@pytest.fixture(scope="module")
+def float8_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The last checkpoint of a run of two steps in float8 beside bfloat16."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "text.txt").write_text("to be or not to be, that is the question\n" * 100)
+    words = [f"--data={folder / 'text.txt'}", f"--job.dump_folder={folder}", "--job.name=run", "--job.compare"]
+    words += ["--model.dim=32", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2"]
+    words += ["--model.hidden_dim=48", "--training.seq_len=32", "--training.local_batch_size=2"]
+    words += ["--training.device=cpu", "--training.steps=2", "--validation.steps=1", "--lr_scheduler.warmup_steps=1"]
+    assert main(["train", *words]) == 0
+    return folder / "run" / "checkpoint" / "step-00000002"
+
+
+def test_export_of_a_float8_run(float8_run, tmp_path, capsys):
+    convert("quaver-to-hf", float8_run, tmp_path / "first", "--dtype=float32")
+    convert("quaver-to-hf", float8_run, tmp_path / "twin", "--model=bfloat16")
+    assert "the model tensorwise of step 2 in float32" in capsys.readouterr().out
+
+    first, twin = theirs(tmp_path / "first"), theirs(tmp_path / "twin", "auto")
+    expected, expected_twin = ours(float8_run), ours(float8_run, "bfloat16")
+    assert_same_weights(first.state_dict(), expected.state_dict())
+    assert_same_weights(twin.state_dict(), expected_twin.bfloat16().state_dict())
+    assert not torch.equal(first.lm_head.weight.bfloat16(), twin.lm_head.weight)
+    assert_same_logits(first, expected, vocab=256)
+
+    config = first.config
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, 0, None)
+    assert config.max_position_embeddings == 32
+    text = first.generate(torch.tensor([[116, 111]]), max_new_tokens=5, do_sample=False)
+    assert text.shape[1] <= 7
+
+
+def test_run_with_tied_weights_and_stretched_rope_is_exported(tmp_path, text_folder):
+    words = [f"--data={text_folder}", f"--job.dump_folder={tmp_path}", "--job.name=run", "--model.dim=64"]
+    words += ["--model.n_layers=1", "--model.hidden_dim=48", "--model.tie_word_embeddings", "--training.steps=1"]
+    words += ["--model.rope_scaling_factor=32", "--model.rope_original_max_position=128", "--training.seq_len=32"]
+    words += ["--training.local_batch_size=2", "--training.device=cpu", "--validation.steps=1"]
+    words += ["--lr_scheduler.warmup_steps=0"]
+    assert main(["train", *words]) == 0
+    checkpoint = tmp_path / "run" / "checkpoint" / "step-00000001"
+    convert("quaver-to-hf", checkpoint, tmp_path / "hf", "--dtype=float32")
+    assert HEAD not in load_file(tmp_path / "hf" / "model.safetensors")
+    exported = theirs(tmp_path / "hf")
+    assert exported.config.max_position_embeddings == 32 * 128
+    assert_same_weights(exported.state_dict(), ours(checkpoint).state_dict())
+    assert model_from_hf(exported.config.to_dict()) == Model(**read_record(checkpoint)["config"]["model"])
+
+
+def test_export_copies_the_files_of_a_tokenizer(hf, tmp_path):
+    convert("hf-to-quaver", hf("plain"), tmp_path / "out")
+    source = tmp_path / "tokenizer"
+    source.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "notes.txt", "config.json"):
+        (source / name).write_text(f"{{}} {name}")
+    convert("quaver-to-hf", tmp_path / "out", tmp_path / "back", "--tokenizer", source)
+    assert sorted(path.name for path in (tmp_path / "back").iterdir()) == [
+        *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    ]
+    assert (tmp_path / "back" / "tokenizer.json").read_text() == "{} tokenizer.json"
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "llama"
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+BAD_CONFIGS = {
+    "architecture": ({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, "of a LlamaForCausalLM"),
+    "classifier": ({"architectures": ["LlamaForSequenceClassification"]}, "of a LlamaForCausalLM"),
+    "attention_bias": ({"attention_bias": True}, "attention_bias in config.json must be false, got True"),
+    "mlp_bias": ({"mlp_bias": True}, "mlp_bias in config.json must be false, got True"),
+    "head_dim": ({"head_dim": 32}, "hidden_size / num_attention_heads = 64 / 4, got 32"),
+    "hidden_act": ({"hidden_act": "gelu"}, "hidden_act in config.json must be \"silu\", got 'gelu'"),
+    "dropout": ({"attention_dropout": 0.1}, "attention_dropout in config.json must be 0.0, got 0.1"),
+    "rope_type": ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "must be 'default' or 'llama3', got 'yarn'"),
+    "rope_setting": ({"rope_scaling": {"full_attention": {}}}, "must have none but Llama's, got full_attention"),
+    "rope_missing": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
+    "rope_part": ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor in config.json must be 1.0"),
+    "rope_values": ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "must be above model.rope_low_freq_factor"),
+    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "must have no quantization_config"),
+    "missing": ({"hidden_size": "absent"}, "hidden_size is missing"),
+    "type": ({"num_hidden_layers": 2.0}, "num_hidden_layers must be a positive integer, got 2.0"),
+    "heads": ({"num_key_value_heads": 3}, "does not make a model: model.n_heads must be a multiple of"),
+    "shapes": ({"intermediate_size": 80}, "gate_proj.weight [96, 64] instead of [80, 64]"),
+    "too_few": ({"num_hidden_layers": 3}, "lacks tensors that its config.json calls for: model.layers.2."),
+    "too_many": ({"num_hidden_layers": 1}, "has tensors that a Llama has not: model.layers.1."),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGS)
+def test_configs_that_do_not_fit_are_refused_in_one_line(copy, case, tmp_path, capsys):
+    config, message = BAD_CONFIGS[case]
+    assert message in refused(capsys, "hf-to-quaver", copy(config=config), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+BAD_TENSORS: dict[str, tuple[dict[str, Tensor | None], str]] = {
+    "no_head": ({HEAD: None}, "lacks tensors that its config.json calls for: lm_head.weight"),
+    "bias": ({"lm_head.bias": torch.zeros(300)}, "has tensors that a Llama has not: lm_head.bias"),
+    "norm_shape": ({NORM: torch.ones(65)}, "model.norm.weight [65] instead of [64]"),
+    "float8": ({NORM: torch.ones(64).to(torch.float8_e4m3fn)}, "float32, bfloat16, float16, got F8_E4M3"),
+    "float64": ({NORM: torch.ones(64, dtype=torch.float64)}, "float32, bfloat16, float16, got F64"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TENSORS)
+def test_tensors_that_do_not_fit_are_refused_in_one_line(copy, case, tmp_path, capsys):
+    tensors, message = BAD_TENSORS[case]
+    assert message in refused(capsys, "hf-to-quaver", copy(**tensors), tmp_path / "out")
+
+
+def test_files_that_are_missing_or_damaged_are_refused_in_one_line(copy, tmp_path, capsys):
+    def told(folder: Path) -> str:
+        return refused(capsys, "hf-to-quaver", folder, tmp_path / "out")
+
+    assert "has no config.json" in told(tmp_path / "nowhere")
+    folder = copy()
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-100])
+    assert "is damaged" in told(folder)
+    weights.rename(folder / "pytorch_model.bin")
+    assert "must have model.safetensors, or shards" in told(folder)
+    index = folder / "model.safetensors.index.json"
+    for text, message in {
+        "[]": "has no weight_map",
+        '{"weight_map": {}}': "names no tensors",
+        '{"weight_map": {"a": "part.safetensors"}}': "part.safetensors', which is not there",
+        '{"weight_map": {"a": "../copy/full.safetensors"}}': "which is not there",
+        '{"weight_map": {"lm_head.weight": "full.safetensors"}}': "files it names differ: model.embed_tokens.weight,",
+    }.items():
+        index.write_text(text)
+        (folder / "full.safetensors").write_bytes(whole)
+        assert message in told(folder)
+    (folder / "config.json").write_text("[1]")
+    assert "must be a JSON object, got a list" in told(folder)
+    (folder / "config.json").write_text("{")
+    assert "is not JSON" in told(folder)
+
+
+def test_bad_words_and_places_are_refused_in_one_line(hf, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    convert("hf-to-quaver", hf("plain"), out)
+    export = ("quaver-to-hf", out, tmp_path / "back")
+    assert "arguments are required" in refused(capsys)
+    assert "invalid choice: 'up'" in refused(capsys, "up")
+    assert "invalid choice: 'int8'" in refused(capsys, *export, "--dtype=int8")
+    assert "exists already" in refused(capsys, "hf-to-quaver", hf("plain"), out)
+    assert "exists already" in refused(capsys, "quaver-to-hf", out, hf("plain"))
+    assert "--model must be one of model, the models of" in refused(capsys, *export, "--model=rowwise")
+    assert "must be a size as 5GB" in refused(capsys, *export, "--max-shard-size=5XB")
+    assert "must be a size as 5GB" in refused(capsys, *export, "--max-shard-size=0GB")
+    assert "has no file of a tokenizer" in refused(capsys, *export, f"--tokenizer={out}")
+    assert "is not a checkpoint" in refused(capsys, "quaver-to-hf", hf("plain"), tmp_path / "back")
+    (tmp_path / "file").touch()
+    assert "Not a directory" in refused(capsys, "hf-to-quaver", hf("plain"), tmp_path / "file" / "out")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'quaver[hf]'" in refused(capsys, "hf-to-quaver", hf("plain"), tmp_path / "other")
+    monkeypatch.undo()
+    assert not (tmp_path / "back").exists()
+
+
+def test_checkpoints_that_are_damaged_are_refused_in_one_line(hf, tmp_path, capsys):
+    checkpoint = tmp_path / "out"
+    convert("hf-to-quaver", hf("plain"), checkpoint)
+    record = json.loads((checkpoint / "checkpoint.json").read_text())
+
+    def told(**changes: Any) -> str:
+        config = {"model": {**record["config"]["model"], **changes}} if changes else record["config"]
+        (checkpoint / "checkpoint.json").write_text(json.dumps({**record, "config": config}))
+        return refused(capsys, "quaver-to-hf", checkpoint, tmp_path / "back")
+
+    assert "does not have the tensors that its config calls for: model.layers.2." in told(n_layers=3)
+    assert "lm_head.weight [256, 64] ([300, 64])" in told(vocab_size=256)
+    assert "the model settings experts, which this version" in told(experts=4)
+    part = next((checkpoint / "model").glob("*_0.distcp"))
+    part.write_bytes(part.read_bytes()[:64])
+    assert "cannot load" in told()
+    part.unlink()
+    assert "cannot load" in told()
+    (checkpoint / "model" / ".metadata").write_bytes(b"nothing")
+    assert "cannot read" in told()
+    assert not (tmp_path / "back").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_failed_write_leaves_nothing_and_says_so(hf, tmp_path, capsys, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface_import._StreamingPlanner, "resolve_data", full)
+        assert main(["convert", "hf-to-quaver", str(hf("plain")), str(tmp_path / "out")]) == 4
+    assert "cannot write the weights" in (said := capsys.readouterr().err)
+    assert "No space left on device" in said
+    convert("hf-to-quaver", hf("plain"), tmp_path / "out")
+    monkeypatch.setattr(huggingface_export, "write_shard", full)
+    assert "No space left on device" in refused(capsys, "quaver-to-hf", tmp_path / "out", tmp_path / "back")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+# ---- the pieces ------------------------------------------------------------------------------------------------------
+
+
+def test_config_survives_the_way_there_and_back():
+    for model in (Model(), Model(tie_word_embeddings=True, rope_scaling_factor=8.0, rope_high_freq_factor=3.0)):
+        written = json.loads(json.dumps(hf_config(model, dtype="bfloat16", kept={"eos_token_id": 4})))
+        assert model_from_hf(written) == model
+        assert model_from_hf({k: v for k, v in written.items() if k != "rope_parameters"}) == model
+        new = {k: v for k, v in written.items() if k not in ("rope_theta", "rope_scaling")}
+        assert model_from_hf(new) == model
+        assert (written["eos_token_id"], written["bos_token_id"]) == (4, None)
+    assert asdict(model_from_hf({**written, "rope_scaling": {**LLAMA3, "factor": 1.0}}))["rope_scaling_factor"] == 1
+
+
+def test_shards_hold_at_most_so_much_in_order():
+    sizes = {"a": 3, "b": 3, "c": 9, "d": 1, "e": 4, "f": 1}
+    assert plan_shards(sizes, 5) == [["a"], ["b"], ["c"], ["d", "e"], ["f"]]
+    assert plan_shards(sizes, 100) == [list("abcdef")]
+    assert huggingface_export.parse_size("5GB") == 5 * 10**9
+    assert huggingface_export.parse_size("1.5 KiB") == 1536
+    assert huggingface_export.parse_size("700") == 700
+
+
+def test_a_tensor_in_two_files_is_refused(hf, tmp_path):
+    folder = make_hf(tmp_path / "hf", shard="60KB")
+    parts = sorted(folder.glob("*.safetensors"))
+    save_file({**load_file(parts[1]), **load_file(parts[0])}, parts[1])
+    with pytest.raises(ValueError, match=r"is in 'model-00001-of-.*' and in 'model-00002-of-"):
+        HFWeights.open(folder)
