@@ -259,6 +259,11 @@ class Float8ScalingState:
         for state in self._states:
             state.was_loaded()
 
+    def forget_observed(self) -> None:
+        """Forget what was seen since the last sync, as of a step that is skipped: no scale will follow from it."""
+        for state in self._states:
+            state.forget_observed()
+
     def report(self) -> list[TensorScaling]:
         """How each tensor fared in the last synced step. Waits for the device."""
         of_state = {

@@ -88,20 +88,37 @@ def device_spec(device: torch.device) -> DeviceSpec | None:
 
 @dataclass(frozen=True)
 class PeakFlops:
-    """A bfloat16 matmul rate in FLOP/s, and where the number comes from."""
+    """Matmul rates in FLOP/s, and where the numbers come from.
+
+    `flops_per_s` is of bfloat16; `float8_flops_per_s` is None where it is not known, or nothing multiplies float8.
+    """
 
     flops_per_s: float
     source: str
+    float8_flops_per_s: float | None = None
+
+    def seconds(self, flops: dict[str, int]) -> float | None:
+        """The least time for so many FLOPs of each precision; None where a peak is not known."""
+        rates = {"bfloat16": self.flops_per_s, "float8": self.float8_flops_per_s}
+        known = {precision: rates.get(precision) for precision, count in flops.items() if count}
+        if any(rate is None for rate in known.values()):
+            return None
+        return sum(flops[precision] / rate for precision, rate in known.items() if rate is not None)
 
 
 @functools.cache
 def peak_flops(device: torch.device) -> PeakFlops:
-    """The bfloat16 peak of `device`: the data sheet's where it is known, else measured with one large matmul."""
+    """The peaks of `device`: those of its data sheet; of an unknown one, bfloat16 as measured with one large matmul.
+
+    A measured rate is no peak: `source` says "unknown device", and shares of it say how near the model comes to a
+    plain matmul here.
+    """
     spec = device_spec(device)
     if spec is not None:
-        return PeakFlops(spec.bfloat16_tflops * 1e12, f"data sheet of {spec.name}, bfloat16 dense")
+        float8 = spec.float8_tflops * 1e12 if spec.float8_tflops else None
+        return PeakFlops(spec.bfloat16_tflops * 1e12, f"data sheet of {spec.name}, bfloat16 dense", float8)
     size = 1024
-    source = f"measured here: bfloat16 {size} x {size} x {size}, {torch.get_num_threads()} threads"
+    source = f"unknown device; measured: bfloat16 {size} x {size} x {size}, {torch.get_num_threads()} threads"
     return PeakFlops(2 * size**3 / _median_matmul_s(device, size), source)
 
 

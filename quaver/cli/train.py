@@ -4,19 +4,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from quaver.cli.dry_run import dry_run_verb
 from quaver.cli.errors import BAD_INPUT, bad_input, print_error
 from quaver.trainer.config_io import load_config, parse_arguments, print_help
-from quaver.trainer.nonfinite import NonFiniteError
+from quaver.trainer.errors import CheckpointError, NonFiniteError, OutputError
+from quaver.trainer.plan import Plan, open_folder, plan_run
 from quaver.trainer.ranks import Ranks, read_ranks
-from quaver.trainer.train import Plan, build, open_folder, plan_run, train
+from quaver.trainer.train import build, train
 
 EXIT_BAD_INPUT = 2
 EXIT_NONFINITE = 3
+EXIT_NOT_WRITTEN = 4
 EXIT_INTERRUPTED = 130
 
 
 def run(argv: list[str]) -> int:
-    """Train as `argv` says; 0 when finished, 2 for bad input, 3 for a non-finite loss, 130 after Ctrl-C or SIGTERM.
+    """Train as `argv` says; 0 when finished, 2 for bad input, 3 for a non-finite loss, 4 if a checkpoint or another
+    file cannot be written, 130 after Ctrl-C or SIGTERM.
 
     All ranks return the same, and only the first says anything.
     """
@@ -26,6 +30,8 @@ def run(argv: list[str]) -> int:
         if ranks.is_first:
             print_help()
         return 0
+    if "--dry-run" in argv:
+        return dry_run_verb(argv)
     with _agreed_input(ranks) as told:
         config_path, flags = parse_arguments(argv)
         plan = plan_run(load_config(config_path, flags), ranks)
@@ -64,10 +70,21 @@ def _agreed_input(ranks: Ranks) -> Iterator[_Told]:
 
 
 def _train(plan: Plan) -> int:
+    ended_by: dict[type[RuntimeError], int] = {
+        NonFiniteError: EXIT_NONFINITE,
+        CheckpointError: EXIT_NOT_WRITTEN,
+        OutputError: EXIT_NOT_WRITTEN,
+    }
     try:
-        summary = train(build(plan))
-    except NonFiniteError as error:
+        run = build(plan)
+    except CheckpointError as error:
         if plan.ranks.is_first:
             print_error(error)
-        return EXIT_NONFINITE
+        return EXIT_BAD_INPUT
+    try:
+        summary = train(run)
+    except tuple(ended_by) as error:
+        if plan.ranks.is_first:
+            print_error(error)
+        return ended_by[type(error)]
     return EXIT_INTERRUPTED if summary["status"] == "interrupted" else 0

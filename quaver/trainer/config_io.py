@@ -20,8 +20,8 @@ from quaver.trainer.config import TrainConfig
 
 Sections = dict[str, dict[str, Any]]
 
-SHORTHANDS = {"compare": "job.compare", "data": "data.path"}
-"""`--compare` and `--data PATH`, spelled out."""
+SHORTHANDS = {"compare": "job.compare", "data": "data.path", "deterministic": "training.deterministic"}
+"""`--compare`, `--data PATH` and `--deterministic`, spelled out."""
 
 
 def load_config(path: Path | None, flags: Sections | None = None) -> TrainConfig:
@@ -75,7 +75,8 @@ def write_config(config: TrainConfig, path: Path) -> None:
 def parse_arguments(argv: list[str]) -> tuple[Path | None, Sections]:
     """Split `[CONFIG.toml] [--section.field value ...]` into the file and the flags as nested values.
 
-    Hyphens and underscores are the same in names. A boolean is `--training.compile`, `--training.no-compile`
+    `--resume RUN_FOLDER` stands for the config of that folder, and for going on in it. Hyphens and underscores are the
+    same in names. A boolean is `--training.compile`, `--training.no-compile`
     or `--training.compile false`; a list takes every word up to the next flag.
 
     Raises:
@@ -93,6 +94,14 @@ def parse_arguments(argv: list[str]) -> tuple[Path | None, Sections]:
             config_path = Path(word)
             continue
         flag, equals, inline = word[2:].partition("=")
+        if flag == "resume":
+            folder = Path(_flag_value("resume", str, [inline] if equals else None, words)).expanduser().resolve()
+            if config_path is not None:
+                raise ValueError(f"--resume takes the config of the run folder, got {str(config_path)!r} beside it")
+            config_path = _config_of_run(folder)
+            flags.setdefault("job", {}).update(dump_folder=str(folder.parent), name=folder.name)
+            flags.setdefault("checkpoint", {})["resume"] = "must"
+            continue
         name, negated = _flag_name(flag, types)
         value = False if negated else _flag_value(name, types[name], [inline] if equals else None, words)
         section, key = name.split(".")
@@ -102,10 +111,20 @@ def parse_arguments(argv: list[str]) -> tuple[Path | None, Sections]:
 
 def print_help() -> None:
     """Print every flag with its help and default."""
-    usage = "quaver train [CONFIG.toml] [--section.field value ...] [--compare] [--data PATH]"
+    usage = (
+        "quaver train [CONFIG.toml | --resume RUN_FOLDER] [--section.field value ...] [--compare] [--data PATH] "
+        "[--deterministic] [--dry-run [--ranks N]]"
+    )
     description = f"Train a Llama in float8. Usage: {usage}. Flags win over CONFIG.toml."
     with contextlib.suppress(SystemExit):  # tyro exits with 0 after its help
         tyro.cli(TrainConfig, prog="quaver train", description=description, args=["--help"])
+
+
+def _config_of_run(folder: Path) -> Path:
+    path = folder / "config.toml"
+    if not path.is_file():
+        raise FileNotFoundError(f"--resume needs the folder of a run, got {str(folder)!r}, which has no config.toml")
+    return path
 
 
 def _section_types() -> dict[str, type]:

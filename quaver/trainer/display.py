@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
+from quaver.trainer.device_memory import memory_words
+
 
 @dataclass
 class Display:
@@ -30,12 +32,28 @@ class Display:
             f"{record['tokens_per_s']:,.0f} tokens/s MFU {record['mfu']:.1%}"
         )
         self.progress.update(self.tasks[record["run"]], completed=record["step"], numbers=numbers)
+        if record["loss_spike"]:
+            self._of(record, f"loss {record['loss']:.4f} is a spike: far above the losses before it")
         if not self.console.is_terminal and record["step"] % self.log_freq == 0:
-            self.line(f"step {record['step']:5d}  {record['run']:<18}  {numbers}")
+            self._of(
+                record,
+                f"loss {record['loss']:.4f}  grad norm {record['grad_norm']:.2f}  {memory_words(record)}  "
+                f"{record['tokens_per_s']:,.0f} tokens/s  {record['tflops']:.3g} TFLOP/s  "
+                f"MFU {record['mfu']:.1%} of the bfloat16 peak, {_share(record['mfu_by_precision'])} of the peaks of "
+                "what ran",
+            )
+
+    def skipped(self, step: int, run: str, why: str) -> None:
+        """Tell of a step that changed nothing."""
+        self._of({"step": step, "run": run}, f"skipped: {why}")
 
     def validation(self, record: dict[str, Any]) -> None:
         """Show the record of one validation."""
-        self.line(f"step {record['step']:5d}  {record['run']:<18}  validation loss {record['validation_loss']:.4f}")
+        hp = f" ({record['validation_loss_hp']:.4f} without float8)" if "validation_loss_hp" in record else ""
+        self._of(record, f"validation loss {record['validation_loss']:.4f}{hp}")
+
+    def _of(self, record: dict[str, Any], text: str) -> None:
+        self.line(f"step {record['step']:5d}  {record['run']:<18}  {text}")
 
 
 @contextmanager
@@ -69,7 +87,9 @@ def print_results(summary: dict[str, Any]) -> None:
     rows: list[tuple[str, str, str]] = [
         ("validation loss (nats)", "validation_loss", "{:.4f}"),
         ("tokens/s", "tokens_per_s", "{:,.0f}"),
+        ("TFLOP/s of a device", "tflops", "{:.3g}"),
         ("MFU of the bfloat16 peak", "mfu", "{:.1%}"),
+        ("MFU of the peaks of what ran", "mfu_by_precision", "{:.1%}"),
         ("peak memory (bytes)", "peak_memory_bytes", "{:,}"),
     ]
     comparison = summary.get("comparison")
@@ -89,6 +109,10 @@ def print_results(summary: dict[str, Any]) -> None:
     console.print(table)
     sources = {run["peak_memory_source"] for run in runs.values()}
     console.print(f"peak memory: {'; '.join(sorted(sources))}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _share(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.1%}"
 
 
 def _cell(value: Any, style: str) -> str:

@@ -14,10 +14,8 @@ from torch.distributed.tensor import DTensor
 from quaver.trainer.model import Llama, init_std
 
 
-def initialize(model: Llama, seed: int, device: torch.device) -> None:
-    """Give `model`, made on the meta device and parallelized or not, storage on `device` and its initial weights.
-
-    Vectors are ones; a matrix is drawn from N(0, `init_std`**2).
+def allocate(model: Llama, device: torch.device) -> None:
+    """Give `model`, made on the meta device and parallelized or not, storage on `device`; its weights are undefined.
 
     Raises:
         NotImplementedError: the model has buffers, which this would leave undefined.
@@ -27,6 +25,10 @@ def initialize(model: Llama, seed: int, device: torch.device) -> None:
         raise NotImplementedError(f"buffers have no initial values here: {', '.join(buffers)}")
     model.to_empty(device=device)
     model.tie_weights()  # to_empty gives each module a parameter of its own
+
+
+def initialize(model: Llama, seed: int) -> None:
+    """Give `model`, which has storage, its initial weights: ones for vectors, N(0, `init_std`**2) for matrices."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             whole = initial_value(name, parameter.shape, init_std(name, model.config), seed)

@@ -13,10 +13,6 @@ from torch import Tensor, nn
 from quaver.trainer.tensors import plain_tensors
 
 
-class NonFiniteError(RuntimeError):
-    """A loss or a gradient norm was not finite, so training stopped; the message names the first culprit."""
-
-
 @dataclass(frozen=True)
 class NonFiniteOperand:
     """`operand` is input, weight, bias or output of `module`, or a gradient of one, as grad_weight.

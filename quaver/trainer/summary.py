@@ -9,8 +9,7 @@ import torch
 from quaver.devices import PeakFlops, describe
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.layout import Layout
-from quaver.trainer.metrics import median_step_seconds, model_flops_utilization
-from quaver.trainer.model import training_flops_per_token
+from quaver.trainer.metrics import median_step_seconds, utilization
 from quaver.trainer.twin import Twin
 
 
@@ -20,6 +19,7 @@ def summarize(
     device: torch.device,
     peak: PeakFlops,
     layout: Layout,
+    flops_per_token: dict[str, dict[str, int]],
     *,
     status: str,
     steps: int,
@@ -30,7 +30,7 @@ def summarize(
     Speed is of the median step, over all ranks; MFU is of one device, and memory is the first rank's. `comparison`
     puts the first twin over the second, memory only where it is exact.
     """
-    runs = {twin.name: _run_summary(config, twin, peak, layout) for twin in twins}
+    runs = {twin.name: _run_summary(config, twin, peak, layout, flops_per_token[twin.name]) for twin in twins}
     summary: dict[str, Any] = {
         "status": status,
         "error": error,
@@ -39,6 +39,7 @@ def summarize(
         "mesh": layout.mesh,
         "runs": runs,
         "bfloat16_peak": {"flops_per_s": peak.flops_per_s, "source": peak.source},
+        "float8_peak_flops_per_s": peak.float8_flops_per_s,
         "environment": {"quaver": version("quaver"), **describe(device)},
     }
     if len(twins) == 2:
@@ -46,20 +47,21 @@ def summarize(
     return summary
 
 
-def _run_summary(config: TrainConfig, twin: Twin, peak: PeakFlops, layout: Layout) -> dict[str, Any]:
+def _run_summary(
+    config: TrainConfig, twin: Twin, peak: PeakFlops, layout: Layout, flops_per_token: dict[str, int]
+) -> dict[str, Any]:
     seconds = median_step_seconds(twin.step_seconds) if twin.step_seconds else None
     tokens_per_s = config.training.step_tokens / seconds if seconds else None
-    flops_per_token = training_flops_per_token(config.model, config.training.seq_len)
-    mfu = None
+    used: dict[str, float | None] = {"tflops": None, "mfu": None, "mfu_by_precision": None}
     if tokens_per_s:
-        mfu = model_flops_utilization(flops_per_token, tokens_per_s / layout.world_size, peak.flops_per_s)
+        used = utilization(flops_per_token, tokens_per_s / layout.world_size, peak)
     whose_memory = "" if layout.world_size == 1 else f", of rank {layout.rank}"
     return {
         "validation_loss": twin.validation_loss,
         **({"validation_loss_hp": twin.validation_loss_hp} if config.validation.high_precision_too else {}),
         "median_step_seconds": seconds,
         "tokens_per_s": tokens_per_s,
-        "mfu": mfu,
+        **used,
         "peak_memory_bytes": twin.peak.peak_bytes,
         "peak_memory_exact": twin.peak.exact,
         "peak_memory_source": twin.peak.source + whose_memory,

@@ -1,184 +1,207 @@
-"""The training loop, from a config to a run folder.
+"""The training loop, from a checked plan to a run folder.
 
-`plan_run` refuses everything that can be wrong with the input before a file is written or a process group made;
-`build` makes the models, on as many ranks as there are; `train` then runs.
-With `job.compare` two twins take turns, step by step and in alternating order, so that a slow moment of the
+`plan_run` (plan.py) refuses everything that can be wrong with the input before a file is written or a process group
+made; `build` makes the models, on as many ranks as there are, and loads a checkpoint where the run goes on; `train`
+then runs. With `job.compare` two twins take turns, step by step and in alternating order, so that a slow moment of the
 machine falls on both and the ratio of their median step times is fair.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from quaver.convert import ConversionReport
-from quaver.devices import PeakFlops, peak_flops, resolve_device
+from quaver.devices import PeakFlops, peak_flops
+from quaver.trainer.checkpoint import Checkpointer, Progress, load_weights
 from quaver.trainer.config import TrainConfig
-from quaver.trainer.data import Micro, TextData, load_text
+from quaver.trainer.data import Batch, TokenData
+from quaver.trainer.determinism import determinism
+from quaver.trainer.device_memory import begin_step, step_memory
 from quaver.trainer.display import Display, print_results, training_display
-from quaver.trainer.float8 import convert_model
-from quaver.trainer.initialize import initialize
-from quaver.trainer.interrupt import deferred_interrupt
-from quaver.trainer.layout import Layout, resolve
-from quaver.trainer.metrics import MetricsWriter, model_flops_utilization
-from quaver.trainer.model import Llama, training_flops_per_token
-from quaver.trainer.nonfinite import NonFiniteError
+from quaver.trainer.errors import CheckpointError, NonFiniteError, OutputError
+from quaver.trainer.initialize import allocate, initialize
+from quaver.trainer.interrupt import Interrupt, deferred_interrupt
+from quaver.trainer.layout import Layout
+from quaver.trainer.loggers import Logger, loggers
+from quaver.trainer.loss_spikes import is_spike, remember
+from quaver.trainer.metrics import MetricsWriter, utilization
 from quaver.trainer.parallelize import parallelize
+from quaver.trainer.plan import Plan, open_folder, plan_run
 from quaver.trainer.plot import draw_curves
 from quaver.trainer.plot_scales import draw_scales
+from quaver.trainer.profiling import Profiling
 from quaver.trainer.ranks import Ranks
 from quaver.trainer.run_folder import RunFolder
 from quaver.trainer.scales import saturation_summary, scales_record
 from quaver.trainer.summary import summarize
 from quaver.trainer.twin import StepResult, Twin
+from quaver.trainer.watchdog import Watchdog, watchdog
 
 MEMORY_STEP = 2
-"""The step that is measured for peak memory: the optimizer's state exists from the first one on."""
+"""The step of this process that is measured for peak memory: the optimizer's state exists from the first one on."""
 
-
-@dataclass
-class Plan:
-    """A run that was checked: the models without storage yet, the one asked for first, and what was converted.
-
-    Every rank has the same plan but for its place in the layout. `folder` is there after `open_folder`, on the first.
-    """
-
-    config: TrainConfig
-    ranks: Ranks
-    layout: Layout
-    device: torch.device
-    data: TextData
-    models: dict[str, Llama]
-    report: ConversionReport | None
-    folder: RunFolder | None = None
-
-    @property
-    def fingerprint(self) -> str:
-        """What must be equal on every rank: the settings and the text."""
-        return json.dumps([asdict(self.config), self.data.origin["sha256"]])
+FIRST_STEP_PATIENCE = 10
+"""How many times as long the watchdog waits for the first step, which may compile."""
 
 
 @dataclass
 class Run:
-    """Everything a run needs: the twins (the one asked for first), the data, the folder."""
+    """Everything a run needs: the twins (the one asked for first), the data, the folder (of the first rank)."""
 
     config: TrainConfig
     ranks: Ranks
     layout: Layout
     device: torch.device
     peak: PeakFlops
-    data: TextData
+    flops_per_token: dict[str, dict[str, int]]
+    data: TokenData
     twins: list[Twin]
     folder: RunFolder | None
+    paths: RunFolder
+    """The same folder on every rank, for what each writes itself."""
+    checkpoints: Checkpointer
+    progress: Progress = field(default_factory=Progress)
+    began_at_step: int = 0
 
 
 def prepare(config: TrainConfig) -> Run:
-    """Return the run of a single process. Raises what `plan_run` and `open_folder` raise."""
+    """Return the run of a single process. Raises what `plan_run`, `open_folder` and `build` raise."""
     plan = plan_run(config, Ranks())
     open_folder(plan)
     return build(plan)
 
 
-def plan_run(config: TrainConfig, ranks: Ranks) -> Plan:
-    """Read the data, make and convert the models. Nothing is written, and no rank waits for another.
+def build(plan: Plan) -> Run:
+    """Parallelize the models of `plan` and give them their first weights, or those of a checkpoint.
+
+    The first weights are the same for any number of ranks. With several ranks this needs the process group, and every
+    rank must call it.
 
     Raises:
-        ValueError: for a value that does not fit, OSError for a path, NotImplementedError for a known gap,
-            MissingDeviceError for a device that is not there.
+        CheckpointError: on every rank, if a checkpoint cannot be read or does not fit.
     """
-    config, layout = resolve(config, rank=ranks.rank, world_size=ranks.world_size)
-    device = ranks.device(resolve_device(config.training.device))
-    data = load_text(config.data, config.training)
-    models = {config.training.mixed_precision_param: _unmade(config)}
-    report = None
-    if config.float8.enable_float8_linear:
-        model = _unmade(config)
-        tokens = config.training.local_batch_size * config.training.seq_len
-        report = convert_model(model, config.float8, tokens=tokens, device=device)
-        models = {config.float8.recipe_name: model, **(models if config.job.compare else {})}
-    return Plan(config, ranks, layout, device, data, models, report)
+    config, ranks = plan.config, plan.ranks
+    mine = (str(plan.folder.path), plan.folder.resume_step) if plan.folder else None
+    path, resume_step = ranks.gather(mine)[0]
+    loads_weights = resume_step is not None or bool(config.checkpoint.initial_load_path)
+    twins = _build_twins(plan, draws_weights=not loads_weights)
+    paths = RunFolder(Path(path), resume_step)
+    checkpoints = Checkpointer(paths.checkpoints(config.checkpoint), config.checkpoint, ranks, plan.device, plan.about)
+    progress = Progress()
+    if resume_step is not None:
+        progress = checkpoints.load(resume_step, twins)
+    elif loads_weights:
+        load_weights(config.checkpoint.initial_weights, twins)
+    return Run(
+        config,
+        ranks,
+        plan.layout,
+        plan.device,
+        peak_flops(plan.device),
+        plan.models.flops_per_token,
+        plan.data,
+        twins,
+        plan.folder,
+        paths,
+        checkpoints,
+        progress,
+        progress.step,
+    )
 
 
-def open_folder(plan: Plan) -> None:
-    """Make the run folder on the first rank. Raises OSError if it cannot be made, or is used already."""
-    if plan.ranks.is_first:
-        plan.folder = RunFolder.create(plan.config)
-        plan.folder.write_json("data.json", plan.data.origin)
-        if plan.report:
-            plan.folder.write_json("conversion_report.json", plan.report.to_dict())
-
-
-def build(plan: Plan) -> Run:
-    """Parallelize the models of `plan` and give them their first weights: the same for any number of ranks.
-
-    With several ranks this needs the process group, and every rank must call it.
-    """
+def _build_twins(plan: Plan, *, draws_weights: bool) -> list[Twin]:
     mesh = None
     if plan.layout.mesh:
         dims = plan.layout.mesh
         mesh = init_device_mesh(plan.device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
     twins = []
-    for name, model in plan.models.items():
+    for name, model in plan.models.by_name.items():
         parallelize(model, plan.config, mesh)
-        initialize(model, plan.config.training.seed, plan.device)
+        allocate(model, plan.device)
+        if draws_weights:
+            initialize(model, plan.config.training.seed)
         twins.append(Twin(name, model, plan.config, plan.device, plan.ranks))
-    peak = peak_flops(plan.device)
-    return Run(plan.config, plan.ranks, plan.layout, plan.device, peak, plan.data, twins, plan.folder)
-
-
-def _unmade(config: TrainConfig) -> Llama:
-    with torch.device("meta"):
-        return Llama(config.model).to(getattr(torch, config.training.dtype))
+    return twins
 
 
 def train(run: Run) -> dict[str, Any]:
     """Train every twin to the last step and return the summary, which is also written to the run folder.
 
-    Ctrl-C or SIGTERM, on any rank, ends the run on all of them after the current step with status "interrupted".
-    However the loop ends, the folder has its summary and curves.
+    Ctrl-C or SIGTERM, on any rank, ends the run on all of them after the current step with status "interrupted", and
+    with a checkpoint where these are enabled. However the loop ends, the folder has its summary and curves.
 
     Raises:
         NonFiniteError: if a loss or a gradient norm is not finite; on every rank, with the same message.
+        CheckpointError: if a checkpoint cannot be written; on every rank.
+        OutputError: if another file cannot be written; on the first rank.
         KeyboardInterrupt: with several ranks, at a second Ctrl-C: the others are left wherever they are.
     """
-    training = run.config.training
-    status, step, error = "failed", 0, None
+    status, error = "failed", None
     try:
         with (
+            determinism(run.config.training.deterministic),
             _outputs(run) as outputs,
             deferred_interrupt() as interrupt,
         ):
             _introduce(run, outputs.display)
-            while step < training.steps and not run.ranks.any(interrupt.requested, run.device):
-                _train_step(run, step + 1, outputs)
-                step += 1
-                if step % run.config.validation.freq == 0 or step == training.steps:
-                    _validate(run, step, outputs)
-            status = "finished" if step == training.steps else "interrupted"
+            _train_steps(run, outputs, interrupt)
+            status = "finished" if run.progress.step >= run.config.training.steps else "interrupted"
     except KeyboardInterrupt:
         status = "interrupted"
         if not run.ranks.is_alone:
             raise
-    except NonFiniteError as found:
-        status, error = "non-finite", str(found)
+    except (NonFiniteError, CheckpointError, OutputError) as found:
+        status = {NonFiniteError: "non-finite", CheckpointError: "checkpoint failed"}.get(type(found), "failed")
+        error = str(found)
         raise
     finally:
-        summary = _conclude(run, status, step, error)
+        run.checkpoints.close()
+        summary = _conclude(run, status, error)
     if run.folder:
-        print_results(summary)
+        if run.progress.step == run.began_at_step and status == "finished":
+            print(f"nothing left to do: the run has done training.steps = {run.config.training.steps}; give it more")
+        else:
+            print_results(summary)
         print(f"run folder: {run.folder.path}")
+        if status == "interrupted" and run.config.checkpoint.enable:
+            print(f"go on with: quaver train --resume {run.folder.path}")
     return summary
 
 
-def _conclude(run: Run, status: str, steps: int, error: str | None) -> dict[str, Any]:
+def _train_steps(run: Run, outputs: "Outputs", interrupt: Interrupt) -> None:
+    """Train until the last step, an interruption, or a checkpoint that failed; save what was reached."""
+    config, progress = run.config, run.progress
+    while progress.step < config.training.steps:
+        if run.ranks.any(interrupt.requested or run.checkpoints.failed, run.device):
+            break
+        _train_step(run, progress.step + 1, outputs)
+        if progress.step % config.validation.freq == 0 or progress.step == config.training.steps:
+            _validate(run, progress.step, outputs)
+        if run.checkpoints.is_due(progress.step):
+            run.checkpoints.save(progress, run.twins)
+    if progress.step > run.began_at_step:
+        run.checkpoints.save(progress, run.twins)
+    run.checkpoints.wait()
+
+
+def _conclude(run: Run, status: str, error: str | None) -> dict[str, Any]:
     summary = summarize(
-        run.config, run.twins, run.device, run.peak, run.layout, status=status, steps=steps, error=error
+        run.config,
+        run.twins,
+        run.device,
+        run.peak,
+        run.layout,
+        run.flops_per_token,
+        status=status,
+        steps=run.progress.step,
+        error=error,
     )
-    if run.folder:
+    did_something = run.progress.step > run.began_at_step or status != "finished"
+    if run.folder and did_something and not (status == "failed" and error):  # else the folder cannot be written
         run.folder.write_json("summary.json", summary)
         draw_curves(run.folder.metrics, run.folder.curves, title=run.folder.path.name)
         if run.config.metrics.plot_float8_scales:
@@ -192,7 +215,17 @@ class Outputs:
 
     metrics: MetricsWriter
     scales: MetricsWriter
+    loggers: list[Logger]
     display: Display
+    watchdog: Watchdog
+    """Of every rank, as the next."""
+    profiling: Profiling
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Record the numbers of a step or a validation."""
+        self.metrics.write(**record)
+        for logger in self.loggers:
+            logger.write(record)
 
 
 @contextmanager
@@ -203,23 +236,50 @@ def _outputs(run: Run) -> Iterator[Outputs]:
     with (
         MetricsWriter(folder.metrics if folder else None) as metrics,
         MetricsWriter(folder.float8_scales if folder and records_scales else None) as scales,
+        loggers(config, folder.path if folder else None, asdict(run.config)) as others,
         training_display(names, run.config.training.steps, config.log_freq, quiet=folder is None) as display,
+        watchdog(run.paths.stacks(run.ranks.rank)) as watching,
+        Profiling(run.config, run.paths.path, run.ranks, run.device) as profiling,
     ):
-        yield Outputs(metrics, scales, display)
+        yield Outputs(metrics, scales, others, display, watching, profiling)
 
 
 def _train_step(run: Run, step: int, outputs: Outputs) -> None:
-    batches = _to_device(run.data.step_batches(run.config.training, step, run.layout), run.device)
-    measure_memory = step == min(MEMORY_STEP, run.config.training.steps)
-    freq = run.config.metrics.float8_scales_freq
+    """Do one step of every twin, in the same order whichever of them is first, and record it."""
+    training, progress = run.config.training, run.progress
+    batches = _to_device(run.data.step_batches(training, progress.consumed_sequences, run.layout), run.device)
+    steps_here = step - run.began_at_step
+    measure_memory = steps_here == min(MEMORY_STEP, training.steps - run.began_at_step)
+    patience_s = run.config.comm.watchdog_seconds * (FIRST_STEP_PATIENCE if steps_here == 1 else 1)
     for twin in run.twins if step % 2 else reversed(run.twins):
-        result = twin.train_step(step, batches, measure_memory=measure_memory)
-        scaling = twin.scaling.report() if run.folder and twin.precision == twin.name else []
-        record = _step_record(run, twin, step, result) | saturation_summary(scaling)
-        outputs.metrics.write(**record)
-        outputs.display.step(record)
-        if scaling and freq and step % freq == 0:
-            outputs.scales.write(**scales_record(step, twin.name, scaling))
+        begin_step(run.device)
+        with (
+            outputs.watchdog.step(patience_s, f"step {step} of {twin.name} on rank {run.ranks.rank}"),
+            outputs.profiling.step(step, twin.name, twin.model, twin.optimizer),
+        ):
+            result = twin.train_step(step, batches, measure_memory=measure_memory)
+        _record_step(run, twin, step, result, outputs)
+    progress.step = step
+    progress.consumed_sequences += training.step_batch_size
+
+
+def _record_step(run: Run, twin: Twin, step: int, result: StepResult, outputs: Outputs) -> None:
+    if result.nonfinite:
+        progress = run.progress
+        progress.skipped_steps[twin.name] = progress.skipped_steps.get(twin.name, 0) + 1
+        outputs.write({"step": step, "run": twin.name, "skipped": result.nonfinite})
+        outputs.display.skipped(step, twin.name, result.nonfinite)
+        return
+    scaling = twin.scaling.report() if run.folder and twin.precision == twin.name else []
+    record = _step_record(run, twin, step, result) | saturation_summary(scaling)
+    recent = run.progress.recent_losses.setdefault(twin.name, [])
+    record["loss_spike"] = is_spike(result.loss, recent, run.config.metrics.loss_spike_deviations)
+    remember(result.loss, recent)
+    outputs.write(record)
+    outputs.display.step(record)
+    freq = run.config.metrics.float8_scales_freq
+    if scaling and freq and step % freq == 0:
+        outputs.scales.write(**scales_record(step, twin.name, scaling))
 
 
 def _validate(run: Run, step: int, outputs: Outputs) -> None:
@@ -230,13 +290,16 @@ def _validate(run: Run, step: int, outputs: Outputs) -> None:
         record["precision"] = twin.precision
         if config.validation.high_precision_too:
             record["validation_loss_hp"] = twin.validation_loss_hp
-        outputs.metrics.write(**record)
+        outputs.write(record)
         outputs.display.validation(record)
 
 
 def _step_record(run: Run, twin: Twin, step: int, result: StepResult) -> dict[str, Any]:
     tokens_per_s = run.config.training.step_tokens / result.seconds
-    flops_per_token = training_flops_per_token(run.config.model, run.config.training.seq_len)
+    # In the last steps of a run with float8.last_steps_high_precision every FLOP is one of the high precision.
+    flops = run.flops_per_token[twin.name]
+    if twin.precision != twin.name:
+        flops = {twin.precision: sum(flops.values())}
     return {
         "step": step,
         "run": twin.name,
@@ -246,7 +309,8 @@ def _step_record(run: Run, twin: Twin, step: int, result: StepResult) -> dict[st
         "lr": result.lr,
         "step_seconds": result.seconds,
         "tokens_per_s": tokens_per_s,
-        "mfu": model_flops_utilization(flops_per_token, tokens_per_s / run.ranks.world_size, run.peak.flops_per_s),
+        **utilization(flops, tokens_per_s / run.ranks.world_size, run.peak),
+        **step_memory(run.device),
     }
 
 
@@ -256,10 +320,13 @@ def _introduce(run: Run, display: Display) -> None:
     config, origin = run.config, run.data.origin
     parameters = sum(parameter.numel() for parameter in run.twins[0].model.parameters())
     display.line(f"run folder   {run.folder.path}")
+    if run.folder.resume_step is not None:
+        changes = "; ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in run.folder.changes.items())
+        display.line(f"resumed      after step {run.progress.step}" + (f", changed: {changes}" if changes else ""))
     display.line(f"model        {parameters:,} parameters, twins: {', '.join(twin.name for twin in run.twins)}")
     display.line(
-        f"data         {origin['path']}: {origin['files']:,} files ({origin['skipped_files']} without text "
-        f"left out), {origin['train_bytes']:,} bytes to train, {origin['validation_bytes']:,} to validate"
+        f"data         {origin['path']}: {origin['files']:,} files ({origin['corrupt']:,} corrupt items left out), "
+        f"{origin['train_tokens']:,} tokens to train, {origin['validation_tokens']:,} to validate"
     )
     display.line(f"step         {config.training.step_tokens:,} tokens; {config.training.steps} steps on {run.device}")
     if not run.ranks.is_alone:
@@ -268,5 +335,5 @@ def _introduce(run: Run, display: Display) -> None:
     display.line(f"bfloat16     {run.peak.flops_per_s / 1e12:.3g} TFLOP/s at most ({run.peak.source})")
 
 
-def _to_device(batches: Sequence[Micro], device: torch.device) -> list[Micro]:
-    return [(tokens.to(device), targets.to(device)) for tokens, targets in batches]
+def _to_device(batches: Sequence[Batch], device: torch.device) -> list[Batch]:
+    return [batch.to(device) for batch in batches]

@@ -19,24 +19,29 @@ from quaver import (
 from quaver.devices import synchronize
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.trainer.config import TrainConfig
-from quaver.trainer.data import Micro
+from quaver.trainer.data import Batch
+from quaver.trainer.errors import NonFiniteError
 from quaver.trainer.float8 import in_high_precision
 from quaver.trainer.gradients import clip_gradients, squared_norm_share, sum_partial_gradients
 from quaver.trainer.memory import PeakMemory, measure_peak
 from quaver.trainer.model import Llama, next_token_loss
-from quaver.trainer.nonfinite import NonFiniteError, find_nonfinite
+from quaver.trainer.nonfinite import find_nonfinite
 from quaver.trainer.optimizer import build_optimizer, learning_rate, set_learning_rate
 from quaver.trainer.ranks import Ranks
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step: mean loss (nats), gradient norm before clipping, learning rate, wall time."""
+    """One optimizer step: mean loss (nats), gradient norm before clipping, learning rate, wall time.
+
+    `nonfinite` is empty, or says what was not finite in a step that was skipped.
+    """
 
     loss: float
     grad_norm: float
     lr: float
     seconds: float
+    nonfinite: str = ""
 
 
 @dataclass
@@ -65,6 +70,7 @@ class Twin:
     precision: str = field(init=False)
     scaling: Float8ScalingState = field(init=False, repr=False)
     """The scales that are kept from step to step; empty for most recipes."""
+    _skipped_in_a_row: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.model.train()
@@ -73,32 +79,35 @@ class Twin:
         self.optimizer = build_optimizer(self.model, self.config.optimizer)
         self._precompute_scales()
 
-    def train_step(self, step: int, batches: Sequence[Micro], *, measure_memory: bool = False) -> StepResult:
+    def train_step(self, step: int, batches: Sequence[Batch], *, measure_memory: bool = False) -> StepResult:
         """Do optimizer step `step` (from 1) on the micro-batches of one global batch.
 
+        A step whose loss or gradient norm is not finite leaves weights, moments and kept scales as they were.
+
         Raises:
-            NonFiniteError: if the loss or the gradient norm is not finite; the weights are then unchanged.
+            NonFiniteError: for such a step, unless training.nonfinite is "skip"; and then for the first after
+                training.max_nonfinite_steps of them in a row.
         """
         config = self.config
         in_tail = step > config.training.steps - config.float8.last_steps_high_precision
         self.precision = config.training.mixed_precision_param if in_tail else self.name
         measure: AbstractContextManager[PeakMemory] = nullcontext(self.peak)
         if measure_memory and self.precision == self.name:
-            countable = self.ranks.is_alone and not config.training.compile
+            countable = not config.training.compile
             measure = measure_peak(self.resident_tensors(), device=self.device, countable=countable)
         synchronize(self.device)
         start = time.perf_counter()
         with measure as peak:
-            loss, grad_norm, rate = self._update(step, batches)
+            loss, grad_norm, rate, nonfinite = self._update(step, batches)
             synchronize(self.device)
         seconds = time.perf_counter() - start
         self.peak = peak
-        if self.precision == self.name:
+        if self.precision == self.name and not nonfinite:
             self.step_seconds.append(seconds)
-        return StepResult(loss, grad_norm, rate, seconds)
+        return StepResult(loss, grad_norm, rate, seconds, nonfinite)
 
     @torch.no_grad()
-    def validate(self, batches: Sequence[Micro]) -> float:
+    def validate(self, batches: Sequence[Batch]) -> float:
         """Return the mean loss over the validation batches in the last step's precision; keep it as `validation_loss`.
 
         With validation.high_precision_too the same weights are validated once more, for `validation_loss_hp`.
@@ -127,7 +136,7 @@ class Twin:
         """Return the context in which the linears compute in `precision`."""
         return nullcontext() if self.precision == self.name else in_high_precision(self.model)
 
-    def _mean_loss(self, batches: Sequence[Micro]) -> float:
+    def _mean_loss(self, batches: Sequence[Batch]) -> float:
         """Return the mean loss in evaluation mode over the batches of all ranks; NonFiniteError if it is not finite."""
         self.model.eval()
         losses = torch.stack([self._loss(batch) for batch in batches])
@@ -137,7 +146,11 @@ class Twin:
             raise NonFiniteError(f"{self.name}: the validation loss is {loss} although every training step was finite")
         return loss
 
-    def _update(self, step: int, batches: Sequence[Micro]) -> tuple[float, float, float]:
+    def was_loaded(self) -> None:
+        """Follow weights that were loaded over the old ones."""
+        self._precompute_scales()
+
+    def _update(self, step: int, batches: Sequence[Batch]) -> tuple[float, float, float, str]:
         config = self.config
         rate = learning_rate(step, config.training.steps, config.optimizer, config.lr_scheduler)
         set_learning_rate(self.optimizer, rate)
@@ -149,13 +162,14 @@ class Twin:
         clip_gradients(self.model, norm, config.training.max_norm)
         loss, grad_norm = torch.stack([loss, norm]).tolist()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise self._nonfinite(step, batches, loss, grad_norm)
+            return loss, grad_norm, rate, self._skip(step, batches, loss, grad_norm)
+        self._skipped_in_a_row = 0
         if self.scaling:  # after the check, which repeats a bad step with the scales it had
             sync_float8_amax_and_scale_history(self.model)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._precompute_scales()
-        return loss, grad_norm, rate
+        return loss, grad_norm, rate, ""
 
     def _precompute_scales(self) -> None:
         """Compute the scales with which the next step gathers its float8 weights, if that is asked for."""
@@ -163,7 +177,7 @@ class Twin:
         if gathers_float8 and self.config.float8.precompute_float8_dynamic_scale_for_fsdp:
             precompute_float8_dynamic_scale_for_fsdp(self.model)
 
-    def _forward_backward(self, batches: Sequence[Micro]) -> Tensor:
+    def _forward_backward(self, batches: Sequence[Batch]) -> Tensor:
         """Accumulate the gradients of the mean loss over `batches`; return that loss (float32, detached)."""
         loss_sum = torch.zeros((), device=self.device)
         # A weight that is gathered anew for each micro-batch has no cast to keep.
@@ -175,19 +189,31 @@ class Twin:
                 loss_sum += loss.detach()
         return loss_sum
 
-    def _loss(self, batch: Micro) -> Tensor:
+    def _loss(self, batch: Batch) -> Tensor:
         training = self.config.training
-        tokens, targets = batch
         dtype = getattr(torch, training.mixed_precision_param)
         mixed = training.mixed_precision_param != training.dtype
         with torch.autocast(self.device.type, dtype=dtype, enabled=mixed):
-            return next_token_loss(self.model(tokens), targets)
+            return next_token_loss(self.model(batch.tokens, batch.documents), batch.targets)
 
-    def _nonfinite(self, step: int, batches: Sequence[Micro], loss: float, grad_norm: float) -> NonFiniteError:
+    def _skip(self, step: int, batches: Sequence[Batch], loss: float, grad_norm: float) -> str:
+        """Forget a step that was not finite and say where it was; NonFiniteError if it is one too many."""
+        training = self.config.training
+        where = self._nonfinite(step, batches, loss, grad_norm)
+        self.scaling.forget_observed()
+        self._skipped_in_a_row += 1
+        if training.nonfinite != "skip":
+            raise NonFiniteError(where)
+        if self._skipped_in_a_row > training.max_nonfinite_steps:
+            limit = f"training.max_nonfinite_steps = {training.max_nonfinite_steps}"
+            raise NonFiniteError(f"{where}; so had the steps before it, and {limit} were skipped")
+        return where
+
+    def _nonfinite(self, step: int, batches: Sequence[Batch], loss: float, grad_norm: float) -> str:
         def replay() -> None:
             self._forward_backward(batches)
 
         findings = [found for found in self.ranks.gather(find_nonfinite(self.model, replay)) if found]
         first = min(findings, key=lambda found: found.position, default=None)
         where = f"first in {first}" if first else "but in no module when the step was repeated eagerly"
-        return NonFiniteError(f"{self.name}: step {step} has loss {loss} and gradient norm {grad_norm}, {where}")
+        return f"{self.name}: step {step} has loss {loss} and gradient norm {grad_norm}, {where}"

@@ -4,18 +4,21 @@ Sections and fields carry torchtitan's names where torchtitan has them. The text
 the command line.
 """
 
+from quaver.trainer.config.checkpoint import Checkpoint
 from quaver.trainer.config.data import Data, Validation
 from quaver.trainer.config.float8 import Float8
 from quaver.trainer.config.model import Model
 from quaver.trainer.config.optimizer import LRScheduler, Optimizer
 from quaver.trainer.config.output import Job, Metrics
 from quaver.trainer.config.parallelism import Comm, Parallelism
+from quaver.trainer.config.profiling import Profiling
 from quaver.trainer.config.require import require
 from quaver.trainer.config.training import ActivationCheckpoint, Training
 from quaver.trainer.config.whole import TrainConfig
 
 __all__ = [
     "ActivationCheckpoint",
+    "Checkpoint",
     "Comm",
     "Data",
     "Float8",
@@ -25,6 +28,7 @@ __all__ = [
     "Model",
     "Optimizer",
     "Parallelism",
+    "Profiling",
     "TrainConfig",
     "Training",
     "Validation",

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quaver.trainer.config.require import require, require_positive
+from quaver.trainer.config.require import require, require_default, require_finite, require_positive
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,25 @@ class Metrics:
     plot_float8_scales: bool = False
     """With delayed scaling: draw float8_scales.png from them when the run ends."""
 
+    loss_spike_deviations: float = 6.0
+    """A loss that is so many robust standard deviations above the median of the 64 before it is noted as a spike; 0
+    never."""
+    enable_tensorboard: bool = False
+    """Write TensorBoard events too, to save_tb_folder (pip install 'quaver[tensorboard]')."""
+    save_tb_folder: str = "tb"
+    """Folder of the TensorBoard events inside the run folder."""
+    enable_wandb: bool = False
+    """Log to Weights & Biases too (pip install 'quaver[wandb]'); WANDB_MODE=offline keeps it here."""
+    wandb_project: str = "quaver"
+    """Project of the run there."""
+
     def __post_init__(self) -> None:
         require_positive("metrics", self, "log_freq")
+        require_finite("metrics", self, "loss_spike_deviations")
+        for name, owner in (("save_tb_folder", "enable_tensorboard"), ("wandb_project", "enable_wandb")):
+            require(bool(getattr(self, name)), f"metrics.{name}", "a name", getattr(self, name))
+            if not getattr(self, owner):
+                require_default("metrics", self, name, f"metrics.{owner}")
         require(self.float8_scales_freq >= 0, "metrics.float8_scales_freq", "not negative", self.float8_scales_freq)
         require(
             self.float8_scales_freq > 0 or not self.plot_float8_scales,

@@ -39,6 +39,11 @@ class Comm:
 
     train_timeout_seconds: int = 300
     """Seconds that ranks wait for each other before the run ends with an error."""
+    watchdog_seconds: int = 120
+    """Seconds after which a step counts as stuck: every rank that waits writes the stacks of its threads to
+    stacks-rank<n>.txt in the run folder, and goes on waiting; 0 never. The first step, which may compile, has ten times
+    as long."""
 
     def __post_init__(self) -> None:
         require_positive("comm", self, "train_timeout_seconds")
+        require(self.watchdog_seconds >= 0, "comm.watchdog_seconds", "not negative", self.watchdog_seconds)

@@ -7,9 +7,10 @@ from tyro.conf import arg
 
 from quaver.activation_checkpointing import MODES as CHECKPOINT_MODES
 from quaver.activation_checkpointing import selected_every
-from quaver.trainer.config.require import require, require_positive
+from quaver.trainer.config.require import require, require_default, require_positive
 
 DTYPES = ("float32", "bfloat16")
+NONFINITE_POLICIES = ("stop", "skip")
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -38,6 +39,13 @@ class Training:
     """Dtype of the forward and backward computation, through autocast; equal to dtype means no autocast."""
     device: str = "auto"
     """auto (CUDA where there is one), cpu or cuda."""
+    nonfinite: str = "stop"
+    """What a loss or gradient norm that is inf or NaN does: stop ends the run; skip leaves the weights as they are,
+    says where it began, and goes on."""
+    max_nonfinite_steps: int = 10
+    """With nonfinite skip: so many steps in a row are skipped, and the next one ends the run."""
+    deterministic: bool = False
+    """Use only algorithms that repeat to the bit (short: --deterministic). CPUs repeat without it."""
 
     def __post_init__(self) -> None:
         require_positive("training", self, "steps", "seq_len", "local_batch_size")
@@ -57,6 +65,11 @@ class Training:
             self.mixed_precision_param,
             "autocast only lowers precision",
         )
+        policies = ", ".join(NONFINITE_POLICIES)
+        require(self.nonfinite in NONFINITE_POLICIES, "training.nonfinite", f"one of {policies}", self.nonfinite)
+        require_positive("training", self, "max_nonfinite_steps")
+        if self.nonfinite != "skip":
+            require_default("training", self, "max_nonfinite_steps", "training.nonfinite is skip")
         require(self.device in DEVICES, "training.device", f"one of {', '.join(DEVICES)}", self.device)
         require(
             self.global_batch_size == -1

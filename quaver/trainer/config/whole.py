@@ -3,12 +3,14 @@
 from dataclasses import dataclass, field
 
 from quaver.activation_checkpointing import selected_every
+from quaver.trainer.config.checkpoint import Checkpoint
 from quaver.trainer.config.data import Data, Validation
 from quaver.trainer.config.float8 import DELAYED_RECIPES, Float8
-from quaver.trainer.config.model import BYTE_VOCAB_SIZE, Model
+from quaver.trainer.config.model import Model
 from quaver.trainer.config.optimizer import LRScheduler, Optimizer
 from quaver.trainer.config.output import Job, Metrics
 from quaver.trainer.config.parallelism import Comm, Parallelism
+from quaver.trainer.config.profiling import Profiling
 from quaver.trainer.config.require import require
 from quaver.trainer.config.training import ActivationCheckpoint, Training
 
@@ -32,14 +34,10 @@ class TrainConfig:
     data: Data = field(default_factory=Data)
     validation: Validation = field(default_factory=Validation)
     metrics: Metrics = field(default_factory=Metrics)
+    profiling: Profiling = field(default_factory=Profiling)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
     def __post_init__(self) -> None:
-        require(
-            self.model.vocab_size >= BYTE_VOCAB_SIZE,
-            "model.vocab_size",
-            f"at least {BYTE_VOCAB_SIZE}, because text is read as bytes",
-            self.model.vocab_size,
-        )
         require(
             self.float8.enable_float8_linear or not self.job.compare,
             "float8.enable_float8_linear",
@@ -47,11 +45,19 @@ class TrainConfig:
             self.float8.enable_float8_linear,
             "the twin of a bfloat16 run would be itself",
         )
+        require(
+            self.checkpoint.resume != "auto" or bool(self.job.name),
+            "job.name",
+            "set with checkpoint.resume = auto",
+            self.job.name,
+            "a run is found again by its name",
+        )
         self._check_kept_scales()
         self._check_tensor_parallel()
         self._check_activation_checkpoint()
         self._check_decay()
         self._check_high_precision()
+        self._check_profiling()
 
     def _check_kept_scales(self) -> None:
         precision = self.float8.recipe_name if self.float8.enable_float8_linear else "no float8"
@@ -109,6 +115,16 @@ class TrainConfig:
         }
         for reason, holds in reasons.items():
             require(not holds, name, f"{off} {reason}", value)
+
+    def _check_profiling(self) -> None:
+        """Refuse what no step of the run would reach."""
+        profiling, steps = self.profiling, self.training.steps
+        for name, is_enabled in (
+            ("profile_freq", profiling.enable_profiling),
+            ("memory_snapshot_step", profiling.enable_memory_snapshot),
+        ):
+            value = getattr(profiling, name)
+            require(not is_enabled or value <= steps, f"profiling.{name}", f"at most training.steps = {steps}", value)
 
     def _check_activation_checkpoint(self) -> None:
         checkpoint = self.activation_checkpoint

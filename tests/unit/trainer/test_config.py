@@ -167,7 +167,6 @@ def test_missing_config_file(tmp_path):
         (lambda: Model(dim=100, n_heads=3, n_kv_heads=3), "model.dim must be a multiple of 2"),
         (lambda: Model(n_layers=0), "model.n_layers must be at least 1, got 0"),
         (lambda: Model(norm_eps=math.nan), "model.norm_eps must be finite"),
-        (lambda: TrainConfig(model=Model(vocab_size=255)), "model.vocab_size must be at least 256"),
         (lambda: Training(steps=0), "training.steps must be at least 1, got 0"),
         (lambda: Training(dtype="float8"), "training.dtype must be one of float32, bfloat16, got 'float8'"),
         (lambda: Training(mixed_precision_param="int8"), "training.mixed_precision_param must be one of"),

@@ -37,7 +37,8 @@ def finished(config: TrainConfig) -> Run:
 
 
 def step(run: Run, twin: Twin, number: int) -> tuple[float, float]:
-    result = twin.train_step(number, run.data.step_batches(run.config.training, number))
+    consumed = number * run.config.training.step_batch_size
+    result = twin.train_step(number, run.data.step_batches(run.config.training, consumed))
     return result.loss, result.grad_norm
 
 
@@ -141,7 +142,7 @@ def group_of_one() -> Iterator[None]:
 
 def test_a_linear_that_fully_shard_wraps_leaves_float8_and_returns(group_of_one, tiny_float8_config):
     run = prepare(with_float8(tiny_float8_config, filter_fqns=()))
-    batch = run.data.step_batches(run.config.training, 1)[0]
+    batch = run.data.step_batches(run.config.training, 0)[0]
     float8, twin = run.twins
     for each in run.twins:
         parallelize(each.model, run.config, init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",)))

@@ -9,7 +9,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from quaver.trainer.config import Model, TrainConfig, Training
-from quaver.trainer.initialize import initialize
+from quaver.trainer.initialize import allocate, initialize
 from quaver.trainer.layout import Layout
 from quaver.trainer.model import Llama
 from quaver.trainer.parallelize import parallelize
@@ -25,7 +25,8 @@ def made(config: Model = CONFIG, seed: int = 0, layout: Layout | None = None, **
     dims = layout.mesh if layout else {}
     mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims)) if dims else None
     parallelize(model, TrainConfig(model=config, training=Training(**training)), mesh)
-    initialize(model, seed, CPU)
+    allocate(model, CPU)
+    initialize(model, seed)
     return model
 
 
@@ -55,7 +56,8 @@ def test_bfloat16_weights_are_the_float32_ones_rounded():
     wide = made()
     with torch.device("meta"):
         narrow = Llama(CONFIG).bfloat16()
-    initialize(narrow, 0, CPU)
+    allocate(narrow, CPU)
+    initialize(narrow, 0)
     for ours, theirs in zip(narrow.parameters(), wide.parameters(), strict=True):
         assert torch.equal(ours, theirs.bfloat16())
 
@@ -70,7 +72,7 @@ def test_buffers_are_refused():
         model = Llama(CONFIG)
     model.register_buffer("amax_history", torch.zeros(3, device="meta"))
     with pytest.raises(NotImplementedError, match="buffers have no initial values here: amax_history"):
-        initialize(model, 0, CPU)
+        allocate(model, CPU)
 
 
 def split(whole: torch.Tensor, dim: int, parts: int, index: int) -> torch.Tensor:

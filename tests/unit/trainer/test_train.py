@@ -10,10 +10,10 @@ import torch
 from quaver.trainer import train as train_module
 from quaver.trainer.config import Float8, TrainConfig
 from quaver.trainer.config_io import load_config
+from quaver.trainer.errors import NonFiniteError
 from quaver.trainer.interrupt import deferred_interrupt
 from quaver.trainer.memory import PeakMemory
 from quaver.trainer.metrics import MetricsWriter, median_step_seconds, read_metrics
-from quaver.trainer.nonfinite import NonFiniteError
 from quaver.trainer.run_folder import RunFolder
 from quaver.trainer.summary import summarize
 from quaver.trainer.train import Run, prepare, train
@@ -47,6 +47,8 @@ def test_a_run_leaves_everything_in_its_folder(tiny_config, capsys):
         "metrics.jsonl",
         "summary.json",
         "curves.png",
+        "provenance.jsonl",
+        "checkpoint",
     }
     resolved = replace(tiny_config, training=replace(tiny_config.training, global_batch_size=2))
     assert load_config(folder / "config.toml") == run.config == resolved
@@ -228,7 +230,7 @@ def test_nonfinite_stops_before_the_optimizer_step(tiny_config):
         twin.model.lm_head.weight[0, 0] = torch.nan
     before = {name: tensor.clone() for name, tensor in twin.model.state_dict().items()}
     with pytest.raises(NonFiniteError, match="weight of lm_head"):
-        twin.train_step(1, run.data.step_batches(tiny_config.training, 1))
+        twin.train_step(1, run.data.step_batches(tiny_config.training, 0))
     for name, tensor in twin.model.state_dict().items():
         torch.testing.assert_close(tensor, before[name], rtol=0, atol=0, equal_nan=True)
 
@@ -246,14 +248,14 @@ def test_an_unexpected_error_still_leaves_a_summary(tiny_config, monkeypatch):
 
 
 def test_an_older_run_is_never_overwritten(tiny_config):
-    RunFolder.create(tiny_config)
+    RunFolder.open(tiny_config)
     with pytest.raises(FileExistsError, match="has files already; give another job.name or remove it"):
-        RunFolder.create(tiny_config)
+        RunFolder.open(tiny_config)
 
 
 def test_automatic_names_differ(tiny_config):
     unnamed = named(tiny_config, "")
-    first, second = RunFolder.create(unnamed), RunFolder.create(unnamed)
+    first, second = RunFolder.open(unnamed), RunFolder.open(unnamed)
     assert first.path != second.path
     assert first.path.name.startswith("bfloat16-")
     assert load_config(first.path / "config.toml").job.name == ""
@@ -277,5 +279,6 @@ def test_only_exact_peaks_are_compared(tiny_float8_config, exact):
     run = prepare(tiny_float8_config)
     for twin, peak_bytes in zip(run.twins, (100, 200), strict=True):
         twin.peak = PeakMemory(peak_bytes, exact, "said so")
-    summary = summarize(run.config, run.twins, run.device, run.peak, run.layout, status="finished", steps=0, error=None)
+    about = (run.config, run.twins, run.device, run.peak, run.layout, run.flops_per_token)
+    summary = summarize(*about, status="finished", steps=0, error=None)
     assert summary["comparison"]["peak_memory_ratio"] == (0.5 if exact else None)

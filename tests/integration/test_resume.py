@@ -1,0 +1,175 @@
+"""Runs that are killed, stopped or out of disk, and go on: to the bit, and with the last good checkpoint intact."""
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from quaver.cli import main
+from quaver.trainer.checkpoint_folder import CheckpointFolder
+from quaver.trainer.metrics import read_metrics
+
+TINY = [
+    *("--model.dim=32", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.hidden_dim=48"),
+    *("--training.seq_len=32", "--training.local_batch_size=2", "--training.device=cpu"),
+    *("--validation.freq=1000000", "--validation.steps=2", "--metrics.log_freq=1", "--lr_scheduler.schedule=constant"),
+    *("--lr_scheduler.warmup_steps=3", "--float8.recipe_name=delayed"),
+]
+LIMIT_S = 300
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> list[str]:
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question\n" * 200)
+    return [*TINY, f"--data={text}", f"--job.dump_folder={tmp_path / 'runs'}"]
+
+
+def numbers(run: Path) -> dict[int, tuple[float, float]]:
+    """Loss and gradient norm by step."""
+    records = [record for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1)), "steps are missing or doubled"
+    return {record["step"]: (record["loss"], record["grad_norm"]) for record in records}
+
+
+def checkpoints(run: Path) -> CheckpointFolder:
+    return CheckpointFolder(run / "checkpoint")
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def test_killed_at_50_random_moments(where, tmp_path):
+    """Every checkpoint is one that can be gone on from, and the run is the one that nobody killed, to the bit."""
+    run = tmp_path / "runs" / "killed"
+    words = [*where, "--job.name=killed", "--checkpoint.resume=auto", "--checkpoint.interval=2"]
+    words += ["--checkpoint.keep_latest_k=2", "--training.steps=1000000"]
+    options = {"words": words, "checkpoints": str(run / "checkpoint"), "kills": 50, "seed": 1}
+    script = Path(__file__).with_name("kill_at_random.py")
+    done = subprocess.run(
+        [sys.executable, str(script), json.dumps(options)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+        env={**environment(), "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["kills"] == 50
+    assert told["last_exit"] == 0, done.stderr
+    assert told["while_writing"] >= 3, "kills that hit no write prove nothing"
+    assert told["newest"] >= 50
+    assert len(checkpoints(run).steps()) <= 2
+    assert not list((run / "checkpoint").glob(".step-*"))
+
+    assert main(["train", *where, "--job.name=whole", f"--training.steps={told['newest'] + 5}"]) == 0
+    assert numbers(run) == numbers(tmp_path / "runs" / "whole")
+
+
+def on_two_ranks(words: list[str]) -> "subprocess.Popen[str]":
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return subprocess.Popen(
+        [*launcher, "-m", "quaver.cli", "train", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+
+
+def children_of(pid: int) -> list[int]:
+    """The ranks that torchrun started, each in a session of its own."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc to find the ranks of a launcher")
+def test_two_ranks_killed_at_a_random_step(where, tmp_path):
+    """FSDP2 with a float8 all-gather; and the checkpoint goes on in one process, which reads what two wrote."""
+    gather = ["--float8.enable_fsdp_float8_all_gather", "--training.global_batch_size=4"]
+    words = [*where, *gather, "--job.name=killed", "--checkpoint.interval=2", "--checkpoint.resume=auto"]
+    run = tmp_path / "runs" / "killed"
+    process = on_two_ranks([*words, "--training.steps=1000000"])
+    step = random.Random(2).randint(4, 12)
+    deadline = time.monotonic() + LIMIT_S
+    while not (checkpoints(run).steps() and checkpoints(run).steps()[-1] >= step):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for each in [process.pid, *children_of(process.pid)]:
+        os.kill(each, signal.SIGKILL)
+    process.communicate()
+    reached = checkpoints(run).steps()[-1]
+    resumed = on_two_ranks([*words, f"--training.steps={reached + 4}"])
+    output, error = resumed.communicate(timeout=LIMIT_S)
+    assert resumed.returncode == 0, error
+    assert f"resumed      after step {reached}" in output
+
+    whole = on_two_ranks([*where, *gather, "--job.name=whole", f"--training.steps={reached + 4}"])
+    assert whole.wait(LIMIT_S) == 0, whole.communicate()[1]
+    whole.communicate()
+    assert numbers(run) == numbers(tmp_path / "runs" / "whole")
+
+    alone = ["--float8.no-enable_fsdp_float8_all_gather", f"--training.steps={reached + 6}"]
+    assert main(["train", f"--resume={run}", *alone]) == 0
+    losses = numbers(run)
+    assert list(losses) == list(range(1, reached + 7))
+    assert losses[reached + 6][0] == pytest.approx(losses[reached + 4][0], rel=0.2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_run_goes_on(where, tmp_path, number):
+    run = tmp_path / "runs" / "stopped"
+    words = [sys.executable, "-m", "quaver.cli", "train", *where, "--job.name=stopped", "--training.steps=1000000"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+    while not ((run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text().count("\n") >= 3):
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+    process.send_signal(number)
+    output, error = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, error) == (130, "")
+    assert f"quaver train --resume {run}" in output
+    (step,) = checkpoints(run).steps()
+    assert json.loads((run / "summary.json").read_text())["status"] == "interrupted"
+    assert main(["train", "--resume", str(run), f"--training.steps={step + 3}"]) == 0
+    assert main(["train", *where, "--job.name=whole", f"--training.steps={step + 3}"]) == 0
+    assert numbers(run) == numbers(tmp_path / "runs" / "whole")
+
+
+def _no_file_above(limit_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+
+def test_a_disk_that_is_full_stops_the_run_and_harms_nothing(where, tmp_path):
+    """A limit on the size of files stands in for it: writing fails in the same place, with another message."""
+    run = tmp_path / "runs" / "full"
+    words = [*where, "--job.name=full", "--checkpoint.interval=4"]
+    assert main(["train", *words, "--training.steps=4"]) == 0
+    before = {path: path.read_bytes() for path in (run / "checkpoint").rglob("*") if path.is_file()}
+    command = [sys.executable, "-m", "quaver.cli", "train", "--resume", str(run), "--training.steps=1000"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+        env=environment(),
+        preexec_fn=lambda: _no_file_above(200_000),
+    )
+    assert done.returncode == 4
+    (line,) = done.stderr.splitlines()
+    assert "checkpoint of step 8 could not be written" in line
+    assert "File too large" in line
+    assert "the checkpoint of step 4 is intact" in line
+    assert {path: path.read_bytes() for path in (run / "checkpoint").rglob("*") if path.is_file()} == before
+    assert json.loads((run / "summary.json").read_text())["status"] == "checkpoint failed"
+    assert main(["train", "--resume", str(run), "--training.steps=10"]) == 0

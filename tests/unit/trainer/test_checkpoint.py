@@ -1,0 +1,257 @@
+"""Checkpoints: what is in the folder, what goes on to the bit, what is refused, in one process."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from quaver.cli import main
+from quaver.trainer.checkpoint import CheckpointError, saved_keys
+from quaver.trainer.checkpoint_folder import RECORD, CheckpointFolder, read_record
+from quaver.trainer.config import Checkpoint, Float8, LRScheduler, TrainConfig
+from quaver.trainer.metrics import read_metrics
+from quaver.trainer.train import Run, prepare, train
+
+KEPT = Float8(recipe_name="delayed", delayed_history_len=3)
+
+
+@pytest.fixture
+def config(tiny_config: TrainConfig) -> TrainConfig:
+    """A delayed run beside its twin, whose learning rate does not depend on the number of steps."""
+    schedule = LRScheduler(schedule="constant", warmup_steps=2)
+    job = replace(tiny_config.job, compare=True)
+    checkpoint = Checkpoint(interval=2, keep_latest_k=0)
+    return replace(tiny_config, float8=KEPT, lr_scheduler=schedule, job=job, checkpoint=checkpoint)
+
+
+def with_steps(config: TrainConfig, steps: int, name: str = "tiny", **checkpoint: object) -> TrainConfig:
+    return replace(
+        config,
+        training=replace(config.training, steps=steps),
+        job=replace(config.job, name=name),
+        checkpoint=replace(config.checkpoint, **checkpoint),
+    )
+
+
+def run_to_end(config: TrainConfig) -> Run:
+    run = prepare(config)
+    train(run)
+    return run
+
+
+def checkpoints(run: Run) -> CheckpointFolder:
+    return run.checkpoints.folder
+
+
+def everything(run: Run) -> dict[str, torch.Tensor]:
+    """Weights, moments, step counters, kept scales and histories of every twin."""
+    found = {}
+    for twin in run.twins:
+        for name, value in twin.model.state_dict().items():
+            found[f"{twin.name} {name}"] = value
+        for index, state in enumerate(twin.optimizer.state.values()):
+            for name, value in state.items():
+                found[f"{twin.name} {index} {name}"] = value
+        for name, value in twin.scaling.state_dict().items():
+            found[f"{twin.name} {name}"] = value
+    return found
+
+
+def numbers(run: Run) -> list[tuple[object, ...]]:
+    keys = ("step", "run", "loss", "grad_norm", "validation_loss")
+    return sorted(tuple(str(record.get(key)) for key in keys) for record in read_metrics(run.folder.metrics))
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_a_run_goes_on_to_the_bit(config, async_mode):
+    run_to_end(with_steps(config, 4, async_mode=async_mode))
+    resumed = run_to_end(with_steps(config, 8, resume="must", async_mode=async_mode))
+    whole = run_to_end(with_steps(config, 8, "whole", async_mode=async_mode))
+    assert resumed.began_at_step == 4
+    assert numbers(resumed) == numbers(whole)
+    expected = everything(whole)
+    got = everything(resumed)
+    assert got.keys() == expected.keys()
+    assert any("amax_history" in name for name in expected)
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
+    assert resumed.progress == whole.progress
+    assert checkpoints(resumed).steps() == [2, 4, 6, 8]
+
+
+def test_going_back_to_an_earlier_step_gives_the_later_ones_up(config):
+    first = run_to_end(with_steps(config, 6))
+    before = numbers(first)
+    again = run_to_end(with_steps(config, 6, resume="must", load_step=2))
+    assert (again.began_at_step, numbers(again)) == (2, before)
+    shorter = prepare(with_steps(config, 3, resume="must", load_step=2))
+    assert checkpoints(shorter).steps() == [2, 4, 6], "nothing goes before there is something else"
+    train(shorter)
+    assert checkpoints(shorter).steps() == [2, 3]
+    assert max(record["step"] for record in read_metrics(shorter.folder.metrics)) == 3
+
+
+def test_random_numbers_go_on(config):
+    torch.manual_seed(5)
+    run_to_end(with_steps(config, 2))
+    expected = torch.rand(3)
+    torch.manual_seed(6)
+    prepare(with_steps(config, 4, resume="must"))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_keep_latest_k(config):
+    assert checkpoints(run_to_end(with_steps(config, 9, keep_latest_k=2))).steps() == [8, 9]
+
+
+def test_disabled_checkpoints_leave_nothing(config):
+    run = run_to_end(replace(with_steps(config, 3), checkpoint=Checkpoint(enable=False)))
+    assert not checkpoints(run).path.exists()
+
+
+def test_what_a_checkpoint_says(config):
+    run = run_to_end(with_steps(config, 2))
+    record = read_record(checkpoints(run).complete(2))
+    assert record["models"] == ["delayed", "bfloat16"]
+    assert record["progress"]["step"] == 2
+    assert record["progress"]["consumed_sequences"] == 2 * config.training.local_batch_size
+    assert record["config"]["float8"]["recipe_name"] == "delayed"
+    assert record["conversion_report"]["layers"]
+    assert record["provenance"]["environment"]["torch"] == torch.__version__
+    lines = (run.folder.path / "provenance.jsonl").read_text().splitlines()
+    assert [json.loads(line)["from_step"] for line in lines] == [0]
+
+
+def test_state_dicts_are_plain(config):
+    """Under nn.Linear's own names, so that they load into a model that was never converted."""
+    run = run_to_end(with_steps(config, 2))
+    path = checkpoints(run).complete(2)
+    of_float8 = {key for key in saved_keys(path / "delayed") if key.startswith(("model.", "optimizer."))}
+    of_bfloat16 = {key for key in saved_keys(path / "bfloat16") if key.startswith(("model.", "optimizer."))}
+    assert of_float8 == of_bfloat16
+    dtypes = FileSystemReader(path / "delayed").read_metadata().state_dict_metadata
+    assert dtypes["model.model.layers.0.mlp.up_proj.weight"].properties.dtype is torch.float32
+
+
+def test_a_partial_checkpoint_does_not_count(config):
+    run = run_to_end(with_steps(config, 4))
+    folder = checkpoints(run)
+    folder.complete(4).rename(folder.partial(4))
+    resumed = prepare(with_steps(config, 6, resume="auto"))
+    assert resumed.began_at_step == 2
+    train(resumed)
+    assert folder.steps() == [2, 4, 6]
+    assert not list(folder.path.glob(".*"))
+
+
+def test_auto_begins_where_there_is_nothing(config):
+    run = run_to_end(with_steps(config, 2, resume="auto"))
+    assert run.began_at_step == 0
+    for step in checkpoints(run).steps():
+        (checkpoints(run).complete(step) / RECORD).unlink()
+        checkpoints(run).complete(step).rename(checkpoints(run).partial(step))
+    again = run_to_end(with_steps(config, 2, resume="auto"))
+    assert again.began_at_step == 0
+    assert numbers(again)[-1] == numbers(run)[-1]
+    assert len([record for record in read_metrics(again.folder.metrics) if "loss" in record]) == 4
+
+
+def test_a_finished_run_has_nothing_left_to_do(config, capsys):
+    run = run_to_end(with_steps(config, 2))
+    before = run.folder.metrics.read_bytes(), (run.folder.path / "summary.json").read_bytes()
+    run_to_end(with_steps(config, 2, resume="must"))
+    assert (run.folder.metrics.read_bytes(), (run.folder.path / "summary.json").read_bytes()) == before
+    assert "nothing left to do" in capsys.readouterr().out
+
+
+def test_initial_weights_of_another_run(config):
+    first = run_to_end(with_steps(config, 2))
+    path = str(checkpoints(first).complete(2))
+    second = prepare(with_steps(config, 2, "second", initial_load_path=path))
+    assert second.began_at_step == 0
+    for ours, theirs in zip(second.twins, first.twins, strict=True):
+        for name, weight in theirs.model.state_dict().items():
+            assert torch.equal(ours.model.state_dict()[name], weight)
+        assert not ours.optimizer.state
+
+
+def test_a_run_that_scaled_dynamically_goes_on_with_kept_scales(config):
+    """In a run of its own: a run's twins keep their names."""
+    first = run_to_end(replace(with_steps(config, 2), float8=Float8(recipe_name="tensorwise")))
+    path = str(checkpoints(first).complete(2))
+    run_to_end(with_steps(config, 2, "second", initial_load_path=path))
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    try:
+        code = main(["train", *words])
+    except SystemExit as stopped:
+        code = stopped.code
+    error = capsys.readouterr().err
+    assert code == 2, error
+    (line,) = error.splitlines()
+    return line
+
+
+def test_refusals_are_one_line(config, tmp_path, capsys):
+    run = run_to_end(with_steps(config, 2))
+    path = run.folder.path
+    resume = ["--resume", str(path)]
+    assert "go on with it by --resume" in refused([str(path / "config.toml")], capsys)
+    assert "has no config.toml" in refused(["--resume", str(tmp_path / "none")], capsys)
+    assert "it has 2" in refused([*resume, "--checkpoint.load_step=1"], capsys)
+    assert "model.dim must be 32" in refused([*resume, "--model.dim=64"], capsys)
+    assert "tensorwise" in refused([*resume, "--float8.recipe_name=tensorwise", *reset_delayed()], capsys)
+    assert "job.name must be set" in refused(["--checkpoint.resume=auto"], capsys)
+    assert "is not a checkpoint" in refused([f"--checkpoint.initial_load_path={tmp_path}"], capsys)
+    assert "takes the config of the run folder" in refused([str(path / "config.toml"), *resume], capsys)
+    assert "is not a run folder" in refused([*resume, f"--job.dump_folder={path}", "--job.name=checkpoint"], capsys)
+
+
+def reset_delayed() -> list[str]:
+    return ["--float8.delayed_history_len=16"]
+
+
+def test_a_damaged_checkpoint_is_named(config, capsys):
+    run = run_to_end(with_steps(config, 4))
+    shard = next((checkpoints(run).complete(4) / "delayed").glob("*.distcp"))
+    os.truncate(shard, shard.stat().st_size // 2)
+    line = refused(["--resume", str(run.folder.path), "--training.steps=6"], capsys)
+    assert str(checkpoints(run).complete(4) / "delayed") in line
+    (checkpoints(run).complete(4) / RECORD).write_text("{")
+    line = refused(["--resume", str(run.folder.path), "--training.steps=6"], capsys)
+    assert "is damaged" in line
+    assert main(["train", "--resume", str(run.folder.path), "--checkpoint.load_step=2"]) == 0
+
+
+def test_a_folder_that_cannot_be_written(config):
+    run = prepare(with_steps(config, 2))
+    blocked = run.folder.path / "checkpoint"
+    blocked.write_text("a file where the folder should be")
+    with pytest.raises(CheckpointError, match="checkpoint of step 2 could not be written.*there is no earlier one"):
+        train(run)
+    assert json.loads((run.folder.path / "summary.json").read_text())["status"] == "checkpoint failed"
+
+
+def test_a_removal_that_is_cut_short_leaves_nothing_that_looks_complete(tmp_path, monkeypatch):
+    folder = CheckpointFolder(tmp_path)
+    for step in (1, 2):
+        folder.begin(step)
+        (folder.partial(step) / "model").mkdir()
+        folder.publish(step, {"format": 1})
+
+    def fail(path: Path) -> None:
+        raise OSError("cut short")
+
+    monkeypatch.setattr("quaver.trainer.checkpoint_folder.shutil.rmtree", fail)
+    with pytest.raises(OSError, match="cut short"):
+        folder.prune(1)
+    assert folder.steps() == [2]

@@ -1,0 +1,208 @@
+"""Steps that are not finite, spikes, steps that hang, determinism: what a run does about each."""
+
+import json
+import math
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quaver.trainer import train as train_module
+from quaver.trainer.config import Comm, Float8, TrainConfig
+from quaver.trainer.determinism import determinism
+from quaver.trainer.errors import NonFiniteError
+from quaver.trainer.loss_spikes import LEAST, WINDOW, is_spike, remember
+from quaver.trainer.metrics import read_metrics
+from quaver.trainer.train import Run, prepare, train
+from quaver.trainer.twin import Twin
+from quaver.trainer.watchdog import watchdog
+
+
+def steps_config(config: TrainConfig, steps: int, **training: object) -> TrainConfig:
+    return replace(config, training=replace(config.training, steps=steps, **training))
+
+
+def spoil(run: Run, monkeypatch: pytest.MonkeyPatch, bad_steps: set[int]) -> None:
+    """Make the embedding put out an inf in these steps, whatever its weights are."""
+    original = Twin.train_step
+
+    def train_step(twin, step, batches, **options):
+        hook = None
+        if step in bad_steps:
+            hook = twin.model.model.embed_tokens.register_forward_hook(lambda m, i, output: output * math.inf)
+        try:
+            return original(twin, step, batches, **options)
+        finally:
+            if hook:
+                hook.remove()
+
+    monkeypatch.setattr(Twin, "train_step", train_step)
+
+
+def weights(run: Run) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in run.twins[0].model.parameters()]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_skipped_step_changes_nothing_but_the_data(tiny_config, monkeypatch, capsys, recipe):
+    config = steps_config(replace(tiny_config, float8=Float8(recipe_name=recipe)), 4, nonfinite="skip")
+    run = prepare(config)
+    before, scales = [], []
+    original = Twin.train_step
+
+    def look(twin, step, batches, **options):
+        before.append(weights(run))
+        scales.append({name: value.clone() for name, value in twin.scaling.state_dict().items()})
+        return original(twin, step, batches, **options)
+
+    spoil(run, monkeypatch, {3})
+    spoiled = Twin.train_step
+    original = spoiled
+    monkeypatch.setattr(Twin, "train_step", look)
+    summary = train(run)
+    assert summary["status"] == "finished"
+    for old, new in zip(before[2], before[3], strict=True):  # at the begin of steps 3 and 4
+        assert torch.equal(old, new)
+    assert scales[2].keys() == scales[3].keys()
+    assert all(torch.equal(scales[2][name], scales[3][name]) for name in scales[2])
+    assert all(value.isfinite().all() for value in run.twins[0].scaling.state_dict().values())
+    records = [record for record in read_metrics(run.folder.metrics) if "validation_loss" not in record]
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert "output of model.embed_tokens" in records[2]["skipped"]
+    assert "loss" not in records[2]
+    assert run.progress.skipped_steps == {recipe: 1}
+    assert run.progress.consumed_sequences == 4 * config.training.step_batch_size
+    assert "skipped: " in capsys.readouterr().out
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run(tiny_config, monkeypatch):
+    config = steps_config(tiny_config, 9, nonfinite="skip", max_nonfinite_steps=2)
+    run = prepare(config)
+    spoil(run, monkeypatch, {1, 2, 4, 5, 6})
+    with pytest.raises(NonFiniteError, match=r"step 6 .*training\.max_nonfinite_steps = 2 were skipped"):
+        train(run)
+    assert run.progress.step == 5
+
+
+def test_stop_is_the_default(tiny_config, monkeypatch):
+    run = prepare(tiny_config)
+    spoil(run, monkeypatch, {2})
+    with pytest.raises(NonFiniteError, match="step 2"):
+        train(run)
+    assert not run.checkpoints.folder.steps(), "a run that stopped must not look like one to go on from"
+
+
+# ---- spikes ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_spike_stands_out_from_the_noise_and_from_a_spike_before_it():
+    generator = torch.Generator().manual_seed(0)
+    recent: list[float] = []
+    false_alarms = 0
+    for value in (2 + 0.05 * torch.randn(500, generator=generator)).tolist():
+        false_alarms += is_spike(value, recent, 6.0)
+        remember(value, recent)
+    assert false_alarms == 0
+    assert len(recent) == WINDOW
+    assert is_spike(2.5, recent, 6.0)
+    remember(2.5, recent)
+    assert is_spike(2.5, recent, 6.0)
+    assert not is_spike(1.5, recent, 6.0), "a lower loss is no spike"
+    assert not is_spike(2.5, recent, 0.0)
+    assert not is_spike(9.0, recent[: LEAST - 1], 6.0)
+
+
+def test_losses_that_hardly_differ_have_no_spike_in_their_last_digits():
+    assert not is_spike(2.0001, [2.0] * WINDOW, 6.0)
+    assert is_spike(2.1, [2.0] * WINDOW, 6.0)
+
+
+def test_a_spike_is_in_the_log(tiny_config, monkeypatch, capsys):
+    run = prepare(steps_config(tiny_config, 3))
+    run.progress.recent_losses["bfloat16"] = [1.0] * LEAST
+    train(run)
+    assert [record["loss_spike"] for record in read_metrics(run.folder.metrics) if "loss" in record] == [True] * 3
+    assert "is a spike" in capsys.readouterr().out
+
+
+# ---- watchdog --------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_is_stuck_leaves_its_stack(tmp_path, capsys):
+    path = tmp_path / "stacks-rank0.txt"
+
+    def the_step_that_hangs() -> None:
+        time.sleep(0.5)
+
+    with watchdog(path) as watching, watching.step(0.1, "step 3"):
+        the_step_that_hangs()
+    assert "the_step_that_hangs" in path.read_text()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "step 3 takes longer than 0.1 s" in line
+    assert str(path) in line
+
+
+def test_steps_in_time_leave_nothing(tmp_path, capsys):
+    with watchdog(tmp_path / "stacks-rank0.txt") as watching:
+        for _ in range(3):
+            with watching.step(5, "step"):
+                pass
+        with watching.step(0, "step"):
+            time.sleep(0.02)
+    assert not list(tmp_path.iterdir())
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_is_watched_and_goes_on(tiny_config, monkeypatch, capsys):
+    config = replace(steps_config(tiny_config, 3), comm=Comm(watchdog_seconds=1))
+    run = prepare(config)
+    original = Twin.train_step
+
+    def slow(twin, step, batches, **options):
+        time.sleep(1.2 if step == 2 else 0)
+        return original(twin, step, batches, **options)
+
+    monkeypatch.setattr(Twin, "train_step", slow)
+    monkeypatch.setattr(train_module, "FIRST_STEP_PATIENCE", 30)
+    assert train(run)["status"] == "finished"
+    assert "in slow" in (run.paths.stacks(0)).read_text()
+    assert "step 2 of bfloat16 on rank 0 takes longer than 1 s" in capsys.readouterr().err
+
+
+# ---- determinism -----------------------------------------------------------------------------------------------------
+
+
+def test_deterministic_algorithms_are_on_in_the_run_alone(tiny_float8_config, monkeypatch):
+    seen = []
+    original = Twin.train_step
+
+    def look(twin, step, batches, **options):
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return original(twin, step, batches, **options)
+
+    monkeypatch.setattr(Twin, "train_step", look)
+    runs = []
+    for name, deterministic in (("plain", False), ("deterministic", True)):
+        config = replace(tiny_float8_config, job=replace(tiny_float8_config.job, name=name))
+        run = prepare(steps_config(config, 2, deterministic=deterministic))
+        train(run)
+        runs.append([r["loss"] for r in read_metrics(run.folder.metrics) if "loss" in r])
+    assert seen == [False] * 4 + [True] * 4
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert runs[0] == runs[1]
+
+
+def test_what_has_no_deterministic_algorithm_is_refused_inside():
+    with determinism(True), pytest.raises(RuntimeError, match="deterministic"):
+        torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
+
+
+def test_the_summary_of_a_run_that_stopped_says_why(tiny_config, monkeypatch):
+    run = prepare(tiny_config)
+    spoil(run, monkeypatch, {1})
+    with pytest.raises(NonFiniteError):
+        train(run)
+    summary = json.loads((run.folder.path / "summary.json").read_text())
+    assert summary["status"] == "non-finite"
+    assert "embed_tokens" in summary["error"]
