@@ -141,8 +141,8 @@ def _gathered_bytes(group: nn.Module, config: TrainConfig) -> int:
     for module in group.modules():
         element_bytes = computed
         if isinstance(module, Float8Linear) and module.config.enable_fsdp_float8_all_gather:
-            casts = module.config.casts  # codes of each cast, once where both matmuls read the same
-            element_bytes = 1 if casts.weight == casts.weight_for_grad_input else 2
+            casts = module.config.casts  # rows of the two matmuls' operands are not the same ones
+            element_bytes = 1 if casts.weight == casts.weight_for_grad_input and not casts.weight.is_rowwise else 2
         total += sum(_unsharded_elements(each) * element_bytes for each in module.parameters(recurse=False))
     return total
 

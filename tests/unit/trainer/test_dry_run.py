@@ -1,0 +1,140 @@
+"""What --dry-run says, against what a run then has."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from quaver.cli import main
+from quaver.trainer.config import Float8, Model, Parallelism, Training
+from quaver.trainer.config_io import load_config
+from quaver.trainer.dry_run import dry_run
+from quaver.trainer.gemm_precision import flops_per_token_by_precision, linear_precisions
+from quaver.trainer.memory import storage_bytes
+from quaver.trainer.plan import make_models
+from quaver.trainer.train import prepare, train
+from tests.distributed.ranks import run as run_on_ranks
+
+CONFIGS = sorted((Path(__file__).parents[3] / "train_configs").glob("*.toml"))
+PARAMETERS = {"llama3_8b": 8_030_261_248, "llama3_70b": 70_553_706_496, "llama3_405b": 405_853_388_800}
+"""As Meta counts them: 8.03, 70.6 and 406 billion; the sum of the shapes of their published checkpoints."""
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_would_run(path):
+    ranks = {"llama3_8b": 8, "llama3_70b": 256, "llama3_405b": 512}.get(path.stem, 1)
+    result = dry_run(load_config(path), ranks)
+    assert result.parameters == PARAMETERS.get(path.stem, result.parameters)
+    assert result.layout.world_size == ranks
+    assert not torch.distributed.is_initialized()
+    shard = result.layout.shard
+    assert result.held.parameters * ranks == pytest.approx(4 * result.parameters, rel=0.01)
+    assert (result.held.gathered > 0) == (shard > 1)
+
+
+def test_what_a_process_holds(tiny_float8_config):
+    config = replace(tiny_float8_config, job=replace(tiny_float8_config.job, compare=False))
+    held = dry_run(config).held
+    run = prepare(config)
+    train(run)
+    (twin,) = run.twins
+    assert held.parameters == storage_bytes(twin.model.parameters())
+    moments = (value for state in twin.optimizer.state.values() for value in state.values())
+    assert held.optimizer == storage_bytes(moments)
+
+
+def _sharded_bytes(config, name):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from quaver.trainer.initialize import allocate
+    from quaver.trainer.layout import resolve
+    from quaver.trainer.parallelize import parallelize
+
+    resolved, layout = resolve(config, rank=torch.distributed.get_rank(), world_size=2)
+    model = make_models(resolved, torch.device("cpu")).by_name[name]
+    dims = layout.mesh
+    parallelize(model, resolved, init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims)))
+    allocate(model, torch.device("cpu"))
+    return storage_bytes(model.parameters())
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_what_two_ranks_hold(tiny_float8_config, tensor):
+    job = replace(tiny_float8_config.job, compare=False)
+    config = replace(tiny_float8_config, job=job, parallelism=Parallelism(tensor_parallel_degree=tensor))
+    by_rank = run_on_ranks(2, _sharded_bytes, config, "tensorwise")
+    assert dry_run(config, 2).held.parameters == by_rank[0] >= by_rank[1]
+
+
+def test_gathered_weights_by_hand():
+    """One block of dim 16: FSDP2 has the embedding and the last norm, and the larger of block and projection."""
+    model = Model(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=32, vocab_size=256)
+    training = Training(seq_len=16, device="cpu")
+    root = (256 * 16 + 16) * 4
+    in_block = 16 * 16 * 2 + 16 * 8 * 2 + 3 * 16 * 32
+    head = 256 * 16 * 2
+    config = replace(load_config(None), model=model, training=training)
+    assert dry_run(config, 2).held.gathered == root + max(head, in_block * 2 + 32 * 2)
+    never = replace(config, parallelism=Parallelism(fsdp_reshard_after_forward="never"))
+    assert dry_run(never, 2).held.gathered == root + head + in_block * 2 + 32 * 2
+    float8 = replace(never, float8=Float8(enable_fsdp_float8_all_gather=True))
+    assert dry_run(float8, 2).held.gathered == root + head + in_block + 32 * 2
+    two_casts = replace(never, float8=Float8(recipe_name="rowwise", enable_fsdp_float8_all_gather=True))
+    assert dry_run(two_casts, 2).held.gathered == root + head + in_block * 2 + 32 * 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "float8_matmuls"), [("tensorwise", 3), ("rowwise", 3), ("rowwise_with_gw_hp", 2), ("delayed", 3)]
+)
+def test_flops_by_the_precision_that_they_run_in(monkeypatch, recipe, float8_matmuls):
+    """On a device that multiplies float8, which is pretended; here all of them run in bfloat16."""
+    config = replace(load_config(CONFIGS[-1]), float8=Float8(recipe_name=recipe))
+    models = make_models(config, torch.device("cpu"))
+    (by_precision,) = models.flops_per_token.values()
+    assert by_precision == {"bfloat16": sum(by_precision.values())}
+    from quaver.gemm import GemmBackend
+
+    monkeypatch.setattr("quaver.trainer.gemm_precision.backend_for", lambda *args, **options: GemmBackend.NATIVE)
+    model = models.by_name[recipe]
+    device = torch.device("cpu")
+    native = flops_per_token_by_precision(model, config.model, config.training.seq_len, "bfloat16", device)
+    assert sum(native.values()) == sum(by_precision.values())
+    weights = sum(each.flops_per_token for each in linear_precisions(model, "bfloat16", device)[:-1])
+    assert native["float8"] == float8_matmuls * weights
+
+
+def test_the_verb(capsys, tmp_path):
+    words = ["train", "--dry-run", "--ranks", "4", "--parallelism.tensor_parallel_degree", "2"]
+    assert (
+        main([*words, "--float8.recipe_name", "rowwise_with_gw_hp", "--job.dump_folder", str(tmp_path / "runs")]) == 0
+    )
+    output = capsys.readouterr().out
+    for part in (
+        "3,279,104 parameters",
+        "dp_shard 2 x tp 2",
+        "rowwise e4m3",
+        "float8.filter_fqns has 'lm_head'",
+        "sum",
+    ):
+        assert part in output
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ranks", "0"], "--ranks must be at least 1"),
+        (["--ranks", "3", "--parallelism.tensor_parallel_degree", "2"], "must be the number of processes = 3"),
+        (["--data", "nowhere"], "does not exist"),
+        (["--checkpoint.initial_load_path", "nowhere"], "is not a checkpoint"),
+        (["--float8.filter_fqns", "nothing"], "is part of no linear's name"),
+        (["--model.vocab_size", "100"], "model.vocab_size"),
+    ],
+)
+def test_what_a_run_would_refuse_is_refused(capsys, words, message):
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "--dry-run", *words])
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line

@@ -1,0 +1,175 @@
+"""What a run writes down beside its losses: where it comes from, memory, utilization, loggers, the settings page."""
+
+import json
+import subprocess
+import sys
+import types
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from quaver.devices import DEVICE_SPECS, PeakFlops, find_device_spec, peak_flops
+from quaver.trainer.config import Metrics, TrainConfig
+from quaver.trainer.config_docs import configuration_page
+from quaver.trainer.device_memory import memory_words, step_memory
+from quaver.trainer.errors import OutputError
+from quaver.trainer.loggers import check_loggers
+from quaver.trainer.metrics import MetricsWriter, read_metrics, rewind_metrics, utilization
+from quaver.trainer.provenance import git_revision, provenance
+from quaver.trainer.train import prepare, train
+
+ROOT = Path(__file__).parents[3]
+
+
+# ---- the settings page -----------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_settings_is_what_the_dataclasses_say():
+    """If this fails: python -m quaver.trainer.config_docs docs/configuration.md"""
+    page = configuration_page()
+    assert (ROOT / "docs" / "configuration.md").read_text() == page
+    config = TrainConfig()
+    for section in fields(config):
+        assert f"## [{section.name}]" in page
+        for setting in fields(getattr(config, section.name)):
+            (row,) = [
+                line
+                for line in page.split(f"## [{section.name}]")[1].split("## [")[0].splitlines()
+                if line.startswith(f"| `{setting.name}` |")
+            ]
+            assert len(row.split("|")[3].strip()) > 10, f"{section.name}.{setting.name} has no help"
+
+
+# ---- where a run comes from ------------------------------------------------------------------------------------------
+
+
+def test_provenance_names_the_commit_of_the_source():
+    about = provenance(torch.device("cpu"))
+    assert about["command"] == sys.argv
+    assert about["environment"]["torch"] == torch.__version__
+    if (ROOT / ".git").exists():
+        head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        assert about["git"]["commit"] == head.stdout.strip()
+
+
+def test_a_folder_that_no_checkout_tracks_has_no_revision(tmp_path):
+    """As where quaver is installed in an environment inside somebody else's checkout."""
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    inside = tmp_path / "site-packages"
+    inside.mkdir()
+    (inside / "file.py").touch()
+    assert git_revision(inside) is None
+
+
+# ---- utilization -----------------------------------------------------------------------------------------------------
+
+
+def test_utilization_against_both_peaks_by_hand():
+    """100 FLOPs in float8 and 100 in bfloat16 a token, a million tokens a second: 2e8 FLOP/s."""
+    used = utilization({"float8": 100, "bfloat16": 100}, 1e6, PeakFlops(1e9, "", 2e9))
+    assert used == {"tflops": 2e-4, "mfu": pytest.approx(0.2), "mfu_by_precision": pytest.approx(0.1 + 0.05)}
+    only = utilization({"bfloat16": 200}, 1e6, PeakFlops(1e9, ""))
+    assert only["mfu_by_precision"] == pytest.approx(only["mfu"])
+    unknown = utilization({"float8": 100, "bfloat16": 100}, 1e6, PeakFlops(1e9, ""))
+    assert unknown["mfu_by_precision"] is None
+    assert utilization({"float32": 200}, 1e6, PeakFlops(1e9, "", 2e9))["mfu_by_precision"] is None
+
+
+def test_the_device_table():
+    assert {spec.name for spec in DEVICE_SPECS} == {"H100", "H200", "B200", "A100", "L40S", "MI300X"}
+    assert find_device_spec("NVIDIA H100 80GB HBM3").float8_tflops > 1.9 * find_device_spec("H100").bfloat16_tflops
+    assert find_device_spec("A100").float8_tflops is None
+    assert find_device_spec("Some GPU") is None
+    here = peak_flops(torch.device("cpu"))
+    assert here.source.startswith("unknown device; measured")
+    assert here.float8_flops_per_s is None
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_of_a_cpu():
+    before = step_memory(torch.device("cpu"))["memory_rss_bytes"]
+    held = torch.ones(64 << 20, dtype=torch.uint8)
+    after = step_memory(torch.device("cpu"))
+    assert after["memory_rss_bytes"] >= before
+    assert after["memory_rss_bytes"] > held.numel()
+    assert 0 < after["memory_rss_share"] < 1
+    assert "rss" in memory_words(after)
+
+
+def test_memory_of_a_gpu_has_both_peaks(monkeypatch):
+    stats = {"active_bytes.all.peak": 3 << 30, "reserved_bytes.all.peak": 4 << 30, "num_alloc_retries": 1}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    properties = types.SimpleNamespace(total_memory=8 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    record = step_memory(torch.device("cuda"))
+    assert record["memory_active_share"] == 3 / 8
+    assert record["memory_reserved_share"] == 1 / 2
+    assert record["memory_retries"] == 1
+    assert memory_words(record) == "3.00 GiB (38%) active, 4.00 GiB (50%) reserved"
+
+
+# ---- files and loggers -----------------------------------------------------------------------------------------------
+
+
+def test_rewinding_takes_later_steps_and_half_a_line_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step}) for step in (1, 2, 3)]
+    path.write_text("\n".join(lines) + '\n{"step": 4, "lo')
+    rewind_metrics(path, 3)
+    assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
+    rewind_metrics(path, 1)
+    assert [record["step"] for record in read_metrics(path)] == [1]
+    rewind_metrics(tmp_path / "none.jsonl", 1)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_under_the_metrics_is_one_error():
+    with pytest.raises(OutputError, match="cannot write '/dev/full': No space left on device"):
+        MetricsWriter(Path("/dev/full")).write(step=1)
+
+
+def test_tensorboard_gets_every_number(tiny_config):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = prepare(replace(tiny_config, metrics=Metrics(enable_tensorboard=True)))
+    train(run)
+    events = EventAccumulator(str(run.folder.path / "tb"))
+    events.Reload()
+    losses = {event.step: event.value for event in events.Scalars("bfloat16/loss")}
+    assert losses == {r["step"]: pytest.approx(r["loss"]) for r in read_metrics(run.folder.metrics) if "loss" in r}
+    assert [event.step for event in events.Scalars("bfloat16/validation_loss")] == [2, 4]
+
+
+def test_wandb_gets_every_number(tiny_config, monkeypatch):
+    """Against a stand-in with wandb's calls: the package is large, and its service needs a network or a home."""
+    logged: list[dict[str, float]] = []
+    asked: dict[str, object] = {}
+    finished: list[bool] = []
+
+    def init(**options: object) -> object:
+        asked.update(options)
+        return types.SimpleNamespace(log=logged.append, finish=lambda: finished.append(True))
+
+    stand_in = types.ModuleType("wandb")
+    stand_in.init = init
+    stand_in.__spec__ = types.SimpleNamespace(name="wandb")
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    run = prepare(replace(tiny_config, metrics=Metrics(enable_wandb=True, wandb_project="p")))
+    train(run)
+    assert (asked["project"], asked["id"], asked["resume"]) == ("p", "tiny", "allow")
+    assert asked["config"]["model"]["dim"] == 32
+    assert [record["step"] for record in logged if "bfloat16/loss" in record] == [1, 2, 3, 4]
+    assert finished == [True]
+
+
+def test_a_logger_that_is_not_installed_is_refused(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="metrics.enable_wandb must be false without the package wandb"):
+        check_loggers(Metrics(enable_wandb=True))
+    check_loggers(Metrics())
