@@ -1,0 +1,84 @@
+"""The first losses of the debug model, per recipe, on a text that is the same everywhere.
+
+`python -m tests.integration.golden` records them for this type of machine, beside those of other types; do so only for
+a change that is meant to change numbers, and say so in its commit.
+"""
+
+import json
+import platform
+import random
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from quaver.config import Float8LinearRecipeName
+from quaver.trainer.config import Checkpoint
+from quaver.trainer.config_io import load_config
+from quaver.trainer.metrics import read_metrics
+from quaver.trainer.train import prepare, train
+
+FILE = Path(__file__).with_name("golden_losses.json")
+DEBUG = Path(__file__).parents[2] / "train_configs" / "llama3_debug.toml"
+BFLOAT16 = "bfloat16"
+NAMES = (BFLOAT16, *(name.value for name in Float8LinearRecipeName))
+STEPS = 20
+
+
+def machine_type() -> str:
+    """What decides about the last bits: the instructions that torch uses, and its version."""
+    torch_version = torch.__version__.split("+")[0]
+    has_tiles = torch.cpu._is_amx_tile_supported() if hasattr(torch.cpu, "_is_amx_tile_supported") else False
+    instructions = torch.backends.cpu.get_cpu_capability() + (" AMX" if has_tiles else "")
+    return f"{platform.machine()} {instructions}, torch {torch_version}, 1 thread"
+
+
+def text() -> str:
+    """About 300 kB of words with an order of their own; Python's generator gives the same ones in every version."""
+    chance = random.Random(8)
+    words = ["".join(chance.choices("aeioubcdfghlmnprst", k=chance.randint(2, 8))) for _ in range(400)]
+    follows = {word: chance.choices(words, k=6) for word in words}
+    lines, word = [], words[0]
+    for _ in range(5000):
+        line = []
+        for _ in range(10):
+            word = chance.choice(follows[word])
+            line.append(word)
+        lines.append(" ".join(line))
+    return "\n".join(lines) + "\n"
+
+
+def losses(name: str, folder: Path) -> list[float]:
+    """Train for `STEPS` steps on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        (folder / "text.txt").write_text(text())
+        config = load_config(DEBUG)
+        float8 = replace(config.float8, enable_float8_linear=name != BFLOAT16)
+        if name != BFLOAT16:
+            float8 = replace(float8, recipe_name=name)
+        config = replace(
+            config,
+            job=replace(config.job, name=name, dump_folder=str(folder / "runs")),
+            training=replace(config.training, steps=STEPS, device="cpu"),
+            data=replace(config.data, path=str(folder / "text.txt")),
+            float8=float8,
+            checkpoint=Checkpoint(enable=False),
+        )
+        run = prepare(config)
+        train(run)
+        return [record["loss"] for record in read_metrics(run.folder.metrics) if "loss" in record]
+    finally:
+        torch.set_num_threads(threads)
+
+
+if __name__ == "__main__":
+    recorded = json.loads(FILE.read_text()) if FILE.exists() else {}
+    with tempfile.TemporaryDirectory() as temporary:
+        mine = {}
+        for each in NAMES:
+            (Path(temporary) / each).mkdir()
+            mine[each] = [loss.hex() for loss in losses(each, Path(temporary) / each)]
+    FILE.write_text(json.dumps({**recorded, machine_type(): mine}, indent=1) + "\n")
