@@ -22,7 +22,6 @@ from quaver.trainer.config_io import build_config
 from quaver.trainer.errors import CheckpointError
 from quaver.trainer.huggingface_config import KEPT, hf_config
 from quaver.trainer.huggingface_files import (
-    check_safetensors_is_installed,
     plan_shards,
     shard_names,
     torch_dtype,
@@ -105,7 +104,6 @@ def export_hf(
         FileExistsError: `out` exists.
         OSError, ValueError, CheckpointError: as `open_checkpoint`; OSError where `out` cannot be written, too.
     """
-    check_safetensors_is_installed()
     check_new(out)
     copied = tokenizer_files(tokenizer) if tokenizer else []
     found = open_checkpoint(checkpoint, name)

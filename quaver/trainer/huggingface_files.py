@@ -1,6 +1,5 @@
 """The weights of a Hugging Face folder: model.safetensors, or shards of it and an index. One tensor at a time."""
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from quaver.trainer.huggingface_names import listed
@@ -18,12 +19,6 @@ INDEX = "model.safetensors.index.json"
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """The dtypes of weights that are read: what safetensors calls them, and torch."""
-
-
-def check_safetensors_is_installed() -> None:
-    """Raise ValueError where safetensors is missing."""
-    if importlib.util.find_spec("safetensors") is None:
-        raise ValueError("Hugging Face models need safetensors, which is not installed; pip install 'quaver[hf]'")
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,6 @@ class HFWeights:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
@@ -138,8 +132,6 @@ def shard_names(count: int) -> list[str]:
 
 def write_shard(tensors: dict[str, Tensor], path: Path) -> None:
     """Write contiguous CPU tensors. Raises OSError where that fails."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
 
     path.touch()
     mode = path.stat().st_mode  # what the user's umask says; safetensors makes files that only their owner can read

@@ -27,7 +27,7 @@ from quaver.trainer.checkpoint_folder import FORMAT, RECORD
 from quaver.trainer.config import Model
 from quaver.trainer.errors import OutputError
 from quaver.trainer.huggingface_config import kept_fields, model_from_hf, read_hf_config
-from quaver.trainer.huggingface_files import DTYPES, HFWeights, check_safetensors_is_installed, torch_dtype
+from quaver.trainer.huggingface_files import DTYPES, HFWeights, torch_dtype
 from quaver.trainer.huggingface_names import EMBEDDING, HEAD, all_shapes, file_shapes, listed
 from quaver.trainer.new_folder import check_new, new_folder
 from quaver.trainer.provenance import provenance
@@ -60,7 +60,6 @@ def open_hf(folder: Path) -> Import:
         ValueError: the files are damaged or do not fit.
         NotImplementedError: quaver's Llama does not do this.
     """
-    check_safetensors_is_installed()
     config = read_hf_config(folder)
     model = model_from_hf(config)
     found = Import(folder, config, model, HFWeights.open(folder))

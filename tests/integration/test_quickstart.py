@@ -1,0 +1,83 @@
+"""docs/quickstart.md as a newcomer types it: every command, in a clone, in order."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quaver.trainer.metrics import read_metrics
+
+REPOSITORY = Path(__file__).parents[2]
+PAGE = REPOSITORY / "docs" / "quickstart.md"
+
+
+def commands() -> list[str]:
+    """The lines of the page's shell blocks."""
+    blocks = re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    return [line for block in blocks for line in block.splitlines()]
+
+
+def set_up(clone: Path) -> None:
+    """What `make` would install, from the environment of this test: the same packages, in the place they are expected.
+
+    Installing is what CI does before it runs any test.
+    """
+    binaries = clone / ".venv" / "bin"
+    binaries.mkdir(parents=True)
+    # Not links: a Python that is linked to looks for its packages beside the link.
+    (binaries / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (binaries / "quaver").write_text(f'#!/bin/sh\nexec {sys.executable} -m quaver.cli "$@"\n')
+    for path in binaries.iterdir():
+        path.chmod(0o755)
+    (clone / ".venv" / ".base").touch()
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not (REPOSITORY / ".git").exists():
+        pytest.skip("needs the repository, to clone it")
+    folder = tmp_path_factory.mktemp("newcomer")
+    get, enter, *rest = commands()
+    assert (get, enter) == ("git clone <this repository> quaver", "cd quaver")
+    name = "quaver"
+    subprocess.run(["git", "clone", "--quiet", str(REPOSITORY), name], cwd=folder, check=True)
+    set_up(folder / name)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200"}
+    for command in rest:
+        done = subprocess.run(
+            command, shell=True, cwd=folder / name, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        assert "Traceback" not in done.stderr, command
+    return folder / name
+
+
+def test_every_command_runs(clone):
+    assert len(commands()) >= 10
+
+
+def test_what_the_page_says_is_there(clone):
+    runs = clone / "runs"
+    for file in ("config.toml", "metrics.jsonl", "curves.png", "conversion_report.json", "checkpoint"):
+        assert (runs / "first" / file).exists()
+    assert list((runs / "look" / "memory_snapshot").rglob("*.png"))
+    assert list((runs / "look" / "profile_trace").rglob("*.json.gz"))
+    assert (clone / "exported" / "model.safetensors").exists()
+
+
+def test_the_resumed_run_is_whole(clone):
+    records = [record for record in read_metrics(clone / "runs" / "mine" / "metrics.jsonl") if "loss" in record]
+    assert [record["step"] for record in records] == list(range(1, 19))
+    lines = (clone / "runs" / "mine" / "provenance.jsonl").read_text().splitlines()
+    assert [json.loads(line)["from_step"] for line in lines] == [0, 12, 16]
+
+
+def test_training_further_begins_where_the_first_run_ended(clone):
+    """Not at the loss of new weights, log(256) = 5.5; the text is another one, so it is not the same loss."""
+    mine = [r["loss"] for r in read_metrics(clone / "runs" / "mine" / "metrics.jsonl") if "loss" in r]
+    further = [r["loss"] for r in read_metrics(clone / "runs" / "further" / "metrics.jsonl") if "loss" in r]
+    assert abs(further[0] - mine[-1]) < 0.5 * abs(5.5 - mine[-1])
