@@ -39,7 +39,8 @@ def measure_peak(resident: Iterable[Tensor], *, device: torch.device, countable:
     Args:
         resident: what stays between steps: parameters, buffers, optimizer state.
         device: where they live.
-        countable: whether the exact count on CPU sees every tensor. It cannot look into compiled code.
+        countable: whether the exact count on CPU sees every tensor. It cannot look into compiled code
+            nor into what a DTensor does.
     """
     peak = PeakMemory()
     resident_bytes = storage_bytes(resident)

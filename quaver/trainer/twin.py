@@ -93,7 +93,8 @@ class Twin:
         self.precision = config.training.mixed_precision_param if in_tail else self.name
         measure: AbstractContextManager[PeakMemory] = nullcontext(self.peak)
         if measure_memory and self.precision == self.name:
-            countable = not config.training.compile
+            # Inside the operators of a DTensor, tensors come and go that nothing tells of.
+            countable = not config.training.compile and config.parallelism.tensor_parallel_degree == 1
             measure = measure_peak(self.resident_tensors(), device=self.device, countable=countable)
         synchronize(self.device)
         start = time.perf_counter()
