@@ -9,10 +9,11 @@ gives the folder its name once all have. The threads talk through a gloo group o
 do not mix with those of training. A failure is known to every rank's thread; `failed` tells of it, `wait` raises it.
 """
 
+import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -70,7 +71,6 @@ class Checkpointer:
         if ranks.is_alone:  # torch says each time that it saves one process's state; that is what is wanted
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         self._group = None if ranks.is_alone else dist.new_group(backend="gloo")
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._stager: DefaultStager | None = None
         self._pending: Future[str] | None = None
         self._saved_step = -1
@@ -108,7 +108,7 @@ class Checkpointer:
         if is_async:
             state = self._stage(state)
         self._saved_step = progress.step
-        self._pending = self._thread.submit(self._write, progress.step, state, record)
+        self._pending = self._begin_writing(progress.step, state, record)
         if not is_async:
             self.wait()
 
@@ -122,9 +122,10 @@ class Checkpointer:
             self._saved_step = -1
             raise CheckpointError(error)
 
-    def close(self) -> None:
-        """Wait for a save in progress, whose failure was told or is no longer of interest, and end the thread."""
-        self._thread.shutdown(wait=True)
+    def close(self, *, waits: bool = True) -> None:
+        """End with the run; a save in progress is finished, or abandoned where the user is in a hurry."""
+        if self._pending is not None and waits:
+            _outcome(self._pending)
         if self._stager is not None:
             self._stager.close()
 
@@ -160,6 +161,19 @@ class Checkpointer:
         if pinned:  # its buffers are used again
             self._stager = stager
         return staged
+
+    def _begin_writing(self, step: int, state: Mapping[str, Any], record: dict[str, Any]) -> "Future[str]":
+        """Write in a thread, which does not keep the process from ending as those of an executor do."""
+        written: Future[str] = Future()
+
+        def write() -> None:
+            try:
+                written.set_result(self._write(step, state, record))
+            except BaseException as error:  # noqa: BLE001 - it is the main thread's, which `wait` raises it in
+                written.set_exception(error)
+
+        threading.Thread(target=write, name="checkpoint", daemon=True).start()
+        return written
 
     def _write(self, step: int, state: Mapping[str, Any], record: dict[str, Any]) -> str:
         """Write and publish; return why it failed, the same on every rank, or the empty string. Runs in the thread."""

@@ -140,7 +140,7 @@ def train(run: Run) -> dict[str, Any]:
         OutputError: if another file cannot be written; on the first rank.
         KeyboardInterrupt: with several ranks, at a second Ctrl-C: the others are left wherever they are.
     """
-    status, error = "failed", None
+    status, error, in_a_hurry = "failed", None, False
     try:
         with (
             determinism(run.config.training.deterministic),
@@ -151,7 +151,7 @@ def train(run: Run) -> dict[str, Any]:
             _train_steps(run, outputs, interrupt)
             status = "finished" if run.progress.step >= run.config.training.steps else "interrupted"
     except KeyboardInterrupt:
-        status = "interrupted"
+        status, in_a_hurry = "interrupted", True
         if not run.ranks.is_alone:
             raise
     except (NonFiniteError, CheckpointError, OutputError) as found:
@@ -159,7 +159,7 @@ def train(run: Run) -> dict[str, Any]:
         error = str(found)
         raise
     finally:
-        run.checkpoints.close()
+        run.checkpoints.close(waits=not in_a_hurry)
         summary = _conclude(run, status, error)
     if run.folder:
         if run.progress.step == run.began_at_step and status == "finished":
@@ -167,7 +167,7 @@ def train(run: Run) -> dict[str, Any]:
         else:
             print_results(summary)
         print(f"run folder: {run.folder.path}")
-        if status == "interrupted" and run.config.checkpoint.enable:
+        if status == "interrupted" and run.checkpoints.folder.steps():
             print(f"go on with: quaver train --resume {run.folder.path}")
     return summary
 

@@ -144,6 +144,20 @@ def test_a_signal_saves_and_the_run_goes_on(where, tmp_path, number):
     assert numbers(run) == numbers(tmp_path / "runs" / "whole")
 
 
+def test_a_launcher_that_is_stopped_has_every_rank_save(where, tmp_path):
+    run = tmp_path / "runs" / "stopped"
+    process = on_two_ranks([*where, "--job.name=stopped", "--training.steps=1000000"])
+    while not ((run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text().count("\n") >= 3):
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)  # torchrun hands it to its ranks
+    output, _ = process.communicate(timeout=LIMIT_S)
+    assert f"quaver train --resume {run}" in output
+    (step,) = checkpoints(run).steps()
+    assert list(numbers(run)) == list(range(1, step + 1))
+    assert len(list((checkpoints(run).complete(step) / "delayed").glob("*.distcp"))) == 2
+
+
 def _no_file_above(limit_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
