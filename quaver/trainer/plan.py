@@ -9,7 +9,7 @@ import torch
 from quaver.convert import ConversionReport
 from quaver.devices import resolve_device
 from quaver.trainer.checkpoint_folder import read_record
-from quaver.trainer.config import TrainConfig
+from quaver.trainer.config import TrainConfig, require
 from quaver.trainer.data import TokenData, load_data
 from quaver.trainer.float8 import convert_model
 from quaver.trainer.gemm_precision import flops_per_token_by_precision
@@ -67,6 +67,13 @@ def plan_run(config: TrainConfig, ranks: Ranks) -> Plan:
     """
     config, layout = resolve(config, rank=ranks.rank, world_size=ranks.world_size)
     device = ranks.device(resolve_device(config.training.device))
+    require(
+        device.type == "cuda" or config.checkpoint.async_mode != "async_with_pinned_mem",
+        "checkpoint.async_mode",
+        "disabled or async on a device that is not CUDA",
+        config.checkpoint.async_mode,
+        "page-locked memory is there for copies from a GPU",
+    )
     check_loggers(config.metrics)
     if config.checkpoint.initial_load_path:
         read_record(config.checkpoint.initial_weights)

@@ -212,6 +212,7 @@ def test_refusals_are_one_line(config, tmp_path, capsys):
     assert "tensorwise" in refused([*resume, "--float8.recipe_name=tensorwise", *reset_delayed()], capsys)
     assert "job.name must be set" in refused(["--checkpoint.resume=auto"], capsys)
     assert "is not a checkpoint" in refused([f"--checkpoint.initial_load_path={tmp_path}"], capsys)
+    assert "disabled or async on a device" in refused(["--checkpoint.async_mode=async_with_pinned_mem"], capsys)
     assert "takes the config of the run folder" in refused([str(path / "config.toml"), *resume], capsys)
     assert "is not a run folder" in refused([*resume, f"--job.dump_folder={path}", "--job.name=checkpoint"], capsys)
 

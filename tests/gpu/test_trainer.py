@@ -1,0 +1,70 @@
+"""The trainer on a GPU: checkpoints that go on to the bit, snapshots, traces, memory in the records."""
+
+import json
+import pickle
+
+import pytest
+import torch
+
+from quaver.cli import main
+from quaver.trainer.metrics import read_metrics
+
+pytestmark = pytest.mark.gpu
+
+SMALL = [
+    *("--model.dim=256", "--model.n_layers=2", "--model.hidden_dim=768", "--training.seq_len=128"),
+    *("--training.local_batch_size=2", "--training.device=cuda", "--validation.freq=1000", "--validation.steps=1"),
+    *("--lr_scheduler.schedule=constant", "--lr_scheduler.warmup_steps=2", "--metrics.log_freq=1", "--deterministic"),
+]
+
+
+@pytest.fixture
+def where(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question\n" * 400)
+    return [*SMALL, f"--data={text}", f"--job.dump_folder={tmp_path / 'runs'}"]
+
+
+def numbers(run):
+    return [(r["step"], r["loss"], r["grad_norm"]) for r in read_metrics(run / "metrics.jsonl") if "loss" in r]
+
+
+@pytest.mark.parametrize("async_mode", ["async", "async_with_pinned_mem"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
+def test_a_run_goes_on_to_the_bit(where, tmp_path, recipe, async_mode):
+    words = [*where, f"--float8.recipe_name={recipe}", f"--checkpoint.async_mode={async_mode}"]
+    words += ["--checkpoint.interval=2"]
+    assert main(["train", *words, "--job.name=a", "--training.steps=4"]) == 0
+    assert main(["train", f"--resume={tmp_path / 'runs' / 'a'}", "--training.steps=8"]) == 0
+    assert main(["train", *words, "--job.name=b", "--training.steps=8"]) == 0
+    assert numbers(tmp_path / "runs" / "a") == numbers(tmp_path / "runs" / "b")
+
+
+def test_records_have_both_peaks_of_the_allocator(where, tmp_path):
+    assert main(["train", *where, "--job.name=a", "--training.steps=3", "--compare"]) == 0
+    records = [r for r in read_metrics(tmp_path / "runs" / "a" / "metrics.jsonl") if "loss" in r]
+    for record in records:
+        assert 0 < record["memory_active_bytes"] <= record["memory_reserved_bytes"]
+        assert 0 < record["memory_active_share"] <= record["memory_reserved_share"] < 1
+    summary = json.loads((tmp_path / "runs" / "a" / "summary.json").read_text())
+    assert summary["bfloat16_peak"]["source"].startswith(("data sheet of", "unknown device; measured"))
+    assert summary["comparison"]["peak_memory_ratio"] is not None
+
+
+def test_snapshots_and_traces(where, tmp_path):
+    words = [*where, "--job.name=a", "--training.steps=6", "--profiling.enable_profiling", "--profiling.profile_freq=6"]
+    words += ["--profiling.enable_memory_snapshot", "--profiling.memory_snapshot_step=3"]
+    assert main(["train", *words]) == 0
+    run = tmp_path / "runs" / "a"
+    (snapshot,) = (run / "memory_snapshot").rglob("*.pickle")
+    assert pickle.loads(snapshot.read_bytes())["segments"]
+    assert list((run / "profile_trace").rglob("*.json.gz"))
+
+
+def test_compiled_blocks_train_and_go_on(where, tmp_path):
+    words = [*where, "--training.compile", "--job.name=a"]
+    assert main(["train", *words, "--training.steps=3"]) == 0
+    assert main(["train", f"--resume={tmp_path / 'runs' / 'a'}", "--training.steps=5"]) == 0
+    assert [step for step, *_ in numbers(tmp_path / "runs" / "a")] == [1, 2, 3, 4, 5]
+    assert all(torch.tensor(loss).isfinite() for _, loss, _ in numbers(tmp_path / "runs" / "a"))
