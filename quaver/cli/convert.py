@@ -8,9 +8,9 @@ from typing import NoReturn
 
 from quaver.cli.errors import bad_input, print_error
 from quaver.trainer.errors import CheckpointError, OutputError
-from quaver.trainer.huggingface_export import export_hf, parse_size
-from quaver.trainer.huggingface_import import import_hf
-from quaver.trainer.huggingface_names import file_shapes
+from quaver.trainer.huggingface.exporting import export_hf, parse_size
+from quaver.trainer.huggingface.importing import import_hf
+from quaver.trainer.huggingface.names import file_shapes
 
 EXIT_BAD_INPUT = 2
 EXIT_NOT_WRITTEN = 4

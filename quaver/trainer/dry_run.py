@@ -18,16 +18,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from quaver import Float8Linear
 from quaver.convert import ConversionReport
-from quaver.trainer.checkpoint_folder import read_record
+from quaver.trainer.checkpoints.folder import read_record
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.data.source import Source, find_source
 from quaver.trainer.data.tokenizer import check_vocabulary, load_tokenizer
 from quaver.trainer.gemm_precision import LinearPrecision, grouped, linear_precisions
 from quaver.trainer.layout import Layout, resolve
-from quaver.trainer.loggers import check_loggers
 from quaver.trainer.model import Llama, training_flops_per_token
 from quaver.trainer.parallelize import parallelize
 from quaver.trainer.plan import make_models
+from quaver.trainer.records.loggers import check_loggers
 from quaver.trainer.tensors import plain_tensors
 
 

@@ -8,17 +8,17 @@ import torch
 
 from quaver.convert import ConversionReport
 from quaver.devices import resolve_device
-from quaver.trainer.checkpoint_folder import read_record
+from quaver.trainer.checkpoints.folder import read_record
 from quaver.trainer.config import TrainConfig, require
 from quaver.trainer.data import TokenData, load_data
 from quaver.trainer.float8 import convert_model
 from quaver.trainer.gemm_precision import flops_per_token_by_precision
 from quaver.trainer.layout import Layout, resolve
-from quaver.trainer.loggers import check_loggers
 from quaver.trainer.model import Llama
-from quaver.trainer.provenance import provenance
 from quaver.trainer.ranks import Ranks
-from quaver.trainer.run_folder import RunFolder
+from quaver.trainer.records.loggers import check_loggers
+from quaver.trainer.records.provenance import provenance
+from quaver.trainer.records.run_folder import RunFolder
 
 
 @dataclass

@@ -16,28 +16,28 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from quaver.devices import PeakFlops, peak_flops
-from quaver.trainer.checkpoint import Checkpointer, Progress, load_weights
+from quaver.trainer.checkpoints.checkpointer import Checkpointer, Progress, load_weights
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.data import Batch, TokenData
 from quaver.trainer.determinism import determinism
-from quaver.trainer.device_memory import begin_step, step_memory
-from quaver.trainer.display import Display, print_results, training_display
 from quaver.trainer.errors import CheckpointError, NonFiniteError, OutputError
 from quaver.trainer.initialize import allocate, initialize
 from quaver.trainer.interrupt import Interrupt, deferred_interrupt
 from quaver.trainer.layout import Layout
-from quaver.trainer.loggers import Logger, loggers
-from quaver.trainer.loss_spikes import is_spike, remember
-from quaver.trainer.metrics import MetricsWriter, utilization
 from quaver.trainer.parallelize import parallelize
 from quaver.trainer.plan import Plan, open_folder, plan_run
-from quaver.trainer.plot import draw_curves
-from quaver.trainer.plot_scales import draw_scales
-from quaver.trainer.profiling import Profiling
+from quaver.trainer.profiling.steps import Profiling
 from quaver.trainer.ranks import Ranks
-from quaver.trainer.run_folder import RunFolder
-from quaver.trainer.scales import saturation_summary, scales_record
-from quaver.trainer.summary import summarize
+from quaver.trainer.records.device_memory import begin_step, step_memory
+from quaver.trainer.records.display import Display, print_results, training_display
+from quaver.trainer.records.loggers import Logger, loggers
+from quaver.trainer.records.loss_spikes import is_spike, remember
+from quaver.trainer.records.metrics import MetricsWriter, utilization
+from quaver.trainer.records.plot import draw_curves
+from quaver.trainer.records.plot_scales import draw_scales
+from quaver.trainer.records.run_folder import RunFolder
+from quaver.trainer.records.scales import saturation_summary, scales_record
+from quaver.trainer.records.summary import summarize
 from quaver.trainer.twin import StepResult, Twin
 from quaver.trainer.watchdog import Watchdog, watchdog
 

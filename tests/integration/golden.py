@@ -16,7 +16,7 @@ import torch
 from quaver.config import Float8LinearRecipeName
 from quaver.trainer.config import Checkpoint
 from quaver.trainer.config_io import load_config
-from quaver.trainer.metrics import read_metrics
+from quaver.trainer.records.metrics import read_metrics
 from quaver.trainer.train import prepare, train
 
 FILE = Path(__file__).with_name("golden_losses.json")

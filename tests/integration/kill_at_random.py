@@ -16,7 +16,7 @@ import torch
 
 import quaver.trainer.train  # noqa: F401 - imported once, before the forks
 from quaver.cli import main
-from quaver.trainer.checkpoint_folder import CheckpointFolder
+from quaver.trainer.checkpoints.folder import CheckpointFolder
 
 
 def start(words: list[str]) -> int:

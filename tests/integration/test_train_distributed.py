@@ -3,7 +3,8 @@
 In float32 a run on several ranks adds the same numbers as one process in another order: losses agree to a few units
 in the last place (2e-7 measured, 2e-6 allowed), and gradient norms, which see every gradient, to ten times that. In
 float8 a last place may move a value from one code to the next, an eighth of the value; that is rare, and one among
-thousands: 1e-5 for losses, and for norms 5e-4 (2.3e-4 measured, in the third step, after updates that differ). The warm-up is one step long, so that updates matter from the first on.
+thousands: 1e-5 for losses, and for norms 5e-4 (2.3e-4 measured, in the third step, after updates that differ). The
+warm-up is one step long, so that updates matter from the first on.
 Every launch of torchrun costs seconds, so the runs of one number of ranks share one.
 """
 
@@ -19,7 +20,7 @@ import pytest
 import torch
 
 from quaver.cli import main
-from quaver.trainer.metrics import read_metrics
+from quaver.trainer.records.metrics import read_metrics
 
 REPOSITORY = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("train_on_ranks.py")

@@ -13,8 +13,8 @@ from torch import nn
 
 from quaver.trainer.config import ActivationCheckpoint, Float8, Job, TrainConfig
 from quaver.trainer.config_io import load_config, parse_arguments
-from quaver.trainer.metrics import read_metrics
 from quaver.trainer.model import Block
+from quaver.trainer.records.metrics import read_metrics
 from quaver.trainer.train import Run, prepare, train
 
 WORKER = Path(__file__).parents[2] / "integration" / "train_on_ranks.py"

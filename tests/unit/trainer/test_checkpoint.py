@@ -10,10 +10,10 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from quaver.cli import main
-from quaver.trainer.checkpoint import CheckpointError, saved_keys
-from quaver.trainer.checkpoint_folder import RECORD, CheckpointFolder, read_record
+from quaver.trainer.checkpoints.checkpointer import CheckpointError, saved_keys
+from quaver.trainer.checkpoints.folder import RECORD, CheckpointFolder, read_record
 from quaver.trainer.config import Checkpoint, Float8, LRScheduler, TrainConfig
-from quaver.trainer.metrics import read_metrics
+from quaver.trainer.records.metrics import read_metrics
 from quaver.trainer.train import Run, prepare, train
 
 KEPT = Float8(recipe_name="delayed", delayed_history_len=3)
@@ -252,7 +252,7 @@ def test_a_removal_that_is_cut_short_leaves_nothing_that_looks_complete(tmp_path
     def fail(path: Path) -> None:
         raise OSError("cut short")
 
-    monkeypatch.setattr("quaver.trainer.checkpoint_folder.shutil.rmtree", fail)
+    monkeypatch.setattr("quaver.trainer.checkpoints.folder.shutil.rmtree", fail)
     with pytest.raises(OSError, match="cut short"):
         folder.prune(1)
     assert folder.steps() == [2]

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from quaver import Float8Linear
 from quaver.trainer.config import Float8, Parallelism, TrainConfig, Training, Validation
 from quaver.trainer.float8 import in_high_precision
-from quaver.trainer.metrics import read_metrics
 from quaver.trainer.parallelize import parallelize
+from quaver.trainer.records.metrics import read_metrics
 from quaver.trainer.train import Run, prepare, train
 from quaver.trainer.twin import Twin
 

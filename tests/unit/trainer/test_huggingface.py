@@ -17,17 +17,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from quaver.cli import main
-from quaver.trainer import huggingface_export, huggingface_import
-from quaver.trainer.checkpoint_folder import read_record
+from quaver.trainer.checkpoints.folder import read_record
+from quaver.trainer.checkpoints.single_process import single_process
 from quaver.trainer.config import Model
 from quaver.trainer.config_io import load_config, parse_arguments
 from quaver.trainer.data import load_data
-from quaver.trainer.huggingface_config import hf_config, model_from_hf
-from quaver.trainer.huggingface_files import HFWeights, plan_shards
+from quaver.trainer.huggingface import exporting, importing
+from quaver.trainer.huggingface.config import hf_config, model_from_hf
+from quaver.trainer.huggingface.files import HFWeights, plan_shards
 from quaver.trainer.layout import Layout
-from quaver.trainer.metrics import read_metrics
 from quaver.trainer.model import Llama
-from quaver.trainer.single_process import single_process
+from quaver.trainer.records.metrics import read_metrics
 
 pytestmark = pytest.mark.filterwarnings("error:torch.distributed is disabled")
 
@@ -190,7 +190,7 @@ def test_import_takes_a_tied_projection_that_is_stored_and_refuses_another(copy,
 def test_import_holds_one_tensor_at_a_time(hf, tmp_path, monkeypatch):
     memories: list[StorageWeakRef] = []
     most = 0
-    resolve = huggingface_import._StreamingPlanner.resolve_data
+    resolve = importing._StreamingPlanner.resolve_data
 
     def counted(self: Any, item: Any) -> Tensor:
         nonlocal most
@@ -199,7 +199,7 @@ def test_import_holds_one_tensor_at_a_time(hf, tmp_path, monkeypatch):
         most = max(most, sum(not each.expired() for each in memories))
         return tensor
 
-    monkeypatch.setattr(huggingface_import._StreamingPlanner, "resolve_data", counted)
+    monkeypatch.setattr(importing._StreamingPlanner, "resolve_data", counted)
     convert("hf-to-quaver", hf("plain"), tmp_path / "out")
     assert len(memories) == 21
     assert most <= 2  # the one before, until the next one is there
@@ -441,12 +441,12 @@ def test_a_failed_write_leaves_nothing_and_says_so(hf, tmp_path, capsys, monkeyp
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(huggingface_import._StreamingPlanner, "resolve_data", full)
+        patch.setattr(importing._StreamingPlanner, "resolve_data", full)
         assert main(["convert", "hf-to-quaver", str(hf("plain")), str(tmp_path / "out")]) == 4
     assert "cannot write the weights" in (said := capsys.readouterr().err)
     assert "No space left on device" in said
     convert("hf-to-quaver", hf("plain"), tmp_path / "out")
-    monkeypatch.setattr(huggingface_export, "write_shard", full)
+    monkeypatch.setattr(exporting, "write_shard", full)
     assert "No space left on device" in refused(capsys, "quaver-to-hf", tmp_path / "out", tmp_path / "back")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
@@ -469,9 +469,9 @@ def test_shards_hold_at_most_so_much_in_order():
     sizes = {"a": 3, "b": 3, "c": 9, "d": 1, "e": 4, "f": 1}
     assert plan_shards(sizes, 5) == [["a"], ["b"], ["c"], ["d", "e"], ["f"]]
     assert plan_shards(sizes, 100) == [list("abcdef")]
-    assert huggingface_export.parse_size("5GB") == 5 * 10**9
-    assert huggingface_export.parse_size("1.5 KiB") == 1536
-    assert huggingface_export.parse_size("700") == 700
+    assert exporting.parse_size("5GB") == 5 * 10**9
+    assert exporting.parse_size("1.5 KiB") == 1536
+    assert exporting.parse_size("700") == 700
 
 
 def test_a_tensor_in_two_files_is_refused(hf, tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 from matplotlib.figure import Figure
 
-from quaver.trainer.plot import _smooth, draw_curves
+from quaver.trainer.records.plot import _smooth, draw_curves
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

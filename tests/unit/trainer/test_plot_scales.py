@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from quaver.trainer.plot_scales import MOST_COLUMNS, MOST_LABELS, draw_scales, panels_of, short_names
+from quaver.trainer.records.plot_scales import MOST_COLUMNS, MOST_LABELS, draw_scales, panels_of, short_names
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

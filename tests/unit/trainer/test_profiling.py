@@ -19,9 +19,9 @@ from quaver.phases import phase, watch_phases
 from quaver.trainer.config import Profiling as ProfilingConfig
 from quaver.trainer.config import TrainConfig, Training
 from quaver.trainer.errors import OutputError
-from quaver.trainer.profiling import Profiling
+from quaver.trainer.profiling.steps import Profiling
+from quaver.trainer.profiling.traces import traced
 from quaver.trainer.ranks import Ranks
-from quaver.trainer.traces import traced
 
 CPU = torch.device("cpu")
 PHASES = ("quaver::amax", "quaver::cast", "quaver::gemm")

@@ -13,11 +13,11 @@ import torch
 from quaver.devices import DEVICE_SPECS, PeakFlops, find_device_spec, peak_flops
 from quaver.trainer.config import Metrics, TrainConfig
 from quaver.trainer.config_docs import configuration_page
-from quaver.trainer.device_memory import memory_words, step_memory
 from quaver.trainer.errors import OutputError
-from quaver.trainer.loggers import check_loggers
-from quaver.trainer.metrics import MetricsWriter, read_metrics, rewind_metrics, utilization
-from quaver.trainer.provenance import git_revision, provenance
+from quaver.trainer.records.device_memory import memory_words, step_memory
+from quaver.trainer.records.loggers import check_loggers
+from quaver.trainer.records.metrics import MetricsWriter, read_metrics, rewind_metrics, utilization
+from quaver.trainer.records.provenance import git_revision, provenance
 from quaver.trainer.train import prepare, train
 
 ROOT = Path(__file__).parents[3]

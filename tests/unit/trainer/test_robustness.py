@@ -12,8 +12,8 @@ from quaver.trainer import train as train_module
 from quaver.trainer.config import Comm, Float8, TrainConfig
 from quaver.trainer.determinism import determinism
 from quaver.trainer.errors import NonFiniteError
-from quaver.trainer.loss_spikes import LEAST, WINDOW, is_spike, remember
-from quaver.trainer.metrics import read_metrics
+from quaver.trainer.records.loss_spikes import LEAST, WINDOW, is_spike, remember
+from quaver.trainer.records.metrics import read_metrics
 from quaver.trainer.train import Run, prepare, train
 from quaver.trainer.twin import Twin
 from quaver.trainer.watchdog import watchdog

@@ -6,7 +6,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quaver.trainer.config import Model
-from quaver.trainer.huggingface_config import hf_config
+from quaver.trainer.huggingface.config import hf_config
 from quaver.trainer.model import rope_tables, scaled_frequencies
 
 

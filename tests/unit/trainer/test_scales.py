@@ -14,9 +14,9 @@ from quaver.trainer import twin as twin_module
 from quaver.trainer.config import Float8, LRScheduler, Metrics, TrainConfig
 from quaver.trainer.errors import NonFiniteError
 from quaver.trainer.memory import storage_bytes
-from quaver.trainer.metrics import read_metrics
 from quaver.trainer.model import Block
-from quaver.trainer.scales import saturation_summary, scales_record
+from quaver.trainer.records.metrics import read_metrics
+from quaver.trainer.records.scales import saturation_summary, scales_record
 from quaver.trainer.train import Run, prepare, train
 
 NAN, INF = math.nan, math.inf

@@ -13,9 +13,9 @@ from quaver.trainer.config_io import load_config
 from quaver.trainer.errors import NonFiniteError
 from quaver.trainer.interrupt import deferred_interrupt
 from quaver.trainer.memory import PeakMemory
-from quaver.trainer.metrics import MetricsWriter, median_step_seconds, read_metrics
-from quaver.trainer.run_folder import RunFolder
-from quaver.trainer.summary import summarize
+from quaver.trainer.records.metrics import MetricsWriter, median_step_seconds, read_metrics
+from quaver.trainer.records.run_folder import RunFolder
+from quaver.trainer.records.summary import summarize
 from quaver.trainer.train import Run, prepare, train
 
 PNG = b"\x89PNG\r\n\x1a\n"

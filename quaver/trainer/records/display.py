@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from quaver.trainer.device_memory import memory_words
+from quaver.trainer.records.device_memory import memory_words
 
 
 @dataclass

@@ -22,16 +22,16 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from quaver.trainer.checkpoint import Progress
-from quaver.trainer.checkpoint_folder import FORMAT, RECORD
+from quaver.trainer.checkpoints.checkpointer import Progress
+from quaver.trainer.checkpoints.folder import FORMAT, RECORD
+from quaver.trainer.checkpoints.new_folder import check_new, new_folder
+from quaver.trainer.checkpoints.single_process import first_line, single_process
 from quaver.trainer.config import Model
 from quaver.trainer.errors import OutputError
-from quaver.trainer.huggingface_config import kept_fields, model_from_hf, read_hf_config
-from quaver.trainer.huggingface_files import DTYPES, HFWeights, torch_dtype
-from quaver.trainer.huggingface_names import EMBEDDING, HEAD, all_shapes, file_shapes, listed
-from quaver.trainer.new_folder import check_new, new_folder
-from quaver.trainer.provenance import provenance
-from quaver.trainer.single_process import first_line, single_process
+from quaver.trainer.huggingface.config import kept_fields, model_from_hf, read_hf_config
+from quaver.trainer.huggingface.files import DTYPES, HFWeights, torch_dtype
+from quaver.trainer.huggingface.names import EMBEDDING, HEAD, all_shapes, file_shapes, listed
+from quaver.trainer.records.provenance import provenance
 
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Buffers that old versions of transformers saved; the config says what is in them."""

@@ -8,7 +8,7 @@ import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from quaver.trainer.metrics import WARMUP_STEPS, read_metrics
+from quaver.trainer.records.metrics import WARMUP_STEPS, read_metrics
 
 Record = dict[str, Any]
 

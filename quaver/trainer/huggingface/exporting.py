@@ -16,21 +16,21 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from quaver.trainer.checkpoint_folder import read_record
+from quaver.trainer.checkpoints.folder import read_record
+from quaver.trainer.checkpoints.new_folder import check_new, new_folder
+from quaver.trainer.checkpoints.single_process import first_line, single_process
 from quaver.trainer.config import Model
 from quaver.trainer.config_io import build_config
 from quaver.trainer.errors import CheckpointError
-from quaver.trainer.huggingface_config import KEPT, hf_config
-from quaver.trainer.huggingface_files import (
+from quaver.trainer.huggingface.config import KEPT, hf_config
+from quaver.trainer.huggingface.files import (
     plan_shards,
     shard_names,
     torch_dtype,
     write_index,
     write_shard,
 )
-from quaver.trainer.huggingface_names import file_shapes, listed
-from quaver.trainer.new_folder import check_new, new_folder
-from quaver.trainer.single_process import first_line, single_process
+from quaver.trainer.huggingface.names import file_shapes, listed
 
 TOKENIZER_FILES = (
     "tokenizer.json",

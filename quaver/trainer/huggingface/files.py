@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quaver.trainer.huggingface_names import listed
+from quaver.trainer.huggingface.names import listed
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -19,7 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from quaver.trainer.metrics import read_metrics
+from quaver.trainer.records.metrics import read_metrics
 
 Record = dict[str, Any]
 Grid = np.ndarray[Any, np.dtype[np.float64]]

@@ -9,7 +9,7 @@ import torch
 from quaver.devices import PeakFlops, describe
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.layout import Layout
-from quaver.trainer.metrics import median_step_seconds, utilization
+from quaver.trainer.records.metrics import median_step_seconds, utilization
 from quaver.trainer.twin import Twin
 
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quaver.trainer.checkpoints.new_folder import sync
+
 FORMAT = 1
 RECORD = "checkpoint.json"
 _COMPLETE = re.compile(r"step-(\d{8,})")
@@ -53,11 +55,11 @@ class CheckpointFolder:
             file.flush()
             os.fsync(file.fileno())
         for folder in [each for each in partial.iterdir() if each.is_dir()] + [partial]:
-            _sync_folder(folder)
+            sync(folder)
         if complete.exists():  # of a run that was begun again from an earlier step: never the newest that counts
             complete.rename(self.path / f".{complete.name}.replaced.partial")
         partial.rename(complete)
-        _sync_folder(self.path)
+        sync(self.path)
 
     def remove_after(self, step: int) -> None:
         """Remove complete checkpoints of later steps: of a history that was given up by going on from `step`."""
@@ -103,14 +105,3 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
         found = record.get("format") if isinstance(record, dict) else None
         raise ValueError(f"{str(path)!r} has format {found!r}; this version of quaver reads format {FORMAT}")
     return record
-
-
-def _sync_folder(path: Path) -> None:
-    """Make the names in a folder durable, where the system lets folders be opened."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

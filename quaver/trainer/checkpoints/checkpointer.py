@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from quaver.trainer.checkpoint_folder import FORMAT, CheckpointFolder, read_record
+from quaver.trainer.checkpoints.folder import FORMAT, CheckpointFolder, read_record
 from quaver.trainer.config import Checkpoint
 from quaver.trainer.errors import CheckpointError
 from quaver.trainer.ranks import Ranks

@@ -31,15 +31,16 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         yield partial
         for written in (*partial.rglob("*"), partial):
-            _sync(written)
+            sync(written)
         check_new(path)  # a rename would replace an empty folder that was made meanwhile
         partial.rename(path)
-        _sync(path.parent)
+        sync(path.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # what was raised in the block matters more
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have what was written to a file, or the names in a folder, on the disk when this returns."""
     if os.name != "posix" and path.is_dir():  # Windows opens no folders
         return
     descriptor = os.open(path, os.O_RDONLY)

@@ -30,11 +30,11 @@ from quaver import Float8Linear
 from quaver.memory import draw_timeline, record_timeline
 from quaver.scale_state import LinearScales
 from quaver.trainer.config import TrainConfig
-from quaver.trainer.cuda_snapshots import recorded_history, write_snapshot
 from quaver.trainer.errors import OutputError
-from quaver.trainer.memory_request import MemoryRequest, memory_request
+from quaver.trainer.profiling.cuda_snapshots import recorded_history, write_snapshot
+from quaver.trainer.profiling.memory_request import MemoryRequest, memory_request
+from quaver.trainer.profiling.traces import traced
 from quaver.trainer.ranks import Ranks
-from quaver.trainer.traces import traced
 
 
 class Profiling:

@@ -11,7 +11,7 @@ from typing import Any
 
 from quaver.trainer.config import Model
 from quaver.trainer.config.model import RopeScaling
-from quaver.trainer.huggingface_names import listed
+from quaver.trainer.huggingface.names import listed
 
 ARCHITECTURE = "LlamaForCausalLM"
 

@@ -7,11 +7,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from quaver.trainer.checkpoint_folder import CheckpointFolder
+from quaver.trainer.checkpoints.folder import CheckpointFolder
 from quaver.trainer.config import Checkpoint, TrainConfig
 from quaver.trainer.config_io import load_config, write_config
 from quaver.trainer.errors import OutputError
-from quaver.trainer.metrics import rewind_metrics
+from quaver.trainer.records.metrics import rewind_metrics
 
 CONFIG = "config.toml"
 

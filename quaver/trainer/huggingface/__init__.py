@@ -1,0 +1,1 @@
+"""Weights of Llama models from Hugging Face, and to it."""

@@ -1,0 +1,1 @@
+"""Traces and memory of single steps."""

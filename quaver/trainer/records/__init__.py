@@ -1,0 +1,1 @@
+"""What a run writes down and shows: numbers, pictures, where it comes from."""
