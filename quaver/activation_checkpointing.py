@@ -20,9 +20,9 @@ input was cast before it came to the block (casts.py) would read no amax in the 
 which would get that of another tensor, in silence. So a block with a policy gets its inputs as new tensor objects, of
 which nothing is remembered yet.
 
-[Note: eager code on a CPU] There the C extension's casts and small matmuls, and the pieces of the exact float8 matmul,
-are not operations that a policy sees (kernels/cpu.py, kernels/exact_mm.py). They are computed again: the numbers are
-the same, but float8 matmuls are not kept, nor counted. Compiled code and GPUs keep them as said above.
+[Note: eager code on a CPU] There the C extension's casts are not operations that a policy sees (kernels/cpu.py). They
+are computed again, to the same bits. Float8 matmuls are: gemm.py goes through the dispatcher while one of its modes is
+on, as a policy's is.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from quaver.formats import E5M2, FORMATS
 from quaver.kernels.exact_mm import exact_float8_mm
+from quaver.phases import phase
 from quaver.scaling import runs_eagerly_on_cpu
 
 ALIGNMENT = 16
@@ -68,7 +69,7 @@ def float8_mm(
         ValueError: shapes, dtypes or scale shapes that do not fit.
     """
     _check_operands(a, b, a_dequant_scale, b_dequant_scale)
-    return unchecked_float8_mm(
+    return _float8_mm_phase(
         a,
         b,
         a_dequant_scale,
@@ -100,13 +101,25 @@ def unchecked_float8_mm(
         return out if bias is None else out + bias.to(out_dtype)
     if not a.is_cpu and _backend_of(a, a_dequant_scale, b_dequant_scale, emulate) is GemmBackend.NATIVE:
         return _native_mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype, use_fast_accum)
-    exact_mm = exact_float8_mm if runs_eagerly_on_cpu(a) else torch.ops.quaver.exact_float8_mm
+    exact_mm = exact_float8_mm if _nobody_watches(a) else torch.ops.quaver.exact_float8_mm
     if not pad:
         return exact_mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype, scales_are_powers_of_2)
     columns = b.shape[1]
     a, b, b_dequant_scale = _padded(a, b, b_dequant_scale)
     bias = bias if bias is None else F.pad(bias, (0, b.shape[1] - columns))
     return exact_mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype, scales_are_powers_of_2)[:, :columns]
+
+
+_float8_mm_phase = phase("quaver::gemm")(unchecked_float8_mm)
+
+
+def _nobody_watches(a: Tensor) -> bool:
+    """Whether the exact matmul may run without the dispatcher, which costs microseconds.
+
+    Not where a dispatch mode is on, above all that of a selective checkpoint: to it a float8 matmul is one operation,
+    as `mm` is.
+    """
+    return runs_eagerly_on_cpu(a) and torch._C._len_torch_dispatch_stack() == 0
 
 
 def _check_operands(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor) -> None:

@@ -17,6 +17,12 @@ Kept for backward, with M tokens:
 Reads of an operand for its amax per step: one each tensorwise, two each rowwise (one per direction), and three in all
 for rowwise_with_gw_hp, whose tensorwise weight amax is the largest of its row amaxes.
 
+[Note: saving before the matmul] A checkpoint ends its recomputation when all that the forward saved has been saved
+again. An autograd.Function saves when it returns, so a recomputation would end with a matmul whose result nobody
+reads, and its memory. Where a checkpoint looks on, the linear is therefore two functions: one that saves, then one
+that multiplies. Not where the checkpoint has a policy: the result that it keeps is freed when a recomputation asks for
+it, and one that ends before would leave it alive.
+
 Everything here works on plain tensors: autograd sees one function, and tensor subclasses stay at the boundaries. A
 weight or an input that arrives as a `Float8Tensor` has been cast where it was gathered; its operands are taken out and
 used. Where the matrices of a linear are spread over ranks, a `LinearSharding` casts them with the scales of the whole.
@@ -24,10 +30,13 @@ used. Where the matrices of a linear are spread over ranks, a `LinearSharding` c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from quaver.casts import NO_KEPT_SCALES, KeptScales, MatrixCasts, Operand, Scales, cast_with, casts_of_activation
 from quaver.config import CastConfig, Float8GemmConfig, Float8LinearConfig
@@ -35,7 +44,11 @@ from quaver.formats import HP_DTYPES
 from quaver.gemm import unchecked_float8_mm
 from quaver.kernels.cast import KeptScale
 from quaver.linear_surroundings import LinearScaling, LinearSharding
+from quaver.phases import phase
 from quaver.tensor import Float8Tensor, WrappedTensor
+
+_top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_POLICY_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 _DOUBLE_BACKWARD = (
     "a Float8Linear has no second derivative: its casts to float8 are steps. "
@@ -103,6 +116,7 @@ class ScopedWeight:
             )
 
 
+@phase("quaver::gemm")
 def _matmul(
     a: Operand,
     b: Operand,
@@ -129,76 +143,124 @@ def _matmul(
     )
 
 
+class _How(NamedTuple):
+    """What a linear computes with, beside its tensors."""
+
+    config: Float8LinearConfig
+    hp_dtype: torch.dtype
+    weight_casts: WeightCasts | None
+    kept: KeptScales
+    sharding: LinearSharding | None
+
+
 class _Float8Linear(torch.autograd.Function):
     """`output` forward, `grad_input` and `grad_weight` backward; see the top of the file."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        how: tuple[Float8LinearConfig, torch.dtype, WeightCasts | None, KeptScales, LinearSharding | None],
-    ) -> Tensor:
-        config, hp_dtype, weight_casts, kept, sharding = how
-        needs_grad_input, needs_grad_weight = ctx.needs_input_grad[:2]
-        rows: Tensor = input
-        input_casts: MatrixCasts | _GatheredInput
-        if isinstance(input, Float8Tensor):
-            input_casts = _GatheredInput(input)
-        else:
-            rows = _rows(input)
-            input_casts = (
-                casts_of_activation(input, config, hp_dtype, kept.input)
-                if sharding is None
-                else sharding.input_casts(input, config, hp_dtype, kept.input)
-            )
-        input_op = input_casts.cast(rows, config.casts.input, 1)
-        saved: list[Tensor | None] = [None] * 5
-        if needs_grad_weight:
-            saved[0:2] = input_casts.cast(rows, config.casts.input_for_grad_weight, 0)
-        if weight_casts is None and config.keep_float8_weight_for_backward and needs_grad_input:
-            weight_casts = cast_weight(weight, config, hp_dtype, kept.weight, sharding)
-        if weight_casts is not None:
-            weight_op = weight_casts.for_output
-            if needs_grad_input:
-                saved[2:4] = weight_casts.for_grad_input
-        else:
-            casts = _weight_casts(config, hp_dtype, kept.weight, sharding)
-            weight_op = casts.cast(weight, config.casts.weight, 1)
-            if needs_grad_input:
-                saved[2] = weight
-                other = config.casts.weight_for_grad_input
-                scales = None if other.is_disabled or other.is_rowwise else casts.tensorwise_scales()
-                if scales is not None:
-                    saved[3:5] = scales
-        ctx.save_for_backward(*saved)
-        bias_dtype = None if bias is None else bias.dtype
-        ctx.kept = (
-            config,
-            hp_dtype,
-            weight_casts is not None,
-            input.shape,
-            input.dtype,
-            weight.dtype,
-            bias_dtype,
-            kept,
-            sharding,
-        )
-        output = _matmul(input_op, weight_op.t(), config.gemm_config_output, config, hp_dtype, bias)
-        if input.dim() != 2:
-            output = output.view(*input.shape[:-1], weight.shape[0])
-        return output if sharding is None else sharding.reduce_output(output)
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
+        return _output(input, weight, bias, how, *_save(ctx, input, weight, bias, how))
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            with torch.no_grad():
-                grads = _gradients(ctx, grad_output)
-            grads = _RefuseDoubleBackward.apply(*(g if g is None else g.detach().requires_grad_() for g in grads))
-        else:
-            grads = _gradients(ctx, grad_output)
-        return (*grads, None)
+        return (*_differentiable_once(ctx, grad_output), None)
+
+
+class _SaveFirst(torch.autograd.Function):
+    """[Note: saving before the matmul] The first half of `_Float8Linear`: what it saves, and its whole backward.
+
+    The result stands for the output, with its shape and no memory. `operands` gets those of the output's matmul.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, how: _How, operands: list[tuple[Operand, Operand]]
+    ) -> Tensor:
+        operands.append(_save(ctx, input, weight, bias, how))
+        stand_in = torch.empty((), dtype=how.hp_dtype, device=input.device)
+        return stand_in.expand(*input.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return (*_differentiable_once(ctx, grad_output), None, None)
+
+
+class _ThenMultiply(torch.autograd.Function):
+    """The second half: the matmul, which saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, saved_first: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        return compute()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return grad_output, None
+
+
+def _save(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> tuple[Operand, Operand]:
+    """Cast the operands of `output`, which are returned, and save in `ctx` what backward reads."""
+    config, hp_dtype, weight_casts, kept, sharding = how
+    needs_grad_input, needs_grad_weight = ctx.needs_input_grad[:2]
+    rows: Tensor = input
+    input_casts: MatrixCasts | _GatheredInput
+    if isinstance(input, Float8Tensor):
+        input_casts = _GatheredInput(input)
+    else:
+        rows = _rows(input)
+        input_casts = (
+            casts_of_activation(input, config, hp_dtype, kept.input)
+            if sharding is None
+            else sharding.input_casts(input, config, hp_dtype, kept.input)
+        )
+    input_op = input_casts.cast(rows, config.casts.input, 1)
+    saved: list[Tensor | None] = [None] * 5
+    if needs_grad_weight:
+        saved[0:2] = input_casts.cast(rows, config.casts.input_for_grad_weight, 0)
+    if weight_casts is None and config.keep_float8_weight_for_backward and needs_grad_input:
+        weight_casts = cast_weight(weight, config, hp_dtype, kept.weight, sharding)
+    if weight_casts is not None:
+        weight_op = weight_casts.for_output
+        if needs_grad_input:
+            saved[2:4] = weight_casts.for_grad_input
+    else:
+        casts = _weight_casts(config, hp_dtype, kept.weight, sharding)
+        weight_op = casts.cast(weight, config.casts.weight, 1)
+        if needs_grad_input:
+            saved[2] = weight
+            other = config.casts.weight_for_grad_input
+            scales = None if other.is_disabled or other.is_rowwise else casts.tensorwise_scales()
+            if scales is not None:
+                saved[3:5] = scales
+    ctx.save_for_backward(*saved)
+    bias_dtype = None if bias is None else bias.dtype
+    ctx.kept = (
+        config,
+        hp_dtype,
+        weight_casts is not None,
+        input.shape,
+        bias_dtype,
+        kept,
+        sharding,
+    )
+    return input_op, weight_op
+
+
+def _output(
+    input: Tensor, weight: Tensor, bias: Tensor | None, how: _How, input_op: Operand, weight_op: Operand
+) -> Tensor:
+    config = how.config
+    output = _matmul(input_op, weight_op.t(), config.gemm_config_output, config, how.hp_dtype, bias)
+    if input.dim() != 2:
+        output = output.view(*input.shape[:-1], weight.shape[0])
+    return output if how.sharding is None else how.sharding.reduce_output(output)
+
+
+def _differentiable_once(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    """`_gradients`, which say so where they are differentiated again."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return _gradients(ctx, grad_output)
+    with torch.no_grad():
+        grads = _gradients(ctx, grad_output)
+    return _RefuseDoubleBackward.apply(*(g if g is None else g.detach().requires_grad_() for g in grads))
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -207,9 +269,16 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients, those of matrices in the dtype of the matmuls.
+
+    autograd converts them to the dtypes of what they are gradients of, when it has released grad_output and what was
+    saved; to do so here would hold both copies of both beside all that. For the same reason no operand outlives its
+    matmul, and row-wise casts of grad_output are made one after the other.
+    """
     needs_grad_input, needs_grad_weight, needs_grad_bias = ctx.needs_input_grad[:3]
-    input_data, input_scale, weight_data, *weight_scales = ctx.saved_tensors
-    config, hp_dtype, weight_is_cast, input_shape, input_dtype, weight_dtype, bias_dtype, kept, sharding = ctx.kept
+    input_data, input_scale, *saved_weight = ctx.saved_tensors
+    config, hp_dtype, weight_is_cast, input_shape, bias_dtype, kept, sharding = ctx.kept
+    for_grad_weight = config.casts.grad_output_for_grad_weight
     grad_input = grad_weight = grad_bias = None
     rows = _rows(grad_output)
     left_of_grad_input = left_of_grad_weight = None
@@ -217,33 +286,47 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | N
         casts = MatrixCasts(config, hp_dtype, kept.grad_output)
         if needs_grad_input:
             left_of_grad_input = casts.cast(rows, config.casts.grad_output, 1)
-        if needs_grad_weight:
-            left_of_grad_weight = casts.cast(rows, config.casts.grad_output_for_grad_weight, 0)
+        if needs_grad_weight and not (for_grad_weight.is_rowwise or for_grad_weight.is_disabled):
+            left_of_grad_weight = casts.cast(rows, for_grad_weight, 0)  # of the cast above, or its scales
+        del casts
     else:
         left_of_grad_input, left_of_grad_weight = sharding.grad_output_operands(
             grad_output, config, hp_dtype, kept.grad_output, (needs_grad_input, needs_grad_weight)
         )
     if left_of_grad_input is not None:
-        if weight_is_cast:
-            weight = Operand(weight_data, weight_scales[0])
-        elif weight_scales[0] is not None:
-            weight = cast_with(weight_data, Scales(*weight_scales), config.casts.weight_for_grad_input, 0, config)
-        else:
-            casts = _weight_casts(config, hp_dtype, kept.weight, sharding)
-            weight = casts.cast(weight_data, config.casts.weight_for_grad_input, 0)
+        weight = _weight_for_grad_input(saved_weight, weight_is_cast, config, hp_dtype, kept.weight, sharding)
         grad_input = _matmul(left_of_grad_input, weight, config.gemm_config_grad_input, config, hp_dtype)
         if len(input_shape) != 2:
             grad_input = grad_input.view(input_shape)
-        if hp_dtype is not input_dtype:
-            grad_input = grad_input.to(input_dtype)
-    if left_of_grad_weight is not None:
+        del left_of_grad_input, weight
+    if needs_grad_weight:
+        if left_of_grad_weight is None:
+            left_of_grad_weight = MatrixCasts(config, hp_dtype, kept.grad_output).cast(rows, for_grad_weight, 0)
         input_op = Operand(input_data, input_scale)
         grad_weight = _matmul(left_of_grad_weight.t(), input_op, config.gemm_config_grad_weight, config, hp_dtype)
-        if hp_dtype is not weight_dtype:
-            grad_weight = grad_weight.to(weight_dtype)
     if needs_grad_bias:
         grad_bias = rows.sum(0).to(bias_dtype)
     return grad_input, grad_weight, grad_bias
+
+
+def _weight_for_grad_input(
+    saved: list[Tensor | None],
+    is_cast: bool,
+    config: Float8LinearConfig,
+    hp_dtype: torch.dtype,
+    kept: KeptScale | None,
+    sharding: LinearSharding | None,
+) -> Operand:
+    """The weight as `grad_input` reads it, of what the forward saved: its cast, or itself and perhaps its scales."""
+    data, *scales = saved
+    if data is None:
+        raise RuntimeError("expected a saved weight for grad_input, got None")
+    if is_cast:
+        return Operand(data, scales[0])
+    cast = config.casts.weight_for_grad_input
+    if scales[0] is not None and scales[1] is not None:
+        return cast_with(data, Scales(scales[0], scales[1]), cast, 0, config)
+    return _weight_casts(config, hp_dtype, kept, sharding).cast(data, cast, 0)
 
 
 class _RefuseDoubleBackward(torch.autograd.Function):
@@ -304,7 +387,19 @@ def _float8_linear(
 ) -> Tensor:
     hp_dtype = compute_dtype("cpu" if input.is_cpu else input.device.type, input.dtype)
     _check_input(input, weight)
-    return _Float8Linear.apply(input, weight, bias, (config, hp_dtype, weight_casts, kept, sharding))
+    how = _How(config, hp_dtype, weight_casts, kept, sharding)
+    if sharding is None and _saves_first():
+        operands: list[tuple[Operand, Operand]] = []
+        saved_first = _SaveFirst.apply(input, weight, bias, how, operands)
+        return _ThenMultiply.apply(saved_first, lambda: _output(input, weight, bias, how, *operands.pop()))
+    return _Float8Linear.apply(input, weight, bias, how)
+
+
+def _saves_first() -> bool:
+    """Whether eager code here is watched by a checkpoint without a policy, or by another hook of saved tensors."""
+    if torch.compiler.is_compiling() or _top_saved_tensors_hooks(True) is None:
+        return False
+    return not any(isinstance(mode, _POLICY_MODES) for mode in _get_current_dispatch_mode_stack())
 
 
 def compute_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:

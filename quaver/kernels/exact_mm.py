@@ -10,6 +10,11 @@ It is one operation to a compiler, as the hardware's float8 matmul is. The compi
 backward, as on a GPU; were the widening visible, it would keep the widened one, which is twice the size. Two steps
 could not be written for a tracer in any case: the scale that reaches the CPU library as a number, and the process-wide
 setting under which float32 operands take the bfloat16 units.
+
+[Note: panels] Native float8 matmuls widen nothing, so what is widened here is memory that only this stand-in takes. On
+a CPU, therefore, only the smaller operand is widened as a whole; the larger one is in panels, a few hundred rows (or
+columns of b) at a time, each multiplied at once into its part of the result. No sum is split, so every element of the
+result is the same sum as in one matmul; and where sums are float32, no more of them than a panel's are alive at a time.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +32,13 @@ from quaver.kernels.widen import widen
 
 UNITS_PAY_FROM = 8192
 """Elements of the larger operand from which a CPU's bfloat16 units beat float32: they take microseconds to start."""
+
+
+PANEL_LENGTH = 512
+"""Rows or columns of the larger operand that are widened at a time on a CPU, at least half as many."""
+
+PANEL_ELEMENTS = 1 << 18
+"""And elements, likewise: with fewer, starting a matmul weighs more than its memory."""
 
 
 @functools.cache
@@ -52,18 +65,23 @@ def exact_float8_mm(
     tensorwise = a_dequant_scale.dim() == 0 and b_dequant_scale.dim() == 0
     bfloat16 = (tensorwise or scales_are_powers_of_2) and _bfloat16_pays(a, b, out_dtype)
     wide = torch.bfloat16 if bfloat16 else torch.float32
-    a_hp, a_left = _widen_operand(a, a_dequant_scale, wide, scales_are_powers_of_2)
-    b_hp, b_left = _widen_operand(b, b_dequant_scale, wide, scales_are_powers_of_2)
-    if bfloat16:
-        out = _bfloat16_mm(a_hp, b_hp, _product(a_left, b_left), out_dtype)
-        return out if bias is None else out.add_(bias)
-    out = _float32_mm(a_hp, b_hp)
-    for scale in (a_left, b_left):
-        if scale is not None:
-            out.mul_(scale)
-    if bias is not None:
-        out.add_(bias)
-    return out.to(out_dtype)
+    multiply = _bfloat16_mm if bfloat16 else _float32_mm
+    left, right = _Codes(a, a_dequant_scale, 0), _Codes(b, b_dequant_scale, 1)
+    by_rows = a.numel() >= b.numel()
+    panels = _panels(left if by_rows else right)
+    if len(panels) == 1:
+        a_wide, b_wide = (codes.widen(wide, scales_are_powers_of_2) for codes in (left, right))
+        return multiply(a_wide, b_wide, bias, a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype))
+    out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
+    whole = (right if by_rows else left).widen(wide, scales_are_powers_of_2)
+    for start, length in panels:
+        part = (left if by_rows else right).part(start, length).widen(wide, scales_are_powers_of_2)
+        into = out.narrow(0 if by_rows else 1, start, length)
+        if by_rows:
+            multiply(part, whole, bias, into)
+        else:
+            multiply(whole, part, None if bias is None else bias.narrow(0, start, length), into)
+    return out
 
 
 def _bfloat16_pays(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> bool:
@@ -73,13 +91,43 @@ def _bfloat16_pays(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> bool:
     return a.is_cuda or (out_dtype is torch.bfloat16 and max(a.numel(), b.numel()) >= UNITS_PAY_FROM)
 
 
-def _widen_operand(
-    codes: Tensor, dequant_scale: Tensor, dtype: torch.dtype, scales_are_powers_of_2: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The operand, times its row scales where that is exact, and the scale that is left for the result."""
-    if scales_are_powers_of_2 and dequant_scale.dim():
-        return widen(codes, dtype, dequant_scale), None
-    return widen(codes, dtype), dequant_scale
+class _Wide(NamedTuple):
+    """An operand in bfloat16 or float32, and the scale that is left for the result."""
+
+    data: Tensor
+    scale_left: Tensor | None
+
+
+class _Codes(NamedTuple):
+    """A float8 operand, its scale, and the dim that is not contracted: 0 of a, 1 of b."""
+
+    data: Tensor
+    dequant_scale: Tensor
+    dim: int
+
+    def part(self, start: int, length: int) -> _Codes:
+        """`length` rows or columns; dense, as `widen` likes them."""
+        scale = self.dequant_scale
+        data = self.data.narrow(self.dim, start, length)
+        dense = data.is_contiguous() or data.t().is_contiguous()
+        if scale.dim():
+            scale = scale.narrow(self.dim, start, length)
+        return _Codes(data if dense else data.clone(), scale, self.dim)
+
+    def widen(self, dtype: torch.dtype, scales_are_powers_of_2: bool) -> _Wide:
+        """Times the row scales where that is exact."""
+        if scales_are_powers_of_2 and self.dequant_scale.dim():
+            return _Wide(widen(self.data, dtype, self.dequant_scale), None)
+        return _Wide(widen(self.data, dtype), self.dequant_scale)
+
+
+def _panels(codes: _Codes) -> list[tuple[int, int]]:
+    """Start and length of the parts to widen at a time: nearly equal ones, so that none is thin ([Note: panels])."""
+    length = codes.data.shape[codes.dim]
+    longest = max(PANEL_LENGTH, PANEL_ELEMENTS * length // codes.data.numel())
+    count = -(-length // longest) if codes.data.is_cpu else 1
+    ends = [length * i // count for i in range(count + 1)]
+    return [(start, stop - start) for start, stop in zip(ends, ends[1:], strict=False)]
 
 
 def _product(first: Tensor | None, second: Tensor | None) -> Tensor | None:
@@ -88,27 +136,41 @@ def _product(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     return first * second
 
 
-# The matmuls below write into `out`, because autocast would give a plain torch.mm other operands.
+# The matmuls below write into a tensor, because autocast would give a plain torch.mm other operands.
 
 
-def _bfloat16_mm(a: Tensor, b: Tensor, alpha: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """RN(alpha * (a @ b)): one rounding of the float32 sum. a and b are bfloat16."""
-    if a.is_cpu:  # here out_dtype is bfloat16, and the library scales its float32 sums by a number
-        out = a.new_empty(a.shape[0], b.shape[1])
-        return torch.addmm(out, a, b, beta=0, alpha=1 if alpha is None else alpha.item(), out=out)
-    # Asking for float32 also keeps cuBLAS from adding partial sums in bfloat16.
-    out = a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
-    torch.mm(a, b, out_dtype=torch.float32, out=out)
-    return (out if alpha is None else out.mul_(alpha)).to(out_dtype)
+def _bfloat16_mm(a: _Wide, b: _Wide, bias: Tensor | None, out: Tensor) -> Tensor:
+    """out = RN(alpha * (a @ b)) + bias, with one rounding of the float32 sum; alpha is what is left of the scales."""
+    alpha = _product(a.scale_left, b.scale_left)
+    if out.is_cpu:  # here out is bfloat16, and the library scales its float32 sums by a number
+        torch.addmm(out, a.data, b.data, beta=0, alpha=1 if alpha is None else alpha.item(), out=out)
+    else:
+        # Asking for float32 also keeps cuBLAS from adding partial sums in bfloat16.
+        sums = torch.empty_like(out, dtype=torch.float32)
+        torch.mm(a.data, b.data, out_dtype=torch.float32, out=sums)
+        out.copy_(sums if alpha is None else sums.mul_(alpha))
+    return out if bias is None else out.add_(bias)
 
 
-def _float32_mm(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32, on bfloat16 units where a CPU has them: the operands are bfloat16 numbers."""
-    out = a.new_empty(a.shape[0], b.shape[1])
+def _float32_mm(a: _Wide, b: _Wide, bias: Tensor | None, out: Tensor) -> Tensor:
+    """out = RN(scales * (a @ b) + bias), in float32 up to the end."""
+    sums = out if out.dtype is torch.float32 and out.is_contiguous() else torch.empty_like(out, dtype=torch.float32)
+    _mm_of_bfloat16_numbers(a.data, b.data, sums)
+    for scale in (a.scale_left, b.scale_left):
+        if scale is not None:
+            sums.mul_(scale)
+    if bias is not None:
+        sums.add_(bias)
+    return out if sums is out else out.copy_(sums)
+
+
+def _mm_of_bfloat16_numbers(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = a @ b in float32, on bfloat16 units where a CPU has them."""
     if a.is_cpu and max(a.numel(), b.numel()) >= UNITS_PAY_FROM and has_bfloat16_units("cpu"):
         with _float32_matmuls_on_bfloat16_units():
-            return torch.mm(a, b, out=out)
-    return torch.mm(a, b, out=out)
+            torch.mm(a, b, out=out)
+    else:
+        torch.mm(a, b, out=out)
 
 
 @contextmanager

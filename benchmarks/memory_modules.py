@@ -1,0 +1,163 @@
+"""What the memory table measures: the trainer's modules, their precision, checkpointing, compilation, and one step.
+
+[Note: a module inside a network] A step makes the input of its module from a resident tensor, by a multiplication with
+a number, which keeps nothing; and a sum of multiples, which keeps nothing either, makes a loss of its output. Nothing
+but the module's own graph holds the input, so what is alive between forward and backward is what the module keeps, as
+in a network, where the layer before may free what only it needed. The output's gradient is a tensor made in the step.
+
+Parameters are float32, the computation bfloat16 through autocast, the optimizer is fused AdamW, and blocks are
+checkpointed, compiled and sharded one by one, all as in `quaver train`. Under FSDP2 weights are gathered in bfloat16,
+float8 or not, as is the trainer's default.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from benchmarks.memory_accounting import Usage, measure_usage
+from quaver import Float8LinearConfig, convert_to_float8_training
+from quaver.activation_checkpointing import apply_activation_checkpointing
+from quaver.trainer.config import Model, Optimizer
+from quaver.trainer.memory import storage_bytes
+from quaver.trainer.model import Attention, Block, FeedForward, rope_tables
+from quaver.trainer.optimizer import build_optimizer
+
+PRECISIONS = ("bfloat16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
+CHECKPOINTING = ("none", "full", "op")
+STEPS_ON_RANKS = 2
+MODULES = ("linear", "attention", "ffn", "1 block", "2 blocks", "10 blocks")
+
+
+@dataclass(frozen=True)
+class Size:
+    """Shapes of the measured modules (Llama 3 8B's proportions, 1/16 of its width), and the tokens of a rank's step."""
+
+    dim: int = 256
+    hidden_dim: int = 896
+    n_heads: int = 4
+    n_kv_heads: int = 1
+    sequences: int = 4
+    seq_len: int = 256
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.seq_len
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table."""
+
+    module: str
+    precision: str
+    checkpointing: str = "none"
+    ranks: int = 1
+    compiled: bool = False
+
+
+class Subject(nn.Module):
+    """The parts of a case, in a row: one linear, one attention, one feed-forward, or blocks."""
+
+    def __init__(self, module: str, size: Size) -> None:
+        super().__init__()
+        config = Model(
+            dim=size.dim, n_heads=size.n_heads, n_kv_heads=size.n_kv_heads, hidden_dim=size.hidden_dim, n_layers=1
+        )
+        self.parts = nn.ModuleList(_parts(module, config))
+        cos, sin = rope_tables(size.seq_len, config.head_dim, config.rope_theta, torch.device("cpu"))
+        self.register_buffer("cos", cos)
+        self.register_buffer("sin", sin)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Transform `hidden` [B, T, D], float32."""
+        for part in self.parts:
+            positions = (self.cos, self.sin) if isinstance(part, (Attention, Block)) else ()
+            hidden = part(hidden, *positions)
+        return hidden
+
+
+class OneLinear(nn.Module):
+    """A linear in a module of its own, since torch.compile takes no frame of torch's own modules."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.linear = nn.Linear(config.dim, config.hidden_dim, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.linear(hidden)
+
+
+def _parts(module: str, config: Model) -> list[nn.Module]:
+    if module == "linear":
+        return [OneLinear(config)]
+    if module == "attention":
+        return [Attention(config)]
+    if module == "ffn":
+        return [FeedForward(config)]
+    return [Block(config) for _ in range(int(module.split()[0]))]
+
+
+def build(case: Case, size: Size, device: torch.device, mesh: DeviceMesh | None) -> Subject:
+    """The case's model: converted, checkpointed, compiled and sharded, in the trainer's order."""
+    torch.manual_seed(0)
+    subject = Subject(case.module, size).to(device)
+    if case.precision != "bfloat16":
+        convert_to_float8_training(subject, config=Float8LinearConfig.from_recipe_name(case.precision))
+    mode = {"none": "none", "full": "full", "op": "selective"}[case.checkpointing]
+    apply_activation_checkpointing(subject.parts, mode=mode, selective_ac_option="op", preserve_rng_state=False)
+    if case.compiled:
+        for part in subject.parts:
+            part.compile(fullgraph=True)
+    if mesh is not None:
+        policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for part in subject.parts:
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+        fully_shard(subject, mesh=mesh, mp_policy=policy)
+    return subject
+
+
+def measure(case: Case, size: Size, device: torch.device, mesh: DeviceMesh | None = None) -> tuple[int, Usage]:
+    """Bytes of parameters, buffers and optimizer state, and what a training step after another adds to them.
+
+    With `mesh`, the least of STEPS_ON_RANKS steps: when the collectives' threads release their buffers is chance, and
+    can only add.
+    """
+    subject = build(case, size, device, mesh)
+    optimizer = build_optimizer(subject, Optimizer())
+    source = torch.randn(size.sequences, size.seq_len, size.dim, device=device, requires_grad=True)
+    _step(subject, optimizer, source, lambda: None)
+    usages = []
+    for _ in range(1 if mesh is None else STEPS_ON_RANKS):
+        with measure_usage(device) as measured:
+            _step(subject, optimizer, source, measured.mark)
+        usages.append(measured.usage)
+    state = chain.from_iterable(each.values() for each in optimizer.state.values())
+    resident: Any = chain(subject.parameters(), subject.buffers(), (each for each in state if isinstance(each, Tensor)))
+    return storage_bytes(resident), _least(usages)
+
+
+def _least(usages: list[Usage]) -> Usage:
+    """The smallest of each figure."""
+    tensor_peaks = [usage.tensor_peak_bytes for usage in usages if usage.tensor_peak_bytes is not None]
+    lowest = min(usages, key=lambda usage: usage.peak_bytes)
+    kept = min(usage.kept_bytes for usage in usages)
+    return replace(lowest, tensor_peak_bytes=min(tensor_peaks, default=None), kept_bytes=kept)
+
+
+def _step(
+    subject: Subject, optimizer: torch.optim.Optimizer, source: Tensor, forward_is_done: Callable[[], None]
+) -> None:
+    """One training step; see [Note: a module inside a network]."""
+    with torch.autocast(source.device.type, torch.bfloat16):
+        loss = subject(source * 1.5).mul(1 / source.numel()).sum()
+    forward_is_done()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    source.grad = None

@@ -1,0 +1,171 @@
+"""The memory table: float8 takes no more than bfloat16, the accounting is exact, and the committed table says so."""
+
+import gc
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.memory import cases, measure_row
+from benchmarks.memory_accounting import Usage, measure_usage
+from benchmarks.memory_modules import PRECISIONS, Case, Size, measure
+from benchmarks.memory_report import PAGE, RECORD, exceptions, kept_beyond, page, ratios
+from quaver import Float8LinearConfig, activation_checkpointing, convert_to_float8_training, scaling
+from quaver.kernels import cpu
+from quaver.trainer.memory import TensorBytes
+
+CPU = torch.device("cpu")
+SMALL = Size(dim=128, hidden_dim=448, sequences=4, seq_len=128)
+FLOAT8 = PRECISIONS[1:]
+
+
+def rows_of(module: str, checkpointing: str, precisions=PRECISIONS, compiled=False) -> list[dict]:
+    made = [Case(module, precision, checkpointing, compiled=compiled) for precision in precisions]
+    return [measure_row(case, SMALL, CPU) for case in made]
+
+
+# ---- what must hold --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "op"])
+@pytest.mark.parametrize("module", ["linear", "ffn", "1 block"])
+def test_float8_takes_no_more_than_bfloat16(module, checkpointing):
+    rows = rows_of(module, checkpointing)
+    assert exceptions(rows) == []
+    if (module, checkpointing) == ("1 block", "none"):
+        kept = {row["precision"]: ratios(row, rows)["kept"] for row in rows}
+        assert max(kept["tensorwise"], kept["rowwise"]) <= 0.75
+
+
+def test_compiled_float8_takes_no_more_than_bfloat16():
+    rows = rows_of("ffn", "none", ("bfloat16", "rowwise"), compiled=True)
+    assert exceptions(rows) == []
+    assert ratios(rows[1], rows)["kept"] < 0.9
+
+
+def test_a_policy_that_keeps_abs_fails_the_check(monkeypatch):
+    """Casts made of PyTorch's operations, as on a GPU, and a policy that keeps the result of `abs`."""
+    monkeypatch.setattr(cpu, "AVAILABLE", False)
+    monkeypatch.setattr(scaling, "_BITS_PAY_FROM", 1 << 62)
+    usages = {}
+    for name, kept in (("good", set()), ("bad", {torch.ops.aten.abs.default})):
+        monkeypatch.setattr(activation_checkpointing, "KEPT", activation_checkpointing.KEPT | kept)
+        base, row = rows_of("ffn", "op", ("bfloat16", "rowwise"))
+        assert bool(exceptions([base, row])) == (name == "bad")
+        usages[name] = measure(Case("ffn", "rowwise", "op"), SMALL, CPU)[1]
+    assert any("keeps" in line for line in exceptions([base, row]))
+    abs_of_weight = SMALL.dim * SMALL.hidden_dim * 4
+    more = kept_beyond(usages["bad"], usages["good"])
+    assert any(f"{abs_of_weight:,} bytes, made in aten::abs" in line for line in more), more
+
+
+# ---- the accounting --------------------------------------------------------------------------------------------------
+
+
+def both_counts(net: nn.Module) -> tuple[int, int, Usage]:
+    """A forward and backward: peak and kept bytes that a dispatch mode counts, and the usage of the allocator's log."""
+    source = torch.randn(256, 128, requires_grad=True)
+
+    def step(mark):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = net(source * 1.5).mul(0.5).sum()
+        mark()
+        loss.backward()
+        for leaf in (source, *net.parameters()):
+            leaf.grad = None
+
+    step(lambda: None)
+    gc.collect()
+    with TensorBytes() as counted:
+        kept = []
+        step(lambda: kept.append(counted.live_bytes))
+    with measure_usage(CPU) as measured:
+        step(measured.mark)
+    return counted.peak_bytes, kept[0], measured.usage
+
+
+@pytest.mark.parametrize("recipe", [None, "tensorwise", "rowwise"])
+def test_the_log_agrees_with_a_dispatch_mode_to_the_byte(recipe):
+    """But for Python's numbers, which become tensors of 8 bytes in C++, where no dispatch mode sees them."""
+    net = nn.Sequential(nn.Linear(128, 448, bias=False), nn.SiLU(), nn.Linear(448, 128, bias=False))
+    if recipe:
+        convert_to_float8_training(net, config=Float8LinearConfig.from_recipe_name(recipe))
+    peak, kept, usage = both_counts(net)
+    numbers = [block for block in usage.at_mark if block.size_bytes == 8 and not block.ranges]
+    assert len(numbers) == 2
+    assert usage.kept_bytes - kept == 8 * len(numbers)
+    assert usage.tensor_peak_bytes - peak in (0, 8, 16)
+
+
+def test_the_log_sees_storages_that_are_emptied_and_filled_again():
+    tensor = torch.empty(1000, dtype=torch.uint8)
+    with measure_usage(CPU) as measured:
+        tensor.untyped_storage().resize_(0)
+        measured.mark()
+        tensor.untyped_storage().resize_(5000)
+        kept = torch.empty(300, dtype=torch.uint8)
+        tensor.untyped_storage().resize_(0)
+        del kept
+    assert measured.usage.peak_bytes == 5300
+    assert measured.usage.kept_bytes == 0
+
+
+def test_scratch_is_what_an_operation_frees_before_it_returns():
+    query = torch.randn(1, 4, 256, 64)
+    with measure_usage(CPU) as measured:
+        out = nn.functional.scaled_dot_product_attention(query, query, query)
+        del out
+        measured.mark()
+    assert measured.usage.peak_bytes > measured.usage.tensor_peak_bytes >= query.nbytes
+
+
+@pytest.mark.parametrize("problem", ["no mark", "something left"])
+def test_a_step_that_does_not_repeat_is_refused(problem):
+    left = []
+    message = "expected one mark" if problem == "no mark" else "left 4000 bytes behind"
+    with pytest.raises(RuntimeError, match=message), measure_usage(CPU) as measured:
+        if problem == "something left":
+            measured.mark()
+            left.append(torch.empty(1000))
+
+
+# ---- the committed table ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict:
+    return json.loads(RECORD.read_text())
+
+
+def test_the_committed_table_is_whole(recorded):
+    rows = recorded["rows"]
+    keys = ("module", "precision", "checkpointing", "ranks", "compiled")
+    assert [tuple(row[key] for key in keys) for row in rows] == [
+        tuple(getattr(case, key) for key in keys) for case in cases([])
+    ]
+    assert len(rows) == 288
+    assert PAGE.read_text() == page(recorded)
+
+
+def test_what_the_committed_table_shows_to_hold(recorded):
+    """Every peak in one eager process; elsewhere not all, and the page names each row that is above bfloat16."""
+    rows = recorded["rows"]
+    eager = [row for row in rows if row["ranks"] == 1 and not row["compiled"]]
+    assert exceptions(eager) == []
+    uncheckpointed = [row for row in rows if row["ranks"] == 1 and row["checkpointing"] == "none"]
+    assert exceptions(uncheckpointed) == []
+    above = exceptions(rows)
+    assert all(line in PAGE.read_text() for line in above)
+    assert not any("keeps" in line for line in above)
+
+
+def test_what_a_block_of_the_committed_table_keeps(recorded):
+    """At most 0.75 where bfloat16 keeps copies of its weights, and recipes keep inputs in float8; below 1 anywhere."""
+    rows = recorded["rows"]
+    blocks = [row for row in rows if row["module"] == "1 block" and row["checkpointing"] == "none"]
+    kept = {(row["precision"], row["ranks"]): [] for row in blocks}
+    for row in blocks:
+        kept[row["precision"], row["ranks"]].append(ratios(row, rows)["kept"])
+    assert max(*kept["tensorwise", 1], *kept["rowwise", 1]) <= 0.75
+    assert max(max(kept[recipe, ranks]) for recipe in FLOAT8 for ranks in (1, 2)) < 0.9
