@@ -34,7 +34,8 @@ from quaver.distributed import (
     PrepareFloat8ModuleInput,
     precompute_float8_dynamic_scale_for_fsdp,
 )
-from quaver.linear import Float8Linear, float8_linear
+from quaver.linear import Float8Linear
+from quaver.linear_gemms import float8_linear
 from quaver.weight_scope import cast_weights_once
 
 __version__ = "0.1.0"

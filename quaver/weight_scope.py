@@ -13,7 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from quaver.linear import Float8Linear, ScopedWeight
+from quaver.linear import Float8Linear
+from quaver.linear_gemms import ScopedWeight
 
 
 @contextmanager

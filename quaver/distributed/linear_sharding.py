@@ -24,7 +24,8 @@ from quaver.config import CastConfig, Float8LinearConfig
 from quaver.distributed.collectives import all_reduce, reduce_scatter
 from quaver.distributed.spread_casts import SpreadCasts, both_operands, gathered_operands
 from quaver.kernels.cast import KeptScale
-from quaver.linear import Float8Linear, compute_dtype
+from quaver.linear import Float8Linear
+from quaver.linear_gemms import compute_dtype
 from quaver.tensor import Float8Tensor
 
 # ---- one linear ------------------------------------------------------------------------------------------------------

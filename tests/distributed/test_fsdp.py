@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from quaver import Float8Linear, convert_to_float8_training
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
-from quaver.linear import cast_weight
+from quaver.linear_gemms import cast_weight
 from quaver.tensor import Float8Tensor
 from tests.distributed.counting import CollectiveCounter
 from tests.distributed.models import LEARNING_RATE, batches, config_of, loss_of, make_model, single_process_losses

@@ -23,7 +23,8 @@ from quaver.distributed import (
     precompute_float8_dynamic_scale_for_fsdp,
 )
 from quaver.distributed.linear_sharding import InputGather
-from quaver.linear import Float8Linear, cast_weight
+from quaver.linear import Float8Linear
+from quaver.linear_gemms import cast_weight
 from quaver.tensor import Float8Tensor
 from tests.distributed.ranks import RanksError, run
 from tests.reference import RECIPES

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import quaver.casts
-import quaver.linear
+import quaver.linear_gemms
 from quaver import Float8Linear, Float8LinearConfig, float8_linear
 from quaver.kernels import cpu
 from tests.reference import RECIPES, assert_matmul_exact, sqnr_db
@@ -81,7 +81,7 @@ def test_every_matmul_is_exact_on_its_float8_operands(recipe, hp_dtype):
     input = torch.randn(128, 96) * torch.logspace(-2, 0, 128).view(-1, 1)
     input[:, 7] *= 30
     grad_output = torch.randn(128, 160) * torch.logspace(-2, 0, 160)
-    with mock.patch.object(quaver.linear, "unchecked_float8_mm") as float8_mm:
+    with mock.patch.object(quaver.linear_gemms, "unchecked_float8_mm") as float8_mm:
         results = []
         float8_mm.side_effect = lambda *args, **kwargs: (
             results.append((args, quaver.gemm.unchecked_float8_mm(*args, **kwargs))) or results[-1][1]
@@ -223,7 +223,7 @@ def test_no_matmul_for_a_gradient_that_nobody_wants(recipe, needs_input_grad, ne
     module = make(recipe, bias=True)
     module.weight.requires_grad_(needs_weight_grad)
     input = torch.randn(16, 64).bfloat16().requires_grad_(needs_input_grad)
-    with mock.patch.object(quaver.linear, "_matmul", wraps=quaver.linear._matmul) as matmul:
+    with mock.patch.object(quaver.linear_gemms, "_matmul", wraps=quaver.linear_gemms._matmul) as matmul:
         module(input).sum().backward()
     assert matmul.call_count == 1 + needs_input_grad + needs_weight_grad
     assert (input.grad is not None) == needs_input_grad

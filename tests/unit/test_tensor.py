@@ -7,7 +7,7 @@ import torch
 
 from quaver import float8_linear
 from quaver.casts import MatrixCasts, Operand
-from quaver.linear import cast_weight
+from quaver.linear_gemms import cast_weight
 from quaver.tensor import Float8Tensor
 from tests.distributed.models import config_of
 from tests.reference import RECIPES

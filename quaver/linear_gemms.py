@@ -1,0 +1,423 @@
+"""The float8 linear: three matmuls, what each reads, and what is kept between forward and backward.
+
+    output      [M, N] = input       [M, K] @ weight.t() [K, N] (+ bias)      contracts K
+    grad_input  [M, K] = grad_output [M, N] @ weight     [N, K]               contracts N
+    grad_weight [N, K] = grad_output.t() [N, M] @ input  [M, K]               contracts M
+
+Each matmul casts its own two operands (config.py says how). Tensorwise, the two casts of an operand are one; rowwise,
+each has its scales along the dim that its matmul contracts.
+
+Kept for backward, with M tokens:
+    input    as grad_weight reads it: M * K bytes of float8 and its scale; in high precision only where the recipe
+             computes grad_weight in high precision. Nothing if the weight is frozen.
+    weight   the parameter itself, no copy, and its scale where that is tensorwise; backward casts it again. Inside
+             `cast_weights_once`, or with `keep_float8_weight_for_backward`, its float8 cast. Nothing if the input
+             needs no gradient.
+
+Reads of an operand for its amax per step: one each tensorwise, two each rowwise (one per direction), and three in all
+for rowwise_with_gw_hp, whose tensorwise weight amax is the largest of its row amaxes.
+
+[Note: saving before the matmul] A checkpoint ends its recomputation when all that the forward saved has been saved
+again. An autograd.Function saves when it returns, so a recomputation would end with a matmul whose result nobody
+reads, and its memory. Where a checkpoint looks on, the linear is therefore two functions: one that saves, then one
+that multiplies. Not where the checkpoint has a policy: the result that it keeps is freed when a recomputation asks for
+it, and one that ends before would leave it alive.
+
+Everything here works on plain tensors: autograd sees one function, and tensor subclasses stay at the boundaries. A
+weight or an input that arrives as a `Float8Tensor` has been cast where it was gathered; its operands are taken out and
+used. Where the matrices of a linear are spread over ranks, a `LinearSharding` casts them with the scales of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+from quaver.casts import NO_KEPT_SCALES, KeptScales, MatrixCasts, Operand, Scales, cast_with, casts_of_activation
+from quaver.config import CastConfig, Float8GemmConfig, Float8LinearConfig
+from quaver.formats import HP_DTYPES
+from quaver.gemm import unchecked_float8_mm
+from quaver.kernels.cast import KeptScale
+from quaver.linear_surroundings import LinearSharding
+from quaver.phases import phase
+from quaver.tensor import Float8Tensor
+
+_top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_POLICY_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+
+_DOUBLE_BACKWARD = (
+    "a Float8Linear has no second derivative: its casts to float8 are steps. "
+    "Call convert_to_high_precision(model) before double backward"
+)
+
+
+class WeightCasts(NamedTuple):
+    """One weight, cast before the linear runs: as `output` and as `grad_input` read it."""
+
+    for_output: Operand
+    for_grad_input: Operand
+
+
+def cast_weight(
+    weight: Tensor,
+    config: Float8LinearConfig,
+    hp_dtype: torch.dtype,
+    kept: KeptScale | None = None,
+    sharding: LinearSharding | None = None,
+) -> WeightCasts:
+    """Cast `weight` [N, K], or the part of it that `sharding` tells of, for both of its matmuls."""
+    casts = _weight_casts(config, hp_dtype, kept, sharding)
+    return WeightCasts(
+        casts.cast(weight, config.casts.weight, 1),
+        casts.cast(weight, config.casts.weight_for_grad_input, 0),
+    )
+
+
+def _weight_casts(
+    config: Float8LinearConfig, hp_dtype: torch.dtype, kept: KeptScale | None, sharding: LinearSharding | None
+) -> MatrixCasts:
+    if sharding is None:
+        return MatrixCasts(config, hp_dtype, kept)
+    return sharding.weight_casts(config, hp_dtype, kept)
+
+
+class _GatheredInput:
+    """The casts of an input that was cast before it was gathered, with the interface of `MatrixCasts.cast`."""
+
+    def __init__(self, input: Float8Tensor) -> None:
+        self._input = input
+
+    def cast(self, hp: Tensor, cast: CastConfig, contracted_dim: int) -> Operand:
+        if cast.is_disabled:
+            raise RuntimeError("a linear that needs its input in high precision was given a Float8Tensor")
+        return self._input.operand(contracted_dim)
+
+
+class ScopedWeight:
+    """A weight's casts while a `cast_weights_once` is open, and what must not change meanwhile."""
+
+    def __init__(self, weight: Tensor, config: Float8LinearConfig, kept: KeptScale | None) -> None:
+        self.casts = cast_weight(weight, config, weight.dtype, kept)
+        self._weight = weight
+        self._version = weight._version
+
+    def check(self, weight: Tensor) -> None:
+        """Raise RuntimeError if `weight` is not the tensor that was cast, or has been written to since."""
+        if weight is not self._weight or weight._version != self._version:
+            what = "replaced" if weight is not self._weight else "changed"
+            raise RuntimeError(
+                f"a weight of shape {list(weight.shape)} was {what} inside cast_weights_once; "
+                "leave the scope before you change weights"
+            )
+
+
+@phase("quaver::gemm")
+def _matmul(
+    a: Operand,
+    b: Operand,
+    gemm: Float8GemmConfig,
+    config: Float8LinearConfig,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """a [M, K] @ b [K, N] + bias [N] -> [M, N] in out_dtype."""
+    if a.dequant_scale is None or b.dequant_scale is None:
+        b_hp = b.data if b.data.dtype is out_dtype else b.data.to(out_dtype)  # cast_weights_once knows no out_dtype
+        return torch.mm(a.data, b_hp) if bias is None else torch.addmm(bias.to(out_dtype), a.data, b_hp)
+    return unchecked_float8_mm(
+        a.data,
+        b.data,
+        a.dequant_scale,
+        b.dequant_scale,
+        out_dtype,
+        bias,
+        gemm.use_fast_accum,
+        config.round_scales_to_power_of_2,
+        config.emulate,
+        config.pad_inner_dim,
+    )
+
+
+class _How(NamedTuple):
+    """What a linear computes with, beside its tensors."""
+
+    config: Float8LinearConfig
+    hp_dtype: torch.dtype
+    weight_casts: WeightCasts | None
+    kept: KeptScales
+    sharding: LinearSharding | None
+
+
+class _Float8Linear(torch.autograd.Function):
+    """`output` forward, `grad_input` and `grad_weight` backward; see the top of the file."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
+        return _output(input, weight, bias, how, *_save(ctx, input, weight, bias, how))
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return (*_differentiable_once(ctx, grad_output), None)
+
+
+class _SaveFirst(torch.autograd.Function):
+    """[Note: saving before the matmul] The first half of `_Float8Linear`: what it saves, and its whole backward.
+
+    The result stands for the output, with its shape and no memory. `operands` gets those of the output's matmul.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, how: _How, operands: list[tuple[Operand, Operand]]
+    ) -> Tensor:
+        operands.append(_save(ctx, input, weight, bias, how))
+        stand_in = torch.empty((), dtype=how.hp_dtype, device=input.device)
+        return stand_in.expand(*input.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return (*_differentiable_once(ctx, grad_output), None, None)
+
+
+class _ThenMultiply(torch.autograd.Function):
+    """The second half: the matmul, which saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, saved_first: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        return compute()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return grad_output, None
+
+
+def _save(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> tuple[Operand, Operand]:
+    """Cast the operands of `output`, which are returned, and save in `ctx` what backward reads."""
+    config, hp_dtype, weight_casts, kept, sharding = how
+    needs_grad_input, needs_grad_weight = ctx.needs_input_grad[:2]
+    rows: Tensor = input
+    input_casts: MatrixCasts | _GatheredInput
+    if isinstance(input, Float8Tensor):
+        input_casts = _GatheredInput(input)
+    else:
+        rows = _rows(input)
+        input_casts = (
+            casts_of_activation(input, config, hp_dtype, kept.input)
+            if sharding is None
+            else sharding.input_casts(input, config, hp_dtype, kept.input)
+        )
+    input_op = input_casts.cast(rows, config.casts.input, 1)
+    saved: list[Tensor | None] = [None] * 5
+    if needs_grad_weight:
+        saved[0:2] = input_casts.cast(rows, config.casts.input_for_grad_weight, 0)
+    if weight_casts is None and config.keep_float8_weight_for_backward and needs_grad_input:
+        weight_casts = cast_weight(weight, config, hp_dtype, kept.weight, sharding)
+    if weight_casts is not None:
+        weight_op = weight_casts.for_output
+        if needs_grad_input:
+            saved[2:4] = weight_casts.for_grad_input
+    else:
+        casts = _weight_casts(config, hp_dtype, kept.weight, sharding)
+        weight_op = casts.cast(weight, config.casts.weight, 1)
+        if needs_grad_input:
+            saved[2] = weight
+            other = config.casts.weight_for_grad_input
+            scales = None if other.is_disabled or other.is_rowwise else casts.tensorwise_scales()
+            if scales is not None:
+                saved[3:5] = scales
+    ctx.save_for_backward(*saved)
+    bias_dtype = None if bias is None else bias.dtype
+    ctx.kept = (
+        config,
+        hp_dtype,
+        weight_casts is not None,
+        input.shape,
+        bias_dtype,
+        kept,
+        sharding,
+    )
+    return input_op, weight_op
+
+
+def _output(
+    input: Tensor, weight: Tensor, bias: Tensor | None, how: _How, input_op: Operand, weight_op: Operand
+) -> Tensor:
+    config = how.config
+    output = _matmul(input_op, weight_op.t(), config.gemm_config_output, config, how.hp_dtype, bias)
+    if input.dim() != 2:
+        output = output.view(*input.shape[:-1], weight.shape[0])
+    return output if how.sharding is None else how.sharding.reduce_output(output)
+
+
+def _differentiable_once(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    """`_gradients`, which say so where they are differentiated again."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return _gradients(ctx, grad_output)
+    with torch.no_grad():
+        grads = _gradients(ctx, grad_output)
+    return _RefuseDoubleBackward.apply(*(g if g is None else g.detach().requires_grad_() for g in grads))
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """[..., features] as [rows, features]."""
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
+def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients, those of matrices in the dtype of the matmuls.
+
+    autograd converts them to the dtypes of what they are gradients of, when it has released grad_output and what was
+    saved; to do so here would hold both copies of both beside all that. For the same reason no operand outlives its
+    matmul, and row-wise casts of grad_output are made one after the other.
+    """
+    needs_grad_input, needs_grad_weight, needs_grad_bias = ctx.needs_input_grad[:3]
+    input_data, input_scale, *saved_weight = ctx.saved_tensors
+    config, hp_dtype, weight_is_cast, input_shape, bias_dtype, kept, sharding = ctx.kept
+    for_grad_weight = config.casts.grad_output_for_grad_weight
+    grad_input = grad_weight = grad_bias = None
+    rows = _rows(grad_output)
+    left_of_grad_input = left_of_grad_weight = None
+    if sharding is None:
+        casts = MatrixCasts(config, hp_dtype, kept.grad_output)
+        if needs_grad_input:
+            left_of_grad_input = casts.cast(rows, config.casts.grad_output, 1)
+        if needs_grad_weight and not (for_grad_weight.is_rowwise or for_grad_weight.is_disabled):
+            left_of_grad_weight = casts.cast(rows, for_grad_weight, 0)  # of the cast above, or its scales
+        del casts
+    else:
+        left_of_grad_input, left_of_grad_weight = sharding.grad_output_operands(
+            grad_output, config, hp_dtype, kept.grad_output, (needs_grad_input, needs_grad_weight)
+        )
+    if left_of_grad_input is not None:
+        weight = _weight_for_grad_input(saved_weight, weight_is_cast, config, hp_dtype, kept.weight, sharding)
+        grad_input = _matmul(left_of_grad_input, weight, config.gemm_config_grad_input, config, hp_dtype)
+        if len(input_shape) != 2:
+            grad_input = grad_input.view(input_shape)
+        del left_of_grad_input, weight
+    if needs_grad_weight:
+        if left_of_grad_weight is None:
+            left_of_grad_weight = MatrixCasts(config, hp_dtype, kept.grad_output).cast(rows, for_grad_weight, 0)
+        input_op = Operand(input_data, input_scale)
+        grad_weight = _matmul(left_of_grad_weight.t(), input_op, config.gemm_config_grad_weight, config, hp_dtype)
+    if needs_grad_bias:
+        grad_bias = rows.sum(0).to(bias_dtype)
+    return grad_input, grad_weight, grad_bias
+
+
+def _weight_for_grad_input(
+    saved: list[Tensor | None],
+    is_cast: bool,
+    config: Float8LinearConfig,
+    hp_dtype: torch.dtype,
+    kept: KeptScale | None,
+    sharding: LinearSharding | None,
+) -> Operand:
+    """The weight as `grad_input` reads it, of what the forward saved: its cast, or itself and perhaps its scales."""
+    data, *scales = saved
+    if data is None:
+        raise RuntimeError("expected a saved weight for grad_input, got None")
+    if is_cast:
+        return Operand(data, scales[0])
+    cast = config.casts.weight_for_grad_input
+    if scales[0] is not None and scales[1] is not None:
+        return cast_with(data, Scales(scales[0], scales[1]), cast, 0, config)
+    return _weight_casts(config, hp_dtype, kept, sharding).cast(data, cast, 0)
+
+
+class _RefuseDoubleBackward(torch.autograd.Function):
+    """Identity on the gradients of a backward that is itself recorded; differentiating it says why that fails."""
+
+    @staticmethod
+    def forward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads
+
+    @staticmethod
+    def backward(ctx: Any, *grad_grads: Tensor) -> None:
+        raise RuntimeError(_DOUBLE_BACKWARD)
+
+
+def float8_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    config: Float8LinearConfig | None = None,
+    weight_casts: WeightCasts | None = None,
+) -> Tensor:
+    """`torch.nn.functional.linear` with its three matmuls in float8.
+
+    Args:
+        input: [..., K], float32, bfloat16 or float16, any strides.
+        weight: [N, K], of input's dtype; under autocast of any high-precision dtype (it is cast to float8 from there).
+            Either may be a `Float8Tensor`, cast before for the matmuls that read it.
+        bias: [N] or None.
+        config: what to cast and how; None for the tensorwise recipe. Dynamic scaling only: a function has no state that
+            could keep a scale.
+        weight_casts: the weight's casts, if they have been made (see `cast_weights_once`).
+    Returns:
+        [..., N] in input's dtype; under autocast in autocast's.
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or a config with delayed or static scaling.
+    """
+    config = config or Float8LinearConfig()
+    if config.keeps_scales:
+        raise ValueError("float8_linear scales dynamically, got a config with kept scales; use a Float8Linear for it")
+    if weight_casts is None and isinstance(weight, Float8Tensor):
+        weight_casts = casts_of_gathered(weight)
+    return linear_with_casts(input, weight, bias, config, weight_casts, NO_KEPT_SCALES, None)
+
+
+def casts_of_gathered(weight: Float8Tensor) -> WeightCasts:
+    """The casts of a weight that was cast where it was gathered."""
+    return WeightCasts(weight.operand(1), weight.operand(0))
+
+
+def linear_with_casts(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    config: Float8LinearConfig,
+    weight_casts: WeightCasts | None,
+    kept: KeptScales,
+    sharding: LinearSharding | None,
+) -> Tensor:
+    """`float8_linear` with what a module knows beside: kept scales, and how its matrices are spread over ranks."""
+    hp_dtype = compute_dtype("cpu" if input.is_cpu else input.device.type, input.dtype)
+    _check_input(input, weight)
+    how = _How(config, hp_dtype, weight_casts, kept, sharding)
+    if sharding is None and _saves_first():
+        operands: list[tuple[Operand, Operand]] = []
+        saved_first = _SaveFirst.apply(input, weight, bias, how, operands)
+        return _ThenMultiply.apply(saved_first, lambda: _output(input, weight, bias, how, *operands.pop()))
+    return _Float8Linear.apply(input, weight, bias, how)
+
+
+def _saves_first() -> bool:
+    """Whether eager code here is watched by a checkpoint without a policy, or by another hook of saved tensors."""
+    if torch.compiler.is_compiling() or _top_saved_tensors_hooks(True) is None:
+        return False
+    return not any(isinstance(mode, _POLICY_MODES) for mode in _get_current_dispatch_mode_stack())
+
+
+def compute_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a linear's results have for an input of `dtype`: autocast's where it is on."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else dtype
+
+
+def _check_input(input: Tensor, weight: Tensor) -> None:
+    if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"expected an input of shape [..., {weight.shape[1]}] for a weight of {list(weight.shape)}, "
+            f"got {list(input.shape)}"
+        )
+    if input.dtype not in HP_DTYPES:
+        raise ValueError(f"expected an input of {', '.join(map(str, HP_DTYPES))}, got {input.dtype}")
+    if weight.dtype is not input.dtype and not torch.is_autocast_enabled(input.device.type):
+        raise ValueError(
+            f"input is {input.dtype} but weight is {weight.dtype}: convert one of them, or run under torch.autocast"
+        )
