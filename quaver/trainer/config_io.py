@@ -68,8 +68,13 @@ def build_config(sections: Sections) -> TrainConfig:
 
 
 def write_config(config: TrainConfig, path: Path) -> None:
-    """Write every field of `config` as TOML that `quaver train` reads back to an equal config."""
-    path.write_text(tomli_w.dumps(asdict(config)), encoding="utf-8")
+    """Write every field of `config` as TOML that `quaver train` reads back to an equal config.
+
+    In one move: a run that is killed meanwhile must find a whole file when it goes on.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(tomli_w.dumps(asdict(config)), encoding="utf-8")
+    partial.replace(path)
 
 
 def parse_arguments(argv: list[str]) -> tuple[Path | None, Sections]:

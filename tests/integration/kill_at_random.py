@@ -35,13 +35,29 @@ def start(words: list[str]) -> int:
         os._exit(code)
 
 
+def wait_for_a_step(metrics: Path, size: int) -> None:
+    """Return when the file of metrics has grown beyond `size`, or been cut back and grown again, by a step."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if metrics.exists() and metrics.stat().st_size > size:
+            return
+        time.sleep(0.002)
+    raise SystemExit("a run made no step in 60 s")
+
+
 def kill_many_times(words: list[str], folder: CheckpointFolder, kills: int, seed: int) -> dict[str, int]:
-    """Kill `kills` runs after a random time each; the checkpoints' folder must never go back."""
+    """Kill `kills` runs at random, most after their first steps; the checkpoints' folder must never go back."""
     chance = random.Random(seed)
+    metrics = folder.path.with_name("metrics.jsonl")
     newest, while_writing = 0, 0
     for _ in range(kills):
+        size = metrics.stat().st_size if metrics.exists() else 0
         child = start(words)
-        time.sleep(chance.uniform(0.05, 0.9))
+        if chance.random() < 0.25:  # while it starts, reads the checkpoint, and rewinds the metrics
+            time.sleep(chance.uniform(0.0, 0.6))
+        else:
+            wait_for_a_step(metrics, size)
+            time.sleep(chance.uniform(0.0, 0.3))
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         if not os.WIFSIGNALED(status):

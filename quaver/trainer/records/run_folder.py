@@ -44,7 +44,8 @@ class RunFolder:
         path = dump_folder / config.job.name if config.job.name else _unused_path(dump_folder, config)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            names = {entry.name for entry in path.iterdir()}
+            # A name with a dot is what a process that was killed had begun to write.
+            names = {entry.name for entry in path.iterdir() if not entry.name.startswith(".")}
         except OSError as error:
             raise _unwritable(path, error) from error
         step = _resume_step(path, config.checkpoint, is_run=CONFIG in names)

@@ -160,6 +160,13 @@ def test_auto_begins_where_there_is_nothing(config):
     assert len([record for record in read_metrics(again.folder.metrics) if "loss" in record]) == 4
 
 
+def test_a_folder_that_a_killed_process_had_only_begun_is_a_new_run(config):
+    folder = Path(config.job.dump_folder) / "tiny"
+    folder.mkdir(parents=True)
+    (folder / ".config.toml.partial").write_text("[mod")
+    assert run_to_end(with_steps(config, 2, resume="auto")).began_at_step == 0
+
+
 def test_a_finished_run_has_nothing_left_to_do(config, capsys):
     run = run_to_end(with_steps(config, 2))
     before = run.folder.metrics.read_bytes(), (run.folder.path / "summary.json").read_bytes()
