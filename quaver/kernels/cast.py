@@ -155,6 +155,7 @@ _library.impl(
 def fake_cast_with_kept_scale(
     hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, power_of_2: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes in the shape of `hp`, two float32 scales (), what was observed, float32 [2]: shapes and dtypes alone."""
     scale = hp.new_empty((), dtype=torch.float32)
     seen = hp.new_empty(2, dtype=torch.float32)
     return hp.new_empty(hp.shape, dtype=float8_dtype), scale, torch.empty_like(scale), seen

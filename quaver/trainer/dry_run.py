@@ -18,7 +18,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from quaver import Float8Linear
 from quaver.convert import ConversionReport
-from quaver.trainer.checkpoints.folder import read_record
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.data.source import Source, find_source
 from quaver.trainer.data.tokenizer import check_vocabulary, load_tokenizer
@@ -26,8 +25,7 @@ from quaver.trainer.gemm_precision import LinearPrecision, grouped, linear_preci
 from quaver.trainer.layout import Layout, resolve
 from quaver.trainer.model import Llama, training_flops_per_token
 from quaver.trainer.parallelize import parallelize
-from quaver.trainer.plan import make_models
-from quaver.trainer.records.loggers import check_loggers
+from quaver.trainer.plan import check_surroundings, make_models
 from quaver.trainer.tensors import plain_tensors
 
 
@@ -80,9 +78,7 @@ def dry_run(config: TrainConfig, ranks: int = 1) -> DryRun:
         ValueError, OSError, NotImplementedError: what the run itself would refuse.
     """
     config, layout = resolve(config, rank=0, world_size=ranks)
-    check_loggers(config.metrics)
-    if config.checkpoint.initial_load_path:
-        read_record(config.checkpoint.initial_weights)
+    check_surroundings(config)
     tokenizer, source = load_tokenizer(config.data), find_source(config.data)
     check_vocabulary(tokenizer, config.data, config.model)
     cpu = torch.device("cpu")

@@ -74,12 +74,22 @@ def plan_run(config: TrainConfig, ranks: Ranks) -> Plan:
         config.checkpoint.async_mode,
         "page-locked memory is there for copies from a GPU",
     )
-    check_loggers(config.metrics)
-    if config.checkpoint.initial_load_path:
-        read_record(config.checkpoint.initial_weights)
+    check_surroundings(config)
     models = make_models(config, device)
     data = load_data(config, quiet=not ranks.is_first)
     return Plan(config, ranks, layout, device, data, models)
+
+
+def check_surroundings(config: TrainConfig) -> None:
+    """Refuse what `config` names and this machine does not have: a logger's package, a checkpoint to begin with.
+
+    Raises:
+        ValueError: a package is missing, or the checkpoint is of another format.
+        FileNotFoundError: there is no checkpoint.
+    """
+    check_loggers(config.metrics)
+    if config.checkpoint.initial_load_path:
+        read_record(config.checkpoint.initial_weights)
 
 
 def make_models(config: TrainConfig, device: torch.device) -> Models:

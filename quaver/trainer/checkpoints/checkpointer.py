@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from quaver.trainer.checkpoints.folder import FORMAT, CheckpointFolder, read_record
+from quaver.trainer.checkpoints.single_process import first_line
 from quaver.trainer.config import Checkpoint
 from quaver.trainer.errors import CheckpointError
 from quaver.trainer.ranks import Ranks
@@ -323,5 +324,6 @@ def _reason(error: BaseException) -> str:
     """The first line of the innermost cause of `error`: torch wraps what the system said."""
     while error.__cause__ is not None or error.__context__ is not None:
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
-    text = str(error.strerror or error) if isinstance(error, OSError) else str(error)
-    return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return first_line(error)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from quaver.trainer.config.require import require, require_default, require_positive
+from quaver.trainer.config.require import is_folder_name, require, require_default, require_positive
 
 ASYNC_MODES = ("disabled", "async", "async_with_pinned_mem")
 RESUME_POLICIES = ("never", "auto", "must")
@@ -34,8 +34,8 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         require_positive("checkpoint", self, "interval")
-        plain = self.folder not in ("", ".", "..") and not any(sep in self.folder for sep in "/\\")
-        require(plain, "checkpoint.folder", "the name of one folder", self.folder)
+        is_one = bool(self.folder) and is_folder_name(self.folder)
+        require(is_one, "checkpoint.folder", "the name of one folder", self.folder)
         require(self.keep_latest_k >= 0, "checkpoint.keep_latest_k", "not negative", self.keep_latest_k)
         for name, choices in (("async_mode", ASYNC_MODES), ("resume", RESUME_POLICIES)):
             value = getattr(self, name)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quaver.trainer.config.require import require, require_default, require_finite, require_positive
+from quaver.trainer.config.require import is_folder_name, require, require_default, require_finite, require_positive
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class Job:
     """Also train the bfloat16 twin, from the same weights on the same data (short: --compare)."""
 
     def __post_init__(self) -> None:
-        plain = self.name not in (".", "..") and not any(sep in self.name for sep in "/\\")
-        require(plain, "job.name", "the name of one folder", self.name, "put parent folders in job.dump_folder")
+        fix = "put parent folders in job.dump_folder"
+        require(is_folder_name(self.name), "job.name", "the name of one folder", self.name, fix)
         require(bool(self.dump_folder), "job.dump_folder", "a folder", self.dump_folder)
 
 

@@ -11,6 +11,7 @@ def require(holds: bool, name: str, expected: str, got: object, fix: str = "") -
 
 
 def require_positive(section: str, owner: object, *names: str) -> None:
+    """Refuse a value below 1 of these fields."""
     for name in names:
         value = getattr(owner, name)
         require(value >= 1, f"{section}.{name}", "at least 1", value)
@@ -23,6 +24,12 @@ def require_default(section: str, owner: Any, name: str, unless: str, fix: str =
 
 
 def require_finite(section: str, owner: object, *names: str) -> None:
+    """Refuse inf, NaN and negative values of these fields."""
     for name in names:
         value = getattr(owner, name)
         require(math.isfinite(value) and value >= 0, f"{section}.{name}", "finite and not negative", value)
+
+
+def is_folder_name(name: str) -> bool:
+    """Whether `name` is empty or names one folder, on any system, and not a path."""
+    return name not in (".", "..") and not any(sep in name for sep in "/\\")
