@@ -5,9 +5,12 @@ a number, which keeps nothing; and a sum of multiples, which keeps nothing eithe
 but the module's own graph holds the input, so what is alive between forward and backward is what the module keeps, as
 in a network, where the layer before may free what only it needed. The output's gradient is a tensor made in the step.
 
+`linear`, `attention` and `ffn` alone are given what a norm gives them in a network, bfloat16.
+
 Parameters are float32, the computation bfloat16 through autocast, the optimizer is fused AdamW, and blocks are
-checkpointed, compiled and sharded one by one, all as in `quaver train`. Under FSDP2 weights are gathered in bfloat16,
-float8 or not, as is the trainer's default.
+checkpointed, compiled and sharded one by one, all as in `quaver train`. Float8 is used as by one who is short of
+memory: FSDP2 gathers weights in float8 (`enable_fsdp_float8_all_gather`), and norms and SwiGLU keep nothing but their
+own inputs (`fused_producers`, the trainer's default).
 """
 
 from collections.abc import Callable
@@ -20,10 +23,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from benchmarks.memory_accounting import Usage, measure_usage
 from quaver import Float8LinearConfig, convert_to_float8_training
 from quaver.activation_checkpointing import apply_activation_checkpointing
+from quaver.bench.step_memory import Usage, measure_usage
 from quaver.trainer.config import Model, Optimizer
+from quaver.trainer.float8 import fuse_producers
 from quaver.trainer.memory import storage_bytes
 from quaver.trainer.model import Attention, Block, FeedForward, rope_tables
 from quaver.trainer.optimizer import build_optimizer
@@ -75,7 +79,7 @@ class Subject(nn.Module):
         self.register_buffer("sin", sin)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Transform `hidden` [B, T, D], float32."""
+        """Transform `hidden` [B, T, D]: float32 for blocks, bfloat16 for what follows a norm."""
         for part in self.parts:
             positions = (self.cos, self.sin) if isinstance(part, (Attention, Block)) else ()
             hidden = part(hidden, *positions)
@@ -108,7 +112,9 @@ def build(case: Case, size: Size, device: torch.device, mesh: DeviceMesh | None)
     torch.manual_seed(0)
     subject = Subject(case.module, size).to(device)
     if case.precision != "bfloat16":
-        convert_to_float8_training(subject, config=Float8LinearConfig.from_recipe_name(case.precision))
+        config = Float8LinearConfig.from_recipe_name(case.precision)
+        convert_to_float8_training(subject, config=replace(config, enable_fsdp_float8_all_gather=mesh is not None))
+        fuse_producers(subject)
     mode = {"none": "none", "full": "full", "op": "selective"}[case.checkpointing]
     apply_activation_checkpointing(subject.parts, mode=mode, selective_ac_option="op", preserve_rng_state=False)
     if case.compiled:
@@ -130,7 +136,8 @@ def measure(case: Case, size: Size, device: torch.device, mesh: DeviceMesh | Non
     """
     subject = build(case, size, device, mesh)
     optimizer = build_optimizer(subject, Optimizer())
-    source = torch.randn(size.sequences, size.seq_len, size.dim, device=device, requires_grad=True)
+    dtype = torch.float32 if "block" in case.module else torch.bfloat16
+    source = torch.randn(size.sequences, size.seq_len, size.dim, device=device, dtype=dtype, requires_grad=True)
     _step(subject, optimizer, source, lambda: None)
     usages = []
     for _ in range(1 if mesh is None else STEPS_ON_RANKS):

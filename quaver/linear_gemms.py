@@ -17,11 +17,20 @@ Kept for backward, with M tokens:
 Reads of an operand for its amax per step: one each tensorwise, two each rowwise (one per direction), and three in all
 for rowwise_with_gw_hp, whose tensorwise weight amax is the largest of its row amaxes.
 
-[Note: saving before the matmul] A checkpoint ends its recomputation when all that the forward saved has been saved
-again. An autograd.Function saves when it returns, so a recomputation would end with a matmul whose result nobody
-reads, and its memory. Where a checkpoint looks on, the linear is therefore two functions: one that saves, then one
-that multiplies. Not where the checkpoint has a policy: the result that it keeps is freed when a recomputation asks for
-it, and one that ends before would leave it alive.
+[Note: two functions] Eager code runs a large linear as two functions of autograd, the first of which saves and the
+second multiplies. Between them is a stand-in of the output that takes no memory. What this is for:
+
+    In the backward the second comes first, and has autograd release grad_output when it has been cast. One function
+    would hold grad_output beside its float8 casts and grad_input, since whoever is called by autograd cannot release
+    what he was called with; this is the largest moment of a linear's backward.
+
+    A checkpoint ends its recomputation when all that the forward saved has been saved again. One function saves when
+    it returns, so a recomputation would end with a matmul whose result nobody reads, and its memory. Where the
+    checkpoint has a policy the first function multiplies too: the result that the policy keeps is freed when a
+    recomputation asks for it, and one that ends before would leave it alive.
+
+Compiled code is one function, because a compiler releases what is not read again; and so is a small linear that no
+checkpoint watches, where the second function's 30 us of host time would cost more than its bytes.
 
 Everything here works on plain tensors: autograd sees one function, and tensor subclasses stay at the boundaries. A
 weight or an input that arrives as a `Float8Tensor` has been cast where it was gathered; its operands are taken out and
@@ -31,6 +40,7 @@ used. Where the matrices of a linear are spread over ranks, a `LinearSharding` c
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +59,9 @@ from quaver.tensor import Float8Tensor
 
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _POLICY_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+
+TWO_FUNCTIONS_FROM = 1 << 16
+"""Elements of an output from which on its linear is two functions in eager code."""
 
 _DOUBLE_BACKWARD = (
     "a Float8Linear has no second derivative: its casts to float8 are steps. "
@@ -154,7 +167,7 @@ class _How(NamedTuple):
 
 
 class _Float8Linear(torch.autograd.Function):
-    """`output` forward, `grad_input` and `grad_weight` backward; see the top of the file."""
+    """`output` forward, `grad_input` and `grad_weight` backward, in one function."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
@@ -162,38 +175,61 @@ class _Float8Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_differentiable_once(ctx, grad_output), None)
+        return (*_differentiable_once(ctx, [_beginning_of_backward(ctx, grad_output)]), None)
 
 
 class _SaveFirst(torch.autograd.Function):
-    """[Note: saving before the matmul] The first half of `_Float8Linear`: what it saves, and its whole backward.
+    """[Note: two functions] The first: what a linear saves, and the end of its backward.
 
-    The result stands for the output, with its shape and no memory. `operands` gets those of the output's matmul.
+    The result stands for the output, with its shape and no memory. `halves` gets the context, and the operands of the
+    output's matmul, or with `multiply` the output.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, how: _How, operands: list[tuple[Operand, Operand]]
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, how: _How, halves: _Halves, multiply: bool
     ) -> Tensor:
-        operands.append(_save(ctx, input, weight, bias, how))
+        operands = _save(ctx, input, weight, bias, how)
+        ctx.set_materialize_grads(False)  # what arrives as the gradient of the stand-in is nothing
+        ctx.begun = {}
+        halves.ctx = ctx
+        halves.output = partial(_output, input, weight, bias, how, *operands)
+        if multiply:
+            output = halves.output()
+            halves.output = lambda: output
         stand_in = torch.empty((), dtype=how.hp_dtype, device=input.device)
         return stand_in.expand(*input.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_differentiable_once(ctx, grad_output), None, None)
+    def backward(ctx: Any, nothing: None) -> tuple[Tensor | None, ...]:
+        begun = [ctx.begun.pop(torch._C._current_graph_task_id())]
+        return (*_differentiable_once(ctx, begun), None, None, None)
+
+
+class _Halves:
+    """What the first function of a linear leaves for the second."""
+
+    __slots__ = ("ctx", "output")
+
+    ctx: Any
+    output: Callable[[], Tensor]
 
 
 class _ThenMultiply(torch.autograd.Function):
-    """The second half: the matmul, which saves nothing."""
+    """The second: the matmul, and the beginning of the backward."""
 
     @staticmethod
-    def forward(ctx: Any, saved_first: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+    def forward(ctx: Any, stand_in: Tensor, halves: _Halves) -> Tensor:
+        ctx.first = halves.ctx
+        compute = halves.output
+        del halves.output  # what it holds must not live as long as the graph does
         return compute()
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return grad_output, None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None]:
+        first = ctx.first
+        first.begun[torch._C._current_graph_task_id()] = _beginning_of_backward(first, grad_output)
+        return None, None
 
 
 def _save(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> tuple[Operand, Operand]:
@@ -254,59 +290,78 @@ def _output(
     return output if how.sharding is None else how.sharding.reduce_output(output)
 
 
-def _differentiable_once(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    """`_gradients`, which say so where they are differentiated again."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return _gradients(ctx, grad_output)
-    with torch.no_grad():
-        grads = _gradients(ctx, grad_output)
-    return _RefuseDoubleBackward.apply(*(g if g is None else g.detach().requires_grad_() for g in grads))
-
-
 def _rows(tensor: Tensor) -> Tensor:
     """[..., features] as [rows, features]."""
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
-def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients, those of matrices in the dtype of the matmuls.
+class _Begun(NamedTuple):
+    """A backward that has read grad_output for the last time: what is left to multiply."""
 
-    autograd converts them to the dtypes of what they are gradients of, when it has released grad_output and what was
-    saved; to do so here would hold both copies of both beside all that. For the same reason no operand outlives its
-    matmul, and row-wise casts of grad_output are made one after the other.
+    grad_input: Tensor | None
+    left_of_grad_input: Operand | None
+    saved_weight: list[Tensor | None]
+    left_of_grad_weight: Operand | None
+    input: Operand
+    grad_bias: Tensor | None
+
+
+def _beginning_of_backward(ctx: Any, grad_output: Tensor) -> _Begun:
+    """All that reads grad_output, without a history.
+
+    Where its two casts are not one, the matmul of the first comes before the second cast, so that one of them is alive
+    at a time.
     """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        with torch.no_grad():
+            return _beginning_of_backward(ctx, grad_output)
     needs_grad_input, needs_grad_weight, needs_grad_bias = ctx.needs_input_grad[:3]
     input_data, input_scale, *saved_weight = ctx.saved_tensors
-    config, hp_dtype, weight_is_cast, input_shape, bias_dtype, kept, sharding = ctx.kept
+    config, hp_dtype, _, _, bias_dtype, kept, sharding = ctx.kept
     for_grad_weight = config.casts.grad_output_for_grad_weight
-    grad_input = grad_weight = grad_bias = None
     rows = _rows(grad_output)
-    left_of_grad_input = left_of_grad_weight = None
+    grad_input = left_of_grad_input = left_of_grad_weight = None
     if sharding is None:
         casts = MatrixCasts(config, hp_dtype, kept.grad_output)
         if needs_grad_input:
             left_of_grad_input = casts.cast(rows, config.casts.grad_output, 1)
-        if needs_grad_weight and not (for_grad_weight.is_rowwise or for_grad_weight.is_disabled):
-            left_of_grad_weight = casts.cast(rows, for_grad_weight, 0)  # of the cast above, or its scales
-        del casts
+        if needs_grad_weight:
+            if (for_grad_weight.is_rowwise or for_grad_weight.is_disabled) and left_of_grad_input is not None:
+                grad_input = _grad_input(ctx, left_of_grad_input, saved_weight)
+                left_of_grad_input, saved_weight = None, []
+                casts = MatrixCasts(config, hp_dtype, kept.grad_output)
+            left_of_grad_weight = casts.cast(rows, for_grad_weight, 0)  # perhaps of the cast above, or its scales
     else:
         left_of_grad_input, left_of_grad_weight = sharding.grad_output_operands(
             grad_output, config, hp_dtype, kept.grad_output, (needs_grad_input, needs_grad_weight)
         )
+    grad_bias = rows.sum(0).to(bias_dtype) if needs_grad_bias else None
+    input_op = Operand(input_data, input_scale)
+    return _Begun(grad_input, left_of_grad_input, saved_weight, left_of_grad_weight, input_op, grad_bias)
+
+
+def _end_of_backward(ctx: Any, begun: list[_Begun]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients, those of matrices in the dtype of the matmuls. Empties `begun`, a list of one.
+
+    autograd converts them to the dtypes of what they are gradients of, when it has released what was saved; to do so
+    here would hold both copies of both beside all that. For the same reason no operand outlives its matmul.
+    """
+    grad_input, left_of_grad_input, saved_weight, left_of_grad_weight, input_op, grad_bias = begun.pop()
+    config, hp_dtype = ctx.kept[:2]
+    grad_weight = None
     if left_of_grad_input is not None:
-        weight = _weight_for_grad_input(saved_weight, weight_is_cast, config, hp_dtype, kept.weight, sharding)
-        grad_input = _matmul(left_of_grad_input, weight, config.gemm_config_grad_input, config, hp_dtype)
-        if len(input_shape) != 2:
-            grad_input = grad_input.view(input_shape)
-        del left_of_grad_input, weight
-    if needs_grad_weight:
-        if left_of_grad_weight is None:
-            left_of_grad_weight = MatrixCasts(config, hp_dtype, kept.grad_output).cast(rows, for_grad_weight, 0)
-        input_op = Operand(input_data, input_scale)
+        grad_input = _grad_input(ctx, left_of_grad_input, saved_weight)
+        del left_of_grad_input, saved_weight
+    if left_of_grad_weight is not None:
         grad_weight = _matmul(left_of_grad_weight.t(), input_op, config.gemm_config_grad_weight, config, hp_dtype)
-    if needs_grad_bias:
-        grad_bias = rows.sum(0).to(bias_dtype)
     return grad_input, grad_weight, grad_bias
+
+
+def _grad_input(ctx: Any, grad_output: Operand, saved_weight: list[Tensor | None]) -> Tensor:
+    config, hp_dtype, weight_is_cast, input_shape, _, kept, sharding = ctx.kept
+    weight = _weight_for_grad_input(saved_weight, weight_is_cast, config, hp_dtype, kept.weight, sharding)
+    grad_input = _matmul(grad_output, weight, config.gemm_config_grad_input, config, hp_dtype)
+    return grad_input if len(input_shape) == 2 else grad_input.view(input_shape)
 
 
 def _weight_for_grad_input(
@@ -327,6 +382,15 @@ def _weight_for_grad_input(
     if scales[0] is not None and scales[1] is not None:
         return cast_with(data, Scales(scales[0], scales[1]), cast, 0, config)
     return _weight_casts(config, hp_dtype, kept, sharding).cast(data, cast, 0)
+
+
+def _differentiable_once(ctx: Any, begun: list[_Begun]) -> tuple[Tensor | None, ...]:
+    """`_end_of_backward`, whose results say so where they are differentiated again."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return _end_of_backward(ctx, begun)
+    with torch.no_grad():
+        grads = _end_of_backward(ctx, begun)
+    return _RefuseDoubleBackward.apply(*(g if g is None else g.detach().requires_grad_() for g in grads))
 
 
 class _RefuseDoubleBackward(torch.autograd.Function):
@@ -390,18 +454,17 @@ def linear_with_casts(
     hp_dtype = compute_dtype("cpu" if input.is_cpu else input.device.type, input.dtype)
     _check_input(input, weight)
     how = _How(config, hp_dtype, weight_casts, kept, sharding)
-    if sharding is None and _saves_first():
-        operands: list[tuple[Operand, Operand]] = []
-        saved_first = _SaveFirst.apply(input, weight, bias, how, operands)
-        return _ThenMultiply.apply(saved_first, lambda: _output(input, weight, bias, how, *operands.pop()))
-    return _Float8Linear.apply(input, weight, bias, how)
+    is_small = input.shape[:-1].numel() * weight.shape[0] < TWO_FUNCTIONS_FROM
+    if torch.compiler.is_compiling() or (is_small and _top_saved_tensors_hooks(True) is None):
+        return _Float8Linear.apply(input, weight, bias, how)
+    halves = _Halves()
+    stand_in = _SaveFirst.apply(input, weight, bias, how, halves, _a_policy_watches())
+    return _ThenMultiply.apply(stand_in, halves)
 
 
-def _saves_first() -> bool:
-    """Whether eager code here is watched by a checkpoint without a policy, or by another hook of saved tensors."""
-    if torch.compiler.is_compiling() or _top_saved_tensors_hooks(True) is None:
-        return False
-    return not any(isinstance(mode, _POLICY_MODES) for mode in _get_current_dispatch_mode_stack())
+def _a_policy_watches() -> bool:
+    """Whether this code is checkpointed with a policy that chooses operations."""
+    return any(isinstance(mode, _POLICY_MODES) for mode in _get_current_dispatch_mode_stack())
 
 
 def compute_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:

@@ -17,7 +17,7 @@ from quaver import (
 )
 from quaver.convert import ConversionReport
 from quaver.trainer.config import Float8
-from quaver.trainer.model import Llama
+from quaver.trainer.model import Block, FeedForward, Llama, RMSNorm
 
 
 def convert_model(model: Llama, config: Float8, *, tokens: int, device: torch.device) -> ConversionReport:
@@ -60,7 +60,19 @@ def convert_model(model: Llama, config: Float8, *, tokens: int, device: torch.de
         enable_pre_and_post_forward=config.enable_pre_and_post_forward,
     )
     convert_to_float8_training(model, config=linear_config, module_filter_fn=decide)
+    if config.fused_producers:
+        fuse_producers(model)
     return conversion_report(model)
+
+
+def fuse_producers(model: nn.Module) -> None:
+    """Have the norms and the SwiGLU in front of float8 linears keep for backward only their own inputs."""
+    for module in model.modules():
+        if isinstance(module, FeedForward):
+            module.feeds_float8 = isinstance(module.down_proj, Float8Linear)
+        elif isinstance(module, Block):
+            module.input_layernorm.feeds_float8 = isinstance(module.self_attn.q_proj, Float8Linear)
+            module.post_attention_layernorm.feeds_float8 = isinstance(module.mlp.gate_proj, Float8Linear)
 
 
 @contextmanager
@@ -74,13 +86,18 @@ def in_high_precision(model: nn.Module) -> Iterator[None]:
     by it. `convert_to_high_precision` is no way out: it forgets the scales, and the class that `fully_shard` gives.
     """
     classes = {module: type(module) for module in model.modules() if isinstance(module, Float8Linear)}
+    fused = [each for each in model.modules() if isinstance(each, (FeedForward, RMSNorm)) and each.feeds_float8]
     try:
         for linear in classes:
             linear.__class__ = nn.Linear  # type: ignore[assignment]
+        for producer in fused:
+            producer.feeds_float8 = False
         yield
     finally:
         for linear, float8_class in classes.items():
             linear.__class__ = float8_class
+        for producer in fused:
+            producer.feeds_float8 = True
 
 
 def _skipped_blocks(model: Llama, config: Float8) -> dict[nn.Module, str]:

@@ -7,11 +7,14 @@ q, k and v are called with the same tensor object, and so are gate and up: float
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quaver.linear_gemms import compute_dtype
+from quaver.producers import rms_norm, swiglu
 from quaver.trainer.config import Model
 from quaver.trainer.config.model import RopeScaling
 
@@ -55,14 +58,36 @@ def document_attention_mask(documents: Tensor) -> Tensor:
 
 
 def apply_rope(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `heads` [B, H, T, E] by position in float32; the result has the dtype of `heads`."""
-    first, second = heads.float().chunk(2, dim=-1)
-    rotated = heads * cos + torch.cat((-second, first), dim=-1) * sin
-    return rotated.to(heads.dtype)
+    """Rotate `heads` [B, T, H, E] by position in float32; the result has the dtype of `heads`."""
+    return _rotate(heads, cos, sin) if torch.compiler.is_compiling() else _Rope.apply(heads, cos, sin)
+
+
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    (first, second), (cos, _), (sin, _) = (each.chunk(2, dim=-1) for each in (heads, cos[:, None], sin[:, None]))
+    # A half at a time, each rounded at once, so that little of it is in float32.
+    halves = ((first * cos - second * sin).to(heads.dtype), (second * cos + first * sin).to(heads.dtype))
+    return torch.cat(halves, dim=-1)
+
+
+class _Rope(torch.autograd.Function):
+    """A rotation, whose gradient is the rotation back: autograd would do it in many steps, each rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(heads, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return apply_rope(grad, cos, -sin), None, None
 
 
 class RMSNorm(nn.Module):
     """`weight * x / rms(x)` over the last dim."""
+
+    feeds_float8 = False
+    """Whether to keep for backward only what float8 linears do not (quaver/producers.py)."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -70,9 +95,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Normalize `hidden` [..., D]; the result has its shape and dtype."""
+        """Normalize `hidden` [..., D]; the result has its shape and, under autocast, autocast's dtype."""
+        out_dtype = compute_dtype(hidden.device.type, hidden.dtype)
+        if self.feeds_float8:
+            return rms_norm(hidden, self.weight, self.eps, out_dtype)
         # FSDP2 may gather the weight in fewer bits; fused kernels want one dtype.
-        return F.rms_norm(hidden, self.weight.shape, self.weight.to(hidden.dtype), self.eps)
+        return F.rms_norm(hidden, self.weight.shape, self.weight.to(hidden.dtype), self.eps).to(out_dtype)
 
 
 class Attention(nn.Module):
@@ -88,9 +116,9 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         """Mix `hidden` [B, T, D] along T, causally or as `mask` (bool, [B, 1, T, T]) allows."""
-        query = apply_rope(self._heads(self.q_proj(hidden)), cos, sin)
-        key = apply_rope(self._heads(self.k_proj(hidden)), cos, sin)
-        value = self._heads(self.v_proj(hidden))
+        query = apply_rope(self._heads(self.q_proj(hidden)), cos, sin).transpose(1, 2)
+        key = apply_rope(self._heads(self.k_proj(hidden)), cos, sin).transpose(1, 2)
+        value = self._heads(self.v_proj(hidden)).transpose(1, 2)
         return self.o_proj(self._attend(query, key, value, mask).transpose(1, 2).flatten(2))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -102,11 +130,14 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
     def _heads(self, projected: Tensor) -> Tensor:
-        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return projected.unflatten(-1, (-1, self.head_dim))
 
 
 class FeedForward(nn.Module):
     """SwiGLU."""
+
+    feeds_float8 = False
+    """Whether down_proj computes in float8, so that its input need not be kept in high precision."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -116,7 +147,8 @@ class FeedForward(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Transform `hidden` [B, T, D] token by token."""
-        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        gate, up = self.gate_proj(hidden), self.up_proj(hidden)
+        return self.down_proj(swiglu(gate, up) if self.feeds_float8 else F.silu(gate) * up)
 
 
 class Block(nn.Module):

@@ -1,6 +1,6 @@
 """Losses stay what they were: to the bit on a type of machine that was recorded, within a tolerance on others.
 
-The tolerance is four times what two types of machine (AVX2 and AVX-512 of one CPU) differ by: at most 2.8e-4 in 20
+The tolerance is four times what two types of machine (AVX2 and AVX-512 of one CPU) differ by: at most 4.4e-4 in 20
 steps of all recipes, recorded in golden_losses.json. They agree to 1e-7 in the first step, which is one forward: a unit
 in the last place of a sum moves a few values to another bfloat16 or float8 code, and the steps multiply that.
 """
@@ -15,7 +15,7 @@ RECORDED = {
     machine: {name: [float.fromhex(loss) for loss in values] for name, values in by_name.items()}
     for machine, by_name in json.loads(FILE.read_text()).items()
 }
-TOLERANCE = 4 * 2.8e-4
+TOLERANCE = 4 * 4.4e-4
 FIRST_STEP_TOLERANCE = 1e-6
 
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import quaver.casts
 import quaver.linear_gemms
 from quaver import Float8Linear, Float8LinearConfig, float8_linear
+from quaver.bench.step_memory import measure_usage
 from quaver.kernels import cpu
 from tests.reference import RECIPES, assert_matmul_exact, sqnr_db
 
@@ -26,6 +27,13 @@ EXPECTED_SQNR_DB = {
     "rowwise_with_gw_hp": (28.5, 28.5, None),
     "rowwise_with_tensorwise_weight": (28.4, 28.5, 28.5),
 }
+
+
+@pytest.fixture(autouse=True, params=["one function", "two functions"])
+def _functions(request, monkeypatch):
+    """Every test with both forms that a linear has in eager code."""
+    if request.param == "two functions":
+        monkeypatch.setattr(quaver.linear_gemms, "TWO_FUNCTIONS_FROM", 0)
 
 
 def config_of(recipe, **options):
@@ -50,6 +58,27 @@ def run(module, input, grad_output):
 def references(input, weight, grad_output):
     input, weight, grad_output = input.double(), weight.double(), grad_output.double()
     return input @ weight.t(), grad_output @ weight, grad_output.t() @ input
+
+
+def test_a_large_linear_holds_no_grad_output_beside_its_matmuls(monkeypatch):
+    """The largest moment of the backward: a wide grad_output, its cast, grad_input and the float8 input."""
+    usage = {}
+    for form, first in (("one", 1 << 30), ("two", 0)):
+        monkeypatch.setattr(quaver.linear_gemms, "TWO_FUNCTIONS_FROM", first)
+        linear, input = make("tensorwise", 64, 512), torch.randn(256, 64, dtype=torch.bfloat16, requires_grad=True)
+
+        def step(linear=linear, input=input, mark=lambda: None):
+            output = linear(input).mul(2.0)  # so that grad_output is a tensor that nobody else holds
+            mark()
+            output.sum().backward()
+            linear.weight.grad = input.grad = None
+
+        step()
+        with measure_usage(torch.device("cpu")) as measured:
+            step(mark=measured.mark)
+        usage[form] = measured.usage.tensor_peak_bytes
+    grad_output = 2 * 256 * 512
+    assert usage["one"] - usage["two"] >= grad_output // 4
 
 
 # ---- numbers -------------------------------------------------------------------------------------------------------

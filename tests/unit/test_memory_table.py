@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from benchmarks.memory import cases, measure_row
-from benchmarks.memory_accounting import Usage, measure_usage
 from benchmarks.memory_modules import PRECISIONS, Case, Size, measure
 from benchmarks.memory_report import PAGE, RECORD, exceptions, kept_beyond, page, ratios
 from quaver import Float8LinearConfig, activation_checkpointing, convert_to_float8_training, scaling
+from quaver.bench.step_memory import Usage, measure_usage
 from quaver.kernels import cpu
 from quaver.trainer.memory import TensorBytes
 

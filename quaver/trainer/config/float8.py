@@ -34,6 +34,8 @@ class Float8:
     """Also keep in high precision what a cost model expects to gain nothing on this GPU (without one, on an H100)."""
     emulate: bool = False
     """Multiply with the exact emulation even where the device multiplies float8."""
+    fused_producers: bool = True
+    """RMSNorm and SwiGLU in front of float8 linears keep for backward only their own inputs."""
     enable_fsdp_float8_all_gather: bool = False
     """FSDP2 gathers the weights of float8 linears in float8: half the bytes of bfloat16."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
@@ -65,6 +67,8 @@ class Float8:
             require(value >= 0, f"float8.{name}", "not negative", value)
             if not self.enable_float8_linear:
                 require_default("float8", self, name, "float8.enable_float8_linear")
+        if not self.enable_float8_linear:
+            require_default("float8", self, "fused_producers", "float8.enable_float8_linear")
         require(
             self.enable_float8_linear or not self.enable_fsdp_float8_all_gather,
             "float8.enable_float8_linear",

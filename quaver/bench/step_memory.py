@@ -211,7 +211,7 @@ def _surroundings(node: Any) -> tuple[tuple[str, ...], float]:
 
 def _time_of_peak(blocks: list[Block]) -> float:
     """The first moment at which most bytes are alive."""
-    steps = [(block.born_ns, block.size_bytes) for block in blocks]
+    steps: list[tuple[float, int]] = [(block.born_ns, block.size_bytes) for block in blocks]
     steps += [(block.dies_ns, -block.size_bytes) for block in blocks if block.dies_ns < math.inf]
     live = highest = 0
     when = -math.inf
