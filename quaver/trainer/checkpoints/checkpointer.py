@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from quaver.trainer.checkpoints.folder import FORMAT, CheckpointFolder, read_record
+from quaver.trainer.checkpoints.folder import FORMAT, CheckpointFolder, read_metadata, read_record
 from quaver.trainer.checkpoints.single_process import first_line
 from quaver.trainer.config import Checkpoint
 from quaver.trainer.errors import CheckpointError
@@ -256,7 +256,7 @@ def load_weights(path: Path, twins: Sequence[Twin]) -> None:
 
 def saved_keys(path: Path) -> frozenset[str]:
     """Return the names of what the torch.distributed.checkpoint folder `path` has."""
-    return frozenset(FileSystemReader(path).read_metadata().state_dict_metadata)
+    return frozenset(read_metadata(path).state_dict_metadata)
 
 
 def _state_of(twin: Twin) -> dict[str, Any]:
@@ -271,7 +271,7 @@ def _state_of(twin: Twin) -> dict[str, Any]:
 
 def _load_twin(twin: Twin, path: Path) -> None:
     state = _state_of(twin)
-    if twin.scaling and not any(key.startswith("float8.") for key in _load_keys(path)):
+    if twin.scaling and not any(key.startswith("float8.") for key in saved_keys(path)):
         del state["float8"]  # saved by a recipe that keeps no scales: they start as in a new model
     _load(state, path)
     set_model_state_dict(twin.model, state["model"])
@@ -279,13 +279,6 @@ def _load_twin(twin: Twin, path: Path) -> None:
     if "float8" in state:
         twin.scaling.load_state_dict(state["float8"])
     twin.was_loaded()
-
-
-def _load_keys(path: Path) -> frozenset[str]:
-    try:
-        return saved_keys(path)
-    except (OSError, ValueError, EOFError) as error:
-        raise CheckpointError(f"cannot read {str(path)!r}: {_reason(error)}; choose another checkpoint") from error
 
 
 def _load(state: dict[str, Any], path: Path) -> None:
@@ -307,7 +300,7 @@ def _rng_states(rank: int, device: torch.device) -> dict[str, Tensor]:
 
 def _load_rng(path: Path, rank: int, device: torch.device) -> None:
     state = {"rng": _rng_states(rank, device)}
-    if {f"rng.{key}" for key in state["rng"]} <= _load_keys(path):  # of a run that moves to CUDA, CUDA's is missing
+    if {f"rng.{key}" for key in state["rng"]} <= saved_keys(path):  # of a run that moves to CUDA, CUDA's is missing
         _load(state, path)
         torch.set_rng_state(state["rng"][f"cpu_{rank}"])
         if device.type == "cuda":

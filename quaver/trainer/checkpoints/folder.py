@@ -16,7 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
 from quaver.trainer.checkpoints.new_folder import sync
+from quaver.trainer.checkpoints.single_process import first_line
+from quaver.trainer.errors import CheckpointError
 
 FORMAT = 1
 RECORD = "checkpoint.json"
@@ -105,3 +110,16 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
         found = record.get("format") if isinstance(record, dict) else None
         raise ValueError(f"{str(path)!r} has format {found!r}; this version of quaver reads format {FORMAT}")
     return record
+
+
+def read_metadata(path: Path) -> Metadata:
+    """What torch.distributed.checkpoint saved in the folder `path`: names, shapes and dtypes.
+
+    Raises:
+        CheckpointError: there is nothing of the kind, or it cannot be read, or is damaged.
+    """
+    try:
+        return FileSystemReader(path).read_metadata()
+    except Exception as error:  # a damaged pickle raises anything
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise CheckpointError(f"cannot read {str(path)!r}: {reason}; choose another checkpoint") from error

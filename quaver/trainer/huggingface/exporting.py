@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from quaver.trainer.checkpoints.folder import read_record
+from quaver.trainer.checkpoints.folder import read_metadata, read_record
 from quaver.trainer.checkpoints.new_folder import check_new, new_folder
 from quaver.trainer.checkpoints.single_process import first_line, single_process
 from quaver.trainer.config import Model
@@ -81,7 +81,7 @@ def open_checkpoint(checkpoint: Path, name: str | None = None) -> Export:
         raise ValueError(f"--model must be one of {', '.join(names)}, the models of {str(checkpoint)!r}, got {name!r}")
     model = _model(record, checkpoint)
     path = checkpoint / (name or names[0])
-    _check_weights(_metadata(path), model, path)
+    _check_weights(read_metadata(path), model, path)
     return Export(path, model, record)
 
 
@@ -142,15 +142,6 @@ def _model(record: dict[str, Any], checkpoint: Path) -> Model:
         )
         raise ValueError(f"{str(checkpoint)!r} must tell the settings of its model, got {what}")
     return build_config({"model": settings}).model
-
-
-def _metadata(path: Path) -> Metadata:
-    try:
-        return FileSystemReader(path).read_metadata()
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # a damaged pickle raises anything
-        raise CheckpointError(f"cannot read {str(path)!r}: {first_line(error)}; choose another checkpoint") from error
 
 
 def _check_weights(metadata: Metadata, model: Model, path: Path) -> None:

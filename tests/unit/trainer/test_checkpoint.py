@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from quaver.cli import main
 from quaver.trainer.checkpoints.checkpointer import CheckpointError, saved_keys
-from quaver.trainer.checkpoints.folder import RECORD, CheckpointFolder, read_record
+from quaver.trainer.checkpoints.folder import RECORD, CheckpointFolder, read_metadata, read_record
 from quaver.trainer.config import Checkpoint, Float8, LRScheduler, TrainConfig
 from quaver.trainer.records.metrics import read_metrics
 from quaver.trainer.train import Run, prepare, train
@@ -263,3 +263,16 @@ def test_a_removal_that_is_cut_short_leaves_nothing_that_looks_complete(tmp_path
     with pytest.raises(OSError, match="cut short"):
         folder.prune(1)
     assert folder.steps() == [2]
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"\x80\x04K\x01."], ids=["empty", "no pickle", "another pickle"])
+def test_damaged_metadata_is_one_line(tmp_path, content):
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match="choose another checkpoint") as caught:
+        read_metadata(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_metadata_is_said(tmp_path):
+    with pytest.raises(CheckpointError, match=r"cannot read .*: No such file or directory"):
+        read_metadata(tmp_path)
