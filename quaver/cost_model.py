@@ -1,101 +1,241 @@
-"""How long the matmuls of one linear take in bfloat16 and in float8, from a roofline; and the filter built on it.
+"""How long one linear takes in bfloat16 and in float8, part by part, from a roofline; and the filter built on it.
 
-Per matmul: the larger of FLOPs / peak and bytes / bandwidth. Float8 adds its casts, which are bandwidth alone:
+A linear of M tokens, K inputs and N outputs is three matmuls, forward and backward. Float8 adds casts:
 
-    tensorwise           per operand: read for amax, read and write one byte in each of two layouts: 2 + 2 + 2 bytes
-    rowwise              per operand: two directions, each read for amax and cast: 2 * (2 + 2 + 1) bytes
-    rowwise_with_gw_hp   input and grad_output one direction (5 bytes), weight row-wise and tensorwise (2 + 3 + 3)
-    rowwise_with_tensorwise_weight   input and grad_output as rowwise, weight as tensorwise
-    delayed              per operand: read once, write one byte in each of two layouts: 2 + 2 bytes
-    delayed_with_dynamic_weight      input and grad_output as delayed, weight as tensorwise
+    matmul [r, c] x [c, s]    max(2 r c s / FLOP/s, (b (r c + c s) + 2 r s) / bandwidth)    b = 1 in float8, else 2
+    casts of an operand       bytes per element * elements / bandwidth
+    launches                  4 us for each kernel
 
-and a fixed launch time per kernel. Real kernels reach neither roof: `_MATMUL_EFFICIENCY`, `_MEMORY_EFFICIENCY` are the
-shares that large kernels reach on an H200 (788 of 989 TFLOP/s bfloat16, 4.3 of 4.8 TB/s copied). Float8 matmuls reach
-1.9 times the bfloat16 rate on large shapes, not 2 (torchao's published GEMM benchmark).
+    bytes per element of the casts of a bfloat16 operand, read once per pass, one byte written per layout:
+
+    dynamic, tensorwise       both layouts 6: read for amax (2); read, write both (4)       one layout 5
+    dynamic, row-wise         both layouts 6: read for both amaxes (2); read, write both    one layout 3: a row stays
+    kept (delayed, static)    both layouts 4: read, write both                              one layout 3   in registers
+    again, scale known        one layout 3
+
+These are floors: what kernels must move that keep no tensor on the chip between passes. Input and grad_output get both
+layouts at once. Backward casts the weight again (one layout, then one more), unless its casts are kept.
+
+A GPU that does not multiply float8 widens the codes to bfloat16 (1 byte read and 2 written for each operand of each
+matmul) and multiplies those.
+
+Left out: what a cast fuses with (a compiler can save its read); the host, whose time counts where it is slower than the
+GPU; L2 cache; tiles that do not fill the last wave; power limits that long runs meet; row-wise scaling inside the
+matmul; communication; the state of delayed scaling (once a step for the whole model); biases; padding to 16.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from quaver.config import Float8LinearRecipeName
+from quaver.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName
 from quaver.convert import FilterDecision
 from quaver.devices import DEVICE_SPECS, DeviceSpec, device_spec, find_device_spec
 from quaver.gemm import ALIGNMENT
 
-_MATMUL_EFFICIENCY = 0.80
-_MEMORY_EFFICIENCY = 0.85
-_FLOAT8_MATMUL_GAIN = 0.95
-_KERNEL_LAUNCH_S = 4e-6
 
-# Bytes moved per element by the casts of (input, weight, grad_output), bfloat16 operands.
-_CAST_BYTES = {
-    Float8LinearRecipeName.TENSORWISE: (6, 6, 6),
-    Float8LinearRecipeName.ROWWISE: (10, 10, 10),
-    Float8LinearRecipeName.ROWWISE_WITH_GW_HP: (5, 8, 5),
-    Float8LinearRecipeName.ROWWISE_WITH_TENSORWISE_WEIGHT: (10, 6, 10),
-    Float8LinearRecipeName.DELAYED: (4, 4, 4),
-    Float8LinearRecipeName.DELAYED_WITH_DYNAMIC_WEIGHT: (4, 6, 4),
+class MatmulShares(NamedTuple):
+    """The shares of the data sheets' matmul rates that the best matmuls reach."""
+
+    bfloat16: float
+    float8: float
+
+
+MATMUL_SHARES = {
+    "B200": MatmulShares(1745.0 / 2250, 3432.5 / 4500),
+    "H200": MatmulShares(794.5 / 989.4, 1453.4 / 1978.9),
+    "H100": MatmulShares(794.5 / 989.4, 1402.6 / 1978.9),
+    "A100": MatmulShares(271.2 / 312, 271.2 / 312),
+    "L40S": MatmulShares(0.80, 0.80),
+    "MI300X": MatmulShares(668.4 / 1307.4, 668.4 / 1307.4),
 }
-_CAST_KERNELS = {
-    Float8LinearRecipeName.TENSORWISE: 9,
-    Float8LinearRecipeName.ROWWISE: 12,
-    Float8LinearRecipeName.ROWWISE_WITH_GW_HP: 8,
-    Float8LinearRecipeName.ROWWISE_WITH_TENSORWISE_WEIGHT: 11,
-    Float8LinearRecipeName.DELAYED: 9,
-    Float8LinearRecipeName.DELAYED_WITH_DYNAMIC_WEIGHT: 9,
-}
-_FLOAT8_MATMULS = {
-    Float8LinearRecipeName.TENSORWISE: 3,
-    Float8LinearRecipeName.ROWWISE: 3,
-    Float8LinearRecipeName.ROWWISE_WITH_GW_HP: 2,
-    Float8LinearRecipeName.ROWWISE_WITH_TENSORWISE_WEIGHT: 3,
-    Float8LinearRecipeName.DELAYED: 3,
-    Float8LinearRecipeName.DELAYED_WITH_DYNAMIC_WEIGHT: 3,
-}
+"""TFLOP/s measured with PyTorch 2.5 to 2.7 over those of the data sheet. From Stas Bekman, "Machine Learning
+Engineering", table "Maximum Achievable Matmul FLOPS" (github.com/stas00/ml-engineering, compute/accelerator): the
+best of many shapes, so real layers reach less. Assumed, not measured: both of L40S, and MI300X's in float8, which is
+its bfloat16 share. A100's float8 matmuls are bfloat16 matmuls."""
+
+MEMORY_SHARE = 0.85
+"""Of the data sheet's bandwidth. Copies reach 0.90 on an H200 (4.3 of 4.8 TB/s), and torchao's roofline
+(torchao/testing/training/roofline_utils.py) counts on 0.92 for pointwise kernels. Casts write one of two layouts
+transposed, which reaches less: how much less is an assumption."""
+
+KERNEL_LAUNCH_S = 4e-6
+"""From one kernel's start to the next one's, if it does nothing. torchao's roofline has 2 us, the time on an H100 of a
+kernel for one element; as much again is assumed for the gap between kernels, which that does not show."""
+
+
+class Casts(NamedTuple):
+    """What the casts of one operand take: bytes moved for each element, and kernels launched."""
+
+    bytes_per_element: float
+    kernels: float
+
+
+NO_CASTS = Casts(0, 0)
+_WIDENING = Casts(3, 1)
+
+
+@dataclass(frozen=True)
+class LinearTime:
+    """Seconds of one forward and backward, in parts that add up to `total_s`; every launch is in `launches_s`."""
+
+    output_s: float
+    grad_input_s: float
+    grad_weight_s: float
+    input_casts_s: float
+    weight_casts_s: float
+    grad_output_casts_s: float
+    widening_s: float
+    launches_s: float
+
+    @property
+    def total_s(self) -> float:
+        matmuls = self.output_s + self.grad_input_s + self.grad_weight_s
+        casts = self.input_casts_s + self.weight_casts_s + self.grad_output_casts_s
+        return matmuls + casts + self.widening_s + self.launches_s
 
 
 @dataclass(frozen=True)
 class LinearCost:
-    """Predicted seconds of a linear's forward and backward."""
+    """The prediction for one linear in bfloat16 and in float8."""
 
-    bfloat16_s: float
-    float8_s: float
+    bfloat16: LinearTime
+    float8: LinearTime
 
     @property
     def speedup(self) -> float:
-        return self.bfloat16_s / self.float8_s
+        """Above 1 where float8 is faster."""
+        return self.bfloat16.total_s / self.float8.total_s
 
 
 def linear_cost(
-    tokens: int, in_features: int, out_features: int, recipe: Float8LinearRecipeName | str, spec: DeviceSpec
+    tokens: int,
+    in_features: int,
+    out_features: int,
+    recipe: Float8LinearRecipeName | str,
+    spec: DeviceSpec,
+    *,
+    microbatches: int | None = None,
+    input_readers: int = 1,
 ) -> LinearCost:
-    """Predict a linear of M = `tokens`, K = `in_features`, N = `out_features` on `spec`.
+    """Predict a bias-free linear of M = `tokens`, K = `in_features`, N = `out_features` on `spec`.
 
+    Args:
+        recipe: a recipe's name.
+        microbatches: how many share the weight's casts, made for both matmuls at once (`cast_weights_once`; 1 is also
+            `keep_float8_weight_for_backward`). None: each forward casts the weight, and its backward again.
+        input_readers: how many linears share this one's input and its casts (3 for q, k and v); each pays its part.
     Raises:
-        ValueError: an unknown recipe, or a device that does not multiply float8.
+        ValueError: an unknown recipe, or a number below 1.
     """
-    if spec.float8_tflops is None:
-        raise ValueError(f"{spec.name} does not multiply float8, so no layer gains")
     recipe = Float8LinearRecipeName(recipe)
-    m, k, n = tokens, in_features, out_features
-    bandwidth = spec.memory_gb_per_s * 1e9 * _MEMORY_EFFICIENCY
+    numbers = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
+    numbers |= {"microbatches": 1 if microbatches is None else microbatches, "input_readers": input_readers}
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{name}: expected 1 or more, got {number}")
+    casts = recipe_casts(recipe, microbatches=microbatches, input_readers=input_readers)
+    return LinearCost(
+        _linear_time((tokens, in_features, out_features), (NO_CASTS,) * 3, (False,) * 3, spec),
+        _linear_time((tokens, in_features, out_features), casts, _float8_matmuls(recipe), spec),
+    )
 
-    def matmul_s(bytes_per_element: int, tflops: float) -> float:
-        compute = 2 * m * k * n / (tflops * 1e12 * _MATMUL_EFFICIENCY)
-        return _KERNEL_LAUNCH_S + max(compute, bytes_per_element * (m * k + k * n + m * n) / bandwidth)
 
-    bfloat16_matmul_s = matmul_s(2, spec.bfloat16_tflops)
-    float8_matmul_s = matmul_s(1, spec.float8_tflops * _FLOAT8_MATMUL_GAIN)
-    float8_matmuls = _FLOAT8_MATMULS[recipe]
-    cast_bytes = sum(b * e for b, e in zip(_CAST_BYTES[recipe], (m * k, k * n, m * n), strict=True))
-    casts_s = cast_bytes / bandwidth + _CAST_KERNELS[recipe] * _KERNEL_LAUNCH_S
-    float8_s = float8_matmuls * float8_matmul_s + (3 - float8_matmuls) * bfloat16_matmul_s + casts_s
-    return LinearCost(3 * bfloat16_matmul_s, float8_s)
+@functools.cache
+def recipe_casts(
+    recipe: Float8LinearRecipeName | str, *, microbatches: int | None = None, input_readers: int = 1
+) -> tuple[Casts, Casts, Casts]:
+    """The casts of (input, weight, grad_output) in one forward and backward; the arguments are `linear_cost`'s."""
+    casts = Float8LinearConfig.from_recipe_name(recipe).casts
+    input = _operand_casts(casts.input, casts.input_for_grad_weight)
+    weight = _operand_casts(casts.weight, casts.weight_for_grad_input, apart=microbatches is None)
+    grad_output = _operand_casts(casts.grad_output, casts.grad_output_for_grad_weight)
+    return _divided(input, input_readers), _divided(weight, microbatches or 1), grad_output
+
+
+def _operand_casts(first: CastConfig, second: CastConfig, *, apart: bool = False) -> Casts:
+    """The casts of one operand for its two matmuls: both at once, or `apart` if the first is gone before the second."""
+    wanted = [cast for cast in (first, second) if not cast.is_disabled]
+    if not wanted:
+        return NO_CASTS
+    if len(wanted) == 1:
+        return _one_layout(wanted[0])
+    if first.is_rowwise is not second.is_rowwise:
+        smallest_scale = 1 if first.is_rowwise else 0  # a kernel; the tensor's scale is the smallest of its rows'
+        return Casts(_one_layout(first).bytes_per_element + 3, _one_layout(first).kernels + smallest_scale + 1)
+    if apart:
+        return Casts(_one_layout(first).bytes_per_element + 3, _one_layout(first).kernels + 1)
+    return Casts(4, 2) if first.is_kept else Casts(6, 2)
+
+
+def _one_layout(cast: CastConfig) -> Casts:
+    if cast.is_rowwise:
+        return Casts(3, 1)
+    return Casts(3, 2) if cast.is_kept else Casts(5, 2)  # kept: the first kernel leaves at once if the scale is known
+
+
+def _divided(casts: Casts, sharers: int) -> Casts:
+    return Casts(casts.bytes_per_element / sharers, casts.kernels / sharers)
+
+
+@functools.cache
+def _float8_matmuls(recipe: Float8LinearRecipeName) -> tuple[bool, bool, bool]:
+    """Which of output, grad_input and grad_weight are float8 matmuls; both operands of a matmul are, or neither is."""
+    casts = Float8LinearConfig.from_recipe_name(recipe).casts
+    return (
+        not casts.input.is_disabled,
+        not casts.grad_output.is_disabled,
+        not casts.grad_output_for_grad_weight.is_disabled,
+    )
+
+
+def _linear_time(
+    shape: tuple[int, int, int], casts: tuple[Casts, ...], in_float8: tuple[bool, ...], spec: DeviceSpec
+) -> LinearTime:
+    """`casts` of input, weight and grad_output; `in_float8` of output, grad_input and grad_weight."""
+    m, k, n = shape
+    elements = (m * k, k * n, m * n)
+    bytes_per_s = spec.memory_gb_per_s * 1e9 * MEMORY_SHARE
+    native = spec.float8_tflops is not None
+    matmuls = [
+        _matmul_s(rows, contracted, columns, float8 and native, spec)
+        for (rows, contracted, columns), float8 in zip(((m, k, n), (m, n, k), (n, m, k)), in_float8, strict=True)
+    ]
+    cast_times = [cast.bytes_per_element * e / bytes_per_s for cast, e in zip(casts, elements, strict=True)]
+    # output reads input and weight, grad_input grad_output and weight, grad_weight grad_output and input.
+    operands = ((0, 1), (2, 1), (2, 0))
+    widened = [] if native else [i for pair, float8 in zip(operands, in_float8, strict=True) if float8 for i in pair]
+    widening_s = sum(_WIDENING.bytes_per_element * elements[i] for i in widened) / bytes_per_s
+    kernels = len(matmuls) + sum(cast.kernels for cast in casts) + _WIDENING.kernels * len(widened)
+    output_s, grad_input_s, grad_weight_s = matmuls
+    input_casts_s, weight_casts_s, grad_output_casts_s = cast_times
+    return LinearTime(
+        output_s=output_s,
+        grad_input_s=grad_input_s,
+        grad_weight_s=grad_weight_s,
+        input_casts_s=input_casts_s,
+        weight_casts_s=weight_casts_s,
+        grad_output_casts_s=grad_output_casts_s,
+        widening_s=widening_s,
+        launches_s=kernels * KERNEL_LAUNCH_S,
+    )
+
+
+def _matmul_s(rows: int, contracted: int, columns: int, float8: bool, spec: DeviceSpec) -> float:
+    """One matmul [rows, contracted] x [contracted, columns] with a bfloat16 result, without its launch."""
+    shares = MATMUL_SHARES[spec.name]
+    tflops = spec.bfloat16_tflops * shares.bfloat16
+    if float8 and spec.float8_tflops is not None:
+        tflops = spec.float8_tflops * shares.float8
+    read = (rows + columns) * contracted * (1 if float8 else 2)
+    moved_s = (read + 2 * rows * columns) / (spec.memory_gb_per_s * 1e9 * MEMORY_SHARE)
+    return max(2 * rows * contracted * columns / (tflops * 1e12), moved_s)
 
 
 def auto_filter_for_recipe(
@@ -120,6 +260,8 @@ def auto_filter_for_recipe(
     """
     recipe = Float8LinearRecipeName(recipe)
     spec = _spec_of(device)
+    if spec.float8_tflops is None:
+        raise ValueError(f"{spec.name} does not multiply float8, so no layer gains")
     linear_cost(tokens, 16, 16, recipe, spec)  # says now what would fail at every layer
 
     def decide(module: nn.Module, name: str) -> FilterDecision:

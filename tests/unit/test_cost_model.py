@@ -1,13 +1,15 @@
 """The cost model and the auto filter."""
 
+from dataclasses import astuple, replace
+
 import pytest
 import torch
 from torch import nn
 
 from quaver import auto_filter_for_recipe, conversion_report, convert_to_float8_training
-from quaver.cost_model import linear_cost
+from quaver.cost_model import KERNEL_LAUNCH_S, MATMUL_SHARES, MEMORY_SHARE, linear_cost, recipe_casts
 from quaver.devices import DEVICE_SPECS, find_device_spec, peak_flops
-from tests.reference import RECIPES
+from tests.reference import KEPT_RECIPES, RECIPES
 
 H100 = find_device_spec("NVIDIA H100 80GB HBM3")
 
@@ -19,12 +21,101 @@ def test_larger_layers_gain_more_and_never_more_than_the_hardware(recipe):
     assert speedups[0] < 1 < speedups[-1] < 2
 
 
-BY_PUBLISHED_SPEED = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+def speedup(recipe, **options):
+    return linear_cost(16384, 4096, 14336, recipe, H100, **options).speedup
 
 
-def test_recipes_rank_as_published():
-    speedups = [linear_cost(16384, 4096, 14336, recipe, H100).speedup for recipe in BY_PUBLISHED_SPEED]
-    assert speedups == sorted(speedups, reverse=True)
+def test_recipes_rank_by_what_they_read_and_multiply():
+    """`delayed` reads once; `rowwise_with_gw_hp` has only two float8 matmuls. The others move nearly the same bytes."""
+    assert speedup("delayed") > speedup("delayed_with_dynamic_weight") > speedup("tensorwise")
+    assert speedup("tensorwise") == pytest.approx(speedup("rowwise"), rel=0.02)
+    assert speedup("tensorwise") > speedup("rowwise_with_gw_hp") > 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "apart", "together"),
+    [
+        ("tensorwise", (6, 8, 6), (6, 6, 6)),
+        ("rowwise", (6, 6, 6), (6, 6, 6)),
+        ("rowwise_with_gw_hp", (3, 6, 3), (3, 6, 3)),
+        ("rowwise_with_tensorwise_weight", (6, 8, 6), (6, 6, 6)),
+        ("delayed", (4, 6, 4), (4, 4, 4)),
+        ("delayed_with_dynamic_weight", (4, 8, 4), (4, 6, 4)),
+    ],
+)
+def test_bytes_of_the_casts(recipe, apart, together):
+    assert tuple(casts.bytes_per_element for casts in recipe_casts(recipe)) == apart
+    assert tuple(casts.bytes_per_element for casts in recipe_casts(recipe, microbatches=1)) == together
+
+
+def test_kernels_of_the_casts():
+    assert [casts.kernels for casts in recipe_casts("tensorwise")] == [2, 3, 2]
+    assert [casts.kernels for casts in recipe_casts("rowwise", microbatches=1)] == [2, 2, 2]
+    assert [casts.kernels for casts in recipe_casts("rowwise_with_gw_hp")] == [1, 3, 1]
+
+
+def test_casts_are_divided_between_those_who_share_them():
+    input, weight, grad_output = recipe_casts("tensorwise", microbatches=4, input_readers=3)
+    assert (input.bytes_per_element, weight.bytes_per_element, grad_output.bytes_per_element) == (2, 1.5, 6)
+    assert speedup("tensorwise") < speedup("tensorwise", microbatches=1) < speedup("tensorwise", microbatches=8)
+    assert speedup("tensorwise") < speedup("tensorwise", input_readers=3)
+
+
+def test_the_parts_by_hand():
+    """A device of round numbers, each part from the formulas: 2 MKN / FLOP/s, and bytes / bandwidth."""
+    round_numbers = replace(H100, bfloat16_tflops=1.0, float8_tflops=2.0, memory_gb_per_s=1000.0)
+    shares = MATMUL_SHARES["H100"]
+    m, k, n = 1024, 512, 256
+    cost = linear_cost(m, k, n, "delayed", round_numbers)
+    bytes_per_s = 1e12 * MEMORY_SHARE
+    flops = 2 * m * k * n
+    for part in ("output_s", "grad_input_s", "grad_weight_s"):
+        assert getattr(cost.bfloat16, part) == pytest.approx(flops / (1e12 * shares.bfloat16))
+        assert getattr(cost.float8, part) == pytest.approx(flops / (2e12 * shares.float8))
+    assert cost.float8.input_casts_s == pytest.approx(4 * m * k / bytes_per_s)
+    assert cost.float8.weight_casts_s == pytest.approx(6 * k * n / bytes_per_s)
+    assert cost.float8.grad_output_casts_s == pytest.approx(4 * m * n / bytes_per_s)
+    assert cost.bfloat16.launches_s == pytest.approx(3 * KERNEL_LAUNCH_S)
+    assert cost.float8.launches_s == pytest.approx((3 + 2 + 3 + 2) * KERNEL_LAUNCH_S)
+    bfloat16_casts = (cost.bfloat16.input_casts_s, cost.bfloat16.weight_casts_s, cost.bfloat16.widening_s)
+    assert bfloat16_casts == (0, 0, 0)
+    assert cost.float8.total_s == pytest.approx(sum(astuple(cost.float8)))
+
+
+def test_a_matmul_of_few_tokens_is_limited_by_memory():
+    """It reads the weight: 2 bytes per element in bfloat16, 1 in float8."""
+    cost = linear_cost(16, 8192, 8192, "tensorwise", H100)
+    assert cost.bfloat16.output_s == pytest.approx(2 * cost.float8.output_s, rel=0.01)
+    assert cost.bfloat16.output_s > 2 * 8192**2 / (H100.memory_gb_per_s * 1e9)
+
+
+def test_grad_weight_in_high_precision_takes_bfloat16_time():
+    cost = linear_cost(16384, 4096, 4096, "rowwise_with_gw_hp", H100)
+    assert cost.float8.grad_weight_s == cost.bfloat16.grad_weight_s
+    assert cost.float8.grad_input_s < cost.bfloat16.grad_input_s
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, *KEPT_RECIPES])
+def test_without_float8_hardware_everything_is_slower(recipe):
+    a100 = find_device_spec("A100")
+    for size in (1024, 4096, 16384):
+        cost = linear_cost(16384, size, size, recipe, a100)
+        assert cost.speedup < 1
+        assert cost.float8.output_s == cost.bfloat16.output_s
+        assert cost.float8.widening_s > 0
+    assert linear_cost(16384, 4096, 4096, recipe, H100).float8.widening_s == 0
+
+
+def test_every_device_has_its_shares():
+    assert set(MATMUL_SHARES) == {spec.name for spec in DEVICE_SPECS}
+    assert all(0.5 < share < 0.9 for shares in MATMUL_SHARES.values() for share in shares)
+
+
+@pytest.mark.parametrize("name", ["tokens", "in_features", "out_features", "microbatches", "input_readers"])
+def test_a_number_below_1_is_refused(name):
+    numbers = {"tokens": 16, "in_features": 16, "out_features": 16, name: 0}
+    with pytest.raises(ValueError, match=f"{name}: expected 1 or more, got 0"):
+        linear_cost(**numbers, recipe="tensorwise", spec=H100)
 
 
 def test_auto_filter_skips_small_layers_and_says_its_estimate():

@@ -1,0 +1,146 @@
+"""`quaver bench roofline [options]`: what float8 linears would gain, predicted for GPUs that this machine lacks."""
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from quaver.bench.roofline import (
+    LINEAR_SHARES,
+    Roofline,
+    Settings,
+    merged_names,
+    predict,
+    recipes_of,
+    specs_of,
+    to_json,
+    write_csv,
+)
+from quaver.bench.roofline_layers import MODELS, layers_of_config, layers_of_model
+from quaver.bench.roofline_map import draw_map
+from quaver.bench.roofline_measured import read_measurements
+from quaver.cli.errors import bad_input
+from quaver.config import Float8LinearRecipeName
+from quaver.devices import DEVICE_SPECS
+
+_DEVICES = [spec.name for spec in DEVICE_SPECS]
+
+
+def run(argv: list[str]) -> int:
+    """Predict as `argv` says, print the tables, save CSV, JSON and pictures; 0 when done, 2 for bad input."""
+    options = _parser().parse_args(argv)
+    with bad_input():
+        settings = _settings(options)
+        pictured = settings.devices if options.pictures is None else specs_of(options.pictures)
+        missing = [spec.name for spec in pictured if spec not in settings.devices]
+        if missing:
+            raise ValueError(f"--pictures {', '.join(missing)}: expected devices that are in --device")
+        measurements = read_measurements(Path(options.measured), settings.devices) if options.measured else []
+        output = Path(options.output)
+        output.mkdir(parents=True, exist_ok=True)
+        roofline = predict(settings, measurements)
+        write_csv(roofline, output / "roofline.csv")
+        (output / "roofline.json").write_text(json.dumps(to_json(roofline), indent=2) + "\n")
+    pictures = [output / f"roofline_{spec.name.lower()}.png" for spec in pictured]
+    for spec, picture in zip(pictured, pictures, strict=True):
+        draw_map(roofline, spec, picture)
+    _print(roofline)
+    saved = ", ".join(str(path) for path in (output / "roofline.csv", output / "roofline.json", *pictures))
+    Console(width=120).print(f"saved {saved}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    if options.tokens < 1 or options.microbatches < 0:
+        raise ValueError("--tokens: expected 1 or more, --microbatches: 0 or more")
+    models = [layers_of_model(name) for name in options.model or ([] if options.config else list(MODELS))]
+    models += [layers_of_config(Path(path)) for path in options.config or []]
+    names = [model.name for model in models]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(
+            f"two models are called {twice}; expected each --model once, and --config files of other names"
+        )
+    return Settings(
+        devices=specs_of(options.device),
+        recipes=recipes_of(options.recipes),
+        tokens=options.tokens,
+        models=tuple(models),
+        microbatches=options.microbatches or None,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "quaver bench roofline",
+        description="Predict the speedup of a float8 linear over bfloat16, forward and backward, from data sheets. "
+        "Nothing is measured, and no GPU is needed.",
+    )
+    recipes = ", ".join(name.value for name in Float8LinearRecipeName)
+    parser.add_argument("--device", nargs="+", default=["H200"], help=f"default H200; known: {', '.join(_DEVICES)}")
+    parser.add_argument("--recipes", nargs="+", default=["tensorwise", "rowwise", "delayed"], help=f"of {recipes}")
+    parser.add_argument("--tokens", type=int, default=16384, help="M of the models' layers: tokens on one GPU")
+    parser.add_argument("--model", nargs="+", help=f"of {', '.join(MODELS)}; default all, or none with --config")
+    parser.add_argument("--config", nargs="+", help="TOML files of quaver train, whose models to predict")
+    parser.add_argument(
+        "--microbatches",
+        type=int,
+        default=0,
+        help="how many share a weight's casts (cast_weights_once); 0: forward casts it, and backward again",
+    )
+    parser.add_argument("--measured", help="JSON of quaver bench linear on one of the devices, to compare with")
+    parser.add_argument("--pictures", nargs="*", help="devices to draw; default all of --device, no word for none")
+    parser.add_argument("--output", default="benchmarks/results/roofline", help="folder of the CSV, JSON and pictures")
+    return parser
+
+
+def _print(roofline: Roofline) -> None:
+    console = Console(width=max(120, Console().width))
+    for spec in roofline.settings.devices:
+        console.print(_layers_table(roofline, spec.name))
+    console.print(_totals_table(roofline))
+    if roofline.comparisons:
+        console.print(_comparisons_table(roofline))
+    console.print("Predictions from data sheets, and no measurements: docs/performance.md says what they leave out.")
+
+
+def _layers_table(roofline: Roofline, device: str) -> Table:
+    recipes = roofline.settings.recipes
+    measured = " (measured in parentheses)" if any(row.measured for row in roofline.layers) else ""
+    table = Table(title=f"{device}: predicted speedup at {roofline.settings.tokens:,} tokens{measured}")
+    for column in ("model", "layers", "K -> N", *recipes):
+        table.add_column(column, no_wrap=True)
+    found = {(row.model, row.layer, row.recipe): row for row in roofline.layers if row.device == device}
+    for model in roofline.settings.models:
+        for name, (k, n) in merged_names(model).items():
+            rows = [found[model.name, name, recipe] for recipe in recipes]
+            cells = [
+                f"{row.cost.speedup:.2f}" + (f" ({row.measured.speedup:.2f})" if row.measured else "") for row in rows
+            ]
+            table.add_row(model.name, name, f"{k:,} -> {n:,}", *cells)
+    return table
+
+
+def _totals_table(roofline: Roofline) -> Table:
+    table = Table(title="All linears of a model; and a step of whose bfloat16 time they take so much, by Amdahl's law")
+    for column in ("model", "device", "recipe", "bfloat16", "linears", *(f"{share:.0%}" for share in LINEAR_SHARES)):
+        table.add_column(column, no_wrap=True)
+    for total in roofline.totals:
+        steps = [f"{total.step_speedup(share):.2f}" for share in LINEAR_SHARES]
+        row = (total.model, total.device, total.recipe, f"{1e3 * total.bfloat16_s:,.0f} ms", f"{total.speedup:.2f}")
+        table.add_row(*row, *steps)
+    return table
+
+
+def _comparisons_table(roofline: Roofline) -> Table:
+    table = Table(title="Predicted against measured (weights cast at each use)")
+    for column in ("device", "M x K x N", "recipe", "mode", "predicted", "measured", "error"):
+        table.add_column(column, no_wrap=True)
+    for each in roofline.comparisons:
+        was = each.measurement
+        shape = f"{was.m} x {was.k} x {was.n}"
+        figures = (f"{each.predicted:.2f}", f"{was.speedup:.2f}", f"{each.error_percent:+.0f}%")
+        table.add_row(was.device, shape, was.recipe, was.mode, *figures)
+    return table

@@ -1,0 +1,351 @@
+"""The roofline: layers of models, sums, files, pictures, comparison with measurements, the command, and its page."""
+
+import csv
+import json
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.record import ROOT, fill
+from benchmarks.roofline import DEVICES, DOCS, FOLDER, read_json, read_rows, tables
+from quaver.bench.roofline import Settings, merged_names, predict, recipes_of, specs_of, to_json, write_csv
+from quaver.bench.roofline_layers import Layer, ModelLayers, layers_of_config, layers_of_model
+from quaver.bench.roofline_map import make_figure
+from quaver.bench.roofline_measured import best_known, compare, read_measurements
+from quaver.cli import main
+from quaver.cost_model import linear_cost
+from quaver.devices import find_device_spec
+
+H200 = find_device_spec("H200")
+RECIPES = ("tensorwise", "rowwise", "delayed")
+MEASURED_COLUMNS = ("measured_speedup", "measured_mode", "error_percent")
+
+
+@pytest.fixture(scope="module")
+def llama_8b():
+    return layers_of_model("llama-8b")
+
+
+@pytest.fixture(scope="module")
+def small(llama_8b):
+    return predict(Settings((H200,), ("tensorwise", "delayed"), 16384, (llama_8b,)))
+
+
+# ---- the layers of a model -------------------------------------------------------------------------------------------
+
+
+def test_the_linears_of_llama_3_8b(llama_8b):
+    assert llama_8b.layers == (
+        Layer("q_proj", 4096, 4096, 32, True, 3),
+        Layer("k_proj", 4096, 1024, 32, True, 3),
+        Layer("v_proj", 4096, 1024, 32, True, 3),
+        Layer("o_proj", 4096, 4096, 32, True, 1),
+        Layer("gate_proj", 4096, 14336, 32, True, 2),
+        Layer("up_proj", 4096, 14336, 32, True, 2),
+        Layer("down_proj", 14336, 4096, 32, True, 1),
+        Layer("lm_head", 4096, 128256, 1, False, 1),
+    )
+    weights = sum(layer.count * layer.k * layer.n for layer in llama_8b.layers)
+    attention = 12 * 32 * 4096 * 8192
+    assert llama_8b.linear_flops_share == pytest.approx(6 * weights / (6 * weights + attention))
+
+
+def test_the_trainers_config_gives_the_same_model(llama_8b):
+    assert layers_of_config(ROOT / "train_configs" / "llama3_8b.toml").layers == llama_8b.layers
+
+
+def test_tensor_parallelism_splits_the_linears():
+    split = layers_of_config(ROOT / "train_configs" / "llama3_70b.toml")
+    whole = layers_of_model("llama-70b")
+    for mine, unsplit in zip(split.layers, whole.layers, strict=True):
+        by_columns = mine.name not in ("o_proj", "down_proj")
+        assert (mine.k, mine.n) == ((unsplit.k, unsplit.n // 8) if by_columns else (unsplit.k // 8, unsplit.n))
+    assert split.linear_flops_share == whole.linear_flops_share
+
+
+def test_a_configs_filters_decide_what_is_in_float8(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('[model]\nn_layers = 4\n[float8]\nfilter_fqns = ["lm_head", "k_proj"]\nskip_first_layers = 1\n')
+    model = layers_of_config(path)
+    assert model.name == "mine"
+    counts = {(layer.name, layer.in_float8): layer.count for layer in model.layers}
+    assert (counts["q_proj", True], counts["q_proj", False]) == (3, 1)
+    assert (counts["k_proj", False], counts["lm_head", False]) == (4, 1)
+    assert ("k_proj", True) not in counts
+    assert "k" not in ",".join(merged_names(model)).split(",")
+
+
+def test_layers_of_one_shape_share_a_name(llama_8b):
+    names = {"q,o": (4096, 4096), "k,v": (4096, 1024), "gate,up": (4096, 14336), "down": (14336, 4096)}
+    assert merged_names(llama_8b) == names
+
+
+# ---- predictions -----------------------------------------------------------------------------------------------------
+
+
+def test_a_models_sum_by_hand():
+    layers = (Layer("a", 1024, 2048, 3, True, 2), Layer("b", 1024, 2048, 1, False, 1))
+    model = ModelLayers("two", layers, 0.9)
+    (total,) = predict(Settings((H200,), ("tensorwise",), 4096, (model,))).totals
+    alone = linear_cost(4096, 1024, 2048, "tensorwise", H200)
+    shared = linear_cost(4096, 1024, 2048, "tensorwise", H200, input_readers=2)
+    in_bfloat16 = alone.bfloat16.total_s
+    assert total.bfloat16_s == pytest.approx(4 * in_bfloat16)
+    assert total.alone_s == pytest.approx(3 * alone.float8.total_s + in_bfloat16)
+    assert total.shared_s == pytest.approx(3 * shared.float8.total_s + in_bfloat16)
+    assert total.speedup == pytest.approx(total.bfloat16_s / total.shared_s)
+
+
+def test_amdahl(small):
+    total = small.totals[0]
+    assert total.step_speedup(0) == 1
+    assert total.step_speedup(1) == pytest.approx(total.speedup)
+    half = total.step_speedup(0.5)
+    assert half == pytest.approx(2 / (1 + 1 / total.speedup))
+
+
+def test_it_is_near_what_transformer_engine_published():
+    """Linears of a block on an H200: 1.58 with current scaling, 1.69 with delayed."""
+    for recipe, published in (("tensorwise", 1.58), ("delayed", 1.69)):
+        assert linear_cost(16384, 8192, 8192, recipe, H200).speedup == pytest.approx(published, rel=0.1)
+
+
+def test_sharing_the_weights_casts_helps(llama_8b):
+    each = [
+        predict(Settings((H200,), ("tensorwise",), 2048, (llama_8b,), microbatches)).totals[0].speedup
+        for microbatches in (None, 1, 8)
+    ]
+    assert each == sorted(each)
+    assert each[0] < each[-1]
+
+
+def test_the_csv_adds_up(small, tmp_path):
+    write_csv(small, tmp_path / "roofline.csv")
+    with (tmp_path / "roofline.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0])[:8] == ["m", "k", "n", "device", "recipe", "bf16_us", "fp8_us", "speedup"]
+    assert len(rows) == len(small.points) + len(small.layers)
+    assert [row["layer"] for row in rows if row["layer"]] == 2 * ["q,o", "k,v", "gate,up", "down"]
+    for row in rows:
+        for precision in ("bf16", "fp8"):
+            total = f"{precision}_us"
+            parts = [float(row[name]) for name in row if name.startswith(f"{precision}_") and name != total]
+            assert sum(parts) == pytest.approx(float(row[total]), abs=0.05)
+        assert float(row["speedup"]) == pytest.approx(float(row["bf16_us"]) / float(row["fp8_us"]), rel=2e-3)
+        assert [row[name] for name in MEASURED_COLUMNS] == ["", "", ""]
+
+
+# ---- measurements ----------------------------------------------------------------------------------------------------
+
+
+def measured_file(path, device="NVIDIA H200", dtype="torch.bfloat16"):
+    def row(shape, mode, library, recipe, ratio):
+        return {"shape": shape, "mode": mode, "library": library, "recipe": recipe, "time_over_bfloat16": ratio}
+
+    rows = [
+        row("16384 x 4096 x 4096 (llama-8b q,o)", "eager", "bfloat16", "", 1.0),
+        row("16384 x 4096 x 4096 (llama-8b q,o)", "eager", "quaver", "tensorwise", 0.9),
+        row("16384 x 4096 x 4096 (llama-8b q,o)", "compiled", "quaver", "tensorwise", 0.8),
+        row("16384 x 4096 x 4096 (llama-8b q,o)", "compiled", "torchao", "tensorwise", 0.7),
+        row("16384 x 4096 x 4096 (llama-8b q,o)", "eager", "quaver", "delayed", 0.75),
+        row("512 x 512 x 512", "eager", "quaver", "tensorwise", 2.0),
+    ]
+    path.write_text(json.dumps({"environment": {"device": device}, "dtype": dtype, "rows": rows}))
+    return path
+
+
+def test_measured_beside_predicted(tmp_path, llama_8b):
+    measurements = read_measurements(measured_file(tmp_path / "linear.json"), [H200])
+    assert [(each.mode, each.speedup) for each in measurements[:2]] == [("eager", 1 / 0.9), ("compiled", 1.25)]
+    comparisons = compare(measurements)
+    assert len(comparisons) == 4
+    predicted = linear_cost(16384, 4096, 4096, "tensorwise", H200).speedup
+    assert comparisons[1].error_percent == pytest.approx(100 * (predicted * 0.8 - 1))
+
+    settings = Settings((H200,), ("tensorwise", "delayed"), 16384, (llama_8b,))
+    roofline = predict(settings, measurements)
+    write_csv(roofline, tmp_path / "roofline.csv")
+    rows = {(row["layer"], row["recipe"]): row for row in read_rows(tmp_path)}
+    shown = {key: row["measured_mode"] for key, row in rows.items() if row["measured_speedup"]}
+    assert shown == {("q,o", "tensorwise"): "compiled", ("q,o", "delayed"): "eager"}
+    assert rows["q,o", "tensorwise"]["measured_speedup"] == "1.2500"
+    assert float(rows["q,o", "tensorwise"]["error_percent"]) == pytest.approx(comparisons[1].error_percent, abs=0.05)
+    assert len(to_json(roofline)["comparisons"]) == 4
+    assert "1.25 (compiled)" in tables(list(rows.values()), json.loads(json.dumps(to_json(roofline))))["measured"]
+
+
+def test_layers_under_another_condition_show_no_measurement(tmp_path, llama_8b):
+    measurements = read_measurements(measured_file(tmp_path / "linear.json"), [H200])
+    settings = Settings((H200,), ("tensorwise",), 16384, (llama_8b,), microbatches=4)
+    assert all(row.measured is None for row in predict(settings, measurements).layers)
+
+
+def test_compiled_stands_before_eager(tmp_path):
+    measurements = read_measurements(measured_file(tmp_path / "linear.json"), [H200])
+    for order in (measurements, measurements[::-1]):
+        assert best_known(order)["H200", 16384, 4096, 4096, "tensorwise"].mode == "compiled"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"device": "x86_64 CPU"}, "measured on x86_64 CPU, which has no prediction"),
+        ({"device": "NVIDIA B200"}, "measured on B200, which is not predicted; add it to --device"),
+        ({"dtype": "torch.float32"}, "expected operands of bfloat16, got torch.float32"),
+    ],
+)
+def test_measurements_that_fit_no_prediction(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        read_measurements(measured_file(tmp_path / "linear.json", **change), [H200])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"benchmark": "gemm", "rows": []}',
+        '{"environment": {"device": "H200"}, "dtype": "", "rows": [{}]}',
+    ],
+)
+def test_files_that_hold_no_measurement(tmp_path, text):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="expected the JSON of quaver bench linear"):
+        read_measurements(path, [H200])
+
+
+# ---- the picture -----------------------------------------------------------------------------------------------------
+
+
+def test_the_picture_marks_the_border_and_the_layers(llama_8b):
+    settings = Settings((H200,), ("tensorwise",), 16384, (llama_8b,))
+    figure = make_figure(predict(settings), H200)
+    by_tokens, by_layers, bar = figure.axes
+    assert "H200" in figure.get_suptitle()
+    assert "not measured" in figure.get_suptitle()
+    assert by_tokens.get_title() == "tensorwise"
+    (border,) = [each for each in by_tokens.collections if list(getattr(each, "levels", [])) == [1.0]]
+    vertices = border.get_paths()[0].vertices
+    assert len(vertices) > 20
+    for size, tokens in vertices[::10]:
+        assert linear_cost(round(tokens), round(size), round(size), "tensorwise", H200).speedup == pytest.approx(
+            1, 0.02
+        )
+    speedup = linear_cost(16384, 4096, 1024, "tensorwise", H200).speedup
+    assert f"k,v {speedup:.2f}" in [text.get_text() for text in by_layers.texts]
+    marks = {(line.get_xdata()[0], line.get_ydata()[0]) for line in by_layers.lines}
+    assert marks == set(merged_names(llama_8b).values())
+    assert bar.get_title() == "speedup"
+
+
+def test_a_small_models_layers_are_inside_the_picture():
+    model = ModelLayers("small", (Layer("a_proj", 64, 128, 1, True, 1),), 1.0)
+    figure = make_figure(predict(Settings((H200,), ("delayed",), 64, (model,))), H200)
+    by_layers = figure.axes[1]
+    assert by_layers.get_xlim()[0] < 64 < by_layers.get_xlim()[1]
+    assert by_layers.get_ylim()[0] < 128 < by_layers.get_ylim()[1]
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_and_prints(tmp_path, capsys):
+    output = tmp_path / "new"
+    measured = measured_file(tmp_path / "linear.json")
+    words = ["bench", "roofline", "--device", "h200", "A100", "--recipes", "all_axiswise", "--model", "llama-8b"]
+    words += ["--pictures", "--measured", str(measured), "--output", str(output)]
+    assert main(words) == 0
+    assert sorted(path.name for path in output.iterdir()) == ["roofline.csv", "roofline.json"]
+    result = json.loads((output / "roofline.json").read_text())
+    assert [total["device"] for total in result["totals"]] == ["H200", "A100"]
+    assert {row["recipe"] for row in read_rows(output)} == {"rowwise"}
+    printed = capsys.readouterr().out
+    assert "Predictions from data sheets" in printed
+    assert "Predicted against measured" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device", "abacus"], "no data about device 'abacus': name one of B200"),
+        (["--recipes", "rowise"], "unknown recipe 'rowise': expected one of tensorwise"),
+        (["--tokens", "0"], "--tokens: expected 1 or more"),
+        (["--model", "llama-9b"], "--model llama-9b: expected one of llama-8b, llama-70b"),
+        (["--config", "/nowhere.toml"], "config file '/nowhere.toml' does not exist"),
+        (["--model", "llama-8b", "llama-8b"], "two models are called llama-8b"),
+        (["--pictures", "B200"], "--pictures B200: expected devices that are in --device"),
+        (["--measured", "/nowhere.json"], "No such file"),
+        (["--output", "/dev/null/x"], "/dev/null/x"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(words, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "roofline", "--device", "H200", *words])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_the_recorded_predictions_are_the_models(tmp_path):
+    models = tuple(layers_of_model(name) for name in ("llama-8b", "llama-70b"))
+    roofline = predict(Settings(specs_of(DEVICES), recipes_of(RECIPES), 16384, models))
+    write_csv(roofline, tmp_path / "roofline.csv")
+    expected, recorded = [_predictions(folder) for folder in (tmp_path, FOLDER)]
+    assert recorded == expected, "run python -m benchmarks.roofline --again --update-docs"
+    same = json.loads(json.dumps(to_json(roofline)))
+    assert {name: read_json()[name] for name in ("settings", "constants", "totals")} == {
+        name: same[name] for name in ("settings", "constants", "totals")
+    }
+
+
+def _predictions(folder):
+    with (folder / "roofline.csv").open(newline="") as file:
+        return [{name: row[name] for name in row if name not in MEASURED_COLUMNS} for row in csv.DictReader(file)]
+
+
+def test_the_tables_are_those_of_the_record():
+    text = DOCS.read_text()
+    made = tables(read_rows(), read_json())
+    assert fill(text, made) == text, "run python -m benchmarks.roofline --update-docs"
+
+
+def test_another_figure_would_be_noticed():
+    rows, result = read_rows(), read_json()
+    before = tables(rows, result)
+    changed = [{**row, "speedup": "9.99", "fp8_input_casts_us": "99999"} for row in rows]
+    result["totals"][0]["bfloat16_s"] *= 2
+    result["totals"][0]["speedup"] *= 2
+    after = tables(changed, result)
+    drawn_from_the_record = {"parts", "layers llama-8b", "layers llama-70b", "totals", "measured"}
+    assert {name for name in before if before[name] != after[name]} == drawn_from_the_record
+    assert set(before) == drawn_from_the_record | {"bytes", "devices"}
+
+
+def test_what_the_page_says_in_words():
+    """Where float8 begins to pay on an H200, and who gains by reading less."""
+    for tokens, features in ((65536, 1000), (8192, 1600), (1024, 5300)):
+        assert linear_cost(tokens, features, features, "tensorwise", H200).speedup == pytest.approx(1, abs=0.01)
+        assert f"{features:,}" in DOCS.read_text()
+    h100 = find_device_spec("H100")
+    narrow = {recipe: linear_cost(16384, 4096, 1024, recipe, h100).speedup for recipe in ("tensorwise", "delayed")}
+    assert narrow["tensorwise"] < 1.05 < 1.1 < narrow["delayed"]
+    shares = [layers_of_model(name).linear_flops_share for name in ("llama-8b", "llama-70b")]
+    assert "linears are {:.0%} in Llama 3 8B and {:.0%} in 70B".format(*shares) in DOCS.read_text()
+    for image in ("roofline_h100.png", "roofline_h200.png"):
+        assert f"results/roofline/{image}" in DOCS.read_text()
+        assert (FOLDER / image).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_device_without_float8_never_gains(llama_8b):
+    a100 = find_device_spec("A100")
+    roofline = predict(Settings((a100,), RECIPES, 16384, (llama_8b,)))
+    assert all(row.cost.speedup < 1 for row in (*roofline.points, *roofline.layers))
+    assert all(total.speedup < 1 for total in roofline.totals)
+    faster = replace(a100, float8_tflops=2 * a100.bfloat16_tflops)
+    assert predict(Settings((faster,), ("tensorwise",), 16384, (llama_8b,))).totals[0].speedup > 1
