@@ -6,6 +6,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Test processes; each runs torch on one thread.
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 CONFIG ?= train_configs/llama3_debug.toml
+# One of `quaver bench`'s.
+BENCH ?= linear
 ARGS ?=
 
 .PHONY: train test nightly lint bench gpu clean help
@@ -15,8 +17,9 @@ help:
 	@echo "make test    set up, run the tests"
 	@echo "make nightly run the widest products of the distributed tests too (about half an hour)"
 	@echo "make lint    set up, check style and types"
-	@echo "make bench   set up with torchao, time one linear against bfloat16 and torchao"
-	@echo "make gpu     run the GPU tests and benchmarks on this machine's GPU (installs nothing)"
+	@echo "make bench   set up with torchao, time one linear against bfloat16 and torchao; BENCH=cast or another of"
+	@echo "             quaver bench's for that one"
+	@echo "make gpu     run the GPU tests and benchmarks on this machine's GPU in nine minutes (installs nothing)"
 
 train: $(VENV)/.base
 	$(BIN)/quaver train $(CONFIG) --compare $(ARGS)
@@ -33,7 +36,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 bench: $(VENV)/.bench
-	OMP_NUM_THREADS=1 $(BIN)/quaver bench linear $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/quaver bench $(BENCH) $(ARGS)
 
 gpu:
 	$(PYTHON) benchmarks/gpu.py $(ARGS)

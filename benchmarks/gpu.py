@@ -1,66 +1,143 @@
-"""The GPU tests and benchmarks in one go, within nine minutes: `make gpu`.
+"""The GPU tests and benchmarks in one go, within nine minutes: `make gpu`, or `make gpu ARGS="gemm cast"` for some.
 
-Runs on any machine with a suitable GPU and needs no network. Results go to $OUT, else to benchmarks/results. A part
-that fails is named at the end, and the others still run.
+Runs on any machine with a suitable GPU and needs no network. Results go to $OUT, else to benchmarks/results. Each part
+has its own time, and what one leaves the next may use. A part that takes longer is interrupted, which makes a benchmark
+save what it has; it is named at the end, as is one that fails, and the others still run.
 """
 
+import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT_S = 9 * 60
+GRACE_S = 8
+LAST_CHARACTERS = 6000
 
 
-def main() -> int:
+@dataclass(frozen=True)
+class Part:
+    """One command of Python modules and arguments, and the seconds it is given."""
+
+    name: str
+    words: list[str]
+    seconds: int
+
+
+def parts(results: Path) -> list[Part]:
+    """All parts in the order they run, which is that of how much they are missed. 530 seconds together."""
+
+    def verb(name: str, seconds: int, *words: str) -> Part:
+        output = str(results / f"gpu_{name}.json")
+        return Part(name, ["-m", "quaver.cli", *words, "--device", "cuda", "--output", output], seconds)
+
+    tokens = ("--tokens", "16384")
+    recipes = ("--recipes", "tensorwise", "rowwise", "delayed")
+    block = ("--model", "llama-8b", *tokens, "--seq-len", "8192")
+    return [
+        Part("doctor", ["-m", "quaver.cli", "doctor", "--json"], 30),
+        Part("tests", ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"], 120),
+        verb("linear_llama8b", 60, "bench", "linear", "--shapes", "llama-8b", *tokens, "--rounds", "10"),
+        verb("gemm", 30, "bench", "gemm", "--shapes", "llama-8b,llama-70b", *tokens, "--rounds", "10"),
+        verb("cast", 50, "bench", "cast", "--shapes", "llama-8b,llama-70b", *tokens, "--rounds", "10"),
+        verb("block_llama8b", 70, "bench", "block", *block, *recipes, "--rounds", "10"),
+        verb("host", 35, "bench", "host", *recipes, "--rounds", "10"),
+        verb("linear_llama70b", 50, "bench", "linear", "--shapes", "llama-70b", *tokens, *recipes, "--rounds", "5"),
+        verb("train", 45, "bench", "train", *_LARGER_MODEL, *recipes, "--rounds", "10"),
+        Part(
+            "profile",
+            ["-m", "quaver.cli", "profile", "block", *block, "--recipes", "tensorwise", "rowwise", "--device", "cuda"]
+            + ["--output", str(results / "profiles")],
+            20,
+        ),
+        Part("memory", ["-m", "benchmarks.memory", "--only", "1 block", "1 rank"], 20),
+    ]
+
+
+_LARGER_MODEL = (
+    *("train_configs/llama3_debug.toml", "--training.compile", "--training.seq_len", "2048"),
+    *("--training.local_batch_size", "4", "--model.dim", "2048", "--model.n_heads", "16", "--model.n_kv_heads", "8"),
+    *("--model.hidden_dim", "7168", "--model.n_layers", "4"),
+)
+"""The debug model is too small for a GPU; four wider blocks, compiled."""
+
+
+def main(names: list[str]) -> int:
+    """Run the parts of these names, all where there are none; 0 if all passed, 1 if not, 2 where nothing can run."""
     if not torch.cuda.is_available():
         print(f"make gpu needs a GPU, and torch {torch.__version__} sees none on this machine", file=sys.stderr)
         return 2
-    results = Path(os.environ.get("OUT", ROOT / "benchmarks" / "results"))
+    results = Path(os.environ.get("OUT", ROOT / "benchmarks" / "results")).resolve()
+    todo = parts(results)
+    known = [part.name for part in todo]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        print(f"make gpu: unknown part {unknown[0]!r}; choose from {', '.join(known)}", file=sys.stderr)
+        return 2
     results.mkdir(parents=True, exist_ok=True)
-    python = sys.executable
-    bench = [python, "-m", "quaver.cli", "bench", "linear", "--device", "cuda"]
-    parts = {
-        "doctor": ([python, "-m", "quaver.cli", "doctor", "--json"], 90),
-        "tests": ([python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"], 240),
-        "linear": (
-            [*bench, "--shapes", "llama-8b", "--tokens", "16384", "--rounds", "10"]
-            + ["--output", str(results / "linear_gpu_llama8b.json")],
-            150,
-        ),
-        "host": ([*bench, "--shapes", "16", "--rounds", "10", "--output", str(results / "linear_gpu_16.json")], 60),
-    }
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    start = time.monotonic()
-    failed = []
-    for name, (command, limit_s) in parts.items():
-        left_s = LIMIT_S - (time.monotonic() - start)
-        print(f"== {name}: {' '.join(command)}", flush=True)
-        with (results / f"{name}.log").open("w") as log:
-            outcome = run(command, environment, min(limit_s, left_s), log)
-        print((results / f"{name}.log").read_text()[-3000:], flush=True)
-        if outcome:
-            failed.append(f"{name} ({outcome})")
-    print(f"{time.monotonic() - start:.0f} s; " + (f"FAILED: {', '.join(failed)}" if failed else "all parts passed"))
+    outcomes = run_all([part for part in todo if not names or part.name in names], results)
+    failed = {name: outcome for name, outcome in outcomes.items() if outcome["failure"]}
+    took = sum(outcome["seconds"] for outcome in outcomes.values())
+    (results / "gpu.json").write_text(json.dumps({"parts": outcomes}, indent=2) + "\n")
+    verdict = ", ".join(f"{name} ({outcome['failure']})" for name, outcome in failed.items())
+    print(f"{took:.0f} s, results in {results}; " + (f"FAILED: {verdict}" if failed else "all parts passed"))
     return bool(failed)
 
 
-def run(command, environment, limit_s, log) -> str:
-    """Why the command failed; empty if it did not."""
-    if limit_s <= 0:
-        return "no time was left"
+def run_all(todo: list[Part], results: Path) -> dict[str, dict]:
+    """Run every part, each until the seconds of it and of all before it are over; seconds and failure ("") by name."""
+    outcomes = {}
+    deadline = time.monotonic()
+    for part in todo:
+        deadline += part.seconds
+        start = time.monotonic()
+        log_path = results / f"gpu_{part.name}.log"
+        print(f"== {part.name}, {deadline - start:.0f} s: python {' '.join(part.words)}", flush=True)
+        with log_path.open("w") as log:
+            failure = run(part.words, deadline - start, log)
+        outcomes[part.name] = {"seconds": round(time.monotonic() - start, 1), "failure": failure}
+        print(log_path.read_text(errors="replace")[-LAST_CHARACTERS:], flush=True)
+    return outcomes
+
+
+def run(words: list[str], limit_s: float, log: TextIO) -> str:
+    """Run python with these words in the root; why it failed, empty if it did not.
+
+    At the limit it is interrupted, as by Ctrl-C, GRACE_S before which is then left to save what it has.
+    """
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    process = subprocess.Popen(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     try:
-        code = subprocess.run(
-            command, cwd=ROOT, env=environment, timeout=limit_s, stdout=log, stderr=subprocess.STDOUT
-        ).returncode
+        code = process.wait(max(limit_s - GRACE_S, 1))
     except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        _end(process)
         return f"stopped after {limit_s:.0f} s"
     return f"exit code {code}" if code else ""
 
 
+def _end(process: subprocess.Popen) -> None:
+    """Wait for an interrupted process, at most for the grace; then end it and what it started."""
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,35 +1,34 @@
 """One linear, forward and backward: quaver per recipe against bfloat16 `nn.Linear` and, if installed, torchao.float8.
 
-The input is a new tensor object at each call, so that no library can remember anything of it between calls. Delayed
+Each call has the next of several equal inputs and gradients, which together are larger than the last-level cache, as a
+new tensor object, so that no library can remember anything of it between calls; the weight is the same one. Delayed
 scales are known before the clock starts: what brings them forward runs once a step for a whole model, and is timed by
 benchmarks/scaling.py.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import logging
-import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from quaver.bench.harness import Timing, environment, time_alternating
+from quaver.bench.harness import Timing, time_alternating
+from quaver.bench.peer import is_peer_recipe, torchao_linear
+from quaver.bench.results import collecting, result
+from quaver.bench.rotation import Rotation
 from quaver.bench.shapes import Shape
-from quaver.config import Float8LinearConfig, Float8LinearRecipeName
+from quaver.config import Float8LinearConfig
 from quaver.convert import convert_to_float8_training
 from quaver.delayed import sync_float8_amax_and_scale_history
 
 MODES = ("eager", "compiled")
 
-_TORCHAO_RECIPES = (
-    Float8LinearRecipeName.TENSORWISE,
-    Float8LinearRecipeName.ROWWISE,
-    Float8LinearRecipeName.ROWWISE_WITH_GW_HP,
-)
+
+Batch = tuple[Tensor, Tensor]
+"""The input [M, K] of a linear and the gradient [M, N] of its output."""
 
 
 @dataclass(frozen=True)
@@ -56,23 +55,15 @@ def bench_linear(
     with_torchao: bool,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Run the benchmark; returns {"environment": ..., "rows": [...]}, ready for JSON."""
-    rows: list[Row] = []
-    for shape in shapes:
-        for mode in modes:
-            report(f"{shape}, {mode}")
-            torch.compiler.reset()
-            contestants = _contestants(shape, recipes, mode, device, dtype, with_torchao)
-            rows += _rows(shape, mode, time_alternating(contestants, device, rounds=rounds))
-    about = environment(device)
-    if with_torchao:
-        about["torchao"] = importlib.metadata.version("torchao")
-    return {"environment": about, "dtype": str(dtype), "rows": [asdict(row) for row in rows]}
-
-
-def torchao_is_installed() -> bool:
-    """Whether the peer can be compared with."""
-    return importlib.util.find_spec("torchao") is not None
+    """Run the benchmark; returns what `results.result` makes of its rows."""
+    with collecting() as collected:
+        for shape in shapes:
+            for mode in modes:
+                report(f"{shape}, {mode}")
+                torch.compiler.reset()
+                contestants = linear_steps(shape, recipes, mode, device, dtype, with_torchao)
+                collected.rows += _rows(shape, mode, time_alternating(contestants, device, rounds=rounds))
+    return result("linear", collected, device=device, with_torchao=with_torchao, dtype=str(dtype))
 
 
 def _rows(shape: Shape, mode: str, timings: dict[str, Timing]) -> list[Row]:
@@ -86,9 +77,11 @@ def _rows(shape: Shape, mode: str, timings: dict[str, Timing]) -> list[Row]:
     return rows
 
 
-def _contestants(
+def linear_steps(
     shape: Shape, recipes: list[str], mode: str, device: torch.device, dtype: torch.dtype, with_torchao: bool
 ) -> dict[str, Callable[[], None]]:
+    """Forward and backward of each contestant by name: "bfloat16", "quaver RECIPE", "torchao RECIPE"."""
+
     def plain() -> nn.Module:
         return nn.Linear(shape.k, shape.n, bias=False, device=device, dtype=dtype)
 
@@ -96,36 +89,33 @@ def _contestants(
     for recipe in recipes:
         config = Float8LinearConfig.from_recipe_name(recipe)
         modules[f"quaver {recipe}"] = convert_to_float8_training(plain(), config=config)
-        if with_torchao and Float8LinearRecipeName(recipe) in _TORCHAO_RECIPES:
-            modules[f"torchao {recipe}"] = _torchao_linear(plain(), recipe, emulate=device.type != "cuda")
-    input = torch.randn(shape.m, shape.k, device=device, dtype=dtype)
-    grad_output = torch.randn(shape.m, shape.n, device=device, dtype=dtype)
-    steps = {name: _step(module, mode, input, grad_output) for name, module in modules.items()}
+        if with_torchao and is_peer_recipe(recipe):
+            modules[f"torchao {recipe}"] = torchao_linear(plain(), recipe, device=device)
+    batches = _batches(shape, device, dtype)
+    plain_batches = batches if dtype is torch.bfloat16 else _batches(shape, device, torch.bfloat16)
+    steps = {
+        name: _step(module, mode, plain_batches if name == "bfloat16" else batches) for name, module in modules.items()
+    }
     for name, module in modules.items():
         steps[name]()
         sync_float8_amax_and_scale_history(module)
     return steps
 
 
-def _step(module: nn.Module, mode: str, input: torch.Tensor, grad_output: torch.Tensor) -> Callable[[], None]:
+def _batches(shape: Shape, device: torch.device, dtype: torch.dtype) -> Rotation[Batch]:
+    input = torch.randn(shape.m, shape.k, device=device, dtype=dtype)
+    grad_output = torch.randn(shape.m, shape.n, device=device, dtype=dtype)
+    return Rotation(lambda: (input.clone(), grad_output.clone()), input.nbytes + grad_output.nbytes, device)
+
+
+def _step(module: nn.Module, mode: str, batches: Rotation[Batch]) -> Callable[[], None]:
     forward = torch.compile(module, fullgraph=True) if mode == "compiled" else module
     parameters = list(module.parameters())
-    input, grad_output = (tensor.to(parameters[0].dtype) for tensor in (input, grad_output))
 
     def step() -> None:
         for parameter in parameters:
             parameter.grad = None
+        input, grad_output = batches.next()
         forward(input.detach().requires_grad_()).backward(grad_output)
 
     return step
-
-
-def _torchao_linear(linear: nn.Module, recipe: str, *, emulate: bool) -> nn.Module:
-    logging.getLogger("torchao").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torchao.float8 import Float8LinearConfig as PeerConfig
-        from torchao.float8 import convert_to_float8_training
-
-        config = replace(PeerConfig.from_recipe_name(recipe), emulate=emulate)
-        return convert_to_float8_training(nn.Sequential(linear), config=config)[0]

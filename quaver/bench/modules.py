@@ -1,0 +1,152 @@
+"""A linear, a feed-forward or a block of a Llama in a precision, and its training step, as in `quaver train`.
+
+Parameters are float32, the computation bfloat16 through autocast, the optimizer fused AdamW. The step makes its
+module's input from a resident tensor by a multiplication with a number, and the gradient of its output by a product
+with another resident tensor; neither keeps anything. So what is alive between forward and backward is what the module
+keeps, and its input is a new tensor in each step, as in a network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from quaver.bench.peer import convert_with_torchao
+from quaver.bench.rotation import Rotation
+from quaver.config import Float8LinearConfig
+from quaver.convert import convert_to_float8_training
+from quaver.delayed import float8_scaling_state, sync_float8_amax_and_scale_history
+from quaver.trainer.config import Model, Optimizer
+from quaver.trainer.float8 import fuse_producers
+from quaver.trainer.model import Block, FeedForward, rope_tables
+from quaver.trainer.optimizer import build_optimizer
+
+KINDS = ("linear", "ffn", "block")
+
+BFLOAT16 = "bfloat16"
+
+_SMALL_LR = 1e-6  # steps follow no loss that has a lowest point: weights must stay what they are
+
+_MODELS = {
+    "debug": Model(n_layers=1),
+    "llama-8b": Model(n_layers=1, dim=4096, n_heads=32, n_kv_heads=8, hidden_dim=14336),
+    "llama-70b": Model(n_layers=1, dim=8192, n_heads=64, n_kv_heads=8, hidden_dim=28672),
+}
+MODEL_NAMES = tuple(_MODELS)
+
+
+def model_of(name: str, *, divisor: int = 1) -> Model:
+    """The shape of one block of a model, its width, heads and feed-forward divided by `divisor`; heads keep their size.
+
+    Raises:
+        ValueError: the number of heads is no multiple of the divisor.
+    """
+    model = _MODELS[name]
+    if model.n_heads % divisor or model.hidden_dim % divisor:
+        raise ValueError(f"--divisor: expected a divisor of {name}'s {model.n_heads} heads, got {divisor}")
+    return replace(
+        model,
+        dim=model.dim // divisor,
+        n_heads=model.n_heads // divisor,
+        n_kv_heads=max(1, model.n_kv_heads // divisor),
+        hidden_dim=model.hidden_dim // divisor,
+    )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of one step."""
+
+    sequences: int
+    seq_len: int
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.seq_len
+
+
+class Subject(nn.Module):
+    """One linear (gate_proj), feed-forward or block. `forward` takes hidden states [B, T, D]."""
+
+    def __init__(self, kind: str, model: Model, seq_len: int) -> None:
+        super().__init__()
+        self.part = {
+            "linear": lambda: nn.Linear(model.dim, model.hidden_dim, bias=False),
+            "ffn": lambda: FeedForward(model),
+            "block": lambda: Block(model),
+        }[kind]()
+        if kind == "block":
+            cos, sin = rope_tables(seq_len, model.head_dim, model.rope_theta, torch.device("cpu"))
+            self.register_buffer("cos", cos)
+            self.register_buffer("sin", sin)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if isinstance(self.part, Block):
+            return self.part(hidden, self.cos, self.sin)
+        return self.part(hidden)
+
+
+def build_subject(
+    kind: str, model: Model, precision: str, *, seq_len: int, device: torch.device, compiled: bool
+) -> Subject:
+    """A module in a precision: "bfloat16", "quaver RECIPE" or "torchao RECIPE". The same weights for all."""
+    torch.manual_seed(0)
+    subject = Subject(kind, model, seq_len).to(device)
+    library, _, recipe = precision.partition(" ")
+    if library == "quaver":
+        convert_to_float8_training(subject, config=Float8LinearConfig.from_recipe_name(recipe))
+        fuse_producers(subject)
+    elif library == "torchao":
+        convert_with_torchao(subject, recipe, device=device)
+    if compiled:
+        subject.compile(fullgraph=True)
+    return subject
+
+
+class Step:
+    """One optimizer step of a subject, again and again."""
+
+    def __init__(self, subject: Subject, sources: Rotation[Tensor], direction: Tensor) -> None:
+        """`sources`: [B, T, D] each, which require gradients; `direction`: the output's gradient, in its shape."""
+        self.subject, self._sources, self._direction = subject, sources, direction
+        self.optimizer = build_optimizer(subject, Optimizer(lr=_SMALL_LR))
+        self._keeps_scales = bool(float8_scaling_state(subject))
+
+    def __call__(self, forward_is_done: Callable[[], object] = lambda: None) -> None:
+        """Forward, `forward_is_done()`, backward, optimizer; gradients are gone afterwards."""
+        source = self._sources.next()
+        loss = self.forward(source)
+        forward_is_done()
+        loss.backward()
+        source.grad = None
+        if self._keeps_scales:
+            sync_float8_amax_and_scale_history(self.subject)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def forward(self, source: Tensor) -> Tensor:
+        """The loss, whose gradient to the module's output is `direction`."""
+        with torch.autocast(source.device.type, torch.bfloat16):
+            return (self.subject(source * 1.5) * self._direction).sum()
+
+
+def make_sources(kind: str, model: Model, batch: Batch, device: torch.device) -> Rotation[Tensor]:
+    """Inputs [B, T, D] of a module as a network has them: the residual stream in float32, what a norm makes of it in
+    bfloat16."""
+    dtype = torch.float32 if kind == "block" else torch.bfloat16
+    shape = (batch.sequences, batch.seq_len, model.dim)
+
+    def make() -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+
+    return Rotation(make, batch.tokens * model.dim * dtype.itemsize, device)
+
+
+def make_direction(kind: str, model: Model, batch: Batch, device: torch.device) -> Tensor:
+    """A gradient of a module's output, of the size that a mean over tokens gives."""
+    width = model.hidden_dim if kind == "linear" else model.dim
+    dtype = torch.float32 if kind == "block" else torch.bfloat16
+    return torch.randn(batch.sequences, batch.seq_len, width, device=device, dtype=dtype) / batch.tokens

@@ -1,0 +1,85 @@
+"""torchao.float8, the peer that results are compared with where it is installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from quaver.config import Float8LinearRecipeName
+
+RECIPES = (
+    Float8LinearRecipeName.TENSORWISE,
+    Float8LinearRecipeName.ROWWISE,
+    Float8LinearRecipeName.ROWWISE_WITH_GW_HP,
+)
+"""The recipes that torchao has too."""
+
+
+def torchao_is_installed() -> bool:
+    """Whether the peer can be compared with."""
+    return importlib.util.find_spec("torchao") is not None
+
+
+def torchao_version() -> str:
+    """The installed version of the peer."""
+    return importlib.metadata.version("torchao")
+
+
+def is_peer_recipe(recipe: str) -> bool:
+    """Whether torchao has this recipe of quaver's."""
+    return Float8LinearRecipeName(recipe) in RECIPES
+
+
+def convert_with_torchao(model: nn.Module, recipe: str, *, device: torch.device) -> nn.Module:
+    """Convert the linears inside `model` in place with torchao, and return it. On a CPU torchao emulates."""
+    with _quiet():
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=device.type != "cuda")
+        return convert_to_float8_training(model, config=config)
+
+
+def torchao_linear(linear: nn.Module, recipe: str, *, device: torch.device) -> nn.Module:
+    """torchao's linear in the place of `linear`."""
+    parent = convert_with_torchao(nn.Sequential(linear), recipe, device=device)
+    return next(parent.children())
+
+
+def torchao_cast(float8_dtype: torch.dtype, dim: int | None, *, power_of_2: bool) -> Callable[[Tensor], Tensor]:
+    """torchao's dynamic cast of a matrix to its float8 codes, as its linears call it: one scale, or one along `dim`."""
+    with _quiet():
+        from torchao.float8.config import ScalingGranularity
+        from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+        from torchao.float8.float8_training_tensor import LinearMMConfig
+
+    granularity = ScalingGranularity.TENSORWISE if dim is None else ScalingGranularity.AXISWISE
+    axis = {None: None, 0: 0, 1: -1}[dim]  # it wants the last dim of a matrix by this name
+    gemms = LinearMMConfig()
+
+    def cast(hp: Tensor) -> Tensor:
+        return hp_tensor_to_float8_dynamic(
+            hp,
+            float8_dtype,
+            gemms,
+            scaling_granularity=granularity,
+            axiswise_dim=axis,
+            round_scales_to_power_of_2=power_of_2,
+        )._data
+
+    return cast
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

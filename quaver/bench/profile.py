@@ -1,0 +1,174 @@
+"""Where the time of a linear, a feed-forward or a block goes: a Chrome trace of each precision, and a table of kernels.
+
+Profiled are forward and backward, without an optimizer, of the modules that `quaver bench block` trains, and their
+parts (quaver/bench/modules.py), in bfloat16, in quaver's recipes, and in torchao where it is installed, one after
+another, after warming up.
+
+On a GPU the time of a row is that of its kernels, copies and fills. On a CPU it is that of operators and named ranges
+without what lies inside them; what no range covers (Python, autograd) is the self time of `forward` and `backward`.
+quaver/bench/groups.py says what belongs to which group. A profiler makes short operators longer: compare shares and
+counts here, and times in `quaver bench`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor import config as inductor_config
+from torch.profiler import record_function
+
+from quaver.bench.groups import GROUPS, group_of_kernel, group_of_ranges
+from quaver.bench.modules import Batch, Step, build_subject, make_direction, make_sources
+from quaver.bench.results import collecting, result
+from quaver.bench.trace import Kernel, Range, Trace, record_trace
+from quaver.delayed import sync_float8_amax_and_scale_history
+from quaver.trainer.config import Model
+
+FORWARD, BACKWARD = "forward", "backward"
+
+_WARMUP = 3
+
+
+@dataclass(frozen=True)
+class Work:
+    """All work of one name in one direction: calls and microseconds of one forward and backward."""
+
+    name: str
+    group: str
+    direction: str
+    calls: float
+    us: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One precision in one mode: its trace, the time of one forward and backward, by group and by name."""
+
+    mode: str
+    library: str
+    recipe: str
+    trace: str
+    total_us: float
+    group_us: dict[str, float]
+    group_share: dict[str, float]
+    work: list[Work]
+    """The longest first."""
+
+
+def profile_module(
+    kind: str,
+    name: str,
+    model: Model,
+    batch: Batch,
+    precisions: Sequence[str],
+    modes: Sequence[str],
+    *,
+    device: torch.device,
+    repeats: int,
+    folder: Path,
+    report: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Profile a module of `model`, which is called `name`, in each precision ("quaver RECIPE") and mode.
+
+    Writes a trace of `repeats` forwards and backwards for each into `folder`; returns what `results.result` makes of
+    the rows.
+
+    Raises:
+        RuntimeError: the profiler sees nothing of a GPU.
+    """
+    with collecting() as collected:
+        for mode in modes:
+            torch.compiler.reset()
+            for precision in precisions:
+                report(f"{kind} of {name}, {batch.tokens} tokens, {mode}, {precision}")
+                path = folder / f"{kind}-{mode}-{precision.replace(' ', '-')}.json.gz"
+                with inductor_config.patch("cpp.enable_kernel_profile", True):  # a CPU's compiled loops by name
+                    call = _call(kind, model, batch, precision, mode, device)
+                trace = record_trace(lambda call=call: _repeat(call, repeats), device, path)  # type: ignore[misc]
+                collected.rows.append(_row(mode, precision, path, trace, repeats, is_cuda=device.type == "cuda"))
+    shape = {"sequences": batch.sequences, "seq_len": batch.seq_len, "tokens": batch.tokens}
+    sizes = {each: getattr(model, each) for each in ("dim", "n_heads", "n_kv_heads", "hidden_dim")}
+    with_torchao = any(precision.startswith("torchao") for precision in precisions)
+    about = {"kind": kind, "model": {"name": name, **sizes}, "batch": shape}
+    return result("profile", collected, device=device, with_torchao=with_torchao, **about)
+
+
+def _call(kind: str, model: Model, batch: Batch, precision: str, mode: str, device: torch.device) -> Callable[[], None]:
+    """Forward and backward in named ranges, warmed up."""
+    sources, direction = make_sources(kind, model, batch, device), make_direction(kind, model, batch, device)
+    compiled = mode == "compiled"
+    subject = build_subject(kind, model, precision, seq_len=batch.seq_len, device=device, compiled=compiled)
+    step = Step(subject, sources, direction)
+
+    def call() -> None:
+        source = sources.next()
+        with record_function(FORWARD):
+            loss: Tensor = step.forward(source)
+        with record_function(BACKWARD):
+            loss.backward()
+        source.grad = None
+        subject.zero_grad(set_to_none=True)
+
+    for _ in range(_WARMUP):
+        call()
+        sync_float8_amax_and_scale_history(subject)
+    return call
+
+
+def _repeat(call: Callable[[], None], times: int) -> None:
+    for _ in range(times):
+        call()
+
+
+def _row(mode: str, precision: str, path: Path, trace: Trace, repeats: int, *, is_cuda: bool) -> Row:
+    if is_cuda:
+        pieces = [_of_kernel(each) for each in trace.kernels]
+    else:
+        pieces = [piece for piece in map(_of_range, trace.ranges) if piece]
+    if not pieces:
+        raise RuntimeError(
+            "the profiler saw no kernels of this GPU; it needs CUPTI (or roctracer) and the right to use it"
+        )
+    work = _added_up(pieces, repeats)
+    group_us = {group: sum(each.us for each in work if each.group == group) for group in GROUPS}
+    total = sum(group_us.values())
+    library, _, recipe = precision.partition(" ")
+    shares = {group: us / total if total else 0.0 for group, us in group_us.items()}
+    return Row(mode, library, recipe, path.name, total, group_us, shares, work)
+
+
+_Piece = tuple[str, str, str, float]
+"""Name, group, direction, microseconds."""
+
+
+def _of_kernel(kernel: Kernel) -> _Piece:
+    around = kernel.launched_in.names_outwards() if kernel.launched_in else []
+    by_range = group_of_ranges(around)
+    group = by_range if by_range != "other" else group_of_kernel(kernel.name)
+    # Autograd runs a GPU's backward on a thread of its own, where the range of the caller's is not.
+    return kernel.name, group, FORWARD if FORWARD in around else BACKWARD, kernel.us
+
+
+def _of_range(each: Range) -> _Piece | None:
+    """None for what happens outside forward and backward."""
+    around = each.names_outwards()
+    direction = next((name for name in around if name in (FORWARD, BACKWARD)), None)
+    return None if direction is None else (each.name, group_of_ranges(around), direction, each.self_us)
+
+
+def _added_up(pieces: Sequence[_Piece], repeats: int) -> list[Work]:
+    times: dict[tuple[str, str, str], list[float]] = {}
+    for name, group, direction, us in pieces:
+        times.setdefault((name, group, direction), []).append(us)
+    total = sum(map(sum, times.values()))
+    work = [
+        Work(*key, len(each) / repeats, sum(each) / repeats, sum(each) / total if total else 0.0)
+        for key, each in times.items()
+    ]
+    return sorted(work, key=lambda each: -each.us)

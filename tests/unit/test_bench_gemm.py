@@ -1,0 +1,75 @@
+"""quaver bench gemm: the three matmuls, their operands, and the sums in the rows."""
+
+import json
+
+import pytest
+import torch
+
+from quaver.bench import gemm as bench
+from quaver.bench.gemm import GRANULARITIES, bench_gemm, gemms_of
+from quaver.bench.shapes import Shape
+from quaver.cli import main
+from quaver.devices import PeakFlops
+
+CPU = torch.device("cpu")
+SHAPE = Shape("", 32, 48, 64)
+
+
+def test_the_three_matmuls_are_those_of_autograd():
+    input, weight = torch.randn(32, 48, requires_grad=True), torch.randn(64, 48, requires_grad=True)
+    output = input @ weight.t()
+    sizes = {gemm.name: (gemm.m, gemm.n) for gemm in gemms_of(SHAPE)}
+    assert sizes == {"output": output.shape, "grad_input": input.shape, "grad_weight": weight.shape}
+    for gemm in gemms_of(SHAPE):
+        assert gemm.m * gemm.k * gemm.n == 32 * 48 * 64
+        left, right = gemm.hp_operands(CPU)
+        assert (left.shape, right.shape) == ((gemm.m, gemm.k), (gemm.k, gemm.n))
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_float8_operands_multiply_to_what_bfloat16_does(granularity, monkeypatch):
+    for gemm in gemms_of(SHAPE):
+        hp = gemm.hp_operands(CPU)
+        monkeypatch.setattr(bench.Gemm, "hp_operands", lambda self, device, hp=hp: hp)
+        a, b, a_scale, b_scale = bench._float8_operands(gemm, granularity, CPU)
+        expected = hp[0].float() @ hp[1].float()
+        got = (a.float() * a_scale) @ (b.float() * b_scale)
+        assert (got - expected).norm() < 0.1 * expected.norm()
+        assert a_scale.shape == ((gemm.m, 1) if granularity == "rowwise" else ())
+        is_gradient = gemm.name != "output"
+        e5m2 = torch.float8_e5m2 if is_gradient and granularity == "tensorwise" else torch.float8_e4m3fn
+        assert (a.dtype, b.dtype) == (e5m2, torch.float8_e4m3fn)
+        monkeypatch.undo()
+
+
+def test_rows_and_ratios():
+    result = bench_gemm([SHAPE], GRANULARITIES, device=CPU, rounds=2)
+    rows = result["rows"]
+    contestants = ["bfloat16", "tensorwise", "rowwise"]
+    gemms = ["output", "grad_input", "grad_weight"]
+    assert [(r["gemm"], r["contestant"]) for r in rows] == [(g, c) for g in gemms for c in contestants]
+    assert result["peak"] == "unknown"
+    for row in rows:
+        baseline = next(r for r in rows if r["gemm"] == row["gemm"])
+        time_us = row["timing"]["median_us"]
+        assert row["time_over_bfloat16"] == pytest.approx(time_us / baseline["timing"]["median_us"])
+        assert row["tflops_per_s"] == pytest.approx(2 * 32 * 48 * 64 / time_us / 1e6)
+        assert row["share_of_peak"] is None
+        assert row["fast_accumulation"] is None
+
+
+def test_the_share_is_of_the_precisions_own_peak():
+    peak = PeakFlops(100e12, "data sheet", 200e12)
+    assert bench._share(50e12, "bfloat16", peak) == 0.5
+    assert bench._share(50e12, "rowwise", peak) == 0.25
+    assert bench._share(50e12, "rowwise", PeakFlops(100e12, "data sheet")) is None
+
+
+def test_an_unknown_peak_is_printed_as_unknown(tmp_path, capsys):
+    output = tmp_path / "gemm.json"
+    words = ["bench", "gemm", "--device", "cpu", "--shapes", "16", "--scales", "rowwise", "--rounds", "2"]
+    assert main([*words, "--output", str(output)]) == 0
+    printed = capsys.readouterr().out
+    assert "unknown" in printed
+    assert "%" not in printed
+    assert len(json.loads(output.read_text())["rows"]) == 6

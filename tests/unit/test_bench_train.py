@@ -1,0 +1,79 @@
+"""quaver bench train: twins of the trainer, alternating, and their ratios."""
+
+import json
+
+import pytest
+import torch
+
+from quaver.bench.train import bench_train, prepare
+from quaver.cli import main
+from quaver.trainer.config_io import build_config
+from quaver.trainer.twin import Twin
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "text.txt"
+    path.write_text("to be or not to be, that is the question\n" * 200)
+    return path
+
+
+def tiny(text, **float8):
+    return {
+        "model": {"dim": 32, "n_heads": 2, "n_kv_heads": 1, "hidden_dim": 64, "n_layers": 1},
+        "training": {"seq_len": 32, "local_batch_size": 2, "steps": 3, "device": "cpu"},
+        "lr_scheduler": {"warmup_steps": 2},
+        "data": {"path": str(text)},
+        "float8": float8,
+    }
+
+
+def test_twins_take_turns_with_the_trainers_own_step(text, monkeypatch):
+    order = []
+    train_step = Twin.train_step
+
+    def watched(self, step, batches, *, measure_memory=False):
+        order.append((step, self.name, measure_memory))
+        return train_step(self, step, batches, measure_memory=measure_memory)
+
+    monkeypatch.setattr(Twin, "train_step", watched)
+    config = build_config(tiny(text, last_steps_high_precision=1))
+    subject = prepare(config, ["tensorwise", "delayed"], steps=5)
+    result = bench_train(subject, rounds=3, warmup=2)
+    assert [step for step, _, _ in order] == [step for step in range(1, 6) for _ in range(3)]
+    assert {name for _, name, _ in order} == {"bfloat16", "tensorwise", "delayed"}
+    assert {order[3 * step][1] for step in range(3)} == {"bfloat16", "tensorwise", "delayed"}
+    assert {step for step, _, measures in order if measures} == {2}
+    assert [row["timing"]["samples"] for row in result["rows"]] == [3, 3, 3]
+
+
+def test_rows_and_ratios(text):
+    result = bench_train(prepare(build_config(tiny(text)), ["rowwise"], steps=4), rounds=2, warmup=2)
+    plain, float8 = result["rows"]
+    assert (plain["precision"], float8["precision"]) == ("bfloat16", "rowwise")
+    assert result["step_tokens"] == 64
+    assert result["config"]["model"]["dim"] == 32
+    for row in (plain, float8):
+        median_us = row["timing"]["median_us"]
+        assert row["tokens_per_s"] == pytest.approx(64 / median_us * 1e6)
+        assert row["time_over_high_precision"] == median_us / plain["timing"]["median_us"]
+        assert row["peak_is_exact"]
+        assert row["peak_over_high_precision"] == row["peak_bytes"] / plain["peak_bytes"]
+
+
+def test_the_command_takes_the_trainers_flags(text, tmp_path, capsys):
+    output = tmp_path / "train.json"
+    sections = {section: values for section, values in tiny(text).items() if values}
+    flags = [
+        word
+        for section, values in sections.items()
+        for key, value in values.items()
+        for word in (f"--{section}.{key}", str(value))
+    ]
+    words = ["bench", "train", *flags, "--recipes", "tensorwise", "--rounds", "2", "--warmup", "2"]
+    assert main([*words, "--output", str(output)]) == 0
+    saved = json.loads(output.read_text())
+    assert [row["precision"] for row in saved["rows"]] == ["bfloat16", "tensorwise"]
+    assert saved["environment"]["threads"] == torch.get_num_threads()
+    assert "64 tokens a step" in capsys.readouterr().out
