@@ -1,17 +1,12 @@
 """The Triton cast without a GPU: run in Triton's interpreter against the oracle, and compiled for GPUs to be read.
 
-The interpreter must be chosen before triton is first imported, so it runs in a process of its own. Two conversions are
-the only steps that it takes by other instructions than a GPU (see the end of triton_cast.py): bfloat16 to float32, and
-float32 to float8. What a GPU is told to do there is read from the compiled code.
+Two conversions are the only steps that the interpreter takes by other instructions than a GPU (see the end of
+triton_blocks.py): bfloat16 to float32, and float32 to float8. What a GPU is told to do is read from the compiled code.
 """
 
 import itertools
 import math
-import multiprocessing
 import re
-import subprocess
-from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
@@ -19,29 +14,28 @@ import torch
 
 pytest.importorskip("triton")
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
 from quaver import scaling
 from quaver.formats import FORMATS
 from quaver.kernels import triton_cast
+from tests.triton_kernels import (
+    CONVERSION,
+    E4M3,
+    E5M2,
+    assert_same_bits,
+    compile_kernel,
+    counting_bytes,
+    every_value,
+    instructions,
+    interpreting_process,
+    resources,
+)
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FLOAT8 = pytest.mark.parametrize("float8_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 HP = pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 NAN, INF = math.nan, math.inf
 TILE_BYTES = triton_cast.TILE_BYTES
 
 needs_compiler = pytest.mark.skipif(triton_cast.INTERPRETED, reason="TRITON_INTERPRET is set: kernels do not compile")
-
-
-def every_value(dtype: torch.dtype) -> torch.Tensor:
-    """Every value of a 16-bit dtype; for float32 those of bfloat16, with noise below."""
-    bits = torch.arange(-(2**15), 2**15, dtype=torch.int16)
-    if dtype is torch.float32:
-        return bits.view(torch.bfloat16).float() * (1 + torch.rand(2**16) * 2**-8)
-    return bits.view(dtype)
 
 
 def assert_is_the_oracle(hp, scale, float8_dtype, power_of_2=False):
@@ -52,11 +46,7 @@ def assert_is_the_oracle(hp, scale, float8_dtype, power_of_2=False):
         got = triton_cast.cast_with_kept_scale(hp, quant_scale, float8_dtype, power_of_2=power_of_2)
     expected = scaling.cast_with_kept_scale(hp, quant_scale, float8_dtype, power_of_2=power_of_2)
     for g, e in zip(got, expected, strict=True):
-        assert g.dtype is e.dtype
-        assert g.shape == e.shape
-        nan = e.float().isnan()
-        assert g.float().isnan().equal(nan)
-        assert g[~nan].view(torch.uint8).equal(e[~nan].view(torch.uint8)), (hp.dtype, hp.shape, scale)
+        assert_same_bits(g, e)
     return got
 
 
@@ -110,39 +100,18 @@ def _saturated_elements_are_counted():
         assert assert_is_the_oracle(hp, 1.0, float8_dtype)[3][1] == 4
 
 
-def _elements_moved(scale):
-    """How many elements of tiles the kernels load and store for 5000 elements."""
-    from triton.runtime import interpreter
-
+def _bytes_moved(scale):
+    """The bytes of hp (float32) and codes that the kernels load and store for 5000 elements."""
     triton_cast.TILE_BYTES = TILE_BYTES
-    moved = Counter()
-    builder = interpreter.InterpreterBuilder
-    load, store = builder.create_masked_load, builder.create_masked_store
-
-    def counted_load(self, ptrs, mask, *rest):
-        moved["loads"] += int(mask.data.sum()) if mask.data.size > 1 else 0
-        return load(self, ptrs, mask, *rest)
-
-    def counted_store(self, ptrs, value, mask, *rest):
-        moved["stores"] += int(mask.data.sum()) if mask.data.size > 1 else 0
-        return store(self, ptrs, value, mask, *rest)
-
-    builder.create_masked_load, builder.create_masked_store = counted_load, counted_store
-    try:
-        assert_is_the_oracle(torch.randn(5000), scale, E4M3)
-    finally:
-        builder.create_masked_load, builder.create_masked_store = load, store
-    return moved["loads"], moved["stores"]
+    with counting_bytes() as moved:
+        assert_is_the_oracle(torch.randn(5000).bfloat16(), scale, E4M3)
+    return moved["bf16"], moved["fp8e4nv"]
 
 
 @pytest.fixture(scope="module")
 def interpreter():
-    """Calls a function of this file in a process whose Triton interprets."""
-    spawn = multiprocessing.get_context("spawn")
-    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, spawn) as pool:
-        patch.setenv("TRITON_INTERPRET", "1")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield lambda function, *args: pool.submit(function, *args).result()
+    with interpreting_process() as call:
+        yield call
 
 
 @FLOAT8
@@ -172,8 +141,8 @@ def test_saturated_elements_are_counted(interpreter):
 
 
 def test_a_known_scale_costs_one_read(interpreter):
-    assert interpreter(_elements_moved, 2.0) == (5000, 5000)
-    assert interpreter(_elements_moved, 0.0) == (10_000, 5000)
+    assert interpreter(_bytes_moved, 2.0) == (10_000, 5000)
+    assert interpreter(_bytes_moved, 0.0) == (20_000, 5000)
 
 
 def test_what_it_takes(interpreter):
@@ -192,68 +161,25 @@ def test_what_it_takes(interpreter):
 
 # What a GPU would run.
 
-TRITON_NAMES = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    E4M3: "fp8e4nv",
-    E5M2: "fp8e5",
-}
-CONVERSION = {E4M3: "cvt.rn.satfinite.e4m3x2.f32", E5M2: "cvt.rn.satfinite.e5m2x2.f32"}
 
-
-def compiled(kernel, hp_dtype, float8_dtype=E4M3, *, numel="i32", numel_divides_by_16=True, capability=90):
-    """Triton IR ("ttir") and assembly ("ptx"), for arguments that start on 16 bytes as PyTorch's allocations do."""
+def compiled(kernel, hp_dtype, float8_dtype=E4M3, *, kept=True, numel="i32", numel_divides_by_16=True, capability=90):
+    """See `compile_kernel`."""
     fmt = FORMATS[float8_dtype]
-    types = {
-        "hp_ptr": "*" + TRITON_NAMES[hp_dtype],
-        "quant_scale_ptr": "*fp32",
-        "codes_ptr": "*" + TRITON_NAMES[float8_dtype],
-        "quant_ptr": "*fp32",
-        "dequant_ptr": "*fp32",
-        "observed_ptr": "*fp32",
-        "numel": numel,
-    }
+    pointers = {"hp_ptr": hp_dtype, "codes_ptr": float8_dtype}
+    pointers |= dict.fromkeys(("quant_ptr", "dequant_ptr", "observed_ptr"), torch.float32)
+    pointers |= {"quant_scale_ptr": torch.float32} if kept else {}
     constants = {
         "MAX": fmt.max,
         "SATURATES_ABOVE": fmt.saturates_above,
         "LARGEST_QUANT_SCALE": fmt.max / scaling.EPS,
         "POWER_OF_2": False,
+        "SCALE": "kept" if kept else "amax",
         "TILE": triton_cast.TILE_BYTES // hp_dtype.itemsize,
         "INTERPRETED": False,
     }
-    aligned = set(types) - {"quant_scale_ptr"} - (set() if numel_divides_by_16 else {"numel"})
-    source = ASTSource(
-        fn=kernel,
-        signature={name: types.get(name, "constexpr") for name in kernel.arg_names},
-        constexprs={name: constants[name] for name in kernel.arg_names if name in constants},
-        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in aligned},
-    )
-    target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options={"num_warps": triton_cast.WARPS}).asm
-
-
-def instructions(ptx: str) -> Counter[str]:
-    return Counter(re.findall(r"^[ \t]*(?:@!?%p\d+ )?([a-z]\w*(?:\.\w+)*)[ \t]", ptx, re.MULTILINE))
-
-
-def resources(ptx: str, folder) -> dict[str, int]:
-    """What NVIDIA's assembler says of the kernel: registers of a thread, bytes of spills."""
-    file = folder / "kernel.ptx"
-    file.write_text(ptx)
-    gpu = re.search(r"^\.target (\w+)", ptx, re.MULTILINE).group(1)
-    for tool in ("ptxas", "ptxas_blackwell"):  # the first may be too old for this PTX
-        path = getattr(triton.knobs.nvidia, tool).path
-        command = [path, "-v", f"--gpu-name={gpu}", str(file), "-o", str(folder / "kernel.cubin")]
-        assembled = subprocess.run(command, capture_output=True, text=True)
-        if assembled.returncode == 0:
-            break
-    patterns = {
-        "registers": r"Used (\d+) registers",
-        "stores": r"(\d+) bytes spill st",
-        "loads": r"(\d+) bytes spill l",
-    }
-    return {name: int(re.search(pattern, assembled.stderr).group(1)) for name, pattern in patterns.items()}
+    narrow = ["quant_scale_ptr"] if numel_divides_by_16 else ["quant_scale_ptr", "numel"]
+    options = {"warps": triton_cast.WARPS, "narrow": narrow, "capability": capability}
+    return compile_kernel(kernel, pointers, {"numel": numel}, constants, **options)
 
 
 @pytest.fixture
@@ -278,8 +204,9 @@ def test_the_cast_reads_16_bytes_at_a_time_and_rounds_once(hp_dtype, float8_dtyp
         assert found["st.global.v2.b32"] == elements // 8
         assert found["st.global.b32"] == 2
     assert found["fma.rn.f32"] == elements
-    assert found["min.NaN.xorsign.abs.f32"] == elements  # the clamp keeps NaN
-    assert found["div.rn.f64"] == 2
+    assert ".NaN" not in ptx  # see to_float8
+    assert found["div.rn.f32"] == 1  # of the amax
+    assert found["div.rn.f64"] == 1  # of any scale that was kept
     assert ".ftz" not in ptx
     used = resources(ptx, tmp_path)
     assert used["stores"] == used["loads"] == 0
@@ -298,6 +225,16 @@ def test_the_amax_reads_16_bytes_at_a_time(hp_dtype, tmp_path):
     used = resources(ptx, tmp_path)
     assert used["stores"] == used["loads"] == 0
     assert used["registers"] <= 64
+
+
+@needs_compiler
+@pytest.mark.usefixtures("fresh_cache")
+def test_a_dynamic_scale_asks_for_no_kept_one():
+    amax = instructions(compiled(triton_cast._amax_if_unknown, torch.bfloat16, kept=False)["ptx"])
+    assert (amax["ld.global.v4.b32"], amax["ld.global.b32"]) == (4, 0)
+    cast = instructions(compiled(triton_cast._cast, torch.bfloat16, kept=False)["ptx"])
+    assert (cast["ld.global.v4.b32"], cast["ld.global.b32"]) == (4, 1)  # the amax
+    assert not any(name.startswith(("atom", "red")) for name in cast)
 
 
 @needs_compiler

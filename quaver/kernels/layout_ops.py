@@ -1,0 +1,214 @@
+"""The casts of layouts.py: where each runs, and as operations of a compiler.
+
+Eager code calls the functions below. Compiled code calls the operations of the same names, which return tensors only:
+what is not wanted is empty. Results are contiguous, column codes in their transpose, whatever the strides of hp.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quaver import scaling
+from quaver.phases import phase
+
+Made = tuple[Any, ...]
+"""Tensors; None where one is not wanted."""
+
+_MAY_INTERPRET = bool(os.environ.get("TRITON_INTERPRET"))
+
+
+def _runs_on_triton(hp: Tensor, float8_dtype: torch.dtype) -> bool:
+    """Whether the Triton kernels cast `hp`. A matrix without elements costs nothing anywhere."""
+    if not (hp.is_cuda or _MAY_INTERPRET) or hp.numel() == 0:
+        return False
+    from quaver.kernels import triton_blocks  # imports triton, which a CPU does not need
+
+    return triton_blocks.takes(hp, float8_dtype)
+
+
+def _dense(hp: Tensor) -> Tensor:
+    """`hp` as the kernels take it; a CPU's oracle takes any strides."""
+    return hp.contiguous() if hp.is_cuda else hp
+
+
+@phase("quaver::cast")
+def cast_layouts(
+    hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool, sums: bool
+) -> Made:
+    hp = _dense(hp)
+    if _runs_on_triton(hp, float8_dtype):
+        from quaver.kernels import triton_layouts
+
+        return triton_layouts.cast_layouts(hp, float8_dtype, rows, columns, power_of_2, sums)
+    codes, quant, dequant = scaling.dynamic_cast(hp, float8_dtype, power_of_2=power_of_2)
+    return (*_laid_out(codes, rows, columns), quant, dequant, _sums(hp, sums))
+
+
+@phase("quaver::cast")
+def cast_with_kept_scale(
+    hp: Tensor,
+    quant_scale: Tensor,
+    float8_dtype: torch.dtype,
+    rows: bool,
+    columns: bool,
+    power_of_2: bool,
+    sums: bool,
+) -> Made:
+    hp = _dense(hp)
+    if _runs_on_triton(hp, float8_dtype):
+        from quaver.kernels import triton_layouts
+
+        return triton_layouts.cast_with_kept_scale(hp, quant_scale, float8_dtype, rows, columns, power_of_2, sums)
+    codes, quant, dequant, observed = scaling.cast_with_kept_scale(hp, quant_scale, float8_dtype, power_of_2=power_of_2)
+    return (*_laid_out(codes, rows, columns), quant, dequant, _sums(hp, sums), observed)
+
+
+@phase("quaver::cast")
+def cast_axes(hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool, sums: bool) -> Made:
+    hp = _dense(hp)
+    if _runs_on_triton(hp, float8_dtype):
+        from quaver.kernels import triton_layouts
+
+        return triton_layouts.cast_axes(hp, float8_dtype, rows, columns, power_of_2, sums)
+    of_rows: Made = (None, None, None)
+    of_columns: Made = (None, None, None)
+    if rows:
+        codes, *scales = scaling.dynamic_cast(hp, float8_dtype, 1, power_of_2=power_of_2)
+        of_rows = (_row_codes(codes), *scales)
+    if columns:
+        codes, *scales = scaling.dynamic_cast(hp, float8_dtype, 0, power_of_2=power_of_2)
+        of_columns = (_column_codes(codes), *scales)
+    return (*of_rows, *of_columns, _sums(hp, sums))
+
+
+@phase("quaver::cast")
+def cast_with_scales(
+    hp: Tensor, float8_dtype: torch.dtype, row_scale: Tensor | None, column_scale: Tensor | None
+) -> Made:
+    hp = _dense(hp)
+    if _runs_on_triton(hp, float8_dtype):
+        from quaver.kernels import triton_layouts
+
+        return triton_layouts.cast_with_scales(hp, float8_dtype, row_scale, column_scale)
+    row_codes = column_codes = None
+    if row_scale is not None:
+        row_codes = _row_codes(scaling.cast_to_float8(hp, row_scale, float8_dtype))
+    if column_scale is not None:
+        shared = row_codes if column_scale is row_scale else None
+        codes = scaling.cast_to_float8(hp, column_scale, float8_dtype) if shared is None else shared
+        column_codes = _column_codes(codes)
+    return row_codes, column_codes
+
+
+def _laid_out(codes: Tensor, rows: bool, columns: bool) -> Made:
+    return _row_codes(codes) if rows else None, _column_codes(codes) if columns else None
+
+
+def _row_codes(codes: Tensor) -> Tensor:
+    return codes.contiguous()
+
+
+def _column_codes(codes: Tensor) -> Tensor:
+    return codes.new_empty(codes.shape[1], codes.shape[0]).copy_(codes.t()).t()
+
+
+def _sums(hp: Tensor, wanted: bool) -> Tensor | None:
+    return hp.sum(0, dtype=torch.float32) if wanted else None
+
+
+# ---- what compiled code runs: an operation returns tensors only, so what is not wanted is empty ------------------
+
+_library = torch.library.Library("quaver", "FRAGMENT")
+_OPERATIONS: dict[str, tuple[str, Callable[..., Made]]] = {
+    "cast_layouts": (
+        "(Tensor hp, ScalarType float8_dtype, bool rows, bool columns, bool power_of_2, bool sums)"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        cast_layouts,
+    ),
+    "cast_layouts_with_kept_scale": (
+        "(Tensor hp, Tensor quant_scale, ScalarType float8_dtype, bool rows, bool columns, bool power_of_2, bool sums)"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+        cast_with_kept_scale,
+    ),
+    "cast_axes": (
+        "(Tensor hp, ScalarType float8_dtype, bool rows, bool columns, bool power_of_2, bool sums)"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+        cast_axes,
+    ),
+    "cast_with_scales": (
+        "(Tensor hp, ScalarType float8_dtype, Tensor? row_scale, Tensor? column_scale) -> (Tensor, Tensor)",
+        cast_with_scales,
+    ),
+}
+
+
+def _operation(cast: Callable[..., Made]) -> Callable[..., tuple[Tensor, ...]]:
+    def run(hp: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        return tuple(hp.new_empty(0) if made is None else made for made in cast(hp, *args))
+
+    return run
+
+
+for _name, (_schema, _cast) in _OPERATIONS.items():
+    _library.define(_name + _schema)
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_name, _operation(_cast), _device)
+
+
+def _fake_codes(hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
+    height, width = hp.shape
+    return (
+        hp.new_empty(height, width, dtype=float8_dtype) if rows else hp.new_empty(0),
+        hp.new_empty(width, height, dtype=float8_dtype).t() if columns else hp.new_empty(0),
+    )
+
+
+def _fake_scales(hp: Tensor, *shape: int) -> tuple[Tensor, Tensor]:
+    return hp.new_empty(shape, dtype=torch.float32), hp.new_empty(shape, dtype=torch.float32)
+
+
+def _fake_sums(hp: Tensor, wanted: bool) -> Tensor:
+    return hp.new_empty(hp.shape[1], dtype=torch.float32) if wanted else hp.new_empty(0)
+
+
+@torch.library.register_fake("quaver::cast_layouts")
+def _fake_cast_layouts(
+    hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool, sums: bool
+) -> tuple[Tensor, ...]:
+    return (*_fake_codes(hp, float8_dtype, rows, columns), *_fake_scales(hp), _fake_sums(hp, sums))
+
+
+@torch.library.register_fake("quaver::cast_layouts_with_kept_scale")
+def _fake_cast_with_kept_scale(
+    hp: Tensor,
+    quant_scale: Tensor,
+    float8_dtype: torch.dtype,
+    rows: bool,
+    columns: bool,
+    power_of_2: bool,
+    sums: bool,
+) -> tuple[Tensor, ...]:
+    made = _fake_cast_layouts(hp, float8_dtype, rows, columns, power_of_2, sums)
+    return (*made, hp.new_empty(2, dtype=torch.float32))
+
+
+@torch.library.register_fake("quaver::cast_axes")
+def _fake_cast_axes(
+    hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool, sums: bool
+) -> tuple[Tensor, ...]:
+    row_codes, column_codes = _fake_codes(hp, float8_dtype, rows, columns)
+    of_rows = _fake_scales(hp, hp.shape[0], 1) if rows else (hp.new_empty(0), hp.new_empty(0))
+    of_columns = _fake_scales(hp, 1, hp.shape[1]) if columns else (hp.new_empty(0), hp.new_empty(0))
+    return row_codes, *of_rows, column_codes, *of_columns, _fake_sums(hp, sums)
+
+
+@torch.library.register_fake("quaver::cast_with_scales")
+def _fake_cast_with_scales(
+    hp: Tensor, float8_dtype: torch.dtype, row_scale: Tensor | None, column_scale: Tensor | None
+) -> tuple[Tensor, ...]:
+    return _fake_codes(hp, float8_dtype, row_scale is not None, column_scale is not None)
