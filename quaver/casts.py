@@ -1,7 +1,8 @@
 """The float8 casts of one matrix: each amax read once, each layout cast once, shared between all who ask.
 
 A linear's operand enters two matmuls, and an activation may enter several linears (q, k and v; gate and up).
-`MatrixCasts` remembers what was made of one matrix; `casts_of_activation` finds that of an activation again.
+`MatrixCasts` remembers what was made of one matrix; `casts_of_activation` finds that of an activation again. Where the
+layout matters, on hardware that multiplies float8, both casts come from the same reads (kernels/layouts.py).
 
 Nothing lives longer for it: the activation and its casts are held by weak references. Scales (a few numbers) stay as
 long as the activation, so a cast that has died is made again without another read for its amax. A changed
@@ -10,6 +11,7 @@ activation is never taken for the old one: its version counter is compared, as a
 
 from __future__ import annotations
 
+import typing
 import weakref
 from typing import NamedTuple
 
@@ -17,8 +19,9 @@ import torch
 from torch import Tensor
 
 from quaver.config import CastConfig, Float8LinearConfig
-from quaver.gemm import along_contracted
-from quaver.kernels.cast import KeptScale, cast_with_kept_scale, cast_with_scale, dynamic_cast
+from quaver.gemm import along_contracted, reads_along_contracted
+from quaver.kernels import layouts
+from quaver.kernels.cast import KeptScale, cast_with_kept_scale, cast_with_scale, dynamic_cast, record
 from quaver.scaling import to_dequant_scale
 
 
@@ -44,11 +47,36 @@ class KeptScales(NamedTuple):
 NO_KEPT_SCALES = KeptScales(None, None, None)
 
 
+class Operands(NamedTuple):
+    """A matrix [rows, columns] as each of its two matmuls reads it; None for what was not wanted."""
+
+    last: Operand | None
+    """For the matmul that contracts its last dim."""
+    first: Operand | None
+    """For the one that contracts its first."""
+    column_sums: Tensor | None = None
+    """float32 [columns], where they were wanted and came from the same read."""
+
+
 class Scales(NamedTuple):
     """The scale of one cast, both ways: float32, shape () or that of the matrix with the contracted dim 1."""
 
     quant: Tensor
     dequant: Tensor
+
+
+class _Layouts(NamedTuple):
+    """Codes for the matmul that contracts the last dim and for the one that contracts the first, and their scales."""
+
+    codes: tuple[Tensor | None, ...]
+    scales: tuple[Scales | None, ...]
+    column_sums: Tensor | None
+
+
+def _are_alike(last: CastConfig, first: CastConfig) -> bool:
+    """Whether one kernel makes both casts."""
+    same = last.is_rowwise == first.is_rowwise and last.target_dtype == first.target_dtype
+    return same and not last.is_disabled and not first.is_disabled
 
 
 _CONVERTED = (None, -1)  # the key of a matrix in another high-precision dtype
@@ -92,11 +120,89 @@ class MatrixCasts:
             data = self._alive(key)
             codes = self._alive((None, 1 - contracted_dim)) if dim is None else None
         if data is None:
+            if codes is None and self.lays_out(hp):
+                made = self._in_layouts(hp, cast, rows=contracted_dim == 1, columns=contracted_dim == 0)
+                return typing.cast(Operand, made.last if contracted_dim == 1 else made.first)
             if codes is None:
                 codes = self._cast(hp, cast.float8_dtype, dim)
             data = codes if codes.is_cpu else along_contracted(codes, contracted_dim, emulate=self.config.emulate)
             self._remember(key, data)
         return Operand(data, self._scales[dim].dequant)
+
+    def both(
+        self, hp: Tensor, last: CastConfig | None, first: CastConfig | None, *, column_sums: bool = False
+    ) -> Operands:
+        """`hp` as the operand of both of its matmuls, from the same reads where one kernel makes both casts.
+
+        Args:
+            last, first: how it is cast for the matmul that contracts its last dim, and its first; None for neither.
+            column_sums: add up the columns where that costs no read of its own.
+        """
+        if last is not None and first is not None and self.lays_out(hp) and _are_alike(last, first):
+            dims = (1, 0) if last.is_rowwise else (None, None)
+            if all(self._alive((dim, contracted)) is None for dim, contracted in zip(dims, (1, 0), strict=True)):
+                return self._in_layouts(hp, last, rows=True, columns=True, column_sums=column_sums)
+        return Operands(
+            None if last is None else self.cast(hp, last, 1), None if first is None else self.cast(hp, first, 0)
+        )
+
+    def know(self, scales: Scales) -> None:
+        """Take these tensorwise scales, made at an earlier cast of the matrix, for the casts to come."""
+        self._scales[None] = scales
+
+    def lays_out(self, hp: Tensor) -> bool:
+        """Whether `hp` is cast by the kernels that write the layouts of its matmuls."""
+        return (
+            not hp.is_cpu
+            and not torch.compiler.is_compiling()
+            and reads_along_contracted(hp.device, self.config.emulate)
+        )
+
+    def _in_layouts(
+        self, hp: Tensor, cast: CastConfig, *, rows: bool, columns: bool, column_sums: bool = False
+    ) -> Operands:
+        """The casts for the matmul that contracts the last dim (`rows`), the first (`columns`) or both."""
+        make = self._layouts_of_rows if cast.is_rowwise else self._layouts_of_whole
+        codes, scales, sums = make(hp, cast.float8_dtype, rows, columns, column_sums)
+        operands: list[Operand | None] = [None, None]
+        for index, (data, scale) in enumerate(zip(codes, scales, strict=True)):
+            if data is not None and scale is not None:
+                contracted_dim = 1 - index
+                dim = contracted_dim if cast.is_rowwise else None
+                self._scales[dim] = scale
+                operands[index] = Operand(self._remember((dim, contracted_dim), data), scale.dequant)
+        return Operands(operands[0], operands[1], sums)
+
+    def _layouts_of_whole(self, hp: Tensor, dtype: torch.dtype, rows: bool, columns: bool, sums: bool) -> _Layouts:
+        power_of_2 = self.config.round_scales_to_power_of_2
+        known = self.tensorwise_scales()
+        if known is not None:
+            codes = layouts.cast_with_scales(
+                hp, dtype, row_scale=known.quant if rows else None, column_scale=known.quant if columns else None
+            )
+            return _Layouts(codes, (known, known), None)
+        if self.kept is None:
+            made = layouts.cast_layouts(hp, dtype, rows=rows, columns=columns, power_of_2=power_of_2, column_sums=sums)
+        else:
+            made, seen = layouts.cast_with_kept_scale(
+                hp, self.kept.quant_scale, dtype, rows=rows, columns=columns, power_of_2=power_of_2, column_sums=sums
+            )
+            record(self.kept, seen)
+        scale = Scales(made.quant_scale, made.dequant_scale)
+        return _Layouts((made.row_codes, made.column_codes), (scale, scale), made.column_sums)
+
+    def _layouts_of_rows(self, hp: Tensor, dtype: torch.dtype, rows: bool, columns: bool, sums: bool) -> _Layouts:
+        known = (self._scales.get(1) if rows else None, self._scales.get(0) if columns else None)
+        if (known[0] is not None) == rows and (known[1] is not None) == columns:
+            row_scale, column_scale = (None if each is None else each.quant for each in known)
+            return _Layouts(
+                layouts.cast_with_scales(hp, dtype, row_scale=row_scale, column_scale=column_scale), known, None
+            )
+        power_of_2 = self.config.round_scales_to_power_of_2
+        made = layouts.cast_axes(hp, dtype, rows=rows, columns=columns, power_of_2=power_of_2, column_sums=sums)
+        axes = (made.rows, made.columns)
+        scales = tuple(None if each is None else Scales(each.quant_scale, each.dequant_scale) for each in axes)
+        return _Layouts(tuple(None if each is None else each.codes for each in axes), scales, made.column_sums)
 
     def tensorwise_scales(self) -> Scales | None:
         """The tensorwise scales of the matrix if it has been cast, without reading it again.
@@ -139,12 +245,6 @@ class MatrixCasts:
     def _alive(self, key: tuple[int | None, int]) -> Tensor | None:
         known = self._data.get(key)
         return known() if isinstance(known, weakref.ref) else known
-
-
-def cast_with(hp: Tensor, scales: Scales, cast: CastConfig, contracted_dim: int, config: Float8LinearConfig) -> Operand:
-    """`hp` as an operand of the matmul that contracts `contracted_dim`, with scales made at an earlier cast of it."""
-    codes = cast_with_scale(hp, scales.quant, cast.float8_dtype)
-    return Operand(along_contracted(codes, contracted_dim, emulate=config.emulate), scales.dequant)
 
 
 class _ActivationCasts(MatrixCasts):

@@ -186,13 +186,18 @@ def native_failure(device_index: int, rowwise: bool) -> str | None:
 # ---- native ------------------------------------------------------------------------------------------------------
 
 
+def reads_along_contracted(device: torch.device, emulate: bool = False) -> bool:
+    """Whether the float8 matmul of `device` is the hardware's, which reads both operands along the contracted dim."""
+    return backend_for(device, rowwise=False, emulate=emulate) is GemmBackend.NATIVE
+
+
 def along_contracted(codes: Tensor, dim: int, *, emulate: bool = False) -> Tensor:
     """`codes` [.., ..] in the layout that a matmul contracting `dim` will read on this device.
 
     The native backend reads both operands along the contracted dim, so what is kept for a later matmul is best kept in
     that layout; the exact backend takes any, and gets what it was given.
     """
-    if codes.is_cpu or backend_for(codes.device, rowwise=False, emulate=emulate) is GemmBackend.EXACT:
+    if codes.is_cpu or not reads_along_contracted(codes.device, emulate):
         return codes
     return codes.contiguous() if dim == 1 else codes.t().contiguous().t()
 

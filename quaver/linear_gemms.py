@@ -41,14 +41,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from quaver.casts import NO_KEPT_SCALES, KeptScales, MatrixCasts, Operand, Scales, cast_with, casts_of_activation
+from quaver.casts import (
+    NO_KEPT_SCALES,
+    KeptScales,
+    MatrixCasts,
+    Operand,
+    Operands,
+    Scales,
+    casts_of_activation,
+)
 from quaver.config import CastConfig, Float8GemmConfig, Float8LinearConfig
 from quaver.formats import HP_DTYPES
 from quaver.gemm import unchecked_float8_mm
@@ -85,10 +93,8 @@ def cast_weight(
 ) -> WeightCasts:
     """Cast `weight` [N, K], or the part of it that `sharding` tells of, for both of its matmuls."""
     casts = _weight_casts(config, hp_dtype, kept, sharding)
-    return WeightCasts(
-        casts.cast(weight, config.casts.weight, 1),
-        casts.cast(weight, config.casts.weight_for_grad_input, 0),
-    )
+    made = casts.both(weight, config.casts.weight, config.casts.weight_for_grad_input)
+    return WeightCasts(cast(Operand, made.last), cast(Operand, made.first))
 
 
 def _weight_casts(
@@ -100,15 +106,15 @@ def _weight_casts(
 
 
 class _GatheredInput:
-    """The casts of an input that was cast before it was gathered, with the interface of `MatrixCasts.cast`."""
+    """The casts of an input that was cast before it was gathered, with the interface of `MatrixCasts.both`."""
 
     def __init__(self, input: Float8Tensor) -> None:
         self._input = input
 
-    def cast(self, hp: Tensor, cast: CastConfig, contracted_dim: int) -> Operand:
-        if cast.is_disabled:
+    def both(self, hp: Tensor, last: CastConfig, first: CastConfig | None) -> Operands:
+        if last.is_disabled or (first is not None and first.is_disabled):
             raise RuntimeError("a linear that needs its input in high precision was given a Float8Tensor")
-        return self._input.operand(contracted_dim)
+        return Operands(self._input.operand(1), None if first is None else self._input.operand(0))
 
 
 class ScopedWeight:
@@ -247,10 +253,12 @@ def _save(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, how: _Ho
             if sharding is None
             else sharding.input_casts(input, config, hp_dtype, kept.input)
         )
-    input_op = input_casts.cast(rows, config.casts.input, 1)
     saved: list[Tensor | None] = [None] * 5
-    if needs_grad_weight:
-        saved[0:2] = input_casts.cast(rows, config.casts.input_for_grad_weight, 0)
+    inputs = input_casts.both(
+        rows, config.casts.input, config.casts.input_for_grad_weight if needs_grad_weight else None
+    )
+    if inputs.first is not None:
+        saved[0:2] = inputs.first
     if weight_casts is None and config.keep_float8_weight_for_backward and needs_grad_input:
         weight_casts = cast_weight(weight, config, hp_dtype, kept.weight, sharding)
     if weight_casts is not None:
@@ -277,7 +285,7 @@ def _save(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, how: _Ho
         kept,
         sharding,
     )
-    return input_op, weight_op
+    return cast(Operand, inputs.last), weight_op
 
 
 def _output(
@@ -309,8 +317,8 @@ class _Begun(NamedTuple):
 def _beginning_of_backward(ctx: Any, grad_output: Tensor) -> _Begun:
     """All that reads grad_output, without a history.
 
-    Where its two casts are not one, the matmul of the first comes before the second cast, so that one of them is alive
-    at a time.
+    Where its two casts are not one, and no kernel makes both at once, the matmul of the first comes before the second
+    cast, so that one of them is alive at a time.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         with torch.no_grad():
@@ -318,26 +326,33 @@ def _beginning_of_backward(ctx: Any, grad_output: Tensor) -> _Begun:
     needs_grad_input, needs_grad_weight, needs_grad_bias = ctx.needs_input_grad[:3]
     input_data, input_scale, *saved_weight = ctx.saved_tensors
     config, hp_dtype, _, _, bias_dtype, kept, sharding = ctx.kept
-    for_grad_weight = config.casts.grad_output_for_grad_weight
     rows = _rows(grad_output)
-    grad_input = left_of_grad_input = left_of_grad_weight = None
-    if sharding is None:
-        casts = MatrixCasts(config, hp_dtype, kept.grad_output)
-        if needs_grad_input:
-            left_of_grad_input = casts.cast(rows, config.casts.grad_output, 1)
-        if needs_grad_weight:
-            if (for_grad_weight.is_rowwise or for_grad_weight.is_disabled) and left_of_grad_input is not None:
-                grad_input = _grad_input(ctx, left_of_grad_input, saved_weight)
-                left_of_grad_input, saved_weight = None, []
-                casts = MatrixCasts(config, hp_dtype, kept.grad_output)
-            left_of_grad_weight = casts.cast(rows, for_grad_weight, 0)  # perhaps of the cast above, or its scales
-    else:
+    for_grad_input = config.casts.grad_output if needs_grad_input else None
+    for_grad_weight = config.casts.grad_output_for_grad_weight if needs_grad_weight else None
+    grad_input = column_sums = None
+    if sharding is not None:
         left_of_grad_input, left_of_grad_weight = sharding.grad_output_operands(
             grad_output, config, hp_dtype, kept.grad_output, (needs_grad_input, needs_grad_weight)
         )
-    grad_bias = rows.sum(0).to(bias_dtype) if needs_grad_bias else None
+    else:
+        casts = MatrixCasts(config, hp_dtype, kept.grad_output)
+        if for_grad_input and for_grad_weight and _are_two(for_grad_weight) and not casts.lays_out(rows):
+            grad_input = _grad_input(ctx, casts.cast(rows, for_grad_input, 1), saved_weight)
+            for_grad_input, saved_weight = None, []
+            casts = MatrixCasts(config, hp_dtype, kept.grad_output)
+        left_of_grad_input, left_of_grad_weight, column_sums = casts.both(
+            rows, for_grad_input, for_grad_weight, column_sums=needs_grad_bias
+        )
+    grad_bias = None
+    if needs_grad_bias:
+        grad_bias = (rows.sum(0, dtype=torch.float32) if column_sums is None else column_sums).to(bias_dtype)
     input_op = Operand(input_data, input_scale)
     return _Begun(grad_input, left_of_grad_input, saved_weight, left_of_grad_weight, input_op, grad_bias)
+
+
+def _are_two(for_grad_weight: CastConfig) -> bool:
+    """Whether grad_output's second cast is another than its first; if not it is the same codes, or has their scale."""
+    return for_grad_weight.is_rowwise or for_grad_weight.is_disabled
 
 
 def _end_of_backward(ctx: Any, begun: list[_Begun]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -378,10 +393,10 @@ def _weight_for_grad_input(
         raise RuntimeError("expected a saved weight for grad_input, got None")
     if is_cast:
         return Operand(data, scales[0])
-    cast = config.casts.weight_for_grad_input
+    casts = _weight_casts(config, hp_dtype, kept, sharding)
     if scales[0] is not None and scales[1] is not None:
-        return cast_with(data, Scales(scales[0], scales[1]), cast, 0, config)
-    return _weight_casts(config, hp_dtype, kept, sharding).cast(data, cast, 0)
+        casts.know(Scales(scales[0], scales[1]))
+    return casts.cast(data, config.casts.weight_for_grad_input, 0)
 
 
 def _differentiable_once(ctx: Any, begun: list[_Begun]) -> tuple[Tensor | None, ...]:

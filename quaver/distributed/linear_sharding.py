@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from quaver.casts import MatrixCasts, Operand, casts_of_activation
 from quaver.config import CastConfig, Float8LinearConfig
 from quaver.distributed.collectives import all_reduce, reduce_scatter
-from quaver.distributed.spread_casts import SpreadCasts, both_operands, gathered_operands
+from quaver.distributed.spread_casts import SpreadCasts, gathered_operands
 from quaver.kernels.cast import KeptScale
 from quaver.linear import Float8Linear
 from quaver.linear_gemms import compute_dtype
@@ -75,7 +75,7 @@ class ColwiseSharding(_Sharding):
         needs: tuple[bool, bool],
     ) -> tuple[Operand | None, Operand | None]:
         casts = SpreadCasts(config, hp_dtype, kept, self.group, 1)
-        return both_operands(casts, grad_output.reshape(-1, grad_output.shape[-1]), *_needed_casts(config, needs))
+        return casts.both(grad_output.reshape(-1, grad_output.shape[-1]), *_needed_casts(config, needs))[:2]
 
     def reduce_output(self, output: Tensor) -> Tensor:
         return output
@@ -115,7 +115,7 @@ class RowwiseSharding(_Sharding):
             dim = self.sequence_dim % grad_output.dim()
             return gathered_operands(grad_output, dim, self.group, last, first, config, hp_dtype, kept)
         casts = MatrixCasts(config, hp_dtype, kept)
-        return both_operands(casts, grad_output.reshape(-1, grad_output.shape[-1]), last, first)
+        return casts.both(grad_output.reshape(-1, grad_output.shape[-1]), last, first)[:2]
 
     def reduce_output(self, output: Tensor) -> Tensor:
         if self.sequence_dim is None:

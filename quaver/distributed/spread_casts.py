@@ -36,6 +36,9 @@ class SpreadCasts(MatrixCasts):
         super().__init__(config, hp_dtype, kept)
         self.group, self.spread_dim = group, spread_dim
 
+    def lays_out(self, hp: Tensor) -> bool:
+        return False  # those kernels take the amax themselves
+
     def tensorwise_scales(self) -> Scales | None:
         return self._scales.get(None)  # those of rows may be this rank's rows only
 
@@ -59,20 +62,6 @@ class SpreadCasts(MatrixCasts):
         return cast_with_scale(hp, quant, dtype)
 
 
-def both_operands(
-    casts: MatrixCasts, rows: Tensor, last: CastConfig | None, first: CastConfig | None
-) -> tuple[Operand | None, Operand | None]:
-    """The matrix `rows` for the matmul that contracts its last dim, and for the one that contracts its first.
-
-    Args:
-        last, first: how to cast it for each; None where that matmul is not needed.
-    """
-    return (
-        None if last is None else casts.cast(rows, last, 1),
-        None if first is None else casts.cast(rows, first, 0),
-    )
-
-
 def gathered_operands(
     local: Tensor,
     dim: int,
@@ -92,7 +81,7 @@ def gathered_operands(
         # High precision has to travel for one of them; the other is cast from it, as on one device.
         whole = gather(local.to(hp_dtype) if local.dtype is not hp_dtype else local, dim, group)
         casts, rows = MatrixCasts(config, hp_dtype, kept), whole.flatten(0, -2)
-        return both_operands(casts, rows, last, first)
+        return casts.both(rows, last, first)[:2]
     spread = SpreadCasts(config, hp_dtype, kept, group, 0)
     rows = local.reshape(-1, local.shape[-1])
 

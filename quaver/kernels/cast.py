@@ -113,8 +113,12 @@ def cast_with_kept_scale(
 
 def record(kept: KeptScale, seen: Tensor) -> None:
     """Record what a cast saw (float32 [2]), by a maximum."""
-    if kept.observed is not None:
+    if kept.observed is None:
+        return
+    if torch.compiler.is_compiling():
         kept.observed.copy_(torch.maximum(kept.observed, seen))
+    else:
+        torch.maximum(kept.observed, seen, out=kept.observed)
 
 
 def record_amax(kept: KeptScale, amax: Tensor) -> None:

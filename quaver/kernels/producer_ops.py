@@ -1,0 +1,276 @@
+"""The producers of fused_producers.py: where each runs, and as operations of a compiler.
+
+Eager code calls the functions below. Compiled code calls the operations of the same names, which return tensors only:
+what is not wanted is empty. Without Triton a producer is PyTorch's expression, and its result is cast by layout_ops.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quaver.kernels import layout_ops
+
+Made = tuple[Any, ...]
+"""Tensors; None where one is not wanted."""
+
+_MAY_INTERPRET = bool(os.environ.get("TRITON_INTERPRET"))
+
+
+def _run_on_triton(float8_dtype: torch.dtype, *tensors: Tensor) -> bool:
+    """Whether the Triton kernels take `tensors`. Without elements they cost nothing anywhere."""
+    if not (tensors[0].is_cuda or _MAY_INTERPRET) or any(tensor.numel() == 0 for tensor in tensors):
+        return False
+    from quaver.kernels import triton_blocks  # imports triton, which a CPU does not need
+
+    return all(triton_blocks.takes(tensor, float8_dtype) for tensor in tensors)
+
+
+def _dense(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors as the kernels take them; PyTorch's expressions take any strides."""
+    return tuple(tensor.contiguous() if tensor.is_cuda else tensor for tensor in tensors)
+
+
+# ---- SwiGLU ------------------------------------------------------------------------------------------------------
+
+
+def swiglu_cast_layouts(
+    gate: Tensor, up: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool
+) -> Made:
+    gate, up = _dense(gate, up)
+    if _run_on_triton(float8_dtype, gate, up):
+        from quaver.kernels import triton_swiglu
+
+        return triton_swiglu.cast_layouts(gate, up, float8_dtype, rows, columns, power_of_2)
+    return layout_ops.cast_layouts(F.silu(gate) * up, float8_dtype, rows, columns, power_of_2, False)[:4]
+
+
+def swiglu_cast_with_kept_scale(
+    gate: Tensor,
+    up: Tensor,
+    quant_scale: Tensor,
+    float8_dtype: torch.dtype,
+    rows: bool,
+    columns: bool,
+    power_of_2: bool,
+) -> Made:
+    gate, up = _dense(gate, up)
+    if _run_on_triton(float8_dtype, gate, up):
+        from quaver.kernels import triton_swiglu
+
+        return triton_swiglu.cast_with_kept_scale(gate, up, quant_scale, float8_dtype, rows, columns, power_of_2)
+    product = F.silu(gate) * up
+    made = layout_ops.cast_with_kept_scale(product, quant_scale, float8_dtype, rows, columns, power_of_2, False)
+    return *made[:4], made[5]
+
+
+def swiglu_cast_axes(
+    gate: Tensor, up: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool
+) -> Made:
+    gate, up = _dense(gate, up)
+    if _run_on_triton(float8_dtype, gate, up):
+        from quaver.kernels import triton_swiglu
+
+        return triton_swiglu.cast_axes(gate, up, float8_dtype, rows, columns, power_of_2)
+    return layout_ops.cast_axes(F.silu(gate) * up, float8_dtype, rows, columns, power_of_2, False)[:6]
+
+
+def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> Made:
+    grad, gate, up = _dense(grad, gate, up)
+    if _run_on_triton(torch.float8_e4m3fn, grad, gate, up):
+        from quaver.kernels import triton_swiglu
+
+        return triton_swiglu.backward(grad, gate, up)
+    return (torch.ops.aten.silu_backward(grad * up, gate).contiguous(), (F.silu(gate) * grad).contiguous())
+
+
+# ---- RMSNorm -----------------------------------------------------------------------------------------------------
+
+
+def rms_norm_cast_layouts(
+    hidden: Tensor,
+    weight: Tensor,
+    eps: float,
+    hp_dtype: torch.dtype,
+    float8_dtype: torch.dtype,
+    rows: bool,
+    columns: bool,
+    power_of_2: bool,
+) -> Made:
+    hidden, weight = _dense(hidden, weight)
+    if _norm_runs_on_triton(hidden, weight, float8_dtype):
+        from quaver.kernels import triton_rms_norm
+
+        return triton_rms_norm.cast_layouts(hidden, weight, eps, hp_dtype, float8_dtype, rows, columns, power_of_2)
+    normed, inverse_rms = _rms_norm(hidden, weight, eps, hp_dtype)
+    made = layout_ops.cast_layouts(normed, float8_dtype, rows, columns, power_of_2, False)
+    return *made[:4], inverse_rms
+
+
+def rms_norm_cast_with_kept_scale(
+    hidden: Tensor,
+    weight: Tensor,
+    eps: float,
+    hp_dtype: torch.dtype,
+    quant_scale: Tensor,
+    float8_dtype: torch.dtype,
+    rows: bool,
+    columns: bool,
+    power_of_2: bool,
+) -> Made:
+    hidden, weight = _dense(hidden, weight)
+    if _norm_runs_on_triton(hidden, weight, float8_dtype):
+        from quaver.kernels import triton_rms_norm
+
+        return triton_rms_norm.cast_with_kept_scale(
+            hidden, weight, eps, hp_dtype, quant_scale, float8_dtype, rows, columns, power_of_2
+        )
+    normed, inverse_rms = _rms_norm(hidden, weight, eps, hp_dtype)
+    made = layout_ops.cast_with_kept_scale(normed, quant_scale, float8_dtype, rows, columns, power_of_2, False)
+    return *made[:4], made[5], inverse_rms
+
+
+def rms_norm_cast_axes(
+    hidden: Tensor,
+    weight: Tensor,
+    eps: float,
+    hp_dtype: torch.dtype,
+    float8_dtype: torch.dtype,
+    rows: bool,
+    columns: bool,
+    power_of_2: bool,
+) -> Made:
+    hidden, weight = _dense(hidden, weight)
+    if _norm_runs_on_triton(hidden, weight, float8_dtype):
+        from quaver.kernels import triton_rms_norm
+
+        return triton_rms_norm.cast_axes(hidden, weight, eps, hp_dtype, float8_dtype, rows, columns, power_of_2)
+    normed, inverse_rms = _rms_norm(hidden, weight, eps, hp_dtype)
+    return *layout_ops.cast_axes(normed, float8_dtype, rows, columns, power_of_2, False)[:6], inverse_rms
+
+
+def rms_norm_backward(grad: Tensor, hidden: Tensor, weight: Tensor, inverse_rms: Tensor) -> Made:
+    grad, hidden, weight, inverse_rms = _dense(grad, hidden, weight, inverse_rms)
+    if _norm_runs_on_triton(hidden, weight, torch.float8_e4m3fn, grad, inverse_rms):
+        from quaver.kernels import triton_rms_norm
+
+        return triton_rms_norm.backward(grad, hidden, weight, inverse_rms)
+    grad_hp, inverse_rms = grad.float(), inverse_rms.unsqueeze(1)
+    rows = hidden.float() * inverse_rms
+    grad_weight = (grad_hp * rows).sum(0).to(weight.dtype)
+    grad_rows = grad_hp * weight.float()
+    projection = (grad_rows * rows).mean(1, keepdim=True)
+    grad_hidden = ((grad_rows - rows * projection) * inverse_rms).to(hidden.dtype)
+    return grad_hidden.contiguous(), grad_weight
+
+
+def _norm_runs_on_triton(hidden: Tensor, weight: Tensor, float8_dtype: torch.dtype, *others: Tensor) -> bool:
+    if not _run_on_triton(float8_dtype, hidden, weight, *others):
+        return False
+    from quaver.kernels import triton_rms_norm
+
+    return triton_rms_norm.fits(hidden)
+
+
+def _rms_norm(hidden: Tensor, weight: Tensor, eps: float, hp_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The norm of quaver/producers.py, and float32 [R], which PyTorch's operation does not give."""
+    normed = F.rms_norm(hidden, weight.shape, weight.to(hidden.dtype), eps).to(hp_dtype)
+    return normed, (hidden.float().square().mean(1) + eps).rsqrt()
+
+
+# ---- what compiled code runs: an operation returns tensors only, so what is not wanted is empty ------------------
+
+_WANTED = "ScalarType float8_dtype, bool rows, bool columns, bool power_of_2"
+_NORM = "Tensor hidden, Tensor weight, float eps, ScalarType hp_dtype"
+_OPERATIONS: dict[str, tuple[str, int, Callable[..., Made]]] = {
+    "swiglu_cast_layouts": (f"Tensor gate, Tensor up, {_WANTED}", 4, swiglu_cast_layouts),
+    "swiglu_cast_with_kept_scale": (
+        f"Tensor gate, Tensor up, Tensor quant_scale, {_WANTED}",
+        5,
+        swiglu_cast_with_kept_scale,
+    ),
+    "swiglu_cast_axes": (f"Tensor gate, Tensor up, {_WANTED}", 6, swiglu_cast_axes),
+    "swiglu_backward": ("Tensor grad, Tensor gate, Tensor up", 2, swiglu_backward),
+    "rms_norm_cast_layouts": (f"{_NORM}, {_WANTED}", 5, rms_norm_cast_layouts),
+    "rms_norm_cast_with_kept_scale": (f"{_NORM}, Tensor quant_scale, {_WANTED}", 6, rms_norm_cast_with_kept_scale),
+    "rms_norm_cast_axes": (f"{_NORM}, {_WANTED}", 7, rms_norm_cast_axes),
+    "rms_norm_backward": ("Tensor grad, Tensor hidden, Tensor weight, Tensor inverse_rms", 2, rms_norm_backward),
+}
+
+
+def _operation(function: Callable[..., Made]) -> Callable[..., tuple[Tensor, ...]]:
+    def run(first: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        return tuple(first.new_empty(0) if made is None else made for made in function(first, *args))
+
+    return run
+
+
+_library = torch.library.Library("quaver", "FRAGMENT")
+for _name, (_arguments, _results, _function) in _OPERATIONS.items():
+    _library.define(f"{_name}({_arguments}) -> ({', '.join(['Tensor'] * _results)})")
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_name, _operation(_function), _device)
+
+
+# A fake producer gives what the fake cast of a matrix of its shape gives.
+
+
+@torch.library.register_fake("quaver::swiglu_cast_layouts")
+def _fake_swiglu_cast_layouts(gate: Tensor, up: Tensor, *wanted: Any) -> tuple[Tensor, ...]:
+    return torch.ops.quaver.cast_layouts(gate, *wanted, False)[:4]
+
+
+@torch.library.register_fake("quaver::swiglu_cast_with_kept_scale")
+def _fake_swiglu_cast_with_kept_scale(
+    gate: Tensor, up: Tensor, quant_scale: Tensor, *wanted: Any
+) -> tuple[Tensor, ...]:
+    made = torch.ops.quaver.cast_layouts_with_kept_scale(gate, quant_scale, *wanted, False)
+    return *made[:4], made[5]
+
+
+@torch.library.register_fake("quaver::swiglu_cast_axes")
+def _fake_swiglu_cast_axes(gate: Tensor, up: Tensor, *wanted: Any) -> tuple[Tensor, ...]:
+    return torch.ops.quaver.cast_axes(gate, *wanted, False)[:6]
+
+
+@torch.library.register_fake("quaver::swiglu_backward")
+def _fake_swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+def _fake_inverse_rms(hidden: Tensor) -> Tensor:
+    return hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+
+
+@torch.library.register_fake("quaver::rms_norm_cast_layouts")
+def _fake_rms_norm_cast_layouts(
+    hidden: Tensor, weight: Tensor, eps: float, hp_dtype: torch.dtype, *wanted: Any
+) -> tuple[Tensor, ...]:
+    return *torch.ops.quaver.cast_layouts(hidden, *wanted, False)[:4], _fake_inverse_rms(hidden)
+
+
+@torch.library.register_fake("quaver::rms_norm_cast_with_kept_scale")
+def _fake_rms_norm_cast_with_kept_scale(
+    hidden: Tensor, weight: Tensor, eps: float, hp_dtype: torch.dtype, quant_scale: Tensor, *wanted: Any
+) -> tuple[Tensor, ...]:
+    made = torch.ops.quaver.cast_layouts_with_kept_scale(hidden, quant_scale, *wanted, False)
+    return *made[:4], made[5], _fake_inverse_rms(hidden)
+
+
+@torch.library.register_fake("quaver::rms_norm_cast_axes")
+def _fake_rms_norm_cast_axes(
+    hidden: Tensor, weight: Tensor, eps: float, hp_dtype: torch.dtype, *wanted: Any
+) -> tuple[Tensor, ...]:
+    return *torch.ops.quaver.cast_axes(hidden, *wanted, False)[:6], _fake_inverse_rms(hidden)
+
+
+@torch.library.register_fake("quaver::rms_norm_backward")
+def _fake_rms_norm_backward(
+    grad: Tensor, hidden: Tensor, weight: Tensor, inverse_rms: Tensor
+) -> tuple[Tensor, ...]:
+    return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape)

@@ -1,0 +1,96 @@
+"""On a GPU: what a linear launches, that a CUDA graph can hold it, and the compiler's modes that build on graphs."""
+
+import pytest
+import torch
+
+from quaver import Float8Linear, Float8LinearConfig
+from quaver.gemm import reads_along_contracted
+from tests.reference import RECIPES, sqnr_db
+
+pytestmark = pytest.mark.gpu
+RECIPE = pytest.mark.parametrize("recipe", RECIPES)
+MOST_KERNELS = 14
+
+
+def make(recipe, bias=False, size=256):
+    if not reads_along_contracted(torch.device("cuda")):
+        pytest.skip("this GPU multiplies no float8")
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    return Float8Linear(size, size, bias=bias, dtype=torch.bfloat16, device="cuda", config=config)
+
+
+def step(module, input):
+    output = module(input)
+    output.backward(torch.ones_like(output))
+    return output
+
+
+@RECIPE
+def test_kernels_of_a_step(recipe):
+    module = make(recipe)
+    input = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    grad_output = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
+    module(input).backward(grad_output)
+    module.weight.grad = input.grad = None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        module(input).backward(grad_output)
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert 0 < len(kernels) <= MOST_KERNELS, kernels
+    assert not any("transpose" in name.lower() for name in kernels), kernels
+
+
+@RECIPE
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_cuda_graph_holds_forward_and_backward(recipe, bias):
+    module = make(recipe, bias)
+    input = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            module.zero_grad()
+            input.grad = None
+            step(module, input)
+    torch.cuda.current_stream().wait_stream(side)
+    module.zero_grad()
+    input.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(module, input)
+    with torch.no_grad():
+        input.copy_(torch.randn_like(input))
+    graph.replay()
+    got = [captured.detach().clone(), input.grad.clone(), module.weight.grad.clone()]
+    module.zero_grad()
+    fresh = input.detach().clone().requires_grad_()
+    expected = [step(module, fresh).detach(), fresh.grad, module.weight.grad]
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.equal(theirs)
+
+
+@RECIPE
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_compilers_modes(recipe, mode):
+    module = make(recipe)
+    compiled = torch.compile(module, mode=mode, fullgraph=True)
+    for _ in range(3):
+        input = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        again = input.detach().clone().requires_grad_()
+        torch.compiler.cudagraph_mark_step_begin()
+        module.zero_grad()
+        step(compiled, input)
+        compiled_grads = [input.grad.clone(), module.weight.grad.clone()]
+        module.zero_grad()
+        step(module, again)
+        for ours, theirs in zip(compiled_grads, [again.grad, module.weight.grad], strict=True):
+            assert sqnr_db(theirs.cpu(), ours.cpu()) > 40
+
+
+@RECIPE
+def test_the_bias_gradient_is_that_of_a_sum_in_float32(recipe):
+    module = make(recipe, bias=True)
+    grad_output = torch.randn(4096, 256, device="cuda", dtype=torch.bfloat16)
+    module(torch.randn(4096, 256, device="cuda", dtype=torch.bfloat16)).backward(grad_output)
+    expected = grad_output.double().sum(0)
+    assert (module.bias.grad.double() - expected).abs().max() <= 2**-8 * expected.abs().max()
