@@ -5,11 +5,13 @@ import math
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from quaver import scaling
 from quaver.kernels import triton_cast
+from tests.triton_kernels import E4M3, E5M2, assert_same_bits, every_value
 
 pytestmark = pytest.mark.gpu
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FLOAT8 = pytest.mark.parametrize("float8_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 HP = pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 NAN, INF = math.nan, math.inf
@@ -21,34 +23,20 @@ def _needs_a_gpu_that_rounds_once():
         pytest.skip("needs triton, and a GPU that converts to float8 in one rounding")
 
 
-def every_value(dtype: torch.dtype) -> torch.Tensor:
-    """Every value of a 16-bit dtype; for float32 those of bfloat16, with noise below."""
-    bits = torch.arange(-(2**15), 2**15, dtype=torch.int16)
-    if dtype is torch.float32:
-        return bits.view(torch.bfloat16).float() * (1 + torch.rand(2**16) * 2**-8)
-    return bits.view(dtype)
-
-
 def cast(hp, scale, float8_dtype, power_of_2=False):
     assert triton_cast.takes(hp, float8_dtype)
     quant_scale = torch.full((), scale, device="cuda")
     return triton_cast.cast_with_kept_scale(hp, quant_scale, float8_dtype, power_of_2=power_of_2)
 
 
-def assert_same_bits(got, expected):
-    """Every bit, but those of NaNs."""
+def assert_all_same_bits(got, expected):
     for g, e in zip(got, expected, strict=True):
-        g = g.cpu()
-        assert g.dtype is e.dtype
-        assert g.shape == e.shape
-        nan = e.float().isnan()
-        assert g.float().isnan().equal(nan)
-        assert g[~nan].view(torch.uint8).equal(e[~nan].view(torch.uint8))
+        assert_same_bits(g, e)
 
 
 def assert_is_the_oracle(hp, scale, float8_dtype, power_of_2=False):
     expected = scaling.cast_with_kept_scale(hp, torch.tensor(scale), float8_dtype, power_of_2=power_of_2)
-    assert_same_bits(cast(hp.cuda(), scale, float8_dtype, power_of_2), expected)
+    assert_all_same_bits(cast(hp.cuda(), scale, float8_dtype, power_of_2), expected)
 
 
 @FLOAT8
@@ -95,7 +83,7 @@ def test_sizes(hp_dtype, scale):
         assert_is_the_oracle(hp, scale, E4M3)
     hp = torch.randn(3, 5, 7).to(hp_dtype)
     expected = scaling.cast_with_kept_scale(hp[1:], torch.tensor(scale), E4M3)
-    assert_same_bits(cast(hp.cuda()[1:], scale, E4M3), expected)  # starts off 16 bytes
+    assert_all_same_bits(cast(hp.cuda()[1:], scale, E4M3), expected)  # starts off 16 bytes
     assert_is_the_oracle(torch.randn(2, 0, 3).to(hp_dtype), scale, E4M3)
 
 
@@ -156,4 +144,4 @@ def test_a_graph_follows_the_scale_and_the_data():
         hp.normal_(0, magnitude)
         graph.replay()
         expected = scaling.cast_with_kept_scale(hp.cpu(), torch.tensor(scale), E4M3)
-        assert_same_bits(results, expected)
+        assert_all_same_bits(results, expected)
