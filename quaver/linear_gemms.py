@@ -306,30 +306,32 @@ def _rows(tensor: Tensor) -> Tensor:
 class _Begun(NamedTuple):
     """A backward that has read grad_output for the last time: what is left to multiply."""
 
-    grad_input: Tensor | None
+    grad_weight: Tensor | None
+    left_of_grad_weight: Operand | None
+    input: Operand | None
     left_of_grad_input: Operand | None
     saved_weight: list[Tensor | None]
-    left_of_grad_weight: Operand | None
-    input: Operand
     grad_bias: Tensor | None
 
 
 def _beginning_of_backward(ctx: Any, grad_output: Tensor) -> _Begun:
     """All that reads grad_output, without a history.
 
-    Where its two casts are not one, and no kernel makes both at once, the matmul of the first comes before the second
-    cast, so that one of them is alive at a time.
+    Where its two casts are not one, and no kernel makes both at once, the first matmul comes before the second cast, so
+    that one of them is alive at a time.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         with torch.no_grad():
             return _beginning_of_backward(ctx, grad_output)
     needs_grad_input, needs_grad_weight, needs_grad_bias = ctx.needs_input_grad[:3]
     input_data, input_scale, *saved_weight = ctx.saved_tensors
+    input: Operand | None = Operand(input_data, input_scale)
+    del input_data, input_scale
     config, hp_dtype, _, _, bias_dtype, kept, sharding = ctx.kept
     rows = _rows(grad_output)
     for_grad_input = config.casts.grad_output if needs_grad_input else None
     for_grad_weight = config.casts.grad_output_for_grad_weight if needs_grad_weight else None
-    grad_input = column_sums = None
+    grad_weight = column_sums = None
     if sharding is not None:
         left_of_grad_input, left_of_grad_weight = sharding.grad_output_operands(
             grad_output, config, hp_dtype, kept.grad_output, (needs_grad_input, needs_grad_weight)
@@ -337,8 +339,8 @@ def _beginning_of_backward(ctx: Any, grad_output: Tensor) -> _Begun:
     else:
         casts = MatrixCasts(config, hp_dtype, kept.grad_output)
         if for_grad_input and for_grad_weight and _are_two(for_grad_weight) and not casts.lays_out(rows):
-            grad_input = _grad_input(ctx, casts.cast(rows, for_grad_input, 1), saved_weight)
-            for_grad_input, saved_weight = None, []
+            grad_weight = _grad_weight(ctx, casts.cast(rows, for_grad_weight, 0), input)
+            for_grad_weight = input = None
             casts = MatrixCasts(config, hp_dtype, kept.grad_output)
         left_of_grad_input, left_of_grad_weight, column_sums = casts.both(
             rows, for_grad_input, for_grad_weight, column_sums=needs_grad_bias
@@ -346,8 +348,7 @@ def _beginning_of_backward(ctx: Any, grad_output: Tensor) -> _Begun:
     grad_bias = None
     if needs_grad_bias:
         grad_bias = (rows.sum(0, dtype=torch.float32) if column_sums is None else column_sums).to(bias_dtype)
-    input_op = Operand(input_data, input_scale)
-    return _Begun(grad_input, left_of_grad_input, saved_weight, left_of_grad_weight, input_op, grad_bias)
+    return _Begun(grad_weight, left_of_grad_weight, input, left_of_grad_input, saved_weight, grad_bias)
 
 
 def _are_two(for_grad_weight: CastConfig) -> bool:
@@ -359,17 +360,22 @@ def _end_of_backward(ctx: Any, begun: list[_Begun]) -> tuple[Tensor | None, Tens
     """The gradients, those of matrices in the dtype of the matmuls. Empties `begun`, a list of one.
 
     autograd converts them to the dtypes of what they are gradients of, when it has released what was saved; to do so
-    here would hold both copies of both beside all that. For the same reason no operand outlives its matmul.
+    here would hold both copies of both beside all that. For the same reason no operand outlives its matmul. grad_weight
+    comes first, since a compiler can then release the input, which is as large as grad_input.
     """
-    grad_input, left_of_grad_input, saved_weight, left_of_grad_weight, input_op, grad_bias = begun.pop()
-    config, hp_dtype = ctx.kept[:2]
-    grad_weight = None
+    grad_weight, left_of_grad_weight, input, left_of_grad_input, saved_weight, grad_bias = begun.pop()
+    grad_input = None
+    if left_of_grad_weight is not None:
+        grad_weight = _grad_weight(ctx, left_of_grad_weight, input)
+        del left_of_grad_weight, input
     if left_of_grad_input is not None:
         grad_input = _grad_input(ctx, left_of_grad_input, saved_weight)
-        del left_of_grad_input, saved_weight
-    if left_of_grad_weight is not None:
-        grad_weight = _matmul(left_of_grad_weight.t(), input_op, config.gemm_config_grad_weight, config, hp_dtype)
     return grad_input, grad_weight, grad_bias
+
+
+def _grad_weight(ctx: Any, grad_output: Operand, input: Operand | None) -> Tensor:
+    config, hp_dtype = ctx.kept[:2]
+    return _matmul(grad_output.t(), cast(Operand, input), config.gemm_config_grad_weight, config, hp_dtype)
 
 
 def _grad_input(ctx: Any, grad_output: Operand, saved_weight: list[Tensor | None]) -> Tensor:
