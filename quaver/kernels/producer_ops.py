@@ -83,9 +83,9 @@ def swiglu_cast_axes(
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> Made:
     grad, gate, up = _dense(grad, gate, up)
     if _run_on_triton(torch.float8_e4m3fn, grad, gate, up):
-        from quaver.kernels import triton_swiglu
+        from quaver.kernels import triton_producer_grads
 
-        return triton_swiglu.backward(grad, gate, up)
+        return triton_producer_grads.swiglu(grad, gate, up)
     return (torch.ops.aten.silu_backward(grad * up, gate).contiguous(), (F.silu(gate) * grad).contiguous())
 
 
@@ -157,9 +157,9 @@ def rms_norm_cast_axes(
 def rms_norm_backward(grad: Tensor, hidden: Tensor, weight: Tensor, inverse_rms: Tensor) -> Made:
     grad, hidden, weight, inverse_rms = _dense(grad, hidden, weight, inverse_rms)
     if _norm_runs_on_triton(hidden, weight, torch.float8_e4m3fn, grad, inverse_rms):
-        from quaver.kernels import triton_rms_norm
+        from quaver.kernels import triton_producer_grads
 
-        return triton_rms_norm.backward(grad, hidden, weight, inverse_rms)
+        return triton_producer_grads.rms_norm(grad, hidden, weight, inverse_rms)
     grad_hp, inverse_rms = grad.float(), inverse_rms.unsqueeze(1)
     rows = hidden.float() * inverse_rms
     grad_weight = (grad_hp * rows).sum(0).to(weight.dtype)
@@ -270,7 +270,5 @@ def _fake_rms_norm_cast_axes(
 
 
 @torch.library.register_fake("quaver::rms_norm_backward")
-def _fake_rms_norm_backward(
-    grad: Tensor, hidden: Tensor, weight: Tensor, inverse_rms: Tensor
-) -> tuple[Tensor, ...]:
+def _fake_rms_norm_backward(grad: Tensor, hidden: Tensor, weight: Tensor, inverse_rms: Tensor) -> tuple[Tensor, ...]:
     return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape)
