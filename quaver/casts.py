@@ -58,6 +58,15 @@ class Operands(NamedTuple):
     """float32 [columns], where they were wanted and came from the same read."""
 
 
+class CastInput(NamedTuple):
+    """An input of linears of one config, cast while it was computed and never written (quaver/producers.py)."""
+
+    stand_in: Tensor
+    """Has the input's shape and dtype and its place in the graph of autograd, and no memory of its own."""
+    operands: Operands
+    config: Float8LinearConfig
+
+
 class Scales(NamedTuple):
     """The scale of one cast, both ways: float32, shape () or that of the matrix with the contracted dim 1."""
 

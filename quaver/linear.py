@@ -7,11 +7,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from quaver.casts import NO_KEPT_SCALES, KeptScales
+from quaver.casts import NO_KEPT_SCALES, CastInput, KeptScales
 from quaver.config import Float8LinearConfig
-from quaver.linear_gemms import ScopedWeight, casts_of_gathered, linear_with_casts
+from quaver.linear_gemms import linear_with_casts
 from quaver.linear_surroundings import LinearScaling, LinearSharding
 from quaver.tensor import Float8Tensor, WrappedTensor
+from quaver.weight_casts import ScopedWeight, casts_of_gathered
 
 
 class Float8Linear(nn.Linear):
@@ -74,13 +75,13 @@ class Float8Linear(nn.Linear):
         self._scoped_weight = None
         self._converted_from = converted_from
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor | CastInput) -> Tensor:
         weight = self.weight
         if type(weight) is not nn.Parameter and type(weight) is not Tensor:
             return self._forward_wrapped(input)
         kept = NO_KEPT_SCALES
         if self.scaling is not None or self.config.keeps_scales:
-            kept = self.kept_scales(input.device)
+            kept = self.kept_scales(_device_of(input))
         scoped = self._scoped_weight
         if scoped is None:
             return linear_with_casts(input, weight, self.bias, self.config, None, kept, None)
@@ -105,11 +106,11 @@ class Float8Linear(nn.Linear):
             )
         return NO_KEPT_SCALES
 
-    def _forward_wrapped(self, input: Tensor) -> Tensor:
+    def _forward_wrapped(self, input: Tensor | CastInput) -> Tensor:
         """`forward` with a weight that is not a plain parameter: gathered in float8, sharded, or to be gathered."""
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
-        sharding, kept = self.sharding, self.kept_scales(input.device)
+        sharding, kept = self.sharding, self.kept_scales(_device_of(input))
         bias_of_whole = weight_casts = None
         if sharding is not None:
             weight, bias, bias_of_whole = sharding.local_parameters(weight, bias)
@@ -143,3 +144,7 @@ class Float8Linear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_scoped_weight": None, "gathering": None}  # they belong to a scope or a model
+
+
+def _device_of(input: Tensor | CastInput) -> torch.device:
+    return input.stand_in.device if isinstance(input, CastInput) else input.device

@@ -32,9 +32,9 @@ second multiplies. Between them is a stand-in of the output that takes no memory
 Compiled code is one function, because a compiler releases what is not read again; and so is a small linear that no
 checkpoint watches, where the second function's 30 us of host time would cost more than its bytes.
 
-Everything here works on plain tensors: autograd sees one function, and tensor subclasses stay at the boundaries. A
-weight or an input that arrives as a `Float8Tensor` has been cast where it was gathered; its operands are taken out and
-used. Where the matrices of a linear are spread over ranks, a `LinearSharding` casts them with the scales of the whole.
+Everything here works on plain tensors, and tensor subclasses stay at the boundaries. A weight or an input that arrives
+as a `Float8Tensor` has been cast where it was gathered, and a `CastInput` where it was computed; their operands are
+taken out and used. Where the matrices of a linear are spread over ranks, a `LinearSharding` casts them with the scales of the whole.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from quaver.casts import (
     NO_KEPT_SCALES,
+    CastInput,
     KeptScales,
     MatrixCasts,
     Operand,
@@ -64,6 +65,7 @@ from quaver.kernels.cast import KeptScale
 from quaver.linear_surroundings import LinearSharding
 from quaver.phases import phase
 from quaver.tensor import Float8Tensor
+from quaver.weight_casts import WeightCasts, cast_weight, casts_of_gathered, weight_casts_of
 
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _POLICY_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
@@ -77,62 +79,16 @@ _DOUBLE_BACKWARD = (
 )
 
 
-class WeightCasts(NamedTuple):
-    """One weight, cast before the linear runs: as `output` and as `grad_input` read it."""
+class _CastBefore:
+    """The casts of an input that came cast, with the interface of `MatrixCasts.both`."""
 
-    for_output: Operand
-    for_grad_input: Operand
-
-
-def cast_weight(
-    weight: Tensor,
-    config: Float8LinearConfig,
-    hp_dtype: torch.dtype,
-    kept: KeptScale | None = None,
-    sharding: LinearSharding | None = None,
-) -> WeightCasts:
-    """Cast `weight` [N, K], or the part of it that `sharding` tells of, for both of its matmuls."""
-    casts = _weight_casts(config, hp_dtype, kept, sharding)
-    made = casts.both(weight, config.casts.weight, config.casts.weight_for_grad_input)
-    return WeightCasts(cast(Operand, made.last), cast(Operand, made.first))
-
-
-def _weight_casts(
-    config: Float8LinearConfig, hp_dtype: torch.dtype, kept: KeptScale | None, sharding: LinearSharding | None
-) -> MatrixCasts:
-    if sharding is None:
-        return MatrixCasts(config, hp_dtype, kept)
-    return sharding.weight_casts(config, hp_dtype, kept)
-
-
-class _GatheredInput:
-    """The casts of an input that was cast before it was gathered, with the interface of `MatrixCasts.both`."""
-
-    def __init__(self, input: Float8Tensor) -> None:
-        self._input = input
+    def __init__(self, operands: Callable[[int], Operand | None]) -> None:
+        self._operands = operands
 
     def both(self, hp: Tensor, last: CastConfig, first: CastConfig | None) -> Operands:
         if last.is_disabled or (first is not None and first.is_disabled):
-            raise RuntimeError("a linear that needs its input in high precision was given a Float8Tensor")
-        return Operands(self._input.operand(1), None if first is None else self._input.operand(0))
-
-
-class ScopedWeight:
-    """A weight's casts while a `cast_weights_once` is open, and what must not change meanwhile."""
-
-    def __init__(self, weight: Tensor, config: Float8LinearConfig, kept: KeptScale | None) -> None:
-        self.casts = cast_weight(weight, config, weight.dtype, kept)
-        self._weight = weight
-        self._version = weight._version
-
-    def check(self, weight: Tensor) -> None:
-        """Raise RuntimeError if `weight` is not the tensor that was cast, or has been written to since."""
-        if weight is not self._weight or weight._version != self._version:
-            what = "replaced" if weight is not self._weight else "changed"
-            raise RuntimeError(
-                f"a weight of shape {list(weight.shape)} was {what} inside cast_weights_once; "
-                "leave the scope before you change weights"
-            )
+            raise RuntimeError("a linear that needs its input in high precision was given one that is cast to float8")
+        return Operands(self._operands(1), None if first is None else self._operands(0))
 
 
 @phase("quaver::gemm")
@@ -170,6 +126,7 @@ class _How(NamedTuple):
     weight_casts: WeightCasts | None
     kept: KeptScales
     sharding: LinearSharding | None
+    input_operands: Operands | None = None
 
 
 class _Float8Linear(torch.autograd.Function):
@@ -240,12 +197,15 @@ class _ThenMultiply(torch.autograd.Function):
 
 def _save(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> tuple[Operand, Operand]:
     """Cast the operands of `output`, which are returned, and save in `ctx` what backward reads."""
-    config, hp_dtype, weight_casts, kept, sharding = how
+    config, hp_dtype, weight_casts, kept, sharding = how[:5]
     needs_grad_input, needs_grad_weight = ctx.needs_input_grad[:2]
     rows: Tensor = input
-    input_casts: MatrixCasts | _GatheredInput
+    input_casts: MatrixCasts | _CastBefore
     if isinstance(input, Float8Tensor):
-        input_casts = _GatheredInput(input)
+        input_casts = _CastBefore(input.operand)
+    elif how.input_operands is not None:
+        first, last = how.input_operands.first, how.input_operands.last
+        input_casts = _CastBefore((first, last).__getitem__)
     else:
         rows = _rows(input)
         input_casts = (
@@ -266,7 +226,7 @@ def _save(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, how: _Ho
         if needs_grad_input:
             saved[2:4] = weight_casts.for_grad_input
     else:
-        casts = _weight_casts(config, hp_dtype, kept.weight, sharding)
+        casts = weight_casts_of(config, hp_dtype, kept.weight, sharding)
         weight_op = casts.cast(weight, config.casts.weight, 1)
         if needs_grad_input:
             saved[2] = weight
@@ -399,7 +359,7 @@ def _weight_for_grad_input(
         raise RuntimeError("expected a saved weight for grad_input, got None")
     if is_cast:
         return Operand(data, scales[0])
-    casts = _weight_casts(config, hp_dtype, kept, sharding)
+    casts = weight_casts_of(config, hp_dtype, kept, sharding)
     if scales[0] is not None and scales[1] is not None:
         casts.know(Scales(scales[0], scales[1]))
     return casts.cast(data, config.casts.weight_for_grad_input, 0)
@@ -457,13 +417,8 @@ def float8_linear(
     return linear_with_casts(input, weight, bias, config, weight_casts, NO_KEPT_SCALES, None)
 
 
-def casts_of_gathered(weight: Float8Tensor) -> WeightCasts:
-    """The casts of a weight that was cast where it was gathered."""
-    return WeightCasts(weight.operand(1), weight.operand(0))
-
-
 def linear_with_casts(
-    input: Tensor,
+    input: Tensor | CastInput,
     weight: Tensor,
     bias: Tensor | None,
     config: Float8LinearConfig,
@@ -472,15 +427,25 @@ def linear_with_casts(
     sharding: LinearSharding | None,
 ) -> Tensor:
     """`float8_linear` with what a module knows beside: kept scales, and how its matrices are spread over ranks."""
+    operands = None
+    if isinstance(input, CastInput):
+        operands = _operands_for(input, config, sharding)
+        input = input.stand_in
     hp_dtype = compute_dtype("cpu" if input.is_cpu else input.device.type, input.dtype)
     _check_input(input, weight)
-    how = _How(config, hp_dtype, weight_casts, kept, sharding)
+    how = _How(config, hp_dtype, weight_casts, kept, sharding, operands)
     is_small = input.shape[:-1].numel() * weight.shape[0] < TWO_FUNCTIONS_FROM
     if torch.compiler.is_compiling() or (is_small and _top_saved_tensors_hooks(True) is None):
         return _Float8Linear.apply(input, weight, bias, how)
     halves = _Halves()
     stand_in = _SaveFirst.apply(input, weight, bias, how, halves, _a_policy_watches())
     return _ThenMultiply.apply(stand_in, halves)
+
+
+def _operands_for(input: CastInput, config: Float8LinearConfig, sharding: LinearSharding | None) -> Operands:
+    if input.config is not config or sharding is not None:
+        raise RuntimeError("this input was cast for linears of another config, or on one rank; give it to its readers")
+    return input.operands
 
 
 def _a_policy_watches() -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from quaver.linear import Float8Linear
-from quaver.linear_gemms import ScopedWeight
+from quaver.weight_casts import ScopedWeight
 
 
 @contextmanager

@@ -66,13 +66,19 @@ def convert_model(model: Llama, config: Float8, *, tokens: int, device: torch.de
 
 
 def fuse_producers(model: nn.Module) -> None:
-    """Have the norms and the SwiGLU in front of float8 linears keep for backward only their own inputs."""
+    """Have the norms and the SwiGLU in front of float8 linears keep nothing but their own inputs (quaver.producers)."""
     for module in model.modules():
         if isinstance(module, FeedForward):
             module.feeds_float8 = isinstance(module.down_proj, Float8Linear)
         elif isinstance(module, Block):
-            module.input_layernorm.feeds_float8 = isinstance(module.self_attn.q_proj, Float8Linear)
-            module.post_attention_layernorm.feeds_float8 = isinstance(module.mlp.gate_proj, Float8Linear)
+            attention, mlp = module.self_attn, module.mlp
+            _feed(module.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj))
+            _feed(module.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj))
+
+
+def _feed(norm: RMSNorm, readers: tuple[nn.Module, ...]) -> None:
+    norm.feeds_float8 = all(isinstance(reader, Float8Linear) for reader in readers)
+    norm.readers = readers if norm.feeds_float8 else ()
 
 
 @contextmanager

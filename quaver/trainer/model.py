@@ -87,18 +87,23 @@ class RMSNorm(nn.Module):
     """`weight * x / rms(x)` over the last dim."""
 
     feeds_float8 = False
-    """Whether to keep for backward only what float8 linears do not (quaver/producers.py)."""
+    """Whether all that read the result are float8 linears, so that nothing of it need be kept (quaver/producers.py)."""
+    readers: tuple[nn.Module, ...] = ()
+    """These linears, where `feeds_float8`."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Normalize `hidden` [..., D]; the result has its shape and, under autocast, autocast's dtype."""
+    def forward(self, hidden: Tensor) -> Any:
+        """Normalize `hidden` [..., D]; the result has its shape and, under autocast, autocast's dtype.
+
+        It may be what `readers` take in place of a tensor (`quaver.producers.rms_norm`).
+        """
         out_dtype = compute_dtype(hidden.device.type, hidden.dtype)
         if self.feeds_float8:
-            return rms_norm(hidden, self.weight, self.eps, out_dtype)
+            return rms_norm(hidden, self.weight, self.eps, out_dtype, readers=self.readers)
         # FSDP2 may gather the weight in fewer bits; fused kernels want one dtype.
         return F.rms_norm(hidden, self.weight.shape, self.weight.to(hidden.dtype), self.eps).to(out_dtype)
 
@@ -148,7 +153,8 @@ class FeedForward(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Transform `hidden` [B, T, D] token by token."""
         gate, up = self.gate_proj(hidden), self.up_proj(hidden)
-        return self.down_proj(swiglu(gate, up) if self.feeds_float8 else F.silu(gate) * up)
+        product = swiglu(gate, up, readers=(self.down_proj,)) if self.feeds_float8 else F.silu(gate) * up
+        return self.down_proj(product)
 
 
 class Block(nn.Module):

@@ -13,8 +13,8 @@ from quaver import (
     float8_scaling_state,
     sync_float8_amax_and_scale_history,
 )
-from quaver.linear_gemms import cast_weight
 from quaver.tensor import Float8Tensor
+from quaver.weight_casts import cast_weight
 
 DIM = 18  # neither it nor HIDDEN divides by 4: the last rank's shards are smaller
 HIDDEN = 42

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from quaver import convert_to_float8_training, float8_scaling_state, sync_float8_amax_and_scale_history
 from quaver.casts import MatrixCasts
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel
-from quaver.linear_gemms import cast_weight
+from quaver.weight_casts import cast_weight
 from tests.distributed.models import assert_same_scaling_on_all_ranks, config_of, scaling_snapshot
 from tests.distributed.ranks import run
 from tests.distributed.test_tensor_parallel import (

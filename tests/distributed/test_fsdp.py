@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from quaver import Float8Linear, convert_to_float8_training
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
-from quaver.linear_gemms import cast_weight
 from quaver.tensor import Float8Tensor
+from quaver.weight_casts import cast_weight
 from tests.distributed.counting import CollectiveCounter
 from tests.distributed.models import LEARNING_RATE, batches, config_of, loss_of, make_model, single_process_losses
 from tests.distributed.ranks import run

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 from quaver import Float8Linear, convert_to_float8_training, convert_to_high_precision
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
-from quaver.linear_gemms import cast_weight
+from quaver.weight_casts import cast_weight
 from tests.distributed.counting import CollectiveCounter
 from tests.distributed.models import DIM, LEARNING_RATE, batches, config_of, loss_of, make_model, single_process_losses
 from tests.distributed.ranks import RanksError, run

@@ -24,8 +24,8 @@ from quaver.distributed import (
 )
 from quaver.distributed.linear_sharding import InputGather
 from quaver.linear import Float8Linear
-from quaver.linear_gemms import cast_weight
 from quaver.tensor import Float8Tensor
+from quaver.weight_casts import cast_weight
 from tests.distributed.ranks import RanksError, run
 from tests.reference import RECIPES
 

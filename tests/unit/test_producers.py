@@ -124,7 +124,9 @@ def test_only_what_feeds_float8_is_fused():
     block = Block(CONFIG)
     fuse_producers(block)
     assert not any(each.feeds_float8 for each in (block.mlp, block.input_layernorm))
-    convert_to_float8_training(block, module_filter_fn=lambda module, name: "gate_proj" in name)
+    convert_to_float8_training(
+        block, module_filter_fn=lambda module, name: name in ("mlp.gate_proj", "mlp.up_proj", "self_attn.q_proj")
+    )
     fuse_producers(block)
     assert block.post_attention_layernorm.feeds_float8
     assert not any(each.feeds_float8 for each in (block.mlp, block.input_layernorm))

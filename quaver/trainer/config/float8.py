@@ -35,7 +35,8 @@ class Float8:
     emulate: bool = False
     """Multiply with the exact emulation even where the device multiplies float8."""
     fused_producers: bool = True
-    """RMSNorm and SwiGLU in front of float8 linears keep for backward only their own inputs."""
+    """RMSNorm and SwiGLU in front of float8 linears keep for backward only their own inputs; and on GPUs that multiply
+    float8, in eager code, they write float8 for them and nothing else."""
     enable_fsdp_float8_all_gather: bool = False
     """FSDP2 gathers the weights of float8 linears in float8: half the bytes of bfloat16."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False

@@ -1,0 +1,66 @@
+"""The casts of a linear's weight for its two matmuls: made now, made before for a scope, or taken from a gather."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from quaver.casts import MatrixCasts, Operand
+from quaver.config import Float8LinearConfig
+from quaver.kernels.cast import KeptScale
+from quaver.linear_surroundings import LinearSharding
+from quaver.tensor import Float8Tensor
+
+
+class WeightCasts(NamedTuple):
+    """One weight, cast before the linear runs: as `output` and as `grad_input` read it."""
+
+    for_output: Operand
+    for_grad_input: Operand
+
+
+def cast_weight(
+    weight: Tensor,
+    config: Float8LinearConfig,
+    hp_dtype: torch.dtype,
+    kept: KeptScale | None = None,
+    sharding: LinearSharding | None = None,
+) -> WeightCasts:
+    """Cast `weight` [N, K], or the part of it that `sharding` tells of, for both of its matmuls."""
+    casts = weight_casts_of(config, hp_dtype, kept, sharding)
+    made = casts.both(weight, config.casts.weight, config.casts.weight_for_grad_input)
+    return WeightCasts(cast(Operand, made.last), cast(Operand, made.first))
+
+
+def weight_casts_of(
+    config: Float8LinearConfig, hp_dtype: torch.dtype, kept: KeptScale | None, sharding: LinearSharding | None
+) -> MatrixCasts:
+    """What makes the casts of a weight, or of the part of it that `sharding` tells of."""
+    if sharding is None:
+        return MatrixCasts(config, hp_dtype, kept)
+    return sharding.weight_casts(config, hp_dtype, kept)
+
+
+def casts_of_gathered(weight: Float8Tensor) -> WeightCasts:
+    """The casts of a weight that was cast where it was gathered."""
+    return WeightCasts(weight.operand(1), weight.operand(0))
+
+
+class ScopedWeight:
+    """A weight's casts while a `cast_weights_once` is open, and what must not change meanwhile."""
+
+    def __init__(self, weight: Tensor, config: Float8LinearConfig, kept: KeptScale | None) -> None:
+        self.casts = cast_weight(weight, config, weight.dtype, kept)
+        self._weight = weight
+        self._version = weight._version
+
+    def check(self, weight: Tensor) -> None:
+        """Raise RuntimeError if `weight` is not the tensor that was cast, or has been written to since."""
+        if weight is not self._weight or weight._version != self._version:
+            what = "replaced" if weight is not self._weight else "changed"
+            raise RuntimeError(
+                f"a weight of shape {list(weight.shape)} was {what} inside cast_weights_once; "
+                "leave the scope before you change weights"
+            )
