@@ -34,7 +34,8 @@ checkpoint watches, where the second function's 30 us of host time would cost mo
 
 Everything here works on plain tensors, and tensor subclasses stay at the boundaries. A weight or an input that arrives
 as a `Float8Tensor` has been cast where it was gathered, and a `CastInput` where it was computed; their operands are
-taken out and used. Where the matrices of a linear are spread over ranks, a `LinearSharding` casts them with the scales of the whole.
+taken out and used. Where the matrices of a linear are spread over ranks, a `LinearSharding` casts them with the scales
+of the whole.
 """
 
 from __future__ import annotations
