@@ -53,6 +53,7 @@ from quaver.kernels.triton_produced import (
 )
 from quaver.kernels.triton_produced import cast_axes as cast_produced_axes
 from quaver.kernels.triton_produced import cast_tiles as cast_produced_tiles
+from quaver.kernels.zero_pairs import zero_pair
 from quaver.phases import phase
 from quaver.scaling import EPS
 
@@ -170,7 +171,7 @@ def _empty_inverse_rms(hidden: Tensor) -> Tensor:
 
 
 def _nothing_observed(hidden: Tensor) -> Tensor:
-    return hidden.new_zeros(2, dtype=torch.float32)
+    return zero_pair(hidden)
 
 
 def _find_statistics(

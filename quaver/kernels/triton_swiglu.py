@@ -47,6 +47,7 @@ from quaver.kernels.triton_produced import (
 )
 from quaver.kernels.triton_produced import cast_axes as cast_produced_axes
 from quaver.kernels.triton_produced import cast_tiles as cast_produced_tiles
+from quaver.kernels.zero_pairs import zero_pair
 from quaver.phases import phase
 from quaver.scaling import EPS
 
@@ -127,7 +128,7 @@ def _rows_fit(gate: Tensor) -> bool:
 
 def _amax_unless_known(gate: Tensor, up: Tensor, quant_scale: Tensor | None) -> Tensor:
     """float32 [2]: the amax of the product (0 where the quant_scale is above 0), and 0."""
-    observed = gate.new_zeros(2, dtype=torch.float32)
+    observed = zero_pair(gate)
     tile = FLAT_BYTES // gate.element_size()
     with torch.cuda.device_of(gate):
         _amax_if_unknown[(min(triton.cdiv(gate.numel(), tile), AMAX_PROGRAMS),)](
