@@ -74,7 +74,7 @@ class Subject(nn.Module):
             dim=size.dim, n_heads=size.n_heads, n_kv_heads=size.n_kv_heads, hidden_dim=size.hidden_dim, n_layers=1
         )
         self.parts = nn.ModuleList(_parts(module, config))
-        cos, sin = rope_tables(size.seq_len, config.head_dim, config.rope_theta, torch.device("cpu"))
+        cos, sin = rope_tables(size.seq_len, config.head_dim, config.rope_theta, torch.get_default_device())
         self.register_buffer("cos", cos)
         self.register_buffer("sin", sin)
 
@@ -110,7 +110,8 @@ def _parts(module: str, config: Model) -> list[nn.Module]:
 def build(case: Case, size: Size, device: torch.device, mesh: DeviceMesh | None) -> Subject:
     """The case's model: converted, checkpointed, compiled and sharded, in the trainer's order."""
     torch.manual_seed(0)
-    subject = Subject(case.module, size).to(device)
+    with device:
+        subject = Subject(case.module, size)
     if case.precision != "bfloat16":
         config = Float8LinearConfig.from_recipe_name(case.precision)
         convert_to_float8_training(subject, config=replace(config, enable_fsdp_float8_all_gather=mesh is not None))

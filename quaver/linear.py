@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from quaver.casts import NO_KEPT_SCALES, CastInput, KeptScales
 from quaver.config import Float8LinearConfig
@@ -77,7 +78,7 @@ class Float8Linear(nn.Linear):
 
     def forward(self, input: Tensor | CastInput) -> Tensor:
         weight = self.weight
-        if type(weight) is not nn.Parameter and type(weight) is not Tensor:
+        if type(weight) is not nn.Parameter and type(weight) is not Tensor and type(weight) is not FakeTensor:
             return self._forward_wrapped(input)
         kept = NO_KEPT_SCALES
         if self.scaling is not None or self.config.keeps_scales:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from quaver.linear import Float8Linear
 from quaver.weight_casts import ScopedWeight
@@ -49,4 +50,4 @@ def cast_weights_once(model: nn.Module) -> Iterator[None]:
 
 def _is_whole(linear: Float8Linear) -> bool:
     weight = linear.weight
-    return type(weight) is nn.Parameter and weight.shape == (linear.out_features, linear.in_features)
+    return type(weight) in (nn.Parameter, FakeTensor) and weight.shape == (linear.out_features, linear.in_features)

@@ -11,6 +11,7 @@ VERBS = {
     "doctor": "say what this machine can do, by trying it",
     "bench": "time float8 against bfloat16: casts, matmuls, linears, blocks, training",
     "profile": "where the time of a linear or a block goes: traces, and kernels by group",
+    "memory": "predict the memory of a run's training step, and what is alive at its peak",
     "prepare-data": "make the tokens of a run ahead of it, and count them",
     "convert": "weights from Hugging Face's Llama, and to it",
 }

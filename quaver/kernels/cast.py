@@ -6,6 +6,9 @@ device that it has to read a tensor twice.
 To a compiler a CPU's cast is one operation too. Compiled C++ casts along columns slowly (docs/log.md); and an operation
 of its own reads the tensor that eager code would read, so the codes in a compiled model are eager's even where the
 compiler would have kept the producer's result in float32. On a GPU the compiler sees plain PyTorch, and fuses it.
+
+Where a fake tensor stands for a real one (quaver/memory/fakes.py) its cast is that operation, too: the C code allocates
+its results and nothing else.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ def dynamic_cast(
             return torch.ops.quaver.dynamic_cast(hp, float8_dtype, dim, power_of_2)
     elif cpu.takes(hp, float8_dtype):
         return cpu.dynamic_cast(hp, float8_dtype, dim, power_of_2=power_of_2)
+    elif cpu.would_take(hp, float8_dtype):
+        return torch.ops.quaver.dynamic_cast(hp, float8_dtype, dim, power_of_2)
     quant_scale = scaling.amax_to_quant_scale(_amax(hp, dim), float8_dtype, power_of_2=power_of_2)
     return scaling.cast_to_float8(hp, quant_scale, float8_dtype), quant_scale, scaling.to_dequant_scale(quant_scale)
 
@@ -44,6 +49,8 @@ def cast_with_scale(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) 
             return torch.ops.quaver.cast_with_scale(hp, quant_scale, float8_dtype)
     elif cpu.takes(hp, float8_dtype):
         return cpu.cast_with_scale(hp, quant_scale, float8_dtype)
+    elif cpu.would_take(hp, float8_dtype):
+        return torch.ops.quaver.cast_with_scale(hp, quant_scale, float8_dtype)
     return scaling.cast_to_float8(hp, quant_scale, float8_dtype)
 
 
@@ -99,7 +106,7 @@ def cast_with_kept_scale(
 
     Records in `kept` what the cast saw, by a maximum, so that the same cast again changes nothing.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() or cpu.would_take(hp, float8_dtype):
         codes, quant, dequant, seen = torch.ops.quaver.cast_with_kept_scale(
             hp, kept.quant_scale, float8_dtype, power_of_2
         )

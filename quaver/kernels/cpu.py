@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, empty_like
+from torch._subclasses.fake_tensor import FakeTensor
 
 from quaver.scaling import PLAIN_TYPES
 
@@ -59,6 +60,22 @@ def takes(matrix: Tensor, dtype: torch.dtype) -> bool:
         AVAILABLE
         and matrix.is_cpu
         and type(matrix) in PLAIN_TYPES
+        and (matrix.dtype, dtype) in _CONVERSIONS
+        and matrix.is_contiguous()
+        and matrix.dim() == 2
+    )
+
+
+def would_take(matrix: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `takes` would hold if `matrix` were real: a fake tensor of a mode that stands for real ones.
+
+    Other fake modes, such as a compiler's, want to see the operations of which a cast consists.
+    """
+    return (
+        type(matrix) is FakeTensor
+        and getattr(matrix.fake_mode, "stands_for_real", False)
+        and AVAILABLE
+        and matrix.is_cpu
         and (matrix.dtype, dtype) in _CONVERSIONS
         and matrix.is_contiguous()
         and matrix.dim() == 2

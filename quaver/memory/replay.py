@@ -83,6 +83,12 @@ def _state_at(recorder: Recorder, event: int) -> State:
     return {allocation: now for allocation, now in state.items() if now[0]}
 
 
+def added_bytes(recorder: Recorder, event: int) -> int:
+    """What is alive after an event of the log and was not there when the recording began."""
+    alive = _state_at(recorder, event)
+    return sum(size_bytes for allocation, (size_bytes, _) in alive.items() if allocation not in recorder.initial)
+
+
 def _saved_peak(recorder: Recorder) -> int:
     """The first event at which most bytes are kept for the backward that would else not be there."""
     kept_bytes, by_event, state = 0, [0], dict[Allocation, int]()

@@ -44,6 +44,7 @@ class StorageWatch(TorchDispatchMode):
         self._references: dict[int, weakref.ref[UntypedStorage]] = {}
         self._left_alone: dict[int, weakref.ref[UntypedStorage]] = {}
         self._resizes = ExitStack()
+        self._among_fakes = False  # whether a storage on the meta device is that of a fake tensor
         self._lock = threading.RLock()  # the last to hold a storage may be a thread of a collective's backend
 
     def storage_appeared(self, key: int, size_bytes: int, tensor: Tensor | None, operator: str | None) -> None:
@@ -75,6 +76,7 @@ class StorageWatch(TorchDispatchMode):
         self._sizes.clear()
 
     def __enter__(self) -> Any:
+        self._among_fakes = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
         self._resizes.enter_context(listen_to_resizes(self._was_resized))
         return super().__enter__()
 
@@ -124,7 +126,7 @@ class StorageWatch(TorchDispatchMode):
         return True
 
     def _was_resized(self, storage: UntypedStorage, before_bytes: int) -> None:
-        if storage.device.type == "meta":
+        if storage.device.type == "meta" and not self._among_fakes:
             return
         key = storage._cdata
         if key not in self._sizes:

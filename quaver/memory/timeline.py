@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quaver.memory.modules import ModuleTracker, is_compiled, visible_modules
-from quaver.memory.recorder import Recorder
-from quaver.memory.replay import report_of
+from quaver.memory.recorder import Allocation, Recorder
+from quaver.memory.replay import added_bytes, report_of
 from quaver.memory.saved import tell_what_is_saved
 from quaver.phases import watch_phases
 
@@ -34,6 +34,14 @@ class Timeline:
     def __init__(self, recorder: Recorder, *, exact: bool) -> None:
         self._recorder = recorder
         self.exact = exact
+
+    def allocation(self, event: int) -> Allocation | None:
+        """What an event was about; None for event 0, the beginning."""
+        return self._recorder.log[event - 1].allocation if event else None
+
+    def added_bytes(self, event: int) -> int:
+        """What is alive after an event and was not there when the recording began."""
+        return added_bytes(self._recorder, event)
 
     def report(self) -> dict[str, Any]:
         """The record as a JSON-able dict; docs/profiling.md describes its keys."""

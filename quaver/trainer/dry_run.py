@@ -86,7 +86,7 @@ def dry_run(config: TrainConfig, ranks: int = 1) -> DryRun:
     model = next(iter(models.by_name.values()))
     linears = grouped(linear_precisions(model, config.training.mixed_precision_param, cpu))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    with _pretended_mesh(layout) as mesh:
+    with pretended_mesh(layout) as mesh:
         parallelize(model, config, mesh)
         held = _held(model, config, layout)
     flops = training_flops_per_token(config.model, config.training.seq_len)
@@ -94,7 +94,7 @@ def dry_run(config: TrainConfig, ranks: int = 1) -> DryRun:
 
 
 @contextmanager
-def _pretended_mesh(layout: Layout) -> Iterator[DeviceMesh | None]:
+def pretended_mesh(layout: Layout) -> Iterator[DeviceMesh | None]:
     """A mesh of `layout` in which this process is the first rank and the others do not exist."""
     if not layout.mesh:
         yield None

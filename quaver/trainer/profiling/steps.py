@@ -118,7 +118,7 @@ class Profiling:
         if not self._is_snapshot_due(step, twin):
             yield
             return
-        with record_timeline(model, optimizer, kept_scales=_kept_scales(model)) as timeline:
+        with record_timeline(model, optimizer, kept_scales=kept_scales(model)) as timeline:
             yield
         about = {"run": twin, "step": step, "rank": self._rank, "config": _plain(self._config)}
         report = {**timeline.report(), **about}
@@ -148,7 +148,7 @@ def _output(file: Path) -> Iterator[None]:
         raise OutputError(f"cannot write {str(file)!r}: {error.strerror or error}") from error
 
 
-def _kept_scales(model: nn.Module) -> list[Tensor]:
+def kept_scales(model: nn.Module) -> list[Tensor]:
     """All that stays from step to step for kept scales: every tensor of the states that the linears share."""
     scalings = [module.scaling for module in model.modules() if isinstance(module, Float8Linear)]
     states = {id(scaling.state): scaling.state for scaling in scalings if isinstance(scaling, LinearScales)}

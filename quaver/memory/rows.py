@@ -1,0 +1,28 @@
+"""Rows of a memory report, put together where they are of layers that are alike."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def merged_layers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with "*" for each number in a module's name, alike ones as one, the largest first.
+
+    Args:
+        rows: with "module", "bytes", "count" and whatever else tells them apart.
+    Returns:
+        New rows, with the sums of their bytes and counts.
+    """
+    merged: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        row = {**row, "module": _NUMBER.sub("*", row["module"])}
+        key = repr([(name, value) for name, value in row.items() if name not in ("bytes", "count")])
+        if key in merged:
+            merged[key]["bytes"] += row["bytes"]
+            merged[key]["count"] += row["count"]
+        else:
+            merged[key] = row
+    return sorted(merged.values(), key=lambda row: -row["bytes"])

@@ -1,0 +1,310 @@
+"""Predictions of a step's memory: against measurements of real steps, by arithmetic, and what cannot be predicted."""
+
+import json
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Case, Size, _step, build, measure
+from quaver import Float8LinearConfig, convert_to_float8_training, float8_scaling_state
+from quaver.bench.step_memory import Usage
+from quaver.cli import main
+from quaver.kernels import cpu as cpu_casts
+from quaver.memory import TensorBytes, explain
+from quaver.memory.fakes import fake_tensors
+from quaver.memory.gloo_buffers import GlooBuffers
+from quaver.memory.predict import predict_step
+from quaver.memory.rows import merged_layers
+from quaver.trainer.config import Optimizer
+from quaver.trainer.dry_run import pretended_mesh
+from quaver.trainer.layout import Layout
+from quaver.trainer.optimizer import build_optimizer
+from tests.distributed.ranks import run as run_on_ranks
+
+CPU = torch.device("cpu")
+SIZE = Size(sequences=2)
+WITHIN = 0.03
+"""Of a measurement: what predictions are to keep."""
+MEASUREMENTS = 2
+"""On ranks: when gloo's threads release their buffers is chance, and can only add; the least of so many counts."""
+
+
+def _predicted(case):
+    with pretended_mesh(Layout(shard=case.ranks)) as mesh, fake_tensors() as fakes:
+        subject = build(case, SIZE, CPU, mesh)
+        optimizer = build_optimizer(subject, Optimizer())
+        dtype = torch.float32 if "block" in case.module else torch.bfloat16
+        source = torch.randn(SIZE.sequences, SIZE.seq_len, SIZE.dim, dtype=dtype, requires_grad=True)
+        return predict_step(lambda: _step(subject, optimizer, source, lambda: None), subject, optimizer, fakes)
+
+
+def _check(prediction, usage: Usage):
+    assert prediction.step_peak_bytes == pytest.approx(usage.tensor_peak_bytes, rel=WITHIN)
+    assert prediction.kept_bytes == pytest.approx(usage.kept_bytes, rel=WITHIN)
+
+
+def _quick(module, precision, checkpointing):
+    """Whether each run of the tests has this row; the others are for the night."""
+    return checkpointing == "op" or (module, precision) in {("1 block", "rowwise_with_gw_hp"), ("ffn", "bfloat16")}
+
+
+ROWS = [
+    pytest.param(*row, marks=() if _quick(*row) else pytest.mark.nightly)
+    for row in product(("linear", "attention", "ffn", "1 block"), PRECISIONS, CHECKPOINTING)
+]
+
+
+@pytest.mark.parametrize(("module", "precision", "checkpointing"), ROWS)
+def test_a_prediction_is_what_is_measured(module, precision, checkpointing):
+    case = Case(module, precision, checkpointing)
+    prediction = _predicted(case)
+    resident_bytes, usage = measure(case, SIZE, CPU)
+    _check(prediction, usage)
+    there = prediction.report["resident_bytes"]
+    assert sum(there.values()) - there["inputs"] == resident_bytes
+    assert not dist.is_initialized()
+
+
+def test_casts_are_predicted_without_the_temporaries_of_their_expression():
+    if not cpu_casts.AVAILABLE:
+        pytest.skip(f"casts run in PyTorch here: {cpu_casts.UNAVAILABLE_BECAUSE}")
+    with fake_tensors():
+        hp = torch.empty(64, 32, dtype=torch.bfloat16)
+        assert cpu_casts.would_take(hp, torch.float8_e4m3fn)
+        assert not cpu_casts.would_take(hp.t(), torch.float8_e4m3fn)  # nor would the extension
+    with FakeTensorMode():  # of somebody else
+        assert not cpu_casts.would_take(torch.empty(64, 32), torch.float8_e4m3fn)
+    assert not cpu_casts.would_take(torch.empty(64, 32), torch.float8_e4m3fn)
+    operators = {row["operator"] or "" for row in _predicted(Case("ffn", "rowwise")).at_peak}
+    made_by_casts = {name for name in operators if "quaver::cast" in name}
+    assert made_by_casts <= {"quaver::cast (quaver.dynamic_cast)", "quaver::cast (quaver.cast_with_scale)"}
+    assert made_by_casts
+
+
+# ---- explain ---------------------------------------------------------------------------------------------------------
+
+
+class _Two(nn.Module):
+    def __init__(self, device=None):
+        super().__init__()
+        self.first = nn.Linear(64, 256, bias=False, device=device)
+        self.second = nn.Linear(256, 32, bias=False, device=device)
+
+    def forward(self, rows):
+        return self.second(torch.relu(self.first(rows)))
+
+
+ROWS_BYTES = 128 * 4
+"""Of one column of the inputs below, 128 rows of float32."""
+WEIGHT_BYTES = 4 * (64 * 256 + 256 * 32)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_step_by_arithmetic(device):
+    """All that autograd keeps is an input of a matmul, and one of them also relu's result."""
+    model = _Two(device)
+    weights = [weight.detach().clone() for weight in model.parameters()]
+    prediction = explain(model, (torch.empty(128, 64, device=device),), optimizer=torch.optim.Adam)
+    assert prediction.by_category["parameters"] == WEIGHT_BYTES
+    assert prediction.by_category["optimizer_state"] == 2 * WEIGHT_BYTES + 2 * 4  # its steps are float32 numbers
+    assert prediction.resident_bytes == 3 * WEIGHT_BYTES + 2 * 4 + 64 * ROWS_BYTES
+    # relu's result is kept; the output has been read by the loss, but is alive until the loss's function returns
+    assert prediction.kept_bytes - 256 * ROWS_BYTES in (4, 8)
+    saved = {(row["module"], tuple(row["shape"])) for row in prediction.saved_for_backward}
+    assert ("_Two", (128, 256)) in saved
+    # the gradients of both weights, beside relu's result and the gradient of it, and what relu's backward makes
+    assert prediction.step_peak_bytes >= 3 * 256 * ROWS_BYTES
+    assert prediction.phase_of_peak == "backward"
+    assert sum(prediction.by_category.values()) == prediction.peak_bytes
+    assert sum(prediction.by("module").values()) == prediction.peak_bytes
+    assert all(weight.grad is None for weight in model.parameters())
+    if device == "cpu":
+        assert all(torch.equal(was, now) for was, now in zip(weights, model.parameters(), strict=True))
+    json.dumps(prediction.to_dict(timeline=True))
+
+
+def test_what_no_machine_holds():
+    model = nn.Linear(1_000_000, 1_000_000, bias=False, device="meta", dtype=torch.bfloat16)
+    inputs = (torch.empty(16, 1_000_000, device="meta", dtype=torch.bfloat16),)
+    prediction = explain(model, inputs, optimizer=lambda parameters: torch.optim.SGD(parameters, momentum=0.9))
+    assert prediction.by_category["parameters"] == prediction.by_category["optimizer_state"] == 2 * 10**12
+    assert prediction.peak_bytes > 6 * 10**12
+
+
+def test_a_converted_model_and_autocast():
+    """Two linears keep their inputs, in bfloat16 or in float8; the output's sum keeps nothing."""
+    high = nn.Sequential(nn.Linear(64, 256, bias=False), nn.Linear(256, 32, bias=False))
+    predictions = [explain(high, (torch.empty(4096, 64),), autocast=torch.bfloat16)]
+    convert_to_float8_training(high, config=Float8LinearConfig.from_recipe_name("tensorwise"))
+    predictions.append(explain(high, (torch.empty(4096, 64),), autocast=torch.bfloat16))
+    elements = 4096 * (64 + 256)
+    assert predictions[0].saved_bytes == 2 * (elements + 256 * 32)  # autocast's copy of the second weight, too
+    scales = predictions[1].saved_bytes - elements
+    assert 0 < scales < 100
+
+
+def test_tied_weights_count_once():
+    model = _Two()
+    model.second = nn.Linear(64, 256, bias=False)
+    model.second.weight = model.first.weight
+    model.forward = lambda rows: model.first(rows)
+    prediction = explain(model, (torch.empty(2, 64),))
+    assert prediction.by_category["parameters"] == 64 * 256 * 4
+
+
+def test_numbers_that_are_read_are_counted():
+    class Reads(nn.Linear):
+        def forward(self, rows):
+            if not rows.isfinite().all():
+                raise ValueError("a fake tensor is finite")
+            return super().forward(rows) * rows.sum().tolist()
+
+    prediction = explain(Reads(4, 4), (torch.empty(2, 4),))
+    assert prediction.reads == 2
+    assert prediction.to_dict()["reads_answered_by_1"] == 2
+
+
+def test_a_shape_that_depends_on_numbers_is_refused():
+    class Chooses(nn.Linear):
+        def forward(self, rows):
+            return super().forward(rows)[rows[:, 0] > 0]
+
+    with pytest.raises(NotImplementedError, match=r"shapes that do not depend on numbers, got aten\.nonzero"):
+        explain(Chooses(4, 4), (torch.empty(2, 4),))
+
+
+def test_a_sharded_model_is_refused():
+    with pretended_mesh(Layout(shard=2)) as mesh:
+        model = fully_shard(_Two("meta"), mesh=mesh)
+        with pytest.raises(NotImplementedError, match="expected a model on one device, got first.weight with"):
+            explain(model, (torch.empty(2, 64),))
+
+
+def test_what_is_compiled_is_predicted_as_eager_code():
+    model, inputs = _Two(), (torch.empty(128, 64),)
+    eager = explain(model, inputs)
+    assert explain(torch.compile(model), inputs).peak_bytes == eager.peak_bytes
+    model.compile()
+    assert explain(model, inputs).peak_bytes == eager.peak_bytes
+    with pytest.raises(NotImplementedError, match="wrapped by torch.compile, got 0; use 0.compile()"):
+        explain(nn.Sequential(torch.compile(nn.Linear(64, 64))), inputs)
+
+
+def test_kept_scales_are_copied():
+    model = convert_to_float8_training(_Two(), config=Float8LinearConfig.from_recipe_name("delayed"))
+    state = float8_scaling_state(model).state_dict()
+    before = {name: value.clone() for name, value in state.items()}
+    prediction = explain(model, (torch.empty(128, 64),))
+    assert "quaver.cast_with_kept_scale" in str(prediction.report["saved_for_backward"])
+    assert all(torch.equal(before[name], value) for name, value in state.items())
+
+
+def test_a_loss_that_is_none():
+    with pytest.raises(ValueError, match=r"a loss of one number that depends on a parameter, got \[2, 4\]"):
+        explain(nn.Linear(4, 4), (torch.empty(2, 4),), loss=lambda output: output)
+    with pytest.raises(ValueError, match="expected a model that returns a tensor, got tuple"):
+        explain(nn.LSTM(4, 4), (torch.empty(2, 4),))
+
+
+def test_layers_that_are_alike_are_one_row():
+    rows = [{"module": f"model.layers.{i}.up2", "bytes": i + 1, "count": 1, "shape": [2]} for i in range(3)]
+    rows.append({"module": "10 rows", "bytes": 7, "count": 1, "shape": [2]})
+    merged = merged_layers(rows)
+    assert [(row["module"], row["bytes"], row["count"]) for row in merged] == [
+        ("10 rows", 7, 1),
+        ("model.layers.*.up2", 6, 3),
+    ]
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def _measured_on_rank(case):
+    mesh = init_device_mesh("cpu", (case.ranks,))
+    usages = [measure(case, SIZE, CPU, mesh)[1] for _ in range(MEASUREMENTS)]
+    return min(usage.tensor_peak_bytes for usage in usages), min(usage.kept_bytes for usage in usages)
+
+
+@pytest.mark.parametrize("precision", [pytest.param("bfloat16", marks=pytest.mark.nightly), "rowwise"])
+def test_ranks_that_are_pretended_take_what_ranks_take(precision):
+    case = Case("1 block", precision, "full", ranks=2)
+    measured = run_on_ranks(2, _measured_on_rank, case)
+    _check(_predicted(case), Usage(0, *(max(of_ranks) for of_ranks in zip(*measured, strict=True))))
+
+
+def test_what_gloo_copies_is_counted():
+    # torch 2.13 has new names for these two, and warns of the old ones.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    with pretended_mesh(Layout(shard=4)), fake_tensors():
+        part, whole = torch.empty(1000), torch.empty(4000)
+        with TensorBytes() as counted, GlooBuffers():
+            gather(whole, part)
+            gathering_bytes = counted.peak_bytes
+            kept = torch.empty(500)
+            reduce_scatter(part, whole)
+    assert gathering_bytes == 4 * 4000
+    assert counted.peak_bytes == 4 * (500 + 4000)
+    assert counted.live_bytes == kept.nbytes
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+SMALL_8B = ["train_configs/llama3_8b.toml", "--model.n_layers", "2", "--ranks", "8"]
+
+
+def test_the_command_on_8_ranks(tmp_path, capsys):
+    output = tmp_path / "new" / "memory.json"
+    assert main(["memory", *SMALL_8B, "--output", str(output), "--top", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "ranks      8: dp_shard 8" in printed
+    assert "training.compile: predicted as eager code" in printed
+    written = json.loads(output.read_text())
+    assert written["by_category"]["parameters"] == pytest.approx(4 * written["parameters"] / 8, rel=0.01)
+    assert written["by_category"]["optimizer_state"] == pytest.approx(8 * written["parameters"] / 8, rel=0.01)
+    assert f"{written['peak_bytes']:,} bytes" in printed
+    assert written["config"]["model"]["n_layers"] == 2
+    assert sum(row["bytes"] for row in written["report"]["at_peak"]) == written["peak_bytes"]
+
+
+def test_two_settings_are_compared(tmp_path, capsys):
+    words = ["train_configs/llama3_debug.toml", "--model.n_layers", "1", "--training.seq_len", "64"]
+    output = tmp_path / "memory.json"
+    other = "--float8.enable_float8_linear false"
+    assert main(["memory", *words, "--output", str(output), "--top", "0", "--against", other]) == 0
+    printed = capsys.readouterr().out
+    written = json.loads(output.read_text())
+    assert written["trained_in"] == "tensorwise"
+    assert written["against"]["trained_in"] == "bfloat16"
+    assert "float8_weights" not in written["against"]["by_category"]
+    assert f"{written['against']['peak_bytes'] - written['peak_bytes']:+,}" in printed
+    assert f"Compared with {other}" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere.toml"], "config file 'nowhere.toml' does not exist"),
+        (["--training.stepz", "3"], "unknown flag: 'training.stepz'; did you mean 'training.steps'?"),
+        (["--ranks", "0"], "--ranks: expected 1 or more, got '0'"),
+        (["--ranks", "3", "--parallelism.tensor_parallel_degree", "2"], "data_parallel_shard_degree"),
+        (["--against", "nowhere.toml"], "config file 'nowhere.toml' does not exist"),
+        (["--output", "/dev/null/x.json"], "--output: cannot write /dev/null/x.json"),
+        (["train_configs/llama3_8b.toml"], "false where no weight is sharded"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line_and_exit_code_2(words, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["memory", *words])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
