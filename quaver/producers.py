@@ -133,7 +133,7 @@ class _RMSNorm(torch.autograd.Function):
         rows = hidden_hp * inverse_rms
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = (grad_hp * rows).flatten(0, -2).sum(0).to(weight.dtype)
+            grad_weight = (grad_hp * rows).sum(tuple(range(grad.dim() - 1))).to(weight.dtype)
         grad_rows = grad_hp * weight
         projection = (grad_rows * rows).mean(-1, keepdim=True)
         grad_hidden = grad_rows.sub_(rows.mul_(projection)).mul_(inverse_rms)

@@ -18,7 +18,7 @@ from quaver.trainer.layout import resolve
 from quaver.trainer.memory import storage_bytes
 from quaver.trainer.parallelize import parallelize
 from quaver.trainer.plan import make_models
-from quaver.trainer.predict_memory import predict_memory
+from quaver.trainer.predict_memory import SEES_GATHERS, predict_memory
 from quaver.trainer.ranks import Ranks
 from quaver.trainer.train import prepare, train
 from quaver.trainer.twin import Twin
@@ -88,6 +88,7 @@ def _measured_on_rank(settings):
     return min(peaks)
 
 
+@pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_a_run_on_ranks_is_predicted(tiny_config, name):
     config = replace(tiny_config, **ON_RANKS[name])
@@ -97,6 +98,7 @@ def test_a_run_on_ranks_is_predicted(tiny_config, name):
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
 @pytest.mark.parametrize(
     ("ranks", "section"),
     [
