@@ -198,15 +198,14 @@ class _ThenMultiply(torch.autograd.Function):
 
 def _save(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> tuple[Operand, Operand]:
     """Cast the operands of `output`, which are returned, and save in `ctx` what backward reads."""
-    config, hp_dtype, weight_casts, kept, sharding = how[:5]
+    config, hp_dtype, weight_casts, kept, sharding, input_operands = how
     needs_grad_input, needs_grad_weight = ctx.needs_input_grad[:2]
     rows: Tensor = input
     input_casts: MatrixCasts | _CastBefore
     if isinstance(input, Float8Tensor):
         input_casts = _CastBefore(input.operand)
-    elif how.input_operands is not None:
-        first, last = how.input_operands.first, how.input_operands.last
-        input_casts = _CastBefore((first, last).__getitem__)
+    elif input_operands is not None:
+        input_casts = _CastBefore((input_operands.first, input_operands.last).__getitem__)
     else:
         rows = _rows(input)
         input_casts = (

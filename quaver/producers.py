@@ -74,18 +74,19 @@ def rms_norm(
     """
     out_dtype = out_dtype or hidden.dtype
     if torch.compiler.is_compiling():
-        return _plain_rms_norm(hidden, weight, eps).to(out_dtype)
+        return plain_rms_norm(hidden, weight, eps).to(out_dtype)
     how = _how_to_cast(readers, hidden, out_dtype)
     if how is not None:
         made: list[Operands] = []
         stand_in = _RMSNormIntoFloat8.apply(hidden, weight, eps, how, made)
         return CastInput(stand_in, made.pop(), how.config)
     if not hidden.is_cpu:  # a GPU's kernel keeps no more
-        return _plain_rms_norm(hidden, weight, eps).to(out_dtype)
+        return plain_rms_norm(hidden, weight, eps).to(out_dtype)
     return _RMSNorm.apply(hidden, weight, eps, out_dtype)
 
 
-def _plain_rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+def plain_rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """PyTorch's RMSNorm of `hidden` [..., D], in its dtype, with all that autograd keeps for it."""
     # FSDP2 may gather the weight in fewer bits; fused kernels want one dtype.
     return F.rms_norm(hidden, weight.shape, weight.to(hidden.dtype), eps)
 
@@ -119,13 +120,13 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.eps = eps
-        return _plain_rms_norm(hidden, weight, eps).to(out_dtype)
+        return plain_rms_norm(hidden, weight, eps).to(out_dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight = ctx.saved_tensors
         if torch.is_grad_enabled():  # differentiated again: by the formula, which autograd can follow
-            normed = _plain_rms_norm(hidden, weight, ctx.eps)
+            normed = plain_rms_norm(hidden, weight, ctx.eps)
             return *torch.autograd.grad(normed, (hidden, weight), grad.to(normed.dtype), create_graph=True), None, None
         hp_dtype = torch.promote_types(hidden.dtype, torch.float32)
         hidden_hp, grad_hp = hidden.to(hp_dtype), grad.to(hp_dtype)

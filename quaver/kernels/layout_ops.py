@@ -22,26 +22,26 @@ Made = tuple[Any, ...]
 _MAY_INTERPRET = bool(os.environ.get("TRITON_INTERPRET"))
 
 
-def _runs_on_triton(hp: Tensor, float8_dtype: torch.dtype) -> bool:
-    """Whether the Triton kernels cast `hp`. A matrix without elements costs nothing anywhere."""
-    if not (hp.is_cuda or _MAY_INTERPRET) or hp.numel() == 0:
+def runs_on_triton(float8_dtype: torch.dtype, *tensors: Tensor) -> bool:
+    """Whether the Triton kernels take `tensors`. Without elements they cost nothing anywhere."""
+    if not (tensors[0].is_cuda or _MAY_INTERPRET) or any(tensor.numel() == 0 for tensor in tensors):
         return False
     from quaver.kernels import triton_blocks  # imports triton, which a CPU does not need
 
-    return triton_blocks.takes(hp, float8_dtype)
+    return all(triton_blocks.takes(tensor, float8_dtype) for tensor in tensors)
 
 
-def _dense(hp: Tensor) -> Tensor:
-    """`hp` as the kernels take it; a CPU's oracle takes any strides."""
-    return hp.contiguous() if hp.is_cuda else hp
+def dense(tensor: Tensor) -> Tensor:
+    """`tensor` as the kernels take it; a CPU's oracle takes any strides."""
+    return tensor.contiguous() if tensor.is_cuda else tensor
 
 
 @phase("quaver::cast")
 def cast_layouts(
     hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool, sums: bool
 ) -> Made:
-    hp = _dense(hp)
-    if _runs_on_triton(hp, float8_dtype):
+    hp = dense(hp)
+    if runs_on_triton(float8_dtype, hp):
         from quaver.kernels import triton_layouts
 
         return triton_layouts.cast_layouts(hp, float8_dtype, rows, columns, power_of_2, sums)
@@ -59,8 +59,8 @@ def cast_with_kept_scale(
     power_of_2: bool,
     sums: bool,
 ) -> Made:
-    hp = _dense(hp)
-    if _runs_on_triton(hp, float8_dtype):
+    hp = dense(hp)
+    if runs_on_triton(float8_dtype, hp):
         from quaver.kernels import triton_layouts
 
         return triton_layouts.cast_with_kept_scale(hp, quant_scale, float8_dtype, rows, columns, power_of_2, sums)
@@ -70,8 +70,8 @@ def cast_with_kept_scale(
 
 @phase("quaver::cast")
 def cast_axes(hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool, sums: bool) -> Made:
-    hp = _dense(hp)
-    if _runs_on_triton(hp, float8_dtype):
+    hp = dense(hp)
+    if runs_on_triton(float8_dtype, hp):
         from quaver.kernels import triton_layouts
 
         return triton_layouts.cast_axes(hp, float8_dtype, rows, columns, power_of_2, sums)
@@ -90,8 +90,8 @@ def cast_axes(hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool, 
 def cast_with_scales(
     hp: Tensor, float8_dtype: torch.dtype, row_scale: Tensor | None, column_scale: Tensor | None
 ) -> Made:
-    hp = _dense(hp)
-    if _runs_on_triton(hp, float8_dtype):
+    hp = dense(hp)
+    if runs_on_triton(float8_dtype, hp):
         from quaver.kernels import triton_layouts
 
         return triton_layouts.cast_with_scales(hp, float8_dtype, row_scale, column_scale)

@@ -6,7 +6,6 @@ what is not wanted is empty. Without Triton a producer is PyTorch's expression, 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,25 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quaver.kernels import layout_ops
+from quaver.kernels.layout_ops import dense, runs_on_triton
 
 Made = tuple[Any, ...]
 """Tensors; None where one is not wanted."""
-
-_MAY_INTERPRET = bool(os.environ.get("TRITON_INTERPRET"))
-
-
-def _run_on_triton(float8_dtype: torch.dtype, *tensors: Tensor) -> bool:
-    """Whether the Triton kernels take `tensors`. Without elements they cost nothing anywhere."""
-    if not (tensors[0].is_cuda or _MAY_INTERPRET) or any(tensor.numel() == 0 for tensor in tensors):
-        return False
-    from quaver.kernels import triton_blocks  # imports triton, which a CPU does not need
-
-    return all(triton_blocks.takes(tensor, float8_dtype) for tensor in tensors)
-
-
-def _dense(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors as the kernels take them; PyTorch's expressions take any strides."""
-    return tuple(tensor.contiguous() if tensor.is_cuda else tensor for tensor in tensors)
 
 
 # ---- SwiGLU ------------------------------------------------------------------------------------------------------
@@ -42,8 +26,8 @@ def _dense(*tensors: Tensor) -> tuple[Tensor, ...]:
 def swiglu_cast_layouts(
     gate: Tensor, up: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool
 ) -> Made:
-    gate, up = _dense(gate, up)
-    if _run_on_triton(float8_dtype, gate, up):
+    gate, up = map(dense, (gate, up))
+    if runs_on_triton(float8_dtype, gate, up):
         from quaver.kernels import triton_swiglu
 
         return triton_swiglu.cast_layouts(gate, up, float8_dtype, rows, columns, power_of_2)
@@ -59,8 +43,8 @@ def swiglu_cast_with_kept_scale(
     columns: bool,
     power_of_2: bool,
 ) -> Made:
-    gate, up = _dense(gate, up)
-    if _run_on_triton(float8_dtype, gate, up):
+    gate, up = map(dense, (gate, up))
+    if runs_on_triton(float8_dtype, gate, up):
         from quaver.kernels import triton_swiglu
 
         return triton_swiglu.cast_with_kept_scale(gate, up, quant_scale, float8_dtype, rows, columns, power_of_2)
@@ -72,8 +56,8 @@ def swiglu_cast_with_kept_scale(
 def swiglu_cast_axes(
     gate: Tensor, up: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool
 ) -> Made:
-    gate, up = _dense(gate, up)
-    if _run_on_triton(float8_dtype, gate, up):
+    gate, up = map(dense, (gate, up))
+    if runs_on_triton(float8_dtype, gate, up):
         from quaver.kernels import triton_swiglu
 
         return triton_swiglu.cast_axes(gate, up, float8_dtype, rows, columns, power_of_2)
@@ -81,8 +65,8 @@ def swiglu_cast_axes(
 
 
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> Made:
-    grad, gate, up = _dense(grad, gate, up)
-    if _run_on_triton(torch.float8_e4m3fn, grad, gate, up):
+    grad, gate, up = map(dense, (grad, gate, up))
+    if runs_on_triton(torch.float8_e4m3fn, grad, gate, up):
         from quaver.kernels import triton_producer_grads
 
         return triton_producer_grads.swiglu(grad, gate, up)
@@ -102,7 +86,7 @@ def rms_norm_cast_layouts(
     columns: bool,
     power_of_2: bool,
 ) -> Made:
-    hidden, weight = _dense(hidden, weight)
+    hidden, weight = map(dense, (hidden, weight))
     if _norm_runs_on_triton(hidden, weight, float8_dtype):
         from quaver.kernels import triton_rms_norm
 
@@ -123,7 +107,7 @@ def rms_norm_cast_with_kept_scale(
     columns: bool,
     power_of_2: bool,
 ) -> Made:
-    hidden, weight = _dense(hidden, weight)
+    hidden, weight = map(dense, (hidden, weight))
     if _norm_runs_on_triton(hidden, weight, float8_dtype):
         from quaver.kernels import triton_rms_norm
 
@@ -145,7 +129,7 @@ def rms_norm_cast_axes(
     columns: bool,
     power_of_2: bool,
 ) -> Made:
-    hidden, weight = _dense(hidden, weight)
+    hidden, weight = map(dense, (hidden, weight))
     if _norm_runs_on_triton(hidden, weight, float8_dtype):
         from quaver.kernels import triton_rms_norm
 
@@ -155,7 +139,7 @@ def rms_norm_cast_axes(
 
 
 def rms_norm_backward(grad: Tensor, hidden: Tensor, weight: Tensor, inverse_rms: Tensor) -> Made:
-    grad, hidden, weight, inverse_rms = _dense(grad, hidden, weight, inverse_rms)
+    grad, hidden, weight, inverse_rms = map(dense, (grad, hidden, weight, inverse_rms))
     if _norm_runs_on_triton(hidden, weight, torch.float8_e4m3fn, grad, inverse_rms):
         from quaver.kernels import triton_producer_grads
 
@@ -170,7 +154,7 @@ def rms_norm_backward(grad: Tensor, hidden: Tensor, weight: Tensor, inverse_rms:
 
 
 def _norm_runs_on_triton(hidden: Tensor, weight: Tensor, float8_dtype: torch.dtype, *others: Tensor) -> bool:
-    if not _run_on_triton(float8_dtype, hidden, weight, *others):
+    if not runs_on_triton(float8_dtype, hidden, weight, *others):
         return False
     from quaver.kernels import triton_rms_norm
 

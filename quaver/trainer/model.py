@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quaver.linear_gemms import compute_dtype
-from quaver.producers import rms_norm, swiglu
+from quaver.producers import plain_rms_norm, rms_norm, swiglu
 from quaver.trainer.config import Model
 from quaver.trainer.config.model import RopeScaling
 
@@ -104,8 +104,7 @@ class RMSNorm(nn.Module):
         out_dtype = compute_dtype(hidden.device.type, hidden.dtype)
         if self.feeds_float8:
             return rms_norm(hidden, self.weight, self.eps, out_dtype, readers=self.readers)
-        # FSDP2 may gather the weight in fewer bits; fused kernels want one dtype.
-        return F.rms_norm(hidden, self.weight.shape, self.weight.to(hidden.dtype), self.eps).to(out_dtype)
+        return plain_rms_norm(hidden, self.weight, self.eps).to(out_dtype)
 
 
 class Attention(nn.Module):
