@@ -23,6 +23,7 @@ COLORS = {
     "gathered_weights": "#44aa99",
     "float8_weights": "#117733",
     "saved_activations": "#ddcc77",
+    "communication": "#661100",
     "temporaries": "#cc6677",
 }
 """P. Tol's muted scheme, which the colour-blind can tell apart; neighbours in the stack differ in lightness, too."""

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
+from quaver.memory.storages import plain_parts
+
 OUTSIDE = ""
 """The name of no module."""
 
@@ -62,11 +64,14 @@ class ModuleTracker:
         self._names: list[str] = []
         self._handles: list[Any] = []
         self._owners: dict[int, str] = {}
+        self._modules: dict[str, nn.Module] = {}
+        self._lines: dict[int, str] = {}
 
     def __enter__(self) -> ModuleTracker:
         for name, module in visible_modules(self.model):
             if not is_compiled(module):
                 self._watch(name, module)
+            self._modules[name] = module
             for parameter in module.parameters(recurse=False):
                 self._owners.setdefault(id(parameter), name)
         return self
@@ -100,6 +105,23 @@ class ModuleTracker:
             return self._owners.get(id(getattr(node, "variable", None)), OUTSIDE)
         place = bisect_right(self._numbers, number)
         return self._names[place - 1] if place else OUTSIDE
+
+    def parameter_of(self, key: int) -> str:
+        """The name of the parameter of the module in which code runs that has the storage `key`; empty for none."""
+        module = self._modules.get(self.current)
+        for name, parameter in () if module is None else module.named_parameters(recurse=False):
+            if any(part.untyped_storage()._cdata == key for part in plain_parts(parameter)):
+                return f"{self.current}.{name}"
+        return ""
+
+    def called_from(self, line: str) -> None:
+        """An operator of the forward was called from `line`; if autograd has just made a node, it is its line, too."""
+        self._lines.setdefault(torch._C._autograd._get_sequence_nr() - 1, line)
+
+    def line_of_node(self) -> str:
+        """The line of the forward that made the node of autograd that runs; empty where that is not known."""
+        node = torch._C._current_autograd_node()
+        return "" if node is None else self._lines.get(node._sequence_nr(), "")
 
     def _watch(self, name: str, module: nn.Module) -> None:
         def enter(_: nn.Module, inputs: Any) -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from quaver.memory.callers import caller
 from quaver.memory.modules import OUTSIDE, ModuleTracker
 from quaver.memory.storages import StorageWatch, plain_parts
 from quaver.phases import OpenPhase
@@ -28,6 +29,7 @@ CATEGORIES = (
     "gathered_weights",
     "float8_weights",
     "saved_activations",
+    "communication",
     "temporaries",
 )
 """What storages are for, from what stays longest to what goes first; docs/profiling.md says what belongs to each."""
@@ -35,7 +37,19 @@ CATEGORIES = (
 BEFORE = "before"
 """The phase in which a storage was made that is older than the recording."""
 
+_AFTER_FORWARD = ("backward", "recompute", "optimizer")
 _FLOAT8_BYTES = 1
+_OF_COLLECTIVES = ("c10d.", "_c10d_functional.", "_dtensor.")
+
+
+class Use(NamedTuple):
+    """An operator that was given an allocation."""
+
+    operator: str
+    module: str
+    phase: str
+    line: str
+    """Of the code that called it; see `Allocation.line`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -50,12 +64,25 @@ class Allocation:
     shape: tuple[int, ...]
     """Of the tensor with which the storage was first seen."""
     dtype: str
+    line: str = ""
+    """Of the code that called the operator, as "quaver/linear.py:123"; for a node of autograd that C++ runs, the line
+    of the forward that made the node, as "backward of model.py:57"; empty where neither is known."""
+    of: Allocation | None = None
+    """The largest of what the operator, or the float8 phase around it, was given."""
+    parameter: str = ""
+    """The name of the parameter whose storage it is, gathered or not."""
     category: str | None = None
-    """What it was for all of its life; None: a saved activation while autograd keeps it, else a temporary."""
+    """What it was for all of its life; None: a saved activation while it is kept, else a temporary."""
+    communicates: bool = False
+    """Whether it was made to send or to receive."""
+    under_policy: bool = False
+    """Whether a selective checkpoint's policy was asked about the operator."""
     kept_from_birth: bool = False
     """Whether something other than autograd kept it from the forward for the backward."""
     saved_in: str = OUTSIDE
     """The module whose forward had autograd keep it, first."""
+    first_use: Use | None = None
+    """Of something from the forward: what was given it first, after the forward."""
 
 
 class Entry(NamedTuple):
@@ -87,12 +114,19 @@ class Recorder(StorageWatch):
         self._modules, self._open_phases = modules, open_phases
         self._live: dict[int, Allocation] = {}
         self._saved: dict[int, int] = {}
+        self._given: Allocation | None = None  # the largest of what the last operator was given
         self._start = time.perf_counter_ns()
 
     # ---- what is it for ------------------------------------------------------------------------------------------
 
-    def name(self, category: str, tensors: Iterable[Tensor], module: str = OUTSIDE) -> None:
-        """Say what the storages of `tensors` are for, now and in all of their life, unless that is known already."""
+    def name(
+        self, category: str, tensors: Iterable[Tensor], module: str = OUTSIDE, *, parameter: str | None = None
+    ) -> None:
+        """Say what the storages of `tensors` are for, now and in all of their life, unless that is known already.
+
+        Args:
+            parameter: the name of the parameter whose they are, if they are all of one.
+        """
         for tensor in tensors:
             self.meet(tensor)
             for part in plain_parts(tensor):
@@ -100,6 +134,7 @@ class Recorder(StorageWatch):
                 if allocation.category in (None, "inputs"):
                     allocation.category = category
                     allocation.module = module or allocation.module
+                    allocation.parameter = parameter or allocation.parameter
 
     def keep(self, part: Tensor) -> int:
         """Autograd keeps the plain tensor `part` for the backward; returns the key with which to `release` it."""
@@ -122,15 +157,23 @@ class Recorder(StorageWatch):
     # ---- what happens --------------------------------------------------------------------------------------------
 
     def storage_appeared(self, key: int, size_bytes: int, tensor: Tensor | None, operator: str | None) -> None:
-        shape = () if tensor is None else tuple(tensor.shape)
-        dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
+        shape, dtype = ((), "") if tensor is None else _looks(tensor)
         if operator is None:
             allocation = Allocation(None, OUTSIDE, BEFORE, shape, dtype, category="inputs")
             self.initial[allocation] = size_bytes
             self._live[key] = allocation
             return
+        called = caller()
         allocation = Allocation(
-            operator.removesuffix(".default"), self._modules.current, self.spans[-1][0], shape, dtype
+            operator.removesuffix(".default"),
+            self._modules.current,
+            self.spans[-1][0],
+            shape,
+            dtype,
+            line=called.line or self._line_of_node(),
+            of=self._given,
+            communicates=called.communicates or operator.startswith(_OF_COLLECTIVES),
+            under_policy=called.under_policy,
         )
         self._live[key] = allocation
         if self._open_phases:
@@ -149,7 +192,25 @@ class Recorder(StorageWatch):
         self._note(key, 0)
         del self._live[key]
 
-    def operator_called(self, tensors: list[Tensor]) -> None:
+    def operator_called(self, operator: Any, tensors: list[Tensor]) -> None:
+        self._given = self._largest(tensors)
+        self._follow_phase()
+        phase = self.spans[-1][0]
+        reads = not operator.is_view and operator.namespace != "prim"
+        for allocation, tensor in ((self._allocation_of(tensor), tensor) for tensor in tensors):
+            if allocation is None:
+                continue
+            if allocation.category == "gathered_weights" and not allocation.parameter:
+                self._name_gathered(allocation, tensor)
+            from_forward = allocation.first_use is None and allocation.phase in ("forward", BEFORE)
+            if reads and from_forward and phase in _AFTER_FORWARD:
+                line = caller().line or self._line_of_node()
+                name = self._in_phase(str(operator).removesuffix(".default"))
+                allocation.first_use = Use(name, self._modules.current, phase, line)
+        if phase == "forward" and torch.is_grad_enabled():
+            self._modules.called_from(caller().line)
+
+    def _follow_phase(self) -> None:
         phase = self._phase()
         before = self.spans[-1][0]
         if phase == before:
@@ -162,6 +223,7 @@ class Recorder(StorageWatch):
         """Forget the storages; nothing is recorded any more."""
         self.forget_all()
         self._live.clear()
+        self._given = None
 
     def _note(self, key: int, size_bytes: int) -> None:
         t_us = (time.perf_counter_ns() - self._start) / 1e3
@@ -175,21 +237,55 @@ class Recorder(StorageWatch):
         # the loss comes after the model's forward
         return "forward" if self._modules.stack or self.spans[-1][0] == "forward" else "other"
 
+    def _line_of_node(self) -> str:
+        line = self._modules.line_of_node()
+        return f"backward of {line}" if line else ""
+
+    def _allocation_of(self, tensor: Tensor) -> Allocation | None:
+        """What stands for the first storage inside `tensor`."""
+        part = next(plain_parts(tensor), None)
+        return None if part is None else self._live.get(part.untyped_storage()._cdata)
+
+    def _largest(self, tensors: list[Tensor]) -> Allocation | None:
+        found = [(self._sizes[key], key) for tensor in tensors for key in _keys(tensor) if key in self._live]
+        return self._live[max(found)[1]] if found else None
+
+    def _name_gathered(self, allocation: Allocation, tensor: Tensor) -> None:
+        """A gathered weight is first seen as a storage: its shape, module and name are those of its first reader's."""
+        part = next(plain_parts(tensor))
+        allocation.parameter = self._modules.parameter_of(part.untyped_storage()._cdata)
+        if allocation.parameter:
+            allocation.module = self._modules.current
+            allocation.shape, allocation.dtype = _looks(part)
+
+    def _in_phase(self, operator: str) -> str:
+        """The operator, with the name of the float8 phase that is open, if one is."""
+        return f"{self._open_phases[-1].name} ({operator})" if self._open_phases else operator
+
     def _made_in_phase(self, allocation: Allocation, tensor: Tensor | None) -> None:
         """Name the phase as the operator, and a parameter's cast to float8 as such."""
         name, arguments = self._open_phases[-1]
-        allocation.operator = f"{name} ({allocation.operator})"
+        allocation.operator = self._in_phase(allocation.operator or "")
         matrix = arguments[0] if arguments else None
+        allocation.of = (self._largest([matrix]) if isinstance(matrix, Tensor) else None) or allocation.of
         if name != "quaver::cast" or tensor is None or tensor.itemsize != _FLOAT8_BYTES:
             return
-        for part in plain_parts(matrix) if isinstance(matrix, Tensor) else ():
-            of = self._live.get(part.untyped_storage()._cdata)
-            if of is not None and of.category in ("parameters", "gathered_weights"):
-                allocation.category = "float8_weights"
-                allocation.module = allocation.module or of.module
+        of = allocation.of
+        if of is not None and of.category in ("parameters", "gathered_weights"):
+            allocation.category = "float8_weights"
+            allocation.module = allocation.module or of.module
 
     def _keep_what_is_left_of_forward(self) -> None:
         for key, allocation in self._live.items():
             made_in_forward = allocation.phase == "forward" and allocation.module != OUTSIDE
             if made_in_forward and allocation.category is None and not self._saved.get(key):
                 allocation.kept_from_birth = True
+
+
+def _looks(tensor: Tensor) -> tuple[tuple[int, ...], str]:
+    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+
+
+def _keys(tensor: Tensor) -> list[int]:
+    """The keys of the storages inside `tensor`."""
+    return [part.untyped_storage()._cdata for part in plain_parts(tensor)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from quaver.memory.recorder import CATEGORIES, Allocation, Recorder
 
-SCHEMA = 1
+SCHEMA = 2
 
 State = dict[Allocation, tuple[int, int]]
 """What is alive: its bytes, and how many times autograd keeps it."""
@@ -53,7 +53,9 @@ def category_of(allocation: Allocation, saved: int) -> str:
     """What an allocation is for while autograd keeps it `saved` times."""
     if allocation.category is not None:
         return allocation.category
-    return "saved_activations" if _is_kept(allocation, saved) else "temporaries"
+    if _is_kept(allocation, saved):
+        return "saved_activations"
+    return "communication" if allocation.communicates else "temporaries"
 
 
 def _is_kept(allocation: Allocation, saved: int) -> bool:
@@ -110,16 +112,40 @@ def _row(allocation: Allocation, size_bytes: int, saved: int) -> dict[str, Any]:
         "bytes": size_bytes,
         "count": 1,
         "operator": allocation.operator,
+        "of": "" if allocation.of is None else _name_of(allocation.of),
         "module": allocation.module,
         "phase": allocation.phase,
         "shape": list(allocation.shape),
         "dtype": allocation.dtype,
+        "source": allocation.line,
     }
 
 
 def _saved_row(allocation: Allocation, size_bytes: int, saved: int) -> dict[str, Any]:
-    kept_by = "autograd" if saved else "other code"
-    return {**_row(allocation, size_bytes, saved), "saved_in": allocation.saved_in, "kept_by": kept_by}
+    use = allocation.first_use
+    first = None if use is None else {"operator": use.operator, "module": use.module, "source": use.line}
+    about = {"saved_in": allocation.saved_in, "kept_by": _keeper(allocation, saved), "first_use": first}
+    return {**_row(allocation, size_bytes, saved), **about}
+
+
+def _keeper(allocation: Allocation, saved: int) -> str:
+    """Who keeps it for the backward. What a recomputation reads first, a checkpoint has kept for it."""
+    if allocation.under_policy and not saved:
+        return "selective policy"
+    use = allocation.first_use
+    if allocation.category is None and use is not None and use.phase == "recompute":
+        return "checkpoint"
+    return "autograd" if saved else "other code"
+
+
+def _name_of(allocation: Allocation) -> str:
+    """What an operator was given: a parameter by its name, anything else by the operator that made it."""
+    if allocation.parameter:
+        gathered = allocation.category == "gathered_weights"
+        return f"{allocation.parameter}, unsharded" if gathered else allocation.parameter
+    if allocation.operator is None:
+        return allocation.module or "an input"
+    return allocation.operator
 
 
 def _ranked(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def merged_layers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with "*" for each number in a module's name, alike ones as one, the largest first.
+    """The rows with "*" for each number in the names of modules, alike ones as one, the largest first.
 
     Args:
         rows: with "module", "bytes", "count" and whatever else tells them apart.
@@ -18,7 +18,7 @@ def merged_layers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     merged: dict[str, dict[str, Any]] = {}
     for row in rows:
-        row = {**row, "module": _NUMBER.sub("*", row["module"])}
+        row = {name: _without_numbers(name, value) for name, value in row.items()}
         key = repr([(name, value) for name, value in row.items() if name not in ("bytes", "count")])
         if key in merged:
             merged[key]["bytes"] += row["bytes"]
@@ -26,3 +26,11 @@ def merged_layers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             merged[key] = row
     return sorted(merged.values(), key=lambda row: -row["bytes"])
+
+
+def _without_numbers(name: str, value: Any) -> Any:
+    if name in ("module", "of", "saved_in"):
+        return _NUMBER.sub("*", value)
+    if name == "first_use" and value is not None:
+        return {**value, "module": _NUMBER.sub("*", value["module"])}
+    return value

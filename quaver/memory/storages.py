@@ -61,7 +61,7 @@ class StorageWatch(TorchDispatchMode):
     def storage_gone(self, key: int, size_bytes: int) -> None:
         """Nothing holds a storage any more."""
 
-    def operator_called(self, tensors: list[Tensor]) -> None:
+    def operator_called(self, operator: Any, tensors: list[Tensor]) -> None:
         """An operator is about to run on these."""
 
     def meet(self, tensor: Tensor, operator: str | None = None) -> None:
@@ -94,7 +94,7 @@ class StorageWatch(TorchDispatchMode):
         for tensor in given:
             if not self._is_of_backend(tensor, func):
                 self.meet(tensor, str(func) if func is _LIFT else None)
-        self.operator_called(given)
+        self.operator_called(func, given)
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
             self.meet(tensor, str(func))

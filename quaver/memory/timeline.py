@@ -83,8 +83,9 @@ def _name_residents(
     recorder: Recorder, model: nn.Module, optimizer: Optimizer | None, kept_scales: Iterable[Tensor]
 ) -> None:
     for name, module in model.named_modules():
-        recorder.name("parameters", module.parameters(recurse=False), name)
-        recorder.name("parameters", module.buffers(recurse=False), name)
+        own = (*module.named_parameters(name, recurse=False), *module.named_buffers(name, recurse=False))
+        for full_name, tensor in own:
+            recorder.name("parameters", [tensor], name, parameter=full_name)
     recorder.name("kept_scales", kept_scales)
     _name_gradients_and_state(recorder, model, optimizer)
 
