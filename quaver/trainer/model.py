@@ -65,7 +65,10 @@ def apply_rope(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     (first, second), (cos, _), (sin, _) = (each.chunk(2, dim=-1) for each in (heads, cos[:, None], sin[:, None]))
     # A half at a time, each rounded at once, so that little of it is in float32.
-    halves = ((first * cos - second * sin).to(heads.dtype), (second * cos + first * sin).to(heads.dtype))
+    halves = (
+        (first * cos).sub_(second * sin).to(heads.dtype),
+        (second * cos).add_(first * sin).to(heads.dtype),
+    )
     return torch.cat(halves, dim=-1)
 
 
