@@ -5,13 +5,18 @@
 A checkpointed module keeps its inputs; `full` computes everything else again in the backward, `selective` with "op" all
 but the results that a policy keeps:
 
-    kept: every second matmul, attention, reduce-scatters, amaxes
-    not:  pointwise results, float8 casts among them
+    kept: one matmul in two, attention, reduce-scatters, amaxes
+    not:  the last matmul, pointwise results, float8 casts among them
 
 Matmuls are counted alike in every precision, so a float8 block keeps what the bfloat16 block keeps, and its amaxes: a
 few numbers, each of which spares a read of a whole tensor. The results of `abs` before them are as large as the tensors
 themselves, those of whole weights included: to keep one is the classic way to make float8 need more memory than
-bfloat16.
+bfloat16. `also_keep` and `never_keep` change the policy, to such a mistake, too; `quaver memory --vs` shows its cost.
+
+[Note: which matmuls] A recomputation ends before the last matmul: nothing in the block's backward reads its result. To
+keep it would be waste, the widest there is in a Llama block of seven matmuls whose first, third, fifth and seventh are
+kept. So they are counted from the end, which an eager block knows from its forward before. Its first forward counts
+from the beginning, as compiled code does, whose compiler keeps nothing that is not read.
 
 [Note: what recomputation may share] Outside a policy a recomputation needs no care: casts are functions of their
 operands, and what kept scales record is a maximum. A policy, however, hands its results out by counting calls of each
@@ -29,10 +34,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -75,6 +81,16 @@ KEPT = frozenset(_operation(name) for name in _KEPT_NAMES)
 """Always kept: attention and reduce-scatters for what they cost, amaxes because they are a few numbers."""
 
 
+class PolicyChanges(NamedTuple):
+    """What a policy keeps otherwise than the one at the top of the file; of operators in both, nothing is kept."""
+
+    also_keep: frozenset[Any] = frozenset()
+    never_keep: frozenset[Any] = frozenset()
+
+
+NO_CHANGES = PolicyChanges()
+
+
 def apply_activation_checkpointing(
     modules: Iterable[nn.Module],
     *,
@@ -82,6 +98,8 @@ def apply_activation_checkpointing(
     selective_ac_option: str = "op",
     memory_budget: float = 0.5,
     preserve_rng_state: bool = True,
+    also_keep: Iterable[str] = (),
+    never_keep: Iterable[str] = (),
 ) -> None:
     """Make `modules`, in place, keep less between forward and backward.
 
@@ -99,12 +117,22 @@ def apply_activation_checkpointing(
             inputs only. It is set for all that this process compiles from now on. Where float8 is multiplied exactly
             (quaver.gemm), the compiler takes those matmuls for cheap ones, and below 1 keeps less than it might.
         preserve_rng_state: recompute with the random numbers of the forward. Modules without dropout can do without.
+        also_keep: with mode "selective" and option "op", operators whose results the policy keeps besides its own,
+            such as "aten.silu"; see `named_operations`.
+        never_keep: operators whose results it does not keep, although it would.
     Raises:
-        ValueError: an unknown mode or option, a budget outside 0 to 1, or a module that is checkpointed already.
+        ValueError: an unknown mode, option or operator, operators to keep where no policy reads them, a budget outside
+            0 to 1, or a module that is checkpointed already.
     """
     modules = list(modules)
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+    changes = PolicyChanges(named_operations(also_keep), named_operations(never_keep))
+    if any(changes) and (mode != "selective" or selected_every(selective_ac_option) is not None):
+        raise ValueError(
+            "also_keep and never_keep must be empty unless mode is selective and selective_ac_option is op, got "
+            f"operators with mode {mode!r} and option {selective_ac_option!r}"
+        )
     if mode == "memory_budget":
         _set_memory_budget(memory_budget)
     if mode in ("none", "memory_budget"):
@@ -117,7 +145,7 @@ def apply_activation_checkpointing(
             raise ValueError(f"this {type(module).__name__} is checkpointed already")
     for module in chosen:
         # mypy compares nn.Module's __hash__ with that of its class
-        module.__class__ = _checkpointed_class(type(module), by_policy, preserve_rng_state)  # type: ignore[arg-type]
+        module.__class__ = _checkpointed_class(type(module), by_policy, preserve_rng_state, changes)  # type: ignore[arg-type]
 
 
 def selected_every(selective_ac_option: str) -> int | None:
@@ -131,12 +159,48 @@ def selected_every(selective_ac_option: str) -> int | None:
     return int(selective_ac_option)
 
 
-def selective_checkpoint_contexts() -> tuple[Any, Any]:
+def named_operations(names: Iterable[str]) -> frozenset[Any]:
+    """The operators of these names: "aten.abs" for all of its overloads, "aten.abs.default" for one.
+
+    Raises:
+        ValueError: a name is no operator's.
+    """
+    return frozenset(overload for name in names for overload in _overloads(name))
+
+
+def _overloads(name: str) -> list[Any]:
+    found: Any = torch.ops
+    parts = name.split(".")
+    for part in parts:
+        found = getattr(found, part, None)
+    if len(parts) == 2 and isinstance(found, OpOverloadPacket):
+        return [getattr(found, overload) for overload in found.overloads()]
+    if len(parts) == 3 and isinstance(found, OpOverload):
+        return [found]
+    raise ValueError(
+        f"expected the name of an operator that torch knows, such as aten.abs or aten.abs.default, got {name!r}"
+    )
+
+
+class MatmulCount:
+    """How many matmuls the last forward of a block had; see the note."""
+
+    def __init__(self) -> None:
+        self.matmuls = 0
+
+
+def selective_checkpoint_contexts(
+    changes: PolicyChanges = NO_CHANGES, count: MatmulCount | None = None
+) -> tuple[Any, Any]:
     """A `context_fn` for `torch.utils.checkpoint.checkpoint`: the policy at the top of the file, for one forward.
 
     Who calls `checkpoint` with it answers for [Note: what recomputation may share].
+
+    Args:
+        changes: to that policy.
+        count: of the module that is checkpointed, the same one for each of its forwards; see [Note: which matmuls].
     """
-    return create_selective_checkpoint_contexts(_policy())
+    return create_selective_checkpoint_contexts(_policy(changes, count or MatmulCount()))
 
 
 def _recompute_contexts() -> tuple[Any, Any]:
@@ -147,15 +211,19 @@ def _recompute_contexts() -> tuple[Any, Any]:
     return create_selective_checkpoint_contexts(lambda *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE)
 
 
-def _policy() -> Callable[..., CheckpointPolicy]:
+def _policy(changes: PolicyChanges, count: MatmulCount) -> Callable[..., CheckpointPolicy]:
     """The policy of one forward of one block, which counts its matmuls."""
+    kept = KEPT | changes.also_keep
     seen = {False: 0, True: 0}  # by whether it recomputes: torch 2.11 asks then, too
+    last = count.matmuls
 
     def decide(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keeps = operation in KEPT
+        keeps = operation in kept
         if operation in MATMULS:
             seen[ctx.is_recompute] += 1
-            keeps = seen[ctx.is_recompute] % 2 == 1
+            count.matmuls = seen[False]
+            keeps = keeps or (last - seen[ctx.is_recompute]) % 2 == 1
+        keeps = keeps and operation not in changes.never_keep
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     return decide
@@ -166,14 +234,15 @@ class _Checkpointed:
 
 
 @functools.cache
-def _checkpointed_class(cls: type[nn.Module], by_policy: bool, preserve_rng_state: bool) -> type[nn.Module]:
+def _checkpointed_class(
+    cls: type[nn.Module], by_policy: bool, preserve_rng_state: bool, changes: PolicyChanges
+) -> type[nn.Module]:
     """A subclass of `cls` whose forward is checkpointed.
 
     A module around the block would put its own name into every name below it; a function in place of its forward would
     go on calling the original's after a deepcopy. FSDP2 changes classes for the same reasons.
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
-    contexts = selective_checkpoint_contexts if by_policy else _recompute_contexts
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         def block(*args: Any, **kwargs: Any) -> Any:
@@ -181,8 +250,13 @@ def _checkpointed_class(cls: type[nn.Module], by_policy: bool, preserve_rng_stat
                 args, kwargs = tree_map_only(Tensor, _as_new_object, (args, kwargs))
             return cls.forward(self, *args, **kwargs)
 
-        if by_policy or torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if by_policy:
+            count = None if compiling else self.__dict__.setdefault("_matmul_count", MatmulCount())
+            contexts = functools.partial(selective_checkpoint_contexts, changes, count)
             return checkpoint(block, *args, context_fn=contexts, **options, **kwargs)
+        if compiling:
+            return checkpoint(block, *args, context_fn=_recompute_contexts, **options, **kwargs)
         return checkpoint(block, *args, **options, **kwargs)
 
     return type(f"Checkpointed{cls.__name__}", (_Checkpointed, cls), {"forward": forward, "__module__": cls.__module__})

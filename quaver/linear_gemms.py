@@ -25,9 +25,7 @@ second multiplies. Between them is a stand-in of the output that takes no memory
     what he was called with; this is the largest moment of a linear's backward.
 
     A checkpoint ends its recomputation when all that the forward saved has been saved again. One function saves when
-    it returns, so a recomputation would end with a matmul whose result nobody reads, and its memory. Where the
-    checkpoint has a policy the first function multiplies too: the result that the policy keeps is freed when a
-    recomputation asks for it, and one that ends before would leave it alive.
+    it returns, so a recomputation would end with a matmul whose result nobody reads, and its memory.
 
 Compiled code is one function, because a compiler releases what is not read again; and so is a small linear that no
 checkpoint watches, where the second function's 30 us of host time would cost more than its bytes.
@@ -46,8 +44,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from quaver.casts import (
     NO_KEPT_SCALES,
@@ -69,7 +65,6 @@ from quaver.tensor import Float8Tensor
 from quaver.weight_casts import WeightCasts, cast_weight, casts_of_gathered, weight_casts_of
 
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_POLICY_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 TWO_FUNCTIONS_FROM = 1 << 16
 """Elements of an output from which on its linear is two functions in eager code."""
@@ -146,28 +141,23 @@ class _SaveFirst(torch.autograd.Function):
     """[Note: two functions] The first: what a linear saves, and the end of its backward.
 
     The result stands for the output, with its shape and no memory. `halves` gets the context, and the operands of the
-    output's matmul, or with `multiply` the output.
+    output's matmul.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, how: _How, halves: _Halves, multiply: bool
-    ) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, how: _How, halves: _Halves) -> Tensor:
         operands = _save(ctx, input, weight, bias, how)
         ctx.set_materialize_grads(False)  # what arrives as the gradient of the stand-in is nothing
         ctx.begun = {}
         halves.ctx = ctx
         halves.output = partial(_output, input, weight, bias, how, *operands)
-        if multiply:
-            output = halves.output()
-            halves.output = lambda: output
         stand_in = torch.empty((), dtype=how.hp_dtype, device=input.device)
         return stand_in.expand(*input.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, nothing: None) -> tuple[Tensor | None, ...]:
         begun = [ctx.begun.pop(torch._C._current_graph_task_id())]
-        return (*_differentiable_once(ctx, begun), None, None, None)
+        return (*_differentiable_once(ctx, begun), None, None)
 
 
 class _Halves:
@@ -438,7 +428,7 @@ def linear_with_casts(
     if torch.compiler.is_compiling() or (is_small and _top_saved_tensors_hooks(True) is None):
         return _Float8Linear.apply(input, weight, bias, how)
     halves = _Halves()
-    stand_in = _SaveFirst.apply(input, weight, bias, how, halves, _a_policy_watches())
+    stand_in = _SaveFirst.apply(input, weight, bias, how, halves)
     return _ThenMultiply.apply(stand_in, halves)
 
 
@@ -446,11 +436,6 @@ def _operands_for(input: CastInput, config: Float8LinearConfig, sharding: Linear
     if input.config is not config or sharding is not None:
         raise RuntimeError("this input was cast for linears of another config, or on one rank; give it to its readers")
     return input.operands
-
-
-def _a_policy_watches() -> bool:
-    """Whether this code is checkpointed with a policy that chooses operations."""
-    return any(isinstance(mode, _POLICY_MODES) for mode in _get_current_dispatch_mode_stack())
 
 
 def compute_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:

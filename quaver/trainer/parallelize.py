@@ -62,22 +62,31 @@ def _checkpoint_blocks(model: Llama, config: TrainConfig) -> None:
         selective_ac_option=checkpoint.selective_ac_option,
         memory_budget=checkpoint.memory_budget,
         preserve_rng_state=False,  # the model has no dropout
+        also_keep=checkpoint.selective_ac_also_keep,
+        never_keep=checkpoint.selective_ac_never_keep,
     )
 
 
 def _shard(model: Llama, config: TrainConfig, mesh: DeviceMesh) -> None:
     """One FSDP2 group for each block, one for the output projection, and the root for the rest."""
-    param_dtype = getattr(torch, config.training.mixed_precision_param)
-    reshard = {"default": None, "always": True, "never": False}[config.parallelism.fsdp_reshard_after_forward]
-    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard}
-    in_compute_dtype = MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    as_stored = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     groups: list[nn.Module] = list(model.blocks())
     if not config.model.tie_word_embeddings:  # a tied projection is the embedding's, and in its group
         groups.append(model.lm_head)
     for group in groups:
-        fully_shard(group, mp_policy=in_compute_dtype, **options)
-    fully_shard(model, mp_policy=as_stored, **options)
+        fully_shard(group, **group_options(config, mesh))
+    fully_shard(model, **group_options(config, mesh, as_stored=True))
+
+
+def group_options(config: TrainConfig, mesh: DeviceMesh, *, as_stored: bool = False) -> dict[str, Any]:
+    """What `fully_shard` is told of a group of parameters; see [Note: precision under FSDP2].
+
+    Args:
+        as_stored: gather in the dtype of the parameters, not in that of the computation.
+    """
+    param_dtype = None if as_stored else getattr(torch, config.training.mixed_precision_param)
+    policy = MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    reshard = {"default": None, "always": True, "never": False}[config.parallelism.fsdp_reshard_after_forward]
+    return {"mesh": mesh, "reshard_after_forward": reshard, "mp_policy": policy}
 
 
 def _finish_collective(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:

@@ -218,6 +218,29 @@ def test_what_is_computed_again(recipe, mode, matmuls, amaxes):
     assert counted == amaxes
 
 
+@pytest.mark.parametrize("recipe", [None, "tensorwise"])
+def test_a_block_that_knows_its_matmuls_does_not_keep_the_last(recipe):
+    """[Note: which matmuls]: of q, k, v, o, gate, up and down it keeps k, o and up; q, v, gate and down at first."""
+    net, input = make(recipe, "selective", width=64), torch.randn(4, 64, 64, requires_grad=True)
+    kept, gradients = [], []
+    for _ in range(3):
+        net.zero_grad()
+        with TensorBytes() as tensors:
+            output = net(input)
+            gc.collect()
+            kept.append(tensors.live_bytes)
+        with Calls() as backward:
+            output.sum().backward()
+        assert backward.matmuls == 14 + 3
+        gradients.append([parameter.grad.clone() for parameter in net.parameters()])
+    tokens, width = 4 * 64, 64
+    amaxes = 7 * 4 * (tokens + width * 7 // 2)  # those of kept results differ, and those of weights stay
+    assert kept[1] == kept[2]
+    assert kept[0] - kept[1] == pytest.approx(4 * tokens * width, abs=amaxes)
+    for other in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
+
+
 @pytest.mark.parametrize("recipe", [None, "tensorwise", "rowwise"])
 def test_eager_code_on_a_cpu_keeps_matmuls_in_every_precision(recipe, casts):
     """[Note: eager code on a CPU]: every second matmul, attention, and amaxes where they show."""

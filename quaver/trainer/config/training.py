@@ -6,7 +6,7 @@ from typing import Annotated
 from tyro.conf import arg
 
 from quaver.activation_checkpointing import MODES as CHECKPOINT_MODES
-from quaver.activation_checkpointing import selected_every
+from quaver.activation_checkpointing import named_operations, selected_every
 from quaver.trainer.config.require import require, require_default, require_positive
 
 DTYPES = ("float32", "bfloat16")
@@ -98,6 +98,12 @@ class ActivationCheckpoint:
     selective_ac_option: str = "op"
     """With mode selective: op keeps the results worth keeping in every block; a number n keeps nothing of every n-th
     block, and all of the others."""
+    selective_ac_also_keep: tuple[str, ...] = ()
+    """With mode selective and option op: operators, such as aten.silu, whose results are kept besides those worth
+    keeping. To keep a pointwise result of a weight costs as much as the weight: `quaver memory --vs` shows it."""
+    selective_ac_never_keep: tuple[str, ...] = ()
+    """With mode selective and option op: operators, such as aten.amax, whose results are not kept, although they would
+    be."""
     memory_budget: float = 0.5
     """With mode memory_budget: the share of what could be kept that the compiler keeps; 0 for blocks' inputs only."""
 
@@ -113,7 +119,18 @@ class ActivationCheckpoint:
                 value,
             )
         try:
-            selected_every(self.selective_ac_option)
+            every = selected_every(self.selective_ac_option)
         except ValueError as error:
             raise ValueError(f"activation_checkpoint.{error}") from error
+        for name in ("selective_ac_also_keep", "selective_ac_never_keep"):
+            self._check_operators(name, by_policy=self.mode == "selective" and every is None)
         require(0 <= self.memory_budget <= 1, "activation_checkpoint.memory_budget", "from 0 to 1", self.memory_budget)
+
+    def _check_operators(self, name: str, *, by_policy: bool) -> None:
+        if not by_policy:
+            unless = "activation_checkpoint.mode is selective and its selective_ac_option is op"
+            require_default("activation_checkpoint", self, name, unless)
+        try:
+            named_operations(getattr(self, name))
+        except ValueError as error:
+            raise ValueError(f"activation_checkpoint.{name}: {error}") from error
