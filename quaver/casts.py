@@ -22,6 +22,7 @@ from quaver.config import CastConfig, Float8LinearConfig
 from quaver.gemm import along_contracted, reads_along_contracted
 from quaver.kernels import layouts
 from quaver.kernels.cast import KeptScale, cast_with_kept_scale, cast_with_scale, dynamic_cast, record
+from quaver.kernels.layout_ops import is_watched
 from quaver.scaling import to_dequant_scale
 
 
@@ -127,7 +128,7 @@ class MatrixCasts:
         data = codes = None
         if self._data:
             data = self._alive(key)
-            codes = self._alive((None, 1 - contracted_dim)) if dim is None else None
+            codes = self._alive((None, 1 - contracted_dim)) if dim is None and not self._is_counted(hp) else None
         if data is None:
             if codes is None and self.lays_out(hp):
                 made = self._in_layouts(hp, cast, rows=contracted_dim == 1, columns=contracted_dim == 0)
@@ -166,6 +167,13 @@ class MatrixCasts:
             and not torch.compiler.is_compiling()
             and reads_along_contracted(hp.device, self.config.emulate)
         )
+
+    def _is_counted(self, hp: Tensor) -> bool:
+        """Whether somebody counts operations, who must not see a transpose where he saw a cast.
+
+        That is a selective checkpoint: its recomputation finds the other layout alive, which its forward let go.
+        """
+        return is_watched() and self.lays_out(hp)
 
     def _in_layouts(
         self, hp: Tensor, cast: CastConfig, *, rows: bool, columns: bool, column_sums: bool = False

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quaver import scaling
 from quaver.kernels import cpu
+from quaver.kernels.layout_ops import is_watched
 from quaver.phases import phase
 
 _amax = phase("quaver::amax")(scaling.amax)
@@ -106,7 +107,7 @@ def cast_with_kept_scale(
 
     Records in `kept` what the cast saw, by a maximum, so that the same cast again changes nothing.
     """
-    if torch.compiler.is_dynamo_compiling() or cpu.would_take(hp, float8_dtype):
+    if torch.compiler.is_dynamo_compiling() or cpu.would_take(hp, float8_dtype) or (hp.is_cuda and is_watched()):
         codes, quant, dequant, seen = torch.ops.quaver.cast_with_kept_scale(
             hp, kept.quant_scale, float8_dtype, power_of_2
         )

@@ -21,7 +21,7 @@ it in the unfused way:
 PyTorch's expression and the casts of layouts.py are the reference, and what runs for anything but plain tensors on an
 NVIDIA GPU that rounds once, and for rows of RMSNorm that are wider than the chip holds (triton_rms_norm.py). The
 kernels' codes are those of the reference but where exp or 1/sqrt differ in the last bits of a float32
-(triton_produced.py). To a compiler each function is one operation (producer_ops.py).
+(triton_produced.py). To a compiler, and to a dispatch mode, each function is one operation (producer_ops.py).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from quaver.formats import HP_DTYPES, format_of
 from quaver.kernels import producer_ops
+from quaver.kernels.layout_ops import is_watched
 from quaver.kernels.layouts import AxisCast, AxisCasts, LayoutCast
 
 
@@ -220,8 +221,8 @@ def rms_norm_backward(grad: Tensor, hidden: Tensor, weight: Tensor, inverse_rms:
 
 
 def _run(name: str, *args: Any) -> Any:
-    """The function of producer_ops.py; the operation where a compiler looks on."""
-    return getattr(torch.ops.quaver if torch.compiler.is_dynamo_compiling() else producer_ops, name)(*args)
+    """The function of producer_ops.py; the operation where somebody looks on."""
+    return getattr(torch.ops.quaver if is_watched() else producer_ops, name)(*args)
 
 
 def _check_matrix(name: str, hp: Tensor) -> None:

@@ -31,6 +31,14 @@ def runs_on_triton(float8_dtype: torch.dtype, *tensors: Tensor) -> bool:
     return all(triton_blocks.takes(tensor, float8_dtype) for tensor in tensors)
 
 
+def is_watched() -> bool:
+    """Whether a compiler or a dispatch mode looks on: to it a cast is one operation, whatever its kernel needs besides.
+
+    A selective checkpoint counts operations, and wants as many in its recomputation as in its forward.
+    """
+    return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
 def dense(tensor: Tensor) -> Tensor:
     """`tensor` as the kernels take it; a CPU's oracle takes any strides."""
     return tensor.contiguous() if tensor.is_cuda else tensor

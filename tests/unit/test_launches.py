@@ -64,11 +64,14 @@ def _launches(recipe, bias):
             return multiply(*args)
 
     GridExecutor.__call__, linear_gemms._matmul = counted_run, counted_multiply
+    stack_length = torch._C._len_torch_dispatch_stack
+    torch._C._len_torch_dispatch_stack = lambda: 0  # casts as they run while nobody counts operations
     try:
         with launches:
             linear(input).backward(grad_output)
     finally:
         GridExecutor.__call__, linear_gemms._matmul = run, multiply
+        torch._C._len_torch_dispatch_stack = stack_length
         del MatrixCasts.lays_out
     return dict(launches.counted)
 

@@ -1,0 +1,116 @@
+"""Predictions of a GPU's memory where there is none: which operations run, what they keep, and what is put back."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import quaver.gemm
+from benchmarks.memory_modules import Case, Size, _step, build
+from quaver import Float8LinearConfig, convert_to_float8_training
+from quaver.memory.fakes import fake_tensors
+from quaver.memory.gpu_like import as_on_a_gpu
+from quaver.memory.predict import predict_step
+from quaver.trainer.config import Optimizer
+from quaver.trainer.dry_run import pretended_mesh
+from quaver.trainer.layout import Layout
+from quaver.trainer.optimizer import build_optimizer
+from quaver.trainer.predict_memory import SEES_GATHERS
+
+CPU = torch.device("cpu")
+SIZE = Size(sequences=2)
+TOKENS = SIZE.sequences * SIZE.seq_len
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+RANKS = [1, pytest.param(2, marks=pytest.mark.skipif(not SEES_GATHERS, reason="torch 2.11 hides gathers"))]
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[str(func).removesuffix(".default")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def predicted(module, recipe, checkpointing, ranks=1):
+    case = Case(module, recipe, checkpointing, ranks=ranks)
+    with pretended_mesh(Layout(shard=ranks)) as mesh, fake_tensors() as fakes, as_on_a_gpu():
+        subject = build(case, SIZE, CPU, mesh)
+        optimizer = build_optimizer(subject, Optimizer())
+        dtype = torch.float32 if "block" in module else torch.bfloat16
+        source = torch.randn(SIZE.sequences, SIZE.seq_len, SIZE.dim, dtype=dtype, requires_grad=True)
+        return predict_step(lambda: _step(subject, optimizer, source, lambda: None), subject, optimizer, fakes)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("checkpointing", ["full", "op"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recomputation_calls_no_operation_that_its_forward_did_not(recipe, checkpointing, ranks):
+    """A policy of torch 2.13 refuses one: casts are single operations to it, and transposes none of them."""
+    assert predicted("1 block", recipe, checkpointing, ranks).peak_bytes > 0
+
+
+def test_norms_and_swiglu_of_a_gpu_keep_their_inputs_only():
+    prediction = predicted("1 block", "tensorwise", "none")
+    kept = Counter()
+    for row in prediction.saved_for_backward:
+        if row["category"] == "saved_activations":
+            kept[row["dtype"], row["module"].removeprefix("parts.0").lstrip(".")] += row["bytes"]
+    elements = TOKENS * SIZE.dim
+    assert kept["float32", "input_layernorm"] == TOKENS * 4 + 4  # 1 / rms of each row, and a scale
+    assert kept["float8_e4m3fn", "input_layernorm"] == elements  # as grad_weight reads it
+    assert kept["bfloat16", "mlp"] == 0  # SwiGLU's result went into float8
+    assert kept["float8_e4m3fn", "mlp"] == TOKENS * SIZE.hidden_dim
+
+
+def test_a_plain_norm_of_a_gpu_keeps_its_input_and_a_number_for_each_row():
+    kept = [
+        (row["operator"], row["bytes"])
+        for row in predicted("1 block", "bfloat16", "none").saved_for_backward
+        if row["module"].endswith("post_attention_layernorm") and row["category"] == "saved_activations"
+    ]
+    assert kept == [("aten._to_copy", TOKENS * SIZE.dim * 2), ("aten.new_empty", TOKENS * 4)]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        ("tensorwise", {"quaver.cast_layouts": 3, "aten._scaled_mm": 3}),
+        ("rowwise", {"quaver.cast_axes": 3, "aten._scaled_mm": 3}),
+    ],
+)
+def test_a_linear_casts_as_on_a_gpu(recipe, expected):
+    with fake_tensors(), as_on_a_gpu():
+        linear = torch.nn.Linear(64, 128, bias=False, dtype=torch.bfloat16)
+        linear = convert_to_float8_training(linear, config=Float8LinearConfig.from_recipe_name(recipe))
+        input = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+        with Operations() as seen:
+            linear(input).sum().backward()
+    for name, count in expected.items():
+        assert seen.counts[name] >= count if name.startswith("quaver") else seen.counts[name] == count
+    assert seen.counts["aten.abs"] == seen.counts["quaver.exact_float8_mm"] == 0
+
+
+def test_delayed_scales_are_kept_as_on_a_gpu():
+    config = Float8LinearConfig.from_recipe_name("delayed")
+    with fake_tensors(), as_on_a_gpu():
+        linear = convert_to_float8_training(torch.nn.Linear(64, 128, bias=False, dtype=torch.bfloat16), config=config)
+        with Operations() as seen:
+            linear(torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    assert seen.counts["quaver.cast_layouts_with_kept_scale"] >= 2
+    assert seen.counts["aten._scaled_mm"] == 3
+
+
+def test_all_is_put_back_afterwards():
+    before = quaver.gemm.backend_for, F.rms_norm, vars(FakeTensor).get("is_cpu")
+    with pytest.raises(ZeroDivisionError), fake_tensors(), as_on_a_gpu():
+        assert not torch.empty(2).is_cpu
+        raise ZeroDivisionError
+    assert (quaver.gemm.backend_for, F.rms_norm, vars(FakeTensor).get("is_cpu")) == before
+    with fake_tensors():
+        assert torch.empty(2).is_cpu
