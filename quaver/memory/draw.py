@@ -1,18 +1,20 @@
-"""Draws the report of a recording: live bytes by category over one step, stacked."""
+"""Draws the report of a recording: live bytes by category over one step, stacked; and the largest at the peak."""
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
-from quaver.memory.recorder import CATEGORIES
-
-Array = np.ndarray[Any, np.dtype[np.float64]]
+from quaver.memory.columns import column_maxima
+from quaver.memory.rows import merged_layers
 
 COLORS = {
     "parameters": "#332288",
@@ -26,35 +28,100 @@ COLORS = {
     "communication": "#661100",
     "temporaries": "#cc6677",
 }
-"""P. Tol's muted scheme, which the colour-blind can tell apart; neighbours in the stack differ in lightness, too."""
+"""P. Tol's muted scheme, which the colour-blind can tell apart; neighbours in the stack differ in lightness, too.
+The tenth is of his older scheme."""
 
 MOST_POINTS = 3000
 """Of more events neighbours share a column, which shows the one with the most bytes."""
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 SPANS = {"forward": "#f2f2f2", "backward": "#d9d9d9", "recompute": "#c4c4c4", "optimizer": "#e6e0d4"}
 _NARROWEST_LABEL = 0.05
+MOST_BARS = 20
+_INCHES_PER_BAR = 0.36
+_WORDS_WIDTH = 80
 
 
 def draw_timeline(report: dict[str, Any], image: Path, *, title: str) -> None:
     """Write a PNG of `report` (`Timeline.report`); of one without a timeline, one that says why."""
-    with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(10, 5), layout="constrained")
-        FigureCanvasAgg(figure)
-        figure.suptitle(title, fontsize=10)
+    with _picture(image, title, height_inches=5) as figure:
         if report["timeline"]:
             _draw(figure, report)
         else:
             figure.text(0.5, 0.5, f"no timeline: {report['note']}", ha="center")
+
+
+def draw_peak(report: dict[str, Any], image: Path, *, title: str) -> None:
+    """Write a PNG of what is alive at the peak of `report`: the largest rows as bars, alike layers as one.
+
+    Of more than MOST_BARS rows the rest are one bar. Of a report without a peak, one that says why.
+    """
+    rows = merged_layers(report["at_peak"])
+    bars = min(len(rows), MOST_BARS + 1)
+    with _picture(image, title, height_inches=max(2.0, 1.2 + _INCHES_PER_BAR * bars)) as figure:
+        if rows:
+            _draw_bars(figure, rows)
+        else:
+            figure.text(0.5, 0.5, f"no peak: {report['note']}", ha="center")
+
+
+@contextmanager
+def _picture(image: Path, title: str, height_inches: float) -> Iterator[Figure]:
+    with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(10, height_inches), layout="constrained")
+        FigureCanvasAgg(figure)
+        figure.suptitle(title, fontsize=10, parse_math=False)
+        yield figure
         figure.savefig(image, dpi=150)
 
 
-def _draw(figure: Figure, report: dict[str, Any]) -> None:
-    rows = np.array(report["timeline"], dtype=np.float64)
-    events, series = _columns(rows)
-    peak_bytes = report["peak_bytes"]
-    unit_bytes, unit = next((size, name) for size, name in UNITS if peak_bytes >= size or size == 1)
+def _unit(size_bytes: int) -> tuple[int, str]:
+    return next((size, name) for size, name in UNITS if size_bytes >= size or size == 1)
+
+
+def _draw_bars(figure: Figure, rows: list[dict[str, Any]]) -> None:
+    total_bytes = sum(row["bytes"] for row in rows)
+    bars = [(_words(row), row["bytes"], COLORS[row["category"]]) for row in rows[:MOST_BARS]]
+    if rest := rows[MOST_BARS:]:
+        bars.append((f"{len(rest):,} smaller rows", sum(row["bytes"] for row in rest), "#bbbbbb"))
+    unit_bytes, unit = _unit(bars[0][1])
     axis = figure.subplots()
-    shown = [(name, values / unit_bytes) for name, values in zip(CATEGORIES, series, strict=True) if values.any()]
+    values = [size_bytes / unit_bytes for _, size_bytes, _ in bars]
+    drawn = axis.barh(range(len(bars)), values, color=[color for *_, color in bars])
+    axis.bar_label(drawn, [f"{_size(size)} ({size / total_bytes:.1%})" for _, size, _ in bars], padding=3, fontsize=8)
+    axis.set_yticks(range(len(bars)), [words for words, *_ in bars], fontsize=8, parse_math=False)
+    axis.set_xlabel(f"{unit}, of {_size(total_bytes)} at the peak")
+    axis.set_xlim(0, 1.25 * max(values))
+    axis.set_ylim(len(bars) - 0.5, -0.5)
+    _name_colors(figure, list(dict.fromkeys(row["category"] for row in rows[:MOST_BARS])))
+
+
+def _name_colors(figure: Figure, categories: list[str]) -> None:
+    patches = [Patch(color=COLORS[name], label=name.replace("_", " ")) for name in categories]
+    figure.legend(handles=patches, loc="outside right upper", frameon=False)
+
+
+def _words(row: dict[str, Any]) -> str:
+    """Module and operator; below, the number and kind of tensors. What is not known is left out."""
+    operator = row["operator"] or ""
+    made_by = operator.partition(" (")[2].removesuffix(")") or operator
+    tensors = f"{row['count']} x {row['dtype']} {row['shape']}" if row["dtype"] else ""
+    lines = [f"{row['module'] or '(no module)'}  {made_by}", tensors]
+    return "\n".join(textwrap.shorten(line, _WORDS_WIDTH, placeholder=" ...") for line in lines if line)
+
+
+def _size(size_bytes: int) -> str:
+    unit_bytes, unit = _unit(size_bytes)
+    return f"{size_bytes / unit_bytes:.4g} {unit}"
+
+
+def _draw(figure: Figure, report: dict[str, Any]) -> None:
+    rows = column_maxima(report["timeline"], MOST_POINTS, keep=[report["peak_event"]])
+    events, series = rows[:, 0], rows[:, 2:].T
+    peak_bytes = report["peak_bytes"]
+    unit_bytes, unit = _unit(peak_bytes)
+    axis = figure.subplots()
+    named = zip(report["columns"][2:], series, strict=True)
+    shown = [(name, values / unit_bytes) for name, values in named if values.any()]
     axis.stackplot(
         events,
         [values for _, values in shown],
@@ -69,19 +136,9 @@ def _draw(figure: Figure, report: dict[str, Any]) -> None:
     axis.set_ylim(0, 1.22 * peak_bytes / unit_bytes)
     _mark_spans(axis, report["spans"], events[-1])
     _mark_peak(axis, report["peak_event"], peak_bytes / unit_bytes, unit, events[-1])
-    _show_time(axis, rows)
+    _show_time(axis, report["timeline"])
     handles, labels = axis.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False, title="live tensors")
-
-
-def _columns(rows: Array) -> tuple[Array, list[Array]]:
-    """The events to draw, and the bytes of each category there."""
-    if len(rows) > MOST_POINTS:
-        totals = rows[:, 2:].sum(1)
-        edges = np.linspace(0, len(rows), MOST_POINTS + 1).astype(int)
-        highest = [int(first + totals[first:last].argmax()) for first, last in zip(edges, edges[1:], strict=False)]
-        rows = rows[[0, *highest, len(rows) - 1]]
-    return rows[:, 0], list(rows[:, 2:].T)
 
 
 def _mark_spans(axis: Any, spans: list[list[Any]], last_event: float) -> None:
@@ -122,11 +179,11 @@ def _mark_peak(axis: Any, event: int, height: float, unit: str, last_event: floa
     )
 
 
-def _show_time(axis: Any, rows: Array) -> None:
+def _show_time(axis: Any, timeline: list[list[Any]]) -> None:
     """A second axis above: when the events of the ticks below took place."""
     above = axis.secondary_xaxis("top")
-    ticks = [tick for tick in axis.get_xticks() if 0 <= tick < len(rows)]
-    above.set_xticks(ticks, [_ms(rows[int(tick), 1] / 1e3) for tick in ticks])
+    ticks = [tick for tick in axis.get_xticks() if 0 <= tick < len(timeline)]
+    above.set_xticks(ticks, [_ms(timeline[int(tick)][1] / 1e3) for tick in ticks])
     above.set_xlabel("ms since the start of the step, while recorded")
 
 

@@ -1,0 +1,51 @@
+/** The rows of a table whose columns are named once, as objects. */
+function unpack(table) {
+  return table.rows.map((values) => Object.fromEntries(table.columns.map((name, at) => [name, values[at]])));
+}
+
+/** The rows with "*" for the number of a layer in a module's name, alike ones as one, the largest first. */
+function fold(rows) {
+  const merged = new Map();
+  for (const row of rows) {
+    const folded = { ...row, module: star(row.module || "") };
+    for (const name of ["of", "saved_in"]) if (typeof row[name] === "string") folded[name] = star(row[name]);
+    if (row.first_use) folded.first_use = { ...row.first_use, module: star(row.first_use.module || "") };
+    const key = JSON.stringify({ ...folded, bytes: 0, count: 0 });
+    const there = merged.get(key);
+    if (there) {
+      there.bytes += row.bytes;
+      there.count += row.count;
+    } else {
+      merged.set(key, folded);
+    }
+  }
+  return [...merged.values()].sort((a, b) => b.bytes - a.bytes);
+}
+
+function star(module) {
+  return module.replace(/(?<=\.)\d+(?=\.|$)/g, "*");
+}
+
+function useName(use) {
+  if (!use) return "";
+  return [operatorName(use.operator), use.module && `in ${use.module}`, use.source && `(${use.source})`].filter(Boolean).join(" ");
+}
+
+/** What there is to say of a row: the name of each field, and how it reads. Fields that a row lacks read "". */
+const FIELDS = [
+  ["operator", "operator", (row) => operatorName(row.operator)],
+  ["of", "of", (row) => operatorName(textOf(row.of))],
+  ["module", "module", (row) => moduleName(row.module)],
+  ["shape", "shape", (row) => shapeName(row.shape)],
+  ["dtype", "dtype", (row) => row.dtype || ""],
+  ["phase", "made in", (row) => row.phase || ""],
+  ["source", "source", (row) => row.source || ""],
+  ["kept_by", "kept by", (row) => row.kept_by || ""],
+  ["saved_in", "saved in", (row) => row.saved_in || ""],
+  ["first_use", "first use", (row) => useName(row.first_use)],
+];
+
+function textOf(value) {
+  if (value === null || value === undefined) return "";
+  return typeof value === "string" ? value : Array.isArray(value) ? value.map(textOf).join(", ") : JSON.stringify(value);
+}

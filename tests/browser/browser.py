@@ -1,0 +1,126 @@
+"""A headless Chromium with a profile of its own, which remembers what it logged and asked for."""
+
+import itertools
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium: pip install quaver[dev]")
+from selenium.webdriver import ActionChains, Keys  # noqa: E402
+from selenium.webdriver.chrome.service import Service  # noqa: E402
+from selenium.webdriver.remote.webdriver import WebDriver  # noqa: E402
+from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
+
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+_SWITCHES = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+)
+_PATIENCE_S = 20
+
+__all__ = ["ActionChains", "Browser", "Keys", "chromium", "hover"]
+
+
+@contextmanager
+def chromium(profile: Path) -> Iterator["Browser"]:
+    """Start a browser; the test is skipped where there is none, or no driver for it."""
+    program = next(filter(None, map(shutil.which, _BROWSERS)), None)
+    driver = shutil.which("chromedriver")
+    if program is None or driver is None:
+        pytest.skip(f"no {'Chromium or Chrome' if program is None else 'chromedriver'} on PATH")
+    options = webdriver.ChromeOptions()
+    options.binary_location = program
+    for switch in (*_SWITCHES, f"--user-data-dir={profile}"):
+        options.add_argument(switch)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    started = webdriver.Chrome(options=options, service=Service(driver))
+    try:
+        yield Browser(started)
+    finally:
+        started.quit()
+
+
+class Browser:
+    """What the tests do with a browser.
+
+    Attributes:
+        driver: selenium's.
+    """
+
+    def __init__(self, driver: WebDriver) -> None:
+        self.driver = driver
+        self._numbers = itertools.count(1)
+
+    def open(self, path: Path, *, width: int = 1280, height: int = 1000, dark: bool = False) -> None:
+        """Show a page in a window of `width` x `height` CSS pixels, and wait until it is drawn."""
+        self.show(width, height, dark=dark)
+        self._forget_what_was_logged()
+        self.driver.get(path.as_uri())
+        plots = "return [...document.querySelectorAll('.plot')]"
+        self.wait(lambda: self.run(f"{plots}.every((each) => each.querySelector('svg'))"))
+
+    def _forget_what_was_logged(self) -> None:
+        """The log is in order, but late: wait for a word of our own."""
+        word = f"log of {next(self._numbers)}"
+        self.driver.get("about:blank")
+        self.run("console.log(arguments[0])", word)
+        self.wait(lambda: any(word in entry["message"] for entry in self.logged()))
+
+    def show(self, width: int, height: int = 1000, *, dark: bool = False) -> None:
+        """Change the window and its colors."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+    def all(self, selector: str) -> list:
+        """The elements that a CSS selector finds."""
+        return self.driver.find_elements("css selector", selector)
+
+    def one(self, selector: str):
+        """The first of them, which must be there."""
+        return self.driver.find_element("css selector", selector)
+
+    def texts(self, selector: str) -> list[str]:
+        """Their texts as they are shown, with single spaces."""
+        shown = "return [...document.querySelectorAll(arguments[0])].map((each) => each.innerText)"
+        return [" ".join(text.split()) for text in self.run(shown, selector)]
+
+    def run(self, script: str, *arguments):
+        """What the body of a function of JavaScript returns."""
+        return self.driver.execute_script(script, *arguments)
+
+    def wait(self, condition) -> None:
+        """Wait until `condition()` is true, and fail when it does not become so."""
+        WebDriverWait(self.driver, _PATIENCE_S).until(lambda _: condition())
+
+    def logged(self) -> list[dict]:
+        """What the console said since the last call."""
+        return self.driver.get_log("browser")
+
+    def requested(self) -> list[str]:
+        """The addresses that this page asked for since the last call, itself included."""
+        page = self.driver.current_url
+        messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
+        sent = [each["params"] for each in messages if each["method"] == "Network.requestWillBeSent"]
+        return [each["request"]["url"] for each in sent if each["documentURL"] == page]
+
+
+def hover(browser, event, plot=".plot"):
+    """Rest on an event of a plot of `made`, whose last event is 4."""
+    element = browser.one(plot)
+    browser.run("arguments[0].scrollIntoView({block: 'center'})", element)
+    width = element.size["width"]
+    x = 62 + (event + 0.4) / 4 * (width - 74)
+    ActionChains(browser.driver).move_to_element_with_offset(element, int(x - width / 2), 0).perform()
