@@ -75,7 +75,7 @@ class Scales(NamedTuple):
     dequant: Tensor
 
 
-class _Layouts(NamedTuple):
+class Layouts(NamedTuple):
     """Codes for the matmul that contracts the last dim and for the one that contracts the first, and their scales."""
 
     codes: tuple[Tensor | None, ...]
@@ -190,14 +190,14 @@ class MatrixCasts:
                 operands[index] = Operand(self._remember((dim, contracted_dim), data), scale.dequant)
         return Operands(operands[0], operands[1], sums)
 
-    def _layouts_of_whole(self, hp: Tensor, dtype: torch.dtype, rows: bool, columns: bool, sums: bool) -> _Layouts:
+    def _layouts_of_whole(self, hp: Tensor, dtype: torch.dtype, rows: bool, columns: bool, sums: bool) -> Layouts:
         power_of_2 = self.config.round_scales_to_power_of_2
         known = self.tensorwise_scales()
         if known is not None:
             codes = layouts.cast_with_scales(
                 hp, dtype, row_scale=known.quant if rows else None, column_scale=known.quant if columns else None
             )
-            return _Layouts(codes, (known, known), None)
+            return Layouts(codes, (known, known), None)
         if self.kept is None:
             made = layouts.cast_layouts(hp, dtype, rows=rows, columns=columns, power_of_2=power_of_2, column_sums=sums)
         else:
@@ -206,20 +206,20 @@ class MatrixCasts:
             )
             record(self.kept, seen)
         scale = Scales(made.quant_scale, made.dequant_scale)
-        return _Layouts((made.row_codes, made.column_codes), (scale, scale), made.column_sums)
+        return Layouts((made.row_codes, made.column_codes), (scale, scale), made.column_sums)
 
-    def _layouts_of_rows(self, hp: Tensor, dtype: torch.dtype, rows: bool, columns: bool, sums: bool) -> _Layouts:
+    def _layouts_of_rows(self, hp: Tensor, dtype: torch.dtype, rows: bool, columns: bool, sums: bool) -> Layouts:
         known = (self._scales.get(1) if rows else None, self._scales.get(0) if columns else None)
         if (known[0] is not None) == rows and (known[1] is not None) == columns:
             row_scale, column_scale = (None if each is None else each.quant for each in known)
-            return _Layouts(
+            return Layouts(
                 layouts.cast_with_scales(hp, dtype, row_scale=row_scale, column_scale=column_scale), known, None
             )
         power_of_2 = self.config.round_scales_to_power_of_2
         made = layouts.cast_axes(hp, dtype, rows=rows, columns=columns, power_of_2=power_of_2, column_sums=sums)
         axes = (made.rows, made.columns)
         scales = tuple(None if each is None else Scales(each.quant_scale, each.dequant_scale) for each in axes)
-        return _Layouts(tuple(None if each is None else each.codes for each in axes), scales, made.column_sums)
+        return Layouts(tuple(None if each is None else each.codes for each in axes), scales, made.column_sums)
 
     def tensorwise_scales(self) -> Scales | None:
         """The tensorwise scales of the matrix if it has been cast, without reading it again.

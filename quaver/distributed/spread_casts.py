@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from quaver import scaling
-from quaver.casts import MatrixCasts, Operand, Scales
+from quaver.casts import Layouts, MatrixCasts, Operand, Scales
 from quaver.config import CastConfig, Float8LinearConfig
 from quaver.distributed.agreed_cast import cast_with_agreed_scale
 from quaver.distributed.collectives import gather, max_over_ranks
 from quaver.gemm import along_contracted
-from quaver.kernels.cast import KeptScale, cast_with_scale
+from quaver.kernels.cast import KeptScale, cast_with_scale, record_amax, shared_amax
 
 
 class SpreadCasts(MatrixCasts):
@@ -36,9 +36,6 @@ class SpreadCasts(MatrixCasts):
         super().__init__(config, hp_dtype, kept)
         self.group, self.spread_dim = group, spread_dim
 
-    def lays_out(self, hp: Tensor) -> bool:
-        return False  # those kernels take the amax themselves
-
     def tensorwise_scales(self) -> Scales | None:
         return self._scales.get(None)  # those of rows may be this rank's rows only
 
@@ -56,10 +53,35 @@ class SpreadCasts(MatrixCasts):
             codes, quant, dequant = cast_with_agreed_scale(hp, self.kept, dtype, power_of_2, self.group)
             self._scales[dim] = Scales(quant, dequant)
             return codes
-        amax = max_over_ranks(scaling.amax(hp, dim).float(), self.group)
-        quant = scaling.amax_to_quant_scale(amax, dtype, power_of_2=self.config.round_scales_to_power_of_2)
-        self._scales[dim] = Scales(quant, scaling.to_dequant_scale(quant))
-        return cast_with_scale(hp, quant, dtype)
+        return cast_with_scale(hp, self._agreed(hp, dtype, dim).quant, dtype)
+
+    def _agreed(self, hp: Tensor, dtype: torch.dtype, dim: int | None) -> Scales:
+        """The scales of the whole matrix along `dim`, known from then on. A collective."""
+        known = self._scales.get(dim)
+        if known is None:
+            own = shared_amax(hp, dim)
+            if self.kept is not None:
+                record_amax(self.kept, own)
+            amax = max_over_ranks(own, self.group)
+            quant = scaling.amax_to_quant_scale(amax, dtype, power_of_2=self.config.round_scales_to_power_of_2)
+            known = self._scales[dim] = Scales(quant, scaling.to_dequant_scale(quant))
+        return known
+
+    # The kernels that write layouts find a rank's own amaxes; what the ranks share is agreed on before.
+
+    def _layouts_of_whole(self, hp: Tensor, dtype: torch.dtype, rows: bool, columns: bool, sums: bool) -> Layouts:
+        if self.kept is None or not self.kept.known:
+            self._agreed(hp, dtype, None)
+        return super()._layouts_of_whole(hp, dtype, rows, columns, sums)
+
+    def _layouts_of_rows(self, hp: Tensor, dtype: torch.dtype, rows: bool, columns: bool, sums: bool) -> Layouts:
+        if (columns, rows)[self.spread_dim]:
+            self._agreed(hp, dtype, self.spread_dim)
+        if rows and columns and 1 - self.spread_dim not in self._scales:
+            of_rows = super()._layouts_of_rows(hp, dtype, True, False, False)
+            of_columns = super()._layouts_of_rows(hp, dtype, False, True, False)
+            return Layouts((of_rows.codes[0], of_columns.codes[1]), (of_rows.scales[0], of_columns.scales[1]), None)
+        return super()._layouts_of_rows(hp, dtype, rows, columns, sums)
 
 
 def gathered_operands(

@@ -13,17 +13,35 @@ its results and nothing else.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from quaver import scaling
 from quaver.kernels import cpu
-from quaver.kernels.layout_ops import is_watched
+from quaver.kernels.layout_ops import is_watched, runs_on_triton
 from quaver.phases import phase
 
 _amax = phase("quaver::amax")(scaling.amax)
+
+
+@phase("quaver::amax")
+def shared_amax(hp: Tensor, dim: int | None) -> Tensor:
+    """`quaver.scaling.amax` of a matrix in float32, in one read and without a temporary where Triton runs.
+
+    For amaxes that ranks reduce before they cast. A policy that keeps amaxes is shown PyTorch's.
+    """
+    if is_watched() or not runs_on_triton(torch.float8_e4m3fn, hp):
+        return scaling.amax(hp, dim).float()
+    if dim is None:
+        from quaver.kernels import triton_cast
+
+        return triton_cast.amax_unless_known(hp, None)[0]
+    from quaver.kernels import triton_reduce
+
+    amaxes = triton_reduce.axis_amaxes(hp, rows=dim == 1, columns=dim == 0)
+    return cast(Tensor, amaxes[1 - dim])
 
 
 @phase("quaver::cast")

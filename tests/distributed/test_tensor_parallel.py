@@ -23,6 +23,8 @@ from quaver.distributed import (
     precompute_float8_dynamic_scale_for_fsdp,
 )
 from quaver.distributed.linear_sharding import InputGather
+from quaver.distributed.spread_casts import SpreadCasts
+from quaver.kernels.cast import KeptScale
 from quaver.linear import Float8Linear
 from quaver.tensor import Float8Tensor
 from quaver.weight_casts import cast_weight
@@ -165,6 +167,59 @@ def _check_grad_output_casts(recipe, options, hp_dtype):
 @HP
 def test_grad_outputs_are_cast_as_on_one_device(recipe, options, hp_dtype):
     run(2, _check_grad_output_casts, recipe, options, hp_dtype)
+
+
+def _check_both_casts(recipe, options, hp_dtype):
+    """Both casts of a matrix at once, spread along either dim, and the exchanges for them: one for a shared dim."""
+    config = config_of(recipe, **options)
+    whole = uneven_magnitudes(32, 48).to(hp_dtype)
+    last, first = config.casts.grad_output, config.casts.grad_output_for_grad_weight
+    expected = MatrixCasts(config, hp_dtype).both(whole, last, first)
+    for dim in (0, 1):
+        spread = SpreadCasts(config, hp_dtype, None, dist.group.WORLD, dim)
+        got = spread.both(part(whole, dim), last, first)
+        for operand, whole_operand in zip(got[:2], expected[:2], strict=True):
+            assert_part_of(operand, whole_operand, dim)
+
+
+def _check_kept_casts(known):
+    config = config_of("delayed")
+    whole = uneven_magnitudes(32, 48).bfloat16()
+
+    def kept():
+        scale = torch.tensor(3.0 if known else 0.0)
+        return KeptScale(scale, torch.tensor([-1.0, 0.0]), torch.tensor(known))
+
+    cast, of_whole, of_part = config.casts.input, kept(), kept()
+    expected = MatrixCasts(config, torch.bfloat16, of_whole).both(whole, cast, cast)
+    got = SpreadCasts(config, torch.bfloat16, of_part, dist.group.WORLD, 1).both(part(whole, 1), cast, cast)
+    for operand, whole_operand in zip(got[:2], expected[:2], strict=True):
+        assert_part_of(operand, whole_operand, 1)
+    dist.all_reduce(of_part.observed, dist.ReduceOp.MAX)
+    assert of_part.observed[0] == of_whole.observed[0]
+
+
+def _in_layouts(check, *arguments):
+    """As on hardware that multiplies float8: the casts that write layouts, here PyTorch's expressions of them."""
+    MatrixCasts.lays_out = lambda self, hp: True
+    try:
+        check(*arguments)
+    finally:
+        MatrixCasts.lays_out = LAYS_OUT
+
+
+LAYS_OUT = MatrixCasts.lays_out
+
+
+@pytest.mark.parametrize(("recipe", "options"), CAST_CASES)
+@pytest.mark.parametrize("check", [_check_weight_casts, _check_grad_output_casts, _check_both_casts])
+def test_casts_that_write_layouts_are_those_of_one_device(check, recipe, options):
+    run(2, _in_layouts, check, recipe, options, torch.bfloat16)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_kept_scales_are_agreed_on_where_layouts_are_written(known):
+    run(2, _in_layouts, _check_kept_casts, known)
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from quaver import scaling
 from quaver.formats import FORMATS
-from quaver.kernels import triton_cast
+from quaver.kernels import cast, triton_cast
 from tests.triton_kernels import (
     CONVERSION,
     E4M3,
@@ -67,6 +67,19 @@ def _unknown_scales(hp_dtype, float8_dtype):
     tensors += [torch.tensor([INF, NAN]), torch.tensor([1e-40, 0.0]), torch.tensor([3.0e4, -6.0e4])]
     for hp, scale, power_of_2 in itertools.product(tensors, (0.0, -0.0, -3.0, NAN), (False, True)):
         assert_is_the_oracle(hp.to(hp_dtype), scale, float8_dtype, power_of_2)
+
+
+def _shared_amaxes(hp_dtype):
+    for shape in ((1, 1), (5, 700), (300, 33), (64, 64)):
+        hp = torch.randn(shape).to(hp_dtype)
+        for value in (None, INF, NAN):
+            if value is not None:
+                hp[0, -1] = value
+            for dim in (None, 0, 1):
+                with np.errstate(all="ignore"):
+                    got = cast.shared_amax(hp, dim)
+                assert triton_cast.takes(hp, E4M3)  # else this would compare PyTorch with itself
+                assert_same_bits(got, scaling.amax(hp, dim).float())
 
 
 def _sizes(hp_dtype, float8_dtype):
@@ -130,6 +143,11 @@ def test_an_unknown_scale_is_the_tensors_own(interpreter, hp_dtype, float8_dtype
 @HP
 def test_sizes(interpreter, hp_dtype, float8_dtype):
     interpreter(_sizes, hp_dtype, float8_dtype)
+
+
+@HP
+def test_amaxes_that_ranks_share(interpreter, hp_dtype):
+    interpreter(_shared_amaxes, hp_dtype)
 
 
 def test_few_programs_see_every_tile(interpreter):
