@@ -233,11 +233,6 @@ def init_std(name: str, config: Model) -> float:
     return INIT_STD / (2 * config.n_layers) ** 0.5 if writes_residual else INIT_STD
 
 
-def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy (nats, float32) of `logits` [B, T, vocab] against `targets` [B, T]."""
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-
 def training_flops_per_token(config: Model, seq_len: int) -> int:
     """Return the FLOPs of forward and backward for one token: 6 per weight of each linear, and attention.
 

@@ -23,8 +23,9 @@ from quaver.trainer.data import Batch
 from quaver.trainer.errors import NonFiniteError
 from quaver.trainer.float8 import in_high_precision
 from quaver.trainer.gradients import clip_gradients, squared_norm_share, sum_partial_gradients
+from quaver.trainer.loss import next_token_loss
 from quaver.trainer.memory import PeakMemory, measure_peak
-from quaver.trainer.model import Llama, next_token_loss
+from quaver.trainer.model import Llama
 from quaver.trainer.nonfinite import find_nonfinite
 from quaver.trainer.optimizer import build_optimizer, learning_rate, set_learning_rate
 from quaver.trainer.ranks import Ranks

@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor
 from quaver.trainer.config import Float8, Model, TrainConfig, Training
 from quaver.trainer.float8 import convert_model
 from quaver.trainer.initialize import allocate, initialize
-from quaver.trainer.model import Llama, next_token_loss
+from quaver.trainer.loss import next_token_loss
+from quaver.trainer.model import Llama
 from quaver.trainer.parallelize import parallelize
 from tests.distributed.ranks import run
 

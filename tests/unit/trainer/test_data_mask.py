@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from quaver.trainer.config import ActivationCheckpoint, Float8, Model, TrainConfig, Training
 from quaver.trainer.float8 import convert_model
-from quaver.trainer.model import Llama, document_attention_mask, next_token_loss
+from quaver.trainer.loss import next_token_loss
+from quaver.trainer.model import Llama, document_attention_mask
 from quaver.trainer.parallelize import parallelize
 from quaver.trainer.train import prepare
 

@@ -6,7 +6,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quaver.trainer.config import Model
-from quaver.trainer.model import Llama, next_token_loss, training_flops_per_token
+from quaver.trainer.loss import next_token_loss
+from quaver.trainer.model import Llama, training_flops_per_token
 
 CONFIG = Model(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=96, rope_theta=10000.0, norm_eps=1e-6)
 TIED = Model(dim=64, n_layers=2, n_heads=4, n_kv_heads=1, hidden_dim=96, tie_word_embeddings=True)
