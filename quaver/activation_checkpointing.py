@@ -213,12 +213,11 @@ def _recompute_contexts() -> tuple[Any, Any]:
 
 def _policy(changes: PolicyChanges, count: MatmulCount) -> Callable[..., CheckpointPolicy]:
     """The policy of one forward of one block, which counts its matmuls."""
-    kept = KEPT | changes.also_keep
     seen = {False: 0, True: 0}  # by whether it recomputes: torch 2.11 asks then, too
     last = count.matmuls
 
     def decide(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keeps = operation in kept
+        keeps = operation in KEPT or operation in changes.also_keep
         if operation in MATMULS:
             seen[ctx.is_recompute] += 1
             count.matmuls = seen[False]
@@ -244,19 +243,21 @@ def _checkpointed_class(
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
 
+    def compiled_contexts() -> tuple[Any, Any]:  # made here, because torch 2.11 cannot take its variables apart
+        return selective_checkpoint_contexts(changes) if by_policy else _recompute_contexts()
+
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         def block(*args: Any, **kwargs: Any) -> Any:
             if by_policy:
                 args, kwargs = tree_map_only(Tensor, _as_new_object, (args, kwargs))
             return cls.forward(self, *args, **kwargs)
 
-        compiling = torch.compiler.is_compiling()
+        if torch.compiler.is_compiling():
+            return checkpoint(block, *args, context_fn=compiled_contexts, **options, **kwargs)
         if by_policy:
-            count = None if compiling else self.__dict__.setdefault("_matmul_count", MatmulCount())
+            count = self.__dict__.setdefault("_matmul_count", MatmulCount())
             contexts = functools.partial(selective_checkpoint_contexts, changes, count)
             return checkpoint(block, *args, context_fn=contexts, **options, **kwargs)
-        if compiling:
-            return checkpoint(block, *args, context_fn=_recompute_contexts, **options, **kwargs)
         return checkpoint(block, *args, **options, **kwargs)
 
     return type(f"Checkpointed{cls.__name__}", (_Checkpointed, cls), {"forward": forward, "__module__": cls.__module__})

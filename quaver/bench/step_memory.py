@@ -32,6 +32,11 @@ _NO_OPERATION = ("aten::empty", "aten::resize_", "aten::new_empty", "autograd::"
 """Beginnings of names of ranges that ask for no memory of their own: they only allocate for what is around them."""
 
 _FLOAT8_MATMULS = ("quaver::gemm", "quaver::exact_float8_mm")
+_CONVERTERS = frozenset(("aten::to", "aten::_to_copy", "aten::copy_", "aten::empty_strided", "aten::empty_like"))
+_ELEMENTWISE = frozenset(
+    f"aten::{name}{end}" for name in ("mul", "add", "sub", "div", "sum", "mean") for end in ("", "_")
+)
+"""Operations that on a CPU convert operands of other dtypes inside of themselves."""
 
 
 @dataclass
@@ -79,8 +84,12 @@ class Measured:
 
 
 @contextmanager
-def measure_usage(device: torch.device) -> Iterator[Measured]:
+def measure_usage(device: torch.device, *, may_leave: bool = False) -> Iterator[Measured]:
     """Measure the block, which runs one step on `device`, and fill in `usage`.
+
+    Args:
+        may_leave: the step may leave something in the place of what the last one left, such as the scales of the next
+            one; what it replaced, whose release a profile does not show, then counts twice.
 
     Python's garbage collector stands still meanwhile: a reference cycle that holds tensors shows as what it is.
 
@@ -91,12 +100,12 @@ def measure_usage(device: torch.device) -> Iterator[Measured]:
     gc.collect()
     gc.disable()
     try:
-        yield from _measure_cuda(device) if device.type == "cuda" else _measure_cpu()
+        yield from _measure_cuda(device, may_leave) if device.type == "cuda" else _measure_cpu(may_leave)
     finally:
         gc.enable()
 
 
-def _measure_cuda(device: torch.device) -> Iterator[Measured]:
+def _measure_cuda(device: torch.device, may_leave: bool) -> Iterator[Measured]:
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -106,17 +115,17 @@ def _measure_cuda(device: torch.device) -> Iterator[Measured]:
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     gc.collect()
-    _check_one_step(len(kept), torch.cuda.memory_allocated(device) - before)
+    _check_one_step(len(kept), 0 if may_leave else torch.cuda.memory_allocated(device) - before)
     measured.usage = Usage(peak, None, kept[0])
 
 
-def _measure_cpu() -> Iterator[Measured]:
+def _measure_cpu(may_leave: bool) -> Iterator[Measured]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         measured = Measured(_record_mark)
         yield measured
         gc.collect()
         torch.empty(1)  # an event after all others, with the allocator's last sum
-    measured.usage = _usage_of(list(_walk(profiler.profiler.kineto_results.experimental_event_tree())))
+    measured.usage = _usage_of(list(_walk(profiler.profiler.kineto_results.experimental_event_tree())), may_leave)
 
 
 def _record_mark() -> None:
@@ -134,12 +143,12 @@ def _check_one_step(marks: int, left_bytes: int) -> None:
 # ---- the CPU allocator's log -----------------------------------------------------------------------------------------
 
 
-def _usage_of(nodes: list[Any]) -> Usage:
+def _usage_of(nodes: list[Any], may_leave: bool) -> Usage:
     blocks = _blocks(nodes)
     marks = [node.start_time_ns for node in nodes if node.name == MARK]
     # A gloo thread holds its last buffer until it has other work.
     left = [block for block in _alive(blocks, math.inf) if not block.is_of_collective]
-    _check_one_step(len(marks), _sum(left))
+    _check_one_step(len(marks), 0 if may_leave else _sum(left))
     at_peak, at_mark = _alive(blocks, _time_of_peak(blocks)), _alive(blocks, marks[0])
     tensors = [block for block in blocks if not block.is_scratch]
     tensor_peak = _alive(tensors, _time_of_peak(tensors))
@@ -198,15 +207,23 @@ def _surroundings(node: Any) -> tuple[tuple[str, ...], float]:
     """The ranges around an allocation, innermost first, and when the operation that asked for it returned.
 
     An operation has a namespace in its name, as quaver's own phases have; an autograd node has not. What a float8
-    matmul does is all its own, the innermost operation counts elsewhere.
+    matmul does is all its own, and a conversion of an operand is of the elementwise operation around it; the innermost
+    operation counts elsewhere.
     """
     around = []
     while (node := node.parent) is not None:
         around.append(node)
     operations = [each for each in around if "::" in each.name and not each.name.startswith(_NO_OPERATION)]
     matmuls = [each for each in operations if each.name in _FLOAT8_MATMULS]
-    asked = (matmuls or operations)[:1]
+    asked = (matmuls or _without_conversions(operations))[:1]
     return tuple(each.name for each in around), asked[0].end_time_ns if asked else -math.inf
+
+
+def _without_conversions(operations: list[Any]) -> list[Any]:
+    """From the innermost operation on, or from the elementwise one for which an operand is converted."""
+    around = itertools.dropwhile(lambda each: each.name in _CONVERTERS, operations)
+    found = list(around)
+    return found if found and found[0].name in _ELEMENTWISE else operations
 
 
 def _time_of_peak(blocks: list[Block]) -> float:

@@ -4,6 +4,7 @@ import copy
 import gc
 from collections import Counter
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from quaver import (
     Float8Linear,
@@ -387,3 +389,60 @@ def test_a_module_is_checkpointed_once():
     net = make(None, "full", width=64)
     with pytest.raises(ValueError, match="CheckpointedBlock is checkpointed already"):
         apply_activation_checkpointing(net.layers)
+
+
+# ---- changes to the policy -------------------------------------------------------------------------------------------
+
+
+def silu_kept(**changes) -> tuple[int, list[torch.Tensor]]:
+    """How many results of silu a block's forward leaves to its backward, beside the gradients."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(64, 256, bias=False), nn.SiLU(), nn.Linear(256, 64, bias=False))
+    apply_activation_checkpointing([block], **changes)
+    with Calls() as calls:
+        output = block(torch.ones(32, 64, requires_grad=True))
+        forward = calls.counts[torch.ops.aten.silu.default]
+        output.sum().backward()
+    kept = 2 * forward - calls.counts[torch.ops.aten.silu.default]
+    return kept, [parameter.grad for parameter in block.parameters()]
+
+
+def test_a_policy_can_be_told_what_to_keep_and_what_not():
+    kept, expected = silu_kept()
+    assert kept == 0
+    for changes, number in (
+        ({"also_keep": ["aten.silu"]}, 1),
+        ({"also_keep": ["aten.silu.default", "aten.abs"]}, 1),
+        ({"also_keep": ["aten.silu"], "never_keep": ["aten.silu"]}, 0),
+    ):
+        kept, gradients = silu_kept(**changes)
+        assert kept == number
+        assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+
+
+def test_amaxes_can_be_left_out():
+    """And matmuls; then nothing is kept but inputs, as in mode full."""
+    policy = checkpointing._policy(
+        checkpointing.PolicyChanges(never_keep=checkpointing.named_operations(["aten.amax", "aten.mm"])),
+        checkpointing.MatmulCount(),
+    )
+    context = SimpleNamespace(is_recompute=False)
+    decisions = [policy(context, each) for each in (torch.ops.aten.amax.default, *[torch.ops.aten.mm.default] * 2)]
+    assert set(decisions) == {CheckpointPolicy.PREFER_RECOMPUTE}
+
+
+def test_operators_by_name():
+    named = checkpointing.named_operations(["aten.add", "aten.mul.Tensor"])
+    assert {torch.ops.aten.add.Tensor, torch.ops.aten.add.out, torch.ops.aten.mul.Tensor} <= named
+    assert torch.ops.aten.mul.out not in named
+    for name in ("abs", "aten.nothing", "nowhere.abs", "aten.abs.nothing", "", "aten.__class__", "aten.abs.default.x"):
+        with pytest.raises(ValueError, match="expected the name of an operator that torch knows") as raised:
+            checkpointing.named_operations([name])
+        assert repr(name) in str(raised.value)
+
+
+@pytest.mark.parametrize("how", [{"mode": "full"}, {"mode": "none"}, {"selective_ac_option": "1"}])
+@pytest.mark.parametrize("changes", [{"also_keep": ["aten.abs"]}, {"never_keep": ["aten.amax"]}])
+def test_changes_without_a_policy_are_refused(how, changes):
+    with pytest.raises(ValueError, match="also_keep and never_keep must be empty unless mode is selective"):
+        apply_activation_checkpointing([nn.Linear(2, 2)], **how, **changes)

@@ -145,6 +145,24 @@ def test_ranks_recompute_the_same_bits(layout, on_two_ranks):
         (["memory_budget=0.2"], "its default, 0.5, unless activation_checkpoint.mode is memory_budget, got 0.2"),
         (["mode=memory_budget"], "training.compile must be true with activation_checkpoint.mode = memory_budget"),
         (["mode=memory_budget", "memory_budget=1.5"], "activation_checkpoint.memory_budget must be from 0 to 1"),
+        (
+            ["mode=full", "selective_ac_also_keep=aten.abs"],
+            "activation_checkpoint.selective_ac_also_keep must be its default, (), unless activation_checkpoint.mode "
+            "is selective and its selective_ac_option is op, got ('aten.abs',)",
+        ),
+        (
+            ["mode=selective", "selective_ac_option=2", "selective_ac_never_keep=aten.amax"],
+            "selective_ac_never_keep must",
+        ),
+        (
+            ["mode=selective", "selective_ac_also_keep=aten.abs,aten.asb"],
+            "activation_checkpoint.selective_ac_also_keep: expected the name of an operator that torch knows, such as "
+            "aten.abs or aten.abs.default, got 'aten.asb'",
+        ),
+        (
+            ["mode=selective", "selective_ac_never_keep=amax"],
+            "selective_ac_never_keep: expected the name of an operator",
+        ),
         (["mode=memory_budget", "memory_budget=nan"], "activation_checkpoint.memory_budget must be from 0 to 1"),
     ],
 )
