@@ -44,7 +44,7 @@ def caller() -> Caller:
             under_policy = under_policy or (name == _CHECKPOINT and function == "__torch_dispatch__")
             if (name, function) == _ENGINE:
                 break
-        elif name != "torch":
+        elif name not in ("", "torch"):  # code that torch writes as it runs has no name
             line = f"{_path(frame.f_code.co_filename, name)}:{frame.f_lineno}"
             return Caller(line, communicates, under_policy)
         frame = frame.f_back  # type: ignore[assignment]

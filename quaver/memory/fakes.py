@@ -2,7 +2,8 @@
 
 [Note: numbers that are read] Code may read a number back: whether a norm is finite, whether ranks agree, which step an
 optimizer is at. It is then told 1, or True: finite, agreed, known. What a step allocates hardly ever depends on such a
-number; a result whose very shape does is refused. How many reads were answered so is counted.
+number; a result whose very shape does is refused, or, for an estimate, assumed. How many reads were answered so is
+counted. Where integers are read, sizes may depend on them: `predict_step` answers by 2 then, too, and compares.
 """
 
 from __future__ import annotations
@@ -25,11 +26,17 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from quaver.memory.assumptions import Assumptions
+from quaver.memory.compiled import kernels_left_out
+from quaver.memory.libraries import as_if_not_fake
+from quaver.memory.places import place_here
+from quaver.memory.refusals import depends_on, refusal
 from quaver.scaling import PLAIN_TYPES
 
 Module = TypeVar("Module", bound=nn.Module)
 
 _READ = torch.ops.aten._local_scalar_dense.default
+_DEVICE = torch.ops.prim.device.default
 
 
 class Fakes(FakeTensorMode):
@@ -37,6 +44,9 @@ class Fakes(FakeTensorMode):
 
     Attributes:
         reads: how many numbers were read and answered by 1; see the note.
+        integer_reads: where integers were.
+        integer: the answer to those.
+        assumptions: answers where there is no other, for an estimate; None to refuse.
     """
 
     stands_for_real = True
@@ -45,15 +55,41 @@ class Fakes(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)  # constants that a module made when it was imported
         self.reads = 0
+        self.integer_reads: set[str] = set()
+        self.integer = 1
+        self.assumptions: Assumptions | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and not self.in_kernel_invocation:
+            return args[0].fake_device  # as super() says after long work; it is asked more often than all else together
         try:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         except DataDependentOutputException:
             if func is not _READ:
                 raise
-            self.reads += 1
-            return _one(args[0].dtype)
+            return self._read(args[0].dtype)
+        except (DynamicOutputShapeException, UnsupportedOperatorException) as error:
+            answer = self._assumed(error, func, args, kwargs or {})
+            if answer is None:
+                raise
+            return answer
+
+    def _read(self, dtype: torch.dtype) -> Any:
+        self.reads += 1
+        if dtype is torch.bool:
+            return True
+        if dtype.is_floating_point:
+            return 1.0
+        self.integer_reads.add(place_here())
+        return self.integer
+
+    def _assumed(self, error: Exception, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self.assumptions is None:
+            return None
+        with self:
+            if isinstance(error, UnsupportedOperatorException):
+                return self.assumptions.like_first_tensor(func, args, kwargs)
+            return self.assumptions.largest_result(func, args, kwargs)
 
 
 class _Lists(TorchFunctionMode):
@@ -69,36 +105,33 @@ def _listed(tensor: Tensor) -> Any:
     return tensor.item() if tensor.dim() == 0 else [_listed(each) for each in tensor.unbind()]
 
 
-def _one(dtype: torch.dtype) -> Any:
-    if dtype is torch.bool:
-        return True
-    return 1.0 if dtype.is_floating_point else 1
-
-
 @contextmanager
-def fake_tensors() -> Iterator[Fakes]:
-    """Make every tensor fake inside the block, and run what is compiled as eager code.
+def fake_tensors(*, compiled: bool = False, estimate: bool = False) -> Iterator[Fakes]:
+    """Make every tensor fake inside the block.
 
+    Args:
+        compiled: run what is compiled as compiled code without its kernels (quaver/memory/compiled.py), not as eager
+            code.
+        estimate: assume what is not known without numbers (quaver/memory/assumptions.py), where that can be done.
     Raises:
         NotImplementedError: an operator is not known without numbers: one of its results has a shape that depends on
             them, or nobody has told torch what it returns.
     """
     with ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(kernels_left_out() if compiled else torch.compiler.set_stance("force_eager"))
         fakes = stack.enter_context(Fakes())
-        stack.enter_context(_Lists())
+        if not compiled:  # it would be compiled in
+            stack.enter_context(_Lists())
+        stack.enter_context(as_if_not_fake())
+        fakes.assumptions = Assumptions() if estimate else None
         try:
             yield fakes
-        except (DynamicOutputShapeException, DataDependentOutputException) as error:
-            raise NotImplementedError(
-                f"expected operators whose results have shapes that do not depend on numbers, got {error.args[0]}; "
-                "memory can only be predicted without it"
-            ) from error
-        except UnsupportedOperatorException as error:
-            raise NotImplementedError(
-                f"expected operators that tell what they return, got {error.args[0]}, which has no fake "
-                "implementation; give it one with torch.library.register_fake"
-            ) from error
+        except (DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException) as error:
+            raise refusal(error) from error
+        except (RuntimeError, IndexError) as error:
+            if isinstance(error, NotImplementedError) or not fakes.integer_reads:
+                raise
+            raise depends_on(fakes.integer_reads, error) from error
 
 
 def fake_copy(model: Module, fakes: Fakes, device: torch.device) -> Module:

@@ -4,8 +4,8 @@
     prediction.peak_bytes
 
 The code that runs is the code that trains, so that what it keeps, casts, frees and computes again is what it is; only
-the numbers are missing, and with them the time and the memory. A prediction is one of eager code on a CPU: its
-attention kernel, its casts. What is compiled is predicted as eager code, which takes more.
+the numbers are missing, and with them the time and the memory. A prediction is one of a CPU: its attention kernel, its
+casts. What is compiled is predicted as compiled code, whose kernels are left out (quaver/memory/compiled.py).
 
 Counted is what tensors take. What an operator allocates and frees before it returns is not: it is another on every
 device (Note: scratch, in quaver/bench/step_memory.py).
@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,8 +26,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from quaver.memory.compiled import has_compiled_code, nothing_compiled, recompile, warm_up
 from quaver.memory.fakes import Fakes, fake_copies, fake_copy, fake_tensors
 from quaver.memory.gloo_buffers import GlooBuffers
+from quaver.memory.integers import check_integers
 from quaver.memory.recorder import CATEGORIES
 from quaver.memory.timeline import record_timeline
 
@@ -46,6 +48,8 @@ class Prediction:
     """The operator that reaches it."""
     reads: int
     """How many numbers the step read back; each was answered by 1 (Note: numbers that are read)."""
+    notes: tuple[str, ...] = ()
+    """What was assumed, for an estimate."""
 
     @property
     def peak_bytes(self) -> int:
@@ -109,6 +113,7 @@ class Prediction:
             "kept_bytes": self.kept_bytes,
             "by_category": self.by_category,
             "reads_answered_by_1": self.reads,
+            "assumptions": list(self.notes),
             "report": {key: value for key, value in self.report.items() if key not in left_out},
         }
 
@@ -124,24 +129,30 @@ def explain(
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: Callable[[Iterator[nn.Parameter]], Optimizer] | None = None,
     autocast: torch.dtype | None = None,
+    estimate: bool = False,
 ) -> Prediction:
     """Predict a step of training `model`, the second one, so that the optimizer has its state.
 
     Args:
         model: on any device, the meta device included; it may be converted, checkpointed or compiled. It is copied,
-            and not touched; nothing of its size is allocated.
+            and not touched; nothing of its size is allocated. If it, or a module of it, is compiled, what was compiled
+            before in this process is compiled again when it is called next.
         inputs: the arguments of its forward. Of tensors only shape, strides and dtype count.
         loss: from the model's output to a scalar; None for the sum of a tensor's elements in float32.
         optimizer: makes the optimizer of the parameters it is given, such as `torch.optim.AdamW`; None for none.
         autocast: the dtype of an autocast around the forward and the loss, if any.
+        estimate: of what cannot be predicted without numbers assume the most that it can be, and say so in `notes`.
     Raises:
-        NotImplementedError: an operator cannot be predicted without numbers, the model is sharded already, or a part
-            of it is wrapped by `torch.compile`.
+        NotImplementedError: an operator cannot be predicted without numbers, or a size depends on one; the model is
+            sharded already, or a part of it is wrapped by `torch.compile`.
         ValueError: the loss is not a scalar that depends on a parameter.
     """
     device = torch.device("cpu")
-    with fake_tensors() as fakes:
+    compiled = has_compiled_code(model)
+    with fake_tensors(compiled=compiled, estimate=estimate) as fakes:
         fake = fake_copy(_plain(model), fakes, device)
+        if compiled:
+            recompile(fake, model)
         arguments = fake_copies(inputs, fakes, device)
         made = None if optimizer is None else optimizer(fake.parameters())
 
@@ -167,24 +178,49 @@ def predict_step(
     *,
     kept_scales: Sequence[Tensor] = (),
 ) -> Prediction:
-    """Record the second of two calls of `step`, inside of `fake_tensors`, where `model` and `optimizer` were made.
+    """Record the last of two calls of `step`, inside of `fake_tensors`, where `model` and `optimizer` were made.
+
+    Where it compiles, of three or more: one that compiles nothing comes before.
 
     Args:
         kept_scales: float8 state that stays from step to step.
 
     Python's garbage collector stands still meanwhile: a reference cycle that holds tensors shows as what it is.
     """
-    step()
-    with _no_garbage_collection():
-        fakes.reads = 0
-        with record_timeline(model, optimizer, kept_scales=kept_scales) as timeline, GlooBuffers():
-            step()
+    warm_up(step)
+    fakes.reads = 0
+    if fakes.assumptions is not None:
+        fakes.assumptions.notes.clear()
+    with nothing_compiled():
+        recorded = record_step(step, model, optimizer, kept_scales=kept_scales, around=GlooBuffers())
+        reads, assumed = fakes.reads, [] if fakes.assumptions is None else list(fakes.assumptions.notes)
+        return replace(recorded, reads=reads, notes=(*assumed, *check_integers(step, fakes)))
+
+
+def record_step(
+    step: Callable[[], None],
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    kept_scales: Sequence[Tensor] = (),
+    around: AbstractContextManager[Any] | None = None,
+) -> Prediction:
+    """Record one call of `step`, whose tensors may be real ones, inside of `around`, which the recorder sees.
+
+    Of compiled code, which the recorder does not see into, there is no peak.
+    """
+    with (
+        _no_garbage_collection(),
+        record_timeline(model, optimizer, kept_scales=kept_scales) as timeline,
+        around or nullcontext(),
+    ):
+        step()
     report = timeline.report()
     backward = next((begin for phase, begin, _ in report["spans"] if phase == "backward"), None)
     kept_bytes = 0 if backward is None else timeline.added_bytes(backward)
     at_peak = timeline.allocation(report["peak_event"])
     module, operator = ("", "") if at_peak is None else (at_peak.module, at_peak.operator or "")
-    return Prediction(report, kept_bytes, module, operator, fakes.reads)
+    return Prediction(report, kept_bytes, module, operator, reads=0)
 
 
 @contextmanager

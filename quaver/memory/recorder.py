@@ -39,6 +39,7 @@ BEFORE = "before"
 
 _AFTER_FORWARD = ("backward", "recompute", "optimizer")
 _FLOAT8_BYTES = 1
+_CASTS = ("quaver.cast_", "quaver.dynamic_cast")
 _OF_COLLECTIVES = ("c10d.", "_c10d_functional.", "_dtensor.")
 
 
@@ -68,7 +69,7 @@ class Allocation:
     """Of the code that called the operator, as "quaver/linear.py:123"; for a node of autograd that C++ runs, the line
     of the forward that made the node, as "backward of model.py:57"; empty where neither is known."""
     of: Allocation | None = None
-    """The largest of what the operator, or the float8 phase around it, was given."""
+    """The first of the largest that the operator, or the float8 phase around it, was given."""
     parameter: str = ""
     """The name of the parameter whose storage it is, gathered or not."""
     category: str | None = None
@@ -178,6 +179,8 @@ class Recorder(StorageWatch):
         self._live[key] = allocation
         if self._open_phases:
             self._made_in_phase(allocation, tensor)
+        elif operator.startswith(_CASTS):
+            _name_weight_cast(allocation, tensor)
         self._note(key, size_bytes)
 
     def storage_resized(self, key: int, size_bytes: int, before_bytes: int) -> None:
@@ -247,8 +250,8 @@ class Recorder(StorageWatch):
         return None if part is None else self._live.get(part.untyped_storage()._cdata)
 
     def _largest(self, tensors: list[Tensor]) -> Allocation | None:
-        found = [(self._sizes[key], key) for tensor in tensors for key in _keys(tensor) if key in self._live]
-        return self._live[max(found)[1]] if found else None
+        keys = [key for tensor in tensors for key in _keys(tensor) if key in self._live]
+        return self._live[max(keys, key=self._sizes.__getitem__)] if keys else None
 
     def _name_gathered(self, allocation: Allocation, tensor: Tensor) -> None:
         """A gathered weight is first seen as a storage: its shape, module and name are those of its first reader's."""
@@ -268,18 +271,24 @@ class Recorder(StorageWatch):
         allocation.operator = self._in_phase(allocation.operator or "")
         matrix = arguments[0] if arguments else None
         allocation.of = (self._largest([matrix]) if isinstance(matrix, Tensor) else None) or allocation.of
-        if name != "quaver::cast" or tensor is None or tensor.itemsize != _FLOAT8_BYTES:
-            return
-        of = allocation.of
-        if of is not None and of.category in ("parameters", "gathered_weights"):
-            allocation.category = "float8_weights"
-            allocation.module = allocation.module or of.module
+        if name == "quaver::cast":
+            _name_weight_cast(allocation, tensor)
 
     def _keep_what_is_left_of_forward(self) -> None:
         for key, allocation in self._live.items():
             made_in_forward = allocation.phase == "forward" and allocation.module != OUTSIDE
             if made_in_forward and allocation.category is None and not self._saved.get(key):
                 allocation.kept_from_birth = True
+
+
+def _name_weight_cast(allocation: Allocation, tensor: Tensor | None) -> None:
+    """Name the codes of a parameter as such."""
+    of = allocation.of
+    if of is None or of.category not in ("parameters", "gathered_weights"):
+        return
+    if tensor is not None and tensor.itemsize == _FLOAT8_BYTES:
+        allocation.category = "float8_weights"
+        allocation.module = allocation.module or of.module
 
 
 def _looks(tensor: Tensor) -> tuple[tuple[int, ...], str]:

@@ -14,6 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from quaver.memory.compiled import are_kernels_left_out
+from quaver.memory.compiled_rows import CompiledRows, CompiledTracker, name_keepers, not_compiled
+from quaver.memory.makers import follow
 from quaver.memory.modules import ModuleTracker, is_compiled, visible_modules
 from quaver.memory.recorder import Allocation, Recorder
 from quaver.memory.replay import added_bytes, report_of
@@ -27,12 +30,12 @@ class Timeline:
     """What was recorded of one step.
 
     Attributes:
-        exact: whether every operator was seen. In compiled code none is, and then only what stays between steps is
-            known.
+        exact: whether every operator was seen. In compiled code none is, unless its kernels are left out, and then only
+            what stays between steps is known.
     """
 
-    def __init__(self, recorder: Recorder, *, exact: bool) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder, compiled: set[str], *, exact: bool) -> None:
+        self._recorder, self._compiled = recorder, compiled
         self.exact = exact
 
     def allocation(self, event: int) -> Allocation | None:
@@ -45,7 +48,7 @@ class Timeline:
 
     def report(self) -> dict[str, Any]:
         """The record as a JSON-able dict; docs/profiling.md describes its keys."""
-        return report_of(self._recorder, note="" if self.exact else COMPILED)
+        return name_keepers(report_of(self._recorder, note="" if self.exact else COMPILED), self._compiled)
 
 
 @contextmanager
@@ -61,19 +64,26 @@ def record_timeline(
     Raises:
         RuntimeError: another recording is open.
     """
-    exact = not any(is_compiled(module) for _, module in visible_modules(model))
+    follows_compiled = are_kernels_left_out()
+    exact = follows_compiled or not any(is_compiled(module) for _, module in visible_modules(model))
     with ExitStack() as stack:
         open_phases = stack.enter_context(watch_phases())
-        tracker = stack.enter_context(ModuleTracker(model))
+        tracker = CompiledTracker(model) if follows_compiled else ModuleTracker(model)
+        stack.enter_context(tracker)
         recorder = Recorder(tracker, open_phases)
         _name_residents(recorder, model, optimizer, kept_scales)
         if optimizer is not None:
             _follow_optimizer(stack, recorder, model, optimizer)
         if exact:  # else compiled code would not be used, or be compiled again
-            stack.enter_context(tell_what_is_saved(recorder))
+            hooks = tell_what_is_saved(recorder)
+            if isinstance(tracker, CompiledTracker):
+                stack.enter_context(follow(CompiledRows(recorder, tracker)))
+                hooks = not_compiled(hooks)
+            stack.enter_context(hooks)
             stack.enter_context(recorder)
         try:
-            yield Timeline(recorder, exact=exact)
+            compiled = tracker.compiled if isinstance(tracker, CompiledTracker) else set()
+            yield Timeline(recorder, compiled, exact=exact)
         finally:
             _name_gradients_and_state(recorder, model, optimizer)
             recorder.end()

@@ -6,7 +6,7 @@ more ranks than one, as the first of them in a process group whose collectives g
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any
 
@@ -46,12 +46,14 @@ class RunMemory:
     """Of a rank's step."""
     prediction: Prediction
     """Of the first rank's step, which has the most of uneven shards."""
+    compiled: bool = False
+    """Whether what the run compiles was compiled for the prediction, too."""
 
     @property
     def notes(self) -> list[str]:
         """What of the run is not predicted as it will be."""
         notes = []
-        if self.config.training.compile:
+        if self.config.training.compile and not self.compiled:
             notes.append("training.compile: predicted as eager code, which takes more")
         if self.config.job.compare:
             notes.append("job.compare: the parameters and the optimizer state of the other twin come on top")
@@ -71,30 +73,38 @@ def predict_memory(config: TrainConfig, ranks: int = 1) -> RunMemory:
     """Predict the memory of a training step of the first of `ranks` processes.
 
     With `job.compare` the run has two models; this is the step of the one that was asked for, without the other's
-    parameters. What is compiled is predicted as eager code.
+    parameters. What the run compiles is predicted as compiled code (quaver/memory/compiled.py).
 
     Raises:
         ValueError, OSError: what the run itself would refuse of its model and its ranks.
         NotImplementedError: what cannot be predicted.
+    """
+    check_ranks(ranks)
+    config, layout = resolve(config, rank=0, world_size=ranks)
+    device, compiled = torch.device("cpu"), config.training.compile
+    name, model = next(iter(make_models(config, device).by_name.items()))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    with pretended_mesh(layout) as mesh:
+        parallelize(model, config, mesh)  # where ranks stand in a mesh is computed with numbers
+        with fake_tensors(compiled=compiled) as fakes:
+            allocate(model, device)
+            twin = Twin(name, model, config, device, Ranks(0, 0, ranks))
+            batches = _batches(config, layout)
+            prediction = _predict(twin, batches, fakes)
+    return RunMemory(config, layout, name, parameters, len(batches), prediction, compiled)
+
+
+def check_ranks(ranks: int) -> None:
+    """Refuse a number of ranks that cannot be predicted here.
+
+    Raises:
+        NotImplementedError: there are several, and torch is too old.
     """
     if ranks > 1 and not SEES_GATHERS:
         raise NotImplementedError(
             f"memory on several ranks is predicted with torch 2.13 or newer, this is {torch.__version__}: here FSDP2's "
             "gathers into fake tensors go unseen; predict one rank, or update torch"
         )
-    config, layout = resolve(config, rank=0, world_size=ranks)
-    eager = replace(config, training=replace(config.training, compile=False))
-    device = torch.device("cpu")
-    name, model = next(iter(make_models(eager, device).by_name.items()))
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    with pretended_mesh(layout) as mesh:
-        parallelize(model, eager, mesh)  # where ranks stand in a mesh is computed with numbers
-        with fake_tensors() as fakes:
-            allocate(model, device)
-            twin = Twin(name, model, eager, device, Ranks(0, 0, ranks))
-            batches = _batches(eager, layout)
-            prediction = _predict(twin, batches, fakes)
-    return RunMemory(config, layout, name, parameters, len(batches), prediction)
 
 
 def _predict(twin: Twin, batches: list[Batch], fakes: Fakes) -> Prediction:

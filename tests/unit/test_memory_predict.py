@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Case, Size, _step, build, measure
+from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Case, Size, measure
+from benchmarks.predicted import predict
 from quaver import Float8LinearConfig, convert_to_float8_training, float8_scaling_state
 from quaver.bench.step_memory import Usage
 from quaver.cli import main
@@ -19,12 +20,9 @@ from quaver.kernels import cpu as cpu_casts
 from quaver.memory import TensorBytes, explain
 from quaver.memory.fakes import fake_tensors
 from quaver.memory.gloo_buffers import GlooBuffers
-from quaver.memory.predict import predict_step
 from quaver.memory.rows import merged_layers
-from quaver.trainer.config import Optimizer
 from quaver.trainer.dry_run import pretended_mesh
 from quaver.trainer.layout import Layout
-from quaver.trainer.optimizer import build_optimizer
 from quaver.trainer.predict_memory import SEES_GATHERS
 from tests.distributed.ranks import run as run_on_ranks
 
@@ -37,12 +35,7 @@ MEASUREMENTS = 2
 
 
 def _predicted(case):
-    with pretended_mesh(Layout(shard=case.ranks)) as mesh, fake_tensors() as fakes:
-        subject = build(case, SIZE, CPU, mesh)
-        optimizer = build_optimizer(subject, Optimizer())
-        dtype = torch.float32 if "block" in case.module else torch.bfloat16
-        source = torch.randn(SIZE.sequences, SIZE.seq_len, SIZE.dim, dtype=dtype, requires_grad=True)
-        return predict_step(lambda: _step(subject, optimizer, source, lambda: None), subject, optimizer, fakes)
+    return predict(case, SIZE)
 
 
 def _check(prediction, usage: Usage):
@@ -187,12 +180,8 @@ def test_a_sharded_model_is_refused():
             explain(model, (torch.empty(2, 64),))
 
 
-def test_what_is_compiled_is_predicted_as_eager_code():
-    model, inputs = _Two(), (torch.empty(128, 64),)
-    eager = explain(model, inputs)
-    assert explain(torch.compile(model), inputs).peak_bytes == eager.peak_bytes
-    model.compile()
-    assert explain(model, inputs).peak_bytes == eager.peak_bytes
+def test_a_module_wrapped_by_torch_compile_is_refused_inside_of_a_model():
+    inputs = (torch.empty(128, 64),)
     with pytest.raises(NotImplementedError, match="wrapped by torch.compile, got 0; use 0.compile()"):
         explain(nn.Sequential(torch.compile(nn.Linear(64, 64))), inputs)
 
@@ -268,7 +257,7 @@ def test_the_command_on_8_ranks(tmp_path, capsys):
     assert main(["memory", *SMALL_8B, "--output", str(output), "--top", "3"]) == 0
     printed = capsys.readouterr().out
     assert "ranks      8: dp_shard 8" in printed
-    assert "training.compile: predicted as eager code" in printed
+    assert "compile" not in printed
     written = json.loads(output.read_text())
     assert written["by_category"]["parameters"] == pytest.approx(4 * written["parameters"] / 8, rel=0.01)
     assert written["by_category"]["optimizer_state"] == pytest.approx(8 * written["parameters"] / 8, rel=0.01)

@@ -1,0 +1,61 @@
+"""Says where in the code of a model something went wrong: the innermost module, and the line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from traceback import walk_stack, walk_tb
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+_NOT_THE_MODELS = ("torch.", "quaver.memory.", "contextlib", "functools")
+"""Beginnings of the names of modules of Python whose lines tell nothing about a model."""
+
+
+def place_of(error: BaseException) -> str:
+    """Where `error` was raised, as "module layers.0.router (model/moe.py:31)"; empty where no frame of a model tells.
+
+    A node of autograd that C++ runs has no frame: what is raised in a backward has the place where that was called.
+    """
+    return _place(list(walk_tb(error.__traceback__)))
+
+
+def place_here() -> str:
+    """The same of the code that calls."""
+    return _place(list(walk_stack(sys._getframe(1)))[::-1])
+
+
+def _place(frames: list[tuple[FrameType, int]]) -> str:
+    """The place of these frames, outermost first, each at its line."""
+    outside = [(frame, line) for frame, line in frames if not _name(frame).startswith(_NOT_THE_MODELS)]
+    if not outside:
+        return ""
+    frame, line = outside[-1]
+    where = f"{_end_of_path(frame)}:{line}"
+    module = _module_name([each.f_locals.get("self") for each, _ in frames if each.f_code.co_name == "forward"])
+    return f"module {module} ({where})" if module else where
+
+
+def _module_name(owners: list[Any]) -> str:
+    """The name of the last of these modules, nested forwards' owners, in the first; a root's name is its class."""
+    modules = [each for each in owners if isinstance(each, nn.Module)]
+    if not modules:
+        return ""
+    for module in reversed(modules):
+        name = next((name for name, each in modules[0].named_modules() if each is module), None)
+        if name is not None:
+            return name or type(module).__name__
+    return type(modules[-1]).__name__
+
+
+def _name(frame: FrameType) -> str:
+    name = frame.f_globals.get("__name__", "")
+    return "torch." if name == "torch" else str(name)
+
+
+def _end_of_path(frame: FrameType) -> str:
+    """As much of the file's path as the name of its Python module has parts."""
+    path = Path(frame.f_code.co_filename)
+    return "/".join(path.parts[-len(_name(frame).split(".")) :]) or path.name
