@@ -26,7 +26,7 @@ from benchmarks.memory_modules import Case, Size, _step, build
 from benchmarks.memory_report import HEADINGS, RECORD
 from benchmarks.record import ROOT, has_changed, markdown
 from quaver.bench.harness import environment
-from quaver.memory.fakes import fake_tensors
+from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.predict import Prediction, predict_step
 from quaver.trainer.config import Optimizer
 from quaver.trainer.dry_run import pretended_mesh

@@ -49,14 +49,16 @@ def collecting() -> Iterator[Collected[Any]]:
         collected.is_complete = False
 
 
-def writable(path: Path) -> Path:
+def writable(path: Path, option: str = "--output") -> Path:
     """`path`, which can be written to: found out before a measurement, not after it.
 
+    Args:
+        option: where the path was given, for the error.
     Raises:
         ValueError: it cannot.
     """
     if path.is_dir():
-        raise ValueError(f"--output: expected a file to write, got the folder {path}")
+        raise ValueError(f"{option}: expected a file to write, got the folder {path}")
     existed = path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +66,7 @@ def writable(path: Path) -> Path:
         if not existed:
             path.unlink()
     except OSError as error:
-        raise ValueError(f"--output: cannot write {path}: {error.strerror}") from error
+        raise ValueError(f"{option}: cannot write {path}: {error.strerror}") from error
     return path
 
 

@@ -7,8 +7,8 @@ To a compiler a CPU's cast is one operation too. Compiled C++ casts along column
 of its own reads the tensor that eager code would read, so the codes in a compiled model are eager's even where the
 compiler would have kept the producer's result in float32. On a GPU the compiler sees plain PyTorch, and fuses it.
 
-Where a fake tensor stands for a real one (quaver/memory/fakes.py) its cast is that operation, too: the C code allocates
-its results and nothing else.
+Where a fake tensor stands for a real one (quaver/memory/faking/fakes.py) its cast is that operation, too: the C code
+allocates its results and nothing else.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
     prediction.peak_bytes
 
 The code that runs is the code that trains, so that what it keeps, casts, frees and computes again is what it is; only
-the numbers are missing, and with them the time and the memory. A prediction is one of a CPU: its attention kernel, its
-casts. What is compiled is predicted as compiled code, whose kernels are left out (quaver/memory/compiled.py).
+the numbers are missing, and with them the time and the memory. A prediction is one of a CPU, or, with quaver's own
+casts, kernels and matmuls, of a GPU that multiplies float8 (quaver/memory/faking/gpu_like.py). What is compiled is
+predicted as compiled code, whose kernels are left out (quaver/memory/compiling/compiled.py).
 
 Counted is what tensors take. What an operator allocates and frees before it returns is not: it is another on every
 device (Note: scratch, in quaver/bench/step_memory.py).
@@ -26,12 +27,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from quaver.memory.compiled import has_compiled_code, nothing_compiled, recompile, warm_up
-from quaver.memory.fakes import Fakes, fake_copies, fake_copy, fake_tensors
-from quaver.memory.gloo_buffers import GlooBuffers
-from quaver.memory.integers import check_integers
-from quaver.memory.recorder import CATEGORIES
-from quaver.memory.timeline import record_timeline
+from quaver.memory.compiling.compiled import has_compiled_code, nothing_compiled, recompile, warm_up
+from quaver.memory.faking.fakes import Fakes, fake_copies, fake_copy, fake_tensors
+from quaver.memory.faking.gloo_buffers import GlooBuffers
+from quaver.memory.faking.integers import check_integers
+from quaver.memory.faking.target import is_for_a_gpu, predicting_for
+from quaver.memory.recording.recorder import CATEGORIES
+from quaver.memory.recording.timeline import record_timeline
+
+_CPU = torch.device("cpu")
+"""Where fake tensors are, whatever they stand for (gpu_like.py)."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,7 @@ def explain(
     optimizer: Callable[[Iterator[nn.Parameter]], Optimizer] | None = None,
     autocast: torch.dtype | None = None,
     estimate: bool = False,
+    device: str = "cpu",
 ) -> Prediction:
     """Predict a step of training `model`, the second one, so that the optimizer has its state.
 
@@ -142,22 +148,22 @@ def explain(
         optimizer: makes the optimizer of the parameters it is given, such as `torch.optim.AdamW`; None for none.
         autocast: the dtype of an autocast around the forward and the loss, if any.
         estimate: of what cannot be predicted without numbers assume the most that it can be, and say so in `notes`.
+        device: what the step would run on: "cpu", or "cuda" for an NVIDIA GPU that multiplies float8.
     Raises:
         NotImplementedError: an operator cannot be predicted without numbers, or a size depends on one; the model is
             sharded already, or a part of it is wrapped by `torch.compile`.
-        ValueError: the loss is not a scalar that depends on a parameter.
+        ValueError: the loss is not a scalar that depends on a parameter, or another device.
     """
-    device = torch.device("cpu")
     compiled = has_compiled_code(model)
-    with fake_tensors(compiled=compiled, estimate=estimate) as fakes:
-        fake = fake_copy(_plain(model), fakes, device)
+    with predicting_for(device), fake_tensors(compiled=compiled, estimate=estimate) as fakes:
+        fake = fake_copy(_plain(model), fakes, _CPU)
         if compiled:
             recompile(fake, model)
-        arguments = fake_copies(inputs, fakes, device)
+        arguments = fake_copies(inputs, fakes, _CPU)
         made = None if optimizer is None else optimizer(fake.parameters())
 
         def step() -> None:
-            with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+            with torch.autocast(_CPU.type, dtype=autocast, enabled=autocast is not None):
                 output = (loss or _sum)(fake(*arguments))
             _check_loss(output)
             output.backward()
@@ -192,7 +198,8 @@ def predict_step(
     if fakes.assumptions is not None:
         fakes.assumptions.notes.clear()
     with nothing_compiled():
-        recorded = record_step(step, model, optimizer, kept_scales=kept_scales, around=GlooBuffers())
+        backend = None if is_for_a_gpu() else GlooBuffers()
+        recorded = record_step(step, model, optimizer, kept_scales=kept_scales, around=backend)
         reads, assumed = fakes.reads, [] if fakes.assumptions is None else list(fakes.assumptions.notes)
         return replace(recorded, reads=reads, notes=(*assumed, *check_integers(step, fakes)))
 

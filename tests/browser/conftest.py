@@ -2,7 +2,7 @@
 
 import pytest
 
-from quaver.memory.html import write_html
+from quaver.memory.reports.html import write_html
 from tests.browser.reports import HOSTILE, MIB, advice, comparison, made, predicted, unseen, wide
 
 

@@ -8,8 +8,8 @@ from torch import nn
 from quaver import Float8LinearConfig, convert_to_float8_training
 from quaver.bench.step_memory import measure_usage
 from quaver.memory import explain
-from quaver.memory.fakes import fake_tensors
-from quaver.memory.libraries import as_if_not_fake
+from quaver.memory.faking.fakes import fake_tensors
+from quaver.memory.faking.libraries import as_if_not_fake
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,14 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import quaver.gemm
 from benchmarks.memory_modules import Case, Size, _step, build
 from quaver import Float8LinearConfig, convert_to_float8_training
-from quaver.memory.fakes import fake_tensors
-from quaver.memory.gpu_like import as_on_a_gpu
+from quaver.memory.faking.fakes import fake_tensors
+from quaver.memory.faking.gpu_like import as_on_a_gpu
 from quaver.memory.predict import predict_step
 from quaver.trainer.config import Optimizer
 from quaver.trainer.dry_run import pretended_mesh
+from quaver.trainer.footprint.run import SEES_GATHERS
 from quaver.trainer.layout import Layout
 from quaver.trainer.optimizer import build_optimizer
-from quaver.trainer.predict_memory import SEES_GATHERS
 
 CPU = torch.device("cpu")
 SIZE = Size(sequences=2)

@@ -15,15 +15,14 @@ from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Case, Size, mea
 from benchmarks.predicted import predict
 from quaver import Float8LinearConfig, convert_to_float8_training, float8_scaling_state
 from quaver.bench.step_memory import Usage
-from quaver.cli import main
 from quaver.kernels import cpu as cpu_casts
 from quaver.memory import TensorBytes, explain
-from quaver.memory.fakes import fake_tensors
-from quaver.memory.gloo_buffers import GlooBuffers
-from quaver.memory.rows import merged_layers
+from quaver.memory.faking.fakes import fake_tensors
+from quaver.memory.faking.gloo_buffers import GlooBuffers
+from quaver.memory.reports.rows import merged_layers
 from quaver.trainer.dry_run import pretended_mesh
+from quaver.trainer.footprint.run import SEES_GATHERS
 from quaver.trainer.layout import Layout
-from quaver.trainer.predict_memory import SEES_GATHERS
 from tests.distributed.ranks import run as run_on_ranks
 
 CPU = torch.device("cpu")
@@ -243,60 +242,3 @@ def test_what_gloo_copies_is_counted():
     assert gathering_bytes == 4 * 4000
     assert counted.peak_bytes == 4 * (500 + 4000)
     assert counted.live_bytes == kept.nbytes
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
-
-
-SMALL_8B = ["train_configs/llama3_8b.toml", "--model.n_layers", "2", "--ranks", "8"]
-
-
-@pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
-def test_the_command_on_8_ranks(tmp_path, capsys):
-    output = tmp_path / "new" / "memory.json"
-    assert main(["memory", *SMALL_8B, "--output", str(output), "--top", "3"]) == 0
-    printed = capsys.readouterr().out
-    assert "ranks      8: dp_shard 8" in printed
-    assert "compile" not in printed
-    written = json.loads(output.read_text())
-    assert written["by_category"]["parameters"] == pytest.approx(4 * written["parameters"] / 8, rel=0.01)
-    assert written["by_category"]["optimizer_state"] == pytest.approx(8 * written["parameters"] / 8, rel=0.01)
-    assert f"{written['peak_bytes']:,} bytes" in printed
-    assert written["config"]["model"]["n_layers"] == 2
-    assert sum(row["bytes"] for row in written["report"]["at_peak"]) == written["peak_bytes"]
-
-
-def test_two_settings_are_compared(tmp_path, capsys):
-    words = ["train_configs/llama3_debug.toml", "--model.n_layers", "1", "--training.seq_len", "64"]
-    output = tmp_path / "memory.json"
-    other = "--float8.enable_float8_linear false"
-    assert main(["memory", *words, "--output", str(output), "--top", "0", "--against", other]) == 0
-    printed = capsys.readouterr().out
-    written = json.loads(output.read_text())
-    assert written["trained_in"] == "tensorwise"
-    assert written["against"]["trained_in"] == "bfloat16"
-    assert "float8_weights" not in written["against"]["by_category"]
-    assert f"{written['against']['peak_bytes'] - written['peak_bytes']:+,}" in printed
-    assert f"Compared with {other}" in printed
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["nowhere.toml"], "config file 'nowhere.toml' does not exist"),
-        (["--training.stepz", "3"], "unknown flag: 'training.stepz'; did you mean 'training.steps'?"),
-        (["--ranks", "0"], "--ranks: expected 1 or more, got '0'"),
-        (["--ranks", "3", "--parallelism.tensor_parallel_degree", "2"], "data_parallel_shard_degree"),
-        (["--against", "nowhere.toml"], "config file 'nowhere.toml' does not exist"),
-        (["--output", "/dev/null/x.json"], "--output: cannot write /dev/null/x.json"),
-        (["train_configs/llama3_8b.toml"], "false where no weight is sharded"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_bad_input_is_one_line_and_exit_code_2(words, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["memory", *words])
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1

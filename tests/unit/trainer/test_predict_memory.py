@@ -13,12 +13,12 @@ from quaver.bench.step_memory import measure_usage
 from quaver.trainer.config import ActivationCheckpoint, Data, Float8, Optimizer, Parallelism, Training
 from quaver.trainer.config_io import build_config, load_config
 from quaver.trainer.data import Batch
+from quaver.trainer.footprint.run import SEES_GATHERS, predict_memory
 from quaver.trainer.initialize import allocate, initialize
 from quaver.trainer.layout import resolve
 from quaver.trainer.memory import storage_bytes
 from quaver.trainer.parallelize import parallelize
 from quaver.trainer.plan import make_models
-from quaver.trainer.predict_memory import SEES_GATHERS, predict_memory
 from quaver.trainer.ranks import Ranks
 from quaver.trainer.train import prepare, train
 from quaver.trainer.twin import Twin

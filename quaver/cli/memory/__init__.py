@@ -1,0 +1,152 @@
+"""`quaver memory [CONFIG.toml] [--ranks N] [--vs WORDS] [--advise] [--fit SIZE] [--measure] [--html FILE] ...`."""
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from quaver.bench.results import save
+from quaver.cli.errors import bad_input
+from quaver.cli.memory.advice import advice_summary, advice_table, side_by_side_table
+from quaver.cli.memory.comparison import comparison_lines
+from quaver.cli.memory.options import Options, parse
+from quaver.cli.memory.views import Printer
+from quaver.memory.faking.target import predicting_for
+from quaver.memory.reports.compare import Comparison, compare
+from quaver.memory.reports.draw import draw_peak, draw_timeline
+from quaver.memory.reports.html import write_html
+from quaver.trainer.footprint.advise import Advice, advise
+from quaver.trainer.footprint.bisect import bisect_memory, row_to_explain
+from quaver.trainer.footprint.case import Case, case_of
+from quaver.trainer.footprint.measure import MeasuredMemory, measure_memory, side_by_side
+from quaver.trainer.footprint.module import predict_module
+from quaver.trainer.footprint.run import RunMemory, predict_memory
+
+_WIDTH = 170
+"""Columns of the tables where the terminal has fewer: modules and lines of code are not broken."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What was asked, and found out."""
+
+    options: Options
+    memory: RunMemory
+    other: RunMemory | None
+    comparison: Comparison | None
+    advice: Advice | None
+    measured: MeasuredMemory | None
+
+
+def run(argv: list[str]) -> int:
+    """Print what a training step would take and where, and write it; 0, or 2 for bad input."""
+    with bad_input():
+        options = parse(argv)
+        case = replace(case_of(options.words, options.vs or [], options.ranks), module=options.module)
+        answer = _answer(options, case)
+    _print(answer)
+    for file in _write(answer):
+        print(f"saved {file}")
+    return 0
+
+
+def _answer(options: Options, case: Case) -> _Answer:
+    config = case.config(other=False)
+    with predicting_for(options.device):
+        _tell("predicting a step")
+        memory = _predict(case, other=False)
+        other = comparison = advice = None
+        if options.vs is not None:
+            _tell("predicting a step of the other run")
+            other = _predict(case, other=True)
+            comparison = _compare(options, case, memory, other)
+        if options.advise:
+            advice = advise(
+                config, options.ranks, fit_bytes=options.fit_bytes, device=options.model_time_on, progress=_tell
+            )
+    measured = None
+    if options.measure:
+        _tell("training to measure")
+        measured = measure_memory(config, options.ranks)
+    return _Answer(options, memory, other, comparison, advice, measured)
+
+
+def _predict(case: Case, *, other: bool) -> RunMemory:
+    config = case.config(other=other)
+    return predict_module(config, case.module, case.ranks) if case.module else predict_memory(config, case.ranks)
+
+
+def _compare(options: Options, case: Case, memory: RunMemory, other: RunMemory) -> Comparison:
+    words = " ".join(options.vs or [])
+    comparison = compare(memory.prediction, other.prediction, label_a="as given", label_b=words)
+    row = row_to_explain(comparison) if options.bisect else None
+    if row is None:
+        return comparison
+    _tell("looking for the smallest part that shows the largest difference; --no-bisect leaves it out")
+    return replace(comparison, smallest=bisect_memory(case, row, tell=_tell))
+
+
+def _tell(what: str) -> None:
+    """Progress, beside the output."""
+    print(f"... {what}", file=sys.stderr, flush=True)
+
+
+def _print(answer: _Answer) -> None:
+    console = Console(width=max(_WIDTH, Console().width))
+    printer = Printer(console, answer.options)
+    printer.run(answer.memory)
+    if answer.other is not None and answer.comparison is not None:
+        printer.difference(answer.memory, answer.other)
+        for line in comparison_lines(answer.comparison, answer.options.top):
+            printer.line(line)
+    if answer.advice is not None:
+        console.print(advice_table(answer.advice))
+        for line in advice_summary(answer.advice):
+            printer.line(line)
+    if answer.measured is not None:
+        console.print(side_by_side_table(side_by_side(answer.memory, answer.measured)))
+
+
+def _write(answer: _Answer) -> list[Path]:
+    """Write what was asked for, and return the files."""
+    options, more = answer.options, _more(answer)
+    save(answer.memory.to_dict() | {name: value for name, value in more.items() if value is not None}, options.output)
+    files = [options.output]
+    title = _title(answer)
+    if options.html is not None:
+        pages = {
+            "other": None if answer.other is None else _whole(answer.other),
+            "measured": None if answer.measured is None else _whole(answer.measured),
+        }
+        write_html(options.html, title=title, prediction=_whole(answer.memory), **{**more, **pages})
+        files.append(options.html)
+    if options.png is not None:
+        peak = options.png.with_name(f"{options.png.stem}-peak.png")
+        draw_timeline(answer.memory.prediction.report, options.png, title=title)
+        draw_peak(answer.memory.prediction.report, peak, title=title)
+        files += [options.png, peak]
+    return files
+
+
+def _more(answer: _Answer) -> dict[str, Any]:
+    """What there is besides the prediction, by the names that a page and the JSON have for it."""
+    parts = {
+        "other": answer.other,
+        "comparison": answer.comparison,
+        "advice": answer.advice,
+        "measured": answer.measured,
+    }
+    return {name: None if part is None else part.to_dict() for name, part in parts.items()}
+
+
+def _whole(memory: RunMemory) -> dict[str, Any]:
+    return {**memory.to_dict(), **memory.prediction.to_dict(timeline=True)}
+
+
+def _title(answer: _Answer) -> str:
+    options, name = answer.options, answer.memory.name
+    part = f", {options.module} alone" if options.module else ""
+    file = next((word for word in options.words if not word.startswith("--")), "defaults")
+    return f"{Path(file).stem} in {name}, {options.ranks} rank{'s' * (options.ranks > 1)}{part}"

@@ -1,0 +1,134 @@
+"""Inductor as far as its Python code, whose kernels do nothing. Slow to import: import it where it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch._dynamo.config
+import torch._functorch.config
+import torch._inductor.config
+from torch import Tensor
+from torch._guards import TracingContext
+from torch._inductor import cpu_vec_isa
+from torch._inductor.graph import GraphLowering
+
+from quaver.memory.compiling.makers import Maker, followers, kernel, node_of
+from quaver.memory.compiling.wrapper_code import RECEIVED, RETURNED, rewritten
+
+_INDUCTOR = {
+    "fx_graph_cache": False,
+    "fx_graph_remote_cache": False,
+    "compile_threads": 1,  # no processes that wait for kernels
+    "cpp.vec_isa_ok": True,  # asks the CPU what it has, and no compiler whether it can make use of it
+}
+_FUNCTORCH = {"enable_autograd_cache": False, "enable_remote_autograd_cache": False}
+_DYNAMO = {"automatic_dynamic_local_pgo": False, "automatic_dynamic_remote_pgo": False}
+_REFUSED = ("cpp_wrapper", "memory_planning", "max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
+"""Inductor's settings with which its code is not Python, takes buffers from pools, or is found by measuring kernels."""
+
+
+@contextmanager
+def write_no_kernels(count: Callable[[], None]) -> Iterator[None]:
+    """Let Inductor write code without kernels inside the block, for a CPU, and neither read nor write its caches.
+
+    Args:
+        count: called for each graph that is compiled.
+    Raises:
+        NotImplementedError: as Inductor's error, where it compiles what it was not made for.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch._inductor.config.patch(_INDUCTOR))
+        stack.enter_context(torch._functorch.config.patch(_FUNCTORCH))
+        stack.enter_context(torch._dynamo.config.patch(_DYNAMO))
+        stack.enter_context(patch.object(GraphLowering, "run", _checked(GraphLowering.run)))
+        lines = partial(_module_without_kernels, count)
+        stack.enter_context(patch.object(GraphLowering, "_compile_to_module_lines", lambda *given: lines(*given)))
+        stack.callback(cpu_vec_isa.valid_vec_isa_list.cache_clear)
+        yield
+
+
+class _NoCompiler:
+    """Stands for Inductor's AsyncCompile, each of whose methods compiles a kernel."""
+
+    def wait(self, scope: dict[str, Any]) -> None:
+        """There is nothing to wait for."""
+
+    def __getattr__(self, language: str) -> Callable[..., Any]:
+        return lambda *source, **options: kernel
+
+
+def _module_without_kernels(count: Callable[[], None], graph: Any, wrapper_code: Any) -> ModuleType:
+    """Stands for `GraphLowering._compile_to_module_lines`: from Inductor's wrapper code to a module with its `call`."""
+    module = ModuleType("quaver.memory.compiled_code")
+    module.__file__ = f"<{graph.graph_id}: no kernels>"
+    names = vars(module)
+    ends = _Ends(graph)
+    names |= {"AsyncCompile": _NoCompiler, RECEIVED: ends.received, RETURNED: ends.returned}
+
+    def maker_of(buffer: str, operator: str) -> str:
+        name = f"made_{len(names)}"
+        names[name] = Maker(operator, node_of(graph.name_to_buffer.get(buffer)))
+        return name
+
+    exec(compile(rewritten(wrapper_code.value, maker_of), module.__file__, "exec"), names)
+    names["reinterpret_tensor"] = _reinterpret
+    names |= graph.constants | graph.torchbind_constants | getattr(graph, "opaque_value_type_classes", {})
+    count()
+    return module
+
+
+class _Ends:
+    """Tells followers what a forward keeps for its backward, from its return until the backward's."""
+
+    def __init__(self, graph: Any) -> None:
+        self._is_backward = graph.is_backward
+        context = TracingContext.try_get()
+        metadata = None if context is None else context.fw_metadata
+        self._kept_from: int | None = None
+        if metadata is not None and not (graph.is_backward or graph.is_inference):
+            self._kept_from = len(metadata.tokens) + metadata.num_forward_returns
+
+    def received(self, arguments: list[Any]) -> None:
+        """Called with what compiled code is given."""
+        if self._is_backward:
+            for follower in followers():
+                follower.backward_begins(arguments)
+
+    def returned(self, results: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Called with what compiled code returns."""
+        for follower in followers():
+            if self._is_backward:
+                follower.backward_ends()
+            elif self._kept_from is not None:
+                follower.kept(results[self._kept_from :])
+        return results
+
+
+def _checked(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`GraphLowering.run`, which goes from operators to buffers, for code that can be followed."""
+
+    def checked(graph: Any, *arguments: Any) -> Any:
+        found = [name for name in _REFUSED if getattr(torch._inductor.config, name)]
+        if found:
+            raise NotImplementedError(
+                f"expected Inductor's default kernels in Python code, got {' and '.join(found)}: memory can only be "
+                "predicted without"
+            )
+        result = run(graph, *arguments)
+        devices = sorted(graph.device_types - {"cpu"})
+        if devices:
+            raise NotImplementedError(f"expected compiled code of a CPU, got {' and '.join(devices)}")
+        return result
+
+    return checked
+
+
+def _reinterpret(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:
+    """A view; the offset is from the beginning of `tensor`."""
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)

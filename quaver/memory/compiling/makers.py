@@ -1,0 +1,230 @@
+"""What makes the buffers of compiled code: Inductor's graph tells it, and rows of a recording show it.
+
+A `Maker` stands in compiled code (wrapper_code.py) for one allocation or call. It allocates a buffer so that whoever
+follows storages sees the name of the kernel that writes it, not that of an allocation; it calls operators from a frame
+that stands in the line of the model that they come from, and tells followers in which module that is. Fused kernels do
+nothing: numbers are not there.
+"""
+
+from __future__ import annotations
+
+import builtins
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from types import FunctionType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
+
+from quaver.memory.recording.storages import StorageWatch
+from quaver.phases import phase
+
+_LINE = re.compile(r'File "(.+)", line (\d+), in ')
+_STEPS = re.compile(r"(?:\._modules)?\[['\"]?([^\]'\"]+)['\"]?\]")
+_ROOT = re.compile(r"L\['\w+'\](?:\.__self__)?")  # the compiled module, by the name of its forward's first argument
+_OPERATORS_OF_TORCH = "torch."
+_RNG_STATE_BYTES = torch.get_rng_state().numel()
+_CALL = (lambda function, args, kwargs: function(*args, **kwargs)).__code__
+
+
+class Follower(Protocol):
+    """Is told of what compiled code does, beside what a `StorageWatch` sees."""
+
+    def inside(self, module: str) -> AbstractContextManager[None]:
+        """Around what code of `module` does; its name is relative to the compiled module."""
+
+    def kept(self, tensors: Sequence[Any]) -> None:
+        """A compiled forward returns these for its backward: tensors, and numbers that are sizes."""
+
+    def backward_begins(self, tensors: Sequence[Any]) -> None:
+        """A compiled backward is given these, some of which a forward kept."""
+
+    def backward_ends(self) -> None:
+        """The compiled backward that began last has let go what it was given."""
+
+
+_followers: list[Follower] = []
+
+
+@contextmanager
+def follow(follower: Follower) -> Iterator[None]:
+    """Tell `follower` what compiled code does inside the block."""
+    _followers.append(follower)
+    try:
+        yield
+    finally:
+        _followers.remove(follower)
+
+
+def followers() -> tuple[Follower, ...]:
+    """Those who follow now."""
+    return tuple(_followers)
+
+
+def kernel(*args: Any) -> None:
+    """Stands for every fused kernel."""
+
+
+class Maker:
+    """What makes one buffer.
+
+    Attributes:
+        operator: as "fused_abs_amax (aten.abs)", the operators that were fused into the kernel and the one whose result
+            the buffer is; or a single operator, or "compiled code" where none is known.
+        module: in which it was called, relative to the compiled module; empty for that itself, or where unknown.
+    """
+
+    is_view, namespace = False, "inductor"  # what else is asked of an operator (`StorageWatch.operator_called`)
+
+    def __init__(self, operator: str, node: fx.Node | None) -> None:
+        result_of = _operator_of(node)
+        self.operator = (
+            f"{operator} ({result_of})" if operator and result_of else operator or result_of or "compiled code"
+        )
+        self.module = _module_of(node)
+        self._in_line = _frame_of(node)
+        self._layout: tuple[torch.Size, tuple[int, ...], torch.dtype] | None = None
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call an operator, or tell that a kernel was called."""
+        with _inside(self.module):
+            if function is kernel:
+                return self._in_line(_tell_of_call, (self, args), {})
+            if isinstance(function, HigherOrderOperator):
+                return self._in_line(_call_without_rng, (function, *args), kwargs)
+            if _is_cast(function):
+                return phase("quaver::cast")(lambda *args: self._in_line(function, args, kwargs))(*args)
+            return self._in_line(function, args, kwargs)
+
+    def allocate(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, reads: Sequence[Any] = ()
+    ) -> Tensor:
+        """A new buffer of the CPU, into which the kernel writes what it makes of `reads`."""
+        with _inside(self.module):
+            return self._in_line(_allocate, (self, size, stride, dtype, reads), {})
+
+    def __str__(self) -> str:
+        return self.operator
+
+    def has_layout_of(self, view: Tensor) -> None:
+        """What `allocate_again` is to allocate."""
+        self._layout = view.shape, view.stride(), view.dtype
+
+    def allocate_again(self, reads: Sequence[Any] = ()) -> Tensor:
+        """A new buffer in the place of one that was released."""
+        if self._layout is None:
+            raise RuntimeError("expected has_layout_of to be called before")
+        layout, self._layout = self._layout, None
+        return self.allocate(*layout, reads)
+
+
+@contextmanager
+def _inside(module: str) -> Iterator[None]:
+    if not _followers:
+        yield
+        return
+    with _followers[-1].inside(module):
+        yield
+
+
+def _tell_of_call(maker: Maker, args: tuple[Any, ...]) -> None:
+    with _only_fakes() as watches:
+        for watch in watches:
+            watch.operator_called(maker, _tensors(args))
+
+
+def _allocate(
+    maker: Maker, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, reads: Sequence[Any]
+) -> Tensor:
+    with _only_fakes() as watches:
+        tensor = torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+        for watch in watches:
+            watch.operator_called(maker, _tensors(reads))
+            watch.meet(tensor, maker.operator)
+    return tensor
+
+
+@contextmanager
+def _only_fakes() -> Iterator[list[StorageWatch]]:
+    """Inside the block no dispatch mode is on but that of fake tensors; yields those that follow storages elsewhere."""
+    modes = _get_current_dispatch_mode_stack()
+    fakes = next((mode for mode in modes if isinstance(mode, FakeTensorMode)), None)
+    with _disable_current_modes(), fakes or nullcontext():
+        yield [mode for mode in modes if isinstance(mode, StorageWatch)]
+
+
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
+
+
+def _is_cast(function: Callable[..., Any]) -> bool:
+    """Whether this casts to float8, which is a phase of that name (quaver/phases.py) in eager code."""
+    return isinstance(function, OpOverload) and function.namespace == "quaver" and "cast" in function.name()
+
+
+def _call_without_rng(function: HigherOrderOperator, *args: Any, **kwargs: Any) -> Any:
+    """Operators that Inductor calls with a state of the random numbers, for a recomputation to have the same ones.
+
+    Raises:
+        NotImplementedError: it is another higher-order operator.
+    """
+    if function is torch.ops.higher_order.run_and_save_rng_state:
+        return torch.empty(_RNG_STATE_BYTES, dtype=torch.uint8), args[0](*args[1:], **kwargs)
+    if function is torch.ops.higher_order.run_with_rng_state:
+        return args[1](*args[2:], **kwargs)
+    raise NotImplementedError(
+        f"expected compiled code of operators, got a call of {function}; its memory can only be predicted without it"
+    )
+
+
+# ---- what a node of Inductor's graph tells ---------------------------------------------------------------------------
+
+
+def node_of(buffer: Any) -> fx.Node | None:
+    """The operator that a buffer of Inductor comes from, or the last of those that were fused; None if unknown."""
+    if buffer is None:
+        return None
+    node = buffer.get_origin_node()
+    if node is None:
+        node = next((each for each in buffer.get_origins() if each.op == "call_function"), None)
+    return node
+
+
+def _operator_of(node: fx.Node | None) -> str:
+    return "" if node is None else str(node.target).removesuffix(".default")
+
+
+def _module_of(node: fx.Node | None) -> str:
+    meta = {} if node is None else node.meta
+    stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    root = _ROOT.match(path)
+    return _STEPS.sub(r".\1", path[root.end() :]).strip(".") if root else ""
+
+
+def _frame_of(node: fx.Node | None) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
+    """Calls a function with arguments from a frame that stands where the innermost line of the model stood."""
+    trace = "" if node is None else node.meta.get("stack_trace") or ""
+    for file, line in reversed(_LINE.findall(trace)):
+        name = _module_in(file)
+        if not name.startswith(_OPERATORS_OF_TORCH):
+            code = _CALL.replace(co_filename=file, co_firstlineno=int(line), co_name="compiled")
+            return FunctionType(code, {"__name__": name, "__builtins__": builtins})
+    return FunctionType(_CALL, {"__name__": __name__, "__builtins__": builtins})
+
+
+@cache
+def _module_in(file: str) -> str:
+    """The name of the Python module in a file; that of a script if no module is."""
+    names = (name for name, module in tuple(sys.modules.items()) if getattr(module, "__file__", None) == file)
+    return next(names, "__main__")

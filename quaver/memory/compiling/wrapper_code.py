@@ -1,0 +1,214 @@
+"""Rewrites the Python code that calls Inductor's kernels, so that it runs without them and tells what made each buffer.
+
+Compiled code is a Python function `call`, which Inductor writes. It allocates buffers, calls kernels and operators with
+them, lets a new buffer have the memory of one that is no longer needed, and deletes. All of that stays as it is, but
+
+    buf1 = empty_strided_cpu(size, stride, dtype)   becomes   buf1 = made_7.allocate(size, stride, dtype, [buf0])
+    cpp_fused_abs_0(buf0, buf1)                               made_8.call(cpp_fused_abs_0, buf0, buf1)
+    buf2 = torch.ops.aten.x.default(buf1)                     buf2 = made_9.call(torch.ops.aten.x.default, buf1)
+    buf3 = buf1; del buf1  # reuse                            made_10.has_layout_of(buf1); del buf1
+                                                              buf3 = made_10.allocate_again([buf2])
+    return (buf2, primals_1, buf3)                            return returned((buf2, primals_1, buf3))
+
+where each `made_` is an object that knows the buffer's operator, module and source line (makers.py).
+The list is of what the kernel reads that writes to the buffer first. Reused memory is allocated anew after its release:
+the bytes are the same, and the new row says what the buffer is now.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+RETURNED = "returned"
+RECEIVED = "received"
+"""Names of the functions that the rewritten `call` calls with what it was given first, and with what it returns."""
+
+_ALLOCATE = "empty_strided_cpu"
+_REINTERPRET = "reinterpret_tensor"
+_BUFFER = re.compile(r"buf\d+")
+_KERNEL = re.compile(r"(?:cpp|triton_[a-z]+)_(fused\w*?)(?:_\d+)?")
+_OPERATORS = ("extern_kernels.", "torch.ops.", "aten.", "inductor_ops.")
+_NOT_RUN = ("get_args", "benchmark_compiled_module")
+
+MakerOf = Callable[[str, str], str]
+"""From the names of a buffer (empty for none) and of the kernel that writes it first (empty for none) to that of an
+object in the code's namespace."""
+
+
+def rewritten(source: str, maker_of: MakerOf) -> ast.Module:
+    """The wrapper code `source`, rewritten; its namespace is to have AsyncCompile, RECEIVED and RETURNED, too."""
+    tree = ast.parse(source)
+    tree.body = [each for each in tree.body if not _brings_compiler(each)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name not in _NOT_RUN:
+            _Rewriter(_writes_of(node.body), maker_of, node.name == "call").visit_FunctionDef(node)
+    return ast.fix_missing_locations(tree)
+
+
+def kernel_operator(function: str) -> str:
+    """The name of a fused kernel without its kind and number, as "fused_abs_amax"; empty for any other function."""
+    match = _KERNEL.fullmatch(function)
+    return match[1] if match else ""
+
+
+@dataclass
+class _Writes:
+    """Which statement of a function writes to an allocated buffer first."""
+
+    kernels: dict[str, str] = field(default_factory=dict)
+    """From a buffer to the fused kernel that is called there; empty where it is no kernel."""
+    buffers: dict[int, str] = field(default_factory=dict)
+    """From the identity of the call to a buffer that it writes to first."""
+    arguments: dict[str, list[str]] = field(default_factory=dict)
+    """From a buffer to all that the call is given."""
+
+
+class _Rewriter(ast.NodeTransformer):
+    """Rewrites the statements of one function; see the top of this file."""
+
+    def __init__(self, writes: _Writes, maker_of: MakerOf, is_entry: bool) -> None:
+        self._writes, self._maker_of, self._is_entry = writes, maker_of, is_entry
+        self._assigned: set[str] = set()
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        node.body = list(self._body(node.body))
+        if self._is_entry:
+            node.body.insert(0, ast.Expr(_call(_variable(RECEIVED), [_variable(node.args.args[-1].arg)])))
+        return node
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr:
+        if isinstance(node.value, ast.Call) and _is_work(node.value):
+            node.value = self._called(self._writes.buffers.get(id(node.value), ""), node.value)
+        return node
+
+    def visit_Assign(self, node: ast.Assign) -> ast.Assign:
+        target, value = _name(node.targets[0]), node.value
+        if isinstance(value, ast.Call) and _BUFFER.fullmatch(target):
+            if _name(value.func) == _ALLOCATE:
+                value.func = _attribute(self._maker(target), "allocate")
+                value.args.append(self._read_for(target))
+            elif _name(value.func) != _REINTERPRET:
+                node.value = self._called(target, value)
+        return node
+
+    def visit_Return(self, node: ast.Return) -> ast.Return:
+        if self._is_entry and node.value is not None:
+            node.value = _call(_variable(RETURNED), [node.value])
+        return node
+
+    def _body(self, statements: list[ast.stmt]) -> Iterator[ast.stmt]:
+        is_deletion_of_reused = False
+        for statement, following in _with_next(statements):
+            old = _reused(statement, following)
+            if old:
+                yield from self._renewed(statement, old)
+            elif not is_deletion_of_reused:
+                yield self.visit(statement)
+            self._assigned |= _targets(statement) - {old}
+            is_deletion_of_reused = bool(old)
+
+    def _renewed(self, statement: Any, old: str) -> Iterator[ast.stmt]:
+        """Remember the layout of the new buffer, release the old one, and allocate."""
+        new = _name(statement.targets[0])
+        maker = self._maker(new)
+        yield ast.Expr(_call(_attribute(maker, "has_layout_of"), [statement.value]))
+        yield ast.Delete([ast.Name(old, ast.Del())])
+        self._assigned.discard(old)
+        allocated = _call(_attribute(maker, "allocate_again"), [self._read_for(new)])
+        yield ast.Assign([ast.Name(new, ast.Store())], allocated, lineno=0)
+
+    def _called(self, written: str, call: ast.Call) -> ast.Call:
+        maker = self._maker_of(written, kernel_operator(_name(call.func)))
+        return ast.Call(_attribute(maker, "call"), [call.func, *call.args], call.keywords)
+
+    def _read_for(self, buffer: str) -> ast.List:
+        """What is there already of the arguments of the call that writes to `buffer` first."""
+        names = [name for name in self._writes.arguments.get(buffer, []) if name in self._assigned]
+        return ast.List([_variable(name) for name in dict.fromkeys(names)], ast.Load())
+
+    def _maker(self, buffer: str) -> str:
+        return self._maker_of(buffer, self._writes.kernels.get(buffer, ""))
+
+
+def _writes_of(statements: list[ast.stmt]) -> _Writes:
+    writes = _Writes()
+    unwritten: dict[str, str] = {}  # each allocated buffer, and each view of it, with the buffer
+    for statement, following in _with_next(statements):
+        value = getattr(statement, "value", None)
+        if isinstance(value, ast.Call) and _is_work(value):
+            for buffer in {unwritten[name]: None for name in _buffers(value) if name in unwritten}:
+                writes.kernels[buffer] = kernel_operator(_name(value.func))
+                writes.buffers.setdefault(id(value), buffer)
+                writes.arguments[buffer] = _names([*value.args, *(each.value for each in value.keywords)])
+                unwritten = {name: of for name, of in unwritten.items() if of != buffer}
+        elif isinstance(statement, ast.Assign):
+            target = _name(statement.targets[0])
+            if _reused(statement, following) or (isinstance(value, ast.Call) and _name(value.func) == _ALLOCATE):
+                unwritten[target] = target
+            elif _is_view(value) and _buffers(statement.value)[0] in unwritten:
+                unwritten[target] = unwritten[_buffers(statement.value)[0]]
+    return writes
+
+
+def _with_next(statements: list[ast.stmt]) -> Iterator[tuple[ast.stmt, ast.stmt | None]]:
+    return zip(statements, [*statements[1:], None], strict=True)
+
+
+def _reused(statement: ast.stmt, following: ast.stmt | None) -> str:
+    """The buffer whose memory goes to a new one, in one line that names the new and deletes the old; empty for none."""
+    if not isinstance(statement, ast.Assign) or not isinstance(following, ast.Delete):
+        return ""
+    new, old = _name(statement.targets[0]), _name(following.targets[0])
+    is_line = statement.lineno == following.lineno and bool(_BUFFER.fullmatch(new))
+    return old if is_line and _is_view(statement.value) and _buffers(statement.value) == [old] else ""
+
+
+def _is_view(value: Any) -> bool:
+    """Whether this is another name for a buffer, or a view of it."""
+    is_view = isinstance(value, ast.Name) or (isinstance(value, ast.Call) and _name(value.func) == _REINTERPRET)
+    return is_view and bool(_buffers(value))
+
+
+def _is_work(call: ast.Call) -> bool:
+    """Whether this calls a kernel or an operator, as all but checks and allocations do."""
+    return bool(kernel_operator(_name(call.func))) or ast.unparse(call.func).startswith(_OPERATORS)
+
+
+def _buffers(value: ast.AST) -> list[str]:
+    """The buffers that an expression names."""
+    return [node.id for node in ast.walk(value) if isinstance(node, ast.Name) and _BUFFER.fullmatch(node.id)]
+
+
+def _names(values: list[ast.expr]) -> list[str]:
+    """The variables that arguments are made of, by themselves or as views."""
+    return [node.id for value in values for node in ast.walk(value) if isinstance(node, ast.Name)]
+
+
+def _targets(statement: ast.stmt) -> set[str]:
+    """The variables that a statement assigns."""
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    return set(_names([each for each in targets if isinstance(each, ast.Name | ast.Tuple)]))
+
+
+def _brings_compiler(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.ImportFrom) and any(each.name == "AsyncCompile" for each in statement.names)
+
+
+def _name(node: ast.AST) -> str:
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _variable(name: str) -> ast.Name:
+    return ast.Name(name, ast.Load())
+
+
+def _attribute(name: str, attribute: str) -> ast.Attribute:
+    return ast.Attribute(_variable(name), attribute, ast.Load())
+
+
+def _call(function: ast.expr, arguments: list[ast.expr]) -> ast.Call:
+    return ast.Call(function, arguments, [])

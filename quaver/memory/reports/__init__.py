@@ -1,0 +1,1 @@
+"""Shows what was recorded: rows, comparisons, pictures, a page."""

@@ -1,0 +1,31 @@
+"""Sizes of memory as people type them: 80GiB, 80GB, 512MiB, 1.5 TiB, or plain bytes."""
+
+from __future__ import annotations
+
+import re
+
+UNITS_BYTES = {
+    "": 1,
+    "b": 1,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)},
+}
+"""By name in small letters: GB are 1000**3 bytes, GiB are 1024**3, which is what GPUs are sold in."""
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+
+
+def parse_bytes(text: str, name: str = "size") -> int:
+    """The bytes that `text` says, rounded down.
+
+    Args:
+        name: of what is parsed, for the error.
+    Raises:
+        ValueError: it is no size, or none above 0.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    unit = found[2].lower() if found else None
+    size_bytes = int(float(found[1]) * UNITS_BYTES[unit]) if found and unit in UNITS_BYTES else 0
+    if size_bytes < 1:
+        raise ValueError(f"{name}: expected a size above 0 such as 80GiB, 80GB, 512MiB or plain bytes, got {text!r}")
+    return size_bytes

@@ -1,0 +1,255 @@
+"""Two predictions side by side: what one run keeps, or has alive at its peak, and the other does not.
+
+    comparison = compare(explain(model, inputs), explain(other, inputs), label_a="bfloat16", label_b="rowwise")
+    print(comparison.rows[0].sentence)
+
+Rows of both reports are aligned by module (layers that are alike as one), operator, the parameter that it was applied
+to, category, shape and dtype. Where of the same module, category, shape and dtype one run has more of one operator, and
+the other of another, it is the same tensor made another way, as a matmul's result in another precision: these count as
+one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from quaver.memory.predict import Prediction
+from quaver.memory.reports.pitfalls import Kept, Row, hint_of, is_operator, short_operator, si
+from quaver.memory.reports.rows import merged_layers
+
+NOT_KEPT = ("parameters", "gradients", "optimizer_state", "kept_scales", "inputs")
+"""Categories in a report's `saved_for_backward` that would be there anyway."""
+
+_KEEPERS = {
+    "autograd": "kept by autograd",
+    "selective policy": "saved by the selective policy",
+    "checkpoint": "kept by the checkpoint",
+    "compiled graph": "kept by the compiled graph",
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What one run has more of than the other: tensors that are alike, of all layers."""
+
+    at: str
+    """kept: for the backward, when that is most; peak: alive at the peak."""
+    category: str
+    module: str
+    """Where they were made, with "*" for the number of a layer where there are several."""
+    operator: str | None
+    of: str
+    """What the operator was applied to, as far as the report says."""
+    shape: tuple[int, ...]
+    dtype: str
+    source: str
+    kept_by: str
+    first_use: dict[str, Any] | None
+    """operator, module and source of the first reader in the backward."""
+    bytes_a: int
+    bytes_b: int
+    count_a: int
+    count_b: int
+    layers: int
+    """Over how many modules they are spread."""
+    hint: str
+    """What could be done about it; empty for no idea."""
+
+    @property
+    def difference_bytes(self) -> int:
+        """What the second run has more."""
+        return self.bytes_b - self.bytes_a
+
+    @property
+    def per_layer_bytes(self) -> int:
+        """`difference_bytes` of one layer, on average."""
+        return round(self.difference_bytes / self.layers)
+
+    @property
+    def sentence(self) -> str:
+        """All of it in English."""
+        words = [f"{self._amount()}: {self._what()}", *self._circumstances()]
+        return ", ".join(words) + (f"; {self.hint}" if self.hint else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-able dict."""
+        more = {"difference_bytes": self.difference_bytes, "sentence": self.sentence}
+        return {**asdict(self), "shape": list(self.shape), **more}
+
+    def _amount(self) -> str:
+        each = self.per_layer_bytes
+        layers = f" per layer x {self.layers}" if self.layers > 1 else ""
+        return f"{'+' if each > 0 else ''}{si(each)} ({each:+,} bytes){layers}"
+
+    def _what(self) -> str:
+        operator = short_operator(self.operator)
+        what = f"`{operator}`" if operator else self.category.replace("_", " ")
+        where = f" of {self.of}" if operator and self.of else ""
+        if self.module and self.module not in self.of:
+            where += f" in {self.module}"
+        return f"{what}{where}"
+
+    def _circumstances(self) -> Iterator[str]:
+        count = max(self.count_a, self.count_b)
+        each = f"{count // self.layers} x " if self.dtype and count // self.layers > 1 else ""
+        yield f"{each}{self.dtype} ({', '.join(map(str, self.shape))})" if self.dtype else f"{count} tensors"
+        if self.source:
+            yield f"made at {self.source}"
+        yield _KEEPERS.get(self.kept_by, "kept by other code") if self.at == "kept" else "alive at the peak"
+        if self.first_use is not None:
+            line = self.first_use.get("source") or ""
+            yield f"first used in backward by {short_operator(self.first_use['operator'])}" + (
+                f" at {line}" * bool(line)
+            )
+        if self.bytes_a and self.bytes_b:
+            yield f"{si(self.bytes_a)} in all became {si(self.bytes_b)}"
+
+
+@dataclass(frozen=True)
+class Smallest:
+    """The smallest part of a model, and the fewest settings, that show the first row of a comparison."""
+
+    module: str
+    """Its name; empty for the whole model."""
+    settings: tuple[str, ...]
+    """The flags that both runs still need."""
+    command: str
+    """Prints the difference."""
+    text: str
+    """What was taken away, in English."""
+    difference_bytes: int
+    """Of that row there."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the second of two runs has more, or less, than the first."""
+
+    label_a: str
+    label_b: str
+    peak_a: int
+    peak_b: int
+    kept_a: int
+    kept_b: int
+    peak_at_a: str
+    """Where the peak is reached: phase, module and operator."""
+    peak_at_b: str
+    rows: tuple[Difference, ...] = field(repr=False)
+    """The largest first, whatever its sign. What is alive at the peaks may differ because they are at other moments."""
+    smallest: Smallest | None = None
+
+    def at(self, moment: str) -> tuple[Difference, ...]:
+        """The rows of "kept" or of "peak"."""
+        return tuple(row for row in self.rows if row.at == moment)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-able dict."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        rows = [row.to_dict() for row in self.rows]
+        smallest = None if self.smallest is None else {**asdict(self.smallest), "settings": [*self.smallest.settings]}
+        return {**values, "rows": rows, "smallest": smallest}
+
+
+def compare(a: Prediction, b: Prediction, *, label_a: str, label_b: str) -> Comparison:
+    """Align what is alive at the peaks of two steps, and what they keep for the backward, and rank what differs.
+
+    Args:
+        label_a, label_b: what to call them.
+    """
+    kept = [[row for row in each.saved_for_backward if row["category"] not in NOT_KEPT] for each in (a, b)]
+    rows = [*_differences("kept", *kept), *_differences("peak", a.at_peak, b.at_peak)]
+    rows.sort(key=lambda row: -abs(row.difference_bytes))
+    peaks, kept_bytes = (a.peak_bytes, b.peak_bytes), (a.kept_bytes, b.kept_bytes)
+    return Comparison(label_a, label_b, *peaks, *kept_bytes, _peak_of(a), _peak_of(b), tuple(rows))
+
+
+def _peak_of(prediction: Prediction) -> str:
+    where = prediction.module_of_peak or "no module"
+    return f"{prediction.phase_of_peak} of {where}, by {short_operator(prediction.operator_of_peak) or 'no operator'}"
+
+
+@dataclass
+class _Alike:
+    """Rows of both reports that are alike: each as it is, and with its layer's number left out."""
+
+    a: list[Row] = field(default_factory=list)
+    b: list[Row] = field(default_factory=list)
+
+    @property
+    def difference_bytes(self) -> int:
+        return _bytes(self.b) - _bytes(self.a)
+
+    def join(self, other: _Alike) -> None:
+        """Add its rows."""
+        self.a += other.a
+        self.b += other.b
+
+
+def _parameter(of: str) -> str:
+    """The parameter that something was made of. Of two operands of one size a report may name either."""
+    return "" if is_operator(of) else of
+
+
+def _typical(rows: list[Row]) -> Row:
+    """The first of those that are made of what most are made of."""
+    made_of = [_folded(row).get("of") for row in rows]
+    return rows[made_of.index(Counter(made_of).most_common(1)[0][0])]
+
+
+def _bytes(rows: list[Row]) -> int:
+    return sum(row["bytes"] for row in rows)
+
+
+def _folded(row: Row) -> Row:
+    return merged_layers([row])[0]
+
+
+def _differences(at: str, rows_a: list[Row], rows_b: list[Row]) -> Iterator[Difference]:
+    for described, alike in _aligned(rows_a, rows_b):
+        if alike.difference_bytes:
+            both = (rows_b, rows_a) if alike.difference_bytes > 0 else (rows_a, rows_b)
+            yield _difference(at, described, alike, Kept(*both))
+
+
+def _aligned(rows_a: list[Row], rows_b: list[Row]) -> Iterator[tuple[_Alike, _Alike]]:
+    """Yield rows that are alike; before them those of them, of one operator, by which to describe them."""
+    groups: dict[tuple[Any, ...], dict[tuple[Any, ...], _Alike]] = {}
+    for side, rows in (("a", rows_a), ("b", rows_b)):
+        for row in rows:
+            folded = _folded(row)
+            tensor = folded["category"], folded["module"], tuple(folded["shape"]), folded["dtype"]
+            made = folded["operator"], _parameter(folded.get("of") or "")
+            getattr(groups.setdefault(tensor, {}).setdefault(made, _Alike()), side).append(row)
+    for by_operator in groups.values():
+        signs = {each.difference_bytes > 0 for each in by_operator.values() if each.difference_bytes}
+        if len(signs) < 2:
+            yield from ((each, each) for each in by_operator.values())
+            continue
+        joined = _Alike()
+        for each in by_operator.values():
+            joined.join(each)
+        sign = 1 if joined.difference_bytes > 0 else -1
+        yield max(by_operator.values(), key=lambda each: sign * each.difference_bytes), joined
+
+
+def _difference(at: str, described: _Alike, alike: _Alike, rows: Kept) -> Difference:
+    """Args: rows: of both runs, first of the one that has more of it, which is described."""
+    layers = max(len({row["module"] for row in rows}) for rows in (alike.a, alike.b))
+    row = _typical(described.b if alike.difference_bytes > 0 else described.a)
+    seen = _folded(row) if layers > 1 else row
+    return Difference(
+        at=at,
+        **{name: seen[name] for name in ("category", "module", "operator", "dtype")},
+        **{name: seen.get(name) or "" for name in ("of", "source", "kept_by")},
+        shape=tuple(seen["shape"]),
+        first_use=seen.get("first_use"),
+        bytes_a=_bytes(alike.a),
+        bytes_b=_bytes(alike.b),
+        count_a=sum(each["count"] for each in alike.a),
+        count_b=sum(each["count"] for each in alike.b),
+        layers=layers,
+        hint=hint_of(row, rows) if at == "kept" else "",
+    )

@@ -1,0 +1,169 @@
+"""Known ways to keep more than a backward needs, each recognized by what a report says of one of its rows.
+
+A rule reads rows only: who made a tensor and of what, its shape and dtype, who keeps it, who reads it first in the
+backward. None knows a model, a recipe or a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+Row = dict[str, Any]
+"""As in a report's `saved_for_backward` (docs/profiling.md); what a report does not say is missing, or None."""
+
+_REDUCTIONS = frozenset(
+    ("all", "amax", "amin", "aminmax", "any", "linalg_vector_norm", "logsumexp", "max", "mean", "min", "norm", "prod")
+    + ("std", "sum", "var")
+)
+_CONVERSIONS = frozenset(("_to_copy", "convert_element_type", "to"))
+_LONGEST = 48
+"""Letters of an operator's name; those of fused kernels name all that was fused."""
+_CASTS = frozenset(("cast_with_kept_scale", "cast_with_scale", "dynamic_cast"))
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
+
+
+class Kept(NamedTuple):
+    """What two runs keep for the backward."""
+
+    own: Sequence[Row]
+    """By the run whose row is looked at."""
+    other: Sequence[Row]
+    """By the run that has less of it."""
+
+
+def hint_of(row: Row, kept: Kept) -> str:
+    """What could be kept instead of `row`, one of `kept.own`; empty for no idea."""
+    return next(filter(None, (pitfall(row, kept) for pitfall in PITFALLS)), "")
+
+
+def short_operator(operator: str | None) -> str:
+    """`abs` for "aten.abs", for "aten.abs.out" and for "quaver::amax (aten.abs)"; of a long name the beginning."""
+    inner = inner_operator(operator)
+    short = inner.split(".")[1] if "." in inner else inner
+    return short if len(short) <= _LONGEST else short[:_LONGEST].rpartition("_")[0] + "..."
+
+
+def inner_operator(operator: str | None) -> str:
+    """The operator without the float8 phase that it was part of."""
+    name = operator or ""
+    return name.partition(" (")[2].removesuffix(")") or name
+
+
+def is_operator(name: str) -> bool:
+    """Whether this is the name of an operator, or of a kernel of several, and not that of a parameter."""
+    return name.startswith("fused_") or "::" in name or isinstance(_found(name), (OpOverload, OpOverloadPacket))
+
+
+def si(size_bytes: float) -> str:
+    """Bytes with four digits and a decimal unit: 134.2 MB."""
+    unit_bytes, unit = next(each for each in _UNITS if abs(size_bytes) >= each[0] or each[0] == 1)
+    return f"{size_bytes / unit_bytes:.4g} {unit}"
+
+
+def _reduced_later(row: Row, kept: Kept) -> str:
+    """A pointwise result is kept, of which the backward reads a reduction."""
+    first_use = row.get("first_use") or {}
+    reader = short_operator(first_use.get("operator"))
+    if not _is_pointwise(row["operator"]) or reader not in _REDUCTIONS:
+        return ""
+    sizes = [size for size in row["shape"] if size > 1]
+    if len(sizes) < 2:
+        return ""
+    same = [each for each in kept.other if short_operator(each["operator"]) == reader and _is_of_same(each, row)]
+    if same:
+        return f"saving the {reader} instead, as the other run does, costs {si(sum(each['bytes'] for each in same))}"
+    # It drops one dim at least, at worst the smallest.
+    most_bytes = prod(sizes) // min(sizes) * _itemsize(row["dtype"])
+    return f"saving the {reader} instead would cost at most {si(most_bytes)}"
+
+
+def _unread(row: Row, kept: Kept) -> str:
+    """A policy keeps what the backward does not need, because what was made of it is kept as well."""
+    if row.get("kept_by") != "selective policy" or "first_use" not in row or row["first_use"] is not None:
+        return ""
+    return "no operator of the backward reads it: the policy need not keep it"
+
+
+def _gathered_weight(row: Row, kept: Kept) -> str:
+    if row["category"] != "gathered_weights":
+        return ""
+    return "a gathered weight; with parallelism.fsdp_reshard_after_forward always the backward gathers it again"
+
+
+def _made_of_weight(row: Row, kept: Kept) -> str:
+    """Something of the size of a gathered weight, which the backward has again anyway."""
+    is_matrix = sum(size > 1 for size in row["shape"]) > 1  # unlike the scales of its rows
+    if "unsharded" not in (row.get("of") or "") or not is_matrix or not _keeps_shape(row["operator"]):
+        return ""
+    return "as many elements as the weight it is made of, which is gathered for the backward anyway: make it again then"
+
+
+def _float8_beside_its_source(row: Row, kept: Kept) -> str:
+    if not row["dtype"].startswith("float8"):
+        return ""
+    source = next((each for each in kept.own if _is_source(each, row) and _itemsize(each["dtype"]) > 1), None)
+    if source is None:
+        return ""
+    return (
+        f"what was cast is kept, too, in {source['dtype']} ({si(source['bytes'])}): the backward needs one of the two"
+    )
+
+
+def _widened(row: Row, kept: Kept) -> str:
+    if short_operator(row["operator"]) not in _CONVERSIONS:
+        return ""
+    source = next((each for each in kept.own if _is_source(each, row)), None)
+    if source is None or _itemsize(source["dtype"]) >= _itemsize(row["dtype"]):
+        return ""
+    return f"a copy in {row['dtype']} of a {source['dtype']} tensor that is kept, too: convert it when it is read"
+
+
+PITFALLS: tuple[Callable[[Row, Kept], str], ...] = (
+    _reduced_later,
+    _unread,
+    _gathered_weight,
+    _made_of_weight,
+    _float8_beside_its_source,
+    _widened,
+)
+"""Each gives a row's hint, or an empty string where it does not apply; the first that applies is taken."""
+
+
+def _is_of_same(other: Row, row: Row) -> bool:
+    """Whether `other` was made of what `row` was made of, or of a result like `row`, as far as a report tells."""
+    return other["module"] == row["module"] and other.get("of") in filter(None, (row.get("of"), row["operator"]))
+
+
+def _is_source(source: Row, row: Row) -> bool:
+    """Whether `row` was made of `source`, as far as a report tells."""
+    is_named = source["operator"] is not None and source["operator"] == row.get("of")
+    return is_named and source["module"] == row["module"] and prod(source["shape"]) == prod(row["shape"])
+
+
+def _is_pointwise(operator: str | None) -> bool:
+    found = _found(operator)
+    return torch.Tag.pointwise in getattr(getattr(found, "default", found), "tags", ())
+
+
+def _found(operator: str | None) -> Any:
+    """What torch has of this name, if it has it."""
+    found: Any = torch.ops
+    for part in inner_operator(operator).split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _keeps_shape(operator: str | None) -> bool:
+    """Whether the result has as many elements as the largest operand, as that of a cast has."""
+    name = short_operator(operator)
+    return _is_pointwise(operator) or name in _CONVERSIONS or name in _CASTS
+
+
+def _itemsize(dtype: str) -> int:
+    found = getattr(torch, dtype, None)
+    return found.itemsize if isinstance(found, torch.dtype) else 1

@@ -1,0 +1,1 @@
+"""What a run of the trainer takes of memory: predicted, compared, explained, measured, lowered."""

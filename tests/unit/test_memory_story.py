@@ -1,0 +1,213 @@
+"""The field's story: float8 with a per-operator policy took more memory than bfloat16, because the policy kept `abs`.
+
+A feed-forward of 4096 x 16384 under FSDP2, 16 tokens, bfloat16. Its policy keeps one matmul in two; one that keeps the
+results of `abs`, too, keeps the magnitudes of a whole gathered weight, of which the backward reads one number a row.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from quaver import scaling
+from quaver.activation_checkpointing import apply_activation_checkpointing
+from quaver.kernels import cpu
+from quaver.memory.faking.fakes import fake_tensors
+from quaver.memory.predict import predict_step
+from quaver.memory.reports.compare import compare
+from quaver.trainer.dry_run import pretended_mesh
+from quaver.trainer.footprint.bisect import bisect_memory, row_to_explain
+from quaver.trainer.footprint.case import case_of
+from quaver.trainer.footprint.run import SEES_GATHERS
+from quaver.trainer.layout import Layout
+
+pytestmark = pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
+
+DIM, HIDDEN, TOKENS, BFLOAT16 = 4096, 16384, 16, 2
+KEPT = TOKENS * (DIM + HIDDEN) * BFLOAT16
+WEIGHT = DIM * HIDDEN * BFLOAT16
+FAULTY = {"also_keep": ["aten.abs"], "never_keep": ["aten.amax"]}
+
+
+def test_the_numbers_of_the_story():
+    assert KEPT == 655_360
+    assert WEIGHT == 134_217_728
+
+
+# ---- in somebody's own code ------------------------------------------------------------------------------------------
+
+
+class ScaledLinear(nn.Linear):
+    """Multiplies with rows that are scaled by their largest magnitudes, as a cast to float8 row by row does."""
+
+    def forward(self, rows):
+        magnitudes = self.weight.detach().abs()
+        largest = magnitudes.amax(dim=1, keepdim=True)
+        return F.linear(rows, self.weight / largest) * largest.t()
+
+
+class FeedForward(nn.Module):
+    def __init__(self, second):
+        super().__init__()
+        self.w1 = nn.Linear(DIM, HIDDEN, bias=False, dtype=torch.bfloat16)
+        self.w3 = second(HIDDEN, DIM, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, rows):
+        return self.w3(F.silu(self.w1(rows)))
+
+
+class Network(nn.Module):
+    def __init__(self, second):
+        super().__init__()
+        self.feed_forward = FeedForward(second)
+
+    def forward(self, rows):
+        return self.feed_forward(rows)
+
+
+def _predicted(second, *, compiled=False, **policy):
+    with pretended_mesh(Layout(shard=2)) as mesh, fake_tensors(compiled=compiled) as fakes:
+        network = Network(second)
+        apply_activation_checkpointing([network.feed_forward], preserve_rng_state=False, **policy)
+        if compiled:
+            network.feed_forward.compile(fullgraph=True)
+        fully_shard(network.feed_forward, mesh=mesh)
+        fully_shard(network, mesh=mesh)
+        source = torch.empty(TOKENS, DIM, dtype=torch.bfloat16, requires_grad=True)
+
+        def step():
+            network(source * 1.5).mul(1 / source.numel()).sum().backward()
+            network.zero_grad(set_to_none=True)
+            source.grad = None
+
+        return predict_step(step, network, None, fakes)
+
+
+def test_the_tensor_the_policy_and_the_fix_in_own_code():
+    high, own, faulty = _predicted(nn.Linear), _predicted(ScaledLinear), _predicted(ScaledLinear, **FAULTY)
+    assert high.kept_bytes - KEPT in range(16)  # the loss
+    assert faulty.kept_bytes - KEPT - WEIGHT in range(16)
+    assert own.kept_bytes - KEPT - DIM * BFLOAT16 in range(16)
+
+    rows = compare(high, faulty, label_a="bfloat16", label_b="scaled").at("kept")
+    assert [(row.operator, row.difference_bytes) for row in rows] == [("aten.abs", WEIGHT)]
+    assert rows[0].of == "feed_forward.w3.weight, unsharded"
+    assert (rows[0].kept_by, rows[0].shape, rows[0].dtype) == ("selective policy", (DIM, HIDDEN), "bfloat16")
+    assert rows[0].sentence.startswith(
+        "+134.2 MB (+134,217,728 bytes): `abs` of feed_forward.w3.weight, unsharded, bfloat16 (4096, 16384), made at "
+    )
+    assert "saved by the selective policy, first used in backward by amax at " in rows[0].sentence
+    assert rows[0].sentence.endswith("; saving the amax instead would cost at most 32.77 kB")
+
+    (row, *_) = compare(own, faulty, label_a="own policy", label_b="faulty").at("kept")
+    assert row.difference_bytes == WEIGHT
+    assert row.hint == "saving the amax instead, as the other run does, costs 8.192 kB"
+
+    rows = compare(high, own, label_a="bfloat16", label_b="own policy").at("kept")
+    assert [(row.operator, row.difference_bytes) for row in rows] == [("aten.amax", DIM * BFLOAT16)]
+
+
+def test_own_code_compiled():
+    """What the compiled forward returns to its backward."""
+    high, faulty = _predicted(nn.Linear, compiled=True), _predicted(ScaledLinear, compiled=True, **FAULTY)
+    assert high.kept_bytes - KEPT in range(16)
+    assert faulty.kept_bytes - KEPT - WEIGHT in range(16)
+    (row,) = compare(high, faulty, label_a="bfloat16", label_b="scaled").at("kept")
+    assert (row.of, row.kept_by) == ("feed_forward.w3.weight, unsharded", "compiled graph")
+    assert (row.difference_bytes, row.shape, row.dtype) == (WEIGHT, (DIM, HIDDEN), "bfloat16")
+    assert "abs" in row.operator
+    assert "amax" in row.first_use["operator"]
+
+
+@pytest.mark.nightly
+def test_own_code_compiled_with_amaxes_kept():
+    own = _predicted(ScaledLinear, compiled=True)
+    assert own.kept_bytes - KEPT - DIM * BFLOAT16 in range(16)
+    with_both = _predicted(ScaledLinear, compiled=True, also_keep=["aten.abs"])
+    assert with_both.kept_bytes == own.kept_bytes  # the compiler keeps what is read
+
+
+# ---- in the trainer, with casts in PyTorch, as a GPU's compiler sees them --------------------------------------------
+
+RUN = [
+    *("--model.dim", f"{DIM}", "--model.hidden_dim", f"{HIDDEN}", "--model.n_heads", "32", "--model.n_layers", "2"),
+    *(
+        "--training.local_batch_size",
+        "1",
+        "--training.seq_len",
+        f"{TOKENS}",
+        "--activation_checkpoint.mode",
+        "selective",
+    ),
+    *("--float8.enable_float8_linear", "false"),
+]
+ROWWISE = ["--float8.enable_float8_linear", "true", "--float8.recipe_name", "rowwise"]
+KEEP_ABS = [
+    *("--activation_checkpoint.selective_ac_also_keep", "aten.abs"),
+    *("--activation_checkpoint.selective_ac_never_keep", "aten.amax"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _casts_in_pytorch(monkeypatch):
+    monkeypatch.setattr(cpu, "AVAILABLE", False)
+
+
+def _compared(case):
+    a, b = case.predict(other=False), case.predict(other=True)
+    return compare(a, b, label_a="bfloat16", label_b="rowwise")
+
+
+def test_a_run_is_taken_apart_down_to_one_linear():
+    case = case_of(RUN, [*ROWWISE, *KEEP_ABS], 2)
+    row = row_to_explain(_compared(case))
+    assert row.sentence.startswith("+134.2 MB (+134,217,728 bytes) per layer x 2: `abs` of model.layers.*.mlp.")
+    assert "_proj.weight, unsharded, bfloat16 (" in row.sentence
+    smallest = bisect_memory(case, row)
+    assert smallest.module in {f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")}
+    assert smallest.difference_bytes == WEIGHT
+    assert "it needs several ranks" in smallest.text
+    assert "aten.abs" in smallest.settings
+
+
+def test_the_feed_forward_of_the_trainer():
+    mlp = {"ranks": 2, "module": "model.layers.0.mlp"}
+    faulty = _compared(replace(case_of(RUN, [*ROWWISE, *KEEP_ABS]), **mlp))
+    assert faulty.kept_a - KEPT in range(64)
+    weights = [row for row in faulty.at("kept") if row.difference_bytes == WEIGHT]
+    assert {row.operator for row in weights} == {"quaver::amax (aten.abs)"}
+    assert {row.module.rpartition(".")[2] for row in weights} == {"gate_proj", "up_proj", "down_proj"}
+    own = _compared(replace(case_of(RUN, ROWWISE), **mlp))
+    assert [row for row in own.at("kept") if "abs" in row.operator] == []
+    assert own.kept_b - own.kept_a < WEIGHT / 1000
+
+
+# ---- compiled --------------------------------------------------------------------------------------------------------
+
+
+def _cast_in_pytorch(hp, float8_dtype, dim, power_of_2):
+    quant_scale = scaling.amax_to_quant_scale(scaling.amax(hp, dim), float8_dtype, power_of_2=power_of_2)
+    codes = scaling.cast_to_float8(hp, quant_scale, float8_dtype)
+    return codes, quant_scale, scaling.to_dequant_scale(quant_scale)
+
+
+@pytest.mark.nightly  # half a minute of compiling
+def test_the_compiled_feed_forward(monkeypatch):
+    """As a GPU's compiler sees a cast: its operators, not one operation of quaver's."""
+    monkeypatch.setattr("quaver.casts.dynamic_cast", _cast_in_pytorch)
+    case = case_of([*RUN, "--training.compile"], [*ROWWISE, *KEEP_ABS], 2)
+    faulty = _compared(replace(case, module="model.layers.0.mlp"))
+    assert faulty.kept_a - KEPT in range(64)
+    weights = [row for row in faulty.at("kept") if row.difference_bytes == WEIGHT]
+    assert {row.of for row in weights} == {
+        f"model.layers.0.mlp.{name}_proj.weight, unsharded" for name in ("gate", "up", "down")
+    }
+    assert {row.kept_by for row in weights} == {"compiled graph"}
+    assert all("abs" in row.operator and "scaling.py:" in row.source for row in weights)
+
+    own = case_of([*RUN, "--training.compile"], ROWWISE, 2)
+    prediction = replace(own, module="model.layers.0.mlp").predict(other=True)
+    assert prediction.kept_bytes - KEPT < WEIGHT / 1000
