@@ -202,6 +202,20 @@ def along_contracted(codes: Tensor, dim: int, *, emulate: bool = False) -> Tenso
     return codes.contiguous() if dim == 1 else codes.t().contiguous().t()
 
 
+def along_contracted_after(codes: Tensor, gradient: Tensor, *, emulate: bool = False) -> Tensor:
+    """`along_contracted` of a weight's codes [N, K] for the matmul that contracts N; no compiler can do it earlier.
+
+    For codes that were cast before the graph, in a gather or a scope, so that nothing can be fused with the copy.
+    Eager code copies when it multiplies.
+    """
+    if not torch.compiler.is_compiling() or codes.is_cpu or codes.t().is_contiguous():
+        return codes
+    if not reads_along_contracted(codes.device, emulate):
+        return codes
+    laid_out: Tensor = torch.ops.quaver.column_codes_after(codes, gradient)
+    return laid_out
+
+
 def native_operands(
     a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -57,7 +57,7 @@ from quaver.casts import (
 )
 from quaver.config import CastConfig, Float8GemmConfig, Float8LinearConfig
 from quaver.formats import HP_DTYPES
-from quaver.gemm import unchecked_float8_mm
+from quaver.gemm import along_contracted_after, unchecked_float8_mm
 from quaver.kernels.cast import KeptScale
 from quaver.linear_surroundings import LinearSharding
 from quaver.phases import phase
@@ -331,6 +331,9 @@ def _grad_weight(ctx: Any, grad_output: Operand, input: Operand | None) -> Tenso
 def _grad_input(ctx: Any, grad_output: Operand, saved_weight: list[Tensor | None]) -> Tensor:
     config, hp_dtype, weight_is_cast, input_shape, _, kept, sharding = ctx.kept
     weight = _weight_for_grad_input(saved_weight, weight_is_cast, config, hp_dtype, kept.weight, sharding)
+    if weight_is_cast and weight.dequant_scale is not None:
+        data = along_contracted_after(weight.data, grad_output.data, emulate=config.emulate)
+        weight = weight._replace(data=data)
     grad_input = _matmul(grad_output, weight, config.gemm_config_grad_input, config, hp_dtype)
     return grad_input if len(input_shape) == 2 else grad_input.view(input_shape)
 

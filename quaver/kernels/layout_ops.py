@@ -220,3 +220,16 @@ def _fake_cast_with_scales(
     hp: Tensor, float8_dtype: torch.dtype, row_scale: Tensor | None, column_scale: Tensor | None
 ) -> tuple[Tensor, ...]:
     return _fake_codes(hp, float8_dtype, row_scale is not None, column_scale is not None)
+
+
+# A copy of a graph's input can be made by its forward or by its backward. A compiler that may choose makes it in the
+# forward and keeps it, which for a weight that FSDP2 gathered means to keep the weight. What reads a gradient, too, has
+# to wait for it.
+_library.define("column_codes_after(Tensor codes, Tensor gradient) -> Tensor")
+for _device in ("CPU", "CUDA"):
+    _library.impl("column_codes_after", lambda codes, gradient: _column_codes(codes), _device)
+
+
+@torch.library.register_fake("quaver::column_codes_after")
+def _fake_column_codes_after(codes: Tensor, gradient: Tensor) -> Tensor:
+    return codes.new_empty(codes.shape[1], codes.shape[0]).t()

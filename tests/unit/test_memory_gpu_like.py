@@ -13,10 +13,12 @@ from benchmarks.memory_modules import Case, Size, _step, build
 from quaver import Float8LinearConfig, convert_to_float8_training
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.faking.gpu_like import as_on_a_gpu
+from quaver.memory.faking.target import predicting_for
 from quaver.memory.predict import predict_step
 from quaver.trainer.config import Optimizer
+from quaver.trainer.config_io import load_config, parse_arguments
 from quaver.trainer.dry_run import pretended_mesh
-from quaver.trainer.footprint.run import SEES_GATHERS
+from quaver.trainer.footprint.run import SEES_GATHERS, predict_memory
 from quaver.trainer.layout import Layout
 from quaver.trainer.optimizer import build_optimizer
 
@@ -114,3 +116,19 @@ def test_all_is_put_back_afterwards():
     assert (quaver.gemm.backend_for, F.rms_norm, vars(FakeTensor).get("is_cpu")) == before
     with fake_tensors():
         assert torch.empty(2).is_cpu
+
+
+@pytest.mark.skipif(not SEES_GATHERS, reason="torch 2.11 hides gathers")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_compiled_code_keeps_no_copy_of_a_gathered_weight(recipe):
+    """Its codes are laid out anew for grad_input: not before there is a gradient, else the forward would keep them."""
+    words = "train_configs/llama3_debug.toml --model.n_layers 1 --training.seq_len 64 --training.compile true"
+    float8 = f"--float8.recipe_name {recipe} --float8.enable_fsdp_float8_all_gather true"
+    checkpointing = "--activation_checkpoint.mode selective"
+    config = load_config(*parse_arguments([*words.split(), *float8.split(), *checkpointing.split()]))
+    with predicting_for("cuda"):
+        rows = predict_memory(config, 2).prediction.saved_for_backward
+    weights = {(768, 256), (256, 768), (256, 256), (128, 256)}
+    kept = [row for row in rows if row["category"] == "saved_activations" and row["dtype"].startswith("float8")]
+    assert not [row for row in kept if {tuple(row["shape"]), tuple(row["shape"][::-1])} & weights], kept
+    assert "compiled graph" in {row["kept_by"] for row in rows}
