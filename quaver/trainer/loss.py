@@ -3,7 +3,8 @@
 Cross entropy in float32 takes three tensors of the logits' size at once: log-probabilities, which are kept for the
 backward, their gradient, and that of the logits. With 128,256 words and 8192 tokens each is 3.9 GiB, more than a block
 of a Llama 3 8B takes. Here the logits are kept as they came, and one slice at a time is converted; the backward does so
-again. The gradient is that of the expression to the bit; the loss is a sum in another order.
+again, and writes the gradient of a slice over its logits, which nobody reads again. The gradient is that of the
+expression to the bit; the loss is a sum in another order.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _aten = torch.ops.aten
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross entropy (nats, float32) of `logits` [B, T, vocab] against `targets` [B, T].
 
-    Tokens with the target -100 do not count.
+    Tokens with the target -100 do not count. The backward overwrites logits of more than one slice.
     """
     rows, wanted = logits.flatten(0, 1), targets.flatten()
     if torch.compiler.is_compiling() or is_traceable_wrapper_subclass(logits) or rows.numel() <= SLICE_ELEMENTS:
@@ -53,14 +54,13 @@ class _SlicedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         logits, targets = ctx.saved_tensors
-        grad_logits = torch.empty_like(logits)
         share = grad / (targets != IGNORED).sum()
         weight = torch.ones_like(share)  # of a sum nobody divides by it
-        for (rows, wanted), (grad_rows, _) in zip(_slices(logits, targets), _slices(grad_logits, targets), strict=True):
+        for rows, wanted in _slices(logits, targets):
             log_probabilities = F.log_softmax(rows.float(), dim=1)
             grads = _aten.nll_loss_backward(share, log_probabilities, wanted, None, _SUM, IGNORED, weight)
-            grad_rows.copy_(_aten._log_softmax_backward_data(grads, log_probabilities, 1, torch.float32))
-        return grad_logits, None
+            rows.copy_(_aten._log_softmax_backward_data(grads, log_probabilities, 1, torch.float32))
+        return logits.detach(), None
 
 
 def _slices(logits: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
