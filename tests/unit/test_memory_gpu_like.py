@@ -132,3 +132,16 @@ def test_compiled_code_keeps_no_copy_of_a_gathered_weight(recipe):
     kept = [row for row in rows if row["category"] == "saved_activations" and row["dtype"].startswith("float8")]
     assert not [row for row in kept if {tuple(row["shape"]), tuple(row["shape"][::-1])} & weights], kept
     assert "compiled graph" in {row["kept_by"] for row in rows}
+
+
+@pytest.mark.skipif(not SEES_GATHERS, reason="torch 2.11 hides gathers")
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_tensor_parallel_runs(compiled):
+    words = "train_configs/llama3_debug.toml --model.n_layers 1 --training.seq_len 64"
+    parallel = f"--parallelism.tensor_parallel_degree 2 --training.compile {compiled}"
+    config = load_config(*parse_arguments([*words.split(), *parallel.split()]))
+    with predicting_for("cuda"):
+        on_gpu = predict_memory(config, 4).prediction
+    on_cpu = predict_memory(config, 4).prediction
+    assert on_gpu.by_category["parameters"] == on_cpu.by_category["parameters"]
+    assert on_gpu.peak_bytes == pytest.approx(on_cpu.peak_bytes, rel=0.2)

@@ -117,6 +117,8 @@ class StorageWatch(TorchDispatchMode):
 
     def _is_of_backend(self, tensor: Tensor, func: Any) -> bool:
         """Whether this is a buffer of a collective, which is made out of sight and first seen when it is waited for."""
+        if self._among_fakes:  # a pretended backend makes none
+            return False
         key = tensor.untyped_storage()._cdata if tensor.layout is torch.strided and not tensor.is_meta else None
         if key is None or key in self._sizes or key in self._left_alone:
             return key in self._left_alone
