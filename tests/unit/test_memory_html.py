@@ -19,7 +19,7 @@ from quaver.memory.reports.html import MOST_COLUMNS, embedded_json, write_html
 from tests.browser.reports import HOSTILE, MIB, advice, comparison, made, predicted, row, unseen, wide
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "quaver" / "memory" / "page"
+PAGE = ROOT / "quaver" / "memory" / "reports" / "page"
 
 
 class _Elements(HTMLParser):
@@ -200,7 +200,7 @@ def test_the_parts_of_the_page_are_packaged_and_used():
     packaged = {path for pattern in patterns for path in (ROOT / "quaver").glob(pattern)}
     parts = set(PAGE.iterdir())
     assert parts <= packaged
-    source = (ROOT / "quaver" / "memory" / "html.py").read_text()
+    source = (ROOT / "quaver" / "memory" / "reports" / "html.py").read_text()
     assert all(f'"{path.name}"' in source for path in parts)
 
 

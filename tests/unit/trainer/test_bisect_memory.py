@@ -43,12 +43,13 @@ def _case_of_command(command):
     """As `quaver memory` reads its words."""
     program, verb, *words = shlex.split(command)
     assert (program, verb) == ("quaver", "memory")
-    own = {"--ranks": "1", "--module": "", "--vs": ""}
+    own = {"--ranks": "1", "--module": "", "--device": "cuda", "--vs": ""}
     for name in own:
         if name in words:
             place = words.index(name)
             own[name] = words[place + 1]
             del words[place : place + 2]
+    assert own["--device"] == "cpu"  # what these predictions are for
     case = case_of(words, shlex.split(own["--vs"]), int(own["--ranks"]))
     return replace(case, module=own["--module"])
 
@@ -134,8 +135,8 @@ def test_two_files(tmp_path):
     }
     assert case.config(other=True).training.seq_len == 128
     assert case.command == (
-        f"quaver memory {first} --model.dim 64 --vs '--model.n_heads 2 --training.seq_len 128 --training.compile true "
-        "--float8.recipe_name tensorwise'"
+        f"quaver memory {first} --model.dim 64 --device cpu --vs '--model.n_heads 2 --training.seq_len 128 "
+        "--training.compile true --float8.recipe_name tensorwise'"
     )
     assert _case_of_command(case.command) == case
 
