@@ -89,7 +89,9 @@ def test_advice_and_what_fits(tmp_path, capsys):
         (["nowhere.toml"], "config file 'nowhere.toml' does not exist"),
         (["--training.stepz", "3"], "unknown flag: 'training.stepz'; did you mean 'training.steps'?"),
         (["--ranks", "0"], "--ranks: expected 1 or more, got '0'"),
-        (["--ranks", "3", "--parallelism.tensor_parallel_degree", "2"], "data_parallel_shard_degree"),
+        pytest.param(
+            ["--ranks", "3", "--parallelism.tensor_parallel_degree", "2"], "data_parallel_shard_degree", marks=on_ranks
+        ),
         (["--vs", "nowhere.toml"], "config file 'nowhere.toml' does not exist"),
         (["--output", "/dev/null/x.json"], "--output: cannot write /dev/null/x.json"),
         (["--html", "/dev/null/x.html"], "--html: cannot write /dev/null/x.html"),
