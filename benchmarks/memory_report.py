@@ -224,7 +224,7 @@ _CAUSES = """\
 **Why**, by what is alive at those peaks:
 
 - *Scales.* Where float8 holds as many bytes as bfloat16 does, its scales come on top: `rowwise_with_gw_hp` keeps inputs
-  in bfloat16 and gathers two codes, 2 bytes, for each weight. Rows that are above by less than 0.5% are of this kind. A
+  in bfloat16 and gathers two codes, 2 bytes, for each weight. Rows that are above by less than 0.6% are of this kind. A
   scale belongs to a row of hundreds of elements here, and of thousands in a real model.
 - *Two codes of one tensor.* `rowwise` casts product, input and grad_output into two codes each; both are alive for a
   moment, beside what they are cast from. `ffn` under compiled FSDP2 peaks there, in its forward. And FSDP2 gathers

@@ -159,7 +159,7 @@ def test_what_the_committed_table_shows_to_hold(recorded):
     assert exceptions(eager_blocks) == []
     shares = {name_of(row): ratios(row, rows)["peak"] for row in rows}
     assert max(shares.values()) < 1.1
-    assert all(share < 1.004 for name, share in shares.items() if "block" in name)  # scales, where all else is equal
+    assert all(share < 1.006 for name, share in shares.items() if "block" in name)  # scales, where all else is equal
     assert all(line in PAGE.read_text() for line in exceptions(rows))
 
 
