@@ -97,7 +97,7 @@ def test_advice_and_what_fits(tmp_path, capsys):
         (["--html", "/dev/null/x.html"], "--html: cannot write /dev/null/x.html"),
         (["--fit", "much"], "--fit: expected a size above 0 such as 80GiB, 80GB, 512MiB or plain bytes, got 'much'"),
         (["--device", "tpu"], "--device"),
-        (["--device", "cuda", "--measure"], "--measure measures on this machine's own device"),
+        (["--device", "cuda", "--measure"], "--measure measures on training.device, and predicts for it"),
         (["--module", "model.layers.0", "--advise"], "--module is about a part of the model"),
         ([*SMALL, "--module", "model.layers.0.mpl"], "model.layers.0.mlp"),
         (["--time_on", "H100"], "--time_on models the time of what --advise or --fit tries"),

@@ -13,10 +13,12 @@ from quaver.cli.memory.advice import advice_summary, advice_table, side_by_side_
 from quaver.cli.memory.comparison import comparison_lines
 from quaver.cli.memory.options import Options, parse
 from quaver.cli.memory.views import Printer
+from quaver.devices import resolve_device
 from quaver.memory.faking.target import predicting_for
 from quaver.memory.reports.compare import Comparison, compare
 from quaver.memory.reports.draw import draw_peak, draw_timeline
 from quaver.memory.reports.html import write_html
+from quaver.trainer.config_io import load_config, parse_arguments
 from quaver.trainer.footprint.advise import Advice, advise
 from quaver.trainer.footprint.bisect import bisect_memory, row_to_explain
 from quaver.trainer.footprint.case import Case, case_of
@@ -44,6 +46,9 @@ def run(argv: list[str]) -> int:
     """Print what a training step would take and where, and write it; 0, or 2 for bad input."""
     with bad_input():
         options = parse(argv)
+        if not options.device:
+            given = load_config(*parse_arguments(options.words)).training.device
+            options = replace(options, device=resolve_device(given).type)
         case = replace(case_of(options.words, options.vs or [], options.ranks), module=options.module)
         answer = _answer(options, case)
     _print(answer)

@@ -21,6 +21,7 @@ class Options:
     """As `quaver train` takes them."""
     ranks: int
     device: str
+    """cpu or cuda; empty for the one that is measured on."""
     module: str
     vs: list[str] | None
     """The words of the other run."""
@@ -47,14 +48,14 @@ def parse(argv: list[str]) -> Options:
     wants_advice = given.advise or fits is not None
     if given.module and (wants_advice or given.measure):
         raise ValueError("--module is about a part of the model: --advise, --fit and --measure are about the whole run")
-    if given.measure and given.device == "cuda":
-        raise ValueError("--measure measures on this machine's own device: expected no --device cuda beside it")
+    if given.measure and given.device:
+        raise ValueError("--measure measures on training.device, and predicts for it: expected no --device beside it")
     if given.time_on is not None and not wants_advice:
         raise ValueError("--time_on models the time of what --advise or --fit tries: expected one of them")
     return Options(
         words=words,
         ranks=given.ranks,
-        device=given.device or ("cpu" if given.measure else "cuda"),
+        device=given.device or ("" if given.measure else "cuda"),
         module=given.module,
         vs=None if given.vs is None else shlex.split(given.vs),
         bisect=given.bisect,
