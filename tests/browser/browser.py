@@ -69,6 +69,12 @@ class Browser:
         self.driver.get(path.as_uri())
         plots = "return [...document.querySelectorAll('.plot')]"
         self.wait(lambda: self.run(f"{plots}.every((each) => each.querySelector('svg'))"))
+        self._let_sizes_settle()
+
+    def _let_sizes_settle(self) -> None:
+        """Plots are drawn once more when the browser first tells their size, which it does in its next frame."""
+        frames = "const [done] = arguments; requestAnimationFrame(() => requestAnimationFrame(() => done()))"
+        self.driver.execute_async_script(frames)
 
     def _forget_what_was_logged(self) -> None:
         """The log is in order, but late: wait for a word of our own."""

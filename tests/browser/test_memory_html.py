@@ -109,13 +109,12 @@ def test_the_timeline_by_keyboard(browser, pages):
 
 def test_areas_are_as_high_as_their_bytes(browser, pages):
     browser.open(pages / "plain.html")
-    colors = {path.get_attribute("data-category"): path.get_attribute("fill") for path in browser.all(".area")}
+    areas = "[...document.querySelectorAll('.area')]"
+    colors = dict(browser.run(f"return {areas}.map((a) => [a.dataset.category, a.getAttribute('fill')])"))
     assert list(colors) == ["parameters", "gradients", "saved_activations", "communication", "temporaries"]
     assert colors["saved_activations"] == "#ddcc77"
     tops = {"parameters": 6, "gradients": 7, "saved_activations": 86, "communication": 90, "temporaries": 100}
-    boxes = browser.run(
-        "return [...document.querySelectorAll('.area')].map((a) => [a.dataset.category, a.getBBox().y])"
-    )
+    boxes = browser.run(f"return {areas}.map((a) => [a.dataset.category, a.getBBox().y])")
     plot_px, bottom_px = 340 - 34 - 34, 340 - 34
     assert {name: round(y) for name, y in boxes} == {
         name: round(bottom_px - plot_px * top / 100) for name, top in tops.items()
