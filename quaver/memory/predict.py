@@ -171,7 +171,7 @@ def explain(
             if made is not None:
                 made.step()
             fake.zero_grad(set_to_none=True)
-            _forget_gradients(arguments)
+            forget_gradients(arguments)
 
         return predict_step(step, fake, made, fakes)
 
@@ -268,7 +268,8 @@ def _check_loss(loss: Any) -> None:
         raise ValueError(f"expected a loss of one number that depends on a parameter, got {got}")
 
 
-def _forget_gradients(arguments: Any) -> None:
+def forget_gradients(arguments: Any) -> None:
+    """Let go of the gradients of the tensors in a nest of arguments."""
     for tensor in tree_leaves(arguments):
         if isinstance(tensor, Tensor):
             tensor.grad = None

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from math import prod
 
-from quaver.trainer.config import TrainConfig, require
+from quaver.trainer.config import TrainConfig, Training, require
 
 DEGREES = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree")
 
@@ -31,6 +31,10 @@ class Layout:
     def data_parallel_rank(self) -> int:
         """Which of those groups this rank is in; tensor parallel ranks see the same data."""
         return self.rank // self.tensor
+
+    def micro_batches(self, training: Training) -> int:
+        """Of a rank's step, once `global_batch_size` is filled in."""
+        return training.step_batch_size // (training.local_batch_size * self.data_parallel_degree)
 
     @property
     def mesh(self) -> dict[str, int]:

@@ -18,6 +18,7 @@ from quaver import (
 )
 from quaver.devices import synchronize
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
+from quaver.trainer.autocast import autocast_of
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.data import Batch
 from quaver.trainer.errors import NonFiniteError
@@ -192,10 +193,7 @@ class Twin:
         return loss_sum
 
     def _loss(self, batch: Batch) -> Tensor:
-        training = self.config.training
-        dtype = getattr(torch, training.mixed_precision_param)
-        mixed = training.mixed_precision_param != training.dtype
-        with torch.autocast(self.device.type, dtype=dtype, enabled=mixed):
+        with autocast_of(self.config.training, self.device):
             return next_token_loss(self.model(batch.tokens, batch.documents), batch.targets)
 
     def _skip(self, step: int, batches: Sequence[Batch], loss: float, grad_norm: float) -> str:

@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.table import Table
 
-from quaver.memory.reports.draw import UNITS
+from quaver.memory.reports.byte_sizes import unit_of
 from quaver.trainer.footprint.advise import Advice, Row
 
 
@@ -69,5 +69,5 @@ def _numbers(row: Row) -> tuple[str, str, str, str]:
 
 
 def _size(size_bytes: int) -> str:
-    unit_bytes, unit = next((size, name) for size, name in UNITS if size_bytes >= size or size == 1)
+    unit_bytes, unit = unit_of(size_bytes)
     return f"{size_bytes / unit_bytes:.4g} {unit}"

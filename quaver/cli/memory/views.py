@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.console import Console
 from rich.table import Table
 
 from quaver.cli.memory.options import Options
 from quaver.memory import CATEGORIES
 from quaver.memory.predict import Prediction
-from quaver.memory.reports.draw import UNITS
+from quaver.memory.reports.byte_sizes import unit_of
+from quaver.memory.reports.pitfalls import inner_operator
 from quaver.memory.reports.rows import merged_layers
 from quaver.trainer.footprint.run import RunMemory
 
@@ -62,7 +61,7 @@ def _moment(prediction: Prediction) -> str:
 def _categories(prediction: Prediction) -> Table:
     table = Table(title="Alive at the peak")
     table.add_column("what")
-    for column in ("bytes", _unit(prediction.peak_bytes)[1], "share"):
+    for column in ("bytes", unit_of(prediction.peak_bytes)[1], "share"):
         table.add_column(column, justify="right")
     for name, size_bytes in prediction.by_category.items():
         _add(table, prediction, size_bytes, name.replace("_", " "))
@@ -89,31 +88,27 @@ def _rows(prediction: Prediction, top: int) -> Table:
     table = Table(title=f"The largest {top} of it; * is the number of a layer")
     for column in ("what", "module", "made by", "at", "in", "tensors"):
         table.add_column(column, overflow="fold", no_wrap=column in ("module", "at"))
-    for column in ("bytes", _unit(prediction.peak_bytes)[1], "share"):
+    for column in ("bytes", unit_of(prediction.peak_bytes)[1], "share"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in merged_layers(prediction.at_peak)[:top]:
         tensors = f"{row['count']} x {row['dtype']} {row['shape']}" if row["dtype"] else str(row["count"])
-        words = (row["category"].replace("_", " "), row["module"], _operator(row), row["source"], row["phase"], tensors)
+        words = (
+            row["category"].replace("_", " "),
+            row["module"],
+            inner_operator(row["operator"]),
+            row["source"],
+            row["phase"],
+            tensors,
+        )
         _add(table, prediction, row["bytes"], *words)
     return table
 
 
-def _operator(row: dict[str, Any]) -> str:
-    """What made it, without the phase of float8 work that it was part of."""
-    operator = row["operator"] or ""
-    return operator.partition(" (")[2].removesuffix(")") or operator
-
-
 def _add(table: Table, prediction: Prediction, size_bytes: int, *words: str) -> None:
     share = f"{size_bytes / prediction.peak_bytes:.1%}"
-    table.add_row(*words, f"{size_bytes:,}", f"{size_bytes / _unit(prediction.peak_bytes)[0]:.3f}", share)
+    table.add_row(*words, f"{size_bytes:,}", f"{size_bytes / unit_of(prediction.peak_bytes)[0]:.3f}", share)
 
 
 def _size(size_bytes: int) -> str:
-    unit_bytes, unit = _unit(size_bytes)
+    unit_bytes, unit = unit_of(size_bytes)
     return f"{size_bytes:,} bytes = {size_bytes / unit_bytes:.4g} {unit}"
-
-
-def _unit(size_bytes: int) -> tuple[int, str]:
-    """The largest unit that `size_bytes` has one of."""
-    return next((size, name) for size, name in UNITS if size_bytes >= size or size == 1)

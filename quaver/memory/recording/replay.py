@@ -35,7 +35,7 @@ def report_of(recorder: Recorder, note: str = "") -> dict[str, Any]:
     }
     saved = [(each, now) for each, now in _state_at(recorder, saved_event).items() if _is_kept(each, now[1])]
     rows = _ranked(_saved_row(each, *now) for each, now in saved)
-    saved_bytes = sum(row["bytes"] for row in rows if row["category"] not in _NOT_FOR_BACKWARD)
+    saved_bytes = sum(row["bytes"] for row in rows if row["category"] not in NOT_FOR_BACKWARD)
     report["saved_bytes"] = None if note else saved_bytes
     report["saved_event"] = None if note else saved_event
     report["saved_for_backward"] = rows
@@ -45,7 +45,7 @@ def report_of(recorder: Recorder, note: str = "") -> dict[str, Any]:
     return report
 
 
-_NOT_FOR_BACKWARD = ("parameters", "gradients", "optimizer_state", "kept_scales", "inputs")
+NOT_FOR_BACKWARD = ("parameters", "gradients", "optimizer_state", "kept_scales", "inputs")
 """What would be there if autograd did not keep it."""
 
 
@@ -95,7 +95,7 @@ def _saved_peak(recorder: Recorder) -> int:
     """The first event at which most bytes are kept for the backward that would else not be there."""
     kept_bytes, by_event, state = 0, [0], dict[Allocation, int]()
     for _, allocation, size_bytes, saved in recorder.log:
-        now = size_bytes if _is_kept(allocation, saved) and allocation.category not in _NOT_FOR_BACKWARD else 0
+        now = size_bytes if _is_kept(allocation, saved) and allocation.category not in NOT_FOR_BACKWARD else 0
         kept_bytes += now - state.get(allocation, 0)
         state[allocation] = now
         by_event.append(kept_bytes)

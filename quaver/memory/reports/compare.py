@@ -17,11 +17,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from quaver.memory.predict import Prediction
+from quaver.memory.recording.replay import NOT_FOR_BACKWARD
 from quaver.memory.reports.pitfalls import Kept, Row, hint_of, is_operator, short_operator, si
 from quaver.memory.reports.rows import merged_layers
-
-NOT_KEPT = ("parameters", "gradients", "optimizer_state", "kept_scales", "inputs")
-"""Categories in a report's `saved_for_backward` that would be there anyway."""
 
 _KEEPERS = {
     "autograd": "kept by autograd",
@@ -159,7 +157,7 @@ def compare(a: Prediction, b: Prediction, *, label_a: str, label_b: str) -> Comp
     Args:
         label_a, label_b: what to call them.
     """
-    kept = [[row for row in each.saved_for_backward if row["category"] not in NOT_KEPT] for each in (a, b)]
+    kept = [[row for row in each.saved_for_backward if row["category"] not in NOT_FOR_BACKWARD] for each in (a, b)]
     rows = [*_differences("kept", *kept), *_differences("peak", a.at_peak, b.at_peak)]
     rows.sort(key=lambda row: -abs(row.difference_bytes))
     peaks, kept_bytes = (a.peak_bytes, b.peak_bytes), (a.kept_bytes, b.kept_bytes)

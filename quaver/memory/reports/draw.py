@@ -13,6 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from quaver.memory.reports.byte_sizes import unit_of
 from quaver.memory.reports.columns import column_maxima
 from quaver.memory.reports.rows import merged_layers
 
@@ -33,7 +34,6 @@ The tenth is of his older scheme."""
 
 MOST_POINTS = 3000
 """Of more events neighbours share a column, which shows the one with the most bytes."""
-UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 SPANS = {"forward": "#f2f2f2", "backward": "#d9d9d9", "recompute": "#c4c4c4", "optimizer": "#e6e0d4"}
 _NARROWEST_LABEL = 0.05
 MOST_BARS = 20
@@ -74,16 +74,12 @@ def _picture(image: Path, title: str, height_inches: float) -> Iterator[Figure]:
         figure.savefig(image, dpi=150)
 
 
-def _unit(size_bytes: int) -> tuple[int, str]:
-    return next((size, name) for size, name in UNITS if size_bytes >= size or size == 1)
-
-
 def _draw_bars(figure: Figure, rows: list[dict[str, Any]]) -> None:
     total_bytes = sum(row["bytes"] for row in rows)
     bars = [(_words(row), row["bytes"], COLORS[row["category"]]) for row in rows[:MOST_BARS]]
     if rest := rows[MOST_BARS:]:
         bars.append((f"{len(rest):,} smaller rows", sum(row["bytes"] for row in rest), "#bbbbbb"))
-    unit_bytes, unit = _unit(bars[0][1])
+    unit_bytes, unit = unit_of(bars[0][1])
     axis = figure.subplots()
     values = [size_bytes / unit_bytes for _, size_bytes, _ in bars]
     drawn = axis.barh(range(len(bars)), values, color=[color for *_, color in bars])
@@ -110,7 +106,7 @@ def _words(row: dict[str, Any]) -> str:
 
 
 def _size(size_bytes: int) -> str:
-    unit_bytes, unit = _unit(size_bytes)
+    unit_bytes, unit = unit_of(size_bytes)
     return f"{size_bytes / unit_bytes:.4g} {unit}"
 
 
@@ -118,7 +114,7 @@ def _draw(figure: Figure, report: dict[str, Any]) -> None:
     rows = column_maxima(report["timeline"], MOST_POINTS, keep=[report["peak_event"]])
     events, series = rows[:, 0], rows[:, 2:].T
     peak_bytes = report["peak_bytes"]
-    unit_bytes, unit = _unit(peak_bytes)
+    unit_bytes, unit = unit_of(peak_bytes)
     axis = figure.subplots()
     named = zip(report["columns"][2:], series, strict=True)
     shown = [(name, values / unit_bytes) for name, values in named if values.any()]

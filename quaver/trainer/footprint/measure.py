@@ -161,7 +161,7 @@ def _batches(config: TrainConfig, layout: Layout, device: torch.device) -> list[
     def documents() -> Tensor | None:
         return torch.zeros(shape, dtype=torch.int64, device=device) if config.data.document_mask else None
 
-    number = training.step_batch_size // (training.local_batch_size * layout.data_parallel_degree)
+    number = layout.micro_batches(training)
     return [Batch(tokens(), tokens(), documents()) for _ in range(number)]
 
 

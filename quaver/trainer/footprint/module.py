@@ -23,14 +23,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from quaver import cast_weights_once, float8_scaling_state, sync_float8_amax_and_scale_history
 from quaver.activation_checkpointing import apply_activation_checkpointing, selected_every
 from quaver.casts import CastInput
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.memory.faking.fakes import Fakes, fake_copies, fake_tensors
-from quaver.memory.predict import Prediction, predict_step
+from quaver.memory.predict import Prediction, forget_gradients, predict_step
+from quaver.trainer.autocast import autocast_of
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.dry_run import pretended_mesh
 from quaver.trainer.footprint.run import RunMemory, check_ranks
@@ -96,7 +97,7 @@ def module_inputs(config: TrainConfig, name: str) -> Arguments:
         allocate(model, _CPU)
         tokens = torch.empty(shape, dtype=torch.int64)
         try:
-            with _autocast(config):
+            with autocast_of(config.training, _CPU):
                 model(tokens, torch.empty_like(tokens) if config.data.document_mask else None)
         except _Taken:
             pass
@@ -218,7 +219,7 @@ def _predict(alone: Alone, config: TrainConfig, layout: Layout, arguments: Argum
             sync_float8_amax_and_scale_history(alone)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        _forget_gradients((args, kwargs))
+        forget_gradients((args, kwargs))
         if gathers_float8:
             precompute_float8_dynamic_scale_for_fsdp(alone)
 
@@ -230,7 +231,7 @@ def _forward_backward(alone: Alone, config: TrainConfig, layout: Layout, argumen
     # A weight that is gathered has no cast to keep.
     once = cast_weights_once(alone) if layout.world_size == 1 else nullcontext()
     with once:
-        with _autocast(config):
+        with autocast_of(config.training, _CPU):
             loss = _loss(alone, arguments)
         loss.backward()
 
@@ -249,12 +250,6 @@ def _call(alone: Alone, arguments: Arguments) -> Any:
 
 def _made_in_step(source: Tensor) -> Tensor:
     return source * 1.5 if source.requires_grad else source
-
-
-def _forget_gradients(arguments: Arguments) -> None:
-    for tensor in tree_leaves(arguments):
-        if isinstance(tensor, Tensor):
-            tensor.grad = None
 
 
 def _looks(value: Any) -> Any:
@@ -277,9 +272,3 @@ def _no_view_warning() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view tensor")
         yield
-
-
-def _autocast(config: TrainConfig) -> torch.autocast:
-    training = config.training
-    dtype = getattr(torch, training.mixed_precision_param)
-    return torch.autocast(_CPU.type, dtype=dtype, enabled=training.mixed_precision_param != training.dtype)

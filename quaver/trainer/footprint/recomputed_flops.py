@@ -24,6 +24,7 @@ import quaver.kernels.exact_mm  # noqa: F401 - defines quaver::exact_float8_mm
 from quaver.activation_checkpointing import selected_every
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.recording.modules import ModuleTracker
+from quaver.trainer.autocast import autocast_of
 from quaver.trainer.config import ActivationCheckpoint, Data, Float8, TrainConfig, Training
 from quaver.trainer.initialize import allocate
 from quaver.trainer.loss import next_token_loss
@@ -88,10 +89,9 @@ def _counted(config: TrainConfig) -> dict[str, int]:
     with fake_tensors():
         allocate(model, cpu)
         tokens = torch.empty(training.local_batch_size, training.seq_len, dtype=torch.int64)
-        dtype = getattr(torch, training.mixed_precision_param)
         documents = tokens if config.data.document_mask else None
         with ModuleTracker(model) as tracker, _Recomputed(tracker) as counter:
-            with torch.autocast(cpu.type, dtype=dtype, enabled=training.mixed_precision_param != training.dtype):
+            with autocast_of(training, cpu):
                 loss = next_token_loss(model(tokens, documents), tokens)
             loss.backward()
     block = "model.layers.0."

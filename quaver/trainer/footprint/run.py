@@ -118,7 +118,7 @@ def _predict(twin: Twin, batches: list[Batch], fakes: Fakes) -> Prediction:
 
 def _batches(config: TrainConfig, layout: Layout) -> list[Batch]:
     training = config.training
-    number = training.step_batch_size // (training.local_batch_size * layout.data_parallel_degree)
+    number = layout.micro_batches(training)
     return [_batch(training.local_batch_size, training.seq_len, config.data.document_mask) for _ in range(number)]
 
 

@@ -58,7 +58,7 @@ def step_cost(config: TrainConfig, layout: Layout, spec: DeviceSpec | None) -> S
         ValueError, NotImplementedError: what the run itself would refuse of its model.
     """
     training = config.training
-    micro_batches = training.step_batch_size // (training.local_batch_size * layout.data_parallel_degree)
+    micro_batches = layout.micro_batches(training)
     tokens = training.local_batch_size * training.seq_len
     again, blocks = recomputed_flops(config), checkpointed_blocks(config)
     repeated = None if again is None else blocks * micro_batches * sum(again.values()) // layout.tensor

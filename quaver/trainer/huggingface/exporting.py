@@ -5,7 +5,6 @@ time.
 """
 
 import json
-import re
 import shutil
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from quaver.memory.reports.byte_sizes import bytes_of
 from quaver.trainer.checkpoints.folder import read_metadata, read_record
 from quaver.trainer.checkpoints.new_folder import check_new, new_folder
 from quaver.trainer.checkpoints.single_process import first_line, single_process
@@ -42,9 +42,6 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-
-_UNITS = {"": 1, **{f"{unit}b": 1000**power for power, unit in enumerate(("", "k", "m", "g", "t"))}}
-_UNITS |= {f"{unit}ib": 1024**power for power, unit in enumerate("kmgt", start=1)}
 
 
 @dataclass(frozen=True)
@@ -126,8 +123,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 def parse_size(text: str) -> int:
     """Return the bytes of a size as `5GB`, `500MB` or `2GiB`. Raises ValueError for anything else, and for none."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    size = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else 0
+    size = bytes_of(text)
     if size < 1:
         raise ValueError(f"--max-shard-size must be a size as 5GB, 500MB or 2GiB, got {text!r}")
     return size
