@@ -1,8 +1,12 @@
 """Tells where a step is stuck: the stack of every thread, of every rank that waits too long.
 
-The stacks are written by a thread of the interpreter's own fault handler, which needs no lock of Python: it also
-reports a process that is stuck inside a kernel, a collective or a lock. Each rank watches itself; ranks that wait for
-one that is stuck are late as well, and all of them leave their stacks.
+Each rank watches itself; ranks that wait for one that is stuck are late as well, and all of them leave their stacks.
+
+[Note: two ways to write stacks] A thread that holds the interpreter's lock can read the stacks of all others, for they
+stand still. Where a step is stuck inside a kernel or a collective that does not let go of the lock, no such thread gets
+to run; then a thread of the interpreter's fault handler writes the stacks without the lock. It must not do so while
+Python code runs: it would read frames that are changing, which has ended processes (Python up to 3.13 at least).
+So it is set off only when the thread with the lock has been waiting for it in vain.
 """
 
 import faulthandler
@@ -13,6 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
+
+WITHOUT_LOCK_S = 10.0
+"""Seconds for which the interpreter's lock must have been held before stacks are written without it."""
 
 
 @dataclass
@@ -32,16 +39,31 @@ class Watchdog:
         if not seconds:
             yield
             return
-        line = f"quaver: {what} takes longer than {seconds:g} s; its stacks are in {self.path}"
-        late = threading.Timer(seconds, lambda: print(line, file=sys.stderr, flush=True))
-        late.daemon = True
-        faulthandler.dump_traceback_later(seconds, repeat=True, file=self.file)
+        is_over = threading.Event()
+        self._write_without_lock(seconds)
+        late = threading.Thread(target=self._watch, args=(seconds, what, is_over), name="watchdog", daemon=True)
         late.start()
         try:
             yield
         finally:
-            late.cancel()
+            is_over.set()
+            late.join()
             faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self, seconds: float, what: str, is_over: threading.Event) -> None:
+        """Write the stacks each `seconds` until the step is over (Note: two ways to write stacks)."""
+        is_told = False
+        while not is_over.wait(seconds):
+            self._write_without_lock(seconds)
+            faulthandler.dump_traceback(file=self.file, all_threads=True)
+            if not is_told:
+                line = f"quaver: {what} takes longer than {seconds:g} s; its stacks are in {self.path}"
+                print(line, file=sys.stderr, flush=True)
+                is_told = True
+
+    def _write_without_lock(self, seconds: float) -> None:
+        """Have the fault handler write stacks, again and again, unless this is called again in time."""
+        faulthandler.dump_traceback_later(seconds + WITHOUT_LOCK_S, repeat=True, file=self.file)
 
 
 @contextmanager

@@ -1,7 +1,10 @@
 """Steps that are not finite, spikes, steps that hang, determinism: what a run does about each."""
 
+import ctypes
 import json
 import math
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 
 from quaver.trainer import train as train_module
+from quaver.trainer import watchdog as watchdog_module
 from quaver.trainer.config import Comm, Float8, TrainConfig
 from quaver.trainer.determinism import determinism
 from quaver.trainer.errors import NonFiniteError
@@ -152,6 +156,47 @@ def test_steps_in_time_leave_nothing(tmp_path, capsys):
             time.sleep(0.02)
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr().err == ""
+
+
+def test_a_step_that_keeps_the_lock_of_python_leaves_its_stack(tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog_module, "WITHOUT_LOCK_S", 0.1)
+    path = tmp_path / "stacks-rank0.txt"
+    written: list[str] = []
+
+    def the_kernel_that_hangs() -> None:
+        ctypes.PyDLL(None).usleep(500_000)  # unlike CDLL, this keeps the lock
+        written.append(path.read_text())
+
+    with watchdog(path) as watching, watching.step(0.1, "step 3"):
+        the_kernel_that_hangs()
+    assert "the_kernel_that_hangs" in written[0]
+
+
+SLOW_STEP = """
+import sys, time
+from pathlib import Path
+from quaver.trainer.watchdog import watchdog
+
+def deep(n):
+    return 0 if n == 0 else 1 + deep(n - 1)
+
+def compiles_and_calls(n):
+    exec(f"def f{n % 7}(n):\\n    return deep(n) + sum(x for x in range(5))\\nf{n % 7}({n % 30})")
+
+with watchdog(Path(sys.argv[1])) as watching, watching.step(0.002, "step 1"):
+    until = time.monotonic() + 4
+    n = 0
+    while time.monotonic() < until:
+        compiles_and_calls(n := n + 1)
+"""
+
+
+def test_a_step_that_is_slow_and_not_stuck_survives_its_stacks(tmp_path):
+    """Stacks read while Python code runs would end the process by a segmentation fault within a second or so."""
+    path = tmp_path / "stacks-rank0.txt"
+    done = subprocess.run([sys.executable, "-c", SLOW_STEP, str(path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "compiles_and_calls" in path.read_text()
 
 
 def test_a_run_is_watched_and_goes_on(tiny_config, monkeypatch, capsys):
