@@ -39,12 +39,14 @@ class Float8Tensor(Tensor):
         first_data_fp8, first_dequant_scale: as a matmul contracting the first dim of the matrix [rows, K] reads it.
             float8 [..., K]; float32 () or [1, K]. The same objects as above where one cast serves both; None where
             there is no such cast.
+        is_saved_by_value: whether the last forward that read it did so within hooks that read what is saved.
     """
 
     data_fp8: Tensor
     dequant_scale: Tensor
     first_data_fp8: Tensor | None
     first_dequant_scale: Tensor | None
+    is_saved_by_value: bool
 
     @staticmethod
     def __new__(cls, last: Operand, first: Operand | None, dtype: torch.dtype) -> Float8Tensor:
@@ -55,6 +57,7 @@ class Float8Tensor(Tensor):
         )
 
     def __init__(self, last: Operand, first: Operand | None, dtype: torch.dtype) -> None:
+        self.is_saved_by_value = False
         self.set_operands(last, first)
 
     @classmethod

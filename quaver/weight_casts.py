@@ -11,6 +11,7 @@ from quaver.casts import MatrixCasts, Operand
 from quaver.config import Float8LinearConfig
 from quaver.kernels.cast import KeptScale
 from quaver.linear_surroundings import LinearSharding
+from quaver.saved_hooks import values_are_read
 from quaver.tensor import Float8Tensor
 
 
@@ -44,8 +45,35 @@ def weight_casts_of(
 
 
 def casts_of_gathered(weight: Float8Tensor) -> WeightCasts:
-    """The casts of a weight that was cast where it was gathered."""
-    return WeightCasts(weight.operand(1), weight.operand(0))
+    """The casts of a weight that was cast where it was gathered.
+
+    That for grad_input may be gathered later, for the backward (distributed/gather_passes.py).
+
+    Raises:
+        RuntimeError: the cast for the output was not gathered, or that for grad_input was not and would be read now.
+    """
+    casts = WeightCasts(weight.operand(1), weight.operand(0))
+    if not torch.compiler.is_compiling():
+        _check_gathered(weight, casts)
+    return casts
+
+
+def _check_gathered(weight: Float8Tensor, casts: WeightCasts) -> None:
+    if not _has_memory(casts.for_output):
+        raise RuntimeError(
+            "this weight was gathered for a backward without recomputation, and is read by a forward: where some "
+            "forwards of a module run in a checkpoint and some do not, give fully_shard reshard_after_forward=False"
+        )
+    weight.is_saved_by_value = values_are_read()
+    if weight.is_saved_by_value and torch.is_grad_enabled() and not _has_memory(casts.for_grad_input):
+        raise RuntimeError(
+            "hooks for saved tensors would read a weight that is gathered later, for the backward: enter them from the "
+            "first step on, or outside of the module that was given to fully_shard"
+        )
+
+
+def _has_memory(operand: Operand) -> bool:
+    return not operand.data.numel() or operand.data.untyped_storage().size() > 0
 
 
 class ScopedWeight:

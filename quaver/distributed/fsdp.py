@@ -8,8 +8,8 @@
 
 The parameters that FSDP holds and the optimizer updates stay in high precision. Between pre- and post-all-gather a
 weight is one uint8 payload for each cast of it: one where both of its matmuls read the same cast, two where they do not
-(config.py). The unsharded parameter is a `Float8Tensor`, which lives as long as FSDP keeps it gathered; no unsharded
-weight in high precision ever exists.
+(config.py), of which a pass gathers those that it reads (gather_passes.py). The unsharded parameter is a
+`Float8Tensor`, which lives as long as FSDP keeps it gathered; no unsharded weight in high precision ever exists.
 
 [Note: whose scales are these]
 Scales are kept beside the shard that they were computed from and dropped with the first write to it: every operation
@@ -45,6 +45,7 @@ from torch.utils.hooks import RemovableHandle
 from quaver import scaling
 from quaver.casts import Operand
 from quaver.distributed.agreement import check_ranks_agree
+from quaver.distributed.gather_passes import Gathered, follow
 from quaver.distributed.shard_casts import cast_shard, cast_shard_with_kept_scale
 from quaver.distributed.weight_scales import Shard, WholeScales, compute_whole_scales, scale_dims, shard_of
 from quaver.kernels.cast import KeptScale, record_amax
@@ -89,6 +90,7 @@ class _Padding:
 class _Gather(NamedTuple):
     """What post-all-gather needs of pre-all-gather."""
 
+    linear: Float8Linear
     dims: list[int | None]
     scales: WholeScales
     size: tuple[int, int]
@@ -174,7 +176,7 @@ class GatherableWeight(WrappedTensor):
         module: Float8Linear,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor, ...], _Gather]:
-        """Cast this shard: one uint8 tensor of the padded shard's shape for each cast of the weight."""
+        """Cast this shard: one uint8 tensor of the padded shard's shape for each cast of the weight that is needed."""
         config = module.config
         kept = _kept_scale(module)
         shard = _shard(module)._replace(local=self.wrapped)
@@ -185,12 +187,14 @@ class GatherableWeight(WrappedTensor):
             scales: WholeScales = {None: scale}
         else:
             scales = _local(module).scales() or _compute_scales_of_siblings(module)
-            codes = [cast_shard(shard, scales[dim].quant, float8_dtype) for dim in dims]
+            two = _gathering(module).two_casts_of(module)
+            needed = dims if two is None else [dims[place] for place in two.begin()]
+            codes = [cast_shard(shard, scales[dim].quant, float8_dtype) for dim in needed]
             if kept is not None and kept.observed is not None:
                 record_amax(kept, scaling.amax(shard.local).float())
         if len(codes) > 1 and mesh.size() == 1:
             codes = [torch.cat(codes)]  # with nothing to gather, torch passes on the first payload only
-        return tuple(codes), _Gather(dims, scales, shard.size, float8_dtype)
+        return tuple(codes), _Gather(module, dims, scales, shard.size, float8_dtype)
 
     def fsdp_post_all_gather(
         self,
@@ -201,20 +205,25 @@ class GatherableWeight(WrappedTensor):
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The gathered weight, a `Float8Tensor` over the memory that FSDP gathers into."""
-        elements = metadata.size[0] * metadata.size[1]
-        payloads: Sequence[Tensor] = all_gather_outputs
-        if len(payloads) < len(metadata.dims):
-            payloads = all_gather_outputs[0].chunk(len(metadata.dims))
-        operands = [
-            Operand(
-                codes.view(-1)[:elements].view(metadata.size).view(metadata.float8_dtype),  # without FSDP's padding
-                metadata.scales[dim].dequant,
-            )
-            for dim, codes in zip(metadata.dims, payloads, strict=True)
-        ]
+        linear, dims, scales, size, float8_dtype = metadata
+        gathering = _gathering(linear)
+        two = gathering.two_casts_of(linear)
+        if two is not None:
+            two.end()
+            codes = two.codes
+        else:
+            payloads: Sequence[Tensor] = all_gather_outputs
+            if len(payloads) < len(dims):
+                payloads = all_gather_outputs[0].chunk(len(dims))
+            elements = size[0] * size[1]
+            # without FSDP's padding
+            codes = [payload.view(-1)[:elements].view(size).view(float8_dtype) for payload in payloads]
+            if len(all_gather_outputs) > 1:
+                gathering.two_casts = linear.weight, follow(linear, codes)
+        operands = [Operand(code, scales[dim].dequant) for dim, code in zip(dims, codes, strict=True)]
         last, first = operands[0], operands[-1]
         if out is None:
-            return Float8Tensor.from_operands(last, first, param_dtype), all_gather_outputs
+            return Float8Tensor.from_operands(last, first, param_dtype), ()
         gathered = out._local_tensor if isinstance(out, DTensor) else out
         cast(Float8Tensor, gathered).set_operands(last, first)
         return None
@@ -331,6 +340,14 @@ class _Gathering:
     hooks: tuple[RemovableHandle, ...] = ()
     laid_out: tuple[Tensor, Shard] | None = None
     """A sharded weight, and where its shard lies (`local` is empty): asking DTensor each time costs too much."""
+    two_casts: tuple[Tensor, Gathered | None] | None = None
+    """A sharded weight, and what each pass gathers of it."""
+
+    def two_casts_of(self, linear: Float8Linear) -> Gathered | None:
+        """What each pass gathers of the weight of `linear`, once both of its casts have been gathered."""
+        if self.two_casts is None or self.two_casts[0] is not linear.weight or torch.compiler.is_compiling():
+            return None
+        return self.two_casts[1]
 
 
 def make_gatherable(named_linears: NamedLinears) -> None:

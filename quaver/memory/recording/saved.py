@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from quaver.memory.recording.recorder import Recorder
 from quaver.memory.recording.storages import plain_parts
+from quaver.saved_hooks import only_keeps
 
 
 class _Kept:
@@ -50,7 +51,12 @@ class _Kept:
 
 def tell_what_is_saved(recorder: Recorder) -> AbstractContextManager[None]:
     """Tell `recorder` of all that autograd keeps, and lets go, of graphs that are made inside the block."""
-    return saved_tensors_hooks(lambda tensor: _Kept(tensor, recorder), lambda kept: kept.unpack())
+
+    @only_keeps
+    def keep(tensor: Tensor) -> _Kept:
+        return _Kept(tensor, recorder)
+
+    return saved_tensors_hooks(keep, lambda kept: kept.unpack())
 
 
 def _counts_versions(tensor: Tensor) -> bool:
