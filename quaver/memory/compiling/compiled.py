@@ -25,11 +25,15 @@ from torch._dynamo import trace_rules
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.external_utils import wrap_inline
+from torch.torch_version import TorchVersion
 
 from quaver.memory.faking.gloo_buffers import GlooBuffers
+from quaver.memory.faking.target import is_for_a_gpu
 from quaver.memory.recording.modules import is_compiled
 from quaver.memory.recording.storages import StorageWatch
 
+COMPILES_FOR_A_GPU = TorchVersion(torch.__version__) >= "2.13"
+"""Whether fake tensors that say they are a GPU's keep their gradients in compiled code: not in 2.11; 2.12 was not tried."""
 _STANCE = "fail_on_recompile"
 _MOST_STEPS = 4
 
@@ -43,8 +47,13 @@ def kernels_left_out() -> Iterator[None]:
 
     Raises:
         NotImplementedError: where code is compiled that cannot be followed: with C++ or max-autotune of Inductor, or on
-            another device than a CPU.
+            another device than a CPU. Where predictions are for a GPU and torch is too old.
     """
+    if is_for_a_gpu() and not COMPILES_FOR_A_GPU:
+        raise NotImplementedError(
+            f"compiled code of a GPU is predicted with torch 2.13 or newer, this is {torch.__version__}: here its "
+            "gradients come out as zeros, and are left out; predict for a CPU, or update torch"
+        )
     from quaver.memory.compiling.inductor import write_no_kernels  # takes a second or two
 
     global _compiled_graphs

@@ -13,6 +13,7 @@ import torch
 import torch._dynamo.config
 import torch._functorch.config
 import torch._inductor.config
+import torch._inductor.ir
 from torch import Tensor
 from torch._guards import TracingContext
 from torch._inductor import cpu_vec_isa
@@ -20,6 +21,7 @@ from torch._inductor.graph import GraphLowering
 
 from quaver.memory.compiling.makers import Maker, followers, kernel, node_of
 from quaver.memory.compiling.wrapper_code import RECEIVED, RETURNED, rewritten
+from quaver.memory.faking.target import is_for_a_gpu
 
 _INDUCTOR = {
     "fx_graph_cache": False,
@@ -35,7 +37,9 @@ _REFUSED = ("cpp_wrapper", "memory_planning", "max_autotune", "max_autotune_gemm
 
 @contextmanager
 def write_no_kernels(count: Callable[[], None]) -> Iterator[None]:
-    """Let Inductor write code without kernels inside the block, for a CPU, and neither read nor write its caches.
+    """Let Inductor write code without kernels inside the block, and neither read nor write its caches.
+
+    It is code for a CPU, with the results in memory that code for a GPU has there, where predictions are for one.
 
     Args:
         count: called for each graph that is compiled.
@@ -47,6 +51,8 @@ def write_no_kernels(count: Callable[[], None]) -> Iterator[None]:
         stack.enter_context(torch._functorch.config.patch(_FUNCTORCH))
         stack.enter_context(torch._dynamo.config.patch(_DYNAMO))
         stack.enter_context(patch.object(GraphLowering, "run", _checked(GraphLowering.run)))
+        if is_for_a_gpu():  # which results are written, and not computed wherever they are read
+            stack.enter_context(patch.object(torch._inductor.ir, "is_cpu", lambda _: False))
         lines = partial(_module_without_kernels, count)
         stack.enter_context(patch.object(GraphLowering, "_compile_to_module_lines", lambda *given: lines(*given)))
         stack.callback(cpu_vec_isa.valid_vec_isa_list.cache_clear)

@@ -23,6 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 import quaver.gemm
 from quaver.gemm import GemmBackend
 
+_plain_rms_norm = torch.rms_norm
+"""What torch.nn.functional.rms_norm calls."""
+
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
@@ -52,7 +55,13 @@ def _backend_for(device: torch.device, *, rowwise: bool, emulate: bool = False) 
 def _rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """torch.nn.functional.rms_norm of a GPU, which is one kernel there; on a CPU it is made of many operators."""
+    """torch.nn.functional.rms_norm of a GPU, which is one kernel there; on a CPU it is made of many operators.
+
+    A compiler takes it apart on both, and is given all that it is computed from: what depends on nothing that the
+    backward has computed would have it leave that out.
+    """
+    if torch.compiler.is_compiling():
+        return _plain_rms_norm(input, list(normalized_shape), weight, eps)
     output: Tensor = _FusedRMSNorm.apply(input, weight, len(normalized_shape))
     return output
 
