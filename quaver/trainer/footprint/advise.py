@@ -7,9 +7,11 @@ A row is a setting with its predicted peak, the FLOPs that it computes again, an
 (step_time.py). With `fit_bytes`, combinations are tried too, from the fastest on, until one fits.
 Modelled times that are nearly equal count as equal: then the fewest changes win, and tensorwise before rowwise.
 
-[Note: a quick search] Deep models are predicted from shallow ones (peak_by_depth.py) if that is exact for the run as it
-is configured. To compile takes a quarter of a minute each time, so what the run compiles is compared as eager code; the
-run as it is configured, and what fits or nearly does, are predicted in full, and compiled.
+[Note: a quick search] A deep model is predicted from shallow ones (peak_by_depth.py) where that is quicker and each
+moment of a third depth is as the other two say; else in full. Each row says which. If the run as it is configured can
+be predicted from shallow ones and comes out otherwise than in full, no row is. To compile takes a quarter of a minute
+each time, so what the run compiles is compared as eager code; the run as it is configured, and what fits or nearly
+does, are predicted in full, and compiled.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch
 from quaver.devices import DEVICE_SPECS, DeviceSpec, device_spec, find_device_spec
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.footprint.changes import Change, combinations, least_gathered, single_changes, words_of
-from quaver.trainer.footprint.peak_by_depth import extrapolated_peak
+from quaver.trainer.footprint.peak_by_depth import extrapolated_peak, saves_time
 from quaver.trainer.footprint.run import predict_memory
 from quaver.trainer.footprint.step_time import StepCost, step_cost
 from quaver.trainer.layout import resolve
@@ -150,14 +152,18 @@ class _Search:
         self._add(Change(AS_CONFIGURED, config), predict_memory(config, ranks).prediction.peak_bytes, FULLY)
         self._before_bytes = self._compare_with(_quick(config))
         if config.training.compile:
-            self.notes.append("changes are compared as eager code; what fits or nearly fits is predicted compiled, too")
+            self.notes.append(
+                f"changes are compared as eager code, which takes {self._before_bytes:,} bytes as configured; "
+                "what fits or nearly fits is predicted compiled, too"
+            )
 
     def _compare_with(self, quick: TrainConfig) -> int:
-        """The peak of the run as changes are predicted; finds out whether shallow models tell it exactly."""
+        """The peak of the run as changes are predicted; finds out whether shallow models tell it to the byte."""
         full = self.rows[0].peak_bytes
         if quick != self._config or full is None:
             full = predict_memory(quick, self._ranks).prediction.peak_bytes
-        self._may_extrapolate = extrapolated_peak(quick, self._ranks, check=True) == full
+        extrapolated = extrapolated_peak(quick, self._ranks) if saves_time(quick) else None
+        self._may_extrapolate = extrapolated is None or extrapolated.peak_bytes == full
         return full
 
     def try_singly(self) -> None:
@@ -202,9 +208,10 @@ class _Search:
     def _predict(self, quick: TrainConfig) -> tuple[int, str]:
         """The peak, and how it was found."""
         as_eager = AS_EAGER if quick.training.compile != self._config.training.compile else ""
-        peak_bytes = extrapolated_peak(quick, self._ranks) if self._may_extrapolate else None
-        if peak_bytes is not None:
-            return peak_bytes, "extrapolated from fewer blocks" + as_eager
+        if self._may_extrapolate and saves_time(quick):
+            extrapolated = extrapolated_peak(quick, self._ranks)
+            if extrapolated is not None:
+                return extrapolated.peak_bytes, _extrapolated_from(extrapolated.depths) + as_eager
         return predict_memory(quick, self._ranks).prediction.peak_bytes, FULLY + as_eager
 
     def _fits_in_full(self, index: int) -> bool:
@@ -261,6 +268,11 @@ class _Search:
 
     def _cost_of(self, config: TrainConfig) -> StepCost:
         return step_cost(*resolve(config, rank=0, world_size=self._ranks), self._spec)
+
+
+def _extrapolated_from(depths: tuple[int, int, int]) -> str:
+    first, second, third = depths
+    return f"extrapolated from {first}, {second} and {third} blocks"
 
 
 def _quick(config: TrainConfig) -> TrainConfig:

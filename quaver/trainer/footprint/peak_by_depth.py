@@ -1,105 +1,83 @@
 """The peak of a deep model's step, from predictions of shallow ones: for blocks that are alike.
 
-Between one depth and the next every moment of a step gains the same: what a block keeps, and its parameters, gradients
-and optimizer state. So each moment's bytes grow linearly with the blocks, and so does the highest of a part of the step
-in which one moment stays the highest. The parts are the forward, the backward up to its last blocks, its last blocks,
-and the optimizer's step; each is extrapolated on its own, for another one may be the highest in a deep model.
+The whole timeline of the step is extrapolated, moment by moment (moments.py), from two depths, and a third one checks
+all of it; the peak is its highest moment. Coarser parts, such as the highest moment of the backward, would not do:
+another moment may be the highest in a deep model, and a part would have to end at the same moment in each model.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from quaver.activation_checkpointing import selected_every
 from quaver.trainer.config import TrainConfig
-from quaver.trainer.footprint.run import RunMemory, predict_memory
+from quaver.trainer.footprint.moments import growth_of, without_releases
+from quaver.trainer.footprint.run import predict_memory
 
-SHALLOWEST = 2
-"""Blocks: one is the first and the last at once."""
-SAVES_FROM = 8
-"""Blocks from which on two shallow predictions are quicker than one."""
+SHALLOW = (3, 4, 6)
+"""Depths: the first block, the last one, and one that is neither; one more; and a check that is not the next one."""
+SAVES_FROM = 2
+"""How many times as many blocks as the shallow models have together make it quicker than one full prediction."""
 
-_RECOMPUTING = ("backward", "recompute")
+
+@dataclass(frozen=True)
+class Extrapolated:
+    """A peak that was not predicted in full."""
+
+    peak_bytes: int
+    depths: tuple[int, int, int]
+    """Blocks of the models that were predicted: two, and the one that checked them."""
 
 
 def depths(config: TrainConfig) -> tuple[int, int, int]:
     """Three numbers of blocks of which the last and then all further ones can be extrapolated.
 
-    With every n-th block checkpointed, what n blocks gain is alike, so they are n apart, and as many beyond a multiple
-    of n as the model has.
+    With every n-th block checkpointed, what n blocks gain is alike, so they are multiples of n apart, and as many
+    beyond a multiple of n as the model has.
     """
     checkpoint, blocks = config.activation_checkpoint, config.model.n_layers
     every = 1
     if checkpoint.mode == "selective":
         every = selected_every(checkpoint.selective_ac_option) or 1
-    first = blocks % every
-    while first < max(SHALLOWEST, every):
-        first += every
-    return first, first + every, first + 2 * every
+    first, second, third = (blocks % every + each * every for each in SHALLOW)
+    return first, second, third
 
 
 def can_be_extrapolated(config: TrainConfig) -> bool:
-    """Whether the blocks are alike, and enough of them that it saves time."""
+    """Whether the blocks are alike, and more than the shallow models have."""
     float8 = config.float8
     has_numbers = any(character.isdigit() for name in float8.filter_fqns for character in name)
     are_alike = not (float8.skip_first_layers or float8.skip_last_layers or has_numbers)
-    return are_alike and config.model.n_layers >= max(SAVES_FROM, 2 * depths(config)[2])
+    return are_alike and config.model.n_layers > depths(config)[2]
 
 
-def extrapolated_peak(config: TrainConfig, ranks: int, *, check: bool = False) -> int | None:
-    """The peak in bytes of the model with all of its blocks, from two shallow predictions.
+def saves_time(config: TrainConfig) -> bool:
+    """Whether it is quicker than to predict the model itself. Blocks that are alike are compiled once at any depth."""
+    is_deep = config.model.n_layers >= SAVES_FROM * sum(depths(config))
+    return is_deep and not config.training.compile and can_be_extrapolated(config)
 
-    Args:
-        check: predict a third, and compare.
+
+def extrapolated_peak(config: TrainConfig, ranks: int) -> Extrapolated | None:
+    """The peak of the model with all of its blocks, from three shallow predictions.
+
     Returns:
-        None where it does not grow linearly as far as can be seen, or the blocks are not alike.
+        None where the third is not what the other two say, or the blocks are not alike, or too few.
     Raises:
         What `predict_memory` does.
     """
     if not can_be_extrapolated(config):
         return None
-    first, second, third = depths(config)
-    parts = [_parts(predict_memory(_with_blocks(config, blocks), ranks)) for blocks in (first, second)]
-    if parts[0].keys() != parts[1].keys():
+    shallow = depths(config)
+    step = shallow[1] - shallow[0]
+    first, second, third = (_timeline(config, blocks, ranks) for blocks in shallow)
+    growth = growth_of(first, second, third, (shallow[2] - shallow[0]) // step)
+    if growth is None:
         return None
-    if check:
-        there = predict_memory(_with_blocks(config, third), ranks).prediction.peak_bytes
-        if there != _at(parts, first, second, third):
-            return None
-    return _at(parts, first, second, config.model.n_layers)
+    return Extrapolated(max(growth.timeline((config.model.n_layers - shallow[0]) // step)), shallow)
 
 
-def _at(parts: list[dict[str, int]], first: int, second: int, blocks: int) -> int:
-    steps = (blocks - first) // (second - first)
-    return max(bytes + steps * (parts[1][name] - bytes) for name, bytes in parts[0].items())
-
-
-def _with_blocks(config: TrainConfig, blocks: int) -> TrainConfig:
-    return replace(config, model=replace(config.model, n_layers=blocks))
-
-
-def _parts(memory: RunMemory) -> dict[str, int]:
-    """The highest sum of each part of the step, by a name that models of other depths have, too."""
-    report = memory.prediction.report
-    totals = [sum(row[2:]) for row in report["timeline"]]
-    blocks = memory.config.model.n_layers
-    parts: dict[str, int] = {}
-    for number, (phase, begin, end) in enumerate(_runs(report["spans"])):
-        cut = end - (end - begin) // blocks if phase == "backward" else end
-        parts[f"{number} {phase}"] = max(totals[begin : cut + 1])
-        if cut < end:
-            parts[f"{number} {phase}, last blocks"] = max(totals[cut : end + 1])
-    return parts
-
-
-def _runs(spans: list[list[Any]]) -> list[tuple[str, int, int]]:
-    """The spans, with a backward and the recomputations in it as one."""
-    runs: list[tuple[str, int, int]] = []
-    for span_phase, begin, end in spans:
-        phase = "backward" if span_phase in _RECOMPUTING else span_phase
-        if runs and runs[-1][0] == phase:
-            runs[-1] = (phase, runs[-1][1], end)
-        else:
-            runs.append((phase, begin, end))
-    return runs
+def _timeline(config: TrainConfig, blocks: int, ranks: int) -> list[int]:
+    """The bytes after each event of the step of this many blocks, but between releases."""
+    shallow = replace(config, model=replace(config.model, n_layers=blocks))
+    timeline = predict_memory(shallow, ranks).prediction.report["timeline"]
+    return without_releases([sum(row[2:]) for row in timeline])

@@ -14,13 +14,13 @@ from quaver.cli.memory.advice import advice_summary, advice_table
 from quaver.devices import find_device_spec
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.reports.byte_sizes import parse_bytes
-from quaver.trainer.config import ActivationCheckpoint, Float8, Model, Parallelism, Training
+from quaver.trainer.config import ActivationCheckpoint, Float8, Parallelism, Training
 from quaver.trainer.config_io import load_config, parse_arguments
 from quaver.trainer.footprint.advise import AS_CONFIGURED, FULLY, advise
 from quaver.trainer.footprint.changes import combinations, least_gathered, single_changes, words_of
-from quaver.trainer.footprint.peak_by_depth import depths, extrapolated_peak
+from quaver.trainer.footprint.peak_by_depth import Extrapolated
 from quaver.trainer.footprint.recomputed_flops import checkpointed_blocks, recomputed_flops
-from quaver.trainer.footprint.run import SEES_GATHERS, predict_memory
+from quaver.trainer.footprint.run import predict_memory
 from quaver.trainer.footprint.step_time import step_cost
 from quaver.trainer.layout import resolve
 from quaver.trainer.loss import next_token_loss
@@ -36,69 +36,6 @@ MODES = {
     "2": ActivationCheckpoint(mode="selective", selective_ac_option="2"),
     "full": ActivationCheckpoint(mode="full"),
 }
-RECIPES = {name: Float8(recipe_name=name) for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")}
-RECIPES["bfloat16"] = Float8(enable_float8_linear=False)
-
-
-# ---- deep models from shallow ones -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("mode", "recipe", "ranks", "blocks"),
-    [
-        ("2", "bfloat16", 1, 12),
-        pytest.param("full", "rowwise", 4, 8, marks=pytest.mark.skipif(not SEES_GATHERS, reason="torch is too old")),
-        *(
-            pytest.param(mode, recipe, ranks, 15, marks=pytest.mark.nightly)
-            for mode in MODES
-            for recipe in RECIPES
-            for ranks in ((1, 4) if SEES_GATHERS else (1,))
-        ),
-    ],
-)
-def test_a_deep_model_is_predicted_from_shallow_ones(tiny_config, mode, recipe, ranks, blocks):
-    model = replace(tiny_config.model, n_layers=blocks)
-    config = replace(tiny_config, model=model, activation_checkpoint=MODES[mode], float8=RECIPES[recipe])
-    deep_bytes = predict_memory(config, ranks).prediction.peak_bytes
-    assert extrapolated_peak(config, ranks, check=blocks == 15) == deep_bytes
-
-
-def test_the_peak_grows_by_the_same_with_each_block(tiny_config):
-    config = replace(tiny_config, training=replace(tiny_config.training, global_batch_size=4))
-    peaks = [
-        predict_memory(replace(config, model=replace(config.model, n_layers=blocks))).prediction.peak_bytes
-        for blocks in (2, 3, 4)
-    ]
-    assert peaks[2] - peaks[1] == peaks[1] - peaks[0] > 0
-
-
-def test_another_moment_may_be_the_highest_in_a_deep_model(tiny_config):
-    """A large vocabulary makes the loss the peak of two blocks; of many it is the end of the backward, by gradients."""
-    model = Model(dim=64, n_layers=12, n_heads=4, n_kv_heads=2, hidden_dim=2048, vocab_size=4096)
-    training = replace(tiny_config.training, seq_len=64, local_batch_size=4)
-    config = replace(tiny_config, model=model, training=training, activation_checkpoint=MODES["full"])
-    shallow = predict_memory(replace(config, model=replace(model, n_layers=2)))
-    deep = predict_memory(config)
-    assert "log_softmax" in shallow.prediction.operator_of_peak
-    assert "log_softmax" not in deep.prediction.operator_of_peak
-    assert extrapolated_peak(config, 1) == deep.prediction.peak_bytes
-
-
-def test_blocks_that_differ_are_not_extrapolated(tiny_config):
-    deep = replace(tiny_config, model=replace(tiny_config.model, n_layers=16))
-    for float8 in (Float8(skip_first_layers=1), Float8(skip_last_layers=2), Float8(filter_fqns=("layers.15",))):
-        assert extrapolated_peak(replace(deep, float8=float8), 1) is None
-    assert extrapolated_peak(replace(deep, model=replace(deep.model, n_layers=7)), 1) is None
-
-
-def test_depths_leave_the_same_rest(tiny_config):
-    def of(blocks, mode):
-        return depths(replace(tiny_config, model=Model(n_layers=blocks), activation_checkpoint=mode))
-
-    assert of(32, MODES["op"]) == of(32, MODES["none"]) == (2, 3, 4)
-    assert of(32, MODES["2"]) == (2, 4, 6)
-    assert of(33, MODES["2"]) == (3, 5, 7)
-    assert of(32, replace(MODES["2"], selective_ac_option="3")) == (5, 8, 11)
 
 
 # ---- FLOPs and times -------------------------------------------------------------------------------------------------
@@ -215,6 +152,7 @@ class _Peaks:
 
     def __init__(self):
         self.asked = []
+        self.error = 0
 
     def bytes(self, config):
         mode = config.activation_checkpoint
@@ -222,6 +160,12 @@ class _Peaks:
         kept += 0 if config.float8.enable_float8_linear else 20
         gathered = {"default": 8, "always": 4, "never": 20}[config.parallelism.fsdp_reshard_after_forward]
         return 50 + kept * config.training.local_batch_size + gathered - config.training.compile
+
+    def extrapolate(self, config, ranks):
+        """With each other block checkpointed, the third depth disagrees."""
+        if config.activation_checkpoint.selective_ac_option == "2":
+            return None
+        return Extrapolated(self.bytes(config) + self.error, (3, 4, 6))
 
     def predict(self, config, ranks):
         self.asked.append(config)
@@ -240,7 +184,8 @@ def peaks():
     found = _Peaks()
     with (
         patch(f"{ADVISE}.predict_memory", found.predict),
-        patch(f"{ADVISE}.extrapolated_peak", lambda config, ranks, check=False: found.bytes(config)),
+        patch(f"{ADVISE}.saves_time", lambda config: not config.training.compile),
+        patch(f"{ADVISE}.extrapolated_peak", found.extrapolate),
     ):
         yield found
 
@@ -299,13 +244,51 @@ def test_compiled_runs_are_compared_as_eager_code(peaks):
     training = Training(seq_len=8192, local_batch_size=1, compile=True)
     advice = _advice(157, training=training, activation_checkpoint=MODES["full"])
     assert all(row.note.endswith("as eager code") for row in advice.rows[1:] if row.note != FULLY)
-    assert any("compared as eager code" in note for note in advice.notes)
+    assert any("compared as eager code, which takes 88 bytes as configured" in note for note in advice.notes)
     assert advice.rows[0].peak_bytes == 87
     best = advice.rows[advice.best]
     assert (best.change, best.peak_bytes, best.note) == ("activations: none checkpointed", 157, FULLY)
     assert best.difference_bytes == 157 - 87
     assert sum(config.training.compile for config in peaks.asked) == 2
     assert {row.difference_bytes for row in advice.rows if row.change == "activations: selective, op"} == {30}
+
+
+EXTRAPOLATED = "extrapolated from 3, 4 and 6 blocks"
+IN_FULL_AS_EAGER = f"{FULLY}, as eager code"
+
+
+def test_rows_say_how_they_were_found(peaks):
+    advice = _advice(None, training=EAGER)
+    notes = {row.change: row.note for row in advice.rows}
+    assert notes.pop(AS_CONFIGURED) == FULLY
+    assert notes.pop("activations: selective, every 2nd block") == FULLY
+    assert set(notes.values()) == {EXTRAPOLATED}
+    assert [config.activation_checkpoint.selective_ac_option for config in peaks.asked] == ["op", "2"]
+    assert all(row.peak_bytes is not None for row in advice.rows)
+
+
+def test_compiled_rows_say_it_too(peaks):
+    advice = _advice(None, training=replace(EAGER, compile=True))
+    notes = {row.change: row.note for row in advice.rows}
+    assert notes.pop(AS_CONFIGURED) == FULLY
+    assert notes.pop("activations: selective, every 2nd block") == IN_FULL_AS_EAGER
+    assert set(notes.values()) == {f"{EXTRAPOLATED}, as eager code"}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_nothing_is_extrapolated_if_what_is_configured_comes_out_otherwise(peaks, compiled):
+    peaks.error = 1
+    advice = _advice(None, training=replace(EAGER, compile=compiled))
+    assert {row.note for row in advice.rows[1:]} == {IN_FULL_AS_EAGER if compiled else FULLY}
+    assert [row.peak_bytes for row in advice.rows] == [
+        peaks.bytes(config) for config in (peaks.asked[0], *peaks.asked[1 + compiled :])
+    ]
+
+
+def test_what_cannot_be_extrapolated_as_configured_leaves_rows_to_their_own_check(peaks):
+    advice = _advice(None, training=EAGER, activation_checkpoint=MODES["2"])
+    assert {row.note for row in advice.rows[1:] if "activations" in row.change} == {EXTRAPOLATED}
+    assert {row.note for row in advice.rows[1:] if "precision" in row.change} == {FULLY}
 
 
 def test_what_compiling_saves_is_counted_on(peaks):
