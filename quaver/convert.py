@@ -11,7 +11,7 @@ from torch import nn
 
 from quaver.config import Float8LinearConfig
 from quaver.delayed import input_owners, keep_scales
-from quaver.distributed.fsdp import make_gatherable, make_plain
+from quaver.distributed.gatherable_linears import make_gatherable, make_plain
 from quaver.linear import Float8Linear
 
 logger = logging.getLogger(__name__)

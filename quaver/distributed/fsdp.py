@@ -28,8 +28,7 @@ zeros belong to the weight from the start, and the one copy of it into them drop
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -186,7 +185,7 @@ class GatherableWeight(WrappedTensor):
             codes = [code]
             scales: WholeScales = {None: scale}
         else:
-            scales = _local(module).scales() or _compute_scales_of_siblings(module)
+            scales = local_weight(module).scales() or _compute_scales_of_siblings(module)
             two = _gathering(module).two_casts_of(module)
             needed = dims if two is None else [dims[place] for place in two.begin()]
             codes = [cast_shard(shard, scales[dim].quant, float8_dtype) for dim in needed]
@@ -324,7 +323,7 @@ def _is_known(linear: Float8Linear) -> bool:
 NamedLinears = Sequence[tuple[str, Float8Linear]]
 
 
-class _Siblings:
+class Siblings:
     """The linears of one model, whose scales are computed together; each of them holds this object."""
 
     def __init__(self, named: NamedLinears) -> None:
@@ -333,10 +332,10 @@ class _Siblings:
 
 
 @dataclass
-class _Gathering:
+class Gathering:
     """What a linear knows of the gathering of its weight; not copied with it, for a copy has other siblings."""
 
-    siblings: _Siblings
+    siblings: Siblings
     hooks: tuple[RemovableHandle, ...] = ()
     laid_out: tuple[Tensor, Shard] | None = None
     """A sharded weight, and where its shard lies (`local` is empty): asking DTensor each time costs too much."""
@@ -350,94 +349,19 @@ class _Gathering:
         return self.two_casts[1]
 
 
-def make_gatherable(named_linears: NamedLinears) -> None:
-    """Have FSDP2 gather the weights of these linears in float8; called by the conversion.
-
-    Each weight becomes a `GatherableWeight` around the same storage: a new parameter, so make optimizers afterwards.
-    """
-    siblings = _Siblings(named_linears)
-    for _, linear in named_linears:
-        _wrap(linear)
-        if linear.scaling is not None:
-            linear.scaling.host_decides()
-        hooks = (
-            linear.register_state_dict_post_hook(_plain_in_state_dict),
-            linear.register_load_state_dict_post_hook(_wrap_after_load),
-        )
-        linear.gathering = _Gathering(siblings, hooks)
-
-
-def make_plain(linear: Float8Linear) -> None:
-    """Undo `make_gatherable` for one linear. Raises RuntimeError once `fully_shard` has taken the weight."""
-    weight = linear.weight
-    if isinstance(weight, DTensor) and isinstance(weight._local_tensor, GatherableWeight):
-        raise RuntimeError("a weight that fully_shard gathers in float8 cannot be converted back; convert before it")
-    if isinstance(weight, GatherableWeight):
-        linear.weight = nn.Parameter(weight.wrapped, requires_grad=weight.requires_grad)
-    if linear.gathering is not None:
-        for hook in cast(_Gathering, linear.gathering).hooks:
-            hook.remove()
-        linear.gathering = None
-
-
-@contextmanager
-def keep_gatherable(linear: Float8Linear) -> Iterator[None]:
-    """Show the plain weight inside the block, which may shard it, and wrap what it leaves."""
-    weight = linear.weight
-    if not isinstance(weight, GatherableWeight):
-        yield
-        return
-    linear.weight = nn.Parameter(weight.wrapped, requires_grad=weight.requires_grad)
-    yield
-    _wrap(linear)
-
-
-def _wrap(linear: Float8Linear) -> None:
-    weight = linear.weight
-    if isinstance(weight, DTensor):
-        if not isinstance(weight._local_tensor, GatherableWeight):
-            weight._local_tensor = GatherableWeight(weight._local_tensor)
-    elif not isinstance(weight, GatherableWeight):
-        linear.weight = nn.Parameter(GatherableWeight(weight.detach()), requires_grad=weight.requires_grad)
-
-
-def _wrap_after_load(linear: nn.Module, incompatible_keys: object) -> None:
-    """`load_state_dict(assign=True)` brings plain tensors."""
-    if isinstance(linear, Float8Linear) and not isinstance(linear.weight, Float8Tensor):
-        _wrap(linear)
-
-
-def _plain_in_state_dict(linear: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
-    """State dicts hold plain tensors, which share the memory of the weight."""
-    weight = state_dict.get(prefix + "weight")
-    if not isinstance(linear, Float8Linear) or isinstance(weight, nn.Parameter):  # keep_vars asks for the parameters
-        return
-    if isinstance(weight, GatherableWeight):
-        state_dict[prefix + "weight"] = _local(linear).wrapped.detach()
-    elif isinstance(weight, DTensor) and isinstance(weight._local_tensor, GatherableWeight):
-        state_dict[prefix + "weight"] = DTensor.from_local(
-            _local(linear).wrapped.detach(),  # of the weight itself: an alias of it would not move its version counter
-            weight.device_mesh,
-            weight.placements,
-            run_check=False,
-            shape=weight.shape,
-            stride=weight.stride(),
-        )
-
-
-def _local(linear: Float8Linear) -> GatherableWeight:
+def local_weight(linear: Float8Linear) -> GatherableWeight:
     weight = linear.weight
     return cast(GatherableWeight, weight._local_tensor if isinstance(weight, DTensor) else weight)
 
 
-def _gathering(linear: Float8Linear) -> _Gathering:
+def _gathering(linear: Float8Linear) -> Gathering:
     if linear.gathering is None:  # a copy
-        linear.gathering = _Gathering(_Siblings([("", linear)]))
-    return cast(_Gathering, linear.gathering)
+        linear.gathering = Gathering(Siblings([("", linear)]))
+    return cast(Gathering, linear.gathering)
 
 
 def _shard(linear: Float8Linear) -> Shard:
-    gathering, local = _gathering(linear), _local(linear).wrapped
+    gathering, local = _gathering(linear), local_weight(linear).wrapped
     if gathering.laid_out is None or gathering.laid_out[0] is not linear.weight:
         gathering.laid_out = linear.weight, shard_of(linear, local.new_empty(0))  # keep no memory alive
     return gathering.laid_out[1]._replace(local=local)
@@ -457,7 +381,7 @@ def _compute_scales_of_siblings(module: Float8Linear) -> WholeScales:
     own = _shard(module)
     stale, shards = [], []
     for name, linear in siblings.named:
-        if _is_sharded(linear) and not _is_known(linear) and _local(linear).scales() is None:
+        if _is_sharded(linear) and not _is_known(linear) and local_weight(linear).scales() is None:
             shard = _shard(linear)
             if (shard.fsdp_group, shard.tp_group) == (own.fsdp_group, own.tp_group):
                 stale.append((name, linear))
@@ -466,14 +390,14 @@ def _compute_scales_of_siblings(module: Float8Linear) -> WholeScales:
         check_ranks_agree(_describe(stale), own.fsdp_group, own.device, what="the weights to gather in float8")
         siblings.checked.add(own.fsdp_group)
     _compute_and_remember([linear for _, linear in stale], shards)
-    return cast(WholeScales, _local(module).scales())
+    return cast(WholeScales, local_weight(module).scales())
 
 
 def _compute_and_remember(linears: Sequence[Float8Linear], shards: Sequence[Shard]) -> None:
     with torch.no_grad():
         scales = compute_whole_scales(shards, [linear.config for linear in linears])
     for linear, of_weight in zip(linears, scales, strict=True):
-        _local(linear).remember(of_weight)
+        local_weight(linear).remember(of_weight)
 
 
 def _describe(named: NamedLinears) -> list[str]:

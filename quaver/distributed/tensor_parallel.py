@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
-from quaver.distributed.fsdp import keep_gatherable
+from quaver.distributed.gatherable_linears import keep_gatherable
 from quaver.distributed.linear_sharding import (
     ColwiseSharding,
     InputGather,
