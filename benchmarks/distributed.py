@@ -187,7 +187,7 @@ def count_fsdp(mesh: DeviceMesh, param_dtype: torch.dtype | None, recipe: str | 
                 if precompute:
                     precompute_float8_dynamic_scale_for_fsdp(model)
             with forward:
-                loss = model(torch.randn(BATCH, SEQUENCE, DIM)).square().mean()
+                loss = model(torch.randn(BATCH, SEQUENCE, DIM, requires_grad=True)).square().mean()
             with backward:
                 loss.backward()
             optimizer.step()
@@ -211,11 +211,21 @@ def count_fsdp(mesh: DeviceMesh, param_dtype: torch.dtype | None, recipe: str | 
         if recipe is not None:
             expected = scale_bytes(recipe, linear_shapes(LAYERS, DIM, KV, HIDDEN))
             assert result[name]["scale_bytes"] == expected, (recipe, result[name], expected)
-    model[0].unshard()
-    weights = [module.weight for module in model[0].modules() if isinstance(module, nn.Linear)]
-    result["unsharded_bytes_per_element"] = _storage_bytes(weights) / sum(weight.numel() for weight in weights)
-    model[0].reshard()
+    result["unsharded_bytes_per_element"] = _unsharded_bytes(model) / (elements / LAYERS)
     return result
+
+
+def _unsharded_bytes(model: nn.Sequential) -> int:
+    """What the first block's weights take while it runs forward."""
+    found = []
+
+    def look(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        found.append(_storage_bytes([each.weight for each in model[0].modules() if isinstance(each, nn.Linear)]))
+
+    hook = model[0].feed_forward.register_forward_hook(look)
+    model(torch.randn(BATCH, SEQUENCE, DIM))
+    hook.remove()
+    return found[0]
 
 
 def _storage_bytes(weights: list[Tensor]) -> int:

@@ -259,9 +259,9 @@ class Float8LinearConfig:
             cast_config_grad_output_for_grad_weight: the same operand in its other matmul; None for "the same".
         gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight: each matmul.
         enable_fsdp_float8_all_gather: under FSDP2 (`fully_shard`), cast weights on their shards with the scales of
-            the whole weight, and gather codes: one byte per element where one cast serves both matmuls of a weight
-            (tensorwise), two where they differ. Both casts must be float8. One process and DDP compute the same
-            with it; FSDP1 refuses it.
+            the whole weight, and gather codes: one byte per element, and two in a pass that reads both casts of a
+            weight whose matmuls read different ones (row-wise, where the backward recomputes the forward). Both
+            casts must be float8. One process and DDP compute the same with it; FSDP1 refuses it.
         pad_inner_dim: pad every matmul to multiples of 16 on every device. Hardware that needs padding gets it
             without this flag; the flag lets a device that needs none take the same path. Results do not change.
         emulate: multiply exactly in high precision even where the hardware multiplies float8.

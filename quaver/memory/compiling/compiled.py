@@ -33,7 +33,7 @@ from quaver.memory.recording.modules import is_compiled
 from quaver.memory.recording.storages import StorageWatch
 
 COMPILES_FOR_A_GPU = TorchVersion(torch.__version__) >= "2.13"
-"""Whether fake tensors that say they are a GPU's keep their gradients in compiled code: not in 2.11; 2.12 was not tried."""
+"""Whether compiled code keeps gradients of fake tensors that say they are a GPU's: not in 2.11; 2.12 was not tried."""
 _STANCE = "fail_on_recompile"
 _MOST_STEPS = 4
 
