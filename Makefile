@@ -49,7 +49,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "quaver needs Python 3.11 or newer; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.base: $(VENV)/bin/python pyproject.toml setup.py quaver/csrc/cpu.c constraints.txt
+$(VENV)/.base: $(VENV)/bin/python pyproject.toml setup.py $(wildcard quaver/csrc/*) constraints.txt
 	@echo "installing quaver into $(VENV) (once)"
 	$(PIP) --editable .
 	touch $@

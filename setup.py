@@ -17,6 +17,7 @@ setup(
         Extension(
             "quaver._cpu",
             ["quaver/csrc/cpu.c"],
+            depends=["quaver/csrc/avx512.h", "quaver/csrc/elements.h", "quaver/csrc/runs.h"],
             extra_compile_args=[] if sys.platform == "win32" else FLAGS + OPENMP,
             extra_link_args=OPENMP,
             optional=True,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import typing
 import weakref
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,14 @@ from torch import Tensor
 from quaver.config import CastConfig, Float8LinearConfig
 from quaver.gemm import along_contracted, reads_along_contracted
 from quaver.kernels import layouts
-from quaver.kernels.cast import KeptScale, cast_with_kept_scale, cast_with_scale, dynamic_cast, record
+from quaver.kernels.cast import (
+    KeptScale,
+    cast_with_kept_scale,
+    cast_with_scale,
+    dynamic_cast,
+    dynamic_cast_axes,
+    record,
+)
 from quaver.kernels.layout_ops import is_watched
 from quaver.scaling import to_dequant_scale
 
@@ -99,6 +106,8 @@ class MatrixCasts:
     """
 
     __slots__ = ("_data", "_scales", "_strong", "config", "hp_dtype", "kept")
+    _agrees: ClassVar[bool] = False
+    """Whether scales are agreed on with other ranks, so that no cast may take those of the amaxes that it finds."""
 
     def __init__(
         self,
@@ -148,12 +157,26 @@ class MatrixCasts:
             last, first: how it is cast for the matmul that contracts its last dim, and its first; None for neither.
             column_sums: add up the columns where that costs no read of its own.
         """
-        if last is not None and first is not None and self.lays_out(hp) and _are_alike(last, first):
-            dims = (1, 0) if last.is_rowwise else (None, None)
-            if all(self._alive((dim, contracted)) is None for dim, contracted in zip(dims, (1, 0), strict=True)):
-                return self._in_layouts(hp, last, rows=True, columns=True, column_sums=column_sums)
+        if last is not None and first is not None and _are_alike(last, first):
+            if self.lays_out(hp):
+                dims = (1, 0) if last.is_rowwise else (None, None)
+                if all(self._alive((dim, contracted)) is None for dim, contracted in zip(dims, (1, 0), strict=True)):
+                    return self._in_layouts(hp, last, rows=True, columns=True, column_sums=column_sums)
+            elif hp.is_cpu and last.is_rowwise and not self._scales and not self._agrees:
+                return self._along_both(hp, last.float8_dtype)
         return Operands(
             None if last is None else self.cast(hp, last, 1), None if first is None else self.cast(hp, first, 0)
+        )
+
+    def _along_both(self, hp: Tensor, dtype: torch.dtype) -> Operands:
+        """Both row-wise casts of a matrix of which nothing is known yet, on a CPU."""
+        row_codes, *of_rows, column_codes, quant, dequant = dynamic_cast_axes(
+            hp, dtype, self.config.round_scales_to_power_of_2
+        )
+        self._scales[1], self._scales[0] = Scales(*of_rows), Scales(quant, dequant)
+        return Operands(
+            Operand(self._remember((1, 1), row_codes), self._scales[1].dequant),
+            Operand(self._remember((0, 0), column_codes), dequant),
         )
 
     def know(self, scales: Scales) -> None:

@@ -22,6 +22,7 @@ _PHASES = {
     "quaver::gemm": "gemm",
     "quaver::exact_float8_mm": "gemm",
     "quaver::dynamic_cast": "cast",
+    "quaver::dynamic_cast_axes": "cast",
     "quaver::cast_with_scale": "cast",
     "quaver::cast_with_kept_scale": "cast",
 }

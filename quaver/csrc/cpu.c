@@ -6,232 +6,19 @@
  *
  * Why it is written so:
  *   - Inner loops have no branches and no calls, so that compilers vectorise them. Kinds are constants there: each
- *     CLONES function picks an always-inlined body by switch, once per run of elements.
+ *     CLONES function picks an always-inlined body by switch, once per run of elements (runs.h). The loops that most
+ *     time goes to are written in vectors as well, for CPUs that look bytes up (avx512.h).
  *   - Magnitudes of IEEE numbers order like their bits, NaNs on top, so an amax is a maximum of integers.
  *   - Floating point means what IEEE 754 says: no -ffast-math, no contraction, no excess precision.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <float.h>
-#include <stdint.h>
-#include <string.h>
 
-#if FLT_EVAL_METHOD != 0
-#error "float32 arithmetic must round to float32 (x87 does not); quaver runs without this extension"
-#endif
+#include "avx512.h"
+#include "runs.h"
 
-#if defined(__GNUC__)
-#define INLINE static inline __attribute__((always_inline))
-#else
-#define INLINE static inline
-#endif
-
-/* One binary for every x86-64: the loader picks a clone. Needs ifunc (glibc) and a compiler that knows the levels. */
-#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define CLONES
-#endif
-
-enum { FLOAT32, BFLOAT16, FLOAT16 };  /* hp kinds */
-enum { E4M3, E5M2 };                  /* float8 kinds */
-enum { NONE = -1 };                   /* dim */
-enum { RELEASE_GIL_FROM = 32768 };    /* elements; some microseconds of work */
-
-/* `ieee`: the top exponent holds inf and NaN; else only the top code is a NaN. */
-typedef struct {
-    int exponent_bits, mantissa_bits, bias, ieee;
-    float max, largest_quant_scale, saturates_above;
-} Format;
-static const Format HALF = {5, 10, 15, 1, 65504.0f, 0.0f, 0.0f};
-static const Format FLOAT8[] = {
-    [E4M3] = {4, 3, 7, 0, 448.0f, (float)(448.0 / 1e-12), 464.0f},
-    [E5M2] = {5, 2, 15, 1, 57344.0f, (float)(57344.0 / 1e-12), 61440.0f},
-};
-
-INLINE uint32_t bits_of(float value) { uint32_t bits; memcpy(&bits, &value, 4); return bits; }
-INLINE float float_of(uint32_t bits) { float value; memcpy(&value, &bits, 4); return value; }
-
-/* ---- one element -------------------------------------------------------------------------------------------------*/
-
-/* A code of 8 or 16 bits -> float32, exactly; NaN and inf kept.
- * A subnormal is taken for 2^(1-bias) * (1 + fraction), a normal float32, and loses the 2^(1-bias) again. */
-INLINE float decode(uint32_t code, Format f) {
-    const int width = f.exponent_bits + f.mantissa_bits;
-    const uint32_t one = 1u << 23, rebias = (uint32_t)(127 - f.bias) << 23;
-    const uint32_t top = f.ieee ? ((1u << f.exponent_bits) - 1) << 23 : ((1u << width) - 1) << (23 - f.mantissa_bits);
-    uint32_t shifted = code << (31 - width);
-    uint32_t rest = (shifted & 0x7FFFFFFFu) >> (8 - f.exponent_bits);
-    uint32_t base = rest < one ? rebias + one : rebias, lifted_by = rest < one ? rebias + one : 0;
-    uint32_t special = rest >= top ? (f.ieee ? 0x7F800000u : 0x7FC00000u) : 0;
-    float magnitude = float_of(rest + base) - float_of(lifted_by);
-    return float_of(bits_of(magnitude) | special | (shifted & 0x80000000u));
-}
-
-/* RNE8(clamp(value, -max, max)): ties to even, subnormals kept; NaN -> 0x7F or 0xFF by its sign.
- *
- * With 2^e the power of two at or below |value|, at least the smallest normal, the code is e's field plus the
- * significand |value| / 2^(e - mantissa_bits), rounded: 2^mantissa_bits or more for a normal, less for a subnormal.
- * Adding 2^(e + 23 - mantissa_bits) to |value| rounds it there: the sum's low bits hold the significand. Only the low
- * byte of a code is kept, so whatever lies above it need not be taken away; `offset`, the part of e's bias that reaches
- * into that byte, rides in the low bits of the addend. It is even, so ties still go to even. */
-INLINE uint8_t encode(float value, Format f) {
-    const int drop = 23 - f.mantissa_bits;
-    const uint32_t smallest_normal = (uint32_t)(128 - f.bias) << 23;
-    const uint32_t offset = (0u - (smallest_normal >> drop)) & 0xFF;
-    uint32_t magnitude = bits_of(value) & 0x7FFFFFFFu;
-    uint32_t nan = magnitude > 0x7F800000u ? 0x7F000000u : 0;
-    magnitude = magnitude < bits_of(f.max) ? magnitude : bits_of(f.max);
-    uint32_t power = (magnitude > smallest_normal ? magnitude : smallest_normal) & 0x7F800000u;
-    uint32_t sum = bits_of(float_of(magnitude) + float_of(power + ((uint32_t)drop << 23) + offset));
-    return (uint8_t)(((sum + (power >> drop)) << 24 | nan | (bits_of(value) & 0x80000000u)) >> 24);
-}
-
-/* hp[i] -> float32, exactly. By memcpy, because amaxes were written as integers. */
-INLINE float load(const void *hp, int hp_kind, int64_t i) {
-    float value;
-    uint16_t code;
-    if (hp_kind == FLOAT32) {
-        memcpy(&value, (const float *)hp + i, 4);
-        return value;
-    }
-    memcpy(&code, (const uint16_t *)hp + i, 2);
-    return hp_kind == BFLOAT16 ? float_of((uint32_t)code << 16) : decode(code, HALF);
-}
-
-typedef struct { float quant, dequant; } Scales;
-
-/* quant = RN32(max / amax), capped, rounded down to 2^k on request; dequant = RN32(1 / quant). NaN -> NaN. */
-INLINE Scales scales_of(float amax, Format f, int power_of_2) {
-    float quant = f.max / amax;
-    quant = quant > f.largest_quant_scale ? f.largest_quant_scale : quant;
-    if (power_of_2 && quant == quant) quant = float_of(bits_of(quant) & 0xFF800000u);
-    return (Scales){quant, 1.0f / quant};
-}
-
-/* ---- a run of elements: n of them, contiguous; `scale` is one number, or one an element if `per_element` ----------*/
-
-INLINE void cast_body(const void *hp, int hp_kind, Format f, const float *scale, int per_element, int64_t n,
-                      uint8_t *restrict codes) {
-    const float one_scale = *scale;
-    for (int64_t i = 0; i < n; i++) codes[i] = encode(load(hp, hp_kind, i) * (per_element ? scale[i] : one_scale), f);
-}
-
-/* codes[i] = RNE8(clamp(RN32(hp[i] * scale), -max, max)). */
-CLONES static void cast_run(const void *hp, int hp_kind, int float8, const float *scale, int per_element, int64_t n,
-                            uint8_t *codes) {
-#define CASE(H, F, P) case (H * 2 + F) * 2 + P: cast_body(hp, H, FLOAT8[F], scale, P, n, codes); break;
-#define CASES(H) CASE(H, E4M3, 0) CASE(H, E4M3, 1) CASE(H, E5M2, 0) CASE(H, E5M2, 1)
-    if (n > 0) switch ((hp_kind * 2 + float8) * 2 + per_element) { CASES(FLOAT32) CASES(BFLOAT16) CASES(FLOAT16) }
-#undef CASES
-#undef CASE
-}
-
-/* In their own width: promoted to int, they would not become a vector's maximum. */
-INLINE uint16_t larger16(uint16_t a, uint16_t b) { return a > b ? a : b; }
-INLINE uint32_t larger32(uint32_t a, uint32_t b) { return a > b ? a : b; }
-
-INLINE float observe_body(const void *hp, int hp_kind, Format f, float scale, int64_t n, uint8_t *restrict codes) {
-    uint32_t largest = 0;
-    for (int64_t i = 0; i < n; i++) {
-        float value = load(hp, hp_kind, i);
-        largest = larger32(bits_of(value) & 0x7FFFFFFFu, largest);
-        codes[i] = encode(value * scale, f);
-    }
-    return float_of(largest);
-}
-
-/* As cast_run with one scale; returns the amax of hp. In one loop, so that the cast runs while memory is read. */
-CLONES static float observe_run(const void *hp, int hp_kind, int float8, float scale, int64_t n, uint8_t *codes) {
-#define CASE(H, F) case H * 2 + F: return observe_body(hp, H, FLOAT8[F], scale, n, codes);
-#define CASES(H) CASE(H, E4M3) CASE(H, E5M2)
-    if (n > 0) switch (hp_kind * 2 + float8) { CASES(FLOAT32) CASES(BFLOAT16) CASES(FLOAT16) }
-#undef CASES
-#undef CASE
-    return 0.0f;
-}
-
-INLINE int64_t overflow_body(const void *hp, int hp_kind, Format f, float scale, int64_t n, uint8_t *restrict codes) {
-    int64_t saturated = 0;
-    for (int64_t i = 0; i < n; i++) {
-        float value = load(hp, hp_kind, i);
-        uint32_t nan = (bits_of(value) & 0x7FFFFFFFu) == 0x7F800000u ? 0x7FC00000u : 0;
-        float scaled = float_of(bits_of(value * scale) | nan);
-        uint32_t magnitude = bits_of(scaled) & 0x7FFFFFFFu;
-        saturated += magnitude > bits_of(f.saturates_above) && magnitude <= 0x7F800000u;
-        codes[i] = encode(scaled, f);
-    }
-    return saturated;
-}
-
-/* As cast_run with one scale, but an infinite hp[i] becomes NaN; returns how many elements the clamp takes more from than
- * rounding. For what does not fit its scale. */
-CLONES static int64_t overflow_run(const void *hp, int hp_kind, int float8, float scale, int64_t n, uint8_t *codes) {
-#define CASE(H, F) case H * 2 + F: return overflow_body(hp, H, FLOAT8[F], scale, n, codes);
-#define CASES(H) CASE(H, E4M3) CASE(H, E5M2)
-    if (n > 0) switch (hp_kind * 2 + float8) { CASES(FLOAT32) CASES(BFLOAT16) CASES(FLOAT16) }
-#undef CASES
-#undef CASE
-    return 0;
-}
-
-enum { UNSCALED, ONE_SCALE, SCALE_PER_ELEMENT };
-
-INLINE void widen_body(const uint8_t *codes, Format f, int hp_kind, int scaling, const float *scale, int64_t n,
-                       void *restrict out) {
-    const float one_scale = scaling == UNSCALED ? 1.0f : *scale;
-    for (int64_t i = 0; i < n; i++) {
-        float value = decode(codes[i], f);
-        if (scaling != UNSCALED) value *= scaling == ONE_SCALE ? one_scale : scale[i];
-        if (hp_kind == FLOAT32) ((float *)out)[i] = value;
-        else ((uint16_t *)out)[i] = (uint16_t)(bits_of(value) >> 16);
-    }
-}
-
-/* out[i] = codes[i] * scale in float32 or bfloat16. Exact in bfloat16 if scale is 2^k, k >= -110. */
-CLONES static void widen_run(const uint8_t *codes, int float8, int hp_kind, int scaling, const float *scale, int64_t n,
-                             void *out) {
-#define CASE(F, H, S) case (F * 2 + H) * 3 + S: widen_body(codes, FLOAT8[F], H, S, scale, n, out); break;
-#define CASES(F, H) CASE(F, H, UNSCALED) CASE(F, H, ONE_SCALE) CASE(F, H, SCALE_PER_ELEMENT)
-    if (n > 0) switch ((float8 * 2 + hp_kind) * 3 + scaling) {
-        CASES(E4M3, FLOAT32) CASES(E4M3, BFLOAT16) CASES(E5M2, FLOAT32) CASES(E5M2, BFLOAT16)
-    }
-#undef CASES
-#undef CASE
-}
-
-/* The bits of max |hp[i]|; 0 for an empty run. */
-CLONES static uint32_t amax_run(const void *hp, int hp_kind, int64_t n) {
-    const uint16_t *halves = hp;
-    const uint32_t *words = hp;
-    uint16_t half = 0;
-    uint32_t word = 0;
-    if (hp_kind == FLOAT32) {
-        for (int64_t i = 0; i < n; i++) word = larger32(words[i] & 0x7FFFFFFF, word);
-        return word;
-    }
-    for (int64_t i = 0; i < n; i++) half = larger16(halves[i] & 0x7FFF, half);
-    return half;
-}
-
-/* amax[i] = max(amax[i], |hp[i]|), as bits of the hp kind. */
-CLONES static void amax_each(const void *hp, int hp_kind, int64_t n, void *amax) {
-    const uint16_t *halves = hp;
-    const uint32_t *words = hp;
-    uint16_t *restrict half = amax;
-    uint32_t *restrict word = amax;
-    if (hp_kind == FLOAT32) for (int64_t i = 0; i < n; i++) word[i] = larger32(words[i] & 0x7FFFFFFF, word[i]);
-    else for (int64_t i = 0; i < n; i++) half[i] = larger16(halves[i] & 0x7FFF, half[i]);
-}
-
-/* quant[i], dequant[i] from amax[i] of the hp kind. */
-CLONES static void scales_run(const void *amax, int hp_kind, int float8, int power_of_2, int64_t n, float *quant,
-                              float *dequant) {
-    for (int64_t i = 0; i < n; i++) {
-        Scales s = scales_of(load(amax, hp_kind, i), FLOAT8[float8], power_of_2);
-        quant[i] = s.quant, dequant[i] = s.dequant;
-    }
-}
+enum { NONE = -1 };                /* dim */
+enum { RELEASE_GIL_FROM = 32768 }; /* elements; some microseconds of work */
 
 /* ---- a matrix, in blocks of rows (of elements, where the dim does not matter), one thread each --------------------*/
 
@@ -240,8 +27,10 @@ typedef struct { float amax; int64_t saturated; } Observed;
 typedef struct {
     char *hp;               /* [rows, columns] of hp_kind; what widen writes */
     uint8_t *codes;         /* [rows, columns] of float8; what widen reads */
+    int64_t codes_row;      /* from one row of codes to the next; columns where they are written */
     char *amax;             /* of hp_kind; () or [1, columns]; while casting only */
     float *quant, *dequant; /* (), [rows, 1] or [1, columns] */
+    int16_t *shifts;        /* [columns] of dequant scales; while widening with AVX-512 only */
     Observed *observed;     /* one a block; while casting with a kept scale only */
     int64_t rows, columns;
     int hp_kind, float8, dim, power_of_2, threads;
@@ -260,8 +49,10 @@ INLINE void store_amax(const Job *job, void *amax, int64_t i, uint32_t bits) {
     else memcpy((uint16_t *)amax + i, &low, 2);
 }
 
+typedef void (*Work)(const Job *, int, int64_t, int64_t);
+
 /* work(job, block, first, last) for every block of 0..n; blocks differ in nothing that they write. */
-static void in_blocks(void (*work)(const Job *, int, int64_t, int64_t), const Job *job, int64_t n) {
+static void in_blocks(Work work, const Job *job, int64_t n) {
     if (job->threads == 1) { work(job, 0, 0, n); return; }
 #pragma omp parallel for num_threads(job->threads) schedule(static, 1)
     for (int block = 0; block < job->threads; block++)
@@ -287,7 +78,7 @@ static void cast_and_observe_elements(const Job *job, int block, int64_t first, 
         const char *hp = job->hp + start * hp_size(job);
         uint8_t *codes = job->codes + start;
         int64_t n = last - start < CACHED ? last - start : CACHED;
-        float amax = observe_run(hp, job->hp_kind, job->float8, *job->quant, n, codes);
+        float amax = cast_and_see(hp, job->hp_kind, job->float8, *job->quant, n, codes);
         if (!(amax * *job->quant <= FLOAT8[job->float8].saturates_above && amax <= FLT_MAX))
             saturated += overflow_run(hp, job->hp_kind, job->float8, *job->quant, n, codes);
         if (bits_of(amax) > bits_of(largest)) largest = amax;
@@ -295,12 +86,9 @@ static void cast_and_observe_elements(const Job *job, int block, int64_t first, 
     job->observed[block].amax = largest, job->observed[block].saturated = saturated;
 }
 
-/* Fills job->amax, tensorwise or by columns: each thread has a result of its own first. 0, or -1 without memory. */
-static int fill_amax(const Job *job) {
+/* Fills job->amax [length] by `work` on 0..n: each thread has a result of its own first. 0, or -1 without memory. */
+static int fill_amax_by(Work work, const Job *job, int64_t n, int64_t length) {
     elements_read += job->rows * job->columns;
-    const int64_t length = job->dim == NONE ? 1 : job->columns;
-    void (*work)(const Job *, int, int64_t, int64_t) = job->dim == NONE ? amax_of_elements : amax_of_columns;
-    const int64_t n = job->dim == NONE ? job->rows * job->columns : job->rows;
     if (job->threads == 1) { in_blocks(work, job, n); return 0; }
     Job partial = *job;
     partial.amax = PyMem_RawMalloc(length * hp_size(job) * job->threads + 1);
@@ -313,17 +101,23 @@ static int fill_amax(const Job *job) {
     return 0;
 }
 
+/* Tensorwise or by columns. */
+static int fill_amax(const Job *job) {
+    if (job->dim == NONE) return fill_amax_by(amax_of_elements, job, job->rows * job->columns, 1);
+    return fill_amax_by(amax_of_columns, job, job->rows, job->columns);
+}
+
 static void cast_elements(const Job *job, int block, int64_t first, int64_t last) {
     (void)block;
     const char *hp = job->hp + first * hp_size(job);
-    cast_run(hp, job->hp_kind, job->float8, job->quant, 0, last - first, job->codes + first);
+    cast(hp, job->hp_kind, job->float8, job->quant, 0, last - first, job->codes + first);
 }
 
 static void cast_rows(const Job *job, int block, int64_t first, int64_t last) {
     (void)block;
     for (int64_t row = first; row < last; row++)
-        cast_run(hp_row(job, row), job->hp_kind, job->float8, job->dim == 1 ? job->quant + row : job->quant,
-                 job->dim == 0, job->columns, job->codes + row * job->columns);
+        cast(hp_row(job, row), job->hp_kind, job->float8, job->dim == 1 ? job->quant + row : job->quant, job->dim == 0,
+             job->columns, job->codes + row * job->columns);
 }
 
 static void cast_matrix(const Job *job) {
@@ -342,6 +136,16 @@ static void dynamic_cast_rows(const Job *job, int block, int64_t first, int64_t 
     }
 }
 
+/* And the amaxes of columns, while a row is in the cache. */
+static void dynamic_cast_rows_and_amax_of_columns(const Job *job, int block, int64_t first, int64_t last) {
+    char *amax = job->amax + block * job->columns * hp_size(job);
+    memset(amax, 0, job->columns * hp_size(job));
+    for (int64_t row = first; row < last; row++) {
+        dynamic_cast_rows(job, block, row, row + 1);
+        amax_each(hp_row(job, row), job->hp_kind, job->columns, amax);
+    }
+}
+
 static int dynamic_cast_matrix(const Job *job) {
     if (job->dim == 1) {
         elements_read += job->rows * job->columns;  /* the second time from the cache */
@@ -357,6 +161,20 @@ static int dynamic_cast_matrix(const Job *job) {
         cast_matrix(job);
     }
     PyMem_RawFree(with_amax.amax);
+    return failed;
+}
+
+/* By rows into `by_rows` and by columns into `by_columns`, of one matrix, which is read twice from memory. */
+static int dynamic_cast_axes(Job by_rows, Job by_columns) {
+    by_rows.amax = PyMem_RawMalloc(by_rows.columns * hp_size(&by_rows) + 1);
+    if (by_rows.amax == NULL) return -1;
+    int failed = fill_amax_by(dynamic_cast_rows_and_amax_of_columns, &by_rows, by_rows.rows, by_rows.columns);
+    if (!failed) {
+        scales_run(by_rows.amax, by_rows.hp_kind, by_rows.float8, by_rows.power_of_2, by_rows.columns, by_columns.quant,
+                   by_columns.dequant);
+        cast_matrix(&by_columns);
+    }
+    PyMem_RawFree(by_rows.amax);
     return failed;
 }
 
@@ -389,21 +207,32 @@ static int cast_and_observe_matrix(const Job *job, float kept_quant, float *obse
 
 static void widen_rows(const Job *job, int block, int64_t first, int64_t last) {
     (void)block;
+    const int scaling = job->dequant == NULL ? UNSCALED : job->dim == 0 ? SCALE_PER_ELEMENT : ONE_SCALE;
     for (int64_t row = first; row < last; row++)
-        widen_run(job->codes + row * job->columns, job->float8, job->hp_kind,
-                  job->dim == 0 ? SCALE_PER_ELEMENT : ONE_SCALE, job->dim == 1 ? job->dequant + row : job->dequant,
-                  job->columns, hp_row(job, row));
+        widen(job->codes + row * job->codes_row, job->float8, job->hp_kind, scaling,
+              job->dim == 1 ? job->dequant + row : job->dequant, job->shifts, job->columns, hp_row(job, row));
 }
 
 static void widen_elements(const Job *job, int block, int64_t first, int64_t last) {
     (void)block;
-    widen_run(job->codes + first, job->float8, job->hp_kind, job->dequant == NULL ? UNSCALED : ONE_SCALE, job->dequant,
-              last - first, job->hp + first * hp_size(job));
+    widen(job->codes + first, job->float8, job->hp_kind, job->dequant == NULL ? UNSCALED : ONE_SCALE, job->dequant, NULL,
+          last - first, job->hp + first * hp_size(job));
 }
 
 static int widen_matrix(const Job *job) {
-    if (job->dim == NONE) in_blocks(widen_elements, job, job->rows * job->columns);
-    else in_blocks(widen_rows, job, job->rows);
+    if (job->dim == NONE && job->codes_row == job->columns) {
+        in_blocks(widen_elements, job, job->rows * job->columns);
+        return 0;
+    }
+    Job widening = *job;
+    int16_t *shifts = NULL;
+    if (job->dim == 0 && job->hp_kind == BFLOAT16 && uses_avx512) {
+        shifts = PyMem_RawMalloc(job->columns * sizeof(int16_t) + 1);
+        if (shifts == NULL) return -1;
+        if (shifts_of(job->dequant, job->columns, shifts)) widening.shifts = shifts;
+    }
+    in_blocks(widen_rows, &widening, job->rows);
+    PyMem_RawFree(shifts);
     return 0;
 }
 
@@ -463,27 +292,35 @@ static int read_integers(PyObject *const *args, Py_ssize_t count, int64_t *value
     return 1;
 }
 
-/* These take the same eleven integers: hp, codes, quant_scale, dequant_scale (addresses, 0 for what is not used), rows,
- * columns, hp kind, float8 kind, dim, power_of_2, threads. They fill what they compute. */
+/* Without the GIL where that pays. Returns None, or NULL and a MemoryError. */
+#define RUN(CALL, ELEMENTS) \
+    do { \
+        int failed; \
+        if ((ELEMENTS) < RELEASE_GIL_FROM) { \
+            failed = CALL; \
+        } else { \
+            Py_BEGIN_ALLOW_THREADS \
+            failed = CALL; \
+            Py_END_ALLOW_THREADS \
+        } \
+        if (failed) return PyErr_NoMemory(); \
+        Py_RETURN_NONE; \
+    } while (0)
+
+static int threads_of(int64_t asked) { return asked < 1 ? 1 : asked > MOST_THREADS ? MOST_THREADS : (int)asked; }
+
+/* These take the same twelve integers: hp, codes, quant_scale, dequant_scale (addresses, 0 for what is not used), rows,
+ * columns, from one row of codes to the next, hp kind, float8 kind, dim, power_of_2, threads. They fill what they
+ * compute. */
 static PyObject *call(int (*matrix)(const Job *), PyObject *const *args, Py_ssize_t count) {
-    int64_t v[11];
-    if (!read_integers(args, count, v, 11)) return NULL;
+    int64_t v[12];
+    if (!read_integers(args, count, v, 12)) return NULL;
     Job job = {
         .hp = (char *)(intptr_t)v[0], .codes = (uint8_t *)(intptr_t)v[1], .quant = (float *)(intptr_t)v[2],
-        .dequant = (float *)(intptr_t)v[3], .rows = v[4], .columns = v[5], .hp_kind = (int)v[6], .float8 = (int)v[7],
-        .dim = (int)v[8], .power_of_2 = (int)v[9],
-        .threads = v[10] < 1 ? 1 : v[10] > MOST_THREADS ? MOST_THREADS : (int)v[10],
+        .dequant = (float *)(intptr_t)v[3], .rows = v[4], .columns = v[5], .codes_row = v[6], .hp_kind = (int)v[7],
+        .float8 = (int)v[8], .dim = (int)v[9], .power_of_2 = (int)v[10], .threads = threads_of(v[11]),
     };
-    int failed;
-    if (job.rows * job.columns < RELEASE_GIL_FROM) {
-        failed = matrix(&job);
-    } else {
-        Py_BEGIN_ALLOW_THREADS
-        failed = matrix(&job);
-        Py_END_ALLOW_THREADS
-    }
-    if (failed) return PyErr_NoMemory();
-    Py_RETURN_NONE;
+    RUN(matrix(&job), job.rows * job.columns);
 }
 
 #define ENTRY(NAME, MATRIX) \
@@ -493,7 +330,24 @@ static PyObject *call(int (*matrix)(const Job *), PyObject *const *args, Py_ssiz
     }
 ENTRY(dynamic_cast, dynamic_cast_matrix)
 ENTRY(cast_with_scale, cast_with_scale_matrix)
-ENTRY(widen, widen_matrix)
+ENTRY(widen_codes, widen_matrix)
+
+/* Thirteen integers: hp; codes, quant_scale and dequant_scale by rows, then by columns (addresses); rows, columns, hp
+ * kind, float8 kind, power_of_2, threads. */
+static PyObject *cast_axes(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    (void)self;
+    int64_t v[13];
+    if (!read_integers(args, count, v, 13)) return NULL;
+    Job by_rows = {
+        .hp = (char *)(intptr_t)v[0], .codes = (uint8_t *)(intptr_t)v[1], .quant = (float *)(intptr_t)v[2],
+        .dequant = (float *)(intptr_t)v[3], .rows = v[7], .columns = v[8], .codes_row = v[8], .hp_kind = (int)v[9],
+        .float8 = (int)v[10], .dim = 1, .power_of_2 = (int)v[11], .threads = threads_of(v[12]),
+    };
+    Job by_columns = by_rows;
+    by_columns.codes = (uint8_t *)(intptr_t)v[4], by_columns.quant = (float *)(intptr_t)v[5];
+    by_columns.dequant = (float *)(intptr_t)v[6], by_columns.dim = 0;
+    RUN(dynamic_cast_axes(by_rows, by_columns), by_rows.rows * by_rows.columns);
+}
 
 /* Twelve integers: hp, codes, kept quant_scale, quant_scale, dequant_scale, observed [amax, saturated] (addresses), rows,
  * columns, hp kind, float8 kind, power_of_2, threads. */
@@ -505,25 +359,26 @@ static PyObject *cast_and_observe(PyObject *self, PyObject *const *args, Py_ssiz
         .hp = (char *)(intptr_t)v[0], .codes = (uint8_t *)(intptr_t)v[1], .quant = (float *)(intptr_t)v[3],
         .dequant = (float *)(intptr_t)v[4], .rows = v[6], .columns = v[7], .hp_kind = (int)v[8], .float8 = (int)v[9],
         .dim = NONE, .power_of_2 = (int)v[10],
-        .threads = v[11] < 1 ? 1 : v[11] > MOST_THREADS ? MOST_THREADS : (int)v[11],
+        .threads = threads_of(v[11]),
     };
     const float kept = *(const float *)(intptr_t)v[2];
     float *observed = (float *)(intptr_t)v[5];
-    int failed;
-    if (job.rows * job.columns < RELEASE_GIL_FROM) {
-        failed = cast_and_observe_matrix(&job, kept, observed);
-    } else {
-        Py_BEGIN_ALLOW_THREADS
-        failed = cast_and_observe_matrix(&job, kept, observed);
-        Py_END_ALLOW_THREADS
-    }
-    if (failed) return PyErr_NoMemory();
-    Py_RETURN_NONE;
+    RUN(cast_and_observe_matrix(&job, kept, observed), job.rows * job.columns);
 }
 
 static PyObject *get_elements_read(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self, (void)args, (void)count;
     return PyLong_FromLongLong(elements_read);
+}
+
+/* One integer: whether to run avx512.h where the CPU has what it takes. Returns whether it ran, for tests of both. */
+static PyObject *use_avx512(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    (void)self;
+    int64_t v[1];
+    if (!read_integers(args, count, v, 1)) return NULL;
+    const int before = uses_avx512;
+    uses_avx512 = v[0] && has_avx512();
+    return PyBool_FromLong(before);
 }
 
 /* Seventeen integers: out; of a: codes, float8 kind, row stride, column stride, scale, whether it is row-wise; the same of
@@ -548,7 +403,9 @@ static PyMethodDef methods[] = {
     METHOD(cast_with_scale, "hp, quant_scale -> codes"),
     METHOD(cast_and_observe, "hp, kept quant_scale -> codes, scales, amax, saturated elements"),
     {"elements_read", (PyCFunction)(void (*)(void))get_elements_read, METH_FASTCALL, "of hp matrices, ever"},
-    METHOD(widen, "codes, dequant_scale -> hp"),
+    METHOD(cast_axes, "hp -> codes and scales by rows, and by columns"),
+    {"widen", (PyCFunction)(void (*)(void))widen_codes, METH_FASTCALL, "codes, dequant_scale -> hp"},
+    METHOD(use_avx512, "whether -> whether before"),
     METHOD(small_mm, "float8 matrices and their scales -> their product"),
     {NULL, NULL, 0, NULL},
 };
@@ -556,5 +413,8 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "quaver._cp
 PyMODINIT_FUNC PyInit__cpu(void) {
     for (int code = 0; code < 256; code++)
         VALUE[E4M3][code] = decode(code, FLOAT8[E4M3]), VALUE[E5M2][code] = decode(code, FLOAT8[E5M2]);
+    fill_tables();
+    uses_avx512 = has_avx512();
     return PyModuleDef_Init(&module);
 }
+

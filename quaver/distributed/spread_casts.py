@@ -24,6 +24,7 @@ class SpreadCasts(MatrixCasts):
     """The casts of this rank's part of a matrix that a group has spread along `spread_dim`."""
 
     __slots__ = ("group", "spread_dim")
+    _agrees = True
 
     def __init__(
         self,

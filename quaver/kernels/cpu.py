@@ -66,6 +66,18 @@ def takes(matrix: Tensor, dtype: torch.dtype) -> bool:
     )
 
 
+def takes_codes(codes: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `widen` takes these codes to `dtype`: as `takes`, but each row need only be contiguous in itself."""
+    return (
+        AVAILABLE
+        and codes.is_cpu
+        and type(codes) in PLAIN_TYPES
+        and (codes.dtype, dtype) in _CONVERSIONS
+        and codes.dim() == 2
+        and (codes.is_contiguous() or (codes.stride(1) == 1 and codes.stride(0) >= codes.shape[1]))
+    )
+
+
 def would_take(matrix: Tensor, dtype: torch.dtype) -> bool:
     """Whether `takes` would hold if `matrix` were real: a fake tensor of a mode that stands for real ones.
 
@@ -135,6 +147,7 @@ def dynamic_cast(
         dequant_scale.data_ptr(),
         rows,
         columns,
+        columns,
         _HP_KIND[hp.dtype],
         _FLOAT8_KIND[float8_dtype],
         _TENSORWISE if dim is None else dim,
@@ -142,6 +155,36 @@ def dynamic_cast(
         _threads(rows * columns),
     )
     return codes, quant_scale, dequant_scale
+
+
+def dynamic_cast_axes(
+    hp: Tensor, float8_dtype: torch.dtype, *, power_of_2: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`dynamic_cast` with dim 1 and with dim 0, from two reads of `hp` [rows, columns] instead of three.
+
+    Returns:
+        float8 [rows, columns], quant_scale and dequant_scale [rows, 1]; the same with scales [1, columns].
+    """
+    rows, columns = hp.shape
+    row_codes, column_codes = empty_like(hp, dtype=float8_dtype), empty_like(hp, dtype=float8_dtype)
+    row_quant, column_quant = _SCALAR.new_empty(rows, 1), _SCALAR.new_empty(1, columns)
+    row_dequant, column_dequant = empty_like(row_quant), empty_like(column_quant)
+    _extension.cast_axes(
+        hp.data_ptr(),
+        row_codes.data_ptr(),
+        row_quant.data_ptr(),
+        row_dequant.data_ptr(),
+        column_codes.data_ptr(),
+        column_quant.data_ptr(),
+        column_dequant.data_ptr(),
+        rows,
+        columns,
+        _HP_KIND[hp.dtype],
+        _FLOAT8_KIND[float8_dtype],
+        power_of_2,
+        _threads(rows * columns),
+    )
+    return row_codes, row_quant, row_dequant, column_codes, column_quant, column_dequant
 
 
 def cast_with_scale(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> Tensor:
@@ -157,6 +200,7 @@ def cast_with_scale(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) 
         quant_scale.data_ptr(),
         0,
         rows,
+        columns,
         columns,
         _HP_KIND[hp.dtype],
         _FLOAT8_KIND[float8_dtype],
@@ -198,24 +242,40 @@ def cast_and_observe(
     return codes, quant, dequant
 
 
+def use_avx512(whether: bool) -> bool:
+    """Have the casts use AVX-512 where this CPU has what they take of it, or not; the bits are the same.
+
+    Returns whether they did before; at first they do wherever they can. For tests.
+    """
+    return bool(_extension.use_avx512(whether))
+
+
 def elements_read() -> int:
     """How many elements of high-precision matrices the casts have read so far, for tests and profiles."""
     return int(_extension.elements_read())
 
 
-def widen(codes: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+def widen(codes: Tensor, dtype: torch.dtype, scale: Tensor | None = None, room: Tensor | None = None) -> Tensor:
     """float8 [rows, columns] -> bfloat16 or float32, exactly, NaN and inf included; times a scale where given.
 
     The scale is (), [rows, 1] or [1, columns]. For bfloat16 its numbers must be powers of two, 2^-110 or more (or
     0, inf, NaN): then products are exact. For float32 any will do, and products are rounded once.
 
+    Args:
+        codes: what `takes_codes` takes.
+        room: contiguous memory of `dtype` for the result, [rows * columns] or more; None to allocate it.
     Raises:
-        ValueError: another dtype, or a scale of another shape, dtype or layout.
+        ValueError: another dtype, a scale of another shape, dtype or layout, or a room of another dtype or too small.
     """
     if dtype is not torch.bfloat16 and dtype is not torch.float32:
         raise ValueError(f"expected bfloat16 or float32, got {dtype}")
     rows, columns = codes.shape
-    out = empty_like(codes, dtype=dtype)
+    if room is None:
+        out = codes.new_empty(rows, columns, dtype=dtype)
+    elif room.dtype is not dtype or room.numel() < rows * columns or not room.is_contiguous():
+        raise ValueError(f"expected room for {rows * columns} of {dtype}, got {room.dtype} of {list(room.shape)}")
+    else:
+        out = room.view(-1)[: rows * columns].view(rows, columns)
     _extension.widen(
         out.data_ptr(),
         codes.data_ptr(),
@@ -223,6 +283,7 @@ def widen(codes: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Ten
         0 if scale is None else scale.data_ptr(),
         rows,
         columns,
+        codes.stride(0) if columns and rows > 1 else columns,
         _HP_KIND[dtype],
         _FLOAT8_KIND[codes.dtype],
         _TENSORWISE if scale is None else _dim_of_scale(scale, rows, columns),

@@ -12,9 +12,11 @@ could not be written for a tracer in any case: the scale that reaches the CPU li
 setting under which float32 operands take the bfloat16 units.
 
 [Note: panels] Native float8 matmuls widen nothing, so what is widened here is memory that only this stand-in takes. On
-a CPU, therefore, only the smaller operand is widened as a whole; the larger one is in panels, a few hundred rows (or
-columns of b) at a time, each multiplied at once into its part of the result. No sum is split, so every element of the
-result is the same sum as in one matmul; and where sums are float32, no more of them than a panel's are alive at a time.
+a CPU, therefore, only the smaller operand is widened as a whole; the larger one is in panels, about a thousand rows (or
+columns of b) at a time, each multiplied at once into its part of the result. All panels take the same room, which is
+allocated with the smaller one's: memory that is new to a process costs more than widening. No sum is split, so every
+element of the result is the same sum as in one matmul; and where sums are float32, no more of them than a panel's are
+alive at a time.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ UNITS_PAY_FROM = 8192
 """Elements of the larger operand from which a CPU's bfloat16 units beat float32: they take microseconds to start."""
 
 
-PANEL_LENGTH = 512
+PANEL_LENGTH = 1024
 """Rows or columns of the larger operand that are widened at a time on a CPU, at least half as many."""
 
-PANEL_ELEMENTS = 1 << 18
+PANEL_ELEMENTS = 1 << 19
 """And elements, likewise: with fewer, starting a matmul weighs more than its memory."""
 
 
@@ -68,19 +70,18 @@ def exact_float8_mm(
     multiply = _bfloat16_mm if bfloat16 else _float32_mm
     left, right = _Codes(a, a_dequant_scale, 0), _Codes(b, b_dequant_scale, 1)
     by_rows = a.numel() >= b.numel()
-    panels = _panels(left if by_rows else right)
-    if len(panels) == 1:
-        a_wide, b_wide = (codes.widen(wide, scales_are_powers_of_2) for codes in (left, right))
-        return multiply(a_wide, b_wide, bias, a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype))
+    larger, smaller = (left, right) if by_rows else (right, left)
+    panels = _panels(larger)
     out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
-    whole = (right if by_rows else left).widen(wide, scales_are_powers_of_2)
+    whole_room, panel_room = _rooms(smaller, larger, panels[-1][1], wide)
+    whole = smaller.widen(wide, scales_are_powers_of_2, whole_room)
     for start, length in panels:
-        part = (left if by_rows else right).part(start, length).widen(wide, scales_are_powers_of_2)
-        into = out.narrow(0 if by_rows else 1, start, length)
-        if by_rows:
-            multiply(part, whole, bias, into)
-        else:
-            multiply(whole, part, None if bias is None else bias.narrow(0, start, length), into)
+        part, into, part_of_bias = larger, out, bias
+        if len(panels) > 1:
+            part, into = larger.part(start, length), out.narrow(larger.dim, start, length)
+            part_of_bias = bias if by_rows or bias is None else bias.narrow(0, start, length)
+        wide_part = part.widen(wide, scales_are_powers_of_2, panel_room)
+        multiply(*((wide_part, whole) if by_rows else (whole, wide_part)), part_of_bias, into)
     return out
 
 
@@ -105,29 +106,43 @@ class _Codes(NamedTuple):
     dequant_scale: Tensor
     dim: int
 
+    @property
+    def rows(self) -> Tensor:
+        """The codes, or their transpose where that is what has contiguous rows."""
+        return self.data.t() if self.data.stride(1) != 1 and self.data.stride(0) == 1 else self.data
+
     def part(self, start: int, length: int) -> _Codes:
-        """`length` rows or columns; dense, as `widen` likes them."""
+        """`length` rows or columns."""
         scale = self.dequant_scale
-        data = self.data.narrow(self.dim, start, length)
-        dense = data.is_contiguous() or data.t().is_contiguous()
         if scale.dim():
             scale = scale.narrow(self.dim, start, length)
-        return _Codes(data if dense else data.clone(), scale, self.dim)
+        return _Codes(self.data.narrow(self.dim, start, length), scale, self.dim)
 
-    def widen(self, dtype: torch.dtype, scales_are_powers_of_2: bool) -> _Wide:
+    def widen(self, dtype: torch.dtype, scales_are_powers_of_2: bool, room: Tensor | None = None) -> _Wide:
         """Times the row scales where that is exact."""
         if scales_are_powers_of_2 and self.dequant_scale.dim():
-            return _Wide(widen(self.data, dtype, self.dequant_scale), None)
-        return _Wide(widen(self.data, dtype), self.dequant_scale)
+            return _Wide(widen(self.data, dtype, self.dequant_scale, room), None)
+        return _Wide(widen(self.data, dtype, None, room), self.dequant_scale)
 
 
 def _panels(codes: _Codes) -> list[tuple[int, int]]:
-    """Start and length of the parts to widen at a time: nearly equal ones, so that none is thin ([Note: panels])."""
+    """Start and length of the parts to widen at a time ([Note: panels]): nearly equal ones, the last of the longest."""
     length = codes.data.shape[codes.dim]
     longest = max(PANEL_LENGTH, PANEL_ELEMENTS * length // codes.data.numel())
-    count = -(-length // longest) if codes.data.is_cpu else 1
+    if length <= longest or not codes.data.is_cpu:
+        return [(0, length)]
+    count = -(-length // longest)
     ends = [length * i // count for i in range(count + 1)]
     return [(start, stop - start) for start, stop in zip(ends, ends[1:], strict=False)]
+
+
+def _rooms(whole: _Codes, larger: _Codes, panel: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """Memory for `whole` and for `panel` rows or columns of `larger`; None where their widening allocates its own."""
+    if not (cpu.takes_codes(whole.rows, dtype) and cpu.takes_codes(larger.rows, dtype)):
+        return None, None
+    of_whole, of_panel = whole.data.numel(), panel * larger.data.shape[1 - larger.dim]
+    both = whole.data.new_empty(of_whole + of_panel, dtype=dtype)
+    return both[:of_whole], both[of_whole:]
 
 
 def _product(first: Tensor | None, second: Tensor | None) -> Tensor | None:

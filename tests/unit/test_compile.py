@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from quaver import Float8Linear, Float8LinearConfig, cast_weights_once, float8_linear
-from quaver.kernels.cast import cast_with_scale, dynamic_cast
+from quaver.kernels.cast import cast_with_scale, dynamic_cast, dynamic_cast_axes
 from tests.reference import RECIPES, sqnr_db
 from tests.unit.test_linear import make, references, run
 
@@ -134,6 +134,19 @@ def test_codes_are_eagers_also_behind_a_fused_producer(float8_dtype, dim, power_
         assert got.float().equal(expected.float())  # every float8 value is a float32 value
 
 
+@pytest.mark.parametrize("power_of_2", [False, True])
+def test_casts_along_both_dims_are_one_operation_and_eagers_codes(power_of_2):
+    def produce_and_cast(x):
+        return dynamic_cast_axes(x * 1.7, E4M3, power_of_2)
+
+    x = torch.randn(120, 200).bfloat16()
+    compiled = torch.compile(produce_and_cast, fullgraph=True)
+    separate = [each for dim in (1, 0) for each in dynamic_cast(x * 1.7, E4M3, dim, power_of_2)]
+    for expected, eager, got in zip(separate, produce_and_cast(x), compiled(x), strict=True):
+        assert got.float().equal(expected.float())
+        assert eager.float().equal(expected.float())
+
+
 def test_the_cast_operations_have_faithful_fakes():
     x = torch.randn(17, 33).bfloat16()
     for hp in (x, x.t(), torch.empty(0, 5)):
@@ -144,3 +157,4 @@ def test_the_cast_operations_have_faithful_fakes():
             torch.library.opcheck(
                 torch.ops.quaver.cast_with_scale, (hp, quant_scale, E4M3), test_utils="test_faketensor"
             )
+        torch.library.opcheck(torch.ops.quaver.dynamic_cast_axes, (hp, E4M3, True), test_utils="test_faketensor")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quaver.formats import FORMATS
 from quaver.kernels import cpu
+from quaver.kernels.widen import widen
 from tests.reference import assert_matmul_exact
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -216,6 +217,96 @@ def test_not_a_number_is_never_hidden(dim: int | None) -> None:
         assert quant_scale.isnan().sum() == dequant_scale.isnan().sum() == 1
 
 
+@needs_extension
+@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
+@pytest.mark.parametrize("dtype", HP_DTYPES)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_both_axes_are_two_casts_from_two_reads(
+    dtype: torch.dtype, float8_dtype: torch.dtype, power_of_2: bool, threads: int
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for shape in [*SHAPES, LARGE]:
+            for hp in (gaussian(shape, dtype), random_bits(shape, dtype)):
+                read_before = cpu.elements_read()
+                made = cpu.dynamic_cast_axes(hp, float8_dtype, power_of_2=power_of_2)
+                assert cpu.elements_read() - read_before == 2 * hp.numel()
+                for dim, (codes, *scales) in ((1, made[:3]), (0, made[3:])):
+                    quant_scale, dequant_scale = oracle_scales(oracle_amax(hp, dim), float8_dtype, power_of_2)
+                    assert_same_bits(scales[0], quant_scale)
+                    assert_same_bits(scales[1], dequant_scale)
+                    assert_same_codes(codes, oracle_cast(hp, quant_scale, float8_dtype))
+    finally:
+        torch.set_num_threads(before)
+
+
+# ---- AVX-512 -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def both_ways():
+    """Calls a function with the vectors of avx512.h and without them, and asserts that the bits are the same."""
+    if not cpu.AVAILABLE:
+        pytest.skip(f"the C extension is off: {cpu.UNAVAILABLE_BECAUSE}")
+    before = cpu.use_avx512(True)
+    if not cpu.use_avx512(True):
+        cpu.use_avx512(before)
+        pytest.skip("this CPU has no AVX-512 VBMI, so all other tests are of the portable code")
+
+    def compare(function, *args):
+        with_vectors = function(*args)
+        assert cpu.use_avx512(False)
+        without = function(*args)
+        assert not cpu.use_avx512(True)
+        pairs = zip(with_vectors, without, strict=True) if isinstance(without, tuple) else [(with_vectors, without)]
+        for one, other in pairs:
+            assert_same_bits(one, other)
+
+    yield compare
+    cpu.use_avx512(before)
+
+
+@pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
+@pytest.mark.parametrize("dtype", HP_DTYPES)
+@pytest.mark.parametrize("shape", [(3, 64), (70, 191), (5, 1000), (1, 63)])
+def test_casts_have_the_same_bits_without_avx512(both_ways, shape, dtype, float8_dtype):
+    rows, columns = shape
+    for hp in (gaussian(shape, dtype), random_bits(shape, dtype), every_number(dtype) if dtype.itemsize == 2 else None):
+        if hp is None:
+            continue
+        for dim in (None, 0, 1):
+            both_ways(lambda hp=hp, dim=dim: cpu.dynamic_cast(hp, float8_dtype, dim, power_of_2=True))
+        both_ways(lambda hp=hp: cpu.dynamic_cast_axes(hp, float8_dtype))
+        for value in (0.37, 2.0**20, 1e-45, 0.0, -1.5, INF, NAN):
+            both_ways(cpu.cast_with_scale, hp, torch.tensor(value), float8_dtype)
+        for scale_shape in ((hp.shape[0], 1), (1, hp.shape[1])):
+            both_ways(cpu.cast_with_scale, hp, random_bits(scale_shape, torch.float32), float8_dtype)
+
+        def observed(hp=hp):
+            seen = torch.zeros(2)
+            return (*cpu.cast_and_observe(hp, torch.tensor(0.37), float8_dtype, False, seen), seen)
+
+        both_ways(observed)
+
+
+@pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
+@pytest.mark.parametrize("shape", [(3, 64), (70, 191), (256, 256), (1, 63)])
+def test_widening_has_the_same_bits_without_avx512(both_ways, shape, float8_dtype):
+    rows, columns = shape
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8)
+    codes[0] = torch.arange(columns) % 120  # a row without NaN: most blocks
+    for each in (codes, codes % 120):
+        each = each.view(float8_dtype)
+        both_ways(cpu.widen, each, torch.bfloat16)
+        for scale_shape in ((), (rows, 1), (1, columns)):
+            for least, most in ((-100, 101), (-110, 120), (0, 1)):
+                both_ways(cpu.widen, each, torch.bfloat16, 2.0 ** torch.randint(least, most, scale_shape))
+            for value in (0.0, INF, NAN, 2.0**127):
+                both_ways(cpu.widen, each, torch.bfloat16, torch.full(scale_shape, value))
+
+
 # ---- widening ------------------------------------------------------------------------------------------------------
 
 
@@ -246,6 +337,31 @@ def test_widen_with_scales(float8_dtype: torch.dtype, dtype: torch.dtype, shape:
     assert_same_bits(cpu.widen(codes, torch.float32, any_scale), codes.float() * any_scale)
 
 
+@needs_extension
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_widen_some_columns_into_a_room(dtype: torch.dtype, transposed: bool, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = torch.randint(0, 256, (400, 900), dtype=torch.uint8).view(E4M3)
+        room = torch.empty(400 * 512 + 5, dtype=dtype)
+        for start, stop in ((0, 512), (7, 500), (3, 4), (5, 5)):
+            codes = whole[:, start:stop]
+            for shape in ((1, stop - start), (400, 1)):
+                scale = 2.0 ** torch.randint(-40, 40, shape)
+                expected = codes.to(dtype) * scale.to(dtype)
+                if transposed:
+                    actual = widen(codes.t(), dtype, scale.t(), room).t()
+                else:
+                    actual = widen(codes, dtype, scale, room)
+                assert_same_bits(actual, expected)
+                assert actual.data_ptr() == room.data_ptr() or actual.numel() == 0
+    finally:
+        torch.set_num_threads(before)
+
+
 # ---- what is refused, and the way around ---------------------------------------------------------------------------
 
 
@@ -256,6 +372,11 @@ def test_takes() -> None:
     assert cpu.takes(hp, torch.float8_e5m2)
     assert cpu.takes(torch.nn.Parameter(hp), torch.float8_e4m3fn)
     assert cpu.takes(codes, torch.bfloat16)
+    assert not cpu.takes(codes[:, 1:3], torch.bfloat16)
+    assert cpu.takes_codes(codes[:, 1:3], torch.bfloat16)
+    assert not cpu.takes_codes(codes.t(), torch.bfloat16)
+    assert not cpu.takes_codes(codes[:, ::2], torch.bfloat16)
+    assert not cpu.takes_codes(codes[:1].expand(4, 6), torch.bfloat16)
     assert not cpu.takes(hp, torch.float8_e4m3fnuz)
     assert not cpu.takes(hp.double(), torch.float8_e4m3fn)
     assert not cpu.takes(hp.t(), torch.float8_e4m3fn)
@@ -278,6 +399,9 @@ def test_what_does_not_fit_is_refused() -> None:
         cpu.cast_with_scale(hp, torch.ones(()).expand(4, 1), torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="bfloat16 or float32"):
         cpu.widen(hp.to(torch.float8_e4m3fn), torch.float16)
+    for room in (torch.empty(23, dtype=torch.bfloat16), torch.empty(24), torch.empty(48, dtype=torch.bfloat16)[::2]):
+        with pytest.raises(ValueError, match="room for 24"):
+            cpu.widen(hp.to(torch.float8_e4m3fn), torch.bfloat16, None, room)
 
 
 @needs_extension

@@ -8,6 +8,7 @@ import torch
 
 from quaver import gemm
 from quaver.gemm import GemmBackend, backend_for, float8_mm, native_operands
+from quaver.kernels import exact_mm
 from quaver.kernels.exact_mm import exact_float8_mm
 from quaver.kernels.widen import widen
 from quaver.scaling import dynamic_cast
@@ -49,6 +50,30 @@ def test_matches_float64_on_the_same_operands(scaling, out_dtype, power_of_2, sh
 def test_formats_mix(a_dtype, b_dtype, out_dtype):
     a, a_scale, b, b_scale = operands(128, 128, 128, a_dtype=a_dtype, b_dtype=b_dtype)
     assert_matmul_exact(float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype), a, b, a_scale, b_scale)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("m", "n"), [(301, 70), (70, 301)])
+@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_panels_make_up_the_whole(transposed, power_of_2, m, n, out_dtype, scaling, monkeypatch):
+    """The larger operand in panels of rows or columns, which need not be contiguous, all in the same memory."""
+    monkeypatch.setattr(exact_mm, "PANEL_LENGTH", 90)
+    monkeypatch.setattr(exact_mm, "PANEL_ELEMENTS", 1)
+    a, a_scale, b, b_scale = operands(m, 128, n, scaling, power_of_2=power_of_2)
+    if transposed:
+        a, b = a.t().contiguous().t(), b.t().contiguous().t()
+    bias = torch.randn(n)
+    larger = exact_mm._Codes(a, a_scale, 0) if m > n else exact_mm._Codes(b, b_scale, 1)
+    panels = exact_mm._panels(larger)
+    assert [start for start, _ in panels] == [0, 75, 150, 225]
+    assert [length for _, length in panels] == [75, 75, 75, 76]
+    out = exact_float8_mm(a, b, a_scale, b_scale, None, out_dtype, power_of_2)
+    assert_matmul_exact(out, a, b, a_scale, b_scale)
+    with_bias = exact_float8_mm(a, b, a_scale, b_scale, bias, out_dtype, power_of_2)
+    off = (with_bias.float() - (out.float() + bias)).abs()
+    assert (off <= 2**-7 * (out.float().abs() + bias.abs())).all()  # as many roundings to out_dtype as there are terms
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)

@@ -1,0 +1,91 @@
+/* One element: float8, bfloat16 and float16 codes to and from float32, and the scales of an amax. */
+#ifndef QUAVER_ELEMENTS_H
+#define QUAVER_ELEMENTS_H
+
+#include <float.h>
+#include <stdint.h>
+#include <string.h>
+
+#if FLT_EVAL_METHOD != 0
+#error "float32 arithmetic must round to float32 (x87 does not); quaver runs without this extension"
+#endif
+
+#if defined(__GNUC__)
+#define INLINE static inline __attribute__((always_inline))
+#else
+#define INLINE static inline
+#endif
+
+enum { FLOAT32, BFLOAT16, FLOAT16 };  /* hp kinds */
+enum { E4M3, E5M2 };                  /* float8 kinds */
+
+/* `ieee`: the top exponent holds inf and NaN; else only the top code is a NaN. */
+typedef struct {
+    int exponent_bits, mantissa_bits, bias, ieee;
+    float max, largest_quant_scale, saturates_above;
+} Format;
+static const Format HALF = {5, 10, 15, 1, 65504.0f, 0.0f, 0.0f};
+static const Format FLOAT8[] = {
+    [E4M3] = {4, 3, 7, 0, 448.0f, (float)(448.0 / 1e-12), 464.0f},
+    [E5M2] = {5, 2, 15, 1, 57344.0f, (float)(57344.0 / 1e-12), 61440.0f},
+};
+
+INLINE uint32_t bits_of(float value) { uint32_t bits; memcpy(&bits, &value, 4); return bits; }
+INLINE float float_of(uint32_t bits) { float value; memcpy(&value, &bits, 4); return value; }
+
+/* A code of 8 or 16 bits -> float32, exactly; NaN and inf kept.
+ * A subnormal is taken for 2^(1-bias) * (1 + fraction), a normal float32, and loses the 2^(1-bias) again. */
+INLINE float decode(uint32_t code, Format f) {
+    const int width = f.exponent_bits + f.mantissa_bits;
+    const uint32_t one = 1u << 23, rebias = (uint32_t)(127 - f.bias) << 23;
+    const uint32_t top = f.ieee ? ((1u << f.exponent_bits) - 1) << 23 : ((1u << width) - 1) << (23 - f.mantissa_bits);
+    uint32_t shifted = code << (31 - width);
+    uint32_t rest = (shifted & 0x7FFFFFFFu) >> (8 - f.exponent_bits);
+    uint32_t base = rest < one ? rebias + one : rebias, lifted_by = rest < one ? rebias + one : 0;
+    uint32_t special = rest >= top ? (f.ieee ? 0x7F800000u : 0x7FC00000u) : 0;
+    float magnitude = float_of(rest + base) - float_of(lifted_by);
+    return float_of(bits_of(magnitude) | special | (shifted & 0x80000000u));
+}
+
+/* RNE8(clamp(value, -max, max)): ties to even, subnormals kept; NaN -> 0x7F or 0xFF by its sign.
+ *
+ * With 2^e the power of two at or below |value|, at least the smallest normal, the code is e's field plus the
+ * significand |value| / 2^(e - mantissa_bits), rounded: 2^mantissa_bits or more for a normal, less for a subnormal.
+ * Adding 2^(e + 23 - mantissa_bits) to |value| rounds it there: the sum's low bits hold the significand. Only the low
+ * byte of a code is kept, so whatever lies above it need not be taken away; `offset`, the part of e's bias that reaches
+ * into that byte, rides in the low bits of the addend. It is even, so ties still go to even. */
+INLINE uint8_t encode(float value, Format f) {
+    const int drop = 23 - f.mantissa_bits;
+    const uint32_t smallest_normal = (uint32_t)(128 - f.bias) << 23;
+    const uint32_t offset = (0u - (smallest_normal >> drop)) & 0xFF;
+    uint32_t magnitude = bits_of(value) & 0x7FFFFFFFu;
+    uint32_t nan = magnitude > 0x7F800000u ? 0x7F000000u : 0;
+    magnitude = magnitude < bits_of(f.max) ? magnitude : bits_of(f.max);
+    uint32_t power = (magnitude > smallest_normal ? magnitude : smallest_normal) & 0x7F800000u;
+    uint32_t sum = bits_of(float_of(magnitude) + float_of(power + ((uint32_t)drop << 23) + offset));
+    return (uint8_t)(((sum + (power >> drop)) << 24 | nan | (bits_of(value) & 0x80000000u)) >> 24);
+}
+
+/* hp[i] -> float32, exactly. By memcpy, because amaxes were written as integers. */
+INLINE float load(const void *hp, int hp_kind, int64_t i) {
+    float value;
+    uint16_t code;
+    if (hp_kind == FLOAT32) {
+        memcpy(&value, (const float *)hp + i, 4);
+        return value;
+    }
+    memcpy(&code, (const uint16_t *)hp + i, 2);
+    return hp_kind == BFLOAT16 ? float_of((uint32_t)code << 16) : decode(code, HALF);
+}
+
+typedef struct { float quant, dequant; } Scales;
+
+/* quant = RN32(max / amax), capped, rounded down to 2^k on request; dequant = RN32(1 / quant). NaN -> NaN. */
+INLINE Scales scales_of(float amax, Format f, int power_of_2) {
+    float quant = f.max / amax;
+    quant = quant > f.largest_quant_scale ? f.largest_quant_scale : quant;
+    if (power_of_2 && quant == quant) quant = float_of(bits_of(quant) & 0xFF800000u);
+    return (Scales){quant, 1.0f / quant};
+}
+
+#endif
