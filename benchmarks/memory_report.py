@@ -155,7 +155,7 @@ def _shares(row: Row, rows: list[Row]) -> list[str]:
 
 def _reading(results: dict[str, Any]) -> list[str]:
     rows = results["rows"]
-    return [_holds(rows), _CAUSES, _peaks(rows), _kept(rows), _weight_copies(results)]
+    return [_holds(rows), _causes(results), _CHOICES, _peaks(rows), _kept(rows), _weight_copies(results)]
 
 
 def _of(rows: list[Row], **wanted: Any) -> list[Row]:
@@ -220,19 +220,47 @@ def _holds(rows: list[Row]) -> str:
     return "**Float8 is not below bfloat16 in every row.** Rows whose peak is above:\n\n" + "\n".join(lines)
 
 
-_CAUSES = """\
-**Why**, by what is alive at those peaks:
+def _causes(results: dict[str, Any]) -> str:
+    """Why rows are above bfloat16, with the bytes."""
+    size = results["size"]
+    dim, tokens = size["dim"], size["sequences"] * size["seq_len"]
+    kv_dim = dim // size["n_heads"] * size["n_kv_heads"]
+    linear = [(size["hidden_dim"], dim)]
+    attention = [(dim, dim), (kv_dim, dim), (kv_dim, dim), (dim, dim)]
+    shared = 2 * tokens * (dim + 2 * size["hidden_dim"])
+    codes = 2 * dim * size["hidden_dim"]
+    backward = tokens * (3 * size["hidden_dim"] + 3 * dim) + 2 * codes
+    return f"""\
+**Why**, by what is alive at those peaks: the same bytes as in bfloat16, and scales on top.
 
-- *Scales.* Where float8 holds as many bytes as bfloat16 does, its scales come on top: `rowwise_with_gw_hp` keeps inputs
-  in bfloat16 and gathers two codes, 2 bytes, for each weight. Rows that are above by less than 0.6% are of this kind. A
-  scale belongs to a row of hundreds of elements here, and of thousands in a real model.
-- *Two codes of one tensor.* `rowwise` casts product, input and grad_output into two codes each; both are alive for a
-  moment, beside what they are cast from. `ffn` under compiled FSDP2 peaks there, in its forward. And FSDP2 gathers
-  1 byte for a weight's element in `tensorwise` but 2 in the row-wise recipes, as in bfloat16.
-- *Codes beside an input that others keep.* `attention` alone with checkpointing: the checkpoint keeps its input, and
-  the attention kernel its result, so that the codes that the linears keep of both, a byte an element, save nothing. In
-  a block a norm makes the input, and nobody keeps it.
+- *Scales wait between two gathers.* Who casts shards for a gather needs the scales of whole weights. They are computed
+  for the forward's gather and kept for the backward's, which would else have to read the shards and ask the other
+  ranks again: float32, to cast and to undo it, one for a weight in `tensorwise`, one for each row and column in
+  `rowwise`, one for each row and one for all in `rowwise_with_gw_hp`. Those of `linear` are {_of_weights(linear)},
+  those of `attention` {_of_weights(attention)} bytes, in this order. They are alive at every moment between.
+- *`linear` with checkpointing, and `rowwise_with_gw_hp` without,* peaks while the loss is computed. Alive are
+  the input, which the checkpoint or the recipe keeps in bfloat16, the output, and what the loss makes of it: {shared:,}
+  bytes in either precision, nothing of which the linear could have in float8. In eager code `rowwise_with_gw_hp` knows
+  the scales of the input's rows as long as the input lives, or in the backward those of grad_output's: {8 * tokens:,}
+  bytes. `rowwise` with checkpointing is higher in its eager backward: grad_output and its codes, the input and its
+  codes, grad_weight, and both codes of the weight, gathered for a recomputation: {backward:,} bytes.
+- *`attention` with checkpointing, row-wise, in eager code,* peaks in its backward. The checkpoint keeps the input, the
+  recomputation makes q, k, v and the result, and it reads one code of each weight and the backward the other, so
+  that 2 bytes an element are gathered, as in bfloat16. With `op` the scales of the input's rows wait for k_proj and
+  v_proj, {8 * tokens:,} bytes.
 
+A scale belongs to a row of hundreds of elements here, and of thousands in a real model. Where nothing is checkpointed,
+each gather brings only the code that is read, 1 byte an element."""
+
+
+def _of_weights(weights: list[tuple[int, int]]) -> str:
+    """The bytes of the scales of weights [N, K] in each recipe."""
+    tensorwise = 8 * len(weights)
+    rows, columns = (8 * sum(shape[dim] for shape in weights) for dim in (0, 1))
+    return f"{tensorwise:,}, {rows + columns:,} and {rows + tensorwise:,}"
+
+
+_CHOICES = """\
 **What the choice of sizes and figures does.** `linear` has 3.5 times as many outputs as inputs, which is hardest on
 float8: its input is small beside grad_output, which is cast. The shares in tensors are kinder to float8 than those with
 scratch: all that is allocated and freed inside a float8 matmul is scratch, while bfloat16 copies that autocast makes

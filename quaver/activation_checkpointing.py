@@ -39,10 +39,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import quaver.kernels.exact_mm  # noqa: F401 - defines quaver::exact_float8_mm
+from quaver.linear_surroundings import kept_by_checkpoint
 from quaver.tensor import Float8Tensor
 
 MODES = ("none", "full", "selective", "memory_budget")
@@ -250,7 +251,10 @@ def _checkpointed_class(
         def block(*args: Any, **kwargs: Any) -> Any:
             if by_policy:
                 args, kwargs = tree_map_only(Tensor, _as_new_object, (args, kwargs))
-            return cls.forward(self, *args, **kwargs)
+            if torch.compiler.is_compiling():
+                return cls.forward(self, *args, **kwargs)
+            with kept_by_checkpoint(each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)):
+                return cls.forward(self, *args, **kwargs)
 
         if torch.compiler.is_compiling():
             return checkpoint(block, *args, context_fn=compiled_contexts, **options, **kwargs)

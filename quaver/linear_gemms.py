@@ -9,7 +9,8 @@ each has its scales along the dim that its matmul contracts.
 
 Kept for backward, with M tokens:
     input    as grad_weight reads it: M * K bytes of float8 and its scale; in high precision only where the recipe
-             computes grad_weight in high precision. Nothing if the weight is frozen.
+             computes grad_weight in high precision. Nothing if the weight is frozen; and the input itself, not cast,
+             where a checkpoint keeps it anyway ([Note: an input that is kept anyway] in linear_surroundings.py).
     weight   the parameter itself, no copy, and its scale where that is tensorwise; backward casts it again. Inside
              `cast_weights_once`, or with `keep_float8_weight_for_backward`, its float8 cast. Nothing if the input
              needs no gradient.
@@ -59,12 +60,12 @@ from quaver.config import CastConfig, Float8GemmConfig, Float8LinearConfig
 from quaver.formats import HP_DTYPES
 from quaver.gemm import along_contracted_after, unchecked_float8_mm
 from quaver.kernels.cast import KeptScale
-from quaver.linear_surroundings import LinearSharding
+from quaver.linear_surroundings import LinearSharding, is_kept_by_checkpoint
+from quaver.ordering import keep_stored, make_wait
 from quaver.phases import phase
+from quaver.saved_hooks import top_saved_tensors_hooks
 from quaver.tensor import Float8Tensor
 from quaver.weight_casts import WeightCasts, cast_weight, casts_of_gathered, weight_casts_of
-
-_top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 TWO_FUNCTIONS_FROM = 1 << 16
 """Elements of an output from which on its linear is two functions in eager code."""
@@ -72,6 +73,11 @@ TWO_FUNCTIONS_FROM = 1 << 16
 _DOUBLE_BACKWARD = (
     "a Float8Linear has no second derivative: its casts to float8 are steps. "
     "Call convert_to_high_precision(model) before double backward"
+)
+
+_WRITTEN_TO = (
+    "the input of a checkpointed module was written to after a Float8Linear had read it, so its grad_weight cannot be "
+    "computed; write to a copy"
 )
 
 
@@ -188,54 +194,62 @@ class _ThenMultiply(torch.autograd.Function):
 
 def _save(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> tuple[Operand, Operand]:
     """Cast the operands of `output`, which are returned, and save in `ctx` what backward reads."""
-    config, hp_dtype, weight_casts, kept, sharding, input_operands = how
+    config, hp_dtype, weight_casts, kept, sharding, _ = how
     needs_grad_input, needs_grad_weight = ctx.needs_input_grad[:2]
-    rows: Tensor = input
-    input_casts: MatrixCasts | _CastBefore
-    if isinstance(input, Float8Tensor):
-        input_casts = _CastBefore(input.operand)
-    elif input_operands is not None:
-        input_casts = _CastBefore((input_operands.first, input_operands.last).__getitem__)
-    else:
-        rows = _rows(input)
-        input_casts = (
-            casts_of_activation(input, config, hp_dtype, kept.input)
-            if sharding is None
-            else sharding.input_casts(input, config, hp_dtype, kept.input)
-        )
-    saved: list[Tensor | None] = [None] * 5
-    inputs = input_casts.both(
-        rows, config.casts.input, config.casts.input_for_grad_weight if needs_grad_weight else None
-    )
-    if inputs.first is not None:
-        saved[0:2] = inputs.first
+    saved: list[Tensor | None] = [None] * 6
+    input_op, saved[0:3], input_version = _cast_input(input, how, needs_grad_weight)
     if weight_casts is None and config.keep_float8_weight_for_backward and needs_grad_input:
         weight_casts = cast_weight(weight, config, hp_dtype, kept.weight, sharding)
     if weight_casts is not None:
         weight_op = weight_casts.for_output
         if needs_grad_input:
-            saved[2:4] = weight_casts.for_grad_input
+            saved[3:5] = weight_casts.for_grad_input
     else:
         casts = weight_casts_of(config, hp_dtype, kept.weight, sharding)
         weight_op = casts.cast(weight, config.casts.weight, 1)
         if needs_grad_input:
-            saved[2] = weight
+            saved[3] = weight
             other = config.casts.weight_for_grad_input
             scales = None if other.is_disabled or other.is_rowwise else casts.tensorwise_scales()
             if scales is not None:
-                saved[3:5] = scales
+                saved[4:6] = scales
     ctx.save_for_backward(*saved)
     bias_dtype = None if bias is None else bias.dtype
     ctx.kept = (
         config,
         hp_dtype,
+        input_version,
         weight_casts is not None,
         input.shape,
         bias_dtype,
         kept,
         sharding,
     )
-    return cast(Operand, inputs.last), weight_op
+    return input_op, weight_op
+
+
+def _cast_input(input: Tensor, how: _How, for_grad_weight: bool) -> tuple[Operand, list[Tensor | None], int | None]:
+    """The input as `output` reads it; three tensors to save of it; and its version where it is saved itself.
+
+    Its cast is followed by its scale and None; the input itself by its quant_scale and dequant_scale where they are
+    tensorwise and known. Without `for_grad_weight` all three are None.
+    """
+    config, hp_dtype, _, kept, sharding, operands = how
+    last, first = config.casts.input, config.casts.input_for_grad_weight if for_grad_weight else None
+    if operands is not None:
+        inputs = _CastBefore((operands.first, operands.last).__getitem__).both(input, last, first)
+    elif isinstance(input, Float8Tensor):
+        inputs = _CastBefore(input.operand).both(input, last, first)
+    elif sharding is not None:
+        inputs = sharding.input_casts(input, config, hp_dtype, kept.input).both(_rows(input), last, first)
+    else:
+        casts = casts_of_activation(input, config, hp_dtype, kept.input)
+        if first is not None and is_kept_by_checkpoint(input):
+            input_op = casts.cast(_rows(input), last, 1)
+            scales = None if first.is_disabled or first.is_rowwise else casts.tensorwise_scales()
+            return input_op, [input, *(scales or (None, None))], input._version
+        inputs = casts.both(_rows(input), last, first)
+    return cast(Operand, inputs.last), [*(inputs.first or (None, None)), None], None
 
 
 def _output(
@@ -258,7 +272,7 @@ class _Begun(NamedTuple):
 
     grad_weight: Tensor | None
     left_of_grad_weight: Operand | None
-    input: Operand | None
+    saved_input: list[Tensor | None]
     left_of_grad_input: Operand | None
     saved_weight: list[Tensor | None]
     grad_bias: Tensor | None
@@ -274,10 +288,10 @@ def _beginning_of_backward(ctx: Any, grad_output: Tensor) -> _Begun:
         with torch.no_grad():
             return _beginning_of_backward(ctx, grad_output)
     needs_grad_input, needs_grad_weight, needs_grad_bias = ctx.needs_input_grad[:3]
-    input_data, input_scale, *saved_weight = ctx.saved_tensors
-    input: Operand | None = Operand(input_data, input_scale)
-    del input_data, input_scale
-    config, hp_dtype, _, _, bias_dtype, kept, sharding = ctx.kept
+    saved = list(ctx.saved_tensors)
+    saved_input, saved_weight = saved[:3], saved[3:]
+    del saved
+    config, hp_dtype, _, _, _, bias_dtype, kept, sharding = ctx.kept
     rows = _rows(grad_output)
     for_grad_input = config.casts.grad_output if needs_grad_input else None
     for_grad_weight = config.casts.grad_output_for_grad_weight if needs_grad_weight else None
@@ -289,16 +303,18 @@ def _beginning_of_backward(ctx: Any, grad_output: Tensor) -> _Begun:
     else:
         casts = MatrixCasts(config, hp_dtype, kept.grad_output)
         if for_grad_input and for_grad_weight and _are_two(for_grad_weight) and not casts.lays_out(rows):
-            grad_weight = _grad_weight(ctx, casts.cast(rows, for_grad_weight, 0), input)
-            for_grad_weight = input = None
+            grad_weight = _grad_weight(ctx, casts.cast(rows, for_grad_weight, 0), saved_input)
+            for_grad_weight = None
             casts = MatrixCasts(config, hp_dtype, kept.grad_output)
         left_of_grad_input, left_of_grad_weight, column_sums = casts.both(
             rows, for_grad_input, for_grad_weight, column_sums=needs_grad_bias
         )
+    if left_of_grad_input is not None and left_of_grad_input.dequant_scale is not None:
+        keep_stored(rows, left_of_grad_input.dequant_scale)
     grad_bias = None
     if needs_grad_bias:
         grad_bias = (rows.sum(0, dtype=torch.float32) if column_sums is None else column_sums).to(bias_dtype)
-    return _Begun(grad_weight, left_of_grad_weight, input, left_of_grad_input, saved_weight, grad_bias)
+    return _Begun(grad_weight, left_of_grad_weight, saved_input, left_of_grad_input, saved_weight, grad_bias)
 
 
 def _are_two(for_grad_weight: CastConfig) -> bool:
@@ -310,26 +326,47 @@ def _end_of_backward(ctx: Any, begun: list[_Begun]) -> tuple[Tensor | None, Tens
     """The gradients, those of matrices in the dtype of the matmuls. Empties `begun`, a list of one.
 
     autograd converts them to the dtypes of what they are gradients of, when it has released what was saved; to do so
-    here would hold both copies of both beside all that. For the same reason no operand outlives its matmul. grad_weight
-    comes first, since a compiler can then release the input, which is as large as grad_input.
+    here would hold both copies of both beside all that. For the same reason no operand outlives its matmul, and
+    grad_weight comes first, in compiled code too (ordering.py).
     """
-    grad_weight, left_of_grad_weight, input, left_of_grad_input, saved_weight, grad_bias = begun.pop()
+    grad_weight, left_of_grad_weight, saved_input, left_of_grad_input, saved_weight, grad_bias = begun.pop()
     grad_input = None
     if left_of_grad_weight is not None:
-        grad_weight = _grad_weight(ctx, left_of_grad_weight, input)
-        del left_of_grad_weight, input
+        grad_weight = _grad_weight(ctx, left_of_grad_weight, saved_input)
+        del left_of_grad_weight
     if left_of_grad_input is not None:
+        if grad_weight is not None and left_of_grad_input.dequant_scale is not None:
+            make_wait(left_of_grad_input.dequant_scale, grad_weight)
         grad_input = _grad_input(ctx, left_of_grad_input, saved_weight)
     return grad_input, grad_weight, grad_bias
 
 
-def _grad_weight(ctx: Any, grad_output: Operand, input: Operand | None) -> Tensor:
+def _grad_weight(ctx: Any, grad_output: Operand, saved_input: list[Tensor | None]) -> Tensor:
+    """`grad_weight`, as a matrix. Empties `saved_input`, so that nothing of the input outlives the matmul."""
     config, hp_dtype = ctx.kept[:2]
-    return _matmul(grad_output.t(), cast(Operand, input), config.gemm_config_grad_weight, config, hp_dtype)
+    input = _input_for_grad_weight(ctx, saved_input)
+    return _matmul(grad_output.t(), input, config.gemm_config_grad_weight, config, hp_dtype)
+
+
+def _input_for_grad_weight(ctx: Any, saved: list[Tensor | None]) -> Operand:
+    """The input as `grad_weight` reads it, of what `_cast_input` saved: its cast, or itself and perhaps its scales."""
+    config, hp_dtype, version, _, _, _, kept, _ = ctx.kept
+    data, *scales = saved
+    saved.clear()
+    if data is None:
+        raise RuntimeError("expected a saved input for grad_weight, got None")
+    if version is None:
+        return Operand(data, scales[0])
+    if data._version > version:
+        raise RuntimeError(_WRITTEN_TO)
+    casts = MatrixCasts(config, hp_dtype, kept.input)
+    if scales[0] is not None and scales[1] is not None:
+        casts.know(Scales(scales[0], scales[1]))
+    return casts.cast(_rows(data), config.casts.input_for_grad_weight, 0)
 
 
 def _grad_input(ctx: Any, grad_output: Operand, saved_weight: list[Tensor | None]) -> Tensor:
-    config, hp_dtype, weight_is_cast, input_shape, _, kept, sharding = ctx.kept
+    config, hp_dtype, _, weight_is_cast, input_shape, _, kept, sharding = ctx.kept
     weight = _weight_for_grad_input(saved_weight, weight_is_cast, config, hp_dtype, kept.weight, sharding)
     if weight_is_cast and weight.dequant_scale is not None:
         data = along_contracted_after(weight.data, grad_output.data, emulate=config.emulate)
@@ -428,7 +465,7 @@ def linear_with_casts(
     _check_input(input, weight)
     how = _How(config, hp_dtype, weight_casts, kept, sharding, operands)
     is_small = input.shape[:-1].numel() * weight.shape[0] < TWO_FUNCTIONS_FROM
-    if torch.compiler.is_compiling() or (is_small and _top_saved_tensors_hooks(True) is None):
+    if torch.compiler.is_compiling() or (is_small and top_saved_tensors_hooks(True) is None):
         return _Float8Linear.apply(input, weight, bias, how)
     halves = _Halves()
     stand_in = _SaveFirst.apply(input, weight, bias, how, halves)

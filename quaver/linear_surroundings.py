@@ -1,14 +1,23 @@
-"""What a linear asks of those around it: the scales kept for it, and the ranks that its matrices are spread over.
+"""What a linear asks of those around it: kept scales, ranks that share its matrices, and what a checkpoint keeps.
 
-A linear knows them by these interfaces only. scale_state.py and distributed/linear_sharding.py implement them.
+A linear knows the first two by their interfaces only: scale_state.py and distributed/linear_sharding.py implement them.
+
+[Note: an input that is kept anyway] A checkpoint keeps the inputs of its module until the backward is through with it.
+A linear that reads such an input need not keep float8 codes of it beside it: it saves the input, which takes no memory,
+and its tensorwise scale, and casts it in the backward, to the same bits. So for the forward and for each recomputation
+the checkpoint says which tensors it keeps (activation_checkpointing.py). Compiled code decides by itself what is kept.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from quaver.casts import KeptScales, MatrixCasts, Operand
 from quaver.config import Float8LinearConfig
@@ -69,3 +78,30 @@ class LinearSharding(Protocol):
 
     def reduce_output(self, output: Tensor) -> Tensor:
         """The result from every rank's `output` [..., tokens, N]."""
+
+
+class _Kept(threading.local):
+    storages: frozenset[int] = frozenset()
+
+
+_kept = _Kept()
+
+
+@contextmanager
+def kept_by_checkpoint(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Say, while a checkpointed module runs, that its checkpoint keeps `tensors`; the caller holds them meanwhile."""
+    before = _kept.storages
+    _kept.storages = before.union(_storage(tensor) for tensor in tensors if not is_traceable_wrapper_subclass(tensor))
+    try:
+        yield
+    finally:
+        _kept.storages = before
+
+
+def is_kept_by_checkpoint(tensor: Tensor) -> bool:
+    """Whether a checkpoint around what runs now keeps `tensor`, a plain one, or what it is a view of."""
+    return bool(_kept.storages) and _storage(tensor) in _kept.storages
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

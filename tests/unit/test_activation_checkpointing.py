@@ -22,11 +22,13 @@ from quaver import (
     convert_to_float8_training,
     float8_scaling_state,
     gemm,
+    linear_gemms,
     sync_float8_amax_and_scale_history,
 )
 from quaver import activation_checkpointing as checkpointing
 from quaver.activation_checkpointing import MATMULS, apply_activation_checkpointing
 from quaver.kernels import cpu
+from quaver.linear_surroundings import is_kept_by_checkpoint
 from quaver.trainer.config import Model
 from quaver.trainer.memory import TensorBytes
 from quaver.trainer.model import Block, rope_tables
@@ -130,6 +132,92 @@ def test_an_input_that_was_cast_before_the_block_gets_no_other_tensors_amax(reci
             output = net(input)
         output.sum().backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), checkpointed.parameters(), strict=True))
+
+
+class Readers(nn.Module):
+    """Two linears that read the module's own input, one of them through a view, and one that reads their product."""
+
+    on_backward = None
+    """Called with the product's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 256, bias=False)
+        self.second = nn.Linear(64, 256, bias=False)
+        self.last = nn.Linear(256, 256, bias=False)
+
+    def forward(self, x):
+        product = self.first(x) * self.second(x.flatten(0, 1)).view(*x.shape[:-1], -1)
+        if product.requires_grad:
+            product.register_hook(lambda grad: self.on_backward and self.on_backward(grad))
+        return self.last(product)
+
+
+def of_readers(config, mode: str, batch_dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Output, gradients and kept scales of two steps."""
+    torch.manual_seed(3)
+    net = convert_to_float8_training(Readers(), config=config)
+    apply_activation_checkpointing([net], mode=mode)
+    results = []
+    for _ in range(2):
+        source = torch.randn(4, 64, 64, dtype=batch_dtype, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = net(source * 1.5)
+        output.square().mean().backward()
+        results += [output, source.grad, *(parameter.grad.clone() for parameter in net.parameters())]
+        if float8_scaling_state(net):
+            sync_float8_amax_and_scale_history(net)
+            results += [each.clone() for each in float8_scaling_state(net).state_dict().values()]
+    return results
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("recipe", FLOAT8)
+def test_an_input_that_the_checkpoint_keeps_is_cast_again_to_the_same_bits(recipe, dtype, mode, casts):
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    expected, results = of_readers(config, "none", dtype), of_readers(config, mode, dtype)
+    assert all(torch.equal(a, b) for a, b in zip(expected, results, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
+def test_no_codes_are_kept_beside_an_input_that_the_checkpoint_keeps(recipe, mode, monkeypatch):
+    """Alive when the last linear's backward is over, after the recomputation: nothing in float8."""
+    alive = []
+    for keeps in (is_kept_by_checkpoint, lambda tensor: False):
+        monkeypatch.setattr(linear_gemms, "is_kept_by_checkpoint", keeps)
+        net = convert_to_float8_training(Readers(), config=Float8LinearConfig.from_recipe_name(recipe))
+        apply_activation_checkpointing([net], mode=mode)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = net(torch.randn(4, 64, 64, requires_grad=True) * 1.5)
+        before = len(float8_tensors())
+        net.on_backward = lambda grad, before=before: alive.append(len(float8_tensors()) - before)
+        output.sum().backward()
+    assert alive[0] == 0 < alive[1]
+
+
+def float8_tensors() -> list[torch.Tensor]:
+    dtypes = (torch.float8_e4m3fn, torch.float8_e5m2)
+    return [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.dtype in dtypes]
+
+
+def test_an_input_that_is_written_to_after_a_linear_read_it_is_refused():
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = Float8Linear(64, 256, bias=False)
+
+        def forward(self, x):
+            output = self.linear(x)
+            return output + x.mul_(2).sum()
+
+    net = Writes()
+    apply_activation_checkpointing([net], mode="full")
+    with torch.autograd.graph.save_on_cpu():  # so that the checkpoint keeps a copy, and recomputes from what it was
+        output = net(torch.randn(256, 64, requires_grad=True) * 1.5)
+    with pytest.raises(RuntimeError, match="written to after a Float8Linear had read it"):
+        output.sum().backward()
 
 
 # ---- what is kept ------------------------------------------------------------------------------------------------

@@ -5,21 +5,25 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quaver.gemm
 from benchmarks.memory_modules import Case, Size, _step, build
 from quaver import Float8LinearConfig, convert_to_float8_training
+from quaver.memory.compiling.compiled import COMPILES_FOR_A_GPU
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.faking.gpu_like import as_on_a_gpu
 from quaver.memory.faking.target import predicting_for
-from quaver.memory.predict import predict_step
-from quaver.trainer.config import Optimizer
+from quaver.memory.predict import explain, predict_step
+from quaver.trainer.config import Model, Optimizer
 from quaver.trainer.config_io import load_config, parse_arguments
 from quaver.trainer.dry_run import pretended_mesh
+from quaver.trainer.float8 import fuse_producers
 from quaver.trainer.footprint.run import SEES_GATHERS, predict_memory
 from quaver.trainer.layout import Layout
+from quaver.trainer.model import FeedForward, RMSNorm
 from quaver.trainer.optimizer import build_optimizer
 
 CPU = torch.device("cpu")
@@ -77,6 +81,42 @@ def test_a_plain_norm_of_a_gpu_keeps_its_input_and_a_number_for_each_row():
         if row["module"].endswith("post_attention_layernorm") and row["category"] == "saved_activations"
     ]
     assert kept == [("aten._to_copy", TOKENS * SIZE.dim * 2), ("aten.new_empty", TOKENS * 4)]
+
+
+class NormAndSwiGLU(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = RMSNorm(256, 1e-5)
+        self.mlp = FeedForward(Model(dim=256, hidden_dim=512, n_heads=4, n_kv_heads=4))
+
+    def forward(self, hidden):
+        return self.mlp(self.norm(hidden))
+
+
+@pytest.mark.skipif(not COMPILES_FOR_A_GPU, reason="torch 2.11 loses the gradients")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_code_multiplies_for_all_gradients_and_stores_what_a_gpu_stores(recipe, monkeypatch):
+    """No gradient is left out, and nothing lies in memory in float32 between SwiGLU and casts, as on a CPU."""
+    module = convert_to_float8_training(NormAndSwiGLU(), config=Float8LinearConfig.from_recipe_name(recipe))
+    fuse_producers(module)
+    module.compile()
+    matmuls, buffers = Counter(), []
+    run = GraphLowering.run
+
+    def seen(graph, *arguments):
+        result = run(graph, *arguments)
+        called = [str(node.target) for node in graph.module.graph.nodes if node.op == "call_function"]
+        matmuls.update(name for name in called if "mm" in name)
+        buffers.extend(
+            (buffer.get_dtype(), buffer.get_numel()) for buffer in graph.buffers if buffer.has_tensor_output()
+        )
+        return result
+
+    monkeypatch.setattr(GraphLowering, "run", seen)
+    source = torch.randn(TOKENS, 256, requires_grad=True)
+    explain(module, (source,), autocast=torch.bfloat16, device="cuda")
+    assert sum(matmuls.values()) == 9, matmuls  # output, grad_input and grad_weight of each linear
+    assert (torch.float32, TOKENS * 512) not in buffers
 
 
 @pytest.mark.parametrize(

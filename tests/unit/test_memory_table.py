@@ -2,15 +2,17 @@
 
 import gc
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from benchmarks.memory import cases, measure_row
-from benchmarks.memory_modules import PRECISIONS, Case, Size, measure
+from benchmarks.memory_modules import PRECISIONS, Case, Size, Subject, measure
 from benchmarks.memory_report import PAGE, RECORD, exceptions, kept_beyond, name_of, page, ratios
-from quaver import Float8LinearConfig, activation_checkpointing, convert_to_float8_training, scaling
+from benchmarks.predicted import predict
+from quaver import Float8LinearConfig, activation_checkpointing, convert_to_float8_training, linear_gemms, scaling
 from quaver.bench.step_memory import Usage, measure_usage
 from quaver.kernels import cpu
 from quaver.trainer.memory import TensorBytes
@@ -29,7 +31,7 @@ def rows_of(module: str, checkpointing: str, precisions=PRECISIONS, compiled=Fal
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "op"])
-@pytest.mark.parametrize("module", ["linear", "ffn", "1 block"])
+@pytest.mark.parametrize("module", ["linear", "attention", "ffn", "1 block"])
 def test_float8_takes_no_more_than_bfloat16(module, checkpointing):
     rows = rows_of(module, checkpointing)
     assert exceptions(rows) == []
@@ -42,6 +44,39 @@ def test_compiled_float8_takes_no_more_than_bfloat16():
     rows = rows_of("ffn", "none", ("bfloat16", "rowwise"), compiled=True)
     assert exceptions(rows) == []
     assert ratios(rows[1], rows)["kept"] < 0.9
+
+
+def predicted_peaks(case: Case, precisions=PRECISIONS) -> dict[str, int]:
+    """What a step adds at its peak, by precision; nothing runs."""
+    made = (replace(case, precision=precision) for precision in precisions)
+    return {each.precision: predict(each, SMALL).step_peak_bytes for each in made}
+
+
+def test_compiled_float8_makes_grad_weight_before_grad_input(monkeypatch):
+    """So that no input is alive beside the gradients that follow from grad_input."""
+    case, recipe = Case("ffn", "rowwise_with_gw_hp", "full", compiled=True), "rowwise_with_gw_hp"
+    peaks = predicted_peaks(case, ("bfloat16", recipe))
+    assert peaks[recipe] < 0.8 * peaks["bfloat16"]
+    monkeypatch.setattr(linear_gemms, "make_wait", lambda waiting, computed: None)
+    in_any_order = predicted_peaks(case, (recipe,))
+    tokens_by_hidden = 2 * SMALL.tokens * SMALL.hidden_dim
+    assert in_any_order[recipe] >= peaks[recipe] + tokens_by_hidden
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "op"])
+@pytest.mark.parametrize("module", ["attention", "ffn"])
+def test_sharded_float8_takes_no_more_than_bfloat16_but_for_scales(module, checkpointing):
+    peaks = predicted_peaks(Case(module, "bfloat16", checkpointing, ranks=2))
+    above = {recipe: peaks[recipe] - peaks["bfloat16"] for recipe in FLOAT8}
+    allowed = scale_bytes(module) if (module, checkpointing != "none") == ("attention", True) else 0
+    assert above["tensorwise"] < 0
+    assert max(above.values()) <= allowed, above
+
+
+def scale_bytes(module: str) -> int:
+    """The scales of a module's weights, both ways, for both of their dims, and those of its input's rows."""
+    weights = [linear.weight for linear in Subject(module, SMALL).modules() if isinstance(linear, nn.Linear)]
+    return 8 * sum(sum(weight.shape) for weight in weights) + 8 * SMALL.tokens
 
 
 def test_a_policy_that_keeps_abs_fails_the_check(monkeypatch):
