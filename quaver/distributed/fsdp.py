@@ -350,6 +350,7 @@ class Gathering:
 
 
 def local_weight(linear: Float8Linear) -> GatherableWeight:
+    """The weight of `linear`, or this rank's shard of it, that FSDP2 gathers in float8."""
     weight = linear.weight
     return cast(GatherableWeight, weight._local_tensor if isinstance(weight, DTensor) else weight)
 

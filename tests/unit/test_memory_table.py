@@ -184,18 +184,22 @@ def test_the_committed_table_is_whole(recorded):
 
 
 def test_what_the_committed_table_shows_to_hold(recorded):
-    """Peaks of compiled code in one process, and of blocks in eager code; elsewhere the page names what is above."""
+    """In one process nothing is above bfloat16; on two ranks what has equal tensors is, by scales. The page says so."""
     rows = recorded["rows"]
-    compiled = [row for row in rows if row["ranks"] == 1 and row["compiled"]]
-    assert exceptions(compiled) == []
-    uncheckpointed = [row for row in rows if row["ranks"] == 1 and row["checkpointing"] == "none"]
-    assert exceptions(uncheckpointed) == []
-    eager_blocks = [row for row in rows if "block" in row["module"] and not row["compiled"]]
-    assert exceptions(eager_blocks) == []
-    shares = {name_of(row): ratios(row, rows)["peak"] for row in rows}
-    assert max(shares.values()) < 1.1
-    assert all(share < 1.006 for name, share in shares.items() if "block" in name)  # scales, where all else is equal
+    assert exceptions([row for row in rows if row["ranks"] == 1]) == []
+    assert exceptions([row for row in rows if row["module"] not in ("linear", "attention")]) == []
+    assert exceptions([row for row in rows if row["module"] == "attention" and row["compiled"]]) == []
+    assert exceptions([row for row in rows if row["module"] == "attention" and row["checkpointing"] == "none"]) == []
+    shares = {name_of(row): ratios(row, rows)["peak"] for row in rows if not _gathers_both_for_nothing(row)}
+    assert max(shares.values()) < 1.007
+    assert max(ratios(row, rows)["peak"] for row in rows) < 1.075
     assert all(line in PAGE.read_text() for line in exceptions(rows))
+
+
+def _gathers_both_for_nothing(row):
+    """A lone linear in a checkpoint, which has nothing to spare: eager code gathers both casts, and reads one."""
+    is_linear = row["module"] == "linear" and row["recipe"] == "rowwise" and row["ranks"] == 2
+    return is_linear and row["checkpointing"] != "none" and not row["compiled"]
 
 
 def test_what_a_block_of_the_committed_table_keeps(recorded):
