@@ -15,7 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from quaver import scaling
 from quaver.activation_checkpointing import apply_activation_checkpointing
 from quaver.kernels import cpu
+from quaver.memory.compiling.compiled import COMPILES_FOR_A_GPU
 from quaver.memory.faking.fakes import fake_tensors
+from quaver.memory.faking.target import predicting_for
 from quaver.memory.predict import predict_step
 from quaver.memory.reports.compare import compare
 from quaver.trainer.dry_run import pretended_mesh
@@ -211,3 +213,14 @@ def test_the_compiled_feed_forward(monkeypatch):
     own = case_of([*RUN, "--training.compile"], ROWWISE, 2)
     prediction = replace(own, module="model.layers.0.mlp").predict(other=True)
     assert prediction.kept_bytes - KEPT < WEIGHT / 1000
+
+
+@pytest.mark.skipif(not COMPILES_FOR_A_GPU, reason="torch 2.11 loses the gradients")
+def test_compiled_for_a_gpu_it_is_told_who_reads_first_and_what_to_keep():
+    """The kernel that reads it is of many operators, and writes other results first."""
+    words = [*RUN, "--training.compile", "true", "--model.n_layers", "1"]
+    with predicting_for("cuda"):
+        row = row_to_explain(_compared(case_of(words, [*ROWWISE, *KEEP_ABS], 2)))
+    assert row.kept_by == "compiled graph"
+    assert "first used in backward by amax at quaver/scaling.py" in row.sentence
+    assert "saving the amax instead would cost at most" in row.sentence

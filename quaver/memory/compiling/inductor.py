@@ -19,7 +19,7 @@ from torch._guards import TracingContext
 from torch._inductor import cpu_vec_isa
 from torch._inductor.graph import GraphLowering
 
-from quaver.memory.compiling.makers import Maker, followers, kernel, node_of
+from quaver.memory.compiling.makers import Maker, followers, kernel, node_of, readers_of
 from quaver.memory.compiling.wrapper_code import RECEIVED, RETURNED, rewritten
 from quaver.memory.faking.target import is_for_a_gpu
 
@@ -74,12 +74,12 @@ def _module_without_kernels(count: Callable[[], None], graph: Any, wrapper_code:
     module = ModuleType("quaver.memory.compiled_code")
     module.__file__ = f"<{graph.graph_id}: no kernels>"
     names = vars(module)
-    ends = _Ends(graph)
+    ends, readers = _Ends(graph), readers_of(graph)
     names |= {"AsyncCompile": _NoCompiler, RECEIVED: ends.received, RETURNED: ends.returned}
 
     def maker_of(buffer: str, operator: str) -> str:
         name = f"made_{len(names)}"
-        names[name] = Maker(operator, node_of(graph.name_to_buffer.get(buffer)))
+        names[name] = Maker(operator, node_of(graph.name_to_buffer.get(buffer)), readers)
         return name
 
     exec(compile(rewritten(wrapper_code.value, maker_of), module.__file__, "exec"), names)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import builtins
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import FunctionType
@@ -33,6 +33,9 @@ _ROOT = re.compile(r"L\['\w+'\](?:\.__self__)?")  # the compiled module, by the 
 _OPERATORS_OF_TORCH = "torch."
 _RNG_STATE_BYTES = torch.get_rng_state().numel()
 _CALL = (lambda function, args, kwargs: function(*args, **kwargs)).__code__
+
+
+_NOTHING: Mapping[str, Any] = {}
 
 
 class Follower(Protocol):
@@ -84,13 +87,15 @@ class Maker:
 
     is_view, namespace = False, "inductor"  # what else is asked of an operator (`StorageWatch.operator_called`)
 
-    def __init__(self, operator: str, node: fx.Node | None) -> None:
+    def __init__(self, operator: str, node: fx.Node | None, readers: Mapping[str, fx.Node] | None = None) -> None:
+        """`readers` has, by names of what is read, the operators that do so first."""
         result_of = _operator_of(node)
         self.operator = (
             f"{operator} ({result_of})" if operator and result_of else operator or result_of or "compiled code"
         )
         self.module = _module_of(node)
         self._in_line = _frame_of(node)
+        self._kernel, self._readers = operator, readers or {}
         self._layout: tuple[torch.Size, tuple[int, ...], torch.dtype] | None = None
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -105,11 +110,18 @@ class Maker:
             return self._in_line(function, args, kwargs)
 
     def allocate(
-        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, reads: Sequence[Any] = ()
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, reads: Mapping[str, Any] = _NOTHING
     ) -> Tensor:
         """A new buffer of the CPU, into which the kernel writes what it makes of `reads`."""
         with _inside(self.module):
-            return self._in_line(_allocate, (self, size, stride, dtype, reads), {})
+            tensor: Tensor = self._in_line(_allocate, (size, stride, dtype), {})
+        for name, read in reads.items():
+            reader = Maker(self._kernel, self._readers[name]) if name in self._readers else self
+            with _inside(reader.module):
+                reader._in_line(_tell_of_call, (reader, (read,)), {})
+        with _inside(self.module):
+            self._in_line(_tell_of_buffer, (self, tensor, tuple(reads.values())), {})
+        return tensor
 
     def __str__(self) -> str:
         return self.operator
@@ -118,7 +130,7 @@ class Maker:
         """What `allocate_again` is to allocate."""
         self._layout = view.shape, view.stride(), view.dtype
 
-    def allocate_again(self, reads: Sequence[Any] = ()) -> Tensor:
+    def allocate_again(self, reads: Mapping[str, Any] = _NOTHING) -> Tensor:
         """A new buffer in the place of one that was released."""
         if self._layout is None:
             raise RuntimeError("expected has_layout_of to be called before")
@@ -141,15 +153,16 @@ def _tell_of_call(maker: Maker, args: tuple[Any, ...]) -> None:
             watch.operator_called(maker, _tensors(args))
 
 
-def _allocate(
-    maker: Maker, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, reads: Sequence[Any]
-) -> Tensor:
+def _allocate(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    with _only_fakes():
+        return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+
+
+def _tell_of_buffer(maker: Maker, tensor: Tensor, reads: Sequence[Any]) -> None:
     with _only_fakes() as watches:
-        tensor = torch.empty_strided(size, stride, dtype=dtype, device="cpu")
         for watch in watches:
             watch.operator_called(maker, _tensors(reads))
             watch.meet(tensor, maker.operator)
-    return tensor
 
 
 @contextmanager
@@ -196,6 +209,18 @@ def node_of(buffer: Any) -> fx.Node | None:
     if node is None:
         node = next((each for each in buffer.get_origins() if each.op == "call_function"), None)
     return node
+
+
+def readers_of(graph: Any) -> dict[str, fx.Node]:
+    """By names of what compiled code reads, the operators that do so first. A kernel may be of many operators."""
+    readers: dict[str, fx.Node] = {}
+    for scheduled in graph.scheduler.nodes:
+        for part in scheduled.get_nodes():
+            node = node_of(part.node)
+            if node is not None:
+                for read in part.read_writes.reads:
+                    readers.setdefault(read.name, node)
+    return readers
 
 
 def _operator_of(node: fx.Node | None) -> str:

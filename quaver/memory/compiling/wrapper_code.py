@@ -3,15 +3,15 @@
 Compiled code is a Python function `call`, which Inductor writes. It allocates buffers, calls kernels and operators with
 them, lets a new buffer have the memory of one that is no longer needed, and deletes. All of that stays as it is, but
 
-    buf1 = empty_strided_cpu(size, stride, dtype)   becomes   buf1 = made_7.allocate(size, stride, dtype, [buf0])
-    cpp_fused_abs_0(buf0, buf1)                               made_8.call(cpp_fused_abs_0, buf0, buf1)
-    buf2 = torch.ops.aten.x.default(buf1)                     buf2 = made_9.call(torch.ops.aten.x.default, buf1)
-    buf3 = buf1; del buf1  # reuse                            made_10.has_layout_of(buf1); del buf1
-                                                              buf3 = made_10.allocate_again([buf2])
-    return (buf2, primals_1, buf3)                            return returned((buf2, primals_1, buf3))
+    buf1 = empty_strided_cpu(size, stride, dtype)  becomes  buf1 = made_7.allocate(size, stride, dtype, {"buf0": buf0})
+    cpp_fused_abs_0(buf0, buf1)                             made_8.call(cpp_fused_abs_0, buf0, buf1)
+    buf2 = torch.ops.aten.x.default(buf1)                   buf2 = made_9.call(torch.ops.aten.x.default, buf1)
+    buf3 = buf1; del buf1  # reuse                          made_10.has_layout_of(buf1); del buf1
+                                                            buf3 = made_10.allocate_again({"buf2": buf2})
+    return (buf2, primals_1, buf3)                          return returned((buf2, primals_1, buf3))
 
 where each `made_` is an object that knows the buffer's operator, module and source line (makers.py).
-The list is of what the kernel reads that writes to the buffer first. Reused memory is allocated anew after its release:
+In braces is what the kernel reads that writes to the buffer first. Reused memory is allocated anew after its release:
 the bytes are the same, and the new row says what the buffer is now.
 """
 
@@ -125,10 +125,11 @@ class _Rewriter(ast.NodeTransformer):
         maker = self._maker_of(written, kernel_operator(_name(call.func)))
         return ast.Call(_attribute(maker, "call"), [call.func, *call.args], call.keywords)
 
-    def _read_for(self, buffer: str) -> ast.List:
+    def _read_for(self, buffer: str) -> ast.Dict:
         """What is there already of the arguments of the call that writes to `buffer` first."""
         names = [name for name in self._writes.arguments.get(buffer, []) if name in self._assigned]
-        return ast.List([_variable(name) for name in dict.fromkeys(names)], ast.Load())
+        names = list(dict.fromkeys(names))
+        return ast.Dict([ast.Constant(name) for name in names], [_variable(name) for name in names])
 
     def _maker(self, buffer: str) -> str:
         return self._maker_of(buffer, self._writes.kernels.get(buffer, ""))
