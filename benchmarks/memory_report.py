@@ -265,8 +265,8 @@ _CHOICES = """\
 float8: its input is small beside grad_output, which is cast. The shares in tensors are kinder to float8 than those with
 scratch: all that is allocated and freed inside a float8 matmul is scratch, while bfloat16 copies that autocast makes
 are tensors. Under FSDP2 each figure is the least of two steps, because the threads of collectives release buffers at
-chance moments. The FSDP2 rows of `linear` in eager code and of `10 blocks` with `full` are the least of four such runs;
-[predicted.md](predicted.md) has what each row would be without that chance.
+chance moments. The FSDP2 rows of `linear` in eager code and of `10 blocks` with `full` are the least of four such runs
+or more; [predicted.md](predicted.md) has what each row would be without that chance.
 
 **What is float8's own doing, and what is not.** In eager code float8 keeps less also because its norms and SwiGLU keep
 only their inputs (`fused_producers`). A bfloat16 model could use the same functions: one block would then keep 11.68

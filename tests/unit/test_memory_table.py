@@ -198,7 +198,7 @@ def test_what_the_committed_table_shows_to_hold(recorded):
 
 def _gathers_both_for_nothing(row):
     """A lone linear in a checkpoint, which has nothing to spare: eager code gathers both casts, and reads one."""
-    is_linear = row["module"] == "linear" and row["recipe"] == "rowwise" and row["ranks"] == 2
+    is_linear = row["module"] == "linear" and row["precision"] == "rowwise" and row["ranks"] == 2
     return is_linear and row["checkpointing"] != "none" and not row["compiled"]
 
 
