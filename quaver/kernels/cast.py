@@ -56,6 +56,12 @@ def dynamic_cast(
         return cpu.dynamic_cast(hp, float8_dtype, dim, power_of_2=power_of_2)
     elif cpu.would_take(hp, float8_dtype):
         return torch.ops.quaver.dynamic_cast(hp, float8_dtype, dim, power_of_2)
+    return _cast_in_pytorch(hp, float8_dtype, dim, power_of_2)
+
+
+def _cast_in_pytorch(
+    hp: Tensor, float8_dtype: torch.dtype, dim: int | None, power_of_2: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     quant_scale = scaling.amax_to_quant_scale(_amax(hp, dim), float8_dtype, power_of_2=power_of_2)
     return scaling.cast_to_float8(hp, quant_scale, float8_dtype), quant_scale, scaling.to_dequant_scale(quant_scale)
 
@@ -74,7 +80,8 @@ def dynamic_cast_axes(hp: Tensor, float8_dtype: torch.dtype, power_of_2: bool) -
         return cpu.dynamic_cast_axes(hp, float8_dtype, power_of_2=power_of_2)
     elif cpu.would_take(hp, float8_dtype):
         return torch.ops.quaver.dynamic_cast_axes(hp, float8_dtype, power_of_2)
-    return (*dynamic_cast(hp, float8_dtype, 1, power_of_2), *dynamic_cast(hp, float8_dtype, 0, power_of_2))
+    by_rows, by_columns = (_cast_in_pytorch(hp, float8_dtype, dim, power_of_2) for dim in (1, 0))
+    return (*by_rows, *by_columns)
 
 
 @phase("quaver::cast")

@@ -316,7 +316,7 @@ def test_each_statement_is_rewritten_as_promised():
         "(primals_1,) = args",
         "args.clear()",
         "assert_size_stride(primals_1, (4,), (1,), 'input')",
-        "buf0 = made_0.allocate((4,), (1,), torch.float32, [primals_1])",
+        "buf0 = made_0.allocate((4,), (1,), torch.float32, {'primals_1': primals_1})",
         "buf1 = reinterpret_tensor(buf0, (2,), (1,), 2)",
         "made_1.call(cpp_fused_add_0, primals_1, buf1)",
         "buf2 = made_2.call(torch.ops.aten.neg.default, buf0)",
@@ -324,7 +324,7 @@ def test_each_statement_is_rewritten_as_promised():
         "del buf2",
         "made_3.has_layout_of(reinterpret_tensor(buf0, (2, 2), (2, 1), 0))",
         "del buf0",
-        "buf4 = made_3.allocate_again([buf3])",
+        "buf4 = made_3.allocate_again({'buf3': buf3})",
         "made_4.call(extern_kernels.mm, buf3, buf3, out=buf4)",
         "return returned((buf4, buf3))",
     ]

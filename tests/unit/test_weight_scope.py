@@ -47,7 +47,11 @@ def test_casts_each_weight_once_per_layout(recipe, monkeypatch):
     model = model_of(recipe)
     casts = []
     cast = MatrixCasts._cast
+    both = MatrixCasts._along_both
     monkeypatch.setattr(MatrixCasts, "_cast", lambda self, hp, *args: casts.append(hp.shape) or cast(self, hp, *args))
+    monkeypatch.setattr(
+        MatrixCasts, "_along_both", lambda self, hp, *args: casts.extend([hp.shape] * 2) or both(self, hp, *args)
+    )
     layouts = 1 if recipe in ("tensorwise", "rowwise_with_tensorwise_weight") else 2
     with cast_weights_once(model):
         gradients_of(model, [torch.randn(32, 64) for _ in range(4)])

@@ -210,7 +210,7 @@ def test_modules_and_phases_nest_in_forward_and_backward(tmp_path, monkeypatch):
     ("recipe", "forward", "backward"),
     [
         ("tensorwise", {"quaver::cast": 2, "quaver::gemm": 1}, {"quaver::cast": 2, "quaver::gemm": 2}),
-        ("rowwise", {"quaver::cast": 3, "quaver::gemm": 1}, {"quaver::cast": 3, "quaver::gemm": 2}),
+        ("rowwise", {"quaver::cast": 2, "quaver::gemm": 1}, {"quaver::cast": 3, "quaver::gemm": 2}),
         ("rowwise_with_gw_hp", {"quaver::cast": 2, "quaver::gemm": 1}, {"quaver::cast": 2, "quaver::gemm": 2}),
     ],
 )
@@ -225,8 +225,10 @@ def test_how_often_each_phase_appears_for_one_linear(tmp_path, monkeypatch, reci
         amaxes = found.pop("quaver::amax", 0)
         assert found == expected
         # The C extension reads the amax in the cast. The weight's second cast has its scale, or takes its smallest.
-        again = name.endswith("(backward)") and recipe != "rowwise"
-        assert amaxes == (expected["quaver::cast"] - again if pure or not cpu.AVAILABLE else 0)
+        # Both row-wise casts of an input are one, with two amaxes.
+        is_backward = name.endswith("(backward)")
+        more = -1 if is_backward and recipe != "rowwise" else int(recipe == "rowwise" and not is_backward)
+        assert amaxes == (expected["quaver::cast"] + more if pure or not cpu.AVAILABLE else 0)
 
 
 # ---- compiled code and tracers ---------------------------------------------------------------------------------------
