@@ -98,12 +98,7 @@ def follow(linear: nn.Module, codes: Sequence[Tensor]) -> Gathered | None:
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         for group in groups:
             for param in getattr(group, "fsdp_params", ()):
-                info = param._module_info
-                if (
-                    info.module is linear
-                    and info.param_name == "weight"
-                    and len(param.all_gather_outputs) == len(codes)
-                ):
+                if _is_weight(param, linear) and len(param.all_gather_outputs) == len(codes):
                     return Gathered(param, group, list(param.all_gather_outputs), list(codes))
     return None
 

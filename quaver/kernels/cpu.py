@@ -56,26 +56,14 @@ _SCALAR = torch.empty((), dtype=torch.float32, device="cpu")
 
 def takes(matrix: Tensor, dtype: torch.dtype) -> bool:
     """Whether these functions take `matrix`, hp or float8, to `dtype`. Do not ask while compiling."""
-    return (
-        AVAILABLE
-        and matrix.is_cpu
-        and type(matrix) in PLAIN_TYPES
-        and (matrix.dtype, dtype) in _CONVERSIONS
-        and matrix.is_contiguous()
-        and matrix.dim() == 2
-    )
+    return type(matrix) in PLAIN_TYPES and _converts(matrix, dtype) and matrix.is_contiguous()
 
 
 def takes_codes(codes: Tensor, dtype: torch.dtype) -> bool:
     """Whether `widen` takes these codes to `dtype`: as `takes`, but each row need only be contiguous in itself."""
-    return (
-        AVAILABLE
-        and codes.is_cpu
-        and type(codes) in PLAIN_TYPES
-        and (codes.dtype, dtype) in _CONVERSIONS
-        and codes.dim() == 2
-        and (codes.is_contiguous() or (codes.stride(1) == 1 and codes.stride(0) >= codes.shape[1]))
-    )
+    if type(codes) not in PLAIN_TYPES or not _converts(codes, dtype):
+        return False
+    return codes.is_contiguous() or (codes.stride(1) == 1 and codes.stride(0) >= codes.shape[1])
 
 
 def would_take(matrix: Tensor, dtype: torch.dtype) -> bool:
@@ -86,12 +74,14 @@ def would_take(matrix: Tensor, dtype: torch.dtype) -> bool:
     return (
         type(matrix) is FakeTensor
         and getattr(matrix.fake_mode, "stands_for_real", False)
-        and AVAILABLE
-        and matrix.is_cpu
-        and (matrix.dtype, dtype) in _CONVERSIONS
+        and _converts(matrix, dtype)
         and matrix.is_contiguous()
-        and matrix.dim() == 2
     )
+
+
+def _converts(matrix: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the extension has this conversion of a matrix, whatever its layout."""
+    return AVAILABLE and matrix.is_cpu and (matrix.dtype, dtype) in _CONVERSIONS and matrix.dim() == 2
 
 
 def _threads(elements: int) -> int:

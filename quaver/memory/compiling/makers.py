@@ -96,6 +96,7 @@ class Maker:
         self.module = _module_of(node)
         self._in_line = _frame_of(node)
         self._kernel, self._readers = operator, readers or {}
+        self._made_readers: dict[str, Maker] = {}
         self._layout: tuple[torch.Size, tuple[int, ...], torch.dtype] | None = None
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -116,12 +117,20 @@ class Maker:
         with _inside(self.module):
             tensor: Tensor = self._in_line(_allocate, (size, stride, dtype), {})
         for name, read in reads.items():
-            reader = Maker(self._kernel, self._readers[name]) if name in self._readers else self
+            reader = self._reader(name)
             with _inside(reader.module):
                 reader._in_line(_tell_of_call, (reader, (read,)), {})
         with _inside(self.module):
             self._in_line(_tell_of_buffer, (self, tensor, tuple(reads.values())), {})
         return tensor
+
+    def _reader(self, name: str) -> Maker:
+        """What reads a tensor of this name first; made once, since the code of a block is run for every block."""
+        if name not in self._readers:
+            return self
+        if name not in self._made_readers:
+            self._made_readers[name] = Maker(self._kernel, self._readers[name])
+        return self._made_readers[name]
 
     def __str__(self) -> str:
         return self.operator

@@ -1,28 +1,21 @@
 """The peak of a deep model from shallow ones: that of a full prediction, or none where it cannot be checked."""
 
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
 from quaver.memory.faking.target import predicting_for
-from quaver.trainer.config import ActivationCheckpoint, Float8, Model
+from quaver.trainer.config import Float8, Model
 from quaver.trainer.config_io import load_config
 from quaver.trainer.footprint.changes import single_changes
 from quaver.trainer.footprint.moments import growth_of, without_releases
 from quaver.trainer.footprint.peak_by_depth import Extrapolated, depths, extrapolated_peak, saves_time
 from quaver.trainer.footprint.run import SEES_GATHERS, predict_memory
 from quaver.trainer.layout import resolve
+from tests.unit.trainer.test_advise_memory import LLAMA_8B, MODES
 
-LLAMA_8B = Path(__file__).parents[3] / "train_configs" / "llama3_8b.toml"
 PEAK_BY_DEPTH = "quaver.trainer.footprint.peak_by_depth"
-MODES = {
-    "none": ActivationCheckpoint(),
-    "op": ActivationCheckpoint(mode="selective"),
-    "2": ActivationCheckpoint(mode="selective", selective_ac_option="2"),
-    "full": ActivationCheckpoint(mode="full"),
-}
 RECIPES = {name: Float8(recipe_name=name) for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")}
 RECIPES["bfloat16"] = Float8(enable_float8_linear=False)
 on_ranks = pytest.mark.skipif(not SEES_GATHERS, reason="torch is too old")
