@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 from torch import nn
+from torch._inductor import cpu_vec_isa
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.graph import GraphLowering
 
@@ -244,12 +245,24 @@ def test_a_model_that_is_compiled_in_each_step_is_refused():
 
 
 def test_settings_are_as_before():
-    before = torch._inductor.config.fx_graph_cache, torch._inductor.config.cpp.vec_isa_ok
+    before = torch._inductor.config.fx_graph_cache, cpu_vec_isa.valid_vec_isa_list
     with kernels_left_out():
         assert are_kernels_left_out()
         assert not torch._inductor.config.fx_graph_cache
-    assert (torch._inductor.config.fx_graph_cache, torch._inductor.config.cpp.vec_isa_ok) == before
+    assert (torch._inductor.config.fx_graph_cache, cpu_vec_isa.valid_vec_isa_list) == before
     assert compiled_graphs() == 0
+
+
+def test_what_a_compiler_can_do_is_left_for_real_compilations_to_ask(monkeypatch):
+    asked = []
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda self, code: bool(asked.append(str(self))))
+    for of_class in (cpu_vec_isa.VecAVX512VNNI, cpu_vec_isa.VecAVX512, cpu_vec_isa.VecAVX2):
+        monkeypatch.setattr(of_class, "__bool__", lambda self: self.check_build(""))
+    model = _Block()
+    model.compile()
+    assert explain(model, (torch.empty(3, 64),)).peak_bytes > 0
+    assert asked == []
+    assert not any(bool(each) for each in (cpu_vec_isa.VecAVX512(), cpu_vec_isa.VecAVX2()))
 
 
 # ---- a run of the trainer --------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -27,10 +29,10 @@ _INDUCTOR = {
     "fx_graph_cache": False,
     "fx_graph_remote_cache": False,
     "compile_threads": 1,  # no processes that wait for kernels
-    "cpp.vec_isa_ok": True,  # asks the CPU what it has, and no compiler whether it can make use of it
 }
 _FUNCTORCH = {"enable_autograd_cache": False, "enable_remote_autograd_cache": False}
 _DYNAMO = {"automatic_dynamic_local_pgo": False, "automatic_dynamic_remote_pgo": False}
+_SETS_OF_TORCH = cpu_vec_isa.valid_vec_isa_list
 _REFUSED = ("cpp_wrapper", "memory_planning", "max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
 """Inductor's settings with which its code is not Python, takes buffers from pools, or is found by measuring kernels."""
 
@@ -55,8 +57,27 @@ def write_no_kernels(count: Callable[[], None]) -> Iterator[None]:
             stack.enter_context(patch.object(torch._inductor.ir, "is_cpu", lambda _: False))
         lines = partial(_module_without_kernels, count)
         stack.enter_context(patch.object(GraphLowering, "_compile_to_module_lines", lambda *given: lines(*given)))
-        stack.callback(cpu_vec_isa.valid_vec_isa_list.cache_clear)
+        stack.enter_context(patch.object(cpu_vec_isa, "valid_vec_isa_list", _instruction_sets))
         yield
+
+
+@functools.cache
+def _instruction_sets() -> list[cpu_vec_isa.VecISA]:
+    """Stands for `valid_vec_isa_list`: what the CPU has, whether or not a compiler is there to make use of it.
+
+    Inductor asks of each set whether it holds, starts a compiler to find out and keeps the answer for the process
+    (torch 2.11 and 2.13, whatever `cpp.vec_isa_ok` says). These say yes, and leave its own to real compilations.
+    """
+    found = cpu_vec_isa.x86_isa_checker()
+    if not found:  # no x86: there nothing is asked to make the list
+        return [_holding(each) for each in _SETS_OF_TORCH()]
+    return [_holding(each) for each in cpu_vec_isa.supported_vec_isa_list if set(str(each).split()) <= set(found)]
+
+
+def _holding(instruction_set: cpu_vec_isa.VecISA) -> cpu_vec_isa.VecISA:
+    holding, of_class = copy.copy(instruction_set), type(instruction_set)
+    holding.__class__ = type(of_class.__name__, (of_class,), {"__bool__": lambda _: True})
+    return holding
 
 
 class _NoCompiler:
