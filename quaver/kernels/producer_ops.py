@@ -26,6 +26,7 @@ Made = tuple[Any, ...]
 def swiglu_cast_layouts(
     gate: Tensor, up: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool
 ) -> Made:
+    """`fused_producers.swiglu_cast_layouts`: row codes, column codes, quant_scale, dequant_scale."""
     gate, up = map(dense, (gate, up))
     if runs_on_triton(float8_dtype, gate, up):
         from quaver.kernels import triton_swiglu
@@ -43,6 +44,7 @@ def swiglu_cast_with_kept_scale(
     columns: bool,
     power_of_2: bool,
 ) -> Made:
+    """The same with an earlier scale: row codes, column codes, quant_scale, dequant_scale, float32 [2] observed."""
     gate, up = map(dense, (gate, up))
     if runs_on_triton(float8_dtype, gate, up):
         from quaver.kernels import triton_swiglu
@@ -56,6 +58,7 @@ def swiglu_cast_with_kept_scale(
 def swiglu_cast_axes(
     gate: Tensor, up: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool
 ) -> Made:
+    """Along both axes: codes, quant_scale and dequant_scale of the rows, then of the columns."""
     gate, up = map(dense, (gate, up))
     if runs_on_triton(float8_dtype, gate, up):
         from quaver.kernels import triton_swiglu
@@ -65,6 +68,7 @@ def swiglu_cast_axes(
 
 
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> Made:
+    """The gradients of gate and of up."""
     grad, gate, up = map(dense, (grad, gate, up))
     if runs_on_triton(torch.float8_e4m3fn, grad, gate, up):
         from quaver.kernels import triton_producer_grads
@@ -86,6 +90,7 @@ def rms_norm_cast_layouts(
     columns: bool,
     power_of_2: bool,
 ) -> Made:
+    """Row codes, column codes, quant_scale, dequant_scale, and float32 [R], the inverse RMS of each row."""
     hidden, weight = map(dense, (hidden, weight))
     if _norm_runs_on_triton(hidden, weight, float8_dtype):
         from quaver.kernels import triton_rms_norm
@@ -107,6 +112,7 @@ def rms_norm_cast_with_kept_scale(
     columns: bool,
     power_of_2: bool,
 ) -> Made:
+    """The same with an earlier scale, and what it observed, float32 [2], before the inverse RMS."""
     hidden, weight = map(dense, (hidden, weight))
     if _norm_runs_on_triton(hidden, weight, float8_dtype):
         from quaver.kernels import triton_rms_norm
@@ -129,6 +135,7 @@ def rms_norm_cast_axes(
     columns: bool,
     power_of_2: bool,
 ) -> Made:
+    """Codes, quant_scale and dequant_scale of the rows, then of the columns, and the inverse RMS."""
     hidden, weight = map(dense, (hidden, weight))
     if _norm_runs_on_triton(hidden, weight, float8_dtype):
         from quaver.kernels import triton_rms_norm
@@ -139,6 +146,7 @@ def rms_norm_cast_axes(
 
 
 def rms_norm_backward(grad: Tensor, hidden: Tensor, weight: Tensor, inverse_rms: Tensor) -> Made:
+    """The gradients of hidden and of weight."""
     grad, hidden, weight, inverse_rms = map(dense, (grad, hidden, weight, inverse_rms))
     if _norm_runs_on_triton(hidden, weight, torch.float8_e4m3fn, grad, inverse_rms):
         from quaver.kernels import triton_producer_grads
