@@ -57,6 +57,7 @@ from quaver.casts import (
     casts_of_activation,
 )
 from quaver.config import CastConfig, Float8GemmConfig, Float8LinearConfig
+from quaver.double_backward import refuse_double_backward
 from quaver.formats import HP_DTYPES
 from quaver.gemm import along_contracted_after, unchecked_float8_mm
 from quaver.kernels.cast import KeptScale
@@ -69,11 +70,6 @@ from quaver.weight_casts import WeightCasts, cast_weight, casts_of_gathered, wei
 
 TWO_FUNCTIONS_FROM = 1 << 16
 """Elements of an output from which on its linear is two functions in eager code."""
-
-_DOUBLE_BACKWARD = (
-    "a Float8Linear has no second derivative: its casts to float8 are steps. "
-    "Call convert_to_high_precision(model) before double backward"
-)
 
 _WRITTEN_TO = (
     "the input of a checkpointed module was written to after a Float8Linear had read it, so its grad_weight cannot be "
@@ -195,6 +191,7 @@ class _ThenMultiply(torch.autograd.Function):
 def _save(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> tuple[Operand, Operand]:
     """Cast the operands of `output`, which are returned, and save in `ctx` what backward reads."""
     config, hp_dtype, weight_casts, kept, sharding, _ = how
+    ctx.weight_read = None if weight_casts is None else weight_casts.read
     needs_grad_input, needs_grad_weight = ctx.needs_input_grad[:2]
     saved: list[Tensor | None] = [None] * 6
     input_op, saved[0:3], input_version = _cast_input(input, how, needs_grad_weight)
@@ -288,9 +285,7 @@ def _beginning_of_backward(ctx: Any, grad_output: Tensor) -> _Begun:
         with torch.no_grad():
             return _beginning_of_backward(ctx, grad_output)
     needs_grad_input, needs_grad_weight, needs_grad_bias = ctx.needs_input_grad[:3]
-    saved = list(ctx.saved_tensors)
-    saved_input, saved_weight = saved[:3], saved[3:]
-    del saved
+    saved_input, saved_weight = _take_saved(ctx)
     config, hp_dtype, _, _, _, bias_dtype, kept, sharding = ctx.kept
     rows = _rows(grad_output)
     for_grad_input = config.casts.grad_output if needs_grad_input else None
@@ -315,6 +310,20 @@ def _beginning_of_backward(ctx: Any, grad_output: Tensor) -> _Begun:
     if needs_grad_bias:
         grad_bias = (rows.sum(0, dtype=torch.float32) if column_sums is None else column_sums).to(bias_dtype)
     return _Begun(grad_weight, left_of_grad_weight, saved_input, left_of_grad_input, saved_weight, grad_bias)
+
+
+def _take_saved(ctx: Any) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """What `_save` has saved of the input and of the weight.
+
+    Unless the backward keeps its graph, autograd holds none of it any longer, nor does a checkpoint, which after the
+    last linear of its region lets go of the input that it was given.
+    """
+    saved = list(ctx.saved_tensors)
+    if not torch.compiler.is_compiling():
+        ctx.maybe_clear_saved_tensors()
+        if ctx.weight_read is not None:
+            ctx.weight_read.backward_begins()
+    return saved[:3], saved[3:]
 
 
 def _are_two(for_grad_weight: CastConfig) -> bool:
@@ -401,19 +410,7 @@ def _differentiable_once(ctx: Any, begun: list[_Begun]) -> tuple[Tensor | None, 
         return _end_of_backward(ctx, begun)
     with torch.no_grad():
         grads = _end_of_backward(ctx, begun)
-    return _RefuseDoubleBackward.apply(*(g if g is None else g.detach().requires_grad_() for g in grads))
-
-
-class _RefuseDoubleBackward(torch.autograd.Function):
-    """Identity on the gradients of a backward that is itself recorded; differentiating it says why that fails."""
-
-    @staticmethod
-    def forward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return grads
-
-    @staticmethod
-    def backward(ctx: Any, *grad_grads: Tensor) -> None:
-        raise RuntimeError(_DOUBLE_BACKWARD)
+    return refuse_double_backward(grads)
 
 
 def float8_linear(

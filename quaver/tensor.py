@@ -11,6 +11,7 @@ cast serves both (tensorwise), the two operands are one.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from quaver.casts import Operand
+from quaver.forward_reads import ForwardReads
 
 aten = torch.ops.aten
 
@@ -40,6 +42,7 @@ class Float8Tensor(Tensor):
             float8 [..., K]; float32 () or [1, K]. The same objects as above where one cast serves both; None where
             there is no such cast.
         is_saved_by_value: whether the last forward that read it did so within hooks that read what is saved.
+        forward_reads: who may read it in a forward again, where its memory can be let go before (distributed/fsdp.py).
     """
 
     data_fp8: Tensor
@@ -47,6 +50,7 @@ class Float8Tensor(Tensor):
     first_data_fp8: Tensor | None
     first_dequant_scale: Tensor | None
     is_saved_by_value: bool
+    forward_reads: ForwardReads | None
 
     @staticmethod
     def __new__(cls, last: Operand, first: Operand | None, dtype: torch.dtype) -> Float8Tensor:
@@ -58,6 +62,7 @@ class Float8Tensor(Tensor):
 
     def __init__(self, last: Operand, first: Operand | None, dtype: torch.dtype) -> None:
         self.is_saved_by_value = False
+        self.forward_reads = None
         self.set_operands(last, first)
 
     @classmethod
@@ -103,6 +108,8 @@ class Float8Tensor(Tensor):
     # ---- what torch asks of a subclass ---------------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, str]]:
+        if self.forward_reads is not None and _is_called_by_torch():
+            self.forward_reads.read_unseen()  # compiled code begins with this, each time
         names = ["data_fp8", "dequant_scale"]
         if self.first_data_fp8 is None:
             return names, (self.dtype, "none")
@@ -138,6 +145,11 @@ class Float8Tensor(Tensor):
         return handler(func, *args, **(kwargs or {}))
 
 
+def _is_called_by_torch() -> bool:
+    """Whether the caller's caller is torch, and not one who looks at the parts of a tensor."""
+    return str(sys._getframe(2).f_globals.get("__name__")).startswith("torch.")
+
+
 def _scale(operand: Operand) -> Tensor:
     if operand.dequant_scale is None:
         raise ValueError("expected float8 data with a scale, got data in high precision")
@@ -148,7 +160,9 @@ def _rows(data: Tensor) -> Tensor:
     return data if data.dim() == 2 else data.reshape(-1, data.shape[-1])
 
 
-def _map(tensor: Float8Tensor, of_data: Callable[[Tensor], Tensor], of_scale: Callable[[Tensor], Tensor]) -> Tensor:
+def _map(
+    tensor: Float8Tensor, of_data: Callable[[Tensor], Tensor], of_scale: Callable[[Tensor], Tensor]
+) -> Float8Tensor:
     """Rebuild with `of_data` applied to the codes and `of_scale` to the scale of the last dim; what is shared stays so.
 
     The scales of the first dim are one per column, which no operation here moves.
@@ -164,7 +178,9 @@ def _map(tensor: Float8Tensor, of_data: Callable[[Tensor], Tensor], of_scale: Ca
 
 
 def _alias(func: Any, tensor: Float8Tensor) -> Tensor:
-    return _map(tensor, func, func)
+    alias = _map(tensor, func, func)
+    alias.forward_reads = tensor.forward_reads  # it is read in place of what it stands for
+    return alias
 
 
 def _clone(func: Any, tensor: Float8Tensor, **kwargs: Any) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quaver.casts import MatrixCasts, Operand
 from quaver.config import Float8LinearConfig
+from quaver.forward_reads import ForwardRead
 from quaver.kernels.cast import KeptScale
 from quaver.linear_surroundings import LinearSharding
 from quaver.saved_hooks import values_are_read
@@ -20,6 +21,8 @@ class WeightCasts(NamedTuple):
 
     for_output: Operand
     for_grad_input: Operand
+    read: ForwardRead | None = None
+    """What the linear's graph holds, and tells when its backward begins (forward_reads.py)."""
 
 
 def cast_weight(
@@ -53,16 +56,19 @@ def casts_of_gathered(weight: Float8Tensor) -> WeightCasts:
         RuntimeError: the cast for the output was not gathered, or that for grad_input was not and would be read now.
     """
     casts = WeightCasts(weight.operand(1), weight.operand(0))
-    if not torch.compiler.is_compiling():
-        _check_gathered(weight, casts)
-    return casts
+    if torch.compiler.is_compiling():
+        return casts
+    _check_gathered(weight, casts)
+    reads = weight.forward_reads
+    return casts if reads is None else casts._replace(read=reads.begin())
 
 
 def _check_gathered(weight: Float8Tensor, casts: WeightCasts) -> None:
     if not _has_memory(casts.for_output):
         raise RuntimeError(
-            "this weight was gathered for a backward without recomputation, and is read by a forward: where some "
-            "forwards of a module run in a checkpoint and some do not, give fully_shard reshard_after_forward=False"
+            "this weight was gathered for a backward without recomputation, or has been through its recomputations, "
+            "and is read by a forward: where some forwards of a module run in a checkpoint and some do not, or a "
+            "backward runs forwards of its own, give fully_shard reshard_after_forward=False"
         )
     weight.is_saved_by_value = values_are_read()
     if weight.is_saved_by_value and torch.is_grad_enabled() and not _has_memory(casts.for_grad_input):

@@ -46,7 +46,7 @@ from quaver.casts import Operand
 from quaver.distributed.agreement import check_ranks_agree
 from quaver.distributed.gather_passes import Gathered, follow
 from quaver.distributed.shard_casts import cast_shard, cast_shard_with_kept_scale
-from quaver.distributed.weight_scales import Shard, WholeScales, compute_whole_scales, scale_dims, shard_of
+from quaver.distributed.weight_scales import Shard, WholeScales, compute_whole_scales, shard_of
 from quaver.kernels.cast import KeptScale, record_amax
 from quaver.linear import Float8Linear
 from quaver.tensor import Float8Tensor, WrappedTensor
@@ -90,7 +90,6 @@ class _Gather(NamedTuple):
     """What post-all-gather needs of pre-all-gather."""
 
     linear: Float8Linear
-    dims: list[int | None]
     scales: WholeScales
     size: tuple[int, int]
     float8_dtype: torch.dtype
@@ -179,21 +178,22 @@ class GatherableWeight(WrappedTensor):
         config = module.config
         kept = _kept_scale(module)
         shard = _shard(module)._replace(local=self.wrapped)
-        dims, float8_dtype = scale_dims(config), config.casts.weight.float8_dtype
+        float8_dtype = config.casts.weight.float8_dtype
         if kept is not None and kept.known:
             code, scale = cast_shard_with_kept_scale(shard, kept, float8_dtype, config.round_scales_to_power_of_2)
             codes = [code]
-            scales: WholeScales = {None: scale}
+            scales = WholeScales.of_one(scale)
         else:
             scales = local_weight(module).scales() or _compute_scales_of_siblings(module)
             two = _gathering(module).two_casts_of(module)
-            needed = dims if two is None else [dims[place] for place in two.begin()]
-            codes = [cast_shard(shard, scales[dim].quant, float8_dtype) for dim in needed]
+            quants = scales.views(scales.quant)
+            needed = quants if two is None else [quants[place] for place in two.begin()]
+            codes = [cast_shard(shard, quant, float8_dtype) for quant in needed]
             if kept is not None and kept.observed is not None:
                 record_amax(kept, scaling.amax(shard.local).float())
         if len(codes) > 1 and mesh.size() == 1:
             codes = [torch.cat(codes)]  # with nothing to gather, torch passes on the first payload only
-        return tuple(codes), _Gather(module, dims, scales, shard.size, float8_dtype)
+        return tuple(codes), _Gather(module, scales, shard.size, float8_dtype)
 
     def fsdp_post_all_gather(
         self,
@@ -203,8 +203,11 @@ class GatherableWeight(WrappedTensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The gathered weight, a `Float8Tensor` over the memory that FSDP gathers into."""
-        linear, dims, scales, size, float8_dtype = metadata
+        """The gathered weight, a `Float8Tensor` over the memory that FSDP gathers into.
+
+        Its dequant_scales are one vector, whose memory FSDP frees and fills with that of the codes: it is made once.
+        """
+        linear, scales, size, float8_dtype = metadata
         gathering = _gathering(linear)
         two = gathering.two_casts_of(linear)
         if two is not None:
@@ -212,20 +215,28 @@ class GatherableWeight(WrappedTensor):
             codes = two.codes
         else:
             payloads: Sequence[Tensor] = all_gather_outputs
-            if len(payloads) < len(dims):
-                payloads = all_gather_outputs[0].chunk(len(dims))
+            if len(payloads) < len(scales.parts):
+                payloads = all_gather_outputs[0].chunk(len(scales.parts))
             elements = size[0] * size[1]
             # without FSDP's padding
             codes = [payload.view(-1)[:elements].view(size).view(float8_dtype) for payload in payloads]
             if len(all_gather_outputs) > 1:
                 gathering.two_casts = linear.weight, follow(linear, codes)
-        operands = [Operand(code, scales[dim].dequant) for dim, code in zip(dims, codes, strict=True)]
+        if out is None:
+            vector = torch.empty_like(scales.quant)
+        else:
+            gathered = cast(Float8Tensor, out._local_tensor if isinstance(out, DTensor) else out)
+            vector = gathered.dequant_scale.as_strided(scales.quant.shape, (1,), 0)
+        scales.write_dequant(vector)
+        operands = [Operand(code, dequant) for code, dequant in zip(codes, scales.views(vector), strict=True)]
         last, first = operands[0], operands[-1]
         if out is None:
-            return Float8Tensor.from_operands(last, first, param_dtype), ()
-        gathered = out._local_tensor if isinstance(out, DTensor) else out
-        cast(Float8Tensor, gathered).set_operands(last, first)
-        return None
+            gathered = Float8Tensor.from_operands(last, first, param_dtype)
+        else:
+            gathered.set_operands(last, first)
+        two = gathering.two_casts_of(linear)
+        gathered.forward_reads = None if two is None else two.forward_reads
+        return (gathered, (vector,)) if out is None else None
 
     # ---- what torch asks of a subclass ---------------------------------------------------------------------------
 

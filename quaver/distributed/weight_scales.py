@@ -17,6 +17,7 @@ from typing import NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as PlacementShard
@@ -27,8 +28,36 @@ from quaver.config import Float8LinearConfig
 from quaver.distributed.collectives import max_over_ranks
 from quaver.linear import Float8Linear
 
-WholeScales = dict["int | None", Scales]
-"""The scales of one weight by the dim that they reduce: None (), 1 [N, 1], 0 [1, K]."""
+_SHAPES: dict[int | None, tuple[int, ...]] = {None: (), 0: (1, -1), 1: (-1, 1)}
+"""Of scales that reduce a dim, None for both: (), [1, K] or [N, 1]."""
+
+
+class WholeScales(NamedTuple):
+    """The scales of one weight, kept between gathers: those of all its casts in one vector [L], float32."""
+
+    quant: Tensor
+    dequant: Tensor | None
+    """None where one kernel makes it from `quant`, when it is needed, to the same bits."""
+    parts: tuple[tuple[int | None, int], ...]
+    """For each cast, in the order of `scale_dims`, the dim that its scales reduce, and how many there are."""
+
+    @classmethod
+    def of_one(cls, scales: Scales) -> WholeScales:
+        """Of a weight with one tensorwise cast."""
+        return cls(scales.quant.view(1), scales.dequant.view(1), ((None, 1),))
+
+    def views(self, vector: Tensor) -> list[Tensor]:
+        """A vector [L] as the scales of each cast: (), [1, K] or [N, 1]."""
+        lengths = [length for _, length in self.parts]
+        return [part.view(_SHAPES[dim]) for part, (dim, _) in zip(vector.split(lengths), self.parts, strict=True)]
+
+    def write_dequant(self, vector: Tensor) -> None:
+        """Fill `vector` [L] with the dequant_scales; its version counter stays, as that of codes that are gathered."""
+        with torch.no_grad(), _unsafe_preserve_version_counter(vector):
+            if self.dequant is None:
+                torch.reciprocal(self.quant, out=vector)
+            else:
+                vector.copy_(self.dequant)
 
 
 class Shard(NamedTuple):
@@ -67,6 +96,8 @@ class _Wanted(NamedTuple):
     """One vector of amaxes that travels."""
 
     weight: int
+    place: int
+    """Among the casts of the weight."""
     dim: int | None
     over_tp: bool
 
@@ -82,16 +113,16 @@ def compute_whole_scales(shards: Sequence[Shard], configs: Sequence[Float8Linear
         configs: their configs, in the same order.
     """
     wanted = [
-        _Wanted(i, dim, shard.tp_dim is not None and dim in (None, shard.tp_dim))
+        _Wanted(i, place, dim, shard.tp_dim is not None and dim in (None, shard.tp_dim))
         for i, (shard, config) in enumerate(zip(shards, configs, strict=True))
-        for dim in scale_dims(config)
+        for place, dim in enumerate(scale_dims(config))
     ]
     wanted.sort(key=lambda want: want.over_tp)  # those that also travel over tensor parallelism stand last, together
     amaxes = _local_amaxes(shards, wanted).to(shards[0].device)
     lengths = [want.length(shards[want.weight]) for want in wanted]
     only_fsdp = sum(length for want, length in zip(wanted, lengths, strict=True) if not want.over_tp)
     amaxes = _largest(amaxes, only_fsdp, shards[0])
-    return _scales(amaxes.split(lengths), wanted, shards, configs)
+    return _scales(amaxes.split(lengths), wanted, configs)
 
 
 def _local_amaxes(shards: Sequence[Shard], wanted: Sequence[_Wanted]) -> Tensor:
@@ -139,26 +170,33 @@ def _largest(amaxes: Tensor, only_fsdp: int, shard: Shard) -> Tensor:
 def _scales(
     amaxes: Sequence[Tensor],
     wanted: Sequence[_Wanted],
-    shards: Sequence[Shard],
     configs: Sequence[Float8LinearConfig],
 ) -> list[WholeScales]:
     """Scales from the amaxes of the whole weights, computed together for all configs that scale alike."""
+    of_weight: list[list[tuple[int | None, Tensor]]] = [[] for _ in configs]
+    for want, amax in sorted(zip(wanted, amaxes, strict=True), key=lambda each: each[0].place):
+        of_weight[want.weight].append((want.dim, amax))
     alike: dict[tuple[torch.dtype, bool], list[int]] = {}
-    for position, want in enumerate(wanted):
-        config = configs[want.weight]
+    for weight, config in enumerate(configs):
         key = (config.casts.weight.float8_dtype, config.round_scales_to_power_of_2)
-        alike.setdefault(key, []).append(position)
-    result: list[WholeScales] = [{} for _ in shards]
-    for (float8_dtype, power_of_2), positions in alike.items():
-        together = torch.cat([amaxes[position] for position in positions])
+        alike.setdefault(key, []).append(weight)
+    result = {}
+    for (float8_dtype, power_of_2), weights in alike.items():
+        together = torch.cat([amax for weight in weights for _, amax in of_weight[weight]])
+        parts = [tuple((dim, amax.numel()) for dim, amax in of_weight[weight]) for weight in weights]
+        lengths = [sum(length for _, length in of_one) for of_one in parts]
         quant = scaling.amax_to_quant_scale(together, float8_dtype, power_of_2=power_of_2)
-        dequant = scaling.to_dequant_scale(quant)
-        lengths = [amaxes[position].numel() for position in positions]
-        for position, q, d in zip(positions, quant.split(lengths), dequant.split(lengths), strict=True):
-            want = wanted[position]
-            shape = {None: (), 0: (1, -1), 1: (-1, 1)}[want.dim]
-            result[want.weight][want.dim] = Scales(q.view(shape), d.view(shape))
-    return result
+        dequants: Sequence[Tensor | None] = [None] * len(weights)
+        if not _is_reciprocal(quant, power_of_2):
+            dequants = scaling.to_dequant_scale(quant).split(lengths)
+        for weight, q, d, of_one in zip(weights, quant.split(lengths), dequants, parts, strict=True):
+            result[weight] = WholeScales(q, d, of_one)
+    return [result[weight] for weight in range(len(configs))]
+
+
+def _is_reciprocal(quant: Tensor, power_of_2: bool) -> bool:
+    """Whether `torch.reciprocal` gives what `to_dequant_scale` does: on a CPU the same, of powers of two exactly."""
+    return quant.is_cpu or power_of_2
 
 
 def shard_of(linear: Float8Linear, local: Tensor) -> Shard:

@@ -10,10 +10,11 @@ from torch.autograd.graph import save_on_cpu
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from quaver import convert_to_float8_training
+from quaver import convert_to_float8_training, scaling
 from quaver.activation_checkpointing import apply_activation_checkpointing
 from quaver.distributed.gather_passes import BACKWARD, FORWARD, Gathered
-from tests.distributed.models import LEARNING_RATE, batches, config_of, loss_of, make_model
+from quaver.distributed.weight_scales import WholeScales
+from tests.distributed.models import DIM, HIDDEN, LEARNING_RATE, batches, config_of, loss_of, make_model
 from tests.distributed.ranks import run
 from tests.distributed.test_fsdp import part_of, world_mesh
 
@@ -148,6 +149,97 @@ def test_what_stays_gathered_is_gathered_whole():
     forward = [("forward", name, BOTH) for name in ("up", "down")]
     stays_after_backward = gathered([FORWARD], BOTH) + gathered([FORWARD], [BACKWARD])[2:]
     check(cases, [forward, stays_after_backward])
+
+
+@contextmanager
+def watched_letting_go(lets_go=True):
+    """A list of (linear, whether the forward's cast has no memory then), as the backwards of linears begin."""
+    seen, let_go = [], Gathered._let_go
+
+    def watch(self):
+        if lets_go:
+            let_go(self)
+        name = self.param._param_fqn
+        if name.startswith("0."):
+            seen.append((name.split(".")[-2], self.buffers[FORWARD].untyped_storage().size() == 0))
+
+    Gathered._let_go = watch
+    yield seen
+    Gathered._let_go = let_go
+
+
+def what_goes(cases):
+    """For each case what has no memory, and the losses with and without."""
+    results = []
+    for recipe, options in cases:
+        with watched_letting_go() as seen:
+            losses, _ = train(recipe, **options)
+        with watched_letting_go(lets_go=False):
+            reference, _ = train(recipe, **options)
+        results.append((losses, reference, seen))
+    return results
+
+
+def test_a_backward_lets_go_of_what_it_has_recomputed_from():
+    goes = [
+        ("rowwise", {"before": FULL}),
+        ("rowwise_with_gw_hp", {"before": BY_OPERATION}),
+        ("rowwise", {"recomputed": "inside"}),
+        ("rowwise", {"recomputed": "outside"}),
+    ]
+    stays = [
+        ("rowwise", {"before": FULL, "reshard_after_forward": False}),
+        ("rowwise", {"before": FULL, "micro_batches": 2}),
+    ]
+    gone, kept = ([(name, is_gone) for name in ("down", "up")] for is_gone in (True, False))
+    expected = [gone * STEPS] * len(goes) + [kept * STEPS, (kept + gone) * STEPS]
+    for per_case in run(2, what_goes, goes + stays):
+        for case, of_case, (losses, reference, seen) in zip(goes + stays, expected, per_case, strict=True):
+            assert losses == reference, case
+            assert seen == of_case, (case, seen)
+
+
+def kept_between_gathers(recipes):
+    """For each recipe the bytes of the gathered scales, and of the kept ones, of a weight that its forward has left."""
+    results = []
+    for recipe in recipes:
+        model = make_model()
+        convert_to_float8_training(model, config=config_of(recipe, enable_fsdp_float8_all_gather=True))
+        for block in list(model)[:-1]:
+            fully_shard(block, mesh=world_mesh())
+        fully_shard(model, mesh=world_mesh())
+        linear, gathered = model[0].up, []
+        linear.register_forward_pre_hook(lambda module, _, gathered=gathered: gathered.append(module.weight))
+        for batch in batches(2, dist.get_world_size()):
+            loss = loss_of(model(part_of(batch)))
+            kept = [linear.weight._local_tensor.scales(), gathered[-1].dequant_scale, gathered[-1].first_dequant_scale]
+            sizes = [kept[0].quant.nbytes, kept[0].dequant, *(each.untyped_storage().size() for each in kept[1:])]
+            loss.backward()
+        results.append((sizes, len(set(map(id, gathered)))))
+    return results
+
+
+def test_of_scales_only_one_way_is_kept_between_gathers():
+    rows_and_columns, rows_and_one = 4 * (DIM + HIDDEN), 4 * (HIDDEN + 1)
+    for tensorwise, rowwise, mixed in run(2, kept_between_gathers, ["tensorwise", "rowwise", "rowwise_with_gw_hp"]):
+        assert tensorwise == ([4, None, 0, 0], 1)
+        assert rowwise == ([rows_and_columns, None, 0, 0], 1)
+        assert mixed == ([rows_and_one, None, 0, 0], 1)
+
+
+@pytest.mark.parametrize("power_of_2", [False, True])
+def test_scales_are_the_same_whenever_they_are_made(power_of_2):
+    amaxes = torch.tensor([0.0, 1e-38, 1e-12, 0.3, 1.0, 448.0, 3e38, torch.inf, torch.nan])
+    amaxes = torch.cat([amaxes, torch.rand(1000) * 10 ** torch.linspace(-20, 20, 1000)])
+    quant = scaling.amax_to_quant_scale(amaxes, torch.float8_e4m3fn, power_of_2=power_of_2)
+    expected = scaling.to_dequant_scale(quant)
+    for dequant in (None, expected.clone()):
+        written = torch.empty_like(quant)
+        WholeScales(quant, dequant, ((1, quant.numel()),)).write_dequant(written)
+        assert torch.equal(written.view(torch.int32), expected.view(torch.int32))
+        assert written._version == 0
+    exact = (1.0 / quant.double()).float()
+    assert torch.equal(exact.view(torch.int32), expected.view(torch.int32))
 
 
 def save_in_block(model, from_call=0):
