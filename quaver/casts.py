@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quaver.config import CastConfig, Float8LinearConfig
 from quaver.gemm import along_contracted, reads_along_contracted
-from quaver.kernels import layouts
+from quaver.kernels import layout_ops, layouts
 from quaver.kernels.cast import (
     KeptScale,
     cast_with_kept_scale,
@@ -29,7 +29,6 @@ from quaver.kernels.cast import (
     dynamic_cast_axes,
     record,
 )
-from quaver.kernels.layout_ops import is_watched
 from quaver.scaling import to_dequant_scale
 
 
@@ -184,19 +183,20 @@ class MatrixCasts:
         self._scales[None] = scales
 
     def lays_out(self, hp: Tensor) -> bool:
-        """Whether `hp` is cast by the kernels that write the layouts of its matmuls."""
-        return (
-            not hp.is_cpu
-            and not torch.compiler.is_compiling()
-            and reads_along_contracted(hp.device, self.config.emulate)
-        )
+        """Whether `hp` is cast by the kernels that write the layouts of its matmuls.
+
+        In compiled code only some are: [Note: whose casts compiled code runs] in kernels/layout_ops.py.
+        """
+        if hp.is_cpu or not reads_along_contracted(hp.device, self.config.emulate):
+            return False
+        return not torch.compiler.is_compiling() or self.kept is not None or layout_ops.COMPILED_CODE_CALLS_KERNELS
 
     def _is_counted(self, hp: Tensor) -> bool:
         """Whether somebody counts operations, who must not see a transpose where he saw a cast.
 
         That is a selective checkpoint: its recomputation finds the other layout alive, which its forward let go.
         """
-        return is_watched() and self.lays_out(hp)
+        return layout_ops.is_watched() and self.lays_out(hp)
 
     def _in_layouts(
         self, hp: Tensor, cast: CastConfig, *, rows: bool, columns: bool, column_sums: bool = False

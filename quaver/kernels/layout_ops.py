@@ -2,6 +2,13 @@
 
 Eager code calls the functions below. Compiled code calls the operations of the same names, which return tensors only:
 what is not wanted is empty. Results are contiguous, column codes in their transpose, whatever the strides of hp.
+
+[Note: whose casts compiled code runs] A compiler that is given plain PyTorch generates kernels for casts, and merges
+them with what computes the tensor; an operation reads what has been stored, in a kernel of its own. Which moves less
+differs by recipe, by a few percent either way (docs/performance.md, "What compiled code moves for casts"), and which
+is faster has not been measured. By default it is given plain PyTorch, but for kept scales, which only an operation can
+read once; with QUAVER_KERNELS_IN_COMPILED_CODE=1 in the environment when quaver is imported, every cast of a linear is
+an operation.
 """
 
 from __future__ import annotations
@@ -20,6 +27,9 @@ Made = tuple[Any, ...]
 """Tensors; None where one is not wanted."""
 
 _MAY_INTERPRET = bool(os.environ.get("TRITON_INTERPRET"))
+
+COMPILED_CODE_CALLS_KERNELS = os.environ.get("QUAVER_KERNELS_IN_COMPILED_CODE", "") not in ("", "0")
+"""See [Note: whose casts compiled code runs]."""
 
 
 def runs_on_triton(float8_dtype: torch.dtype, *tensors: Tensor) -> bool:

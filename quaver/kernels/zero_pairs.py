@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 PAIRS = 1024
+_ROW = 4
+"""Numbers from the beginning of one pair to that of the next: 16 bytes."""
 
 _pools: dict[tuple[torch.device, int], list[Tensor]] = {}
 
@@ -13,6 +15,7 @@ _pools: dict[tuple[torch.device, int], list[Tensor]] = {}
 def zero_pair(like: Tensor) -> Tensor:
     """float32 [2], zeros, on the device of `like`, for the current stream; no other call gets the same memory.
 
+    It begins on 16 bytes: compiled code refuses results of an operation that do not.
     While a CUDA graph is captured each pair is filled in the graph: a replay needs zeros again.
     """
     stream = 0
@@ -25,5 +28,6 @@ def zero_pair(like: Tensor) -> Tensor:
         return _pools[key].pop()
     except (KeyError, IndexError):
         with torch.inference_mode(False):
-            pool = _pools[key] = list(torch.zeros(PAIRS, 2, dtype=torch.float32, device=like.device).unbind())
+            rows = torch.zeros(PAIRS, _ROW, dtype=torch.float32, device=like.device)
+            pool = _pools[key] = list(rows[:, :2].unbind())
         return pool.pop()
