@@ -17,7 +17,7 @@ setup(
         Extension(
             "quaver._cpu",
             ["quaver/csrc/cpu.c"],
-            depends=["quaver/csrc/avx512.h", "quaver/csrc/elements.h", "quaver/csrc/runs.h"],
+            depends=[f"quaver/csrc/{name}.h" for name in ("avx512", "elements", "matmul", "pack", "runs")],
             extra_compile_args=[] if sys.platform == "win32" else FLAGS + OPENMP,
             extra_link_args=OPENMP,
             optional=True,

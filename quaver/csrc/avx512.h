@@ -156,8 +156,24 @@ AVX512_INLINE __m512i shifted(__m512i numbers, __m512i shift) {
     return _mm512_mask_add_epi16(numbers, _mm512_test_epi16_mask(numbers, _mm512_set1_epi16(0x7FFF)), numbers, shift);
 }
 
-/* codes[i] * scale, looked up: high and low bytes of 128 numbers are two vectors each. `shifts`: one, or one an element
- * if `per_element`. Blocks that hold NaN or inf go to widen_run. */
+/* The high and low bytes of 128 numbers, two vectors each. */
+typedef struct { __m512i low[2], high[2]; } Lookup;
+
+AVX512_INLINE Lookup lookup_of(const __m512i *table) {
+    const uint8_t *bytes = low_bytes.of_halves;
+    return (Lookup){{take(table[0], bytes, 0, table[1]), take(table[2], bytes, 0, table[3])},
+                    {take(table[0], bytes, 1, table[1]), take(table[2], bytes, 1, table[3])}};
+}
+
+/* The numbers of 64 codes: of the lower and of the upper 8 codes of each 128-bit lane. */
+AVX512_INLINE void look_up(Lookup numbers, __m512i codes, __m512i *of_lower, __m512i *of_upper) {
+    __m512i lows = _mm512_permutex2var_epi8(numbers.low[0], codes, numbers.low[1]);
+    __m512i highs = with_signs(_mm512_permutex2var_epi8(numbers.high[0], codes, numbers.high[1]), codes);
+    *of_lower = _mm512_unpacklo_epi8(lows, highs), *of_upper = _mm512_unpackhi_epi8(lows, highs);
+}
+
+/* codes[i] * scale, looked up. `shifts`: one, or one an element if `per_element`. Blocks that hold NaN or inf go to
+ * widen_run. */
 AVX512_INLINE void widen_blocks_body(const uint8_t *codes, int float8, const float *scale, const int16_t *shifts,
                                      int per_element, int64_t n, uint16_t *out) {
     const uint8_t largest = (uint8_t)encode(FLOAT8[float8].max, FLOAT8[float8]);
@@ -167,20 +183,15 @@ AVX512_INLINE void widen_blocks_body(const uint8_t *codes, int float8, const flo
         table[i] = _mm512_loadu_si512(bfloat16_of_code[float8] + 32 * i);
         if (!per_element) table[i] = shifted(table[i], _mm512_set1_epi16(*shifts));
     }
-    const uint8_t *bytes = low_bytes.of_halves;
-    const __m512i low[2] = {take(table[0], bytes, 0, table[1]), take(table[2], bytes, 0, table[3])};
-    const __m512i high[2] = {take(table[0], bytes, 1, table[1]), take(table[2], bytes, 1, table[3])};
+    const Lookup numbers = lookup_of(table);
     for (int64_t i = 0; i < n; i += BLOCK) {
-        __m512i block = _mm512_loadu_si512(codes + i);
+        __m512i block = _mm512_loadu_si512(codes + i), first, second;
         if (_mm512_cmpgt_epu8_mask(_mm512_and_si512(block, _mm512_set1_epi8(0x7F)), _mm512_set1_epi8((char)largest))) {
             widen_run(codes + i, float8, BFLOAT16, per_element ? SCALE_PER_ELEMENT : ONE_SCALE,
                       per_element ? scale + i : scale, BLOCK, out + i);
             continue;
         }
-        block = _mm512_permutexvar_epi64(first_qwords, block); /* which interleaving in 128-bit lanes undoes */
-        __m512i lows = _mm512_permutex2var_epi8(low[0], block, low[1]);
-        __m512i highs = with_signs(_mm512_permutex2var_epi8(high[0], block, high[1]), block);
-        __m512i first = _mm512_unpacklo_epi8(lows, highs), second = _mm512_unpackhi_epi8(lows, highs);
+        look_up(numbers, _mm512_permutexvar_epi64(first_qwords, block), &first, &second);
         if (per_element) {
             first = shifted(first, _mm512_loadu_si512(shifts + i));
             second = shifted(second, _mm512_loadu_si512(shifts + i + 32));

@@ -15,6 +15,7 @@
 #include <Python.h>
 
 #include "avx512.h"
+#include "matmul.h"
 #include "runs.h"
 
 enum { NONE = -1 };                /* dim */
@@ -251,12 +252,6 @@ INLINE void sum_of_rows(const float *a, const float *b, int64_t k, int64_t n, fl
         for (int64_t j = 0; j < n; j++) out[j] += a[p] * b[p * n + j];
 }
 
-/* float32 -> bfloat16, ties to even; NaN stays NaN. */
-INLINE uint16_t bfloat16_of(float value) {
-    uint32_t bits = bits_of(value);
-    return value == value ? (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16) : 0x7FC0;
-}
-
 /* out [m, n] = RN((a @ b) * a.scale * b.scale), a [m, k], b [k, n], any strides; a scale is one number, or one per row of
  * a or column of b. `work` has room for k * n + k + n numbers. */
 CLONES static void small_matmul(Operand a, int rowwise_a, Operand b, int rowwise_b, int64_t m, int64_t k, int64_t n,
@@ -271,7 +266,7 @@ CLONES static void small_matmul(Operand a, int rowwise_a, Operand b, int rowwise
             a_row[p] = a_value[a.codes[i * a.row_stride + p * a.column_stride]];
         sum_of_rows(a_row, b_hp, k, n, sums);
         for (int64_t j = 0; j < n; j++) {
-            float value = sums[j] * a.scale[rowwise_a ? i : 0] * b.scale[rowwise_b ? j : 0];
+            float value = sums[j] * (a.scale[rowwise_a ? i : 0] * b.scale[rowwise_b ? j : 0]);
             if (hp_kind == FLOAT32) ((float *)out)[i * n + j] = value;
             else ((uint16_t *)out)[i * n + j] = bfloat16_of(value);
         }
@@ -397,6 +392,40 @@ static PyObject *small_mm(PyObject *self, PyObject *const *args, Py_ssize_t coun
     Py_RETURN_NONE;
 }
 
+/* Twenty integers: those of small_mm, and where it has those of a and b, from one row or column to the next, then along k;
+ * bias or 0, threads, room. */
+static PyObject *mm(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    (void)self;
+    int64_t v[20];
+    if (!read_integers(args, count, v, 20)) return NULL;
+    if (!runs_matmul) {
+        PyErr_SetString(PyExc_RuntimeError, "this CPU does not run quaver's matmul; ask has_mm first");
+        return NULL;
+    }
+    const int64_t m = v[13], k = v[14], n = v[15];
+    const Product product = {
+        .a = {(const uint8_t *)(intptr_t)v[1], (int)v[2], m, k, v[3], v[4]}, .a_scale = (const float *)(intptr_t)v[5],
+        .rowwise_a = (int)v[6],
+        .b = {(const uint8_t *)(intptr_t)v[7], (int)v[8], n, k, v[9], v[10]}, .b_scale = (const float *)(intptr_t)v[11],
+        .rowwise_b = (int)v[12], .out = (char *)(intptr_t)v[0], .hp_kind = (int)v[16],
+        .bias = (const float *)(intptr_t)v[17], .threads = threads_of(v[18]), .room = (uint32_t *)(intptr_t)v[19],
+    };
+    RUN(multiply_matrices(&product), m * n);
+}
+
+/* m, k, n, threads -> the bytes of room that mm takes. */
+static PyObject *mm_room(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    (void)self;
+    int64_t v[4];
+    if (!read_integers(args, count, v, 4)) return NULL;
+    return PyLong_FromLongLong(room_of(v[0], v[1], v[2], threads_of(v[3])) * (int64_t)sizeof(uint32_t));
+}
+
+static PyObject *has_mm(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    (void)self, (void)args, (void)count;
+    return PyBool_FromLong(runs_matmul);
+}
+
 #define METHOD(NAME, DOC) {#NAME, (PyCFunction)(void (*)(void))NAME, METH_FASTCALL, DOC}
 static PyMethodDef methods[] = {
     METHOD(dynamic_cast, "hp -> codes, quant_scale, dequant_scale"),
@@ -407,6 +436,9 @@ static PyMethodDef methods[] = {
     {"widen", (PyCFunction)(void (*)(void))widen_codes, METH_FASTCALL, "codes, dequant_scale -> hp"},
     METHOD(use_avx512, "whether -> whether before"),
     METHOD(small_mm, "float8 matrices and their scales -> their product"),
+    METHOD(mm, "the same and a bias, for those that are not small"),
+    METHOD(mm_room, "m, k, n, threads -> bytes that mm packs into"),
+    METHOD(has_mm, "whether mm runs on this CPU"),
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "quaver._cpu", .m_methods = methods};
@@ -414,7 +446,7 @@ PyMODINIT_FUNC PyInit__cpu(void) {
     for (int code = 0; code < 256; code++)
         VALUE[E4M3][code] = decode(code, FLOAT8[E4M3]), VALUE[E5M2][code] = decode(code, FLOAT8[E5M2]);
     fill_tables();
-    uses_avx512 = has_avx512();
+    uses_avx512 = has_avx512(), runs_matmul = has_matmul();
     return PyModuleDef_Init(&module);
 }
 

@@ -78,6 +78,12 @@ INLINE float load(const void *hp, int hp_kind, int64_t i) {
     return hp_kind == BFLOAT16 ? float_of((uint32_t)code << 16) : decode(code, HALF);
 }
 
+/* float32 -> bfloat16, ties to even; NaN stays NaN. */
+INLINE uint16_t bfloat16_of(float value) {
+    uint32_t bits = bits_of(value);
+    return value == value ? (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16) : 0x7FC0;
+}
+
 typedef struct { float quant, dequant; } Scales;
 
 /* quant = RN32(max / amax), capped, rounded down to 2^k on request; dequant = RN32(1 / quant). NaN -> NaN. */

@@ -1,4 +1,4 @@
-"""The casts of eager code on a CPU, one C call each, and small matmuls; scaling.py is the oracle, to the bit.
+"""The casts of eager code on a CPU, one C call each; scaling.py is the oracle, to the bit. Matmuls are in cpu_mm.py.
 
 Eager PyTorch spends about sixteen calls and ten passes over memory on a cast that needs two, so a C extension does it
 (quaver/csrc/cpu.c). It is optional: an install without a compiler leaves it out, and QUAVER_PURE_PYTORCH=1 in the
@@ -35,18 +35,18 @@ def _load() -> tuple[Any, str | None]:
         return None, f"quaver._cpu was not built at install, or does not load: {error}"
 
 
-_extension, UNAVAILABLE_BECAUSE = _load()
+extension, UNAVAILABLE_BECAUSE = _load()
 """Why this process casts in PyTorch only; None where it has the extension."""
 
 AVAILABLE = UNAVAILABLE_BECAUSE is None
 
 # The numbers of cpu.c.
-_HP_KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_FLOAT8_KIND = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1}
+HP_KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FLOAT8_KIND = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1}
 _TENSORWISE = -1
 
-_CONVERSIONS = {(hp, float8) for hp in _HP_KIND for float8 in _FLOAT8_KIND} | {
-    (float8, wide) for float8 in _FLOAT8_KIND for wide in (torch.bfloat16, torch.float32)
+_CONVERSIONS = {(hp, float8) for hp in HP_KIND for float8 in FLOAT8_KIND} | {
+    (float8, wide) for float8 in FLOAT8_KIND for wide in (torch.bfloat16, torch.float32)
 }
 
 _THREADS_PAY_FROM = 1 << 17  # elements; about 20 us of work for one thread
@@ -130,7 +130,7 @@ def dynamic_cast(
     codes = empty_like(hp, dtype=float8_dtype)
     quant_scale = empty_like(_SCALAR) if dim is None else _empty_scale(rows, columns, dim)
     dequant_scale = empty_like(quant_scale)
-    _extension.dynamic_cast(
+    extension.dynamic_cast(
         hp.data_ptr(),
         codes.data_ptr(),
         quant_scale.data_ptr(),
@@ -138,8 +138,8 @@ def dynamic_cast(
         rows,
         columns,
         columns,
-        _HP_KIND[hp.dtype],
-        _FLOAT8_KIND[float8_dtype],
+        HP_KIND[hp.dtype],
+        FLOAT8_KIND[float8_dtype],
         _TENSORWISE if dim is None else dim,
         power_of_2,
         _threads(rows * columns),
@@ -159,7 +159,7 @@ def dynamic_cast_axes(
     row_codes, column_codes = empty_like(hp, dtype=float8_dtype), empty_like(hp, dtype=float8_dtype)
     row_quant, column_quant = _SCALAR.new_empty(rows, 1), _SCALAR.new_empty(1, columns)
     row_dequant, column_dequant = empty_like(row_quant), empty_like(column_quant)
-    _extension.cast_axes(
+    extension.cast_axes(
         hp.data_ptr(),
         row_codes.data_ptr(),
         row_quant.data_ptr(),
@@ -169,8 +169,8 @@ def dynamic_cast_axes(
         column_dequant.data_ptr(),
         rows,
         columns,
-        _HP_KIND[hp.dtype],
-        _FLOAT8_KIND[float8_dtype],
+        HP_KIND[hp.dtype],
+        FLOAT8_KIND[float8_dtype],
         power_of_2,
         _threads(rows * columns),
     )
@@ -184,7 +184,7 @@ def cast_with_scale(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) 
     """
     rows, columns = hp.shape
     codes = empty_like(hp, dtype=float8_dtype)
-    _extension.cast_with_scale(
+    extension.cast_with_scale(
         hp.data_ptr(),
         codes.data_ptr(),
         quant_scale.data_ptr(),
@@ -192,8 +192,8 @@ def cast_with_scale(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) 
         rows,
         columns,
         columns,
-        _HP_KIND[hp.dtype],
-        _FLOAT8_KIND[float8_dtype],
+        HP_KIND[hp.dtype],
+        FLOAT8_KIND[float8_dtype],
         _dim_of_scale(quant_scale, rows, columns),
         0,
         _threads(rows * columns),
@@ -215,7 +215,7 @@ def cast_and_observe(
     rows, columns = hp.shape
     codes = empty_like(hp, dtype=float8_dtype)
     quant, dequant = empty_like(_SCALAR), empty_like(_SCALAR)
-    _extension.cast_and_observe(
+    extension.cast_and_observe(
         hp.data_ptr(),
         codes.data_ptr(),
         quant_scale.data_ptr(),
@@ -224,8 +224,8 @@ def cast_and_observe(
         observed.data_ptr(),
         rows,
         columns,
-        _HP_KIND[hp.dtype],
-        _FLOAT8_KIND[float8_dtype],
+        HP_KIND[hp.dtype],
+        FLOAT8_KIND[float8_dtype],
         power_of_2,
         _threads(rows * columns),
     )
@@ -237,12 +237,12 @@ def use_avx512(whether: bool) -> bool:
 
     Returns whether they did before; at first they do wherever they can. For tests.
     """
-    return bool(_extension.use_avx512(whether))
+    return bool(extension.use_avx512(whether))
 
 
 def elements_read() -> int:
     """How many elements of high-precision matrices the casts have read so far, for tests and profiles."""
-    return int(_extension.elements_read())
+    return int(extension.elements_read())
 
 
 def widen(codes: Tensor, dtype: torch.dtype, scale: Tensor | None = None, room: Tensor | None = None) -> Tensor:
@@ -266,7 +266,7 @@ def widen(codes: Tensor, dtype: torch.dtype, scale: Tensor | None = None, room: 
         raise ValueError(f"expected room for {rows * columns} of {dtype}, got {room.dtype} of {list(room.shape)}")
     else:
         out = room.view(-1)[: rows * columns].view(rows, columns)
-    _extension.widen(
+    extension.widen(
         out.data_ptr(),
         codes.data_ptr(),
         0,
@@ -274,54 +274,10 @@ def widen(codes: Tensor, dtype: torch.dtype, scale: Tensor | None = None, room: 
         rows,
         columns,
         codes.stride(0) if columns and rows > 1 else columns,
-        _HP_KIND[dtype],
-        _FLOAT8_KIND[codes.dtype],
+        HP_KIND[dtype],
+        FLOAT8_KIND[codes.dtype],
         _TENSORWISE if scale is None else _dim_of_scale(scale, rows, columns),
         0,
         _threads(rows * columns),
-    )
-    return out
-
-
-SMALL_MATMUL = 1 << 15
-"""Multiplications up to which `small_mm` takes less time than one call of a library: about 5 us."""
-
-
-def takes_small_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> bool:
-    """Whether `small_mm` takes these float8 matrices [M, K] and [K, N], plain ones on a CPU, and gains by it."""
-    return (
-        AVAILABLE
-        and a.numel() * b.shape[1] <= SMALL_MATMUL
-        and (a.dtype, out_dtype) in _CONVERSIONS
-        and b.dtype in _FLOAT8_KIND
-    )
-
-
-def small_mm(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """(a * a_dequant_scale) @ (b * b_dequant_scale): float32 sums, one rounding per scale, one to the output dtype.
-
-    Args:
-        a, b: float8 [M, K] and [K, N], any strides.
-        a_dequant_scale, b_dequant_scale: float32, contiguous; () or [M, 1], () or [1, N].
-        out_dtype: float32 or bfloat16.
-    """
-    (m, k), n = a.shape, b.shape[1]
-    out = a.new_empty(m, n, dtype=out_dtype)
-    _extension.small_mm(
-        out.data_ptr(),
-        a.data_ptr(),
-        _FLOAT8_KIND[a.dtype],
-        *a.stride(),
-        a_dequant_scale.data_ptr(),
-        a_dequant_scale.dim(),
-        b.data_ptr(),
-        _FLOAT8_KIND[b.dtype],
-        *b.stride(),
-        b_dequant_scale.data_ptr(),
-        b_dequant_scale.dim(),
-        m,
-        k,
-        n,
-        _HP_KIND[out_dtype],
     )
     return out

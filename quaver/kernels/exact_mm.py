@@ -4,7 +4,9 @@
         = RN((a * a_dequant_scale) @ (b * b_dequant_scale)) + bias       a [M, K], b [K, N] -> [M, N] in out_dtype
 
 Every float8 value is a bfloat16 value, and the product of two bfloat16 numbers is exact in float32. So the operands are
-widened and multiplied on the machine's bfloat16 units, which lose nothing, and sums are kept in float32.
+widened and multiplied on the machine's bfloat16 units, which lose nothing, and sums are kept in float32. Where quaver
+has a matmul of its own for this CPU (cpu_mm.py), that does it all; what follows is for every other device, where a
+library multiplies.
 
 It is one operation to a compiler, as the hardware's float8 matmul is. The compiler then keeps the float8 operand for
 backward, as on a GPU; were the widening visible, it would keep the widened one, which is twice the size. Two steps
@@ -29,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.kernels import cpu
+from quaver.kernels import cpu, cpu_mm
 from quaver.kernels.widen import widen
 
 UNITS_PAY_FROM = 8192
@@ -61,8 +63,10 @@ def exact_float8_mm(
     scales_are_powers_of_2: bool,
 ) -> Tensor:
     """See the top of the file, and `quaver.gemm.float8_mm` for the arguments. Runs on plain tensors, never traced."""
-    if bias is None and a.is_cpu and cpu.takes_small_mm(a, b, out_dtype):
-        return cpu.small_mm(a, b, a_dequant_scale, b_dequant_scale, out_dtype)
+    if bias is None and a.is_cpu and cpu_mm.takes_small_mm(a, b, out_dtype):
+        return cpu_mm.small_mm(a, b, a_dequant_scale, b_dequant_scale, out_dtype)
+    if cpu_mm.takes_mm(a, b):
+        return cpu_mm.mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype)
     # bfloat16 operands leave room for one scale of the whole result, or for scales that change no mantissa.
     tensorwise = a_dequant_scale.dim() == 0 and b_dequant_scale.dim() == 0
     bfloat16 = (tensorwise or scales_are_powers_of_2) and _bfloat16_pays(a, b, out_dtype)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from quaver.config import Float8LinearRecipeName
+from quaver.kernels import cpu_mm
 from quaver.trainer.config import Checkpoint
 from quaver.trainer.config_io import load_config
 from quaver.trainer.records.metrics import read_metrics
@@ -27,10 +28,11 @@ STEPS = 20
 
 
 def machine_type() -> str:
-    """What decides about the last bits: the instructions that torch uses, and its version."""
+    """What decides about the last bits: the instructions that torch and quaver use, and torch's version."""
     torch_version = torch.__version__.split("+")[0]
     has_tiles = torch.cpu._is_amx_tile_supported() if hasattr(torch.cpu, "_is_amx_tile_supported") else False
     instructions = torch.backends.cpu.get_cpu_capability() + (" AMX" if has_tiles else "")
+    instructions += " BF16" if cpu_mm.HAS_MM else ""
     return f"{platform.machine()} {instructions}, torch {torch_version}, 1 thread"
 
 

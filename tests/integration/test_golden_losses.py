@@ -1,8 +1,10 @@
 """Losses stay what they were: to the bit on a type of machine that was recorded, within a tolerance on others.
 
-The tolerance is four times what two types of machine (AVX2 and AVX-512 of one CPU) differ by: at most 4.4e-4 in 20
-steps of all recipes, recorded in golden_losses.json. They agree to 1e-7 in the first step, which is one forward: a unit
-in the last place of a sum moves a few values to another bfloat16 or float8 code, and the steps multiply that.
+The tolerance is four times what three types of machine differ by: at most 4.4e-4 in 20 steps of all recipes, recorded
+in golden_losses.json. They are AVX2 and AVX-512 of one CPU with a library's matmul, which agree to 1e-7 in the first
+step, and its AVX-512 with quaver's matmul, whose sums run in another order. That is 9.6e-6 in the first step, one
+forward, where sums in float64 make 4.3e-6: a unit in the last place of a sum moves a few values to another bfloat16 or
+float8 code, and the steps multiply that.
 """
 
 import json
@@ -16,19 +18,18 @@ RECORDED = {
     for machine, by_name in json.loads(FILE.read_text()).items()
 }
 TOLERANCE = 4 * 4.4e-4
-FIRST_STEP_TOLERANCE = 1e-6
+FIRST_STEP_TOLERANCE = 4 * 9.6e-6
 
 
-def test_the_tolerance_follows_from_what_was_recorded():
+def test_the_tolerances_follow_from_what_was_recorded():
     first, *others = RECORDED.values()
     ratios = [
-        abs(loss / reference - 1)
+        [abs(loss / reference - 1) for loss, reference in zip(other[name], first[name], strict=True)]
         for other in others
         for name in NAMES
-        for loss, reference in zip(other[name], first[name], strict=True)
     ]
-    assert ratios
-    assert max(ratios) == pytest.approx(TOLERANCE / 4, rel=0.01)
+    assert max(map(max, ratios)) == pytest.approx(TOLERANCE / 4, rel=0.01)
+    assert max(of_steps[0] for of_steps in ratios) == pytest.approx(FIRST_STEP_TOLERANCE / 4, rel=0.01)
 
 
 @pytest.mark.parametrize("name", NAMES)

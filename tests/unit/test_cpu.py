@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
 import subprocess
 import sys
@@ -15,7 +13,6 @@ from torch import Tensor
 from quaver.formats import FORMATS
 from quaver.kernels import cpu
 from quaver.kernels.widen import widen
-from tests.reference import assert_matmul_exact
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HP_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -430,42 +427,3 @@ def test_an_environment_variable_turns_it_off() -> None:
         )
         assert out.stdout.startswith(prints)
         assert value == "0" or "QUAVER_PURE_PYTORCH is set" in out.stdout
-
-
-@needs_extension
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("a_dtype", "b_dtype"), [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)])
-@pytest.mark.parametrize("shape", [(16, 16, 16), (1, 1, 1), (3, 17, 5), (64, 8, 33), (1, 200, 1)])
-def test_small_matmuls_are_exact(
-    shape: tuple[int, int, int], a_dtype: torch.dtype, b_dtype: torch.dtype, out_dtype: torch.dtype
-) -> None:
-    m, k, n = shape
-    for dim_a, dim_b in itertools.product((None, 1), (None, 0)):
-        a, _, a_scale = cpu.dynamic_cast(gaussian((m, k), torch.float32), a_dtype, dim_a)
-        b, _, b_scale = cpu.dynamic_cast(gaussian((k, n), torch.float32, seed=1), b_dtype, dim_b)
-        expected = cpu.small_mm(a, b, a_scale, b_scale, out_dtype)
-        assert_matmul_exact(expected, a, b, a_scale, b_scale)
-        by_columns = a.t().contiguous().t(), b.t().contiguous().t()
-        assert_same_bits(cpu.small_mm(*by_columns, a_scale, b_scale, out_dtype), expected)
-
-
-@needs_extension
-def test_small_matmuls_keep_what_is_not_a_number() -> None:
-    a = torch.ones(4, 4).to(E4M3)
-    a.view(torch.uint8)[2, 1] = 0x7F
-    one = torch.tensor(1.0)
-    for out_dtype in (torch.float32, torch.bfloat16):
-        out = cpu.small_mm(a, torch.ones(4, 4).to(E4M3), one, one, out_dtype)
-        assert out[2].isnan().all()
-        assert out[[0, 1, 3]].equal(torch.full((3, 4), 4.0, dtype=out_dtype))
-        infinite = cpu.small_mm(a[:2], torch.ones(4, 4).to(E4M3), torch.tensor(math.inf), one, out_dtype)
-        assert infinite.isposinf().all()
-
-
-@needs_extension
-def test_which_matmuls_are_small() -> None:
-    a, b = torch.zeros(32, 32).to(E4M3), torch.zeros(32, 32).to(E4M3)
-    assert cpu.takes_small_mm(a, b, torch.bfloat16)
-    assert not cpu.takes_small_mm(a, b, torch.float16)
-    assert not cpu.takes_small_mm(a, torch.zeros(32, 33).to(E4M3), torch.bfloat16)
-    assert not cpu.takes_small_mm(a, torch.zeros(32, 32).to(torch.float8_e4m3fnuz), torch.bfloat16)

@@ -8,7 +8,7 @@ import torch
 
 from quaver import gemm
 from quaver.gemm import GemmBackend, backend_for, float8_mm, native_operands
-from quaver.kernels import exact_mm
+from quaver.kernels import cpu_mm, exact_mm
 from quaver.kernels.exact_mm import exact_float8_mm
 from quaver.kernels.widen import widen
 from quaver.scaling import dynamic_cast
@@ -17,6 +17,12 @@ from tests.reference import assert_matmul_exact
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCALINGS = ("tensorwise", "rowwise", "mixed_a", "mixed_b")
+
+
+@pytest.fixture(autouse=True, params=["library", *(["own"] if cpu_mm.HAS_MM else [])])
+def multiplier(request, monkeypatch):
+    """Who multiplies in the exact backend on a CPU: a library or, where it runs, quaver's matmul."""
+    monkeypatch.setattr(cpu_mm, "HAS_MM", request.param == "own")
 
 
 def operands(m, k, n, scaling="tensorwise", *, a_dtype=E4M3, b_dtype=E4M3, power_of_2=False):
