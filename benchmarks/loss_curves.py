@@ -1,4 +1,4 @@
-"""Loss curves of every recipe and of bfloat16: the debug model on real text, from the same weights and samples.
+"""Loss curves of every recipe and of bfloat16: the debug model on real text, weights and samples alike, several seeds.
 
     python -m benchmarks.loss_curves --update-docs
     python -m benchmarks.loss_curves --recorded --update-docs
@@ -9,9 +9,11 @@ docs/results.md again from the recorded figures.
 """
 
 import argparse
+import itertools
 import json
 import os
 import shlex
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -43,78 +45,83 @@ COLORS = {
 """Also told apart by their order: the last panel names each line."""
 
 
-def words(name: str, steps: int, runs: Path) -> list[str]:
+def words(name: str, seed: int, steps: int, runs: Path) -> list[str]:
     """The command of one run."""
     is_float8 = name not in (REFERENCE, CONTROL)
     precision = ["--float8.recipe_name", name] if is_float8 else ["--float8.no-enable_float8_linear"]
     return [
-        *("quaver", "train", CONFIG, *precision, "--training.steps", str(steps)),
+        *("quaver", "train", CONFIG, *precision, "--training.seed", str(seed), "--training.steps", str(steps)),
         *("--validation.freq", "50", "--validation.steps", "32", "--checkpoint.interval", "100"),
-        *("--checkpoint.resume", "auto", "--job.dump_folder", str(runs), "--job.name", folder_of(name)),
+        *("--checkpoint.resume", "auto", "--job.dump_folder", str(runs), "--job.name", folder_of(name, seed)),
     ]
 
 
-def folder_of(name: str) -> str:
+def folder_of(name: str, seed: int) -> str:
     """The name of a run's folder."""
-    return name.replace(" ", "_")
+    return f"{name.replace(' ', '_')}_seed_{seed}"
 
 
-def measure(steps: int, runs: Path) -> dict[str, Any]:
-    """Train every model; return the curves."""
-    curves = {}
-    for name in (REFERENCE, CONTROL, *RECIPES):
-        command = [sys.executable, "-m", "quaver.cli", *words(name, steps, runs)[1:]]
+def measure(steps: int, seeds: list[int], runs: Path) -> dict[str, Any]:
+    """Train every model with every seed; return the curves."""
+    names = (REFERENCE, CONTROL, *RECIPES)
+    for seed, name in itertools.product(seeds, names):
+        command = [sys.executable, "-m", "quaver.cli", *words(name, seed, steps, runs)[1:]]
         kernels = {"ATEN_CPU_CAPABILITY": "avx2"} if name == CONTROL else {}
         subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, **kernels})
-        metrics = runs / folder_of(name) / "metrics.jsonl"
-        records = [json.loads(line) for line in metrics.read_text().splitlines()]
-        curves[name] = {
-            "train": [record["loss"] for record in records if "loss" in record],
-            "validation_steps": [record["step"] for record in records if "validation_loss" in record],
-            "validation": [record["validation_loss"] for record in records if "validation_loss" in record],
-        }
-    data = json.loads((runs / REFERENCE / "data.json").read_text())
+    data = json.loads((runs / folder_of(REFERENCE, seeds[0]) / "data.json").read_text())
     return {
         "environment": environment(torch.device("cpu"))
         | {"command": shlex.join(["python", "-m", "benchmarks.loss_curves", *sys.argv[1:]])}
         | {"uncommitted_changes_in_quaver": has_changed("quaver")},
-        "run": shlex.join(words("RECIPE", steps, Path("runs"))),
+        "run": shlex.join(words("RECIPE", 0, steps, Path("runs"))),
         "steps": steps,
+        "seeds": seeds,
         "data": {key: data[key] for key in ("path", "train_tokens", "validation_tokens", "sha256")},
-        "curves": curves,
+        "curves": {name: [curve(runs / folder_of(name, seed)) for seed in seeds] for name in names},
     }
 
 
-def gap(results: dict[str, Any], name: str) -> float:
-    """The last validation loss over that of bfloat16, minus one."""
-    curves = results["curves"]
-    return curves[name]["validation"][-1] / curves[REFERENCE]["validation"][-1] - 1
+def curve(run: Path) -> dict[str, list[float]]:
+    """What a run has recorded."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    validations = [record for record in records if "validation_loss" in record]
+    return {
+        "train": [record["loss"] for record in records if "loss" in record],
+        "validation_steps": [record["step"] for record in validations],
+        "validation": [record["validation_loss"] for record in validations],
+    }
 
 
-def largest_gap(results: dict[str, Any], name: str) -> float:
-    """The largest distance of a validation loss from bfloat16's, relative, in the second half of the run."""
-    ours, reference = (results["curves"][each]["validation"] for each in (name, REFERENCE))
-    half = len(ours) // 2
-    return max(abs(a / b - 1) for a, b in zip(ours[half:], reference[half:], strict=True))
+def gaps(results: dict[str, Any], name: str) -> list[list[float]]:
+    """For each seed: each validation loss over that of bfloat16 with the same seed, minus one."""
+    pairs = zip(results["curves"][name], results["curves"][REFERENCE], strict=True)
+    return [
+        [a / b - 1 for a, b in zip(ours["validation"], reference["validation"], strict=True)]
+        for ours, reference in pairs
+    ]
 
 
 def table(results: dict[str, Any]) -> str:
     """What is left at the end, in Markdown."""
     rows = []
-    for name, curve in results["curves"].items():
-        last = curve["train"][-100:]
-        against = "" if name == REFERENCE else f"{gap(results, name):+.2%}"
-        rows.append(
-            [
-                name,
-                f"{curve['validation'][-1]:.4f}",
-                against,
-                f"{largest_gap(results, name):.2%}",
-                f"{sum(last) / 100:.4f}",
-            ]
-        )
-    head = ["", "validation loss", "gap to bfloat16", "largest gap, second half", "train loss, last 100 steps"]
-    return markdown(head, rows)
+    for name, curves in results["curves"].items():
+        losses = statistics.fmean(curve["validation"][-1] for curve in curves)
+        train = statistics.fmean(statistics.fmean(curve["train"][-100:]) for curve in curves)
+        row = [name, f"{losses:.4f}", *[""] * 3, f"{train:.4f}"]
+        if name != REFERENCE:
+            of_seeds = gaps(results, name)
+            last = [gap[-1] for gap in of_seeds]
+            row[2] = f"{statistics.fmean(last):+.2%}"
+            row[3] = ", ".join(f"{gap:+.2%}" for gap in last)
+            row[4] = f"{max(abs(gap) for each in of_seeds for gap in each[len(each) // 2 :]):.2%}"
+        rows.append(row)
+    head = ["", "validation loss", "gap to bfloat16", f"of seeds {', '.join(map(str, results['seeds']))}"]
+    return markdown([*head, "largest gap, second half", "train loss, last 100 steps"], rows)
+
+
+def mean(curves: list[list[float]]) -> list[float]:
+    """At each step the mean of the curves."""
+    return [statistics.fmean(values) for values in zip(*curves, strict=True)]
 
 
 def draw(results: dict[str, Any], image: Path) -> None:
@@ -123,18 +130,22 @@ def draw(results: dict[str, Any], image: Path) -> None:
     with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(9.6, 3.8), layout="constrained")
         FigureCanvasAgg(figure)
-        losses, gaps = figure.subplots(1, 2)
-        for name, curve in curves.items():
-            style = {"color": COLORS[name], "linewidth": 2.4 if name in (REFERENCE, CONTROL) else 1.1}
-            losses.plot(curve["validation_steps"], curve["validation"], label=name, **style)
+        losses, differences = figure.subplots(1, 2)
+        for name, of_seeds in curves.items():
+            is_bfloat16 = name in (REFERENCE, CONTROL)
+            style = {"color": COLORS[name], "linewidth": 2.4 if is_bfloat16 else 1.1}
+            steps = of_seeds[0]["validation_steps"]
+            losses.plot(steps, mean([curve["validation"] for curve in of_seeds]), label=name, **style)
             if name != REFERENCE:
-                values = zip(curve["validation"], curves[REFERENCE]["validation"], strict=True)
-                gaps.plot(curve["validation_steps"], [100 * (a / b - 1) for a, b in values], label=name, **style)
-        losses.set(title="Validation loss (nats per byte)", xlabel="step")
-        gaps.axhline(0, color="black", linewidth=0.8)
-        gaps.axhspan(-0.25, 0.25, color="gray", alpha=0.15, linewidth=0)
-        gaps.set(title="Gap to bfloat16 (%); gray: within 0.25 %", xlabel="step")
-        for axis in (losses, gaps):
+                of_name = [[100 * gap for gap in each] for each in gaps(results, name)]
+                differences.plot(steps, mean(of_name), **style)
+                for each in of_name:
+                    differences.plot(steps, each, color=COLORS[name], linewidth=0.4, alpha=0.6)
+        losses.set(title="Validation loss (nats per byte), mean of seeds", xlabel="step")
+        differences.axhline(0, color="black", linewidth=0.8)
+        differences.axhspan(-0.25, 0.25, color="gray", alpha=0.15, linewidth=0)
+        differences.set(title="Gap to bfloat16 (%); thin: each seed; gray: within 0.25 %", xlabel="step")
+        for axis in (losses, differences):
             axis.grid(alpha=0.3, linewidth=0.5)
         losses.legend(frameon=False)
         figure.savefig(image, dpi=150)
@@ -143,11 +154,16 @@ def draw(results: dict[str, Any], image: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps of each model")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1], help="of weights and of the order of samples"
+    )
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "loss_curves", help="folder of the runs")
     parser.add_argument("--recorded", action="store_true", help="measure nothing; take what is recorded")
     parser.add_argument("--update-docs", action="store_true", help=f"rewrite {DOCS.relative_to(ROOT)} and its picture")
     options = parser.parse_args()
-    results = json.loads(RECORD.read_text()) if options.recorded else measure(options.steps, options.runs)
+    results = (
+        json.loads(RECORD.read_text()) if options.recorded else measure(options.steps, options.seeds, options.runs)
+    )
     if not options.recorded:
         RECORD.write_text(json.dumps(results) + "\n")
     print(table(results))
