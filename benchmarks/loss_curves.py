@@ -154,9 +154,7 @@ def draw(results: dict[str, Any], image: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps of each model")
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[0, 1], help="of weights and of the order of samples"
-    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of weights and of the order of samples")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "loss_curves", help="folder of the runs")
     parser.add_argument("--recorded", action="store_true", help="measure nothing; take what is recorded")
     parser.add_argument("--update-docs", action="store_true", help=f"rewrite {DOCS.relative_to(ROOT)} and its picture")

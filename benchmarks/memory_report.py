@@ -121,7 +121,7 @@ _HOW_TO_READ = """\
 **peak** is the most that tensors take in a step beyond parameters and optimizer state, **kept** what is alive
 between forward and backward; both in MB (10^6 bytes) for bfloat16, and as a share of bfloat16's for float8. A peak in
 parentheses counts the scratch of operations too, where that changes a share by 0.005 or more: most of it is
-the exact float8 matmul of the CPU, which widens operands that float8 hardware reads as they are.
+the exact float8 matmul of the CPU, which widens what float8 hardware reads as it is.
 
 What is counted: every allocation of PyTorch's CPU allocator, in eager and in compiled code, FSDP2's buffers included
 (quaver/bench/step_memory.py). Scratch is what an operation allocates and frees before it returns. A module's input
@@ -175,7 +175,8 @@ def _peaks(rows: list[Row]) -> str:
     return (
         f"**Peaks.** Of {len(float8)} float8 rows the peak is {_range([of['peak'] for of in shares.values()])} of "
         f"bfloat16's. With the scratch of operations it is above bfloat16's in {len(above)}: {named}. Scratch is "
-        "bounded (one operand of a matmul and a panel of the other), so it weighs most where a step is but a matmul."
+        "bounded, and weighs most where a step is but a matmul: packed panels of operands with AVX512_BF16 and no AMX, "
+        "elsewhere one operand in bfloat16 and a panel of the other."
     )
 
 
@@ -228,35 +229,33 @@ def _causes(results: dict[str, Any]) -> str:
     linear = [(size["hidden_dim"], dim)]
     attention = [(dim, dim), (kv_dim, dim), (kv_dim, dim), (dim, dim)]
     shared = 2 * tokens * (dim + 2 * size["hidden_dim"])
-    codes = 2 * dim * size["hidden_dim"]
-    backward = tokens * (3 * size["hidden_dim"] + 3 * dim) + 2 * codes
+    input_scales = 8 * tokens
     return f"""\
 **Why**, by what is alive at those peaks: the same bytes as in bfloat16, and scales on top.
 
 - *Scales wait between two gathers.* Who casts shards for a gather needs the scales of whole weights. They are computed
   for the forward's gather and kept for the backward's, which would else have to read the shards and ask the other
-  ranks again: float32, to cast and to undo it, one for a weight in `tensorwise`, one for each row and column in
-  `rowwise`, one for each row and one for all in `rowwise_with_gw_hp`. Those of `linear` are {_of_weights(linear)},
-  those of `attention` {_of_weights(attention)} bytes, in this order. They are alive at every moment between.
+  ranks again: in float32, one for a weight in `tensorwise`, one for each row and column in `rowwise`, one for each row
+  and one for all in `rowwise_with_gw_hp`. Those of `linear` are {_of_weights(linear)}, those of `attention`
+  {_of_weights(attention)} bytes, in this order. They are alive at every moment between. Each gather makes the
+  scales that undo the cast out of them, as many bytes again, which go with what was gathered.
 - *`linear` with checkpointing, and `rowwise_with_gw_hp` without,* peaks while the loss is computed. Alive are
   the input, which the checkpoint or the recipe keeps in bfloat16, the output, and what the loss makes of it: {shared:,}
-  bytes in either precision, nothing of which the linear could have in float8. In eager code `rowwise_with_gw_hp` knows
-  the scales of the input's rows as long as the input lives, or in the backward those of grad_output's: {8 * tokens:,}
-  bytes. `rowwise` with checkpointing is higher in its eager backward: grad_output and its codes, the input and its
-  codes, grad_weight, and both codes of the weight, gathered for a recomputation: {backward:,} bytes.
-- *`attention` with checkpointing, row-wise, in eager code,* peaks in its backward. The checkpoint keeps the input, the
-  recomputation makes q, k, v and the result, and it reads one code of each weight and the backward the other, so
-  that 2 bytes an element are gathered, as in bfloat16. With `op` the scales of the input's rows wait for k_proj and
-  v_proj, {8 * tokens:,} bytes.
+  bytes in either precision, nothing of which the linear could have in float8. In eager code with `full` the scales of
+  the input's rows are known as long as the input lives: {input_scales:,} bytes.
+- *`attention` with `op`, row-wise, in eager code,* peaks in its recomputation, for which both codes of each weight are
+  gathered, 2 bytes an element as in bfloat16, with their scales both ways, and where the scales of the input's rows
+  wait for k_proj and v_proj, {input_scales:,} bytes.
 
 A scale belongs to a row of hundreds of elements here, and of thousands in a real model. Where nothing is checkpointed,
-each gather brings only the code that is read, 1 byte an element."""
+each gather brings only the code that is read, 1 byte an element; what is gathered for a recomputation goes when
+the last one that reads it is over."""
 
 
 def _of_weights(weights: list[tuple[int, int]]) -> str:
-    """The bytes of the scales of weights [N, K] in each recipe."""
-    tensorwise = 8 * len(weights)
-    rows, columns = (8 * sum(shape[dim] for shape in weights) for dim in (0, 1))
+    """The bytes of the quant_scales of weights [N, K] in each recipe."""
+    tensorwise = 4 * len(weights)
+    rows, columns = (4 * sum(shape[dim] for shape in weights) for dim in (0, 1))
     return f"{tensorwise:,}, {rows + columns:,} and {rows + tensorwise:,}"
 
 
@@ -265,8 +264,8 @@ _CHOICES = """\
 float8: its input is small beside grad_output, which is cast. The shares in tensors are kinder to float8 than those with
 scratch: all that is allocated and freed inside a float8 matmul is scratch, while bfloat16 copies that autocast makes
 are tensors. Under FSDP2 each figure is the least of two steps, because the threads of collectives release buffers at
-chance moments. The FSDP2 rows of `linear` in eager code and of `10 blocks` with `full` are the least of four such runs
-or more; [predicted.md](predicted.md) has what each row would be without that chance.
+chance moments. Where that was not enough, in 18 of the 144 rows on two ranks, which came out above what is predicted
+without that chance ([predicted.md](predicted.md)), the row was measured once or twice more, and the least stands.
 
 **What is float8's own doing, and what is not.** In eager code float8 keeps less also because its norms and SwiGLU keep
 only their inputs (`fused_producers`). A bfloat16 model could use the same functions: one block would then keep 11.68

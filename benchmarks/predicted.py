@@ -103,13 +103,15 @@ def _changed(results: dict[str, Any]) -> str:
     )
 
 
-def _has_changed_since(commit: str) -> bool | None:
-    """Whether the measured code is another than at `commit`; None if there is no git to ask."""
+def _has_changed_since(measured: dict[str, Any]) -> bool | None:
+    """Whether the measured code is another than at the commit of that environment; None if git cannot tell."""
+    commit = measured["commit"].removesuffix("+")  # which stands for changes anywhere in the tree
     command = ["git", "diff", "--quiet", commit, "--", "quaver", "benchmarks/memory_modules.py"]
     try:
-        return bool(subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode)
+        code = subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode
     except OSError:
         return None
+    return bool(code or measured["uncommitted_changes_in_quaver"]) if code in (0, 1) else None
 
 
 def _summary(rows: list[Row]) -> str:
@@ -186,9 +188,9 @@ def _results(chosen: list[Case]) -> dict[str, Any]:
         "uncommitted_changes_in_quaver": has_changed("quaver"),
         "minutes": round((time.monotonic() - start) / 60, 1),
     }
-    commit = record["environment"]["commit"]
-    changed = _has_changed_since(commit)
-    return {"environment": about, "measured_at": commit, "code_has_changed": changed, "rows": rows}
+    measured = record["environment"]
+    changed = _has_changed_since(measured)
+    return {"environment": about, "measured_at": measured["commit"], "code_has_changed": changed, "rows": rows}
 
 
 if __name__ == "__main__":
