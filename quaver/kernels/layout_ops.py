@@ -58,6 +58,7 @@ def dense(tensor: Tensor) -> Tensor:
 def cast_layouts(
     hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool, sums: bool
 ) -> Made:
+    """`layouts.cast_layouts`: row codes, column codes, quant_scale, dequant_scale, column sums."""
     hp = dense(hp)
     if runs_on_triton(float8_dtype, hp):
         from quaver.kernels import triton_layouts
@@ -77,6 +78,7 @@ def cast_with_kept_scale(
     power_of_2: bool,
     sums: bool,
 ) -> Made:
+    """`layouts.cast_with_kept_scale`: as `cast_layouts`, then what was observed, float32 [2]."""
     hp = dense(hp)
     if runs_on_triton(float8_dtype, hp):
         from quaver.kernels import triton_layouts
@@ -88,6 +90,7 @@ def cast_with_kept_scale(
 
 @phase("quaver::cast")
 def cast_axes(hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool, sums: bool) -> Made:
+    """`layouts.cast_axes`: codes, quant_scale and dequant_scale of the rows, then of the columns, and column sums."""
     hp = dense(hp)
     if runs_on_triton(float8_dtype, hp):
         from quaver.kernels import triton_layouts
@@ -108,6 +111,7 @@ def cast_axes(hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool, 
 def cast_with_scales(
     hp: Tensor, float8_dtype: torch.dtype, row_scale: Tensor | None, column_scale: Tensor | None
 ) -> Made:
+    """`layouts.cast_with_scales`: row codes, column codes."""
     hp = dense(hp)
     if runs_on_triton(float8_dtype, hp):
         from quaver.kernels import triton_layouts

@@ -99,6 +99,7 @@ def magnitude_bits(hp: tl.tensor) -> tl.tensor:
 
 @jit
 def as_bits(observed_ptr: tl.tensor) -> tl.tensor:
+    """A pointer to the same numbers as int32, which order like float32 that is not negative."""
     return observed_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
 
 
