@@ -13,8 +13,8 @@ import json
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -163,10 +163,8 @@ def _bytes_of(operator: Operator) -> int:
     return reads * operator.read[0].numel() * operator.read[0].element_size() + sum(made)
 
 
-@contextmanager
-def _casts(casts: str) -> Iterator[None]:
-    with patch.object(layout_ops, "COMPILED_CODE_CALLS_KERNELS", casts == "kernels"):
-        yield
+def _casts(casts: str) -> AbstractContextManager[Any]:
+    return patch.object(layout_ops, "COMPILED_CODE_CALLS_KERNELS", casts == "kernels")
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------

@@ -11,8 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
@@ -121,23 +119,11 @@ def run_all(todo: list[Part], results: Path) -> dict[str, dict]:
         start = time.monotonic()
         log_path = results / f"gpu_{part.name}.log"
         print(f"== {part.name}, {deadline - start:.0f} s: python {' '.join(part.words)}", flush=True)
-        with log_path.open("w") as log, _environment(part.environment):
-            failure = run(part.words, deadline - start, log)
+        with log_path.open("w") as log:
+            failure = run(part.words, deadline - start, log, part.environment)
         outcomes[part.name] = {"seconds": round(time.monotonic() - start, 1), "failure": failure}
         print(log_path.read_text(errors="replace")[-LAST_CHARACTERS:], flush=True)
     return outcomes
-
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Inside the block processes that are started have these variables, too."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def compare_casts(results: Path, name: str) -> list[dict]:
@@ -187,16 +173,17 @@ def in_words(row: dict) -> str:
     return f"compiled casts, {row['shape']}, {row['recipe']}: time / bfloat16 {shares}; {verdict}"
 
 
-def run(words: list[str], limit_s: float, log: TextIO) -> str:
+def run(words: list[str], limit_s: float, log: TextIO, environment: dict[str, str]) -> str:
     """Run python with these words in the root; why it failed, empty if it did not.
 
-    At the limit it is interrupted, as by Ctrl-C, GRACE_S before which is then left to save what it has.
+    `environment` comes on top of this process's. At the limit it is interrupted, as by Ctrl-C, GRACE_S before which is
+    then left to save what it has.
     """
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     process = subprocess.Popen(
         [sys.executable, *words],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, **environment, "PYTHONPATH": path},
         stdout=log,
         stderr=subprocess.STDOUT,
         start_new_session=True,

@@ -19,8 +19,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch._functorch.config
-import torch._inductor.config
 import torch._inductor.runtime.triton_helpers
 import torch._inductor.scheduler
 import triton
@@ -34,6 +32,7 @@ from torch.utils._pytree import tree_map
 from triton.backends.compiler import GPUTarget
 
 from quaver.memory.compiling.compiled import COMPILES_FOR_A_GPU
+from quaver.memory.compiling.inductor import without_caches
 from quaver.memory.faking.fakes import Fakes
 from quaver.memory.faking.gpu_like import as_on_a_gpu
 from quaver.memory.faking.target import predicting_for
@@ -47,7 +46,6 @@ _PROPERTIES = {
     "max_threads_per_multi_processor": 2048,
     "warp_size": 32,
 }
-_SETTINGS = {"fx_graph_cache": False, "fx_graph_remote_cache": False, "compile_threads": 1}
 _KERNEL = "async_compile.triton("
 
 
@@ -92,8 +90,7 @@ def written_for_a_gpu() -> Iterator[tuple[Fakes, Callable[..., Any], list[Code]]
     with ExitStack() as stack:
         stack.enter_context(predicting_for("cuda"))
         stack.enter_context(as_on_a_gpu())
-        stack.enter_context(torch._inductor.config.patch(_SETTINGS))
-        stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
+        stack.enter_context(without_caches())
         stack.enter_context(patch.object(FakeTensorMode, "ignore_compile_internals", classmethod(lambda cls: True)))
         stack.callback(torch.compiler.reset)
         backend = partial(compile_fx.compile_fx, inner_compile=partial(_write, written))

@@ -49,8 +49,7 @@ def write_no_kernels(count: Callable[[], None]) -> Iterator[None]:
         NotImplementedError: as Inductor's error, where it compiles what it was not made for.
     """
     with ExitStack() as stack:
-        stack.enter_context(torch._inductor.config.patch(_INDUCTOR))
-        stack.enter_context(torch._functorch.config.patch(_FUNCTORCH))
+        stack.enter_context(without_caches())
         stack.enter_context(torch._dynamo.config.patch(_DYNAMO))
         stack.enter_context(patch.object(GraphLowering, "run", _checked(GraphLowering.run)))
         if is_for_a_gpu():  # which results are written, and not computed wherever they are read
@@ -58,6 +57,13 @@ def write_no_kernels(count: Callable[[], None]) -> Iterator[None]:
         lines = partial(_module_without_kernels, count)
         stack.enter_context(patch.object(GraphLowering, "_compile_to_module_lines", lambda *given: lines(*given)))
         stack.enter_context(patch.object(cpu_vec_isa, "valid_vec_isa_list", _instruction_sets))
+        yield
+
+
+@contextmanager
+def without_caches() -> Iterator[None]:
+    """Inside the block Inductor and AOTAutograd neither read nor write their caches, and start no processes."""
+    with torch._inductor.config.patch(_INDUCTOR), torch._functorch.config.patch(_FUNCTORCH):
         yield
 
 
