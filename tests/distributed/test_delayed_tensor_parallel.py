@@ -135,6 +135,8 @@ def _train_2d(recipe, gather_float8, compiled=None):
 def check_against_one_process(result, what, grad_outputs=1):
     """Losses as in test_tensor_parallel.py; scales and amaxes within the rounding of float32 sums in another order.
 
+    In two steps; after them that rounding may have moved a code of e5m2 by one step, a quarter of a largest element.
+
     Args:
         grad_outputs: by what the ranks' are larger, since FSDP divides gradients where one process divides the loss.
     """
@@ -147,7 +149,8 @@ def check_against_one_process(result, what, grad_outputs=1):
             if "grad_output" in name:
                 factor = grad_outputs if name.endswith("history") else 1 / grad_outputs
             message = f"{what} {step} {name}"
-            torch.testing.assert_close(value, of_one[name] * factor, rtol=1e-5, atol=0, msg=message)
+            rtol = 1e-5 if step < 2 else 0.25
+            torch.testing.assert_close(value, of_one[name] * factor, rtol=rtol, atol=0, msg=message)
             assert value.count_nonzero() == (step + 1 if value.dim() else 1), message
 
 

@@ -32,7 +32,10 @@ def machine_type() -> str:
     torch_version = torch.__version__.split("+")[0]
     has_tiles = torch.cpu._is_amx_tile_supported() if hasattr(torch.cpu, "_is_amx_tile_supported") else False
     instructions = torch.backends.cpu.get_cpu_capability() + (" AMX" if has_tiles else "")
-    instructions += " BF16" if cpu_mm.HAS_MM else ""
+    if cpu_mm.HAS_MM:
+        instructions += " BF16"
+    elif not torch.cpu._is_avx512_bf16_supported():
+        instructions += " without BF16"  # a library that has no such instructions multiplies in another order
     return f"{platform.machine()} {instructions}, torch {torch_version}, 1 thread"
 
 
