@@ -202,8 +202,7 @@ def _save(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, how: _Ho
         if needs_grad_input:
             saved[3:5] = weight_casts.for_grad_input
     else:
-        casts = weight_casts_of(config, hp_dtype, kept.weight, sharding)
-        weight_op = casts.cast(weight, config.casts.weight, 1)
+        casts, weight_op = _cast_weight_for_output(weight, how)
         if needs_grad_input:
             saved[3] = weight
             other = config.casts.weight_for_grad_input
@@ -223,6 +222,19 @@ def _save(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, how: _Ho
         sharding,
     )
     return input_op, weight_op
+
+
+def _cast_weight_for_output(weight: Tensor, how: _How) -> tuple[MatrixCasts, Operand]:
+    casts = weight_casts_of(how.config, how.hp_dtype, how.kept.weight, how.sharding)
+    return casts, casts.cast(weight, how.config.casts.weight, 1)
+
+
+def _without_gradients(input: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
+    """The output alone, with no cast that only a backward reads."""
+    input_op = _cast_input(input, how, False)[0]
+    cast_before = how.weight_casts
+    weight_op = _cast_weight_for_output(weight, how)[1] if cast_before is None else cast_before.for_output
+    return _output(input, weight, bias, how, input_op, weight_op)
 
 
 def _cast_input(input: Tensor, how: _How, for_grad_weight: bool) -> tuple[Operand, list[Tensor | None], int | None]:
@@ -461,6 +473,8 @@ def linear_with_casts(
     hp_dtype = compute_dtype("cpu" if input.is_cpu else input.device.type, input.dtype)
     _check_input(input, weight)
     how = _How(config, hp_dtype, weight_casts, kept, sharding, operands)
+    if not torch.is_grad_enabled():
+        return _without_gradients(input, weight, bias, how)
     is_small = input.shape[:-1].numel() * weight.shape[0] < TWO_FUNCTIONS_FROM
     if torch.compiler.is_compiling() or (is_small and top_saved_tensors_hooks(True) is None):
         return _Float8Linear.apply(input, weight, bias, how)

@@ -6,6 +6,7 @@ A linear knows the first two by their interfaces only: scale_state.py and distri
 A linear that reads such an input need not keep float8 codes of it beside it: it saves the input, which takes no memory,
 and its tensorwise scale, and casts it in the backward, to the same bits. So for the forward and for each recomputation
 the checkpoint says which tensors it keeps (activation_checkpointing.py). Compiled code decides by itself what is kept.
+What a checkpoint inside computes again, it computes on its own, where nobody says so; to it, nothing is kept anyway.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from quaver.casts import KeptScales, MatrixCasts, Operand
 from quaver.config import Float8LinearConfig
 from quaver.kernels.cast import KeptScale
+from quaver.saved_hooks import top_saved_tensors_hooks
 
 
 class LinearScaling(Protocol):
@@ -82,6 +84,8 @@ class LinearSharding(Protocol):
 
 class _Kept(threading.local):
     storages: frozenset[int] = frozenset()
+    hooks: Any = None
+    """What takes what is saved in the checkpoint that keeps them."""
 
 
 _kept = _Kept()
@@ -90,17 +94,22 @@ _kept = _Kept()
 @contextmanager
 def kept_by_checkpoint(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Say, while a checkpointed module runs, that its checkpoint keeps `tensors`; the caller holds them meanwhile."""
-    before = _kept.storages
-    _kept.storages = before.union(_storage(tensor) for tensor in tensors if not is_traceable_wrapper_subclass(tensor))
+    before = _kept.storages, _kept.hooks
+    keeps = torch.is_grad_enabled()
+    storages = {_storage(tensor) for tensor in tensors if keeps and not is_traceable_wrapper_subclass(tensor)}
+    _kept.storages, _kept.hooks = before[0].union(storages), top_saved_tensors_hooks(True)
     try:
         yield
     finally:
-        _kept.storages = before
+        _kept.storages, _kept.hooks = before
 
 
 def is_kept_by_checkpoint(tensor: Tensor) -> bool:
     """Whether a checkpoint around what runs now keeps `tensor`, a plain one, or what it is a view of."""
-    return bool(_kept.storages) and _storage(tensor) in _kept.storages
+    if not _kept.storages or _storage(tensor) not in _kept.storages:
+        return False
+    hooks = top_saved_tensors_hooks(True)
+    return (hooks and hooks[0]) is (_kept.hooks and _kept.hooks[0])
 
 
 def _storage(tensor: Tensor) -> int:

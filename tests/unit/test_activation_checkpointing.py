@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from quaver import (
     Float8Linear,
@@ -195,6 +195,45 @@ def test_no_codes_are_kept_beside_an_input_that_the_checkpoint_keeps(recipe, mod
         net.on_backward = lambda grad, before=before: alive.append(len(float8_tensors()) - before)
         output.sum().backward()
     assert alive[0] == 0 < alive[1]
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("recipe", FLOAT8)
+def test_a_checkpoint_inside_may_read_the_input_of_the_one_around(recipe, mode):
+    """It is computed again on its own, where nobody says what the one around keeps."""
+
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 1024), nn.Linear(1024, 64)
+
+        def forward(self, x):
+            def inner(x):
+                return self.second(self.first(x).sin())
+
+            return inner(x) + checkpoint(inner, x, use_reentrant=False, preserve_rng_state=False)
+
+    config, results = Float8LinearConfig.from_recipe_name(recipe), []
+    for each in ("none", mode):
+        torch.manual_seed(0)
+        net = convert_to_float8_training(Nested(), config=config)
+        apply_activation_checkpointing([net], mode=each)
+        source = torch.randn(256, 64, requires_grad=True)
+        net(source * 1.5).square().sum().backward()
+        results.append([source.grad, *(parameter.grad for parameter in net.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("recipe", FLOAT8)
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+def test_a_checkpointed_module_runs_without_gradients(recipe, mode, without_gradients):
+    net = convert_to_float8_training(Readers(), config=Float8LinearConfig.from_recipe_name(recipe))
+    apply_activation_checkpointing([net.eval()], mode=mode)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = net(torch.ones(4, 64, 64))
+        with without_gradients():
+            assert torch.equal(net(torch.ones(4, 64, 64) * 1.0), expected)
 
 
 def float8_tensors() -> list[torch.Tensor]:

@@ -328,6 +328,15 @@ def test_a_kept_weight_is_cast_once(counted):
     assert (counted.amax_reads, counted.casts) == (3, 3)
 
 
+@RECIPE
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_only_the_output_is_cast_for(recipe, mode, counted):
+    module = make(recipe, 32, 16, keep_float8_weight_for_backward=True)
+    with mode():
+        module(torch.randn(48, 32).bfloat16())
+    assert (counted.amax_reads, counted.casts) == (2, 2)
+
+
 @pytest.mark.parametrize(
     ("recipe", "reads_in_pytorch", "reads_in_c", "casts"), [("tensorwise", 1, 1, 1), ("rowwise", 2, 1, 4)]
 )
