@@ -43,6 +43,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import quaver.kernels.exact_mm  # noqa: F401 - defines quaver::exact_float8_mm
+from quaver.kept_matmuls import KeptMatmuls
 from quaver.linear_surroundings import kept_by_checkpoint
 from quaver.tensor import Float8Tensor
 
@@ -191,7 +192,7 @@ class MatmulCount:
 
 
 def selective_checkpoint_contexts(
-    changes: PolicyChanges = NO_CHANGES, count: MatmulCount | None = None
+    changes: PolicyChanges = NO_CHANGES, count: MatmulCount | None = None, kept: KeptMatmuls | None = None
 ) -> tuple[Any, Any]:
     """A `context_fn` for `torch.utils.checkpoint.checkpoint`: the policy at the top of the file, for one forward.
 
@@ -200,8 +201,12 @@ def selective_checkpoint_contexts(
     Args:
         changes: to that policy.
         count: of the module that is checkpointed, the same one for each of its forwards; see [Note: which matmuls].
+        kept: of this forward; learns which results are kept.
     """
-    return create_selective_checkpoint_contexts(_policy(changes, count or MatmulCount()))
+    forward, recomputation = create_selective_checkpoint_contexts(_policy(changes, count or MatmulCount(), kept))
+    if kept is not None:
+        kept.will_be_recomputed_in(recomputation)
+    return forward, recomputation
 
 
 def _recompute_contexts() -> tuple[Any, Any]:
@@ -212,18 +217,23 @@ def _recompute_contexts() -> tuple[Any, Any]:
     return create_selective_checkpoint_contexts(lambda *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE)
 
 
-def _policy(changes: PolicyChanges, count: MatmulCount) -> Callable[..., CheckpointPolicy]:
+def _policy(
+    changes: PolicyChanges, count: MatmulCount, kept: KeptMatmuls | None = None
+) -> Callable[..., CheckpointPolicy]:
     """The policy of one forward of one block, which counts its matmuls."""
     seen = {False: 0, True: 0}  # by whether it recomputes: torch 2.11 asks then, too
     last = count.matmuls
 
     def decide(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_matmul = operation in MATMULS
         keeps = operation in KEPT or operation in changes.also_keep
-        if operation in MATMULS:
+        if is_matmul:
             seen[ctx.is_recompute] += 1
             count.matmuls = seen[False]
             keeps = keeps or (last - seen[ctx.is_recompute]) % 2 == 1
         keeps = keeps and operation not in changes.never_keep
+        if is_matmul and kept is not None and not ctx.is_recompute:
+            kept.made(args, is_kept=keeps)
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     return decide
@@ -248,11 +258,15 @@ def _checkpointed_class(
         return selective_checkpoint_contexts(changes) if by_policy else _recompute_contexts()
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        kept = KeptMatmuls() if by_policy and not torch.compiler.is_compiling() else None
+
         def block(*args: Any, **kwargs: Any) -> Any:
             if by_policy:
                 args, kwargs = tree_map_only(Tensor, _as_new_object, (args, kwargs))
             if torch.compiler.is_compiling():
                 return cls.forward(self, *args, **kwargs)
+            if kept is not None:
+                kept.begin()
             with kept_by_checkpoint(each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)):
                 return cls.forward(self, *args, **kwargs)
 
@@ -260,7 +274,7 @@ def _checkpointed_class(
             return checkpoint(block, *args, context_fn=compiled_contexts, **options, **kwargs)
         if by_policy:
             count = self.__dict__.setdefault("_matmul_count", MatmulCount())
-            contexts = functools.partial(selective_checkpoint_contexts, changes, count)
+            contexts = functools.partial(selective_checkpoint_contexts, changes, count, kept)
             return checkpoint(block, *args, context_fn=contexts, **options, **kwargs)
         return checkpoint(block, *args, **options, **kwargs)
 

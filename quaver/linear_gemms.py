@@ -266,6 +266,8 @@ def _output(
 ) -> Tensor:
     config = how.config
     output = _matmul(input_op, weight_op.t(), config.gemm_config_output, config, how.hp_dtype, bias)
+    if how.weight_casts is not None and how.weight_casts.read is not None:
+        how.weight_casts.read.has_multiplied(weight_op.data)
     if input.dim() != 2:
         output = output.view(*input.shape[:-1], weight.shape[0])
     return output if how.sharding is None else how.sharding.reduce_output(output)

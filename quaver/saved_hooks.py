@@ -1,4 +1,4 @@
-"""Tells whether what autograd saves now goes through hooks that look at it, such as an offload to the CPU."""
+"""Tells what hooks do with what autograd saves now: an offload looks at it, a checkpoint computes it again."""
 
 from __future__ import annotations
 
@@ -27,3 +27,17 @@ def values_are_read() -> bool:
     pack_hook = hooks[0]
     is_checkpoint = getattr(pack_hook, "__module__", None) == "torch.utils.checkpoint"  # saves nothing at all
     return not (is_checkpoint or getattr(pack_hook, "only_keeps", False))
+
+
+def nothing_is_recomputed() -> bool:
+    """Whether no checkpoint is around what runs now, nor hooks that are not known to keep what is saved as it is."""
+    hooks = top_saved_tensors_hooks(True)
+    if hooks is None:
+        return True
+    if not getattr(hooks[0], "only_keeps", False):
+        return False
+    torch._C._autograd._pop_saved_tensors_default_hooks()  # to see the hooks around these
+    try:
+        return nothing_is_recomputed()
+    finally:
+        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)

@@ -12,7 +12,7 @@ cast serves both (tensorwise), the two operands are one.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -102,14 +102,20 @@ class Float8Tensor(Tensor):
 
     def to_high_precision(self) -> Tensor:
         """The values that the codes for the last dim stand for, in the tensor's dtype. Not differentiable."""
+        self._note_unseen_read()
         with torch.no_grad():
             return (self.data_fp8.float() * self.dequant_scale).to(self.dtype)
+
+    def _note_unseen_read(self) -> None:
+        """Say that something other than an eager linear reads it."""
+        if self.forward_reads is not None:
+            self.forward_reads.read_unseen()
 
     # ---- what torch asks of a subclass ---------------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, str]]:
         if self.forward_reads is not None and _is_called_by_torch():
-            self.forward_reads.read_unseen()  # compiled code begins with this, each time
+            self._note_unseen_read()  # compiled code begins with this, each time
         names = ["data_fp8", "dequant_scale"]
         if self.first_data_fp8 is None:
             return names, (self.dtype, "none")
@@ -143,6 +149,40 @@ class Float8Tensor(Tensor):
                 "Give it to a Float8Linear, or call to_high_precision() first"
             )
         return handler(func, *args, **(kwargs or {}))
+
+
+class NeverRead(Tensor):
+    """Stands for a matrix without memory in a matmul whose result a policy looks up; see kept_matmuls.py.
+
+    torch makes no views of a matrix whose memory is too small for it, not even to hand it to a policy. And should no
+    policy step in, the matmul raises instead of reading what is not there.
+    """
+
+    @classmethod
+    def in_place_of(cls, matrix: Tensor) -> NeverRead:
+        """Of the shape, strides, dtype and device of `matrix`; calls no operation that a policy would count."""
+        return cls._of(matrix, matrix.shape, matrix.stride())
+
+    @classmethod
+    def _of(cls, matrix: Tensor, size: Sequence[int], stride: Sequence[int]) -> NeverRead:
+        return Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=matrix.dtype, device=matrix.device)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"NeverRead(shape={list(self.shape)}, {self.dtype}, {self.device})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is aten.t.default:
+            return cls._of(args[0], args[0].shape[::-1], args[0].stride()[::-1])
+        raise RuntimeError(
+            f"{func} would read a weight that was not gathered, because its module's policy had kept what is computed "
+            "from it: a module under per-operator checkpointing has to compute in its recomputation what it has "
+            "computed in its forward. If it cannot, give fully_shard reshard_after_forward=False"
+        )
 
 
 def _is_called_by_torch() -> bool:
@@ -184,6 +224,7 @@ def _alias(func: Any, tensor: Float8Tensor) -> Tensor:
 
 
 def _clone(func: Any, tensor: Float8Tensor, **kwargs: Any) -> Tensor:
+    tensor._note_unseen_read()
     return _map(tensor, lambda data: func(data, **kwargs), lambda scale: scale)
 
 

@@ -13,7 +13,7 @@ from quaver.forward_reads import ForwardRead
 from quaver.kernels.cast import KeptScale
 from quaver.linear_surroundings import LinearSharding
 from quaver.saved_hooks import values_are_read
-from quaver.tensor import Float8Tensor
+from quaver.tensor import Float8Tensor, NeverRead
 
 
 class WeightCasts(NamedTuple):
@@ -50,7 +50,8 @@ def weight_casts_of(
 def casts_of_gathered(weight: Float8Tensor) -> WeightCasts:
     """The casts of a weight that was cast where it was gathered.
 
-    That for grad_input may be gathered later, for the backward (distributed/gather_passes.py).
+    That for grad_input may be gathered later, for the backward (distributed/gather_passes.py); that for the output need
+    not be gathered for a recomputation that finds the output kept.
 
     Raises:
         RuntimeError: the cast for the output was not gathered, or that for grad_input was not and would be read now.
@@ -58,8 +59,11 @@ def casts_of_gathered(weight: Float8Tensor) -> WeightCasts:
     casts = WeightCasts(weight.operand(1), weight.operand(0))
     if torch.compiler.is_compiling():
         return casts
-    _check_gathered(weight, casts)
     reads = weight.forward_reads
+    if reads is not None and not _has_memory(casts.for_output) and reads.are_looked_up:
+        never_read = NeverRead.in_place_of(casts.for_output.data)
+        casts = casts._replace(for_output=casts.for_output._replace(data=never_read))
+    _check_gathered(weight, casts)
     return casts if reads is None else casts._replace(read=reads.begin())
 
 
@@ -79,7 +83,8 @@ def _check_gathered(weight: Float8Tensor, casts: WeightCasts) -> None:
 
 
 def _has_memory(operand: Operand) -> bool:
-    return not operand.data.numel() or operand.data.untyped_storage().size() > 0
+    codes = operand.data
+    return not codes.numel() or isinstance(codes, NeverRead) or codes.untyped_storage().size() > 0
 
 
 class ScopedWeight:

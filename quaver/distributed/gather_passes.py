@@ -4,10 +4,11 @@ Row-wise recipes cast a weight twice: the forward's matmul reads one cast, the b
 both passes is as many bytes as bfloat16, twice. So the forward gathers the first, and the backward the second, and the
 first again only if it is read there:
 
-    who reads it in the backward            how it is known, when the backward gathers
-    a recomputation in compiled code        the compiled forward has saved the first cast
-    a recomputation in eager code           the forward has saved neither cast, or autograd would hold the second
-    nobody                                  autograd holds the second cast and not the first
+    who reads it in the backward             how it is known, when the backward gathers
+    a recomputation in compiled code         the compiled forward has saved the first cast
+    a recomputation in eager code            the forward has saved neither cast, or autograd would hold the second
+    nobody                                   autograd holds the second cast and not the first
+    nobody: recomputations look outputs up   each eager forward has left word that its output is kept (forward_reads.py)
 
 [Note: saved without its memory]
 A cast that the forward saves for the backward need not have memory then: FSDP frees gathered memory after the forward
@@ -98,7 +99,7 @@ class Gathered:
             return both if is_kept or self._is_saved_by_value() else [FORWARD]
         if state == "PRE_BACKWARD" and self.group.reshard_after_backward:
             is_for_graph = _is_held(self.codes, BACKWARD) and not _is_held(self.codes, FORWARD)
-            return [BACKWARD] if is_for_graph else both
+            return [BACKWARD] if is_for_graph or self.forward_reads.are_kept else both
         return both
 
     def _is_saved_by_value(self) -> bool:

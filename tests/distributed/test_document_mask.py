@@ -75,7 +75,7 @@ def test_ranks_compute_what_one_process_computes(recipe, compiled, dims):
     expected, expected_gradients = loss_and_gradients(recipe, False, ())
     crossing, _ = loss_and_gradients(recipe, False, (), masked=False)
     # float8: a last place may move a value to the next code, and so a maximum, whose scale moves all others; gradients
-    # then differ as much as they do from those in high precision, by 0.12 at most. Without the mask they differ by 0.28.
+    # then differ as much as they do from those in high precision, by 0.12 at most. Without the mask it is 0.28.
     rtol, share = (1e-6, 1e-5) if recipe is None else (1e-5, 0.12)
     assert abs(crossing - expected) > 10 * rtol * expected  # the mask matters
     for loss, gradients in run(2, loss_and_gradients, recipe, compiled, dims):

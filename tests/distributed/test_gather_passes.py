@@ -140,8 +140,9 @@ def test_a_backward_gathers_what_it_recomputes_from():
     ]
     all_again = gathered([FORWARD], BOTH)
     compiled = gathered([FORWARD], {"up": BOTH, "down": [BACKWARD]})  # nobody reads the result of down again
-    by_operation = gathered([FORWARD], [BACKWARD])  # and the result of up is kept
-    check(cases, [all_again, all_again, compiled, by_operation, *[all_again] * 4])
+    by_operation = gathered([FORWARD], {"up": [BACKWARD], "down": BOTH})  # the result of up is kept
+    both_unread = gathered([FORWARD], [BACKWARD])
+    check(cases, [all_again, by_operation, compiled, both_unread, *[all_again] * 4])
 
 
 def test_what_stays_gathered_is_gathered_whole():

@@ -15,6 +15,7 @@ from benchmarks.predicted import predict
 from quaver import Float8LinearConfig, activation_checkpointing, convert_to_float8_training, linear_gemms, scaling
 from quaver.bench.step_memory import Usage, measure_usage
 from quaver.distributed.gather_passes import Gathered
+from quaver.forward_reads import ForwardReads
 from quaver.kernels import cpu
 from quaver.trainer.memory import TensorBytes
 
@@ -74,7 +75,6 @@ def test_sharded_float8_takes_no_more_than_bfloat16_but_for_scales(module, check
         ("linear", "none"): of_weights + of_rows,  # between two gathers, and of grad_output
         ("linear", "full"): of_weights,
         ("linear", "op"): of_weights,
-        ("attention", "op"): 2 * of_weights + of_rows,  # of gathered weights, and of the input for k_proj and v_proj
     }.get((module, checkpointing), 0)
     assert above["tensorwise"] <= (4 if module == "linear" else 0)
     assert max(above.values()) <= allowed, above
@@ -93,6 +93,16 @@ def test_a_recomputing_backward_lets_go_of_the_casts_that_it_has_read(monkeypatc
         monkeypatch.setattr(Gathered, "_let_go", let_go)
         peaks.append(predicted_peaks(case, ("rowwise",))["rowwise"])
     assert peaks[1] - peaks[0] == SMALL.dim**2
+
+
+def test_a_recomputing_backward_does_without_casts_whose_outputs_are_kept(monkeypatch):
+    """Per-operator checkpointing keeps the outputs of q_proj and v_proj, of attention's four."""
+    case, peaks = Case("attention", "bfloat16", "op", ranks=2), []
+    for are_kept in (ForwardReads.are_kept, False):
+        monkeypatch.setattr(ForwardReads, "are_kept", are_kept)
+        peaks.append(predicted_peaks(case, ("rowwise",))["rowwise"])
+    kv_dim = SMALL.dim // SMALL.n_heads * SMALL.n_kv_heads
+    assert peaks[1] - peaks[0] == SMALL.dim**2 + kv_dim * SMALL.dim
 
 
 def test_a_policy_that_keeps_abs_fails_the_check(monkeypatch):
