@@ -41,10 +41,16 @@ def name_of(row: Row) -> str:
     return f"{row['module']}, {row['precision']}, checkpointing {row['checkpointing']}, {ranks}, {how}"
 
 
+def has_scratch(row: Row) -> bool:
+    """Whether the peak with scratch is known: tensors alone are measured again on another CPU."""
+    return row["added_peak_bytes"] is not None
+
+
 def peak_of(row: Row) -> int:
     """What a step adds at its highest point: without scratch where that is known, all of it elsewhere."""
-    tensors = row["added_tensor_peak_bytes"]
-    return row["added_peak_bytes"] if tensors is None else tensors
+    tensors: int | None = row["added_tensor_peak_bytes"]
+    everything: int = row["added_peak_bytes"]
+    return everything if tensors is None else tensors
 
 
 def exceptions(rows: list[Row]) -> list[str]:
@@ -68,12 +74,12 @@ def kept_beyond(usage: Usage, base: Usage) -> list[str]:
     return [f"{sizes[size]} x {size:,} bytes, made in {maker[size]}" for size in more]
 
 
-def ratios(row: Row, rows: list[Row]) -> dict[str, float]:
-    """Of `row` to its bfloat16 row: the peak, the peak with scratch, and the bytes kept for the backward."""
+def ratios(row: Row, rows: list[Row]) -> dict[str, Any]:
+    """Of `row` to its bfloat16 row: the peak, the peak with scratch or None, and the bytes kept for the backward."""
     base = baseline_of(row, rows)
     return {
         "peak": peak_of(row) / peak_of(base),
-        "peak_with_scratch": row["added_peak_bytes"] / base["added_peak_bytes"],
+        "peak_with_scratch": row["added_peak_bytes"] / base["added_peak_bytes"] if has_scratch(row) else None,
         "kept": row["kept_bytes"] / base["kept_bytes"],
     }
 
@@ -109,12 +115,29 @@ def _provenance(results: dict[str, Any]) -> str:
     return (
         f"Measured on {about['date']} in {about['minutes']:.0f} minutes by `{about['command']}`: {about['device']}, "
         f"{about['threads']} thread, Python {about['python']}, torch {about['torch']}, "
-        f"commit {about['commit']}{changed}. This page is made from `memory.json`.\n\n"
+        f"commit {about['commit']}{changed}.{_measured_again(results)} This page is made from `memory.json`.\n\n"
         f"A step of one rank has {size['sequences']} sequences of {size['seq_len']} tokens. The width is "
         f"{size['dim']}, the feed-forward's {size['hidden_dim']}, with {size['n_heads']} heads and "
         f"{size['n_kv_heads']} of keys and values; `linear` is {size['dim']} to {size['hidden_dim']}. "
         "Parameters are float32, autocast bfloat16, AdamW is fused."
     )
+
+
+def _measured_again(results: dict[str, Any]) -> str:
+    parts = []
+    for about in results.get("again", []):
+        where = "there" if about["device"] == results["environment"]["device"] else f"on {about['device']}"
+        changed = " with changes that were not committed" if about["uncommitted_changes_in_quaver"] else ""
+        parts.append(
+            f" {about['rows']} rows were measured again on {about['date']} by `{about['command']}`, {where}, commit "
+            f"{about['commit']}{changed}."
+        )
+    if any(not has_scratch(row) for row in results["rows"]):
+        parts.append(
+            " Tensors are the same on each CPU: of those rows, those that gave other figures stand here without their "
+            "scratch, which was measured on one CPU only, and are marked (?)."
+        )
+    return "".join(parts)
 
 
 _HOW_TO_READ = """\
@@ -145,9 +168,16 @@ def _table(rows: list[Row]) -> str:
 
 def _shares(row: Row, rows: list[Row]) -> list[str]:
     of = ratios(row, rows)
-    differs = abs(of["peak_with_scratch"] - of["peak"]) >= 0.005
-    scratch = f" ({of['peak_with_scratch']:.2f})" if differs else ""
+    scratch = ""
+    if not has_scratch(row):
+        scratch = " (?)"
+    elif abs(of["peak_with_scratch"] - of["peak"]) >= 0.005:
+        scratch = f" ({of['peak_with_scratch']:.2f})"
     return [f"{of['peak']:.3f}{scratch}", f"{of['kept']:.3f}"]
+
+
+def _above_with_scratch(row: Row, rows: list[Row]) -> bool:
+    return has_scratch(row) and ratios(row, rows)["peak_with_scratch"] > 1
 
 
 # ---- what the figures say --------------------------------------------------------------------------------------------
@@ -168,13 +198,15 @@ def _range(values: list[float]) -> str:
 
 def _peaks(rows: list[Row]) -> str:
     float8 = [row for row in rows if row["precision"] != BASELINE]
-    shares = {row_index: ratios(row, rows) for row_index, row in enumerate(float8)}
-    above = [index for index, of in shares.items() if of["peak_with_scratch"] > 1]
-    places = Counter(float8[index]["module"] for index in above)
+    shares = [ratios(row, rows)["peak"] for row in float8]
+    above = [row for row in float8 if _above_with_scratch(row, rows)]
+    places = Counter(row["module"] for row in above)
     named = ", ".join(f"{count} of {module}" for module, count in places.items()) or "none"
+    unknown = sum(not has_scratch(row) for row in float8)
+    of_known = f"{len(above)} of {len(float8) - unknown} where it was measured" if unknown else str(len(above))
     return (
-        f"**Peaks.** Of {len(float8)} float8 rows the peak is {_range([of['peak'] for of in shares.values()])} of "
-        f"bfloat16's. With the scratch of operations it is above bfloat16's in {len(above)}: {named}. Scratch is "
+        f"**Peaks.** Of {len(float8)} float8 rows the peak is {_range(shares)} of "
+        f"bfloat16's. With the scratch of operations it is above bfloat16's in {of_known}: {named}. Scratch is "
         "bounded, and weighs most where a step is but a matmul: packed panels of operands with AVX512_BF16 and no AMX, "
         "elsewhere one operand in bfloat16 and a panel of the other."
     )
@@ -215,9 +247,11 @@ def _holds(rows: list[Row]) -> str:
     for (ranks, compiled), heading in HEADINGS.items():
         here = _of(rows, ranks=ranks, compiled=compiled)
         float8 = [row for row in here if row["precision"] != BASELINE]
-        shares = [ratios(row, here) for row in float8]
-        tensors, everything = (sum(of[key] > 1 for of in shares) for key in ("peak", "peak_with_scratch"))
-        lines.append(f"- {heading}: {tensors} of {len(float8)} in tensors, {everything} with scratch")
+        tensors = sum(ratios(row, here)["peak"] > 1 for row in float8)
+        everything = sum(_above_with_scratch(row, here) for row in float8)
+        unknown = sum(not has_scratch(row) for row in float8)
+        of_known = f" ({unknown} not measured)" if unknown else ""
+        lines.append(f"- {heading}: {tensors} of {len(float8)} in tensors, {everything} with scratch{of_known}")
     return "**Float8 is not below bfloat16 in every row.** Rows whose peak is above:\n\n" + "\n".join(lines)
 
 

@@ -95,8 +95,10 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def _cpu_name() -> str:
     features = torch.backends.cpu.get_cpu_capability()
-    amx = " with AMX" if torch.cpu._is_amx_tile_supported() else ""
-    return f"{platform.machine()} CPU, {features}{amx}"
+    units = " with AMX" if torch.cpu._is_amx_tile_supported() else ""
+    if platform.machine() == "x86_64" and not torch.cpu._is_avx512_bf16_supported():
+        units = " without bfloat16 instructions"
+    return f"{platform.machine()} CPU, {features}{units}"
 
 
 def _commit() -> str:
