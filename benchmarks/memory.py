@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +162,8 @@ def main() -> int:
     if not chosen:
         words = " and ".join(options.only or options.again)
         parser.error(f"no row is described by {words}; see the top of benchmarks/memory.py")
+    if options.only and not all(replace(case, precision=PRECISIONS[0]) in chosen for case in chosen):
+        parser.error("--only compares with bfloat16: leave out words that name a recipe")
     if bool(options.only) + bool(options.again) + options.recorded > 1:
         parser.error("expected one of --only, --again and --recorded: each says where rows come from")
     if options.only and options.update_docs:

@@ -117,7 +117,8 @@ def build(case: Case, size: Size, device: torch.device, mesh: DeviceMesh | None)
         convert_to_float8_training(subject, config=replace(config, enable_fsdp_float8_all_gather=mesh is not None))
         fuse_producers(subject)
     mode = {"none": "none", "full": "full", "op": "selective"}[case.checkpointing]
-    apply_activation_checkpointing(subject.parts, mode=mode, selective_ac_option="op", preserve_rng_state=False)
+    checkpointed = (part.linear if isinstance(part, OneLinear) else part for part in subject.parts)
+    apply_activation_checkpointing(checkpointed, mode=mode, selective_ac_option="op", preserve_rng_state=False)
     if case.compiled:
         for part in subject.parts:
             part.compile(fullgraph=True)

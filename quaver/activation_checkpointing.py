@@ -25,6 +25,10 @@ input was cast before it came to the block (casts.py) would read no amax in the 
 which would get that of another tensor, in silence. So a block with a policy gets its inputs as new tensor objects, of
 which nothing is remembered yet.
 
+[Note: a lone linear] A checkpoint keeps the inputs of its module, in high precision. A float8 linear by itself keeps
+codes of its input, 1 byte an element, and has nothing else to compute again: in a checkpoint it would keep more and
+take longer. So it is left as it is, unless its recipe keeps inputs in high precision or it keeps a cast of its weight.
+
 [Note: eager code on a CPU] There the C extension's casts are not operations that a policy sees (kernels/cpu.py). They
 are computed again, to the same bits. Float8 matmuls are: gemm.py goes through the dispatcher while one of its modes is
 on, as a policy's is.
@@ -44,6 +48,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import quaver.kernels.exact_mm  # noqa: F401 - defines quaver::exact_float8_mm
 from quaver.kept_matmuls import KeptMatmuls
+from quaver.linear import Float8Linear
 from quaver.linear_surroundings import kept_by_checkpoint
 from quaver.tensor import Float8Tensor
 
@@ -107,7 +112,8 @@ def apply_activation_checkpointing(
 
     Eager results stay the same bit for bit; compiled ones as far as the compiler fuses, and so rounds, alike.
     Call it after the conversion to float8 and tensor parallelism, before `compile` and `fully_shard`. A module keeps
-    its identity, its name, its parameters and its state_dict; only its class becomes a subclass of what it was.
+    its identity, its name, its parameters and its state_dict; only its class becomes a subclass of what it was. What is
+    but a float8 linear stays as it is, where it keeps less without a checkpoint; see [Note: a lone linear].
 
     Args:
         modules: the blocks of a model, in order.
@@ -142,12 +148,21 @@ def apply_activation_checkpointing(
     every = 1 if mode == "full" else selected_every(selective_ac_option)
     by_policy = every is None
     chosen = modules if every is None else modules[every - 1 :: every]
+    chosen = [module for module in chosen if not _keeps_less_by_itself(module)]
     for module in chosen:
         if isinstance(module, _Checkpointed):
             raise ValueError(f"this {type(module).__name__} is checkpointed already")
     for module in chosen:
         # mypy compares nn.Module's __hash__ with that of its class
         module.__class__ = _checkpointed_class(type(module), by_policy, preserve_rng_state, changes)  # type: ignore[arg-type]
+
+
+def _keeps_less_by_itself(module: nn.Module) -> bool:
+    """[Note: a lone linear]"""
+    if not isinstance(module, Float8Linear) or isinstance(module, _Checkpointed):
+        return False
+    config = module.config
+    return not (config.casts.input_for_grad_weight.is_disabled or config.keep_float8_weight_for_backward)
 
 
 def selected_every(selective_ac_option: str) -> int | None:

@@ -1,6 +1,7 @@
 """Activation checkpointing: the same bits, the matmuls computed again, and the bytes kept, in each mode and recipe."""
 
 import copy
+import dataclasses
 import gc
 from collections import Counter
 from contextlib import nullcontext
@@ -574,3 +575,42 @@ def test_operators_by_name():
 def test_changes_without_a_policy_are_refused(how, changes):
     with pytest.raises(ValueError, match="also_keep and never_keep must be empty unless mode is selective"):
         apply_activation_checkpointing([nn.Linear(2, 2)], **how, **changes)
+
+
+# ---- a lone linear ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize(
+    ("recipe", "options", "share"),
+    [
+        ("tensorwise", {}, 0.5),
+        ("rowwise", {}, 0.5),
+        ("delayed", {}, 0.5),
+        ("rowwise_with_gw_hp", {}, None),
+        ("tensorwise", {"keep_float8_weight_for_backward": True}, None),
+        (None, {}, None),
+    ],
+)
+def test_a_lone_linear_is_left_alone_where_it_keeps_less_so(recipe, options, share, mode):
+    """What is alive after its forward beside its output, as a share of its input, and the matmuls of its backward."""
+    kept, calls, input_bytes = {}, {}, 2048 * 64 * 2
+    for each in ("none", mode):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(64, 256, bias=False))
+        if recipe:
+            config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), **options)
+            module = convert_to_float8_training(module, config=config)
+        linear = module[0].bfloat16()
+        apply_activation_checkpointing([linear], mode=each)
+        source = torch.randn(2048, 64, dtype=torch.bfloat16, requires_grad=True)
+        with TensorBytes() as tensors:
+            output = linear(source * 1.5)
+            gc.collect()
+            kept[each] = (tensors.live_bytes - output.nbytes) / input_bytes
+        with Calls() as calls[each]:
+            output.sum().backward()
+    assert (type(linear) is Float8Linear) == (share is not None)
+    if share is not None:
+        assert kept[mode] == kept["none"] <= 1.02 * share
+        assert calls[mode].matmuls == calls["none"].matmuls == 2
