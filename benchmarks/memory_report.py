@@ -259,9 +259,7 @@ def _causes(results: dict[str, Any]) -> str:
     """Why rows are above bfloat16, with the bytes."""
     size = results["size"]
     dim, tokens = size["dim"], size["sequences"] * size["seq_len"]
-    kv_dim = dim // size["n_heads"] * size["n_kv_heads"]
     linear = [(size["hidden_dim"], dim)]
-    attention = [(dim, dim), (kv_dim, dim), (kv_dim, dim), (dim, dim)]
     shared = 2 * tokens * (dim + 2 * size["hidden_dim"])
     input_scales = 8 * tokens
     return f"""\
@@ -270,20 +268,18 @@ def _causes(results: dict[str, Any]) -> str:
 - *Scales wait between two gathers.* Who casts shards for a gather needs the scales of whole weights. They are computed
   for the forward's gather and kept for the backward's, which would else have to read the shards and ask the other
   ranks again: in float32, one for a weight in `tensorwise`, one for each row and column in `rowwise`, one for each row
-  and one for all in `rowwise_with_gw_hp`. Those of `linear` are {_of_weights(linear)}, those of `attention`
-  {_of_weights(attention)} bytes, in this order. They are alive at every moment between. Each gather makes the
-  scales that undo the cast out of them, as many bytes again, which go with what was gathered.
-- *`linear` with checkpointing, and `rowwise_with_gw_hp` without,* peaks while the loss is computed. Alive are
-  the input, which the checkpoint or the recipe keeps in bfloat16, the output, and what the loss makes of it: {shared:,}
-  bytes in either precision, nothing of which the linear could have in float8. In eager code with `full` the scales of
-  the input's rows are known as long as the input lives: {input_scales:,} bytes.
-- *`attention` with `op`, row-wise, in eager code,* peaks in its recomputation, for which both codes of each weight are
-  gathered, 2 bytes an element as in bfloat16, with their scales both ways, and where the scales of the input's rows
-  wait for k_proj and v_proj, {input_scales:,} bytes.
+  and one for all in `rowwise_with_gw_hp`. Those of `linear` are {_of_weights(linear)} bytes, in this order. They are
+  alive at every moment between. Each gather makes the scales that undo the cast out of them, as many bytes again, which
+  go with what was gathered.
+- *`linear` with `rowwise_with_gw_hp`* peaks while the loss is computed. Alive are the input, which the recipe keeps in
+  bfloat16, the output, and what the loss makes of it: {shared:,} bytes in either precision, nothing of which the linear
+  could have in float8. In eager code with `full` the scales of the input's rows are known as long as the input lives:
+  {input_scales:,} bytes. The other recipes keep codes of the input, checkpointed or not: a lone float8 linear is left
+  out of checkpoints, which would keep its input in bfloat16.
 
 A scale belongs to a row of hundreds of elements here, and of thousands in a real model. Where nothing is checkpointed,
-each gather brings only the code that is read, 1 byte an element; what is gathered for a recomputation goes when
-the last one that reads it is over."""
+each gather brings only the code that is read, 1 byte an element, and so where a policy keeps the output; what is
+gathered for a recomputation goes when the last one that reads it is over."""
 
 
 def _of_weights(weights: list[tuple[int, int]]) -> str:

@@ -81,8 +81,8 @@ def page(results: dict[str, Any]) -> str:
 # Memory of a training step, predicted beside measured
 
 Predicted on {about["date"]} in {about["minutes"]} minutes by `{about["command"]}`: {about["device"]}, torch
-{about["torch"]}. Measured are the rows of [memory.md](memory.md), at commit {results["measured_at"]}. This page is made
-from `predicted.json`.
+{about["torch"]}.{_predicted_again(results)} Measured are the rows of [memory.md](memory.md), at commit
+{results["measured_at"]}. This page is made from `predicted.json`.
 
 A ratio is predicted over measured: **peak** of the most that tensors take in a step beyond parameters and optimizer
 state, scratch of operations left out, **kept** of what is alive between forward and backward. On 2 ranks a measurement
@@ -92,6 +92,11 @@ is the least of two steps, since gloo's threads free buffers at chance moments, 
 
 Rows whose peak differs by more than {NAMED:.1%}:{off}
 """
+
+
+def _predicted_again(results: dict[str, Any]) -> str:
+    again = results.get("again")
+    return f" The {again['rows']} rows that were measured anew: {again['date']}, {again['commit']}." if again else ""
 
 
 def _changed(results: dict[str, Any]) -> str:
