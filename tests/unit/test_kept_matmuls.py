@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from quaver import float8_linear
 from quaver.activation_checkpointing import apply_activation_checkpointing
+from quaver.gemm import native_operands
 from quaver.saved_hooks import nothing_is_recomputed, only_keeps
+from quaver.tensor import NeverRead
 from tests.unit.test_forward_reads import CONFIG, LARGE, SMALL, Weight, make_input, recomputed
 
 TOKENS = pytest.mark.parametrize("tokens", [SMALL, LARGE])
@@ -236,6 +238,22 @@ def test_to_multiply_with_what_has_no_memory_is_an_error(tokens):
         weight.reads.keep(mode)
         with pytest.raises(RuntimeError, match=r"exact_float8_mm.* would read a weight that was not gathered"):
             weight(make_input(tokens))
+
+
+def test_a_stand_in_is_laid_out_for_hardware_without_a_read():
+    """What a GPU's float8 matmul is given, when it is looked up."""
+    codes = torch.zeros(48, 32, dtype=torch.float8_e4m3fn)
+    stand_in = NeverRead.in_place_of(codes)
+    a, scales = codes[:16], (torch.ones(16, 1), torch.ones(1, 48))
+    b = native_operands(a, stand_in.t(), *scales)[1]
+    expected = native_operands(a, codes.t(), *scales)[1]
+    assert type(b) is NeverRead
+    assert (b.shape, b.stride(), b.dtype, b.device) == (
+        expected.shape,
+        expected.stride(),
+        expected.dtype,
+        expected.device,
+    )
 
 
 def test_nothing_that_a_checkpoint_keeps_outlives_its_backward():
