@@ -27,7 +27,8 @@ which nothing is remembered yet.
 
 [Note: a lone linear] A checkpoint keeps the inputs of its module, in high precision. A float8 linear by itself keeps
 codes of its input, 1 byte an element, and has nothing else to compute again: in a checkpoint it would keep more and
-take longer. So it is left as it is, unless its recipe keeps inputs in high precision or it keeps a cast of its weight.
+take longer. So it is left as it is, unless its recipe keeps inputs in high precision, it keeps a cast of its weight, or
+the policy is told what to keep.
 
 [Note: eager code on a CPU] There the C extension's casts are not operations that a policy sees (kernels/cpu.py). They
 are computed again, to the same bits. Float8 matmuls are: gemm.py goes through the dispatcher while one of its modes is
@@ -148,7 +149,8 @@ def apply_activation_checkpointing(
     every = 1 if mode == "full" else selected_every(selective_ac_option)
     by_policy = every is None
     chosen = modules if every is None else modules[every - 1 :: every]
-    chosen = [module for module in chosen if not _keeps_less_by_itself(module)]
+    if not any(changes):
+        chosen = [module for module in chosen if not _keeps_less_by_itself(module)]
     for module in chosen:
         if isinstance(module, _Checkpointed):
             raise ValueError(f"this {type(module).__name__} is checkpointed already")
