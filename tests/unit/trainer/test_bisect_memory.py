@@ -64,10 +64,13 @@ def test_a_weights_magnitudes_are_found_in_one_linear_and_the_command_shows_them
     assert "it needs several ranks, checkpointing, activation_checkpoint.selective_ac_also_keep and" in smallest.text
     assert lines[0] == f"one block alone: shows it, {row.per_layer_bytes:+,} bytes"
 
-    again = row_to_explain(_compared(_case_of_command(smallest.command)))
+    # without these settings a lone linear is left out of checkpoints, so that what it keeps differs, too
+    kept = _compared(_case_of_command(smallest.command)).at("kept")
+    again = next(each for each in kept if each.operator == row.operator)
     assert again.module == smallest.module
-    assert (again.operator, again.shape, again.difference_bytes) == (row.operator, row.shape, smallest.difference_bytes)
-    assert again.hint == row.hint == "saving the amax instead, as the other run does, costs 512 bytes"
+    assert (again.shape, again.difference_bytes) == (row.shape, smallest.difference_bytes)
+    assert row.hint == "saving the amax instead, as the other run does, costs 512 bytes"
+    assert again.hint == "saving the amax instead would cost at most 512 bytes"
 
 
 def test_what_the_whole_of_a_block_does_is_left_at_the_block():
