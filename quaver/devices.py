@@ -90,16 +90,22 @@ def device_spec(device: torch.device) -> DeviceSpec | None:
 class PeakFlops:
     """Matmul rates in FLOP/s, and where the numbers come from.
 
-    `flops_per_s` is of bfloat16; `float8_flops_per_s` is None where it is not known, or nothing multiplies float8.
+    `flops_per_s` is of bfloat16. The others are None where they are not known: `float8_flops_per_s` where nothing
+    multiplies float8, too, and `float32_flops_per_s` of data sheets, because what runs depends on torch's settings.
     """
 
     flops_per_s: float
     source: str
     float8_flops_per_s: float | None = None
+    float32_flops_per_s: float | None = None
 
     def seconds(self, flops: dict[str, int]) -> float | None:
         """The least time for so many FLOPs of each precision; None where a peak is not known."""
-        rates = {"bfloat16": self.flops_per_s, "float8": self.float8_flops_per_s}
+        rates = {
+            "bfloat16": self.flops_per_s,
+            "float8": self.float8_flops_per_s,
+            "float32": self.float32_flops_per_s,
+        }
         known = {precision: rates.get(precision) for precision, count in flops.items() if count}
         if any(rate is None for rate in known.values()):
             return None
@@ -108,7 +114,7 @@ class PeakFlops:
 
 @functools.cache
 def peak_flops(device: torch.device) -> PeakFlops:
-    """The peaks of `device`: those of its data sheet; of an unknown one, bfloat16 as measured with one large matmul.
+    """The peaks of `device`: those of its data sheet; of an unknown one, what large matmuls reach here.
 
     A measured rate is no peak: `source` says "unknown device", and shares of it say how near the model comes to a
     plain matmul here.
@@ -118,12 +124,15 @@ def peak_flops(device: torch.device) -> PeakFlops:
         float8 = spec.float8_tflops * 1e12 if spec.float8_tflops else None
         return PeakFlops(spec.bfloat16_tflops * 1e12, f"data sheet of {spec.name}, bfloat16 dense", float8)
     size = 1024
-    source = f"unknown device; measured: bfloat16 {size} x {size} x {size}, {torch.get_num_threads()} threads"
-    return PeakFlops(2 * size**3 / _median_matmul_s(device, size), source)
+    source = f"unknown device; measured: {size} x {size} x {size}, {torch.get_num_threads()} threads"
+    bfloat16, float32 = (
+        2 * size**3 / _median_matmul_s(device, size, dtype) for dtype in (torch.bfloat16, torch.float32)
+    )
+    return PeakFlops(bfloat16, source, float32_flops_per_s=float32)
 
 
-def _median_matmul_s(device: torch.device, size: int) -> float:
-    a = torch.randn(size, size, dtype=torch.bfloat16, device=device)
+def _median_matmul_s(device: torch.device, size: int, dtype: torch.dtype) -> float:
+    a = torch.randn(size, size, dtype=dtype, device=device)
     times = []
     for _ in range(12):
         start = time.perf_counter()

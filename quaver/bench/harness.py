@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from quaver.devices import synchronize
+from quaver.kernels.exact_mm import has_bfloat16_units
 from quaver.trainer.records.provenance import git_revision
 
 _SHORTEST_SAMPLE_S = 2e-3
@@ -96,7 +97,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 def _cpu_name() -> str:
     features = torch.backends.cpu.get_cpu_capability()
     units = " with AMX" if torch.cpu._is_amx_tile_supported() else ""
-    if platform.machine() == "x86_64" and not torch.cpu._is_avx512_bf16_supported():
+    if not has_bfloat16_units("cpu"):
         units = " without bfloat16 instructions"
     return f"{platform.machine()} CPU, {features}{units}"
 

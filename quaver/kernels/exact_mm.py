@@ -24,6 +24,7 @@ alive at a time.
 from __future__ import annotations
 
 import functools
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -47,10 +48,15 @@ PANEL_ELEMENTS = 1 << 19
 
 @functools.cache
 def has_bfloat16_units(device_type: str) -> bool:
-    """Whether a bfloat16 matmul of this kind of device accumulates in float32 in hardware."""
+    """Whether this kind of device multiplies bfloat16 numbers and accumulates in float32 in hardware."""
     if device_type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return device_type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if device_type != "cpu":
+        return False
+    if platform.machine() in ("x86_64", "AMD64"):
+        # mkldnn says yes to AVX-512 alone, where it does so in three times the time of float32
+        return torch.cpu._is_avx512_bf16_supported()
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def exact_float8_mm(

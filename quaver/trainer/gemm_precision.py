@@ -11,6 +11,7 @@ from torch import nn
 from quaver import Float8Linear
 from quaver.config import CastConfig
 from quaver.gemm import GemmBackend, backend_for
+from quaver.kernels.exact_mm import has_bfloat16_units
 from quaver.trainer.config import Model
 from quaver.trainer.model import Llama, training_flops_per_token
 
@@ -26,7 +27,7 @@ class LinearPrecision:
     """The three matmuls of one linear: `operands` says how both operands of each are cast, `runs_in` where it runs.
 
     `runs_in` is "float8" where the device multiplies float8, and the high-precision dtype where the matmul is in high
-    precision or float8 is multiplied exactly in it.
+    precision or float8 is multiplied exactly in it; "float32" where that is all that multiplies it exactly.
     """
 
     name: str
@@ -67,6 +68,8 @@ def _matmuls(linear: nn.Linear, hp_dtype: str, device: torch.device) -> tuple[di
                 rowwise = any(cast.is_rowwise for cast in casts)
                 if backend_for(device, rowwise=rowwise, emulate=linear.config.emulate) is GemmBackend.NATIVE:
                     runs_in[matmul] = "float8"
+                elif not has_bfloat16_units(device.type):
+                    runs_in[matmul] = "float32"
     return operands, runs_in
 
 

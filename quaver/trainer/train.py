@@ -332,7 +332,11 @@ def _introduce(run: Run, display: Display) -> None:
     if not run.ranks.is_alone:
         mesh = " x ".join(f"{name} {size}" for name, size in run.layout.mesh.items())
         display.line(f"ranks        {run.ranks.world_size}: {mesh}")
-    display.line(f"bfloat16     {run.peak.flops_per_s / 1e12:.3g} TFLOP/s at most ({run.peak.source})")
+    peaks = {"bfloat16": run.peak.flops_per_s}
+    if run.peak.float32_flops_per_s and any("float32" in flops for flops in run.flops_per_token.values()):
+        peaks["float32"] = run.peak.float32_flops_per_s
+    for name, flops_per_s in peaks.items():
+        display.line(f"{name:<12} {flops_per_s / 1e12:.3g} TFLOP/s at most ({run.peak.source})")
 
 
 def _to_device(batches: Sequence[Batch], device: torch.device) -> list[Batch]:

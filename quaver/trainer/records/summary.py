@@ -40,6 +40,7 @@ def summarize(
         "runs": runs,
         "bfloat16_peak": {"flops_per_s": peak.flops_per_s, "source": peak.source},
         "float8_peak_flops_per_s": peak.float8_flops_per_s,
+        "float32_peak_flops_per_s": peak.float32_flops_per_s,
         "environment": {"quaver": version("quaver"), **describe(device)},
     }
     if len(twins) == 2:

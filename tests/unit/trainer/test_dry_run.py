@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from quaver.cli import main
+from quaver.gemm import GemmBackend
 from quaver.trainer.config import Float8, Model, Parallelism, Training
 from quaver.trainer.config_io import load_config
 from quaver.trainer.dry_run import dry_run
@@ -88,20 +89,22 @@ def test_gathered_weights_by_hand():
     ("recipe", "float8_matmuls"), [("tensorwise", 3), ("rowwise", 3), ("rowwise_with_gw_hp", 2), ("delayed", 3)]
 )
 def test_flops_by_the_precision_that_they_run_in(monkeypatch, recipe, float8_matmuls):
-    """On a device that multiplies float8, which is pretended; here all of them run in bfloat16."""
+    """On a device that multiplies float8, which is pretended, on a CPU, and on one without bfloat16 instructions."""
+    monkeypatch.setattr("quaver.trainer.gemm_precision.has_bfloat16_units", lambda kind: True)
     config = replace(load_config(CONFIGS[-1]), float8=Float8(recipe_name=recipe))
     models = make_models(config, torch.device("cpu"))
     (by_precision,) = models.flops_per_token.values()
     assert by_precision == {"bfloat16": sum(by_precision.values())}
-    from quaver.gemm import GemmBackend
-
-    monkeypatch.setattr("quaver.trainer.gemm_precision.backend_for", lambda *args, **options: GemmBackend.NATIVE)
     model = models.by_name[recipe]
     device = torch.device("cpu")
+    monkeypatch.setattr("quaver.trainer.gemm_precision.has_bfloat16_units", lambda kind: False)
+    older = flops_per_token_by_precision(model, config.model, config.training.seq_len, "bfloat16", device)
+    monkeypatch.setattr("quaver.trainer.gemm_precision.backend_for", lambda *args, **options: GemmBackend.NATIVE)
     native = flops_per_token_by_precision(model, config.model, config.training.seq_len, "bfloat16", device)
     assert sum(native.values()) == sum(by_precision.values())
     weights = sum(each.flops_per_token for each in linear_precisions(model, "bfloat16", device)[:-1])
     assert native["float8"] == float8_matmuls * weights
+    assert older == {"bfloat16": native["bfloat16"], "float32": native["float8"]}
 
 
 def test_the_verb(capsys, tmp_path):

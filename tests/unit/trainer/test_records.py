@@ -75,6 +75,9 @@ def test_utilization_against_both_peaks_by_hand():
     unknown = utilization({"float8": 100, "bfloat16": 100}, 1e6, PeakFlops(1e9, ""))
     assert unknown["mfu_by_precision"] is None
     assert utilization({"float32": 200}, 1e6, PeakFlops(1e9, "", 2e9))["mfu_by_precision"] is None
+    measured = PeakFlops(1e9, "", float32_flops_per_s=4e9)  # a CPU without bfloat16 instructions
+    used = utilization({"float32": 300, "bfloat16": 100}, 1e6, measured)
+    assert used["mfu_by_precision"] == pytest.approx(0.075 + 0.1)
 
 
 def test_the_device_table():
@@ -85,6 +88,7 @@ def test_the_device_table():
     here = peak_flops(torch.device("cpu"))
     assert here.source.startswith("unknown device; measured")
     assert here.float8_flops_per_s is None
+    assert here.float32_flops_per_s > 1e8
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
