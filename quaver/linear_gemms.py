@@ -211,16 +211,7 @@ def _save(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, how: _Ho
                 saved[4:6] = scales
     ctx.save_for_backward(*saved)
     bias_dtype = None if bias is None else bias.dtype
-    ctx.kept = (
-        config,
-        hp_dtype,
-        input_version,
-        weight_casts is not None,
-        input.shape,
-        bias_dtype,
-        kept,
-        sharding,
-    )
+    ctx.kept = (config, hp_dtype, input_version, weight_casts is not None, input.shape, bias_dtype, kept, sharding)
     return input_op, weight_op
 
 

@@ -221,22 +221,19 @@ class GatherableWeight(WrappedTensor):
             # without FSDP's padding
             codes = [payload.view(-1)[:elements].view(size).view(float8_dtype) for payload in payloads]
             if len(all_gather_outputs) > 1:
-                gathering.two_casts = linear.weight, follow(linear, codes)
+                two = follow(linear, codes)
+                gathering.two_casts = linear.weight, two
+        forward_reads = None if two is None else two.forward_reads
         if out is None:
             vector = torch.empty_like(scales.quant)
-        else:
-            gathered = cast(Float8Tensor, out._local_tensor if isinstance(out, DTensor) else out)
-            vector = gathered.dequant_scale.as_strided(scales.quant.shape, (1,), 0)
-        scales.write_dequant(vector)
-        operands = [Operand(code, dequant) for code, dequant in zip(codes, scales.views(vector), strict=True)]
-        last, first = operands[0], operands[-1]
-        if out is None:
-            gathered = Float8Tensor.from_operands(last, first, param_dtype)
-        else:
-            gathered.set_operands(last, first)
-        two = gathering.two_casts_of(linear)
-        gathered.forward_reads = None if two is None else two.forward_reads
-        return (gathered, (vector,)) if out is None else None
+            gathered = Float8Tensor.from_operands(*_operands(codes, scales, vector), param_dtype)
+            gathered.forward_reads = forward_reads
+            return gathered, (vector,)
+        gathered = cast(Float8Tensor, out._local_tensor if isinstance(out, DTensor) else out)
+        vector = gathered.dequant_scale.as_strided(scales.quant.shape, (1,), 0)
+        gathered.set_operands(*_operands(codes, scales, vector))
+        gathered.forward_reads = forward_reads
+        return None
 
     # ---- what torch asks of a subclass ---------------------------------------------------------------------------
 
@@ -272,6 +269,13 @@ class GatherableWeight(WrappedTensor):
         if func is aten.new_zeros.default:
             return cls(out, args[0].box, _Padding())
         return cls(out) if func in _COPIES else out
+
+
+def _operands(codes: Sequence[Tensor], scales: WholeScales, vector: Tensor) -> tuple[Operand, Operand]:
+    """The weight as `output` reads it and as `grad_input` does; their dequant_scales are written to `vector`."""
+    scales.write_dequant(vector)
+    operands = [Operand(code, dequant) for code, dequant in zip(codes, scales.views(vector), strict=True)]
+    return operands[0], operands[-1]
 
 
 @functools.cache
