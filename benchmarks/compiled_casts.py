@@ -141,7 +141,7 @@ class _Operation:
 
 _OPERATIONS = {
     "cast_layouts": _Operation(2, 2, 2, 2),
-    "cast_layouts_with_kept_scale": _Operation(1, 1, 2, 2),
+    "cast_layouts_with_persistent_scale": _Operation(1, 1, 2, 2),
     "cast_axes": _Operation(1, 2, 1, 3, columns_at=3),  # amaxes of columns begin with a fill of zeros
     "cast_with_scales": _Operation(1, 1, 1, 1),
 }

@@ -52,7 +52,7 @@ DOCS = ROOT / "docs" / "distributed.md"
 RECIPES = tuple(
     recipe.value
     for recipe in Float8LinearRecipeName
-    if not Float8LinearConfig.from_recipe_name(recipe).keeps_scales  # they exchange nothing here: benchmarks/scaling.py
+    if not Float8LinearConfig.from_recipe_name(recipe).has_persistent_scales
 )
 LAYERS, DIM, KV, HIDDEN, HEAD = 4, 256, 64, 896, 16
 LLAMA_3_8B = {"layers": 32, "dim": 4096, "kv": 1024, "hidden": 14336}

@@ -39,7 +39,8 @@ from quaver import (
 )
 from quaver.bench.harness import time_alternating
 from quaver.kernels import cpu
-from quaver.kernels.cast import KeptScale, cast_with_kept_scale, cast_with_scale, dynamic_cast
+from quaver.kernels.cast import cast_with_persistent_scale, cast_with_scale, dynamic_cast
+from quaver.scaling import PersistentScale
 
 RECIPES = ("tensorwise", "delayed", "delayed_with_dynamic_weight", "static")
 CPU = torch.device("cpu")
@@ -121,12 +122,12 @@ def time_casts(dtype: torch.dtype, shape: tuple[int, int], float8_dtype: torch.d
     """One cast: with the scale of its own amax, with a kept scale while recording, and with a scale alone."""
     hp = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     scale = torch.tensor(64.0)
-    kept = KeptScale(scale, torch.zeros(2), torch.tensor(True))
-    cold = KeptScale(torch.tensor(0.0), torch.zeros(2), torch.tensor(False))
+    kept = PersistentScale(scale, torch.zeros(2), torch.tensor(True))
+    cold = PersistentScale(torch.tensor(0.0), torch.zeros(2), torch.tensor(False))
     contestants = {
         "dynamic": lambda: dynamic_cast(hp, float8_dtype, None, False),
-        "kept": lambda: cast_with_kept_scale(hp, kept, float8_dtype, False),
-        "cold": lambda: cast_with_kept_scale(hp, cold, float8_dtype, False),
+        "kept": lambda: cast_with_persistent_scale(hp, kept, float8_dtype, False),
+        "cold": lambda: cast_with_persistent_scale(hp, cold, float8_dtype, False),
         "scale_only": lambda: cast_with_scale(hp, scale, float8_dtype),
     }
     timings = time_alternating(contestants, CPU, rounds=CAST_ROUNDS)

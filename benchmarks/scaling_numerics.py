@@ -21,7 +21,7 @@ from quaver import (
     sync_float8_amax_and_scale_history,
 )
 from quaver.formats import FORMATS
-from quaver.scaling import amax, cast_to_float8, cast_with_kept_scale
+from quaver.scaling import amax, cast_to_float8, cast_with_persistent_scale
 
 TOKENS, DIM = 512, 256
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -107,7 +107,7 @@ def fare(deviations: list[float], config: Float8LinearConfig) -> dict[str, list[
     for step, deviation in enumerate(deviations):
         x = deviation * gaussian(1000 + step, TOKENS, DIM)
         scale = state.state_dict().get("0.input.quant_scale", torch.tensor(0.0)).clone()
-        codes, quant, _, seen = cast_with_kept_scale(x, scale, E4M3)
+        codes, quant, _, seen = cast_with_persistent_scale(x, scale, E4M3)
         model(x)
         sync_float8_amax_and_scale_history(model)
         fared = next((tensor for tensor in state.report() if tensor.name == "0.input"), None)

@@ -21,15 +21,8 @@ from torch import Tensor
 from quaver.config import CastConfig, Float8LinearConfig
 from quaver.gemm import along_contracted, reads_along_contracted
 from quaver.kernels import layout_ops, layouts
-from quaver.kernels.cast import (
-    KeptScale,
-    cast_with_kept_scale,
-    cast_with_scale,
-    dynamic_cast,
-    dynamic_cast_axes,
-    record,
-)
-from quaver.scaling import to_dequant_scale
+from quaver.kernels.cast import cast_with_persistent_scale, cast_with_scale, dynamic_cast, dynamic_cast_axes, record
+from quaver.scaling import PersistentScale, to_dequant_scale
 
 
 class Operand(NamedTuple):
@@ -41,17 +34,6 @@ class Operand(NamedTuple):
     def t(self) -> Operand:
         scale = self.dequant_scale
         return Operand(self.data.t(), scale if scale is None or scale.dim() == 0 else scale.t())
-
-
-class KeptScales(NamedTuple):
-    """The kept scales of a linear's operands (delayed and static scaling); None for what is scaled dynamically."""
-
-    input: KeptScale | None
-    weight: KeptScale | None
-    grad_output: KeptScale | None
-
-
-NO_KEPT_SCALES = KeptScales(None, None, None)
 
 
 class Operands(NamedTuple):
@@ -112,7 +94,7 @@ class MatrixCasts:
         self,
         config: Float8LinearConfig,
         hp_dtype: torch.dtype,
-        kept: KeptScale | None = None,
+        kept: PersistentScale | None = None,
         *,
         weak: bool = False,
     ) -> None:
@@ -196,7 +178,7 @@ class MatrixCasts:
 
         That is a selective checkpoint: its recomputation finds the other layout alive, which its forward let go.
         """
-        return layout_ops.is_watched() and self.lays_out(hp)
+        return layout_ops.under_dispatch_mode() and self.lays_out(hp)
 
     def _in_layouts(
         self, hp: Tensor, cast: CastConfig, *, rows: bool, columns: bool, column_sums: bool = False
@@ -224,7 +206,7 @@ class MatrixCasts:
         if self.kept is None:
             made = layouts.cast_layouts(hp, dtype, rows=rows, columns=columns, power_of_2=power_of_2, column_sums=sums)
         else:
-            made, seen = layouts.cast_with_kept_scale(
+            made, seen = layouts.cast_with_persistent_scale(
                 hp, self.kept.quant_scale, dtype, rows=rows, columns=columns, power_of_2=power_of_2, column_sums=sums
             )
             record(self.kept, seen)
@@ -269,7 +251,7 @@ class MatrixCasts:
         if self.kept is None:
             codes, quant, dequant = dynamic_cast(hp, dtype, dim, power_of_2)
         else:
-            codes, quant, dequant = cast_with_kept_scale(hp, self.kept, dtype, power_of_2)
+            codes, quant, dequant = cast_with_persistent_scale(hp, self.kept, dtype, power_of_2)
         self._scales[dim] = Scales(quant, dequant)
         return codes
 
@@ -293,7 +275,7 @@ class _ActivationCasts(MatrixCasts):
     __slots__ = ("tensor", "version")
 
     def __init__(
-        self, activation: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype, kept: KeptScale | None
+        self, activation: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype, kept: PersistentScale | None
     ) -> None:
         super().__init__(config, hp_dtype, kept, weak=True)
         key = id(activation)
@@ -309,7 +291,7 @@ _activations: dict[int, _ActivationCasts] = {}
 
 
 def casts_of_activation(
-    activation: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype, kept: KeptScale | None = None
+    activation: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype, kept: PersistentScale | None = None
 ) -> MatrixCasts:
     """The casts of an activation: one object for all linears of one config that are given the same unchanged tensor.
 

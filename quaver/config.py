@@ -80,16 +80,16 @@ class CastConfig:
     # Attributes and not properties, since they are read at each cast of each linear.
     is_disabled: bool = field(init=False, repr=False, compare=False)
     is_rowwise: bool = field(init=False, repr=False, compare=False)
-    is_kept: bool = field(init=False, repr=False, compare=False)
+    is_persistent: bool = field(init=False, repr=False, compare=False)
     """Whether the scale is kept from before the tensor is seen: delayed or static."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "is_disabled", self.scaling_type is ScalingType.DISABLED)
         object.__setattr__(self, "is_rowwise", self.scaling_granularity is ScalingGranularity.ROWWISE)
-        object.__setattr__(self, "is_kept", self.scaling_type in (ScalingType.DELAYED, ScalingType.STATIC))
+        object.__setattr__(self, "is_persistent", self.scaling_type in (ScalingType.DELAYED, ScalingType.STATIC))
         _check_type(self, "scaling_type", ScalingType)
         _check_type(self, "scaling_granularity", ScalingGranularity)
-        if self.is_kept and self.is_rowwise:
+        if self.is_persistent and self.is_rowwise:
             raise ValueError(
                 f"scaling_granularity: {self.scaling_type.value} scaling keeps one scale per tensor (tensorwise), got "
                 "rowwise; the rows of a tensor are not the same ones from step to step"
@@ -304,7 +304,7 @@ class Float8LinearConfig:
 
     casts: OperandCasts = field(init=False, repr=False, compare=False)
     """The six casts, none of them None and none without its target dtype."""
-    keeps_scales: bool = field(init=False, repr=False, compare=False)
+    has_persistent_scales: bool = field(init=False, repr=False, compare=False)
     """Whether any operand has a scale that is kept from before it is seen: delayed or static."""
 
     def __post_init__(self) -> None:
@@ -335,7 +335,7 @@ class Float8LinearConfig:
                 f"{casts.weight}, grad_input {casts.weight_for_grad_input}; gather in high precision instead"
             )
         object.__setattr__(self, "casts", casts)
-        object.__setattr__(self, "keeps_scales", any(cast.is_kept for cast in casts))
+        object.__setattr__(self, "has_persistent_scales", any(cast.is_persistent for cast in casts))
 
     def resolved(self) -> Float8LinearConfig:
         """The same config with every None filled in: both casts and the target dtype of each operand."""
@@ -426,7 +426,7 @@ def _resolve(
         raise ValueError(f"{operand} must be cast to one dtype in both of its matmuls, got {names}")
     dtype = next(iter(dtypes), default_dtype)
     how = {(c.scaling_type, c.static_quant_scale) for c in (cast, other) if not c.is_disabled}
-    if (cast.is_kept or other.is_kept) and (len(how) > 1 or cast.is_rowwise or other.is_rowwise):
+    if (cast.is_persistent or other.is_persistent) and (len(how) > 1 or cast.is_rowwise or other.is_rowwise):
         raise ValueError(
             f"{operand} has one kept scale, which serves both of its matmuls: expected both casts delayed, both static "
             f"with one scale, or one in high precision, got {cast} and {other}"

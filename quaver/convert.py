@@ -207,7 +207,7 @@ def _decide(
 
 def _with_shared_inputs(layers: list[LayerReport], config: Float8LinearConfig) -> list[LayerReport]:
     """The same report, saying which linears use a sibling's kept input scale."""
-    if not config.casts.input.is_kept and not config.casts.input_for_grad_weight.is_kept:
+    if not config.casts.input.is_persistent and not config.casts.input_for_grad_weight.is_persistent:
         return layers
     owners = input_owners([(layer.name, layer.in_features) for layer in layers if layer.converted], config)
     return [

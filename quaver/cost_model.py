@@ -171,13 +171,15 @@ def _operand_casts(first: CastConfig, second: CastConfig, *, apart: bool = False
         return Casts(_one_layout(first).bytes_per_element + 3, _one_layout(first).kernels + smallest_scale + 1)
     if apart:
         return Casts(_one_layout(first).bytes_per_element + 3, _one_layout(first).kernels + 1)
-    return Casts(4, 2) if first.is_kept else Casts(6, 2)
+    return Casts(4, 2) if first.is_persistent else Casts(6, 2)
 
 
 def _one_layout(cast: CastConfig) -> Casts:
     if cast.is_rowwise:
         return Casts(3, 1)
-    return Casts(3, 2) if cast.is_kept else Casts(5, 2)  # kept: the first kernel leaves at once if the scale is known
+    return (
+        Casts(3, 2) if cast.is_persistent else Casts(5, 2)
+    )  # kept: the first kernel leaves at once if the scale is known
 
 
 def _divided(casts: Casts, sharers: int) -> Casts:

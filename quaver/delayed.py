@@ -30,11 +30,11 @@ NamedLinears = Sequence[tuple[str, Float8Linear]]
 
 def keep_scales(model: nn.Module, named_linears: NamedLinears, config: Float8LinearConfig) -> None:
     """Give these linears of `model` a state for the scales that `config` keeps; called by the conversion."""
-    if not config.keeps_scales or not named_linears:
+    if not config.has_persistent_scales or not named_linears:
         return
     owners = input_owners([(name, linear.in_features) for name, linear in named_linears], config)
     by_operand = {
-        operand: next((cast for cast in casts if cast.is_kept), None)
+        operand: next((cast for cast in casts if cast.is_persistent), None)
         for operand, casts in zip(OPERANDS, (config.casts[0:2], config.casts[2:4], config.casts[4:6]), strict=True)
     }
     casts: list[CastConfig] = []

@@ -70,7 +70,7 @@ def try_recipe(recipe: Float8LinearRecipeName, device: torch.device) -> RecipeFi
         linear = Float8Linear(_SIZE, _SIZE, bias=False, device=device, config=config)
         convert_to_float8_training(linear, config=config)  # gives it a state where the recipe keeps scales
         worst_db = _worst_sqnr_db(linear)
-        if config.keeps_scales:
+        if config.has_persistent_scales:
             sync_float8_amax_and_scale_history(linear)
             linear.zero_grad()
             worst_db = min(worst_db, _worst_sqnr_db(linear))

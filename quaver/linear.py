@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from quaver.casts import NO_KEPT_SCALES, CastInput, KeptScales
+from quaver.casts import CastInput
 from quaver.config import Float8LinearConfig
 from quaver.linear_gemms import linear_with_casts
 from quaver.linear_surroundings import LinearScaling, LinearSharding
+from quaver.scaling import NO_PERSISTENT_SCALES, PersistentScales
 from quaver.tensor import Float8Tensor, WrappedTensor
 from quaver.weight_casts import ScopedWeight, casts_of_gathered
 
@@ -80,8 +81,8 @@ class Float8Linear(nn.Linear):
         weight = self.weight
         if type(weight) is not nn.Parameter and type(weight) is not Tensor and type(weight) is not FakeTensor:
             return self._forward_wrapped(input)
-        kept = NO_KEPT_SCALES
-        if self.scaling is not None or self.config.keeps_scales:
+        kept = NO_PERSISTENT_SCALES
+        if self.scaling is not None or self.config.has_persistent_scales:
             kept = self.kept_scales(_device_of(input))
         scoped = self._scoped_weight
         if scoped is None:
@@ -90,7 +91,7 @@ class Float8Linear(nn.Linear):
             scoped.check(weight)
         return linear_with_casts(input, weight, self.bias, self.config, scoped.casts, kept, None)
 
-    def kept_scales(self, device: torch.device, *, recording: bool | None = None) -> KeptScales:
+    def kept_scales(self, device: torch.device, *, recording: bool | None = None) -> PersistentScales:
         """The kept scales of the operands, for a forward that begins now on `device`.
 
         Args:
@@ -100,12 +101,12 @@ class Float8Linear(nn.Linear):
             if recording is None:
                 recording = self.training and torch.is_grad_enabled()
             return self.scaling.scales(recording=recording, device=device)
-        if self.config.keeps_scales:
+        if self.config.has_persistent_scales:
             raise RuntimeError(
                 "this Float8Linear has delayed or static scaling but no state to keep its scales in; give the model to "
                 "convert_to_float8_training(model, config=...), which makes one"
             )
-        return NO_KEPT_SCALES
+        return NO_PERSISTENT_SCALES
 
     def _forward_wrapped(self, input: Tensor | CastInput) -> Tensor:
         """`forward` with a weight that is not a plain parameter: gathered in float8, sharded, or to be gathered."""

@@ -46,25 +46,16 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from quaver.casts import (
-    NO_KEPT_SCALES,
-    CastInput,
-    KeptScales,
-    MatrixCasts,
-    Operand,
-    Operands,
-    Scales,
-    casts_of_activation,
-)
+from quaver.casts import CastInput, MatrixCasts, Operand, Operands, Scales, casts_of_activation
 from quaver.config import CastConfig, Float8GemmConfig, Float8LinearConfig
 from quaver.double_backward import refuse_double_backward
 from quaver.formats import HP_DTYPES
 from quaver.gemm import along_contracted_after, unchecked_float8_mm
-from quaver.kernels.cast import KeptScale
 from quaver.linear_surroundings import LinearSharding, is_kept_by_checkpoint
 from quaver.ordering import keep_stored, make_wait
 from quaver.phases import phase
 from quaver.saved_hooks import top_saved_tensors_hooks
+from quaver.scaling import NO_PERSISTENT_SCALES, PersistentScale, PersistentScales
 from quaver.tensor import Float8Tensor
 from quaver.weight_casts import WeightCasts, cast_weight, casts_of_gathered, weight_casts_of
 
@@ -122,7 +113,7 @@ class _How(NamedTuple):
     config: Float8LinearConfig
     hp_dtype: torch.dtype
     weight_casts: WeightCasts | None
-    kept: KeptScales
+    kept: PersistentScales
     sharding: LinearSharding | None
     input_operands: Operands | None = None
 
@@ -394,7 +385,7 @@ def _weight_for_grad_input(
     is_cast: bool,
     config: Float8LinearConfig,
     hp_dtype: torch.dtype,
-    kept: KeptScale | None,
+    kept: PersistentScale | None,
     sharding: LinearSharding | None,
 ) -> Operand:
     """The weight as `grad_input` reads it, of what the forward saved: its cast, or itself and perhaps its scales."""
@@ -442,11 +433,11 @@ def float8_linear(
         ValueError: shapes or dtypes that do not fit, or a config with delayed or static scaling.
     """
     config = config or Float8LinearConfig()
-    if config.keeps_scales:
+    if config.has_persistent_scales:
         raise ValueError("float8_linear scales dynamically, got a config with kept scales; use a Float8Linear for it")
     if weight_casts is None and isinstance(weight, Float8Tensor):
         weight_casts = casts_of_gathered(weight)
-    return linear_with_casts(input, weight, bias, config, weight_casts, NO_KEPT_SCALES, None)
+    return linear_with_casts(input, weight, bias, config, weight_casts, NO_PERSISTENT_SCALES, None)
 
 
 def linear_with_casts(
@@ -455,7 +446,7 @@ def linear_with_casts(
     bias: Tensor | None,
     config: Float8LinearConfig,
     weight_casts: WeightCasts | None,
-    kept: KeptScales,
+    kept: PersistentScales,
     sharding: LinearSharding | None,
 ) -> Tensor:
     """`float8_linear` with what a module knows beside: kept scales, and how its matrices are spread over ranks."""

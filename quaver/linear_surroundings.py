@@ -20,16 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from quaver.casts import KeptScales, MatrixCasts, Operand
+from quaver.casts import MatrixCasts, Operand
 from quaver.config import Float8LinearConfig
-from quaver.kernels.cast import KeptScale
 from quaver.saved_hooks import top_saved_tensors_hooks
+from quaver.scaling import PersistentScale, PersistentScales
 
 
 class LinearScaling(Protocol):
     """What a linear knows of the kept scales of its operands; scale_state.py implements it."""
 
-    def scales(self, *, recording: bool, device: torch.device) -> KeptScales:
+    def scales(self, *, recording: bool, device: torch.device) -> PersistentScales:
         """The kept scales for a forward that begins now on `device`, and its backward."""
 
     def belongs_to(self, linear: nn.Module) -> None:
@@ -57,11 +57,13 @@ class LinearSharding(Protocol):
     weight_length: int
     """The length of this rank's part along it."""
 
-    def weight_casts(self, config: Float8LinearConfig, hp_dtype: torch.dtype, kept: KeptScale | None) -> MatrixCasts:
+    def weight_casts(
+        self, config: Float8LinearConfig, hp_dtype: torch.dtype, kept: PersistentScale | None
+    ) -> MatrixCasts:
         """The casts of this rank's part of the weight."""
 
     def input_casts(
-        self, input: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype, kept: KeptScale | None
+        self, input: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype, kept: PersistentScale | None
     ) -> MatrixCasts:
         """The casts of this rank's part of the input."""
 
@@ -73,7 +75,7 @@ class LinearSharding(Protocol):
         grad_output: Tensor,
         config: Float8LinearConfig,
         hp_dtype: torch.dtype,
-        kept: KeptScale | None,
+        kept: PersistentScale | None,
         needs: tuple[bool, bool],
     ) -> tuple[Operand | None, Operand | None]:
         """What `grad_input` and `grad_weight` read of grad_output, each where it is needed."""

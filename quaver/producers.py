@@ -29,9 +29,10 @@ from torch import Tensor, nn
 from quaver.casts import CastInput, MatrixCasts, Operand, Operands
 from quaver.config import Float8LinearConfig
 from quaver.kernels import fused_producers
-from quaver.kernels.cast import KeptScale, record
+from quaver.kernels.cast import record
 from quaver.kernels.layouts import AxisCasts, LayoutCast
 from quaver.linear import Float8Linear
+from quaver.scaling import PersistentScale
 
 
 def swiglu(gate: Tensor, up: Tensor, *, readers: Sequence[nn.Module] = ()) -> Tensor | CastInput:
@@ -151,7 +152,7 @@ class _How(NamedTuple):
     hp_dtype: torch.dtype
     columns: bool
     """Whether a backward will read it too, for grad_weight."""
-    kept: KeptScale | None
+    kept: PersistentScale | None
 
 
 def _how_to_cast(readers: Sequence[nn.Module], source: Tensor, hp_dtype: torch.dtype) -> _How | None:
@@ -221,7 +222,7 @@ class _SwiGLUIntoFloat8(torch.autograd.Function):
         operands, _ = _cast(
             how,
             partial(fused_producers.swiglu_cast_layouts, *rows),
-            partial(fused_producers.swiglu_cast_with_kept_scale, *rows),
+            partial(fused_producers.swiglu_cast_with_persistent_scale, *rows),
             partial(fused_producers.swiglu_cast_axes, *rows),
         )
         made.append(operands)
@@ -248,7 +249,7 @@ class _RMSNormIntoFloat8(torch.autograd.Function):
         operands, (inverse_rms,) = _cast(
             how,
             partial(fused_producers.rms_norm_cast_layouts, *given),
-            partial(fused_producers.rms_norm_cast_with_kept_scale, *given),
+            partial(fused_producers.rms_norm_cast_with_persistent_scale, *given),
             partial(fused_producers.rms_norm_cast_axes, *given),
         )
         ctx.save_for_backward(hidden, weight, inverse_rms)

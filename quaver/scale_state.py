@@ -5,7 +5,7 @@
     history     [T, H]   the amaxes of the last H steps, newest last, 0 where there is none
 
 One row a tensor, T tensors: the input, weight and grad_output of each linear, as far as their scales are kept. All of
-it lies in one `ScaleState`; linears hold views of a row (`quaver.kernels.cast.KeptScale`), and know nothing else.
+it lies in one `ScaleState`; linears hold views of a row (`quaver.kernels.cast.PersistentScale`), and know nothing else.
 
 A step. Casts read quant_scale, and take the maximum of `observed` and what they see, in the one pass that they make
 anyway. The maximum is idempotent: recomputed activations, microbatches and modules that run several times need no care,
@@ -36,10 +36,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from quaver import scaling
-from quaver.casts import KeptScales
 from quaver.config import CastConfig, DelayedScalingConfig, Float8LinearConfig, ScalingType
 from quaver.formats import FORMATS
-from quaver.kernels.cast import KeptScale
+from quaver.scaling import PersistentScale, PersistentScales
 from quaver.unsynced import watch_optimizers
 
 logger = logging.getLogger(__name__)
@@ -93,7 +92,7 @@ class ScaleState:
         self.forget_observed()
         self.synced_scale, self.synced_observed = self.quant_scale.clone(), self.observed.clone()
         self._views_of: list[LinearScales] = []
-        self._kept: dict[tuple[int, bool], KeptScale] = {}
+        self._kept: dict[tuple[int, bool], PersistentScale] = {}
         self.trained_modules: WeakSet[nn.Module] = WeakSet()
         self.look_from_host()
         watch_optimizers(self)
@@ -110,13 +109,13 @@ class ScaleState:
         self._views_of.append(views)
         return views
 
-    def kept(self, row: int | None, *, record: bool) -> KeptScale | None:
+    def kept(self, row: int | None, *, record: bool) -> PersistentScale | None:
         """The view of one row: the same object each time, by which linears that share it know that they do."""
         if row is None:
             return None
         known = self._kept.get((row, record))
         if known is None:
-            known = KeptScale(self.quant_scale[row], self.observed[row] if record else None, self.known[row])
+            known = PersistentScale(self.quant_scale[row], self.observed[row] if record else None, self.known[row])
             self._kept[row, record] = known
         return known
 
@@ -232,10 +231,10 @@ class LinearScales:
 
     def refresh(self) -> None:
         """Take new views of the state."""
-        self.recorded = KeptScales(*(self.state.kept(row, record=True) for row in self.rows))
-        self.unrecorded = KeptScales(*(self.state.kept(row, record=False) for row in self.rows))
+        self.recorded = PersistentScales(*(self.state.kept(row, record=True) for row in self.rows))
+        self.unrecorded = PersistentScales(*(self.state.kept(row, record=False) for row in self.rows))
 
-    def scales(self, *, recording: bool, device: torch.device) -> KeptScales:
+    def scales(self, *, recording: bool, device: torch.device) -> PersistentScales:
         state = self.state
         if device != state.device:
             self.follow(device)

@@ -25,6 +25,8 @@ innocuous?", SIGNUM Newsletter 30(3), 1995).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -44,6 +46,29 @@ _MANTISSA_CLEARED = -(1 << 23)  # keeps sign and exponent of a float32
 # A 0-dim tensor costs half of what a Python number costs, per call, as an operand of an eager operation.
 _MAX = {dtype: torch.tensor(fmt.max) for dtype, fmt in FORMATS.items()}
 _LARGEST_QUANT_SCALE = {dtype: torch.tensor(fmt.max / EPS) for dtype, fmt in FORMATS.items()}
+
+
+class PersistentScale(NamedTuple):
+    """The scale of one operand that persists from step to step (delayed and static scaling), as views of its state."""
+
+    quant_scale: Tensor
+    """float32 (). A value that is not above 0 is not initialized: the operand is then scaled by its own amax."""
+    amax_buffer: Tensor | None
+    """float32 [2]: the largest amax of any cast since the last sync, -1 before the first, and the most elements that
+    saturated in one cast. None where nothing is recorded."""
+    is_initialized: Tensor
+    """bool () on the CPU: whether quant_scale is above 0, for decisions that the host must take."""
+
+
+class PersistentScales(NamedTuple):
+    """The persistent scales of a linear's operands; None for an operand that is scaled dynamically."""
+
+    input: PersistentScale | None
+    weight: PersistentScale | None
+    grad_output: PersistentScale | None
+
+
+NO_PERSISTENT_SCALES = PersistentScales(None, None, None)
 
 
 def runs_eagerly_on_cpu(tensor: Tensor) -> bool:
@@ -130,7 +155,7 @@ def cast_to_float8(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -
     return scaled.clamp_(-largest, largest).to(float8_dtype)
 
 
-def cast_with_kept_scale(
+def cast_with_persistent_scale(
     hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, *, power_of_2: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cast `hp` with a scale that was made before it was seen (delayed or static), and tell how well that scale fits.

@@ -10,9 +10,9 @@ from torch import Tensor
 from quaver.casts import MatrixCasts, Operand
 from quaver.config import Float8LinearConfig
 from quaver.forward_reads import ForwardRead
-from quaver.kernels.cast import KeptScale
 from quaver.linear_surroundings import LinearSharding
 from quaver.saved_hooks import values_are_read
+from quaver.scaling import PersistentScale
 from quaver.tensor import Float8Tensor, NeverRead
 
 
@@ -29,7 +29,7 @@ def cast_weight(
     weight: Tensor,
     config: Float8LinearConfig,
     hp_dtype: torch.dtype,
-    kept: KeptScale | None = None,
+    kept: PersistentScale | None = None,
     sharding: LinearSharding | None = None,
 ) -> WeightCasts:
     """Cast `weight` [N, K], or the part of it that `sharding` tells of, for both of its matmuls."""
@@ -39,7 +39,7 @@ def cast_weight(
 
 
 def weight_casts_of(
-    config: Float8LinearConfig, hp_dtype: torch.dtype, kept: KeptScale | None, sharding: LinearSharding | None
+    config: Float8LinearConfig, hp_dtype: torch.dtype, kept: PersistentScale | None, sharding: LinearSharding | None
 ) -> MatrixCasts:
     """What makes the casts of a weight, or of the part of it that `sharding` tells of."""
     if sharding is None:
@@ -90,7 +90,7 @@ def _has_memory(operand: Operand) -> bool:
 class ScopedWeight:
     """A weight's casts while a `cast_weights_once` is open, and what must not change meanwhile."""
 
-    def __init__(self, weight: Tensor, config: Float8LinearConfig, kept: KeptScale | None) -> None:
+    def __init__(self, weight: Tensor, config: Float8LinearConfig, kept: PersistentScale | None) -> None:
         self.casts = cast_weight(weight, config, weight.dtype, kept)
         self._weight = weight
         self._version = weight._version

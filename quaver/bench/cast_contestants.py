@@ -14,8 +14,7 @@ from quaver.casts import MatrixCasts
 from quaver.config import Float8LinearConfig
 from quaver.formats import FORMATS
 from quaver.gemm import GemmBackend, along_contracted, backend_for
-from quaver.kernels.cast import KeptScale
-from quaver.scaling import amax, cast_with_kept_scale, dynamic_cast
+from quaver.scaling import PersistentScale, amax, cast_with_persistent_scale, dynamic_cast
 
 CastFunction = Callable[[Tensor], tuple[Tensor, ...]]
 """From a matrix [rows, columns] to its float8 codes, the scales, and whatever else the cast makes."""
@@ -40,7 +39,7 @@ class CastKind:
 
     @property
     def is_kept(self) -> bool:
-        return self.config.casts.input.is_kept
+        return self.config.casts.input.is_persistent
 
     def floor(self, itemsize: int, device: torch.device) -> int:
         """Bytes per element; see cast.py."""
@@ -108,16 +107,16 @@ def _compiled(function: CastFunction) -> CastFunction:
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
-def _kept_scale(source: Tensor, kind: CastKind) -> KeptScale | None:
+def _kept_scale(source: Tensor, kind: CastKind) -> PersistentScale | None:
     """A scale that fits `source`, as delayed scaling would have it after a step."""
     if not kind.is_kept:
         return None
     largest = FORMATS[kind.config.casts.input.float8_dtype].max
     quant_scale = largest / amax(source).float()
-    return KeptScale(quant_scale, torch.zeros(2, device=source.device), torch.tensor(True))
+    return PersistentScale(quant_scale, torch.zeros(2, device=source.device), torch.tensor(True))
 
 
-def _quaver_cast(kind: CastKind, kept: KeptScale | None) -> CastFunction:
+def _quaver_cast(kind: CastKind, kept: PersistentScale | None) -> CastFunction:
     config, dims = kind.config, kind.dims
 
     def cast(hp: Tensor) -> tuple[Tensor, ...]:
@@ -129,7 +128,7 @@ def _quaver_cast(kind: CastKind, kept: KeptScale | None) -> CastFunction:
     return cast
 
 
-def _plain_cast(kind: CastKind, kept: KeptScale | None) -> CastFunction:
+def _plain_cast(kind: CastKind, kept: PersistentScale | None) -> CastFunction:
     config, dims = kind.config, kind.dims
     float8_dtype, power_of_2 = config.casts.input.float8_dtype, config.round_scales_to_power_of_2
     is_rowwise = kind.is_rowwise
@@ -142,7 +141,7 @@ def _plain_cast(kind: CastKind, kept: KeptScale | None) -> CastFunction:
         if kept is None:
             codes, *rest = dynamic_cast(hp, float8_dtype, power_of_2=power_of_2)
         else:
-            codes, *rest = cast_with_kept_scale(hp, kept.quant_scale, float8_dtype, power_of_2=power_of_2)
+            codes, *rest = cast_with_persistent_scale(hp, kept.quant_scale, float8_dtype, power_of_2=power_of_2)
         return (*(along_contracted(codes, dim) for dim in dims), *rest)
 
     return cast

@@ -24,7 +24,7 @@ _PHASES = {
     "quaver::dynamic_cast": "cast",
     "quaver::dynamic_cast_axes": "cast",
     "quaver::cast_with_scale": "cast",
-    "quaver::cast_with_kept_scale": "cast",
+    "quaver::cast_with_persistent_scale": "cast",
 }
 
 _OPERATORS = {

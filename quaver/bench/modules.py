@@ -113,7 +113,7 @@ class Step:
         """`sources`: [B, T, D] each, which require gradients; `direction`: the output's gradient, in its shape."""
         self.subject, self._sources, self._direction = subject, sources, direction
         self.optimizer = build_optimizer(subject, Optimizer(lr=_SMALL_LR))
-        self._keeps_scales = bool(float8_scaling_state(subject))
+        self._has_persistent_scales = bool(float8_scaling_state(subject))
 
     def __call__(self, forward_is_done: Callable[[], object] = lambda: None) -> None:
         """Forward, `forward_is_done()`, backward, optimizer; gradients are gone afterwards."""
@@ -122,7 +122,7 @@ class Step:
         forward_is_done()
         loss.backward()
         source.grad = None
-        if self._keeps_scales:
+        if self._has_persistent_scales:
             sync_float8_amax_and_scale_history(self.subject)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -13,7 +13,7 @@ weight is one uint8 payload for each cast of it: one where both of its matmuls r
 
 [Note: whose scales are these]
 Scales are kept beside the shard that they were computed from and dropped with the first write to it: every operation
-on a shard passes `GatherableWeight.__torch_dispatch__`, which sees an optimizer's multi-tensor kernels too, where
+on a shard passes `Float8AllGatherWeight.__torch_dispatch__`, which sees an optimizer's multi-tensor kernels too, where
 version counters do not move. What passes it runs on all ranks alike, so all ranks find a scale missing together, and
 all join the collective that makes it. A write that goes around it (into a tensor of a state_dict) may happen on some
 ranks only, for a shard can be empty; a rank that finds such a write in a version counter cannot know what the others
@@ -47,8 +47,9 @@ from quaver.distributed.agreement import check_ranks_agree
 from quaver.distributed.gather_passes import Gathered, follow
 from quaver.distributed.shard_casts import cast_shard, cast_shard_with_kept_scale
 from quaver.distributed.weight_scales import Shard, WholeScales, compute_whole_scales, shard_of
-from quaver.kernels.cast import KeptScale, record_amax
+from quaver.kernels.cast import record_amax
 from quaver.linear import Float8Linear
+from quaver.scaling import PersistentScale
 from quaver.tensor import Float8Tensor, WrappedTensor
 
 aten = torch.ops.aten
@@ -95,7 +96,7 @@ class _Gather(NamedTuple):
     float8_dtype: torch.dtype
 
 
-class GatherableWeight(WrappedTensor):
+class Float8AllGatherWeight(WrappedTensor):
     """A weight, or a shard of one, that FSDP2 gathers in float8; for everything else it is the tensor inside.
 
     Attributes:
@@ -109,7 +110,7 @@ class GatherableWeight(WrappedTensor):
     @staticmethod
     def __new__(
         cls, wrapped: Tensor, box: _ScaleBox | None = None, padding: _Padding | None = None
-    ) -> GatherableWeight:
+    ) -> Float8AllGatherWeight:
         return Tensor._make_wrapper_subclass(
             cls,
             wrapped.shape,
@@ -179,7 +180,7 @@ class GatherableWeight(WrappedTensor):
         kept = _kept_scale(module)
         shard = _shard(module)._replace(local=self.wrapped)
         float8_dtype = config.casts.weight.float8_dtype
-        if kept is not None and kept.known:
+        if kept is not None and kept.is_initialized:
             code, scale = cast_shard_with_kept_scale(shard, kept, float8_dtype, config.round_scales_to_power_of_2)
             codes = [code]
             scales = WholeScales.of_one(scale)
@@ -189,7 +190,7 @@ class GatherableWeight(WrappedTensor):
             quants = scales.views(scales.quant)
             needed = quants if two is None else [quants[place] for place in two.begin()]
             codes = [cast_shard(shard, quant, float8_dtype) for quant in needed]
-            if kept is not None and kept.observed is not None:
+            if kept is not None and kept.amax_buffer is not None:
                 record_amax(kept, scaling.amax(shard.local).float())
         if len(codes) > 1 and mesh.size() == 1:
             codes = [torch.cat(codes)]  # with nothing to gather, torch passes on the first payload only
@@ -243,11 +244,11 @@ class GatherableWeight(WrappedTensor):
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], meta: None, outer_size: object, outer_stride: object
-    ) -> GatherableWeight:
-        return GatherableWeight(inner["wrapped"])
+    ) -> Float8AllGatherWeight:
+        return Float8AllGatherWeight(inner["wrapped"])
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"GatherableWeight({self.wrapped})"
+        return f"Float8AllGatherWeight({self.wrapped})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -290,7 +291,7 @@ def _is_padding_copy(func: Any, args: tuple[Any, ...]) -> bool:
     if func is not aten.copy_.default:
         return False
     to, source = args[0], args[1]
-    if not (isinstance(to, GatherableWeight) and isinstance(source, GatherableWeight)):
+    if not (isinstance(to, Float8AllGatherWeight) and isinstance(source, Float8AllGatherWeight)):
         return False
     padding = to.padding
     if padding is None or not padding.unused or source.box is not to.box or source.padding is padding:
@@ -299,13 +300,13 @@ def _is_padding_copy(func: Any, args: tuple[Any, ...]) -> bool:
     return True
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[GatherableWeight]:
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Float8AllGatherWeight]:
     """The weights that a call writes to."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             for item in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(item, GatherableWeight):
+                if isinstance(item, Float8AllGatherWeight):
                     yield item
 
 
@@ -313,7 +314,7 @@ class _Plain(torch.autograd.Function):
     """The tensor inside a weight; its gradient is the weight's."""
 
     @staticmethod
-    def forward(ctx: Any, weight: GatherableWeight) -> Tensor:
+    def forward(ctx: Any, weight: Float8AllGatherWeight) -> Tensor:
         return weight.wrapped.view_as(weight.wrapped)
 
     @staticmethod
@@ -321,7 +322,7 @@ class _Plain(torch.autograd.Function):
         return grad
 
 
-def _kept_scale(linear: Float8Linear) -> KeptScale | None:
+def _kept_scale(linear: Float8Linear) -> PersistentScale | None:
     """The kept scale of the weight; FSDP gathers without gradients, so training alone says whether to record."""
     return linear.kept_scales(_shard(linear).device, recording=linear.training).weight
 
@@ -329,7 +330,7 @@ def _kept_scale(linear: Float8Linear) -> KeptScale | None:
 def _is_known(linear: Float8Linear) -> bool:
     """Whether a kept scale makes the exchange of amaxes unnecessary."""
     kept = _kept_scale(linear)
-    return kept is not None and bool(kept.known)
+    return kept is not None and bool(kept.is_initialized)
 
 
 # ---- the linears whose weights are gathered together -----------------------------------------------------------------
@@ -364,10 +365,10 @@ class Gathering:
         return self.two_casts[1]
 
 
-def local_weight(linear: Float8Linear) -> GatherableWeight:
+def local_weight(linear: Float8Linear) -> Float8AllGatherWeight:
     """The weight of `linear`, or this rank's shard of it, that FSDP2 gathers in float8."""
     weight = linear.weight
-    return cast(GatherableWeight, weight._local_tensor if isinstance(weight, DTensor) else weight)
+    return cast(Float8AllGatherWeight, weight._local_tensor if isinstance(weight, DTensor) else weight)
 
 
 def _gathering(linear: Float8Linear) -> Gathering:
@@ -386,7 +387,7 @@ def _shard(linear: Float8Linear) -> Shard:
 def _is_sharded(linear: Float8Linear) -> bool:
     """Whether FSDP holds the weight of `linear` sharded, to be gathered in float8."""
     weight = linear.weight
-    if not isinstance(weight, DTensor) or not isinstance(weight._local_tensor, GatherableWeight):
+    if not isinstance(weight, DTensor) or not isinstance(weight._local_tensor, Float8AllGatherWeight):
         return False
     return linear.sharding is None or weight.device_mesh.ndim > linear.sharding.mesh.ndim
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from quaver.distributed.fsdp import GatherableWeight, Gathering, NamedLinears, Siblings, local_weight
+from quaver.distributed.fsdp import Float8AllGatherWeight, Gathering, NamedLinears, Siblings, local_weight
 from quaver.linear import Float8Linear
 from quaver.tensor import Float8Tensor
 
@@ -20,7 +20,7 @@ from quaver.tensor import Float8Tensor
 def make_gatherable(named_linears: NamedLinears) -> None:
     """Have FSDP2 gather the weights of these linears in float8; called by the conversion.
 
-    Each weight becomes a `GatherableWeight` around the same storage: a new parameter, so make optimizers afterwards.
+    Each weight becomes a `Float8AllGatherWeight` around the same storage: a new parameter, so make optimizers after it.
     """
     siblings = Siblings(named_linears)
     for _, linear in named_linears:
@@ -37,9 +37,9 @@ def make_gatherable(named_linears: NamedLinears) -> None:
 def make_plain(linear: Float8Linear) -> None:
     """Undo `make_gatherable` for one linear. Raises RuntimeError once `fully_shard` has taken the weight."""
     weight = linear.weight
-    if isinstance(weight, DTensor) and isinstance(weight._local_tensor, GatherableWeight):
+    if isinstance(weight, DTensor) and isinstance(weight._local_tensor, Float8AllGatherWeight):
         raise RuntimeError("a weight that fully_shard gathers in float8 cannot be converted back; convert before it")
-    if isinstance(weight, GatherableWeight):
+    if isinstance(weight, Float8AllGatherWeight):
         linear.weight = nn.Parameter(weight.wrapped, requires_grad=weight.requires_grad)
     if linear.gathering is not None:
         for hook in cast(Gathering, linear.gathering).hooks:
@@ -51,7 +51,7 @@ def make_plain(linear: Float8Linear) -> None:
 def keep_gatherable(linear: Float8Linear) -> Iterator[None]:
     """Show the plain weight inside the block, which may shard it, and wrap what it leaves."""
     weight = linear.weight
-    if not isinstance(weight, GatherableWeight):
+    if not isinstance(weight, Float8AllGatherWeight):
         yield
         return
     linear.weight = nn.Parameter(weight.wrapped, requires_grad=weight.requires_grad)
@@ -62,10 +62,10 @@ def keep_gatherable(linear: Float8Linear) -> Iterator[None]:
 def _wrap(linear: Float8Linear) -> None:
     weight = linear.weight
     if isinstance(weight, DTensor):
-        if not isinstance(weight._local_tensor, GatherableWeight):
-            weight._local_tensor = GatherableWeight(weight._local_tensor)
-    elif not isinstance(weight, GatherableWeight):
-        linear.weight = nn.Parameter(GatherableWeight(weight.detach()), requires_grad=weight.requires_grad)
+        if not isinstance(weight._local_tensor, Float8AllGatherWeight):
+            weight._local_tensor = Float8AllGatherWeight(weight._local_tensor)
+    elif not isinstance(weight, Float8AllGatherWeight):
+        linear.weight = nn.Parameter(Float8AllGatherWeight(weight.detach()), requires_grad=weight.requires_grad)
 
 
 def _wrap_after_load(linear: nn.Module, incompatible_keys: object) -> None:
@@ -79,9 +79,9 @@ def _plain_in_state_dict(linear: nn.Module, state_dict: dict[str, Any], prefix: 
     weight = state_dict.get(prefix + "weight")
     if not isinstance(linear, Float8Linear) or isinstance(weight, nn.Parameter):  # keep_vars asks for the parameters
         return
-    if isinstance(weight, GatherableWeight):
+    if isinstance(weight, Float8AllGatherWeight):
         state_dict[prefix + "weight"] = local_weight(linear).wrapped.detach()
-    elif isinstance(weight, DTensor) and isinstance(weight._local_tensor, GatherableWeight):
+    elif isinstance(weight, DTensor) and isinstance(weight._local_tensor, Float8AllGatherWeight):
         state_dict[prefix + "weight"] = DTensor.from_local(
             # of the weight itself: an alias of it would not move its version counter
             local_weight(linear).wrapped.detach(),

@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from quaver.casts import MatrixCasts, Operand, casts_of_activation
 from quaver.config import CastConfig, Float8LinearConfig
 from quaver.distributed.collectives import all_reduce, reduce_scatter
-from quaver.distributed.spread_casts import SpreadCasts, gathered_operands
-from quaver.kernels.cast import KeptScale
+from quaver.distributed.spread_casts import TensorParallelQuantizer, gathered_operands
 from quaver.linear import Float8Linear
 from quaver.linear_gemms import compute_dtype
+from quaver.scaling import PersistentScale
 from quaver.tensor import Float8Tensor
 
 # ---- one linear ------------------------------------------------------------------------------------------------------
@@ -42,8 +42,10 @@ class _Sharding:
         self.group = mesh.get_group()
         self.weight_length = weight_length
 
-    def weight_casts(self, config: Float8LinearConfig, hp_dtype: torch.dtype, kept: KeptScale | None) -> MatrixCasts:
-        return SpreadCasts(config, hp_dtype, kept, self.group, self.weight_dim)
+    def weight_casts(
+        self, config: Float8LinearConfig, hp_dtype: torch.dtype, kept: PersistentScale | None
+    ) -> MatrixCasts:
+        return TensorParallelQuantizer(config, hp_dtype, kept, self.group, self.weight_dim)
 
     def __deepcopy__(self, memo: object) -> _Sharding:
         return self  # groups cannot be copied
@@ -62,7 +64,7 @@ class ColwiseSharding(_Sharding):
         return local_part(weight), None if bias is None else local_part(bias), None
 
     def input_casts(
-        self, input: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype, kept: KeptScale | None
+        self, input: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype, kept: PersistentScale | None
     ) -> MatrixCasts:
         return casts_of_activation(input, config, hp_dtype, kept)
 
@@ -71,10 +73,10 @@ class ColwiseSharding(_Sharding):
         grad_output: Tensor,
         config: Float8LinearConfig,
         hp_dtype: torch.dtype,
-        kept: KeptScale | None,
+        kept: PersistentScale | None,
         needs: tuple[bool, bool],
     ) -> tuple[Operand | None, Operand | None]:
-        casts = SpreadCasts(config, hp_dtype, kept, self.group, 1)
+        casts = TensorParallelQuantizer(config, hp_dtype, kept, self.group, 1)
         return casts.both(grad_output.reshape(-1, grad_output.shape[-1]), *_needed_casts(config, needs))[:2]
 
     def reduce_output(self, output: Tensor) -> Tensor:
@@ -98,16 +100,16 @@ class RowwiseSharding(_Sharding):
         return local_part(weight), None, cast(DTensor, bias).to_local(grad_placements=partial)
 
     def input_casts(
-        self, input: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype, kept: KeptScale | None
+        self, input: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype, kept: PersistentScale | None
     ) -> MatrixCasts:
-        return SpreadCasts(config, hp_dtype, kept, self.group, 1)
+        return TensorParallelQuantizer(config, hp_dtype, kept, self.group, 1)
 
     def grad_output_operands(
         self,
         grad_output: Tensor,
         config: Float8LinearConfig,
         hp_dtype: torch.dtype,
-        kept: KeptScale | None,
+        kept: PersistentScale | None,
         needs: tuple[bool, bool],
     ) -> tuple[Operand | None, Operand | None]:
         last, first = _needed_casts(config, needs)
@@ -170,7 +172,7 @@ class _GatherFloat8(torch.autograd.Function):
         group = mesh.get_group()
         dtype = compute_dtype(local.device.type, local.dtype)
         first = config.casts.input_for_grad_weight if for_grad_weight else None
-        kept = None if quant_scale is None or known is None else KeptScale(quant_scale, observed, known)
+        kept = None if quant_scale is None or known is None else PersistentScale(quant_scale, observed, known)
         last_op, first_op = gathered_operands(local, dim, group, config.casts.input, first, config, dtype, kept)
         shape = [*local.shape]
         shape[dim] *= group.size()

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from quaver.casts import Scales
 from quaver.distributed.weight_scales import Shard
-from quaver.kernels.cast import KeptScale, cast_with_kept_scale, cast_with_scale, record
-from quaver.scaling import to_dequant_scale
+from quaver.kernels.cast import cast_with_persistent_scale, cast_with_scale, record
+from quaver.scaling import PersistentScale, to_dequant_scale
 
 
 def cast_shard(shard: Shard, quant_scale: Tensor, float8_dtype: torch.dtype) -> Tensor:
@@ -22,7 +22,7 @@ def cast_shard(shard: Shard, quant_scale: Tensor, float8_dtype: torch.dtype) -> 
 
 
 def cast_shard_with_kept_scale(
-    shard: Shard, kept: KeptScale, float8_dtype: torch.dtype, power_of_2: bool
+    shard: Shard, kept: PersistentScale, float8_dtype: torch.dtype, power_of_2: bool
 ) -> tuple[Tensor, Scales]:
     """The codes of a shard with a scale that every rank knows, so that nothing is exchanged; and that scale."""
     local = shard.local
@@ -32,10 +32,10 @@ def cast_shard_with_kept_scale(
     near = kept
     if local.device != kept.quant_scale.device:  # offloaded: cast where the shard lies
         seen = local.new_zeros(2, dtype=torch.float32)
-        near = kept._replace(quant_scale=kept.quant_scale.to(local.device), observed=seen)
-    codes, quant, dequant = cast_with_kept_scale(local, near, float8_dtype, power_of_2)
-    if near is not kept and near.observed is not None:
-        record(kept, near.observed.to(kept.quant_scale.device))
+        near = kept._replace(quant_scale=kept.quant_scale.to(local.device), amax_buffer=seen)
+    codes, quant, dequant = cast_with_persistent_scale(local, near, float8_dtype, power_of_2)
+    if near is not kept and near.amax_buffer is not None:
+        record(kept, near.amax_buffer.to(kept.quant_scale.device))
     return _padded(codes.view(torch.uint8), shard), Scales(quant.to(shard.device), dequant.to(shard.device))
 
 

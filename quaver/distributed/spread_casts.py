@@ -17,10 +17,11 @@ from quaver.config import CastConfig, Float8LinearConfig
 from quaver.distributed.agreed_cast import cast_with_agreed_scale
 from quaver.distributed.collectives import gather, max_over_ranks
 from quaver.gemm import along_contracted
-from quaver.kernels.cast import KeptScale, cast_with_scale, record_amax, shared_amax
+from quaver.kernels.cast import cast_with_scale, record_amax, shared_amax
+from quaver.scaling import PersistentScale
 
 
-class SpreadCasts(MatrixCasts):
+class TensorParallelQuantizer(MatrixCasts):
     """The casts of this rank's part of a matrix that a group has spread along `spread_dim`."""
 
     __slots__ = ("group", "spread_dim")
@@ -30,7 +31,7 @@ class SpreadCasts(MatrixCasts):
         self,
         config: Float8LinearConfig,
         hp_dtype: torch.dtype,
-        kept: KeptScale | None,
+        kept: PersistentScale | None,
         group: ProcessGroup,
         spread_dim: int,
     ) -> None:
@@ -71,7 +72,7 @@ class SpreadCasts(MatrixCasts):
     # The kernels that write layouts find a rank's own amaxes; what the ranks share is agreed on before.
 
     def _layouts_of_whole(self, hp: Tensor, dtype: torch.dtype, rows: bool, columns: bool, sums: bool) -> Layouts:
-        if self.kept is None or not self.kept.known:
+        if self.kept is None or not self.kept.is_initialized:
             self._agreed(hp, dtype, None)
         return super()._layouts_of_whole(hp, dtype, rows, columns, sums)
 
@@ -93,7 +94,7 @@ def gathered_operands(
     first: CastConfig | None,
     config: Float8LinearConfig,
     hp_dtype: torch.dtype,
-    kept: KeptScale | None,
+    kept: PersistentScale | None,
 ) -> tuple[Operand | None, Operand | None]:
     """Both operands of the matrix [M, K] of which each rank of `group` holds `local` [..., K], spread along `dim`.
 
@@ -105,7 +106,7 @@ def gathered_operands(
         whole = gather(local.to(hp_dtype) if local.dtype is not hp_dtype else local, dim, group)
         casts, rows = MatrixCasts(config, hp_dtype, kept), whole.flatten(0, -2)
         return casts.both(rows, last, first)[:2]
-    spread = SpreadCasts(config, hp_dtype, kept, group, 0)
+    spread = TensorParallelQuantizer(config, hp_dtype, kept, group, 0)
     rows = local.reshape(-1, local.shape[-1])
 
     def gathered(cast: CastConfig, contracted_dim: int) -> Operand:

@@ -13,15 +13,16 @@ allocates its results and nothing else.
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from quaver import scaling
 from quaver.kernels import cpu
-from quaver.kernels.layout_ops import is_watched, runs_on_triton
+from quaver.kernels.layout_ops import runs_on_triton, under_dispatch_mode
 from quaver.phases import phase
+from quaver.scaling import PersistentScale
 
 _amax = phase("quaver::amax")(scaling.amax)
 
@@ -32,7 +33,7 @@ def shared_amax(hp: Tensor, dim: int | None) -> Tensor:
 
     For amaxes that ranks reduce before they cast. A policy that keeps amaxes is shown PyTorch's.
     """
-    if is_watched() or not runs_on_triton(torch.float8_e4m3fn, hp):
+    if under_dispatch_mode() or not runs_on_triton(torch.float8_e4m3fn, hp):
         return scaling.amax(hp, dim).float()
     if dim is None:
         from quaver.kernels import triton_cast
@@ -144,49 +145,41 @@ def _fake_cast_with_scale(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.d
     return hp.new_empty(hp.shape, dtype=float8_dtype)
 
 
-class KeptScale(NamedTuple):
-    """The scale of one tensor that is kept from step to step, and what casts with it see: views (scale_state.py)."""
-
-    quant_scale: Tensor
-    """float32 (). What is not above 0 stands for a scale that is not known: the tensor's own is then taken."""
-    observed: Tensor | None
-    """float32 [2]: the largest amax of any cast since the last sync, -1 before the first, and the most elements that
-    saturated in one cast. None where nothing is to be recorded."""
-    known: Tensor
-    """bool () on the CPU: whether quant_scale is above 0, for those who must decide on the host."""
-
-
 @phase("quaver::cast")
-def cast_with_kept_scale(
-    hp: Tensor, kept: KeptScale, float8_dtype: torch.dtype, power_of_2: bool
+def cast_with_persistent_scale(
+    hp: Tensor, kept: PersistentScale, float8_dtype: torch.dtype, power_of_2: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`quaver.scaling.cast_with_kept_scale` of a matrix [rows, columns]: float8, quant_scale, dequant_scale.
+    """`quaver.scaling.cast_with_persistent_scale` of a matrix [rows, columns]: float8, quant_scale, dequant_scale.
 
     Records in `kept` what the cast saw, by a maximum, so that the same cast again changes nothing.
     """
-    if torch.compiler.is_dynamo_compiling() or cpu.would_take(hp, float8_dtype) or (hp.is_cuda and is_watched()):
-        codes, quant, dequant, seen = torch.ops.quaver.cast_with_kept_scale(
+    if (
+        torch.compiler.is_dynamo_compiling()
+        or cpu.would_take(hp, float8_dtype)
+        or (hp.is_cuda and under_dispatch_mode())
+    ):
+        codes, quant, dequant, seen = torch.ops.quaver.cast_with_persistent_scale(
             hp, kept.quant_scale, float8_dtype, power_of_2
         )
-    elif kept.observed is not None and cpu.takes(hp, float8_dtype):
-        return cpu.cast_and_observe(hp, kept.quant_scale, float8_dtype, power_of_2, kept.observed)
+    elif kept.amax_buffer is not None and cpu.takes(hp, float8_dtype):
+        return cpu.cast_and_observe(hp, kept.quant_scale, float8_dtype, power_of_2, kept.amax_buffer)
     else:
         codes, quant, dequant, seen = _cast_and_see(hp, kept.quant_scale, float8_dtype, power_of_2)
     record(kept, seen)
     return codes, quant, dequant
 
 
-def record(kept: KeptScale, seen: Tensor) -> None:
+def record(kept: PersistentScale, seen: Tensor) -> None:
     """Record what a cast saw (float32 [2]), by a maximum."""
-    if kept.observed is None:
+    if kept.amax_buffer is None:
         return
     if torch.compiler.is_compiling():
-        kept.observed.copy_(torch.maximum(kept.observed, seen))
+        kept.amax_buffer.copy_(torch.maximum(kept.amax_buffer, seen))
     else:
-        torch.maximum(kept.observed, seen, out=kept.observed)
+        torch.maximum(kept.amax_buffer, seen, out=kept.amax_buffer)
 
 
-def record_amax(kept: KeptScale, amax: Tensor) -> None:
+def record_amax(kept: PersistentScale, amax: Tensor) -> None:
     """Record the amax (float32 ()) of a tensor that was cast with a dynamic scale, so that nothing saturated."""
     record(kept, torch.stack([amax, torch.zeros_like(amax)]).to(kept.quant_scale.device))
 
@@ -201,18 +194,18 @@ def _cast_and_see(
         from quaver.kernels import triton_cast  # imports triton, which a CPU does not need
 
         if triton_cast.takes(hp, float8_dtype):
-            return triton_cast.cast_with_kept_scale(hp, quant_scale, float8_dtype, power_of_2=power_of_2)
-    return scaling.cast_with_kept_scale(hp, quant_scale, float8_dtype, power_of_2=power_of_2)
+            return triton_cast.cast_with_persistent_scale(hp, quant_scale, float8_dtype, power_of_2=power_of_2)
+    return scaling.cast_with_persistent_scale(hp, quant_scale, float8_dtype, power_of_2=power_of_2)
 
 
 # To a compiler this is one operation on every device: it reads the tensor a second time only where its scale is not
 # known, which no traced code can decide without asking the device.
 _library.define(
-    "cast_with_kept_scale(Tensor hp, Tensor quant_scale, ScalarType float8_dtype, bool power_of_2)"
+    "cast_with_persistent_scale(Tensor hp, Tensor quant_scale, ScalarType float8_dtype, bool power_of_2)"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _library.impl(
-    "cast_with_kept_scale",
+    "cast_with_persistent_scale",
     lambda hp, quant_scale, float8_dtype, power_of_2: _cast_and_see(
         hp.contiguous(), quant_scale, float8_dtype, power_of_2
     ),
@@ -220,8 +213,8 @@ _library.impl(
 )
 
 
-@torch.library.register_fake("quaver::cast_with_kept_scale")
-def fake_cast_with_kept_scale(
+@torch.library.register_fake("quaver::cast_with_persistent_scale")
+def fake_cast_with_persistent_scale(
     hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, power_of_2: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes in the shape of `hp`, two float32 scales (), what was observed, float32 [2]: shapes and dtypes alone."""

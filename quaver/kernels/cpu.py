@@ -204,7 +204,7 @@ def cast_with_scale(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) 
 def cast_and_observe(
     hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, power_of_2: bool, observed: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`quaver.scaling.cast_with_kept_scale` of `hp` [rows, columns], in one pass over it where the scale is known.
+    """`quaver.scaling.cast_with_persistent_scale` of `hp` [rows, columns], in one pass where the scale is known.
 
     Args:
         quant_scale: float32 (); what is not above 0 stands for the scale of hp's own amax.

@@ -13,7 +13,7 @@ it in the unfused way:
 
                                 swiglu      the same, unfused       rms_norm    the same, unfused
     cast_layouts                 9 / 10     11 / 12                  5 / 6       9 / 10
-    cast_with_kept_scale         5 / 6       9 / 10                  3 / 6       7 / 8
+    cast_with_persistent_scale         5 / 6       9 / 10                  3 / 6       7 / 8
     cast_axes                    5 / 10      9 / 12                  3 / 6       7 / 10
 
 (2 more for each read of a float32 hidden: three casts of rms_norm read it once for row codes, or twice.)
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from quaver.formats import HP_DTYPES, format_of
 from quaver.kernels import producer_ops
-from quaver.kernels.layout_ops import is_watched
+from quaver.kernels.layout_ops import under_dispatch_mode
 from quaver.kernels.layouts import AxisCast, AxisCasts, LayoutCast
 
 
@@ -57,7 +57,7 @@ def swiglu_cast_layouts(
     return _layout_cast(_run("swiglu_cast_layouts", gate, up, float8_dtype, rows, columns, power_of_2), rows, columns)
 
 
-def swiglu_cast_with_kept_scale(
+def swiglu_cast_with_persistent_scale(
     gate: Tensor,
     up: Tensor,
     quant_scale: Tensor,
@@ -67,7 +67,7 @@ def swiglu_cast_with_kept_scale(
     columns: bool,
     power_of_2: bool = False,
 ) -> tuple[LayoutCast, Tensor]:
-    """`layouts.cast_with_kept_scale` of silu(gate) * up, with a quant_scale () on gate's device; see
+    """`layouts.cast_with_persistent_scale` of silu(gate) * up, with a quant_scale () on gate's device; see
     `swiglu_cast_layouts`.
 
     Returns:
@@ -77,7 +77,7 @@ def swiglu_cast_with_kept_scale(
     _check_swiglu(gate, up)
     _check_wanted(float8_dtype, rows, columns)
     *made, observed = _run(
-        "swiglu_cast_with_kept_scale", gate, up, quant_scale, float8_dtype, rows, columns, power_of_2
+        "swiglu_cast_with_persistent_scale", gate, up, quant_scale, float8_dtype, rows, columns, power_of_2
     )
     return _layout_cast(made, rows, columns), observed
 
@@ -140,7 +140,7 @@ def rms_norm_cast_layouts(
     return _layout_cast(made, rows, columns), inverse_rms
 
 
-def rms_norm_cast_with_kept_scale(
+def rms_norm_cast_with_persistent_scale(
     hidden: Tensor,
     weight: Tensor,
     eps: float,
@@ -152,7 +152,7 @@ def rms_norm_cast_with_kept_scale(
     columns: bool,
     power_of_2: bool = False,
 ) -> tuple[LayoutCast, Tensor, Tensor]:
-    """`layouts.cast_with_kept_scale` of the norm, with a quant_scale () on hidden's device; see
+    """`layouts.cast_with_persistent_scale` of the norm, with a quant_scale () on hidden's device; see
     `rms_norm_cast_layouts`.
 
     Returns:
@@ -162,7 +162,7 @@ def rms_norm_cast_with_kept_scale(
     _check_rms_norm(hidden, weight, hp_dtype)
     _check_wanted(float8_dtype, rows, columns)
     *made, observed, inverse_rms = _run(
-        "rms_norm_cast_with_kept_scale",
+        "rms_norm_cast_with_persistent_scale",
         hidden,
         weight,
         eps,
@@ -222,7 +222,7 @@ def rms_norm_backward(grad: Tensor, hidden: Tensor, weight: Tensor, inverse_rms:
 
 def _run(name: str, *args: Any) -> Any:
     """The function of producer_ops.py; the operation where somebody looks on."""
-    return getattr(torch.ops.quaver if is_watched() else producer_ops, name)(*args)
+    return getattr(torch.ops.quaver if under_dispatch_mode() else producer_ops, name)(*args)
 
 
 def _check_matrix(name: str, hp: Tensor) -> None:

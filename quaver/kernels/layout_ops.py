@@ -41,7 +41,7 @@ def runs_on_triton(float8_dtype: torch.dtype, *tensors: Tensor) -> bool:
     return all(triton_blocks.takes(tensor, float8_dtype) for tensor in tensors)
 
 
-def is_watched() -> bool:
+def under_dispatch_mode() -> bool:
     """Whether a compiler or a dispatch mode looks on: to it a cast is one operation, whatever its kernel needs besides.
 
     A selective checkpoint counts operations, and wants as many in its recomputation as in its forward.
@@ -69,7 +69,7 @@ def cast_layouts(
 
 
 @phase("quaver::cast")
-def cast_with_kept_scale(
+def cast_with_persistent_scale(
     hp: Tensor,
     quant_scale: Tensor,
     float8_dtype: torch.dtype,
@@ -78,13 +78,15 @@ def cast_with_kept_scale(
     power_of_2: bool,
     sums: bool,
 ) -> Made:
-    """`layouts.cast_with_kept_scale`: as `cast_layouts`, then what was observed, float32 [2]."""
+    """`layouts.cast_with_persistent_scale`: as `cast_layouts`, then what was observed, float32 [2]."""
     hp = dense(hp)
     if runs_on_triton(float8_dtype, hp):
         from quaver.kernels import triton_layouts
 
-        return triton_layouts.cast_with_kept_scale(hp, quant_scale, float8_dtype, rows, columns, power_of_2, sums)
-    codes, quant, dequant, observed = scaling.cast_with_kept_scale(hp, quant_scale, float8_dtype, power_of_2=power_of_2)
+        return triton_layouts.cast_with_persistent_scale(hp, quant_scale, float8_dtype, rows, columns, power_of_2, sums)
+    codes, quant, dequant, observed = scaling.cast_with_persistent_scale(
+        hp, quant_scale, float8_dtype, power_of_2=power_of_2
+    )
     return (*_laid_out(codes, rows, columns), quant, dequant, _sums(hp, sums), observed)
 
 
@@ -152,10 +154,10 @@ _OPERATIONS: dict[str, tuple[str, Callable[..., Made]]] = {
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
         cast_layouts,
     ),
-    "cast_layouts_with_kept_scale": (
+    "cast_layouts_with_persistent_scale": (
         "(Tensor hp, Tensor quant_scale, ScalarType float8_dtype, bool rows, bool columns, bool power_of_2, bool sums)"
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-        cast_with_kept_scale,
+        cast_with_persistent_scale,
     ),
     "cast_axes": (
         "(Tensor hp, ScalarType float8_dtype, bool rows, bool columns, bool power_of_2, bool sums)"
@@ -205,8 +207,8 @@ def _fake_cast_layouts(
     return (*_fake_codes(hp, float8_dtype, rows, columns), *_fake_scales(hp), _fake_sums(hp, sums))
 
 
-@torch.library.register_fake("quaver::cast_layouts_with_kept_scale")
-def _fake_cast_with_kept_scale(
+@torch.library.register_fake("quaver::cast_layouts_with_persistent_scale")
+def _fake_cast_with_persistent_scale(
     hp: Tensor,
     quant_scale: Tensor,
     float8_dtype: torch.dtype,

@@ -9,7 +9,7 @@ contiguous dim. So an operand is cast into both layouts, with one scale for both
                             scales of                 bytes that a GPU moves for a bfloat16 element
                                                       rows          columns       both
     cast_layouts            the matrix's amax         5, 2 reads    5, 2 reads    6, 2 reads
-    cast_with_kept_scale    an earlier amax           3, 1 read     3, 1 read     4, 1 read
+    cast_with_persistent_scale    an earlier amax           3, 1 read     3, 1 read     4, 1 read
     cast_axes               row and column amaxes     3, 1 read     5, 2 reads    6, 2 reads
     cast_with_scales        given                     3, 1 read     3, 1 read     4, 1 read
 
@@ -86,11 +86,11 @@ def cast_layouts(
         ValueError: hp is no matrix or of another dtype, float8_dtype is none, or nothing is wanted.
     """
     _check(hp, float8_dtype, rows, columns)
-    cast = torch.ops.quaver.cast_layouts if layout_ops.is_watched() else layout_ops.cast_layouts
+    cast = torch.ops.quaver.cast_layouts if layout_ops.under_dispatch_mode() else layout_ops.cast_layouts
     return _layout_cast(cast(hp, float8_dtype, rows, columns, power_of_2, column_sums), rows, columns, column_sums)
 
 
-def cast_with_kept_scale(
+def cast_with_persistent_scale(
     hp: Tensor,
     quant_scale: Tensor,
     float8_dtype: torch.dtype,
@@ -100,14 +100,14 @@ def cast_with_kept_scale(
     power_of_2: bool = False,
     column_sums: bool = False,
 ) -> tuple[LayoutCast, Tensor]:
-    """`quaver.scaling.cast_with_kept_scale`, with a quant_scale () on hp's device; see `cast_layouts`.
+    """`quaver.scaling.cast_with_persistent_scale`, with a quant_scale () on hp's device; see `cast_layouts`.
 
     Returns:
         The cast, with the quant_scale that was used; and float32 [2]: hp's amax, and how many elements saturated.
     """
     _check(hp, float8_dtype, rows, columns)
-    watched = layout_ops.is_watched()
-    cast = torch.ops.quaver.cast_layouts_with_kept_scale if watched else layout_ops.cast_with_kept_scale
+    watched = layout_ops.under_dispatch_mode()
+    cast = torch.ops.quaver.cast_layouts_with_persistent_scale if watched else layout_ops.cast_with_persistent_scale
     *made, observed = cast(hp, quant_scale, float8_dtype, rows, columns, power_of_2, column_sums)
     return _layout_cast(made, rows, columns, column_sums), observed
 
@@ -123,7 +123,7 @@ def cast_axes(
 ) -> AxisCasts:
     """`quaver.scaling.dynamic_cast` along dim 1 for row codes and along dim 0 for column codes; see `cast_layouts`."""
     _check(hp, float8_dtype, rows, columns)
-    cast = torch.ops.quaver.cast_axes if layout_ops.is_watched() else layout_ops.cast_axes
+    cast = torch.ops.quaver.cast_axes if layout_ops.under_dispatch_mode() else layout_ops.cast_axes
     made = cast(hp, float8_dtype, rows, columns, power_of_2, column_sums)
     return AxisCasts(
         AxisCast(*made[0:3]) if rows else None,
@@ -147,7 +147,7 @@ def cast_with_scales(
     _check(hp, float8_dtype, rows, columns)
     _check_scale(row_scale, (hp.shape[0], 1))
     _check_scale(column_scale, (1, hp.shape[1]))
-    cast = torch.ops.quaver.cast_with_scales if layout_ops.is_watched() else layout_ops.cast_with_scales
+    cast = torch.ops.quaver.cast_with_scales if layout_ops.under_dispatch_mode() else layout_ops.cast_with_scales
     row_codes, column_codes = cast(hp, float8_dtype, row_scale, column_scale)
     return row_codes if rows else None, column_codes if columns else None
 

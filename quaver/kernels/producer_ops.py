@@ -35,7 +35,7 @@ def swiglu_cast_layouts(
     return layout_ops.cast_layouts(F.silu(gate) * up, float8_dtype, rows, columns, power_of_2, False)[:4]
 
 
-def swiglu_cast_with_kept_scale(
+def swiglu_cast_with_persistent_scale(
     gate: Tensor,
     up: Tensor,
     quant_scale: Tensor,
@@ -49,9 +49,9 @@ def swiglu_cast_with_kept_scale(
     if runs_on_triton(float8_dtype, gate, up):
         from quaver.kernels import triton_swiglu
 
-        return triton_swiglu.cast_with_kept_scale(gate, up, quant_scale, float8_dtype, rows, columns, power_of_2)
+        return triton_swiglu.cast_with_persistent_scale(gate, up, quant_scale, float8_dtype, rows, columns, power_of_2)
     product = F.silu(gate) * up
-    made = layout_ops.cast_with_kept_scale(product, quant_scale, float8_dtype, rows, columns, power_of_2, False)
+    made = layout_ops.cast_with_persistent_scale(product, quant_scale, float8_dtype, rows, columns, power_of_2, False)
     return *made[:4], made[5]
 
 
@@ -101,7 +101,7 @@ def rms_norm_cast_layouts(
     return *made[:4], inverse_rms
 
 
-def rms_norm_cast_with_kept_scale(
+def rms_norm_cast_with_persistent_scale(
     hidden: Tensor,
     weight: Tensor,
     eps: float,
@@ -117,11 +117,11 @@ def rms_norm_cast_with_kept_scale(
     if _norm_runs_on_triton(hidden, weight, float8_dtype):
         from quaver.kernels import triton_rms_norm
 
-        return triton_rms_norm.cast_with_kept_scale(
+        return triton_rms_norm.cast_with_persistent_scale(
             hidden, weight, eps, hp_dtype, quant_scale, float8_dtype, rows, columns, power_of_2
         )
     normed, inverse_rms = _rms_norm(hidden, weight, eps, hp_dtype)
-    made = layout_ops.cast_with_kept_scale(normed, quant_scale, float8_dtype, rows, columns, power_of_2, False)
+    made = layout_ops.cast_with_persistent_scale(normed, quant_scale, float8_dtype, rows, columns, power_of_2, False)
     return *made[:4], made[5], inverse_rms
 
 
@@ -181,15 +181,19 @@ _WANTED = "ScalarType float8_dtype, bool rows, bool columns, bool power_of_2"
 _NORM = "Tensor hidden, Tensor weight, float eps, ScalarType hp_dtype"
 _OPERATIONS: dict[str, tuple[str, int, Callable[..., Made]]] = {
     "swiglu_cast_layouts": (f"Tensor gate, Tensor up, {_WANTED}", 4, swiglu_cast_layouts),
-    "swiglu_cast_with_kept_scale": (
+    "swiglu_cast_with_persistent_scale": (
         f"Tensor gate, Tensor up, Tensor quant_scale, {_WANTED}",
         5,
-        swiglu_cast_with_kept_scale,
+        swiglu_cast_with_persistent_scale,
     ),
     "swiglu_cast_axes": (f"Tensor gate, Tensor up, {_WANTED}", 6, swiglu_cast_axes),
     "swiglu_backward": ("Tensor grad, Tensor gate, Tensor up", 2, swiglu_backward),
     "rms_norm_cast_layouts": (f"{_NORM}, {_WANTED}", 5, rms_norm_cast_layouts),
-    "rms_norm_cast_with_kept_scale": (f"{_NORM}, Tensor quant_scale, {_WANTED}", 6, rms_norm_cast_with_kept_scale),
+    "rms_norm_cast_with_persistent_scale": (
+        f"{_NORM}, Tensor quant_scale, {_WANTED}",
+        6,
+        rms_norm_cast_with_persistent_scale,
+    ),
     "rms_norm_cast_axes": (f"{_NORM}, {_WANTED}", 7, rms_norm_cast_axes),
     "rms_norm_backward": ("Tensor grad, Tensor hidden, Tensor weight, Tensor inverse_rms", 2, rms_norm_backward),
 }
@@ -217,11 +221,11 @@ def _fake_swiglu_cast_layouts(gate: Tensor, up: Tensor, *wanted: Any) -> tuple[T
     return torch.ops.quaver.cast_layouts(gate, *wanted, False)[:4]
 
 
-@torch.library.register_fake("quaver::swiglu_cast_with_kept_scale")
-def _fake_swiglu_cast_with_kept_scale(
+@torch.library.register_fake("quaver::swiglu_cast_with_persistent_scale")
+def _fake_swiglu_cast_with_persistent_scale(
     gate: Tensor, up: Tensor, quant_scale: Tensor, *wanted: Any
 ) -> tuple[Tensor, ...]:
-    made = torch.ops.quaver.cast_layouts_with_kept_scale(gate, quant_scale, *wanted, False)
+    made = torch.ops.quaver.cast_layouts_with_persistent_scale(gate, quant_scale, *wanted, False)
     return *made[:4], made[5]
 
 
@@ -246,11 +250,11 @@ def _fake_rms_norm_cast_layouts(
     return *torch.ops.quaver.cast_layouts(hidden, *wanted, False)[:4], _fake_inverse_rms(hidden)
 
 
-@torch.library.register_fake("quaver::rms_norm_cast_with_kept_scale")
-def _fake_rms_norm_cast_with_kept_scale(
+@torch.library.register_fake("quaver::rms_norm_cast_with_persistent_scale")
+def _fake_rms_norm_cast_with_persistent_scale(
     hidden: Tensor, weight: Tensor, eps: float, hp_dtype: torch.dtype, quant_scale: Tensor, *wanted: Any
 ) -> tuple[Tensor, ...]:
-    made = torch.ops.quaver.cast_layouts_with_kept_scale(hidden, quant_scale, *wanted, False)
+    made = torch.ops.quaver.cast_layouts_with_persistent_scale(hidden, quant_scale, *wanted, False)
     return *made[:4], made[5], _fake_inverse_rms(hidden)
 
 

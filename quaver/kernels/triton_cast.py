@@ -59,17 +59,17 @@ try:
 except ImportError:  # PyTorch for CPUs comes without it
     triton = None
 
-__all__ = ["cast_with_kept_scale", "takes"]
+__all__ = ["cast_with_persistent_scale", "takes"]
 
 TILE_BYTES = 8192
 WARPS = 4
 AMAX_PROGRAMS = 1024
 
 
-def cast_with_kept_scale(
+def cast_with_persistent_scale(
     hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, *, power_of_2: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quaver.scaling.cast_with_kept_scale` of an `hp` that `takes` accepts, with a `quant_scale` on hp's device."""
+    """`quaver.scaling.cast_with_persistent_scale` of an `hp` that `takes` accepts, with its `quant_scale` there."""
     observed = amax_unless_known(hp, quant_scale)
     return (*_flat_cast(hp, quant_scale, observed, float8_dtype, power_of_2), observed)
 

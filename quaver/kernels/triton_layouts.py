@@ -29,7 +29,7 @@ def cast_layouts(
     return _in_tiles(hp, None, observed, float8_dtype, rows, columns, power_of_2, sums)
 
 
-def cast_with_kept_scale(
+def cast_with_persistent_scale(
     hp: Tensor,
     quant_scale: Tensor,
     float8_dtype: torch.dtype,
@@ -40,7 +40,7 @@ def cast_with_kept_scale(
 ) -> Made:
     """Row codes, column codes, quant_scale, dequant_scale, column sums, and what was observed."""
     if not (columns or sums):
-        codes, quant, dequant, observed = triton_cast.cast_with_kept_scale(
+        codes, quant, dequant, observed = triton_cast.cast_with_persistent_scale(
             hp, quant_scale, float8_dtype, power_of_2=power_of_2
         )
         return codes, None, quant, dequant, None, observed

@@ -7,7 +7,7 @@ in float32 between the roundings. Reads of hidden:
 
                                 scales of                   row codes alone             with column codes
     cast_layouts                normed's amax               2: statistics; the cast     the same
-    cast_with_kept_scale        an earlier amax             1, or 2 where not known     2: statistics; the cast
+    cast_with_persistent_scale        an earlier amax             1, or 2 where not known     2: statistics; the cast
     cast_axes                   row and column amaxes       1                           2: statistics; the cast
 
 Grid and tile: a tile is a few whole rows, which wait on the chip for their mean square; `fits` says how wide they may
@@ -104,7 +104,7 @@ def cast_layouts(
 
 
 @phase("quaver::cast")
-def cast_with_kept_scale(
+def cast_with_persistent_scale(
     hidden: Tensor,
     weight: Tensor,
     eps: float,

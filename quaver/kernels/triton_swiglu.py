@@ -6,7 +6,7 @@ with the roundings of PyTorch's expression. Bytes of an element in bfloat16:
 
                                 scales of              reads of gate and up            bytes, rows / both
     cast_layouts                the product's amax     2: the amax; the cast           9 / 10
-    cast_with_kept_scale        an earlier amax        1, or 2 where it is not known   5 / 6
+    cast_with_persistent_scale        an earlier amax        1, or 2 where it is not known   5 / 6
     cast_axes                   row and column amaxes  1 for rows that fit on the      5 / 10
                                                        chip, else 2
 
@@ -83,7 +83,7 @@ def cast_layouts(
 
 
 @phase("quaver::cast")
-def cast_with_kept_scale(
+def cast_with_persistent_scale(
     gate: Tensor,
     up: Tensor,
     quant_scale: Tensor,

@@ -23,9 +23,9 @@ from quaver.distributed import (
     precompute_float8_dynamic_scale_for_fsdp,
 )
 from quaver.distributed.linear_sharding import InputGather
-from quaver.distributed.spread_casts import SpreadCasts
-from quaver.kernels.cast import KeptScale
+from quaver.distributed.spread_casts import TensorParallelQuantizer
 from quaver.linear import Float8Linear
+from quaver.scaling import PersistentScale
 from quaver.tensor import Float8Tensor
 from quaver.weight_casts import cast_weight
 from tests.distributed.ranks import RanksError, run
@@ -176,7 +176,7 @@ def _check_both_casts(recipe, options, hp_dtype):
     last, first = config.casts.grad_output, config.casts.grad_output_for_grad_weight
     expected = MatrixCasts(config, hp_dtype).both(whole, last, first)
     for dim in (0, 1):
-        spread = SpreadCasts(config, hp_dtype, None, dist.group.WORLD, dim)
+        spread = TensorParallelQuantizer(config, hp_dtype, None, dist.group.WORLD, dim)
         got = spread.both(part(whole, dim), last, first)
         for operand, whole_operand in zip(got[:2], expected[:2], strict=True):
             assert_part_of(operand, whole_operand, dim)
@@ -188,11 +188,11 @@ def _check_kept_casts(known):
 
     def kept():
         scale = torch.tensor(3.0 if known else 0.0)
-        return KeptScale(scale, torch.tensor([-1.0, 0.0]), torch.tensor(known))
+        return PersistentScale(scale, torch.tensor([-1.0, 0.0]), torch.tensor(known))
 
     cast, of_whole, of_part = config.casts.input, kept(), kept()
     expected = MatrixCasts(config, torch.bfloat16, of_whole).both(whole, cast, cast)
-    got = SpreadCasts(config, torch.bfloat16, of_part, dist.group.WORLD, 1).both(part(whole, 1), cast, cast)
+    got = TensorParallelQuantizer(config, torch.bfloat16, of_part, dist.group.WORLD, 1).both(part(whole, 1), cast, cast)
     for operand, whole_operand in zip(got[:2], expected[:2], strict=True):
         assert_part_of(operand, whole_operand, 1)
     dist.all_reduce(of_part.observed, dist.ReduceOp.MAX)

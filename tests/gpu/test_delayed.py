@@ -14,8 +14,9 @@ from quaver import (
     float8_scaling_state,
     sync_float8_amax_and_scale_history,
 )
-from quaver.kernels.cast import KeptScale, cast_with_kept_scale
-from quaver.scaling import cast_with_kept_scale as oracle
+from quaver.kernels.cast import cast_with_persistent_scale
+from quaver.scaling import PersistentScale
+from quaver.scaling import cast_with_persistent_scale as oracle
 from tests.reference import KEPT_RECIPES
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +31,7 @@ def test_codes_scales_and_what_is_observed_are_those_of_a_cpu(hp_dtype, float8_d
     hp = (torch.randn(300, 130) * torch.logspace(-3, 3, 130)).to(hp_dtype)
 
     def cast(hp, quant_scale, observed, known):
-        return cast_with_kept_scale(hp, KeptScale(quant_scale, observed, known), float8_dtype, False)
+        return cast_with_persistent_scale(hp, PersistentScale(quant_scale, observed, known), float8_dtype, False)
 
     observed = torch.tensor([-1.0, 0.0], device="cuda")
     cast = torch.compile(cast, fullgraph=True) if compiled else cast

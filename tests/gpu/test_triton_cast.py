@@ -26,7 +26,7 @@ def _needs_a_gpu_that_rounds_once():
 def cast(hp, scale, float8_dtype, power_of_2=False):
     assert triton_cast.takes(hp, float8_dtype)
     quant_scale = torch.full((), scale, device="cuda")
-    return triton_cast.cast_with_kept_scale(hp, quant_scale, float8_dtype, power_of_2=power_of_2)
+    return triton_cast.cast_with_persistent_scale(hp, quant_scale, float8_dtype, power_of_2=power_of_2)
 
 
 def assert_all_same_bits(got, expected):
@@ -35,7 +35,7 @@ def assert_all_same_bits(got, expected):
 
 
 def assert_is_the_oracle(hp, scale, float8_dtype, power_of_2=False):
-    expected = scaling.cast_with_kept_scale(hp, torch.tensor(scale), float8_dtype, power_of_2=power_of_2)
+    expected = scaling.cast_with_persistent_scale(hp, torch.tensor(scale), float8_dtype, power_of_2=power_of_2)
     assert_all_same_bits(cast(hp.cuda(), scale, float8_dtype, power_of_2), expected)
 
 
@@ -82,7 +82,7 @@ def test_sizes(hp_dtype, scale):
             hp[-1] = -17.25  # the last element matters
         assert_is_the_oracle(hp, scale, E4M3)
     hp = torch.randn(3, 5, 7).to(hp_dtype)
-    expected = scaling.cast_with_kept_scale(hp[1:], torch.tensor(scale), E4M3)
+    expected = scaling.cast_with_persistent_scale(hp[1:], torch.tensor(scale), E4M3)
     assert_all_same_bits(cast(hp.cuda()[1:], scale, E4M3), expected)  # starts off 16 bytes
     assert_is_the_oracle(torch.randn(2, 0, 3).to(hp_dtype), scale, E4M3)
 
@@ -122,11 +122,11 @@ def test_saturated_elements_are_counted_up_to_2_to_the_24():
 def test_no_synchronisation(scale):
     hp = torch.randn(1000, 1000, device="cuda", dtype=torch.bfloat16)
     quant_scale = torch.full((), scale, device="cuda")
-    triton_cast.cast_with_kept_scale(hp, quant_scale, E4M3)
+    triton_cast.cast_with_persistent_scale(hp, quant_scale, E4M3)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        triton_cast.cast_with_kept_scale(hp, quant_scale, E4M3)
+        triton_cast.cast_with_persistent_scale(hp, quant_scale, E4M3)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -134,14 +134,14 @@ def test_no_synchronisation(scale):
 def test_a_graph_follows_the_scale_and_the_data():
     """What a CUDA graph replays decides on the device, each time anew, whether the scale is known."""
     hp, quant_scale = torch.randn(300, 130, device="cuda"), torch.zeros((), device="cuda")
-    triton_cast.cast_with_kept_scale(hp, quant_scale, E4M3)  # compiles
+    triton_cast.cast_with_persistent_scale(hp, quant_scale, E4M3)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = triton_cast.cast_with_kept_scale(hp, quant_scale, E4M3)
+        results = triton_cast.cast_with_persistent_scale(hp, quant_scale, E4M3)
     for scale, magnitude in ((0.0, 1.0), (100.0, 3.0), (0.0, 0.1), (20.0, 50.0)):
         quant_scale.fill_(scale)
         hp.normal_(0, magnitude)
         graph.replay()
-        expected = scaling.cast_with_kept_scale(hp.cpu(), torch.tensor(scale), E4M3)
+        expected = scaling.cast_with_persistent_scale(hp.cpu(), torch.tensor(scale), E4M3)
         assert_all_same_bits(results, expected)

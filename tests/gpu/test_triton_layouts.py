@@ -144,7 +144,7 @@ def test_more_than_2_to_the_31_elements():
 
 def every_cast(hp, quant_scale):
     """All that the casts return, of both layouts."""
-    kept, seen = layouts.cast_with_kept_scale(hp, quant_scale, E4M3, rows=True, columns=True, column_sums=True)
+    kept, seen = layouts.cast_with_persistent_scale(hp, quant_scale, E4M3, rows=True, columns=True, column_sums=True)
     axes = layouts.cast_axes(hp, E4M3, rows=True, columns=True, power_of_2=True, column_sums=True)
     of_rows = layouts.cast_axes(hp, E4M3, rows=True, columns=False, column_sums=True)
     return [
@@ -164,7 +164,7 @@ def expected_of_every_cast(hp, scale):
     """The same from the oracle; None for sums, which are rounded in another order."""
     hp = hp.cpu()
     codes, *scales = scaling.dynamic_cast(hp, E5M2)
-    kept_codes, *kept, seen = scaling.cast_with_kept_scale(hp, torch.tensor(scale), E4M3)
+    kept_codes, *kept, seen = scaling.cast_with_persistent_scale(hp, torch.tensor(scale), E4M3)
     rows = scaling.dynamic_cast(hp, E4M3, 1, power_of_2=True)
     given = scaling.cast_to_float8(hp, kept[0], E4M3)
     made = [codes, codes, *scales, kept_codes, kept_codes, *kept, None, seen, *rows]

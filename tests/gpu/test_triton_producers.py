@@ -180,8 +180,8 @@ def test_a_graph_follows_the_scale_and_the_data():
         options = {"rows": True, "columns": True}
         return leaves(
             (
-                fused_producers.swiglu_cast_with_kept_scale(gate, up, quant_scale, E4M3, **options),
-                fused_producers.rms_norm_cast_with_kept_scale(
+                fused_producers.swiglu_cast_with_persistent_scale(gate, up, quant_scale, E4M3, **options),
+                fused_producers.rms_norm_cast_with_persistent_scale(
                     gate, up[0], EPS, BF16, quant_scale, E4M3, rows=True, columns=False
                 ),
             )

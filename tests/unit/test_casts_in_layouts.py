@@ -17,7 +17,7 @@ from quaver.kernels import layouts
 from quaver.weight_scope import cast_weights_once
 
 RECIPES = [name.value for name in Float8LinearRecipeName]
-CASTS = ("cast_layouts", "cast_with_kept_scale", "cast_axes", "cast_with_scales")
+CASTS = ("cast_layouts", "cast_with_persistent_scale", "cast_axes", "cast_with_scales")
 E4M3 = torch.float8_e4m3fn
 
 
@@ -97,8 +97,8 @@ def test_a_known_delayed_scale_is_used_for_both_layouts_at_once(calls):
     calls.clear()
     steps(model, count=1)
     assert calls == {
-        ("cast_with_kept_scale", BOTH): 2,
-        ("cast_with_kept_scale", ROWS): 1,
+        ("cast_with_persistent_scale", BOTH): 2,
+        ("cast_with_persistent_scale", ROWS): 1,
         ("cast_with_scales", COLUMNS): 1,
     }
 

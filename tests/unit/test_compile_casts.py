@@ -88,9 +88,9 @@ def _written(recipe, calls_kernels, dynamic=False):
     [
         ("tensorwise", "kernels", {"cast_layouts": 3, "cast_with_scales": 1}),
         ("rowwise", "kernels", {"cast_axes": 4}),
-        ("delayed", "compiler", {"cast_layouts_with_kept_scale": 3, "cast_with_scales": 1}),
+        ("delayed", "compiler", {"cast_layouts_with_persistent_scale": 3, "cast_with_scales": 1}),
         nightly("rowwise_with_gw_hp", "kernels", {"cast_axes": 3, "cast_with_scales": 1}),
-        nightly("delayed", "kernels", {"cast_layouts_with_kept_scale": 3, "cast_with_scales": 1}),
+        nightly("delayed", "kernels", {"cast_layouts_with_persistent_scale": 3, "cast_with_scales": 1}),
     ],
 )
 def test_casts_are_operations_and_nothing_else_makes_or_copies_float8(elsewhere, recipe, casts, expected):

@@ -207,7 +207,7 @@ def test_the_delayed_recipes_and_what_older_configs_accept():
     delayed = Float8LinearConfig.from_recipe_name("delayed")
     assert all(cast.scaling_type is ScalingType.DELAYED for cast in delayed.casts)
     mixed = Float8LinearConfig.from_recipe_name("delayed_with_dynamic_weight")
-    assert [cast.is_kept for cast in mixed.casts] == [True, True, False, False, True, True]
+    assert [cast.is_persistent for cast in mixed.casts] == [True, True, False, False, True, True]
     assert "DelayedScalingConfig(history_len=16" in str(mixed)
     old = dataclasses.replace(delayed, enable_amax_init=False, enable_pre_and_post_forward=False)
     assert old.casts == delayed.casts

@@ -50,8 +50,8 @@ def test_swiglu_is_the_cast_of_the_expression(dtype, rows, columns):
         fused_producers.swiglu_cast_layouts(gate, up, E4M3, **wanted), layouts.cast_layouts(product, E4M3, **wanted)
     )
     assert_same(
-        fused_producers.swiglu_cast_with_kept_scale(gate, up, kept, E5M2, **wanted),
-        layouts.cast_with_kept_scale(product, kept, E5M2, **wanted),
+        fused_producers.swiglu_cast_with_persistent_scale(gate, up, kept, E5M2, **wanted),
+        layouts.cast_with_persistent_scale(product, kept, E5M2, **wanted),
     )
     assert_same(fused_producers.swiglu_cast_axes(gate, up, E4M3, **wanted), layouts.cast_axes(product, E4M3, **wanted))
 
@@ -71,8 +71,8 @@ def test_rms_norm_is_the_cast_of_the_expression(dtype, weight_dtype, hp_dtype, r
         (layouts.cast_layouts(normed, E4M3, **wanted), inverse_rms),
     )
     assert_same(
-        fused_producers.rms_norm_cast_with_kept_scale(*norm, kept, E4M3, **wanted),
-        (*layouts.cast_with_kept_scale(normed, kept, E4M3, **wanted), inverse_rms),
+        fused_producers.rms_norm_cast_with_persistent_scale(*norm, kept, E4M3, **wanted),
+        (*layouts.cast_with_persistent_scale(normed, kept, E4M3, **wanted), inverse_rms),
     )
     assert_same(
         fused_producers.rms_norm_cast_axes(*norm, E5M2, **wanted),
@@ -139,11 +139,11 @@ def everything(gate, up, weight, rows, columns):
     norm = (up, weight, EPS, BF16)
     made = (
         fused_producers.swiglu_cast_layouts(gate, up, E4M3, **wanted),
-        fused_producers.swiglu_cast_with_kept_scale(gate, up, kept, E5M2, **wanted),
+        fused_producers.swiglu_cast_with_persistent_scale(gate, up, kept, E5M2, **wanted),
         fused_producers.swiglu_cast_axes(gate, up, E4M3, **wanted),
         fused_producers.swiglu_backward(gate, gate, up),
         fused_producers.rms_norm_cast_layouts(*norm, E4M3, **wanted),
-        fused_producers.rms_norm_cast_with_kept_scale(*norm, kept, E5M2, **wanted),
+        fused_producers.rms_norm_cast_with_persistent_scale(*norm, kept, E5M2, **wanted),
         axes := fused_producers.rms_norm_cast_axes(*norm, E4M3, **wanted),
         fused_producers.rms_norm_backward(gate, up, weight, axes[1]),
     )
@@ -166,11 +166,11 @@ def test_operations_keep_their_promises(rows, columns, shape):
     wanted, norm, ops = (rows, columns, False), (up, weight, EPS, BF16), torch.ops.quaver
     for operation, args in (
         (ops.swiglu_cast_layouts, (gate, up, E4M3, *wanted)),
-        (ops.swiglu_cast_with_kept_scale, (gate, up, one, E4M3, *wanted)),
+        (ops.swiglu_cast_with_persistent_scale, (gate, up, one, E4M3, *wanted)),
         (ops.swiglu_cast_axes, (gate, up, E4M3, *wanted)),
         (ops.swiglu_backward, (up, gate, up)),
         (ops.rms_norm_cast_layouts, (*norm, E4M3, *wanted)),
-        (ops.rms_norm_cast_with_kept_scale, (*norm, one, E4M3, *wanted)),
+        (ops.rms_norm_cast_with_persistent_scale, (*norm, one, E4M3, *wanted)),
         (ops.rms_norm_cast_axes, (*norm, E4M3, *wanted)),
         (ops.rms_norm_backward, (gate, up, weight, inverse_rms)),
     ):

@@ -10,7 +10,8 @@ from torch import Tensor
 from quaver import scaling
 from quaver.formats import FORMATS
 from quaver.kernels import cpu
-from quaver.kernels.cast import KeptScale, cast_with_kept_scale
+from quaver.kernels.cast import cast_with_persistent_scale
+from quaver.scaling import PersistentScale
 from tests.reference import MAX
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -56,7 +57,7 @@ def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
 
 
 def by_pytorch(hp, quant_scale, float8_dtype, power_of_2):
-    return scaling.cast_with_kept_scale(hp, quant_scale, float8_dtype, power_of_2=power_of_2)
+    return scaling.cast_with_persistent_scale(hp, quant_scale, float8_dtype, power_of_2=power_of_2)
 
 
 def by_the_extension(hp, quant_scale, float8_dtype, power_of_2):
@@ -66,7 +67,9 @@ def by_the_extension(hp, quant_scale, float8_dtype, power_of_2):
 
 def compiled(hp, quant_scale, float8_dtype, power_of_2):
     def cast(hp, quant_scale, seen):
-        return cast_with_kept_scale(hp, KeptScale(quant_scale, seen, torch.tensor(True)), float8_dtype, power_of_2)
+        return cast_with_persistent_scale(
+            hp, PersistentScale(quant_scale, seen, torch.tensor(True)), float8_dtype, power_of_2
+        )
 
     seen = torch.full((2,), -1.0)
     return (*torch.compile(cast, fullgraph=True, backend="aot_eager")(hp, quant_scale, seen), seen)
@@ -154,7 +157,7 @@ def test_what_was_seen_is_a_maximum_in_which_nan_stays(path):
     def observe(*tensors):
         observed = torch.tensor([-1.0, 0.0])
         for hp in tensors:
-            kept = KeptScale(torch.tensor(448.0), observed, torch.tensor(True))
+            kept = PersistentScale(torch.tensor(448.0), observed, torch.tensor(True))
             if path is by_the_extension:
                 cpu.cast_and_observe(hp, kept.quant_scale, E4M3, False, observed)
             else:

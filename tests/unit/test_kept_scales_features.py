@@ -312,8 +312,8 @@ def test_views_follow_a_move():
     before = module.scaling.recorded
     state.to(torch.device("meta"))
     assert module.scaling.recorded.input.quant_scale.is_meta
-    assert module.scaling.recorded.input.known is not None
-    assert not module.scaling.recorded.input.known.is_meta
+    assert module.scaling.recorded.input.is_initialized is not None
+    assert not module.scaling.recorded.input.is_initialized.is_meta
     assert not before.input.quant_scale.is_meta
 
 

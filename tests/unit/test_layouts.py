@@ -39,8 +39,8 @@ def test_one_scale(rows, columns, power_of_2):
 @pytest.mark.parametrize("scale", [0.0, 0.3])
 def test_a_kept_scale(rows, columns, scale):
     hp, kept = matrix(), torch.tensor(scale)
-    codes, quant, dequant, observed = scaling.cast_with_kept_scale(hp, kept, E5M2)
-    made, seen = layouts.cast_with_kept_scale(hp, kept, E5M2, rows=rows, columns=columns)
+    codes, quant, dequant, observed = scaling.cast_with_persistent_scale(hp, kept, E5M2)
+    made, seen = layouts.cast_with_persistent_scale(hp, kept, E5M2, rows=rows, columns=columns)
     if rows:
         assert_layout(made.row_codes, codes, along_rows=True)
     if columns:
@@ -103,7 +103,7 @@ def test_bad_arguments():
 def every_cast(hp, rows, columns):
     """All that the four casts return, which is not None."""
     one = hp.new_full((), 0.25, dtype=torch.float32)
-    kept, seen = layouts.cast_with_kept_scale(hp, one, E5M2, rows=rows, columns=columns, column_sums=True)
+    kept, seen = layouts.cast_with_persistent_scale(hp, one, E5M2, rows=rows, columns=columns, column_sums=True)
     axes = layouts.cast_axes(hp, E4M3, rows=rows, columns=columns, power_of_2=True)
     made = [
         *layouts.cast_layouts(hp, E4M3, rows=rows, columns=columns),
@@ -138,7 +138,7 @@ def test_operations_keep_their_promises(rows, columns, shape):
     ops = torch.ops.quaver
     for operation, args in (
         (ops.cast_layouts, (hp, E4M3, rows, columns, False, True)),
-        (ops.cast_layouts_with_kept_scale, (hp, one, E4M3, rows, columns, False, False)),
+        (ops.cast_layouts_with_persistent_scale, (hp, one, E4M3, rows, columns, False, False)),
         (ops.cast_axes, (hp, E5M2, rows, columns, True, True)),
         (ops.cast_with_scales, (hp, E4M3, one if rows else None, one if columns else None)),
     ):

@@ -144,7 +144,7 @@ def test_delayed_scales_are_kept_as_on_a_gpu():
         linear = convert_to_float8_training(torch.nn.Linear(64, 128, bias=False, dtype=torch.bfloat16), config=config)
         with Operations() as seen:
             linear(torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
-    assert seen.counts["quaver.cast_layouts_with_kept_scale"] >= 2
+    assert seen.counts["quaver.cast_layouts_with_persistent_scale"] >= 2
     assert seen.counts["aten._scaled_mm"] == 3
 
 

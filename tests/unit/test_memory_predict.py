@@ -192,7 +192,7 @@ def test_kept_scales_are_copied():
     state = float8_scaling_state(model).state_dict()
     before = {name: value.clone() for name, value in state.items()}
     prediction = explain(model, (torch.empty(128, 64),))
-    assert "quaver.cast_with_kept_scale" in str(prediction.report["saved_for_backward"])
+    assert "quaver.cast_with_persistent_scale" in str(prediction.report["saved_for_backward"])
     assert all(torch.equal(before[name], value) for name, value in state.items())
 
 

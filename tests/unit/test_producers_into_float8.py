@@ -90,7 +90,7 @@ def test_one_norm_is_cast_once_for_all_its_readers(on_gpu):
 def test_kept_scales_are_used_and_observe(on_gpu):
     block = make("delayed", True)
     steps(block, count=3)
-    assert set(on_gpu) == {"rms_norm_cast_with_kept_scale", "swiglu_cast_with_kept_scale"}
+    assert set(on_gpu) == {"rms_norm_cast_with_persistent_scale", "swiglu_cast_with_persistent_scale"}
     unfused = make("delayed", False)
     steps(unfused, count=3)
     for ours, theirs in zip(

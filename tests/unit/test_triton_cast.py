@@ -43,8 +43,8 @@ def assert_is_the_oracle(hp, scale, float8_dtype, power_of_2=False):
     assert triton_cast.takes(hp, float8_dtype)
     quant_scale = torch.tensor(scale)
     with np.errstate(all="ignore"):  # the interpreter's infinities and NaNs are wanted
-        got = triton_cast.cast_with_kept_scale(hp, quant_scale, float8_dtype, power_of_2=power_of_2)
-    expected = scaling.cast_with_kept_scale(hp, quant_scale, float8_dtype, power_of_2=power_of_2)
+        got = triton_cast.cast_with_persistent_scale(hp, quant_scale, float8_dtype, power_of_2=power_of_2)
+    expected = scaling.cast_with_persistent_scale(hp, quant_scale, float8_dtype, power_of_2=power_of_2)
     for g, e in zip(got, expected, strict=True):
         assert_same_bits(g, e)
     return got

@@ -70,7 +70,7 @@ def assert_kept(hp, scale, float8_dtype, *, power_of_2=False, sums=False, wanted
     quant_scale = torch.tensor(scale)
     with np.errstate(all="ignore"):
         for rows, columns in wanted:
-            made, seen = layouts.cast_with_kept_scale(
+            made, seen = layouts.cast_with_persistent_scale(
                 hp,
                 quant_scale.to(hp.device),
                 float8_dtype,
@@ -79,7 +79,9 @@ def assert_kept(hp, scale, float8_dtype, *, power_of_2=False, sums=False, wanted
                 power_of_2=power_of_2,
                 column_sums=sums,
             )
-            codes, *rest = scaling.cast_with_kept_scale(hp.cpu(), quant_scale, float8_dtype, power_of_2=power_of_2)
+            codes, *rest = scaling.cast_with_persistent_scale(
+                hp.cpu(), quant_scale, float8_dtype, power_of_2=power_of_2
+            )
             assert_codes(made.row_codes, made.column_codes, codes)
             for got, expected in zip((made.quant_scale, made.dequant_scale, seen), rest, strict=True):
                 assert_same_bits(got, expected)
@@ -208,7 +210,7 @@ def _saturated_elements_are_counted():
         hp = torch.zeros(200, 100)
         hp[::50, ::99] = torch.tensor([[limit, -limit], [above, -above], [INF, NAN], [above, 0.0]])
         assert_kept(hp, 1.0, float8_dtype, wanted=WANTED[:1])
-        made, seen = layouts.cast_with_kept_scale(hp, torch.tensor(1.0), float8_dtype, rows=True, columns=True)
+        made, seen = layouts.cast_with_persistent_scale(hp, torch.tensor(1.0), float8_dtype, rows=True, columns=True)
         assert seen[1] == 3
 
 
@@ -217,10 +219,10 @@ def _bytes(cast, hp_dtype):
     hp = varied(256, 512, hp_dtype)
     casts = {
         "layouts": lambda rows, columns: layouts.cast_layouts(hp, E4M3, rows=rows, columns=columns),
-        "known": lambda rows, columns: layouts.cast_with_kept_scale(
+        "known": lambda rows, columns: layouts.cast_with_persistent_scale(
             hp, torch.tensor(2.0), E4M3, rows=rows, columns=columns
         ),
-        "unknown": lambda rows, columns: layouts.cast_with_kept_scale(
+        "unknown": lambda rows, columns: layouts.cast_with_persistent_scale(
             hp, torch.tensor(0.0), E4M3, rows=rows, columns=columns
         ),
         "axes": lambda rows, columns: layouts.cast_axes(hp, E4M3, rows=rows, columns=columns),

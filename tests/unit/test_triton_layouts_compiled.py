@@ -211,7 +211,7 @@ def _launches():
     for rows, columns in ((1, 40), (33, 1)):
         hp, one = torch.empty(rows, columns, dtype=torch.bfloat16), torch.ones(())
         triton_layouts.cast_layouts(hp, E4M3, True, True, False, True)
-        triton_layouts.cast_with_kept_scale(hp, one, E5M2, True, False, False, False)
+        triton_layouts.cast_with_persistent_scale(hp, one, E5M2, True, False, False, False)
         triton_layouts.cast_axes(hp, E4M3, True, True, True, False)
         triton_layouts.cast_axes(hp, E4M3, True, False, True, True)
         triton_layouts.cast_with_scales(hp, E4M3, one, torch.ones(1, columns))

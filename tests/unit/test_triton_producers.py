@@ -94,7 +94,7 @@ def assert_casts(cast, result, float8_dtype, *, scales=(0.0, 20.0), power_of_2=F
             assert_cast(made[:4], expected, share=share)
             for scale in map(torch.tensor, scales):
                 made, observed = cast("with_kept_scale", scale, float8_dtype, **options)
-                *expected, seen = scaling.cast_with_kept_scale(result, scale, float8_dtype, power_of_2=power_of_2)
+                *expected, seen = scaling.cast_with_persistent_scale(result, scale, float8_dtype, power_of_2=power_of_2)
                 assert_cast(made[:4], expected, share=share)
                 assert_scales(observed[0], seen[0], share=share)
                 assert (observed[1].cpu() - seen[1]).abs() <= share * result.numel()

@@ -23,7 +23,7 @@ _REDUCTIONS = frozenset(
 _CONVERSIONS = frozenset(("_to_copy", "convert_element_type", "to"))
 _LONGEST = 48
 """Letters of an operator's name; those of fused kernels name all that was fused."""
-_CASTS = frozenset(("cast_with_kept_scale", "cast_with_scale", "dynamic_cast", "dynamic_cast_axes"))
+_CASTS = frozenset(("cast_with_persistent_scale", "cast_with_scale", "dynamic_cast", "dynamic_cast_axes"))
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
 
 

@@ -10,7 +10,7 @@ from quaver.trainer.config.require import require, require_default
 
 RECIPES = ", ".join(name.value for name in Float8LinearRecipeName)
 DELAYED_RECIPES = ", ".join(
-    name.value for name in Float8LinearRecipeName if Float8LinearConfig.from_recipe_name(name).keeps_scales
+    name.value for name in Float8LinearRecipeName if Float8LinearConfig.from_recipe_name(name).has_persistent_scales
 )
 
 
@@ -87,9 +87,9 @@ class Float8:
         self._check_delayed_scaling()
 
     @property
-    def keeps_scales(self) -> bool:
+    def has_persistent_scales(self) -> bool:
         """Whether the recipe has scales that are kept from step to step."""
-        return self.enable_float8_linear and Float8LinearConfig.from_recipe_name(self.recipe_name).keeps_scales
+        return self.enable_float8_linear and Float8LinearConfig.from_recipe_name(self.recipe_name).has_persistent_scales
 
     @property
     def delayed_scaling_config(self) -> DelayedScalingConfig:
@@ -109,11 +109,11 @@ class Float8:
         window = self.delayed_dynamic_window
         require(len(window) in (0, 2), "float8.delayed_dynamic_window", "two numbers, low and high, or empty", window)
         self.delayed_scaling_config  # noqa: B018 - raises ValueError
-        keeps_scales = self.keeps_scales
+        has_persistent_scales = self.has_persistent_scales
         for setting in fields(self):
             value = getattr(self, setting.name)
             require(
-                keeps_scales or not setting.name.startswith("delayed_") or value == setting.default,
+                has_persistent_scales or not setting.name.startswith("delayed_") or value == setting.default,
                 f"float8.{setting.name}",
                 f"its default, {setting.default!r}, without delayed scaling",
                 value,

@@ -63,7 +63,11 @@ class TrainConfig:
         precision = self.float8.recipe_name if self.float8.enable_float8_linear else "no float8"
         without = f"where no scale is kept from step to step ({precision})"
         fix = f"choose float8.recipe_name {DELAYED_RECIPES.replace(', ', ' or ')}"
-        keeps, plot, freq = self.float8.keeps_scales, self.metrics.plot_float8_scales, self.metrics.float8_scales_freq
+        keeps, plot, freq = (
+            self.float8.has_persistent_scales,
+            self.metrics.plot_float8_scales,
+            self.metrics.float8_scales_freq,
+        )
         require(keeps or not plot, "metrics.plot_float8_scales", f"false {without}", plot, fix)
         require(keeps or freq <= 1, "metrics.float8_scales_freq", f"0 or 1 {without}", freq, fix)
 

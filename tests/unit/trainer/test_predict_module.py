@@ -103,7 +103,7 @@ def test_what_is_in_no_block(tiny_config, name):
 def test_settings_of_float8(tiny_config, float8):
     memory = predict_module(replace(tiny_config, float8=float8), MLP, ranks=2)
     assert memory.name == float8.recipe_name
-    assert ("kept_scales" in memory.prediction.by_category) == float8.keeps_scales
+    assert ("kept_scales" in memory.prediction.by_category) == float8.has_persistent_scales
     names = {row["module"] for row in memory.prediction.at_peak}
     assert f"{MLP}.down_proj" in names
 
