@@ -1,279 +1,187 @@
-/* quaver._cpu: the float8 casts of eager code on a CPU, one call each, and matmuls too small for a library's set-up.
+/* quaver._cpu: float8 casts on a CPU, and a float8 matmul for CPUs with bfloat16 dot products.
  *
- * quaver/scaling.py says what is computed, and is matched bit for bit; quaver/kernels/cpu.py is the only caller.
- * Every matrix is [rows, columns], contiguous. `dim` is the one that an amax reduces: NONE (-1) for one amax or scale,
- * 1 for one a row [rows, 1], 0 for one a column [1, columns]. Addresses arrive as integers, and are trusted.
+ * quaver/scaling.py says what a cast computes, and is matched bit for bit; quaver/kernels/cpu.py and cpu_mm.py are the
+ * only callers. Every matrix is [rows, columns], contiguous. `dim` is the one that an amax reduces: NONE (-1) for one
+ * amax or scale, 1 for one per row [rows, 1], 0 for one per column [1, columns].
  *
- * Why it is written so:
- *   - Inner loops have no branches and no calls, so that compilers vectorise them. Kinds are constants there: each
- *     CLONES function picks an always-inlined body by switch, once per run of elements (runs.h). The loops that most
- *     time goes to are written in vectors as well, for CPUs that look bytes up (avx512.h).
- *   - Magnitudes of IEEE numbers order like their bits, NaNs on top, so an amax is a maximum of integers.
- *   - Floating point means what IEEE 754 says: no -ffast-math, no contraction, no excess precision.
+ * Addresses arrive as integers. 0 where there are elements, sizes below 0 or beyond 2^60 and unknown kinds raise
+ * ValueError. That the memory is there is for Python to know.
+ *
+ * Floating point means what IEEE 754 says: no -ffast-math, no contraction, no excess precision. Magnitudes of IEEE
+ * numbers order like their bits, NaNs on top, so an amax is a maximum of integers.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "avx512.h"
 #include "matmul.h"
-#include "runs.h"
 
-enum { NONE = -1 };                /* dim */
-enum { RELEASE_GIL_FROM = 32768 }; /* elements; some microseconds of work */
+enum { NONE = -1 /* dim */, RELEASE_GIL_FROM = 32768 /* elements; some microseconds of work */ };
+enum { MOST_THREADS = 64, CACHED = 8192 /* elements that stay in the first cache between two runs over them */ };
 
-/* ---- a matrix, in blocks of rows (of elements, where the dim does not matter), one thread each --------------------*/
-
-typedef struct { float amax; int64_t saturated; } Observed;
+/* ---- a matrix, in blocks of rows, one thread each ----------------------------------------------------------------*/
 
 typedef struct {
     char *hp;               /* [rows, columns] of hp_kind; what widen writes */
     uint8_t *codes;         /* [rows, columns] of float8; what widen reads */
-    int64_t codes_row;      /* from one row of codes to the next; columns where they are written */
-    char *amax;             /* of hp_kind; () or [1, columns]; while casting only */
-    float *quant, *dequant; /* (), [rows, 1] or [1, columns] */
-    int16_t *shifts;        /* [columns] of dequant scales; while widening with AVX-512 only */
-    Observed *observed;     /* one a block; while casting with a kept scale only */
-    int64_t rows, columns;
+    float *quant, *dequant; /* (), [rows, 1] or [1, columns] by `dim`; widen takes what it multiplies by for `quant` */
+    uint8_t *column_codes;  /* of cast_axes, with the scales [1, columns]; the others are then by rows */
+    float *column_quant, *column_dequant;
+    const float *persistent_quant;   /* of cast_and_observe: () */
+    float *amax_buffer;              /* and [amax, saturated elements] */
+    int64_t rows, columns, code_row; /* code_row: from one row of codes to the next; `columns` where they are written */
     int hp_kind, float8, dim, power_of_2, threads;
+    char *amax;         /* [threads, 1 or columns] of hp_kind, while it is found */
+    int64_t *saturated; /* of all blocks, while they are counted */
 } Job;
 
-enum { MOST_THREADS = 64, CACHED = 8192 /* elements that stay in the first cache between two runs over them */ };
-
-static int64_t elements_read;  /* of hp matrices, since the module was loaded; read by tests. Under the GIL or approximate. */
+static int64_t elements_read; /* of hp matrices, ever; for tests. Under the GIL or approximate. */
 
 INLINE int64_t hp_size(const Job *job) { return job->hp_kind == FLOAT32 ? 4 : 2; }
-INLINE char *hp_row(const Job *job, int64_t row) { return job->hp + row * job->columns * hp_size(job); }
-
-INLINE void store_amax(const Job *job, void *amax, int64_t i, uint32_t bits) {
-    uint16_t low = (uint16_t)bits;
-    if (job->hp_kind == FLOAT32) memcpy((uint32_t *)amax + i, &bits, 4);
-    else memcpy((uint16_t *)amax + i, &low, 2);
-}
+INLINE char *hp_at(const Job *job, int64_t element) { return job->hp + element * hp_size(job); }
 
 typedef void (*Work)(const Job *, int, int64_t, int64_t);
 
 /* work(job, block, first, last) for every block of 0..n; blocks differ in nothing that they write. */
 static void in_blocks(Work work, const Job *job, int64_t n) {
-    if (job->threads == 1) { work(job, 0, 0, n); return; }
+    if (job->threads == 1) {
+        work(job, 0, 0, n);
+        return;
+    }
 #pragma omp parallel for num_threads(job->threads) schedule(static, 1)
     for (int block = 0; block < job->threads; block++)
         work(job, block, n * block / job->threads, n * (block + 1) / job->threads);
 }
 
-static void amax_of_elements(const Job *job, int block, int64_t first, int64_t last) {
-    uint32_t bits = amax_run(job->hp + first * hp_size(job), job->hp_kind, last - first);
-    store_amax(job, job->amax, block, bits);
-}
+/* ---- casts -------------------------------------------------------------------------------------------------------*/
 
-static void amax_of_columns(const Job *job, int block, int64_t first, int64_t last) {
-    char *amax = job->amax + block * job->columns * hp_size(job);
-    memset(amax, 0, job->columns * hp_size(job));
-    for (int64_t row = first; row < last; row++) amax_each(hp_row(job, row), job->hp_kind, job->columns, amax);
-}
+/* How many amaxes `fill_scales` finds. */
+INLINE int64_t amaxes_of(const Job *job) { return job->dim == NONE ? 1 : job->columns; }
 
-/* Reads memory once: a few elements at a time, which are cast again from the cache, and counted, if they overflow. */
-static void cast_and_observe_elements(const Job *job, int block, int64_t first, int64_t last) {
-    float largest = 0.0f;
-    int64_t saturated = 0;
-    for (int64_t start = first; start < last; start += CACHED) {
-        const char *hp = job->hp + start * hp_size(job);
-        uint8_t *codes = job->codes + start;
-        int64_t n = last - start < CACHED ? last - start : CACHED;
-        float amax = cast_and_see(hp, job->hp_kind, job->float8, *job->quant, n, codes);
-        if (!(amax * *job->quant <= FLOAT8[job->float8].saturates_above && amax <= FLT_MAX))
-            saturated += overflow_run(hp, job->hp_kind, job->float8, *job->quant, n, codes);
-        if (bits_of(amax) > bits_of(largest)) largest = amax;
-    }
-    job->observed[block].amax = largest, job->observed[block].saturated = saturated;
-}
-
-/* Fills job->amax [length] by `work` on 0..n: each thread has a result of its own first. 0, or -1 without memory. */
-static int fill_amax_by(Work work, const Job *job, int64_t n, int64_t length) {
-    elements_read += job->rows * job->columns;
-    if (job->threads == 1) { in_blocks(work, job, n); return 0; }
-    Job partial = *job;
-    partial.amax = PyMem_RawMalloc(length * hp_size(job) * job->threads + 1);
-    if (partial.amax == NULL) return -1;
-    in_blocks(work, &partial, n);
-    memset(job->amax, 0, length * hp_size(job));
-    for (int block = 0; block < job->threads; block++)
-        amax_each(partial.amax + block * length * hp_size(job), job->hp_kind, length, job->amax);
-    PyMem_RawFree(partial.amax);
-    return 0;
-}
-
-/* Tensorwise or by columns. */
-static int fill_amax(const Job *job) {
-    if (job->dim == NONE) return fill_amax_by(amax_of_elements, job, job->rows * job->columns, 1);
-    return fill_amax_by(amax_of_columns, job, job->rows, job->columns);
-}
-
-static void cast_elements(const Job *job, int block, int64_t first, int64_t last) {
-    (void)block;
-    const char *hp = job->hp + first * hp_size(job);
-    cast(hp, job->hp_kind, job->float8, job->quant, 0, last - first, job->codes + first);
+/* Tensorwise, or of columns. */
+static void amax_of_rows(const Job *job, int block, int64_t first, int64_t last) {
+    char *amax = job->amax + block * amaxes_of(job) * hp_size(job);
+    const int64_t columns = job->columns;
+    if (job->dim == NONE) amax_run(hp_at(job, first * columns), job->hp_kind, (last - first) * columns, amax);
+    else for (int64_t row = first; row < last; row++)
+        amax_each(hp_at(job, row * columns), job->hp_kind, columns, amax);
 }
 
 static void cast_rows(const Job *job, int block, int64_t first, int64_t last) {
     (void)block;
-    for (int64_t row = first; row < last; row++)
-        cast(hp_row(job, row), job->hp_kind, job->float8, job->dim == 1 ? job->quant + row : job->quant, job->dim == 0,
-             job->columns, job->codes + row * job->columns);
+    const int64_t start = first * job->columns, n = (last - first) * job->columns;
+    if (job->dim == NONE) cast_run(hp_at(job, start), job->hp_kind, job->float8, job->quant, 0, n, job->codes + start);
+    else for (int64_t row = first, at = start; row < last; row++, at += job->columns)
+        cast_run(hp_at(job, at), job->hp_kind, job->float8, job->dim == 1 ? job->quant + row : job->quant,
+                 job->dim == 0, job->columns, job->codes + at);
 }
 
-static void cast_matrix(const Job *job) {
+static int cast_with_scale_matrix(const Job *job) {
     elements_read += job->rows * job->columns;
-    if (job->dim == NONE) in_blocks(cast_elements, job, job->rows * job->columns);
-    else in_blocks(cast_rows, job, job->rows);
+    in_blocks(cast_rows, job, job->rows);
+    return 0;
 }
 
-/* amax, scales and cast of one row at a time, while it is in the cache. */
+/* amax, scales and cast of one row at a time, while it is in the cache; and amaxes of columns, if they are wanted. */
 static void dynamic_cast_rows(const Job *job, int block, int64_t first, int64_t last) {
     for (int64_t row = first; row < last; row++) {
-        uint32_t amax = 0;
-        store_amax(job, &amax, 0, amax_run(hp_row(job, row), job->hp_kind, job->columns));
+        uint32_t amax;
+        amax_run(hp_at(job, row * job->columns), job->hp_kind, job->columns, &amax);
         scales_run(&amax, job->hp_kind, job->float8, job->power_of_2, 1, job->quant + row, job->dequant + row);
         cast_rows(job, block, row, row + 1);
+        if (job->amax) amax_of_rows(job, block, row, row + 1);
     }
 }
 
-/* And the amaxes of columns, while a row is in the cache. */
-static void dynamic_cast_rows_and_amax_of_columns(const Job *job, int block, int64_t first, int64_t last) {
-    char *amax = job->amax + block * job->columns * hp_size(job);
-    memset(amax, 0, job->columns * hp_size(job));
-    for (int64_t row = first; row < last; row++) {
-        dynamic_cast_rows(job, block, row, row + 1);
-        amax_each(hp_row(job, row), job->hp_kind, job->columns, amax);
-    }
+/* Finds amaxes by `work`, each thread its own first, and makes scales of them. -1 without memory. */
+static int fill_scales(const Job *job, Work work, float *quant, float *dequant) {
+    const int64_t length = amaxes_of(job), bytes = length * hp_size(job);
+    Job finding = *job;
+    finding.amax = PyMem_RawCalloc(job->threads, bytes + 1);
+    if (finding.amax == NULL) return -1;
+    elements_read += job->rows * job->columns;
+    in_blocks(work, &finding, job->rows);
+    for (int block = 1; block < job->threads; block++)
+        amax_each(finding.amax + block * bytes, job->hp_kind, length, finding.amax);
+    scales_run(finding.amax, job->hp_kind, job->float8, job->power_of_2, length, quant, dequant);
+    PyMem_RawFree(finding.amax);
+    return 0;
 }
 
 static int dynamic_cast_matrix(const Job *job) {
-    if (job->dim == 1) {
-        elements_read += job->rows * job->columns;  /* the second time from the cache */
-        in_blocks(dynamic_cast_rows, job, job->rows);
-        return 0;
+    if (job->dim != 1) {
+        if (fill_scales(job, amax_of_rows, job->quant, job->dequant)) return -1;
+        return cast_with_scale_matrix(job);
     }
-    const int64_t length = job->dim == NONE ? 1 : job->columns;
-    Job with_amax = *job;
-    with_amax.amax = PyMem_RawMalloc(length * hp_size(job) + 1);
-    int failed = with_amax.amax == NULL ? -1 : fill_amax(&with_amax);
-    if (!failed) {
-        scales_run(with_amax.amax, job->hp_kind, job->float8, job->power_of_2, length, job->quant, job->dequant);
-        cast_matrix(job);
-    }
-    PyMem_RawFree(with_amax.amax);
-    return failed;
-}
-
-/* By rows into `by_rows` and by columns into `by_columns`, of one matrix, which is read twice from memory. */
-static int dynamic_cast_axes(Job by_rows, Job by_columns) {
-    by_rows.amax = PyMem_RawMalloc(by_rows.columns * hp_size(&by_rows) + 1);
-    if (by_rows.amax == NULL) return -1;
-    int failed = fill_amax_by(dynamic_cast_rows_and_amax_of_columns, &by_rows, by_rows.rows, by_rows.columns);
-    if (!failed) {
-        scales_run(by_rows.amax, by_rows.hp_kind, by_rows.float8, by_rows.power_of_2, by_rows.columns, by_columns.quant,
-                   by_columns.dequant);
-        cast_matrix(&by_columns);
-    }
-    PyMem_RawFree(by_rows.amax);
-    return failed;
-}
-
-/* The amax in `observed` [2] and the count of saturated elements become the larger of what they are and what this sees. */
-static int cast_and_observe_matrix(const Job *job, float kept_quant, float *observed) {
-    if (kept_quant > 0) {
-        *job->quant = kept_quant, *job->dequant = 1.0f / kept_quant;
-    } else {
-        uint32_t amax = 0;
-        Job of_amax = *job;
-        of_amax.amax = (char *)&amax;
-        if (fill_amax(&of_amax)) return -1;
-        scales_run(&amax, job->hp_kind, job->float8, job->power_of_2, 1, job->quant, job->dequant);
-    }
-    Observed seen[MOST_THREADS];
-    Job observing = *job;
-    observing.observed = seen;
-    elements_read += job->rows * job->columns;
-    in_blocks(cast_and_observe_elements, &observing, job->rows * job->columns);
-    int64_t saturated = 0;
-    for (int block = 0; block < job->threads; block++) {
-        float amax = seen[block].amax;
-        saturated += seen[block].saturated;
-        /* NaN compares with nothing, and stays once it is there; -1 stands for a tensor that has not been seen. */
-        if (!(amax <= observed[0]) && observed[0] == observed[0]) observed[0] = amax;
-    }
-    if ((float)saturated > observed[1]) observed[1] = (float)saturated;
+    elements_read += job->rows * job->columns; /* the second time from the cache */
+    in_blocks(dynamic_cast_rows, job, job->rows);
     return 0;
 }
+
+/* By rows and by columns, of one matrix, which is read twice from memory. */
+static int cast_axes_matrix(const Job *job) {
+    Job by_rows = *job, by_columns = *job;
+    by_rows.dim = 1;
+    by_columns.dim = 0;
+    by_columns.codes = job->column_codes;
+    by_columns.quant = job->column_quant;
+    if (fill_scales(&by_rows, dynamic_cast_rows, job->column_quant, job->column_dequant)) return -1;
+    return cast_with_scale_matrix(&by_columns);
+}
+
+/* Reads memory once: a few elements at a time, which are cast from the cache. */
+static void cast_and_observe_rows(const Job *job, int block, int64_t first, int64_t last) {
+    (void)block;
+    uint32_t bits, largest = 0;
+    int64_t saturated = 0;
+    for (int64_t start = first * job->columns, end = last * job->columns; start < end; start += CACHED) {
+        const char *hp = hp_at(job, start);
+        const int32_t n = (int32_t)least(CACHED, end - start);
+        amax_run(hp, job->hp_kind, n, &bits);
+        largest = larger32(bits_of(load(&bits, job->hp_kind, 0)), largest);
+        saturated += observed_cast_run(hp, job->hp_kind, job->float8, *job->quant, n, job->codes + start);
+    }
+#pragma omp critical
+    {
+        float *amax = job->amax_buffer;
+        /* NaN compares with nothing, and stays once it is there; -1 stands for a tensor that has not been seen. */
+        if (!(float_of(largest) <= *amax) && *amax == *amax) *amax = float_of(largest);
+        *job->saturated += saturated;
+    }
+}
+
+/* amax_buffer becomes the larger of what it was and of what this cast sees. */
+static int cast_and_observe_matrix(const Job *job) {
+    int64_t saturated = 0;
+    Job observing = *job;
+    observing.dim = NONE;
+    observing.saturated = &saturated;
+    *job->quant = *job->persistent_quant;
+    *job->dequant = 1.0f / *job->quant;
+    if (!(*job->quant > 0) && fill_scales(&observing, amax_of_rows, job->quant, job->dequant)) return -1;
+    elements_read += job->rows * job->columns;
+    in_blocks(cast_and_observe_rows, &observing, job->rows);
+    if ((float)saturated > job->amax_buffer[1]) job->amax_buffer[1] = (float)saturated;
+    return 0;
+}
+
+/* ---- widening ----------------------------------------------------------------------------------------------------*/
 
 static void widen_rows(const Job *job, int block, int64_t first, int64_t last) {
     (void)block;
-    const int scaling = job->dequant == NULL ? UNSCALED : job->dim == 0 ? SCALE_PER_ELEMENT : ONE_SCALE;
+    const float one = 1.0f, *scale = job->quant ? job->quant : &one;
     for (int64_t row = first; row < last; row++)
-        widen(job->codes + row * job->codes_row, job->float8, job->hp_kind, scaling,
-              job->dim == 1 ? job->dequant + row : job->dequant, job->shifts, job->columns, hp_row(job, row));
-}
-
-static void widen_elements(const Job *job, int block, int64_t first, int64_t last) {
-    (void)block;
-    widen(job->codes + first, job->float8, job->hp_kind, job->dequant == NULL ? UNSCALED : ONE_SCALE, job->dequant, NULL,
-          last - first, job->hp + first * hp_size(job));
+        widen_run(job->codes + row * job->code_row, job->float8, job->hp_kind, job->dim == 1 ? scale + row : scale,
+                  job->dim == 0, job->columns, hp_at(job, row * job->columns));
 }
 
 static int widen_matrix(const Job *job) {
-    if (job->dim == NONE && job->codes_row == job->columns) {
-        in_blocks(widen_elements, job, job->rows * job->columns);
-        return 0;
-    }
-    Job widening = *job;
-    int16_t *shifts = NULL;
-    if (job->dim == 0 && job->hp_kind == BFLOAT16 && uses_avx512) {
-        shifts = PyMem_RawMalloc(job->columns * sizeof(int16_t) + 1);
-        if (shifts == NULL) return -1;
-        if (shifts_of(job->dequant, job->columns, shifts)) widening.shifts = shifts;
-    }
-    in_blocks(widen_rows, &widening, job->rows);
-    PyMem_RawFree(shifts);
+    in_blocks(widen_rows, job, job->rows);
     return 0;
 }
 
-static int cast_with_scale_matrix(const Job *job) { cast_matrix(job); return 0; }
-
-/* ---- small matmuls ------------------------------------------------------------------------------------------------*/
-
-static float VALUE[2][256];  /* of each code of each format; filled when the module is loaded */
-
-typedef struct { const uint8_t *codes; int float8; int64_t row_stride, column_stride; const float *scale; } Operand;
-
-/* out[j] = sum over p of a[p] * b[p, j] in float32, p ascending. a [k], b [k, n]. */
-INLINE void sum_of_rows(const float *a, const float *b, int64_t k, int64_t n, float *restrict out) {
-    memset(out, 0, n * sizeof(float));
-    for (int64_t p = 0; p < k; p++)
-        for (int64_t j = 0; j < n; j++) out[j] += a[p] * b[p * n + j];
-}
-
-/* out [m, n] = RN((a @ b) * a.scale * b.scale), a [m, k], b [k, n], any strides; a scale is one number, or one per row of
- * a or column of b. `work` has room for k * n + k + n numbers. */
-CLONES static void small_matmul(Operand a, int rowwise_a, Operand b, int rowwise_b, int64_t m, int64_t k, int64_t n,
-                                int hp_kind, float *work, char *out) {
-    float *b_hp = work, *a_row = work + k * n, *sums = a_row + k;
-    const float *a_value = VALUE[a.float8], *b_value = VALUE[b.float8];
-    for (int64_t p = 0; p < k; p++)
-        for (int64_t j = 0; j < n; j++)
-            b_hp[p * n + j] = b_value[b.codes[p * b.row_stride + j * b.column_stride]];
-    for (int64_t i = 0; i < m; i++) {
-        for (int64_t p = 0; p < k; p++)
-            a_row[p] = a_value[a.codes[i * a.row_stride + p * a.column_stride]];
-        sum_of_rows(a_row, b_hp, k, n, sums);
-        for (int64_t j = 0; j < n; j++) {
-            float value = sums[j] * (a.scale[rowwise_a ? i : 0] * b.scale[rowwise_b ? j : 0]);
-            if (hp_kind == FLOAT32) ((float *)out)[i * n + j] = value;
-            else ((uint16_t *)out)[i * n + j] = bfloat16_of(value);
-        }
-    }
-}
-
 /* ---- Python ------------------------------------------------------------------------------------------------------*/
+
+#define MOST_ELEMENTS ((int64_t)1 << 60)
 
 static int read_integers(PyObject *const *args, Py_ssize_t count, int64_t *values, int expected) {
     if (count != expected) {
@@ -287,86 +195,86 @@ static int read_integers(PyObject *const *args, Py_ssize_t count, int64_t *value
     return 1;
 }
 
+/* 0 and a ValueError unless `value` is one of least..most. */
+static int is_within(const char *name, int64_t value, int64_t least, int64_t most) {
+    if (value >= least && value <= most) return 1;
+    PyErr_Format(PyExc_ValueError, "%s: expected %lld to %lld, got %lld", name, (long long)least, (long long)most,
+                 (long long)value);
+    return 0;
+}
+
+/* Whether a matrix of these sizes can be. */
+static int is_size(int64_t rows, int64_t columns) {
+    return is_within("rows", rows, 0, MOST_ELEMENTS) && is_within("columns", columns, 0, MOST_ELEMENTS) &&
+           is_within("rows", rows, 0, MOST_ELEMENTS / (columns ? columns : 1));
+}
+
+/* Whether there may be `elements` at `address`. */
+static int is_memory(int64_t address, int64_t elements) {
+    if (elements == 0 || address != 0) return 1;
+    PyErr_Format(PyExc_ValueError, "expected the address of %lld elements, got 0", (long long)elements);
+    return 0;
+}
+
 /* Without the GIL where that pays. Returns None, or NULL and a MemoryError. */
 #define RUN(CALL, ELEMENTS) \
     do { \
-        int failed; \
-        if ((ELEMENTS) < RELEASE_GIL_FROM) { \
-            failed = CALL; \
-        } else { \
-            Py_BEGIN_ALLOW_THREADS \
-            failed = CALL; \
-            Py_END_ALLOW_THREADS \
-        } \
+        PyThreadState *released = (ELEMENTS) < RELEASE_GIL_FROM ? NULL : PyEval_SaveThread(); \
+        const int failed = CALL; \
+        if (released) PyEval_RestoreThread(released); \
         if (failed) return PyErr_NoMemory(); \
         Py_RETURN_NONE; \
     } while (0)
 
 static int threads_of(int64_t asked) { return asked < 1 ? 1 : asked > MOST_THREADS ? MOST_THREADS : (int)asked; }
 
-/* These take the same twelve integers: hp, codes, quant_scale, dequant_scale (addresses, 0 for what is not used), rows,
- * columns, from one row of codes to the next, hp kind, float8 kind, dim, power_of_2, threads. They fill what they
- * compute. */
-static PyObject *call(int (*matrix)(const Job *), PyObject *const *args, Py_ssize_t count) {
-    int64_t v[12];
-    if (!read_integers(args, count, v, 12)) return NULL;
-    Job job = {
-        .hp = (char *)(intptr_t)v[0], .codes = (uint8_t *)(intptr_t)v[1], .quant = (float *)(intptr_t)v[2],
-        .dequant = (float *)(intptr_t)v[3], .rows = v[4], .columns = v[5], .codes_row = v[6], .hp_kind = (int)v[7],
-        .float8 = (int)v[8], .dim = (int)v[9], .power_of_2 = (int)v[10], .threads = threads_of(v[11]),
+enum { ADDRESSES = 7, INTEGERS = 15 };
+
+/* INTEGERS integers: seven addresses, those that the entry `needs`, 0 for others; rows, columns, from one row of codes
+ * to the next, hp kind, float8 kind, dim, power_of_2, threads. In `needs` a letter per address says how many elements
+ * are there: e all of them, s as many as scales by dim, r one per row, c one per column, 1 one. */
+static PyObject *call(int (*matrix)(const Job *), const char *needs, PyObject *const *args, Py_ssize_t count) {
+    int64_t v[INTEGERS], *sizes = v + ADDRESSES;
+    if (!read_integers(args, count, v, INTEGERS)) return NULL;
+    const int64_t rows = sizes[0], columns = sizes[1], dim = sizes[5];
+    const int64_t most_kind = matrix == widen_matrix ? BFLOAT16 : FLOAT16;
+    if (!is_size(rows, columns) || !is_within("hp kind", sizes[3], 0, most_kind) ||
+        !is_within("float8 kind", sizes[4], 0, E5M2) || !is_within("dim", dim, NONE, 1) ||
+        !is_within("row of codes", sizes[2], columns, MOST_ELEMENTS / (rows ? rows : 1)))
+        return NULL;
+    for (int i = 0; needs[i]; i++) {
+        const char need = needs[i] != 's' ? needs[i] : dim == NONE ? '1' : dim == 1 ? 'r' : 'c';
+        const int64_t elements = need == 'e' ? rows * columns : need == 'r' ? rows : need == 'c' ? columns : 1;
+        if (!is_memory(v[i], elements)) return NULL;
+    }
+#define AT(I) ((void *)(intptr_t)v[I])
+    const Job job = {
+        .hp = AT(0), .codes = AT(1), .quant = AT(2), .dequant = AT(3),
+        .column_codes = AT(4), .column_quant = AT(5), .column_dequant = AT(6),
+        .persistent_quant = AT(4), .amax_buffer = AT(5),
+        .rows = rows, .columns = columns, .code_row = sizes[2], .hp_kind = (int)sizes[3], .float8 = (int)sizes[4],
+        .dim = (int)dim, .power_of_2 = sizes[6] != 0, .threads = threads_of(sizes[7]),
     };
-    RUN(matrix(&job), job.rows * job.columns);
+    RUN(matrix(&job), rows * columns);
 }
 
-#define ENTRY(NAME, MATRIX) \
+#define ENTRY(NAME, NEEDS) \
     static PyObject *NAME(PyObject *self, PyObject *const *args, Py_ssize_t count) { \
         (void)self; \
-        return call(MATRIX, args, count); \
+        return call(NAME##_matrix, NEEDS, args, count); \
     }
-ENTRY(dynamic_cast, dynamic_cast_matrix)
-ENTRY(cast_with_scale, cast_with_scale_matrix)
-ENTRY(widen_codes, widen_matrix)
-
-/* Thirteen integers: hp; codes, quant_scale and dequant_scale by rows, then by columns (addresses); rows, columns, hp
- * kind, float8 kind, power_of_2, threads. */
-static PyObject *cast_axes(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    (void)self;
-    int64_t v[13];
-    if (!read_integers(args, count, v, 13)) return NULL;
-    Job by_rows = {
-        .hp = (char *)(intptr_t)v[0], .codes = (uint8_t *)(intptr_t)v[1], .quant = (float *)(intptr_t)v[2],
-        .dequant = (float *)(intptr_t)v[3], .rows = v[7], .columns = v[8], .codes_row = v[8], .hp_kind = (int)v[9],
-        .float8 = (int)v[10], .dim = 1, .power_of_2 = (int)v[11], .threads = threads_of(v[12]),
-    };
-    Job by_columns = by_rows;
-    by_columns.codes = (uint8_t *)(intptr_t)v[4], by_columns.quant = (float *)(intptr_t)v[5];
-    by_columns.dequant = (float *)(intptr_t)v[6], by_columns.dim = 0;
-    RUN(dynamic_cast_axes(by_rows, by_columns), by_rows.rows * by_rows.columns);
-}
-
-/* Twelve integers: hp, codes, kept quant_scale, quant_scale, dequant_scale, observed [amax, saturated] (addresses), rows,
- * columns, hp kind, float8 kind, power_of_2, threads. */
-static PyObject *cast_and_observe(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    (void)self;
-    int64_t v[12];
-    if (!read_integers(args, count, v, 12)) return NULL;
-    Job job = {
-        .hp = (char *)(intptr_t)v[0], .codes = (uint8_t *)(intptr_t)v[1], .quant = (float *)(intptr_t)v[3],
-        .dequant = (float *)(intptr_t)v[4], .rows = v[6], .columns = v[7], .hp_kind = (int)v[8], .float8 = (int)v[9],
-        .dim = NONE, .power_of_2 = (int)v[10],
-        .threads = threads_of(v[11]),
-    };
-    const float kept = *(const float *)(intptr_t)v[2];
-    float *observed = (float *)(intptr_t)v[5];
-    RUN(cast_and_observe_matrix(&job, kept, observed), job.rows * job.columns);
-}
+ENTRY(dynamic_cast, "eess")       /* hp -> codes, quant, dequant */
+ENTRY(cast_with_scale, "ees")     /* hp, quant -> codes */
+ENTRY(cast_axes, "eerrecc")       /* hp -> codes, quant, dequant by rows; the same by columns */
+ENTRY(cast_and_observe, "ee1111") /* hp, persistent_quant, amax_buffer -> codes, quant, dequant, amax_buffer */
+ENTRY(widen, "ee")                /* codes, quant or 0 -> hp */
 
 static PyObject *get_elements_read(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self, (void)args, (void)count;
     return PyLong_FromLongLong(elements_read);
 }
 
-/* One integer: whether to run avx512.h where the CPU has what it takes. Returns whether it ran, for tests of both. */
+/* One integer: whether to use lookup.h where the CPU can. Returns whether it was used, for tests of both. */
 static PyObject *use_avx512(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self;
     int64_t v[1];
@@ -376,49 +284,33 @@ static PyObject *use_avx512(PyObject *self, PyObject *const *args, Py_ssize_t co
     return PyBool_FromLong(before);
 }
 
-/* Seventeen integers: out; of a: codes, float8 kind, row stride, column stride, scale, whether it is row-wise; the same of
- * b; m, k, n; hp kind of out. */
-static PyObject *small_mm(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    (void)self;
-    int64_t v[17];
-    if (!read_integers(args, count, v, 17)) return NULL;
-    const int64_t m = v[13], k = v[14], n = v[15];
-    float *work = PyMem_RawMalloc((k * n + k + n + 1) * sizeof(float));
-    if (work == NULL) return PyErr_NoMemory();
-    Operand a = {(const uint8_t *)(intptr_t)v[1], (int)v[2], v[3], v[4], (const float *)(intptr_t)v[5]};
-    Operand b = {(const uint8_t *)(intptr_t)v[7], (int)v[8], v[9], v[10], (const float *)(intptr_t)v[11]};
-    small_matmul(a, (int)v[6], b, (int)v[12], m, k, n, (int)v[16], work, (char *)(intptr_t)v[0]);
-    PyMem_RawFree(work);
-    Py_RETURN_NONE;
+/* Six integers of an operand: codes, float8 kind, from one line (see matmul.h) to the next, then along k, scale,
+ * whether there is one per line. */
+static int read_factor(const int64_t *v, int64_t lines, int64_t k, Factor *factor) {
+    if (!is_size(lines, k) || !is_memory(v[0], lines * k) || !is_within("float8 kind", v[1], 0, E5M2) ||
+        !is_within("the stride that is not 1", v[2] == 1 ? v[3] : v[2], 0, MOST_ELEMENTS) ||
+        !is_within("a stride", v[2] == 1 ? 1 : v[3], 1, 1) ||
+        !is_within("whether a line has a scale", v[5], 0, 1) || !is_memory(v[4], v[5] ? lines : 1))
+        return 0;
+    *factor = (Factor){AT(0), (int)v[1], v[2], v[3], AT(4), (int)v[5], lines, k};
+    return 1;
 }
 
-/* Twenty integers: those of small_mm, and where it has those of a and b, from one row or column to the next, then along k;
- * bias or 0, threads, room. */
+/* Nineteen integers: out, those of a, those of b, m, k, n, hp kind of out (float32 or bfloat16), bias or 0, threads. */
 static PyObject *mm(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self;
-    int64_t v[20];
-    if (!read_integers(args, count, v, 20)) return NULL;
+    int64_t v[19];
+    if (!read_integers(args, count, v, 19)) return NULL;
     if (!runs_matmul) {
         PyErr_SetString(PyExc_RuntimeError, "this CPU does not run quaver's matmul; ask has_mm first");
         return NULL;
     }
     const int64_t m = v[13], k = v[14], n = v[15];
-    const Product product = {
-        .a = {(const uint8_t *)(intptr_t)v[1], (int)v[2], m, k, v[3], v[4]}, .a_scale = (const float *)(intptr_t)v[5],
-        .rowwise_a = (int)v[6],
-        .b = {(const uint8_t *)(intptr_t)v[7], (int)v[8], n, k, v[9], v[10]}, .b_scale = (const float *)(intptr_t)v[11],
-        .rowwise_b = (int)v[12], .out = (char *)(intptr_t)v[0], .hp_kind = (int)v[16],
-        .bias = (const float *)(intptr_t)v[17], .threads = threads_of(v[18]), .room = (uint32_t *)(intptr_t)v[19],
-    };
+    Product product = {.bias = AT(17), .hp_kind = (int)v[16], .threads = threads_of(v[18]), .out = AT(0)};
+    if (!read_factor(v + 1, m, k, &product.a) || !read_factor(v + 7, n, k, &product.b) || !is_size(m, n) ||
+        !is_memory(v[0], m * n) || !is_within("kind of the result", v[16], 0, BFLOAT16))
+        return NULL;
     RUN(multiply_matrices(&product), m * n);
-}
-
-/* m, k, n, threads -> the bytes of room that mm takes. */
-static PyObject *mm_room(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    (void)self;
-    int64_t v[4];
-    if (!read_integers(args, count, v, 4)) return NULL;
-    return PyLong_FromLongLong(room_of(v[0], v[1], v[2], threads_of(v[3])) * (int64_t)sizeof(uint32_t));
 }
 
 static PyObject *has_mm(PyObject *self, PyObject *const *args, Py_ssize_t count) {
@@ -426,27 +318,23 @@ static PyObject *has_mm(PyObject *self, PyObject *const *args, Py_ssize_t count)
     return PyBool_FromLong(runs_matmul);
 }
 
-#define METHOD(NAME, DOC) {#NAME, (PyCFunction)(void (*)(void))NAME, METH_FASTCALL, DOC}
+#define METHOD(NAME, FUNCTION, DOC) {NAME, (PyCFunction)(void (*)(void))FUNCTION, METH_FASTCALL, DOC}
 static PyMethodDef methods[] = {
-    METHOD(dynamic_cast, "hp -> codes, quant_scale, dequant_scale"),
-    METHOD(cast_with_scale, "hp, quant_scale -> codes"),
-    METHOD(cast_and_observe, "hp, kept quant_scale -> codes, scales, amax, saturated elements"),
-    {"elements_read", (PyCFunction)(void (*)(void))get_elements_read, METH_FASTCALL, "of hp matrices, ever"},
-    METHOD(cast_axes, "hp -> codes and scales by rows, and by columns"),
-    {"widen", (PyCFunction)(void (*)(void))widen_codes, METH_FASTCALL, "codes, dequant_scale -> hp"},
-    METHOD(use_avx512, "whether -> whether before"),
-    METHOD(small_mm, "float8 matrices and their scales -> their product"),
-    METHOD(mm, "the same and a bias, for those that are not small"),
-    METHOD(mm_room, "m, k, n, threads -> bytes that mm packs into"),
-    METHOD(has_mm, "whether mm runs on this CPU"),
+    METHOD("dynamic_cast", dynamic_cast, "hp -> codes, quant_scale, dequant_scale"),
+    METHOD("cast_with_scale", cast_with_scale, "hp, quant_scale -> codes"),
+    METHOD("cast_and_observe", cast_and_observe, "hp, persistent quant_scale -> codes, scales, observed"),
+    METHOD("cast_axes", cast_axes, "hp -> codes and scales by rows, and by columns"),
+    METHOD("widen", widen, "codes, scale -> hp"),
+    METHOD("mm", mm, "float8 matrices, their scales and a bias -> their product"),
+    METHOD("has_mm", has_mm, "whether mm runs on this CPU"),
+    METHOD("elements_read", get_elements_read, "of hp matrices, ever"),
+    METHOD("use_avx512", use_avx512, "whether -> whether before"),
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "quaver._cpu", .m_methods = methods};
 PyMODINIT_FUNC PyInit__cpu(void) {
-    for (int code = 0; code < 256; code++)
-        VALUE[E4M3][code] = decode(code, FLOAT8[E4M3]), VALUE[E5M2][code] = decode(code, FLOAT8[E5M2]);
     fill_tables();
-    uses_avx512 = has_avx512(), runs_matmul = has_matmul();
+    uses_avx512 = has_avx512();
+    runs_matmul = has_matmul();
     return PyModuleDef_Init(&module);
 }
-

@@ -1,4 +1,4 @@
-/* One element: float8, bfloat16 and float16 codes to and from float32, and the scales of an amax. */
+/* One element: float8, bfloat16 and float16 codes to and from float32. */
 #ifndef QUAVER_ELEMENTS_H
 #define QUAVER_ELEMENTS_H
 
@@ -14,6 +14,13 @@
 #define INLINE static inline __attribute__((always_inline))
 #else
 #define INLINE static inline
+#endif
+
+/* One binary for every x86-64: the loader picks a clone. Needs ifunc (glibc) and a compiler that knows the levels. */
+#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define CLONES
 #endif
 
 enum { FLOAT32, BFLOAT16, FLOAT16 };  /* hp kinds */
@@ -32,6 +39,7 @@ static const Format FLOAT8[] = {
 
 INLINE uint32_t bits_of(float value) { uint32_t bits; memcpy(&bits, &value, 4); return bits; }
 INLINE float float_of(uint32_t bits) { float value; memcpy(&value, &bits, 4); return value; }
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* A code of 8 or 16 bits -> float32, exactly; NaN and inf kept.
  * A subnormal is taken for 2^(1-bias) * (1 + fraction), a normal float32, and loses the 2^(1-bias) again. */
@@ -46,6 +54,9 @@ INLINE float decode(uint32_t code, Format f) {
     float magnitude = float_of(rest + base) - float_of(lifted_by);
     return float_of(bits_of(magnitude) | special | (shifted & 0x80000000u));
 }
+
+/* The same to bfloat16, which holds every float8 value: the upper half. */
+INLINE uint16_t bfloat16_of_code(uint32_t code, Format f) { return (uint16_t)(bits_of(decode(code, f)) >> 16); }
 
 /* RNE8(clamp(value, -max, max)): ties to even, subnormals kept; NaN -> 0x7F or 0xFF by its sign.
  *
@@ -82,16 +93,6 @@ INLINE float load(const void *hp, int hp_kind, int64_t i) {
 INLINE uint16_t bfloat16_of(float value) {
     uint32_t bits = bits_of(value);
     return value == value ? (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16) : 0x7FC0;
-}
-
-typedef struct { float quant, dequant; } Scales;
-
-/* quant = RN32(max / amax), capped, rounded down to 2^k on request; dequant = RN32(1 / quant). NaN -> NaN. */
-INLINE Scales scales_of(float amax, Format f, int power_of_2) {
-    float quant = f.max / amax;
-    quant = quant > f.largest_quant_scale ? f.largest_quant_scale : quant;
-    if (power_of_2 && quant == quant) quant = float_of(bits_of(quant) & 0xFF800000u);
-    return (Scales){quant, 1.0f / quant};
 }
 
 #endif

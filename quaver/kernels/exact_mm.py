@@ -4,40 +4,32 @@
         = RN((a * a_dequant_scale) @ (b * b_dequant_scale)) + bias       a [M, K], b [K, N] -> [M, N] in out_dtype
 
 Every float8 value is a bfloat16 value, and the product of two bfloat16 numbers is exact in float32. So the operands are
-widened and multiplied on the machine's bfloat16 units, which lose nothing, and sums are kept in float32. Where quaver
-has a matmul of its own for this CPU (cpu_mm.py), that does it all; what follows is for every other device, where a
-library multiplies.
+widened and multiplied on the machine's bfloat16 units, which lose nothing, and sums are kept in float32. On CPUs for
+which quaver has a matmul of its own (cpu_mm.py), that computes it all; what follows is for every other device.
 
-It is one operation to a compiler, as the hardware's float8 matmul is. The compiler then keeps the float8 operand for
-backward, as on a GPU; were the widening visible, it would keep the widened one, which is twice the size. Two steps
-could not be written for a tracer in any case: the scale that reaches the CPU library as a number, and the process-wide
-setting under which float32 operands take the bfloat16 units.
+It is one operation to a compiler, as the hardware's float8 matmul is. The compiler then saves the float8 operand for
+backward, as on a GPU; were the widening visible, it would save the widened one, which is twice the size.
 
 [Note: panels] Native float8 matmuls widen nothing, so what is widened here is memory that only this stand-in takes. On
-a CPU, therefore, only the smaller operand is widened as a whole; the larger one is in panels, about a thousand rows (or
-columns of b) at a time, each multiplied at once into its part of the result. All panels take the same room, which is
-allocated with the smaller one's: memory that is new to a process costs more than widening. No sum is split, so every
-element of the result is the same sum as in one matmul; and where sums are float32, no more of them than a panel's are
-alive at a time.
+a CPU, therefore, only the smaller operand is widened as a whole. The larger one is widened in panels of about a
+thousand rows (or columns of b), each multiplied at once into its part of the result. No sum is split, so every element
+of the result is the same sum as in one matmul; and where sums are float32, only a panel's are alive at a time.
 """
 
 from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quaver.kernels import cpu, cpu_mm
+from quaver.kernels import cpu_mm
 from quaver.kernels.widen import widen
 
 UNITS_PAY_FROM = 8192
 """Elements of the larger operand from which a CPU's bfloat16 units beat float32: they take microseconds to start."""
-
 
 PANEL_LENGTH = 1024
 """Rows or columns of the larger operand that are widened at a time on a CPU, at least half as many."""
@@ -69,29 +61,26 @@ def exact_float8_mm(
     scales_are_powers_of_2: bool,
 ) -> Tensor:
     """See the top of the file, and `quaver.gemm.float8_mm` for the arguments. Runs on plain tensors, never traced."""
-    if bias is None and a.is_cpu and cpu_mm.takes_small_mm(a, b, out_dtype):
-        return cpu_mm.small_mm(a, b, a_dequant_scale, b_dequant_scale, out_dtype)
-    if cpu_mm.takes_mm(a, b):
-        return cpu_mm.mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype)
+    own = cpu_mm.mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype)
+    if own is not None:
+        return own
     # bfloat16 operands leave room for one scale of the whole result, or for scales that change no mantissa.
     tensorwise = a_dequant_scale.dim() == 0 and b_dequant_scale.dim() == 0
     bfloat16 = (tensorwise or scales_are_powers_of_2) and _bfloat16_pays(a, b, out_dtype)
     wide = torch.bfloat16 if bfloat16 else torch.float32
     multiply = _bfloat16_mm if bfloat16 else _float32_mm
-    left, right = _Codes(a, a_dequant_scale, 0), _Codes(b, b_dequant_scale, 1)
-    by_rows = a.numel() >= b.numel()
-    larger, smaller = (left, right) if by_rows else (right, left)
-    panels = _panels(larger)
+    dim = 0 if a.numel() >= b.numel() else 1  # of the larger operand, and of the result
+    larger, larger_scale = (b, b_dequant_scale) if dim else (a, a_dequant_scale)
+    smaller, smaller_scale = (a, a_dequant_scale) if dim else (b, b_dequant_scale)
     out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
-    whole_room, panel_room = _rooms(smaller, larger, panels[-1][1], wide)
-    whole = smaller.widen(wide, scales_are_powers_of_2, whole_room)
-    for start, length in panels:
-        part, into, part_of_bias = larger, out, bias
-        if len(panels) > 1:
-            part, into = larger.part(start, length), out.narrow(larger.dim, start, length)
-            part_of_bias = bias if by_rows or bias is None else bias.narrow(0, start, length)
-        wide_part = part.widen(wide, scales_are_powers_of_2, panel_room)
-        multiply(*((wide_part, whole) if by_rows else (whole, wide_part)), part_of_bias, into)
+    whole = _widened(smaller, smaller_scale, wide, scales_are_powers_of_2)
+    for start, length in _panels(larger, dim):
+        scale = larger_scale.narrow(dim, start, length) if larger_scale.dim() else larger_scale
+        panel = _widened(larger.narrow(dim, start, length), scale, wide, scales_are_powers_of_2)
+        panel_bias = bias.narrow(0, start, length) if dim and bias is not None else bias
+        operands = (whole, panel) if dim else (panel, whole)
+        multiply(*operands, panel_bias, out.narrow(dim, start, length))
+        del panel, operands  # before the next is widened
     return out
 
 
@@ -109,50 +98,22 @@ class _Wide(NamedTuple):
     scale_left: Tensor | None
 
 
-class _Codes(NamedTuple):
-    """A float8 operand, its scale, and the dim that is not contracted: 0 of a, 1 of b."""
-
-    data: Tensor
-    dequant_scale: Tensor
-    dim: int
-
-    @property
-    def rows(self) -> Tensor:
-        """The codes, or their transpose where that is what has contiguous rows."""
-        return self.data.t() if self.data.stride(1) != 1 and self.data.stride(0) == 1 else self.data
-
-    def part(self, start: int, length: int) -> _Codes:
-        """`length` rows or columns."""
-        scale = self.dequant_scale
-        if scale.dim():
-            scale = scale.narrow(self.dim, start, length)
-        return _Codes(self.data.narrow(self.dim, start, length), scale, self.dim)
-
-    def widen(self, dtype: torch.dtype, scales_are_powers_of_2: bool, room: Tensor | None = None) -> _Wide:
-        """Times the row scales where that is exact."""
-        if scales_are_powers_of_2 and self.dequant_scale.dim():
-            return _Wide(widen(self.data, dtype, self.dequant_scale, room), None)
-        return _Wide(widen(self.data, dtype, None, room), self.dequant_scale)
+def _widened(codes: Tensor, dequant_scale: Tensor, dtype: torch.dtype, scales_are_powers_of_2: bool) -> _Wide:
+    """Times the row scales where that is exact."""
+    if scales_are_powers_of_2 and dequant_scale.dim():
+        return _Wide(widen(codes, dtype, dequant_scale), None)
+    return _Wide(widen(codes, dtype), dequant_scale)
 
 
-def _panels(codes: _Codes) -> list[tuple[int, int]]:
+def _panels(codes: Tensor, dim: int) -> list[tuple[int, int]]:
     """Start and length of the parts to widen at a time ([Note: panels]): nearly equal ones, the last of the longest."""
-    length = codes.data.shape[codes.dim]
-    longest = max(PANEL_LENGTH, PANEL_ELEMENTS * length // codes.data.numel())
-    if length <= longest or not codes.data.is_cpu:
+    length = codes.shape[dim]
+    longest = max(PANEL_LENGTH, PANEL_ELEMENTS * length // max(codes.numel(), 1))
+    if length <= longest or not codes.is_cpu:
         return [(0, length)]
     count = -(-length // longest)
     ends = [length * i // count for i in range(count + 1)]
     return [(start, stop - start) for start, stop in zip(ends, ends[1:], strict=False)]
-
-
-def _rooms(whole: _Codes, larger: _Codes, panel: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """Memory for `whole` and for `panel` rows or columns of `larger`; None where their widening allocates its own."""
-    if not (cpu.takes_codes(whole.rows, dtype) and cpu.takes_codes(larger.rows, dtype)):
-        return None, None
-    of_whole, of_panel = whole.data.numel(), panel * larger.data.shape[1 - larger.dim]
-    both = whole.data.new_empty(of_whole + of_panel, dtype=dtype)
-    return both[:of_whole], both[of_whole:]
 
 
 def _product(first: Tensor | None, second: Tensor | None) -> Tensor | None:
@@ -162,8 +123,6 @@ def _product(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 
 # The matmuls below write into a tensor, because autocast would give a plain torch.mm other operands.
-
-
 def _bfloat16_mm(a: _Wide, b: _Wide, bias: Tensor | None, out: Tensor) -> Tensor:
     """out = RN(alpha * (a @ b)) + bias, with one rounding of the float32 sum; alpha is what is left of the scales."""
     alpha = _product(a.scale_left, b.scale_left)
@@ -191,20 +150,12 @@ def _float32_mm(a: _Wide, b: _Wide, bias: Tensor | None, out: Tensor) -> Tensor:
 
 def _mm_of_bfloat16_numbers(a: Tensor, b: Tensor, out: Tensor) -> None:
     """out = a @ b in float32, on bfloat16 units where a CPU has them."""
-    if a.is_cpu and max(a.numel(), b.numel()) >= UNITS_PAY_FROM and has_bfloat16_units("cpu"):
-        with _float32_matmuls_on_bfloat16_units():
-            torch.mm(a, b, out=out)
-    else:
-        torch.mm(a, b, out=out)
-
-
-@contextmanager
-def _float32_matmuls_on_bfloat16_units() -> Iterator[None]:
     setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = setting.fp32_precision
-    setting.fp32_precision = "bf16"
     try:
-        yield
+        if a.is_cpu and max(a.numel(), b.numel()) >= UNITS_PAY_FROM and has_bfloat16_units("cpu"):
+            setting.fp32_precision = "bf16"
+        torch.mm(a, b, out=out)
     finally:
         setting.fp32_precision = before
 

@@ -1,0 +1,235 @@
+"""No tensor and no mode makes the C extension touch memory that is not there: each attempt in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from quaver.kernels import cpu
+
+pytestmark = pytest.mark.skipif(not cpu.AVAILABLE, reason=f"the C extension is off: {cpu.UNAVAILABLE_BECAUSE}")
+
+PREAMBLE = """
+import contextlib
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from quaver.kernels import cpu, cpu_mm
+from quaver.kernels.exact_mm import exact_float8_mm
+from quaver.kernels.widen import widen
+import quaver.kernels.cast
+
+E4M3, ROWS, COLUMNS = torch.float8_e4m3fn, 600, 400  # enough bytes that a wrong address is not mapped by chance
+ones = torch.ones(ROWS, COLUMNS)
+codes, scale, observed = ones.to(E4M3), torch.tensor(1.0), torch.zeros(2)
+
+
+def calls(hp=ones, codes=codes, scale=scale, observed=observed):
+    for dim in (None, 0, 1):
+        yield lambda: cpu.dynamic_cast(hp, E4M3, dim)
+    yield lambda: cpu.dynamic_cast_axes(hp, E4M3)
+    yield lambda: cpu.cast_with_scale(hp, scale, E4M3)
+    yield lambda: cpu.cast_and_observe(hp, scale, E4M3, False, observed)
+    yield lambda: cpu.widen(codes, torch.bfloat16, scale)
+    yield lambda: widen(codes, torch.bfloat16)
+    yield lambda: cpu_mm.mm(codes, codes.t(), scale, scale, None, torch.float32)
+    yield lambda: exact_float8_mm(codes, codes.t(), scale, scale, None, torch.bfloat16, True)
+    yield lambda: torch.ops.quaver.cast_tensorwise(hp, E4M3, True, False, False)
+    yield lambda: torch.ops.quaver.cast_rowwise(hp, E4M3, True, True, False)
+    yield lambda: torch.ops.quaver.cast_with_scale(hp, E4M3, scale, None)
+    yield lambda: torch.ops.quaver.cast_with_persistent_scale(hp, scale, E4M3, True, False, False)
+    yield lambda: torch.ops.quaver.exact_float8_mm(codes, codes.t(), scale, scale, None, torch.bfloat16, False)
+
+
+def attempt(**tensors):
+    "Every call ends; whether in a result or an error is not what is tested."
+    for call in calls(**tensors):
+        with contextlib.suppress(Exception):
+            call()
+
+
+def refused(call, error=ValueError):
+    try:
+        if call() is None:  # it does not take them
+            return
+    except error:
+        return
+    raise SystemExit(f"not refused: {call}")
+"""
+
+
+def run(body: str) -> None:
+    script = PREAMBLE + textwrap.dedent(body) + "\nprint('alive')\n"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr[-2000:]}"
+    assert done.stdout.endswith("alive\n")
+
+
+MODES = """
+def answered(self, func, types, args=(), kwargs=None):
+    out = func(*args, **(kwargs or {}))
+    name = getattr(func, "__name__", "")
+    if name == "data_ptr":
+        return 8
+    return self.make(out) if "empty" in name else out
+
+class Dispatch(TorchDispatchMode):
+    __torch_dispatch__ = answered
+
+class Functions(TorchFunctionMode):
+    __torch_function__ = answered
+
+class FakeDispatch(Dispatch):
+    make = FakeTensorMode(allow_non_fake_inputs=True).from_tensor
+
+class MetaDispatch(Dispatch):
+    make = staticmethod(lambda out: torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta"))
+
+class FakeFunctions(Functions):
+    make = FakeDispatch.make
+
+class MetaFunctions(Functions):
+    make = staticmethod(MetaDispatch.make)
+"""
+
+
+def test_modes_around_real_tensors():
+    run(
+        MODES
+        + """
+for mode in (FakeTensorMode(), FakeTensorMode(allow_non_fake_inputs=True), FakeDispatch(), MetaDispatch(),
+             FakeFunctions(), MetaFunctions(), torch.device("meta")):
+    transposed = codes.t()
+    with mode:
+        assert not cpu.takes(ones, E4M3) and not cpu.takes(codes, torch.bfloat16), mode
+        for call in list(calls())[:7]:
+            refused(call)
+        assert cpu_mm.mm(codes, transposed, scale, scale, None, torch.float32) is None, mode
+        attempt()
+assert cpu.takes(ones, E4M3) and cpu.takes(codes, torch.bfloat16)
+expected = cpu.dynamic_cast(ones * 3, E4M3, 1)
+with torch.device("meta"):  # a function mode, which the operation is called without
+    actual = torch.ops.quaver.cast_rowwise(ones * 3, E4M3, True, False, False)[:3]
+assert all(torch.equal(one.float(), other.float()) for one, other in zip(actual, expected))
+"""
+    )
+
+
+def test_tensors_without_memory_of_their_own():
+    run(
+        """
+        mode = FakeTensorMode()
+        for part, size in ((0, 0), (0, 4), (1, 0), (1, 4)):
+            def freed(tensor):
+                tensor = tensor.clone()[part:]  # whose address is then its offset
+                tensor.untyped_storage().resize_(size)
+                return tensor
+            hp, float8 = freed(ones), freed(codes)
+            assert not cpu.takes(hp, E4M3) and not cpu.takes(float8, torch.bfloat16)
+            freed_scale, freed_observed = torch.ones(3, 1)[1:2], torch.zeros(4)[2:]
+            freed_scale.untyped_storage().resize_(0)
+            freed_observed.untyped_storage().resize_(0)
+            for call in list(calls(hp, float8))[:7]:
+                refused(call)
+            refused(lambda: cpu.cast_with_scale(ones, freed_scale, E4M3))
+            refused(lambda: cpu.cast_and_observe(ones, freed_scale, E4M3, False, observed))
+            refused(lambda: cpu.cast_and_observe(ones, scale, E4M3, False, freed_observed))
+            assert cpu_mm.mm(float8, codes.t(), scale, scale, None, torch.float32) is None
+            assert cpu_mm.mm(codes, codes.t(), freed_scale, scale, None, torch.float32) is None
+        negated = torch._neg_view(ones)
+        for hp in (mode.from_tensor(ones), ones.to("meta"), torch._efficientzerotensor((ROWS, COLUMNS)), negated,
+                   ones.to_sparse(), ones.to_sparse_csr(), ones.to_mkldnn(), torch._to_functional_tensor(ones),
+                   torch.nested.nested_tensor([ones[0], ones[1]]), ones.as_subclass(type("Sub", (torch.Tensor,), {})),
+                   torch.quantize_per_tensor(ones, 0.1, 0, torch.qint8)):
+            assert not cpu.takes(hp, E4M3)
+            attempt(hp=hp)
+            attempt(scale=hp, observed=hp)
+        codes, *_ = torch.ops.quaver.cast_tensorwise(negated, E4M3, True, False, False)
+        assert codes.float().unique().tolist() == [-448.0]
+        attempt(codes=mode.from_tensor(codes), scale=mode.from_tensor(scale))
+        """
+    )
+
+
+def test_functorch_transforms():
+    run(
+        """
+        def inside(x):
+            assert not cpu.takes(x, E4M3) and not cpu.takes(ones, E4M3)
+            for call in list(calls())[:7]:
+                refused(call)
+            attempt()
+            attempt(hp=x, scale=x.sum(), observed=x)
+            return x.sum()
+        torch.func.grad(inside)(ones)
+        torch.func.vmap(inside)(ones.expand(2, ROWS, COLUMNS))
+        torch.func.functionalize(inside)(ones)
+        torch.func.jvp(inside, (ones,), (ones,))
+        escaped = []
+        torch.func.grad(lambda x: (escaped.append(x * 2), x.sum())[1])(ones)
+        attempt(hp=escaped[0], scale=escaped[0], observed=escaped[0])
+        """
+    )
+
+
+def test_shapes_strides_and_scales_that_do_not_fit():
+    run(
+        """
+        huge = torch.ones(1).expand(1 << 40, 1 << 20)
+        for hp in (ones.t(), ones[:, ::2], ones[:, 1:], ones[0], ones[None], scale, huge, ones[:1].expand(4, -1)):
+            for call in list(calls(hp))[:6]:
+                refused(call)
+        for float8 in (codes.t(), codes[:, ::2], codes[0], codes[:1].expand(4, -1), huge.to("meta").to(E4M3)):
+            refused(lambda: cpu.widen(float8, torch.bfloat16))
+        for bad in (torch.ones(ROWS - 1, 1), torch.ones(COLUMNS, 1), torch.ones(1, ROWS), torch.ones(0, 1),
+                    torch.ones(ROWS, 1).double(), torch.ones(ROWS, 2)[:, :1], scale.expand(ROWS, 1)):
+            refused(lambda: cpu.cast_with_scale(ones, bad, E4M3))
+            refused(lambda: cpu.cast_and_observe(ones, bad, E4M3, False, observed))
+            refused(lambda: cpu.cast_and_observe(ones, scale, E4M3, False, bad))
+            refused(lambda: cpu.widen(codes, torch.bfloat16, bad))
+            if cpu_mm.HAS_MM and bad.is_contiguous():
+                refused(lambda: cpu_mm.mm(codes, codes.t(), bad, scale, None, torch.float32))
+                refused(lambda: cpu_mm.mm(codes, codes.t(), scale, bad.t(), None, torch.float32))
+        for dtype in (torch.float16, torch.float64, torch.int8, E4M3):
+            refused(lambda: cpu.widen(codes, dtype))
+            refused(lambda: cpu.dynamic_cast(ones, dtype if dtype is not E4M3 else torch.float8_e4m3fnuz))
+        for dim in (-1, 2, 1 << 70):
+            refused(lambda: cpu.dynamic_cast(ones, E4M3, dim))
+        for empty in (torch.ones(0, 4), torch.ones(4, 0), torch.ones(0, 0)):
+            attempt(hp=empty, codes=empty.to(E4M3))
+        """
+    )
+
+
+def test_the_extension_refuses_what_cannot_be():
+    run(
+        """
+        from quaver._cpu import cast_and_observe, cast_axes, cast_with_scale, dynamic_cast, mm, widen
+        hp, float8 = ones.data_ptr(), codes.data_ptr()
+        sizes = [ROWS, COLUMNS, COLUMNS, 0, 0, -1, 0, 1]
+        room = [hp] * 6
+        for entry in (cast_and_observe, cast_axes, cast_with_scale, dynamic_cast, widen):
+            refused(lambda: entry(0, *room, *sizes))
+            refused(lambda: entry(hp, 0, *room[1:], *sizes))
+            bad = {0: (-1, 1 << 61), 1: (-1, 1 << 61), 2: (0, 1 << 61), 3: (-1, 3), 4: (-1, 2), 5: (-2, 2)}
+            for at, values in bad.items():
+                for value in values:
+                    refused(lambda: entry(hp, *room, *sizes[:at], value, *sizes[at + 1:]))
+            refused(lambda: entry(hp, *room, 1 << 40, 1 << 40, *sizes[2:]))
+            refused(lambda: entry(hp), TypeError)
+        for missing in range(2, 7):
+            refused(lambda: cast_axes(hp, *[0 if i == missing else hp for i in range(1, 7)], *sizes))
+        for missing in range(2, 6):
+            refused(lambda: cast_and_observe(hp, *[0 if i == missing else hp for i in range(1, 7)], *sizes))
+        good = [hp, float8, 0, COLUMNS, 1, hp, 0, float8, 0, COLUMNS, 1, hp, 0, 4, 4, 4, 0, 0, 1]
+        bad = {0: (0,), 1: (0,), 2: (-1, 2), 3: (-1,), 4: (2, -1), 5: (0,), 6: (2,), 7: (0,), 8: (2,), 9: (-1,),
+               10: (0, 2), 11: (0,), 12: (-1,), 13: (-1, 1 << 61), 14: (-1, 1 << 61), 15: (-1, 1 << 61), 16: (-1, 2)}
+        for at, values in bad.items():
+            for value in values:
+                refused(lambda: mm(*good[:at], value, *good[at + 1:]), ValueError if cpu_mm.HAS_MM else RuntimeError)
+        """
+    )
