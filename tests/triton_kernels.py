@@ -1,31 +1,36 @@
-"""What the tests of Triton kernels share: inputs, comparison, an interpreter in another process, and compiled code.
+"""Shared by the tests of Triton kernels: inputs, the oracle, and an interpreter in another process.
 
-The interpreter must be chosen before triton is first imported, so it runs in a process of its own.
+TRITON_INTERPRET must be set before triton is first imported, so the interpreter runs in a process of its own.
 """
 
+import math
 import multiprocessing
-import re
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+
+from quaver import scaling
+from quaver.kernels import triton_cast
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-CONVERSION = {E4M3: "cvt.rn.satfinite.e4m3x2.f32", E5M2: "cvt.rn.satfinite.e5m2x2.f32"}
-TRITON_NAMES = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    E4M3: "fp8e4nv",
-    E5M2: "fp8e5",
-}
+FLOAT8 = pytest.mark.parametrize("float8_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+HP = pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+WANTED = BOTH, ROWS, COLUMNS = (True, True), (True, False), (False, True)
+UNUSUAL = (
+    [0.0, -0.0],
+    [1e-20, 0.0],
+    [1e-40, 0.0],
+    [1.0, math.nan],
+    [1.0, math.inf],
+    [-math.inf, math.nan],
+    [3e4, -6e4],
+)
+"""Rows that make unusual amaxes."""
 
 
 def every_value(dtype: torch.dtype) -> torch.Tensor:
@@ -36,14 +41,59 @@ def every_value(dtype: torch.dtype) -> torch.Tensor:
     return bits.view(dtype)
 
 
-def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """Every bit, but those of NaNs."""
-    got = got.cpu()
-    assert got.dtype is expected.dtype
-    assert got.shape == expected.shape
-    nan = expected.float().isnan()
-    assert got.float().isnan().equal(nan)
-    assert got[~nan].view(torch.uint8).equal(expected[~nan].view(torch.uint8)), (got.dtype, got.shape)
+def varied(rows, columns, dtype):
+    """Rows and columns of different magnitudes, some of zeros, and an outlier in the last element."""
+    hp = torch.randn(rows, columns) * torch.exp2(torch.randint(-6, 6, (rows, 1)).float())
+    hp = hp * torch.exp2(torch.randint(-6, 6, (1, columns)).float())
+    hp[rows // 2] = 0
+    hp[:, columns // 2] = -0.0
+    hp[-1, -1] = -7.25e3
+    return hp.to(dtype)
+
+
+def assert_equal(got, expected):
+    """Tensors have the expected bits, but for those of NaNs, and strides; None is where it is expected."""
+    for actual, oracle in zip(got, expected, strict=True):
+        if oracle is None:
+            assert actual is None
+            continue
+        assert (actual.dtype, actual.shape, actual.stride()) == (oracle.dtype, oracle.shape, oracle.stride())
+        actual, nan = actual.cpu(), oracle.float().isnan()
+        assert actual.float().isnan().equal(nan)
+        assert actual[~nan].view(torch.uint8).equal(oracle[~nan].view(torch.uint8)), (actual.dtype, actual.shape)
+
+
+def laid_out(row_codes, column_codes, rows=True, columns=True):
+    """The oracle's codes as row codes and column codes; None for what is not wanted."""
+    transposed = None if column_codes is None else column_codes.t().clone(memory_format=torch.contiguous_format).t()
+    return row_codes if rows else None, transposed if columns else None
+
+
+@np.errstate(all="ignore")  # the interpreter's infinities and NaNs are wanted
+def assert_casts(hp, float8_dtype, *, persistent=(), given=(), power_of_2=False, wanted=WANTED):
+    """The casts of `hp` are the oracle's: dynamic, with each `persistent` scale, with each pair of `given` scales."""
+    assert triton_cast.takes(hp, float8_dtype)
+    host, device = hp.cpu(), hp.device
+    of_matrix, of_rows, of_columns = (
+        scaling.dynamic_cast(host, float8_dtype, dim, power_of_2=power_of_2) for dim in (None, 1, 0)
+    )
+    for dim in (None, 0, 1):
+        assert_equal([triton_cast.amax(hp, dim)], [scaling.amax(host, dim).float()])
+    for rows, columns in wanted:
+        args = (float8_dtype, rows, columns, power_of_2)
+        expected = (*laid_out(of_matrix[0], of_matrix[0], rows, columns), *of_matrix[1:])
+        assert_equal(triton_cast.cast_tensorwise(hp, *args), expected)
+        row_codes, column_codes = laid_out(of_rows[0], of_columns[0], rows, columns)
+        row_scales, column_scales = of_rows[1:] if rows else (None, None), of_columns[1:] if columns else (None, None)
+        assert_equal(triton_cast.cast_rowwise(hp, *args), (row_codes, *row_scales, column_codes, *column_scales))
+        for scale in map(torch.tensor, persistent):
+            codes, *rest = scaling.cast_with_persistent_scale(host, scale, float8_dtype, power_of_2=power_of_2)
+            expected = (*laid_out(codes, codes, rows, columns), *rest)
+            assert_equal(triton_cast.cast_with_persistent_scale(hp, scale.to(device), *args), expected)
+    for scales in given:
+        expected = [scale if scale is None else scaling.cast_to_float8(host, scale, float8_dtype) for scale in scales]
+        on_device = [scale if scale is None else scale.to(device) for scale in scales]
+        assert_equal(triton_cast.cast_with_scale(hp, float8_dtype, *on_device), laid_out(*expected))
 
 
 @contextmanager
@@ -61,38 +111,6 @@ def process(**environment: str) -> Iterator[Callable]:
         for name, value in ({"OMP_NUM_THREADS": "1"} | environment).items():
             patch.setenv(name, value)
         yield lambda function, *args: pool.submit(function, *args).result()
-
-
-class _Hopper:
-    """What Triton asks of a driver to compile a launch."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-def compile_launches() -> Counter[str]:
-    """From now on launches on CPU tensors compile for a GPU, just as there, and run nothing. Counts them by kernel.
-
-    For a process of its own: it replaces Triton's driver.
-    """
-    launched: Counter[str] = Counter()
-
-    def launch(kernel, grid):
-        def compile_only(*args, **options) -> None:
-            kernel.run(*args, grid=grid, warmup=True, **options)
-            launched[kernel.__name__] += 1
-
-        return compile_only
-
-    triton.runtime.driver.set_active(_Hopper())
-    triton.runtime.jit.JITFunction.__getitem__ = launch
-    return launched
 
 
 @contextmanager
@@ -124,49 +142,3 @@ def counting_bytes() -> Iterator[Counter[str]]:
         ):
             patch.setattr(builder, name, counted(name, *positions))
         yield moved
-
-
-def compile_kernel(kernel, pointers, integers, constants, *, warps, narrow=(), capability=90):
-    """Triton IR ("ttir") and assembly ("ptx") of `kernel`, as if launched on a GPU.
-
-    Args:
-        pointers: dtypes by the names of arguments, which start on 16 bytes as PyTorch's allocations do.
-        integers: Triton types by name, of numbers that are divisible by 16.
-        constants: the other arguments; None is missing.
-        narrow: names of arguments that have no such divisor.
-    """
-    types = {name: "*" + TRITON_NAMES[dtype] for name, dtype in pointers.items()} | integers
-    source = ASTSource(
-        fn=kernel,
-        signature={name: types.get(name, "constexpr") for name in kernel.arg_names},
-        constexprs={name: constants.get(name) for name in kernel.arg_names if name not in types},
-        attrs={
-            (i,): [["tt.divisibility", 16]]
-            for i, name in enumerate(kernel.arg_names)
-            if name in types and name not in narrow
-        },
-    )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps}).asm
-
-
-def instructions(ptx: str) -> Counter[str]:
-    return Counter(re.findall(r"^[ \t]*(?:@!?%p\d+ )?([a-z]\w*(?:\.\w+)*)[ \t]", ptx, re.MULTILINE))
-
-
-def resources(ptx: str, folder) -> dict[str, int]:
-    """What NVIDIA's assembler says of the kernel: registers of a thread, bytes of spills."""
-    file = folder / "kernel.ptx"
-    file.write_text(ptx)
-    gpu = re.search(r"^\.target (\w+)", ptx, re.MULTILINE).group(1)
-    for tool in ("ptxas", "ptxas_blackwell"):  # the first may be too old for this PTX
-        path = getattr(triton.knobs.nvidia, tool).path
-        command = [path, "-v", f"--gpu-name={gpu}", str(file), "-o", str(folder / "kernel.cubin")]
-        assembled = subprocess.run(command, capture_output=True, text=True)
-        if assembled.returncode == 0:
-            break
-    patterns = {
-        "registers": r"Used (\d+) registers",
-        "stores": r"(\d+) bytes spill st",
-        "loads": r"(\d+) bytes spill l",
-    }
-    return {name: int(re.search(pattern, assembled.stderr).group(1)) for name, pattern in patterns.items()}

@@ -1,33 +1,23 @@
-"""The cast of a matrix with one scale for all of it, on an NVIDIA GPU, in Triton: the oracle's bits (scaling.py).
+"""Casts of a matrix [R, C] to float8 on NVIDIA GPUs, in Triton: the bits of quaver/scaling.py, one layout or both.
 
-    quant     = quant_scale where that is known, else RN32(max / amax), capped, optionally rounded down to 2^k
-    scaled    = RN32(float32(hp) * quant)              with a kept scale NaN where hp is infinite
-    codes     = RNE8(clamp(scaled, -max, max))
-    dequant   = RN32(1 / quant)
-    observed  = [amax, how many |scaled| are above saturates_above]        amax = max |hp|
+    row codes      [R, C], contiguous                for a matmul that contracts C
+    column codes   [R, C] with strides (1, R)        for a matmul that contracts R
 
-A kept scale is known where it is above 0. Only the device knows whether it is, and so whether hp must be read once or
-twice. Two kernels are launched in any case, and the first leaves at once where there is nothing for it to do:
+                                  scale of               bytes moved per bfloat16 element
+                                                         row codes    column codes   both
+    cast_tensorwise               the matrix's amax      5, 2 reads   5, 2 reads     6, 2 reads
+    cast_rowwise                  row, column amaxes     3, 1 read    5, 2 reads     6, 2 reads
+    cast_with_scale               given                  3, 1 read    3, 1 read      4, 1 read
+    cast_with_persistent_scale    given where known      3, 1 read    3, 1 read      4, 1 read
 
-    _amax_if_unknown   observed[0] = amax     scale known: reads 4 bytes;   unknown: reads hp once
-    _cast              the rest               either way: reads hp once, writes the codes once
+A persistent scale that is not known yet costs one more read, and so do rows of more than WIDEST_ROW columns. The first
+of two reads is an amax pass (triton_amax.py). Three kernels cast: `_cast_tensorwise` with one scale, dynamic or
+persistent; `_cast_rowwise` with a scale per row and column, or with given ones; `_cast_whole_rows` with a scale per row
+in one read, because it holds whole rows in registers. Casts start at the last tile, which the amax pass left in the
+cache. For grids, tiles and masks see triton_blocks.py.
 
-A dynamic scale is one that is never known: the first kernel then does not ask, and the second records nothing.
-
-Grid and tile: hp is flat. A tile is TILE_BYTES of it, 64 bytes for each thread: four loads of 16 bytes under way at a
-time. `_cast` has one program for each tile, the last tile first: it is what the first kernel has left in the cache.
-`_amax_if_unknown` has at most AMAX_PROGRAMS, which stride over the tiles, because a full grid that leaves at once takes
-microseconds to do so.
-Mask: what lies behind the end of hp is read as 0, and not written. Where numel is a multiple of 16 and hp starts on 16
-bytes, the mask holds for whole loads; elsewhere loads and stores are narrow.
-Positions are 64-bit.
-
-Zero, subnormal, inf, NaN: nothing is flushed to zero. The amax is a maximum of bits, which order like magnitudes with
-NaNs on top, so a NaN comes out as a NaN. An infinite or NaN element becomes NaN and is not counted as saturated. An
-empty hp has the amax 0. A negative or NaN quant_scale is not known.
-
-The host reads nothing back and waits for nothing: once a first call has compiled the kernels, a CUDA graph can capture
-the call. Results do not depend on the order of programs: they are maxima, and sums of integers (exact up to 2^24).
+No call waits for the device, and a CUDA graph can capture it once a first call has compiled the kernels. Results do not
+depend on the order of programs: they are maxima, and sums of integers (exact up to 2^24).
 """
 
 from __future__ import annotations
@@ -35,23 +25,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quaver.formats import format_of
+from quaver.kernels.triton_amax import amax, amax_by_dim, amax_unless_known
 from quaver.kernels.triton_blocks import (
-    INTERPRETED,
+    Tile,
     as_bits,
-    dealt_offsets,
+    cast_to,
+    inside,
     jit,
+    launch,
     load_tile,
     magnitude_bits,
-    observe,
-    quant_scale_of_matrix,
-    scaled_by,
-    store_scale_once,
+    spread,
+    store_column_codes,
+    store_row_codes,
+    store_scales,
     takes,
+    tile_for,
     to_float8,
+    to_quant_scale,
+    widen,
 )
-from quaver.kernels.zero_pairs import zero_pair
-from quaver.scaling import EPS
 
 try:
     import triton
@@ -59,116 +52,224 @@ try:
 except ImportError:  # PyTorch for CPUs comes without it
     triton = None
 
-__all__ = ["cast_with_persistent_scale", "takes"]
+__all__ = ["amax", "cast_rowwise", "cast_tensorwise", "cast_with_persistent_scale", "cast_with_scale", "takes"]
 
-TILE_BYTES = 8192
-WARPS = 4
-AMAX_PROGRAMS = 1024
+Codes = tuple[Tensor | None, Tensor | None]
+"""Row codes and column codes; None where not wanted."""
+
+Scales = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Amaxes, and the quant_scales and dequant_scales to make of them; or given quant_scales and twice None."""
+
+WIDEST_ROW = 32768
+"""Columns of a row that `_cast_whole_rows` holds in registers."""
+
+
+def cast_tensorwise(
+    hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+    """`quaver.scaling.dynamic_cast` of an `hp` [R, C] that `takes` accepts, with one scale.
+
+    Returns:
+        Row codes, column codes (None where not wanted); float32 () quant_scale and dequant_scale.
+    """
+    return cast_with_persistent_scale(hp, None, float8_dtype, rows, columns, power_of_2)[:4]
 
 
 def cast_with_persistent_scale(
-    hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, *, power_of_2: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quaver.scaling.cast_with_persistent_scale` of an `hp` that `takes` accepts, with its `quant_scale` there."""
+    hp: Tensor, quant_scale: Tensor | None, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor]:
+    """`quaver.scaling.cast_with_persistent_scale` of an `hp` [R, C] that `takes` accepts.
+
+    Args:
+        quant_scale: float32 (). None for a dynamic scale, under which nothing but the amax is observed.
+    Returns:
+        Row codes, column codes (None where not wanted); float32 () quant_scale and dequant_scale; float32 [2]: the amax
+        of hp, and how many elements saturated.
+    """
     observed = amax_unless_known(hp, quant_scale)
-    return (*_flat_cast(hp, quant_scale, observed, float8_dtype, power_of_2), observed)
+    row_codes, column_codes = _empty_codes(hp, float8_dtype, rows, columns)
+    quant, dequant = (hp.new_empty((), dtype=torch.float32) for _ in range(2))
+    tile, cast = tile_for(hp, column_codes=columns), cast_to(float8_dtype, power_of_2)
+    tensors = (row_codes, column_codes, quant_scale, observed, quant, dequant)
+    launch(_cast_tensorwise, hp, tile, *tensors, CAST=cast)
+    return row_codes, column_codes, quant, dequant, observed
 
 
-def dynamic_cast(hp: Tensor, float8_dtype: torch.dtype, *, power_of_2: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """`quaver.scaling.dynamic_cast` of the whole of an `hp` that `takes` accepts."""
-    return _flat_cast(hp, None, amax_unless_known(hp, None), float8_dtype, power_of_2)
+def cast_rowwise(
+    hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool
+) -> tuple[Tensor | None, ...]:
+    """`quaver.scaling.dynamic_cast` of an `hp` [R, C] that `takes` accepts, along dim 1 and along dim 0.
+
+    Returns:
+        Row codes, their quant_scales and dequant_scales, float32 [R, 1]; column codes, theirs, float32 [1, C]. None for
+        what is not wanted.
+    """
+    if not columns and hp.shape[1] <= WIDEST_ROW:
+        codes = torch.empty_like(hp, dtype=float8_dtype)
+        quant, dequant = (hp.new_empty(hp.shape[0], 1, dtype=torch.float32) for _ in range(2))
+        tile, cast = tile_of_whole_rows(hp.shape[1]), cast_to(float8_dtype, power_of_2)
+        launch(_cast_whole_rows, hp, tile, codes, quant, dequant, CAST=cast)
+        return codes, quant, dequant, None, None, None
+    row_amax, column_amax = amax_by_dim(hp, rows=rows, columns=columns)
+    row_scales, column_scales = _empty_scales(row_amax), _empty_scales(column_amax)
+    row_codes, column_codes = _cast_by_dim(hp, float8_dtype, row_scales, column_scales, power_of_2)
+    return (row_codes, *row_scales[1:], column_codes, *column_scales[1:])
 
 
-def amax_unless_known(hp: Tensor, quant_scale: Tensor | None) -> Tensor:
-    """float32 [2]: the amax of hp (0 where the quant_scale is above 0), and 0."""
-    observed = zero_pair(hp)
-    tile = TILE_BYTES // hp.element_size()
-    tiles = triton.cdiv(hp.numel(), tile)
-    if tiles:
-        with torch.cuda.device_of(hp):
-            _amax_if_unknown[(min(tiles, AMAX_PROGRAMS),)](
-                hp, quant_scale, observed, hp.numel(), TILE=tile, INTERPRETED=INTERPRETED, num_warps=WARPS
-            )
-    return observed
+def cast_with_scale(
+    hp: Tensor, float8_dtype: torch.dtype, row_scale: Tensor | None, column_scale: Tensor | None
+) -> Codes:
+    """`quaver.scaling.cast_to_float8` of an `hp` [R, C] that `takes` accepts.
+
+    Args:
+        row_scale: float32 () or [R, 1], the quant_scale of row codes. None where these are not wanted.
+        column_scale: float32 () or [1, C], the quant_scale of column codes, likewise.
+    Returns:
+        Row codes, column codes.
+    """
+    row_scales = (None if row_scale is None else row_scale.expand(hp.shape[0], 1), None, None)
+    column_scales = (None if column_scale is None else column_scale.expand(1, hp.shape[1]), None, None)
+    return _cast_by_dim(hp, float8_dtype, row_scales, column_scales, power_of_2=False)
 
 
-def _flat_cast(
-    hp: Tensor, quant_scale: Tensor | None, observed: Tensor, float8_dtype: torch.dtype, power_of_2: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    fmt = format_of(float8_dtype)
-    codes = torch.empty_like(hp, dtype=float8_dtype)
-    quant, dequant = hp.new_empty((), dtype=torch.float32), hp.new_empty((), dtype=torch.float32)
-    tile = TILE_BYTES // hp.element_size()
-    with torch.cuda.device_of(hp):
-        _cast[(max(triton.cdiv(hp.numel(), tile), 1),)](  # without elements there still are scales to write
-            hp,
-            quant_scale,
-            codes,
-            quant,
-            dequant,
-            observed,
-            hp.numel(),
-            MAX=fmt.max,
-            SATURATES_ABOVE=fmt.saturates_above,
-            LARGEST_QUANT_SCALE=fmt.max / EPS,
-            POWER_OF_2=power_of_2,
-            SCALE="amax" if quant_scale is None else "kept",
-            TILE=tile,
-            INTERPRETED=INTERPRETED,
-            num_warps=WARPS,
-        )
-    return codes, quant, dequant
+def _cast_by_dim(
+    hp: Tensor, float8_dtype: torch.dtype, row_scales: Scales, column_scales: Scales, power_of_2: bool
+) -> Codes:
+    of_rows, of_columns = row_scales[0], column_scales[0]
+    codes = _empty_codes(hp, float8_dtype, of_rows is not None, of_columns is not None)
+    strides = (0 if of_rows is None else of_rows.stride(0), 0 if of_columns is None else of_columns.stride(1))
+    tile, cast = tile_for(hp, column_codes=of_columns is not None), cast_to(float8_dtype, power_of_2)
+    launch(_cast_rowwise, hp, tile, *codes, *row_scales, *column_scales, *strides, CAST=cast)
+    return codes
+
+
+def tile_of_whole_rows(width: int) -> Tile:
+    """As many rows as make 4096 elements, and 32 elements per thread."""
+    columns = max(triton.next_power_of_2(width), 16)
+    rows = max(4096 // columns, 1)
+    return Tile(rows, columns, warps=rows * columns // (32 * 32))
+
+
+def _empty_codes(hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool) -> Codes:
+    height, width = hp.shape
+    row_codes = hp.new_empty(height, width, dtype=float8_dtype) if rows else None
+    column_codes = hp.new_empty(width, height, dtype=float8_dtype).t() if columns else None
+    return row_codes, column_codes
+
+
+def _empty_scales(amax: Tensor | None) -> Scales:
+    return (None, None, None) if amax is None else (amax, torch.empty_like(amax), torch.empty_like(amax))
 
 
 @jit
-def _amax_if_unknown(
+def _cast_tensorwise(
     hp_ptr: tl.tensor,
+    row_codes_ptr: tl.tensor,
+    column_codes_ptr: tl.tensor,
     quant_scale_ptr: tl.tensor,
     observed_ptr: tl.tensor,
-    numel: tl.tensor,
+    quant_ptr: tl.tensor,
+    dequant_ptr: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
     TILE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    CAST: tl.constexpr,
 ) -> None:
-    """observed[0] = max |hp|, unless there is a quant_scale that is known. observed[0] was 0."""
-    kept = 0.0 if quant_scale_ptr is None else tl.load(quant_scale_ptr)
-    if not (kept > 0):
-        bits = tl.zeros([TILE], tl.int32)
-        tile = tl.program_id(0)
-        # No range: under NumPy 2.4 the interpreter of Triton 3.6 takes no computed bounds (triton-lang/triton#9171).
-        while tile.to(tl.int64) * TILE < numel:
-            bits = tl.maximum(bits, magnitude_bits(load_tile(hp_ptr, tile, numel, TILE, INTERPRETED)))
-            tile += tl.num_programs(0)
-        tl.atomic_max(as_bits(observed_ptr), tl.max(bits), sem="relaxed")
+    """With a persistent scale, adds to observed: the amax by a maximum, the number of saturated elements by a sum."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    hp, r, c = load_tile(hp_ptr, tile, rows, columns, TILE)
+    recorded = tl.load(as_bits(observed_ptr))
+    quant = 0.0 if quant_scale_ptr is None else tl.load(quant_scale_ptr)
+    if not (quant > 0):
+        quant = to_quant_scale(recorded.to(tl.float32, bitcast=True), CAST)
+    if tile == 0:
+        store_scales(quant_ptr, dequant_ptr, quant, None)
+    if quant_scale_ptr is None:
+        scaled = hp * quant
+    else:  # observed before the codes are made: after that it costs 40 registers
+        scaled = tl.fma(hp, quant, hp * 0.0)  # hp * 0 makes infinities NaN, and changes no other bit
+        bits = tl.max(magnitude_bits(hp))
+        tl.atomic_max(as_bits(observed_ptr), bits, mask=bits > recorded, sem="relaxed")
+        # Rounded products order like their factors: where the largest does not saturate, none does.
+        if not (bits.to(tl.float32, bitcast=True) * quant <= CAST.saturates_above):
+            count = tl.sum((tl.abs(scaled) > CAST.saturates_above).to(tl.int32))
+            tl.atomic_add(observed_ptr + 1, count.to(tl.float32), mask=count > 0, sem="relaxed")
+    codes = to_float8(scaled, CAST)
+    if row_codes_ptr is not None:
+        store_row_codes(row_codes_ptr, codes, r, c, rows, columns)
+    if column_codes_ptr is not None:
+        store_column_codes(column_codes_ptr, codes, tile, c, rows, columns, TILE)
 
 
 @jit
-def _cast(
+def _cast_rowwise(
     hp_ptr: tl.tensor,
-    quant_scale_ptr: tl.tensor,
+    row_codes_ptr: tl.tensor,
+    column_codes_ptr: tl.tensor,
+    row_scales_ptr: tl.tensor,
+    row_quant_ptr: tl.tensor,
+    row_dequant_ptr: tl.tensor,
+    column_scales_ptr: tl.tensor,
+    column_quant_ptr: tl.tensor,
+    column_dequant_ptr: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    TILE: tl.constexpr,
+    CAST: tl.constexpr,
+) -> None:
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    hp, r, c = load_tile(hp_ptr, tile, rows, columns, TILE)
+    across = tl.cdiv(columns, TILE.columns)
+    if row_codes_ptr is not None:
+        quant = _quant_scales(
+            row_scales_ptr, row_quant_ptr, row_dequant_ptr, r, rows, row_stride, tile % across == 0, CAST
+        )
+        store_row_codes(row_codes_ptr, to_float8(hp * quant[:, None], CAST), r, c, rows, columns)
+    if column_codes_ptr is not None:
+        quant = _quant_scales(
+            column_scales_ptr, column_quant_ptr, column_dequant_ptr, c, columns, column_stride, tile < across, CAST
+        )
+        store_column_codes(column_codes_ptr, to_float8(hp * quant[None, :], CAST), tile, c, rows, columns, TILE)
+
+
+@jit
+def _quant_scales(
+    scales_ptr: tl.tensor,
+    quant_ptr: tl.tensor,
+    dequant_ptr: tl.tensor,
+    i: tl.tensor,
+    end: tl.tensor,
+    stride: tl.tensor,
+    stores: tl.tensor,
+    CAST: tl.constexpr,
+) -> tl.tensor:
+    """The quant_scales of rows or columns i: given, where quant_ptr is None; else made from amaxes, and stored."""
+    scales = tl.load(scales_ptr + i * stride, mask=i < end, other=1.0)
+    if quant_ptr is not None:
+        scales = to_quant_scale(scales, CAST)
+        if stores:
+            store_scales(quant_ptr + i, dequant_ptr + i, scales, i < end)
+    return scales
+
+
+@jit
+def _cast_whole_rows(
+    hp_ptr: tl.tensor,
     codes_ptr: tl.tensor,
     quant_ptr: tl.tensor,
     dequant_ptr: tl.tensor,
-    observed_ptr: tl.tensor,
-    numel: tl.tensor,
-    MAX: tl.constexpr,
-    SATURATES_ABOVE: tl.constexpr,
-    LARGEST_QUANT_SCALE: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
-    SCALE: tl.constexpr,
+    rows: tl.tensor,
+    columns: tl.tensor,
     TILE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    CAST: tl.constexpr,
 ) -> None:
-    """All but the amax for a scale that is not known, which is in observed[0] by now."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    hp = load_tile(hp_ptr, tile, numel, TILE, INTERPRETED)
-    recorded = tl.load(as_bits(observed_ptr))
-    quant = quant_scale_of_matrix(quant_scale_ptr, recorded, MAX, LARGEST_QUANT_SCALE, POWER_OF_2, SCALE)
-    store_scale_once(quant_ptr, dequant_ptr, quant, tile)
-
-    scaled = scaled_by(hp, quant, SCALE)
-    start = tile.to(tl.int64) * TILE
-    offsets = dealt_offsets(hp_ptr, TILE)
-    codes = to_float8(scaled, codes_ptr.dtype.element_ty, INTERPRETED)
-    tl.store(codes_ptr + start + offsets, codes, mask=start + offsets < numel)
-    if SCALE == "kept":
-        observe(observed_ptr, recorded, hp, scaled, quant, SATURATES_ABOVE)
+    r = tl.program_id(0).to(tl.int64) * TILE.rows + tl.arange(0, TILE.rows)
+    c = spread(hp_ptr, TILE.columns)  # not by load_tile: 64-bit columns spill
+    positions, mask = r[:, None] * columns + c[None, :], inside(r, rows, c, columns)
+    hp = widen(tl.load(hp_ptr + positions, mask=mask, other=0.0))
+    amax = tl.max(magnitude_bits(hp), 1).to(tl.float32, bitcast=True)
+    quant = to_quant_scale(amax, CAST)
+    store_scales(quant_ptr + r, dequant_ptr + r, quant, r < rows)
+    tl.store(codes_ptr + positions, to_float8(hp * quant[:, None], CAST), mask=mask)

@@ -31,7 +31,9 @@ def test_codes_scales_and_what_is_observed_are_those_of_a_cpu(hp_dtype, float8_d
     hp = (torch.randn(300, 130) * torch.logspace(-3, 3, 130)).to(hp_dtype)
 
     def cast(hp, quant_scale, observed, known):
-        return cast_with_persistent_scale(hp, PersistentScale(quant_scale, observed, known), float8_dtype, False)
+        scale = PersistentScale(quant_scale, observed, known)
+        codes, _, *scales = cast_with_persistent_scale(hp, scale, float8_dtype, True, False, False)
+        return codes, *scales
 
     observed = torch.tensor([-1.0, 0.0], device="cuda")
     cast = torch.compile(cast, fullgraph=True) if compiled else cast

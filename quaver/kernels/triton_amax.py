@@ -1,0 +1,74 @@
+"""The amaxes of a matrix in Triton: of all of it, of each row, of each column, from one read.
+
+    amax = max |hp|        row_amax[r] = max |hp[r, :]|        column_amax[c] = max |hp[:, c]|
+
+Programs join their amaxes by atomic maxima of the bits of magnitudes, which order like the magnitudes with NaNs on top:
+neither the order of the programs nor their number changes a result, and NaN propagates. For the grid, the tiles and the
+mask see triton_blocks.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from quaver.kernels.triton_blocks import as_bits, jit, launch, load_tile, magnitude_bits, tile_for
+
+with contextlib.suppress(ImportError):  # PyTorch for CPUs comes without it
+    import triton.language as tl
+
+
+def amax(hp: Tensor, dim: int | None) -> Tensor:
+    """`quaver.scaling.amax` of an `hp` [R, C] that `takes` accepts: float32 (), [R, 1] for dim 1, [1, C] for dim 0."""
+    if dim is None:
+        return amax_unless_known(hp, None)[0]
+    row_amax, column_amax = amax_by_dim(hp, rows=dim == 1, columns=dim == 0)
+    return cast(Tensor, row_amax if dim == 1 else column_amax)
+
+
+def amax_unless_known(hp: Tensor, quant_scale: Tensor | None) -> Tensor:
+    """float32 [2]: the amax of `hp`, or 0 where there is a persistent `quant_scale` () above 0; and 0.
+
+    With such a scale no program reads `hp`. Only the device knows the scale, so the kernel is launched either way.
+    """
+    observed = hp.new_zeros(2, dtype=torch.float32)
+    launch(_amax, hp, tile_for(hp), quant_scale, observed, None, None)
+    return observed
+
+
+def amax_by_dim(hp: Tensor, *, rows: bool, columns: bool) -> tuple[Tensor | None, Tensor | None]:
+    """float32 [R, 1] and [1, C]; None for what is not wanted."""
+    height, width = hp.shape
+    zeros = hp.new_zeros(height * rows + width * columns, dtype=torch.float32)  # one fill for both
+    row_amax = zeros[:height].view(height, 1) if rows else None
+    column_amax = zeros[height * rows :].view(1, width) if columns else None
+    launch(_amax, hp, tile_for(hp), None, None, row_amax, column_amax)
+    return row_amax, column_amax
+
+
+@jit
+def _amax(
+    hp_ptr: tl.tensor,
+    quant_scale_ptr: tl.tensor,
+    amax_ptr: tl.tensor,
+    row_amax_ptr: tl.tensor,
+    column_amax_ptr: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    TILE: tl.constexpr,
+) -> None:
+    known = 0.0 if quant_scale_ptr is None else tl.load(quant_scale_ptr)
+    if not (known > 0):
+        hp, r, c = load_tile(hp_ptr, tl.program_id(0), rows, columns, TILE)
+        bits = magnitude_bits(hp)
+        if amax_ptr is not None:
+            found = tl.max(bits)
+            # The amax at amax_ptr only grows: most programs find a larger one there, and need no atomic.
+            tl.atomic_max(as_bits(amax_ptr), found, mask=found > tl.load(as_bits(amax_ptr)), sem="relaxed")
+        if row_amax_ptr is not None:
+            tl.atomic_max(as_bits(row_amax_ptr) + r, tl.max(bits, 1), mask=r < rows, sem="relaxed")
+        if column_amax_ptr is not None:
+            tl.atomic_max(as_bits(column_amax_ptr) + c, tl.max(bits, 0), mask=c < columns, sem="relaxed")

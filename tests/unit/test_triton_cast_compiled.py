@@ -1,0 +1,184 @@
+"""The casts as a GPU would run them, without a GPU: vector widths, conversions, registers, read from compiled code.
+
+Launches on CPU tensors compile for a GPU, with the arguments and sizes of a real launch, and run nothing.
+"""
+
+import itertools
+import re
+import subprocess
+from collections import Counter, defaultdict
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from quaver.kernels import triton_blocks, triton_cast
+from tests.triton_kernels import BOTH, COLUMNS, E4M3, E5M2, ROWS
+
+pytestmark = pytest.mark.skipif(triton_blocks.INTERPRETED, reason="TRITON_INTERPRET is set: kernels do not compile")
+
+HP = pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16], ids=str)
+CONVERSION = {E4M3: "cvt.rn.satfinite.e4m3x2.f32", E5M2: "cvt.rn.satfinite.e5m2x2.f32"}
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+TRANSPOSES_CODES = VERSION >= (3, 7)
+"""Triton 3.6 transposes a tile of hp instead, and scales and converts it twice: more registers, the same accesses."""
+NEW_ASSEMBLER = VERSION >= (3, 9)
+"""Before, ptxas for Hopper takes more registers, and here and there it spills a few bytes."""
+
+
+class _Driver:
+    """What Triton asks of a driver to compile a launch."""
+
+    capability = 90
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # each device has its own cache of kernels
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch, tmp_path):
+    """The code of each launch, in order, by the kernel's name."""
+    found = defaultdict(list)
+
+    def launch(kernel, grid):
+        def compile_only(*args, **options) -> None:
+            found[kernel.__name__].append(kernel.run(*args, grid=grid, warmup=True, **options).asm)
+
+        return compile_only
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "__getitem__", launch)
+    triton.runtime.driver.set_active(_Driver())
+    yield found
+    triton.runtime.driver.set_active(None)
+
+
+def empty(hp_dtype, rows=128, columns=128):
+    return torch.empty(rows, columns, dtype=hp_dtype)
+
+
+def instructions(asm):
+    return Counter(re.findall(r"^[ \t]*(?:@!?%p\d+ )?([a-z]\w*(?:\.\w+)*)[ \t]", asm["ptx"], re.MULTILINE))
+
+
+def assert_fits(asm, folder, registers):
+    """What NVIDIA's assembler says of the kernel: registers of a thread, bytes of spills."""
+    file = folder / "kernel.ptx"
+    file.write_text(asm["ptx"])
+    for tool in ("ptxas", "ptxas_blackwell"):  # the first may be too old for this PTX
+        command = [getattr(triton.knobs.nvidia, tool).path, "-v", "--gpu-name=sm_90a", str(file), "-o", "/dev/null"]
+        assembled = subprocess.run(command, capture_output=True, text=True)
+        if assembled.returncode == 0:
+            break
+    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", assembled.stderr)
+    assert max(map(int, spilled.groups())) <= (0 if NEW_ASSEMBLER else 8)
+    used = int(re.search(r"Used (\d+) registers", assembled.stderr).group(1))
+    assert used <= (registers if NEW_ASSEMBLER else 200)
+
+
+def assert_whole_accesses(asm, hp_dtype, conversions):
+    """16 bytes per load; 16 column codes per store; 8 row codes per store, or 4 where a load is of 4 elements."""
+    found = instructions(asm)
+    tile = triton_blocks.tile_for(empty(hp_dtype), column_codes=True)
+    elements = tile.rows * tile.columns // (32 * tile.warps)  # of a thread
+    assert found["ld.global.v4.b32"] >= elements * hp_dtype.itemsize // 16  # and scales of columns
+    assert found["st.global.v4.b32"] >= elements // 16  # likewise
+    if hp_dtype is not torch.float32:
+        assert found["st.global.v2.b32"] == elements // 8
+    assert not any(re.search(r"global.*\.[bu](8|16)$", name) for name in found)
+    assert found["ld.shared.b8"] == found["st.shared.b8"] == 0  # [Note: transposing a tile]
+    if TRANSPOSES_CODES:
+        assert sum(found[name] for name in CONVERSION.values()) == elements // 2 * conversions
+
+
+@pytest.mark.parametrize(
+    ("hp_dtype", "float8_dtype"), [(torch.float32, E4M3), (torch.bfloat16, E5M2), (torch.float16, E4M3)], ids=str
+)
+def test_one_scale(compiled, hp_dtype, float8_dtype, tmp_path):
+    for scale in (None, torch.ones(())):
+        triton_cast.cast_with_persistent_scale(empty(hp_dtype), scale, float8_dtype, *BOTH, False)
+    for asm, registers in zip(compiled["_cast_tensorwise"], (96, 128), strict=True):
+        assert_whole_accesses(asm, hp_dtype, conversions=1)
+        assert_fits(asm, tmp_path, registers)  # 128: 64 KiB of loads under way on a multiprocessor
+
+
+@HP
+def test_scales_per_row_and_column(compiled, hp_dtype, tmp_path):
+    triton_cast.cast_rowwise(empty(hp_dtype), E4M3, *BOTH, False)
+    triton_cast.cast_with_scale(empty(hp_dtype), E4M3, torch.ones(128, 1), torch.ones(1, 128))
+    for asm in compiled["_cast_rowwise"]:
+        assert_whole_accesses(asm, hp_dtype, conversions=2)
+        assert_fits(asm, tmp_path, 128)
+
+
+@HP
+@pytest.mark.parametrize(("width", "registers"), [(112, 96), (4096, 64), (triton_cast.WIDEST_ROW, 64)])
+def test_whole_rows(compiled, hp_dtype, width, registers, tmp_path):
+    triton_cast.cast_rowwise(empty(hp_dtype, columns=width), E4M3, *ROWS, False)
+    [asm] = compiled["_cast_whole_rows"]
+    found = instructions(asm)
+    assert found[CONVERSION[E4M3]] == 16
+    assert found["ld.global.v4.b32"] == 32 * hp_dtype.itemsize // 16
+    assert found["st.global.b8"] == 0
+    assert_fits(asm, tmp_path, registers)
+
+
+@HP
+def test_amaxes(compiled, hp_dtype, tmp_path):
+    for dim in (None, 0, 1):
+        triton_cast.amax(empty(hp_dtype), dim)
+    for asm in compiled["_amax"]:
+        found = instructions(asm)
+        assert found["ld.global.v4.b32"] == 8
+        assert found["ld.global.b16"] == 0
+        assert_fits(asm, tmp_path, 128)
+
+
+def every_cast(hp, float8_dtype=E4M3):
+    triton_cast.cast_with_persistent_scale(hp, torch.ones(()), float8_dtype, *BOTH, True)
+    triton_cast.cast_rowwise(hp, float8_dtype, *ROWS, True)
+    triton_cast.cast_rowwise(hp, float8_dtype, *BOTH, True)
+
+
+def test_odd_sizes_do_not_spill(compiled, tmp_path):
+    every_cast(empty(torch.bfloat16, 129, 129))
+    triton_cast.cast_rowwise(empty(torch.bfloat16, 3, triton_cast.WIDEST_ROW - 1), E4M3, *ROWS, False)
+    for asm in itertools.chain(*compiled.values()):
+        assert_fits(asm, tmp_path, 200)
+
+
+@pytest.mark.parametrize("capability", [90, 100, 120])
+def test_addresses_one_rounding_and_no_corrupting_clamp(compiled, capability, monkeypatch):
+    """No NaN-propagating minima and maxima may precede transposed 1-byte stores: triton-lang/triton#11111."""
+    monkeypatch.setattr(_Driver, "capability", capability)
+    every_cast(empty(torch.bfloat16, 128, 4096), E5M2)
+    assert set(compiled) == {"_amax", "_cast_tensorwise", "_cast_rowwise", "_cast_whole_rows"}
+    for asm in itertools.chain(*compiled.values()):
+        offsets = r"tt\.addptr %\w+, %\w+ : tensor<\d+x\d+x!tt\.ptr<\w+>>, tensor<\d+x\d+x(\w+)>"
+        assert set(re.findall(offsets, asm["ttir"])) == {"i64"}
+        assert ".ftz" not in asm["ptx"]  # subnormal numbers are not flushed to zero
+        assert ".NaN" not in asm["ptx"]
+    assert instructions(compiled["_cast_whole_rows"][0])[CONVERSION[E5M2]] == 16
+    assert_whole_accesses(compiled["_cast_tensorwise"][0], torch.bfloat16, conversions=1)
+    assert_whole_accesses(compiled["_cast_rowwise"][0], torch.bfloat16, conversions=2)
+
+
+@pytest.mark.parametrize("shape", [(1, 40), (33, 1)], ids=str)
+def test_integers_of_1_and_missing_pointers_compile(compiled, shape):
+    """Triton makes constants of both."""
+    hp, one = empty(torch.bfloat16, *shape), torch.ones(())
+    every_cast(hp)
+    triton_cast.cast_tensorwise(hp, E5M2, *COLUMNS, False)
+    triton_cast.cast_with_scale(hp, E4M3, one, None)
+    launches = {name: len(each) for name, each in compiled.items()}
+    assert launches == {"_amax": 3, "_cast_tensorwise": 2, "_cast_rowwise": 2, "_cast_whole_rows": 1}
