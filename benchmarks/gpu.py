@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -29,12 +29,6 @@ class Part:
     name: str
     words: list[str]
     seconds: int
-    environment: dict[str, str] = field(default_factory=dict)
-
-
-_CASTS = "QUAVER_KERNELS_IN_COMPILED_CODE"
-_KERNELS = "_kernels"
-"""Ends the names of parts that measure what the part without it does, in compiled code with quaver's casts."""
 
 
 def parts(results: Path) -> list[Part]:
@@ -43,27 +37,18 @@ def parts(results: Path) -> list[Part]:
     def verb(name: str, seconds: int, *words: str) -> Part:
         output = str(results / f"gpu_{name}.json")
         words = ("-m", "quaver.cli", *words, "--device", "cuda", "--output", output)
-        return Part(name, list(words), seconds, {_CASTS: "0"})
-
-    def with_kernels(part: Part, seconds: int) -> Part:
-        name = part.name + _KERNELS
-        words = [*part.words[:-1], str(results / f"gpu_{name}.json"), "--modes", "compiled"]
-        return Part(name, words, seconds, {_CASTS: "1"})
+        return Part(name, list(words), seconds)
 
     tokens = ("--tokens", "16384")
     recipes = ("--recipes", "tensorwise", "rowwise", "delayed")
     block = ("--model", "llama-8b", *tokens, "--seq-len", "8192")
-    linear = verb("linear_llama8b", 60, "bench", "linear", "--shapes", "llama-8b", *tokens, "--rounds", "10")
-    whole_block = verb("block_llama8b", 65, "bench", "block", *block, *recipes, "--rounds", "10")
     return [
         Part("doctor", ["-m", "quaver.cli", "doctor", "--json"], 30),
         Part("tests", ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"], 120),
-        linear,
-        with_kernels(linear, 30),
+        verb("linear_llama8b", 90, "bench", "linear", "--shapes", "llama-8b", *tokens, "--rounds", "10"),
         verb("gemm", 25, "bench", "gemm", "--shapes", "llama-8b,llama-70b", *tokens, "--rounds", "10"),
         verb("cast", 40, "bench", "cast", "--shapes", "llama-8b,llama-70b", *tokens, "--rounds", "10"),
-        whole_block,
-        with_kernels(whole_block, 30),
+        verb("block_llama8b", 95, "bench", "block", *block, *recipes, "--rounds", "10"),
         verb("host", 25, "bench", "host", *recipes, "--rounds", "10"),
         verb("linear_llama70b", 40, "bench", "linear", "--shapes", "llama-70b", *tokens, *recipes, "--rounds", "5"),
         verb("train", 40, "bench", "train", *_LARGER_MODEL, *recipes, "--rounds", "10"),
@@ -101,10 +86,7 @@ def main(names: list[str]) -> int:
     outcomes = run_all([part for part in todo if not names or part.name in names], results)
     failed = {name: outcome for name, outcome in outcomes.items() if outcome["failure"]}
     took = sum(outcome["seconds"] for outcome in outcomes.values())
-    compared = [row for part in todo if part.name + _KERNELS in outcomes for row in compare_casts(results, part.name)]
-    for row in compared:
-        print(in_words(row))
-    (results / "gpu.json").write_text(json.dumps({"parts": outcomes, "compiled_casts": compared}, indent=2) + "\n")
+    (results / "gpu.json").write_text(json.dumps({"parts": outcomes}, indent=2) + "\n")
     verdict = ", ".join(f"{name} ({outcome['failure']})" for name, outcome in failed.items())
     print(f"{took:.0f} s, results in {results}; " + (f"FAILED: {verdict}" if failed else "all parts passed"))
     return bool(failed)
@@ -120,70 +102,22 @@ def run_all(todo: list[Part], results: Path) -> dict[str, dict]:
         log_path = results / f"gpu_{part.name}.log"
         print(f"== {part.name}, {deadline - start:.0f} s: python {' '.join(part.words)}", flush=True)
         with log_path.open("w") as log:
-            failure = run(part.words, deadline - start, log, part.environment)
+            failure = run(part.words, deadline - start, log)
         outcomes[part.name] = {"seconds": round(time.monotonic() - start, 1), "failure": failure}
         print(log_path.read_text(errors="replace")[-LAST_CHARACTERS:], flush=True)
     return outcomes
 
 
-def compare_casts(results: Path, name: str) -> list[dict]:
-    """What both parts of a name measured of quaver in compiled code: each time as a share of its own run's bfloat16.
-
-    `faster` is "compiler" or "kernels" where the ranges from the 10th to the 90th percentile lie apart, else "alike".
-    """
-    by_casts = {
-        casts: {
-            (row.get("shape", name), row["recipe"]): _shares(row)
-            for row in _compiled_rows(results / f"gpu_{file}.json")
-        }
-        for casts, file in (("compiler", name), ("kernels", name + _KERNELS))
-    }
-    return [
-        {"part": name, "shape": key[0], "recipe": key[1]}
-        | {casts: rows[key][1] for casts, rows in by_casts.items()}
-        | {"faster": _faster({casts: rows[key] for casts, rows in by_casts.items()})}
-        for key in by_casts["compiler"]
-        if key in by_casts["kernels"]
-    ]
-
-
-def _compiled_rows(path: Path) -> list[dict]:
-    if not path.exists():
-        return []
-    rows = json.loads(path.read_text())["rows"]
-    return [row for row in rows if row["mode"] == "compiled" and row["library"] == "quaver"]
-
-
-def _shares(row: dict) -> tuple[float, float, float]:
-    """The 10th percentile, median and 90th percentile of the time, as shares of bfloat16's median."""
-    timing = row["timing"]
-    of_one_us = row["time_over_bfloat16"] / timing["median_us"]
-    return timing["p10_us"] * of_one_us, row["time_over_bfloat16"], timing["p90_us"] * of_one_us
-
-
-def _faster(shares: dict[str, tuple[float, float, float]]) -> str:
-    first, second = sorted(shares, key=lambda casts: shares[casts][1])
-    return first if shares[first][2] < shares[second][0] else "alike"
-
-
-def in_words(row: dict) -> str:
-    """One line for a row of `compare_casts`."""
-    shares = ", ".join(f"{casts} {row[casts]:.3f}" for casts in ("compiler", "kernels"))
-    verdict = "neither is faster" if row["faster"] == "alike" else f"faster: {row['faster']}"
-    return f"compiled casts, {row['shape']}, {row['recipe']}: time / bfloat16 {shares}; {verdict}"
-
-
-def run(words: list[str], limit_s: float, log: TextIO, environment: dict[str, str]) -> str:
+def run(words: list[str], limit_s: float, log: TextIO) -> str:
     """Run python with these words in the root; why it failed, empty if it did not.
 
-    `environment` comes on top of this process's. At the limit it is interrupted, as by Ctrl-C, GRACE_S before which is
-    then left to save what it has.
+    GRACE_S before the limit it is interrupted, as by Ctrl-C, and then has that long to save what it has.
     """
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     process = subprocess.Popen(
         [sys.executable, *words],
         cwd=ROOT,
-        env={**os.environ, **environment, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path},
         stdout=log,
         stderr=subprocess.STDOUT,
         start_new_session=True,

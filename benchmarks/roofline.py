@@ -17,8 +17,8 @@ from typing import Any
 from benchmarks.record import ROOT, fill, markdown
 from quaver.cli import main as quaver
 from quaver.config import Float8LinearRecipeName
-from quaver.cost_model import MATMUL_SHARES, recipe_casts
 from quaver.devices import DEVICE_SPECS
+from quaver.filters import MATMUL_SHARES, recipe_casts
 
 DOCS = ROOT / "docs" / "performance.md"
 FOLDER = ROOT / "benchmarks" / "results" / "roofline"

@@ -39,7 +39,7 @@ from quaver import (
 )
 from quaver.bench.harness import time_alternating
 from quaver.kernels import cpu
-from quaver.kernels.cast import cast_with_persistent_scale, cast_with_scale, dynamic_cast
+from quaver.kernels.cast import cast_tensorwise, cast_with_persistent_scale, cast_with_scale
 from quaver.scaling import PersistentScale
 
 RECIPES = ("tensorwise", "delayed", "delayed_with_dynamic_weight", "static")
@@ -125,10 +125,10 @@ def time_casts(dtype: torch.dtype, shape: tuple[int, int], float8_dtype: torch.d
     kept = PersistentScale(scale, torch.zeros(2), torch.tensor(True))
     cold = PersistentScale(torch.tensor(0.0), torch.zeros(2), torch.tensor(False))
     contestants = {
-        "dynamic": lambda: dynamic_cast(hp, float8_dtype, None, False),
-        "kept": lambda: cast_with_persistent_scale(hp, kept, float8_dtype, False),
-        "cold": lambda: cast_with_persistent_scale(hp, cold, float8_dtype, False),
-        "scale_only": lambda: cast_with_scale(hp, scale, float8_dtype),
+        "dynamic": lambda: cast_tensorwise(hp, float8_dtype, True, False, False),
+        "kept": lambda: cast_with_persistent_scale(hp, kept, float8_dtype, True, False, False),
+        "cold": lambda: cast_with_persistent_scale(hp, cold, float8_dtype, True, False, False),
+        "scale_only": lambda: cast_with_scale(hp, float8_dtype, scale, None),
     }
     timings = time_alternating(contestants, CPU, rounds=CAST_ROUNDS)
     return {

@@ -1,38 +1,27 @@
-"""Activation checkpointing that knows float8: what a block keeps for its backward, and what it computes again.
+"""Activation checkpointing that knows float8: what a block saves for its backward, and what it recomputes.
 
     apply_activation_checkpointing(model.layers, mode="selective")
 
-A checkpointed module keeps its inputs; `full` computes everything else again in the backward, `selective` with "op" all
-but the results that a policy keeps:
+A checkpointed module saves its inputs. `full` recomputes everything else in the backward; `selective` with "op"
+everything but the results that a policy saves:
 
-    kept: one matmul in two, attention, reduce-scatters, amaxes
-    not:  the last matmul, pointwise results, float8 casts among them
+    saved:      one matmul in two, attention, reduce-scatters, amaxes
+    recomputed: the last matmul, pointwise results, casts to float8
 
-Matmuls are counted alike in every precision, so a float8 block keeps what the bfloat16 block keeps, and its amaxes: a
+Matmuls are counted alike in every precision, so a float8 block saves what the bfloat16 block saves, and its amaxes: a
 few numbers, each of which spares a read of a whole tensor. The results of `abs` before them are as large as the tensors
-themselves, those of whole weights included: to keep one is the classic way to make float8 need more memory than
-bfloat16. `also_keep` and `never_keep` change the policy, to such a mistake, too; `quaver memory --vs` shows its cost.
+themselves, unsharded weights included: saving one is the classic way to make float8 need more memory than bfloat16.
+`also_keep` and `never_keep` change the policy, to such a mistake, too; `quaver memory --vs` shows its cost.
 
-[Note: which matmuls] A recomputation ends before the last matmul: nothing in the block's backward reads its result. To
-keep it would be waste, the widest there is in a Llama block of seven matmuls whose first, third, fifth and seventh are
-kept. So they are counted from the end, which an eager block knows from its forward before. Its first forward counts
-from the beginning, as compiled code does, whose compiler keeps nothing that is not read.
+[Note: which matmuls] A recomputation ends before the last matmul, whose result nothing in the block's backward reads.
+Saving it would be waste, the widest result of a Llama block of seven matmuls whose first, third, fifth and seventh are
+saved. So matmuls are counted from the end, which an eager block knows from its previous forward. Its first forward
+counts from the beginning, as compiled code does, where Inductor saves nothing that is not read.
 
-[Note: what recomputation may share] Outside a policy a recomputation needs no care: casts are functions of their
-operands, and what kept scales record is a maximum. A policy, however, hands its results out by counting calls of each
-operation (torch.utils.checkpoint), so a block must call as many in its recomputation as in its forward. A linear whose
-input was cast before it came to the block (casts.py) would read no amax in the forward and one in the recomputation,
-which would get that of another tensor, in silence. So a block with a policy gets its inputs as new tensor objects, of
-which nothing is remembered yet.
-
-[Note: a lone linear] A checkpoint keeps the inputs of its module, in high precision. A float8 linear by itself keeps
-codes of its input, 1 byte an element, and has nothing else to compute again: in a checkpoint it would keep more and
-take longer. So it is left as it is, unless its recipe keeps inputs in high precision, it keeps a cast of its weight, or
-the policy is told what to keep.
-
-[Note: eager code on a CPU] There the C extension's casts are not operations that a policy sees (kernels/cpu.py). They
-are computed again, to the same bits. Float8 matmuls are: gemm.py goes through the dispatcher while one of its modes is
-on, as a policy's is.
+[Note: what a policy counts] A policy looks results up by counting the calls of each operation
+(torch.utils.checkpoint), so a block must issue the same operations in its forward and in its recomputation. Casts are
+functions of their operands, and persistent scales record maxima, so repeating them changes nothing; the cache of a
+shared activation belongs to one dispatch mode ([Note: sharing an activation] in quantize.py).
 """
 
 from __future__ import annotations
@@ -42,16 +31,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import quaver.kernels.exact_mm  # noqa: F401 - defines quaver::exact_float8_mm
-from quaver.kept_matmuls import KeptMatmuls
-from quaver.linear import Float8Linear
-from quaver.linear_surroundings import kept_by_checkpoint
-from quaver.tensor import Float8Tensor
 
 MODES = ("none", "full", "selective", "memory_budget")
 
@@ -66,7 +50,7 @@ MATMULS = frozenset(
         torch.ops.quaver.exact_float8_mm.default,
     }
 )
-"""The matmuls of linears, in every precision: one in two is kept."""
+"""The matmuls of linears, in every precision: one in two is saved."""
 
 _KEPT_NAMES = (
     "aten._scaled_dot_product_flash_attention",
@@ -86,11 +70,11 @@ def _operation(name: str) -> Any:
 
 
 KEPT = frozenset(_operation(name) for name in _KEPT_NAMES)
-"""Always kept: attention and reduce-scatters for what they cost, amaxes because they are a few numbers."""
+"""Always saved: attention and reduce-scatters for what they cost, amaxes because they are a few numbers."""
 
 
 class PolicyChanges(NamedTuple):
-    """What a policy keeps otherwise than the one at the top of the file; of operators in both, nothing is kept."""
+    """How a policy differs from the one at the top of the file; operators in both are not saved."""
 
     also_keep: frozenset[Any] = frozenset()
     never_keep: frozenset[Any] = frozenset()
@@ -109,26 +93,25 @@ def apply_activation_checkpointing(
     also_keep: Iterable[str] = (),
     never_keep: Iterable[str] = (),
 ) -> None:
-    """Make `modules`, in place, keep less between forward and backward.
+    """Make `modules`, in place, save less between forward and backward.
 
     Eager results stay the same bit for bit; compiled ones as far as the compiler fuses, and so rounds, alike.
     Call it after the conversion to float8 and tensor parallelism, before `compile` and `fully_shard`. A module keeps
-    its identity, its name, its parameters and its state_dict; only its class becomes a subclass of what it was. What is
-    but a float8 linear stays as it is, where it keeps less without a checkpoint; see [Note: a lone linear].
+    its identity, its name, its parameters and its state_dict; only its class becomes a subclass of what it was.
 
     Args:
         modules: the blocks of a model, in order.
-        mode: "none": nothing changes. "full": each module keeps its inputs only. "selective": see
+        mode: "none": nothing changes. "full": each module saves its inputs only. "selective": see
             `selective_ac_option`. "memory_budget": the compiler decides; the modules must be compiled after this call.
         selective_ac_option: "op": every module, by the policy at the top of the file; or a number n of at least 1 as a
             string: every n-th module as in "full", the others not at all.
-        memory_budget: with mode "memory_budget", the share of what could be kept that is kept: 1 for all of it, 0 for
+        memory_budget: with mode "memory_budget", the share of what could be saved that is saved: 1 for all of it, 0 for
             inputs only. It is set for all that this process compiles from now on. Where float8 is multiplied exactly
-            (quaver.gemm), the compiler takes those matmuls for cheap ones, and below 1 keeps less than it might.
+            (quaver.gemm), the compiler takes those matmuls for cheap ones, and below 1 saves less than it might.
         preserve_rng_state: recompute with the random numbers of the forward. Modules without dropout can do without.
-        also_keep: with mode "selective" and option "op", operators whose results the policy keeps besides its own,
+        also_keep: with mode "selective" and option "op", operators whose results the policy saves besides its own,
             such as "aten.silu"; see `named_operations`.
-        never_keep: operators whose results it does not keep, although it would.
+        never_keep: operators whose results it does not save, although it would.
     Raises:
         ValueError: an unknown mode, option or operator, operators to keep where no policy reads them, a budget outside
             0 to 1, or a module that is checkpointed already.
@@ -149,22 +132,12 @@ def apply_activation_checkpointing(
     every = 1 if mode == "full" else selected_every(selective_ac_option)
     by_policy = every is None
     chosen = modules if every is None else modules[every - 1 :: every]
-    if not any(changes):
-        chosen = [module for module in chosen if not _keeps_less_by_itself(module)]
     for module in chosen:
         if isinstance(module, _Checkpointed):
             raise ValueError(f"this {type(module).__name__} is checkpointed already")
     for module in chosen:
         # mypy compares nn.Module's __hash__ with that of its class
         module.__class__ = _checkpointed_class(type(module), by_policy, preserve_rng_state, changes)  # type: ignore[arg-type]
-
-
-def _keeps_less_by_itself(module: nn.Module) -> bool:
-    """[Note: a lone linear]"""
-    if not isinstance(module, Float8Linear) or isinstance(module, _Checkpointed):
-        return False
-    config = module.config
-    return not (config.casts.input_for_grad_weight.is_disabled or config.keep_float8_weight_for_backward)
 
 
 def selected_every(selective_ac_option: str) -> int | None:
@@ -202,56 +175,45 @@ def _overloads(name: str) -> list[Any]:
 
 
 class MatmulCount:
-    """How many matmuls the last forward of a block had; see the note."""
+    """How many matmuls the last forward of a block had; see [Note: which matmuls]."""
 
     def __init__(self) -> None:
         self.matmuls = 0
 
 
 def selective_checkpoint_contexts(
-    changes: PolicyChanges = NO_CHANGES, count: MatmulCount | None = None, kept: KeptMatmuls | None = None
+    changes: PolicyChanges = NO_CHANGES, count: MatmulCount | None = None
 ) -> tuple[Any, Any]:
     """A `context_fn` for `torch.utils.checkpoint.checkpoint`: the policy at the top of the file, for one forward.
-
-    Who calls `checkpoint` with it answers for [Note: what recomputation may share].
 
     Args:
         changes: to that policy.
         count: of the module that is checkpointed, the same one for each of its forwards; see [Note: which matmuls].
-        kept: of this forward; learns which results are kept.
     """
-    forward, recomputation = create_selective_checkpoint_contexts(_policy(changes, count or MatmulCount(), kept))
-    if kept is not None:
-        kept.will_be_recomputed_in(recomputation)
-    return forward, recomputation
+    return create_selective_checkpoint_contexts(_policy(changes, count or MatmulCount()))
 
 
 def _recompute_contexts() -> tuple[Any, Any]:
-    """A policy that keeps nothing, for compiled blocks: torch 2.11 recomputes no autograd.Function without a policy.
+    """A policy that saves nothing, for compiled blocks: torch 2.11 recomputes no autograd.Function without a policy.
 
     Can go with torch 2.11.
     """
     return create_selective_checkpoint_contexts(lambda *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE)
 
 
-def _policy(
-    changes: PolicyChanges, count: MatmulCount, kept: KeptMatmuls | None = None
-) -> Callable[..., CheckpointPolicy]:
+def _policy(changes: PolicyChanges, count: MatmulCount) -> Callable[..., CheckpointPolicy]:
     """The policy of one forward of one block, which counts its matmuls."""
     seen = {False: 0, True: 0}  # by whether it recomputes: torch 2.11 asks then, too
     last = count.matmuls
 
     def decide(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        is_matmul = operation in MATMULS
-        keeps = operation in KEPT or operation in changes.also_keep
-        if is_matmul:
+        saves = operation in KEPT or operation in changes.also_keep
+        if operation in MATMULS:
             seen[ctx.is_recompute] += 1
             count.matmuls = seen[False]
-            keeps = keeps or (last - seen[ctx.is_recompute]) % 2 == 1
-        keeps = keeps and operation not in changes.never_keep
-        if is_matmul and kept is not None and not ctx.is_recompute:
-            kept.made(args, is_kept=keeps)
-        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+            saves = saves or (last - seen[ctx.is_recompute]) % 2 == 1
+        saves = saves and operation not in changes.never_keep
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
     return decide
 
@@ -275,32 +237,18 @@ def _checkpointed_class(
         return selective_checkpoint_contexts(changes) if by_policy else _recompute_contexts()
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        kept = KeptMatmuls() if by_policy and not torch.compiler.is_compiling() else None
-
         def block(*args: Any, **kwargs: Any) -> Any:
-            if by_policy:
-                args, kwargs = tree_map_only(Tensor, _as_new_object, (args, kwargs))
-            if torch.compiler.is_compiling():
-                return cls.forward(self, *args, **kwargs)
-            if kept is not None:
-                kept.begin()
-            with kept_by_checkpoint(each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)):
-                return cls.forward(self, *args, **kwargs)
+            return cls.forward(self, *args, **kwargs)
 
         if torch.compiler.is_compiling():
             return checkpoint(block, *args, context_fn=compiled_contexts, **options, **kwargs)
         if by_policy:
             count = self.__dict__.setdefault("_matmul_count", MatmulCount())
-            contexts = functools.partial(selective_checkpoint_contexts, changes, count, kept)
+            contexts = functools.partial(selective_checkpoint_contexts, changes, count)
             return checkpoint(block, *args, context_fn=contexts, **options, **kwargs)
         return checkpoint(block, *args, **options, **kwargs)
 
     return type(f"Checkpointed{cls.__name__}", (_Checkpointed, cls), {"forward": forward, "__module__": cls.__module__})
-
-
-def _as_new_object(tensor: Tensor) -> Tensor:
-    """[Note: what recomputation may share]; a Float8Tensor is cast already, in the forward and in its recomputation."""
-    return tensor if isinstance(tensor, Float8Tensor) else tensor.view_as(tensor)
 
 
 def _set_memory_budget(memory_budget: float) -> None:

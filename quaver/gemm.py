@@ -3,13 +3,13 @@
     float8_mm(a, b, a_dequant_scale, b_dequant_scale) = (a * a_dequant_scale) @ (b * b_dequant_scale)
     a [M, K] with scale () or [M, 1];  b [K, N] with scale () or [1, N];  result [M, N]
 
-Two backends compute it. NATIVE is the hardware's float8 matmul, used where a tiny real one has just given the right
-answer (a capability number does not tell: row-wise scales are missing on sm_120 and were broken on sm_89). EXACT runs
-on every device (kernels/exact_mm.py). docs/numerics.md says where each rounds.
+Two backends compute it. NATIVE is the hardware's float8 matmul, used where a tiny one has just given the right answer:
+a capability number is not enough, since row-wise scales are missing on sm_120 and were broken on sm_89. EXACT runs on
+every device (kernels/exact_mm.py). docs/numerics.md says where each rounds.
 
-What the native matmul asks for on Hopper, and what `native_operands` therefore does:
-    both operands contiguous along the contracted dim; K and N multiples of 16 (zeros are appended, and they add
-    nothing); with row-wise scales a bfloat16 result, and a scale for every row of both operands.
+Hopper's native matmul requires both operands contiguous along the contracted dim; K and N multiples of 16 (zeros are
+appended, and add nothing); with row-wise scales a bfloat16 result and a scale for every row of both operands.
+`native_operands` establishes this.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quaver.formats import E5M2, FORMATS
+from quaver.kernels.cpu import runs_directly
 from quaver.kernels.exact_mm import exact_float8_mm
 from quaver.phases import phase
 from quaver.scaling import runs_eagerly_on_cpu
@@ -31,7 +32,7 @@ ALIGNMENT = 16
 
 
 class GemmBackend(enum.Enum):
-    """Who multiplies."""
+    """What multiplies."""
 
     NATIVE = "native"
     EXACT = "exact"
@@ -60,7 +61,7 @@ def float8_mm(
         out_dtype: float32, bfloat16 or float16.
         bias: [N] in a high-precision dtype, added before the last rounding where the backend can.
         use_fast_accum: NATIVE only: fewer bits in Hopper's partial sums.
-        scales_are_powers_of_2: the caller's word that every scale is; the exact backend is faster for it.
+        scales_are_powers_of_2: a promise that every scale is one; the exact backend is then faster.
         emulate: take the exact backend wherever this runs.
         pad: bring K and N to multiples of 16 on the exact backend too. The result is the same.
     Returns:
@@ -101,25 +102,25 @@ def unchecked_float8_mm(
         return out if bias is None else out + bias.to(out_dtype)
     if not a.is_cpu and _backend_of(a, a_dequant_scale, b_dequant_scale, emulate) is GemmBackend.NATIVE:
         return _native_mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype, use_fast_accum)
-    exact_mm = exact_float8_mm if _nobody_watches(a) else torch.ops.quaver.exact_float8_mm
+    exact_mm = exact_float8_mm if _calls_directly(a) else torch.ops.quaver.exact_float8_mm
     if not pad:
         return exact_mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype, scales_are_powers_of_2)
     columns = b.shape[1]
     a, b, b_dequant_scale = _padded(a, b, b_dequant_scale)
     bias = bias if bias is None else F.pad(bias, (0, b.shape[1] - columns))
-    return exact_mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype, scales_are_powers_of_2)[:, :columns]
+    out = exact_mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype, scales_are_powers_of_2)
+    return out if out.shape[1] == columns else out[:, :columns].contiguous()  # autograd.Functions return no views
 
 
 _float8_mm_phase = phase("quaver::gemm")(unchecked_float8_mm)
 
 
-def _nobody_watches(a: Tensor) -> bool:
-    """Whether the exact matmul may run without the dispatcher, which costs microseconds.
+def _calls_directly(a: Tensor) -> bool:
+    """Whether the exact matmul runs without the dispatcher, which costs microseconds.
 
-    Not where a dispatch mode is on, above all that of a selective checkpoint: to it a float8 matmul is one operation,
-    as `mm` is.
+    Under a dispatch mode, such as that of a selective checkpoint, it is one operation, as `mm` is.
     """
-    return runs_eagerly_on_cpu(a) and torch._C._len_torch_dispatch_stack() == 0
+    return runs_eagerly_on_cpu(a) and runs_directly()
 
 
 def _check_operands(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor) -> None:
@@ -144,7 +145,7 @@ def _check_scale(name: str, scale: Tensor, rowwise_shape: tuple[int, int]) -> No
 
 
 def backend_for(device: torch.device, *, rowwise: bool, emulate: bool = False) -> GemmBackend:
-    """Who multiplies on `device`, with a scale per row or one per tensor."""
+    """The backend of `device`, with a scale per row or one per tensor."""
     if emulate or device.type != "cuda" or not _native_works(device.index or 0, rowwise):
         return GemmBackend.EXACT
     return GemmBackend.NATIVE
@@ -192,10 +193,10 @@ def reads_along_contracted(device: torch.device, emulate: bool = False) -> bool:
 
 
 def along_contracted(codes: Tensor, dim: int, *, emulate: bool = False) -> Tensor:
-    """`codes` [.., ..] in the layout that a matmul contracting `dim` will read on this device.
+    """`codes` [.., ..] in the layout that the matmul contracting `dim` reads on this device.
 
-    The native backend reads both operands along the contracted dim, so what is kept for a later matmul is best kept in
-    that layout; the exact backend takes any, and gets what it was given.
+    The native backend reads both operands along the contracted dim, so what is saved for backward is best saved in that
+    layout. The exact backend takes any.
     """
     if codes.is_cpu or not reads_along_contracted(codes.device, emulate):
         return codes
@@ -203,16 +204,16 @@ def along_contracted(codes: Tensor, dim: int, *, emulate: bool = False) -> Tenso
 
 
 def along_contracted_after(codes: Tensor, gradient: Tensor, *, emulate: bool = False) -> Tensor:
-    """`along_contracted` of a weight's codes [N, K] for the matmul that contracts N; no compiler can do it earlier.
+    """`along_contracted` of a prepared weight's codes [N, K] for grad_input, ordered after `gradient`.
 
-    For codes that were cast before the graph, in a gather or a scope, so that nothing can be fused with the copy.
-    Eager code copies when it multiplies.
+    For compiled code. The codes were quantized before the graph, so no cast can be fused with the copy, and Inductor
+    would otherwise make the copy in the forward and save it. Eager code copies when it multiplies.
     """
     if not torch.compiler.is_compiling() or codes.is_cpu or codes.t().is_contiguous():
         return codes
     if not reads_along_contracted(codes.device, emulate):
         return codes
-    laid_out: Tensor = torch.ops.quaver.column_codes_after(codes, gradient)
+    laid_out: Tensor = torch.ops.quaver.column_major_after(codes, gradient)
     return laid_out
 
 
@@ -252,7 +253,9 @@ def _native_mm(
         bias=bias if bias_inside else None,
         out_dtype=native_dtype,
         use_fast_accum=use_fast_accum,
-    )[:, :columns]
+    )
+    if out.shape[1] != columns:
+        out = out[:, :columns].contiguous()  # autograd.Functions return no views
     if bias is not None and not bias_inside:
         out = out + bias
     return out.to(out_dtype)

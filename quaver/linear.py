@@ -1,20 +1,343 @@
-"""The module: `Float8Linear`, an `nn.Linear` whose three matmuls run in float8 (linear_gemms.py)."""
+"""The float8 linear: its equations, the autograd function, and the module.
+
+    output      [M, N] = input         [M, K] @ weight.t() [K, N] (+ bias)      contracts K
+    grad_input  [M, K] = grad_output   [M, N] @ weight     [N, K]               contracts N
+    grad_weight [N, K] = grad_output.t() [N, M] @ input    [M, K]               contracts M
+
+Each matmul has its own two operands, and each operand enters two matmuls, which contract different dims (quantize.py).
+Tensorwise, the two operands of a matrix share codes and scale; rowwise, each has scales along its contracted dim.
+
+Saved for backward:
+    input     the float8 operand of grad_weight, M * K bytes and its scale; in high precision where the recipe computes
+              grad_weight in high precision; nothing if the weight is frozen.
+    weight    the parameter itself, no copy, and its tensorwise scale; backward quantizes it again. The float8 operand
+              of grad_input where the weight was quantized before the linear ran (an all-gather, `cast_weights_once`) or
+              with `keep_float8_weight_for_backward`. Nothing if the input needs no gradient.
+
+Reads for an amax: input and grad_output once each, weight once; rowwise once per direction. In rowwise_with_gw_hp the
+tensorwise scale of the weight is the smallest of its row scales, so it costs no read.
+
+Order of the backward. grad_weight comes first, and its operands go before grad_input is computed, so that the operands
+of one matmul are alive at a time; in compiled code the order is a hint to Inductor (compile_hints.py).
+
+Everything inside the autograd function is plain tensors. A weight or an input that arrives as a `Float8Tensor` was
+quantized before it was all-gathered. Under tensor parallelism a `LinearSharding` provides the quantizers, which agree
+on scales with the other ranks, and reduces the output.
+"""
 
 from __future__ import annotations
 
-from typing import Any, cast
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, Protocol, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
-from quaver.casts import CastInput
-from quaver.config import Float8LinearConfig
-from quaver.linear_gemms import linear_with_casts
-from quaver.linear_surroundings import LinearScaling, LinearSharding
-from quaver.scaling import NO_PERSISTENT_SCALES, PersistentScales
+from quaver.checkpoint_early_stop import save
+from quaver.checkpoint_early_stop import saved as saved_tensors
+from quaver.compile_hints import add_dependency, materialize
+from quaver.config import Float8GemmConfig, Float8LinearConfig, Float8LinearRecipeName, resolve_config
+from quaver.formats import HP_DTYPES
+from quaver.gemm import along_contracted_after, unchecked_float8_mm
+from quaver.phases import phase
+from quaver.quantize import (
+    GRAD_OUTPUT,
+    INPUT,
+    WEIGHT,
+    CastPair,
+    Operand,
+    Operands,
+    PreparedOperands,
+    PreparedWeight,
+    Quantizer,
+    Scales,
+    as_matrix,
+    cached_quantizer,
+    cast_pair,
+    clear_cached_operands,
+)
+from quaver.scale_state import LinearScales, load_torchao_buffers
+from quaver.scaling import NO_PERSISTENT_SCALES, PersistentScale, PersistentScales
 from quaver.tensor import Float8Tensor, WrappedTensor
-from quaver.weight_casts import ScopedWeight, casts_of_gathered
+
+
+class LinearSharding(Protocol):
+    """How tensor parallelism shards a linear; distributed/linear_sharding.py implements it."""
+
+    mesh: Any
+    """The DeviceMesh of tensor parallelism, one axis."""
+    group: Any
+    """Its process group."""
+    weight_dim: int
+    """The sharded dim of the weight."""
+
+    def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """This rank's part of weight and bias, differentiably, and the bias to add to the reduced output."""
+
+    def input_quantizer(self, input: Tensor, casts: CastPair, scale: PersistentScale | None) -> Quantizer:
+        """For this rank's part of the input."""
+
+    def weight_quantizer(self, casts: CastPair, scale: PersistentScale | None) -> Quantizer:
+        """For this rank's part of the weight."""
+
+    def grad_output_quantizer(self, casts: CastPair, scale: PersistentScale | None) -> Quantizer:
+        """For this rank's part of grad_output."""
+
+    def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
+        """The result from every rank's `output` [M, N] for an input [*leading, K]: [M, N], or [*leading, N] sharded."""
+
+
+class LinearArgs(NamedTuple):
+    """What a linear computes with, besides its tensors."""
+
+    config: Float8LinearConfig
+    hp_dtype: torch.dtype
+    """The dtype of the output and, inside the autograd function, of the gradients."""
+    scales: PersistentScales
+    weight_operands: Operands | None
+    """The weight's operands, if it was quantized before the linear runs."""
+    sharding: LinearSharding | None
+
+
+# ---- the three matmuls -----------------------------------------------------------------------------------------------
+
+
+class _Float8Linear(torch.autograd.Function):
+    """`output` forward, `grad_input`, `grad_weight` and the bias's gradient backward."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, args: LinearArgs) -> Tensor:
+        input_q, weight_q, saved = _quantize(input, weight, args, *ctx.needs_input_grad[:2])
+        ctx.args, ctx.input_shape, ctx.bias_dtype = args, input.shape, None if bias is None else bias.dtype
+        save(ctx, saved)
+        return _multiply(input_q, weight_q, bias, args, input.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return *_backward(ctx, grad_output), None
+        with torch.no_grad():
+            grads = _backward(ctx, grad_output)
+        return *_NoSecondDerivative.apply(*(g if g is None else g.detach().requires_grad_() for g in grads)), None
+
+
+def _quantize(
+    input: Tensor, weight: Tensor, args: LinearArgs, needs_grad_input: bool, needs_grad_weight: bool
+) -> tuple[Operand, Operand, list[Tensor | None]]:
+    """The operands of `output`, and five tensors to save: the input's operand, and the weight with its scales."""
+    config, weight_quantizer = args.config, _weight_quantizer(args)
+    input_q = _input_quantizer(input, args)(input, last=True, first=needs_grad_weight)
+    saves_weight_fp8 = needs_grad_input and _saves_weight_fp8(args)
+    weight_q = weight_quantizer(weight, last=True, first=saves_weight_fp8)
+    saved: list[Tensor | None] = [None] * 5
+    if needs_grad_weight:
+        saved[0:2] = _wanted(input_q.first)
+    if saves_weight_fp8:
+        saved[2:4] = _wanted(weight_q.first)
+    elif needs_grad_input:
+        saved[2] = weight
+        if not (config.casts.weight_for_grad_input.is_rowwise or config.casts.weight_for_grad_input.is_disabled):
+            saved[3:5] = weight_quantizer.tensor_scales(weight_q) or (None, None)
+    return _wanted(input_q.last), _wanted(weight_q.last), saved
+
+
+def _multiply(input: Operand, weight: Operand, bias: Tensor | None, args: LinearArgs, leading: torch.Size) -> Tensor:
+    """The output [M, N]; under tensor parallelism it may be [*leading, N], sharded."""
+    output = _gemm(input, weight.t(), args.config.gemm_config_output, args, bias)
+    return output if args.sharding is None else args.sharding.reduce_output(output, leading)
+
+
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    args: LinearArgs = ctx.args
+    config = args.config
+    needs_grad_input, needs_grad_weight, needs_grad_bias = ctx.needs_input_grad[:3]
+    input_first, input_scale, weight, *weight_scales = saved_tensors(ctx)
+    if not torch.compiler.is_compiling():
+        ctx.maybe_clear_saved_tensors()  # autograd then holds none of them, unless the graph is retained
+        clear_cached_operands()
+    quantizer = _grad_output_quantizer(args)
+    # One read makes both row-wise casts. On a CPU it is spared only where the codes of one need not be alive meanwhile.
+    apart = grad_output.is_cpu and config.casts.grad_output_for_grad_weight.is_rowwise and args.sharding is None
+    last, first = quantizer(grad_output, last=needs_grad_input and not apart, first=needs_grad_weight)[:2]
+    grad_input = grad_weight = grad_bias = None
+    if needs_grad_bias:
+        grad_bias = as_matrix(grad_output).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+    if first is not None:
+        grad_weight = _gemm(first.t(), Operand(input_first, input_scale), config.gemm_config_grad_weight, args)
+    del input_first, first
+    if needs_grad_input and apart:
+        last = quantizer(grad_output, last=True, first=False).last
+    if last is not None and last.dequant_scale is not None:
+        materialize(grad_output, last.dequant_scale)
+    if last is not None:
+        if grad_weight is not None and last.dequant_scale is not None:
+            add_dependency(last.dequant_scale, grad_weight)
+        weight_op = _weight_for_grad_input(args, weight, weight_scales, last)
+        grad_input = _gemm(last, weight_op, config.gemm_config_grad_input, args).view(ctx.input_shape)
+    return grad_input, grad_weight, grad_bias
+
+
+def _weight_for_grad_input(args: LinearArgs, weight: Tensor, scales: list[Tensor], grad_output: Operand) -> Operand:
+    """The weight's operand of grad_input, from what the forward saved."""
+    if _saves_weight_fp8(args):
+        if scales[0] is None:
+            return Operand(weight, None)
+        data = along_contracted_after(weight, grad_output.data, emulate=args.config.emulate)
+        return Operand(data, scales[0])
+    known = None if scales[0] is None else Scales(*scales)
+    return _wanted(_weight_quantizer(args)(weight, last=False, first=True, scales=known).first)
+
+
+def _saves_weight_fp8(args: LinearArgs) -> bool:
+    return args.weight_operands is not None or args.config.keep_float8_weight_for_backward
+
+
+@phase("quaver::gemm")
+def _gemm(a: Operand, b: Operand, gemm: Float8GemmConfig, args: LinearArgs, bias: Tensor | None = None) -> Tensor:
+    """a [M, K] @ b [K, N] + bias [N] -> [M, N] in hp_dtype."""
+    config, hp_dtype = args.config, args.hp_dtype
+    if a.dequant_scale is None or b.dequant_scale is None:
+        b_hp = b.data if b.data.dtype is hp_dtype else b.data.to(hp_dtype)  # prepared in the weight's dtype
+        return torch.mm(a.data, b_hp) if bias is None else torch.addmm(bias.to(hp_dtype), a.data, b_hp)
+    return unchecked_float8_mm(
+        a.data,
+        b.data,
+        a.dequant_scale,
+        b.dequant_scale,
+        hp_dtype,
+        bias,
+        gemm.use_fast_accum,
+        config.round_scales_to_power_of_2,
+        config.emulate,
+        config.pad_inner_dim,
+    )
+
+
+def _wanted(operand: Operand | None) -> Operand:
+    return cast(Operand, operand)
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """Identity on the gradients of a backward that autograd records; its own backward says why there is none."""
+
+    @staticmethod
+    def forward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads
+
+    @staticmethod
+    def backward(ctx: Any, *grad_grads: Tensor) -> None:
+        raise RuntimeError(
+            "a Float8Linear has no second derivative: quantization is piecewise constant. "
+            "Call convert_to_high_precision(model) before double backward"
+        )
+
+
+# ---- which quantizers ------------------------------------------------------------------------------------------------
+
+
+def _input_quantizer(input: Tensor, args: LinearArgs) -> Quantizer:
+    casts = cast_pair(args.config, INPUT, args.hp_dtype)
+    if isinstance(input, Float8Tensor):
+        if casts.last.is_disabled or casts.first.is_disabled:
+            raise RuntimeError("this linear reads its input in high precision too, and was given a quantized one")
+        return PreparedOperands(input.operands(), casts)
+    if args.sharding is not None:
+        return args.sharding.input_quantizer(input, casts, args.scales.input)
+    return cached_quantizer(input, casts, args.scales.input)
+
+
+def _weight_quantizer(args: LinearArgs) -> Quantizer:
+    casts = cast_pair(args.config, WEIGHT, args.hp_dtype)
+    if args.weight_operands is not None:
+        return PreparedOperands(args.weight_operands, casts)
+    if args.sharding is not None:
+        return args.sharding.weight_quantizer(casts, args.scales.weight)
+    return Quantizer(casts, args.scales.weight)
+
+
+def _grad_output_quantizer(args: LinearArgs) -> Quantizer:
+    casts = cast_pair(args.config, GRAD_OUTPUT, args.hp_dtype)
+    if args.sharding is not None:
+        return args.sharding.grad_output_quantizer(casts, args.scales.grad_output)
+    return Quantizer(casts, args.scales.grad_output)
+
+
+# ---- as a function ---------------------------------------------------------------------------------------------------
+
+
+def float8_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    config: Float8LinearConfig | Float8LinearRecipeName | str | None = None,
+) -> Tensor:
+    """`torch.nn.functional.linear` with its three matmuls in float8.
+
+    Args:
+        input: [..., K], float32, bfloat16 or float16, any strides.
+        weight: [N, K], any high-precision dtype. Either may be a `Float8Tensor`.
+        bias: [N] or None.
+        config: a config, a recipe or its name; None for the tensorwise recipe. Dynamic scaling only: a function has no
+            state that could hold a scale.
+    Returns:
+        [..., N] in input's dtype; under autocast in autocast's.
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or a config with delayed or static scaling.
+    """
+    config = resolve_config(config)
+    if config.has_persistent_scales:
+        raise ValueError("float8_linear scales dynamically, got a config with persistent scales; use a Float8Linear")
+    operands = weight.operands() if isinstance(weight, Float8Tensor) else None
+    return _linear(input, weight, bias, config, NO_PERSISTENT_SCALES, operands, None)
+
+
+def compute_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a linear's results for an input of `dtype`: autocast's where it is on."""
+    if device_type == "meta":  # torch knows no autocast for it
+        return dtype
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else dtype
+
+
+def _linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    config: Float8LinearConfig,
+    scales: PersistentScales,
+    weight_operands: Operands | None,
+    sharding: LinearSharding | None,
+) -> Tensor:
+    if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"expected an input of shape [..., {weight.shape[1]}] for a weight of {list(weight.shape)}, "
+            f"got {list(input.shape)}"
+        )
+    if input.dtype not in HP_DTYPES:
+        raise ValueError(f"expected an input of {', '.join(map(str, HP_DTYPES))}, got {input.dtype}")
+    hp_dtype = compute_dtype("cpu" if input.is_cpu else input.device.type, input.dtype)
+    args = LinearArgs(config, hp_dtype, scales, weight_operands, sharding)
+    if (
+        torch.is_grad_enabled() or forward_ad._current_level >= 0
+    ):  # a Function without jvp refuses forward-mode autodiff
+        output = cast(Tensor, _Float8Linear.apply(input, weight, bias, args))
+    else:
+        output = _multiply(*_quantize(input, weight, args, False, False)[:2], bias, args, input.shape[:-1])
+    if output.dim() == input.dim():
+        return output
+    # Neither a view that the Function returns, on which autograd forbids in-place operations, nor one that FSDP2 would
+    # hang its hooks on: like F.linear, whose result is no view either.
+    return torch.ops.aten._unsafe_view.default(output, [*input.shape[:-1], weight.shape[0]])
+
+
+# ---- the module ------------------------------------------------------------------------------------------------------
+
+OWN_ATTRIBUTES = ("config", "scaling", "sharding", "gathering", "_prepared_weight", "_converted_from")
+"""What a Float8Linear has and an nn.Linear has not."""
 
 
 class Float8Linear(nn.Linear):
@@ -23,19 +346,21 @@ class Float8Linear(nn.Linear):
     `convert_to_float8_training` makes it out of an `nn.Linear` in place; made directly it takes nn.Linear's arguments.
 
     Args:
-        config: what to cast and how; None for the tensorwise recipe.
+        config: a config, a recipe or a recipe's name; None for the tensorwise recipe.
     """
 
     config: Float8LinearConfig
-    scaling: LinearScaling | None
-    """The kept scales of its operands, where the config has any (scale_state.py)."""
+    scaling: LinearScales | None
+    """Its persistent scales, where the config has any (scale_state.py)."""
     sharding: LinearSharding | None
     """Set by tensor parallelism (distributed/tensor_parallel.py)."""
     gathering: object | None
-    """Set where FSDP2 gathers the weight in float8 (distributed/fsdp.py)."""
-    _scoped_weight: ScopedWeight | None
+    """Set where FSDP2 all-gathers the weight in float8 (distributed/fsdp.py)."""
+    _prepared_weight: PreparedWeight | None
     """Set while a `cast_weights_once` is open."""
     _converted_from: type[nn.Linear]
+    forward_on_dtensors: ClassVar[Callable[[Float8Linear, Tensor], Tensor]]
+    """The forward with a DTensor weight; distributed/linear_sharding.py provides it."""
 
     def __init__(
         self,
@@ -45,57 +370,95 @@ class Float8Linear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        config: Float8LinearConfig | None = None,
+        config: Float8LinearConfig | Float8LinearRecipeName | str | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self._set_up(config, nn.Linear)
+        self._set_up(resolve_config(config), nn.Linear)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, *, config: Float8LinearConfig | None = None) -> Float8Linear:
+    def from_linear(
+        cls, linear: nn.Linear, *, config: Float8LinearConfig | Float8LinearRecipeName | str | None = None
+    ) -> Float8Linear:
         """Turn `linear` itself into a Float8Linear: same object, parameters, hooks and attributes.
 
-        [Note: a change of class] Swapping the class, not the object, is what keeps every reference to the module
-        valid: a second parent's, a hook's, an optimizer's name map. The way back is exact for the same reason.
+        [Note: a change of class] The class changes, not the object, so every reference to the module stays valid: a
+        second parent's, a hook's, an optimizer's name map. The way back is exact for the same reason.
         """
-        converted_from = type(linear)
-        linear.__class__ = cls
+        resolved, converted_from = resolve_config(config), type(linear)
+        linear.__class__ = float8_class(converted_from) if cls is Float8Linear else cls  # type: ignore[arg-type]
         float8 = cast(Float8Linear, linear)
-        float8._set_up(config, converted_from)
+        float8._set_up(resolved, converted_from)
         return float8
+
+    @classmethod
+    def from_float(
+        cls, linear: nn.Linear, config: Float8LinearConfig | Float8LinearRecipeName | str | None = None
+    ) -> Float8Linear:
+        """A new Float8Linear that shares the parameters of `linear`, which stays as it is; torchao's name.
+
+        A float8 all-gather and persistent scales need the whole model: give it to `convert_to_float8_training` then.
+        """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"linear: expected an nn.Linear, got {type(linear).__name__}")
+        float8 = cls(linear.in_features, linear.out_features, bias=False, device="meta", config=config)
+        float8.weight, float8.bias = linear.weight, linear.bias
+        return float8.train(linear.training)
 
     def to_linear(self) -> nn.Linear:
         """Turn this module back into the `nn.Linear` that it was: same object, parameters, hooks and attributes."""
         self.__class__ = self._converted_from  # type: ignore[assignment]
-        del self.config, self.scaling, self.sharding, self.gathering, self._scoped_weight, self._converted_from
+        for name in OWN_ATTRIBUTES:
+            delattr(self, name)
         return self
 
-    def _set_up(self, config: Float8LinearConfig | None, converted_from: type[nn.Linear]) -> None:
-        self.config = config or Float8LinearConfig()
+    def _set_up(self, config: Float8LinearConfig, converted_from: type[nn.Linear]) -> None:
+        self.config = config
         self.scaling = None
         self.sharding = None
         self.gathering = None
-        self._scoped_weight = None
+        self._prepared_weight = None
         self._converted_from = converted_from
 
-    def forward(self, input: Tensor | CastInput) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         weight = self.weight
         if type(weight) is not nn.Parameter and type(weight) is not Tensor and type(weight) is not FakeTensor:
             return self._forward_wrapped(input)
-        kept = NO_PERSISTENT_SCALES
+        scales = NO_PERSISTENT_SCALES
         if self.scaling is not None or self.config.has_persistent_scales:
-            kept = self.kept_scales(_device_of(input))
-        scoped = self._scoped_weight
-        if scoped is None:
-            return linear_with_casts(input, weight, self.bias, self.config, None, kept, None)
+            scales = self.persistent_scales(input.device)
+        prepared = self._prepared_weight
+        if prepared is None:
+            return _linear(input, weight, self.bias, self.config, scales, None, None)
         if not torch.compiler.is_compiling():
-            scoped.check(weight)
-        return linear_with_casts(input, weight, self.bias, self.config, scoped.casts, kept, None)
+            prepared.check(weight)
+        return _linear(input, weight, self.bias, self.config, scales, prepared.operands, None)
 
-    def kept_scales(self, device: torch.device, *, recording: bool | None = None) -> PersistentScales:
-        """The kept scales of the operands, for a forward that begins now on `device`.
+    def _forward_wrapped(self, input: Tensor) -> Tensor:
+        """`forward` with a weight that is not a plain parameter: all-gathered in float8, sharded, or to be gathered."""
+        if self.sharding is not None or hasattr(self.weight, "placements"):
+            return Float8Linear.forward_on_dtensors(self, input)
+        return self.forward_sharded(input, None)
+
+    def forward_sharded(self, input: Tensor, sharding: LinearSharding | None) -> Tensor:
+        """`forward` of this rank's part of a linear that `sharding` shards, on local tensors."""
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        scales = self.persistent_scales(input.device)
+        bias_after_reduction = operands = None
+        if sharding is not None:
+            weight, bias, bias_after_reduction = sharding.local_parameters(weight, bias)
+        if isinstance(weight, Float8Tensor):
+            operands = weight.operands()
+        elif isinstance(weight, WrappedTensor):
+            weight = weight.plain()
+        output = _linear(input, weight, bias, self.config, scales, operands, sharding)
+        return output if bias_after_reduction is None else output + bias_after_reduction.to(output.dtype)
+
+    def persistent_scales(self, device: torch.device, *, recording: bool | None = None) -> PersistentScales:
+        """The persistent scales of the operands, for a forward that begins now on `device`.
 
         Args:
-            recording: whether to record what casts see; None for what the forward does: in training, with gradients.
+            recording: whether casts record amaxes; None for the forward's rule: in training mode with gradients.
         """
         if self.scaling is not None:
             if recording is None:
@@ -103,35 +466,15 @@ class Float8Linear(nn.Linear):
             return self.scaling.scales(recording=recording, device=device)
         if self.config.has_persistent_scales:
             raise RuntimeError(
-                "this Float8Linear has delayed or static scaling but no state to keep its scales in; give the model to "
+                "this Float8Linear has delayed or static scaling but no state for its scales; give the model to "
                 "convert_to_float8_training(model, config=...), which makes one"
             )
         return NO_PERSISTENT_SCALES
 
-    def _forward_wrapped(self, input: Tensor | CastInput) -> Tensor:
-        """`forward` with a weight that is not a plain parameter: gathered in float8, sharded, or to be gathered."""
-        weight: Tensor = self.weight
-        bias: Tensor | None = self.bias
-        sharding, kept = self.sharding, self.kept_scales(_device_of(input))
-        bias_of_whole = weight_casts = None
-        if sharding is not None:
-            weight, bias, bias_of_whole = sharding.local_parameters(weight, bias)
-        if isinstance(weight, Float8Tensor):
-            weight_casts = casts_of_gathered(weight)
-        elif isinstance(weight, WrappedTensor):
-            weight = weight.plain()
-        elif hasattr(weight, "placements"):
-            raise RuntimeError(
-                f"the weight of this Float8Linear is sharded ({weight.placements}) when its forward runs. If "
-                "fully_shard did that, call the module that was given to it; if tensor parallelism, use "
-                "Float8ColwiseParallel or Float8RowwiseParallel"
-            )
-        output = linear_with_casts(input, weight, bias, self.config, weight_casts, kept, sharding)
-        return output if bias_of_whole is None else output + bias_of_whole.to(output.dtype)
-
     def extra_repr(self) -> str:
         recipe = self.config.recipe_name
-        return f"{super().extra_repr()}, {f'recipe={recipe.value}' if recipe else self.config}"
+        name = f"recipe={recipe.value}, " if recipe else ""
+        return f"{super().extra_repr()}, {name}cast_configs={self.config.short_str()}"
 
     def _apply(self, fn: Any, recurse: bool = True) -> Float8Linear:
         super()._apply(fn, recurse)
@@ -139,14 +482,37 @@ class Float8Linear(nn.Linear):
             self.scaling.follow(self.weight.device)
         return self
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        load_torchao_buffers(self.scaling, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self.scaling is not None:
             self.scaling.belongs_to(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_scoped_weight": None, "gathering": None}  # they belong to a scope or a model
+        return {**self.__dict__, "_prepared_weight": None, "gathering": None}  # they belong to a scope or a model
 
 
-def _device_of(input: Tensor | CastInput) -> torch.device:
-    return input.stand_in.device if isinstance(input, CastInput) else input.device
+@functools.cache
+def float8_class(cls: type[nn.Linear]) -> type[Float8Linear]:
+    """The class of a converted `cls`: Float8Linear for nn.Linear, and for a subclass of it one of both.
+
+    Float8Linear comes first: forward is its own, and everything else that `cls` defines stays.
+    """
+    if cls is nn.Linear:
+        return Float8Linear
+    namespace = {"__module__": cls.__module__, "__reduce_ex__": _reduce_of_both}
+    return types.new_class(f"Float8{cls.__name__}", (Float8Linear, cls), exec_body=lambda body: body.update(namespace))
+
+
+def _reduce_of_both(self: Float8Linear, protocol: SupportsIndex) -> Any:
+    """pickle finds a class by its name; a class that `float8_class` makes has none, and is made again instead."""
+    if type(self) is not float8_class(self._converted_from):  # type: ignore[arg-type]
+        return object.__reduce_ex__(self, protocol)
+    return _new_of_both, (self._converted_from,), self.__getstate__()
+
+
+def _new_of_both(cls: type[nn.Linear]) -> Float8Linear:
+    return object.__new__(float8_class(cls))  # type: ignore[arg-type]

@@ -54,8 +54,8 @@ class PersistentScale(NamedTuple):
     quant_scale: Tensor
     """float32 (). A value that is not above 0 is not initialized: the operand is then scaled by its own amax."""
     amax_buffer: Tensor | None
-    """float32 [2]: the largest amax of any cast since the last sync, -1 before the first, and the most elements that
-    saturated in one cast. None where nothing is recorded."""
+    """float32 [2]: the largest amax of any cast since the last sync, and the most elements that saturated in one cast;
+    -1 before the first. None where nothing is recorded."""
     is_initialized: Tensor
     """bool () on the CPU: whether quant_scale is above 0, for decisions that the host must take."""
 

@@ -1,31 +1,29 @@
-"""`Float8Tensor`: float8 operands that stand for a high-precision tensor where one must cross a boundary.
+"""`Float8Tensor`: quantized operands with the shape and dtype of the high-precision tensor that they came from.
 
-FSDP2 hands a gathered weight to its module as a parameter, and tensor parallelism hands a gathered activation to a
-module's forward. Both have been cast already, so what is handed over is this: codes and scales inside, the shape and
-dtype of the high-precision tensor outside, gradients in high precision. `Float8Linear` takes the operands out again;
-the hot path of a linear on one device never sees one.
+It crosses module boundaries only. FSDP2 hands an all-gathered weight to its module as a parameter, and tensor
+parallelism hands an all-gathered activation to a module's forward; both were quantized before they travelled. Outside,
+the tensor has the shape and dtype of the high-precision one, and gradients in high precision; inside, it has codes and
+scales, which `Float8Linear` takes out. A linear on one device never sees one.
 
-A matrix is read twice, by the matmul that contracts its last dim and by the one that contracts its first. Where one
-cast serves both (tensorwise), the two operands are one.
+A matrix enters two matmuls, one that contracts its last dim and one that contracts its first. Where one cast serves
+both (tensorwise), the two operands are one.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quaver.casts import Operand
-from quaver.forward_reads import ForwardReads
+from quaver.quantize import Operand, Operands
 
 aten = torch.ops.aten
 
 
 class WrappedTensor(Tensor):
-    """A tensor in high precision around a plain one, which a distributed wrapper can do more with."""
+    """A high-precision tensor around a plain one, with hooks for a distributed wrapper."""
 
     def plain(self) -> Tensor:
         """The plain tensor inside, differentiably."""
@@ -33,24 +31,20 @@ class WrappedTensor(Tensor):
 
 
 class Float8Tensor(Tensor):
-    """Float8 operands with the shape and dtype of the tensor that they were cast from.
+    """Quantized operands with the shape and dtype of the tensor that they came from.
 
     Attributes:
-        data_fp8, dequant_scale: as a matmul contracting the last dim reads it.
+        data_fp8, dequant_scale: the operand of the matmul that contracts the last dim.
             float8 [..., K]; float32 () or [..., 1].
-        first_data_fp8, first_dequant_scale: as a matmul contracting the first dim of the matrix [rows, K] reads it.
+        first_data_fp8, first_dequant_scale: that of the matmul that contracts the first dim of the matrix [rows, K].
             float8 [..., K]; float32 () or [1, K]. The same objects as above where one cast serves both; None where
-            there is no such cast.
-        is_saved_by_value: whether the last forward that read it did so within hooks that read what is saved.
-        forward_reads: who may read it in a forward again, where its memory can be let go before (distributed/fsdp.py).
+            the tensor was not quantized for it.
     """
 
     data_fp8: Tensor
     dequant_scale: Tensor
     first_data_fp8: Tensor | None
     first_dequant_scale: Tensor | None
-    is_saved_by_value: bool
-    forward_reads: ForwardReads | None
 
     @staticmethod
     def __new__(cls, last: Operand, first: Operand | None, dtype: torch.dtype) -> Float8Tensor:
@@ -61,13 +55,11 @@ class Float8Tensor(Tensor):
         )
 
     def __init__(self, last: Operand, first: Operand | None, dtype: torch.dtype) -> None:
-        self.is_saved_by_value = False
-        self.forward_reads = None
         self.set_operands(last, first)
 
     @classmethod
     def from_operands(cls, last: Operand, first: Operand | None, dtype: torch.dtype) -> Float8Tensor:
-        """The tensor of `dtype` that `last` and `first` were cast from; every Float8Tensor is made here.
+        """The tensor of `dtype` that `last` and `first` were quantized from; every Float8Tensor is made here.
 
         Raises:
             ValueError: an operand that is not float8, or without a scale, or two of different shapes.
@@ -91,31 +83,27 @@ class Float8Tensor(Tensor):
         """The matrix [rows, K] as an operand of the matmul that contracts its dim `contracted_dim`, 0 or 1.
 
         Raises:
-            RuntimeError: it was not cast for that matmul.
+            RuntimeError: it was not quantized for that matmul.
         """
         if contracted_dim == 1:
             scale = self.dequant_scale
             return Operand(_rows(self.data_fp8), scale if scale.dim() == 0 else scale.reshape(-1, 1))
         if self.first_data_fp8 is None:
-            raise RuntimeError("this Float8Tensor was not cast for a matmul that contracts its rows")
+            raise RuntimeError("this Float8Tensor was not quantized for a matmul that contracts its rows")
         return Operand(_rows(self.first_data_fp8), self.first_dequant_scale)
 
+    def operands(self) -> Operands:
+        """Both operands; None for one that it was not quantized for."""
+        return Operands(self.operand(1), None if self.first_data_fp8 is None else self.operand(0))
+
     def to_high_precision(self) -> Tensor:
-        """The values that the codes for the last dim stand for, in the tensor's dtype. Not differentiable."""
-        self._note_unseen_read()
+        """The dequantized values of the codes for the last dim, in the tensor's dtype. Not differentiable."""
         with torch.no_grad():
             return (self.data_fp8.float() * self.dequant_scale).to(self.dtype)
-
-    def _note_unseen_read(self) -> None:
-        """Say that something other than an eager linear reads it."""
-        if self.forward_reads is not None:
-            self.forward_reads.read_unseen()
 
     # ---- what torch asks of a subclass ---------------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, str]]:
-        if self.forward_reads is not None and _is_called_by_torch():
-            self._note_unseen_read()  # compiled code begins with this, each time
         names = ["data_fp8", "dequant_scale"]
         if self.first_data_fp8 is None:
             return names, (self.dtype, "none")
@@ -151,45 +139,6 @@ class Float8Tensor(Tensor):
         return handler(func, *args, **(kwargs or {}))
 
 
-class NeverRead(Tensor):
-    """Stands for a matrix without memory in a matmul whose result a policy looks up; see kept_matmuls.py.
-
-    torch makes no views of a matrix whose memory is too small for it, not even to hand it to a policy. And should no
-    policy step in, the matmul raises instead of reading what is not there.
-    """
-
-    @classmethod
-    def in_place_of(cls, matrix: Tensor) -> NeverRead:
-        """Of the shape, strides, dtype and device of `matrix`; calls no operation that a policy would count."""
-        return cls._of(matrix, matrix.shape, matrix.stride())
-
-    @classmethod
-    def _of(cls, matrix: Tensor, size: Sequence[int], stride: Sequence[int]) -> NeverRead:
-        return Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=matrix.dtype, device=matrix.device)
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"NeverRead(shape={list(self.shape)}, {self.dtype}, {self.device})"
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is aten.t.default:
-            return cls._of(args[0], args[0].shape[::-1], args[0].stride()[::-1])
-        raise RuntimeError(
-            f"{func} would read a weight that was not gathered, because its module's policy had kept what is computed "
-            "from it: a module under per-operator checkpointing has to compute in its recomputation what it has "
-            "computed in its forward. If it cannot, give fully_shard reshard_after_forward=False"
-        )
-
-
-def _is_called_by_torch() -> bool:
-    """Whether the caller's caller is torch, and not one who looks at the parts of a tensor."""
-    return str(sys._getframe(2).f_globals.get("__name__")).startswith("torch.")
-
-
 def _scale(operand: Operand) -> Tensor:
     if operand.dequant_scale is None:
         raise ValueError("expected float8 data with a scale, got data in high precision")
@@ -203,7 +152,7 @@ def _rows(data: Tensor) -> Tensor:
 def _map(
     tensor: Float8Tensor, of_data: Callable[[Tensor], Tensor], of_scale: Callable[[Tensor], Tensor]
 ) -> Float8Tensor:
-    """Rebuild with `of_data` applied to the codes and `of_scale` to the scale of the last dim; what is shared stays so.
+    """Rebuild with `of_data` applied to the codes and `of_scale` to the last dim's scale; shared codes stay shared.
 
     The scales of the first dim are one per column, which no operation here moves.
     """
@@ -218,13 +167,10 @@ def _map(
 
 
 def _alias(func: Any, tensor: Float8Tensor) -> Tensor:
-    alias = _map(tensor, func, func)
-    alias.forward_reads = tensor.forward_reads  # it is read in place of what it stands for
-    return alias
+    return _map(tensor, func, func)
 
 
 def _clone(func: Any, tensor: Float8Tensor, **kwargs: Any) -> Tensor:
-    tensor._note_unseen_read()
     return _map(tensor, lambda data: func(data, **kwargs), lambda scale: scale)
 
 

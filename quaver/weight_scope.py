@@ -1,8 +1,8 @@
-"""`cast_weights_once`: each float8 weight cast once for all microbatches of one optimizer step.
+"""`cast_weights_once`: quantize each float8 weight once for all microbatches of one optimizer step.
 
-Outside the scope a Float8Linear casts the live weight at each use, because version counters do not see every way to
+Outside the scope a Float8Linear quantizes the live weight at each use, because version counters do not see every way to
 change a weight (`.data`, a kernel that writes in place, an optimizer that bypasses them). Inside, the caller promises
-that the weights stand still, and a change that torch can see is an error.
+not to change the weights, and a change that torch can see is an error.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from quaver.linear import Float8Linear
-from quaver.weight_casts import ScopedWeight
+from quaver.quantize import PreparedWeight
 
 
 @contextmanager
 def cast_weights_once(model: nn.Module) -> Iterator[None]:
-    """Cast the weight of every Float8Linear under `model` now, in both layouts, and use those casts until the exit.
+    """Quantize the weight of every Float8Linear under `model` now, for both of its matmuls, until the exit.
 
     Put it around the microbatches (forward and backward) of one optimizer step, eager or compiled, and leave it before
-    the optimizer steps. The casts cost one byte per element and layout while the scope is open. A model without
+    the optimizer steps. The codes take one byte per element and layout while the scope is open. A model without
     Float8Linear is left alone, and so is a linear whose weight is not a plain parameter of its own shape: one that
-    FSDP or tensor parallelism has sharded, or that FSDP2 is to gather in float8.
+    FSDP or tensor parallelism has sharded, or that FSDP2 all-gathers in float8.
 
     Raises:
         RuntimeError: the scope is already open for one of the modules, or a weight was changed or replaced inside it
             (found at the next eager use of the module, and at the exit).
     """
     modules = [module for module in model.modules() if isinstance(module, Float8Linear) and _is_whole(module)]
-    if any(module._scoped_weight is not None for module in modules):
+    if any(module._prepared_weight is not None for module in modules):
         raise RuntimeError("cast_weights_once is already open for this model; leave it before entering again")
     try:
         for module in modules:
-            kept = module.kept_scales(module.weight.device).weight
+            scale = module.persistent_scales(module.weight.device).weight
             with torch.no_grad():
-                module._scoped_weight = ScopedWeight(module.weight, module.config, kept)
+                module._prepared_weight = PreparedWeight(module.weight, module.config, scale)
         yield
         for module in modules:
-            if module._scoped_weight is not None:
-                module._scoped_weight.check(module.weight)
+            if module._prepared_weight is not None:
+                module._prepared_weight.check(module.weight)
     finally:
         for module in modules:
-            module._scoped_weight = None
+            module._prepared_weight = None
 
 
 def _is_whole(linear: Float8Linear) -> bool:

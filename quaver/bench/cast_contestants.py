@@ -10,10 +10,10 @@ from torch import Tensor
 
 from quaver.bench.peer import torchao_cast
 from quaver.bench.traffic import Traffic, count_compiled, count_extension, count_operators
-from quaver.casts import MatrixCasts
 from quaver.config import Float8LinearConfig
 from quaver.formats import FORMATS
 from quaver.gemm import GemmBackend, along_contracted, backend_for
+from quaver.quantize import INPUT, Quantizer, cast_pair
 from quaver.scaling import PersistentScale, amax, cast_with_persistent_scale, dynamic_cast
 
 CastFunction = Callable[[Tensor], tuple[Tensor, ...]]
@@ -120,9 +120,7 @@ def _quaver_cast(kind: CastKind, kept: PersistentScale | None) -> CastFunction:
     config, dims = kind.config, kind.dims
 
     def cast(hp: Tensor) -> tuple[Tensor, ...]:
-        casts = MatrixCasts(config, hp.dtype, kept)
-        last, first = (config.casts.input if dim in dims else None for dim in (1, 0))
-        made = casts.both(hp, last, first)
+        made = Quantizer(cast_pair(config, INPUT, hp.dtype), kept)(hp, last=1 in dims, first=0 in dims)
         return tuple(part for operand in made[:2] if operand is not None for part in operand if part is not None)
 
     return cast

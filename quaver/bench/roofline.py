@@ -1,4 +1,4 @@
-"""The roofline of float8 linears (quaver/cost_model.py) over many shapes, devices and recipes, and for whole models.
+"""The roofline of float8 linears (quaver/filters.py) over many shapes, devices and recipes, and for whole models.
 
     result = predict(settings)
     write_csv(result, folder / "roofline.csv")      a row for each point of the map and each layer
@@ -19,8 +19,8 @@ from typing import Any
 from quaver.bench.roofline_layers import Layer, ModelLayers
 from quaver.bench.roofline_measured import Comparison, Measurement, best_known, compare
 from quaver.config import Float8LinearRecipeName
-from quaver.cost_model import KERNEL_LAUNCH_S, MATMUL_SHARES, MEMORY_SHARE, LinearCost, LinearTime, linear_cost
 from quaver.devices import DEVICE_SPECS, DeviceSpec, find_device_spec
+from quaver.filters import KERNEL_LAUNCH_S, MATMUL_SHARES, MEMORY_SHARE, LinearCost, LinearTime, linear_cost
 
 MAP_TOKENS = tuple(2**power for power in range(9, 18))
 MAP_SIZES = tuple(2**power for power in range(9, 16))

@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from quaver.bench.roofline import MAP_SIZES, MAP_TOKENS, Prediction, Roofline
-from quaver.cost_model import linear_cost
 from quaver.devices import DeviceSpec
+from quaver.filters import linear_cost
 
 LEVELS = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.6, 1.8, 2.0)
 """Of speedup: the edges of the colours."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quaver.cost_model import linear_cost
 from quaver.devices import DEVICE_SPECS, DeviceSpec, find_device_spec
+from quaver.filters import linear_cost
 
 MODES = ("compiled", "eager")
 """Of two measurements of one linear a row shows the first; the comparison has all."""

@@ -1,223 +1,373 @@
-"""One cast, wherever it runs: in C on a CPU, in PyTorch elsewhere; scaling.py says what it computes.
+"""The dispatch table of the casts to float8: device x granularity x directions. scaling.py is the oracle, to the bit.
 
-With a kept scale it runs in Triton on a GPU (triton_cast.py), whatever the mode: only a kernel can find out on the
-device that it has to read a tensor twice.
+A matrix [R, C] is an operand of two matmuls. `rows` asks for codes for the one that contracts the last dim, `columns`
+for codes for the one that contracts the first.
 
-To a compiler a CPU's cast is one operation too. Compiled C++ casts along columns slowly (docs/log.md); and an operation
-of its own reads the tensor that eager code would read, so the codes in a compiled model are eager's even where the
-compiler would have kept the producer's result in float32. On a GPU the compiler sees plain PyTorch, and fuses it.
+                                  scales from                       CPU            GPU       compiled for a GPU
+    cast_tensorwise               the amax of the matrix            C extension    Triton    PyTorch
+    cast_rowwise                  the amaxes of rows, of columns    C extension    Triton    PyTorch
+    cast_with_scale               the caller                        C extension    Triton    PyTorch
+    cast_with_persistent_scale    an earlier step                   C extension    Triton    the operation
 
-Where a fake tensor stands for a real one (quaver/memory/faking/fakes.py) its cast is that operation, too: the C code
-allocates its results and nothing else.
+What the C extension or Triton does not take (other dtypes, strides, devices) runs in PyTorch.
+
+Layouts. A GPU multiplies float8 only along the contiguous dim: there, row codes are contiguous and column codes have
+strides (1, R). A CPU takes any layout: there, codes are contiguous, and tensorwise row codes serve both matmuls.
+
+[Note: casts are operations] Each cast is a registered operation. Eager code on plain tensors calls the implementation
+directly, which spares the dispatcher. Under a dispatch mode, on a fake tensor and on any other subclass it calls the
+operation, so that a mode sees one operation whatever runs below it, and only the implementation reads memory.
+
+[Note: compiled code] On a CPU a cast stays one operation: compiled C++ casts along columns slowly, and the operation
+reads the tensor that eager code reads, so codes are eager's even where Inductor keeps the producer's float32. On a GPU
+Inductor is given PyTorch, which it fuses with the producer of the matrix. A cast with a persistent scale is one
+operation on every device: only a kernel can find out on the device that it has to read the matrix twice.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quaver import scaling
 from quaver.kernels import cpu
-from quaver.kernels.layout_ops import runs_on_triton, under_dispatch_mode
 from quaver.phases import phase
-from quaver.scaling import PersistentScale
+from quaver.scaling import PLAIN_TYPES, PersistentScale
 
-_amax = phase("quaver::amax")(scaling.amax)
+Codes = tuple[Tensor | None, Tensor | None]
+"""Row codes and column codes, float8 [R, C]; None for what was not asked for."""
+
+Made = tuple[Any, ...]
+"""Tensors; None for what was not asked for."""
 
 
-@phase("quaver::amax")
-def shared_amax(hp: Tensor, dim: int | None) -> Tensor:
-    """`quaver.scaling.amax` of a matrix in float32, in one read and without a temporary where Triton runs.
+def under_dispatch_mode() -> bool:
+    """Whether Dynamo traces, or a dispatch mode (selective checkpointing, fake tensors, a recorder) sees operations."""
+    return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
-    For amaxes that ranks reduce before they cast. A policy that keeps amaxes is shown PyTorch's.
+
+def _runs_as_operation(hp: Tensor) -> bool:
+    """See the notes at the top."""
+    if torch.compiler.is_dynamo_compiling():
+        return hp.is_cpu
+    return not cpu.runs_directly() or type(hp) not in PLAIN_TYPES
+
+
+def _triton(hp: Tensor, float8_dtype: torch.dtype) -> Any:
+    """The module of the Triton kernels if they take `hp`, else None."""
+    if not hp.is_cuda or torch.compiler.is_dynamo_compiling():
+        return None
+    from quaver.kernels import triton_cast  # imports triton, which PyTorch for CPUs comes without
+
+    return triton_cast if triton_cast.takes(hp, float8_dtype) else None
+
+
+# ---- the casts -------------------------------------------------------------------------------------------------------
+
+
+@phase("quaver::cast")
+def cast_tensorwise(hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool) -> Made:
+    """Quantize with the scale of the matrix's own amax.
+
+    Args:
+        hp: [R, C], float32, bfloat16 or float16.
+        float8_dtype: the dtype of the codes.
+        rows, columns: which codes to make. On a CPU ask for one of them, which serves both matmuls.
+        power_of_2: round the scale down to a power of two.
+    Returns:
+        Row codes, column codes, quant_scale and dequant_scale, float32 ().
     """
-    if under_dispatch_mode() or not runs_on_triton(torch.float8_e4m3fn, hp):
-        return scaling.amax(hp, dim).float()
-    if dim is None:
-        from quaver.kernels import triton_cast
-
-        return triton_cast.amax_unless_known(hp, None)[0]
-    from quaver.kernels import triton_reduce
-
-    amaxes = triton_reduce.axis_amaxes(hp, rows=dim == 1, columns=dim == 0)
-    return cast(Tensor, amaxes[1 - dim])
+    if _runs_as_operation(hp):
+        *codes, quant, dequant = torch.ops.quaver.cast_tensorwise(hp, float8_dtype, rows, columns, power_of_2)
+        return *_wanted(codes, rows, columns), quant, dequant
+    return _cast_tensorwise(hp, float8_dtype, rows, columns, power_of_2)
 
 
 @phase("quaver::cast")
-def dynamic_cast(
-    hp: Tensor, float8_dtype: torch.dtype, dim: int | None, power_of_2: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`quaver.scaling.dynamic_cast` of a matrix [rows, columns]: float8, quant_scale, dequant_scale."""
-    if torch.compiler.is_dynamo_compiling():
-        if hp.is_cpu:
-            return torch.ops.quaver.dynamic_cast(hp, float8_dtype, dim, power_of_2)
-    elif cpu.takes(hp, float8_dtype):
-        return cpu.dynamic_cast(hp, float8_dtype, dim, power_of_2=power_of_2)
-    elif cpu.would_take(hp, float8_dtype):
-        return torch.ops.quaver.dynamic_cast(hp, float8_dtype, dim, power_of_2)
-    return _cast_in_pytorch(hp, float8_dtype, dim, power_of_2)
+def cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool) -> Made:
+    """Quantize each row (for row codes) and each column (for column codes) with the scale of its amax.
 
-
-def _cast_in_pytorch(
-    hp: Tensor, float8_dtype: torch.dtype, dim: int | None, power_of_2: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    quant_scale = scaling.amax_to_quant_scale(_amax(hp, dim), float8_dtype, power_of_2=power_of_2)
-    return scaling.cast_to_float8(hp, quant_scale, float8_dtype), quant_scale, scaling.to_dequant_scale(quant_scale)
-
-
-Axes = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Codes [R, C], quant_scale and dequant_scale [R, 1]; the same with scales [1, C]."""
+    Returns:
+        Row codes with their quant_scale and dequant_scale, float32 [R, 1]; column codes with theirs, float32 [1, C].
+        See `cast_tensorwise` for the arguments.
+    """
+    if _runs_as_operation(hp):
+        made = torch.ops.quaver.cast_rowwise(hp, float8_dtype, rows, columns, power_of_2)
+        return *(made[:3] if rows else _NOTHING), *(made[3:] if columns else _NOTHING)
+    return _cast_rowwise(hp, float8_dtype, rows, columns, power_of_2)
 
 
 @phase("quaver::cast")
-def dynamic_cast_axes(hp: Tensor, float8_dtype: torch.dtype, power_of_2: bool) -> Axes:
-    """`dynamic_cast` of a matrix [R, C] with dim 1 and with dim 0, on a CPU from two reads instead of three."""
-    if torch.compiler.is_dynamo_compiling():
-        if hp.is_cpu:
-            return torch.ops.quaver.dynamic_cast_axes(hp, float8_dtype, power_of_2)
-    elif cpu.takes(hp, float8_dtype):
-        return cpu.dynamic_cast_axes(hp, float8_dtype, power_of_2=power_of_2)
-    elif cpu.would_take(hp, float8_dtype):
-        return torch.ops.quaver.dynamic_cast_axes(hp, float8_dtype, power_of_2)
-    by_rows, by_columns = (_cast_in_pytorch(hp, float8_dtype, dim, power_of_2) for dim in (1, 0))
-    return (*by_rows, *by_columns)
+def cast_with_scale(
+    hp: Tensor, float8_dtype: torch.dtype, row_scale: Tensor | None, column_scale: Tensor | None
+) -> Codes:
+    """Quantize with scales that are known.
 
-
-@phase("quaver::cast")
-def cast_with_scale(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> Tensor:
-    """`quaver.scaling.cast_to_float8` of a matrix [rows, columns]; scale (), [rows, 1] or [1, columns]."""
-    if torch.compiler.is_dynamo_compiling():
-        if hp.is_cpu:
-            return torch.ops.quaver.cast_with_scale(hp, quant_scale, float8_dtype)
-    elif cpu.takes(hp, float8_dtype):
-        return cpu.cast_with_scale(hp, quant_scale, float8_dtype)
-    elif cpu.would_take(hp, float8_dtype):
-        return torch.ops.quaver.cast_with_scale(hp, quant_scale, float8_dtype)
-    return scaling.cast_to_float8(hp, quant_scale, float8_dtype)
-
-
-_library = torch.library.Library("quaver", "FRAGMENT")
-_library.define(
-    "dynamic_cast(Tensor hp, ScalarType float8_dtype, int? dim, bool power_of_2) -> (Tensor, Tensor, Tensor)"
-)
-_library.define(
-    "dynamic_cast_axes(Tensor hp, ScalarType float8_dtype, bool power_of_2)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-_library.define("cast_with_scale(Tensor hp, Tensor quant_scale, ScalarType float8_dtype) -> Tensor")
-# An operation's results have the strides that its fake promises: those of a contiguous tensor.
-_library.impl(
-    "dynamic_cast",
-    lambda hp, float8_dtype, dim, power_of_2: dynamic_cast(hp.contiguous(), float8_dtype, dim, power_of_2),
-    "CPU",
-)
-_library.impl(
-    "dynamic_cast_axes",
-    lambda hp, float8_dtype, power_of_2: dynamic_cast_axes(hp.contiguous(), float8_dtype, power_of_2),
-    "CPU",
-)
-_library.impl(
-    "cast_with_scale",
-    lambda hp, quant_scale, float8_dtype: cast_with_scale(hp.contiguous(), quant_scale.contiguous(), float8_dtype),
-    "CPU",
-)
-
-
-@torch.library.register_fake("quaver::dynamic_cast")
-def _fake_dynamic_cast(
-    hp: Tensor, float8_dtype: torch.dtype, dim: int | None, power_of_2: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    shape = () if dim is None else [1 if i == dim else n for i, n in enumerate(hp.shape)]
-    quant_scale = hp.new_empty(shape, dtype=torch.float32)
-    return hp.new_empty(hp.shape, dtype=float8_dtype), quant_scale, torch.empty_like(quant_scale)
-
-
-@torch.library.register_fake("quaver::dynamic_cast_axes")
-def _fake_dynamic_cast_axes(hp: Tensor, float8_dtype: torch.dtype, power_of_2: bool) -> Axes:
-    by_rows, by_columns = (_fake_dynamic_cast(hp, float8_dtype, dim, power_of_2) for dim in (1, 0))
-    return (*by_rows, *by_columns)
-
-
-@torch.library.register_fake("quaver::cast_with_scale")
-def _fake_cast_with_scale(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> Tensor:
-    return hp.new_empty(hp.shape, dtype=float8_dtype)
+    Args:
+        row_scale: float32 () or [R, 1], the quant_scale of the row codes; None for no row codes.
+        column_scale: float32 () or [1, C], that of the column codes; None for no column codes.
+    Returns:
+        Row codes, column codes.
+    """
+    if _runs_as_operation(hp):
+        codes = torch.ops.quaver.cast_with_scale(hp, float8_dtype, row_scale, column_scale)
+        return _wanted(codes, row_scale is not None, column_scale is not None)
+    return _cast_with_scale(hp, float8_dtype, row_scale, column_scale)
 
 
 @phase("quaver::cast")
 def cast_with_persistent_scale(
-    hp: Tensor, kept: PersistentScale, float8_dtype: torch.dtype, power_of_2: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`quaver.scaling.cast_with_persistent_scale` of a matrix [rows, columns]: float8, quant_scale, dequant_scale.
+    hp: Tensor, scale: PersistentScale, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool
+) -> Made:
+    """Quantize with a persistent scale, or with that of the matrix's amax while it is not initialized.
 
-    Records in `kept` what the cast saw, by a maximum, so that the same cast again changes nothing.
+    Updates `scale.amax_buffer` with the amax and the number of saturated elements by a maximum, so repeating the cast
+    changes nothing.
+
+    Returns:
+        Row codes, column codes, the quant_scale and dequant_scale that were used, float32 ().
     """
-    if (
-        torch.compiler.is_dynamo_compiling()
-        or cpu.would_take(hp, float8_dtype)
-        or (hp.is_cuda and under_dispatch_mode())
-    ):
-        codes, quant, dequant, seen = torch.ops.quaver.cast_with_persistent_scale(
-            hp, kept.quant_scale, float8_dtype, power_of_2
+    quant_scale, amax_buffer = scale.quant_scale, scale.amax_buffer
+    if hp.is_meta:  # the scales of a model on the meta device stay where they are
+        return _fake_tensorwise(hp, float8_dtype, rows, columns, power_of_2)
+    if torch.compiler.is_dynamo_compiling() or _runs_as_operation(hp):
+        *codes, quant, dequant, observed = torch.ops.quaver.cast_with_persistent_scale(
+            hp, quant_scale, float8_dtype, rows, columns, power_of_2
         )
-    elif kept.amax_buffer is not None and cpu.takes(hp, float8_dtype):
-        return cpu.cast_and_observe(hp, kept.quant_scale, float8_dtype, power_of_2, kept.amax_buffer)
+        row_codes, column_codes = _wanted(codes, rows, columns)
     else:
-        codes, quant, dequant, seen = _cast_and_see(hp, kept.quant_scale, float8_dtype, power_of_2)
-    record(kept, seen)
-    return codes, quant, dequant
+        if hp.is_cpu and amax_buffer is not None:  # C updates the buffer itself
+            made = cpu.cast_and_observe(hp, quant_scale, float8_dtype, power_of_2, amax_buffer)
+            if made is not None:
+                return *_laid_out(made[0], rows, columns), *made[1:]
+        row_codes, column_codes, quant, dequant, observed = _cast_with_persistent_scale(
+            hp, quant_scale, float8_dtype, rows, columns, power_of_2
+        )
+    record(scale, observed)
+    return row_codes, column_codes, quant, dequant
 
 
-def record(kept: PersistentScale, seen: Tensor) -> None:
-    """Record what a cast saw (float32 [2]), by a maximum."""
-    if kept.amax_buffer is None:
+def record(scale: PersistentScale, observed: Tensor) -> None:
+    """Update the amax buffer of a persistent scale with what one cast observed (float32 [2]), by a maximum."""
+    if scale.amax_buffer is None:
         return
+    observed = observed.detach()
     if torch.compiler.is_compiling():
-        kept.amax_buffer.copy_(torch.maximum(kept.amax_buffer, seen))
+        scale.amax_buffer.copy_(torch.maximum(scale.amax_buffer, observed))
+    elif cpu.runs_directly():
+        _update_amax_buffer(scale.amax_buffer, observed)
     else:
-        torch.maximum(kept.amax_buffer, seen, out=kept.amax_buffer)
+        torch.ops.quaver.update_amax_buffer(scale.amax_buffer, observed)
 
 
-def record_amax(kept: PersistentScale, amax: Tensor) -> None:
-    """Record the amax (float32 ()) of a tensor that was cast with a dynamic scale, so that nothing saturated."""
-    record(kept, torch.stack([amax, torch.zeros_like(amax)]).to(kept.quant_scale.device))
+def record_amax(scale: PersistentScale, amax: Tensor) -> None:
+    """Record the amax, float32 (), of a matrix that was scaled dynamically, so that nothing saturated."""
+    record(scale, torch.stack([amax, torch.zeros_like(amax)]).to(scale.quant_scale.device))
 
 
-def _cast_and_see(
-    hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, power_of_2: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if cpu.takes(hp, float8_dtype):
-        seen = hp.new_zeros(2, dtype=torch.float32)
-        return (*cpu.cast_and_observe(hp, quant_scale, float8_dtype, power_of_2, seen), seen)
-    if hp.is_cuda:
-        from quaver.kernels import triton_cast  # imports triton, which a CPU does not need
+@phase("quaver::amax")
+def matrix_amax(hp: Tensor, dim: int | None) -> Tensor:
+    """`quaver.scaling.amax` of a matrix in float32, for amaxes that ranks reduce before they quantize.
 
-        if triton_cast.takes(hp, float8_dtype):
-            return triton_cast.cast_with_persistent_scale(hp, quant_scale, float8_dtype, power_of_2=power_of_2)
-    return scaling.cast_with_persistent_scale(hp, quant_scale, float8_dtype, power_of_2=power_of_2)
+    Under a dispatch mode it is PyTorch's, so that a selective-checkpoint policy can save the amax.
+    """
+    triton_cast = None if under_dispatch_mode() else _triton(hp, torch.float8_e4m3fn)
+    amax: Tensor = scaling.amax(hp, dim).float() if triton_cast is None else triton_cast.amax(hp, dim)
+    return amax
 
 
-# To a compiler this is one operation on every device: it reads the tensor a second time only where its scale is not
-# known, which no traced code can decide without asking the device.
-_library.define(
-    "cast_with_persistent_scale(Tensor hp, Tensor quant_scale, ScalarType float8_dtype, bool power_of_2)"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
+def _update_amax_buffer(amax_buffer: Tensor, observed: Tensor) -> None:
+    torch.maximum(amax_buffer, observed, out=amax_buffer)
+
+
+# ---- the implementations ---------------------------------------------------------------------------------------------
+
+_NOTHING = (None, None, None)
+_amax = phase("quaver::amax")(scaling.amax)
+
+
+def _cast_tensorwise(hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool) -> Made:
+    made = cpu.dynamic_cast(hp, float8_dtype, power_of_2=power_of_2) if hp.is_cpu else None
+    if made is not None:
+        return *_laid_out(made[0], rows, columns), *made[1:]
+    triton_cast = _triton(hp, float8_dtype)
+    if triton_cast is not None:
+        return triton_cast.cast_tensorwise(hp, float8_dtype, rows, columns, power_of_2)
+    _check_memory(hp)
+    quant = scaling.amax_to_quant_scale(_amax(hp, None), float8_dtype, power_of_2=power_of_2)
+    codes = scaling.cast_to_float8(hp, quant, float8_dtype)
+    return *_laid_out(codes, rows, columns), quant, scaling.to_dequant_scale(quant)
+
+
+def _cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool) -> Made:
+    if hp.is_cpu and rows and columns:
+        both = cpu.dynamic_cast_axes(hp, float8_dtype, power_of_2=power_of_2)
+        if both is not None:
+            return both
+    elif hp.is_cpu:
+        made = cpu.dynamic_cast(hp, float8_dtype, 1 if rows else 0, power_of_2=power_of_2)
+        if made is not None:
+            return (*made, *_NOTHING) if rows else (*_NOTHING, *made)
+    triton_cast = _triton(hp, float8_dtype)
+    if triton_cast is not None:
+        return triton_cast.cast_rowwise(hp, float8_dtype, rows, columns, power_of_2)
+    _check_memory(hp)
+    of_rows = _by_dim(hp, float8_dtype, 1, power_of_2) if rows else _NOTHING
+    of_columns = _by_dim(hp, float8_dtype, 0, power_of_2) if columns else _NOTHING
+    return *of_rows, *of_columns
+
+
+def _by_dim(hp: Tensor, float8_dtype: torch.dtype, dim: int, power_of_2: bool) -> Made:
+    quant = scaling.amax_to_quant_scale(_amax(hp, dim), float8_dtype, power_of_2=power_of_2)
+    codes = _laid_out(scaling.cast_to_float8(hp, quant, float8_dtype), dim == 1, dim == 0)[1 - dim]
+    return codes, quant, scaling.to_dequant_scale(quant)
+
+
+def _cast_with_scale(
+    hp: Tensor, float8_dtype: torch.dtype, row_scale: Tensor | None, column_scale: Tensor | None
+) -> Codes:
+    triton_cast = _triton(hp, float8_dtype)
+    if triton_cast is not None:
+        codes: Codes = triton_cast.cast_with_scale(hp, float8_dtype, row_scale, column_scale)
+        return codes
+    row_codes = column_codes = None
+    if row_scale is not None:
+        row_codes = _laid_out(_scaled(hp, row_scale, float8_dtype), True, False)[0]
+    if column_scale is not None:
+        column_codes = _laid_out(_scaled(hp, column_scale, float8_dtype), False, True)[1]
+    return row_codes, column_codes
+
+
+def _scaled(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> Tensor:
+    codes = cpu.cast_with_scale(hp, quant_scale.contiguous(), float8_dtype) if hp.is_cpu else None
+    if codes is not None:
+        return codes
+    _check_memory(hp)
+    return scaling.cast_to_float8(hp, quant_scale, float8_dtype)
+
+
+def _cast_with_persistent_scale(
+    hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool
+) -> Made:
+    """Also returns what was observed, float32 [2]: the amax, and the number of saturated elements."""
+    if hp.is_cpu:
+        observed = hp.new_zeros(2, dtype=torch.float32)
+        in_c = cpu.cast_and_observe(hp, quant_scale, float8_dtype, power_of_2, observed)
+        if in_c is not None:
+            return *_laid_out(in_c[0], rows, columns), *in_c[1:], observed
+    triton_cast = _triton(hp, float8_dtype)
+    if triton_cast is not None:
+        return triton_cast.cast_with_persistent_scale(hp, quant_scale, float8_dtype, rows, columns, power_of_2)
+    _check_memory(hp)
+    codes, *made = scaling.cast_with_persistent_scale(hp, quant_scale, float8_dtype, power_of_2=power_of_2)
+    return *_laid_out(codes, rows, columns), *made
+
+
+def _check_memory(hp: Tensor) -> None:
+    """Raise RuntimeError where the memory of an ordinary tensor was freed: PyTorch's operations would read it."""
+    if torch.compiler.is_dynamo_compiling() or type(hp) not in PLAIN_TYPES or not cpu.has_plain_keys(hp):
+        return
+    if hp.numel() and not hp.untyped_storage().nbytes():
+        raise RuntimeError(f"the memory of a tensor of shape {list(hp.shape)} was freed before it was quantized")
+
+
+def _laid_out(codes: Tensor, rows: bool, columns: bool) -> Codes:
+    """`codes` in the layouts of the device; an operation must not return one tensor twice."""
+    if codes.is_cpu:
+        return codes if rows else None, None if rows else codes
+    return codes.contiguous() if rows else None, column_major(codes) if columns else None
+
+
+def column_major(codes: Tensor) -> Tensor:
+    """A copy of `codes` [R, C] with strides (1, R)."""
+    return codes.new_empty(codes.shape[1], codes.shape[0]).copy_(codes.t()).t()
+
+
+def _wanted(codes: Any, rows: bool, columns: bool) -> Codes:
+    return codes[0] if rows else None, codes[1] if columns else None
+
+
+# ---- as operations: they return tensors only, empty ones for what was not asked for ---------------------------------
+
+_library = torch.library.Library("quaver", "FRAGMENT")
+
+
+def _define(name: str, arguments: str, results: int, cast: Callable[..., Made], fake: Callable[..., Made]) -> None:
+    def tensors(function: Callable[..., Made]) -> Callable[..., tuple[Tensor, ...]]:
+        def run(hp: Tensor, *args: Any) -> tuple[Tensor, ...]:
+            made = function(hp if function is fake else hp.contiguous(), *args)
+            return tuple(hp.new_empty(0) if each is None else each for each in made)
+
+        return run
+
+    _library.define(f"{name}(Tensor hp, {arguments}) -> ({', '.join(['Tensor'] * results)})")
+    _library.impl(name, tensors(cast), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"quaver::{name}", tensors(fake), lib=_library)
+
+
+def _fake_codes(hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool) -> Codes:
+    size = hp.shape
+    row_codes = hp.new_empty(size, dtype=float8_dtype) if rows else None
+    if not columns or (rows and hp.is_cpu):
+        return row_codes, None
+    if hp.is_cpu:
+        return None, hp.new_empty(size, dtype=float8_dtype)
+    return row_codes, hp.new_empty((size[1], size[0]), dtype=float8_dtype).t()
+
+
+def _fake_tensorwise(hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool) -> Made:
+    scales = (hp.new_empty((), dtype=torch.float32) for _ in range(2))
+    return *_fake_codes(hp, float8_dtype, rows, columns), *scales
+
+
+def _fake_rowwise(hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool) -> Made:
+    made: list[Tensor | None] = []
+    for dim, wanted in ((1, rows), (0, columns)):
+        size = (hp.shape[0], 1) if dim == 1 else (1, hp.shape[1])
+        codes = _fake_codes(hp, float8_dtype, dim == 1, dim == 0)[1 - dim] if wanted else None
+        made += [codes, *(hp.new_empty(size, dtype=torch.float32) if wanted else None for _ in range(2))]
+    return tuple(made)
+
+
+def _fake_with_scale(hp: Tensor, float8_dtype: torch.dtype, row_scale: Any, column_scale: Any) -> Made:
+    rows = _fake_codes(hp, float8_dtype, row_scale is not None, False)[0]
+    return rows, _fake_codes(hp, float8_dtype, False, column_scale is not None)[1]
+
+
+def _fake_with_persistent_scale(hp: Tensor, quant_scale: Tensor, *args: Any) -> Made:
+    return *_fake_tensorwise(hp, *args), hp.new_empty(2, dtype=torch.float32)
+
+
+_WANTED = "ScalarType float8_dtype, bool rows, bool columns, bool power_of_2"
+_define("cast_tensorwise", _WANTED, 4, _cast_tensorwise, _fake_tensorwise)
+_define("cast_rowwise", _WANTED, 6, _cast_rowwise, _fake_rowwise)
+_define(
+    "cast_with_scale",
+    "ScalarType float8_dtype, Tensor? row_scale, Tensor? column_scale",
+    2,
+    _cast_with_scale,
+    _fake_with_scale,
 )
-_library.impl(
+_define(
     "cast_with_persistent_scale",
-    lambda hp, quant_scale, float8_dtype, power_of_2: _cast_and_see(
-        hp.contiguous(), quant_scale, float8_dtype, power_of_2
-    ),
-    "CompositeExplicitAutograd",
+    f"Tensor quant_scale, {_WANTED}",
+    5,
+    _cast_with_persistent_scale,
+    _fake_with_persistent_scale,
 )
-
-
-@torch.library.register_fake("quaver::cast_with_persistent_scale")
-def fake_cast_with_persistent_scale(
-    hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, power_of_2: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes in the shape of `hp`, two float32 scales (), what was observed, float32 [2]: shapes and dtypes alone."""
-    scale = hp.new_empty((), dtype=torch.float32)
-    seen = hp.new_empty(2, dtype=torch.float32)
-    return hp.new_empty(hp.shape, dtype=float8_dtype), scale, torch.empty_like(scale), seen
+# An operation without a result: a policy that saves every result would save the buffer, which the sync changes.
+_library.define("update_amax_buffer(Tensor(a!) amax_buffer, Tensor observed) -> ()")
+_library.impl("update_amax_buffer", _update_amax_buffer, "CompositeExplicitAutograd")
+torch.library.register_fake("quaver::update_amax_buffer", lambda amax_buffer, observed: None, lib=_library)
+# A compiler may copy a graph's input in the forward and save the copy for backward. This copy also reads a gradient,
+# so it is made in the backward. It is for codes that an all-gather or `cast_weights_once` quantized before the graph.
+_library.define("column_major_after(Tensor codes, Tensor gradient) -> Tensor")
+_library.impl("column_major_after", lambda codes, gradient: column_major(codes), "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "quaver::column_major_after",
+    lambda codes, gradient: codes.new_empty(codes.shape[1], codes.shape[0]).t(),
+    lib=_library,
+)

@@ -1,5 +1,6 @@
 """Turns the [float8] section into a conversion of the model, and takes its linears out of float8 for a while."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -59,26 +60,30 @@ def convert_model(model: Llama, config: Float8, *, tokens: int, device: torch.de
         enable_amax_init=config.enable_amax_init,
         enable_pre_and_post_forward=config.enable_pre_and_post_forward,
     )
-    convert_to_float8_training(model, config=linear_config, module_filter_fn=decide)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "nothing to convert")
+        convert_to_float8_training(model, config=linear_config, module_filter_fn=decide)
+    report = conversion_report(model)
+    if not report.converted:
+        raise ValueError(report.why_nothing())
     if config.fused_producers:
         fuse_producers(model)
-    return conversion_report(model)
+    return report
 
 
 def fuse_producers(model: nn.Module) -> None:
-    """Have the norms and the SwiGLU in front of float8 linears keep nothing but their own inputs (quaver.producers)."""
+    """Have the norms and the SwiGLU in front of float8 linears save only their inputs (functional.py)."""
     for module in model.modules():
         if isinstance(module, FeedForward):
             module.feeds_float8 = isinstance(module.down_proj, Float8Linear)
         elif isinstance(module, Block):
             attention, mlp = module.self_attn, module.mlp
-            _feed(module.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj))
-            _feed(module.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj))
+            module.input_layernorm.feeds_float8 = _are_float8(attention.q_proj, attention.k_proj, attention.v_proj)
+            module.post_attention_layernorm.feeds_float8 = _are_float8(mlp.gate_proj, mlp.up_proj)
 
 
-def _feed(norm: RMSNorm, readers: tuple[nn.Module, ...]) -> None:
-    norm.feeds_float8 = all(isinstance(reader, Float8Linear) for reader in readers)
-    norm.readers = readers if norm.feeds_float8 else ()
+def _are_float8(*readers: nn.Module) -> bool:
+    return all(isinstance(reader, Float8Linear) for reader in readers)
 
 
 @contextmanager

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quaver.linear_gemms import compute_dtype
-from quaver.producers import plain_rms_norm, rms_norm, swiglu
+from quaver.linear import compute_dtype
 from quaver.trainer.config import Model
 from quaver.trainer.config.model import RopeScaling
+from quaver.trainer.functional import plain_rms_norm, rms_norm, swiglu
 
 INIT_STD = 0.02
 
@@ -90,23 +90,18 @@ class RMSNorm(nn.Module):
     """`weight * x / rms(x)` over the last dim."""
 
     feeds_float8 = False
-    """Whether all that read the result are float8 linears, so that nothing of it need be kept (quaver/producers.py)."""
-    readers: tuple[nn.Module, ...] = ()
-    """These linears, where `feeds_float8`."""
+    """Whether only float8 linears read the result, so that nothing of it is saved for backward (functional.py)."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
 
-    def forward(self, hidden: Tensor) -> Any:
-        """Normalize `hidden` [..., D]; the result has its shape and, under autocast, autocast's dtype.
-
-        It may be what `readers` take in place of a tensor (`quaver.producers.rms_norm`).
-        """
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalize `hidden` [..., D]; the result has its shape and, under autocast, autocast's dtype."""
         out_dtype = compute_dtype(hidden.device.type, hidden.dtype)
         if self.feeds_float8:
-            return rms_norm(hidden, self.weight, self.eps, out_dtype, readers=self.readers)
+            return rms_norm(hidden, self.weight, self.eps, out_dtype)
         return plain_rms_norm(hidden, self.weight, self.eps).to(out_dtype)
 
 
@@ -155,7 +150,7 @@ class FeedForward(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Transform `hidden` [B, T, D] token by token."""
         gate, up = self.gate_proj(hidden), self.up_proj(hidden)
-        product = swiglu(gate, up, readers=(self.down_proj,)) if self.feeds_float8 else F.silu(gate) * up
+        product = swiglu(gate, up) if self.feeds_float8 else F.silu(gate) * up
         return self.down_proj(product)
 
 

@@ -31,7 +31,7 @@ def test_parts_are_chosen_by_name(tmp_path, monkeypatch, capsys):
     assert gpu.main(["gemm", "matmul"]) == 2
     assert capsys.readouterr().err.startswith("make gpu: unknown part 'matmul'; choose from doctor, tests, ")
     ran = []
-    monkeypatch.setattr(gpu, "run", lambda words, limit_s, log, environment: ran.append(words) or "exit code 1")
+    monkeypatch.setattr(gpu, "run", lambda words, limit_s, log: ran.append(words) or "exit code 1")
     assert gpu.main(["gemm", "cast"]) == 1
     assert [words[3] for words in ran] == ["gemm", "cast"]
     assert "FAILED: gemm (exit code 1), cast (exit code 1)" in capsys.readouterr().out

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from quaver import Float8Linear, Float8LinearConfig, cast_weights_once, float8_linear
-from quaver.kernels.cast import cast_with_scale, dynamic_cast, dynamic_cast_axes
+from quaver.kernels.cast import cast_rowwise, cast_tensorwise, cast_with_scale
 from tests.reference import RECIPES, sqnr_db
 from tests.unit.test_linear import make, references, run
 
@@ -125,8 +125,14 @@ def test_codes_are_eagers_also_behind_a_fused_producer(float8_dtype, dim, power_
     """The cast reads the bfloat16 tensor that eager code would read, not what its producer had in float32."""
 
     def produce_and_cast(x):
-        codes, quant_scale, dequant_scale = dynamic_cast(x * 1.7, float8_dtype, dim, power_of_2)
-        return codes, quant_scale, dequant_scale, cast_with_scale(x * 1.7, quant_scale, float8_dtype)
+        hp = x * 1.7
+        if dim is None:
+            codes, _, quant_scale, dequant_scale = cast_tensorwise(hp, float8_dtype, True, False, power_of_2)
+            return codes, quant_scale, dequant_scale, cast_with_scale(hp, float8_dtype, quant_scale, None)[0]
+        made = cast_rowwise(hp, float8_dtype, dim == 1, dim == 0, power_of_2)
+        codes, quant_scale, dequant_scale = made[:3] if dim == 1 else made[3:]
+        scales = (quant_scale, None) if dim == 1 else (None, quant_scale)
+        return codes, quant_scale, dequant_scale, cast_with_scale(hp, float8_dtype, *scales)[1 - dim]
 
     x = torch.randn(120, 200).bfloat16()
     compiled = torch.compile(produce_and_cast, fullgraph=True)
@@ -137,24 +143,30 @@ def test_codes_are_eagers_also_behind_a_fused_producer(float8_dtype, dim, power_
 @pytest.mark.parametrize("power_of_2", [False, True])
 def test_casts_along_both_dims_are_one_operation_and_eagers_codes(power_of_2):
     def produce_and_cast(x):
-        return dynamic_cast_axes(x * 1.7, E4M3, power_of_2)
+        return cast_rowwise(x * 1.7, E4M3, True, True, power_of_2)
 
     x = torch.randn(120, 200).bfloat16()
     compiled = torch.compile(produce_and_cast, fullgraph=True)
-    separate = [each for dim in (1, 0) for each in dynamic_cast(x * 1.7, E4M3, dim, power_of_2)]
+    rows, columns = (cast_rowwise(x * 1.7, E4M3, rows, not rows, power_of_2) for rows in (True, False))
+    separate = (*rows[:3], *columns[3:])
     for expected, eager, got in zip(separate, produce_and_cast(x), compiled(x), strict=True):
         assert got.float().equal(expected.float())
         assert eager.float().equal(expected.float())
 
 
 def test_the_cast_operations_have_faithful_fakes():
-    x = torch.randn(17, 33).bfloat16()
+    ops = torch.ops.quaver
+    x, scale = torch.randn(17, 33).bfloat16(), torch.tensor(2.0)
+
+    def check(operation, *args):
+        torch.library.opcheck(operation, args, test_utils="test_faketensor")
+
     for hp in (x, x.t(), torch.empty(0, 5)):
-        for dim in (None, 0, 1):
-            args = (hp, E4M3, dim, True)
-            torch.library.opcheck(torch.ops.quaver.dynamic_cast, args, test_utils="test_faketensor")
-            _, quant_scale, _ = dynamic_cast(hp, E4M3, dim, True)
-            torch.library.opcheck(
-                torch.ops.quaver.cast_with_scale, (hp, quant_scale, E4M3), test_utils="test_faketensor"
-            )
-        torch.library.opcheck(torch.ops.quaver.dynamic_cast_axes, (hp, E4M3, True), test_utils="test_faketensor")
+        row_scale, column_scale = torch.ones(hp.shape[0], 1), torch.ones(1, hp.shape[1])
+        for rows, columns in ((True, False), (False, True)):
+            check(ops.cast_tensorwise, hp, E4M3, rows, columns, True)
+            check(ops.cast_with_persistent_scale, hp, scale, E4M3, rows, columns, True)
+            check(ops.cast_with_scale, hp, E4M3, scale if rows else None, scale if columns else None)
+            check(ops.cast_with_scale, hp, E4M3, row_scale if rows else None, column_scale if columns else None)
+        for rows, columns in ((True, False), (False, True), (True, True)):
+            check(ops.cast_rowwise, hp, E4M3, rows, columns, True)

@@ -9,7 +9,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-import quaver.casts
+import quaver.quantize
 from quaver import Float8Linear, Float8LinearConfig
 from quaver.activation_checkpointing import apply_activation_checkpointing
 from quaver.memory import CATEGORIES, TensorBytes, draw_timeline, record_timeline
@@ -219,8 +219,8 @@ def test_agrees_with_the_allocator_and_with_the_plain_count():
 
 def test_shared_casts_stay_shared(monkeypatch):
     calls = []
-    cast = quaver.casts.dynamic_cast
-    monkeypatch.setattr(quaver.casts, "dynamic_cast", lambda *args: calls.append(1) or cast(*args))
+    cast = quaver.quantize.cast_tensorwise
+    monkeypatch.setattr(quaver.quantize, "cast_tensorwise", lambda *args: calls.append(1) or cast(*args))
     model, input = Attention(), torch.randn(ROWS, 64, dtype=torch.bfloat16)
     train_step(model, input)
     without = len(calls)

@@ -6,29 +6,26 @@ import pytest
 import torch
 
 from quaver import float8_linear
-from quaver.casts import MatrixCasts, Operand
+from quaver.quantize import INPUT, WEIGHT, Operand, Quantizer, cast_pair
 from quaver.tensor import Float8Tensor
-from quaver.weight_casts import cast_weight
 from tests.distributed.models import config_of
 from tests.reference import RECIPES
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 
 
-def both_operands(matrix, last, first, config):
-    casts = MatrixCasts(config, matrix.dtype)
-    return casts.cast(matrix, last, 1), casts.cast(matrix, first, 0)
+def both_operands(matrix, config, operand):
+    return Quantizer(cast_pair(config, operand, matrix.dtype))(matrix, last=True, first=True)[:2]
 
 
 def as_float8_weight(weight, config):
-    casts = cast_weight(weight, config, weight.dtype)
-    return Float8Tensor.from_operands(casts.for_output, casts.for_grad_input, weight.dtype)
+    return Float8Tensor.from_operands(*both_operands(weight, config, WEIGHT), weight.dtype)
 
 
 def as_float8_input(input, config):
     """[B, T, K]"""
     rows = input.flatten(0, -2)
-    last, first = both_operands(rows, config.casts.input, config.casts.input_for_grad_weight, config)
+    last, first = both_operands(rows, config, INPUT)
     whole = Float8Tensor.from_operands(last, first, input.dtype)
     return whole.view(input.shape)
 
@@ -78,7 +75,7 @@ def test_a_linear_takes_an_input_that_was_cast_before(recipe, compiled):
 def test_a_recipe_that_reads_the_input_in_high_precision_refuses_one_without():
     config = config_of("rowwise_with_gw_hp")
     whole = as_float8_input(torch.randn(1, 4, 16), config_of("rowwise"))
-    with pytest.raises(RuntimeError, match="needs its input in high precision was given one that is cast"):
+    with pytest.raises(RuntimeError, match="reads its input in high precision too, and was given a quantized one"):
         float8_linear(whole, torch.randn(16, 16, requires_grad=True), config=config)
 
 
@@ -86,7 +83,7 @@ def sample(first="own"):
     matrix = torch.randn(12, 8)
     recipe = {"own": "rowwise", "shared": "tensorwise", "none": "rowwise"}[first]
     config = config_of(recipe)
-    last, other = both_operands(matrix, config.casts.input, config.casts.input_for_grad_weight, config)
+    last, other = both_operands(matrix, config, INPUT)
     if first == "shared":
         other = last
     return matrix, Float8Tensor.from_operands(last, None if first == "none" else other, torch.bfloat16)
@@ -116,7 +113,7 @@ def test_views_copies_and_flattening_keep_every_operand(first):
             assert torch.equal(other.operand(dim).dequant_scale, whole.operand(dim).dequant_scale)
     assert (again.first_data_fp8 is again.data_fp8) == (first == "shared")
     if first == "none":
-        with pytest.raises(RuntimeError, match="not cast for a matmul that contracts its rows"):
+        with pytest.raises(RuntimeError, match="not quantized for a matmul that contracts its rows"):
             whole.operand(0)
 
 

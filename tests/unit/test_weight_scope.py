@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+import quaver.quantize
 from quaver import Float8LinearConfig, cast_weights_once, convert_to_float8_training
-from quaver.casts import MatrixCasts
 from tests.reference import RECIPES
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
@@ -46,12 +46,17 @@ def test_changes_no_number(recipe, compiled):
 def test_casts_each_weight_once_per_layout(recipe, monkeypatch):
     model = model_of(recipe)
     casts = []
-    cast = MatrixCasts._cast
-    both = MatrixCasts._along_both
-    monkeypatch.setattr(MatrixCasts, "_cast", lambda self, hp, *args: casts.append(hp.shape) or cast(self, hp, *args))
-    monkeypatch.setattr(
-        MatrixCasts, "_along_both", lambda self, hp, *args: casts.extend([hp.shape] * 2) or both(self, hp, *args)
-    )
+
+    def counted(name, function):
+        def count(hp, dtype, *args):
+            layouts = args[0] + args[1] if name == "cast_rowwise" else 1
+            casts.extend([hp.shape] * layouts)
+            return function(hp, dtype, *args)
+
+        return count
+
+    for name in ("cast_tensorwise", "cast_rowwise", "cast_with_scale"):
+        monkeypatch.setattr(quaver.quantize, name, counted(name, getattr(quaver.quantize, name)))
     layouts = 1 if recipe in ("tensorwise", "rowwise_with_tensorwise_weight") else 2
     with cast_weights_once(model):
         gradients_of(model, [torch.randn(32, 64) for _ in range(4)])
@@ -100,12 +105,12 @@ def test_compiled_code_finds_a_change_at_the_exit():
 def test_leaves_nothing_behind_whatever_happens():
     model = model_of("tensorwise")
     with pytest.raises(ZeroDivisionError), cast_weights_once(model):
-        assert model[0]._scoped_weight is not None
+        assert model[0]._prepared_weight is not None
         raise ZeroDivisionError
-    assert model[0]._scoped_weight is None
+    assert model[0]._prepared_weight is None
     with cast_weights_once(model):
         twin = copy.deepcopy(model)
-    assert twin[0]._scoped_weight is None
+    assert twin[0]._prepared_weight is None
     assert twin(torch.ones(1, 64)).equal(model(torch.ones(1, 64)))
 
 
@@ -125,7 +130,7 @@ def test_nesting_is_refused_and_the_outer_scope_survives():
     with cast_weights_once(model):
         with pytest.raises(RuntimeError, match="already open"), cast_weights_once(model):
             pass
-        assert model[0]._scoped_weight is not None
+        assert model[0]._prepared_weight is not None
 
 
 def test_a_model_without_float8_is_left_alone():

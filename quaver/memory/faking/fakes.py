@@ -51,9 +51,6 @@ class Fakes(FakeTensorMode):
         assumptions: answers where there is no other, for an estimate; None to refuse.
     """
 
-    stands_for_real = True
-    """Casts are one operation, as they are to real tensors (quaver/kernels/cpu.py)."""
-
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)  # constants that a module made when it was imported
         self.reads = 0

@@ -14,7 +14,6 @@ from torch.nn import Parameter
 
 from quaver.memory.recording.recorder import Recorder
 from quaver.memory.recording.storages import plain_parts
-from quaver.saved_hooks import only_keeps
 
 
 class _Kept:
@@ -24,7 +23,7 @@ class _Kept:
 
     def __init__(self, tensor: Tensor, recorder: Recorder) -> None:
         # A node that keeps its own result would keep itself. What has no history is kept as the object that it is, as
-        # autograd does: others find it by a weak reference (quaver/casts.py) and would make it again.
+        # autograd does.
         self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
         self.version = tensor._version if _counts_versions(tensor) else None
         self.recorder = recorder
@@ -52,7 +51,6 @@ class _Kept:
 def tell_what_is_saved(recorder: Recorder) -> AbstractContextManager[None]:
     """Tell `recorder` of all that autograd keeps, and lets go, of graphs that are made inside the block."""
 
-    @only_keeps
     def keep(tensor: Tensor) -> _Kept:
         return _Kept(tensor, recorder)
 

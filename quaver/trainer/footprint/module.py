@@ -27,7 +27,6 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from quaver import cast_weights_once, float8_scaling_state, sync_float8_amax_and_scale_history
 from quaver.activation_checkpointing import apply_activation_checkpointing, selected_every
-from quaver.casts import CastInput
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.memory.faking.fakes import Fakes, fake_copies, fake_tensors
 from quaver.memory.predict import Prediction, forget_gradients, predict_step
@@ -103,7 +102,7 @@ def module_inputs(config: TrainConfig, name: str) -> Arguments:
             pass
     if not given:
         raise ValueError(f"expected a module that the model's forward calls, got {name!r}; name one in it")
-    args, kwargs = tree_map(_looks, given[0], is_leaf=lambda value: isinstance(value, CastInput))
+    args, kwargs = tree_map(_looks, given[0])
     return args, kwargs
 
 
@@ -253,13 +252,7 @@ def _made_in_step(source: Tensor) -> Tensor:
 
 
 def _looks(value: Any) -> Any:
-    """For a tensor, one on the meta device with the same shape, strides and dtype; anything else is left as it is.
-
-    What a norm has cast for the module stands for a tensor: alone, it does that itself.
-    """
-    if isinstance(value, CastInput):
-        stand_in = value.stand_in
-        return torch.empty(stand_in.shape, dtype=stand_in.dtype, device="meta", requires_grad=stand_in.requires_grad)
+    """For a tensor, one on the meta device with the same shape, strides and dtype; anything else is left as it is."""
     if not isinstance(value, Tensor):
         return value
     look = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")

@@ -1,7 +1,7 @@
 """How long a training step would take, modelled, and its FLOPs: to order settings by speed before they are run.
 
     step      micro-batches * (linears + attention + what is computed again)
-    linears   quaver.cost_model: the three matmuls of each, its casts and launches, for this rank's part of it
+    linears   quaver.filters: the three matmuls of each, its casts and launches, for this rank's part of it
     attention its FLOPs, forward and backward, at the rate of bfloat16 matmuls
     again     of each recomputed linear its first matmul and the casts for that; attention as above
 
@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from quaver import Float8Linear
-from quaver.cost_model import MATMUL_SHARES, LinearTime, linear_cost
 from quaver.devices import DeviceSpec
+from quaver.filters import MATMUL_SHARES, LinearTime, linear_cost
 from quaver.trainer.config import Float8, Model, TrainConfig, Training
 from quaver.trainer.float8 import convert_model
 from quaver.trainer.footprint.recomputed_flops import checkpointed_blocks, recomputed_flops

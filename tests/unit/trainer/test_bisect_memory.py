@@ -54,25 +54,6 @@ def _case_of_command(command):
     return replace(case, module=own["--module"])
 
 
-@needs_gathers
-def test_a_weights_magnitudes_are_found_in_one_linear_and_the_command_shows_them(casts_in_pytorch):
-    row, smallest, lines = _bisected(case_of(ROWWISE, KEEP_ABS, 2))
-    assert (row.layers, row.per_layer_bytes) == (2, 64 * 256 * 2)
-    assert smallest.module in {f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")}
-    assert list(smallest.settings) == KEEP_ABS
-    assert smallest.difference_bytes == row.per_layer_bytes
-    assert "it needs several ranks, checkpointing, activation_checkpoint.selective_ac_also_keep and" in smallest.text
-    assert lines[0] == f"one block alone: shows it, {row.per_layer_bytes:+,} bytes"
-
-    # without these settings a lone linear is left out of checkpoints, so that what it keeps differs, too
-    kept = _compared(_case_of_command(smallest.command)).at("kept")
-    again = next(each for each in kept if each.operator == row.operator)
-    assert again.module == smallest.module
-    assert (again.shape, again.difference_bytes) == (row.shape, smallest.difference_bytes)
-    assert row.hint == "saving the amax instead, as the other run does, costs 512 bytes"
-    assert again.hint == "saving the amax instead would cost at most 512 bytes"
-
-
 def test_what_the_whole_of_a_block_does_is_left_at_the_block():
     """The residual stream between attention and feed-forward is kept by neither of them."""
     words = [*TINY, "--float8.enable_float8_linear", "false"]

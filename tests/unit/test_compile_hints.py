@@ -8,9 +8,10 @@ from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
-from quaver import Float8Linear, Float8LinearConfig, linear_gemms
+from quaver import Float8Linear, Float8LinearConfig
+from quaver import linear as quaver_linear
 from quaver.activation_checkpointing import MATMULS
-from quaver.ordering import make_wait
+from quaver.compile_hints import add_dependency
 
 FLOAT8 = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
@@ -46,7 +47,7 @@ def test_grad_input_depends_on_grad_weight_and_no_bit_changes(recipe, monkeypatc
     first, second = (node for node in graph.nodes if node.target in MATMULS)
     assert list(first.meta["val"].shape) == [48, 32]
     assert depends_on(second, first)
-    monkeypatch.setattr(linear_gemms, "make_wait", lambda waiting, computed: None)
+    monkeypatch.setattr(quaver_linear, "add_dependency", lambda waiting, computed: None)
     graph, expected = backward_of(twin)
     first, second = (node for node in graph.nodes if node.target in MATMULS)
     assert not depends_on(second, first)
@@ -56,7 +57,7 @@ def test_grad_input_depends_on_grad_weight_and_no_bit_changes(recipe, monkeypatc
 def test_eager_code_has_an_order_and_is_not_asked_to_wait(monkeypatch):
     monkeypatch.setattr(torch.ops.quaver, "wait_for", None)
     waiting, computed = torch.ones(3), torch.zeros(3)
-    make_wait(waiting, computed)
+    add_dependency(waiting, computed)
     assert waiting.eq(1).all()
 
 
@@ -67,7 +68,7 @@ def test_what_waits_is_not_copied():
     def step(a, b):
         scale = a.amax().clamp(min=1.0)
         product = a @ b
-        make_wait(scale, product)
+        add_dependency(scale, product)
         return product, (b @ a) * scale
 
     a, b = torch.randn(32, 32), torch.randn(32, 32)

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from quaver import convert_to_float8_training
-from quaver.producers import rms_norm, swiglu
 from quaver.trainer.config import Model
 from quaver.trainer.float8 import fuse_producers
+from quaver.trainer.functional import rms_norm, swiglu
 from quaver.trainer.model import Block, apply_rope, rope_tables
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

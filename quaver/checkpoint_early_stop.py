@@ -1,0 +1,42 @@
+"""Saves tensors for backward in the middle of an `autograd.Function`'s forward, where a checkpoint can stop early.
+
+A non-reentrant checkpoint ends its recomputation as soon as everything that its forward saved has been saved again: its
+hook for saved tensors raises. PyTorch's own linear saves its operands before it multiplies, so the last matmul of a
+checkpointed block is not recomputed. `save_for_backward` hands its tensors to the hooks only after the forward of a
+Python Function has returned, so that matmul would run, and its result take memory at the peak of the block's backward.
+Measured on this package's eager linears: docs/design/0008-what-earns-its-place.md.
+
+So under a checkpoint's hooks, `save` calls them itself. Everywhere else it is `ctx.save_for_backward`.
+
+Private API: `torch._C._autograd._top_saved_tensors_default_hooks` (torch 2.11 to 2.13). This file can go when PyTorch
+packs the tensors of `save_for_backward` at the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def save(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
+    """Save `tensors` for backward; under a checkpoint that recomputes and needs no more, this raises to stop it."""
+    ctx.unpack = None
+    hooks = None if torch.compiler.is_compiling() else _top_hooks(True)
+    if hooks is None or getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint":
+        ctx.save_for_backward(*tensors)
+        return
+    pack, ctx.unpack = hooks
+    ctx.packed = [None if tensor is None else pack(tensor) for tensor in tensors]
+
+
+def saved(ctx: Any) -> Sequence[Any]:
+    """The tensors that `save` saved; to be called once in a backward."""
+    if ctx.unpack is None:
+        tensors: Sequence[Any] = ctx.saved_tensors
+        return tensors
+    return [None if packed is None else ctx.unpack(packed) for packed in ctx.packed]
