@@ -1,11 +1,13 @@
-"""What a user calls for delayed and static scaling: sync, calibrate, save, load, report (of scale_state.py)."""
+"""Delayed and static scaling of a model: sync, calibrate, save, load, report. scale_state.py has the state."""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,48 +18,53 @@ from quaver import scaling
 from quaver.config import CastConfig, Float8LinearConfig
 from quaver.distributed.agreement import check_ranks_agree
 from quaver.linear import Float8Linear
-from quaver.scale_state import LinearScales, ScaleState, largest_observed, next_scale
+from quaver.scale_state import (
+    OPERANDS,
+    LinearScales,
+    NamedRow,
+    ScaleState,
+    all_reduce_amax,
+    entries_of,
+    from_torchao_buffers,
+    load_rows,
+    next_scale,
+)
 
 logger = logging.getLogger(__name__)
 
-OPERANDS = ("input", "weight", "grad_output")
 
-NamedLinears = Sequence[tuple[str, Float8Linear]]
-
-
-# ---- making it, for a model ------------------------------------------------------------------------------------------
-
-
-def keep_scales(model: nn.Module, named_linears: NamedLinears, config: Float8LinearConfig) -> None:
-    """Give these linears of `model` a state for the scales that `config` keeps; called by the conversion."""
+def add_persistent_scales(
+    model: nn.Module, named_linears: Sequence[tuple[str, Float8Linear]], config: Float8LinearConfig
+) -> None:
+    """Give these linears of `model` one state for the persistent scales of `config`. Called by the conversion."""
     if not config.has_persistent_scales or not named_linears:
         return
     owners = input_owners([(name, linear.in_features) for name, linear in named_linears], config)
-    by_operand = {
-        operand: next((cast for cast in casts if cast.is_persistent), None)
-        for operand, casts in zip(OPERANDS, (config.casts[0:2], config.casts[2:4], config.casts[4:6]), strict=True)
+    pairs = (config.casts[0:2], config.casts[2:4], config.casts[4:6])
+    cast_of = {
+        operand: next((cast for cast in pair if cast.is_persistent), None)
+        for operand, pair in zip(OPERANDS, pairs, strict=True)
     }
     casts: list[CastConfig] = []
     row_of: dict[tuple[str, str], int] = {}
     rows_of: list[list[int | None]] = []
     for name, _ in named_linears:
-        rows: list[int | None] = []
-        for operand, cast in by_operand.items():
-            owner = owners.get(name, name) if operand == "input" else name
-            if cast is not None and (owner, operand) not in row_of:
-                row_of[owner, operand] = len(casts)
+        keys = [(owners.get(name, name), "input"), (name, "weight"), (name, "grad_output")]
+        for key in keys:
+            cast = cast_of[key[1]]
+            if cast is not None and key not in row_of:
+                row_of[key] = len(casts)
                 casts.append(cast)
-            rows.append(row_of.get((owner, operand)))
-        rows_of.append(rows)
+        rows_of.append([row_of.get(key) for key in keys])
     device = named_linears[0][1].weight.device
     state = ScaleState(casts, config, torch.device("cpu") if device.type == "meta" else device)
     for (_, linear), (input, weight, grad_output) in zip(named_linears, rows_of, strict=True):
-        linear.scaling = state.scaling_of((input, weight, grad_output))
+        linear.scaling = LinearScales(state, (input, weight, grad_output))
     state.trained_modules.add(model)
 
 
 def input_owners(named_sizes: Iterable[tuple[str, int]], config: Float8LinearConfig) -> dict[str, str]:
-    """By the name of a linear, the name of the sibling whose kept input scale it uses; see `shared_inputs`.
+    """By the name of a linear, the name of the sibling whose input scale it shares; see `shared_inputs`.
 
     Args:
         named_sizes: fully qualified names, and in_features.
@@ -74,31 +81,29 @@ def input_owners(named_sizes: Iterable[tuple[str, int]], config: Float8LinearCon
     return owners
 
 
-# ---- what the user calls ---------------------------------------------------------------------------------------------
-
-
 def sync_float8_amax_and_scale_history(
     model: nn.Module, fp8_layers: Sequence[Float8Linear] | None = None, *, group: ProcessGroup | None = None
 ) -> None:
-    """Compute the delayed scales of the next step from the amaxes of this one; call it once a step, after the backward.
+    """Compute the delayed scales of the next step from the amaxes of this one. Call it once a step, after the backward.
 
-    Before or after `optimizer.step()` makes no difference. Forgetting it is noticed at the second optimizer step, and
-    said in a RuntimeWarning. A model without delayed scaling is left alone.
+    It may come before or after `optimizer.step()`. Two steps of one optimizer without a sync between raise a
+    RuntimeWarning. Models without delayed scaling are left alone. `torch.compile(fullgraph=True)` traces it, to the
+    same bits.
 
     Args:
-        model: what `convert_to_float8_training` was given, or anything around or inside it.
-        fp8_layers: the Float8Linears of `model`, if they are at hand; saves looking for them.
-        group: the ranks that must have the same scales: all that train this model together. None for every rank, where
-            there is a process group. With pipeline parallelism: the ranks of one stage.
+        model: the module that was given to `convert_to_float8_training`, or a module around or inside it.
+        fp8_layers: the Float8Linears of `model`, to save the walk over its modules.
+        group: the ranks that must have the same scales: all that train this model. None for every rank, where there
+            is a process group. With pipeline parallelism, the ranks of one stage.
     Raises:
         RuntimeError: on every rank, if ranks have different tensors or configs.
 
-    One all-reduce of 8 bytes a tensor, and a number of kernels that does not depend on how many there are. The first
-    call also checks, in a collective of 16 bytes, that the ranks agree.
+    One all-reduce of 8 bytes a tensor, and a number of kernels that does not depend on the number of tensors. The first
+    eager call also checks, in a collective of 16 bytes, that the ranks agree; compiled code does not check.
     """
-    states = _states(model if fp8_layers is None else fp8_layers)
+    states = _states(model.modules() if fp8_layers is None else fp8_layers)
     group = group or _every_rank()
-    if group is not None:
+    if group is not None and not torch.compiler.is_compiling():
         _check_once(model, states, group)
     with torch.no_grad():
         for state in states:
@@ -107,77 +112,66 @@ def sync_float8_amax_and_scale_history(
 
 @contextmanager
 def calibrate_float8_static_scales(model: nn.Module, *, group: ProcessGroup | None = None) -> Iterator[None]:
-    """Measure the static scales of `model` on the batches that are run inside the block.
+    """Measure the static scales of `model` on the batches that run inside the block.
 
-    Run forward and backward (or the forward only, if grad_output is not static) as in training; inside, tensors whose
-    scale is to be measured are scaled dynamically. At the exit each gets its scale from the largest amax seen, over all
+    Run forward and backward (or the forward only, if grad_output is not static) as in training. Inside the block,
+    tensors without a static scale are scaled dynamically. At its exit each gets the scale of the largest amax over all
     ranks, with the `headroom` and `margin` of `delayed_scaling_config`.
 
     Args:
         group: as for `sync_float8_amax_and_scale_history`.
     Raises:
         ValueError: the model has no static scale to measure.
-        RuntimeError: on every rank, if ranks have different tensors or configs; at the exit, if a tensor was not seen,
-            was all zeros, or was not finite; no scale is then changed.
+        RuntimeError: on every rank, if ranks have different tensors or configs; at the exit, if a tensor was not cast,
+            was all zeros, or was not finite. No scale is then changed.
     """
-    states = _states(model)
+    states = _states(model.modules())
     group = group or _every_rank()
     if group is not None:
         _check_once(model, states, group)
-    named = [(name, row, state) for name, row, state in _named_rows(model) if row in state.calibrated_rows]
+    named = [(name, state, row) for name, state, row in _named_rows(model) if row in state.calibrated_rows]
     if not named:
         raise ValueError("nothing to calibrate: the model has no ScalingType.STATIC cast without a static_quant_scale")
-    before = [(state.quant_scale.clone(), state.observed.clone()) for state in states]
+    before = [(state.quant_scale.clone(), state.amax_buffer.clone()) for state in states]
     try:
         for state in states:
             state.quant_scale[state.calibrated_rows] = 0
-            state.forget_observed()
-            state.look_from_host()
+            state.was_loaded()
             state.calibrating = True
         yield
-        seen = [state.observed if group is None else largest_observed(state.observed, group) for state in states]
-        amax_of = {id(state): observed[:, 0] for state, observed in zip(states, seen, strict=True)}
-        _check_all_seen([(name, float(amax_of[id(state)][row])) for name, row, state in named])
-        for (scales, _), state in zip(before, states, strict=True):
+        amaxes = [all_reduce_amax(state.amax_buffer, group)[:, 0] for state in states]
+        _check_measured({name: float(amaxes[states.index(state)][row]) for name, state, row in named})
+        for (scales, _), amax, state in zip(before, amaxes, states, strict=True):
             rows = state.calibrated_rows
-            amax, largest = amax_of[id(state)][rows], state.format_max[rows]
-            scales[rows] = next_scale(amax, largest, state.delayed_config, state.power_of_2)
-            state.uncalibrated = False
+            scales[rows] = next_scale(amax[rows], state.format_max[rows], state.delayed_config, state.power_of_2)
     finally:
-        for (scales, observed), state in zip(before, states, strict=True):
-            state.quant_scale.copy_(scales)
-            state.observed.copy_(observed)
+        for (scales, amax_buffer), state in zip(before, states, strict=True):
             state.calibrating = False
-            state.look_from_host()
+            state.quant_scale.copy_(scales)
+            state.was_loaded()
+            state.amax_buffer.copy_(amax_buffer)
 
 
-def _every_rank() -> ProcessGroup | None:
-    """The default group, None where there is none or one rank."""
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return dist.group.WORLD if several else None
-
-
-def _check_all_seen(named_amaxes: Sequence[tuple[str, float]]) -> None:
-    bad = [(name, amax) for name, amax in named_amaxes if not 0 < amax < float("inf")]
+def _check_measured(amaxes: dict[str, float]) -> None:
+    bad = [name for name, amax in amaxes.items() if not 0 < amax < float("inf")]
     if bad:
-        name, amax = bad[0]
-        what = f"had an amax of {amax}"
-        if amax < 0:
+        what = f"had an amax of {amaxes[bad[0]]}"
+        if amaxes[bad[0]] < 0:
             what = (
                 "was not cast. Run its module, and the backward; siblings whose input tensor parallelism gathers for "
                 "all of them must be named in Float8LinearConfig.shared_inputs"
             )
         more = f", and {len(bad) - 1} more have no amax to scale by either" if len(bad) > 1 else ""
-        raise RuntimeError(f"calibration: {name} {what}{more}; no scale was changed")
+        raise RuntimeError(f"calibration: {bad[0]} {what}{more}; no scale was changed")
 
 
 class TensorScaling(NamedTuple):
-    """How one tensor with a kept scale fared in the step before the last sync."""
+    """How the persistent scale of one tensor fitted it in the step before the last sync."""
 
     name: str
     quant_scale: float
-    """What its casts multiplied with; for a tensor that was scaled dynamically, what its amax asks for. For one
-    that was not cast, what it has: 0 if that is nothing."""
+    """What its casts multiplied by: the scale of its amax where it was scaled dynamically. The scale that it has if it
+    was not cast."""
     is_dynamic: bool
     """Whether it was scaled dynamically: without a history, or after it had left its window."""
     amax: float
@@ -191,88 +185,57 @@ class TensorScaling(NamedTuple):
 
 
 class Float8ScalingState:
-    """The kept scales of a model by name; a `Stateful` of torch.distributed.checkpoint. See `float8_scaling_state`."""
+    """The persistent scales of a model by name: a `Stateful` of torch.distributed.checkpoint."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._named = _named_rows(model)
-        self._states = _states(model)
+        self._rows = _named_rows(model)
+        self._states = _states(model.modules())
 
     def __len__(self) -> int:
-        return len(self._named)
+        return len(self._rows)
 
     def state_dict(self) -> dict[str, Tensor]:
         """`<linear>.<operand>.quant_scale` () and, with delayed scaling, `<linear>.<operand>.amax_history` [H].
 
         Views, float32: what is copied into them (as torch.distributed.checkpoint does) is loaded. Equal on every rank
-        after a sync, so it loads into any number of ranks. A scale is negative while it is outside its window. Static
-        scales that the config gives are not part of it, nor is what was observed since the last sync: save between a
-        sync and the next forward.
+        after a sync, so it loads into any number of ranks. A scale is negative while it is outside its window. It has
+        neither static scales that the config gives nor the amaxes since the last sync: save between a sync and the next
+        forward.
         """
-        entries: dict[str, Tensor] = {}
-        for name, row, state in self._learned():
-            entries[f"{name}.quant_scale"] = state.quant_scale[row]
-            if state.delayed_rows[row]:
-                entries[f"{name}.amax_history"] = state.history[row]
-        return entries
+        return entries_of(self._rows)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave. Tensors that it does not have start as in a new model, and the log says so.
+        """Load a `state_dict`, or the state dict of a model of torchao 0.9 with its `fp8_*` buffers.
 
-        A history of another length keeps its newest entries. Entries of tensors that the model does not have are left.
+        Tensors that it does not have start cold, and the log says so; entries for tensors that the model does not have
+        are ignored. A history of another length keeps its newest entries.
 
         Raises:
             ValueError: an entry that is not a tensor of the right number of dims; nothing is then loaded.
         """
-        own = self.state_dict()
-        for key, mine in own.items():
-            given = state_dict.get(key)
-            if given is not None and not (isinstance(given, Tensor) and given.dim() == mine.dim()):
-                raise ValueError(f"{key}: expected a tensor of {mine.dim()} dims, got {_kind(given)}")
-        missing, learned = 0, self._learned()
-        with torch.no_grad():
-            for name, row, state in learned:
-                keys = [key for key in (f"{name}.quant_scale", f"{name}.amax_history") if key in own]
-                if any(key not in state_dict for key in keys):
-                    missing += 1
-                    state.forget(row)
-                    continue
-                for key in keys:
-                    _copy_newest(own[key], state_dict[key])
-            for state in self._states:
-                state.was_loaded()
+        missing = load_rows(self._rows, {**from_torchao_buffers(self._rows, state_dict), **state_dict})
         if missing:
             logger.warning(
-                "%d of %d kept scales are not in the checkpoint: scaled dynamically until their first sync "
-                "(static ones have to be calibrated)",
+                "%d of %d entries of persistent scales are not in the checkpoint: their tensors are scaled dynamically "
+                "until the first sync (static scales must be calibrated)",
                 missing,
-                len(learned),
+                len(entries_of(self._rows)),
             )
-
-    def _learned(self) -> list[tuple[str, int, ScaleState]]:
-        """The rows whose scales come from what was seen, and not from the config."""
-        return [(name, row, state) for name, row, state in self._named if state.is_learned(row)]
 
     def reset(self) -> None:
         """Forget every history and every measured scale, as for weights of another origin."""
-        for _, row, state in self._learned():
-            state.forget(row)
-        for state in self._states:
-            state.was_loaded()
+        load_rows(self._rows, {})
 
     def forget_observed(self) -> None:
-        """Forget what was seen since the last sync, as of a step that is skipped: no scale will follow from it."""
+        """Forget the amaxes since the last sync, as of a step that is skipped: no scale will follow from them."""
         for state in self._states:
-            state.forget_observed()
+            state.reset_amax_buffer()
 
     def report(self) -> list[TensorScaling]:
-        """How each tensor fared in the last synced step. Waits for the device."""
-        of_state = {
-            id(state): torch.cat(
-                [state.synced_scale.unsqueeze(1), state.synced_observed, state.format_max.unsqueeze(1)], 1
-            ).tolist()
-            for state in self._states
-        }
-        return [_fared(name, *of_state[id(state)][row]) for name, row, state in self._named]
+        """How each scale fitted in the last synced step. Waits for the device."""
+        steps = {id(state): torch.cat([state.last_step, state.format_max.unsqueeze(1)], 1) for state in self._states}
+        values = {key: step.tolist() for key, step in steps.items()}
+        return [_fit(name, *values[id(state)][row]) for name, state, row in self._rows]
 
 
 def float8_scaling_state(model: nn.Module) -> Float8ScalingState:
@@ -282,12 +245,12 @@ def float8_scaling_state(model: nn.Module) -> Float8ScalingState:
         dcp.save({"model": ..., "float8": float8_scaling_state(model)}, checkpoint_id=path)
 
     The model's own state_dict has none of it. Names are those of `model.named_modules()`, without what wrappers
-    (torch.compile, DDP, FSDP1, checkpoint) put before them. A model without kept scales has an empty state.
+    (torch.compile, DDP, FSDP1, checkpoint) put before them. A model without persistent scales has an empty state.
     """
     return Float8ScalingState(model)
 
 
-def _fared(name: str, scale: float, amax: float, saturated: float, format_max: float) -> TensorScaling:
+def _fit(name: str, scale: float, amax: float, saturated: float, format_max: float) -> TensorScaling:
     is_dynamic = not scale > 0
     if amax < 0:
         return TensorScaling(name, abs(scale), is_dynamic, amax, float("nan"), 0)
@@ -296,60 +259,49 @@ def _fared(name: str, scale: float, amax: float, saturated: float, format_max: f
     return TensorScaling(name, used, is_dynamic, amax, ratio, int(saturated))
 
 
-def _kind(value: object) -> str:
-    return f"{value.dim()} dims" if isinstance(value, Tensor) else type(value).__name__
+_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 
-def _copy_newest(to: Tensor, source: Tensor) -> None:
-    if to.dim() == 0 or len(to) == len(source):
-        to.copy_(source)
-        return
-    newest = source[-len(to) :]
-    to.zero_()
-    to[len(to) - len(newest) :].copy_(newest)
-
-
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-
-
-def _named_rows(model: nn.Module) -> list[tuple[str, int, ScaleState]]:
-    """Each row once, with the name of the first linear that has it."""
-    found: dict[tuple[int, int], tuple[str, int, ScaleState]] = {}
-    of_ddp = [
-        f"{name}.module.".removeprefix(".")
-        for name, module in model.named_modules()
-        if isinstance(module, nn.parallel.DistributedDataParallel)
-    ]
-    for fqn, linear in model.named_modules():
-        if isinstance(linear, Float8Linear) and isinstance(linear.scaling, LinearScales):
-            for wrapper in of_ddp:
-                if fqn.startswith(wrapper):
-                    fqn = wrapper.removesuffix("module.") + fqn.removeprefix(wrapper)
-            for wrapper in _WRAPPERS:
-                fqn = fqn.replace(wrapper, "")
-            state = linear.scaling.state
-            for operand, row in zip(OPERANDS, linear.scaling.rows, strict=True):
-                if row is not None:
-                    name = f"{fqn}.{operand}" if fqn else operand
-                    found.setdefault((id(state), row), (name, row, state))
+def _named_rows(model: nn.Module) -> list[NamedRow]:
+    """Each row once, as `<linear>.<operand>` of the first linear that has it."""
+    found: dict[tuple[int, int], NamedRow] = {}
+    in_ddp: list[str] = []
+    for fqn, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            in_ddp.append(f"{fqn}.module.".removeprefix("."))
+        elif isinstance(module, Float8Linear) and isinstance(module.scaling, LinearScales):
+            prefix = f"{fqn}." if fqn else ""
+            for wrapper in in_ddp:
+                if prefix.startswith(wrapper):
+                    prefix = wrapper.removesuffix("module.") + prefix.removeprefix(wrapper)
+            for name, state, row in module.scaling.named_rows(_WRAPPERS.sub("", prefix)):
+                found.setdefault((id(state), row), (name, state, row))
     return list(found.values())
 
 
-def _states(modules: nn.Module | Iterable[nn.Module]) -> list[ScaleState]:
+def _states(modules: Iterable[nn.Module]) -> list[ScaleState]:
     found = {}
-    for module in modules.modules() if isinstance(modules, nn.Module) else modules:
+    for module in modules:
         if isinstance(module, Float8Linear) and isinstance(module.scaling, LinearScales):
             found[id(module.scaling.state)] = module.scaling.state
     return list(found.values())
 
 
-def _check_once(model: nn.Module, states: Sequence[ScaleState], group: ProcessGroup) -> None:
-    """Check that the ranks agree, on a rank whose model keeps no scales too."""
-    checked = [id(state) for state in states]
-    if getattr(model, "_float8_sync_checked", None) == checked:
+def _every_rank() -> ProcessGroup | None:
+    """The default group, None where there is none or one rank."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.group.WORLD if several else None
+
+
+_checked: WeakKeyDictionary[nn.Module, list[ScaleState]] = WeakKeyDictionary()
+
+
+def _check_once(model: nn.Module, states: list[ScaleState], group: ProcessGroup) -> None:
+    """Check that the ranks agree. A rank whose model has no persistent scales checks, too."""
+    if _checked.get(model) == states:
         return
-    lines = [f"{name} {state.descriptions[row]}" for name, row, state in _named_rows(model)]
+    lines = [f"{name} {state.casts[row]}" for name, state, row in _named_rows(model)]
     lines += [f"{state.delayed_config}, powers of two: {state.power_of_2}" for state in states]
     device = states[0].device if states else next((p.device for p in model.parameters()), torch.device("cpu"))
-    check_ranks_agree(lines, group, device, what="the tensors whose scales are kept")
-    model._float8_sync_checked = checked  # type: ignore[assignment]
+    check_ranks_agree(lines, group, device, what="the tensors with persistent scales")
+    _checked[model] = states

@@ -1,151 +1,151 @@
-"""Kept scales: the state of delayed and static scaling for a whole model, and the rule that brings scales forward.
+"""The persistent scales of a model: the state of delayed and static scaling, and the rule that updates it.
 
-    quant_scale [T]      what casts multiply with; 0 where none is known, negative while it does not fit its tensor
-    observed    [T, 2]   since the last sync: the largest amax (-1 where no cast ran), the most elements that saturated
+One `ScaleState` holds T rows for the linears of one conversion. A row is one operand (input, weight or grad_output).
+
+    quant_scale [T]      what casts multiply by; 0 while it is unknown, negative while it is outside `dynamic_window`
+    amax_buffer [T, 2]   largest amax and most saturated elements since the last sync; -1 before the first cast
     history     [T, H]   the amaxes of the last H steps, newest last, 0 where there is none
 
-One row a tensor, T tensors: the input, weight and grad_output of each linear, as far as their scales are kept. All of
-it lies in one `ScaleState`; linears hold views of a row (`quaver.kernels.cast.PersistentScale`), and know nothing else.
+Casts read quant_scale and update amax_buffer by a maximum, in the read that they make anyway. A maximum is idempotent,
+so recomputation, microbatches and modules that run several times need no bookkeeping. No scale changes between two
+syncs, so a recomputation has the bits of its forward. The sync, once a step after the backward, takes the maximum over
+ranks, appends it to the history and computes the next scales (`DelayedScalingConfig` has the formula). A row that no
+rank cast in this step stays as it is.
 
-A step. Casts read quant_scale, and take the maximum of `observed` and what they see, in the one pass that they make
-anyway. The maximum is idempotent: recomputed activations, microbatches and modules that run several times need no care,
-and since no scale changes before the sync, a recomputation is bitwise what it repeats. After the backward
+[Note: cold start] While a row's scale is unknown, each cast uses the scale of its own amax; so do the casts of one step
+after a scale left its `dynamic_window`. The cast decides on the device, so nothing is recompiled.
 
-    sync_float8_amax_and_scale_history(model)
+[Note: no buffers] Rows are not module buffers: state dicts are nn.Linear's, DDP broadcasts nothing, and FSDP manages
+nothing. `float8_scaling_state(model)` saves and loads them under names of their own.
 
-takes the maximum over ranks (one all-reduce), appends it to the history and computes the scales of the next step
-(`DelayedScalingConfig` has the formula). A tensor that no rank cast in this step keeps its row as it is.
-
-[Note: cold start] A row whose scale is not known is scaled dynamically, cast by cast, until a sync has seen it. So is
-one whose scale left its `dynamic_window`, in the next step. The cast decides on the device: nothing is compiled again.
-
-[Note: what is not in a module] Rows are no buffers: a module's state_dict is nn.Linear's, DDP broadcasts nothing, and
-FSDP manages nothing. `float8_scaling_state(model)` saves and loads them under names of their own.
+[Note: stale scales] Every change of a scale writes `quant_scale` in place or replaces it. All views share its version
+counter, which compiled code increments too, so a cached cast is valid while its `PersistentScale` is the same
+object with the same `quant_scale._version`.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Sequence
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from quaver import scaling
 from quaver.config import CastConfig, DelayedScalingConfig, Float8LinearConfig, ScalingType
 from quaver.formats import FORMATS
 from quaver.scaling import PersistentScale, PersistentScales
-from quaver.unsynced import watch_optimizers
 
 logger = logging.getLogger(__name__)
 
+OPERANDS = ("input", "weight", "grad_output")
+
+_NOT_CAST = -1.0
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
-_NOT_SEEN = -1.0
 _ROUNDING = 2.0**-20
-"""How far a ratio of scales may be off by rounding, and more."""
+"""More than rounding can change a ratio of two scales by."""
+_NOT_COPIED = ("views", "_persistent", "trained_modules", "_trained_by", "_stepped")
+"""Attributes of a `ScaleState` that its copies start without."""
 
 
 class ScaleState:
-    """The kept scales of the linears of one conversion; see the top of the file for what the tensors hold.
+    """The persistent scales of the linears of one conversion; the top of the file describes its tensors.
 
     Attributes:
-        quant_scale, observed, history: float32 [T], [T, 2], [T, H], on the device of the linears.
-        known: bool [T], on the CPU: what the host has last seen of quant_scale > 0; only kept where ranks decide by it.
-        synced_scale, synced_observed: copies of quant_scale and observed as the last sync found them, for reports.
-        uncalibrated: whether a static scale is missing.
+        quant_scale, amax_buffer, history: float32 [T], [T, 2], [T, H], on the device of the linears.
+        last_step: float32 [T, 3], quant_scale and amax_buffer over all ranks as the last sync found them, for reports.
+        is_initialized: bool [T] on the CPU, a copy of quant_scale > 0. Read only where ranks decide on the host.
+        uncalibrated: whether a static scale has not been measured.
         calibrating: whether static scales are being measured.
-        steps_since_sync: optimizer steps, counted by unsynced.py.
+        trained_modules: the model or modules of it; an optimizer with one of their parameters trains it.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, casts: Sequence[CastConfig], config: Float8LinearConfig, device: torch.device) -> None:
         """`casts`: one for each row."""
-        rows = len(casts)
+        self.casts = tuple(casts)
         self.delayed_config = config.delayed_scaling_config
         self.power_of_2 = config.round_scales_to_power_of_2
-        history_len = self.delayed_config.history_len
-        given = [cast.static_quant_scale or 0.0 for cast in casts]
-        self.quant_scale = torch.tensor(given, dtype=torch.float32, device=device)
-        self.observed = torch.zeros(rows, 2, dtype=torch.float32, device=device)
-        self.history = torch.zeros(rows, history_len, dtype=torch.float32, device=device)
-        self.descriptions = [str(cast) for cast in casts]
-        self.delayed_rows = [cast.scaling_type is ScalingType.DELAYED for cast in casts]
-        self.is_delayed = torch.tensor(self.delayed_rows, device=device)
-        largest = [FORMATS[cast.float8_dtype].max for cast in casts]
-        self.format_max = torch.tensor(largest, dtype=torch.float32, device=device)
-        self.not_seen = torch.tensor([_NOT_SEEN, 0.0], dtype=torch.float32, device=device)
-        self.known = torch.zeros(rows, dtype=torch.bool, device="cpu")
         self.calibrated_rows = [
             row
             for row, cast in enumerate(casts)
             if cast.scaling_type is ScalingType.STATIC and cast.static_quant_scale is None
         ]
-        self.uncalibrated = bool(self.calibrated_rows)
+        options: dict[str, Any] = {"dtype": torch.float32, "device": device}
+        rows = len(casts)
+        self.quant_scale = torch.tensor([cast.static_quant_scale or 0.0 for cast in casts], **options)
+        self.amax_buffer = torch.empty(rows, 2, **options)
+        self.history = torch.zeros(rows, self.delayed_config.history_len, **options)
+        self.format_max = torch.tensor([FORMATS[cast.float8_dtype].max for cast in casts], **options)
+        self.is_delayed = torch.tensor([cast.scaling_type is ScalingType.DELAYED for cast in casts], device=device)
+        self.is_initialized = torch.zeros(rows, dtype=torch.bool, device="cpu")
         self.calibrating = False
         self.host_decides = False
-        self.announced = False
-        self.steps_since_sync = 0
+        self.was_synced = False
         self.warned = False
-        self.forget_observed()
-        self.synced_scale, self.synced_observed = self.quant_scale.clone(), self.observed.clone()
-        self._views_of: list[LinearScales] = []
-        self._kept: dict[tuple[int, bool], PersistentScale] = {}
+        self.was_loaded()
+        self.last_step = torch.cat([self.quant_scale.unsqueeze(1), self.amax_buffer], 1)
+        self._start()
+
+    def _start(self) -> None:
+        self.views: list[LinearScales] = []
+        self._persistent: dict[tuple[int, bool], PersistentScale] = {}
         self.trained_modules: WeakSet[nn.Module] = WeakSet()
-        self.look_from_host()
-        watch_optimizers(self)
+        self._trained_by: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+        self._stepped: WeakSet[Optimizer] = WeakSet()
+        """The optimizers that have stepped since the last sync."""
+        if any(cast.scaling_type is ScalingType.DELAYED for cast in self.casts):
+            _register_step_hook()
+            _delayed.add(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
 
     @property
     def device(self) -> torch.device:
         return self.quant_scale.device
 
-    # ---- views ---------------------------------------------------------------------------------------------------
-
-    def scaling_of(self, rows: tuple[int | None, int | None, int | None]) -> LinearScales:
-        """The views of a linear whose operands have these rows."""
-        views = LinearScales(self, rows)
-        self._views_of.append(views)
-        return views
-
-    def kept(self, row: int | None, *, record: bool) -> PersistentScale | None:
-        """The view of one row: the same object each time, by which linears that share it know that they do."""
+    def persistent_scale(self, row: int | None, *, record: bool) -> PersistentScale | None:
+        """The view of one row. The same object each time: linears that share a row share its casts by identity."""
         if row is None:
             return None
-        known = self._kept.get((row, record))
-        if known is None:
-            known = PersistentScale(self.quant_scale[row], self.observed[row] if record else None, self.known[row])
-            self._kept[row, record] = known
-        return known
+        if (row, record) not in self._persistent:
+            buffer = self.amax_buffer[row] if record else None
+            self._persistent[row, record] = PersistentScale(self.quant_scale[row], buffer, self.is_initialized[row])
+        return self._persistent[row, record]
 
+    @torch.inference_mode(False)
     def to(self, device: torch.device) -> None:
         """Move to another device; views follow."""
         for name, value in vars(self).items():
-            if isinstance(value, Tensor) and name != "known":
+            if isinstance(value, Tensor) and name != "is_initialized":
                 setattr(self, name, value.to(device))
-        self._kept.clear()
-        for views in self._views_of:
+        self._persistent.clear()
+        for views in self.views:
             views.refresh()
 
-    def __getstate__(self) -> dict[str, Any]:
-        made_again: dict[str, Any] = {"_views_of": [], "_kept": {}, "trained_modules": ()}
-        return {**self.__dict__, **made_again}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.trained_modules = WeakSet()
-        watch_optimizers(self)
-
-    # ---- the sync ------------------------------------------------------------------------------------------------
-
     def sync(self, group: ProcessGroup | None) -> None:
-        """Bring the scales of delayed rows forward: a fixed number of kernels, and one collective with a group."""
+        """Compute the next scales of the delayed rows: a fixed number of kernels, and one all-reduce with a group.
+
+        Traceable without graph breaks: it reads no tensor on the host, except where `host_decides` in eager code.
+        """
         config = self.delayed_config
-        observed = self.observed if group is None else largest_observed(self.observed, group)
+        observed = all_reduce_amax(self.amax_buffer, group)
         amax = observed[:, 0]
         finite = amax.isfinite()
-        remembered = self.is_delayed & ~(amax < 0)  # a NaN was seen, too
+        remembered = self.is_delayed & ~(amax < 0)  # NaN is remembered, too
         if config.nonfinite_amax == "skip":
             remembered &= finite
         shifted = torch.cat([self.history[:, 1:], amax.unsqueeze(1)], 1)
@@ -156,83 +156,72 @@ class ScaleState:
         scale = torch.where(usable, scale, self.quant_scale.abs())
         if config.dynamic_window is not None:
             low, high = config.dynamic_window
-            ratio = self.quant_scale.abs() * amax / self.format_max  # of the kept scale, used in this step or not
+            ratio = self.quant_scale.abs() * amax / self.format_max  # also while the row is scaled dynamically
             left = (ratio < low * (1 - _ROUNDING)) | (ratio > high * (1 + _ROUNDING))
             scale = torch.where(left & usable & finite & (amax > 0) & (self.quant_scale != 0), -scale, scale)
-        self._announce()
-        self.synced_observed.copy_(observed)
-        self.synced_scale.copy_(self.quant_scale)
+        self.last_step.copy_(torch.cat([self.quant_scale.unsqueeze(1), observed], 1))
         self.quant_scale.copy_(scale)
-        self.forget_observed()
-        # A device that is waited for; but with a late answer ranks would scale a tensor otherwise than one rank does.
-        if self.host_decides and (config.dynamic_window is not None or not self.known.all()):
-            self.look_from_host()
-        self.steps_since_sync = 0
+        self.reset_amax_buffer()
+        # Waits for the device. With an outdated copy, ranks would exchange amaxes for a scale that is known.
+        if self.host_decides and (
+            config.dynamic_window is not None or torch.compiler.is_compiling() or not self.is_initialized.all()
+        ):
+            self.refresh_is_initialized()
+        self.was_synced = True
 
-    def forget_observed(self) -> None:
-        self.observed.copy_(self.not_seen)
+    def reset_amax_buffer(self) -> None:
+        self.amax_buffer.fill_(_NOT_CAST)
 
-    def look_from_host(self) -> None:
-        self.known.copy_(self.quant_scale > 0)
+    def refresh_is_initialized(self) -> None:
+        self.is_initialized.copy_(self.quant_scale > 0)
 
-    def _announce(self) -> None:
-        """Say once how many tensors started without a history."""
-        if not self.announced:
-            self.announced = True
-            cold = int((self.is_delayed & (self.quant_scale == 0)).sum())
-            if cold:
-                total = sum(self.delayed_rows)
-                logger.info("%d of %d delayed scales had no history: scaled dynamically until now", cold, total)
+    def after_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Warn once when an optimizer of this model steps twice without a sync between.
 
-    # ---- loading -------------------------------------------------------------------------------------------------
-
-    def is_learned(self, row: int) -> bool:
-        """Whether the scale of a row comes from what was seen, and not from the config."""
-        return self.delayed_rows[row] or row in self.calibrated_rows
-
-    def forget(self, row: int) -> None:
-        """Make one learned row as it was before its first step."""
-        self.quant_scale[row] = 0
-        self.history[row] = 0
+        Without a sync nothing fails, but tensors that outgrow their scales saturate. A forward cannot count steps:
+        compiled code runs no Python, and a step may have many microbatches.
+        """
+        if optimizer not in self._trained_by:
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            parameters = (parameter for module in self.trained_modules for parameter in module.parameters())
+            self._trained_by[optimizer] = any(id(parameter) in held for parameter in parameters)
+        if self.warned or not self._trained_by[optimizer]:
+            return
+        if self.was_synced:
+            self._stepped.clear()
+            self.was_synced = False
+        if optimizer in self._stepped:
+            self.warned = True
+            warnings.warn(
+                "two optimizer steps without sync_float8_amax_and_scale_history(model) between them: delayed scales "
+                "do not change until it is called. Call it once a step, after the backward",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._stepped.add(optimizer)
 
     def was_loaded(self) -> None:
-        """To be called after rows were written from outside."""
-        self.uncalibrated = bool((self.quant_scale[self.calibrated_rows] <= 0).any())
-        self.announced = False
-        self.forget_observed()
-        self.look_from_host()
-
-
-def next_scale(amax: Tensor, format_max: Tensor, config: DelayedScalingConfig, power_of_2: bool) -> Tensor:
-    """The quant_scale for tensors of which `amax` is expected; float32 of amax's shape, for amaxes that are above 0.
-
-    TransformerEngine's formula: where the quotient overflows, the largest float32. It is divided in float64, for the
-    same bits on every device ([Note: one division, two formulas] in scaling.py).
-    """
-    scale = (format_max.double() / config.headroom / amax.double()).float() / 2.0**config.margin
-    scale = scale.clamp(max=_LARGEST_FLOAT32)
-    return scaling.round_down_to_power_of_2(scale) if power_of_2 else scale
-
-
-def largest_observed(observed: Tensor, group: ProcessGroup) -> Tensor:
-    """The maximum over ranks, NaN where one has a NaN; -1 only where all have it."""
-    # As integers magnitudes order alike, with NaNs on top; a NaN may have a sign, and -1 has to lose to all.
-    bits = torch.where(observed < 0, -1, observed.view(torch.int32).bitwise_and(0x7FFFFFFF))
-    dist.all_reduce(bits, dist.ReduceOp.MAX, group)
-    return torch.where(bits < 0, _NOT_SEEN, bits.view(torch.float32))
+        """Bring the host's flags up to date after rows were written."""
+        missing = self.quant_scale[self.calibrated_rows] <= 0
+        self.uncalibrated = missing.numel() > 0 and bool(missing.any())  # fake tensors have no value to ask for
+        self.reset_amax_buffer()
+        self.refresh_is_initialized()
 
 
 class LinearScales:
-    """The rows of one linear; implements `quaver.linear_surroundings.LinearScaling`."""
+    """The rows of one linear, as its persistent scales."""
 
     def __init__(self, state: ScaleState, rows: tuple[int | None, int | None, int | None]) -> None:
         self.state, self.rows = state, rows
+        state.views.append(self)
         self.refresh()
 
     def refresh(self) -> None:
         """Take new views of the state."""
-        self.recorded = PersistentScales(*(self.state.kept(row, record=True) for row in self.rows))
-        self.unrecorded = PersistentScales(*(self.state.kept(row, record=False) for row in self.rows))
+        self.recorded, self.unrecorded = (
+            PersistentScales(*(self.state.persistent_scale(row, record=record) for row in self.rows))
+            for record in (True, False)
+        )
 
     def scales(self, *, recording: bool, device: torch.device) -> PersistentScales:
         state = self.state
@@ -245,6 +234,11 @@ class LinearScales:
             )
         return self.recorded if recording or state.calibrating else self.unrecorded
 
+    def named_rows(self, prefix: str = "") -> list[NamedRow]:
+        """The rows of this linear as `<prefix><operand>`."""
+        rows = zip(OPERANDS, self.rows, strict=True)
+        return [(f"{prefix}{operand}", self.state, row) for operand, row in rows if row is not None]
+
     def belongs_to(self, linear: nn.Module) -> None:
         self.state.trained_modules.add(linear)
 
@@ -254,8 +248,139 @@ class LinearScales:
     def follow(self, device: torch.device) -> None:
         if device.type != "meta" and device != self.state.device:
             if torch.compiler.is_compiling():
-                raise RuntimeError(f"the kept scales are on {self.state.device}, the input on {device}: move the model")
+                raise RuntimeError(
+                    f"the persistent scales are on {self.state.device} and the input is on {device}: move the model"
+                )
             self.state.to(device)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ScaleState.scaling_of, (self.state, self.rows)  # views of the copy's state, not copies of views
+        return LinearScales, (self.state, self.rows)  # views of the copy's state, not copies of views
+
+
+def next_scale(amax: Tensor, format_max: Tensor, config: DelayedScalingConfig, power_of_2: bool) -> Tensor:
+    """The quant_scale for tensors whose expected amax is `amax`; float32 of its shape, valid where amax is above 0.
+
+    TransformerEngine's formula: the largest float32 where the quotient overflows. It divides in float64, for the same
+    bits on every device ([Note: one division, two formulas] in scaling.py).
+    """
+    scale = (format_max.double() / config.headroom / amax.double()).float() / 2.0**config.margin
+    scale = scale.clamp(max=_LARGEST_FLOAT32)
+    return scaling.round_down_to_power_of_2(scale) if power_of_2 else scale
+
+
+def all_reduce_amax(amax_buffer: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The maximum over ranks: NaN where one rank has a NaN, -1 only where all have it."""
+    if group is None:
+        return amax_buffer
+    # As integers, magnitudes order alike with NaNs on top. A NaN may have a sign, and -1 must lose against everything.
+    bits = torch.where(amax_buffer < 0, -1, amax_buffer.view(torch.int32).bitwise_and(0x7FFFFFFF))
+    dist.all_reduce(bits, dist.ReduceOp.MAX, group)
+    return torch.where(bits < 0, _NOT_CAST, bits.view(torch.float32))
+
+
+_delayed: WeakSet[ScaleState] = WeakSet()
+
+
+@functools.cache
+def _register_step_hook() -> None:
+    register_optimizer_step_post_hook(_after_optimizer_step)
+
+
+def _after_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling() or all(_has_no_learning_rate(group) for group in optimizer.param_groups):
+        return
+    for state in list(_delayed):
+        state.after_optimizer_step(optimizer)
+
+
+def _has_no_learning_rate(group: dict[str, Any]) -> bool:
+    """Whether the step changes nothing; torch.distributed.checkpoint makes one to create an optimizer's state."""
+    rate = group.get("lr")
+    if isinstance(rate, Tensor) and not rate.is_cpu:
+        return False  # the host does not wait for the device
+    return rate is not None and float(rate) == 0
+
+
+NamedRow = tuple[str, ScaleState, int]
+
+
+def entries_of(named_rows: Iterable[NamedRow]) -> dict[str, Tensor]:
+    """`<name>.quant_scale` () and `<name>.amax_history` [H] as views; nothing where the config gives the scale."""
+    entries: dict[str, Tensor] = {}
+    for name, state, row in named_rows:
+        is_delayed = state.casts[row].scaling_type is ScalingType.DELAYED
+        if is_delayed or row in state.calibrated_rows:
+            entries[f"{name}.quant_scale"] = state.quant_scale[row]
+        if is_delayed:
+            entries[f"{name}.amax_history"] = state.history[row]
+    return entries
+
+
+@torch.no_grad()
+def load_rows(named_rows: Sequence[NamedRow], given: Mapping[str, Any]) -> int:
+    """Copy `given` into `entries_of(named_rows)`, and zeros (a cold start) into those that it lacks. Returns how many.
+
+    A history of another length keeps its newest amaxes.
+
+    Raises:
+        ValueError: an entry that is not a tensor of the right number of dims; nothing is then loaded.
+    """
+    entries = entries_of(named_rows)
+    for name, view in entries.items():
+        dims = given[name].dim() if isinstance(given.get(name), Tensor) else "no tensor"
+        if name in given and dims != view.dim():
+            raise ValueError(f"{name}: expected a tensor of {view.dim()} dims, got {dims}")
+    for name, view in entries.items():
+        source = given.get(name, torch.zeros(()))
+        if view.dim() and source.dim() and len(source) != len(view):
+            source = torch.cat([view.new_zeros(len(view)), source.to(view.device)])[-len(view) :]
+        view.copy_(source)
+    for state in {id(state): state for _, state, _ in named_rows}.values():
+        state.was_loaded()
+    return sum(name not in given for name in entries)
+
+
+_TORCHAO_BUFFER = re.compile(r"fp8_(amax|scale)_\w+")
+_FLOAT8_EXPERIMENTAL_NAMES = {"input": "x", "weight": "w", "grad_output": "dL_dY"}
+
+
+def from_torchao_buffers(named_rows: Sequence[NamedRow], state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The `fp8_*` buffers of torchao 0.9 and float8_experimental in a state dict, as entries for `load_rows`.
+
+    torchao puts the newest amax first. It may cast to another format, so the scale is computed from the history.
+    Operands that it never cast, or scaled dynamically, have buffers with a scale of 1: they start cold.
+    """
+    entries: dict[str, Tensor] = {}
+    for name, state, row in named_rows:
+        operand = name.rpartition(".")[2]
+        prefix = name.removesuffix(operand)
+        for old in (operand, _FLOAT8_EXPERIMENTAL_NAMES[operand]):
+            history = state_dict.get(f"{prefix}fp8_amax_history_{old}")
+            scale = state_dict.get(f"{prefix}fp8_scale_{old}")
+            if history is not None and scale is not None:
+                history = torch.where((scale != 1) & history.isfinite(), history, 0).flip(0).to(state.quant_scale)
+                quant_scale = next_scale(history.max(), state.format_max[row], state.delayed_config, state.power_of_2)
+                entries[f"{name}.quant_scale"] = torch.where(history.max() > 0, quant_scale, 0)
+                entries[f"{name}.amax_history"] = history
+    return entries
+
+
+def load_torchao_buffers(scales: object, state_dict: dict[str, Any], prefix: str) -> None:
+    """Move the `fp8_*` buffers of a linear out of a state dict into its rows; drop them where it has no rows.
+
+    Args:
+        scales: the linear's `scaling`.
+        state_dict, prefix: as `nn.Module._load_from_state_dict` has them.
+    """
+    keys = [key for key in state_dict if key.startswith(prefix) and _TORCHAO_BUFFER.fullmatch(key[len(prefix) :])]
+    buffers = {key[len(prefix) :]: state_dict.pop(key) for key in keys}
+    if buffers and isinstance(scales, LinearScales):
+        named_rows = scales.named_rows()
+        load_rows(named_rows, from_torchao_buffers(named_rows, buffers))
+    elif buffers:
+        _log_dropped_buffers()
+
+
+@functools.cache
+def _log_dropped_buffers() -> None:
+    logger.warning("dropped the fp8_* buffers of a checkpoint of delayed scaling: the model has no persistent scales")

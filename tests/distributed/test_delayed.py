@@ -1,5 +1,6 @@
-"""Kept scales on several ranks: modules that run on some only, windows, calibration, and ranks that disagree."""
+"""Persistent scales on several ranks: modules that run on some only, windows, calibration, ranks that disagree."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -250,6 +251,28 @@ def test_evaluation_leaves_no_trace():
     assert run(2, _evaluate) == [[True, True]] * 2
 
 
+# ---- a compiled sync -------------------------------------------------------------------------------------------------
+
+
+def _compile_the_sync():
+    """Each rank trains on its own batch; eager and compiled syncs must leave the same state after each step."""
+    model = convert_to_float8_training(make_model(), config=config_of("delayed"))
+    twin = copy.deepcopy(model)
+    sync = torch.compile(sync_float8_amax_and_scale_history, fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    for batch in batches(3, dist.get_world_size()):
+        for each, step in ((model, sync_float8_amax_and_scale_history), (twin, sync)):
+            loss_of(each(part_of(batch) * (1 + dist.get_rank()))).backward()
+            step(each)
+        assert_equal(scaling_snapshot(twin), scaling_snapshot(model))
+        assert_same_scaling_on_all_ranks(twin)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_a_compiled_sync_takes_the_maximum_over_ranks():
+    assert run(2, _compile_the_sync) == [1, 1]
+
+
 # ---- ranks that disagree ---------------------------------------------------------------------------------------------
 
 
@@ -289,7 +312,7 @@ def test_ranks_that_disagree_get_an_error_and_no_hang():
     for messages in run(2, _disagree_in_every_way, "sync", timeout=60, collective_timeout=10):
         for how, message in messages.items():
             assert message is not None, how
-            assert "ranks disagree about the tensors whose scales are kept: rank" in message, how
+            assert "ranks disagree about the tensors with persistent scales: rank" in message, how
 
 
 def _disagree_about_static():
@@ -300,4 +323,4 @@ def test_ranks_that_disagree_about_what_to_calibrate_get_an_error_and_no_hang():
     for messages in run(2, _disagree_about_static, timeout=60, collective_timeout=10):
         for how, message in messages.items():
             assert message is not None, how
-            assert "ranks disagree about the tensors whose scales are kept: rank" in message, how
+            assert "ranks disagree about the tensors with persistent scales: rank" in message, how

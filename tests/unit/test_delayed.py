@@ -101,7 +101,7 @@ def run_rule(amaxes, config, *, cast=None, power_of_2=False):
     state = ScaleState([cast or linear_config.casts.input], linear_config, torch.device("cpu"))
     scales = []
     for amax in amaxes:
-        state.observed[0] = torch.tensor([amax, 0.0])
+        state.amax_buffer[0] = torch.tensor([amax, 0.0])
         state.sync(None)
         scales.append(state.quant_scale[0].item())
     return scales, state.history[0].tolist()
@@ -146,9 +146,9 @@ def test_a_tensor_that_was_not_cast_keeps_its_row():
     linear_config = replace(Float8LinearConfig.from_recipe_name("delayed"), delayed_scaling_config=config)
     state = ScaleState([linear_config.casts.input] * 2, linear_config, torch.device("cpu"))
     for amax in (1.0, 2.0, 3.0):
-        state.observed[0, 0] = amax
+        state.amax_buffer[0, 0] = amax
         if amax == 1.0:
-            state.observed[1, 0] = amax
+            state.amax_buffer[1, 0] = amax
         state.sync(None)
     assert state.history.tolist() == [[0.0, 1.0, 2.0, 3.0], [0.0, 0.0, 0.0, 1.0]]
     assert state.quant_scale.tolist() == [pytest.approx(448 / 3), 448.0]
@@ -175,16 +175,6 @@ def test_the_first_step_is_that_of_dynamic_scaling(recipe, hp_dtype):
     assert [tensor.is_dynamic for tensor in float8_scaling_state(module).report()] == [True] * (
         3 - (recipe != "delayed")
     )
-
-
-def test_a_cold_start_is_said_once(caplog):
-    module = make()
-    with caplog.at_level("INFO", logger="quaver.scale_state"):
-        for _ in range(3):
-            step(module, torch.randn(4, 64))
-    assert [record.message for record in caplog.records] == [
-        "3 of 3 delayed scales had no history: scaled dynamically until now"
-    ]
 
 
 # ---- signals that stand, grow and jump -------------------------------------------------------------------------------
@@ -247,7 +237,7 @@ def test_a_spike_is_remembered_for_as_long_as_documented(scale_fn_name, small_fo
 @pytest.mark.parametrize(
     ("factors", "dynamic"),
     [
-        # The kept scale is still small in the step after the jump back, and fits again when the history forgot.
+        # The persistent scale is still small in the step after the jump back, and fits again when the history forgot.
         ([1, 1, 100, 1, 1, 1, 1, 1], [0, 3, 4, 5, 6]),
         ([1, 1, 100, 100, 100], [0, 3]),
         ([1, 5, 25, 125, 125, 125], [0, 2, 3, 4]),  # for as long as it grows, and a step more
@@ -392,10 +382,10 @@ def test_no_scale_changes_between_two_syncs():
 def test_eval_and_no_grad_use_the_scales_and_record_nothing(recipe):
     module, input = make(recipe=recipe), torch.randn(8, 64)
     step(module, input)
-    observed = module.scaling.state.observed.clone()
+    observed = module.scaling.state.amax_buffer.clone()
     trained = module(input)
     module.zero_grad()
-    module.scaling.state.observed.copy_(observed)
+    module.scaling.state.amax_buffer.copy_(observed)
     with torch.no_grad():
         assert torch.equal(module(input), trained)
         module(input * 100)
@@ -403,7 +393,7 @@ def test_eval_and_no_grad_use_the_scales_and_record_nothing(recipe):
         assert torch.equal(module(input), trained)
     module.eval()
     step(module, input * 100, sync=False)  # with gradients, too
-    assert torch.equal(module.scaling.state.observed, observed)
+    assert torch.equal(module.scaling.state.amax_buffer, observed)
 
 
 def test_a_module_that_did_not_run_keeps_its_history():
@@ -447,7 +437,7 @@ def test_each_cast_reads_its_tensor_once(recipe, cold, known):
 
 
 @pytest.mark.skipif(not cpu.AVAILABLE, reason="counted by the C extension")
-def test_a_weight_in_a_scope_or_kept_for_backward_is_read_once():
+def test_a_weight_in_a_scope_or_saved_for_backward_is_read_once():
     module = make(64, 32)
     step(module, torch.randn(16, 64))
     before = cpu.elements_read()
@@ -482,7 +472,6 @@ def test_a_sync_takes_as_many_operations_for_many_linears_as_for_one(options):
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(linears)))
         convert_to_float8_training(model, config=config_of(**options))
         model(torch.randn(2, 16)).sum().backward()
-        sync_float8_amax_and_scale_history(model)  # the first one looks for cold starts
         with CountOperations() as counted:
             sync_float8_amax_and_scale_history(model)
         counts.append(counted.count)
@@ -560,7 +549,19 @@ def test_a_step_that_makes_an_optimizers_state_does_not_count():
         warnings.simplefilter("error")
         get_optimizer_state_dict(module, optimizer)
         optimizer.step()
-    assert module.scaling.state.steps_since_sync == 1
+    with pytest.warns(RuntimeWarning, match="two optimizer steps"):
+        optimizer.step()
+
+
+def test_two_optimizers_of_one_model_may_step_between_two_syncs():
+    module = make(bias=True)
+    optimizers = [torch.optim.SGD([parameter], lr=1e-3) for parameter in module.parameters()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            step(module, torch.randn(4, 64))
+            for optimizer in optimizers:
+                optimizer.step()
 
 
 def test_optimizers_of_other_models_do_not_count_but_those_of_adapters_do():
@@ -593,7 +594,7 @@ def test_a_linear_without_a_state_says_what_to_do():
         float8_linear(torch.randn(2, 8), torch.randn(8, 8), config=config_of())
 
 
-def test_a_model_without_kept_scales_is_left_alone():
+def test_a_model_without_persistent_scales_is_left_alone():
     model = convert_to_float8_training(nn.Linear(8, 8))
     sync_float8_amax_and_scale_history(model)
     assert len(float8_scaling_state(model)) == 0

@@ -1,9 +1,10 @@
-"""Kept scales with everything around them: compile, autocast, copies, checkpoints, devices; and static scales."""
+"""Persistent scales with everything around them: compile, autocast, copies, checkpoints, devices; and static scales."""
 
 import copy
 import io
 import itertools
 import pickle
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -13,12 +14,14 @@ from torch import nn
 from quaver import (
     CastConfig,
     DelayedScalingConfig,
+    Float8Linear,
     Float8LinearConfig,
     ScalingType,
     calibrate_float8_static_scales,
     convert_to_float8_training,
     convert_to_high_precision,
     float8_scaling_state,
+    scale_state,
     sync_float8_amax_and_scale_history,
 )
 from tests.reference import KEPT_RECIPES, sqnr_db
@@ -40,7 +43,7 @@ STATIC = CastConfig(scaling_type=ScalingType.STATIC)
 
 
 def row_of(model):
-    return model.layers[0].w1.scaling.state.observed
+    return model.layers[0].w1.scaling.state.amax_buffer
 
 
 # ---- torch.compile, autocast -----------------------------------------------------------------------------------------
@@ -233,8 +236,8 @@ def test_a_checkpoint_without_history_starts_cold_and_says_so(caplog):
     state = float8_scaling_state(model)
     state.load_state_dict(partial)
     assert caplog.messages == [
-        "13 of 16 kept scales are not in the checkpoint: scaled dynamically until their first sync (static ones have "
-        "to be calibrated)"
+        "26 of 32 entries of persistent scales are not in the checkpoint: their tensors are scaled dynamically until "
+        "the first sync (static scales must be calibrated)"
     ]
     assert scale_of(model, "layers.0.w1.input") > 0
     assert scale_of(model, "layers.1.w2.weight") == 0
@@ -281,6 +284,175 @@ def test_reset_forgets():
         step(module, torch.randn(2, 64))
     float8_scaling_state(module).reset()
     assert all(not value.any() for value in states(module).values())
+
+
+# ---- scales that change under a tensor that is used again ------------------------------------------------------------
+
+
+def sync_after_growth(module, input):
+    step(module, input * 8)
+
+
+def load_others(module, input):
+    float8_scaling_state(module).load_state_dict({name: value / 3 for name, value in states(module).items()})
+
+
+def copy_into_the_views(module, input):
+    """What torch.distributed.checkpoint does."""
+    float8_scaling_state(module).state_dict()["input.quant_scale"].div_(3)
+
+
+def reset(module, input):
+    float8_scaling_state(module).reset()
+
+
+def load_model(module, input):
+    module.load_state_dict(old_checkpoint(module, {"input": [1.0, 20.0], "weight": [0.5], "grad_output": [1.0]}))
+
+
+def compiled_sync(module, input):
+    step(module, input * 8, sync=False)
+    torch.compile(sync_float8_amax_and_scale_history, fullgraph=True)(module)
+
+
+@pytest.mark.parametrize(
+    "change", [sync_after_growth, load_others, copy_into_the_views, reset, load_model, compiled_sync]
+)
+def test_a_tensor_that_is_used_again_is_cast_with_the_scale_of_now(change):
+    module, input = make(), torch.randn(16, 64)
+    step(module, input * 1.7)
+    before = module(input)
+    change(module, input)
+    after = module(input)
+    assert torch.equal(after, module(input.clone()))
+    assert not torch.equal(after, before)
+
+
+def test_a_calibration_changes_the_cast_of_a_tensor_that_is_used_again():
+    module, input = convert_to_float8_training(nn.Linear(64, 32), config=static_config()), torch.randn(16, 64)
+    for factor in (1.7, 5.0):
+        with calibrate_float8_static_scales(module):
+            module(input).sum().backward()
+            module(input * factor).sum().backward()
+        assert torch.equal(module(input), module(input.clone()))
+
+
+# ---- a compiled sync -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given_layers", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dynamic_window": (0.1, 2.0)}, {"scale_fn_name": "most_recent", "nonfinite_amax": "keep_scale", "margin": 1}],
+    ids=str,
+)
+def test_a_compiled_sync_is_one_graph_with_the_bits_of_eager(options, given_layers):
+    model = convert_to_float8_training(Net(), config=config_of(**options))
+    twin = copy.deepcopy(model)
+    sync = torch.compile(sync_float8_amax_and_scale_history, fullgraph=True)
+    layers = [[module for module in twin.modules() if isinstance(module, Float8Linear)]] if given_layers else []
+    torch._dynamo.utils.counters.clear()
+    for factor in (1.0, 10.0, 100.0, float("inf"), 1.0):
+        input = torch.randn(8, 64) * factor
+        step(model, input)
+        step(twin, input, sync=False)
+        sync(twin, *layers)
+        torch.testing.assert_close(states(model), states(twin), rtol=0, atol=0, equal_nan=True)
+        assert repr(float8_scaling_state(model).report()) == repr(float8_scaling_state(twin).report())
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_compiled_sync_tells_ranks_what_is_known_and_counts_as_a_sync():
+    module = make()
+    module.scaling.host_decides()
+    sync = torch.compile(sync_float8_amax_and_scale_history, fullgraph=True, backend="aot_eager")
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for _ in range(3):
+            step(module, torch.randn(4, 64), sync=False)
+            sync(module)
+            optimizer.step()
+    assert module.scaling.state.is_initialized.all()
+
+
+# ---- checkpoints of torchao's delayed scaling ------------------------------------------------------------------------
+
+OLD_NAMES = {"input": "x", "weight": "w", "grad_output": "dL_dY"}
+
+
+def old_checkpoint(module, amaxes, *, prefix="", short=False, shape=(1,)):
+    """A state dict with the buffers of torchao 0.9: the newest amax first, a scale of 1 for what was never cast."""
+    entries = {f"{prefix}{name}": value.clone() for name, value in module.state_dict().items()}
+    largest = 448.0  # torchao's default format of every operand; quaver's grad_output is e5m2
+    for operand, short_name in OLD_NAMES.items():
+        name, seen = short_name if short else operand, amaxes.get(operand)
+        history = torch.zeros(4) if seen is None else torch.tensor((seen + [0.0] * 4)[:4])
+        entries[f"{prefix}fp8_amax_{name}"] = torch.full(shape, largest if seen is None else seen[0])
+        entries[f"{prefix}fp8_amax_history_{name}"] = history
+        entries[f"{prefix}fp8_scale_{name}"] = torch.full(shape, 1.0 if seen is None else largest / max(seen))
+    return entries
+
+
+AMAXES = {"input": [3.0, 7.0, 2.0], "weight": [0.25], "grad_output": [1.0, 0.5]}
+
+
+@pytest.mark.parametrize("options", [{}, {"short": True, "shape": ()}], ids=["torchao", "float8_experimental"])
+def test_buffers_of_torchaos_delayed_scaling_load_into_the_model(options):
+    module = make(bias=True)
+    old = old_checkpoint(module, AMAXES, **options)
+    keys = list(old)
+    assert not any(module.load_state_dict(old, strict=True))
+    assert list(old) == keys
+    assert scale_of(module, "input") == 448 / 7
+    assert scale_of(module, "weight") == 448 / 0.25
+    assert scale_of(module, "grad_output") == 57344
+    assert states(module)["input.amax_history"].tolist() == [0.0] * 13 + [2.0, 7.0, 3.0]
+    step(module, torch.full((4, 64), 0.1))
+    assert fared(module, "input").quant_scale == 448 / 7
+    assert not fared(module, "weight").is_dynamic
+    assert states(module)["input.amax_history"].tolist()[-4:] == pytest.approx([2.0, 7.0, 3.0, 0.1])
+
+
+def test_buffers_of_torchaos_delayed_scaling_load_into_the_scaling_state(caplog):
+    source = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
+    old = {}
+    for index, linear in enumerate(source):
+        old |= old_checkpoint(linear, AMAXES if index else {"weight": [float("nan")]}, prefix=f"{index}.")
+    models = [convert_to_float8_training(copy.deepcopy(source), config=config_of(history_len=2)) for _ in range(2)]
+    float8_scaling_state(models[0]).load_state_dict(old)
+    models[1].load_state_dict(old)
+    assert_same_states(states(models[0]), states(models[1]))
+    assert caplog.messages == []
+    assert states(models[0])["1.input.amax_history"].tolist() == [7.0, 3.0]
+    assert not any(value.any() for name, value in states(models[0]).items() if name.startswith("0."))  # never cast
+
+
+def test_buffers_of_torchaos_delayed_scaling_are_dropped_by_a_model_that_scales_dynamically(caplog):
+    scale_state._log_dropped_buffers.cache_clear()
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)))
+    old = {}
+    for index, linear in enumerate(model):
+        old |= old_checkpoint(linear, AMAXES, prefix=f"{index}.")
+    assert not any(model.load_state_dict(old, strict=True))
+    assert [record.message for record in caplog.records] == [
+        "dropped the fp8_* buffers of a checkpoint of delayed scaling: the model has no persistent scales"
+    ]
+    with pytest.raises(RuntimeError, match="fp8_other"):
+        model.load_state_dict(old | {"0.fp8_other": torch.zeros(1)})
+
+
+# ---- inference mode --------------------------------------------------------------------------------------------------
+
+
+def test_a_state_that_is_made_or_moved_in_inference_mode_can_train():
+    module = nn.Linear(64, 32, bias=False)
+    with torch.inference_mode():
+        convert_to_float8_training(module, config=config_of())
+        module.scaling.state.to(torch.device("cpu"))
+    step(module, torch.randn(4, 64))
+    step(module, torch.randn(4, 64))
+    assert scale_of(module, "input") > 0
 
 
 # ---- devices ---------------------------------------------------------------------------------------------------------
@@ -432,11 +604,11 @@ def test_every_operand_may_be_scaled_in_its_own_way(kinds):
 
 
 def test_high_precision_in_one_matmul_and_delayed_in_the_other():
-    kept, hp = CastConfig(ScalingType.DELAYED), CastConfig(ScalingType.DISABLED)
+    delayed, hp = CastConfig(ScalingType.DELAYED), CastConfig(ScalingType.DISABLED)
     config = Float8LinearConfig(
-        cast_config_input=kept,
-        cast_config_weight=kept,
-        cast_config_grad_output=kept,
+        cast_config_input=delayed,
+        cast_config_weight=delayed,
+        cast_config_grad_output=delayed,
         cast_config_input_for_grad_weight=hp,
         cast_config_grad_output_for_grad_weight=hp,
     )
