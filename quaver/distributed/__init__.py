@@ -1,7 +1,7 @@
 """Float8 across ranks: all-gather of weights under FSDP2, tensor and sequence parallelism."""
 
-from quaver.distributed.fsdp import precompute_float8_dynamic_scale_for_fsdp
 from quaver.distributed.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
+from quaver.distributed.weight_scales import precompute_float8_dynamic_scale_for_fsdp
 
 __all__ = [
     "Float8ColwiseParallel",

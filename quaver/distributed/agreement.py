@@ -1,13 +1,14 @@
-"""An error on every rank where ranks disagree about what they will exchange, instead of a hang on some.
+"""An error on every rank, instead of a hang, where ranks disagree about what they will exchange.
 
-Collectives match by their order. A rank with a layer less or another recipe would issue others, and wait for ever or
-read garbage. So before the first exchange of a set of layers, each rank sends the same few bytes: a digest of what it
-has. Only where those differ are the descriptions themselves exchanged, to say what differs.
+Collectives match by their order. A rank with a layer less or another recipe would issue others, and hang or read
+garbage. So before the first exchange for a set of layers the ranks compare digests of their descriptions, and exchange
+the descriptions themselves only where those differ.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -35,17 +36,8 @@ def check_ranks_agree(lines: Sequence[str], group: ProcessGroup, device: torch.d
         return
     gathered: list[list[str]] = [[]] * group.size()
     dist.all_gather_object(gathered, list(lines), group)
-    raise RuntimeError(f"ranks disagree about {what}: {_first_difference(gathered)}")
-
-
-def _first_difference(gathered: Sequence[Sequence[str]]) -> str:
-    first = gathered[0]
-    for rank, lines in enumerate(gathered):
-        for here, there in zip(first, lines, strict=False):
-            if here != there:
-                return f"rank 0 has {here!r} where rank {rank} has {there!r}"
-        if len(lines) != len(first):
-            longer, shorter = (0, rank) if len(first) > len(lines) else (rank, 0)
-            extra = gathered[longer][len(gathered[shorter])]
-            return f"rank {longer} has {extra!r}, which rank {shorter} has not"
-    return "their digests differ"
+    for rank, theirs in enumerate(gathered):
+        for of_first, line in itertools.zip_longest(gathered[0], theirs, fillvalue="nothing"):
+            if of_first != line:
+                raise RuntimeError(f"ranks disagree about {what}: rank 0 has {of_first!r}, rank {rank} has {line!r}")
+    raise RuntimeError(f"ranks disagree about {what}")

@@ -1,7 +1,4 @@
-"""The exchanges between ranks that float8 needs: the largest of non-negative numbers, and bytes side by side.
-
-Both run eagerly and under the compiler, on any backend: amaxes travel as integers and codes as uint8.
-"""
+"""The collectives that float8 needs, eager and compiled, on any backend: amaxes travel as integers, codes as uint8."""
 
 from __future__ import annotations
 
@@ -30,15 +27,10 @@ def max_over_ranks(amaxes: Tensor, group: ProcessGroup) -> Tensor:
     return funcol.wait_tensor(bits).view(torch.float32)
 
 
-def gather(local: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+def all_gather(local: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """The `local` of every rank of `group`, in rank order along `dim`; any dtype, one shape on every rank."""
-    if local.itemsize == 1:
-        return _gather(local.view(torch.uint8), dim, group).view(local.dtype)
-    return _gather(local, dim, group)
-
-
-def _gather(local: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    parts = funcol.wait_tensor(_ALL_GATHER(local.contiguous(), 0, group))
+    payload = local.contiguous().view(torch.uint8) if local.itemsize == 1 else local.contiguous()
+    parts = funcol.wait_tensor(_ALL_GATHER(payload, 0, group)).view(local.dtype)
     if dim == 0:
         return parts
     # torch gathers along other dims too, but the compiler of 2.11 does not trace the function that joins the parts.

@@ -1,4 +1,4 @@
-"""Float8 all-gather for FSDP2: weights are cast on their shards, with the scales of the whole, and gathered as codes.
+"""Float8 all-gather for FSDP2: each rank quantizes its shard with the scales of the whole weight and sends codes.
 
     convert_to_float8_training(model, config=replace(config, enable_fsdp_float8_all_gather=True))
     fully_shard(model)
@@ -6,80 +6,76 @@
     optimizer.step()
     precompute_float8_dynamic_scale_for_fsdp(model)      # optional
 
-The parameters that FSDP holds and the optimizer updates stay in high precision. Between pre- and post-all-gather a
-weight is one uint8 payload for each cast of it: one where both of its matmuls read the same cast, two where they do not
-(config.py), of which a pass gathers those that it reads (gather_passes.py). The unsharded parameter is a
-`Float8Tensor`, which lives as long as FSDP keeps it gathered; no unsharded weight in high precision ever exists.
+The parameters that FSDP2 holds and the optimizer updates stay in high precision. The payload of an all-gather is one
+uint8 tensor for each cast of the weight: one byte per element where both matmuls read the same cast (tensorwise,
+rowwise_with_tensorwise_weight, delayed), two where they do not (rowwise, rowwise_with_gw_hp), in forward and backward.
+The unsharded parameter is a `Float8Tensor` that lives as long as FSDP2 keeps it unsharded; an unsharded weight in high
+precision never exists.
 
-[Note: whose scales are these]
+[Note: when scales are dropped]
 Scales are kept beside the shard that they were computed from and dropped with the first write to it: every operation
 on a shard passes `Float8AllGatherWeight.__torch_dispatch__`, which sees an optimizer's multi-tensor kernels too, where
 version counters do not move. What passes it runs on all ranks alike, so all ranks find a scale missing together, and
-all join the collective that makes it. A write that goes around it (into a tensor of a state_dict) may happen on some
-ranks only, for a shard can be empty; a rank that finds such a write in a version counter cannot know what the others
+all join the collective that computes it. A write that bypasses it (into a tensor of a state_dict) may happen on some
+ranks only, for a shard can be empty. A rank that finds such a write in a version counter cannot know what the others
 found, so it raises instead of starting a collective that the others may not join.
 
 [Note: padding]
-FSDP pads the shards of some ranks to the length of the others: at its first unshard and after load_state_dict it makes
-zeros, and copies the shard to their beginning. That is a write on some ranks only, and no change of the weight. So the
-zeros belong to the weight from the start, and the one copy of it into them drops no scale.
+FSDP2 pads the shards of some ranks to the length of the others: at its first unshard and after load_state_dict it
+allocates zeros, and copies the shard to their beginning. That is a write on some ranks only, and no change of the
+weight. So the zeros share the weight's scales from the start, and the one copy of the shard into them drops no scale.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
-from torch.utils.hooks import RemovableHandle
 
-from quaver import scaling
-from quaver.casts import Operand
-from quaver.distributed.agreement import check_ranks_agree
-from quaver.distributed.gather_passes import Gathered, follow
-from quaver.distributed.shard_casts import cast_shard, cast_shard_with_kept_scale
-from quaver.distributed.weight_scales import Shard, WholeScales, compute_whole_scales, shard_of
-from quaver.kernels.cast import record_amax
+from quaver.distributed.weight_scales import (
+    AllGatherState,
+    NamedLinears,
+    Shard,
+    Siblings,
+    WholeScales,
+    current_shard,
+    local_weight,
+    persistent_scale,
+    whole_scales,
+)
+from quaver.kernels.cast import cast_with_persistent_scale, cast_with_scale, matrix_amax, record_amax
 from quaver.linear import Float8Linear
-from quaver.scaling import PersistentScale
+from quaver.quantize import Operand, Scales
 from quaver.tensor import Float8Tensor, WrappedTensor
 
 aten = torch.ops.aten
 
-_COPIES = frozenset(
-    {
-        aten._pin_memory.default,
-        aten._to_copy.default,
-        aten.clone.default,
-        aten.empty_like.default,
-    }
-)
+_COPIES = frozenset({aten._pin_memory.default, aten._to_copy.default, aten.clone.default, aten.empty_like.default})
 
 
 class _ScaleBox:
     """The scales of one shard, shared by all views of it."""
 
-    __slots__ = ("cast", "scales")
+    __slots__ = ("computed_from", "scales")
 
     def __init__(self) -> None:
         self.scales: WholeScales | None = None
-        self.cast: tuple[Tensor, int] | None = None
-        """The plain tensor that the scales are of, and its version then."""
-
-    def __deepcopy__(self, memo: object) -> _ScaleBox:
-        return _ScaleBox()
+        self.computed_from: tuple[Tensor, int] | None = None
+        """The plain tensor that the scales were computed from, and its version then."""
 
 
 class _Padding:
-    """Marks zeros, and views of them, until FSDP has copied the shard to their beginning; see [Note: padding]."""
+    """Marks zeros, and views of them, until FSDP2 has copied the shard to their beginning; see [Note: padding]."""
 
     __slots__ = ("unused",)
 
@@ -87,17 +83,18 @@ class _Padding:
         self.unused = True
 
 
-class _Gather(NamedTuple):
-    """What post-all-gather needs of pre-all-gather."""
+class _Metadata(NamedTuple):
+    """What `fsdp_post_all_gather` needs of `fsdp_pre_all_gather`."""
 
-    linear: Float8Linear
     scales: WholeScales
     size: tuple[int, int]
     float8_dtype: torch.dtype
 
 
 class Float8AllGatherWeight(WrappedTensor):
-    """A weight, or a shard of one, that FSDP2 gathers in float8; for everything else it is the tensor inside.
+    """A weight, or a shard of one, that FSDP2 all-gathers in float8.
+
+    All other ops run on the wrapped tensor. Memory, storage and values that are asked of it are the wrapped tensor's.
 
     Attributes:
         wrapped: the plain tensor, high precision [n, K].
@@ -127,37 +124,25 @@ class Float8AllGatherWeight(WrappedTensor):
         self.box = box or _ScaleBox()
         self.padding = padding
 
-    @property
-    def data(self) -> Tensor:
-        """The same weight without history. Setting it is refused: it would leave the tensor inside as it was."""
-        return self.detach()
-
-    @data.setter
-    def data(self, new: Tensor) -> None:
-        raise RuntimeError(
-            "a weight that is gathered in float8 cannot be given other data (param.data = ...), as FSDP1 does: use "
-            "fully_shard (FSDP2), or turn enable_fsdp_float8_all_gather off"
-        )
-
     def plain(self) -> Tensor:
         return cast(Tensor, _Plain.apply(self))
 
     def remember(self, scales: WholeScales) -> None:
         """Keep the scales of the whole weight until the shard is written to."""
-        self.box.scales, self.box.cast = scales, (self.wrapped, self.wrapped._version)
+        self.box.scales, self.box.computed_from = scales, (self.wrapped, self.wrapped._version)
 
     def scales(self) -> WholeScales | None:
-        """The scales of the whole weight, None if they are unknown or the shard has been written to since.
+        """The scales of the whole weight, None if they are unknown or the shard was written to since.
 
         Raises:
-            RuntimeError: the tensor inside was written to by another way; see [Note: whose scales are these].
+            RuntimeError: the wrapped tensor was written to directly; see [Note: when scales are dropped].
         """
         box = self.box
-        if box.scales is not None and box.cast is not None:
-            of, version = box.cast
-            if of is not self.wrapped:  # padded since
-                box.cast = self.wrapped, self.wrapped._version
-            elif version != of._version:
+        if box.scales is not None and box.computed_from is not None:
+            tensor, version = box.computed_from
+            if tensor is not self.wrapped:  # padded since
+                box.computed_from = self.wrapped, self.wrapped._version
+            elif version != tensor._version:
                 raise RuntimeError(
                     "the shard of a float8 weight was written to directly (through a state_dict?) after its scale was "
                     "computed. After such a write call model.load_state_dict, or "
@@ -165,7 +150,7 @@ class Float8AllGatherWeight(WrappedTensor):
                 )
         return box.scales
 
-    # ---- what FSDP2 asks of a parameter --------------------------------------------------------------------------
+    # ---- the hooks of FSDP2 --------------------------------------------------------------------------------------
 
     def fsdp_pre_all_gather(
         self,
@@ -174,69 +159,103 @@ class Float8AllGatherWeight(WrappedTensor):
         outer_stride: tuple[int, ...],
         module: Float8Linear,
         mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[Tensor, ...], _Gather]:
-        """Cast this shard: one uint8 tensor of the padded shard's shape for each cast of the weight that is needed."""
-        config = module.config
-        kept = _kept_scale(module)
-        shard = _shard(module)._replace(local=self.wrapped)
+    ) -> tuple[tuple[Tensor, ...], _Metadata]:
+        """Quantize this shard: one uint8 tensor of the padded shard's shape for each cast of the weight."""
+        config, scale = module.config, persistent_scale(module)
+        shard = current_shard(module)._replace(local=self.wrapped)  # on the device of the mesh, also if offloaded
         float8_dtype = config.casts.weight.float8_dtype
-        if kept is not None and kept.is_initialized:
-            code, scale = cast_shard_with_kept_scale(shard, kept, float8_dtype, config.round_scales_to_power_of_2)
-            codes = [code]
-            scales = WholeScales.of_one(scale)
+        scales: WholeScales
+        if scale is not None and scale.is_initialized:  # equal on every rank, so nothing is exchanged
+            power_of_2 = config.round_scales_to_power_of_2
+            code, _, *used = cast_with_persistent_scale(shard.local, scale, float8_dtype, True, False, power_of_2)
+            codes, scales = [code], [Scales(*used)]
         else:
-            scales = local_weight(module).scales() or _compute_scales_of_siblings(module)
-            two = _gathering(module).two_casts_of(module)
-            quants = scales.views(scales.quant)
-            needed = quants if two is None else [quants[place] for place in two.begin()]
-            codes = [cast_shard(shard, quant, float8_dtype) for quant in needed]
-            if kept is not None and kept.amax_buffer is not None:
-                record_amax(kept, scaling.amax(shard.local).float())
-        if len(codes) > 1 and mesh.size() == 1:
-            codes = [torch.cat(codes)]  # with nothing to gather, torch passes on the first payload only
-        return tuple(codes), _Gather(module, scales, shard.size, float8_dtype)
+            scales = whole_scales(module)
+            codes = [_quantize(shard, of_cast.quant, float8_dtype) for of_cast in scales]
+            if scale is not None and scale.amax_buffer is not None:
+                record_amax(scale, matrix_amax(shard.local, None))
+        payloads = [_payload(shard, code) for code in codes]
+        if len(payloads) > 1 and mesh.size() == 1:
+            payloads = [torch.cat(payloads)]  # without an all-gather, FSDP2 passes on the first payload only
+        return tuple(payloads), _Metadata(scales, shard.size, float8_dtype)
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
-        metadata: _Gather,
+        metadata: _Metadata,
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The gathered weight, a `Float8Tensor` over the memory that FSDP gathers into.
+        """The unsharded weight, a `Float8Tensor` over the memory that FSDP2 all-gathers into.
 
-        Its dequant_scales are one vector, whose memory FSDP frees and fills with that of the codes: it is made once.
+        Its dequant_scales are one vector, allocated once, whose memory FSDP2 frees with that of the codes.
         """
-        linear, scales, size, float8_dtype = metadata
-        gathering = _gathering(linear)
-        two = gathering.two_casts_of(linear)
-        if two is not None:
-            two.end()
-            codes = two.codes
-        else:
-            payloads: Sequence[Tensor] = all_gather_outputs
-            if len(payloads) < len(scales.parts):
-                payloads = all_gather_outputs[0].chunk(len(scales.parts))
-            elements = size[0] * size[1]
-            # without FSDP's padding
-            codes = [payload.view(-1)[:elements].view(size).view(float8_dtype) for payload in payloads]
-            if len(all_gather_outputs) > 1:
-                two = follow(linear, codes)
-                gathering.two_casts = linear.weight, two
-        forward_reads = None if two is None else two.forward_reads
+        scales, size, float8_dtype = metadata
+        payloads: Sequence[Tensor] = all_gather_outputs
+        if len(payloads) < len(scales):
+            payloads = all_gather_outputs[0].chunk(len(scales))
+        elements = size[0] * size[1]  # without padding
+        codes = [payload.view(-1)[:elements].view(size).view(float8_dtype) for payload in payloads]
+        lengths = [of_cast.dequant.numel() for of_cast in scales]
+        unsharded = None
         if out is None:
-            vector = torch.empty_like(scales.quant)
-            gathered = Float8Tensor.from_operands(*_operands(codes, scales, vector), param_dtype)
-            gathered.forward_reads = forward_reads
-            return gathered, (vector,)
-        gathered = cast(Float8Tensor, out._local_tensor if isinstance(out, DTensor) else out)
-        vector = gathered.dequant_scale.as_strided(scales.quant.shape, (1,), 0)
-        gathered.set_operands(*_operands(codes, scales, vector))
-        gathered.forward_reads = forward_reads
+            vector = scales[0].dequant.new_empty(sum(lengths))
+        else:
+            unsharded = cast(Float8Tensor, out._local_tensor if isinstance(out, DTensor) else out)
+            vector = unsharded.dequant_scale.as_strided((sum(lengths),), (1,), 0)
+        operands = []
+        with torch.no_grad(), _unsafe_preserve_version_counter(vector):  # as that of the codes
+            for code, part, of_cast in zip(codes, vector.split(lengths), scales, strict=True):
+                operands.append(Operand(code, part.view(of_cast.dequant.shape).copy_(of_cast.dequant)))
+        if unsharded is None:
+            return Float8Tensor.from_operands(operands[0], operands[-1], param_dtype), (vector,)
+        unsharded.set_operands(operands[0], operands[-1])
         return None
 
-    # ---- what torch asks of a subclass ---------------------------------------------------------------------------
+    # ---- the tensor ----------------------------------------------------------------------------------------------
+
+    @property
+    def data(self) -> Tensor:
+        """The same weight without history. Setting it is refused, because it would leave `wrapped` as it was."""
+        return self.detach()
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        raise RuntimeError(
+            "cannot assign to .data of a weight that is all-gathered in float8 (FSDP1 does): use fully_shard (FSDP2), "
+            "param.copy_(...) under torch.no_grad(), or a config with enable_fsdp_float8_all_gather=False"
+        )
+
+    # torch answers or refuses the next five for a subclass by its own storage, which is empty.
+
+    def data_ptr(self) -> int:
+        return self.wrapped.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        # The compiler identifies tensors by their storage, and would alias this one with `wrapped`.
+        if torch._guards.TracingContext.try_get() is not None:
+            return super().untyped_storage()
+        return self.wrapped.untyped_storage()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.plain().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.wrapped.tolist()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.plain().__dlpack__(**options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Float8AllGatherWeight:
+        if id(self) not in memo:
+            copied = _rebuild(copy.deepcopy(self.wrapped, memo), self.requires_grad, hasattr(self, "_is_param"))
+            copied.grad = copy.deepcopy(self.grad, memo)
+            memo[id(self)] = copied
+        return cast(Float8AllGatherWeight, memo[id(self)])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (self.wrapped, self.requires_grad, hasattr(self, "_is_param"))
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["wrapped"], None
@@ -272,11 +291,14 @@ class Float8AllGatherWeight(WrappedTensor):
         return cls(out) if func in _COPIES else out
 
 
-def _operands(codes: Sequence[Tensor], scales: WholeScales, vector: Tensor) -> tuple[Operand, Operand]:
-    """The weight as `output` reads it and as `grad_input` does; their dequant_scales are written to `vector`."""
-    scales.write_dequant(vector)
-    operands = [Operand(code, dequant) for code, dequant in zip(codes, scales.views(vector), strict=True)]
-    return operands[0], operands[-1]
+def _rebuild(wrapped: Tensor, requires_grad: bool, is_parameter: bool) -> Float8AllGatherWeight:
+    weight: Tensor = Float8AllGatherWeight(wrapped)
+    if is_parameter:
+        weight = nn.Parameter(weight, requires_grad)
+    return cast(Float8AllGatherWeight, weight.requires_grad_(requires_grad))
+
+
+torch.serialization.add_safe_globals([_rebuild])
 
 
 @functools.cache
@@ -311,7 +333,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterab
 
 
 class _Plain(torch.autograd.Function):
-    """The tensor inside a weight; its gradient is the weight's."""
+    """The wrapped tensor; its gradient is the weight's."""
 
     @staticmethod
     def forward(ctx: Any, weight: Float8AllGatherWeight) -> Tensor:
@@ -322,148 +344,83 @@ class _Plain(torch.autograd.Function):
         return grad
 
 
-def _kept_scale(linear: Float8Linear) -> PersistentScale | None:
-    """The kept scale of the weight; FSDP gathers without gradients, so training alone says whether to record."""
-    return linear.kept_scales(_shard(linear).device, recording=linear.training).weight
+def _payload(shard: Shard, codes: Tensor) -> Tensor:
+    """Codes as row-major uint8, padded to the length that every rank sends."""
+    missing = -(-shard.size[shard.dim] // shard.fsdp_group.size()) - codes.shape[shard.dim]
+    payload = codes.contiguous().view(torch.uint8)
+    return F.pad(payload, (0, 0, 0, missing)) if missing else payload  # FSDP2 pads dim 0 only
 
 
-def _is_known(linear: Float8Linear) -> bool:
-    """Whether a kept scale makes the exchange of amaxes unnecessary."""
-    kept = _kept_scale(linear)
-    return kept is not None and bool(kept.is_initialized)
+def _quantize(shard: Shard, quant_scale: Tensor, float8_dtype: torch.dtype) -> Tensor:
+    """The codes of a shard; `quant_scale` is that of the whole weight, (), [N, 1] or [1, K]."""
+    scale = shard.part(quant_scale)
+    by_column = scale.dim() == 2 and scale.shape[0] == 1 != shard.local.shape[0]
+    codes = cast_with_scale(shard.local, float8_dtype, None if by_column else scale, scale if by_column else None)
+    return cast(Tensor, codes[by_column])
 
 
-# ---- the linears whose weights are gathered together -----------------------------------------------------------------
+# ---- conversion: state dicts hold plain tensors ----------------------------------------------------------------------
 
 
-NamedLinears = Sequence[tuple[str, Float8Linear]]
+def make_all_gather_weights(named_linears: NamedLinears) -> None:
+    """Have FSDP2 all-gather the weights of these linears in float8.
 
-
-class Siblings:
-    """The linears of one model, whose scales are computed together; each of them holds this object."""
-
-    def __init__(self, named: NamedLinears) -> None:
-        self.named = named
-        self.checked: set[ProcessGroup] = set()
-
-
-@dataclass
-class Gathering:
-    """What a linear knows of the gathering of its weight; not copied with it, for a copy has other siblings."""
-
-    siblings: Siblings
-    hooks: tuple[RemovableHandle, ...] = ()
-    laid_out: tuple[Tensor, Shard] | None = None
-    """A sharded weight, and where its shard lies (`local` is empty): asking DTensor each time costs too much."""
-    two_casts: tuple[Tensor, Gathered | None] | None = None
-    """A sharded weight, and what each pass gathers of it."""
-
-    def two_casts_of(self, linear: Float8Linear) -> Gathered | None:
-        """What each pass gathers of the weight of `linear`, once both of its casts have been gathered."""
-        if self.two_casts is None or self.two_casts[0] is not linear.weight or torch.compiler.is_compiling():
-            return None
-        return self.two_casts[1]
-
-
-def local_weight(linear: Float8Linear) -> Float8AllGatherWeight:
-    """The weight of `linear`, or this rank's shard of it, that FSDP2 gathers in float8."""
-    weight = linear.weight
-    return cast(Float8AllGatherWeight, weight._local_tensor if isinstance(weight, DTensor) else weight)
-
-
-def _gathering(linear: Float8Linear) -> Gathering:
-    if linear.gathering is None:  # a copy
-        linear.gathering = Gathering(Siblings([("", linear)]))
-    return cast(Gathering, linear.gathering)
-
-
-def _shard(linear: Float8Linear) -> Shard:
-    gathering, local = _gathering(linear), local_weight(linear).wrapped
-    if gathering.laid_out is None or gathering.laid_out[0] is not linear.weight:
-        gathering.laid_out = linear.weight, shard_of(linear, local.new_empty(0))  # keep no memory alive
-    return gathering.laid_out[1]._replace(local=local)
-
-
-def _is_sharded(linear: Float8Linear) -> bool:
-    """Whether FSDP holds the weight of `linear` sharded, to be gathered in float8."""
-    weight = linear.weight
-    if not isinstance(weight, DTensor) or not isinstance(weight._local_tensor, Float8AllGatherWeight):
-        return False
-    return linear.sharding is None or weight.device_mesh.ndim > linear.sharding.mesh.ndim
-
-
-def _compute_scales_of_siblings(module: Float8Linear) -> WholeScales:
-    """Compute the scales of `module` and of every sibling that has none, in one collective."""
-    siblings = _gathering(module).siblings
-    own = _shard(module)
-    stale, shards = [], []
-    for name, linear in siblings.named:
-        if _is_sharded(linear) and not _is_known(linear) and local_weight(linear).scales() is None:
-            shard = _shard(linear)
-            if (shard.fsdp_group, shard.tp_group) == (own.fsdp_group, own.tp_group):
-                stale.append((name, linear))
-                shards.append(shard)
-    if own.fsdp_group not in siblings.checked:
-        check_ranks_agree(_describe(stale), own.fsdp_group, own.device, what="the weights to gather in float8")
-        siblings.checked.add(own.fsdp_group)
-    _compute_and_remember([linear for _, linear in stale], shards)
-    return cast(WholeScales, local_weight(module).scales())
-
-
-def _compute_and_remember(linears: Sequence[Float8Linear], shards: Sequence[Shard]) -> None:
-    with torch.no_grad():
-        scales = compute_whole_scales(shards, [linear.config for linear in linears])
-    for linear, of_weight in zip(linears, scales, strict=True):
-        local_weight(linear).remember(of_weight)
-
-
-def _describe(named: NamedLinears) -> list[str]:
-    return [f"{name} {list(linear.weight.shape)}: {linear.config}" for name, linear in named]
-
-
-def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
-    """Compute the dynamic scales of every weight under `module` that FSDP2 gathers in float8, in one all-reduce.
-
-    Call it after `optimizer.step()`, on every rank. Without it the first gather of the next step does the same work, at
-    a moment when the gather has to wait for it. Scales stay in use until their weight is written to, by an optimizer,
-    by `load_state_dict` or by any operation on the parameter. A module without such weights is left alone, and so are
-    weights with a delayed or static scale that is known.
-
-    One collective whatever the number of weights: over the ranks that share the weights' shards, and over those of
-    tensor parallelism at the same time if both together are all ranks; otherwise one more for tensor parallelism.
-    The first call for a module also checks, in a collective of 16 bytes, that the ranks agree about the weights.
-
-    Raises:
-        RuntimeError: on every rank, if ranks have different weights to gather or different configs for them.
+    Each weight becomes a `Float8AllGatherWeight` over the same storage: a new parameter, so make optimizers after it.
     """
-    named = [
-        (name, child)
-        for name, child in module.named_modules()
-        if isinstance(child, Float8Linear) and _is_sharded(child)
-    ]
-    _check_once(module, named)
-    together: dict[tuple[ProcessGroup, ProcessGroup | None], tuple[list[Float8Linear], list[Shard]]] = {}
-    for _, linear in named:
-        if _is_known(linear):
-            continue
-        shard = _shard(linear)
-        linears, shards = together.setdefault((shard.fsdp_group, shard.tp_group), ([], []))
-        linears.append(linear)
-        shards.append(shard)
-    for linears, shards in together.values():
-        _compute_and_remember(linears, shards)
+    siblings = Siblings(named_linears)
+    for _, linear in named_linears:
+        _wrap(linear)
+        if linear.scaling is not None:
+            linear.scaling.host_decides()
+        hooks = (
+            linear.register_state_dict_post_hook(_unwrap_in_state_dict),
+            linear.register_load_state_dict_post_hook(_wrap_after_load),
+        )
+        linear.gathering = AllGatherState(siblings, hooks)
 
 
-def _check_once(module: nn.Module, named: NamedLinears) -> None:
-    """Check that the ranks agree, in a group that exists on a rank without such weights too."""
-    checked = [id(linear) for _, linear in named]
-    if getattr(module, "_float8_gather_checked", None) == checked:
+def restore_plain_weight(linear: Float8Linear) -> None:
+    """Undo `make_all_gather_weights` for one linear. Raises RuntimeError once `fully_shard` has sharded the weight."""
+    weight = linear.weight
+    if isinstance(weight, DTensor) and isinstance(weight._local_tensor, Float8AllGatherWeight):
+        raise RuntimeError("a weight that fully_shard all-gathers in float8 cannot be converted back; convert before")
+    if isinstance(weight, Float8AllGatherWeight):
+        linear.weight = nn.Parameter(weight.wrapped, requires_grad=weight.requires_grad)
+    if linear.gathering is not None:
+        for hook in cast(AllGatherState, linear.gathering).hooks:
+            hook.remove()
+        linear.gathering = None
+
+
+def _wrap(linear: Float8Linear) -> None:
+    weight = linear.weight
+    if isinstance(weight, DTensor):
+        if not isinstance(weight._local_tensor, Float8AllGatherWeight):
+            weight._local_tensor = Float8AllGatherWeight(weight._local_tensor)
+    elif not isinstance(weight, Float8AllGatherWeight):
+        linear.weight = nn.Parameter(Float8AllGatherWeight(weight.detach()), requires_grad=weight.requires_grad)
+
+
+def _wrap_after_load(linear: nn.Module, incompatible_keys: object) -> None:
+    """`load_state_dict(assign=True)` assigns plain tensors."""
+    if isinstance(linear, Float8Linear) and not isinstance(linear.weight, Float8Tensor):
+        _wrap(linear)
+
+
+def _unwrap_in_state_dict(linear: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
+    """State dicts hold plain tensors, which share the memory of the weight."""
+    weight = state_dict.get(prefix + "weight")
+    if not isinstance(linear, Float8Linear) or isinstance(weight, nn.Parameter):  # keep_vars asks for the parameters
         return
-    sharded = next((p for p in module.parameters() if isinstance(p, DTensor)), None)
-    if sharded is None:
-        return
-    axis = next((i for i, placement in enumerate(sharded.placements) if hasattr(placement, "dim")), 0)
-    mesh = sharded.device_mesh
-    group, device = mesh.get_group(axis), torch.device(mesh.device_type)
-    check_ranks_agree(_describe(named), group, device, what="the weights to gather in float8")
-    module._float8_gather_checked = checked  # type: ignore[assignment]
+    if isinstance(weight, Float8AllGatherWeight):
+        state_dict[prefix + "weight"] = local_weight(linear).wrapped.detach()
+    elif isinstance(weight, DTensor) and isinstance(weight._local_tensor, Float8AllGatherWeight):
+        state_dict[prefix + "weight"] = DTensor.from_local(
+            # of the weight itself: an alias of it would not move its version counter
+            local_weight(linear).wrapped.detach(),
+            weight.device_mesh,
+            weight.placements,
+            run_check=False,
+            shape=weight.shape,
+            stride=weight.stride(),
+        )

@@ -1,11 +1,10 @@
-"""How the matrices of a tensor-parallel linear are spread over ranks, and how activations get from one to the next.
+"""How the matrices of a tensor-parallel linear are sharded, and how activations get from one linear to the next.
 
     ColwiseSharding    weight [N/T, K]   input whole       output and grad_output [.., N/T]
     RowwiseSharding    weight [N, K/T]   input [.., K/T]   output summed over the ranks: whole, or by sequence
 
-They implement `LinearSharding` (linear_surroundings.py): what a linear asks of them happens inside its one autograd
-function, on plain tensors. Only an input that several linears share is gathered outside, by `InputGather`, into a
-`Float8Tensor`.
+They implement `LinearSharding` (linear.py): a linear calls them inside its one autograd function, on plain tensors.
+Only an input that several linears share is all-gathered outside, by `AllGatherInput`, into a `Float8Tensor`.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from quaver.casts import MatrixCasts, Operand, casts_of_activation
-from quaver.config import CastConfig, Float8LinearConfig
+from quaver.config import Float8LinearConfig
 from quaver.distributed.collectives import all_reduce, reduce_scatter
-from quaver.distributed.spread_casts import TensorParallelQuantizer, gathered_operands
-from quaver.linear import Float8Linear
-from quaver.linear_gemms import compute_dtype
+from quaver.distributed.tensor_parallel_quantizer import GatheringQuantizer, TensorParallelQuantizer
+from quaver.linear import Float8Linear, compute_dtype
+from quaver.quantize import INPUT, CastPair, Operand, Quantizer, cached_quantizer, cast_pair
 from quaver.scaling import PersistentScale
 from quaver.tensor import Float8Tensor
 
@@ -32,20 +30,16 @@ from quaver.tensor import Float8Tensor
 
 
 class _Sharding:
-    """What column-wise and row-wise parallel linears have in common; see linear_surroundings.py."""
+    """What column-wise and row-wise parallel linears have in common; see `LinearSharding` in linear.py."""
 
     weight_dim: int
-    """The dim of weight [N, K] that is sharded."""
 
-    def __init__(self, mesh: DeviceMesh, weight_length: int) -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.group = mesh.get_group()
-        self.weight_length = weight_length
 
-    def weight_casts(
-        self, config: Float8LinearConfig, hp_dtype: torch.dtype, kept: PersistentScale | None
-    ) -> MatrixCasts:
-        return TensorParallelQuantizer(config, hp_dtype, kept, self.group, self.weight_dim)
+    def weight_quantizer(self, casts: CastPair, scale: PersistentScale | None) -> Quantizer:
+        return TensorParallelQuantizer(casts, scale, self.group, self.weight_dim)
 
     def __deepcopy__(self, memo: object) -> _Sharding:
         return self  # groups cannot be copied
@@ -56,30 +50,20 @@ class ColwiseSharding(_Sharding):
 
     weight_dim = 0
 
-    def __init__(self, mesh: DeviceMesh, weight_length: int, gather_input: InputGather | None) -> None:
-        super().__init__(mesh, weight_length)
-        self.gather_input = gather_input
+    def __init__(self, mesh: DeviceMesh, all_gather_input: AllGatherInput | None = None) -> None:
+        super().__init__(mesh)
+        self.all_gather_input = all_gather_input
 
     def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return local_part(weight), None if bias is None else local_part(bias), None
 
-    def input_casts(
-        self, input: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype, kept: PersistentScale | None
-    ) -> MatrixCasts:
-        return casts_of_activation(input, config, hp_dtype, kept)
+    def input_quantizer(self, input: Tensor, casts: CastPair, scale: PersistentScale | None) -> Quantizer:
+        return cached_quantizer(input, casts, scale)
 
-    def grad_output_operands(
-        self,
-        grad_output: Tensor,
-        config: Float8LinearConfig,
-        hp_dtype: torch.dtype,
-        kept: PersistentScale | None,
-        needs: tuple[bool, bool],
-    ) -> tuple[Operand | None, Operand | None]:
-        casts = TensorParallelQuantizer(config, hp_dtype, kept, self.group, 1)
-        return casts.both(grad_output.reshape(-1, grad_output.shape[-1]), *_needed_casts(config, needs))[:2]
+    def grad_output_quantizer(self, casts: CastPair, scale: PersistentScale | None) -> Quantizer:
+        return TensorParallelQuantizer(casts, scale, self.group, 1)
 
-    def reduce_output(self, output: Tensor) -> Tensor:
+    def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
         return output
 
 
@@ -88,8 +72,8 @@ class RowwiseSharding(_Sharding):
 
     weight_dim = 1
 
-    def __init__(self, mesh: DeviceMesh, weight_length: int, sequence_dim: int | None) -> None:
-        super().__init__(mesh, weight_length)
+    def __init__(self, mesh: DeviceMesh, sequence_dim: int | None = None) -> None:
+        super().__init__(mesh)
         self.sequence_dim = sequence_dim
 
     def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -99,36 +83,67 @@ class RowwiseSharding(_Sharding):
         partial = None if self.sequence_dim is None else [Partial()]
         return local_part(weight), None, cast(DTensor, bias).to_local(grad_placements=partial)
 
-    def input_casts(
-        self, input: Tensor, config: Float8LinearConfig, hp_dtype: torch.dtype, kept: PersistentScale | None
-    ) -> MatrixCasts:
-        return TensorParallelQuantizer(config, hp_dtype, kept, self.group, 1)
+    def input_quantizer(self, input: Tensor, casts: CastPair, scale: PersistentScale | None) -> Quantizer:
+        return TensorParallelQuantizer(casts, scale, self.group, 1)
 
-    def grad_output_operands(
-        self,
-        grad_output: Tensor,
-        config: Float8LinearConfig,
-        hp_dtype: torch.dtype,
-        kept: PersistentScale | None,
-        needs: tuple[bool, bool],
-    ) -> tuple[Operand | None, Operand | None]:
-        last, first = _needed_casts(config, needs)
-        if self.sequence_dim is not None:
-            dim = self.sequence_dim % grad_output.dim()
-            return gathered_operands(grad_output, dim, self.group, last, first, config, hp_dtype, kept)
-        casts = MatrixCasts(config, hp_dtype, kept)
-        return casts.both(grad_output.reshape(-1, grad_output.shape[-1]), last, first)[:2]
+    def grad_output_quantizer(self, casts: CastPair, scale: PersistentScale | None) -> Quantizer:
+        if self.sequence_dim is None:
+            return Quantizer(casts, scale)
+        return GatheringQuantizer(casts, scale, self.group, self.sequence_dim)
 
-    def reduce_output(self, output: Tensor) -> Tensor:
+    def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
         if self.sequence_dim is None:
             return all_reduce(output, self.group)
+        output = output.view(*leading, output.shape[-1])
         return reduce_scatter(output, _sequence_dim(output, self.sequence_dim, self.group), self.group)
 
 
-def _needed_casts(config: Float8LinearConfig, needs: tuple[bool, bool]) -> tuple[CastConfig | None, CastConfig | None]:
-    """How grad_output is cast for grad_input and for grad_weight, None for what is not needed."""
-    casts = config.casts
-    return casts.grad_output if needs[0] else None, casts.grad_output_for_grad_weight if needs[1] else None
+def forward_on_dtensors(linear: Float8Linear, input: Tensor) -> Tensor:
+    """The forward of a linear that tensor parallelism shards, by the Float8 styles or torch's own.
+
+    Args:
+        input: a DTensor, which is redistributed in high precision as the sharding needs it; a local tensor, which is
+            this rank's part; or a `Float8Tensor` that was all-gathered.
+    Returns:
+        A DTensor: Shard(-1) column-wise; row-wise Replicate(), or sharded along the sequence.
+    Raises:
+        RuntimeError: the weight is sharded in another way, or by FSDP2, which did not unshard it.
+    """
+    sharding = linear.sharding or _derived_sharding(linear, input)
+    if isinstance(sharding, RowwiseSharding):
+        if isinstance(input, DTensor):
+            input = input.redistribute(placements=[Shard(input.dim() - 1)]).to_local()
+        output = linear.forward_sharded(input, sharding)
+        layout = Replicate() if sharding.sequence_dim is None else Shard(sharding.sequence_dim)
+        return DTensor.from_local(output, sharding.mesh, [layout], run_check=False)
+    if isinstance(input, DTensor):
+        # redistribute() would sum the gradient for each linear that shares the input, even where it moves nothing.
+        whole = input if input.placements[0] == Replicate() else input.redistribute(placements=[Replicate()])
+        input = cast(Tensor, PartOfSum.apply(whole))
+    output = linear.forward_sharded(input, sharding)
+    # Ranks may have unlike numbers of features.
+    shape = torch.Size([*output.shape[:-1], linear.out_features])
+    stride = torch.empty(shape, device="meta").stride()
+    last = [Shard(output.dim() - 1)]
+    return DTensor.from_local(output, sharding.mesh, last, run_check=False, shape=shape, stride=stride)
+
+
+def _derived_sharding(linear: Float8Linear, input: Tensor) -> ColwiseSharding | RowwiseSharding:
+    """The sharding of a linear whose weight torch's own ColwiseParallel or RowwiseParallel distributed."""
+    weight = cast(DTensor, linear.weight)
+    placement = weight.placements[0] if weight.device_mesh.ndim == 1 else None
+    if not isinstance(input, DTensor) or placement not in (Shard(0), Shard(1)):
+        raise RuntimeError(
+            f"the weight of this Float8Linear is sharded ({weight.placements}) when its forward runs. If fully_shard "
+            "did that, call the module that was given to it; if tensor parallelism, use (Float8)ColwiseParallel or "
+            "(Float8)RowwiseParallel"
+        )
+    if linear.scaling is not None:
+        linear.scaling.host_decides()
+    return ColwiseSharding(weight.device_mesh) if placement == Shard(0) else RowwiseSharding(weight.device_mesh)
+
+
+Float8Linear.forward_on_dtensors = staticmethod(forward_on_dtensors)
 
 
 def local_part(parameter: Tensor) -> Tensor:
@@ -149,7 +164,7 @@ def _sequence_dim(whole: Tensor, dim: int, group: ProcessGroup) -> int:
 # ---- activations across ranks ----------------------------------------------------------------------------------------
 
 
-class _GatherFloat8(torch.autograd.Function):
+class _AllGatherFloat8(torch.autograd.Function):
     """A sequence-sharded activation [.., s, K] -> the whole, as a Float8Tensor; gradients are summed and scattered."""
 
     @staticmethod
@@ -162,8 +177,8 @@ class _GatherFloat8(torch.autograd.Function):
         as_dtensor: bool,
         for_grad_weight: bool,
         quant_scale: Tensor | None,
-        observed: Tensor | None,
-        known: Tensor | None,
+        amax_buffer: Tensor | None,
+        is_initialized: Tensor | None,
     ) -> Any:
         dim %= local.dim()
         if dim == local.dim() - 1:
@@ -171,24 +186,26 @@ class _GatherFloat8(torch.autograd.Function):
         ctx.dim, ctx.mesh = dim, mesh
         group = mesh.get_group()
         dtype = compute_dtype(local.device.type, local.dtype)
-        first = config.casts.input_for_grad_weight if for_grad_weight else None
-        kept = None if quant_scale is None or known is None else PersistentScale(quant_scale, observed, known)
-        last_op, first_op = gathered_operands(local, dim, group, config.casts.input, first, config, dtype, kept)
+        scale = None
+        if quant_scale is not None and is_initialized is not None:
+            scale = PersistentScale(quant_scale, amax_buffer, is_initialized)
+        quantizer = GatheringQuantizer(cast_pair(config, INPUT, dtype), scale, group, dim)
+        last_op, first_op = quantizer(local, last=True, first=for_grad_weight)[:2]
         shape = [*local.shape]
         shape[dim] *= group.size()
-        last_op, first_op = (
+        whole = Float8Tensor.from_operands(
             _shaped(cast(Operand, last_op), shape),
             None if first_op is None else _shaped(first_op, shape),
+            local.dtype,
         )
-        whole = Float8Tensor.from_operands(last_op, first_op, local.dtype)
         return DTensor.from_local(whole, mesh, [Replicate()], run_check=False) if as_dtensor else whole
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if isinstance(local_part(grad), Float8Tensor):
-            # The graph ends here, so the compiler made up a gradient, of the type of the result.
+            # The graph ends here, so the compiler invented a gradient, of the type of the result.
             raise NotImplementedError(
-                "torch.compile ended a graph between the gathering of an input in float8 and the linears that read it. "
+                "torch.compile ended a graph between the float8 all-gather of an input and the linears that read it. "
                 "Compile a module around the one that PrepareFloat8ModuleInput was applied to, with fullgraph=True"
             )
         if isinstance(grad, DTensor):
@@ -221,26 +238,13 @@ class PartOfSum(torch.autograd.Function):
         return DTensor.from_local(grad, ctx.mesh, [Partial()], run_check=False)
 
 
-class WholeInput(torch.autograd.Function):
-    """An input that every rank has whole: each rank's part of the linear gives a part of its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return input.view_as(input)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad, ctx.group), None
-
-
-def travels_in_float8(config: Float8LinearConfig) -> bool:
-    """Whether the input is gathered as codes: not if one of its matmuls reads it in high precision."""
+def is_all_gathered_in_float8(config: Float8LinearConfig) -> bool:
+    """Whether the input is all-gathered as codes: not if one of its matmuls reads it in high precision."""
     return not (config.casts.input.is_disabled or config.casts.input_for_grad_weight.is_disabled)
 
 
-class InputGather:
-    """Gathers the sequence-sharded inputs of one module; made once, when the module is parallelized."""
+class AllGatherInput:
+    """All-gathers the sequence-sharded inputs of one module in float8; made once, when the module is parallelized."""
 
     def __init__(self, layout: Placement, mesh: DeviceMesh, linear: Float8Linear, *, as_dtensor: bool) -> None:
         """`linear`: the first of those that read the input; its config says how to cast, and its scale is used."""
@@ -249,17 +253,17 @@ class InputGather:
         if dim == -1:
             raise ValueError(f"expected an input that is whole or sharded along its tokens, got {layout} (features)")
 
-        def gather_float8(local: Tensor, for_grad_weight: bool, *kept: Tensor | None) -> Tensor:
-            return cast(Tensor, _GatherFloat8.apply(local, dim, mesh, config, as_dtensor, for_grad_weight, *kept))
+        def all_gather_float8(local: Tensor, for_grad_weight: bool, *scale: Tensor | None) -> Tensor:
+            return cast(Tensor, _AllGatherFloat8.apply(local, dim, mesh, config, as_dtensor, for_grad_weight, *scale))
 
         # Dynamo would trace the backward with a gradient of the type of the result, a Float8Tensor. In the graph as one
         # call, it is traced by the autograd that runs it, with the gradient that comes.
-        self._call = torch.compiler.allow_in_graph(gather_float8)
+        self._call = torch.compiler.allow_in_graph(all_gather_float8)
 
     def __call__(self, local: Tensor, *, for_grad_weight: bool = True, linear: Float8Linear | None = None) -> Tensor:
         """`for_grad_weight`: whether a linear that reads it trains its weight. Without gradients none does.
 
-        `linear`: whose kept scale to use, where it is not the one that this was made for but a copy.
+        `linear`: the one whose persistent scale to use, where it is a copy of the one that this was made for.
         """
-        kept = (linear or self._linear).kept_scales(local.device).input or (None, None, None)
-        return self._call(local, for_grad_weight and torch.is_grad_enabled(), *kept)
+        scale = (linear or self._linear).persistent_scales(local.device).input or (None, None, None)
+        return self._call(local, for_grad_weight and torch.is_grad_enabled(), *scale[:3])

@@ -2,15 +2,15 @@
 
     Float8ColwiseParallel    weight [N/T, K]   input whole           output [.., N/T]
     Float8RowwiseParallel    weight [N, K/T]   input [.., K/T]       output summed over the ranks, whole or by sequence
-    PrepareFloat8ModuleInput                   a sequence-sharded input, cast, gathered as codes, for all who share it
+    PrepareFloat8ModuleInput                   quantizes and all-gathers a sequence-sharded input for all its linears
 
-Codes and scales are those of one device (spread_casts.py), and results differ from it only where a sum over ranks is
-taken in another order.
+Codes and scales are those of one device (tensor_parallel_quantizer.py), and results differ from it only where a sum
+over ranks is taken in another order.
 
 What crosses the wire, T ranks, an activation of M tokens by K features:
-    forward      M * K codes to gather a sequence-sharded input, once for all linears that share it, and one scale, or
-                 one per token beside the codes. Where grad_weight reads another cast of the input than output does
-                 (rowwise), both are gathered: two bytes per element, what bfloat16 takes.
+    forward      M * K codes to all-gather a sequence-sharded input, once for all linears that share it, and one
+                 scale, or one per token beside the codes. Where grad_weight reads another cast of the input than output
+                 does (rowwise), both are all-gathered: two bytes per element, what bfloat16 takes.
     backward     the same for a sequence-sharded grad_output of Float8RowwiseParallel.
     in bfloat16  what a recipe reads in high precision (rowwise_with_gw_hp), and every sum over ranks.
 """
@@ -26,18 +26,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
-from quaver.distributed.gatherable_linears import keep_gatherable
 from quaver.distributed.linear_sharding import (
+    AllGatherInput,
     ColwiseSharding,
-    InputGather,
-    PartOfSum,
     RowwiseSharding,
-    WholeInput,
+    is_all_gathered_in_float8,
     local_part,
-    travels_in_float8,
 )
-from quaver.linear import Float8Linear
-from quaver.linear_surroundings import LinearSharding
+from quaver.linear import Float8Linear, LinearSharding
 from quaver.tensor import Float8Tensor
 
 
@@ -63,7 +59,7 @@ def _shard(linear: Float8Linear, sharding: LinearSharding) -> None:
 
 
 class Float8ColwiseParallel(ColwiseParallel):
-    """torch's `ColwiseParallel` for a Float8Linear: a sequence-sharded input is cast, then gathered as codes.
+    """torch's `ColwiseParallel` for a Float8Linear: a sequence-sharded input is quantized, then all-gathered.
 
     Args:
         input_layouts: Replicate() (the default), or Shard(d) of a dim before the last. What
@@ -77,47 +73,30 @@ class Float8ColwiseParallel(ColwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         linear = _float8_linear(self, module)
         mesh = _one_axis(device_mesh)
-        with keep_gatherable(linear):
-            super()._apply(linear, mesh)
-        gather_input = None
-        if self.input_layouts[0] != Replicate() and travels_in_float8(linear.config):
-            gather_input = InputGather(self.input_layouts[0], mesh, linear, as_dtensor=False)
-        _shard(linear, ColwiseSharding(mesh, local_part(linear.weight).shape[0], gather_input))
+        super()._apply(linear, mesh)
+        all_gather_input = None
+        if self.input_layouts[0] != Replicate() and is_all_gathered_in_float8(linear.config):
+            all_gather_input = AllGatherInput(self.input_layouts[0], mesh, linear, as_dtensor=False)
+        _shard(linear, ColwiseSharding(mesh, all_gather_input))
         return linear
 
     @staticmethod
     def _prepare_input_fn(
         input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: DeviceMesh
     ) -> Tensor:
-        input, layout = inputs[0], input_layouts[0]
-        if isinstance(input, Float8Tensor):
-            return input
-        if isinstance(input, DTensor):
-            if input.placements[0] == Replicate():
-                return cast(Tensor, PartOfSum.apply(input))
-            input = input.redistribute(placements=input_layouts).to_local()
-        if layout == Replicate():
-            return cast(Tensor, WholeInput.apply(input, device_mesh.get_group()))
-        if mod.sharding.gather_input is not None:
-            return cast(Tensor, mod.sharding.gather_input(input, for_grad_weight=mod.weight.requires_grad, linear=mod))
-        whole = DTensor.from_local(input, device_mesh, [layout], run_check=False).redistribute(placements=[Replicate()])
-        return cast(Tensor, PartOfSum.apply(whole))
-
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Any, use_local_output: bool, mod: Any, outputs: Tensor, device_mesh: DeviceMesh
-    ) -> Tensor:
-        if use_local_output and output_layouts[0] in (Shard(-1), Shard(outputs.dim() - 1)):
-            return outputs
-        shape = torch.Size([*outputs.shape[:-1], mod.out_features])  # ranks may have different numbers of features
-        stride = torch.empty(shape, device="meta").stride()
-        last = [Shard(outputs.dim() - 1)]
-        sharded = DTensor.from_local(outputs, device_mesh, last, run_check=False, shape=shape, stride=stride)
-        return ColwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, sharded, device_mesh)
+        input, all_gather_input = inputs[0], mod.sharding.all_gather_input
+        if isinstance(local_part(input), Float8Tensor):
+            return cast(Tensor, input)
+        if not isinstance(input, DTensor):
+            input = DTensor.from_local(input, device_mesh, input_layouts, run_check=False)
+        if all_gather_input is None or input.placements[0] == Replicate():
+            return cast(Tensor, input)
+        local = input.redistribute(placements=input_layouts).to_local()
+        return cast(Tensor, all_gather_input(local, for_grad_weight=mod.weight.requires_grad, linear=mod))
 
 
 class Float8RowwiseParallel(RowwiseParallel):
-    """torch's `RowwiseParallel` for a Float8Linear: a sequence-sharded grad_output is cast, then gathered as codes.
+    """torch's `RowwiseParallel` for a Float8Linear: a sequence-sharded grad_output is quantized, then all-gathered.
 
     Args:
         input_layouts: Shard(-1) (the default), or another that torch can redistribute from, in high precision.
@@ -135,81 +114,45 @@ class Float8RowwiseParallel(RowwiseParallel):
             raise ValueError(
                 f"Float8RowwiseParallel: expected output_layouts Replicate() or Shard(tokens), got {layout}"
             )
-        with keep_gatherable(linear):
-            super()._apply(linear, mesh)
+        super()._apply(linear, mesh)
         sequence_dim = layout.dim if isinstance(layout, Shard) else None
-        _shard(linear, RowwiseSharding(mesh, local_part(linear.weight).shape[1], sequence_dim))
+        _shard(linear, RowwiseSharding(mesh, sequence_dim))
         return linear
-
-    @staticmethod
-    def _prepare_input_fn(
-        input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: DeviceMesh
-    ) -> Tensor:
-        input = inputs[0]
-        last = Shard(input.dim() - 1)
-        if isinstance(input, DTensor):
-            return input.redistribute(placements=[last]).to_local()
-        if input_layouts[0] in (Shard(-1), last):
-            return cast(Tensor, input)
-        sharded = DTensor.from_local(input, device_mesh, input_layouts, run_check=False)
-        return sharded.redistribute(placements=[last]).to_local()
-
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Any, use_local_output: bool, mod: Any, outputs: Tensor, device_mesh: DeviceMesh
-    ) -> Tensor:
-        return (
-            outputs if use_local_output else DTensor.from_local(outputs, device_mesh, output_layouts, run_check=False)
-        )
 
 
 class PrepareFloat8ModuleInput(PrepareModuleInput):
-    """torch's `PrepareModuleInput` for a module of Float8Linears that share inputs: cast once, gathered once as codes.
+    """torch's `PrepareModuleInput` for Float8Linears that share inputs: quantized once, all-gathered once as codes.
 
     What a module's forward gets in place of a sequence-sharded input is a `Float8Tensor` of the whole input's shape (in
     a DTensor unless `use_local_output`). It can be given to column-wise parallel Float8Linears and viewed with other
     leading dims; anything else on it is an error. Where the recipe reads the input in high precision too
-    (rowwise_with_gw_hp), it is gathered so, by torch.
+    (rowwise_with_gw_hp), torch all-gathers it so.
 
     Args:
         input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts, use_local_output: as
             torch's.
-        float8_dtype: the dtype that inputs are cast to; None for the one of the linears' config.
-        fwd_config_submodule_fqn: the linear whose config, and whose scale if that is kept, is used; None to use the
+        float8_dtype: the dtype that inputs are quantized to; None for the one of the linears' config.
+        fwd_config_submodule_fqn: the linear whose config, and whose persistent scale, if any, is used; None to use the
             config that all Float8Linears share, and the first one's scale.
     Raises:
         ValueError: no Float8Linear inside, linears of several configs, or a float8_dtype that is not the config's.
     """
 
     def __init__(
-        self,
-        *,
-        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
-        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
-        input_kwarg_layouts: dict[str, Placement] | None = None,
-        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
-        use_local_output: bool = False,
-        float8_dtype: torch.dtype | None = None,
-        fwd_config_submodule_fqn: str | None = None,
+        self, *, float8_dtype: torch.dtype | None = None, fwd_config_submodule_fqn: str | None = None, **layouts: Any
     ) -> None:
-        super().__init__(
-            input_layouts=input_layouts,
-            desired_input_layouts=desired_input_layouts,
-            input_kwarg_layouts=input_kwarg_layouts,
-            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
-            use_local_output=use_local_output,
-        )
+        super().__init__(**layouts)
         self.float8_dtype = float8_dtype
         self.fwd_config_submodule_fqn = fwd_config_submodule_fqn
-        self._gathers: dict[Placement | None, InputGather] = {}
+        self._gathers: dict[Placement | None, AllGatherInput] = {}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         linear, mesh = self._linear_of(module), _one_axis(device_mesh)
         applied = copy.copy(self)  # the same style may be applied to modules of other configs
-        if travels_in_float8(linear.config):
+        if is_all_gathered_in_float8(linear.config):
             layouts = {*(self.input_layouts or ()), *self.input_kwarg_layouts.values()}
             applied._gathers = {
-                layout: InputGather(layout, mesh, linear, as_dtensor=not self.use_local_output)
+                layout: AllGatherInput(layout, mesh, linear, as_dtensor=not self.use_local_output)
                 for layout in layouts
                 if isinstance(layout, Shard)
             }
@@ -233,7 +176,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             )
         if self.float8_dtype not in (None, config.casts.input.float8_dtype):
             raise ValueError(
-                f"PrepareFloat8ModuleInput: float8_dtype is {self.float8_dtype}, but the config casts inputs to "
+                f"PrepareFloat8ModuleInput: float8_dtype is {self.float8_dtype}, but the config quantizes inputs to "
                 f"{config.casts.input.float8_dtype}"
             )
         return linears[0]
@@ -241,12 +184,12 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     def _prepare_input_arg(
         self, input: Any, mesh: DeviceMesh, input_layout: Placement | None, desired_layout: Placement | None
     ) -> Any:
-        gather_input = self._gathers.get(input_layout) if desired_layout == Replicate() else None
-        if gather_input is None or input_layout is None:
+        all_gather_input = self._gathers.get(input_layout) if desired_layout == Replicate() else None
+        if all_gather_input is None or input_layout is None:
             return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
         if isinstance(input, DTensor):
             input = input.redistribute(placements=[input_layout]).to_local()
-        return gather_input(input)
+        return all_gather_input(input)
 
 
 class _PrepareHook:

@@ -1,88 +1,106 @@
-"""The scales of weights that are spread over ranks: as one rank with the whole weight would compute them.
+"""Scales of sharded weights, equal to those that one rank with the whole weight would compute.
 
-A scale belongs to the whole tensor. Each rank takes the amaxes of its shard, all of them travel in one vector, one
-maximum over the ranks makes them those of the whole, and the scales are computed from that vector at once. Whatever the
-number of weights: one collective, and for tensorwise scales a fixed number of kernels.
+A scale belongs to the whole tensor. Each rank takes the amaxes of its shards, one all-reduce takes their maximum over
+the ranks, and the scales of all weights are computed from that vector at once: one collective and, for tensorwise
+scales, a fixed number of kernels, whatever the number of weights.
 
-Shapes. FSDP shards a weight [N, K] along dim 0 (or 1); tensor parallelism may have sharded it before, so N and K here
-are those of the tensor-parallel part, the shape that FSDP gathers. Under FSDP2 x TP a scale that reduces a dim which
-tensor parallelism has sharded takes a second maximum, over that axis. If all do, both are one maximum over all ranks.
+[Note: shapes] FSDP2 shards a weight [N, K] along dim 0 (or 1). Tensor parallelism may have sharded it before; N and K
+are then those of the tensor-parallel part, which is what FSDP2 all-gathers. A scale that reduces a dim which tensor
+parallelism sharded takes a second maximum, over that mesh axis. If all do, both are one maximum over all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as PlacementShard
+from torch.utils.hooks import RemovableHandle
 
 from quaver import scaling
-from quaver.casts import Scales
 from quaver.config import Float8LinearConfig
+from quaver.distributed.agreement import check_ranks_agree
 from quaver.distributed.collectives import max_over_ranks
 from quaver.linear import Float8Linear
+from quaver.quantize import Scales
+from quaver.scaling import PersistentScale
+from quaver.tensor import WrappedTensor
+
+if TYPE_CHECKING:
+    from quaver.distributed.fsdp import Float8AllGatherWeight
 
 _SHAPES: dict[int | None, tuple[int, ...]] = {None: (), 0: (1, -1), 1: (-1, 1)}
-"""Of scales that reduce a dim, None for both: (), [1, K] or [N, 1]."""
+"""The shape of scales that reduce a dim; None for both."""
 
-
-class WholeScales(NamedTuple):
-    """The scales of one weight, kept between gathers: those of all its casts in one vector [L], float32."""
-
-    quant: Tensor
-    dequant: Tensor | None
-    """None where one kernel makes it from `quant`, when it is needed, to the same bits."""
-    parts: tuple[tuple[int | None, int], ...]
-    """For each cast, in the order of `scale_dims`, the dim that its scales reduce, and how many there are."""
-
-    @classmethod
-    def of_one(cls, scales: Scales) -> WholeScales:
-        """Of a weight with one tensorwise cast."""
-        return cls(scales.quant.view(1), scales.dequant.view(1), ((None, 1),))
-
-    def views(self, vector: Tensor) -> list[Tensor]:
-        """A vector [L] as the scales of each cast: (), [1, K] or [N, 1]."""
-        lengths = [length for _, length in self.parts]
-        return [part.view(_SHAPES[dim]) for part, (dim, _) in zip(vector.split(lengths), self.parts, strict=True)]
-
-    def write_dequant(self, vector: Tensor) -> None:
-        """Fill `vector` [L] with the dequant_scales; its version counter stays, as that of codes that are gathered."""
-        with torch.no_grad(), _unsafe_preserve_version_counter(vector):
-            if self.dequant is None:
-                torch.reciprocal(self.quant, out=vector)
-            else:
-                vector.copy_(self.dequant)
+WholeScales = Sequence[Scales]
+"""The scales of one weight [N, K], one for each cast, in the order of `scale_dims`: (), [1, K] or [N, 1]."""
 
 
 class Shard(NamedTuple):
-    """Where one rank's shard lies in the weight that FSDP gathers."""
+    """One rank's shard, and where it lies in the weight that FSDP2 all-gathers."""
 
     local: Tensor
     """[n, k], plain; n may be 0."""
     size: tuple[int, int]
-    """[N, K]."""
+    """[N, K]; see [Note: shapes]."""
     dim: int
-    """The sharded dim."""
+    """The dim that FSDP2 shards."""
     offset: int
     """Where the shard begins along it."""
     fsdp_group: ProcessGroup
     tp_group: ProcessGroup | None
     tp_dim: int | None
-    """The dim along which tensor parallelism sharded the weight before."""
+    """The dim that tensor parallelism sharded before."""
     device: torch.device
-    """Where the groups' collectives take tensors; an offloaded shard lies elsewhere."""
+    """The device of the groups' collectives; an offloaded shard lies elsewhere."""
 
     def part(self, of_whole: Tensor) -> Tensor:
-        """What belongs to this shard of a tensor [N, K], [N, 1] or [1, K]."""
+        """This shard's part of scales [N, 1] or [1, K] of the whole weight, or the one scale ()."""
         if of_whole.dim() == 0 or of_whole.shape[self.dim] == 1 != self.size[self.dim]:
             return of_whole
         return of_whole.narrow(self.dim, self.offset, self.local.shape[self.dim])
+
+
+def shard_of(weight: Tensor, local: Tensor) -> Shard:
+    """Where the shard `local` of a weight lies while FSDP2 holds the weight sharded.
+
+    FSDP2 shards over one mesh axis; tensor parallelism, if any, over the axis after it.
+    """
+    if not isinstance(weight, DTensor):
+        raise RuntimeError(f"expected a sharded weight, got {type(weight).__name__}; reshard the model first")
+    mesh, placements = weight.device_mesh, weight.placements
+    axes = [axis for axis, placement in enumerate(placements) if hasattr(placement, "dim")]  # Shard or _StridedShard
+    if len(axes) not in (1, 2):
+        raise NotImplementedError(
+            f"expected a weight that FSDP2 shards over one mesh axis, and tensor parallelism over at most one more; "
+            f"got {placements} on {mesh}"
+        )
+    dims = [cast(PlacementShard, placements[axis]).dim for axis in axes]
+    size = list(weight.shape)
+    tp_group = tp_dim = None
+    if len(axes) == 2:
+        tp_group, tp_dim = mesh.get_group(axes[1]), dims[1]
+        offset, chunk = _chunk(size[tp_dim], mesh, axes[1])
+        size[tp_dim] = min(chunk, size[tp_dim] - offset)
+    offset, _ = _chunk(size[dims[0]], mesh, axes[0])
+    device = torch.device(mesh.device_type)
+    return Shard(local, (size[0], size[1]), dims[0], offset, mesh.get_group(axes[0]), tp_group, tp_dim, device)
+
+
+def _chunk(length: int, mesh: DeviceMesh, axis: int) -> tuple[int, int]:
+    """Where this rank's chunk of `length` begins, and how long chunks are; as torch.chunk, the last may be short."""
+    chunk = -(-length // mesh.size(axis))
+    return min(mesh.get_local_rank(axis) * chunk, length), chunk
+
+
+# ---- the scales of many weights --------------------------------------------------------------------------------------
 
 
 def scale_dims(config: Float8LinearConfig) -> list[int | None]:
@@ -92,56 +110,47 @@ def scale_dims(config: Float8LinearConfig) -> list[int | None]:
     return [for_output] if for_output == for_grad_input else [for_output, for_grad_input]
 
 
-class _Wanted(NamedTuple):
-    """One vector of amaxes that travels."""
-
-    weight: int
-    place: int
-    """Among the casts of the weight."""
-    dim: int | None
-    over_tp: bool
-
-    def length(self, shard: Shard) -> int:
-        return 1 if self.dim is None else shard.size[1 - self.dim]
-
-
 def compute_whole_scales(shards: Sequence[Shard], configs: Sequence[Float8LinearConfig]) -> list[WholeScales]:
     """The scales of every weight; a collective over the ranks that hold the shards, all of which must call it.
 
     Args:
-        shards: of weights that are sharded over the same groups, in the same order on every rank.
-        configs: their configs, in the same order.
+        shards: shards of weights over the same groups, in the same order on every rank.
+        configs: their configs, in the same order, of one float8 dtype and one way to round scales.
     """
-    wanted = [
-        _Wanted(i, place, dim, shard.tp_dim is not None and dim in (None, shard.tp_dim))
-        for i, (shard, config) in enumerate(zip(shards, configs, strict=True))
-        for place, dim in enumerate(scale_dims(config))
-    ]
-    wanted.sort(key=lambda want: want.over_tp)  # those that also travel over tensor parallelism stand last, together
-    amaxes = _local_amaxes(shards, wanted).to(shards[0].device)
-    lengths = [want.length(shards[want.weight]) for want in wanted]
-    only_fsdp = sum(length for want, length in zip(wanted, lengths, strict=True) if not want.over_tp)
-    amaxes = _largest(amaxes, only_fsdp, shards[0])
-    return _scales(amaxes.split(lengths), wanted, configs)
+
+    def is_over_tp(key: tuple[int, int | None]) -> bool:
+        """Whether tensor parallelism sharded the dim that the scales of a cast reduce."""
+        tp_dim = shards[key[0]].tp_dim
+        return tp_dim is not None and key[1] in (None, tp_dim)
+
+    # The key of a cast: the index of its weight, and the dim that its scales reduce. Those over TP stand last.
+    casts = sorted(((i, dim) for i, config in enumerate(configs) for dim in scale_dims(config)), key=is_over_tp)
+    lengths = [1 if dim is None else shards[i].size[1 - dim] for i, dim in casts]
+    only_fsdp = sum(length for key, length in zip(casts, lengths, strict=True) if not is_over_tp(key))
+    amaxes = _max_over_groups(_local_amaxes(shards, casts).to(shards[0].device), only_fsdp, shards[0])
+    float8_dtype, power_of_2 = _rule(configs[0])
+    quant = scaling.amax_to_quant_scale(amaxes, float8_dtype, power_of_2=power_of_2)
+    dequant = scaling.to_dequant_scale(quant)
+    made: dict[tuple[int, int | None], Scales] = {}
+    for key, *of_cast in zip(casts, quant.split(lengths), dequant.split(lengths), strict=True):
+        made[key] = Scales(*(vector.view(_SHAPES[key[1]]) for vector in of_cast))
+    return [[made[i, dim] for dim in scale_dims(config)] for i, config in enumerate(configs)]
 
 
-def _local_amaxes(shards: Sequence[Shard], wanted: Sequence[_Wanted]) -> Tensor:
-    """This rank's part of every wanted vector, one after another, float32; 0 where another rank's part is."""
-    of_whole_shard = [want for want in wanted if want.dim is None and shards[want.weight].local.numel()]
+def _rule(config: Float8LinearConfig) -> tuple[torch.dtype, bool]:
+    """What weights must have in common for their scales to be computed at once."""
+    return config.casts.weight.float8_dtype, config.round_scales_to_power_of_2
+
+
+def _local_amaxes(shards: Sequence[Shard], casts: Sequence[tuple[int, int | None]]) -> Tensor:
+    """This rank's amaxes for `casts`, one after another, float32; 0 where another rank's shard is."""
+    tensorwise = [i for i, dim in casts if dim is None and shards[i].local.numel()]
     # One multi-tensor kernel for all tensorwise scales.
-    norms = (
-        torch._foreach_norm([shards[want.weight].local for want in of_whole_shard], torch.inf) if of_whole_shard else []
-    )
-    tensorwise = {want.weight: norm.view(1) for want, norm in zip(of_whole_shard, norms, strict=True)}
+    norms = torch._foreach_norm([shards[i].local for i in tensorwise], torch.inf) if tensorwise else []
+    norm_of = {i: norm.view(1) for i, norm in zip(tensorwise, norms, strict=True)}
     zero = shards[0].local.new_zeros(1)
-    pieces = []
-    for want in wanted:
-        shard = shards[want.weight]
-        if want.dim is None:
-            pieces.append(tensorwise.get(want.weight, zero))
-        else:
-            pieces.append(_local_vector(shard, want.dim))
-    return torch.cat(pieces).float()
+    vectors = [norm_of.get(i, zero) if dim is None else _local_vector(shards[i], dim) for i, dim in casts]
+    return torch.cat(vectors).float()
 
 
 def _local_vector(shard: Shard, dim: int) -> Tensor:
@@ -154,12 +163,12 @@ def _local_vector(shard: Shard, dim: int) -> Tensor:
     return whole
 
 
-def _largest(amaxes: Tensor, only_fsdp: int, shard: Shard) -> Tensor:
-    """The maximum over FSDP's ranks, of all but the first `only_fsdp` over tensor parallelism's too."""
+def _max_over_groups(amaxes: Tensor, only_fsdp: int, shard: Shard) -> Tensor:
+    """The maximum over FSDP2's ranks; of all but the first `only_fsdp` over tensor parallelism's too."""
     if shard.tp_group is not None and only_fsdp == 0:
-        everyone = dist.group.WORLD
-        if everyone is not None and everyone.size() == shard.fsdp_group.size() * shard.tp_group.size():
-            return max_over_ranks(amaxes, everyone)
+        world = dist.group.WORLD
+        if world is not None and world.size() == shard.fsdp_group.size() * shard.tp_group.size():
+            return max_over_ranks(amaxes, world)
     amaxes = max_over_ranks(amaxes, shard.fsdp_group)
     if shard.tp_group is None or only_fsdp == amaxes.numel():
         return amaxes
@@ -167,61 +176,147 @@ def _largest(amaxes: Tensor, only_fsdp: int, shard: Shard) -> Tensor:
     return torch.cat([amaxes[:only_fsdp], both])
 
 
-def _scales(
-    amaxes: Sequence[Tensor],
-    wanted: Sequence[_Wanted],
-    configs: Sequence[Float8LinearConfig],
-) -> list[WholeScales]:
-    """Scales from the amaxes of the whole weights, computed together for all configs that scale alike."""
-    of_weight: list[list[tuple[int | None, Tensor]]] = [[] for _ in configs]
-    for want, amax in sorted(zip(wanted, amaxes, strict=True), key=lambda each: each[0].place):
-        of_weight[want.weight].append((want.dim, amax))
-    alike: dict[tuple[torch.dtype, bool], list[int]] = {}
-    for weight, config in enumerate(configs):
-        key = (config.casts.weight.float8_dtype, config.round_scales_to_power_of_2)
-        alike.setdefault(key, []).append(weight)
-    result = {}
-    for (float8_dtype, power_of_2), weights in alike.items():
-        together = torch.cat([amax for weight in weights for _, amax in of_weight[weight]])
-        parts = [tuple((dim, amax.numel()) for dim, amax in of_weight[weight]) for weight in weights]
-        lengths = [sum(length for _, length in of_one) for of_one in parts]
-        quant = scaling.amax_to_quant_scale(together, float8_dtype, power_of_2=power_of_2)
-        dequants: Sequence[Tensor | None] = [None] * len(weights)
-        if not _is_reciprocal(quant, power_of_2):
-            dequants = scaling.to_dequant_scale(quant).split(lengths)
-        for weight, q, d, of_one in zip(weights, quant.split(lengths), dequants, parts, strict=True):
-            result[weight] = WholeScales(q, d, of_one)
-    return [result[weight] for weight in range(len(configs))]
+# ---- the linears of a model ------------------------------------------------------------------------------------------
+
+NamedLinears = Sequence[tuple[str, Float8Linear]]
 
 
-def _is_reciprocal(quant: Tensor, power_of_2: bool) -> bool:
-    """Whether `torch.reciprocal` gives what `to_dequant_scale` does: on a CPU the same, of powers of two exactly."""
-    return quant.is_cpu or power_of_2
+class Siblings:
+    """The linears of one model, whose scales are computed together; each of them holds this object."""
+
+    def __init__(self, named: NamedLinears) -> None:
+        self.named = named
+        self.checked: set[ProcessGroup] = set()
 
 
-def shard_of(linear: Float8Linear, local: Tensor) -> Shard:
-    """The shard of a linear's weight while FSDP holds it sharded.
+@dataclass
+class AllGatherState:
+    """`Float8Linear.gathering`. It is not copied with the linear, because a copy has other siblings."""
 
-    Args:
-        local: the plain tensor of the shard.
-    """
+    siblings: Siblings
+    hooks: tuple[RemovableHandle, ...] = ()
+    shard: tuple[Tensor, Shard] | None = None
+    """A sharded weight and its `Shard` without `local`, because asking DTensor for every all-gather is slow."""
+
+
+def local_weight(linear: Float8Linear) -> Float8AllGatherWeight:
+    """The weight of `linear`, or this rank's shard of it, that FSDP2 all-gathers in float8."""
     weight = linear.weight
-    if not isinstance(weight, DTensor):
-        raise RuntimeError(f"expected a sharded weight, got {type(weight).__name__}; reshard the model first")
-    sharding = linear.sharding
-    tp_axes = 0 if sharding is None else sharding.mesh.ndim
-    mesh, placements = weight.device_mesh, weight.placements
-    axes = [axis for axis in range(mesh.ndim - tp_axes) if hasattr(placements[axis], "dim")]  # Shard or _StridedShard
-    if len(axes) != 1:
-        raise NotImplementedError(f"expected a weight that FSDP2 shards over one mesh axis, got {placements} on {mesh}")
-    axis, dim = axes[0], cast(PlacementShard, placements[axes[0]]).dim
-    group = mesh.get_group(axis)
-    size = list(weight.shape)
-    tp_group = tp_dim = None
-    if sharding is not None:
-        tp_group, tp_dim = sharding.group, sharding.weight_dim
-        size[tp_dim] = sharding.weight_length
-    chunk = -(-size[dim] // group.size())
-    offset = min(mesh.get_local_rank(axis) * chunk, size[dim])
-    device = torch.device(mesh.device_type)
-    return Shard(local, (size[0], size[1]), dim, offset, group, tp_group, tp_dim, device)
+    return cast("Float8AllGatherWeight", weight._local_tensor if isinstance(weight, DTensor) else weight)
+
+
+def current_shard(linear: Float8Linear) -> Shard:
+    """This rank's shard of the weight of `linear`."""
+    if linear.gathering is None:  # a copy
+        linear.gathering = AllGatherState(Siblings([("", linear)]))
+    state, local = cast(AllGatherState, linear.gathering), local_weight(linear).wrapped
+    if state.shard is None or state.shard[0] is not linear.weight:
+        state.shard = linear.weight, shard_of(linear.weight, local.new_empty(0))  # keep no memory alive
+    return state.shard[1]._replace(local=local)
+
+
+def persistent_scale(linear: Float8Linear) -> PersistentScale | None:
+    """The weight's. FSDP2 all-gathers without gradients, so training mode alone says whether to record amaxes."""
+    return linear.persistent_scales(current_shard(linear).device, recording=linear.training).weight
+
+
+def _is_sharded(linear: Float8Linear) -> bool:
+    """Whether FSDP2 holds the weight of `linear` sharded, to be all-gathered in float8."""
+    weight = linear.weight
+    if not isinstance(weight, DTensor) or not isinstance(weight._local_tensor, WrappedTensor):
+        return False
+    return linear.sharding is None or weight.device_mesh.ndim > linear.sharding.mesh.ndim
+
+
+def _needs_scales(linear: Float8Linear) -> bool:
+    """Whether the weight is all-gathered in float8 with a scale that is not persistent, or not initialized yet."""
+    if not _is_sharded(linear):
+        return False
+    scale = persistent_scale(linear)
+    return scale is None or not scale.is_initialized
+
+
+def whole_scales(linear: Float8Linear) -> WholeScales:
+    """The dynamic scales of the weight of `linear`.
+
+    If they are unknown, they are computed in one collective with those of every sibling that has none.
+    """
+    known = local_weight(linear).scales()
+    if known is not None:
+        return known
+    own, key = current_shard(linear), _collective_key(linear)
+    siblings = cast(AllGatherState, linear.gathering).siblings
+    stale = [
+        (name, each)
+        for name, each in siblings.named
+        if _needs_scales(each) and local_weight(each).scales() is None and _collective_key(each) == key
+    ]
+    if own.fsdp_group not in siblings.checked:
+        check_ranks_agree(_describe(stale), own.fsdp_group, own.device, what=_WHAT)
+        siblings.checked.add(own.fsdp_group)
+    _compute_and_remember([each for _, each in stale])
+    return cast(WholeScales, local_weight(linear).scales())
+
+
+def _collective_key(linear: Float8Linear) -> tuple[Any, ...]:
+    """Weights whose scales are computed in one collective have this in common."""
+    shard = current_shard(linear)
+    return shard.fsdp_group, shard.tp_group, *_rule(linear.config)
+
+
+def _compute_and_remember(linears: Sequence[Float8Linear]) -> None:
+    with torch.no_grad():
+        scales = compute_whole_scales([current_shard(each) for each in linears], [each.config for each in linears])
+    for linear, of_weight in zip(linears, scales, strict=True):
+        local_weight(linear).remember(of_weight)
+
+
+_WHAT = "the weights to all-gather in float8"
+
+
+def _describe(named: NamedLinears) -> list[str]:
+    return [f"{name} {list(linear.weight.shape)}: {linear.config}" for name, linear in named]
+
+
+def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
+    """Compute the dynamic scales of every weight under `module` that FSDP2 all-gathers in float8, in one all-reduce.
+
+    Call it after `optimizer.step()`, on every rank. Without it the first all-gather of the next step does the same work
+    at a moment when the all-gather has to wait for it. Scales stay in use until their weight is written to, by an
+    optimizer, by `load_state_dict` or by any operation on the parameter. A module without such weights is left alone,
+    and so are weights with a delayed or static scale that is initialized.
+
+    One collective whatever the number of weights, if their configs round scales alike: over the ranks that share the
+    weights' shards, and over those of tensor parallelism at the same time if both together are all ranks; otherwise one
+    more for tensor parallelism. The first call for a module also checks, in a collective of 16 bytes, that the ranks
+    agree about the weights.
+
+    Raises:
+        RuntimeError: on every rank, if ranks have different weights to all-gather or different configs for them.
+    """
+    named = [
+        (name, child)
+        for name, child in module.named_modules()
+        if isinstance(child, Float8Linear) and _is_sharded(child)
+    ]
+    _check_once(module, named)
+    together: dict[tuple[Any, ...], list[Float8Linear]] = {}
+    for _, linear in named:
+        if _needs_scales(linear):
+            together.setdefault(_collective_key(linear), []).append(linear)
+    for linears in together.values():
+        _compute_and_remember(linears)
+
+
+def _check_once(module: nn.Module, named: NamedLinears) -> None:
+    """Check that the ranks agree, in a group that a rank without such weights has too."""
+    checked = [id(linear) for _, linear in named]
+    if getattr(module, "_float8_all_gather_checked", None) == checked:
+        return
+    sharded = next((p for p in module.parameters() if isinstance(p, DTensor)), None)
+    if sharded is None:
+        return
+    axis = next((i for i, placement in enumerate(sharded.placements) if hasattr(placement, "dim")), 0)
+    mesh = sharded.device_mesh
+    check_ranks_agree(_describe(named), mesh.get_group(axis), torch.device(mesh.device_type), what=_WHAT)
+    module._float8_all_gather_checked = checked  # type: ignore[assignment]

@@ -13,8 +13,8 @@ from quaver import (
     float8_scaling_state,
     sync_float8_amax_and_scale_history,
 )
+from quaver.quantize import WEIGHT, Quantizer, cast_pair
 from quaver.tensor import Float8Tensor
-from quaver.weight_casts import cast_weight
 
 DIM = 18  # neither it nor HIDDEN divides by 4: the last rank's shards are smaller
 HIDDEN = 42
@@ -64,15 +64,20 @@ def config_of(recipe, **options):
     return replace(Float8LinearConfig.from_recipe_name(recipe), **options)
 
 
+def quantized(hp, config, operand=WEIGHT, scale=None):
+    """Both operands of a whole matrix, as one process quantizes it."""
+    return Quantizer(cast_pair(config, operand, hp.dtype), scale)(hp.detach(), last=True, first=True)
+
+
 def scaling_snapshot(model):
-    """Copies of all kept scales and histories, by name."""
+    """Copies of all persistent scales and histories, by name."""
     return {name: value.clone() for name, value in float8_scaling_state(model).state_dict().items()}
 
 
 def assert_same_scaling_on_all_ranks(model):
-    """What is kept and what the last sync found, to the bit."""
+    """Persistent scales, histories and what the last sync found, to the bit."""
     state = float8_scaling_state(model)
-    observed = [of_model.synced_observed for of_model in state._states]
+    observed = [of_model.last_step for of_model in state._states]
     mine = torch.cat([value.flatten() for value in (*state.state_dict().values(), *observed)]).view(torch.int32)
     low, high = mine.clone(), mine.clone()
     dist.all_reduce(low, dist.ReduceOp.MIN)
@@ -89,11 +94,11 @@ def single_process(config, steps, ranks, *, param_dtype=None, float8_gather=Fals
     """The losses of one process that takes the ranks' parts of each global batch one after another.
 
     With `param_dtype` it computes as MixedPrecisionPolicy(param_dtype) does: with parameters rounded to it, save for
-    the weights that are gathered in float8, which are cast from the master.
+    the weights that are all-gathered in float8, which are quantized from the master.
 
     Returns:
         The losses, and `scaling_snapshot` after each step's sync. The loss of a part is divided by the ranks before
-        its backward, so what is kept of a grad_output is 1 / ranks of what the ranks keep.
+        its backward, so the history of a grad_output is 1 / ranks of what the ranks keep.
     """
     model = make_model()
     convert_to_float8_training(model, config=config)
@@ -126,8 +131,9 @@ def _used_parameters(model, config, dtype, float8_gather):
     used = {}
     for name, parameter in model.named_parameters():
         if float8_gather and name in linears:
-            casts = cast_weight(parameter.detach(), config, dtype, linears[name].kept_scales(parameter.device).weight)
-            value = Float8Tensor.from_operands(casts.for_output, casts.for_grad_input, dtype)
+            scale = linears[name].persistent_scales(parameter.device).weight
+            operands = quantized(parameter, config, WEIGHT, scale)
+            value = Float8Tensor.from_operands(operands.last, operands.first, dtype)
         else:
             value = parameter.detach().to(dtype, copy=True)
         used[name] = value.requires_grad_()

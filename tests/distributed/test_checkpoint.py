@@ -1,4 +1,4 @@
-"""Checkpoints of models whose weights are gathered in float8: plain values under nn.Linear's names, any ranks to any.
+"""Checkpoints of models with float8 all-gather: plain values under the names of nn.Linear, any to any ranks.
 
 Every rank takes the same batch, so a gradient averaged over 1, 2 or 4 ranks is the same to the bit, and so is a run
 that goes on from a checkpoint on another number of ranks.

@@ -33,7 +33,7 @@ from tests.reference import KEPT_RECIPES
 
 STEPS = 4
 LAYERS, LINEARS = 4, 7
-WEIGHTS_ARE_KEPT = {"delayed": True, "delayed_with_dynamic_weight": False}
+HAS_PERSISTENT_WEIGHTS = {"delayed": True, "delayed_with_dynamic_weight": False}
 
 
 # ---- one step, counted -----------------------------------------------------------------------------------------------
@@ -101,12 +101,12 @@ def check_against_one_process(got, expected, ranks, what):
 
 def check_exchanges(exchanged, recipe, what, *, gathers=True, precompute=False, tensors=None):
     """One all-reduce of 8 bytes a tensor in the sync; in forwards one for all weights, and only while unknown."""
-    kept = WEIGHTS_ARE_KEPT[recipe]
-    tensors = tensors or LINEARS * (3 if kept else 2)
+    persistent = HAS_PERSISTENT_WEIGHTS[recipe]
+    tensors = tensors or LINEARS * (3 if persistent else 2)
     for step, (forward, sync, backward, _) in enumerate(exchanged):
         agreement = (1, 16) if step == 0 else (0, 0)
         assert sync == (1 + agreement[0], 8 * tensors + agreement[1]), (what, step)
-        exchanges = gathers and (step == 0 or (not kept and not precompute))
+        exchanges = gathers and (step == 0 or (not persistent and not precompute))
         expected = (1 + agreement[0], 4 * LINEARS + agreement[1]) if exchanges else (0, 0)
         assert forward == expected, (what, step)
         assert backward == (0, 0) or what in REDUCE_GRADIENTS, (what, step)
@@ -231,8 +231,8 @@ def test_accumulated_gradients_and_frozen_weights(recipe):
     losses, snapshots, exchanged = frozen
     assert losses[-1] < losses[0]
     sync = [step[1] for step in exchanged]
-    assert sync[1:] == [(1, 8 * LINEARS * (3 if WEIGHTS_ARE_KEPT[recipe] else 2))] * (STEPS - 1)
-    if WEIGHTS_ARE_KEPT[recipe]:
+    assert sync[1:] == [(1, 8 * LINEARS * (3 if HAS_PERSISTENT_WEIGHTS[recipe] else 2))] * (STEPS - 1)
+    if HAS_PERSISTENT_WEIGHTS[recipe]:
         assert [step[0] for step in exchanged][1:] == [(0, 0)] * (STEPS - 1)
         history = snapshots[-1]["0.up.weight.amax_history"]
         assert history[-1] > 0

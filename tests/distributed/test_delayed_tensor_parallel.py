@@ -13,10 +13,9 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from quaver import convert_to_float8_training, float8_scaling_state, sync_float8_amax_and_scale_history
-from quaver.casts import MatrixCasts
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel
-from quaver.weight_casts import cast_weight
-from tests.distributed.models import assert_same_scaling_on_all_ranks, config_of, scaling_snapshot
+from quaver.quantize import GRAD_OUTPUT, INPUT, WEIGHT, cast_pair
+from tests.distributed.models import assert_same_scaling_on_all_ranks, config_of, quantized, scaling_snapshot
 from tests.distributed.ranks import run
 from tests.distributed.test_tensor_parallel import (
     Wire,
@@ -25,6 +24,7 @@ from tests.distributed.test_tensor_parallel import (
     model_of,
     part,
     spread,
+    spread_by_torch,
     tp_mesh,
     uneven_magnitudes,
 )
@@ -109,9 +109,10 @@ def sharing(recipe, **options):
     return config_of(recipe, shared_inputs=(("q", "k", "v"), ("gate", "up")), **options)
 
 
-def _train_tp(recipe, compiled=None, use_local_output=False):
+def _train_tp(recipe, compiled=None, use_local_output=False, of_torch=False):
     config, batches = sharing(recipe), [torch.randn(4, 16, 32) for _ in range(STEPS)]
-    model = spread(model_of(config), tp_mesh(), use_local_output)
+    model = model_of(config)
+    model = spread_by_torch(model, tp_mesh()) if of_torch else spread(model, tp_mesh(), use_local_output)
     ranks = dist.get_world_size()
     parts = [part(batch, 1) for batch in batches]
     got = train_ranks(model, parts, divided_by=ranks, compiled=compiled)
@@ -184,6 +185,11 @@ def test_steps_equal_one_process_and_exchange_nothing_once_scales_are_known(reci
 
 
 @RECIPE
+def test_steps_with_the_styles_of_torch_equal_one_process(recipe):
+    check_against_one_process(run(2, _train_tp, recipe, None, False, True)[0], "styles of torch")
+
+
+@RECIPE
 def test_steps_with_fsdp2_equal_one_process(recipe):
     check_steps(4, recipe, ["float8"])
 
@@ -222,8 +228,8 @@ def test_compiled_steps_by_each_backend(recipe, backend, in_2d):
 
 # ---- casts -----------------------------------------------------------------------------------------------------------
 
-# quant_scale of what is not known, of what left its window, of what fits the outliers, and of what makes them saturate.
-KEPT = [0.0, -3.0, 0.7, 40.0]
+# quant_scale: not initialized, outside its window, one that fits the outliers, and one that makes them saturate.
+SCALES = [0.0, -3.0, 0.7, 40.0]
 
 
 def _linear(recipe, style=None):
@@ -235,39 +241,45 @@ def _linear(recipe, style=None):
 
 
 def _set_scale(linear, quant_scale):
-    """Give all of the linear's kept scales this value, as a sync would."""
+    """Give all of the linear's persistent scales this value, as a sync would."""
     state = linear.scaling.state
     state.quant_scale.fill_(quant_scale)
     state.was_loaded()
-    return linear.kept_scales(torch.device("cpu"), recording=True)
+    return linear.persistent_scales(torch.device("cpu"), recording=True)
 
 
 def _check_casts(hp_dtype):
-    whole_weight = uneven_magnitudes(40, 48).to(hp_dtype)
-    whole_input, whole_grad = uneven_magnitudes(3, 16, 48).to(hp_dtype), uneven_magnitudes(3, 16, 40).to(hp_dtype)
-    for quant_scale in KEPT:
+    whole = {
+        WEIGHT: uneven_magnitudes(40, 48).to(hp_dtype),
+        INPUT: uneven_magnitudes(3, 16, 48).to(hp_dtype),
+        GRAD_OUTPUT: uneven_magnitudes(3, 16, 40).to(hp_dtype),
+    }
+    for quant_scale in SCALES:
         for style, weight_dim, input_dim, grad_dim in (
             (Float8ColwiseParallel(), 0, None, 2),
-            (Float8RowwiseParallel(), 1, 1, None),
-            (Float8RowwiseParallel(output_layouts=Shard(1)), 1, 1, 1),
+            (Float8RowwiseParallel(), 1, 2, None),
+            (Float8RowwiseParallel(output_layouts=Shard(1)), 1, 2, 1),
         ):
             linear, reference = _linear("delayed", style), _linear("delayed")
-            kept, of_one = _set_scale(linear, quant_scale), _set_scale(reference, quant_scale)
+            scales, of_one = _set_scale(linear, quant_scale), _set_scale(reference, quant_scale)
             config, sharding = linear.config, linear.sharding
-            got = cast_weight(part(whole_weight, weight_dim), config, hp_dtype, kept.weight, sharding)
-            expected = cast_weight(whole_weight, config, hp_dtype, of_one.weight)
-            assert_part_of(got.for_output, expected.for_output, weight_dim)
-            assert_part_of(got.for_grad_input, expected.for_grad_input, weight_dim)
-            rows = whole_input.flatten(0, 1)
-            local = rows if input_dim is None else part(rows, input_dim)
-            casts, of_whole = (
-                sharding.input_casts(local, config, hp_dtype, kept.input),
-                MatrixCasts(config, hp_dtype, of_one.input),
-            )
-            for cast, dim in ((config.casts.input, 1), (config.casts.input_for_grad_weight, 0)):
-                assert_part_of(casts.cast(local, cast, dim), of_whole.cast(rows, cast, dim), input_dim)
-            _check_grad_output(sharding, config, whole_grad, grad_dim, kept, of_one)
-            _check_observed(linear.scaling.state.observed, reference.scaling.state.observed, quant_scale)
+            casts = {operand: cast_pair(config, operand, hp_dtype) for operand in whole}
+            dims = {WEIGHT: weight_dim, INPUT: input_dim, GRAD_OUTPUT: grad_dim}
+            local = {key: hp if dims[key] is None else part(hp, dims[key]) for key, hp in whole.items()}
+            quantizers = {
+                WEIGHT: sharding.weight_quantizer(casts[WEIGHT], scales.weight),
+                INPUT: sharding.input_quantizer(local[INPUT], casts[INPUT], scales.input),
+                GRAD_OUTPUT: sharding.grad_output_quantizer(casts[GRAD_OUTPUT], scales.grad_output),
+            }
+            persistent = {WEIGHT: of_one.weight, INPUT: of_one.input, GRAD_OUTPUT: of_one.grad_output}
+            for key, quantizer in quantizers.items():
+                got = quantizer(local[key], last=True, first=True)
+                expected = quantized(whole[key], config, key, persistent[key])
+                by_tokens = dims[key] == 1 and key == GRAD_OUTPUT  # then it has been all-gathered
+                dim = None if by_tokens else {None: None, 0: 0, 1: 1, 2: 1}[dims[key]]
+                assert_part_of(got.last, expected.last, dim)
+                assert_part_of(got.first, expected.first, dim)
+            _check_observed(observed_by(linear), observed_by(reference), quant_scale)
 
 
 def _check_observed(parts, whole, quant_scale):
@@ -279,25 +291,13 @@ def _check_observed(parts, whole, quant_scale):
     assert bool((whole[:2, 1] > 0).all()) == (quant_scale == 40.0)
 
 
-def _check_grad_output(sharding, config, whole, dim, kept, of_one):
-    local = whole if dim is None else part(whole, dim)
-    got = sharding.grad_output_operands(local, config, whole.dtype, kept.grad_output, (True, True))
-    casts, rows = MatrixCasts(config, whole.dtype, of_one.grad_output), whole.flatten(0, 1)
-    expected = (
-        casts.cast(rows, config.casts.grad_output, 1),
-        casts.cast(rows, config.casts.grad_output_for_grad_weight, 0),
-    )
-    for operand, of_whole in zip(got, expected, strict=True):
-        assert_part_of(operand, of_whole, 1 if dim == 2 else None)  # by sequence it has been gathered
-
-
 def _check_casts_of_both_dtypes():
     for hp_dtype in (torch.float32, torch.bfloat16):
         _check_casts(hp_dtype)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_spread_matrices_are_cast_as_on_one_device(ranks):
+def test_sharded_matrices_are_quantized_as_on_one_device(ranks):
     """Codes and scales to the bit, and what was observed; with scales known, unknown, and out of their window."""
     run(ranks, _check_casts_of_both_dtypes)
 
@@ -348,9 +348,13 @@ def _check_copies_and_evaluation(use_local_output):
     )
 
 
+def observed_by(linear):
+    return linear.scaling.state.amax_buffer
+
+
 def observed_of(model):
     (state,) = float8_scaling_state(model)._states
-    return state.observed.clone()
+    return state.amax_buffer.clone()
 
 
 def assert_equal(got, expected):

@@ -1,4 +1,4 @@
-"""FSDP2 with float8 all-gather computes what one process computes, and sends one byte per element."""
+"""FSDP2 with float8 all-gather computes what one process computes, and sends a byte per element and cast."""
 
 import itertools
 import math
@@ -13,9 +13,16 @@ from torch.distributed.tensor import DTensor
 from quaver import Float8Linear, convert_to_float8_training
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.tensor import Float8Tensor
-from quaver.weight_casts import cast_weight
 from tests.distributed.counting import CollectiveCounter
-from tests.distributed.models import LEARNING_RATE, batches, config_of, loss_of, make_model, single_process_losses
+from tests.distributed.models import (
+    LEARNING_RATE,
+    batches,
+    config_of,
+    loss_of,
+    make_model,
+    quantized,
+    single_process_losses,
+)
 from tests.distributed.ranks import run
 from tests.reference import RECIPES
 
@@ -58,7 +65,7 @@ def train_step(model, optimizer, batch):
 # ---- the same numbers ------------------------------------------------------------------------------------------------
 
 
-def _codes_and_scales_differ(recipes, dtype):
+def _operands_that_differ(recipes, dtype):
     """Names of the recipes and weights whose gathered codes or scales are not the single-process ones."""
     wrong = []
     for recipe in recipes:
@@ -75,9 +82,9 @@ def _codes_and_scales_differ(recipes, dtype):
                 block.unshard()
             for name, module in model.named_modules():
                 if isinstance(module, Float8Linear):
-                    gathered, expected = module.weight, cast_weight(whole.get_submodule(name).weight, config, dtype)
+                    gathered, expected = module.weight, quantized(whole.get_submodule(name).weight, config)
                     assert isinstance(gathered, Float8Tensor)
-                    for dim, operand in ((1, expected.for_output), (0, expected.for_grad_input)):
+                    for dim, operand in ((1, expected.last), (0, expected.first)):
                         got = gathered.operand(dim)
                         same = torch.equal(got.data.view(torch.uint8), operand.data.view(torch.uint8))
                         if not same or not torch.equal(got.dequant_scale, operand.dequant_scale):
@@ -90,7 +97,7 @@ def _codes_and_scales_differ(recipes, dtype):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_codes_and_scales_are_those_of_one_process(ranks, dtype):
-    for wrong in run(ranks, _codes_and_scales_differ, (*ONE_PAYLOAD, *TWO_PAYLOADS), dtype):
+    for wrong in run(ranks, _operands_that_differ, (*ONE_PAYLOAD, *TWO_PAYLOADS), dtype):
         assert wrong == []
 
 
@@ -195,14 +202,14 @@ def _count(recipe, gather, precompute):
 def test_bytes_and_collectives_of_a_step(ranks, precompute):
     for recipe in (*ONE_PAYLOAD, *TWO_PAYLOADS):
         calls, sent, elements = run(ranks, _count, recipe, True, precompute)[0]
-        # Each of the 4 groups is gathered for the forward and for the backward; of what the pass reads, one cast. Where
-        # torch lets the root's group, which has the last linear, stay for the backward, it is gathered once, and whole.
+        # Each of the 4 groups is gathered for the forward and for the backward, except where torch lets the root's
+        # group, which has the last linear, stay for the backward.
         assert calls["all_gather"] in (7, 8)
         assert calls["all_reduce"] == 1, recipe  # all scales of the model
         gathers = {"blocks": 2, "last": calls["all_gather"] - 6}
-        casts = {"blocks": 1, "last": 2 if gathers["last"] == 1 and recipe in TWO_PAYLOADS else 1}
+        casts = 2 if recipe in TWO_PAYLOADS else 1
         assert sent["all_gather"] == sum(
-            gathers[name] * (casts[name] * elements[name, "weights"] + 4 * elements[name, "others"]) for name in gathers
+            gathers[name] * (casts * elements[name, "weights"] + 4 * elements[name, "others"]) for name in gathers
         )
         calls_hp, sent_hp, _ = run(ranks, _count, recipe, False, False)[0]
         assert calls_hp == {name: n for name, n in calls.items() if name != "all_reduce"}

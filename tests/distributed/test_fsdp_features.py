@@ -1,19 +1,33 @@
 """Float8 all-gather with everything else that FSDP2 does, scales that are never stale, and ranks that disagree."""
 
 import copy
+import functools
+import io
+import pickle
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from quaver import Float8Linear, convert_to_float8_training, convert_to_high_precision
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
-from quaver.weight_casts import cast_weight
+from quaver.distributed.fsdp import Float8AllGatherWeight
 from tests.distributed.counting import CollectiveCounter
-from tests.distributed.models import DIM, LEARNING_RATE, batches, config_of, loss_of, make_model, single_process_losses
+from tests.distributed.models import (
+    DIM,
+    LEARNING_RATE,
+    batches,
+    config_of,
+    loss_of,
+    make_model,
+    quantized,
+    single_process_losses,
+)
 from tests.distributed.ranks import RanksError, run
 from tests.distributed.test_fsdp import part_of, shard_model, train_step, world_mesh
 from tests.reference import RECIPES
@@ -25,11 +39,11 @@ def gathering(recipe):
     return config_of(recipe, enable_fsdp_float8_all_gather=True)
 
 
-def losses_of(model, *, precompute=False, steps=STEPS):
+def losses_of(model, *, precompute=False, steps=STEPS, step=train_step):
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
     losses = []
     for batch in batches(steps, dist.get_world_size()):
-        losses.append(train_step(model, optimizer, batch))
+        losses.append(step(model, optimizer, batch))
         if precompute:
             precompute_float8_dynamic_scale_for_fsdp(model)
     return losses
@@ -54,17 +68,63 @@ def _losses_with(how, recipe):
     elif how == "meta":
         with torch.device("meta"):
             model = make_model()
-    elif how == "checkpointed":
+    elif how.startswith("checkpointed"):
         model = make_model()
         convert_to_float8_training(model, config=config)
         config = None
         for index, block in enumerate(model[:-1]):
-            model[index] = checkpoint_wrapper(block)
+            model[index] = checkpoint_wrapper(block, **({"context_fn": SAVE_MATMULS} if "by op" in how else {}))
     model = shard_model(config, model=model, **options)
     if how == "meta":
         model.to_empty(device="cpu")
         model.load_state_dict(_sharded_like(model, make_model().state_dict()))
-    return losses_of(model, precompute=how == "cpu offload")
+    return losses_of(model, precompute=how == "cpu offload", step=ODD_STEPS.get(how, train_step))
+
+
+def _two_forwards(model, optimizer, batch):
+    """Two graphs are alive before the backward of either."""
+    losses = [loss_of(model(part_of(batch))) for _ in range(2)]
+    for loss in losses:
+        (loss / 2).backward()
+    return _finish(losses[0], optimizer)
+
+
+def _retained_graph(model, optimizer, batch):
+    loss = loss_of(model(part_of(batch)))
+    loss.backward(retain_graph=True)
+    optimizer.zero_grad()
+    loss.backward()
+    return _finish(loss, optimizer)
+
+
+def _after_exceptions(model, optimizer, batch):
+    """A forward that raises half way, and one whose graph is dropped, precede the step."""
+
+    def fail(*_):
+        raise ArithmeticError
+
+    hook = model[1].register_forward_hook(fail)
+    with pytest.raises(ArithmeticError):
+        model(part_of(batch))
+    hook.remove()
+    model(part_of(batch))
+    return train_step(model, optimizer, batch)
+
+
+def _finish(loss, optimizer):
+    optimizer.step()
+    optimizer.zero_grad()
+    dist.all_reduce(mean := loss.detach().clone())
+    return mean.item() / dist.get_world_size()
+
+
+ODD_STEPS = {
+    "two forwards": _two_forwards,
+    "retained graph": _retained_graph,
+    "after exceptions": _after_exceptions,
+}
+MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default]
+SAVE_MATMULS = functools.partial(create_selective_checkpoint_contexts, MATMULS)
 
 
 def _shard_columns(parameter):
@@ -80,6 +140,7 @@ def _sharded_like(model, state_dict):
 
 
 WAYS = ["plain", "keep gathered", "always reshard", "hsdp", "cpu offload", "meta", "checkpointed"]
+WAYS += ["checkpointed by op", *ODD_STEPS]
 
 
 def _all_ways(recipe):
@@ -109,8 +170,8 @@ def _codes_of_columns():
         block.unshard()
     for name, module in model.named_modules():
         if isinstance(module, Float8Linear):
-            expected = cast_weight(whole.get_submodule(name).weight, module.config, torch.float32)
-            for dim, operand in ((1, expected.for_output), (0, expected.for_grad_input)):
+            expected = quantized(whole.get_submodule(name).weight, module.config)
+            for dim, operand in ((1, expected.last), (0, expected.first)):
                 got = module.weight.operand(dim)
                 same &= torch.equal(got.data.float(), operand.data.float())
                 same &= torch.equal(got.dequant_scale, operand.dequant_scale)
@@ -228,7 +289,7 @@ def _scales_after(change):
             model.to(torch.bfloat16)
     full = model.state_dict()["0.up.weight"].full_tensor()
     got = _gathered_scale(model)
-    return torch.equal(got, cast_weight(full, config, full.dtype).for_output.dequant_scale)
+    return torch.equal(got, quantized(full, config).last.dequant_scale)
 
 
 CHANGES = ["foreach", "fused", "load", "assign", "in place", "data", "to_local", "transposed", "each row"]
@@ -302,7 +363,7 @@ def test_ranks_that_disagree_get_an_error_and_no_hang(how, precompute):
     with pytest.raises(RanksError) as error:
         run(2, _disagree, how, precompute, timeout=60, collective_timeout=10)
     if (how, precompute) != ("flag", False):  # without float8 all-gather a rank joins no check
-        assert all("ranks disagree about the weights to gather in float8: rank" in m for m in error.value.messages)
+        assert all("ranks disagree about the weights to all-gather in float8: rank" in m for m in error.value.messages)
     else:
         assert any(error.value.messages)
 
@@ -347,9 +408,11 @@ def test_the_wrapper_survives_copies_and_leaves_with_the_conversion():
     reference = copy.deepcopy(model)
     convert_to_float8_training(model, config=gathering("rowwise"))
     input = batches(1, 1)[0]
-    for other in (copy.deepcopy(model), copy.deepcopy(model).to(torch.float64).to(torch.float32)):
+    pickled = pickle.loads(pickle.dumps(model))
+    for other in (copy.deepcopy(model), copy.deepcopy(model).to(torch.float64).to(torch.float32), pickled):
         assert torch.equal(model(input), other(input))
         assert other[0].up.gathering is None
+        assert isinstance(other[0].up.weight, Float8AllGatherWeight)
         other.load_state_dict(model.state_dict())
         other.load_state_dict(model.state_dict(), assign=True)
         assert torch.equal(model(input), other(input))
@@ -358,6 +421,110 @@ def test_the_wrapper_survives_copies_and_leaves_with_the_conversion():
     assert torch.equal(model(input), reference(input))
     assert not model[0].up._state_dict_hooks
     assert not model[0].up._load_state_dict_post_hooks
+
+
+def check_behaves_as(weight, plain):
+    """What others ask of a parameter is what the plain tensor inside answers."""
+    assert weight.data_ptr() == plain.data_ptr() != 0
+    assert weight.untyped_storage().data_ptr() == plain.untyped_storage().data_ptr()
+    assert weight.untyped_storage().nbytes() == plain.untyped_storage().nbytes()
+    for question in ("size", "stride", "storage_offset", "is_contiguous", "element_size", "numel", "is_shared"):
+        assert getattr(weight, question)() == getattr(plain, question)(), question
+    for attribute in ("dtype", "device", "layout", "is_leaf", "is_cpu", "nbytes"):
+        assert getattr(weight, attribute) == getattr(plain, attribute), attribute
+    assert torch.equal(weight, plain)
+    assert weight.tolist() == plain.tolist()
+    assert (weight.detach().numpy() == plain.detach().numpy()).all()
+    assert (np.asarray(weight.detach().cpu()) == np.asarray(plain.detach())).all()
+    assert torch.equal(torch.from_dlpack(weight.detach()), plain.detach())
+    version = weight._version
+    with torch.no_grad():
+        weight.add_(0.0)
+        weight.t().add_(0.0)
+    assert weight._version == version + 2
+
+
+def test_a_weight_to_all_gather_answers_as_its_tensor():
+    model = convert_to_float8_training(make_model(1), config=gathering("tensorwise"))
+    weight = model[0].up.weight
+    check_behaves_as(weight, torch.nn.Parameter(weight.wrapped))
+    with pytest.raises(RuntimeError, match="requires grad"):
+        weight.numpy()
+    with pytest.raises(RuntimeError, match="cannot assign to .data of a weight that is all-gathered in float8"):
+        weight.data = torch.zeros_like(weight)
+    torch.save({"weight": weight}, file := io.BytesIO())
+    file.seek(0)
+    for copied in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight)), torch.load(file)["weight"]):
+        assert isinstance(copied, Float8AllGatherWeight)
+        assert isinstance(copied, torch.nn.Parameter)
+        assert copied.requires_grad
+        assert copied.data_ptr() != weight.data_ptr()
+        assert torch.equal(copied, weight)
+    tied = copy.deepcopy([weight, weight])
+    assert tied[0] is tied[1]
+    weight.share_memory_()
+    assert weight.is_shared()
+    assert weight.wrapped.is_shared()
+    assert weight.data_ptr() == weight.wrapped.data_ptr()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    weight.grad = torch.ones_like(weight)
+    before = weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(weight.wrapped, before.wrapped - 1)
+
+
+def _check_shards():
+    model = shard_model(gathering("tensorwise"))
+    for _ in range(2):  # before and after FSDP2 pads the shards
+        for weight in (model[0].up.weight, model[-1].weight):
+            local = weight.to_local()
+            if local.numel():
+                check_behaves_as(local.detach(), local.plain().detach())
+                assert local.data_ptr() == weight._local_tensor.data_ptr()
+        loss_of(model(part_of(batches(1, dist.get_world_size())[0]))).backward()
+
+
+def test_a_shard_answers_as_its_tensor():
+    run(2, _check_shards)
+
+
+def _prepare_as_accelerate(through_meta):
+    """The steps of Accelerate 1.15 for FSDP2: `_prepare_fsdp2`, `fsdp2_prepare_model`, `fsdp2_load_full_state_dict`.
+
+    It finds the sharded parameter of each of the optimizer's by the data_ptr of the one before.
+    """
+    model = convert_to_float8_training(make_model(), config=gathering("tensorwise"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    full = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    pointers = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for index, parameter in enumerate(group["params"]):
+            group["params"][index] = torch.empty(1)
+            group["params"][index].data_ptr = parameter.data_ptr()
+    if through_meta:
+        model.to("meta")
+    for block in [*model, model]:
+        fully_shard(block, mesh=world_mesh())
+    if through_meta:
+        sharded = {}
+        for name, like in model.state_dict().items():
+            dist.broadcast(full[name], 0)
+            sharded[name] = torch.distributed.tensor.distribute_tensor(full[name], like.device_mesh, like.placements)
+        model.load_state_dict(sharded, assign=True)
+    mapping = {pointers[name]: parameter for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        group["params"] = [mapping[parameter.data_ptr] for parameter in group["params"]]
+    assert len(mapping) == len(pointers)
+    losses = []
+    for batch in batches(STEPS, dist.get_world_size()):
+        losses.append(train_step(model, optimizer, batch))
+    return losses
+
+
+@pytest.mark.parametrize("through_meta", [False, True])
+def test_an_optimizer_is_moved_to_the_shards_by_data_ptr(through_meta):
+    expected = single_process_losses(config_of("tensorwise"), STEPS, 2)
+    assert run(2, _prepare_as_accelerate, through_meta)[0] == pytest.approx(expected, rel=1e-5)
 
 
 def _convert_back():

@@ -1,8 +1,10 @@
-"""Tensor and sequence parallelism: casts of spread matrices, results against one device, and what crosses the wire."""
+"""Tensor and sequence parallelism: operands of sharded matrices, results of one device, and what crosses the wire."""
 
 import contextlib
 import copy
 import dataclasses
+import functools
+import itertools
 
 import pytest
 import torch
@@ -10,33 +12,27 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quaver import Float8LinearConfig, cast_weights_once, convert_to_float8_training
-from quaver.casts import MatrixCasts
 from quaver.distributed import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
     precompute_float8_dynamic_scale_for_fsdp,
 )
-from quaver.distributed.linear_sharding import InputGather
-from quaver.distributed.spread_casts import TensorParallelQuantizer
+from quaver.distributed.linear_sharding import AllGatherInput, is_all_gathered_in_float8
 from quaver.linear import Float8Linear
-from quaver.scaling import PersistentScale
+from quaver.quantize import GRAD_OUTPUT, INPUT, WEIGHT, cast_pair
 from quaver.tensor import Float8Tensor
-from quaver.weight_casts import cast_weight
+from tests.distributed.models import config_of, quantized
 from tests.distributed.ranks import RanksError, run
 from tests.reference import RECIPES
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 HP = pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16], ids=str)
-
-
-def config_of(recipe, **options):
-    return dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), **options)
 
 
 def tp_mesh():
@@ -85,141 +81,65 @@ def assert_part_of(got, whole, dim):
 # ---- casts -----------------------------------------------------------------------------------------------------------
 
 CAST_CASES = [(recipe, {}) for recipe in RECIPES] + [("tensorwise", {"round_scales_to_power_of_2": True})]
+ASKS = [(True, True), (True, False), (False, True)]
 
 
-def _check_weight_casts(recipe, options, hp_dtype):
+def parallelized(config, style, hp_dtype=torch.float32):
+    return parallelize_module(Float8Linear(48, 40, bias=False, dtype=hp_dtype, config=config), tp_mesh(), style)
+
+
+def check_quantizer(make, local, expected, dim):
+    """What a fresh quantizer makes, for either matmul and for both, is this rank's part of `expected`, to the bit."""
+    for last, first in ASKS:
+        got = make()(local, last=last, first=first)
+        if last:
+            assert_part_of(got.last, expected.last, dim)
+        if first:
+            assert_part_of(got.first, expected.first, dim)
+
+
+def _check_casts(recipe, options, hp_dtype):
     config = config_of(recipe, **options)
-    whole = Float8Linear(48, 40, bias=False, dtype=hp_dtype, config=config)
-    with torch.no_grad():
-        whole.weight.copy_(uneven_magnitudes(40, 48))
-    expected = cast_weight(whole.weight.detach(), config, hp_dtype)
-    for style in (Float8ColwiseParallel(), Float8RowwiseParallel()):
-        linear = parallelize_module(copy.deepcopy(whole), tp_mesh(), style)
-        local, dim = linear.weight.to_local().detach(), linear.sharding.weight_dim
-        asks = [(config.casts.weight, 1, expected[0]), (config.casts.weight_for_grad_input, 0, expected[1])]
-        shared = linear.sharding.weight_casts(config, hp_dtype, None)
-        for cast, contracted_dim, operand in asks:
-            fresh = linear.sharding.weight_casts(config, hp_dtype, None)
-            for casts in (fresh, shared):
-                assert_part_of(casts.cast(local, cast, contracted_dim), operand, dim)
-
-
-@pytest.mark.parametrize(("recipe", "options"), CAST_CASES)
-@HP
-def test_weights_are_cast_as_on_one_device(recipe, options, hp_dtype):
-    run(2, _check_weight_casts, recipe, options, hp_dtype)
-
-
-def _check_input_casts(recipe, options, hp_dtype):
-    config = config_of(recipe, **options)
-    whole = uneven_magnitudes(3, 16, 48).to(hp_dtype)
-    casts, rows = MatrixCasts(config, hp_dtype), whole.flatten(0, 1)
-    for as_dtensor in (False, True):
-        gather = InputGather(Shard(1), tp_mesh(), Float8Linear(48, 40, config=config), as_dtensor=as_dtensor)
-        gathered = gather(part(whole, 1).requires_grad_())
-        assert (gathered.shape, gathered.dtype, gathered.requires_grad) == (whole.shape, hp_dtype, True)
-        gathered = gathered.to_local() if as_dtensor else gathered
-        assert isinstance(gathered, Float8Tensor)
-        assert_part_of(gathered.operand(1), casts.cast(rows, config.casts.input, 1), None)
-        assert_part_of(gathered.operand(0), casts.cast(rows, config.casts.input_for_grad_weight, 0), None)
-    _check_rowwise_input_casts(config, rows, hp_dtype)
-
-
-def _check_rowwise_input_casts(config, rows, hp_dtype):
-    linear = Float8Linear(48, 40, dtype=hp_dtype, config=config)
-    parallelize_module(linear, tp_mesh(), Float8RowwiseParallel())
-    whole = MatrixCasts(config, hp_dtype)
-    local = linear.sharding.input_casts(part(rows, 1), config, hp_dtype, None)
-    for cast, contracted_dim in ((config.casts.input, 1), (config.casts.input_for_grad_weight, 0)):
-        assert_part_of(local.cast(part(rows, 1), cast, contracted_dim), whole.cast(rows, cast, contracted_dim), 1)
-
-
-@pytest.mark.parametrize(("recipe", "options"), [case for case in CAST_CASES if case[0] != "rowwise_with_gw_hp"])
-@HP
-def test_inputs_are_cast_as_on_one_device(recipe, options, hp_dtype):
-    run(2, _check_input_casts, recipe, options, hp_dtype)
-
-
-def _check_grad_output_casts(recipe, options, hp_dtype):
-    config = config_of(recipe, **options)
-    whole = uneven_magnitudes(3, 16, 40).to(hp_dtype)
-    casts, rows = MatrixCasts(config, hp_dtype), whole.flatten(0, 1)
-    expected = (
-        casts.cast(rows, config.casts.grad_output, 1),
-        casts.cast(rows, config.casts.grad_output_for_grad_weight, 0),
-    )
-    for style, grad_output, dim in (
-        (Float8ColwiseParallel(), part(whole, 2), 1),
-        (Float8RowwiseParallel(), whole, None),
-        (Float8RowwiseParallel(output_layouts=Shard(1)), part(whole, 1), None),
+    colwise, rowwise = Float8ColwiseParallel(), Float8RowwiseParallel()
+    weight = uneven_magnitudes(40, 48).to(hp_dtype)
+    grad_output = uneven_magnitudes(3, 16, 40).to(hp_dtype)
+    input = uneven_magnitudes(3, 16, 48).to(hp_dtype)
+    expected = {operand: quantized(hp, config, operand) for operand, hp in ((WEIGHT, weight), (INPUT, input))}
+    of_grad_output = quantized(grad_output, config, GRAD_OUTPUT)
+    for style in (colwise, rowwise):
+        sharding = parallelized(config, style, hp_dtype).sharding
+        casts = cast_pair(config, WEIGHT, hp_dtype)
+        make = functools.partial(sharding.weight_quantizer, casts, None)
+        check_quantizer(make, part(weight, sharding.weight_dim), expected[WEIGHT], sharding.weight_dim)
+    rowwise_input, casts = part(input, 2), cast_pair(config, INPUT, hp_dtype)
+    make = functools.partial(parallelized(config, rowwise).sharding.input_quantizer, rowwise_input, casts, None)
+    check_quantizer(make, rowwise_input, expected[INPUT], 1)
+    for style, local, dim in (
+        (colwise, part(grad_output, 2), 1),
+        (rowwise, grad_output, None),
+        (Float8RowwiseParallel(output_layouts=Shard(1)), part(grad_output, 1), None),
     ):
-        linear = Float8Linear(48, 40, bias=False, dtype=hp_dtype, config=config)
-        sharding = parallelize_module(linear, tp_mesh(), style).sharding
-        for needs in ((True, True), (True, False), (False, True)):
-            got = sharding.grad_output_operands(grad_output, config, hp_dtype, None, needs)
-            for operand, whole_operand, needed in zip(got, expected, needs, strict=True):
-                assert (operand is not None) == needed
-                if needed:
-                    assert_part_of(operand, whole_operand, dim)
+        sharding, casts = parallelized(config, style, hp_dtype).sharding, cast_pair(config, GRAD_OUTPUT, hp_dtype)
+        check_quantizer(functools.partial(sharding.grad_output_quantizer, casts, None), local, of_grad_output, dim)
+    if is_all_gathered_in_float8(config):
+        _check_all_gathered_input(config, input, expected[INPUT])
+
+
+def _check_all_gathered_input(config, input, expected):
+    for as_dtensor in (False, True):
+        all_gather = AllGatherInput(Shard(1), tp_mesh(), Float8Linear(48, 40, config=config), as_dtensor=as_dtensor)
+        whole = all_gather(part(input, 1).requires_grad_())
+        assert (whole.shape, whole.dtype, whole.requires_grad) == (input.shape, input.dtype, True)
+        whole = whole.to_local() if as_dtensor else whole
+        assert isinstance(whole, Float8Tensor)
+        assert_part_of(whole.operand(1), expected.last, None)
+        assert_part_of(whole.operand(0), expected.first, None)
 
 
 @pytest.mark.parametrize(("recipe", "options"), CAST_CASES)
 @HP
-def test_grad_outputs_are_cast_as_on_one_device(recipe, options, hp_dtype):
-    run(2, _check_grad_output_casts, recipe, options, hp_dtype)
-
-
-def _check_both_casts(recipe, options, hp_dtype):
-    """Both casts of a matrix at once, spread along either dim, and the exchanges for them: one for a shared dim."""
-    config = config_of(recipe, **options)
-    whole = uneven_magnitudes(32, 48).to(hp_dtype)
-    last, first = config.casts.grad_output, config.casts.grad_output_for_grad_weight
-    expected = MatrixCasts(config, hp_dtype).both(whole, last, first)
-    for dim in (0, 1):
-        spread = TensorParallelQuantizer(config, hp_dtype, None, dist.group.WORLD, dim)
-        got = spread.both(part(whole, dim), last, first)
-        for operand, whole_operand in zip(got[:2], expected[:2], strict=True):
-            assert_part_of(operand, whole_operand, dim)
-
-
-def _check_kept_casts(known):
-    config = config_of("delayed")
-    whole = uneven_magnitudes(32, 48).bfloat16()
-
-    def kept():
-        scale = torch.tensor(3.0 if known else 0.0)
-        return PersistentScale(scale, torch.tensor([-1.0, 0.0]), torch.tensor(known))
-
-    cast, of_whole, of_part = config.casts.input, kept(), kept()
-    expected = MatrixCasts(config, torch.bfloat16, of_whole).both(whole, cast, cast)
-    got = TensorParallelQuantizer(config, torch.bfloat16, of_part, dist.group.WORLD, 1).both(part(whole, 1), cast, cast)
-    for operand, whole_operand in zip(got[:2], expected[:2], strict=True):
-        assert_part_of(operand, whole_operand, 1)
-    dist.all_reduce(of_part.observed, dist.ReduceOp.MAX)
-    assert of_part.observed[0] == of_whole.observed[0]
-
-
-def _in_layouts(check, *arguments):
-    """As on hardware that multiplies float8: the casts that write layouts, here PyTorch's expressions of them."""
-    MatrixCasts.lays_out = lambda self, hp: True
-    try:
-        check(*arguments)
-    finally:
-        MatrixCasts.lays_out = LAYS_OUT
-
-
-LAYS_OUT = MatrixCasts.lays_out
-
-
-@pytest.mark.parametrize(("recipe", "options"), CAST_CASES)
-@pytest.mark.parametrize("check", [_check_weight_casts, _check_grad_output_casts, _check_both_casts])
-def test_casts_that_write_layouts_are_those_of_one_device(check, recipe, options):
-    run(2, _in_layouts, check, recipe, options, torch.bfloat16)
-
-
-@pytest.mark.parametrize("known", [False, True])
-def test_kept_scales_are_agreed_on_where_layouts_are_written(known):
-    run(2, _in_layouts, _check_kept_casts, known)
+def test_operands_are_quantized_as_on_one_device(recipe, options, hp_dtype):
+    run(2, _check_casts, recipe, options, hp_dtype)
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
@@ -269,6 +189,8 @@ def arrangements():
     colwise, whole_output = Float8ColwiseParallel, {"output_layouts": Replicate(), "use_local_output": False}
     pair = {"a": colwise(), "b": colwise()}
     by_sequence = {"input_layouts": Shard(1)}
+    of_torch = {"a": ColwiseParallel(), "b": ColwiseParallel()}
+    torch_prepare = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
     return {
         "prepared": Arrangement(Pair, {"": prepare(False), **pair}, 1, 2),
         "prepared, local": Arrangement(Pair, {"": prepare(True), **pair}, 1, 2),
@@ -284,6 +206,10 @@ def arrangements():
         "rowwise, input by sequence": Arrangement(
             One, {"a": Float8RowwiseParallel(input_layouts=Shard(1), output_layouts=Shard(1))}, 1, 1
         ),
+        "torch's prepared": Arrangement(Pair, {"": torch_prepare, **of_torch}, 1, 2),
+        "torch's colwise, whole output": Arrangement(One, {"a": ColwiseParallel(**whole_output)}, None, None, True),
+        "torch's rowwise": Arrangement(One, {"a": RowwiseParallel()}, 2, None),
+        "torch's rowwise by sequence": Arrangement(One, {"a": RowwiseParallel(output_layouts=Shard(1))}, 2, 1),
     }
 
 
@@ -371,12 +297,16 @@ def _check_results(name, recipe, hp_dtype, compiled):
     assert got[2].keys() == expected[2].keys()
 
 
+def _check_results_of_all(name):
+    for recipe in RECIPES:
+        for hp_dtype in (torch.float32, torch.bfloat16):
+            _check_results(name, recipe, hp_dtype, None)
+
+
 @pytest.mark.parametrize("name", ARRANGEMENTS)
-@RECIPE
-@HP
-def test_equals_one_device(name, recipe, hp_dtype):
+def test_equals_one_device(name):
     """Output, grad_input and the gradients of weights and biases, each rank's part; `assert_close` says how closely."""
-    run(2, _check_results, name, recipe, hp_dtype, None)
+    run(2, _check_results_of_all, name)
 
 
 COMPILED = [("prepared", "rowwise", torch.bfloat16), ("rowwise by sequence", "tensorwise", torch.float32)]
@@ -387,6 +317,8 @@ TRACED = [
     ("colwise by sequence", "rowwise"),
     ("colwise, whole output", "tensorwise"),
     ("rowwise", "rowwise"),
+    ("torch's prepared", "tensorwise"),
+    ("torch's rowwise by sequence", "rowwise"),
 ]
 
 
@@ -421,12 +353,12 @@ def _check_uneven_features(recipe, layouts):
     expected = step(reference, input.clone().requires_grad_(), [grad_output])
     whole = layouts.get("output_layouts") == Replicate()
     got = step(module, input.clone().requires_grad_(), [grad_output if whole else part(grad_output, 2)])
-    outputs = got[0] if whole else [torch.cat(gathered(got[0][0], 13), 2)]
+    outputs = got[0] if whole else [torch.cat(all_parts(got[0][0], 13), 2)]
     torch.testing.assert_close((outputs, *got[1:]), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(rowwise(part(grad_output, 2)), down(grad_output), rtol=1e-5, atol=1e-5)
 
 
-def gathered(local, features):
+def all_parts(local, features):
     """Every rank's part of the last dim, of different lengths."""
     ranks = dist.get_world_size()
     parts = [torch.empty(*local.shape[:-1], n.numel()) for n in torch.empty(features).chunk(ranks)]
@@ -444,7 +376,12 @@ def test_features_that_ranks_do_not_divide(recipe, layouts):
     run(2, _check_uneven_features, recipe, layouts)
 
 
-def _check_non_finite(recipe, value, where):
+def _check_non_finite(where):
+    for recipe, value in itertools.product(RECIPES, [float("nan"), float("inf"), float("-inf")]):
+        _check_non_finite_value(recipe, value, where)
+
+
+def _check_non_finite_value(recipe, value, where):
     config = config_of(recipe)
     for name in ("prepared", "colwise", "rowwise", "rowwise by sequence"):
         arrangement = arrangements()[name]
@@ -469,12 +406,10 @@ def _check_non_finite(recipe, value, where):
         torch.testing.assert_close(got, expected_parts, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-@RECIPE
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("where", ["weight", "input", "grad_output"])
-def test_what_is_not_finite_on_one_rank_reaches_all_that_it_reaches_on_one_device(recipe, value, where):
+def test_what_is_not_finite_on_one_rank_reaches_all_that_it_reaches_on_one_device(where):
     """NaN for NaN; the rest within the rounding of float32 sums in another order."""
-    run(2, _check_non_finite, recipe, value, where)
+    run(2, _check_non_finite, where)
 
 
 def _check_input_without_gradient(recipe):
@@ -536,6 +471,17 @@ class MLP(nn.Module):
 def model_of(config, dim=32):
     torch.manual_seed(1)
     return convert_to_float8_training(nn.Sequential(Block(dim), Block(dim)), config=config)
+
+
+def spread_by_torch(model, mesh):
+    """With torch's own styles."""
+    colwise, rowwise = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(1))
+    whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    styles = {"attention": whole, "mlp": whole, "mlp.down": rowwise, "mlp.gate": colwise, "mlp.up": colwise}
+    styles |= {f"attention.{name}": colwise for name in "qkv"} | {"attention.o": rowwise}
+    for block in model:
+        parallelize_module(block, mesh, styles)
+    return model
 
 
 def spread(model, mesh, use_local_output=False):
@@ -600,7 +546,7 @@ def test_steps_equal_one_process(recipe, use_local_output):
     run(2, _check_steps, recipe, use_local_output)
 
 
-def _check_steps_with_fsdp(recipe, gather_float8, precompute):
+def _check_steps_with_fsdp(recipe, gather_float8, precompute, spread=spread):
     config = config_of(recipe)
     batches = [torch.randn(4, 16, 32) for _ in range(3)]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -609,6 +555,9 @@ def _check_steps_with_fsdp(recipe, gather_float8, precompute):
     for block in model:
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
+    model[0].unshard()
+    assert isinstance(model[0].mlp.down.weight.to_local(), Float8Tensor) == gather_float8
+    model[0].reshard()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses = []
     for batch in batches:
@@ -628,6 +577,11 @@ def _check_steps_with_fsdp(recipe, gather_float8, precompute):
 )
 def test_steps_with_fsdp2_equal_one_process(recipe, gather_float8, precompute):
     run(4, _check_steps_with_fsdp, recipe, gather_float8, precompute)
+
+
+@RECIPE
+def test_steps_with_fsdp2_and_the_styles_of_torch(recipe):
+    run(4, _check_steps_with_fsdp, recipe, True, True, spread_by_torch)
 
 
 # ---- what crosses the wire -------------------------------------------------------------------------------------------
@@ -830,9 +784,9 @@ def _check_errors_when_called():
     rowwise = parallelize_module(Float8Linear(16, 16), mesh, Float8RowwiseParallel(output_layouts=Shard(1)))
     with raises(ValueError, "dim 1 of [2, 5, 16]", "multiple of the 2 ranks", "pad the sequence"):
         rowwise(torch.randn(2, 5, 8))
-    of_torch = parallelize_module(Float8Linear(16, 16), mesh, ColwiseParallel())
-    with raises(RuntimeError, "is sharded", "Float8ColwiseParallel"):
-        of_torch(torch.randn(2, 4, 16))
+    replicated = distribute_module(Float8Linear(16, 16), mesh)
+    with raises(RuntimeError, "is sharded", "(Float8)ColwiseParallel"):
+        replicated(torch.randn(2, 4, 16))
     for use_local_output in (True, False):
         module = UsesItsInput(16, 16, F32, None)
         styles = {"": prepare(use_local_output), "a": Float8ColwiseParallel(), "b": Float8ColwiseParallel()}
@@ -889,7 +843,7 @@ def _check_module_life(recipe):
     with cast_weights_once(twin):
         torch.testing.assert_close(gradients(twin), expected, rtol=0, atol=0)
         torch.testing.assert_close(gradients(twin), expected, rtol=0, atol=0)
-    assert all(linear._scoped_weight is None for linear in twin.modules() if isinstance(linear, Float8Linear))
+    assert all(linear._prepared_weight is None for linear in twin.modules() if isinstance(linear, Float8Linear))
 
 
 @RECIPE
@@ -914,8 +868,8 @@ def test_one_style_for_several_modules():
     run(2, _check_one_style_for_several_modules)
 
 
-def _check_kept_weight(recipe):
-    """Kept from forward to backward, the float8 weight has the scales of the whole one."""
+def _check_saved_weight(recipe):
+    """Saved for backward, the float8 weight has the scales of the whole one."""
     weight = uneven_magnitudes(48, 64)
     for name in ("prepared", "rowwise"):
         results = []
@@ -932,5 +886,5 @@ def _check_kept_weight(recipe):
 
 
 @RECIPE
-def test_a_kept_weight_changes_no_bit(recipe):
-    run(2, _check_kept_weight, recipe)
+def test_a_float8_weight_saved_for_backward_changes_no_bit(recipe):
+    run(2, _check_saved_weight, recipe)
