@@ -20,7 +20,6 @@ from quaver.convert import (
     convert_to_float8_training,
     convert_to_high_precision,
 )
-from quaver.cost_model import auto_filter_for_recipe
 from quaver.delayed import (
     Float8ScalingState,
     TensorScaling,
@@ -34,8 +33,8 @@ from quaver.distributed import (
     PrepareFloat8ModuleInput,
     precompute_float8_dynamic_scale_for_fsdp,
 )
-from quaver.linear import Float8Linear
-from quaver.linear_gemms import float8_linear
+from quaver.filters import auto_filter_for_recipe
+from quaver.linear import Float8Linear, float8_linear
 from quaver.weight_scope import cast_weights_once
 
 __version__ = "0.1.0"

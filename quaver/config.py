@@ -1,15 +1,14 @@
-"""What to cast, how to scale it, and how to multiply it: frozen configs, and the recipes by name.
+"""Configs and recipes: how each operand is quantized, how it is scaled, and how each matmul runs.
 
-A config is checked when it is made and never changes. Fields left at None mean "as the other matmul of this operand";
-`Float8LinearConfig.casts` holds the six casts with everything filled in.
+Configs are frozen, and validated and resolved when they are made: every `cast_config_*` of a `Float8LinearConfig` is a
+`CastConfig` with a dtype, also where the caller left it out. Whatever takes a config takes a recipe's name, too.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -21,28 +20,36 @@ class ScalingType(enum.Enum):
     """When the scale of a tensor is computed."""
 
     DYNAMIC = "dynamic"
-    """From the tensor itself, at each cast."""
+    """From the tensor itself, each time it is quantized."""
     DELAYED = "delayed"
     """From the amaxes of earlier steps, by `sync_float8_amax_and_scale_history`; see `DelayedScalingConfig`."""
     STATIC = "static"
     """Once: given (`CastConfig.static_quant_scale`), or measured on batches (`calibrate_float8_static_scales`)."""
     DISABLED = "disabled"
-    """Never: the tensor stays in high precision for this matmul."""
+    """Never: the operand stays in high precision for this matmul."""
+
+    def short_str(self) -> str:
+        """ "dyn", "del", "sta" or "dis"."""
+        return self.value[:3]
 
 
 class ScalingGranularity(enum.Enum):
     """How many elements share a scale."""
 
     TENSORWISE = "tensorwise"
-    """All of the tensor."""
-    ROWWISE = "rowwise"
+    """All elements of the tensor."""
+    ROWWISE = "axiswise"
     """The elements along the dim that the matmul contracts: one scale per row of the left operand."""
-    AXISWISE = "rowwise"  # noqa: PIE796 - an alias on purpose
-    """Another name of ROWWISE."""
+    AXISWISE = "axiswise"  # noqa: PIE796 - an alias on purpose
+    """torchao's name of ROWWISE: the same member. Both values, "axiswise" and "rowwise", are accepted."""
 
     @classmethod
     def _missing_(cls, value: object) -> ScalingGranularity | None:
-        return cls.ROWWISE if value == "axiswise" else None
+        return cls.ROWWISE if value == "rowwise" else None
+
+    def short_str(self) -> str:
+        """ "ten" or "axs"."""
+        return "axs" if self is ScalingGranularity.ROWWISE else "ten"
 
 
 def _check_type(config: object, name: str, expected: type) -> None:
@@ -58,17 +65,18 @@ def _check(holds: bool, name: str, expected: str, got: object) -> None:
 
 @dataclass(frozen=True)
 class CastConfig:
-    """How one operand is cast for one matmul.
+    """How one operand is quantized for one matmul.
 
     Args:
         scaling_type: when its scale is computed.
         scaling_granularity: how many elements share a scale.
         target_dtype: a float8 dtype; None for the default of the operand (e4m3 for input and weight, e5m2 for
-            grad_output).
+            grad_output), which `Float8LinearConfig` fills in.
         static_quant_scale: with `ScalingType.STATIC`, the quant_scale of this operand in every linear, a number or a
-            tensor of one; None to measure one for each linear with `calibrate_float8_static_scales`.
+            tensor of one element; None to measure one per linear with `calibrate_float8_static_scales`.
+        static_scale: torchao's name of `static_quant_scale`; give only one of them, and read `static_quant_scale`.
     Raises:
-        ValueError: a field of the wrong type, a dtype that is not float8, delayed or static scaling of rows, or a
+        ValueError: a field of the wrong type, a dtype that is not float8, row-wise delayed or static scaling, or a
             static scale that is out of range or belongs to another scaling type.
     """
 
@@ -76,14 +84,15 @@ class CastConfig:
     scaling_granularity: ScalingGranularity = ScalingGranularity.TENSORWISE
     target_dtype: torch.dtype | None = None
     static_quant_scale: float | None = None
+    static_scale: InitVar[float | torch.Tensor | None] = None
 
-    # Attributes and not properties, since they are read at each cast of each linear.
+    # Attributes, not properties: every forward of every linear reads them.
     is_disabled: bool = field(init=False, repr=False, compare=False)
     is_rowwise: bool = field(init=False, repr=False, compare=False)
     is_persistent: bool = field(init=False, repr=False, compare=False)
-    """Whether the scale is kept from before the tensor is seen: delayed or static."""
+    """Whether the scale is known before the tensor is: delayed or static."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, static_scale: float | torch.Tensor | None) -> None:
         object.__setattr__(self, "is_disabled", self.scaling_type is ScalingType.DISABLED)
         object.__setattr__(self, "is_rowwise", self.scaling_granularity is ScalingGranularity.ROWWISE)
         object.__setattr__(self, "is_persistent", self.scaling_type in (ScalingType.DELAYED, ScalingType.STATIC))
@@ -91,12 +100,15 @@ class CastConfig:
         _check_type(self, "scaling_granularity", ScalingGranularity)
         if self.is_persistent and self.is_rowwise:
             raise ValueError(
-                f"scaling_granularity: {self.scaling_type.value} scaling keeps one scale per tensor (tensorwise), got "
-                "rowwise; the rows of a tensor are not the same ones from step to step"
+                f"scaling_granularity: {self.scaling_type.value} scaling keeps one scale per tensor: expected "
+                "tensorwise, got rowwise; the rows of a tensor are different ones in each step"
             )
         if self.target_dtype is not None and self.target_dtype not in FORMATS:
-            names = ", ".join(str(dtype) for dtype in FORMATS)
+            names = ", ".join(map(str, FORMATS))
             raise ValueError(f"target_dtype: expected a float8 dtype ({names}) or None, got {self.target_dtype}")
+        if static_scale is not None:
+            _check(self.static_quant_scale is None, "static_scale", "None next to static_quant_scale", static_scale)
+            object.__setattr__(self, "static_quant_scale", static_scale)
         if self.static_quant_scale is not None:
             self._check_static_scale(self.static_quant_scale)
 
@@ -105,27 +117,29 @@ class CastConfig:
         _check(is_number and not isinstance(given, bool), "static_quant_scale", "a number", given)
         scale = float(given)
         _check(2.0**-126 <= scale <= 2.0**126, "static_quant_scale", "a number from 2**-126 to 2**126", scale)
-        _check(
-            self.scaling_type is ScalingType.STATIC,
-            "static_quant_scale",
-            "None unless scaling_type is static",
-            f"{scale} with {self.scaling_type.value}",
-        )
+        scaling = self.scaling_type
+        expected = "None unless scaling_type is static"
+        _check(scaling is ScalingType.STATIC, "static_quant_scale", expected, f"{scale} with {scaling.value}")
         object.__setattr__(self, "static_quant_scale", scale)
 
     @property
     def float8_dtype(self) -> torch.dtype:
-        """The target dtype of a resolved cast. Raises RuntimeError where it was left to the default."""
+        """The target dtype of a cast that belongs to a `Float8LinearConfig`. Raises RuntimeError where it has none."""
         if self.target_dtype is None:
-            raise RuntimeError("target_dtype is not resolved; take the cast from Float8LinearConfig.casts")
+            raise RuntimeError("target_dtype is None; read the CastConfig from Float8LinearConfig, which fills it in")
         return self.target_dtype
+
+    def short_str(self) -> str:
+        """torchao's short form: "dyn_ten_e4m3"; "default" where the dtype is None."""
+        dtype = "default" if self.target_dtype is None else FORMATS[self.target_dtype].name
+        return f"{self.scaling_type.short_str()}_{self.scaling_granularity.short_str()}_{dtype}"
 
     def __str__(self) -> str:
         if self.is_disabled:
             return "high precision"
-        name = FORMATS[self.target_dtype].name if self.target_dtype is not None else "default format"
+        name = "default format" if self.target_dtype is None else FORMATS[self.target_dtype].name
         scale = "" if self.static_quant_scale is None else f" quant_scale {self.static_quant_scale!r}"
-        return f"{self.scaling_type.value} {self.scaling_granularity.value} {name}{scale}"
+        return f"{self.scaling_type.value} {'rowwise' if self.is_rowwise else 'tensorwise'} {name}{scale}"
 
 
 @dataclass(frozen=True)
@@ -138,17 +152,17 @@ class DelayedScalingConfig:
     With the defaults of `margin` and `headroom`, and `nonfinite_amax="keep_scale"`, this is TransformerEngine's rule.
 
     Args:
-        history_len: how many steps are remembered. After a spike the scale stays small for as many steps; after growth
-            by any factor it fits again after one.
+        history_len: the number of steps in the history. After a spike the scale stays small for as many steps; after
+            growth by any factor it fits again after one step.
         scale_fn_name: "max" or "most_recent".
         margin: how many powers of two to stay away from the largest number of the format.
         headroom: the factor by which a tensor may grow from one step to the next before it saturates.
-        nonfinite_amax: what a step in which a tensor had an inf or a NaN does to its history. "skip": nothing.
-            "keep_scale": the amax is remembered, and the scale stays as it is for as long as the history holds it.
-        dynamic_window: (low, high); None never. A tensor is scaled dynamically for one step after each in which the
-            ratio of its kept scale (used or not) to the one that would have fit was outside. A ratio above 1 saturates,
-            and one of 1 / 2**n leaves n powers of two of the format unused. (The rule itself aims at
-            1 / (headroom * 2**margin), and lies below it for as long as a larger amax is remembered.)
+        nonfinite_amax: what an inf or a NaN amax does to the history. "skip": nothing. "keep_scale": the amax enters
+            the history, and the scale stays unchanged for as long as the history holds it.
+        dynamic_window: (low, high), or None for never. After a step in which the ratio of a tensor's delayed scale
+            (used or not) to the scale of its own amax was outside, the tensor is scaled dynamically for one step. A
+            ratio above 1 saturates; one of 1 / 2**n leaves n powers of two of the format unused. (The rule itself aims
+            at 1 / (headroom * 2**margin), and lies below it for as long as the history holds a larger amax.)
     Raises:
         ValueError: a field of the wrong type or out of range.
     """
@@ -164,12 +178,12 @@ class DelayedScalingConfig:
         for name in ("history_len", "margin"):
             _check_type(self, name, int)
         _check(1 <= self.history_len <= 65536, "history_len", "1 to 65536 steps", self.history_len)
-        _check(self.scale_fn_name in _SCALE_FNS, "scale_fn_name", f"one of {', '.join(_SCALE_FNS)}", self.scale_fn_name)
+        for name, choices in (("scale_fn_name", _SCALE_FNS), ("nonfinite_amax", _POLICIES)):
+            value = getattr(self, name)
+            _check(value in choices, name, f"one of {', '.join(choices)}", value)
         _check(0 <= self.margin <= 16, "margin", "0 to 16 powers of two", self.margin)
         is_number = isinstance(self.headroom, int | float) and not isinstance(self.headroom, bool)
         _check(is_number and 1 <= self.headroom <= 65536, "headroom", "a factor of 1 to 65536", self.headroom)
-        policies = ", ".join(_NONFINITE_AMAX)
-        _check(self.nonfinite_amax in _NONFINITE_AMAX, "nonfinite_amax", f"one of {policies}", self.nonfinite_amax)
         if self.dynamic_window is not None:
             window = self.dynamic_window
             _check(isinstance(window, tuple) and len(window) == 2, "dynamic_window", "a pair or None", window)
@@ -179,7 +193,7 @@ class DelayedScalingConfig:
 
 
 _SCALE_FNS = ("max", "most_recent")
-_NONFINITE_AMAX = ("skip", "keep_scale")
+_POLICIES = ("skip", "keep_scale")
 
 SHARED_INPUTS: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
@@ -192,7 +206,7 @@ SHARED_INPUTS: tuple[tuple[str, ...], ...] = (
     ("q", "k", "v"),
     ("wi_0", "wi_1"),
 )
-"""Names that siblings in a transformer have which read one input: Hugging Face's, Llama's, diffusers' and T5's."""
+"""Names of sibling linears that read one input, in Hugging Face's models, Llama, diffusers and T5."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +214,7 @@ class Float8GemmConfig:
     """How one float8 matmul runs.
 
     Args:
-        use_fast_accum: let Hopper's tensor cores keep partial sums in fewer bits. Faster, less exact. It means nothing
+        use_fast_accum: let Hopper's tensor cores accumulate in fewer bits: faster, less exact. It has no effect
             where float8 is multiplied exactly (CPUs, `emulate`).
     """
 
@@ -211,7 +225,7 @@ class Float8GemmConfig:
 
 
 class Float8LinearRecipeName(enum.Enum):
-    """The recipes by name; their older names are accepted too."""
+    """The recipes by name; torchao's older names are accepted too."""
 
     TENSORWISE = "tensorwise"
     """One scale per tensor, e4m3 forward and e5m2 gradients. The fastest."""
@@ -220,22 +234,23 @@ class Float8LinearRecipeName(enum.Enum):
     ROWWISE_WITH_GW_HP = "rowwise_with_gw_hp"
     """As rowwise, with grad_weight computed in high precision. The most accurate."""
     ROWWISE_WITH_TENSORWISE_WEIGHT = "rowwise_with_tensorwise_weight"
-    """As rowwise, with one scale per weight: one cast serves both of its matmuls, and one byte per element a gather."""
+    """As rowwise, with one scale per weight, so that FSDP2 gathers one byte per element. The recipe for FSDP2."""
     DELAYED = "delayed"
-    """As tensorwise, with every scale from the amaxes of earlier steps: each tensor is read once."""
+    """As tensorwise, with scales from the amaxes of earlier steps: each tensor is read once."""
     DELAYED_WITH_DYNAMIC_WEIGHT = "delayed_with_dynamic_weight"
-    """As delayed, with weights scaled dynamically: they are cast once a step, and loading them never saturates."""
+    """As delayed, with weights scaled dynamically: weights that were just loaded never saturate."""
 
     @classmethod
     def _missing_(cls, value: object) -> Float8LinearRecipeName:
-        aliases = {"all_axiswise": cls.ROWWISE, "lw_axiswise_with_gw_hp": cls.ROWWISE_WITH_GW_HP}
+        aliases = {"all_tensorwise": cls.TENSORWISE, "axiswise": cls.ROWWISE, "all_axiswise": cls.ROWWISE}
+        aliases["lw_axiswise_with_gw_hp"] = cls.ROWWISE_WITH_GW_HP
         if isinstance(value, str) and value in aliases:
             return aliases[value]
         raise ValueError(f"unknown recipe {value!r}: expected one of {', '.join(name.value for name in cls)}")
 
 
 class OperandCasts(NamedTuple):
-    """How each operand is cast for each of its two matmuls."""
+    """How each operand is quantized for each of its two matmuls."""
 
     input: CastConfig
     input_for_grad_weight: CastConfig
@@ -254,30 +269,34 @@ class Float8LinearConfig:
         grad_weight = grad_output.t() @ input      grad_output_for_grad_weight, input_for_grad_weight
 
     Args:
-        cast_config_input, cast_config_weight, cast_config_grad_output: each operand's cast.
+        cast_config_input, cast_config_weight, cast_config_grad_output: each operand's cast. After construction their
+            target_dtype is set, on copies: the CastConfigs that were given do not change.
         cast_config_input_for_grad_weight, cast_config_weight_for_grad_input,
-            cast_config_grad_output_for_grad_weight: the same operand in its other matmul; None for "the same".
+            cast_config_grad_output_for_grad_weight: the same operand in its other matmul; None for "the same", which
+            is filled in. `dataclasses.replace(config, cast_config_input=...)` derives a cast that was filled in anew,
+            and keeps one that was given.
         gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight: each matmul.
-        enable_fsdp_float8_all_gather: under FSDP2 (`fully_shard`), cast weights on their shards with the scales of
-            the whole weight, and gather codes: one byte per element, and two in a pass that reads both casts of a
-            weight whose matmuls read different ones (row-wise, where the backward recomputes the forward). Both
-            casts must be float8. One process and DDP compute the same with it; FSDP1 refuses it.
+        enable_fsdp_float8_all_gather: under FSDP2 (`fully_shard`), quantize weights on their shards with the scales
+            of the whole weight, and all-gather the codes: one byte per element and pass where one cast serves both
+            matmuls of the weight, two where a row-wise weight needs two casts (as many as bfloat16). Both casts must
+            be float8. One process and DDP compute the same with it; FSDP1 refuses it.
         pad_inner_dim: pad every matmul to multiples of 16 on every device. Hardware that needs padding gets it
             without this flag; the flag lets a device that needs none take the same path. Results do not change.
         emulate: multiply exactly in high precision even where the hardware multiplies float8.
         round_scales_to_power_of_2: round every quant_scale down to a power of two.
-        keep_float8_weight_for_backward: keep the float8 weight from forward to backward (a byte per element) instead
-            of casting the weight again.
+        keep_float8_weight_for_backward: save the float8 weight for backward (a byte per element) instead of
+            quantizing the weight again there.
         delayed_scaling_config: how the scales of delayed scaling follow the amaxes.
         shared_inputs: names of sibling linears (children of one module) that read one input. With delayed or static
-            scaling of the input they have one scale for it, and one cast. It only has to be a good guess: siblings that
-            read different tensors get a scale that fits the larger one.
-        enable_amax_init, enable_pre_and_post_forward: accepted from older float8 configs, where they worked around
-            autocast, compile and FSDP in delayed scaling. Neither changes anything: a first use is always scaled
-            dynamically, and no code runs before or after the forward.
+            scaling of the input they share its scale, and its cast. A good guess is enough: siblings that read
+            different tensors get a scale that fits the larger one.
+        enable_amax_init, enable_pre_and_post_forward: accepted from torchao 0.9. They have no effect: a first use is
+            always scaled dynamically, and no code runs before or after the forward.
+        force_recompute_fp8_weight_in_bwd: torchao's inverse of `keep_float8_weight_for_backward`, read by the
+            constructor only. torchao's default, False, saves the float8 weight in 0.9 and has no effect in 0.18: left
+            out, quaver quantizes again as 0.18 does; an explicit False saves it as in 0.9.
     Raises:
         ValueError: a combination that no matmul can run; the message says which.
-        NotImplementedError: an option that is not there yet.
     """
 
     cast_config_input: CastConfig = CastConfig()
@@ -301,13 +320,16 @@ class Float8LinearConfig:
     shared_inputs: tuple[tuple[str, ...], ...] = SHARED_INPUTS
     enable_amax_init: bool = True
     enable_pre_and_post_forward: bool = True
+    force_recompute_fp8_weight_in_bwd: InitVar[bool | None] = None
 
+    _derived: tuple[CastConfig, ...] = field(default=(), repr=False, compare=False, kw_only=True)
+    """The casts that were filled in: `dataclasses.replace` hands them over, and __post_init__ derives them anew."""
     casts: OperandCasts = field(init=False, repr=False, compare=False)
-    """The six casts, none of them None and none without its target dtype."""
+    """The six casts by operand."""
     has_persistent_scales: bool = field(init=False, repr=False, compare=False)
-    """Whether any operand has a scale that is kept from before it is seen: delayed or static."""
+    """Whether any operand has a scale that is known before the operand is: delayed or static."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, force_recompute_fp8_weight_in_bwd: bool | None) -> None:
         for option in fields(self):
             if option.name.startswith("gemm_config"):
                 _check_type(self, option.name, Float8GemmConfig)
@@ -317,14 +339,15 @@ class Float8LinearConfig:
             elif option.init and isinstance(option.default, bool):
                 _check_type(self, option.name, bool)
         _check_type(self, "delayed_scaling_config", DelayedScalingConfig)
-        _check(_is_names(self.shared_inputs), "shared_inputs", "a tuple of tuples of names", self.shared_inputs)
-        casts = OperandCasts(
-            *_resolve("input", self.cast_config_input, self.cast_config_input_for_grad_weight, E4M3.dtype),
-            *_resolve("weight", self.cast_config_weight, self.cast_config_weight_for_grad_input, E4M3.dtype),
-            *_resolve(
-                "grad_output", self.cast_config_grad_output, self.cast_config_grad_output_for_grad_weight, E5M2.dtype
-            ),
-        )
+        groups = self.shared_inputs if isinstance(self.shared_inputs, tuple) else (None,)
+        are_names = all(isinstance(group, tuple) and all(isinstance(name, str) for name in group) for group in groups)
+        _check(are_names, "shared_inputs", "a tuple of tuples of names", self.shared_inputs)
+        if (forced := force_recompute_fp8_weight_in_bwd) is not None:
+            fits = isinstance(forced, bool) and not (forced and self.keep_float8_weight_for_backward)
+            expected = "a bool, and not True with keep_float8_weight_for_backward"
+            _check(fits, "force_recompute_fp8_weight_in_bwd", expected, forced)
+            object.__setattr__(self, "keep_float8_weight_for_backward", not forced)
+        casts = self._resolve_casts()
         for matmul, left, right in _MATMULS:
             _check_matmul(matmul, casts, left, right)
         if self.round_scales_to_power_of_2:
@@ -337,23 +360,43 @@ class Float8LinearConfig:
         object.__setattr__(self, "casts", casts)
         object.__setattr__(self, "has_persistent_scales", any(cast.is_persistent for cast in casts))
 
-    def resolved(self) -> Float8LinearConfig:
-        """The same config with every None filled in: both casts and the target dtype of each operand."""
-        return replace(self, **{f"cast_config_{name}": cast for name, cast in self.casts._asdict().items()})
+    def _resolve_casts(self) -> OperandCasts:
+        """Fill in the `cast_config_*` fields."""
+        casts: list[CastConfig] = []
+        derived: tuple[CastConfig, ...] = ()
+        for operand, other_matmul, default_dtype in _OPERANDS:
+            name, other_name = f"cast_config_{operand}", f"cast_config_{operand}_for_{other_matmul}"
+            given: CastConfig | None = getattr(self, other_name)
+            if any(given is earlier for earlier in self._derived):
+                given = None
+            cast, other = _resolve(operand, getattr(self, name), given, default_dtype)
+            object.__setattr__(self, name, cast)
+            object.__setattr__(self, other_name, other)
+            casts += cast, other
+            derived += () if given else (other,)
+        object.__setattr__(self, "_derived", derived)
+        return OperandCasts(*casts)
 
     @staticmethod
     def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> Float8LinearConfig:
         """The config of a recipe. Raises ValueError for an unknown name, listing the choices."""
-        return _RECIPES[Float8LinearRecipeName(recipe_name)]()
+        return _RECIPES[Float8LinearRecipeName(recipe_name)]
 
     @property
     def recipe_name(self) -> Float8LinearRecipeName | None:
         """The recipe whose casts and scales these are, whatever the options beside them; None if there is none."""
-        for recipe, make in _RECIPES.items():
-            config = make()
+        for recipe, config in _RECIPES.items():
             if (self.casts, self.round_scales_to_power_of_2) == (config.casts, config.round_scales_to_power_of_2):
                 return recipe
         return None
+
+    def short_str(self) -> str:
+        """torchao's short form, "i:dyn_ten_e4m3,w:dyn_ten_e4m3,go:dyn_ten_e5m2"; "w_gi:" and so on where unlike."""
+        input, input_gw, weight, weight_gi, grad_output, grad_output_gw = self.casts
+        parts = [("i", input), ("w", weight), ("go", grad_output)]
+        others = [("i_gw", input_gw, input), ("w_gi", weight_gi, weight), ("go_gw", grad_output_gw, grad_output)]
+        parts += [(name, other) for name, other, cast in others if other != cast]
+        return ",".join(f"{name}:{cast.short_str()}" for name, cast in parts)
 
     def __str__(self) -> str:
         matmuls = [
@@ -361,9 +404,16 @@ class Float8LinearConfig:
             for matmul, left, right in _MATMULS
         ]
         scales = f"scales {'power of two' if self.round_scales_to_power_of_2 else 'float32'}"
-        delayed = any(cast.scaling_type is ScalingType.DELAYED for cast in self.casts)
-        return "; ".join([*matmuls, scales, *([str(self.delayed_scaling_config)] if delayed else [])])
+        is_delayed = any(cast.scaling_type is ScalingType.DELAYED for cast in self.casts)
+        return "; ".join([*matmuls, scales, *([str(self.delayed_scaling_config)] if is_delayed else [])])
 
+
+_OPERANDS = (
+    ("input", "grad_weight", E4M3.dtype),
+    ("weight", "grad_input", E4M3.dtype),
+    ("grad_output", "grad_weight", E5M2.dtype),
+)
+"""Operand, the second matmul that reads it, and its default dtype."""
 
 _MATMULS = (
     ("output", "input", "weight"),
@@ -372,53 +422,47 @@ _MATMULS = (
 )
 
 
-def _rowwise() -> Float8LinearConfig:
+def _make_recipes() -> dict[Float8LinearRecipeName, Float8LinearConfig]:
+    tensor = CastConfig(target_dtype=E4M3.dtype)
     row = CastConfig(scaling_granularity=ScalingGranularity.ROWWISE, target_dtype=E4M3.dtype)
-    return Float8LinearConfig(
-        cast_config_input=row,
-        cast_config_weight=row,
-        cast_config_grad_output=row,
-        round_scales_to_power_of_2=True,
-    )
-
-
-def _rowwise_with_gw_hp() -> Float8LinearConfig:
     hp = CastConfig(scaling_type=ScalingType.DISABLED)
-    return replace(
-        _rowwise(),
-        cast_config_weight_for_grad_input=CastConfig(target_dtype=E4M3.dtype),
-        cast_config_input_for_grad_weight=hp,
-        cast_config_grad_output_for_grad_weight=hp,
-    )
-
-
-def _rowwise_with_tensorwise_weight() -> Float8LinearConfig:
-    return replace(_rowwise(), cast_config_weight=CastConfig(target_dtype=E4M3.dtype))
-
-
-def _delayed() -> Float8LinearConfig:
     kept = CastConfig(scaling_type=ScalingType.DELAYED)
-    return Float8LinearConfig(cast_config_input=kept, cast_config_weight=kept, cast_config_grad_output=kept)
+
+    def all_operands(cast: CastConfig) -> Float8LinearConfig:
+        return Float8LinearConfig(cast_config_input=cast, cast_config_weight=cast, cast_config_grad_output=cast)
+
+    rowwise, delayed = replace(all_operands(row), round_scales_to_power_of_2=True), all_operands(kept)
+    return {
+        Float8LinearRecipeName.TENSORWISE: Float8LinearConfig(),
+        Float8LinearRecipeName.ROWWISE: rowwise,
+        Float8LinearRecipeName.ROWWISE_WITH_GW_HP: replace(
+            rowwise,
+            cast_config_weight_for_grad_input=tensor,
+            cast_config_input_for_grad_weight=hp,
+            cast_config_grad_output_for_grad_weight=hp,
+        ),
+        Float8LinearRecipeName.ROWWISE_WITH_TENSORWISE_WEIGHT: replace(rowwise, cast_config_weight=tensor),
+        Float8LinearRecipeName.DELAYED: delayed,
+        Float8LinearRecipeName.DELAYED_WITH_DYNAMIC_WEIGHT: replace(delayed, cast_config_weight=CastConfig()),
+    }
 
 
-def _delayed_with_dynamic_weight() -> Float8LinearConfig:
-    return replace(_delayed(), cast_config_weight=CastConfig())
+def resolve_config(config: Float8LinearConfig | Float8LinearRecipeName | str | None) -> Float8LinearConfig:
+    """The config for what a caller gives: a config, a recipe or its name; None for the tensorwise recipe.
 
-
-_RECIPES: dict[Float8LinearRecipeName, Callable[[], Float8LinearConfig]] = {
-    Float8LinearRecipeName.TENSORWISE: Float8LinearConfig,
-    Float8LinearRecipeName.ROWWISE: _rowwise,
-    Float8LinearRecipeName.ROWWISE_WITH_GW_HP: _rowwise_with_gw_hp,
-    Float8LinearRecipeName.ROWWISE_WITH_TENSORWISE_WEIGHT: _rowwise_with_tensorwise_weight,
-    Float8LinearRecipeName.DELAYED: _delayed,
-    Float8LinearRecipeName.DELAYED_WITH_DYNAMIC_WEIGHT: _delayed_with_dynamic_weight,
-}
+    Raises ValueError for an unknown name, TypeError for anything else.
+    """
+    if isinstance(config, Float8LinearConfig):
+        return config
+    config = Float8LinearRecipeName.TENSORWISE if config is None else config
+    if isinstance(config, Float8LinearRecipeName | str):
+        return Float8LinearConfig.from_recipe_name(config)
+    raise TypeError(f"config: expected a Float8LinearConfig, a recipe's name such as 'rowwise' or None, got {config!r}")
 
 
 def _resolve(
     operand: str, cast: CastConfig, other: CastConfig | None, default_dtype: torch.dtype
 ) -> tuple[CastConfig, CastConfig]:
-    """Both casts of one operand, filled in."""
     other = other or cast
     dtypes = {c.target_dtype or default_dtype for c in (cast, other) if not c.is_disabled}
     if len(dtypes) > 1:
@@ -428,36 +472,29 @@ def _resolve(
     how = {(c.scaling_type, c.static_quant_scale) for c in (cast, other) if not c.is_disabled}
     if (cast.is_persistent or other.is_persistent) and (len(how) > 1 or cast.is_rowwise or other.is_rowwise):
         raise ValueError(
-            f"{operand} has one kept scale, which serves both of its matmuls: expected both casts delayed, both static "
-            f"with one scale, or one in high precision, got {cast} and {other}"
+            f"{operand} has one persistent scale, which serves both of its matmuls: expected both casts delayed, both "
+            f"static with one scale, or one in high precision, got {cast} and {other}"
         )
     return replace(cast, target_dtype=dtype), replace(other, target_dtype=dtype)
 
 
-def _is_names(value: object) -> bool:
-    return isinstance(value, tuple) and all(
-        isinstance(names, tuple) and all(isinstance(name, str) for name in names) for names in value
-    )
-
-
 def _check_powers_of_2(casts: OperandCasts) -> None:
-    for operand, how in casts._asdict().items():
-        scale = how.static_quant_scale
-        if scale is not None and math.frexp(scale)[0] != 0.5:
-            raise ValueError(
-                f"cast_config_{operand}: expected a static_quant_scale that is a power of two, since "
-                f"round_scales_to_power_of_2 is on, got {scale!r}"
-            )
+    expected = "a static_quant_scale that is a power of two, since round_scales_to_power_of_2 is on"
+    for operand, cast in casts._asdict().items():
+        scale = cast.static_quant_scale
+        _check(scale is None or math.frexp(scale)[0] == 0.5, f"cast_config_{operand}", expected, scale)
 
 
 def _check_matmul(matmul: str, casts: OperandCasts, left_name: str, right_name: str) -> None:
-    left: CastConfig = getattr(casts, left_name)
-    right: CastConfig = getattr(casts, right_name)
+    left, right = getattr(casts, left_name), getattr(casts, right_name)
     if left.is_disabled != right.is_disabled:
-        fp8, hp = (right_name, left_name) if left.is_disabled else (left_name, right_name)
+        fp8, hp = (left_name, right_name) if right.is_disabled else (right_name, left_name)
         raise ValueError(
-            f"{matmul}: {fp8} is cast to float8 but {hp} stays in high precision; "
-            f"a matmul needs both operands in the same precision"
+            f"{matmul}: {fp8} is cast to float8 but {hp} stays in high precision; a matmul needs both operands in the "
+            "same precision"
         )
     if not left.is_disabled and left.target_dtype == right.target_dtype == E5M2.dtype:
         raise ValueError(f"{matmul}: no hardware multiplies e5m2 by e5m2; make {left_name} or {right_name} e4m3")
+
+
+_RECIPES = _make_recipes()

@@ -1,22 +1,31 @@
-"""The module swap: `nn.Linear` to `Float8Linear` in place, a report of every layer, and the exact way back."""
+"""The module swap: `nn.Linear` to `Float8Linear` in place, a report of every matmul weight, and the exact way back."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils import parametrize
 
-from quaver.config import Float8LinearConfig
-from quaver.delayed import input_owners, keep_scales
-from quaver.distributed.gatherable_linears import make_gatherable, make_plain
-from quaver.linear import Float8Linear
+from quaver.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
+from quaver.delayed import add_persistent_scales
+from quaver.distributed.fsdp import Float8AllGatherWeight, make_all_gather_weights, restore_plain_weight
+from quaver.distributed.weight_scales import local_weight
+from quaver.linear import OWN_ATTRIBUTES, Float8Linear
+from quaver.scale_state import LinearScales
+from quaver.tensor import Float8Tensor
 
 logger = logging.getLogger(__name__)
 
-_REPORT = "_float8_conversion_report"
+_FILTER_REASON = "_float8_filter_reason"
+"""Where a linear keeps what the filter said of it; everything else in a report is looked up when it is asked for."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,12 @@ ModuleFilter = Callable[[nn.Module, str], "bool | FilterDecision"]
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One linear of the model: what became of it, and why."""
+    """One matmul weight of the model: whether its matmuls run in float8, and why (or why not).
+
+    Attributes:
+        name: of the linear, or of the parameter where the weight belongs to another module.
+        in_features, out_features: the last two dims of the weight; it may be a stack of such matrices.
+    """
 
     name: str
     in_features: int
@@ -46,16 +60,22 @@ class LayerReport:
 
     @property
     def flops_per_token(self) -> int:
-        """Of its three matmuls, a multiply and an add counted apart."""
+        """Of the three matmuls with one [out_features, in_features] matrix, a multiply and an add counted apart."""
         return 6 * self.in_features * self.out_features
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """Every linear of a model, converted or skipped and why."""
+    """Every matmul weight of a model, converted or skipped and why.
+
+    Attributes:
+        config: the configs of the float8 linears, one a line.
+        notes: what the user should know about these configs.
+    """
 
     config: str
     layers: list[LayerReport] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def converted(self) -> list[LayerReport]:
@@ -67,24 +87,27 @@ class ConversionReport:
 
     @property
     def float8_flops_fraction(self) -> float:
-        """The share of the linears' matmul FLOPs that now run in converted layers."""
+        """The share of the matmul FLOPs with these weights that runs in float8 linears."""
         total = sum(layer.flops_per_token for layer in self.layers)
         return sum(layer.flops_per_token for layer in self.converted) / total if total else 0.0
+
+    def why_nothing(self) -> str:
+        """One line, for a model of which nothing was converted."""
+        if not self.layers:
+            return "nothing to convert: the module has no nn.Linear"
+        reasons = [f"{layer.name}: {layer.reason}" for layer in self.layers]
+        return f"nothing to convert: all {len(reasons)} matmul weights were skipped ({_first(reasons, '; ')})"
 
     def summary(self) -> str:
         """One line."""
         return (
-            f"{len(self.converted)} of {len(self.layers)} linears in float8, "
+            f"{len(self.converted)} of {len(self.layers)} matmul weights in float8, "
             f"{self.float8_flops_fraction:.1%} of their FLOPs"
         )
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "config": self.config,
-            "float8_flops_fraction": self.float8_flops_fraction,
-            "layers": [asdict(layer) for layer in self.layers],
-        }
+        return {**asdict(self), "float8_flops_fraction": self.float8_flops_fraction}
 
     def __str__(self) -> str:
         width = max((len(layer.name) for layer in self.layers), default=4)
@@ -93,138 +116,257 @@ class ConversionReport:
             f"{'float8' if layer.converted else 'skipped':<7}  {layer.reason}".rstrip()
             for layer in self.layers
         ]
-        return "\n".join([self.summary(), self.config, *rows])
+        return "\n".join([self.summary(), self.config, *self.notes, *rows])
 
 
 def convert_to_float8_training(
     module: nn.Module,
     *,
-    config: Float8LinearConfig | None = None,
+    config: Float8LinearConfig | Float8LinearRecipeName | str | None = None,
     module_filter_fn: ModuleFilter | None = None,
     include_subclasses: bool = False,
 ) -> nn.Module:
-    """Make every `nn.Linear` of `module` a `Float8Linear`, in place.
+    """Make every `nn.Linear` of `module` a `Float8Linear`, in place. An error leaves the module as it was.
 
-    Modules keep their identity, parameters, hooks, attributes and training mode. A second call with the same config
-    changes nothing. With delayed or static scaling the linears of one call share one state (scale_state.py); call
-    `sync_float8_amax_and_scale_history(model)` once a step. `conversion_report(module)` tells what happened to each
-    layer. With `enable_fsdp_float8_all_gather` the weights are wrapped, and so are new parameters (with the same
-    memory): convert before `fully_shard`, and make the optimizer after both.
+    Modules keep their identity, parameters, hooks, attributes and training mode; subclasses of `nn.Linear` that do not
+    override `forward` keep all but that. With delayed or static scaling the linears of one call share one state
+    (scale_state.py); call `sync_float8_amax_and_scale_history(model)` once a step. With
+    `enable_fsdp_float8_all_gather` the weights become new parameters around the same memory: convert before
+    `fully_shard`, and make the optimizer after both. `conversion_report(module)` says what became of each layer.
+
+    A second call leaves converted layers alone; those that its filter admits must have its config.
 
     Args:
         module: any module, or an `nn.Linear` itself.
-        config: None for the tensorwise recipe.
+        config: a config, a recipe or a recipe's name; None for the tensorwise recipe.
         module_filter_fn: called with each linear and its fully qualified name; false leaves it in high precision. It
             may return a `FilterDecision`, whose reason goes to the report.
-        include_subclasses: also convert modules of subclasses of `nn.Linear`; they lose their own forward.
+        include_subclasses: also convert subclasses of `nn.Linear` that override `forward`; their forward is not called.
     Returns:
-        `module`.
+        `module`. A UserWarning says why if nothing was converted; linears that the filter admits but that cannot be
+        converted are logged at WARNING.
     Raises:
-        ValueError: there is no linear to convert, the filter took none, a layer is already converted under another
-            config, or a weight to gather in float8 is tied to another module's. The module is then unchanged.
+        ValueError: an unknown recipe, an admitted layer that is converted under another config, or a weight to gather
+            in float8 that is tied to another module's.
+        TypeError: `config` or `module` is of another type.
     """
-    config = config or Float8LinearConfig()
+    config = resolve_config(config)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
     chosen: list[tuple[str, nn.Linear]] = []
-    layers: list[LayerReport] = []
+    reasons: list[tuple[nn.Linear, str]] = []
+    missed: dict[str, list[str]] = {}
     owners = _owners_of_weights(module)
     for name, linear in module.named_modules():
-        if isinstance(linear, nn.Linear):
-            convert, reason = _decide(linear, name, config, module_filter_fn, include_subclasses)
-            shared = [owner for owner in owners[id(linear.weight)] if owner != name]
-            if convert and shared:
-                if config.enable_fsdp_float8_all_gather:
-                    raise ValueError(
-                        f"the weight of {name} is tied to {', '.join(shared)}, so it cannot be gathered in float8; "
-                        "untie them, filter the layer out, or turn enable_fsdp_float8_all_gather off"
-                    )
-                reason = "; ".join(filter(None, [reason, f"weight tied to {', '.join(shared)}"]))
-            layers.append(LayerReport(name, linear.in_features, linear.out_features, convert, reason))
-            if convert:
-                chosen.append((name, linear))
-    _check_something_converts(layers)
-    new = [
-        (name, Float8Linear.from_linear(linear, config=config))
-        for name, linear in chosen
-        if not isinstance(linear, Float8Linear)
-    ]
-    stateless = [(name, x) for name, x in chosen if isinstance(x, Float8Linear) and x.scaling is None]
-    keep_scales(module, stateless, config)
-    if config.enable_fsdp_float8_all_gather:
-        make_gatherable(new)
-    report = ConversionReport(str(config), _with_shared_inputs(layers, config))
-    setattr(module, _REPORT, report)
-    logger.info(report.summary())
+        if not isinstance(linear, nn.Linear):
+            continue
+        decision = module_filter_fn(linear, name) if module_filter_fn else True
+        if not isinstance(decision, FilterDecision):
+            decision = FilterDecision(bool(decision), "" if decision else "filter")
+        obstacle = _obstacle(linear, include_subclasses) if decision else ""
+        if not isinstance(linear, Float8Linear):
+            reasons.append((linear, "" if obstacle else decision.reason))
+        if obstacle:
+            missed.setdefault(obstacle, []).append(name or "the module")
+        elif decision:
+            _check_can_convert(linear, name, config, [x for x in owners.get(id(linear.weight), []) if x != name])
+            chosen.append((name, linear))
+    _convert(module, chosen, config)
+    for linear, reason in reasons:
+        vars(linear).pop(_FILTER_REASON, None)
+        vars(linear).update({_FILTER_REASON: reason} if reason else {})
+    _tell(conversion_report(module), bool(chosen), missed)
     return module
 
 
 def convert_to_high_precision(module: nn.Module) -> nn.Module:
-    """Make every `Float8Linear` of `module` the `nn.Linear` that it was, in place. Returns `module`."""
-    for linear in list(module.modules()):
-        if isinstance(linear, Float8Linear):
-            make_plain(linear)
-            linear.to_linear()
-    if hasattr(module, _REPORT):
-        delattr(module, _REPORT)
+    """Make every `Float8Linear` of `module` the `nn.Linear` that it was, in place. An error leaves it as it was.
+
+    `module` may be, or contain, a wrapper such as DistributedDataParallel, torch.compile's or PEFT's. Weights that
+    were prepared for a float8 all-gather become new parameters: make the optimizer after it. Returns `module`.
+
+    Raises:
+        RuntimeError: the way back is barred: `fully_shard` gathers the weight in float8, DistributedDataParallel holds
+            a weight that was prepared for that, or the class of a linear was changed since its conversion.
+    """
+    linears = [(name, each) for name, each in module.named_modules() if isinstance(each, Float8Linear)]
+    has_ddp = any(isinstance(each, nn.parallel.DistributedDataParallel) for each in module.modules())
+    for name, linear in linears:
+        _check_way_back(linear, name, has_ddp)
+    for _, linear in linears:
+        restore_plain_weight(linear)
+        before, cls = type(linear), type(linear.to_linear())
+        if issubclass(before, FSDPModule):  # fully_shard(linear) put it in front of the linear's own class
+            namespace = {"__deepcopy__": vars(before)["__deepcopy__"]}
+            linear.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), namespace)
+    for each in module.modules():
+        vars(each).pop(_FILTER_REASON, None)
     return module
 
 
 def conversion_report(module: nn.Module) -> ConversionReport:
-    """What the last `convert_to_float8_training(module)` did. Raises ValueError for a module that it was not given."""
-    report = getattr(module, _REPORT, None)
-    if report is None:
-        raise ValueError("this module was not given to convert_to_float8_training, or was converted back since")
-    return report
+    """What of `module` runs in float8 now: every matmul weight, converted or skipped and why.
+
+    It is computed from the modules as they are at the call: it holds for wrapped models (under the wrapper's names),
+    submodules, copies, and layers that were replaced or made by hand. Weights of modules other than `nn.Linear` are
+    found by shape and name: 2-D and 3-D parameters but those of embeddings, convolutions, norms and the like.
+    """
+    layers: list[LayerReport] = []
+    configs: dict[str, None] = {}
+    notes: dict[str, None] = {}
+    scale_owners: dict[tuple[int, int], str] = {}
+    owners = _owners_of_weights(module)
+    for name, child in module.named_modules():
+        if not isinstance(child, nn.Linear):
+            layers += _other_matmul_weights(child, name, owners)
+            continue
+        converted, said = isinstance(child, Float8Linear), vars(child).get(_FILTER_REASON, "")
+        if isinstance(child, Float8Linear):
+            configs[str(child.config)] = None
+            notes.update(dict.fromkeys(_notes(child.config)))
+            tied = [owner for owner in owners.get(id(child._parameters.get("weight")), []) if owner != name]
+            ties = f"weight tied to {', '.join(tied)}" if tied else ""
+            shares = _shared_input_scale(child, name, scale_owners)
+            reason = "; ".join(filter(None, [said, ties, shares, *_unfinished(child)]))
+        else:
+            reason = said or _obstacle(child, False) or "not converted, or new since the conversion"
+        layers.append(LayerReport(name, child.in_features, child.out_features, converted, reason))
+    return ConversionReport("\n".join(configs), layers, list(notes))
 
 
-def _decide(
-    linear: nn.Linear,
-    name: str,
-    config: Float8LinearConfig,
-    module_filter_fn: ModuleFilter | None,
-    include_subclasses: bool,
-) -> tuple[bool, str]:
-    """Whether to convert one linear, and why (or why not)."""
+# ---- the decision ----------------------------------------------------------------------------------------------------
+
+
+def _obstacle(linear: nn.Linear, include_subclasses: bool) -> str:
+    """Why `linear` cannot be converted; "" where it can, or is."""
+    cls = type(linear)
     if isinstance(linear, Float8Linear):
-        if linear.config.resolved() != config.resolved():
-            raise ValueError(
-                f"{name or 'the module'} is already converted, with another config ({linear.config}); "
-                "call convert_to_high_precision first"
-            )
-        return True, "already converted"
+        return ""
+    if "forward" in vars(linear):
+        return "its forward was replaced on the instance (by an Accelerate hook or a tp_plan, say): convert before that"
     if isinstance(linear, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return False, "its parent reads the weight without calling the module (nn.MultiheadAttention)"
-    if type(linear) is not nn.Linear and not include_subclasses:
-        return False, f"subclass {type(linear).__name__} of nn.Linear (include_subclasses=True converts it)"
+        return "its parent reads the weight without calling the module (nn.MultiheadAttention)"
+    if parametrize.is_parametrized(linear):
+        return "it is parametrized (torch.nn.utils.parametrize): remove the parametrization first"
+    if linear._parameters.get("weight") is None:
+        return "its weight is no parameter but computed (weight_norm, spectral_norm, pruning) or flattened (FSDP1)"
+    if cls.forward is not nn.Linear.forward and not include_subclasses:
+        return f"subclass {cls.__name__} of nn.Linear overrides forward (include_subclasses=True replaces its forward)"
     if linear.in_features == 0 or linear.out_features == 0:
-        return False, "shape: a feature dimension is 0"
-    if module_filter_fn is None:
-        return True, ""
-    decision = module_filter_fn(linear, name)
-    if isinstance(decision, FilterDecision):
-        return decision.convert, decision.reason
-    return bool(decision), "" if decision else "filter"
+        return "shape: a feature dimension is 0"
+    taken = [name for name in OWN_ATTRIBUTES if hasattr(linear, name)]
+    return f"it has attributes of its own that Float8Linear needs: {', '.join(taken)}" if taken else ""
 
 
-def _with_shared_inputs(layers: list[LayerReport], config: Float8LinearConfig) -> list[LayerReport]:
-    """The same report, saying which linears use a sibling's kept input scale."""
-    if not config.casts.input.is_persistent and not config.casts.input_for_grad_weight.is_persistent:
-        return layers
-    owners = input_owners([(layer.name, layer.in_features) for layer in layers if layer.converted], config)
-    return [
-        replace(layer, reason="; ".join(filter(None, [layer.reason, f"input scale of {owners[layer.name]}"])))
-        if layer.name in owners
-        else layer
-        for layer in layers
-    ]
+def _check_can_convert(linear: nn.Linear, name: str, config: Float8LinearConfig, tied: list[str]) -> None:
+    if isinstance(linear, Float8Linear) and linear.config != config:
+        raise ValueError(
+            f"{name or 'the module'} is already converted, with another config ({linear.config}); filter it out, or "
+            "call convert_to_high_precision first"
+        )
+    if tied and config.enable_fsdp_float8_all_gather:
+        raise ValueError(
+            f"the weight of {name} is tied to {', '.join(tied)}, so it cannot be gathered in float8; "
+            "untie them, filter the layer out, or turn enable_fsdp_float8_all_gather off"
+        )
 
 
-def _check_something_converts(layers: list[LayerReport]) -> None:
-    if not layers:
-        raise ValueError("nothing to convert: the module has no nn.Linear")
-    if not any(layer.converted for layer in layers):
-        reasons = "; ".join(f"{layer.name}: {layer.reason}" for layer in layers[:3])
-        more = f"; and {len(layers) - 3} more" if len(layers) > 3 else ""
-        raise ValueError(f"nothing to convert: all {len(layers)} linears were skipped ({reasons}{more})")
+def _convert(module: nn.Module, chosen: list[tuple[str, nn.Linear]], config: Float8LinearConfig) -> None:
+    """Convert the chosen linears, all or none; of those that are Float8Linears, set up what is missing."""
+    with ExitStack() as undo:
+        converted: list[tuple[str, Float8Linear]] = []
+        for name, linear in chosen:
+            if not isinstance(linear, Float8Linear):
+                undo.callback(Float8Linear.from_linear(linear, config=config).to_linear)
+            converted.append((name, linear))  # type: ignore[arg-type]
+        stateless = [(name, linear) for name, linear in converted if linear.scaling is None]
+        plain = [(name, linear) for name, linear in converted if not _is_all_gather_weight(linear)]
+        for _, linear in stateless:
+            undo.callback(setattr, linear, "scaling", None)
+        for _, linear in plain:
+            undo.callback(linear.register_parameter, "weight", linear._parameters.get("weight"))
+            undo.callback(restore_plain_weight, linear)
+        add_persistent_scales(module, stateless, config)
+        if config.enable_fsdp_float8_all_gather:
+            make_all_gather_weights(plain)
+        undo.pop_all()
+
+
+def _check_way_back(linear: Float8Linear, name: str, has_ddp: bool) -> None:
+    if _is_all_gather_weight(linear) and not isinstance(linear.weight, Float8AllGatherWeight):
+        obstacle = "fully_shard gathers its weight in float8"
+    elif _is_all_gather_weight(linear) and has_ddp:
+        obstacle = "DistributedDataParallel holds its weight, which was prepared for a float8 all-gather"
+    elif type(linear).forward is not Float8Linear.forward or parametrize.is_parametrized(linear):
+        obstacle = f"its class was changed to {type(linear).__name__} (by checkpointing or a parametrization, say)"
+    else:
+        return
+    raise RuntimeError(f"{name or 'the module'} cannot be converted back: {obstacle}; convert back before that")
+
+
+def _tell(report: ConversionReport, found: bool, missed: dict[str, list[str]]) -> None:
+    logger.info(report.summary())
+    for note in report.notes:
+        logger.warning(note)
+    for obstacle, names in missed.items():
+        logger.warning("%d linears stay in high precision (%s): %s", len(names), _first(names), obstacle)
+    if not found:
+        warnings.warn(report.why_nothing(), stacklevel=3)
+
+
+def _first(names: list[str], separator: str = ", ") -> str:
+    return separator.join(names[:3] + [f"and {len(names) - 3} more"] * (len(names) > 3))
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+
+def _is_all_gather_weight(linear: Float8Linear) -> bool:
+    """Whether FSDP2 gathers the weight in float8, or will."""
+    return isinstance(linear.weight, Float8Tensor) or isinstance(local_weight(linear), Float8AllGatherWeight)
+
+
+def _unfinished(linear: Float8Linear) -> Iterator[str]:
+    """What keeps a Float8Linear from doing what its config says."""
+    if "forward" in vars(linear):
+        yield "its forward was replaced on the instance after the conversion: float8 only if that calls the original"
+    if linear.config.enable_fsdp_float8_all_gather and not _is_all_gather_weight(linear):
+        yield "gathered in high precision until convert_to_float8_training has prepared its weight"
+    if linear.config.has_persistent_scales and linear.scaling is None:
+        yield "cannot run until convert_to_float8_training has made the state of its scales"
+
+
+def _notes(config: Float8LinearConfig) -> Iterator[str]:
+    if config.enable_fsdp_float8_all_gather and any(cast.is_rowwise for cast in config.casts[2:4]):
+        yield (
+            "enable_fsdp_float8_all_gather: both casts of a row-wise weight are gathered, 2 bytes per element as in "
+            "bfloat16; the row-wise recipe for FSDP2 is rowwise_with_tensorwise_weight (1 byte)"
+        )
+
+
+def _shared_input_scale(linear: Float8Linear, name: str, owners: dict[tuple[int, int], str]) -> str:
+    """Says which linear before it has the persistent scale of its input, if one has."""
+    if not isinstance(linear.scaling, LinearScales) or linear.scaling.rows[0] is None:
+        return ""
+    owner = owners.setdefault((id(linear.scaling.state), linear.scaling.rows[0]), name)
+    return "" if owner == name else f"input scale of {owner}"
+
+
+_NO_MATMULS = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd, parametrize.ParametrizationList)
+_NO_WEIGHTS = re.compile("norm|embed|bias|token|position|scale", re.IGNORECASE)
+
+
+def _other_matmul_weights(module: nn.Module, name: str, owners: dict[int, list[str]]) -> Iterator[LayerReport]:
+    """The parameters of a module other than nn.Linear that matmuls read, by their shape and name."""
+    kind = type(module).__name__
+    for leaf, parameter in module.named_parameters(recurse=False):
+        tied = any(owner != name for owner in owners.get(id(parameter), []))
+        if isinstance(module, _NO_MATMULS) or _NO_WEIGHTS.search(f"{kind}.{leaf}") or tied:
+            continue
+        if not nn.parameter.is_lazy(parameter) and parameter.dim() in (2, 3) and min(parameter.shape) > 1:
+            out_features, in_features = parameter.shape[-2:]
+            reason = f"{parameter.dim()}-D parameter of {kind}, which is no nn.Linear"
+            yield LayerReport(f"{name}.{leaf}".lstrip("."), in_features, out_features, False, reason)
 
 
 def _owners_of_weights(module: nn.Module) -> dict[int, list[str]]:

@@ -1,7 +1,10 @@
 """Configs: what is accepted, what is refused and how, and what the recipes mean."""
 
+import copy
 import dataclasses
+import pickle
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,11 +13,14 @@ from quaver import (
     CastConfig,
     DelayedScalingConfig,
     Float8GemmConfig,
+    Float8Linear,
     Float8LinearConfig,
     Float8LinearRecipeName,
     ScalingGranularity,
     ScalingType,
+    float8_linear,
 )
+from quaver.config import resolve_config
 from tests.reference import RECIPES
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -54,9 +60,55 @@ def test_a_recipe_knows_its_name(name):
 
 
 def test_older_names_are_accepted():
-    for old, new in (("all_axiswise", "rowwise"), ("lw_axiswise_with_gw_hp", "rowwise_with_gw_hp")):
+    for old, new in (
+        ("all_tensorwise", "tensorwise"),
+        ("axiswise", "rowwise"),
+        ("all_axiswise", "rowwise"),
+        ("lw_axiswise_with_gw_hp", "rowwise_with_gw_hp"),
+    ):
         assert Float8LinearConfig.from_recipe_name(old) == Float8LinearConfig.from_recipe_name(new)
     assert ScalingGranularity("axiswise") is ScalingGranularity.AXISWISE is ScalingGranularity.ROWWISE
+    assert ScalingGranularity("rowwise") is ScalingGranularity["ROWWISE"] is ScalingGranularity["AXISWISE"]
+    assert ScalingGranularity.AXISWISE.value == "axiswise"
+    assert pickle.loads(pickle.dumps(ScalingGranularity.ROWWISE)) is ScalingGranularity.ROWWISE
+
+
+def test_a_recipe_or_its_name_stands_for_its_config():
+    rowwise = Float8LinearConfig.from_recipe_name("rowwise")
+    assert resolve_config("rowwise") == resolve_config(Float8LinearRecipeName.ROWWISE) == rowwise
+    assert resolve_config(rowwise) is rowwise
+    assert resolve_config(None) == Float8LinearConfig()
+    with pytest.raises(ValueError, match="unknown recipe 'rowise': expected one of tensorwise, rowwise"):
+        resolve_config("rowise")
+    for wrong in (7, CastConfig(), Float8LinearConfig):
+        with pytest.raises(TypeError, match="config: expected a Float8LinearConfig, a recipe's name such as 'rowwise'"):
+            resolve_config(wrong)
+
+
+def test_a_linear_and_the_function_take_a_recipes_name():
+    input, linear = torch.randn(4, 32), Float8Linear(32, 16, config="rowwise")
+    assert linear.config == Float8LinearConfig.from_recipe_name("rowwise")
+    for recipe in ("rowwise", Float8LinearRecipeName.ROWWISE):
+        assert float8_linear(input, linear.weight, linear.bias, config=recipe).equal(linear(input))
+    with pytest.raises(ValueError, match="unknown recipe 'rowise'"):
+        Float8Linear(32, 16, config="rowise")
+    with pytest.raises(TypeError, match="got 7"):
+        float8_linear(input, linear.weight, config=7)
+    compiled = torch.compile(lambda x, w: float8_linear(x, w, config="rowwise"), fullgraph=True, backend="aot_eager")
+    assert compiled(input, linear.weight).equal(float8_linear(input, linear.weight, config="rowwise"))
+
+
+def test_the_short_form_is_torchaos():
+    assert [kind.short_str() for kind in ScalingType] == ["dyn", "del", "sta", "dis"]
+    assert [granularity.short_str() for granularity in ScalingGranularity] == ["ten", "axs"]
+    short = {name: Float8LinearConfig.from_recipe_name(name).short_str() for name in RECIPES}
+    assert short["tensorwise"] == "i:dyn_ten_e4m3,w:dyn_ten_e4m3,go:dyn_ten_e5m2"
+    assert short["rowwise"] == "i:dyn_axs_e4m3,w:dyn_axs_e4m3,go:dyn_axs_e4m3"
+    assert short["rowwise_with_gw_hp"] == (
+        "i:dyn_axs_e4m3,w:dyn_axs_e4m3,go:dyn_axs_e4m3,i_gw:dis_ten_e4m3,w_gi:dyn_ten_e4m3,go_gw:dis_ten_e4m3"
+    )
+    assert short["tensorwise"] in repr(Float8Linear(16, 16))
+    assert CastConfig().short_str() == "dyn_ten_default"
 
 
 def test_unknown_recipe_lists_the_choices():
@@ -81,13 +133,46 @@ def test_replace_reaches_both_matmuls_of_an_operand():
     assert config.casts.input_for_grad_weight.is_rowwise
 
 
-def test_resolved_fills_in_everything_and_changes_nothing():
+def test_every_field_is_filled_in_and_nothing_that_was_given_changes():
+    given = CastConfig()
+    config = Float8LinearConfig(cast_config_input=given, cast_config_weight=given, cast_config_grad_output=given)
+    assert given.target_dtype is None
+    assert config.cast_config_input.target_dtype is E4M3
+    assert config.cast_config_weight.target_dtype is E4M3
+    assert config.cast_config_grad_output.target_dtype is E5M2
+    for name in ("input_for_grad_weight", "weight_for_grad_input", "grad_output_for_grad_weight"):
+        operand = name.partition("_for_")[0]
+        assert getattr(config, f"cast_config_{name}") == getattr(config, f"cast_config_{operand}")
+        assert getattr(config, f"cast_config_{name}") == getattr(config.casts, name)
+
+
+def test_replace_derives_what_was_filled_in_and_keeps_what_was_given():
+    row, tensor = CastConfig(scaling_granularity=ROW, target_dtype=E4M3), CastConfig(target_dtype=E4M3)
     config = Float8LinearConfig()
-    resolved = config.resolved()
-    for field in dataclasses.fields(resolved):
-        assert getattr(resolved, field.name) is not None
-    assert resolved.casts == config.casts
-    assert config.cast_config_input_for_grad_weight is None
+    for copied in (config, copy.deepcopy(config), pickle.loads(pickle.dumps(config)), replace(config, emulate=True)):
+        changed = replace(copied, cast_config_input=row)
+        assert (changed.cast_config_input, changed.cast_config_input_for_grad_weight) == (row, row)
+        again = replace(changed, cast_config_input=tensor)
+        assert again.cast_config_input_for_grad_weight == tensor
+    given = replace(config, cast_config_input_for_grad_weight=tensor)
+    assert replace(given, cast_config_input=row).cast_config_input_for_grad_weight == tensor
+    assert (
+        replace(given, cast_config_input_for_grad_weight=None, cast_config_input=row).casts.input_for_grad_weight == row
+    )
+    reused = Float8LinearConfig(
+        cast_config_input=row, cast_config_input_for_grad_weight=config.cast_config_input_for_grad_weight
+    )
+    assert reused.cast_config_input_for_grad_weight == tensor
+    assert reused == Float8LinearConfig(cast_config_input=row, cast_config_input_for_grad_weight=tensor)
+
+
+def test_torchaos_flag_for_the_weight_of_the_backward():
+    assert not Float8LinearConfig().keep_float8_weight_for_backward
+    assert not Float8LinearConfig(force_recompute_fp8_weight_in_bwd=True).keep_float8_weight_for_backward
+    kept = Float8LinearConfig(force_recompute_fp8_weight_in_bwd=False)
+    assert kept.keep_float8_weight_for_backward
+    assert replace(kept, emulate=True).keep_float8_weight_for_backward
+    assert replace(Float8LinearConfig(), keep_float8_weight_for_backward=True) == kept
 
 
 def test_configs_are_frozen_and_hashable():
@@ -139,6 +224,11 @@ def test_configs_are_frozen_and_hashable():
             "enable_fsdp_float8_all_gather: expected the weight in float8 in both of its matmuls, got output high",
         ),
         (lambda: Float8LinearConfig(emulate=1), "emulate: expected bool, got 1"),
+        (
+            lambda: Float8LinearConfig(force_recompute_fp8_weight_in_bwd=True, keep_float8_weight_for_backward=True),
+            "force_recompute_fp8_weight_in_bwd: expected a bool, and not True with keep_float8_weight_for_backward",
+        ),
+        (lambda: Float8LinearConfig(force_recompute_fp8_weight_in_bwd="no"), "expected a bool, and not True with keep"),
         (lambda: Float8LinearConfig(gemm_config_output=True), "gemm_config_output: expected Float8GemmConfig"),
         (lambda: Float8GemmConfig(use_fast_accum="yes"), "use_fast_accum: expected bool, got 'yes'"),
     ],
@@ -156,13 +246,17 @@ KEPT = CastConfig(scaling_type=ScalingType.DELAYED)
     [
         (
             lambda: CastConfig(ScalingType.DELAYED, ScalingGranularity.ROWWISE),
-            "delayed scaling keeps one scale per tensor (tensorwise), got rowwise",
+            "delayed scaling keeps one scale per tensor: expected tensorwise, got rowwise",
         ),
         (lambda: CastConfig(static_quant_scale=2.0), "expected None unless scaling_type is static, got '2.0 with dyn"),
         (lambda: CastConfig(ScalingType.STATIC, static_quant_scale=0.0), "a number from 2**-126 to 2**126, got 0.0"),
         (lambda: CastConfig(ScalingType.STATIC, static_quant_scale=float("nan")), "a number from 2**-126 to 2**126"),
         (lambda: CastConfig(ScalingType.STATIC, static_quant_scale="2"), "static_quant_scale: expected a number"),
         (lambda: CastConfig(ScalingType.STATIC, static_quant_scale=True), "static_quant_scale: expected a number"),
+        (
+            lambda: CastConfig(ScalingType.STATIC, static_quant_scale=2.0, static_scale=2.0),
+            "static_scale: expected None next to static_quant_scale, got 2.0",
+        ),
         (lambda: DelayedScalingConfig(history_len=0), "history_len: expected 1 to 65536 steps, got 0"),
         (lambda: DelayedScalingConfig(history_len=2.0), "history_len: expected int, got 2.0"),
         (lambda: DelayedScalingConfig(scale_fn_name="mean"), "scale_fn_name: expected one of max, most_recent"),
@@ -181,7 +275,7 @@ KEPT = CastConfig(scaling_type=ScalingType.DELAYED)
         (lambda: Float8LinearConfig(shared_inputs=("q", "k")), "shared_inputs: expected a tuple of tuples of names"),
         (
             lambda: Float8LinearConfig(cast_config_input=KEPT, cast_config_input_for_grad_weight=CastConfig()),
-            "input has one kept scale, which serves both of its matmuls",
+            "input has one persistent scale, which serves both of its matmuls",
         ),
         (
             lambda: Float8LinearConfig(
@@ -200,6 +294,8 @@ def test_bad_kept_scaling_fails_when_made_and_says_why(make, message):
 def test_a_static_scale_may_be_a_tensor_of_one():
     cast = CastConfig(ScalingType.STATIC, static_quant_scale=torch.tensor([2.0]))
     assert cast == CastConfig(ScalingType.STATIC, static_quant_scale=2.0)
+    assert cast == CastConfig(ScalingType.STATIC, static_scale=torch.tensor(2.0))
+    assert replace(CastConfig(ScalingType.STATIC, static_scale=2.0), target_dtype=E4M3).static_quant_scale == 2.0
     assert str(cast) == "static tensorwise default format quant_scale 2.0"
 
 

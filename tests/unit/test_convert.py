@@ -1,20 +1,32 @@
 """The module swap and its report."""
 
 import copy
+import functools
 import json
+import logging
+import pickle
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
+import transformers
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.nn.utils import prune
 
 from quaver import (
     FilterDecision,
     Float8Linear,
     Float8LinearConfig,
+    Float8LinearRecipeName,
     conversion_report,
+    convert,
     convert_to_float8_training,
     convert_to_high_precision,
 )
+from quaver.config import resolve_config
+from quaver.distributed.fsdp import Float8AllGatherWeight
 
 
 class Scaled(nn.Linear):
@@ -81,26 +93,360 @@ def test_the_way_back_is_exact():
     for module, old in zip(model.modules(), before.modules(), strict=True):
         assert module.__dict__.keys() == old.__dict__.keys()
     assert model(tokens).equal(before(tokens))
-    with pytest.raises(ValueError, match="was not given to convert_to_float8_training"):
-        conversion_report(model)
+    assert not conversion_report(model).converted
+    assert conversion_report(model).layers[0].reason == "not converted, or new since the conversion"
 
 
 def test_twice_changes_nothing():
     model = convert_to_float8_training(Model())
     classes = [type(m) for m in model.modules()]
     parameters = [id(p) for p in model.parameters()]
+    report = conversion_report(model)
     convert_to_float8_training(model)
+    assert conversion_report(model) == report
     assert [type(m) for m in model.modules()] == classes
     assert [id(p) for p in model.parameters()] == parameters
-    assert all(
-        layer.reason == "already converted" or "tied" in layer.reason for layer in conversion_report(model).converted
-    )
 
 
-def test_twice_with_another_config_is_refused():
-    model = convert_to_float8_training(Model())
+def test_twice_with_another_config_is_refused_where_the_filter_admits_it():
+    first = {"module_filter_fn": lambda _, name: name.startswith("blocks.0")}
+    model = convert_to_float8_training(Model(), **first)
     with pytest.raises(ValueError, match="already converted, with another config .* convert_to_high_precision first"):
-        convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("rowwise"))
+        convert_to_float8_training(model, config="rowwise")
+    assert type(model.blocks[1][0]) is nn.Linear
+    convert_to_float8_training(model, config="rowwise", module_filter_fn=lambda _, name: name.startswith("blocks.1"))
+    assert model.blocks[0][0].config == resolve_config("tensorwise")
+    assert model.blocks[1][0].config == resolve_config("rowwise")
+    assert len(conversion_report(model).config.splitlines()) == 2
+
+
+def states(model):
+    return [(type(m), dict(vars(m)), dict(m._parameters)) for m in model.modules()]
+
+
+def raises_at(n):
+    def decide(module, name):
+        if name == n:
+            raise ZeroDivisionError
+        return True
+
+    return decide
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"config": "rowise"}, ValueError),
+        ({"config": 16}, TypeError),
+        ({"module_filter_fn": raises_at("blocks.1.2")}, ZeroDivisionError),
+        ({"config": replace(Float8LinearConfig(), enable_fsdp_float8_all_gather=True)}, ValueError),  # the head is tied
+    ],
+)
+def test_an_error_leaves_the_model_as_it_was(options, error):
+    model = Model()
+    before = states(model)
+    with pytest.raises(error):
+        convert_to_float8_training(model, **options)
+    assert states(model) == before
+
+
+@pytest.mark.parametrize("at", ["add_persistent_scales", "make_all_gather_weights"])
+def test_an_error_half_way_is_undone(at, monkeypatch):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    by_hand = Float8Linear(16, 16, config=replace(resolve_config("delayed"), enable_fsdp_float8_all_gather=True))
+    model.append(by_hand)
+    before = states(model)
+    do = getattr(convert, at)
+
+    def fail(*args):
+        do(*args)
+        raise MemoryError
+
+    monkeypatch.setattr(convert, at, fail)
+    with pytest.raises(MemoryError):
+        convert_to_float8_training(model, config=by_hand.config)
+    for (cls, old, parameters), (now_cls, now, now_parameters) in zip(before, states(model), strict=True):
+        assert (cls, old.keys()) == (now_cls, now.keys())
+        assert all(now_parameters[name] is parameter for name, parameter in parameters.items())
+    assert by_hand.scaling is by_hand.gathering is None
+    assert not by_hand._state_dict_hooks
+
+
+@pytest.mark.parametrize("config", ["rowwise", Float8LinearRecipeName.ROWWISE, "axiswise"])
+def test_a_recipes_name_is_a_config(config):
+    assert convert_to_float8_training(nn.Linear(16, 16), config=config).config == resolve_config("rowwise")
+
+
+def test_from_float_makes_a_new_module_of_the_same_parameters():
+    linear = nn.Linear(32, 16).eval()
+    float8 = Float8Linear.from_float(linear, config="rowwise")
+    assert type(linear) is nn.Linear
+    assert (float8.weight is linear.weight) & (float8.bias is linear.bias)
+    assert not float8.training
+    assert Float8Linear.from_float(nn.Linear(32, 16, bias=False)).bias is None
+    input = torch.randn(4, 32)
+    assert float8(input).equal(convert_to_float8_training(copy.deepcopy(linear), config="rowwise")(input))
+    with pytest.raises(TypeError, match="linear: expected an nn.Linear, got ReLU"):
+        Float8Linear.from_float(nn.ReLU())
+
+
+# ---- linears that are not quite nn.Linear ----------------------------------------------------------------------------
+
+
+class Module(nn.Module):
+    """As torchtitan's: a base class of its own, beside nn.Linear."""
+
+    def init_weights(self, std):
+        nn.init.normal_(self.weight, std=std)
+
+
+class TitanLinear(nn.Linear, Module):
+    def __init__(self, in_features, out_features, *, note="titan"):
+        super().__init__(in_features, out_features, bias=False)
+        self.note = note
+
+    def extra_repr(self):
+        return f"{super().extra_repr()}, note={self.note}"
+
+
+@pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_subclass_with_the_forward_of_a_linear_keeps_the_rest(copied):
+    model = nn.Sequential(TitanLinear(32, 32), nn.ReLU(), TitanLinear(32, 32, note="last"))
+    before = copy.deepcopy(model)
+    input = torch.randn(4, 32)
+    convert_to_float8_training(model, config="rowwise")
+    twin = convert_to_float8_training(
+        nn.Sequential(*(nn.Linear(32, 32, bias=False) if isinstance(m, nn.Linear) else m for m in before)),
+        config="rowwise",
+    )
+    twin.load_state_dict(before.state_dict())
+    model = copied(model)
+    assert type(model[0]) is type(model[2])
+    assert isinstance(model[0], Float8Linear)
+    assert isinstance(model[0], TitanLinear)
+    assert "note=last" in repr(model[2])
+    assert "cast_configs=i:dyn_axs_e4m3" in repr(model[2])
+    assert model(input).equal(twin(input))
+    assert len(conversion_report(model).converted) == 2
+    model[0].init_weights(1.0)
+    convert_to_high_precision(model)
+    assert type(model[0]) is TitanLinear
+    assert vars(model[0]).keys() == vars(before[0]).keys()
+
+
+def parametrized():
+    return nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+
+
+def patched():
+    linear = nn.Linear(16, 16)
+    linear.forward = functools.partial(nn.Linear.forward, linear)
+    return linear
+
+
+def with_attribute():
+    linear = nn.Linear(16, 16)
+    linear.config = "mine"
+    return linear
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (patched, "its forward was replaced on the instance"),
+        (parametrized, "it is parametrized"),
+        (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(16, 16)), "it is parametrized"),
+        (lambda: nn.utils.weight_norm(nn.Linear(16, 16)), "its weight is no parameter but computed"),
+        (lambda: nn.utils.spectral_norm(nn.Linear(16, 16)), "its weight is no parameter but computed"),
+        (lambda: prune.l1_unstructured(nn.Linear(16, 16), "weight", 0.5), "its weight is no parameter but computed"),
+        (lambda: Scaled(16, 16), "subclass Scaled of nn.Linear overrides forward"),
+        (with_attribute, "attributes of its own that Float8Linear needs: config"),
+    ],
+)
+def test_what_cannot_be_converted_is_skipped_and_named(make, reason, caplog):
+    odd = make()
+    model = nn.ModuleDict({"odd": odd, "plain": nn.Linear(16, 16)})
+    before = dict(vars(odd))
+    with caplog.at_level(logging.WARNING):
+        convert_to_float8_training(model)
+    assert "1 linears stay in high precision (odd): " in caplog.text
+    assert reason in caplog.text
+    layers = {layer.name: layer for layer in conversion_report(model).layers}
+    assert list(layers) == ["odd", "plain"]
+    assert (layers["odd"].converted, layers["plain"].converted) == (False, True)
+    assert layers["odd"].reason.startswith(reason) or reason in layers["odd"].reason
+    assert vars(odd) == before
+    model["odd"](torch.randn(2, 16)).sum().backward()
+
+
+# ---- reports ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_is_of_the_model_as_it_is():
+    model = convert_to_float8_training(Model())
+    assert conversion_report(model.blocks[0]).summary().startswith("2 of 2")
+    model.blocks[0][0] = nn.Linear(32, 64)
+    layers = {layer.name: layer for layer in conversion_report(model).layers}
+    assert layers["blocks.0.0"].reason == "not converted, or new since the conversion"
+    model.to_empty(device="cpu")
+    assert {layer.name: layer for layer in conversion_report(copy.deepcopy(model)).layers} == layers
+    by_hand = nn.Sequential(Float8Linear(16, 16, config="rowwise"), nn.Linear(16, 16))
+    assert [layer.converted for layer in conversion_report(by_hand).layers] == [True, False]
+    assert conversion_report(by_hand).config == str(resolve_config("rowwise"))
+    by_hand[0].forward = functools.partial(Float8Linear.forward, by_hand[0])
+    assert "replaced on the instance after the conversion" in conversion_report(by_hand).layers[0].reason
+
+
+def llama():
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(num_hidden_layers=1, vocab_size=128, tie_word_embeddings=False, **sizes)
+    return transformers.LlamaForCausalLM(config)
+
+
+def test_a_resized_language_model_is_reported_as_it_is():
+    model = convert_to_float8_training(llama())
+    assert conversion_report(model).summary().startswith("8 of 8 matmul weights in float8")
+    model.resize_token_embeddings(144)
+    layers = {layer.name: layer for layer in conversion_report(model).layers}
+    assert layers["lm_head"].out_features == 144
+    assert layers["lm_head"].converted is isinstance(model.lm_head, Float8Linear)
+    convert_to_float8_training(model)
+    assert conversion_report(model).summary().startswith("8 of 8 matmul weights in float8")
+    model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(4, 24, 16))
+        self.bias = nn.Parameter(torch.randn(4, 24))
+        self.norm = nn.LayerNorm((4, 16))
+        self.pos_embed = nn.Parameter(torch.randn(1, 8, 16))
+        self.conv = nn.Conv1d(16, 16, 3)
+        self.embed = nn.Embedding(8, 16)
+        self.linear = nn.Linear(16, 16)
+        self.conv1d = transformers.pytorch_utils.Conv1D(24, 16)
+        self.bilinear = nn.Bilinear(16, 8, 24)
+        self.gru = nn.GRU(16, 8)
+
+
+def test_weights_of_other_modules_are_listed():
+    layers = conversion_report(convert_to_float8_training(Experts())).layers
+    assert [(layer.name, layer.in_features, layer.out_features) for layer in layers if not layer.converted] == [
+        ("w1", 16, 24),
+        ("conv1d.weight", 24, 16),
+        ("bilinear.weight", 8, 16),
+        ("gru.weight_ih_l0", 16, 24),
+        ("gru.weight_hh_l0", 8, 24),
+    ]
+    assert layers[0].reason == "3-D parameter of Experts, which is no nn.Linear"
+    assert [layer.name for layer in layers if layer.converted] == ["linear"]
+
+
+def test_the_row_wise_recipe_for_fsdp2_is_named(caplog):
+    for recipe, named in (("rowwise", True), ("rowwise_with_gw_hp", True), ("rowwise_with_tensorwise_weight", False)):
+        config = replace(resolve_config(recipe), enable_fsdp_float8_all_gather=True)
+        caplog.clear()
+        report = conversion_report(convert_to_float8_training(nn.Linear(16, 16), config=config))
+        for text in (str(report), caplog.text, str(report.to_dict()["notes"])):
+            assert ("recipe for FSDP2 is rowwise_with_tensorwise_weight" in text) is named
+
+
+def test_a_linear_made_by_hand_is_prepared_for_the_all_gather():
+    config = replace(Float8LinearConfig(), enable_fsdp_float8_all_gather=True)
+    model = nn.Sequential(Float8Linear(16, 16, config=config), nn.Linear(16, 16))
+    assert "gathered in high precision until" in conversion_report(model).layers[0].reason
+    convert_to_float8_training(model, config=config)
+    assert [layer.reason for layer in conversion_report(model).layers] == ["", ""]
+    assert all(isinstance(linear.weight, Float8AllGatherWeight) for linear in model)
+    weights = [linear.weight for linear in model]
+    convert_to_float8_training(model, config=config)
+    assert all(linear.weight is weight for linear, weight in zip(model, weights, strict=True))
+    delayed = nn.Sequential(Float8Linear(16, 16, config="delayed"))
+    assert "cannot run until" in conversion_report(delayed).layers[0].reason
+    assert conversion_report(convert_to_float8_training(delayed, config="delayed")).layers[0].reason == ""
+
+
+# ---- wrapped models --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Adapter(nn.Module):
+    """As PEFT's models: attributes that it has not are those of the model inside."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = model
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_model, name)
+
+    def forward(self, *args):
+        return self.base_model(*args)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        nn.parallel.DistributedDataParallel,
+        lambda model: torch.compile(model, backend="eager"),
+        Adapter,
+        lambda model: Adapter(nn.parallel.DistributedDataParallel(model)),
+    ],
+)
+def test_reports_of_wrapped_models_and_the_way_back(wrap, one_rank):
+    model = Model()
+    del model.attention
+    plain, tokens = copy.deepcopy(model), torch.arange(10)
+    convert_to_float8_training(model)
+    wrapped = wrap(model)
+    inner, outer = conversion_report(model), conversion_report(wrapped)
+    assert (inner.summary(), inner.config) == (outer.summary(), outer.config)
+    assert wrapped(tokens).equal(model(tokens))
+    assert convert_to_high_precision(wrapped) is wrapped
+    assert not any(isinstance(m, Float8Linear) for m in wrapped.modules())
+    assert wrapped(tokens).equal(plain(tokens))
+
+
+def test_fully_sharded_models(one_rank):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    plain = copy.deepcopy(model)
+    convert_to_float8_training(model, config="rowwise")
+    fully_shard(model[1])
+    fully_shard(model)
+    assert conversion_report(model).summary().startswith("2 of 2")
+    convert_to_high_precision(model)
+    assert isinstance(model[1], FSDPModule)
+    assert type(model[1]).__bases__ == (FSDPModule, nn.Linear)
+    input = torch.randn(4, 16)
+    assert model(input).equal(plain(input))
+    model(input).sum().backward()
+    fsdp1 = FullyShardedDataParallel(convert_to_float8_training(plain), device_id=torch.device("cpu"))
+    assert conversion_report(fsdp1).summary().startswith("2 of 2")
+
+
+def test_the_way_back_is_barred_before_anything_changes(one_rank):
+    config = replace(Float8LinearConfig(), enable_fsdp_float8_all_gather=True)
+    model = nn.parallel.DistributedDataParallel(
+        convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=config)
+    )
+    with pytest.raises(RuntimeError, match="module.0 cannot be converted back: DistributedDataParallel holds"):
+        convert_to_high_precision(model)
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
+    nn.utils.parametrizations.weight_norm(model[1])
+    with pytest.raises(RuntimeError, match="1 cannot be converted back: its class was changed"):
+        convert_to_high_precision(model)
+    assert isinstance(model[0], Float8Linear)
 
 
 def test_the_report_has_every_linear_and_why():
@@ -114,17 +460,21 @@ def test_the_report_has_every_linear_and_why():
         "blocks.0.2": (True, ""),
         "blocks.1.0": (False, "filter"),
         "blocks.1.2": (False, "filter"),
-        "scaled": (False, "subclass Scaled of nn.Linear (include_subclasses=True converts it)"),
+        "scaled": (
+            False,
+            "subclass Scaled of nn.Linear overrides forward (include_subclasses=True replaces its forward)",
+        ),
+        "attention.in_proj_weight": (False, "2-D parameter of MultiheadAttention, which is no nn.Linear"),
         "attention.out_proj": (
             False,
             "its parent reads the weight without calling the module (nn.MultiheadAttention)",
         ),
         "head": (True, "weight tied to embed"),
     }
-    converted, total = 2 * 32 * 64 + 32 * 48, 4 * 32 * 64 + 2 * 32 * 32 + 32 * 48
+    converted, total = 2 * 32 * 64 + 32 * 48, 4 * 32 * 64 + (1 + 3 + 1) * 32 * 32 + 32 * 48
     assert report.float8_flops_fraction == pytest.approx(converted / total)
     assert json.loads(json.dumps(report.to_dict()))["layers"][0]["name"] == "blocks.0.0"
-    assert "3 of 7 linears in float8" in str(report)
+    assert "3 of 8 matmul weights in float8" in str(report)
     for name in reasons:
         assert name in str(report)
 
@@ -151,14 +501,14 @@ def test_a_module_in_two_places_is_converted_once_in_both():
     ("model", "filter_fn", "message"),
     [
         (nn.ReLU(), None, "nothing to convert: the module has no nn.Linear"),
-        (nn.Sequential(nn.Linear(4, 4)), lambda m, n: False, r"all 1 linears were skipped \(0: filter\)"),
-        (nn.Sequential(Scaled(4, 4)), None, "all 1 linears were skipped .*subclass Scaled"),
+        (nn.Sequential(nn.Linear(4, 4)), lambda m, n: False, r"all 1 matmul weights were skipped \(0: filter\)"),
+        (nn.Sequential(Scaled(4, 4)), None, "all 1 matmul weights were skipped .*subclass Scaled"),
         (nn.Sequential(nn.Linear(4, 0)), None, "a feature dimension is 0"),
     ],
 )
-def test_nothing_to_convert_raises_and_changes_nothing(model, filter_fn, message):
-    with pytest.raises(ValueError, match=message):
-        convert_to_float8_training(model, module_filter_fn=filter_fn)
+def test_nothing_to_convert_warns_and_changes_nothing(model, filter_fn, message):
+    with pytest.warns(UserWarning, match=message):
+        assert convert_to_float8_training(model, module_filter_fn=filter_fn) is model
     assert not any(isinstance(m, Float8Linear) for m in model.modules())
 
 

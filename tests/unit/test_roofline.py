@@ -13,8 +13,8 @@ from quaver.bench.roofline_layers import Layer, ModelLayers, layers_of_config, l
 from quaver.bench.roofline_map import make_figure
 from quaver.bench.roofline_measured import best_known, compare, read_measurements
 from quaver.cli import main
-from quaver.cost_model import linear_cost
 from quaver.devices import find_device_spec
+from quaver.filters import linear_cost
 
 H200 = find_device_spec("H200")
 RECIPES = ("tensorwise", "rowwise", "delayed")

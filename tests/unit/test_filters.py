@@ -1,4 +1,4 @@
-"""The cost model and the auto filter."""
+"""The automatic filter, and the roofline that it estimates with."""
 
 from dataclasses import astuple, replace
 
@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from quaver import auto_filter_for_recipe, conversion_report, convert_to_float8_training
-from quaver.cost_model import KERNEL_LAUNCH_S, MATMUL_SHARES, MEMORY_SHARE, linear_cost, recipe_casts
 from quaver.devices import DEVICE_SPECS, find_device_spec, peak_flops
+from quaver.filters import KERNEL_LAUNCH_S, MATMUL_SHARES, MEMORY_SHARE, linear_cost, recipe_casts
 from tests.reference import KEPT_RECIPES, RECIPES
 
 H100 = find_device_spec("NVIDIA H100 80GB HBM3")
@@ -152,6 +152,11 @@ def test_auto_filter_skips_small_layers_and_says_its_estimate():
 def test_bad_arguments(recipe, device, message):
     with pytest.raises(ValueError, match=message):
         auto_filter_for_recipe(recipe, device=device)
+
+
+def test_names_to_skip_are_a_tuple():
+    with pytest.raises(ValueError, match=r"skip: expected a tuple of names, got 'head'; give \('head',\)"):
+        auto_filter_for_recipe("rowwise", skip="head")
 
 
 def test_device_names():

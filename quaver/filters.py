@@ -1,4 +1,4 @@
-"""How long one linear takes in bfloat16 and in float8, part by part, from a roofline; and the filter built on it.
+"""`auto_filter_for_recipe`, the filter that converts only linears that gain, and the roofline that it estimates with.
 
 A linear of M tokens, K inputs and N outputs is three matmuls, forward and backward. Float8 adds casts:
 
@@ -10,11 +10,11 @@ A linear of M tokens, K inputs and N outputs is three matmuls, forward and backw
 
     dynamic, tensorwise       both layouts 6: read for amax (2); read, write both (4)       one layout 5
     dynamic, row-wise         both layouts 6: read for both amaxes (2); read, write both    one layout 3: a row stays
-    kept (delayed, static)    both layouts 4: read, write both                              one layout 3   in registers
+    delayed, static           both layouts 4: read, write both                              one layout 3   in registers
     again, scale known        one layout 3
 
 These are floors: what kernels must move that keep no tensor on the chip between passes. Input and grad_output get both
-layouts at once. Backward casts the weight again (one layout, then one more), unless its casts are kept.
+layouts at once. Backward casts the weight again (one layout, then one more), unless its float8 codes are saved.
 
 A GPU that does not multiply float8 widens the codes to bfloat16 (1 byte read and 2 written for each operand of each
 matmul) and multiplies those.
@@ -128,9 +128,10 @@ def linear_cost(
 
     Args:
         recipe: a recipe's name.
-        microbatches: how many share the weight's casts, made for both matmuls at once (`cast_weights_once`; 1 is also
-            `keep_float8_weight_for_backward`). None: each forward casts the weight, and its backward again.
-        input_readers: how many linears share this one's input and its casts (3 for q, k and v); each pays its part.
+        microbatches: how many microbatches share the weight's casts, made for both matmuls at once
+            (`cast_weights_once`; 1 is also `keep_float8_weight_for_backward`). None: each forward casts the weight,
+            and its backward again.
+        input_readers: how many linears share this one's input and its casts (3 for q, k and v), and their cost.
     Raises:
         ValueError: an unknown recipe, or a number below 1.
     """
@@ -177,9 +178,8 @@ def _operand_casts(first: CastConfig, second: CastConfig, *, apart: bool = False
 def _one_layout(cast: CastConfig) -> Casts:
     if cast.is_rowwise:
         return Casts(3, 1)
-    return (
-        Casts(3, 2) if cast.is_persistent else Casts(5, 2)
-    )  # kept: the first kernel leaves at once if the scale is known
+    # With a known scale the first kernel returns at once.
+    return Casts(3, 2) if cast.is_persistent else Casts(5, 2)
 
 
 def _divided(casts: Casts, sharers: int) -> Casts:
@@ -261,6 +261,8 @@ def auto_filter_for_recipe(
         ValueError: an unknown recipe or device, or one that does not multiply float8.
     """
     recipe = Float8LinearRecipeName(recipe)
+    if isinstance(skip, str):
+        raise ValueError(f"skip: expected a tuple of names, got {skip!r}; give ({skip!r},)")
     spec = _spec_of(device)
     if spec.float8_tflops is None:
         raise ValueError(f"{spec.name} does not multiply float8, so no layer gains")

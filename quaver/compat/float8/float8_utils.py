@@ -1,0 +1,30 @@
+"""`torchao.float8.float8_utils`: what scripts and tests import from it."""
+
+import torch
+from torch import Tensor
+
+from quaver.config import Float8LinearConfig
+from quaver.scaling import EPS, amax_to_quant_scale, cast_to_float8
+
+
+def amax_to_scale(amax: Tensor, float8_dtype: torch.dtype, round_scales_to_power_of_2: bool = False) -> Tensor:
+    """The quant_scale of `amax`, float32."""
+    return amax_to_quant_scale(amax, float8_dtype, power_of_2=round_scales_to_power_of_2)
+
+
+def to_fp8_saturated(x: Tensor, float8_dtype: torch.dtype) -> Tensor:
+    """`x` in float8; what overflows becomes the largest number of the format."""
+    return cast_to_float8(x, torch.ones((), device=x.device), float8_dtype)
+
+
+def compute_error(x: Tensor, y: Tensor) -> Tensor:
+    """The SQNR of `y` against the reference `x` in dB."""
+    return 20 * torch.log10(torch.linalg.vector_norm(x) / torch.linalg.vector_norm(x - y))
+
+
+def config_has_stateful_scaling(config: Float8LinearConfig) -> bool:
+    """Whether an operand has delayed or static scaling."""
+    return config.has_persistent_scales
+
+
+__all__ = ["EPS", "amax_to_scale", "compute_error", "config_has_stateful_scaling", "to_fp8_saturated"]

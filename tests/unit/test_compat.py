@@ -1,0 +1,137 @@
+"""quaver.compat: torchao's module paths and names, used as torchao's users use them."""
+
+import importlib
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import quaver
+from quaver.distributed.fsdp import Float8AllGatherWeight
+
+PATHS = {
+    "float8": (
+        "CastConfig DelayedScalingConfig FP8Granularity Float8GemmConfig Float8LinearConfig Float8LinearRecipeName "
+        "Float8Tensor ScalingGranularity ScalingType _auto_filter_for_recipe convert_to_float8_training "
+        "linear_requires_sync precompute_float8_dynamic_scale_for_fsdp sync_float8_amax_and_scale_history"
+    ),
+    "float8.config": "CastConfig Float8LinearConfig Float8LinearRecipeName ScalingType e4m3_dtype e5m2_dtype",
+    "float8.distributed_utils": "tensor_already_casted_to_fp8",
+    "float8.float8_linear": "Float8Linear",
+    "float8.float8_linear_utils": (
+        "_auto_filter_for_recipe convert_to_float8_training get_float8_layers linear_requires_sync swap_linear_layers "
+        "sync_float8_amax_and_scale_history"
+    ),
+    "float8.float8_tensor": "Float8Tensor",
+    "float8.float8_tensor_parallel": "Float8ColwiseParallel Float8RowwiseParallel PrepareFloat8ModuleInput",
+    "float8.float8_training_tensor": "Float8TrainingTensor",
+    "float8.float8_utils": "EPS amax_to_scale compute_error config_has_stateful_scaling to_fp8_saturated",
+    "float8.fsdp_utils": (
+        "WeightWithDelayedFloat8CastTensor WeightWithDynamicFloat8CastTensor WeightWithStaticFloat8CastTensor "
+        "precompute_float8_dynamic_scale_for_fsdp"
+    ),
+    "float8.inductor_utils": "_prototype_register_float8_delayed_scaling_inductor_passes",
+    "float8.stateful_float8_linear": "StatefulFloat8Linear",
+    "float8.types": "FP8Granularity",
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_path_has_torchaos_names(path):
+    modules = [importlib.import_module(f"quaver.compat.{path}")]
+    if path != "float8":
+        modules.append(importlib.import_module(f"quaver.compat.{path.removeprefix('float8.')}"))
+    for module in modules:
+        for name in PATHS[path].split():
+            assert name in module.__all__
+            if isinstance(getattr(module, name), type) or name in quaver.__all__:
+                assert getattr(module, name) is getattr(modules[0], name)
+            if name in quaver.__all__:
+                assert getattr(module, name) is getattr(quaver, name)
+
+
+def test_a_program_of_torchao():
+    from quaver.compat.float8 import Float8LinearConfig, convert_to_float8_training, linear_requires_sync
+    from quaver.compat.float8.float8_linear import Float8Linear
+    from quaver.compat.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+    config = Float8LinearConfig.from_recipe_name("tensorwise")
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda module, fqn: fqn != "2")
+    assert [type(module) for module in model] == [Float8Linear, nn.ReLU, nn.Linear]
+    assert "cast_configs=i:dyn_ten_e4m3,w:dyn_ten_e4m3,go:dyn_ten_e5m2" in repr(model[0])
+    model(torch.randn(16, 32)).sum().backward()
+    assert WeightWithDynamicFloat8CastTensor is Float8AllGatherWeight
+    assert not linear_requires_sync(config)
+    assert linear_requires_sync(Float8LinearConfig.from_recipe_name("delayed"))
+
+
+def test_swap_linear_layers():
+    from quaver.compat.float8_linear_utils import Float8Linear, get_float8_layers, swap_linear_layers
+
+    shared = nn.Linear(16, 16)
+    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared, nn.Linear(16, 16)), "head": nn.Linear(16, 16)})
+    parameters = [id(parameter) for parameter in model.parameters()]
+
+    def from_float(linear):
+        return Float8Linear.from_float(linear, config=replace(quaver.Float8LinearConfig(), emulate=True))
+
+    assert swap_linear_layers(model, from_float, module_filter_fn=lambda module, fqn: fqn != "head") is model
+    assert type(shared) is nn.Linear
+    assert model["a"] is model["b"][0]
+    assert get_float8_layers(model) == [model["a"], model["b"][1]]
+    assert [id(parameter) for parameter in model.parameters()] == parameters
+    assert isinstance(swap_linear_layers(shared, from_float), Float8Linear)
+    assert swap_linear_layers(shared, from_float, module_filter_fn=lambda module, fqn: False) is shared
+
+
+@pytest.mark.parametrize(
+    ("recipe", "k", "n", "expected"),
+    [
+        ("tensorwise", 4096, 1024, False),
+        ("tensorwise", 4112, 1024, True),
+        ("tensorwise", 4096, 1040, True),
+        ("tensorwise", 8190, 8192, False),
+        ("rowwise", 8192, 2048, False),
+        ("rowwise", 8192, 2064, True),
+        ("rowwise", 1024, 8192, False),
+        ("rowwise", 1040, 8192, True),
+        ("rowwise", 2048, 4096, False),
+        ("rowwise", 2064, 4096, True),
+        ("rowwise", 2048, 4112, True),
+        ("rowwise", 8192, 8200, False),
+    ],
+)
+def test_torchaos_thresholds(recipe, k, n, expected):
+    from quaver.compat.float8 import _auto_filter_for_recipe
+
+    with torch.device("meta"):
+        linear = nn.Linear(k, n)
+    admits = _auto_filter_for_recipe(recipe, filter_fqns=["head"])
+    assert admits(linear, "layers.0.w1") is expected
+    assert admits(linear, "lm_head") is False
+    assert admits(nn.ReLU(), "act") is False
+
+
+def test_torchao_has_no_thresholds_for_other_recipes():
+    from quaver.compat.float8 import _auto_filter_for_recipe
+
+    with pytest.raises(NotImplementedError, match="got rowwise_with_gw_hp; use quaver.auto_filter_for_recipe"):
+        _auto_filter_for_recipe("rowwise_with_gw_hp", filter_fqns=[])
+    with pytest.raises(ValueError, match="unknown recipe 'rowise'"):
+        _auto_filter_for_recipe("rowise", filter_fqns=[])
+    with pytest.raises(ValueError, match="filter_fqns: expected a list of names, got 'head'"):
+        _auto_filter_for_recipe("rowwise", filter_fqns="head")
+
+
+def test_the_helpers_of_float8_utils():
+    from quaver.compat.float8.distributed_utils import tensor_already_casted_to_fp8
+    from quaver.compat.float8.float8_utils import amax_to_scale, compute_error, to_fp8_saturated
+
+    x = torch.tensor([1.0, -2.0, 1000.0])
+    assert to_fp8_saturated(x, torch.float8_e4m3fn).float().tolist() == [1.0, -2.0, 448.0]
+    assert amax_to_scale(torch.tensor(3.5), torch.float8_e4m3fn).item() == 128
+    assert amax_to_scale(torch.tensor(3.0), torch.float8_e4m3fn, round_scales_to_power_of_2=True).item() == 128
+    assert compute_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])).item() == pytest.approx(20)
+    assert not tensor_already_casted_to_fp8(x)
