@@ -16,7 +16,7 @@ help:
 	@echo "make train   set up, train a small Llama in float8 beside bfloat16 on real text, compare and plot"
 	@echo "make test    set up, run the tests"
 	@echo "make nightly run the widest products of the distributed tests too (about half an hour)"
-	@echo "make lint    set up, check style and types"
+	@echo "make lint    set up, check style, types and layers"
 	@echo "make bench   set up with torchao, time one linear against bfloat16 and torchao; BENCH=cast or another of"
 	@echo "             quaver bench's for that one"
 	@echo "make gpu     run the GPU tests and benchmarks on this machine's GPU in nine minutes (installs nothing)"
@@ -34,6 +34,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 bench: $(VENV)/.bench
 	OMP_NUM_THREADS=1 $(BIN)/quaver bench $(BENCH) $(ARGS)
