@@ -199,7 +199,7 @@ def test_a_step_that_is_slow_and_not_stuck_survives_its_stacks(tmp_path):
     assert "compiles_and_calls" in path.read_text()
 
 
-def test_a_run_under_dispatch_mode_and_goes_on(tiny_config, monkeypatch, capsys):
+def test_a_run_is_watched_and_goes_on(tiny_config, monkeypatch, capsys):
     config = replace(steps_config(tiny_config, 3), comm=Comm(watchdog_seconds=1))
     run = prepare(config)
     original = Twin.train_step
