@@ -32,7 +32,7 @@ from torch import Tensor
 
 from quaver.config import CastConfig, Float8LinearConfig
 from quaver.kernels.cast import cast_rowwise, cast_tensorwise, cast_with_persistent_scale, cast_with_scale
-from quaver.scaling import PersistentScale, to_dequant_scale
+from quaver.scaling import PersistentScale, amax_to_quant_scale, to_dequant_scale
 
 
 class Operand(NamedTuple):
@@ -52,6 +52,12 @@ class Scales(NamedTuple):
 
     quant: Tensor
     dequant: Tensor
+
+
+def scales_of(amax: Tensor, float8_dtype: torch.dtype, power_of_2: bool) -> Scales:
+    """The scales that bring `amax` (float32, any shape) to the largest number of `float8_dtype`."""
+    quant = amax_to_quant_scale(amax, float8_dtype, power_of_2=power_of_2)
+    return Scales(quant, to_dequant_scale(quant))
 
 
 class Operands(NamedTuple):

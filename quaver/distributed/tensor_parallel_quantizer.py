@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from quaver import scaling
 from quaver.distributed.collectives import all_gather, max_over_ranks
 from quaver.gemm import along_contracted
 from quaver.kernels.cast import cast_with_persistent_scale, cast_with_scale, matrix_amax, record, record_amax
-from quaver.quantize import CastPair, Operand, Operands, Quantizer, Scales, merged
+from quaver.quantize import CastPair, Operand, Operands, Quantizer, Scales, merged, scales_of
 from quaver.scaling import PLAIN_TYPES, PersistentScale
 
 
@@ -70,8 +69,7 @@ class TensorParallelQuantizer(Quantizer):
     def _agreed_scales(self, hp: Tensor, dim: int | None) -> Scales:
         """The scales of the whole matrix that reduce `dim`. A collective."""
         amax = max_over_ranks(matrix_amax(hp, dim), self.group)
-        quant = scaling.amax_to_quant_scale(amax, self.casts.last.float8_dtype, power_of_2=self.casts.power_of_2)
-        return Scales(quant, scaling.to_dequant_scale(quant))
+        return scales_of(amax, self.casts.last.float8_dtype, self.casts.power_of_2)
 
 
 class GatheringQuantizer(TensorParallelQuantizer):
@@ -143,9 +141,9 @@ def _cast_with_agreed_scale(
     record_amax(scale, own)
     # Functional collectives take the name of a group, too.
     amax = max_over_ranks(own, group_name)  # type: ignore[arg-type]
-    quant = scaling.amax_to_quant_scale(amax, float8_dtype, power_of_2=power_of_2)
-    codes = cast(Tensor, cast_with_scale(hp, float8_dtype, quant, None)[0])
-    return codes, quant, scaling.to_dequant_scale(quant), observed
+    scales = scales_of(amax, float8_dtype, power_of_2)
+    codes = cast(Tensor, cast_with_scale(hp, float8_dtype, scales.quant, None)[0])
+    return codes, *scales, observed
 
 
 _library = torch.library.Library("quaver", "FRAGMENT")

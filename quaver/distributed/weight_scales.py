@@ -29,7 +29,7 @@ from quaver.config import Float8LinearConfig
 from quaver.distributed.agreement import check_ranks_agree
 from quaver.distributed.collectives import max_over_ranks
 from quaver.linear import Float8Linear
-from quaver.quantize import Scales
+from quaver.quantize import Scales, scales_of
 from quaver.scaling import PersistentScale
 from quaver.tensor import WrappedTensor
 
@@ -128,9 +128,7 @@ def compute_whole_scales(shards: Sequence[Shard], configs: Sequence[Float8Linear
     lengths = [1 if dim is None else shards[i].size[1 - dim] for i, dim in casts]
     only_fsdp = sum(length for key, length in zip(casts, lengths, strict=True) if not is_over_tp(key))
     amaxes = _max_over_groups(_local_amaxes(shards, casts).to(shards[0].device), only_fsdp, shards[0])
-    float8_dtype, power_of_2 = _rule(configs[0])
-    quant = scaling.amax_to_quant_scale(amaxes, float8_dtype, power_of_2=power_of_2)
-    dequant = scaling.to_dequant_scale(quant)
+    quant, dequant = scales_of(amaxes, *_rule(configs[0]))
     made: dict[tuple[int, int | None], Scales] = {}
     for key, *of_cast in zip(casts, quant.split(lengths), dequant.split(lengths), strict=True):
         made[key] = Scales(*(vector.view(_SHAPES[key[1]]) for vector in of_cast))

@@ -196,10 +196,8 @@ def _cast_tensorwise(hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns:
     triton_cast = _triton(hp, float8_dtype)
     if triton_cast is not None:
         return triton_cast.cast_tensorwise(hp, float8_dtype, rows, columns, power_of_2)
-    _check_memory(hp)
-    quant = scaling.amax_to_quant_scale(_amax(hp, None), float8_dtype, power_of_2=power_of_2)
-    codes = scaling.cast_to_float8(hp, quant, float8_dtype)
-    return *_laid_out(codes, rows, columns), quant, scaling.to_dequant_scale(quant)
+    codes, quant, dequant = _dynamic_cast(hp, float8_dtype, None, power_of_2)
+    return *_laid_out(codes, rows, columns), quant, dequant
 
 
 def _cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool) -> Made:
@@ -214,16 +212,21 @@ def _cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bo
     triton_cast = _triton(hp, float8_dtype)
     if triton_cast is not None:
         return triton_cast.cast_rowwise(hp, float8_dtype, rows, columns, power_of_2)
-    _check_memory(hp)
     of_rows = _by_dim(hp, float8_dtype, 1, power_of_2) if rows else _NOTHING
     of_columns = _by_dim(hp, float8_dtype, 0, power_of_2) if columns else _NOTHING
     return *of_rows, *of_columns
 
 
 def _by_dim(hp: Tensor, float8_dtype: torch.dtype, dim: int, power_of_2: bool) -> Made:
+    codes, *scales = _dynamic_cast(hp, float8_dtype, dim, power_of_2)
+    return _laid_out(codes, dim == 1, dim == 0)[1 - dim], *scales
+
+
+def _dynamic_cast(hp: Tensor, float8_dtype: torch.dtype, dim: int | None, power_of_2: bool) -> Made:
+    """`scaling.dynamic_cast`, with its amax as a phase of its own."""
+    _check_memory(hp)
     quant = scaling.amax_to_quant_scale(_amax(hp, dim), float8_dtype, power_of_2=power_of_2)
-    codes = _laid_out(scaling.cast_to_float8(hp, quant, float8_dtype), dim == 1, dim == 0)[1 - dim]
-    return codes, quant, scaling.to_dequant_scale(quant)
+    return scaling.cast_to_float8(hp, quant, float8_dtype), quant, scaling.to_dequant_scale(quant)
 
 
 def _cast_with_scale(
