@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, SupportsIndex, cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -195,7 +197,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
         _check_way_back(linear, name, has_ddp)
     for _, linear in linears:
         restore_plain_weight(linear)
-        before, cls = type(linear), type(linear.to_linear())
+        before, cls = type(linear), type(_to_linear(linear))
         if issubclass(before, FSDPModule):  # fully_shard(linear) put it in front of the linear's own class
             namespace = {"__deepcopy__": vars(before)["__deepcopy__"]}
             linear.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), namespace)
@@ -277,7 +279,7 @@ def _convert(module: nn.Module, chosen: list[tuple[str, nn.Linear]], config: Flo
         converted: list[tuple[str, Float8Linear]] = []
         for name, linear in chosen:
             if not isinstance(linear, Float8Linear):
-                undo.callback(Float8Linear.from_linear(linear, config=config).to_linear)
+                undo.callback(_to_linear, _to_float8(linear, config))
             converted.append((name, linear))  # type: ignore[arg-type]
         stateless = [(name, linear) for name, linear in converted if linear.scaling is None]
         plain = [(name, linear) for name, linear in converted if not _is_all_gather_weight(linear)]
@@ -316,6 +318,51 @@ def _tell(report: ConversionReport, found: bool, missed: dict[str, list[str]]) -
 
 def _first(names: list[str], separator: str = ", ") -> str:
     return separator.join(names[:3] + [f"and {len(names) - 3} more"] * (len(names) > 3))
+
+
+# ---- [Note: a change of class] ---------------------------------------------------------------------------------------
+# The class of a module changes, not the object, so every reference to it stays valid: a second parent's, a hook's, an
+# optimizer's name map. The way back is exact for the same reason.
+
+
+def _to_float8(linear: nn.Linear, config: Float8LinearConfig) -> Float8Linear:
+    """Turn `linear` itself into a Float8Linear: same object, parameters, hooks and attributes."""
+    converted_from = type(linear)
+    linear.__class__ = _float8_class(converted_from)  # type: ignore[arg-type]
+    float8 = cast(Float8Linear, linear)
+    float8.set_up(config, converted_from)
+    return float8
+
+
+def _to_linear(linear: Float8Linear) -> nn.Linear:
+    """Turn `linear` back into what it was converted from: same object, parameters, hooks and attributes."""
+    linear.__class__ = linear._converted_from  # type: ignore[assignment]
+    for name in OWN_ATTRIBUTES:
+        delattr(linear, name)
+    return linear
+
+
+@functools.cache
+def _float8_class(cls: type[nn.Linear]) -> type[Float8Linear]:
+    """The class of a converted `cls`: Float8Linear for nn.Linear, and for a subclass of it one of both.
+
+    Float8Linear comes first: forward is its own, and everything else that `cls` defines stays.
+    """
+    if cls is nn.Linear:
+        return Float8Linear
+    namespace = {"__module__": cls.__module__, "__reduce_ex__": _reduce_of_both}
+    return types.new_class(f"Float8{cls.__name__}", (Float8Linear, cls), exec_body=lambda body: body.update(namespace))
+
+
+def _reduce_of_both(self: Float8Linear, protocol: SupportsIndex) -> Any:
+    """pickle finds a class by its name; a class that `_float8_class` makes has none, and is made again instead."""
+    if type(self) is not _float8_class(self._converted_from):  # type: ignore[arg-type]
+        return object.__reduce_ex__(self, protocol)
+    return _new_of_both, (self._converted_from,), self.__getstate__()
+
+
+def _new_of_both(cls: type[nn.Linear]) -> Float8Linear:
+    return object.__new__(_float8_class(cls))  # type: ignore[arg-type]
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------

@@ -27,10 +27,8 @@ on scales with the other ranks, and reduces the output.
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +50,6 @@ from quaver.quantize import (
     Operand,
     Operands,
     PreparedOperands,
-    PreparedWeight,
     Quantizer,
     Scales,
     as_matrix,
@@ -64,16 +61,15 @@ from quaver.scale_state import LinearScales, load_torchao_buffers
 from quaver.scaling import NO_PERSISTENT_SCALES, PersistentScale, PersistentScales
 from quaver.tensor import Float8Tensor, WrappedTensor
 
+if TYPE_CHECKING:
+    from quaver.weight_scope import PreparedWeight
+
 
 class LinearSharding(Protocol):
     """How tensor parallelism shards a linear; distributed/linear_sharding.py implements it."""
 
     mesh: Any
     """The DeviceMesh of tensor parallelism, one axis."""
-    group: Any
-    """Its process group."""
-    weight_dim: int
-    """The sharded dim of the weight."""
 
     def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """This rank's part of weight and bias, differentiably, and the bias to add to the reduced output."""
@@ -163,6 +159,8 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     # One read makes both row-wise casts. On a CPU it is spared only where the codes of one need not be alive meanwhile.
     apart = grad_output.is_cpu and config.casts.grad_output_for_grad_weight.is_rowwise and args.sharding is None
     last, first = quantizer(grad_output, last=needs_grad_input and not apart, first=needs_grad_weight)[:2]
+    if last is not None and last.dequant_scale is not None:
+        materialize(grad_output, last.dequant_scale)
     grad_input = grad_weight = grad_bias = None
     if needs_grad_bias:
         grad_bias = as_matrix(grad_output).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
@@ -171,8 +169,6 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     del input_first, first
     if needs_grad_input and apart:
         last = quantizer(grad_output, last=True, first=False).last
-    if last is not None and last.dequant_scale is not None:
-        materialize(grad_output, last.dequant_scale)
     if last is not None:
         if grad_weight is not None and last.dequant_scale is not None:
             add_dependency(last.dequant_scale, grad_weight)
@@ -321,9 +317,8 @@ def _linear(
         raise ValueError(f"expected an input of {', '.join(map(str, HP_DTYPES))}, got {input.dtype}")
     hp_dtype = compute_dtype("cpu" if input.is_cpu else input.device.type, input.dtype)
     args = LinearArgs(config, hp_dtype, scales, weight_operands, sharding)
-    if (
-        torch.is_grad_enabled() or forward_ad._current_level >= 0
-    ):  # a Function without jvp refuses forward-mode autodiff
+    # A Function without jvp refuses forward-mode autodiff.
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         output = cast(Tensor, _Float8Linear.apply(input, weight, bias, args))
     else:
         output = _multiply(*_quantize(input, weight, args, False, False)[:2], bias, args, input.shape[:-1])
@@ -373,22 +368,7 @@ class Float8Linear(nn.Linear):
         config: Float8LinearConfig | Float8LinearRecipeName | str | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self._set_up(resolve_config(config), nn.Linear)
-
-    @classmethod
-    def from_linear(
-        cls, linear: nn.Linear, *, config: Float8LinearConfig | Float8LinearRecipeName | str | None = None
-    ) -> Float8Linear:
-        """Turn `linear` itself into a Float8Linear: same object, parameters, hooks and attributes.
-
-        [Note: a change of class] The class changes, not the object, so every reference to the module stays valid: a
-        second parent's, a hook's, an optimizer's name map. The way back is exact for the same reason.
-        """
-        resolved, converted_from = resolve_config(config), type(linear)
-        linear.__class__ = float8_class(converted_from) if cls is Float8Linear else cls  # type: ignore[arg-type]
-        float8 = cast(Float8Linear, linear)
-        float8._set_up(resolved, converted_from)
-        return float8
+        self.set_up(resolve_config(config), nn.Linear)
 
     @classmethod
     def from_float(
@@ -404,14 +384,8 @@ class Float8Linear(nn.Linear):
         float8.weight, float8.bias = linear.weight, linear.bias
         return float8.train(linear.training)
 
-    def to_linear(self) -> nn.Linear:
-        """Turn this module back into the `nn.Linear` that it was: same object, parameters, hooks and attributes."""
-        self.__class__ = self._converted_from  # type: ignore[assignment]
-        for name in OWN_ATTRIBUTES:
-            delattr(self, name)
-        return self
-
-    def _set_up(self, config: Float8LinearConfig, converted_from: type[nn.Linear]) -> None:
+    def set_up(self, config: Float8LinearConfig, converted_from: type[nn.Linear]) -> None:
+        """Give a new Float8Linear its own attributes; `converted_from` is the class to convert it back to."""
         self.config = config
         self.scaling = None
         self.sharding = None
@@ -422,7 +396,10 @@ class Float8Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         weight = self.weight
         if type(weight) is not nn.Parameter and type(weight) is not Tensor and type(weight) is not FakeTensor:
-            return self._forward_wrapped(input)
+            # All-gathered in float8, sharded, or to be gathered.
+            if self.sharding is not None or hasattr(weight, "placements"):
+                return Float8Linear.forward_on_dtensors(self, input)
+            return self.forward_sharded(input, None)
         scales = NO_PERSISTENT_SCALES
         if self.scaling is not None or self.config.has_persistent_scales:
             scales = self.persistent_scales(input.device)
@@ -432,12 +409,6 @@ class Float8Linear(nn.Linear):
         if not torch.compiler.is_compiling():
             prepared.check(weight)
         return _linear(input, weight, self.bias, self.config, scales, prepared.operands, None)
-
-    def _forward_wrapped(self, input: Tensor) -> Tensor:
-        """`forward` with a weight that is not a plain parameter: all-gathered in float8, sharded, or to be gathered."""
-        if self.sharding is not None or hasattr(self.weight, "placements"):
-            return Float8Linear.forward_on_dtensors(self, input)
-        return self.forward_sharded(input, None)
 
     def forward_sharded(self, input: Tensor, sharding: LinearSharding | None) -> Tensor:
         """`forward` of this rank's part of a linear that `sharding` shards, on local tensors."""
@@ -493,26 +464,3 @@ class Float8Linear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_prepared_weight": None, "gathering": None}  # they belong to a scope or a model
-
-
-@functools.cache
-def float8_class(cls: type[nn.Linear]) -> type[Float8Linear]:
-    """The class of a converted `cls`: Float8Linear for nn.Linear, and for a subclass of it one of both.
-
-    Float8Linear comes first: forward is its own, and everything else that `cls` defines stays.
-    """
-    if cls is nn.Linear:
-        return Float8Linear
-    namespace = {"__module__": cls.__module__, "__reduce_ex__": _reduce_of_both}
-    return types.new_class(f"Float8{cls.__name__}", (Float8Linear, cls), exec_body=lambda body: body.update(namespace))
-
-
-def _reduce_of_both(self: Float8Linear, protocol: SupportsIndex) -> Any:
-    """pickle finds a class by its name; a class that `float8_class` makes has none, and is made again instead."""
-    if type(self) is not float8_class(self._converted_from):  # type: ignore[arg-type]
-        return object.__reduce_ex__(self, protocol)
-    return _new_of_both, (self._converted_from,), self.__getstate__()
-
-
-def _new_of_both(cls: type[nn.Linear]) -> Float8Linear:
-    return object.__new__(float8_class(cls))  # type: ignore[arg-type]

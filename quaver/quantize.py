@@ -214,25 +214,6 @@ class PreparedOperands(Quantizer):
         return self.operands
 
 
-class PreparedWeight:
-    """A weight quantized by `cast_weights_once` while its scope is open, and a check that it does not change."""
-
-    def __init__(self, weight: Tensor, config: Float8LinearConfig, scale: PersistentScale | None) -> None:
-        casts = cast_pair(config, WEIGHT, weight.dtype)
-        self.operands = Quantizer(casts, scale)(weight, last=True, first=True)
-        self._weight = weight
-        self._version = weight._version
-
-    def check(self, weight: Tensor) -> None:
-        """Raise RuntimeError if `weight` is not the tensor that was quantized, or was written to since."""
-        if weight is not self._weight or weight._version != self._version:
-            what = "replaced" if weight is not self._weight else "changed"
-            raise RuntimeError(
-                f"a weight of shape {list(weight.shape)} was {what} inside cast_weights_once; "
-                "leave the scope before you change weights"
-            )
-
-
 # ---- [Note: sharing an activation] -----------------------------------------------------------------------------------
 
 
@@ -312,9 +293,8 @@ def cached_quantizer(activation: Tensor, casts: CastPair, scale: PersistentScale
     """The quantizer of an activation; a `CachedQuantizer` where [Note: sharing an activation] allows it."""
     if torch.compiler.is_dynamo_compiling() or activation.is_inference() or torch.is_inference_mode_enabled():
         return Quantizer(casts, scale)
-    if (
-        casts.first.is_disabled and activation.dtype is casts.hp_dtype
-    ):  # autograd keeps it alive, so an entry would stay
+    # Autograd saves this activation for backward, so an entry would outlive its readers.
+    if casts.first.is_disabled and activation.dtype is casts.hp_dtype:
         return Quantizer(casts, scale)
     return CachedQuantizer(casts, scale)
 

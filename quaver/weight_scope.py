@@ -11,11 +11,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from quaver.config import Float8LinearConfig
 from quaver.linear import Float8Linear
-from quaver.quantize import PreparedWeight
+from quaver.quantize import WEIGHT, Quantizer, cast_pair
+from quaver.scaling import PersistentScale
+
+
+class PreparedWeight:
+    """A weight quantized by `cast_weights_once` while its scope is open, and a check that it does not change."""
+
+    def __init__(self, weight: Tensor, config: Float8LinearConfig, scale: PersistentScale | None) -> None:
+        casts = cast_pair(config, WEIGHT, weight.dtype)
+        self.operands = Quantizer(casts, scale)(weight, last=True, first=True)
+        self._weight = weight
+        self._version = weight._version
+
+    def check(self, weight: Tensor) -> None:
+        """Raise RuntimeError if `weight` is not the tensor that was quantized, or was written to since."""
+        if weight is not self._weight or weight._version != self._version:
+            what = "replaced" if weight is not self._weight else "changed"
+            raise RuntimeError(
+                f"a weight of shape {list(weight.shape)} was {what} inside cast_weights_once; "
+                "leave the scope before you change weights"
+            )
 
 
 @contextmanager

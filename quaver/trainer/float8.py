@@ -93,7 +93,7 @@ def in_high_precision(model: nn.Module) -> Iterator[None]:
     Forward and backward of one step must lie inside together. Kept scales record nothing meanwhile. With FSDP2 the
     weights must be gathered in high precision, and tensor parallelism must not be used: it sends inputs in float8.
 
-    The class changes, as in a conversion (Note: a change of class, in linear.py), because compiled code is guarded
+    The class changes, as in a conversion (Note: a change of class, in convert.py), because compiled code is guarded
     by it. `convert_to_high_precision` is no way out: it forgets the scales, and the class that `fully_shard` gives.
     """
     classes = {module: type(module) for module in model.modules() if isinstance(module, Float8Linear)}

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import quaver.linear
 import quaver.quantize
-from quaver import Float8Linear, Float8LinearConfig, float8_linear
+from quaver import Float8Linear, Float8LinearConfig, convert_to_high_precision, float8_linear
 from quaver.kernels import cpu
 from tests.reference import RECIPES, assert_matmul_exact, sqnr_db
 
@@ -119,7 +119,7 @@ def test_llama_70b_ffn_scaled_down(recipe):
     ffn = nn.Sequential(up, nn.SiLU(), down)
     reference = copy.deepcopy(ffn).double()
     for i in (0, 2):
-        reference[i] = reference[i].to_linear()
+        convert_to_high_precision(reference[i])
     output, grad_input, grads = run(ffn, input, grad_output)
     expected, expected_grad_input, expected_grads = run(reference, input.double(), grad_output.double())
     assert sqnr_db(expected, output) > 20
@@ -478,7 +478,7 @@ def test_autocast(recipe, autocast_dtype, input_dtype):
     assert input.grad.dtype is input_dtype
     assert module.weight.grad.dtype is torch.float32
     assert module.bias.grad.dtype is torch.float32
-    plain = copy.deepcopy(module).to_linear()
+    plain = convert_to_high_precision(copy.deepcopy(module))
     plain.zero_grad()
     expected_input = input.detach().clone().requires_grad_()
     with torch.autocast("cpu", dtype=autocast_dtype):
