@@ -223,8 +223,9 @@ class Float8AllGatherWeight(WrappedTensor):
     @data.setter
     def data(self, new: Tensor) -> None:
         raise RuntimeError(
-            "cannot assign to .data of a weight that is all-gathered in float8 (FSDP1 does): use fully_shard (FSDP2), "
-            "param.copy_(...) under torch.no_grad(), or a config with enable_fsdp_float8_all_gather=False"
+            "cannot assign to .data of a weight that is all-gathered in float8. FSDP1 does: use fully_shard (FSDP2). "
+            "Accelerate does, to upcast bfloat16 parameters: load the model in float32. In your own code write "
+            "param.copy_(...) under torch.no_grad(), or turn enable_fsdp_float8_all_gather off"
         )
 
     # torch answers or refuses the next five for a subclass by its own storage, which is empty.

@@ -1,0 +1,53 @@
+"""A small Llama of transformers, its data, and a training loop written by hand: what trainers are compared with."""
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from quaver import convert_to_float8_training
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+BATCHES = 4
+
+
+class Tokens(torch.utils.data.Dataset):
+    """Sequences of 16 tokens, two to a batch."""
+
+    def __len__(self):
+        return 2 * BATCHES
+
+    def __getitem__(self, i):
+        tokens = (torch.arange(16) * (i + 3) + i) % 128
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def not_the_head(module, name):
+    return "lm_head" not in name and "lora" not in name
+
+
+def llama(recipe=None):
+    """The same weights at each call; converted, but for its head, if a recipe is given."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_key_value_heads=2, use_cache=False, **SIZES))
+    return model if recipe is None else convert_to_float8_training(model, config=recipe, module_filter_fn=not_the_head)
+
+
+def batches():
+    return torch.utils.data.DataLoader(Tokens(), batch_size=2)
+
+
+def optimizer_of(model):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.0)
+
+
+def train_by_hand(model, clip=None):
+    """The losses of a step with each batch."""
+    optimizer, losses = optimizer_of(model), []
+    for batch in batches():
+        loss = model(**batch).loss
+        loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

@@ -1,0 +1,80 @@
+"""PEFT on a converted model, and the conversion of a PEFT model."""
+
+import copy
+
+import peft
+import pytest
+import torch
+
+from quaver import Float8Linear, conversion_report, convert_to_float8_training, convert_to_high_precision
+from tests.foreign.llama import Tokens, llama, not_the_head, train_by_hand
+
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"]}
+
+
+def adapted(recipe, order, adapter=None):
+    """A Llama with adapters, converted before or after they are added; adapters and head stay in high precision."""
+    adapter = adapter or peft.LoraConfig(**LORA)
+    torch.manual_seed(1)
+    if order == "convert, then adapt":
+        return peft.get_peft_model(llama(recipe), adapter)
+    model = peft.get_peft_model(llama(), adapter)
+    return convert_to_float8_training(model, config=recipe, module_filter_fn=not_the_head)
+
+
+def float8_names(model):
+    return {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_the_order_of_conversion_and_adapters_does_not_matter(recipe):
+    first, second = (adapted(recipe, order) for order in ("convert, then adapt", "adapt, then convert"))
+    for wrapped, converted in zip(first.parameters(), second.parameters(), strict=True):
+        converted.data.copy_(wrapped)
+    assert float8_names(first) == float8_names(second)
+    assert len(float8_names(first)) == 14
+    assert not any("lora" in name for name in float8_names(first))
+    assert train_by_hand(first) == train_by_hand(second)
+
+
+def test_only_adapters_train():
+    model = adapted("tensorwise", "convert, then adapt")
+    before = copy.deepcopy(dict(model.named_parameters()))
+    train_by_hand(model)
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert moved == {name for name in before if "lora_" in name}
+
+
+def test_merging_gives_the_float8_model_of_the_merged_weights():
+    model = adapted("tensorwise", "convert, then adapt")
+    train_by_hand(model)
+    merged = model.merge_and_unload().eval()
+    expected = llama().eval()
+    expected.load_state_dict(merged.state_dict())
+    convert_to_float8_training(expected, config="tensorwise", module_filter_fn=not_the_head)
+    tokens = Tokens()[0]["input_ids"][None]
+    assert len(float8_names(merged)) == 14
+    assert torch.equal(merged(input_ids=tokens).logits, expected(input_ids=tokens).logits)
+
+
+def test_the_way_back_and_the_report_of_an_adapted_model():
+    model = adapted("rowwise", "convert, then adapt")
+    report = {layer.name: layer.converted for layer in conversion_report(model).layers}
+    assert sum(report.values()) == 14
+    assert not any(converted for name, converted in report.items() if "lora" in name)
+    assert float8_names(convert_to_high_precision(model)) == set()
+    assert all(loss > 0 for loss in train_by_hand(model))
+
+
+@pytest.mark.parametrize("kind", ["dora", "ia3", "vera"])
+def test_other_adapters_train(kind):
+    adapter = {
+        "dora": peft.LoraConfig(**LORA, use_dora=True),
+        "ia3": peft.IA3Config(task_type="CAUSAL_LM"),
+        "vera": peft.VeraConfig(r=4, target_modules=["q_proj", "v_proj"]),
+    }[kind]
+    model = adapted("rowwise", "convert, then adapt", adapter)
+    before = copy.deepcopy([p for p in model.parameters() if p.requires_grad])
+    assert all(loss > 0 for loss in train_by_hand(model))
+    after = [p for p in model.parameters() if p.requires_grad]
+    assert any(not torch.equal(new, old) for new, old in zip(after, before, strict=True))

@@ -1,0 +1,72 @@
+"""transformers' Trainer on a converted model: the losses of a loop written by hand, checkpoints, evaluation, export."""
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+
+from quaver import Float8Linear
+from tests.foreign.llama import BATCHES, Tokens, llama, train_by_hand
+
+
+class InOrder(Trainer):
+    def _get_train_sampler(self, *args):
+        return None
+
+
+def trainer(folder, recipe, **options):
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        max_steps=BATCHES,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_steps=2,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        **options,
+    )
+    return InOrder(model=llama(recipe), args=arguments, train_dataset=Tokens(), eval_dataset=Tokens())
+
+
+def losses_of(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp"])
+def test_the_losses_of_a_loop_written_by_hand(tmp_path, recipe):
+    run = trainer(tmp_path, recipe)
+    run.train()
+    assert losses_of(run) == pytest.approx(train_by_hand(llama(recipe), clip=1.0), abs=5e-5)  # logged with 4 places
+    assert losses_of(run) != pytest.approx(train_by_hand(llama(), clip=1.0), abs=5e-5)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_changes_nothing(tmp_path, use_reentrant):
+    checkpointed = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
+    runs = [trainer(tmp_path / str(i), "rowwise", **options) for i, options in enumerate([{}, checkpointed])]
+    for run in runs:
+        run.train()
+    assert losses_of(runs[0]) == losses_of(runs[1])
+
+
+def test_a_resumed_run_goes_on_as_before(tmp_path):
+    whole = trainer(tmp_path, "tensorwise")
+    whole.train()
+    resumed = trainer(tmp_path, "tensorwise")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert losses_of(resumed)[-2:] == losses_of(whole)[-2:]
+
+
+def test_evaluation_generation_and_export(tmp_path):
+    run = trainer(tmp_path, "rowwise", bf16=True)
+    run.train()
+    assert run.evaluate()["eval_loss"] > 0
+    prompt = Tokens()[0]["input_ids"][None, :4]
+    assert run.model.eval().generate(prompt, max_new_tokens=3, do_sample=False).shape == (1, 7)
+    run.model.save_pretrained(tmp_path / "saved")
+    exported = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+    assert not any(isinstance(module, Float8Linear) for module in exported.modules())
+    for name, parameter in run.model.named_parameters():
+        assert torch.equal(parameter, exported.get_parameter(name))
