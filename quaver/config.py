@@ -379,8 +379,8 @@ class Float8LinearConfig:
 
     @staticmethod
     def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> Float8LinearConfig:
-        """The config of a recipe. Raises ValueError for an unknown name, listing the choices."""
-        return _RECIPES[Float8LinearRecipeName(recipe_name)]
+        """A new config of a recipe. Raises ValueError for an unknown name, listing the choices."""
+        return replace(_RECIPES[Float8LinearRecipeName(recipe_name)])
 
     @property
     def recipe_name(self) -> Float8LinearRecipeName | None:
@@ -456,7 +456,7 @@ def resolve_config(config: Float8LinearConfig | Float8LinearRecipeName | str | N
         return config
     config = Float8LinearRecipeName.TENSORWISE if config is None else config
     if isinstance(config, Float8LinearRecipeName | str):
-        return Float8LinearConfig.from_recipe_name(config)
+        return _RECIPES[Float8LinearRecipeName(config)]
     raise TypeError(f"config: expected a Float8LinearConfig, a recipe's name such as 'rowwise' or None, got {config!r}")
 
 

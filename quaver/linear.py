@@ -396,6 +396,11 @@ class Float8Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         weight = self.weight
         if type(weight) is not nn.Parameter and type(weight) is not Tensor and type(weight) is not FakeTensor:
+            if type(weight).__module__.partition(".")[0] == "torchao":
+                raise RuntimeError(
+                    f"the weight of this Float8Linear is a {type(weight).__name__} of torchao, quantized after the "
+                    "conversion; call convert_to_high_precision(model) before quantize_"
+                )
             # All-gathered in float8, sharded, or to be gathered.
             if self.sharding is not None or hasattr(weight, "placements"):
                 return Float8Linear.forward_on_dtensors(self, input)

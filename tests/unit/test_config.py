@@ -59,6 +59,13 @@ def test_a_recipe_knows_its_name(name):
     assert dataclasses.replace(config, round_scales_to_power_of_2=name == "tensorwise").recipe_name is None
 
 
+def test_a_recipes_config_is_the_callers_own():
+    """torchao's users turn on emulate in a frozen config with object.__setattr__."""
+    object.__setattr__(Float8LinearConfig.from_recipe_name("tensorwise"), "emulate", True)
+    assert not Float8LinearConfig.from_recipe_name("tensorwise").emulate
+    assert not resolve_config("tensorwise").emulate
+
+
 def test_older_names_are_accepted():
     for old, new in (
         ("all_tensorwise", "tensorwise"),
