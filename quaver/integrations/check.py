@@ -1,0 +1,79 @@
+"""`assert_float8_training`: is float8 really on, and does the optimizer train the weights that run in float8?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
+from torch.optim import Optimizer
+
+from quaver.convert import conversion_report
+from quaver.linear import Float8Linear
+
+
+def assert_float8_training(model: nn.Module, optimizer: Optimizer | None = None, *, allow_frozen: bool = False) -> None:
+    """Raise if `model` does not train in float8 as its conversion says.
+
+    Call it when model and optimizer are complete, after any wrapper (DDP, `fully_shard`, PEFT) was applied.
+
+    Args:
+        model: the model that trains, or a wrapper around it.
+        optimizer: its optimizer; None to check the model alone.
+        allow_frozen: whether float8 linears may have weights without gradients, as under LoRA. One float8 linear must
+            still take part in training: its weight, or one that its gradients reach, has to require gradients.
+    Raises:
+        RuntimeError: with one line for each problem: no linear is in float8; a float8 linear whose forward was
+            replaced, or that its conversion did not finish; its weight requires no gradient, or is not in the
+            optimizer; the optimizer holds a parameter twice, or one that the model does not have.
+    """
+    problems = [*_problems_of_the_model(model, allow_frozen)]
+    if optimizer is not None:
+        problems += _problems_of_the_optimizer(model, optimizer)
+    if problems:
+        raise RuntimeError("this is not float8 training as it was asked for:\n" + "\n".join(f"  {p}" for p in problems))
+
+
+def _problems_of_the_model(model: nn.Module, allow_frozen: bool) -> Iterator[str]:
+    report = conversion_report(model)
+    if not report.converted:
+        yield report.why_nothing().replace("nothing to convert", "no linear is in float8")
+        return
+    for layer in report.converted:
+        linear = model.get_submodule(layer.name)
+        if "forward" in vars(linear) or "until convert_to_float8_training" in layer.reason:
+            yield f"{layer.name}: {layer.reason}"
+    frozen = [name for name, linear in _float8_linears(model) if not linear.weight.requires_grad]
+    if frozen and not allow_frozen:
+        yield f"weights that require no gradient: {_some(frozen)}"
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        yield "no parameter of the model requires a gradient"
+
+
+def _problems_of_the_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
+    held = Counter(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    missing = [name for name, linear in _float8_linears(model) if _trains(linear) and id(linear.weight) not in held]
+    if missing:
+        yield (
+            f"float8 weights that the optimizer does not hold: {_some(missing)}; make the optimizer after the "
+            "conversion and after fully_shard"
+        )
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    twice = [names.get(key, "a parameter of another model") for key, count in held.items() if count > 1]
+    if twice:
+        yield f"parameters that the optimizer holds more than once: {_some(twice)}"
+    foreign = len([key for key in held if key not in names])
+    if foreign:
+        yield f"the optimizer holds {foreign} parameters that the model does not have; make it after the conversion"
+
+
+def _trains(linear: Float8Linear) -> bool:
+    return linear.weight.requires_grad
+
+
+def _float8_linears(model: nn.Module) -> Iterator[tuple[str, Float8Linear]]:
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, Float8Linear))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

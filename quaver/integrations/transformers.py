@@ -1,0 +1,144 @@
+"""transformers' Trainer, and what is built on it (TRL, PEFT with Trainer): one call before it, one callback in it.
+
+    model = prepare_model_for_float8(model, "rowwise")
+    trainer = Trainer(model, TrainingArguments(..., bf16=True), train_dataset=..., callbacks=[Float8Callback()])
+
+The conversion must come before `Trainer(...)`, which takes the model's parameters as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from quaver.config import Float8LinearConfig, Float8LinearRecipeName
+from quaver.convert import FilterDecision, ModuleFilter, conversion_report, convert_to_float8_training
+from quaver.delayed import float8_scaling_state, sync_float8_amax_and_scale_history
+from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
+from quaver.integrations.check import assert_float8_training
+from quaver.linear import Float8Linear
+from quaver.weight_scope import cast_weights_once
+
+logger = logging.getLogger(__name__)
+
+SCALES_FILE = "float8_scales.pt"
+"""Where a checkpoint folder of the Trainer holds the scales of delayed and static scaling."""
+
+_ALIGNMENT = 16  # what hardware multiplies without padding
+
+
+def prepare_model_for_float8(
+    model: nn.Module,
+    config: Float8LinearConfig | Float8LinearRecipeName | str | None = None,
+    *,
+    module_filter_fn: ModuleFilter | None = None,
+) -> nn.Module:
+    """`convert_to_float8_training` with a filter for models of transformers and PEFT; returns `model`.
+
+    In high precision stay the output head, adapters of PEFT, routers of mixtures of experts, and linears with a
+    dimension that is not a multiple of 16. `conversion_report(model)` names each with its reason.
+
+    Args:
+        model: a `PreTrainedModel` or a `PeftModel`.
+        config: as `convert_to_float8_training` takes it.
+        module_filter_fn: asked for the linears that the filter above admits.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+
+    def admits(module: nn.Module, name: str) -> bool | FilterDecision:
+        leaf = name.rpartition(".")[2]
+        if module is head:
+            return FilterDecision(False, "output head")
+        if any(part.startswith("lora_") for part in name.split(".")):
+            return FilterDecision(False, "adapter")
+        if leaf in ("router", "gate") and getattr(module, "out_features", _ALIGNMENT) % _ALIGNMENT:
+            return FilterDecision(False, "router")
+        if isinstance(module, nn.Linear) and (module.in_features % _ALIGNMENT or module.out_features % _ALIGNMENT):
+            return FilterDecision(False, f"shape: a dimension is no multiple of {_ALIGNMENT}")
+        return True if module_filter_fn is None else module_filter_fn(module, name)
+
+    return convert_to_float8_training(model, config=config, module_filter_fn=admits)
+
+
+class Float8Callback(TrainerCallback):
+    """What a float8 model needs of a training loop, at the events of transformers' Trainer.
+
+    At the beginning it checks that the model trains in float8 (`assert_float8_training`) and logs the conversion. With
+    gradient accumulation it quantizes each weight once a step (`cast_weights_once`). Before each optimizer step it
+    updates delayed scales; after it, it computes the scales of weights that FSDP2 all-gathers in float8. Checkpoints
+    get the persistent scales, and a resumed run loads them.
+
+    Logs gain `float8_flops`, the share of the linears' FLOPs in float8; with persistent scales also `float8_saturated`,
+    the most elements that one cast of the last step clipped, and `float8_scale_fit`, the largest ratio of a scale to
+    the ideal one (above 1 it clips).
+    """
+
+    def __init__(self) -> None:
+        self._scope = ExitStack()
+        self._has_scales = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
+        model, optimizer = of_trainer["model"], of_trainer["optimizer"]
+        frozen = any(not parameter.requires_grad for parameter in model.parameters())
+        assert_float8_training(model, getattr(optimizer, "optimizer", optimizer), allow_frozen=frozen)
+        scales = float8_scaling_state(model)
+        self._has_scales = len(scales) > 0
+        if state.is_world_process_zero:
+            logger.warning("float8: %s", conversion_report(model).summary())
+        if self._has_scales and state.global_step:
+            path = _checkpoint(args, state) / SCALES_FILE
+            if path.exists():
+                scales.load_state_dict(torch.load(path, weights_only=True))
+            else:
+                logger.warning("float8: no %s: tensors are scaled dynamically until the first sync", path)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
+        self._scope.close()
+        if args.gradient_accumulation_steps > 1 and not _is_compiled(of_trainer["model"]):
+            self._scope.enter_context(cast_weights_once(of_trainer["model"]))
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
+        self._scope.close()
+        if self._has_scales:
+            sync_float8_amax_and_scale_history(of_trainer["model"])
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
+        precompute_float8_dynamic_scale_for_fsdp(of_trainer["model"])
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **of_trainer: Any
+    ) -> None:
+        if logs is None or "loss" not in logs:
+            return
+        added = {"float8_flops": conversion_report(of_trainer["model"]).float8_flops_fraction}
+        if self._has_scales:
+            fits = [fit for fit in float8_scaling_state(of_trainer["model"]).report() if fit.amax >= 0]
+            added["float8_saturated"] = max((fit.saturated for fit in fits), default=0)
+            added["float8_scale_fit"] = max((fit.used_over_ideal for fit in fits), default=1.0)
+        logs.update(added)
+        if state.log_history and state.log_history[-1].get("loss") == logs["loss"]:
+            state.log_history[-1].update(added)
+
+    def on_save(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
+        if self._has_scales and state.is_world_process_zero:
+            torch.save(float8_scaling_state(of_trainer["model"]).state_dict(), _checkpoint(args, state) / SCALES_FILE)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
+        self._scope.close()
+
+
+def _checkpoint(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(
+        isinstance(module, Float8Linear) and module._compiled_call_impl is not None for module in model.modules()
+    )

@@ -1,0 +1,155 @@
+"""quaver.integrations.transformers: the preparation of a model, and the callback in transformers' Trainer."""
+
+import peft
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from quaver import (
+    Float8Linear,
+    conversion_report,
+    convert_to_float8_training,
+    float8_scaling_state,
+    sync_float8_amax_and_scale_history,
+)
+from quaver.integrations.check import assert_float8_training
+from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
+from tests.foreign.llama import BATCHES, Tokens, batches, llama, optimizer_of
+from tests.foreign.test_transformers_trainer import InOrder, losses_of
+
+
+def trainer(folder, model, **options):
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_steps=2,
+        max_grad_norm=0.0,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        **{"max_steps": BATCHES, **options},
+    )
+    return InOrder(model=model, args=arguments, train_dataset=Tokens(), callbacks=[Float8Callback()])
+
+
+def delayed_by_hand():
+    model = prepare_model_for_float8(llama(), "delayed")
+    optimizer, losses = optimizer_of(model), []
+    for batch in batches():
+        loss = model(**batch).loss
+        loss.backward()
+        sync_float8_amax_and_scale_history(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, float8_scaling_state(model).state_dict()
+
+
+def test_delayed_scales_follow_and_a_resumed_run_has_them(tmp_path):
+    losses, scales = delayed_by_hand()
+    run = trainer(tmp_path, prepare_model_for_float8(llama(), "delayed"))
+    run.train()
+    assert losses_of(run) == pytest.approx(losses, abs=5e-5)
+    followed = float8_scaling_state(run.model).state_dict()
+    assert all(torch.allclose(followed[name], scales[name], rtol=1e-5) for name in scales)  # Trainer's AdamW is fused
+    resumed = trainer(tmp_path, prepare_model_for_float8(llama(), "delayed"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert losses_of(resumed)[-2:] == losses_of(run)[-2:]
+    for name, scale in float8_scaling_state(resumed.model).state_dict().items():
+        assert torch.equal(scale, followed[name])
+
+
+def test_the_log_says_how_much_is_in_float8_and_how_scales_fit(tmp_path):
+    run = trainer(tmp_path, prepare_model_for_float8(llama(), "delayed"))
+    run.train()
+    entry = [each for each in run.state.log_history if "loss" in each][-1]
+    assert entry["float8_flops"] == conversion_report(run.model).float8_flops_fraction > 0.5
+    assert entry["float8_saturated"] >= 0
+    assert entry["float8_scale_fit"] > 0
+
+
+def test_accumulation_quantizes_each_weight_once_and_changes_no_loss(tmp_path, monkeypatch):
+    options = {"gradient_accumulation_steps": 2, "max_steps": 2}
+    once = trainer(tmp_path / "once", prepare_model_for_float8(llama(), "rowwise"), **options)
+    scopes = []
+    enter = Float8Callback.on_pre_optimizer_step
+
+    def record(self, *args, **of_trainer):
+        linears = [m for m in of_trainer["model"].modules() if isinstance(m, Float8Linear)]
+        scopes.append([linear._prepared_weight is not None for linear in linears])
+        enter(self, *args, **of_trainer)
+
+    monkeypatch.setattr(Float8Callback, "on_pre_optimizer_step", record)
+    once.train()
+    assert scopes == [[True] * 14] * 2
+    each = trainer(tmp_path / "each", prepare_model_for_float8(llama(), "rowwise"), **options)
+    each.remove_callback(Float8Callback)
+    each.train()
+    assert losses_of(once) == losses_of(each)
+
+
+@pytest.mark.parametrize("first", ["convert", "adapt"])
+def test_adapters_and_the_head_stay_in_high_precision(first):
+    adapter = peft.LoraConfig(r=4, target_modules="all-linear")
+    if first == "convert":
+        model = peft.get_peft_model(prepare_model_for_float8(llama(), "rowwise"), adapter)
+    else:
+        model = prepare_model_for_float8(peft.get_peft_model(llama(), adapter), "rowwise")
+    report = conversion_report(model)
+    assert len(report.converted) == 14
+    assert all("lora" in layer.name or "lm_head" in layer.name for layer in report.skipped)
+    if first == "adapt":
+        assert {layer.reason for layer in report.skipped} == {"adapter", "output head"}
+    assert_float8_training(model, optimizer_of(model), allow_frozen=True)
+    with pytest.raises(RuntimeError, match="weights that require no gradient: .* and 11 more"):
+        assert_float8_training(model)
+
+
+def test_lora_trains_with_the_callback(tmp_path):
+    model = peft.get_peft_model(
+        prepare_model_for_float8(llama(), "tensorwise"), peft.LoraConfig(r=4, target_modules=["q_proj"])
+    )
+    run = trainer(tmp_path, model)
+    run.train()
+    assert len(losses_of(run)) == BATCHES
+
+
+def test_a_model_that_was_not_converted_is_refused(tmp_path):
+    with pytest.raises(RuntimeError, match="no linear is in float8"):
+        trainer(tmp_path, llama()).train()
+
+
+@pytest.mark.parametrize("wrong", ["weight replaced", "optimizer of another model", "twice", "forward replaced"])
+def test_what_would_train_something_else_is_refused(wrong):
+    model = prepare_model_for_float8(llama(), "rowwise")
+    linear = model.model.layers[0].self_attn.q_proj
+    optimizer = optimizer_of(model)
+    assert_float8_training(model, optimizer)
+    expected = {
+        "weight replaced": "float8 weights that the optimizer does not hold: model.layers.0.self_attn.q_proj; make",
+        "optimizer of another model": "the optimizer holds 21 parameters that the model does not have",
+        "twice": "holds more than once: model.layers.0.self_attn.q_proj.weight",
+        "forward replaced": "model.layers.0.self_attn.q_proj: its forward was replaced on the instance",
+    }
+    if wrong == "weight replaced":
+        linear.weight = torch.nn.Parameter(linear.weight.clone())
+    elif wrong == "optimizer of another model":
+        optimizer = optimizer_of(llama())
+    elif wrong == "twice":
+        with pytest.warns(UserWarning, match="duplicate parameters"):
+            optimizer = torch.optim.SGD([{"params": [*model.parameters(), linear.weight]}], lr=0.1)
+    else:
+        linear.forward = linear.forward
+    with pytest.raises(RuntimeError, match=expected[wrong]):
+        assert_float8_training(model, optimizer)
+
+
+def test_an_ordinary_trainer_takes_the_callback_with_a_plain_conversion(tmp_path):
+    model = convert_to_float8_training(llama(), config="tensorwise")
+    run = trainer(tmp_path, model)
+    assert isinstance(run, Trainer)
+    run.train()
+    assert conversion_report(run.model).float8_flops_fraction == 1.0
