@@ -30,8 +30,8 @@ from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.predict import Prediction, predict_step
 from quaver.trainer.config import Optimizer
 from quaver.trainer.dry_run import pretended_mesh
-from quaver.trainer.layout import Layout
 from quaver.trainer.optimizer import build_optimizer
+from quaver.trainer.parallel_dims import ParallelDims
 
 PREDICTED = ROOT / "benchmarks" / "results" / "predicted.json"
 PAGE = PREDICTED.with_suffix(".md")
@@ -47,7 +47,7 @@ Row = dict[str, Any]
 def predict(case: Case, size: Size) -> Prediction:
     """A training step of the case on the first of its ranks, on a CPU."""
     device = torch.device("cpu")
-    with pretended_mesh(Layout(shard=case.ranks)) as mesh, fake_tensors(compiled=case.compiled) as fakes:
+    with pretended_mesh(ParallelDims(shard=case.ranks)) as mesh, fake_tensors(compiled=case.compiled) as fakes:
         subject = build(case, size, device, mesh)
         optimizer = build_optimizer(subject, Optimizer())
         dtype = torch.float32 if "block" in case.module else torch.bfloat16

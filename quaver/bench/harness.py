@@ -17,7 +17,7 @@ import torch
 
 from quaver.devices import synchronize
 from quaver.kernels.exact_mm import has_bfloat16_units
-from quaver.trainer.records.provenance import git_revision
+from quaver.trainer.run_folder import git_revision
 
 _SHORTEST_SAMPLE_S = 2e-3
 

@@ -1,9 +1,9 @@
 """`quaver train` without its records: step time, tokens per second and peak memory per recipe, on any of its configs.
 
-Every precision is a twin of the trainer (quaver/trainer/twin.py): the same weights, the same batches, the same step
-with clipping, optimizer and weight casts. All are in memory at once and take turns step by step, each step beginning
-with the next one, as `quaver train --compare` does with two. Steps are timed by the trainer's own clock, which waits
-for the device; the first ones, in which code is compiled and memory is measured, are left out. Nothing is validated,
+Every precision is a TrainedModel of the trainer: the same weights, the same batches, the same step with clipping,
+optimizer and weight casts. All are in memory at once and take turns step by step, each step beginning with the next
+one, as `quaver train --compare` does with two. Steps are timed by the trainer's own clock, which waits for the device;
+the first ones, in which code is compiled and memory is measured, are left out. Nothing is validated,
 logged or saved. The run is as long as it must be for no step to be one of `float8.last_steps_high_precision`.
 
 Peak memory is that of one step as the trainer measures it (quaver/trainer/memory.py); only exact figures are compared.
@@ -21,15 +21,15 @@ from quaver.bench.harness import Timing
 from quaver.bench.results import Collected, result
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.data import Batch, TokenData
-from quaver.trainer.determinism import determinism
 from quaver.trainer.initialize import allocate, initialize
-from quaver.trainer.layout import Layout
 from quaver.trainer.model import Llama
+from quaver.trainer.parallel_dims import ParallelDims
 from quaver.trainer.parallelize import parallelize
-from quaver.trainer.plan import Plan, make_models, plan_run
+from quaver.trainer.process import determinism
 from quaver.trainer.ranks import Ranks
+from quaver.trainer.run_setup import RunSetup, make_models, set_up_run
 from quaver.trainer.train import MEMORY_STEP
-from quaver.trainer.twin import Twin
+from quaver.trainer.trained_model import TrainedModel
 
 LEAST_WARMUP = MEMORY_STEP
 
@@ -56,7 +56,7 @@ class Row:
 class Subject:
     """The plan of the first recipe; for each its settings, and its models by name, without storage yet."""
 
-    plan: Plan
+    plan: RunSetup
     models: list[tuple[TrainConfig, dict[str, Llama]]]
 
 
@@ -67,7 +67,7 @@ def prepare(config: TrainConfig, recipes: Sequence[str], *, steps: int) -> Subje
         ValueError, NotImplementedError, OSError, MissingDeviceError: as `quaver train` does, and before anything runs.
     """
     configs = [_config_of(config, recipe, steps, compare=number == 0) for number, recipe in enumerate(recipes)]
-    plan = plan_run(configs[0], Ranks())
+    plan = set_up_run(configs[0], Ranks())
     others = [(each, make_models(each, plan.device).by_name) for each in configs[1:]]
     return Subject(plan, [(plan.config, plan.models.by_name), *others])
 
@@ -112,7 +112,7 @@ def _config_of(config: TrainConfig, recipe: str, steps: int, *, compare: bool) -
     return replace(config, float8=float8, training=training, job=replace(config.job, compare=compare))
 
 
-def _twins(subject: Subject) -> list[Twin]:
+def _twins(subject: Subject) -> list[TrainedModel]:
     """The twin in high precision first."""
     plan = subject.plan
     twins = []
@@ -121,12 +121,12 @@ def _twins(subject: Subject) -> list[Twin]:
             parallelize(model, config, None)
             allocate(model, plan.device)
             initialize(model, config.training.seed)
-            twins.append(Twin(name, model, config, plan.device))
+            twins.append(TrainedModel(name, model, config, plan.device))
     return sorted(twins, key=lambda twin: twin.name != plan.config.training.mixed_precision_param)
 
 
 def _train(
-    twins: Sequence[Twin],
+    twins: Sequence[TrainedModel],
     seconds: dict[str, list[float]],
     data: TokenData,
     config: TrainConfig,
@@ -146,11 +146,11 @@ def _train(
 
 def _batches(data: TokenData, config: TrainConfig, step: int, device: torch.device) -> list[Batch]:
     training = config.training
-    batches = data.step_batches(training, (step - 1) * training.step_batch_size, Layout())
+    batches = data.step_batches(training, (step - 1) * training.step_batch_size, ParallelDims())
     return [batch.to(device) for batch in batches]
 
 
-def _row(twin: Twin, timings: dict[str, Timing], plain: Twin, config: TrainConfig) -> Row:
+def _row(twin: TrainedModel, timings: dict[str, Timing], plain: TrainedModel, config: TrainConfig) -> Row:
     timing, peak, baseline = timings[twin.name], twin.peak, plain.peak
     ratio = None
     if peak.exact and baseline.exact and peak.peak_bytes and baseline.peak_bytes:

@@ -8,8 +8,8 @@ from quaver.cli.dry_run import dry_run_verb
 from quaver.cli.errors import BAD_INPUT, bad_input, print_error
 from quaver.trainer.config_io import load_config, parse_arguments, print_help
 from quaver.trainer.errors import CheckpointError, NonFiniteError, OutputError
-from quaver.trainer.plan import Plan, open_folder, plan_run
 from quaver.trainer.ranks import Ranks, read_ranks
+from quaver.trainer.run_setup import RunSetup, open_folder, set_up_run
 from quaver.trainer.train import build, train
 
 EXIT_BAD_INPUT = 2
@@ -34,7 +34,7 @@ def run(argv: list[str]) -> int:
         return dry_run_verb(argv)
     with _agreed_input(ranks) as told:
         config_path, flags = parse_arguments(argv)
-        plan = plan_run(load_config(config_path, flags), ranks)
+        plan = set_up_run(load_config(config_path, flags), ranks)
         told.fingerprint = plan.fingerprint
     with _agreed_input(ranks):
         open_folder(plan)
@@ -69,7 +69,7 @@ def _agreed_input(ranks: Ranks) -> Iterator[_Told]:
         raise SystemExit(EXIT_BAD_INPUT) from error
 
 
-def _train(plan: Plan) -> int:
+def _train(plan: RunSetup) -> int:
     ended_by: dict[type[RuntimeError], int] = {
         NonFiniteError: EXIT_NONFINITE,
         CheckpointError: EXIT_NOT_WRITTEN,

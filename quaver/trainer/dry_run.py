@@ -1,7 +1,7 @@
-"""What a run would be, found out without data, devices or memory: models on the meta device, ranks that are pretended.
+"""What a run would be, without data, devices or memory: models on the meta device and a fake process group.
 
-The model is made, converted and parallelized by the same code as in a run, as the first of `ranks` processes; only its
-collectives go nowhere (torch's fake process group). What each rank would hold is then read off the result.
+The model is made, converted and parallelized by the same code as in a run, as the first of `ranks` processes; torch's
+fake process group replaces its collectives. The bytes that each rank would hold are read off the result.
 """
 
 from collections.abc import Iterator
@@ -21,64 +21,64 @@ from quaver.convert import ConversionReport
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.data.source import Source, find_source
 from quaver.trainer.data.tokenizer import check_vocabulary, load_tokenizer
-from quaver.trainer.gemm_precision import LinearPrecision, grouped, linear_precisions
-from quaver.trainer.layout import Layout, resolve
+from quaver.trainer.flops import LinearPrecision, grouped, linear_precisions
 from quaver.trainer.model import Llama, training_flops_per_token
+from quaver.trainer.parallel_dims import ParallelDims, resolve
 from quaver.trainer.parallelize import parallelize
-from quaver.trainer.plan import check_surroundings, make_models
-from quaver.trainer.tensors import plain_tensors
+from quaver.trainer.ranks import plain_tensors
+from quaver.trainer.run_setup import check_environment, make_models
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes that one rank holds between steps and in them; the first rank's, which holds the most of uneven shards."""
+    """The bytes that the first rank holds, which has the largest of uneven shards."""
 
     parameters: int
     gradients: int
     optimizer: int
     gathered: int
-    """Weights that FSDP2 has put together at the most, with tensor parallelism this rank's part of them."""
+    """The most weights that FSDP2 has gathered at once; with tensor parallelism, this rank's part of them."""
 
     @property
     def total(self) -> int:
-        """Of all; activations and temporaries come on top."""
+        """The sum, without activations and temporaries."""
         return self.parameters + self.gradients + self.optimizer + self.gathered
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """A run that would begin."""
+    """What a config would run."""
 
     config: TrainConfig
-    """With its global batch size filled in."""
-    layout: Layout
+    """With its global batch size resolved."""
+    layout: ParallelDims
     source: Source
-    """Of the data."""
+    """The files of the data."""
     tokenizer: str
     parameters: int
     flops_per_token: int
-    """Of forward and backward."""
+    """FLOPs of forward and backward."""
     linears: list[tuple[LinearPrecision, int]]
-    """The effective-quantization table: linears that are alike, with their number."""
+    """The effective-quantization table: groups of equal linears, with their sizes."""
     report: ConversionReport | None
     held: Held
 
     @property
     def tokens(self) -> int:
-        """Of the whole run."""
+        """The tokens of the whole run."""
         return self.config.training.step_tokens * self.config.training.steps
 
 
 def dry_run(config: TrainConfig, ranks: int = 1) -> DryRun:
-    """Check everything about a run on `ranks` processes that can be checked here, and say what it would be.
+    """Check everything about a run on `ranks` processes that can be checked here, and return what it would be.
 
-    The data is looked for, not read; the device may be missing here.
+    The data is found but not read; the device may be missing here.
 
     Raises:
-        ValueError, OSError, NotImplementedError: what the run itself would refuse.
+        ValueError, OSError, NotImplementedError: the run would raise the same error.
     """
     config, layout = resolve(config, rank=0, world_size=ranks)
-    check_surroundings(config)
+    check_environment(config)
     tokenizer, source = load_tokenizer(config.data), find_source(config.data)
     check_vocabulary(tokenizer, config.data, config.model)
     cpu = torch.device("cpu")
@@ -94,8 +94,8 @@ def dry_run(config: TrainConfig, ranks: int = 1) -> DryRun:
 
 
 @contextmanager
-def pretended_mesh(layout: Layout) -> Iterator[DeviceMesh | None]:
-    """A mesh of `layout` in which this process is the first rank and the others do not exist."""
+def pretended_mesh(layout: ParallelDims) -> Iterator[DeviceMesh | None]:
+    """Yield a mesh of `layout` in which this process is the first rank and the others do not exist."""
     if not layout.mesh:
         yield None
         return
@@ -106,7 +106,7 @@ def pretended_mesh(layout: Layout) -> Iterator[DeviceMesh | None]:
         dist.destroy_process_group()
 
 
-def _held(model: Llama, config: TrainConfig, layout: Layout) -> Held:
+def _held(model: Llama, config: TrainConfig, layout: ParallelDims) -> Held:
     parameters = sum(_local_bytes(parameter) for parameter in model.parameters())
     # AdamW's two moments have the parameters' dtype; its step counters are 4 bytes each.
     optimizer = 2 * parameters + 4 * len(list(model.parameters()))
@@ -119,8 +119,11 @@ def _local_bytes(parameter: nn.Parameter) -> int:
 
 
 def _gathered(model: Llama, config: TrainConfig) -> int:
-    """The embedding and the last norm stay gathered from the forward's begin to the backward's end; of the other groups
-    (see `parallelize`), all or the largest."""
+    """Return the bytes that FSDP2 has gathered at most.
+
+    The embedding and the last norm stay gathered from the forward to the end of the backward; of the other groups (see
+    `parallelize`), all of them or one at a time.
+    """
     groups: list[nn.Module] = list(model.blocks())
     if not config.model.tie_word_embeddings:
         groups.append(model.lm_head)
@@ -137,14 +140,14 @@ def _gathered_bytes(group: nn.Module, config: TrainConfig) -> int:
     for module in group.modules():
         element_bytes = computed
         if isinstance(module, Float8Linear) and module.config.enable_fsdp_float8_all_gather:
-            casts = module.config.casts  # rows of the two matmuls' operands are not the same ones
+            casts = module.config.casts  # row-wise casts differ between the two matmuls
             element_bytes = 1 if casts.weight == casts.weight_for_grad_input and not casts.weight.is_rowwise else 2
         total += sum(_unsharded_elements(each) * element_bytes for each in module.parameters(recurse=False))
     return total
 
 
 def _unsharded_elements(parameter: Tensor) -> int:
-    """What a rank has of `parameter` when FSDP2 has gathered it: all that tensor parallelism leaves it."""
+    """The elements of `parameter` on a rank after FSDP2 gathered it: the part that tensor parallelism leaves."""
     if not isinstance(parameter, DTensor):
         return parameter.numel()
     names = parameter.device_mesh.mesh_dim_names or ()

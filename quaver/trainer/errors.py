@@ -1,12 +1,12 @@
-"""How a run ends that can not go on, each with a message of one line."""
+"""The errors that end a run, each with a message of one line."""
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or a gradient norm was not finite, so training stopped; the message names the first culprit."""
+    """A loss or a gradient norm was not finite; the message names the first non-finite operand."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the message says which, why, and what is still good."""
+    """A checkpoint could not be written or read; the message says which, why, and which ones are intact."""
 
 
 class OutputError(RuntimeError):

@@ -1,4 +1,4 @@
-"""Turns the [float8] section into a conversion of the model, and takes its linears out of float8 for a while."""
+"""Converts the model as the [float8] section says, and switches its linears to high precision for a while."""
 
 import warnings
 from collections.abc import Iterator
@@ -25,11 +25,11 @@ def convert_model(model: Llama, config: Float8, *, tokens: int, device: torch.de
     """Convert the linears of `model` in place as `config` says, and return the report.
 
     Args:
-        tokens: rows of the linears' inputs in one forward, and
-        device: where it runs: what the automatic filter estimates for (on a CPU, what an H100 would gain).
+        tokens: the rows of the linears' inputs in one forward, for the cost model of `auto_filter`.
+        device: the device of the cost model; without a GPU, an H100.
 
     Raises:
-        ValueError: if an entry of filter_fqns names no linear, or nothing is left to convert.
+        ValueError: an entry of filter_fqns matches no linear, or no linear is left to convert.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for skipped in config.filter_fqns:
@@ -72,7 +72,7 @@ def convert_model(model: Llama, config: Float8, *, tokens: int, device: torch.de
 
 
 def fuse_producers(model: nn.Module) -> None:
-    """Have the norms and the SwiGLU in front of float8 linears save only their inputs (functional.py)."""
+    """Let the norms and SwiGLUs in front of float8 linears save only their inputs (functional.py)."""
     for module in model.modules():
         if isinstance(module, FeedForward):
             module.feeds_float8 = isinstance(module.down_proj, Float8Linear)
@@ -88,13 +88,13 @@ def _are_float8(*readers: nn.Module) -> bool:
 
 @contextmanager
 def in_high_precision(model: nn.Module) -> Iterator[None]:
-    """Compute every float8 linear of `model` as the `nn.Linear` that it was, with the same weights, until the exit.
+    """Run the block with every float8 linear of `model` as an `nn.Linear` with the same weights.
 
-    Forward and backward of one step must lie inside together. Kept scales record nothing meanwhile. With FSDP2 the
-    weights must be gathered in high precision, and tensor parallelism must not be used: it sends inputs in float8.
+    Forward and backward of a step must both be inside. Persistent scales are not updated. FSDP2 must gather the weights
+    in high precision; tensor parallelism is unsupported, because it gathers inputs in float8.
 
-    The class changes, as in a conversion (Note: a change of class, in convert.py), because compiled code is guarded
-    by it. `convert_to_high_precision` is no way out: it forgets the scales, and the class that `fully_shard` gives.
+    The class changes, as in a conversion (Note: a change of class, in convert.py), because compiled code has guards on
+    it. `convert_to_high_precision` would lose the scales, and the class that `fully_shard` assigns.
     """
     classes = {module: type(module) for module in model.modules() if isinstance(module, Float8Linear)}
     fused = [each for each in model.modules() if isinstance(each, (FeedForward, RMSNorm)) and each.feeds_float8]
@@ -112,7 +112,7 @@ def in_high_precision(model: nn.Module) -> Iterator[None]:
 
 
 def _skipped_blocks(model: Llama, config: Float8) -> dict[nn.Module, str]:
-    """Return why, for each module of the first and last blocks that stay in high precision."""
+    """Return the modules of the first and last blocks that stay in high precision, with the reason."""
     blocks = list(model.blocks())
     first, last = config.skip_first_layers, config.skip_last_layers
     ends = {

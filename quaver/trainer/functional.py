@@ -3,13 +3,13 @@
     swiglu(gate, up) = silu(gate) * up                                       saves gate and up
     rms_norm(x)      = x / sqrt(mean(x^2) + eps) * weight                    saves x
 
-A linear in high precision saves its input, and autograd the intermediate results of the expression that computes it. A
-float8 linear saves float8 codes of its input, so what lies between two matmuls need not live in high precision: the
-backward recomputes it from what both ends have anyway. silu(gate) is then not saved (2 bytes an element), nor the
-normalized input in float32, which PyTorch's norm saves on a CPU (4 bytes an element).
+A high-precision linear saves its input, and autograd saves the intermediate results that compute it. A float8 linear
+saves float8 codes instead, so the tensors between two matmuls need not be saved: backward recomputes them. That leaves
+out silu(gate) (2 bytes per element) and the normalized input in float32 (4 bytes per element), which PyTorch's RMSNorm
+saves on a CPU.
 
 Forward results are PyTorch's, to the bit; swiglu's gradients too. Compiled code is the plain expression, because the
-compiler decides what to recompute and what to fuse.
+compiler decides what to recompute and what to fuse. Double backward is unsupported, as in a float8 linear.
 """
 
 from __future__ import annotations
@@ -19,41 +19,34 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`.
-
-    Args:
-        gate, up: the same shape, floating-point.
-    Returns:
-        A tensor of their shape and dtype.
-    """
+    """Return `silu(gate) * up`, for floating-point tensors of the same shape and dtype."""
     if torch.compiler.is_compiling():
         return F.silu(gate) * up
     return cast(Tensor, _SwiGLU.apply(gate, up))
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype | None = None) -> Tensor:
-    """`hidden` over its root mean square along the last dim, times `weight`.
+    """Return `hidden` divided by its root mean square along the last dim, times `weight`.
 
     Args:
-        hidden: [..., D], floating-point; computed in its dtype.
+        hidden: [..., D], floating-point; its dtype is that of the computation.
         weight: [D], any floating-point dtype.
         eps: added to the mean square.
-        out_dtype: of the result; None for hidden's.
-    Returns:
-        A tensor of hidden's shape.
+        out_dtype: the dtype of the result; None for that of `hidden`.
     """
     out_dtype = out_dtype or hidden.dtype
-    if torch.compiler.is_compiling() or not hidden.is_cpu:  # a GPU's kernel saves no more than its input
+    if torch.compiler.is_compiling() or not hidden.is_cpu:  # CUDA's kernel saves only its input
         return plain_rms_norm(hidden, weight, eps).to(out_dtype)
     return cast(Tensor, _RMSNorm.apply(hidden, weight, eps, out_dtype))
 
 
 def plain_rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """PyTorch's RMSNorm of `hidden` [..., D], in its dtype, with all that autograd saves for it."""
-    # FSDP2 may gather the weight in fewer bits; fused kernels want one dtype.
+    """Return PyTorch's RMSNorm of `hidden` [..., D] in its dtype, with everything that autograd saves for it."""
+    # FSDP2 may gather the weight in fewer bits; fused kernels require one dtype.
     return F.rms_norm(hidden, weight.shape, weight.to(hidden.dtype), eps)
 
 
@@ -64,10 +57,9 @@ class _SwiGLU(torch.autograd.Function):
         return F.silu(gate).mul_(up)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        if torch.is_grad_enabled():  # differentiated again: by the formula, which autograd can follow
-            return torch.autograd.grad(F.silu(gate) * up, (gate, up), grad, create_graph=True)
         grad_gate = grad_up = None
         if ctx.needs_input_grad[0]:
             grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
@@ -84,11 +76,9 @@ class _RMSNorm(torch.autograd.Function):
         return plain_rms_norm(hidden, weight, eps).to(out_dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():  # differentiated again: by the formula, which autograd can follow
-            normed = plain_rms_norm(hidden, weight, ctx.eps)
-            return *torch.autograd.grad(normed, (hidden, weight), grad.to(normed.dtype), create_graph=True), None, None
         hp_dtype = torch.promote_types(hidden.dtype, torch.float32)
         hidden_hp, grad_hp = hidden.to(hp_dtype), grad.to(hp_dtype)
         inverse_rms = (hidden_hp.square().mean(-1, keepdim=True) + ctx.eps).rsqrt_()

@@ -1,8 +1,8 @@
-"""Initial weights that depend on the seed and a parameter's name, and not on which ranks hold which part of it.
+"""Initial weights that depend on the seed and the parameter's name, but not on the parallel dims.
 
-Each parameter is drawn whole, on the CPU in float32, from a generator of its own; a rank keeps its part and lets the
-rest go before the next one is drawn. So no rank ever holds more than one whole parameter, and any layout of ranks
-starts from the weights of the single process, bit for bit.
+Each parameter is drawn whole, on the CPU in float32, from its own generator; a rank keeps its shard and frees the rest
+before the next parameter. So no rank holds more than one whole parameter, and any number of ranks starts from the
+weights of the single process, bit for bit.
 """
 
 import hashlib
@@ -15,20 +15,20 @@ from quaver.trainer.model import Llama, init_std
 
 
 def allocate(model: Llama, device: torch.device) -> None:
-    """Give `model`, made on the meta device and parallelized or not, storage on `device`; its weights are undefined.
+    """Give `model`, which is on the meta device, uninitialized storage on `device`.
 
     Raises:
-        NotImplementedError: the model has buffers, which this would leave undefined.
+        NotImplementedError: the model has buffers, which `initialize` would leave undefined.
     """
     buffers = [name for name, _ in model.named_buffers()]
     if buffers:
         raise NotImplementedError(f"buffers have no initial values here: {', '.join(buffers)}")
     model.to_empty(device=device)
-    model.tie_weights()  # to_empty gives each module a parameter of its own
+    model.tie_weights()  # to_empty gives each module its own parameter
 
 
 def initialize(model: Llama, seed: int) -> None:
-    """Give `model`, which has storage, its initial weights: ones for vectors, N(0, `init_std`**2) for matrices."""
+    """Initialize `model`: ones for vectors, N(0, `init_std`**2) for matrices."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             whole = initial_value(name, parameter.shape, init_std(name, model.config), seed)
@@ -39,7 +39,7 @@ def initialize(model: Llama, seed: int) -> None:
 
 
 def initial_value(name: str, shape: torch.Size, std: float, seed: int) -> Tensor:
-    """Return the whole parameter called `name`: float32, on the CPU."""
+    """Return the whole parameter `name`: float32, on the CPU."""
     if len(shape) == 1:
         return torch.ones(shape)
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
@@ -48,11 +48,10 @@ def initial_value(name: str, shape: torch.Size, std: float, seed: int) -> Tensor
 
 
 def local_part(whole: Tensor, parameter: DTensor) -> Tensor:
-    """Return this rank's part of `whole`, laid out as `parameter`; a view.
+    """Return this rank's shard of `whole`, with the placements of `parameter`; a view.
 
-    [Note: order of sharding] Tensor parallelism splits first and FSDP2 then splits that part, although FSDP's dim
-    comes first in the mesh. So a dim that both split is cut by the last mesh dim first. Dims that only one of them
-    splits do not care.
+    [Note: order of sharding] Tensor parallelism splits first and FSDP2 splits the result, although FSDP's dim comes
+    first in the mesh. So a dim that both split is split by the last mesh dim first.
     """
     coordinate = parameter.device_mesh.get_coordinate()
     if coordinate is None:

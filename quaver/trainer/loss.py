@@ -1,10 +1,9 @@
-"""The loss of a language model, with the logits in float32 for a slice of the tokens at a time.
+"""Next-token cross entropy that converts the logits to float32 one slice of tokens at a time.
 
-Cross entropy in float32 takes three tensors of the logits' size at once: log-probabilities, which are kept for the
-backward, their gradient, and that of the logits. With 128,256 words and 8192 tokens each is 3.9 GiB, more than a block
-of a Llama 3 8B takes. Here the logits are kept as they came, and one slice at a time is converted; the backward does so
-again, and writes the gradient of a slice over its logits, which nobody reads again. The gradient is that of the
-expression to the bit; the loss is a sum in another order.
+Cross entropy in float32 needs three tensors of the logits' size at once: the log-probabilities, saved for backward,
+their gradient, and that of the logits. With 128,256 words and 8192 tokens each takes 3.9 GiB, more than a block of
+Llama 3 8B. Here the logits are saved in their own dtype and converted one slice at a time; backward converts them again
+and writes the gradient of each slice over its logits. The gradient is bit-identical; the loss sums in another order.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 SLICE_ELEMENTS = 1 << 25
-"""Of a slice of the logits: 128 MiB in float32."""
+"""Elements of a slice of the logits: 128 MiB in float32."""
 
 IGNORED = -100
-"""The target of a token that has none, as in torch."""
+"""The target of tokens that do not count, as in torch."""
 
-_SUM = 2  # the reduction, as torch numbers them
+_SUM = 2  # torch's number of the reduction
 _aten = torch.ops.aten
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross entropy (nats, float32) of `logits` [B, T, vocab] against `targets` [B, T].
 
-    Tokens with the target -100 do not count. The backward overwrites logits of more than one slice.
+    Tokens with the target -100 do not count. If the logits exceed one slice, backward overwrites them.
     """
     rows, wanted = logits.flatten(0, 1), targets.flatten()
     if torch.compiler.is_compiling() or is_traceable_wrapper_subclass(logits) or rows.numel() <= SLICE_ELEMENTS:
@@ -55,7 +54,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         logits, targets = ctx.saved_tensors
         share = grad / (targets != IGNORED).sum()
-        weight = torch.ones_like(share)  # of a sum nobody divides by it
+        weight = torch.ones_like(share)  # unused by the reduction "sum"
         for rows, wanted in _slices(logits, targets):
             log_probabilities = F.log_softmax(rows.float(), dim=1)
             grads = _aten.nll_loss_backward(share, log_probabilities, wanted, None, _SUM, IGNORED, weight)
@@ -64,6 +63,6 @@ class _SlicedCrossEntropy(torch.autograd.Function):
 
 
 def _slices(logits: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield views of some rows of both at a time."""
+    """Yield slices of the rows of both, as views."""
     rows = max(1, SLICE_ELEMENTS // logits.shape[1])
     yield from zip(logits.split(rows), targets.split(rows), strict=True)

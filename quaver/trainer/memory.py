@@ -1,31 +1,27 @@
-"""Peak memory of one training step, always labelled with how it was measured.
+"""The memory of a training step: its peak per model, and what the device's allocator or the OS reports.
 
-Every number is `resident + growth`: the twin's own parameters, buffers and optimizer state, and what the step
-added at its highest point. So two twins in one process do not count each other. With several ranks, each
-measures its own.
+A peak is `resident + growth`: the model's own parameters, buffers and optimizer state, plus what the step added at its
+highest point. So the two models of `--compare` do not count each other. Each rank measures its own.
 """
 
-import ctypes
-import re
+import os
+import resource
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quaver.memory import TensorBytes
-from quaver.trainer.tensors import plain_tensors
-
-_CLEAR_REFS = Path("/proc/self/clear_refs")
-_STATUS = Path("/proc/self/status")
+from quaver.trainer.ranks import plain_tensors
 
 
 @dataclass
 class PeakMemory:
-    """Peak bytes of a step, or None with a `source` that says why not; only two `exact` ones can be compared."""
+    """The peak bytes of a step and how they were measured; None if they were not. Only `exact` peaks compare."""
 
     peak_bytes: int | None = None
     exact: bool = False
@@ -34,13 +30,13 @@ class PeakMemory:
 
 @contextmanager
 def measure_peak(resident: Iterable[Tensor], *, device: torch.device, countable: bool) -> Iterator[PeakMemory]:
-    """Measure the block, which runs one training step, and fill in the PeakMemory it was given.
+    """Measure the block, which runs one training step, and fill in the yielded PeakMemory.
 
     Args:
-        resident: what stays between steps: parameters, buffers, optimizer state.
-        device: where they live.
-        countable: whether the exact count on CPU sees every tensor. It cannot look into compiled code
-            nor into what a DTensor does.
+        resident: the tensors that live between steps: parameters, buffers, optimizer state.
+        device: their device.
+        countable: whether the exact count on CPU sees every tensor. It sees neither the tensors inside compiled code
+            nor those inside the operators of a DTensor.
     """
     peak = PeakMemory()
     resident_bytes = storage_bytes(resident)
@@ -55,38 +51,50 @@ def measure_peak(resident: Iterable[Tensor], *, device: torch.device, countable:
             yield peak
         peak.peak_bytes = resident_bytes + counted.peak_bytes
         peak.exact, peak.source = True, "tensors of one step, exact"
-    elif (before := _reset_peak_rss()) is not None:
-        yield peak
-        peak.peak_bytes = resident_bytes + max(0, _status_bytes("VmHWM") - before)
-        peak.source = "growth of the process's peak RSS in one step, approximate"
     else:
         yield peak
-        peak.source = "not measured: needs a system with glibc and /proc/self/clear_refs, or eager code"
+        peak.source = "not measured: a CPU counts the tensors of eager code without tensor parallelism only"
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the distinct storages behind `tensors`, of a DTensor those of this rank."""
+    """Return the bytes of the distinct storages behind `tensors`; of a DTensor, those of this rank."""
     plain = [each for tensor in tensors for each in plain_tensors(tensor)]
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in plain}
     return sum(storages.values())
 
 
-def _reset_peak_rss() -> int | None:
-    """Start a new peak of resident memory and return the bytes resident now; None where neither can be."""
-    # Memory that is free but still with the allocator would hide as much growth. glibc gives it back when asked.
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if malloc_trim is None:
-        return None
-    malloc_trim(0)
-    try:
-        _CLEAR_REFS.write_text("5")  # proc(5): resets VmHWM to the resident set of now
-    except OSError:
-        return None
-    return _status_bytes("VmRSS")
+def reset_device_peaks(device: torch.device) -> None:
+    """Start a new step: reset the peaks of CUDA's allocator."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
 
 
-def _status_bytes(name: str) -> int:
-    found = re.search(rf"^{name}:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
-    if found is None:
-        raise RuntimeError(f"{_STATUS} has no {name}")
-    return int(found[1]) * 1024
+def device_memory(device: torch.device) -> dict[str, Any]:
+    """Return the peaks since `reset_device_peaks`, in bytes and as shares of the device's memory, JSON-able.
+
+    CUDA: `memory_active_*` is the memory of tensors, `memory_reserved_*` that of the allocator, and `memory_retries`
+    counts the allocations that first had to empty its cache, since the process started: memory is nearly full.
+    CPU: `memory_rss_*` is the resident memory of the process, its peak since it started.
+    """
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        total = torch.cuda.get_device_properties(device).total_memory
+        peaks = {kind: stats[f"{kind}_bytes.all.peak"] for kind in ("active", "reserved")}
+        return {
+            **{f"memory_{kind}_bytes": peak for kind, peak in peaks.items()},
+            **{f"memory_{kind}_share": peak / total for kind, peak in peaks.items()},
+            "memory_retries": stats["num_alloc_retries"],
+        }
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"memory_rss_bytes": peak, "memory_rss_share": peak / total}
+
+
+def memory_words(record: dict[str, Any]) -> str:
+    """Return the `device_memory` in `record` as words for the log."""
+    kinds = [kind for kind in ("active", "reserved", "rss") if f"memory_{kind}_bytes" in record]
+    return ", ".join(
+        f"{record[f'memory_{kind}_bytes'] / 2**30:.2f} GiB ({record[f'memory_{kind}_share']:.0%}) {kind}"
+        for kind in kinds
+    )

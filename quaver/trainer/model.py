@@ -2,7 +2,7 @@
 
 Shapes: B sequences of T tokens, D = dim, H query heads and G key/value heads of size E = D / H.
 
-q, k and v are called with the same tensor object, and so are gate and up: float8 casts a shared input once.
+q, k and v receive the same tensor object, and so do gate and up, so that float8 quantizes the shared input once.
 """
 
 import math
@@ -24,7 +24,7 @@ INIT_STD = 0.02
 def rope_tables(
     seq_len: int, head_dim: int, theta: float, device: torch.device, scaling: RopeScaling | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return float32 cosines and sines [T, E] that rotate feature i together with feature i + E / 2."""
+    """Return float32 cosines and sines [T, E], which rotate the features i and i + E / 2 together."""
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     positions = torch.arange(seq_len, device=device, dtype=torch.float32)
     frequencies = theta**-exponents
@@ -35,10 +35,10 @@ def rope_tables(
 
 
 def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return `frequencies` (float32 [E / 2], radians per position), the slow ones slowed, as Llama 3.1 does.
+    """Return `frequencies` (float32 [E / 2], radians per position) with the low ones scaled down, as in Llama 3.1.
 
-    A frequency that turns n times in the original context keeps the share (n - low) / (high - low) of itself, at least
-    none and at most all; the rest is divided by the factor (Grattafiori et al., 2024, and the models' published code).
+    A frequency with n turns in the original context keeps the share clamp((n - low) / (high - low), 0, 1) of itself;
+    the rest is divided by the factor (Grattafiori et al., 2024, and the models' published code).
     """
     turns = scaling.original_max_position * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
@@ -47,11 +47,10 @@ def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def document_attention_mask(documents: Tensor) -> Tensor:
-    """Return who may look at whom, a bool tensor [B, 1, T, T] that is true where query t may see key s.
+    """Return a bool tensor [B, 1, T, T] that is true where query t attends to key s: causally, inside its document.
 
     Args:
-        documents: int tensor [B, T], the same number for all tokens of a row that belong to one document. A token sees
-            itself and what stands before it in its document; so every query sees at least one key.
+        documents: int tensor [B, T], equal for all tokens of a row that belong to one document.
     """
     same_document = documents[:, None, :, None] == documents[:, None, None, :]
     return same_document.tril()
@@ -64,7 +63,7 @@ def apply_rope(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     (first, second), (cos, _), (sin, _) = (each.chunk(2, dim=-1) for each in (heads, cos[:, None], sin[:, None]))
-    # A half at a time, each rounded at once, so that little of it is in float32.
+    # One half at a time, each rounded at once, to keep float32 temporaries small.
     halves = (
         (first * cos).sub_(second * sin).to(heads.dtype),
         (second * cos).add_(first * sin).to(heads.dtype),
@@ -73,7 +72,7 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rope(torch.autograd.Function):
-    """A rotation, whose gradient is the rotation back: autograd would do it in many steps, each rounded."""
+    """A rotation. Its gradient is the inverse rotation; autograd's own backward has more steps, each rounded."""
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -90,7 +89,7 @@ class RMSNorm(nn.Module):
     """`weight * x / rms(x)` over the last dim."""
 
     feeds_float8 = False
-    """Whether only float8 linears read the result, so that nothing of it is saved for backward (functional.py)."""
+    """Whether only float8 linears read the result, which then need not be saved for backward (functional.py)."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -106,7 +105,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention with grouped keys and values."""
+    """Causal grouped-query attention."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -117,7 +116,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Mix `hidden` [B, T, D] along T, causally or as `mask` (bool, [B, 1, T, T]) allows."""
+        """Attend along T of `hidden` [B, T, D], causally or as `mask` (bool, [B, 1, T, T]) allows."""
         query = apply_rope(self._heads(self.q_proj(hidden)), cos, sin).transpose(1, 2)
         key = apply_rope(self._heads(self.k_proj(hidden)), cos, sin).transpose(1, 2)
         value = self._heads(self.v_proj(hidden)).transpose(1, 2)
@@ -126,7 +125,7 @@ class Attention(nn.Module):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         if mask is None:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        # The kernel that takes a mask on CUDA wants as many key as query heads; torch would else keep all the scores.
+        # CUDA's kernel with a mask needs as many key as query heads; without it torch saves all scores.
         group = query.shape[1] // key.shape[1]
         key, value = (heads.repeat_interleave(group, dim=1) for heads in (key, value))
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
@@ -139,7 +138,7 @@ class FeedForward(nn.Module):
     """SwiGLU."""
 
     feeds_float8 = False
-    """Whether down_proj computes in float8, so that its input need not be kept in high precision."""
+    """Whether down_proj is float8, so that its input need not be saved in high precision."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -148,14 +147,14 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(config.hidden_dim, config.dim, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Transform `hidden` [B, T, D] token by token."""
+        """Transform each token of `hidden` [B, T, D]."""
         gate, up = self.gate_proj(hidden), self.up_proj(hidden)
         product = swiglu(gate, up) if self.feeds_float8 else F.silu(gate) * up
         return self.down_proj(product)
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each on a normalized copy and added to the residual stream."""
+    """Attention, then feed-forward, each on normalized input and added to the residual stream."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -171,7 +170,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks and the last norm: what Hugging Face calls `model`."""
+    """Embedding, blocks and the last norm; `model` in Hugging Face's names."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -193,10 +192,7 @@ class Decoder(nn.Module):
 
 
 class Llama(nn.Module):
-    """The language model; its state_dict is that of `transformers.LlamaForCausalLM`.
-
-    Its first weights are PyTorch's until `initialize` draws them.
-    """
+    """The language model, with the state_dict of `transformers.LlamaForCausalLM`; `initialize` draws its weights."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -206,7 +202,7 @@ class Llama(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Make the output projection's weight the embedding's, where the config says so."""
+        """Share the embedding's weight with the output projection, if the config says so."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -217,13 +213,13 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the logits [B, T, vocab] of `tokens` [B, T] (int64).
 
-        With `documents` (int, [B, T]: each token's document) no token sees another document; without, all before it.
+        With `documents` (int, [B, T]: each token's document) attention does not cross documents.
         """
         return self.lm_head(self.model(tokens, documents))
 
 
 def init_std(name: str, config: Model) -> float:
-    """Return the spread of a matrix's initial values: smaller with depth where it writes to the residual stream."""
+    """Return a matrix's initial standard deviation, smaller with depth where it writes to the residual stream."""
     writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
     return INIT_STD / (2 * config.n_layers) ** 0.5 if writes_residual else INIT_STD
 
@@ -231,7 +227,7 @@ def init_std(name: str, config: Model) -> float:
 def training_flops_per_token(config: Model, seq_len: int) -> int:
     """Return the FLOPs of forward and backward for one token: 6 per weight of each linear, and attention.
 
-    Attention counts 12 * n_layers * dim * seq_len, as is usual, although a causal kernel may skip half of it.
+    Attention counts as 12 * n_layers * dim * seq_len, as usual, although a causal kernel may skip half of it.
     """
     kv_dim = config.n_kv_heads * config.head_dim
     attention = 2 * config.dim * config.dim + 2 * config.dim * kv_dim

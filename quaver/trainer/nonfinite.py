@@ -1,4 +1,4 @@
-"""Finds where a training step first went non-finite, by running it again with hooks."""
+"""Finds where a training step first became non-finite, by repeating it with hooks."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.trainer.tensors import plain_tensors
+from quaver.trainer.ranks import plain_tensors
 
 
 @dataclass(frozen=True)
 class NonFiniteOperand:
-    """`operand` is input, weight, bias or output of `module`, or a gradient of one, as grad_weight.
+    """`operand` is input, weight, bias or output of `module`, or a gradient of one, such as grad_weight.
 
-    `position` counts what was looked at before it, which is the same on every rank: the least of all ranks is first.
+    `position` is the number of checks before this one. It is the same on every rank, so the lowest of all is first.
     """
 
     module: str
@@ -29,21 +29,21 @@ class NonFiniteOperand:
 
 
 def find_nonfinite(model: nn.Module, forward_backward: Callable[[], None]) -> NonFiniteOperand | None:
-    """Return the first non-finite operand that `forward_backward` meets on this rank, None if all are finite.
+    """Return the first non-finite operand in `forward_backward` on this rank, None if all are finite.
 
-    First is in the order of computation: forward, then backward, micro-batch by micro-batch, then the sums of the
-    gradients. Compiled blocks run eagerly here, so that their modules can be seen. Every rank must call it together.
-    Gradients of `model` are left empty.
+    The order is that of computation: forward, then backward, micro-batch by micro-batch, then the accumulated
+    gradients. Compiled blocks run eagerly here, because hooks cannot see inside compiled code. Every rank must call
+    this together. Clears the gradients of `model`.
     """
     search = _Search()
     model.zero_grad(set_to_none=True)
-    with torch.compiler.set_stance("force_eager"), _watched(model, search), warnings.catch_warnings():
-        # torch remarks that the first module of a model has no grad_input; that is no news.
+    with torch.compiler.set_stance("force_eager"), _hooked(model, search), warnings.catch_warnings():
+        # The first module of a model has no grad_input.
         warnings.filterwarnings("ignore", message="Full backward hook is firing")
         forward_backward()
     for name, parameter in model.named_parameters():
         module, _, operand = name.rpartition(".")
-        search.look(module, f"grad_{operand}", parameter.grad)
+        search.check(module, f"grad_{operand}", parameter.grad)
     model.zero_grad(set_to_none=True)
     return search.found
 
@@ -51,40 +51,38 @@ def find_nonfinite(model: nn.Module, forward_backward: Callable[[], None]) -> No
 @dataclass
 class _Search:
     found: NonFiniteOperand | None = None
-    looks: int = 0
+    checks: int = 0
 
-    def look(self, module: str, operand: str, values: Any) -> None:
-        self.looks += 1
-        if self.found is None and not all(_is_finite(value) for value in _tuple(values)):
-            self.found = NonFiniteOperand(module, operand, self.looks)
-
-
-def _tuple(values: Any) -> tuple[Any, ...]:
-    return values if isinstance(values, tuple) else (values,)
+    def check(self, module: str, operand: str, values: Any) -> None:
+        self.checks += 1
+        values = values if isinstance(values, tuple) else (values,)
+        if self.found is None and not all(_is_finite(value) for value in values):
+            self.found = NonFiniteOperand(module, operand, self.checks)
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether `value` is no tensor, or one whose part on this rank is finite: looking further would need the others."""
-    # Detached: what a look saves for a backward would be missing where a checkpointed block runs again without it.
+    """Whether the part of `value` on this rank is finite, or `value` is not a tensor."""
+    # Detached, so that the check saves nothing: a checkpointed block would recompute without it.
     tensors = plain_tensors(value.detach()) if isinstance(value, Tensor) else []
     return all(bool(tensor.float().isfinite().all()) for tensor in tensors if tensor.is_floating_point())
 
 
 @contextmanager
-def _watched(model: nn.Module, search: _Search) -> Iterator[None]:
+def _hooked(model: nn.Module, search: _Search) -> Iterator[None]:
+    """Check the operands of every module that has parameters or no children."""
     handles: list[Any] = []
-    for name, module in model.named_modules():
+    for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if own or not list(module.children()):
-            watch = _Watch(name or type(module).__name__, search)
+            check = partial(search.check, path or type(module).__name__)
             handles += [
-                module.register_forward_pre_hook(watch.before_forward),
-                module.register_forward_hook(watch.after_forward),
-                module.register_full_backward_pre_hook(watch.before_backward),
-                module.register_full_backward_hook(watch.after_backward),
+                module.register_forward_pre_hook(partial(_check_operands, check)),
+                module.register_forward_hook(lambda module, inputs, output, check=check: check("output", output)),
+                module.register_full_backward_pre_hook(lambda module, grad, check=check: check("grad_output", grad)),
+                module.register_full_backward_hook(lambda module, grad, _, check=check: check("grad_input", grad)),
             ]
             handles += [
-                parameter.register_hook(partial(watch.look, f"grad_{operand}"))
+                parameter.register_hook(partial(check, f"grad_{operand}"))
                 for operand, parameter in own.items()
                 if parameter.requires_grad
             ]
@@ -95,26 +93,7 @@ def _watched(model: nn.Module, search: _Search) -> Iterator[None]:
             handle.remove()
 
 
-@dataclass
-class _Watch:
-    """The hooks of one module."""
-
-    module: str
-    search: _Search = field(repr=False)
-
-    def look(self, operand: str, values: Any) -> None:
-        self.search.look(self.module, operand, values)
-
-    def before_forward(self, module: nn.Module, inputs: Any) -> None:
-        self.look("input", inputs)
-        for operand, parameter in module.named_parameters(recurse=False):
-            self.look(operand, parameter.detach())
-
-    def after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self.look("output", output)
-
-    def before_backward(self, module: nn.Module, grad_output: Any) -> None:
-        self.look("grad_output", grad_output)
-
-    def after_backward(self, module: nn.Module, grad_input: Any, grad_output: Any) -> None:
-        self.look("grad_input", grad_input)
+def _check_operands(check: Callable[[str, Any], None], module: nn.Module, inputs: Any) -> None:
+    check("input", inputs)
+    for operand, parameter in module.named_parameters(recurse=False):
+        check(operand, parameter.detach())

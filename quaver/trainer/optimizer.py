@@ -1,29 +1,30 @@
-"""AdamW with its two parameter groups, and the learning rate of each step."""
+"""AdamW with its two parameter groups, the learning rate of each step, and gradient clipping over all ranks."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from quaver.trainer.config import LRScheduler, Optimizer
+from quaver.trainer.ranks import plain_tensors
 
 REMAINING: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
     "linear": lambda progress: 1 - progress,
     "sqrt": lambda progress: 1 - math.sqrt(progress),
 }
-"""What a decay leaves of the rate, above its floor, when this share (0 to 1) of its steps is done.
+"""The share of the learning rate above its floor after this share (0 to 1) of the decay's steps.
 
 sqrt is the 1-sqrt cooldown of Hägele et al. 2024, https://arxiv.org/abs/2405.18392."""
 
 
 def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
-    """Return AdamW over `model`; weight decay applies to matrices, not to the vectors of norms and biases.
-
-    The embedding is decayed as the other matrices are, as is usual for Llama; a tied one is in the group once.
-    """
+    """Return AdamW over `model`; weight decay applies to matrices, embeddings included, not to norms and biases."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
@@ -49,7 +50,36 @@ def learning_rate(step: int, steps: int, config: Optimizer, schedule: LRSchedule
     return config.lr * (schedule.min_lr_factor + (1 - schedule.min_lr_factor) * remaining)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Use `rate` in the next step of every parameter group."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
+def sum_partial_gradients(model: nn.Module) -> None:
+    """Give each gradient the layout of its parameter; norms have partial sums where FSDP2 does not reduce them."""
+    for parameter in model.parameters():
+        grad = parameter.grad
+        if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:
+            parameter.grad = grad.redistribute(placements=parameter.placements)
+
+
+def squared_norm_share(model: nn.Module) -> Tensor:
+    """Return this rank's share of the squared norm of all gradients, a float32 scalar to be summed over the ranks.
+
+    A gradient that n ranks hold counts 1/n on each. Every parameter must be on the mesh of all ranks.
+    """
+    groups: dict[int, list[Tensor]] = defaultdict(list)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            groups[_copies(parameter.grad)] += plain_tensors(parameter.grad)
+    shares = [torch.nn.utils.get_total_norm(grads).float().square() / copies for copies, grads in groups.items()]
+    return torch.stack(shares).sum()
+
+
+def clip_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients, whose norm over all ranks is `norm`, to at most `max_norm`, as `clip_grad_norm_` does."""
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_([plain for grad in grads for plain in plain_tensors(grad)], factor)
+
+
+def _copies(grad: Tensor) -> int:
+    """The number of ranks that hold the same part of `grad`."""
+    if not isinstance(grad, DTensor):
+        return 1
+    return prod(grad.device_mesh.size(axis) for axis, place in enumerate(grad.placements) if place.is_replicate())

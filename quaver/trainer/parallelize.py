@@ -1,12 +1,12 @@
 """Applies tensor parallelism, activation checkpointing, compilation and FSDP2 to the Llama, in this order and in place.
 
-Tensor parallelism follows Megatron with sequence parallelism: between linears each rank holds 1/tp of the sequence;
+Tensor parallelism is Megatron's with sequence parallelism: between linears each rank holds 1/tp of the sequence;
 q, k, v, gate and up gather it and split their outputs, o and down split their inputs and scatter the sequence again.
 
 [Note: precision under FSDP2] Autocast defines the numerics, as on one rank: a linear reads its weight in
-`training.mixed_precision_param`. Blocks and the output projection are therefore gathered in that dtype, which is what
-autocast would make of the weight, and half the bytes of float32. The embedding and the last norm, which autocast
-leaves alone, are gathered as they are. Gradients are reduced in float32.
+`training.mixed_precision_param`. Blocks and the output projection are therefore gathered in that dtype, to which
+autocast would cast them anyway, in half the bytes of float32. The embedding and the last norm, which autocast does not
+cast, are gathered in their own dtype. Gradients are reduced in float32.
 """
 
 import warnings
@@ -34,10 +34,10 @@ from quaver.trainer.model import Block, Llama
 
 
 def parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh | None) -> None:
-    """Split `model`, converted to float8 already and still on the meta device, over `mesh`; None for one process.
+    """Parallelize `model`, which is converted to float8 and on the meta device, over `mesh`; None for one process.
 
     Args:
-        mesh: with dims among "dp_replicate", "dp_shard" and "tp" (see `Layout.mesh`).
+        mesh: a mesh with dims among "dp_replicate", "dp_shard" and "tp" (see `ParallelDims.mesh`).
     """
     dims = () if mesh is None else mesh.mesh_dim_names or ()
     if mesh is not None and "tp" in dims:
@@ -68,9 +68,9 @@ def _checkpoint_blocks(model: Llama, config: TrainConfig) -> None:
 
 
 def _shard(model: Llama, config: TrainConfig, mesh: DeviceMesh) -> None:
-    """One FSDP2 group for each block, one for the output projection, and the root for the rest."""
+    """Shard with one FSDP2 group per block, one for the output projection, and the root for the rest."""
     groups: list[nn.Module] = list(model.blocks())
-    if not config.model.tie_word_embeddings:  # a tied projection is the embedding's, and in its group
+    if not config.model.tie_word_embeddings:  # a tied projection is in the embedding's group
         groups.append(model.lm_head)
     for group in groups:
         fully_shard(group, **group_options(config, mesh))
@@ -78,10 +78,10 @@ def _shard(model: Llama, config: TrainConfig, mesh: DeviceMesh) -> None:
 
 
 def group_options(config: TrainConfig, mesh: DeviceMesh, *, as_stored: bool = False) -> dict[str, Any]:
-    """What `fully_shard` is told of a group of parameters; see [Note: precision under FSDP2].
+    """Return the arguments of `fully_shard` for a group of parameters; see [Note: precision under FSDP2].
 
     Args:
-        as_stored: gather in the dtype of the parameters, not in that of the computation.
+        as_stored: gather in the dtype of the parameters instead of that of the computation.
     """
     param_dtype = None if as_stored else getattr(torch, config.training.mixed_precision_param)
     policy = MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -90,20 +90,20 @@ def group_options(config: TrainConfig, mesh: DeviceMesh, *, as_stored: bool = Fa
 
 
 def _finish_collective(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """A forward hook that copies `output`, which waits for the collective that makes it.
+    """Forward hook of the embedding that copies `output` and so waits for the collective that computes it.
 
-    The embedding returns an AsyncCollectiveTensor. Compiled code of torch 2.13 takes one as an input and then gives it
-    no gradient: alone an error in backward, under FSDP2 a wrong gradient in silence. 2.11 is right. Can go when the
-    gradients of `compile` and `tp` in tests/integration/test_train_distributed.py agree without it.
+    The embedding returns an AsyncCollectiveTensor. As an input of a block that torch 2.13 compiled it gets no gradient:
+    an error in backward, or under FSDP2 a silently wrong gradient. torch 2.11 is right. Remove this when the gradients
+    of `compile` and `tp` in tests/integration/test_train_distributed.py agree without it.
     """
     return output.clone()
 
 
 def _ignore_view_warning() -> None:
-    """Silence FSDP2's warning that a module returns a view, which an in-place operation would cut off its backward.
+    """Silence FSDP2's warning that a module returns a view, whose hooks an in-place operation would remove.
 
-    A tensor parallel module returns the local tensor of a DTensor, which is a view; nothing here writes into one. Can
-    go when torch no longer warns of `to_local`; it does in 2.13.
+    A tensor parallel module returns the local tensor of a DTensor, which is a view; no code here writes into one.
+    Remove this when torch no longer warns about `to_local`, as 2.13 does.
     """
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view tensor")
 
@@ -121,7 +121,7 @@ def _split_linears(model: Llama, mesh: DeviceMesh) -> None:
 
 def _block_styles(block: Block) -> dict[str, ParallelStyle]:
     attention, mlp = block.self_attn, block.mlp
-    # cos, sin and the mask (or None), the other inputs of attention, are whole on every rank.
+    # The other inputs of attention (cos, sin, and the mask or None) are replicated.
     return {
         "input_layernorm": SequenceParallel(),
         "self_attn": _gather_sequence([attention.q_proj, attention.k_proj, attention.v_proj], other_inputs=3),

@@ -1,9 +1,8 @@
-"""The processes of a run: who they are, how they agree before there is a process group, and what they share in it.
+"""The ranks of a run: their agreement on the input, their process group, and a rank's part of a tensor.
 
-Bad input must end every rank with the same exit code and one line on the terminal. A rank that simply left would take
-the others with it before they could say why, because torchrun ends all when one fails. So the ranks first meet in the
-launcher's key-value store, where each tells whether its input is good, and none goes on or leaves before all have
-heard the verdict. Only then is a process group made.
+Bad input must end every rank with the same exit code and one line on the terminal. torchrun kills all ranks when one
+fails, so a rank that exits early hides its own message. The ranks therefore exchange their errors in the launcher's
+key-value store first; none continues or exits before all have read the verdict. The process group is made after that.
 """
 
 import functools
@@ -17,18 +16,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from quaver.devices import MissingDeviceError
 
 STORE_TIMEOUT_S = 300
-"""How long a rank waits for the others to have read and checked their input; imports on a cold disk are slow."""
+"""How long a rank waits for the others to check their input; imports from a cold disk are slow."""
 
 
 @dataclass
 class Ranks:
-    """This process among all of a run; alone unless torchrun, or what sets the same variables, started it."""
+    """This process among all of a run; alone unless torchrun, or another launcher with its variables, started it."""
 
     rank: int = 0
     local_rank: int = 0
@@ -37,16 +38,16 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes the files and talks to the terminal."""
+        """Whether this rank writes the files and the terminal."""
         return self.rank == 0
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is one process, which then needs no process group."""
+        """Whether there is only one process, which needs no process group."""
         return self.world_size == 1
 
     def device(self, device: torch.device) -> torch.device:
-        """Return the device of this rank, of the type of `device`, and make it the current one.
+        """Return this rank's device of the type of `device`, and make it the current one.
 
         Raises:
             MissingDeviceError: if this machine has fewer GPUs than ranks.
@@ -62,13 +63,11 @@ class Ranks:
         torch.cuda.set_device(self.local_rank)
         return torch.device("cuda", self.local_rank)
 
-    # ---- before there is a process group -------------------------------------------------------------------------
-
     def agree(self, error: str = "", fingerprint: str = "") -> str:
-        """Return the first rank's `error` that is not empty, on every rank; empty if all are well.
+        """Return the first non-empty `error` of all ranks, on every rank; empty if there is none.
 
-        Every rank must call it. `fingerprint` must be equal on all of them: ranks that read another config or other
-        data than rank 0 are an error too.
+        Every rank must call it, before there is a process group. Ranks whose `fingerprint` differs from that of rank 0
+        have read another config or other data, which is an error too.
         """
         if self.is_alone:
             return error
@@ -93,18 +92,16 @@ class Ranks:
         return ""
 
     def _next_store(self) -> Store:
-        """A part of the launcher's store for one agreement: a process may train more than once."""
+        """Return a part of the launcher's store for one agreement: a process may train more than once."""
         self._agreements += 1
         return PrefixStore(f"quaver/{self._agreements}", _store(self.rank, self.world_size))
 
-    # ---- with a process group ------------------------------------------------------------------------------------
-
     @contextmanager
     def process_group(self, device: torch.device, timeout_seconds: int) -> Iterator[None]:
-        """Have a process group inside the block: NCCL on CUDA, gloo on CPU; none for a rank that is alone.
+        """Run the block with a process group: NCCL on CUDA, gloo on CPU; none for a single process.
 
-        Ranks leave together, so that none ends while another still writes. After an error that others may not have
-        met they do not wait: the launcher ends them.
+        The ranks leave together, so that none exits while another one writes. After an error, which may be on one rank
+        only, they do not wait: the launcher ends them.
         """
         if self.is_alone:
             yield
@@ -134,7 +131,7 @@ class Ranks:
         return total
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's picklable `value`, by rank."""
+        """Return every rank's picklable `value`, by rank."""
         if self.is_alone:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -144,12 +141,12 @@ class Ranks:
 
 @functools.cache
 def read_ranks() -> Ranks:
-    """Return the ranks that the environment tells of: RANK, LOCAL_RANK and WORLD_SIZE, as torchrun sets them.
+    """Return the ranks that RANK, LOCAL_RANK and WORLD_SIZE describe, as torchrun sets them.
 
-    One object per process, because agreements are counted.
+    There is one object per process, because it counts the agreements.
 
     Raises:
-        ValueError: a variable that is missing beside the others, is no integer, or does not fit the others.
+        ValueError: a variable is missing, is not an integer, or contradicts the others.
     """
     world_size = _variable("WORLD_SIZE", default=1, least=1)
     if world_size == 1:
@@ -176,6 +173,16 @@ def _variable(name: str, *, default: int | None = None, least: int = 0, below: i
 
 @functools.cache
 def _store(rank: int, world_size: int) -> Store:
-    """The launcher's store, or one that rank 0 hosts where the launcher has none."""
+    """Return the launcher's store, or one that rank 0 hosts if the launcher has none."""
     store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=STORE_TIMEOUT_S)))
     return store
+
+
+def plain_tensors(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors inside `tensor`: a DTensor's shard on this rank, a float8 weight's codes and scales."""
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return plain_tensors(tensor.trigger_wait())  # a collective may still write into it
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [plain for part in parts if isinstance(part, Tensor) for plain in plain_tensors(part)]

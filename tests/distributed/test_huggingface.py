@@ -16,10 +16,10 @@ from quaver.cli import main
 from quaver.trainer.checkpoints.folder import FORMAT
 from quaver.trainer.config import Float8, Model, Parallelism, TrainConfig, Training
 from quaver.trainer.initialize import allocate, initialize
-from quaver.trainer.layout import resolve
 from quaver.trainer.model import Llama
+from quaver.trainer.parallel_dims import resolve
 from quaver.trainer.parallelize import parallelize
-from quaver.trainer.plan import make_models
+from quaver.trainer.run_setup import make_models
 from tests.distributed.ranks import run
 
 MODEL = Model(dim=48, n_layers=2, n_heads=6, n_kv_heads=2, hidden_dim=80)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quaver.cli import main
-from quaver.trainer.records.metrics import read_metrics
+from quaver.trainer.metrics import read_metrics
 
 pytestmark = pytest.mark.gpu
 

@@ -17,7 +17,7 @@ from quaver.config import Float8LinearRecipeName
 from quaver.kernels import cpu_mm
 from quaver.trainer.config import Checkpoint
 from quaver.trainer.config_io import load_config
-from quaver.trainer.records.metrics import read_metrics
+from quaver.trainer.metrics import read_metrics
 from quaver.trainer.train import prepare, train
 
 FILE = Path(__file__).with_name("golden_losses.json")
@@ -68,6 +68,9 @@ def losses(name: str, folder: Path) -> list[float]:
             config,
             job=replace(config.job, name=name, dump_folder=str(folder / "runs")),
             training=replace(config.training, steps=STEPS, device="cpu"),
+            # Those of the recorded losses; the config has others.
+            optimizer=replace(config.optimizer, lr=1.5e-3),
+            lr_scheduler=replace(config.lr_scheduler, warmup_steps=40),
             data=replace(config.data, path=str(folder / "text.txt")),
             float8=float8,
             checkpoint=Checkpoint(enable=False),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quaver.trainer.records.metrics import read_metrics
+from quaver.trainer.metrics import read_metrics
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "quickstart.md"

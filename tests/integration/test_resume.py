@@ -14,7 +14,7 @@ import pytest
 
 from quaver.cli import main
 from quaver.trainer.checkpoints.folder import CheckpointFolder
-from quaver.trainer.records.metrics import read_metrics
+from quaver.trainer.metrics import read_metrics
 
 TINY = [
     *("--model.dim=32", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.hidden_dim=48"),

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from quaver.cli import main
-from quaver.trainer.records.metrics import read_metrics
+from quaver.trainer.metrics import read_metrics
 
 REPOSITORY = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("train_on_ranks.py")

@@ -8,7 +8,7 @@ import torch
 from quaver.bench.train import bench_train, prepare
 from quaver.cli import main
 from quaver.trainer.config_io import build_config
-from quaver.trainer.twin import Twin
+from quaver.trainer.trained_model import TrainedModel
 
 
 @pytest.fixture
@@ -31,13 +31,13 @@ def tiny(text, **float8):
 
 def test_twins_take_turns_with_the_trainers_own_step(text, monkeypatch):
     order = []
-    train_step = Twin.train_step
+    train_step = TrainedModel.train_step
 
     def watched(self, step, batches, *, measure_memory=False):
         order.append((step, self.name, measure_memory))
         return train_step(self, step, batches, measure_memory=measure_memory)
 
-    monkeypatch.setattr(Twin, "train_step", watched)
+    monkeypatch.setattr(TrainedModel, "train_step", watched)
     config = build_config(tiny(text, last_steps_high_precision=1))
     subject = prepare(config, ["tensorwise", "delayed"], steps=5)
     result = bench_train(subject, rounds=3, warmup=2)

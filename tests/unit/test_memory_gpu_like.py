@@ -22,9 +22,9 @@ from quaver.trainer.config_io import load_config, parse_arguments
 from quaver.trainer.dry_run import pretended_mesh
 from quaver.trainer.float8 import fuse_producers
 from quaver.trainer.footprint.run import SEES_GATHERS, predict_memory
-from quaver.trainer.layout import Layout
 from quaver.trainer.model import FeedForward, RMSNorm
 from quaver.trainer.optimizer import build_optimizer
+from quaver.trainer.parallel_dims import ParallelDims
 
 CPU = torch.device("cpu")
 SIZE = Size(sequences=2)
@@ -45,7 +45,7 @@ class Operations(TorchDispatchMode):
 
 def predicted(module, recipe, checkpointing, ranks=1):
     case = Case(module, recipe, checkpointing, ranks=ranks)
-    with pretended_mesh(Layout(shard=ranks)) as mesh, fake_tensors() as fakes, as_on_a_gpu():
+    with pretended_mesh(ParallelDims(shard=ranks)) as mesh, fake_tensors() as fakes, as_on_a_gpu():
         subject = build(case, SIZE, CPU, mesh)
         optimizer = build_optimizer(subject, Optimizer())
         dtype = torch.float32 if "block" in module else torch.bfloat16

@@ -22,7 +22,7 @@ from quaver.memory.faking.gloo_buffers import GlooBuffers
 from quaver.memory.reports.rows import merged_layers
 from quaver.trainer.dry_run import pretended_mesh
 from quaver.trainer.footprint.run import SEES_GATHERS
-from quaver.trainer.layout import Layout
+from quaver.trainer.parallel_dims import ParallelDims
 from tests.distributed.ranks import run as run_on_ranks
 
 CPU = torch.device("cpu")
@@ -169,7 +169,7 @@ def test_a_shape_that_depends_on_numbers_is_refused():
 
 
 def test_a_sharded_model_is_refused():
-    with pretended_mesh(Layout(shard=2)) as mesh:
+    with pretended_mesh(ParallelDims(shard=2)) as mesh:
         model = fully_shard(_Two("meta"), mesh=mesh)
         with pytest.raises(NotImplementedError, match="expected a model on one device, got first.weight with"):
             explain(model, (torch.empty(2, 64),))
@@ -228,7 +228,7 @@ def test_what_gloo_copies_is_counted():
     # torch 2.13 has new names for these two, and warns of the old ones.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    with pretended_mesh(Layout(shard=4)), fake_tensors():
+    with pretended_mesh(ParallelDims(shard=4)), fake_tensors():
         part, whole = torch.empty(1000), torch.empty(4000)
         with TensorBytes() as counted, GlooBuffers():
             gather(whole, part)

@@ -21,7 +21,7 @@ from quaver.trainer.dry_run import pretended_mesh
 from quaver.trainer.footprint.bisect import row_to_explain
 from quaver.trainer.footprint.case import case_of
 from quaver.trainer.footprint.run import SEES_GATHERS
-from quaver.trainer.layout import Layout
+from quaver.trainer.parallel_dims import ParallelDims
 
 pytestmark = pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
 
@@ -68,7 +68,7 @@ class Network(nn.Module):
 
 
 def _predicted(second, *, compiled=False, **policy):
-    with pretended_mesh(Layout(shard=2)) as mesh, fake_tensors(compiled=compiled) as fakes:
+    with pretended_mesh(ParallelDims(shard=2)) as mesh, fake_tensors(compiled=compiled) as fakes:
         network = Network(second)
         apply_activation_checkpointing([network.feed_forward], preserve_rng_state=False, **policy)
         if compiled:

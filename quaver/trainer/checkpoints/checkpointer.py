@@ -39,7 +39,7 @@ from quaver.trainer.checkpoints.single_process import first_line
 from quaver.trainer.config import Checkpoint
 from quaver.trainer.errors import CheckpointError
 from quaver.trainer.ranks import Ranks
-from quaver.trainer.twin import Twin
+from quaver.trainer.trained_model import TrainedModel
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Checkpointer:
         """Whether a checkpoint follows step `step`, whatever else happens."""
         return self.config.enable and step % self.config.interval == 0
 
-    def save(self, progress: Progress, twins: Sequence[Twin]) -> None:
+    def save(self, progress: Progress, twins: Sequence[TrainedModel]) -> None:
         """Save the run as it is now, unless that is done already or not wanted; with async_mode in the background.
 
         Raises:
@@ -130,7 +130,7 @@ class Checkpointer:
         if self._stager is not None:
             self._stager.close()
 
-    def load(self, step: int, twins: Sequence[Twin]) -> Progress:
+    def load(self, step: int, twins: Sequence[TrainedModel]) -> Progress:
         """Load the checkpoint of `step` into `twins`, and return how far the run was.
 
         Raises:
@@ -236,7 +236,7 @@ class Checkpointer:
         return next(filter(None, errors), "")
 
 
-def load_weights(path: Path, twins: Sequence[Twin]) -> None:
+def load_weights(path: Path, twins: Sequence[TrainedModel]) -> None:
     """Give every twin the weights of the checkpoint at `path`: those of its name there, or of the first model.
 
     Raises:
@@ -259,7 +259,7 @@ def saved_keys(path: Path) -> frozenset[str]:
     return frozenset(read_metadata(path).state_dict_metadata)
 
 
-def _state_of(twin: Twin) -> dict[str, Any]:
+def _state_of(twin: TrainedModel) -> dict[str, Any]:
     state: dict[str, Any] = {
         "model": get_model_state_dict(twin.model),
         "optimizer": get_optimizer_state_dict(twin.model, twin.optimizer),
@@ -269,7 +269,7 @@ def _state_of(twin: Twin) -> dict[str, Any]:
     return state
 
 
-def _load_twin(twin: Twin, path: Path) -> None:
+def _load_twin(twin: TrainedModel, path: Path) -> None:
     state = _state_of(twin)
     if twin.scaling and not any(key.startswith("float8.") for key in saved_keys(path)):
         del state["float8"]  # saved by a recipe that keeps no scales: they start as in a new model

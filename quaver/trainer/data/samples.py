@@ -17,9 +17,9 @@ from quaver.trainer.config import Training, Validation
 from quaver.trainer.data.batch import Batch
 from quaver.trainer.data.order import Integers, stream_indices
 from quaver.trainer.data.tokenizer import Tokens
-from quaver.trainer.layout import Layout
+from quaver.trainer.parallel_dims import ParallelDims
 
-ALONE = Layout()
+ALONE = ParallelDims()
 """One process, which takes every batch."""
 
 
@@ -44,7 +44,7 @@ class TokenData:
     origin: dict[str, Any] = field(repr=False)
     document_mask: bool = False
 
-    def step_batches(self, training: Training, consumed: int, layout: Layout = ALONE) -> list[Batch]:
+    def step_batches(self, training: Training, consumed: int, layout: ParallelDims = ALONE) -> list[Batch]:
         """Return this rank's micro-batches of the optimizer step that begins with sequence `consumed` of the stream.
 
         The m-th of data-parallel rank r of n is the one that a single process would compute as number m * n + r.
@@ -56,7 +56,9 @@ class TokenData:
         indices = stream_indices(consumed, training.step_batch_size, count, training.seed)
         return self._batches(self.train, indices * training.seq_len, training, layout)
 
-    def validation_batches(self, training: Training, validation: Validation, layout: Layout = ALONE) -> list[Batch]:
+    def validation_batches(
+        self, training: Training, validation: Validation, layout: ParallelDims = ALONE
+    ) -> list[Batch]:
         """Return this rank's fixed validation batches: windows spread evenly over the validation split.
 
         Where their number does not divide by the data-parallel ranks, each takes all of them.
@@ -66,7 +68,7 @@ class TokenData:
         divides = validation.steps % layout.data_parallel_degree == 0
         return self._batches(self.validation, starts, training, layout if divides else ALONE)
 
-    def _batches(self, split: TokenSplit, starts: Integers, training: Training, layout: Layout) -> list[Batch]:
+    def _batches(self, split: TokenSplit, starts: Integers, training: Training, layout: ParallelDims) -> list[Batch]:
         size = training.local_batch_size
         every = [starts[first : first + size] for first in range(0, len(starts), size)]
         mine = every[layout.data_parallel_rank :: layout.data_parallel_degree]

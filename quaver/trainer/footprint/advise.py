@@ -28,7 +28,7 @@ from quaver.trainer.footprint.changes import Change, combinations, least_gathere
 from quaver.trainer.footprint.peak_by_depth import extrapolated_peak, saves_time
 from quaver.trainer.footprint.run import predict_memory
 from quaver.trainer.footprint.step_time import StepCost, step_cost
-from quaver.trainer.layout import resolve
+from quaver.trainer.parallel_dims import resolve
 
 AS_CONFIGURED = "as configured"
 EQUALLY_FAST = 1.02

@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from quaver.trainer.config import ActivationCheckpoint, Float8, TrainConfig
-from quaver.trainer.layout import Layout
+from quaver.trainer.parallel_dims import ParallelDims
 
 CHECKPOINTING = {
     "activations: none checkpointed": ActivationCheckpoint(mode="none"),
@@ -33,7 +33,7 @@ class Change:
     refusal: str = ""
 
 
-def single_changes(config: TrainConfig, layout: Layout, batch: int) -> list[Change]:
+def single_changes(config: TrainConfig, layout: ParallelDims, batch: int) -> list[Change]:
     """What could be changed about `config`, one thing at a time, without what is so already.
 
     Args:
@@ -58,7 +58,7 @@ def combinations(config: TrainConfig, batch: int) -> list[Change]:
     return list(by_config.values())[::-1]
 
 
-def least_gathered(change: Change, layout: Layout) -> Change | None:
+def least_gathered(change: Change, layout: ParallelDims) -> Change | None:
     """The same with as few gathered weights as there can be; None where it is so, or cannot be."""
     config = change.config
     if config is None or layout.shard == 1:
@@ -137,7 +137,7 @@ def _without_kept_scales(config: TrainConfig, float8: Float8) -> TrainConfig:
     return replace(config, float8=float8, metrics=metrics)
 
 
-def _communication(config: TrainConfig, layout: Layout) -> Iterator[tuple[str, Edit]]:
+def _communication(config: TrainConfig, layout: ParallelDims) -> Iterator[tuple[str, Edit]]:
     if layout.shard == 1:
         return
     for policy in ("default", "always", "never"):

@@ -29,13 +29,13 @@ from quaver.trainer.config import TrainConfig, require
 from quaver.trainer.data import Batch
 from quaver.trainer.footprint.run import RunMemory
 from quaver.trainer.initialize import allocate, initialize
-from quaver.trainer.layout import Layout, resolve
 from quaver.trainer.model import Llama
+from quaver.trainer.parallel_dims import ParallelDims, resolve
 from quaver.trainer.parallelize import parallelize
-from quaver.trainer.plan import make_models
-from quaver.trainer.profiling.steps import kept_scales
+from quaver.trainer.profiling import kept_scales
 from quaver.trainer.ranks import Ranks
-from quaver.trainer.twin import Twin
+from quaver.trainer.run_setup import make_models
+from quaver.trainer.trained_model import TrainedModel
 
 WARM_UP_STEPS = 2
 """The optimizer has its state after the first, and compiled code is compiled."""
@@ -114,7 +114,7 @@ def _measure_rank(rank: int, config: TrainConfig, ranks: int, folder: str) -> No
         dist.destroy_process_group()
 
 
-def _measure(config: TrainConfig, layout: Layout, ranks: Ranks, device: torch.device) -> MeasuredMemory:
+def _measure(config: TrainConfig, layout: ParallelDims, ranks: Ranks, device: torch.device) -> MeasuredMemory:
     name, model = next(iter(make_models(config, device).by_name.items()))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     dims = tuple(layout.mesh)
@@ -122,7 +122,7 @@ def _measure(config: TrainConfig, layout: Layout, ranks: Ranks, device: torch.de
     parallelize(model, config, mesh)
     allocate(model, device)
     initialize(model, config.training.seed)
-    twin, batches = Twin(name, model, config, device, ranks), _batches(config, layout, device)
+    twin, batches = TrainedModel(name, model, config, device, ranks), _batches(config, layout, device)
     steps = count(1)
 
     def step() -> None:
@@ -149,7 +149,7 @@ def _measure(config: TrainConfig, layout: Layout, ranks: Ranks, device: torch.de
     )
 
 
-def _batches(config: TrainConfig, layout: Layout, device: torch.device) -> list[Batch]:
+def _batches(config: TrainConfig, layout: ParallelDims, device: torch.device) -> list[Batch]:
     """Random tokens, the same on every rank; each row is one document."""
     training = config.training
     shape = (training.local_batch_size, training.seq_len)

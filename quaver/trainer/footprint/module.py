@@ -30,17 +30,17 @@ from quaver.activation_checkpointing import apply_activation_checkpointing, sele
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.memory.faking.fakes import Fakes, fake_copies, fake_tensors
 from quaver.memory.predict import Prediction, forget_gradients, predict_step
-from quaver.trainer.autocast import autocast_of
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.dry_run import pretended_mesh
 from quaver.trainer.footprint.run import RunMemory, check_ranks
 from quaver.trainer.initialize import allocate
-from quaver.trainer.layout import Layout, resolve
 from quaver.trainer.model import Block, Llama
 from quaver.trainer.optimizer import build_optimizer
+from quaver.trainer.parallel_dims import ParallelDims, resolve
 from quaver.trainer.parallelize import group_options
-from quaver.trainer.plan import make_models
-from quaver.trainer.profiling.steps import kept_scales
+from quaver.trainer.profiling import kept_scales
+from quaver.trainer.run_setup import make_models
+from quaver.trainer.trained_model import autocast_of
 
 _CPU = torch.device("cpu")
 _BLOCK = re.compile(r"model\.layers\.(\d+)(?:\.|$)")
@@ -206,7 +206,7 @@ def _checkpoint(module: nn.Module, config: TrainConfig, block: int) -> None:
     )
 
 
-def _predict(alone: Alone, config: TrainConfig, layout: Layout, arguments: Arguments, fakes: Fakes) -> Prediction:
+def _predict(alone: Alone, config: TrainConfig, layout: ParallelDims, arguments: Arguments, fakes: Fakes) -> Prediction:
     optimizer = build_optimizer(alone, config.optimizer)
     scaling = float8_scaling_state(alone)
     args, kwargs = fake_copies(arguments, fakes, _CPU)
@@ -225,7 +225,7 @@ def _predict(alone: Alone, config: TrainConfig, layout: Layout, arguments: Argum
     return predict_step(step, alone, optimizer, fakes, kept_scales=kept_scales(alone))
 
 
-def _forward_backward(alone: Alone, config: TrainConfig, layout: Layout, arguments: Arguments) -> None:
+def _forward_backward(alone: Alone, config: TrainConfig, layout: ParallelDims, arguments: Arguments) -> None:
     """[Note: a module alone]"""
     # A weight that is gathered has no cast to keep.
     once = cast_weights_once(alone) if layout.world_size == 1 else nullcontext()

@@ -24,12 +24,12 @@ import quaver.kernels.exact_mm  # noqa: F401 - defines quaver::exact_float8_mm
 from quaver.activation_checkpointing import selected_every
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.recording.modules import ModuleTracker
-from quaver.trainer.autocast import autocast_of
 from quaver.trainer.config import ActivationCheckpoint, Data, Float8, TrainConfig, Training
 from quaver.trainer.initialize import allocate
 from quaver.trainer.loss import next_token_loss
 from quaver.trainer.parallelize import parallelize
-from quaver.trainer.plan import make_models
+from quaver.trainer.run_setup import make_models
+from quaver.trainer.trained_model import autocast_of
 
 _MATMULS = (torch.ops.quaver.exact_float8_mm,)
 _ATTENTIONS = (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,)

@@ -20,12 +20,12 @@ from quaver.trainer.config import TrainConfig
 from quaver.trainer.data import Batch
 from quaver.trainer.dry_run import pretended_mesh
 from quaver.trainer.initialize import allocate
-from quaver.trainer.layout import Layout, resolve
+from quaver.trainer.parallel_dims import ParallelDims, resolve
 from quaver.trainer.parallelize import parallelize
-from quaver.trainer.plan import make_models
-from quaver.trainer.profiling.steps import kept_scales
+from quaver.trainer.profiling import kept_scales
 from quaver.trainer.ranks import Ranks
-from quaver.trainer.twin import Twin
+from quaver.trainer.run_setup import make_models
+from quaver.trainer.trained_model import TrainedModel
 
 SEES_GATHERS = TorchVersion(torch.__version__) >= "2.13"
 """Whether fake tensors' storages are seen that are emptied and filled again: not in torch 2.11; 2.12 was not tried."""
@@ -37,7 +37,7 @@ class RunMemory:
 
     config: TrainConfig
     """With its global batch size filled in."""
-    layout: Layout
+    layout: ParallelDims
     name: str
     """Of what trains: a recipe, or the high-precision dtype."""
     parameters: int
@@ -88,7 +88,7 @@ def predict_memory(config: TrainConfig, ranks: int = 1) -> RunMemory:
         parallelize(model, config, mesh)  # where ranks stand in a mesh is computed with numbers
         with fake_tensors(compiled=compiled) as fakes:
             allocate(model, device)
-            twin = Twin(name, model, config, device, Ranks(0, 0, ranks))
+            twin = TrainedModel(name, model, config, device, Ranks(0, 0, ranks))
             batches = _batches(config, layout)
             prediction = _predict(twin, batches, fakes)
     return RunMemory(config, layout, name, parameters, len(batches), prediction, compiled)
@@ -107,7 +107,7 @@ def check_ranks(ranks: int) -> None:
         )
 
 
-def _predict(twin: Twin, batches: list[Batch], fakes: Fakes) -> Prediction:
+def _predict(twin: TrainedModel, batches: list[Batch], fakes: Fakes) -> Prediction:
     steps = count(1)
 
     def step() -> None:
@@ -116,7 +116,7 @@ def _predict(twin: Twin, batches: list[Batch], fakes: Fakes) -> Prediction:
     return predict_step(step, twin.model, twin.optimizer, fakes, kept_scales=kept_scales(twin.model))
 
 
-def _batches(config: TrainConfig, layout: Layout) -> list[Batch]:
+def _batches(config: TrainConfig, layout: ParallelDims) -> list[Batch]:
     training = config.training
     number = layout.micro_batches(training)
     return [_batch(training.local_batch_size, training.seq_len, config.data.document_mask) for _ in range(number)]

@@ -24,8 +24,8 @@ from quaver.filters import MATMUL_SHARES, LinearTime, linear_cost
 from quaver.trainer.config import Float8, Model, TrainConfig, Training
 from quaver.trainer.float8 import convert_model
 from quaver.trainer.footprint.recomputed_flops import checkpointed_blocks, recomputed_flops
-from quaver.trainer.layout import Layout
 from quaver.trainer.model import Llama, training_flops_per_token
+from quaver.trainer.parallel_dims import ParallelDims
 
 _READERS = {"q_proj": 3, "k_proj": 3, "v_proj": 3, "gate_proj": 2, "up_proj": 2}
 """How many linears share the input, and its casts."""
@@ -51,7 +51,7 @@ class _Linear(NamedTuple):
     time: LinearTime
 
 
-def step_cost(config: TrainConfig, layout: Layout, spec: DeviceSpec | None) -> StepCost:
+def step_cost(config: TrainConfig, layout: ParallelDims, spec: DeviceSpec | None) -> StepCost:
     """The cost of a step of the run that `resolve` returned `config` and `layout` of.
 
     Raises:
@@ -71,7 +71,9 @@ def step_cost(config: TrainConfig, layout: Layout, spec: DeviceSpec | None) -> S
     return StepCost(flops + (repeated or 0), repeated, seconds)
 
 
-def _linears(config: TrainConfig, layout: Layout, spec: DeviceSpec, tokens: int, micro_batches: int) -> list[_Linear]:
+def _linears(
+    config: TrainConfig, layout: ParallelDims, spec: DeviceSpec, tokens: int, micro_batches: int
+) -> list[_Linear]:
     once = micro_batches if layout.world_size == 1 else None  # ranks cast each gathered weight anew
     found = []
     for name, inputs, outputs, is_float8 in _shapes(config.model, config.float8, config.training):
@@ -103,14 +105,14 @@ def _bfloat16_flops_per_s(spec: DeviceSpec) -> float:
     return spec.bfloat16_tflops * 1e12 * MATMUL_SHARES[spec.name].bfloat16
 
 
-def _attention_s(config: TrainConfig, layout: Layout, spec: DeviceSpec, tokens: int) -> float:
+def _attention_s(config: TrainConfig, layout: ParallelDims, spec: DeviceSpec, tokens: int) -> float:
     """As in `training_flops_per_token`: no part of it is skipped."""
     model = config.model
     flops = 12 * model.n_layers * model.dim * config.training.seq_len * tokens / layout.tensor
     return flops / _bfloat16_flops_per_s(spec)
 
 
-def _again_s(again: dict[str, int], linears: list[_Linear], layout: Layout, spec: DeviceSpec) -> float:
+def _again_s(again: dict[str, int], linears: list[_Linear], layout: ParallelDims, spec: DeviceSpec) -> float:
     """What one block computes again for one micro-batch."""
     by_name = {linear.name: linear.time for linear in linears if linear.name}  # the last block's, as good as any
     seconds = 0.0

@@ -31,7 +31,7 @@ from quaver.trainer.errors import OutputError
 from quaver.trainer.huggingface.config import kept_fields, model_from_hf, read_hf_config
 from quaver.trainer.huggingface.files import DTYPES, HFWeights, torch_dtype
 from quaver.trainer.huggingface.names import EMBEDDING, HEAD, all_shapes, file_shapes, listed
-from quaver.trainer.records.provenance import provenance
+from quaver.trainer.run_folder import provenance
 
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Buffers that old versions of transformers saved; the config says what is in them."""

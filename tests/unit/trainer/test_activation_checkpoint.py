@@ -13,8 +13,8 @@ from torch import nn
 
 from quaver.trainer.config import ActivationCheckpoint, Float8, Job, TrainConfig
 from quaver.trainer.config_io import load_config, parse_arguments
+from quaver.trainer.metrics import read_metrics
 from quaver.trainer.model import Block
-from quaver.trainer.records.metrics import read_metrics
 from quaver.trainer.train import Run, prepare, train
 
 WORKER = Path(__file__).parents[2] / "integration" / "train_on_ranks.py"
@@ -31,12 +31,12 @@ def run_to_end(config: TrainConfig, name: str, checkpoint: ActivationCheckpoint)
 
 
 def numbers(run_folder: Path) -> list[tuple]:
-    """Losses and gradient norms of every step and twin, and validation losses."""
+    """Losses and gradient norms of every step and model, and validation losses."""
     keys = ("step", "run", "loss", "grad_norm", "validation_loss")
     return [tuple(record.get(key) for key in keys) for record in read_metrics(run_folder / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"])
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 def test_every_mode_trains_to_the_same_bits_and_full_needs_the_least_memory(recipe, tiny_config):
     job = replace(tiny_config.job, compare=True)
     config = replace(tiny_config, job=job, float8=Float8(recipe_name=recipe))
@@ -44,8 +44,8 @@ def test_every_mode_trains_to_the_same_bits_and_full_needs_the_least_memory(reci
     expected = numbers(runs["none"].folder.path)
     for name, run in runs.items():
         assert numbers(run.folder.path) == expected, name
-    for twin in range(2):
-        peak = {name: run.twins[twin].peak for name, run in runs.items()}
+    for index in range(2):
+        peak = {name: run.models[index].peak for name, run in runs.items()}
         assert all(each.exact for each in peak.values())
         assert peak["none"].peak_bytes > peak["op"].peak_bytes > peak["full"].peak_bytes
         assert peak["none"].peak_bytes > peak["2"].peak_bytes > peak["full"].peak_bytes
@@ -74,7 +74,7 @@ def test_a_memory_budget_is_given_to_the_compiler(tiny_config, monkeypatch, memo
 
 def test_the_checkpoint_of_a_bad_step_is_searched_too(tiny_float8_config):
     run = prepare(replace(tiny_float8_config, activation_checkpoint=BY_POLICY))
-    block = next(run.twins[0].model.blocks())
+    block = next(run.models[0].model.blocks())
     block.mlp.up_proj.weight.data[0, 0] = float("inf")
     with pytest.raises(RuntimeError, match=r"first in weight of model\.layers\.0\.mlp\.up_proj"):
         train(run)
@@ -134,7 +134,6 @@ def test_ranks_recompute_the_same_bits(layout, on_two_ranks):
     ("words", "message"),
     [
         (["mode=all"], "activation_checkpoint.mode must be one of none, full, selective, memory_budget, got 'all'"),
-        (["mode=selective", "selective_ac_option=0"], 'selective_ac_option must be "op" or a number of at least 1'),
         (["mode=selective", "selective_ac_option=ops"], 'selective_ac_option must be "op" or a number of at least 1'),
         (["mode=selective", "selective_ac_option=5"], "must be op or at most model.n_layers = 4, got '5'"),
         (
@@ -142,7 +141,6 @@ def test_ranks_recompute_the_same_bits(layout, on_two_ranks):
             "activation_checkpoint.mode must be none, or selective with op, for compiled",
         ),
         (["selective_ac_option=2"], "its default, 'op', unless activation_checkpoint.mode is selective, got '2'"),
-        (["memory_budget=0.2"], "its default, 0.5, unless activation_checkpoint.mode is memory_budget, got 0.2"),
         (["mode=memory_budget"], "training.compile must be true with activation_checkpoint.mode = memory_budget"),
         (["mode=memory_budget", "memory_budget=1.5"], "activation_checkpoint.memory_budget must be from 0 to 1"),
         (
@@ -159,11 +157,6 @@ def test_ranks_recompute_the_same_bits(layout, on_two_ranks):
             "activation_checkpoint.selective_ac_also_keep: expected the name of an operator that torch knows, such as "
             "aten.abs or aten.abs.default, got 'aten.asb'",
         ),
-        (
-            ["mode=selective", "selective_ac_never_keep=amax"],
-            "selective_ac_never_keep: expected the name of an operator",
-        ),
-        (["mode=memory_budget", "memory_budget=nan"], "activation_checkpoint.memory_budget must be from 0 to 1"),
     ],
 )
 def test_bad_values(words, message):

@@ -22,9 +22,9 @@ from quaver.trainer.footprint.peak_by_depth import Extrapolated
 from quaver.trainer.footprint.recomputed_flops import checkpointed_blocks, recomputed_flops
 from quaver.trainer.footprint.run import predict_memory
 from quaver.trainer.footprint.step_time import step_cost
-from quaver.trainer.layout import resolve
 from quaver.trainer.loss import next_token_loss
 from quaver.trainer.model import Llama, training_flops_per_token
+from quaver.trainer.parallel_dims import resolve
 from quaver.trainer.parallelize import parallelize
 
 LLAMA_8B = Path(__file__).parents[3] / "train_configs" / "llama3_8b.toml"

@@ -13,7 +13,7 @@ from quaver.cli import main
 from quaver.trainer.checkpoints.checkpointer import CheckpointError, saved_keys
 from quaver.trainer.checkpoints.folder import RECORD, CheckpointFolder, read_metadata, read_record
 from quaver.trainer.config import Checkpoint, Float8, LRScheduler, TrainConfig
-from quaver.trainer.records.metrics import read_metrics
+from quaver.trainer.metrics import read_metrics
 from quaver.trainer.train import Run, prepare, train
 
 KEPT = Float8(recipe_name="delayed", delayed_history_len=3)
@@ -50,7 +50,7 @@ def checkpoints(run: Run) -> CheckpointFolder:
 def everything(run: Run) -> dict[str, torch.Tensor]:
     """Weights, moments, step counters, kept scales and histories of every twin."""
     found = {}
-    for twin in run.twins:
+    for twin in run.models:
         for name, value in twin.model.state_dict().items():
             found[f"{twin.name} {name}"] = value
         for index, state in enumerate(twin.optimizer.state.values()):
@@ -180,7 +180,7 @@ def test_initial_weights_of_another_run(config):
     path = str(checkpoints(first).complete(2))
     second = prepare(with_steps(config, 2, "second", initial_load_path=path))
     assert second.began_at_step == 0
-    for ours, theirs in zip(second.twins, first.twins, strict=True):
+    for ours, theirs in zip(second.models, first.models, strict=True):
         for name, weight in theirs.model.state_dict().items():
             assert torch.equal(ours.model.state_dict()[name], weight)
         assert not ours.optimizer.state

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quaver.trainer.config import Training, Validation
-from quaver.trainer.layout import Layout
+from quaver.trainer.parallel_dims import ParallelDims
 
 TRAINING = Training(seq_len=16, local_batch_size=2, global_batch_size=6, seed=3)
 
@@ -135,7 +135,7 @@ def test_ranks_deal_the_batches_of_one_process_among_them(text_folder, tensor, m
     alone = data.step_batches(training, 5)
     assert len(alone) == 6
     for rank in range(3 * tensor):
-        mine = data.step_batches(training, 5, Layout(shard=3, tensor=tensor, rank=rank))
+        mine = data.step_batches(training, 5, ParallelDims(shard=3, tensor=tensor, rank=rank))
         group = rank // tensor
         assert len(mine) == 2
         assert torch.equal(mine[0].tokens, alone[group].tokens)
@@ -145,7 +145,7 @@ def test_ranks_deal_the_batches_of_one_process_among_them(text_folder, tensor, m
 
 def test_validation_batches_are_dealt_only_where_they_divide(text_folder, load):
     data = load(text_folder)
-    layouts = [Layout(replicate=3, rank=rank) for rank in range(3)]
+    layouts = [ParallelDims(replicate=3, rank=rank) for rank in range(3)]
     alone = data.validation_batches(TRAINING, Validation(steps=6))
     dealt = [data.validation_batches(TRAINING, Validation(steps=6), layout) for layout in layouts]
     assert all(torch.equal(dealt[number % 3][number // 3].tokens, alone[number].tokens) for number in range(6))

@@ -148,6 +148,6 @@ def test_a_run_with_the_mask_is_another_run(tiny_config, tmp_path, text_folder):
         run = prepare(replace(tiny_config, job=job, data=replace(tiny_config.data, document_mask=mask)))
         batches = run.data.step_batches(run.config.training, 0)
         assert (batches[0].documents is not None) == mask
-        losses.append(run.twins[0].train_step(1, batches).loss)
+        losses.append(run.models[0].train_step(1, batches).loss)
     assert losses[0] != losses[1]
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)  # first weights: little attention

@@ -9,7 +9,7 @@ import torch
 
 from quaver.trainer.config import Training
 from quaver.trainer.data.order import stream_indices
-from quaver.trainer.layout import Layout
+from quaver.trainer.parallel_dims import ParallelDims
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 16, 17, 63, 64, 65, 1000, 4096, 4097, 100_003])
@@ -83,7 +83,7 @@ def test_ranks_never_overlap_and_an_epoch_leaves_nothing_out(numbered):
     steps = -(-count // 12)
     for rank in range(3):
         for step in range(steps):
-            seen.append(numbered.step_batches(TRAINING, step * 12, Layout(shard=3, rank=rank)))
+            seen.append(numbered.step_batches(TRAINING, step * 12, ParallelDims(shard=3, rank=rank)))
     dealt = [window for batches in seen for window in windows(batches)]
     expected = {tuple(text[16 * index : 16 * index + 17].tolist()) for index in range(count)}
     assert len(expected) == count

@@ -11,9 +11,9 @@ from quaver.gemm import GemmBackend
 from quaver.trainer.config import Float8, Model, Parallelism, Training
 from quaver.trainer.config_io import load_config
 from quaver.trainer.dry_run import dry_run
-from quaver.trainer.gemm_precision import flops_per_token_by_precision, linear_precisions
+from quaver.trainer.flops import flops_per_token_by_precision, linear_precisions
 from quaver.trainer.memory import storage_bytes
-from quaver.trainer.plan import make_models
+from quaver.trainer.run_setup import make_models
 from quaver.trainer.train import prepare, train
 from tests.distributed.ranks import run as run_on_ranks
 
@@ -39,7 +39,7 @@ def test_what_a_process_holds(tiny_float8_config):
     held = dry_run(config).held
     run = prepare(config)
     train(run)
-    (twin,) = run.twins
+    (twin,) = run.models
     assert held.parameters == storage_bytes(twin.model.parameters())
     moments = (value for state in twin.optimizer.state.values() for value in state.values())
     assert held.optimizer == storage_bytes(moments)
@@ -49,7 +49,7 @@ def _sharded_bytes(config, name):
     from torch.distributed.device_mesh import init_device_mesh
 
     from quaver.trainer.initialize import allocate
-    from quaver.trainer.layout import resolve
+    from quaver.trainer.parallel_dims import resolve
     from quaver.trainer.parallelize import parallelize
 
     resolved, layout = resolve(config, rank=torch.distributed.get_rank(), world_size=2)
@@ -90,16 +90,16 @@ def test_gathered_weights_by_hand():
 )
 def test_flops_by_the_precision_that_they_run_in(monkeypatch, recipe, float8_matmuls):
     """On a device that multiplies float8, which is pretended, on a CPU, and on one without bfloat16 instructions."""
-    monkeypatch.setattr("quaver.trainer.gemm_precision.has_bfloat16_units", lambda kind: True)
+    monkeypatch.setattr("quaver.trainer.flops.has_bfloat16_units", lambda kind: True)
     config = replace(load_config(CONFIGS[-1]), float8=Float8(recipe_name=recipe))
     models = make_models(config, torch.device("cpu"))
     (by_precision,) = models.flops_per_token.values()
     assert by_precision == {"bfloat16": sum(by_precision.values())}
     model = models.by_name[recipe]
     device = torch.device("cpu")
-    monkeypatch.setattr("quaver.trainer.gemm_precision.has_bfloat16_units", lambda kind: False)
+    monkeypatch.setattr("quaver.trainer.flops.has_bfloat16_units", lambda kind: False)
     older = flops_per_token_by_precision(model, config.model, config.training.seq_len, "bfloat16", device)
-    monkeypatch.setattr("quaver.trainer.gemm_precision.backend_for", lambda *args, **options: GemmBackend.NATIVE)
+    monkeypatch.setattr("quaver.trainer.flops.backend_for", lambda *args, **options: GemmBackend.NATIVE)
     native = flops_per_token_by_precision(model, config.model, config.training.seq_len, "bfloat16", device)
     assert sum(native.values()) == sum(by_precision.values())
     weights = sum(each.flops_per_token for each in linear_precisions(model, "bfloat16", device)[:-1])

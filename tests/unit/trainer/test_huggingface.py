@@ -25,9 +25,9 @@ from quaver.trainer.data import load_data
 from quaver.trainer.huggingface import exporting, importing
 from quaver.trainer.huggingface.config import hf_config, model_from_hf
 from quaver.trainer.huggingface.files import HFWeights, plan_shards
-from quaver.trainer.layout import Layout
+from quaver.trainer.metrics import read_metrics
 from quaver.trainer.model import Llama
-from quaver.trainer.records.metrics import read_metrics
+from quaver.trainer.parallel_dims import ParallelDims
 
 pytestmark = pytest.mark.filterwarnings("error:torch.distributed is disabled")
 
@@ -217,7 +217,7 @@ def test_training_begins_with_the_loss_of_the_imported_model(hf, tmp_path, text_
     loss = next(each["loss"] for each in read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl") if "loss" in each)
 
     config = load_config(*parse_arguments(words))
-    batch = load_data(config, quiet=True).step_batches(config.training, 0, Layout())[0]
+    batch = load_data(config, quiet=True).step_batches(config.training, 0, ParallelDims())[0]
     with torch.no_grad():
         logits = theirs(hf("llama3"))(batch.tokens).logits
     expected = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).item()

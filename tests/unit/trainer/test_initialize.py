@@ -10,8 +10,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from quaver.trainer.config import Model, TrainConfig, Training
 from quaver.trainer.initialize import allocate, initialize
-from quaver.trainer.layout import Layout
 from quaver.trainer.model import Llama
+from quaver.trainer.parallel_dims import ParallelDims
 from quaver.trainer.parallelize import parallelize
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 CONFIG = Model(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=68)
 
 
-def made(config: Model = CONFIG, seed: int = 0, layout: Layout | None = None, **training: object) -> Llama:
+def made(config: Model = CONFIG, seed: int = 0, layout: ParallelDims | None = None, **training: object) -> Llama:
     with torch.device("meta"):
         model = Llama(config)
     dims = layout.mesh if layout else {}
@@ -84,8 +84,8 @@ def split(whole: torch.Tensor, dim: int, parts: int, index: int) -> torch.Tensor
 )
 def test_each_rank_holds_its_part_of_the_same_weights(sizes):
     expected = dict(made(seed=3).named_parameters())
-    for rank in range(Layout(*sizes).world_size):
-        layout = Layout(*sizes, rank)
+    for rank in range(ParallelDims(*sizes).world_size):
+        layout = ParallelDims(*sizes, rank)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
         try:
             parts = dict(made(seed=3, layout=layout).named_parameters())

@@ -55,12 +55,11 @@ def test_finite_finds_nothing_and_leaves_no_hooks_or_gradients():
         assert not any(hooks)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("operand", ["first.weight", "first.bias", "second.weight"])
-def test_parameters(operand, value):
+def test_parameters(operand):
     net = Net()
     with torch.no_grad():
-        net.get_parameter(operand).view(-1)[3] = value
+        net.get_parameter(operand).view(-1)[3] = torch.inf
     assert find(net) == NonFiniteOperand(*operand.split("."))
 
 

@@ -1,4 +1,4 @@
-"""The optimizer: which parameters are decayed, and that its implementations agree, on sharded parameters too."""
+"""AdamW's groups and implementations, on sharded parameters too, and gradient clipping against torch's."""
 
 import copy
 from collections.abc import Iterator
@@ -9,11 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from quaver.trainer.config import Model, Optimizer
 from quaver.trainer.model import Llama
-from quaver.trainer.optimizer import build_optimizer
+from quaver.trainer.optimizer import build_optimizer, clip_gradients, squared_norm_share
 
 SHAPE = Model(dim=32, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=32)
 EXPLICIT = ("fused", "foreach", "for-loop")
@@ -77,15 +78,6 @@ def test_implementations_agree(implementation):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("implementation", "fused", "foreach"),
-    [("auto", True, None), ("fused", True, None), ("foreach", False, True), ("for-loop", False, False)],
-)
-def test_what_torch_is_asked_for(implementation, fused, foreach):
-    defaults = build_optimizer(Llama(SHAPE), Optimizer(implementation=implementation)).defaults
-    assert (defaults["fused"], defaults["foreach"]) == (fused, foreach)
-
-
 def test_an_unknown_implementation_is_refused():
     message = r"^optimizer.implementation must be one of auto, fused, foreach, for-loop, got 'apex'$"
     with pytest.raises(ValueError, match=message):
@@ -108,3 +100,46 @@ def test_sharded_parameters_are_updated_alike(group_of_one, implementation):
     assert all(isinstance(parameter, DTensor) for parameter in sharded.parameters())
     for ours, expected in zip(steps_of(sharded, implementation), whole, strict=True):
         torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+
+
+def with_gradients() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4, bias=False), nn.Linear(4, 4))
+    for parameter in list(model.parameters())[:-1]:  # the last bias has none
+        parameter.grad = torch.randn_like(parameter)
+    return model
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_on_one_rank_it_is_torchs(max_norm):
+    ours, theirs = with_gradients(), with_gradients()
+    expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
+    norm = squared_norm_share(ours).sqrt()
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+    clip_gradients(ours, norm, max_norm)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-6, atol=0)
+    clipped = squared_norm_share(ours).sqrt().item()
+    assert clipped == pytest.approx(min(max_norm, expected.item()), rel=1e-5)
+
+
+def test_what_several_ranks_hold_counts_once_in_all():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = nn.ParameterDict()
+        for name, places in {
+            "a": (Shard(0), Shard(1)),
+            "b": (Replicate(), Shard(0)),
+            "c": (Replicate(), Replicate()),
+        }.items():
+            parameter = nn.Parameter(DTensor.from_local(torch.zeros(2, 2), mesh, places, run_check=False))
+            parameter.grad = DTensor.from_local(torch.full((2, 2), 2.0), mesh, places, run_check=False)
+            model[name] = parameter
+        share = squared_norm_share(model)
+        clip_gradients(model, torch.tensor(8.0), 4.0)
+    finally:
+        dist.destroy_process_group()
+    assert share.item() == pytest.approx(16 + 16 / 2 + 16 / 4)
+    for parameter in model.values():
+        torch.testing.assert_close(parameter.grad.to_local(), torch.full((2, 2), 1.0))

@@ -12,7 +12,7 @@ from quaver.trainer.footprint.changes import single_changes
 from quaver.trainer.footprint.moments import growth_of, without_releases
 from quaver.trainer.footprint.peak_by_depth import Extrapolated, depths, extrapolated_peak, saves_time
 from quaver.trainer.footprint.run import SEES_GATHERS, predict_memory
-from quaver.trainer.layout import resolve
+from quaver.trainer.parallel_dims import resolve
 from tests.unit.trainer.test_advise_memory import LLAMA_8B, MODES
 
 PEAK_BY_DEPTH = "quaver.trainer.footprint.peak_by_depth"

@@ -15,13 +15,13 @@ from quaver.trainer.config_io import build_config, load_config
 from quaver.trainer.data import Batch
 from quaver.trainer.footprint.run import SEES_GATHERS, predict_memory
 from quaver.trainer.initialize import allocate, initialize
-from quaver.trainer.layout import resolve
 from quaver.trainer.memory import storage_bytes
+from quaver.trainer.parallel_dims import resolve
 from quaver.trainer.parallelize import parallelize
-from quaver.trainer.plan import make_models
 from quaver.trainer.ranks import Ranks
+from quaver.trainer.run_setup import make_models
 from quaver.trainer.train import prepare, train
-from quaver.trainer.twin import Twin
+from quaver.trainer.trained_model import TrainedModel
 from tests.distributed.ranks import run as run_on_ranks
 
 STEPS = 3
@@ -33,7 +33,7 @@ def test_a_run_is_predicted(tiny_float8_config):
     memory = predict_memory(config)
     run = prepare(config)
     train(run)
-    (twin,) = run.twins
+    (twin,) = run.models
     assert twin.peak.exact
     inputs = memory.prediction.report["resident_bytes"]["inputs"]
     assert memory.prediction.peak_bytes - inputs == pytest.approx(twin.peak.peak_bytes, rel=0.03)
@@ -74,7 +74,7 @@ def _measured_on_rank(settings):
     parallelize(model, config, init_device_mesh("cpu", tuple(layout.mesh.values()), mesh_dim_names=tuple(layout.mesh)))
     allocate(model, device)
     initialize(model, seed=0)
-    twin = Twin(name, model, config, device, Ranks(rank, rank, 2))
+    twin = TrainedModel(name, model, config, device, Ranks(rank, rank, 2))
     shape = (config.training.local_batch_size, config.training.seq_len)
     batch = Batch(torch.randint(0, 256, shape), torch.randint(0, 256, shape))
     twin.train_step(1, [batch])

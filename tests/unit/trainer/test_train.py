@@ -11,18 +11,16 @@ from quaver.trainer import train as train_module
 from quaver.trainer.config import Float8, TrainConfig
 from quaver.trainer.config_io import load_config
 from quaver.trainer.errors import NonFiniteError
-from quaver.trainer.interrupt import deferred_interrupt
 from quaver.trainer.memory import PeakMemory
-from quaver.trainer.records.metrics import MetricsWriter, median_step_seconds, read_metrics
-from quaver.trainer.records.run_folder import RunFolder
-from quaver.trainer.records.summary import summarize
+from quaver.trainer.metrics import read_metrics, summarize
+from quaver.trainer.run_folder import RunFolder
 from quaver.trainer.train import Run, prepare, train
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def losses(run: Run, name: str | None = None) -> list[float]:
-    name = name or run.twins[0].name
+    name = name or run.models[0].name
     records = [record for record in read_metrics(run.folder.metrics) if record["run"] == name]
     return [record["loss"] if "loss" in record else record["validation_loss"] for record in records]
 
@@ -63,17 +61,16 @@ def test_a_run_leaves_everything_in_its_folder(tiny_config, capsys):
     result = summary["runs"]["bfloat16"]
     assert result["validation_loss"] == records[-1]["validation_loss"]
     assert result["peak_memory_source"] == "tensors of one step, exact"
-    parameters = sum(p.numel() * 4 for p in run.twins[0].model.parameters())
+    parameters = sum(p.numel() * 4 for p in run.models[0].model.parameters())
     assert result["peak_memory_bytes"] > 4 * parameters  # weights, gradients, two moments, and activations
     output = capsys.readouterr().out
     assert "grad norm" in output
     assert "tokens/s" in output
 
 
-def test_one_seed_gives_the_same_losses_bit_for_bit_and_another_does_not(tiny_config):
-    first, second, other = (
-        losses(run_to_end(named(tiny_config, name, seed=seed))) for name, seed in (("a", 1), ("b", 1), ("c", 2))
-    )
+def test_one_seed_gives_the_same_losses_bit_for_bit_and_another_does_not(tiny_float8_config):
+    runs = [run_to_end(named(tiny_float8_config, name, seed=seed)) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
+    first, second, other = ([losses(run, model.name) for model in run.models] for run in runs)
     assert first == second
     assert first != other
 
@@ -102,23 +99,23 @@ def test_measuring_memory_changes_no_loss(tiny_config, monkeypatch):
 
 def test_bfloat16_parameters(tiny_config):
     run = run_to_end(named(tiny_config, "bf16", dtype="bfloat16"))
-    assert {parameter.dtype for parameter in run.twins[0].model.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in run.models[0].model.parameters()} == {torch.bfloat16}
 
 
-def test_twins_start_equal_see_the_same_data_and_differ_only_in_float8(tiny_float8_config, monkeypatch):
+def test_both_models_have_equal_weights_and_data_and_differ_only_in_float8(tiny_float8_config, monkeypatch):
     run = prepare(tiny_float8_config)
-    assert [twin.name for twin in run.twins] == ["tensorwise", "bfloat16"]
-    for (name, ours), (_, theirs) in zip(*(twin.model.state_dict().items() for twin in run.twins), strict=True):
+    assert [each.name for each in run.models] == ["tensorwise", "bfloat16"]
+    for (name, ours), (_, theirs) in zip(*(each.model.state_dict().items() for each in run.models), strict=True):
         assert torch.equal(ours, theirs), name
         assert ours.data_ptr() != theirs.data_ptr()
     summary = train(run)
-    float8, twin = losses(run), losses(run, "bfloat16")
-    assert float8 != twin
-    assert float8 == pytest.approx(twin, rel=0.05)
+    float8, baseline = losses(run), losses(run, "bfloat16")
+    assert float8 != baseline
+    assert float8 == pytest.approx(baseline, rel=0.05)
 
     job = replace(tiny_float8_config.job, name="alone", compare=False)
     alone = replace(tiny_float8_config, job=job, float8=Float8(enable_float8_linear=False))
-    assert losses(run_to_end(alone)) == twin  # the twin is exactly the run without float8
+    assert losses(run_to_end(alone)) == baseline  # the baseline is exactly the run without float8
 
     comparison = summary["comparison"]
     ours, theirs = summary["runs"]["tensorwise"], summary["runs"]["bfloat16"]
@@ -131,18 +128,13 @@ def test_twins_start_equal_see_the_same_data_and_differ_only_in_float8(tiny_floa
     assert "lm_head" in json.dumps(report)
 
 
-def test_twins_take_turns_and_swap_who_is_first(tiny_float8_config):
+def test_the_models_take_turns_and_swap_the_first(tiny_float8_config):
     run = run_to_end(tiny_float8_config)
     order = [(r["step"], r["run"]) for r in read_metrics(run.folder.metrics) if "loss" in r]
     first, second = "tensorwise", "bfloat16"
     assert order == [
         (1, first), (1, second), (2, second), (2, first), (3, first), (3, second), (4, second), (4, first)
     ]  # fmt: skip
-
-
-def test_float8_runs_are_bit_identical_too(tiny_float8_config):
-    first, second = (run_to_end(named(tiny_float8_config, name)) for name in "ab")
-    assert losses(first) == losses(second)
 
 
 def test_a_filter_that_names_nothing_is_refused(tiny_float8_config):
@@ -153,20 +145,22 @@ def test_a_filter_that_names_nothing_is_refused(tiny_float8_config):
 
 def test_filtered_linears_stay_in_high_precision(tiny_float8_config):
     config = replace(tiny_float8_config, float8=Float8(filter_fqns=("lm_head", "layers.0.", "o_proj")))
-    model = prepare(config).twins[0].model
+    model = prepare(config).models[0].model
     kinds = {name: type(module) for name, module in model.named_modules() if name.endswith(("proj", "lm_head"))}
     converted = {name for name, kind in kinds.items() if kind is not torch.nn.Linear}
     assert converted == {n for n in kinds if n.startswith("model.layers.1.") and not n.endswith("o_proj")}
 
 
-def test_ctrl_c_ends_after_the_step_with_a_readable_folder(tiny_config, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_after_the_step_with_a_readable_folder(tiny_config, monkeypatch, number):
     run = prepare(named(tiny_config, "stopped", steps=100))
+    before = signal.getsignal(number)
     step = train_module._train_step
 
     def step_then_signal(run_, index, *args):
         step(run_, index, *args)
         if index == 3:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
 
     monkeypatch.setattr(train_module, "_train_step", step_then_signal)
     summary = train(run)
@@ -174,20 +168,7 @@ def test_ctrl_c_ends_after_the_step_with_a_readable_folder(tiny_config, monkeypa
     assert json.loads((run.folder.path / "summary.json").read_text()) == summary
     assert read_metrics(run.folder.metrics)[-1]["step"] == 3
     assert run.folder.curves.read_bytes().startswith(PNG)
-
-
-def test_a_schedulers_sigterm_ends_after_the_step_too(tiny_config, monkeypatch):
-    run = prepare(named(tiny_config, "stopped", steps=100))
-    step = train_module._train_step
-
-    def step_then_signal(run_, index, *args):
-        step(run_, index, *args)
-        signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(train_module, "_train_step", step_then_signal)
-    summary = train(run)
-    assert (summary["status"], summary["steps"]) == ("interrupted", 1)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(number) is before
 
 
 def test_a_second_ctrl_c_ends_at_once(tiny_config, monkeypatch):
@@ -203,18 +184,10 @@ def test_a_second_ctrl_c_ends_at_once(tiny_config, monkeypatch):
     assert run.folder.curves.read_bytes().startswith(PNG)
 
 
-def test_the_signal_handler_is_put_back():
-    before = signal.getsignal(signal.SIGINT)
-    with deferred_interrupt() as interrupt:
-        assert signal.getsignal(signal.SIGINT) is not before
-        assert not interrupt.requested
-    assert signal.getsignal(signal.SIGINT) is before
-
-
 def test_nonfinite_weight_is_named_and_the_folder_is_readable(tiny_config):
     run = prepare(tiny_config)
     with torch.no_grad():
-        run.twins[0].model.model.layers[1].mlp.up_proj.weight[2, 3] = torch.inf
+        run.models[0].model.model.layers[1].mlp.up_proj.weight[2, 3] = torch.inf
     with pytest.raises(NonFiniteError, match=r"bfloat16: step 1 .*first in weight of model.layers.1.mlp.up_proj"):
         train(run)
     summary = json.loads((run.folder.path / "summary.json").read_text())
@@ -225,13 +198,13 @@ def test_nonfinite_weight_is_named_and_the_folder_is_readable(tiny_config):
 
 def test_nonfinite_stops_before_the_optimizer_step(tiny_config):
     run = prepare(tiny_config)
-    twin = run.twins[0]
+    model = run.models[0]
     with torch.no_grad():
-        twin.model.lm_head.weight[0, 0] = torch.nan
-    before = {name: tensor.clone() for name, tensor in twin.model.state_dict().items()}
+        model.model.lm_head.weight[0, 0] = torch.nan
+    before = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
     with pytest.raises(NonFiniteError, match="weight of lm_head"):
-        twin.train_step(1, run.data.step_batches(tiny_config.training, 0))
-    for name, tensor in twin.model.state_dict().items():
+        model.train_step(1, run.data.step_batches(tiny_config.training, 0))
+    for name, tensor in model.model.state_dict().items():
         torch.testing.assert_close(tensor, before[name], rtol=0, atol=0, equal_nan=True)
 
 
@@ -261,24 +234,11 @@ def test_automatic_names_differ(tiny_config):
     assert load_config(first.path / "config.toml").job.name == ""
 
 
-def test_median_leaves_out_the_warm_up():
-    assert median_step_seconds([9.0, 9.0, 9.0, 1.0, 2.0, 3.0]) == 2.0
-    assert median_step_seconds([5.0]) == 5.0
-
-
-def test_metrics_refuse_what_json_lacks(tmp_path):
-    with MetricsWriter(tmp_path / "m.jsonl") as writer:
-        writer.write(step=1, loss=0.5)
-        with pytest.raises(ValueError, match="JSON"):
-            writer.write(step=2, loss=float("nan"))
-        assert read_metrics(tmp_path / "m.jsonl") == [{"step": 1, "loss": 0.5}]
-
-
 @pytest.mark.parametrize("exact", [True, False])
 def test_only_exact_peaks_are_compared(tiny_float8_config, exact):
     run = prepare(tiny_float8_config)
-    for twin, peak_bytes in zip(run.twins, (100, 200), strict=True):
-        twin.peak = PeakMemory(peak_bytes, exact, "said so")
-    about = (run.config, run.twins, run.device, run.peak, run.layout, run.flops_per_token)
+    for model, peak_bytes in zip(run.models, (100, 200), strict=True):
+        model.peak = PeakMemory(peak_bytes, exact, "said so")
+    about = (run.config, run.models, run.device, run.peak, run.dims, run.flops_per_token)
     summary = summarize(*about, status="finished", steps=0, error=None)
     assert summary["comparison"]["peak_memory_ratio"] == (0.5 if exact else None)

@@ -1,4 +1,4 @@
-"""Steps, validations and blocks without float8 in a float8 run, each against the high-precision twin, bit for bit."""
+"""Steps, validations and blocks in high precision in a float8 run, bit for bit those of the bfloat16 baseline."""
 
 import copy
 import json
@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from quaver import Float8Linear
 from quaver.trainer.config import Float8, Parallelism, TrainConfig, Training, Validation
 from quaver.trainer.float8 import in_high_precision
+from quaver.trainer.metrics import read_metrics
 from quaver.trainer.parallelize import parallelize
-from quaver.trainer.records.metrics import read_metrics
 from quaver.trainer.train import Run, prepare, train
-from quaver.trainer.twin import Twin
+from quaver.trainer.trained_model import TrainedModel
 
 
 def with_float8(config: TrainConfig, name: str = "run", **settings: Any) -> TrainConfig:
@@ -36,62 +36,53 @@ def finished(config: TrainConfig) -> Run:
     return run
 
 
-def step(run: Run, twin: Twin, number: int) -> tuple[float, float]:
+def step(run: Run, model: TrainedModel, number: int) -> tuple[float, float]:
     consumed = number * run.config.training.step_batch_size
-    result = twin.train_step(number, run.data.step_batches(run.config.training, consumed))
+    result = model.train_step(number, run.data.step_batches(run.config.training, consumed))
     return result.loss, result.grad_norm
 
 
-def copy_state(source: Twin, target: Twin) -> None:
+def copy_state(source: TrainedModel, target: TrainedModel) -> None:
     target.model.load_state_dict(source.model.state_dict())
     target.optimizer.load_state_dict(copy.deepcopy(source.optimizer.state_dict()))  # torch would share the tensors
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp", "delayed"])
-def test_a_tail_step_is_the_step_of_the_twin(tiny_float8_config, recipe):
+@pytest.mark.parametrize("recipe", ["rowwise_with_gw_hp", "delayed"])
+def test_a_tail_step_is_the_step_of_the_baseline(tiny_float8_config, recipe):
     accumulating = replace(tiny_float8_config, training=replace(tiny_float8_config.training, global_batch_size=4))
     run = prepare(with_float8(accumulating, recipe_name=recipe, last_steps_high_precision=1))
-    float8, twin = run.twins
+    float8, baseline = run.models
     for number in (1, 2, 3):
         step(run, float8, number)
     assert float8.precision == recipe
-    copy_state(float8, twin)
+    copy_state(float8, baseline)
     scales = {name: value.clone() for name, value in float8.scaling.state_dict().items()}
 
-    assert step(run, float8, 4) == step(run, twin, 4)
+    assert step(run, float8, 4) == step(run, baseline, 4)
     assert float8.precision == "bfloat16"
-    for (name, ours), theirs in zip(float8.model.named_parameters(), twin.model.parameters(), strict=True):
+    for (name, ours), theirs in zip(float8.model.named_parameters(), baseline.model.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
     for name, value in float8.scaling.state_dict().items():
         assert torch.equal(value, scales[name]), name
 
 
-def test_before_the_tail_nothing_changes_and_in_it_the_loss_does(tiny_float8_config):
-    plain = records(finished(with_float8(tiny_float8_config, "plain")))
-    tail = records(finished(with_float8(tiny_float8_config, "tail", last_steps_high_precision=2)))
-    losses = [[record["loss"] for record in each if "loss" in record] for each in (plain, tail)]
-    assert losses[0][:2] == losses[1][:2]
-    assert losses[0][2] != losses[1][2]
-
-
 def test_the_records_say_which_precision_a_step_had(tiny_float8_config):
     run = finished(with_float8(tiny_float8_config, last_steps_high_precision=1))
+    plain = records(finished(with_float8(tiny_float8_config, "plain")))
+    losses = [[r["loss"] for r in each if "loss" in r] for each in (records(run), plain)]
+    assert losses[0][:3] == losses[1][:3]
+    assert losses[0][3] != losses[1][3]
     assert [(r["step"], r["precision"]) for r in records(run) if "loss" in r] == [
         (1, "tensorwise"), (2, "tensorwise"), (3, "tensorwise"), (4, "bfloat16")
     ]  # fmt: skip
     assert [r["precision"] for r in records(run) if "validation_loss" in r] == ["tensorwise", "bfloat16"]
     assert {r["precision"] for r in records(run, "bfloat16")} == {"bfloat16"}
-    assert [len(twin.step_seconds) for twin in run.twins] == [3, 4]  # a step in bfloat16 is no speed of tensorwise
-
-
-def test_memory_of_the_tail_is_not_that_of_the_recipe(tiny_float8_config):
-    summary = finished(with_float8(tiny_float8_config, last_steps_high_precision=3)).twins
-    assert [twin.peak.source for twin in summary] == ["not measured", "tensors of one step, exact"]
+    assert [len(model.step_seconds) for model in run.models] == [3, 4]  # bfloat16 steps do not count as tensorwise
 
 
 def test_delayed_scaling_says_nothing_of_the_tail(tiny_float8_config):
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # nobody forgot to sync
+        warnings.simplefilter("error")  # such as that of a missing sync
         run = finished(with_float8(tiny_float8_config, recipe_name="delayed", last_steps_high_precision=2))
     saturation = ["saturated" in " ".join(record) for record in records(run, "delayed") if "loss" in record]
     assert saturation == [True, True, False, False]
@@ -100,16 +91,16 @@ def test_delayed_scaling_says_nothing_of_the_tail(tiny_float8_config):
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_validation_in_high_precision_is_that_of_the_twin(tiny_float8_config, recipe):
+def test_validation_in_high_precision_is_that_of_the_baseline(tiny_float8_config, recipe):
     config = replace(tiny_float8_config, validation=Validation(freq=2, steps=2, high_precision_too=True))
     run = prepare(with_float8(config, recipe_name=recipe))
-    float8, twin = run.twins
+    float8, baseline = run.models
     for number in (1, 2):
         step(run, float8, number)
-    copy_state(float8, twin)
+    copy_state(float8, baseline)
     batches = run.data.validation_batches(config.training, config.validation)
     assert float8.validate(batches) != float8.validation_loss_hp
-    assert float8.validation_loss_hp == twin.validate(batches) == twin.validation_loss_hp
+    assert float8.validation_loss_hp == baseline.validate(batches) == baseline.validation_loss_hp
     assert isinstance(float8.model.model.layers[0].mlp.up_proj, Float8Linear)
 
 
@@ -126,7 +117,7 @@ def test_both_validation_losses_are_kept(tiny_float8_config):
 
 
 def test_an_error_brings_float8_back(tiny_float8_config):
-    model = prepare(tiny_float8_config).twins[0].model
+    model = prepare(tiny_float8_config).models[0].model
     with pytest.raises(RuntimeError, match="inside"), in_high_precision(model):
         assert not any(isinstance(module, Float8Linear) for module in model.modules())
         raise RuntimeError("inside")
@@ -143,13 +134,13 @@ def group_of_one() -> Iterator[None]:
 def test_a_linear_that_fully_shard_wraps_leaves_float8_and_returns(group_of_one, tiny_float8_config):
     run = prepare(with_float8(tiny_float8_config, filter_fqns=()))
     batch = run.data.step_batches(run.config.training, 0)[0]
-    float8, twin = run.twins
-    for each in run.twins:
+    float8, baseline = run.models
+    for each in run.models:
         parallelize(each.model, run.config, init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",)))
     wrapped = type(float8.model.lm_head)
     assert wrapped is not Float8Linear
     with torch.no_grad():
-        expected = twin._loss(batch)
+        expected = baseline._loss(batch)
         with in_high_precision(float8.model):
             assert torch.equal(float8._loss(batch), expected)
         assert not torch.equal(float8._loss(batch), expected)
@@ -164,7 +155,7 @@ def converted(run: Run) -> set[str]:
 def test_first_and_last_blocks_can_stay_out_of_float8(tiny_float8_config):
     deep = replace(tiny_float8_config, model=replace(tiny_float8_config.model, n_layers=4))
     run = prepare(with_float8(deep, skip_first_layers=1, skip_last_layers=2, filter_fqns=("lm_head", "o_proj")))
-    model = run.twins[0].model
+    model = run.models[0].model
     in_float8 = {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
     block = {f"model.layers.1.{name}" for name, m in model.model.layers[1].named_modules() if isinstance(m, nn.Linear)}
     assert in_float8 == converted(run) == block - {"model.layers.1.self_attn.o_proj"}
@@ -193,9 +184,7 @@ TOO = {"validation": Validation(high_precision_too=True)}
     ("float8", "sections", "message"),
     [
         ({"skip_last_layers": -1}, {}, r"^float8.skip_last_layers must be not negative, got -1$"),
-        ({"last_steps_high_precision": -1}, {}, r"^float8.last_steps_high_precision must be not negative, got -1$"),
         ({"skip_first_layers": 1, **OFF}, {}, r"^float8.skip_first_layers must be its default, 0, unless .*, got 1$"),
-        ({"last_steps_high_precision": 1, **OFF}, {}, r"^float8.last_steps_high_precision must be its default, 0, "),
         (
             {"skip_first_layers": 3, "skip_last_layers": 2},
             {},

@@ -1,9 +1,10 @@
-"""What a run writes down beside its losses: where it comes from, memory, utilization, loggers, the settings page."""
+"""What a run records besides its losses: provenance, memory, utilization, loggers, the settings page."""
 
 import json
 import subprocess
 import sys
 import types
+from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -14,16 +15,23 @@ from quaver.devices import DEVICE_SPECS, PeakFlops, find_device_spec, peak_flops
 from quaver.trainer.config import Metrics, TrainConfig
 from quaver.trainer.config_docs import configuration_page
 from quaver.trainer.errors import OutputError
-from quaver.trainer.records.device_memory import memory_words, step_memory
-from quaver.trainer.records.loggers import check_loggers
-from quaver.trainer.records.metrics import MetricsWriter, read_metrics, rewind_metrics, utilization
-from quaver.trainer.records.provenance import git_revision, provenance
+from quaver.trainer.flops import utilization
+from quaver.trainer.memory import device_memory, memory_words
+from quaver.trainer.metrics import (
+    SPIKE_MIN_STEPS,
+    SPIKE_WINDOW,
+    JsonLines,
+    check_loggers,
+    is_spike,
+    median_step_seconds,
+    read_metrics,
+    remember,
+    rewind_metrics,
+)
+from quaver.trainer.run_folder import git_revision, provenance
 from quaver.trainer.train import prepare, train
 
 ROOT = Path(__file__).parents[3]
-
-
-# ---- the settings page -----------------------------------------------------------------------------------------------
 
 
 def test_the_page_of_settings_is_what_the_dataclasses_say():
@@ -42,9 +50,6 @@ def test_the_page_of_settings_is_what_the_dataclasses_say():
             assert len(row.split("|")[3].strip()) > 10, f"{section.name}.{setting.name} has no help"
 
 
-# ---- where a run comes from ------------------------------------------------------------------------------------------
-
-
 def test_provenance_names_the_commit_of_the_source():
     about = provenance(torch.device("cpu"))
     assert about["command"] == sys.argv
@@ -61,9 +66,6 @@ def test_a_folder_that_no_checkout_tracks_has_no_revision(tmp_path):
     inside.mkdir()
     (inside / "file.py").touch()
     assert git_revision(inside) is None
-
-
-# ---- utilization -----------------------------------------------------------------------------------------------------
 
 
 def test_utilization_against_both_peaks_by_hand():
@@ -91,13 +93,10 @@ def test_the_device_table():
     assert here.float32_flops_per_s > 1e8
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
-
-
 def test_memory_of_a_cpu():
-    before = step_memory(torch.device("cpu"))["memory_rss_bytes"]
+    before = device_memory(torch.device("cpu"))["memory_rss_bytes"]
     held = torch.ones(64 << 20, dtype=torch.uint8)
-    after = step_memory(torch.device("cpu"))
+    after = device_memory(torch.device("cpu"))
     assert after["memory_rss_bytes"] >= before
     assert after["memory_rss_bytes"] > held.numel()
     assert 0 < after["memory_rss_share"] < 1
@@ -109,14 +108,54 @@ def test_memory_of_a_gpu_has_both_peaks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     properties = types.SimpleNamespace(total_memory=8 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    record = step_memory(torch.device("cuda"))
+    record = device_memory(torch.device("cuda"))
     assert record["memory_active_share"] == 3 / 8
     assert record["memory_reserved_share"] == 1 / 2
     assert record["memory_retries"] == 1
     assert memory_words(record) == "3.00 GiB (38%) active, 4.00 GiB (50%) reserved"
 
 
-# ---- files and loggers -----------------------------------------------------------------------------------------------
+def test_median_leaves_out_the_warm_up():
+    assert median_step_seconds([9.0, 9.0, 9.0, 1.0, 2.0, 3.0]) == 2.0
+    assert median_step_seconds([5.0]) == 5.0
+
+
+def test_a_spike_stands_out_from_the_noise_and_from_a_spike_before_it():
+    generator = torch.Generator().manual_seed(0)
+    recent: list[float] = []
+    false_alarms = 0
+    for value in (2 + 0.05 * torch.randn(500, generator=generator)).tolist():
+        false_alarms += is_spike(value, recent, 6.0)
+        remember(value, recent)
+    assert false_alarms == 0
+    assert len(recent) == SPIKE_WINDOW
+    assert is_spike(2.5, recent, 6.0)
+    remember(2.5, recent)
+    assert is_spike(2.5, recent, 6.0)
+    assert not is_spike(1.5, recent, 6.0), "a lower loss is no spike"
+    assert not is_spike(2.5, recent, 0.0)
+    assert not is_spike(9.0, recent[: SPIKE_MIN_STEPS - 1], 6.0)
+
+
+def test_losses_that_hardly_differ_have_no_spike_in_their_last_digits():
+    assert not is_spike(2.0001, [2.0] * SPIKE_WINDOW, 6.0)
+    assert is_spike(2.1, [2.0] * SPIKE_WINDOW, 6.0)
+
+
+def test_a_spike_is_in_the_log(tiny_config, monkeypatch, capsys):
+    run = prepare(tiny_config)
+    run.progress.recent_losses["bfloat16"] = [1.0] * SPIKE_MIN_STEPS
+    train(run)
+    assert [record["loss_spike"] for record in read_metrics(run.folder.metrics) if "loss" in record] == [True] * 4
+    assert "is a spike" in capsys.readouterr().out
+
+
+def test_json_lines_refuse_what_json_lacks(tmp_path):
+    with closing(JsonLines(tmp_path / "m.jsonl")) as metrics:
+        metrics.write({"step": 1, "loss": 0.5})
+        with pytest.raises(ValueError, match="JSON"):
+            metrics.write({"step": 2, "loss": float("nan")})
+    assert read_metrics(tmp_path / "m.jsonl") == [{"step": 1, "loss": 0.5}]
 
 
 def test_rewinding_takes_later_steps_and_half_a_line_out(tmp_path):
@@ -134,7 +173,7 @@ def test_rewinding_takes_later_steps_and_half_a_line_out(tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_full_disk_under_the_metrics_is_one_error():
     with pytest.raises(OutputError, match="cannot write '/dev/full': No space left on device"):
-        MetricsWriter(Path("/dev/full")).write(step=1)
+        JsonLines(Path("/dev/full")).write({"step": 1})
 
 
 def test_tensorboard_gets_every_number(tiny_config):

@@ -18,18 +18,28 @@ from quaver import (
 )
 from quaver.devices import synchronize
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
-from quaver.trainer.autocast import autocast_of
-from quaver.trainer.config import TrainConfig
+from quaver.trainer.config import TrainConfig, Training
 from quaver.trainer.data import Batch
 from quaver.trainer.errors import NonFiniteError
 from quaver.trainer.float8 import in_high_precision
-from quaver.trainer.gradients import clip_gradients, squared_norm_share, sum_partial_gradients
 from quaver.trainer.loss import next_token_loss
 from quaver.trainer.memory import PeakMemory, measure_peak
 from quaver.trainer.model import Llama
 from quaver.trainer.nonfinite import find_nonfinite
-from quaver.trainer.optimizer import build_optimizer, learning_rate, set_learning_rate
+from quaver.trainer.optimizer import (
+    build_optimizer,
+    clip_gradients,
+    learning_rate,
+    squared_norm_share,
+    sum_partial_gradients,
+)
 from quaver.trainer.ranks import Ranks
+
+
+def autocast_of(training: Training, device: torch.device) -> torch.autocast:
+    """Return autocast to `mixed_precision_param` on `device`, disabled if the parameters have that dtype."""
+    dtype = getattr(torch, training.mixed_precision_param)
+    return torch.autocast(device.type, dtype=dtype, enabled=training.mixed_precision_param != training.dtype)
 
 
 @dataclass(frozen=True)
@@ -47,16 +57,14 @@ class StepResult:
 
 
 @dataclass
-class Twin:
-    """A model that trains; `name` is its recipe, or the high-precision dtype it computes in.
+class TrainedModel:
+    """A model with its optimizer; `name` is its recipe, or the high-precision dtype for the bfloat16 baseline.
 
-    `precision` is `name`, but for the last steps of a run with float8.last_steps_high_precision, which compute the
-    linears in the high-precision dtype; their times and memory are not the recipe's, and not kept.
+    `precision` is `name`, except in the last steps of a run with float8.last_steps_high_precision, whose linears
+    compute in the high-precision dtype; the times and memory of these steps are not recorded as the recipe's.
 
-    Two twins made from equal models see the same batches and differ only in the precision of their linears.
-
-    With several ranks each has its part of the model and of the batches, and every method is a collective: all call
-    it, in the same order, and get the same results, times apart.
+    With several ranks each has its shard of the model and of the batches. Every method is a collective: all ranks call
+    it, in the same order, and get the same results, except for times.
     """
 
     name: str
@@ -68,10 +76,10 @@ class Twin:
     step_seconds: list[float] = field(default_factory=list)
     validation_loss: float | None = None
     validation_loss_hp: float | None = None
-    """With validation.high_precision_too, `validation_loss` as the linears make it in high precision."""
+    """With validation.high_precision_too, the loss of the same weights with every linear in high precision."""
     precision: str = field(init=False)
     scaling: Float8ScalingState = field(init=False, repr=False)
-    """The scales that are kept from step to step; empty for most recipes."""
+    """The persistent scales; empty for recipes with dynamic scaling."""
     _skipped_in_a_row: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -82,9 +90,9 @@ class Twin:
         self._precompute_scales()
 
     def train_step(self, step: int, batches: Sequence[Batch], *, measure_memory: bool = False) -> StepResult:
-        """Do optimizer step `step` (from 1) on the micro-batches of one global batch.
+        """Run optimizer step `step` (from 1) on the micro-batches of one global batch.
 
-        A step whose loss or gradient norm is not finite leaves weights, moments and kept scales as they were.
+        A step whose loss or gradient norm is not finite leaves weights, moments and persistent scales unchanged.
 
         Raises:
             NonFiniteError: for such a step, unless training.nonfinite is "skip"; and then for the first after
@@ -95,7 +103,7 @@ class Twin:
         self.precision = config.training.mixed_precision_param if in_tail else self.name
         measure: AbstractContextManager[PeakMemory] = nullcontext(self.peak)
         if measure_memory and self.precision == self.name:
-            # Inside the operators of a DTensor, tensors come and go that nothing tells of.
+            # A dispatch mode sees neither tensors of compiled code nor the temporaries of DTensor's operators.
             countable = not config.training.compile and config.parallelism.tensor_parallel_degree == 1
             measure = measure_peak(self.resident_tensors(), device=self.device, countable=countable)
         synchronize(self.device)
@@ -109,54 +117,11 @@ class Twin:
             self.step_seconds.append(seconds)
         return StepResult(loss, grad_norm, rate, seconds, nonfinite)
 
-    @torch.no_grad()
-    def validate(self, batches: Sequence[Batch]) -> float:
-        """Return the mean loss over the validation batches in the last step's precision; keep it as `validation_loss`.
-
-        With validation.high_precision_too the same weights are validated once more, for `validation_loss_hp`.
-
-        Raises:
-            NonFiniteError: if it is not finite.
-        """
-        with self._in_precision():
-            self.validation_loss = self._mean_loss(batches)
-        if self.config.validation.high_precision_too:
-            self.validation_loss_hp = self.validation_loss
-            if self.precision != self.config.training.mixed_precision_param:
-                with in_high_precision(self.model):
-                    self.validation_loss_hp = self._mean_loss(batches)
-        return self.validation_loss
-
-    def resident_tensors(self) -> Iterator[Tensor]:
-        """Yield what stays between steps: parameters, buffers, kept scales and optimizer state."""
-        yield from self.model.parameters()
-        yield from self.model.buffers()
-        yield from self.scaling.state_dict().values()
-        for state in self.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
-
-    def _in_precision(self) -> AbstractContextManager[None]:
-        """Return the context in which the linears compute in `precision`."""
-        return nullcontext() if self.precision == self.name else in_high_precision(self.model)
-
-    def _mean_loss(self, batches: Sequence[Batch]) -> float:
-        """Return the mean loss in evaluation mode over the batches of all ranks; NonFiniteError if it is not finite."""
-        self.model.eval()
-        losses = torch.stack([self._loss(batch) for batch in batches])
-        self.model.train()
-        loss = self.ranks.sum(losses.mean() / self.ranks.world_size).item()
-        if not math.isfinite(loss):
-            raise NonFiniteError(f"{self.name}: the validation loss is {loss} although every training step was finite")
-        return loss
-
-    def was_loaded(self) -> None:
-        """Follow weights that were loaded over the old ones."""
-        self._precompute_scales()
-
     def _update(self, step: int, batches: Sequence[Batch]) -> tuple[float, float, float, str]:
         config = self.config
         rate = learning_rate(step, config.training.steps, config.optimizer, config.lr_scheduler)
-        set_learning_rate(self.optimizer, rate)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
         loss_sum = self._forward_backward(batches)
         sum_partial_gradients(self.model)
         shares = torch.stack([loss_sum / self.ranks.world_size, squared_norm_share(self.model)])
@@ -167,23 +132,17 @@ class Twin:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return loss, grad_norm, rate, self._skip(step, batches, loss, grad_norm)
         self._skipped_in_a_row = 0
-        if self.scaling:  # after the check, which repeats a bad step with the scales it had
+        if self.scaling:  # after the check: a non-finite step is repeated with the scales that it had
             sync_float8_amax_and_scale_history(self.model)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._precompute_scales()
         return loss, grad_norm, rate, ""
 
-    def _precompute_scales(self) -> None:
-        """Compute the scales with which the next step gathers its float8 weights, if that is asked for."""
-        gathers_float8 = any(isinstance(module, Float8Linear) for module in self.model.modules())
-        if gathers_float8 and self.config.float8.precompute_float8_dynamic_scale_for_fsdp:
-            precompute_float8_dynamic_scale_for_fsdp(self.model)
-
     def _forward_backward(self, batches: Sequence[Batch]) -> Tensor:
         """Accumulate the gradients of the mean loss over `batches`; return that loss (float32, detached)."""
         loss_sum = torch.zeros((), device=self.device)
-        # A weight that is gathered anew for each micro-batch has no cast to keep.
+        # FSDP2 gathers a weight again for each micro-batch, so its cast cannot be shared.
         once = cast_weights_once(self.model) if self.ranks.is_alone else nullcontext()
         with self._in_precision(), once:
             for batch in batches:
@@ -196,10 +155,14 @@ class Twin:
         with autocast_of(self.config.training, self.device):
             return next_token_loss(self.model(batch.tokens, batch.documents), batch.targets)
 
+    def _in_precision(self) -> AbstractContextManager[None]:
+        """Return the context in which the linears compute in `precision`."""
+        return nullcontext() if self.precision == self.name else in_high_precision(self.model)
+
     def _skip(self, step: int, batches: Sequence[Batch], loss: float, grad_norm: float) -> str:
-        """Forget a step that was not finite and say where it was; NonFiniteError if it is one too many."""
+        """Discard a non-finite step and return where it began; NonFiniteError if the run must stop."""
         training = self.config.training
-        where = self._nonfinite(step, batches, loss, grad_norm)
+        where = self._find_nonfinite(step, batches, loss, grad_norm)
         self.scaling.forget_observed()
         self._skipped_in_a_row += 1
         if training.nonfinite != "skip":
@@ -209,7 +172,7 @@ class Twin:
             raise NonFiniteError(f"{where}; so had the steps before it, and {limit} were skipped")
         return where
 
-    def _nonfinite(self, step: int, batches: Sequence[Batch], loss: float, grad_norm: float) -> str:
+    def _find_nonfinite(self, step: int, batches: Sequence[Batch], loss: float, grad_norm: float) -> str:
         def replay() -> None:
             self._forward_backward(batches)
 
@@ -217,3 +180,48 @@ class Twin:
         first = min(findings, key=lambda found: found.position, default=None)
         where = f"first in {first}" if first else "but in no module when the step was repeated eagerly"
         return f"{self.name}: step {step} has loss {loss} and gradient norm {grad_norm}, {where}"
+
+    @torch.no_grad()
+    def validate(self, batches: Sequence[Batch]) -> float:
+        """Return the mean loss over the validation batches in `precision`, and set `validation_loss` to it.
+
+        With validation.high_precision_too the same weights are also validated for `validation_loss_hp`.
+
+        Raises:
+            NonFiniteError: if the loss is not finite.
+        """
+        with self._in_precision():
+            self.validation_loss = self._mean_loss(batches)
+        if self.config.validation.high_precision_too:
+            self.validation_loss_hp = self.validation_loss
+            if self.precision != self.config.training.mixed_precision_param:
+                with in_high_precision(self.model):
+                    self.validation_loss_hp = self._mean_loss(batches)
+        return self.validation_loss
+
+    def _mean_loss(self, batches: Sequence[Batch]) -> float:
+        self.model.eval()
+        losses = torch.stack([self._loss(batch) for batch in batches])
+        self.model.train()
+        loss = self.ranks.sum(losses.mean() / self.ranks.world_size).item()
+        if not math.isfinite(loss):
+            raise NonFiniteError(f"{self.name}: the validation loss is {loss} although every training step was finite")
+        return loss
+
+    def resident_tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that live between steps: parameters, buffers, persistent scales and optimizer state."""
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        yield from self.scaling.state_dict().values()
+        for state in self.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def was_loaded(self) -> None:
+        """Update what depends on the weights after a checkpoint was loaded into them."""
+        self._precompute_scales()
+
+    def _precompute_scales(self) -> None:
+        """Compute the scales of the next step's float8 all-gathers, if the config enables that."""
+        has_float8 = any(isinstance(module, Float8Linear) for module in self.model.modules())
+        if has_float8 and self.config.float8.precompute_float8_dynamic_scale_for_fsdp:
+            precompute_float8_dynamic_scale_for_fsdp(self.model)

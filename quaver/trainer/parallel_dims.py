@@ -1,4 +1,4 @@
-"""Which rank does what: the degrees of parallelism, checked against the number of processes and the batch."""
+"""The degrees of parallelism of a run, checked against the number of processes and the batch."""
 
 from dataclasses import dataclass, replace
 from math import prod
@@ -9,8 +9,8 @@ DEGREES = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tens
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The mesh of a run: `replicate` x `shard` x `tensor` ranks, the last counting fastest."""
+class ParallelDims:
+    """The mesh of a run, `replicate` x `shard` x `tensor` ranks, the last dim varying fastest; and this rank in it."""
 
     replicate: int = 1
     shard: int = 1
@@ -19,42 +19,42 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """The number of ranks."""
         return self.replicate * self.shard * self.tensor
 
     @property
     def data_parallel_degree(self) -> int:
-        """Groups of ranks that see data of their own."""
+        """The number of groups of ranks with different data."""
         return self.replicate * self.shard
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which of those groups this rank is in; tensor parallel ranks see the same data."""
+        """This rank's group; the tensor parallel ranks of a group have the same data."""
         return self.rank // self.tensor
 
     def micro_batches(self, training: Training) -> int:
-        """Of a rank's step, once `global_batch_size` is filled in."""
+        """Return the micro-batches of one step on each rank; `global_batch_size` must be resolved."""
         return training.step_batch_size // (training.local_batch_size * self.data_parallel_degree)
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The dims of the device mesh by name, those of size 1 left out; HSDP needs both of its dims."""
+        """The sizes of the device mesh by dim name, without dims of size 1, except that HSDP needs both of its dims."""
         dims = {"dp_replicate": self.replicate, "dp_shard": self.shard, "tp": self.tensor}
         needed = {"dp_shard"} if self.replicate > 1 else set()
         return {name: size for name, size in dims.items() if size > 1 or name in needed}
 
 
-def resolve(config: TrainConfig, *, rank: int = 0, world_size: int = 1) -> tuple[TrainConfig, Layout]:
-    """Return `config` with its global batch size filled in, and the layout of `world_size` ranks it asks for.
+def resolve(config: TrainConfig, *, rank: int = 0, world_size: int = 1) -> tuple[TrainConfig, ParallelDims]:
+    """Return `config` with its global batch size resolved, and its parallel dims on `world_size` ranks.
 
-    Every rank must call this with the same config and gets the same answer but for `Layout.rank`.
+    Every rank must call this with the same config and gets the same answer except for `ParallelDims.rank`.
 
     Raises:
         ValueError: the degrees do not multiply to `world_size`, the batch does not divide, or a float8 all-gather is
-            asked for where nothing is gathered.
+            enabled although no weight is sharded.
     """
-    layout = _layout(config, rank, world_size)
-    training, groups = config.training, layout.data_parallel_degree
+    dims = _parallel_dims(config, rank, world_size)
+    training, groups = config.training, dims.data_parallel_degree
     share = training.local_batch_size * groups
     require(
         training.global_batch_size == -1 or training.global_batch_size % share == 0,
@@ -63,24 +63,24 @@ def resolve(config: TrainConfig, *, rank: int = 0, world_size: int = 1) -> tuple
         training.global_batch_size,
     )
     require(
-        layout.shard > 1 or not config.float8.enable_fsdp_float8_all_gather,
+        dims.shard > 1 or not config.float8.enable_fsdp_float8_all_gather,
         "float8.enable_fsdp_float8_all_gather",
         "false where no weight is sharded (a data_parallel_shard_degree of 1)",
         True,
         "shard over 2 or more ranks: torchrun --nproc-per-node 2 -m quaver.cli train ...",
     )
     batch = share if training.global_batch_size == -1 else training.global_batch_size
-    return replace(config, training=replace(training, global_batch_size=batch)), layout
+    return replace(config, training=replace(training, global_batch_size=batch)), dims
 
 
-def _layout(config: TrainConfig, rank: int, world_size: int) -> Layout:
+def _parallel_dims(config: TrainConfig, rank: int, world_size: int) -> ParallelDims:
     replicate, shard, tensor = (getattr(config.parallelism, name) for name in DEGREES)
     others = replicate * tensor
     if shard == -1 and world_size % others == 0:
         shard = world_size // others
     degrees = (replicate, shard, tensor)
     if prod(degrees) == world_size:
-        return Layout(*degrees, rank)
+        return ParallelDims(*degrees, rank)
     product = " * ".join(map(str, degrees)) if shard != -1 else f"a multiple of {replicate} * {tensor}"
     raise ValueError(
         f"{' * '.join(f'parallelism.{name}' for name in DEGREES)} must be the number of processes = {world_size}, "

@@ -1,4 +1,4 @@
-"""Draws the curves of a run from its metrics.jsonl."""
+"""Draws curves.png from metrics.jsonl."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,19 +8,16 @@ import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from quaver.trainer.records.metrics import WARMUP_STEPS, read_metrics
+from quaver.trainer.metrics import WARMUP_STEPS, read_metrics
 
 Record = dict[str, Any]
 
 COLORS = ("#d1495b", "#30638e")
-"""The run that was asked for, then its twin."""
+"""The float8 model, then its bfloat16 baseline."""
 
 
 def draw_curves(metrics: Path, image: Path, *, title: str) -> None:
-    """Write a PNG with the losses of every twin, the gap between two, and tokens/s.
-
-    Draws whatever is there: an interrupted run has shorter curves.
-    """
+    """Write a PNG with the losses of every model, the gap between two, and tokens/s, as far as the run came."""
     records = read_metrics(metrics)
     names = list(dict.fromkeys(record["run"] for record in records))
     panels = 3 if len(names) == 2 else 2
@@ -37,7 +34,7 @@ def draw_curves(metrics: Path, image: Path, *, title: str) -> None:
 
 
 def _draw_losses(axis: Any, records: list[Record], names: list[str]) -> None:
-    for name, color, marker, width in zip(names, COLORS, "ox", (2.4, 1.0), strict=False):  # twins overlap
+    for name, color, marker, width in zip(names, COLORS, "ox", (2.4, 1.0), strict=False):  # curves overlap
         steps, losses = _series(records, name, "loss")
         axis.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
         axis.plot(steps, _smooth(losses), color=color, linewidth=width, label=f"{name}, train")
@@ -82,7 +79,7 @@ def _series(records: Iterable[Record], name: str, key: str) -> tuple[list[int], 
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """Return the mean of each value and its neighbours, which does not lag behind a fall."""
+    """Return centered moving averages, which do not lag behind."""
     radius = min(5, len(values) // 20)
     windows = (values[max(0, i - radius) : i + radius + 1] for i in range(len(values)))
     return [sum(window) / len(window) for window in windows]

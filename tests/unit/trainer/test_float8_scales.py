@@ -1,4 +1,4 @@
-"""Runs with delayed scaling: what they record of their scales, when they move them forward, and what is refused."""
+"""Runs with delayed scaling: the records of their scales, and when the scales are updated."""
 
 import json
 import math
@@ -10,13 +10,13 @@ import torch
 
 from quaver import DelayedScalingConfig, Float8Linear, TensorScaling
 from quaver.trainer import train as train_module
-from quaver.trainer import twin as twin_module
+from quaver.trainer import trained_model as trained_model_module
 from quaver.trainer.config import Float8, LRScheduler, Metrics, TrainConfig
 from quaver.trainer.errors import NonFiniteError
+from quaver.trainer.float8_scales import saturation_summary, scales_record
 from quaver.trainer.memory import storage_bytes
+from quaver.trainer.metrics import read_metrics
 from quaver.trainer.model import Block
-from quaver.trainer.records.metrics import read_metrics
-from quaver.trainer.records.scales import saturation_summary, scales_record
 from quaver.trainer.train import Run, prepare, train
 
 NAN, INF = math.nan, math.inf
@@ -53,7 +53,6 @@ def scale_by_hand(amaxes: list[float], format_max: float, headroom: float = 1.0)
     [
         ({}, 16, 1.0),
         ({"delayed_history_len": 3, "delayed_headroom": 1.5}, 3, 1.5),
-        ({"delayed_scale_fn_name": "most_recent"}, 1, 1.0),
     ],
 )
 def test_each_line_has_the_scale_that_the_lines_before_ask_for(delayed_config, settings, remembered, headroom):
@@ -80,28 +79,15 @@ def test_the_first_step_is_dynamic_and_all_of_its_tensors_are_there(delayed_conf
     first, *others = read_metrics(run.folder.float8_scales)
     # Of each block: 4 inputs (q, k, v and gate, up share theirs), 7 weights, 7 gradients.
     assert len(first["amax"]) == len(first["quant_scale"]) == 2 * 18
-    assert first["dynamic"] == list(first["amax"]) == [tensor.name for tensor in run.twins[0].scaling.report()]
+    assert first["dynamic"] == list(first["amax"]) == [tensor.name for tensor in run.models[0].scaling.report()]
     assert set(first["used_over_ideal"].values()) == {1.0}
     assert first["saturated"] == {}
     assert all(line["dynamic"] == [] for line in others)
     assert all(line["nonfinite"] == [] for line in (first, *others))
 
 
-def test_the_first_step_equals_tensorwise(delayed_config):
-    twins = [prepare(with_float8(named(delayed_config, name), recipe_name=name)) for name in ("delayed", "tensorwise")]
-    delayed, tensorwise = (run.twins[0].train_step(1, run.data.step_batches(run.config.training, 0)) for run in twins)
-    assert (delayed.loss, delayed.grad_norm) == (tensorwise.loss, tensorwise.grad_norm)
-
-
 def named(config: TrainConfig, name: str) -> TrainConfig:
     return replace(config, job=replace(config.job, name=name))
-
-
-def test_dynamic_weights_keep_no_scale(delayed_config):
-    run = run_to_end(with_float8(delayed_config, recipe_name="delayed_with_dynamic_weight"))
-    line = read_metrics(run.folder.float8_scales)[-1]
-    assert {name.rpartition(".")[2] for name in line["amax"]} == {"input", "grad_output"}
-    assert line["run"] == "delayed_with_dynamic_weight"
 
 
 def test_metrics_count_what_the_lines_list(delayed_config):
@@ -116,13 +102,6 @@ def test_metrics_count_what_the_lines_list(delayed_config):
     assert sum(record["float8_saturated_tensors"] for record in steps) > 5
 
 
-def test_a_twin_without_kept_scales_records_none(delayed_config):
-    run = run_to_end(replace(delayed_config, job=replace(delayed_config.job, compare=True)))
-    assert {line["run"] for line in read_metrics(run.folder.float8_scales)} == {"delayed"}
-    for record in read_metrics(run.folder.metrics):
-        assert ("float8_saturated" in record) == (record["run"] == "delayed" and "loss" in record)
-
-
 @pytest.mark.parametrize(("freq", "steps"), [(1, [1, 2, 3, 4]), (3, [3]), (5, []), (0, None)])
 def test_lines_are_written_as_often_as_asked(delayed_config, freq, steps):
     run = run_to_end(replace(delayed_config, metrics=Metrics(float8_scales_freq=freq)))
@@ -135,13 +114,16 @@ def test_lines_are_written_as_often_as_asked(delayed_config, freq, steps):
 
 def test_one_sync_a_step_whatever_runs_between(delayed_config, monkeypatch, recwarn):
     synced = []
-    sync = twin_module.sync_float8_amax_and_scale_history
+    sync = trained_model_module.sync_float8_amax_and_scale_history
     monkeypatch.setattr(
-        twin_module, "sync_float8_amax_and_scale_history", lambda model: (synced.append(model), sync(model))
+        trained_model_module, "sync_float8_amax_and_scale_history", lambda model: (synced.append(model), sync(model))
     )
     config = with_steps(delayed_config, 4, local_batch_size=2, global_batch_size=4)
     run = run_to_end(replace(config, job=replace(config.job, compare=True)))
-    assert synced == [run.twins[0].model] * 4
+    assert synced == [run.models[0].model] * 4
+    assert {line["run"] for line in read_metrics(run.folder.float8_scales)} == {"delayed"}  # not the baseline
+    for record in read_metrics(run.folder.metrics):
+        assert ("float8_saturated" in record) == (record["run"] == "delayed" and "loss" in record)
     assert not [warning for warning in recwarn if "sync_float8_amax_and_scale_history" in str(warning.message)]
 
 
@@ -154,11 +136,6 @@ def test_validation_moves_no_scale(delayed_config):
     assert losses(1) == losses(100)
 
 
-def test_a_run_with_delayed_scaling_is_bit_identical_each_time(delayed_config):
-    first, second = (run_to_end(named(delayed_config, name)) for name in "ab")
-    assert read_metrics(first.folder.float8_scales) == read_metrics(second.folder.float8_scales)
-
-
 def test_a_nonfinite_step_is_repeated_with_the_scales_it_had_and_leaves_its_lines(delayed_config, monkeypatch):
     run = prepare(replace(delayed_config, metrics=Metrics(plot_float8_scales=True)))
     step = train_module._train_step
@@ -167,7 +144,7 @@ def test_a_nonfinite_step_is_repeated_with_the_scales_it_had_and_leaves_its_line
     def break_the_third(run_: Run, index: int, *args: object) -> None:
         if index == 3:
             with torch.no_grad():
-                run.twins[0].model.lm_head.weight[0, 0] = torch.inf
+                run.models[0].model.lm_head.weight[0, 0] = torch.inf
             found.append(scales(run))
         step(run_, index, *args)
 
@@ -180,7 +157,7 @@ def test_a_nonfinite_step_is_repeated_with_the_scales_it_had_and_leaves_its_line
 
 
 def scales(run: Run) -> torch.Tensor:
-    state = run.twins[0].scaling.state_dict()
+    state = run.models[0].scaling.state_dict()
     return torch.stack([value for name, value in state.items() if name.endswith("quant_scale")]).clone()
 
 
@@ -194,11 +171,11 @@ def test_compiled_blocks_are_not_compiled_again_after_the_first_step(delayed_con
         with torch._dynamo.config.patch(error_on_recompile=step > 1):
             consumed = step * compiled.config.training.step_batch_size
             results = [
-                run.twins[0].train_step(step, run.data.step_batches(run.config.training, consumed))
+                run.models[0].train_step(step, run.data.step_batches(run.config.training, consumed))
                 for run in (compiled, eager)
             ]
         assert results[0].loss == pytest.approx(results[1].loss, rel=2e-3)
-    ours, theirs = (run.twins[0].scaling.report() for run in (compiled, eager))
+    ours, theirs = (run.models[0].scaling.report() for run in (compiled, eager))
     assert not any(tensor.is_dynamic for tensor in ours)
     assert [tensor.amax for tensor in ours] == pytest.approx([tensor.amax for tensor in theirs], rel=0.1)
     torch.compiler.reset()
@@ -206,7 +183,7 @@ def test_compiled_blocks_are_not_compiled_again_after_the_first_step(delayed_con
 
 def test_kept_scales_are_resident_memory(delayed_config, tiny_config):
     def resident(config: TrainConfig) -> int:
-        return storage_bytes(prepare(config).twins[0].resident_tensors())
+        return storage_bytes(prepare(config).models[0].resident_tensors())
 
     plain = resident(named(tiny_config, "plain"))
     tensors = 2 * 18
@@ -215,9 +192,6 @@ def test_kept_scales_are_resident_memory(delayed_config, tiny_config):
         config = with_float8(config, recipe_name="delayed", delayed_history_len=history_len)
         growth = resident(config) - plain
         assert tensors * (1 + history_len) * 4 <= growth <= tensors * (16 + history_len) * 4
-
-
-# ---- settings --------------------------------------------------------------------------------------------------------
 
 
 def test_settings_reach_the_linears(delayed_config):
@@ -233,16 +207,13 @@ def test_settings_reach_the_linears(delayed_config):
         enable_amax_init=False,
         enable_pre_and_post_forward=False,
     )
-    linears = [module for module in prepare(config).twins[0].model.modules() if isinstance(module, Float8Linear)]
+    linears = [module for module in prepare(config).models[0].model.modules() if isinstance(module, Float8Linear)]
     expected = DelayedScalingConfig(4, "most_recent", 1, 1.25, "keep_scale", (0.25, 1.5))
     for linear in linears:
         assert linear.config.delayed_scaling_config == expected
         assert not linear.config.enable_amax_init
         assert not linear.config.enable_pre_and_post_forward
     assert Float8().delayed_scaling_config == DelayedScalingConfig()
-
-
-# ---- records ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_record_has_only_numbers_that_json_has():
@@ -268,10 +239,3 @@ def test_a_record_has_only_numbers_that_json_has():
     }
     assert saturation_summary(report) == {"float8_saturated": 3, "float8_saturated_tensors": 1}
     assert saturation_summary([]) == {}
-
-
-def test_nine_digits_keep_every_float32():
-    values = np.random.default_rng(0).integers(1, 0x7F800000, 1000, dtype=np.uint32).view(np.float32)
-    report = [TensorScaling(str(i), float(value), False, 1.0, 1.0, 0) for i, value in enumerate(values)]
-    written = json.loads(json.dumps(scales_record(1, "r", report)))["quant_scale"]
-    np.testing.assert_array_equal(np.float32(list(written.values())), values)

@@ -1,11 +1,11 @@
-"""Traces of single steps: torch.profiler, with a range for each module's forward and for its part of the backward.
+"""Traces of single steps: torch.profiler, with a range for each module's forward and each of its backward nodes.
 
-Forward, a range spans the module and holds those of its children: `model.layers.0.mlp`. Backward, a module has one for
-each of its autograd nodes, in the order of the engine: `model.layers.0.mlp.up_proj (backward)`. Autograd begins and
-ends a node inside a range of its own, so no range could span several nodes and still nest.
+In the forward a range spans the module and contains those of its children: `model.layers.0.mlp`. In the backward a
+module has a range for each of its autograd nodes: `model.layers.0.mlp.up_proj (backward)`. Autograd opens and closes a
+range of its own around each node, so no range can span several nodes and still nest.
 
-Hooks are there while a step is traced and gone after it. A compiled module is one range ([Note: compiled modules] in
-quaver/memory/recording/modules.py): not hooks but its call is replaced, which the compiler does not look at.
+The hooks exist only while a step is traced. A compiled module is one range ([Note: compiled modules] in
+quaver/memory/recording/modules.py): its compiled call is wrapped, because hooks would be a reason to recompile.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from quaver.phases import named_range
 
 @contextmanager
 def traced(model: nn.Module, device: torch.device) -> Iterator[profile]:
-    """Trace the block, which runs one training step of `model`; its profiler can be exported after it."""
+    """Trace the block, which runs one training step of `model`; export the yielded profiler after the block."""
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -33,7 +33,7 @@ def traced(model: nn.Module, device: torch.device) -> Iterator[profile]:
 
 
 class ModuleRanges(ModuleTracker):
-    """Opens a range in the trace wherever code of a module runs, while it is entered."""
+    """Opens a range in the trace around the code of each module, while it is entered."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -61,7 +61,7 @@ class ModuleRanges(ModuleTracker):
     def left(self, name: str, output: Any) -> None:
         self._end()
         is_recomputation = torch._C._current_autograd_node() is not None
-        if len(self.stack) == 1 and not is_recomputation:  # all of the graph but the loss is there now
+        if len(self.stack) == 1 and not is_recomputation:  # the graph is complete, except for the loss
             for node in self._nodes(output):
                 module = self.module_of(node)
                 if module != OUTSIDE:
@@ -80,7 +80,7 @@ class ModuleRanges(ModuleTracker):
         node.register_hook(lambda grad_inputs, grad_outputs: self._end())
 
     def _nodes(self, output: Any) -> Iterator[Any]:
-        """Yield the nodes of the graph behind `output`, without those that accumulate gradients."""
+        """Yield the autograd nodes behind `output`, except AccumulateGrad."""
         pending: list[Any] = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         seen: set[Any] = {None}
         while pending:
@@ -94,7 +94,7 @@ class ModuleRanges(ModuleTracker):
 
     def _surround(self, name: str, module: nn.Module) -> None:
         call: Callable[..., Any] | None = getattr(module, "_compiled_call_impl", None)
-        if call is None:  # an OptimizedModule, whose own hooks run outside of what it compiled
+        if call is None:  # an OptimizedModule, whose own hooks run outside of the compiled code
             self._watch(name, module)
             return
 

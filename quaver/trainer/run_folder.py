@@ -1,50 +1,60 @@
-"""The folder of one run and every file that goes into it: made once, never over an older run unless it goes on."""
+"""The folder of a run: created once, never over an older run unless it resumes; and the provenance of the run."""
 
 import itertools
 import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from quaver.devices import describe
 from quaver.trainer.checkpoints.folder import CheckpointFolder
 from quaver.trainer.config import Checkpoint, TrainConfig
 from quaver.trainer.config_io import load_config, write_config
 from quaver.trainer.errors import OutputError
-from quaver.trainer.records.metrics import rewind_metrics
+from quaver.trainer.metrics import rewind_metrics
 
 CONFIG = "config.toml"
 
 UNRELATED = ("job", "checkpoint", "metrics", "comm", "profiling")
-"""Sections that change what is kept and shown of a run, and not the run."""
+"""Sections that change what a run saves and shows, but not its numbers."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of a run; `open` is the way to get one. `resume_step` is the step to go on from, None for a new run."""
+    """The paths of a run, made by `open`. `resume_step` is the step to resume from, None for a new run."""
 
     path: Path
     resume_step: int | None = None
     changes: dict[str, list[Any]] = field(default_factory=dict)
-    """By name, the settings that differ from those that the run had before: the old value and the new."""
+    """The settings that changed when the run resumed, by name: old value and new value."""
 
     @classmethod
     def open(cls, config: TrainConfig) -> "RunFolder":
-        """Make dump_folder/name, or find it as config.checkpoint.resume says, and write the resolved config there.
+        """Create dump_folder/name, or find it as config.checkpoint.resume says, and write the resolved config there.
 
-        Of a run that goes on, records of steps after the one it goes on from are taken out of the metrics.
+        When a run resumes, the metrics lose the records after the step that it resumes from.
 
         Raises:
-            FileExistsError: the folder has files already, and the run is to begin anew.
-            FileNotFoundError: there is no checkpoint to go on from.
-            ValueError: the model is another one than that of the run.
-            OSError: if it cannot be made or written.
+            FileExistsError: the folder has files already, and the run does not resume.
+            FileNotFoundError: there is no checkpoint to resume from.
+            ValueError: the model differs from that of the run.
+            OSError: the folder cannot be created or written.
         """
         dump_folder = Path(config.job.dump_folder).expanduser()
         path = dump_folder / config.job.name if config.job.name else _unused_path(dump_folder, config)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            # A name with a dot is what a process that was killed had begun to write.
+            # A killed process may leave partial files, whose names begin with a dot.
             names = {entry.name for entry in path.iterdir() if not entry.name.startswith(".")}
         except OSError as error:
             raise _unwritable(path, error) from error
@@ -62,7 +72,7 @@ class RunFolder:
         return folder
 
     def stacks(self, rank: int) -> Path:
-        """What the watchdog found on a rank."""
+        """The stacks that the watchdog of a rank writes."""
         return self.path / f"stacks-rank{rank}.txt"
 
     def checkpoints(self, config: Checkpoint) -> CheckpointFolder:
@@ -70,35 +80,35 @@ class RunFolder:
         return CheckpointFolder(self.path / config.folder)
 
     def add_provenance(self, about: dict[str, Any]) -> None:
-        """Add a line to provenance.jsonl, which has one for each time that the run was begun or gone on with."""
+        """Append a line to provenance.jsonl, which has one for each start of the run."""
         with (self.path / "provenance.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps({**about, "from_step": self.resume_step or 0, "changes": self.changes}) + "\n")
 
     @property
     def metrics(self) -> Path:
-        """One JSON object per line, one line per step and twin, and per validation."""
+        """JSON lines: one per step and model, and per validation."""
         return self.path / "metrics.jsonl"
 
     @property
     def curves(self) -> Path:
-        """The plot."""
+        """The plot of the losses."""
         return self.path / "curves.png"
 
     @property
     def float8_scales(self) -> Path:
-        """One JSON object per line, one line per recorded step: the kept scales; see scales.py."""
+        """JSON lines: the persistent scales of each recorded step; see float8_scales.py."""
         return self.path / "float8_scales.jsonl"
 
     @property
     def float8_scales_plot(self) -> Path:
-        """The picture of them."""
+        """The plot of the scales."""
         return self.path / "float8_scales.png"
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
-        """Write `value` to the file `name`, replacing it in one move so that no reader sees half of it.
+        """Write `value` to the file `name`, replacing it atomically.
 
         Raises:
-            OutputError: it cannot be written.
+            OutputError: the file cannot be written.
         """
         partial = self.path / f".{name}.partial"
         try:
@@ -128,13 +138,13 @@ def _unwritable(path: Path, error: OSError) -> OSError:
 def _used(path: Path, config: Checkpoint) -> str:
     if config.resume != "never":
         return f"the folder {str(path)!r} has files but is not a run: it has no {CONFIG}; give another job.name"
-    can_go_on = (path / CONFIG).exists() and CheckpointFolder(path / config.folder).steps()
-    other = f"go on with it by --resume {path}" if can_go_on else "remove it"
+    can_resume = (path / CONFIG).exists() and CheckpointFolder(path / config.folder).steps()
+    other = f"resume it with --resume {path}" if can_resume else "remove it"
     return f"the run folder {str(path)!r} has files already; give another job.name or {other}"
 
 
 def _resume_step(path: Path, config: Checkpoint, *, is_run: bool) -> int | None:
-    """The step of the checkpoint to go on from, None for a run that begins."""
+    """Return the step of the checkpoint to resume from, None for a new run."""
     if config.resume == "never":
         return None
     steps = CheckpointFolder(path / config.folder).steps() if is_run else []
@@ -147,12 +157,12 @@ def _resume_step(path: Path, config: Checkpoint, *, is_run: bool) -> int | None:
         return config.load_step
     if not steps and config.resume == "must":
         what = "has no complete checkpoint" if is_run else "is not a run folder"
-        raise FileNotFoundError(f"{str(path)!r} {what}, so there is nothing to resume; begin the run without --resume")
+        raise FileNotFoundError(f"{str(path)!r} {what}, so there is nothing to resume; start the run without --resume")
     return steps[-1] if steps else None
 
 
 def _as_begun(config: TrainConfig) -> TrainConfig:
-    """`config` without how this start found the run, so that the file begins another like it."""
+    """Return `config` without the settings of this resume, so that the file starts a new run like this one."""
     return replace(config, checkpoint=replace(config.checkpoint, resume="never", load_step=-1))
 
 
@@ -167,5 +177,35 @@ def _changes(path: Path, config: TrainConfig) -> dict[str, list[Any]]:
     }
     for name, (old, new) in changes.items():
         if name.startswith("model."):
-            raise ValueError(f"{name} must be {old!r}, that of the run in {str(path)!r}, got {new!r}; begin a new run")
+            raise ValueError(f"{name} must be {old!r}, that of the run in {str(path)!r}, got {new!r}; start a new run")
     return changes
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Return how to repeat this run: time, command, working folder, versions, the revision of the source."""
+    return {
+        "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "working_folder": os.getcwd(),
+        "host": platform.node(),
+        "quaver": version("quaver"),
+        "git": git_revision(Path(__file__).parent),
+        "environment": describe(device),
+    }
+
+
+def git_revision(folder: Path) -> dict[str, Any] | None:
+    """Return the commit of the checkout that tracks `folder`, and whether it has changes; None without a checkout."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+
+    def ask(*words: str) -> str | None:
+        done = subprocess.run([git, "-C", str(folder), *words], capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    # An environment inside another project's checkout, such as its .venv, is not tracked by that checkout.
+    revision = ask("rev-parse", "HEAD") if ask("ls-files", ".") else None
+    if revision is None:
+        return None
+    return {"commit": revision, "is_modified": bool(ask("status", "--porcelain", "--untracked-files=no"))}

@@ -1,0 +1,122 @@
+"""What each matmul of each linear computes in, FLOPs per precision, and the utilization of a device."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from quaver import Float8Linear
+from quaver.config import CastConfig
+from quaver.devices import PeakFlops
+from quaver.gemm import GemmBackend, backend_for
+from quaver.kernels.exact_mm import has_bfloat16_units
+from quaver.trainer.config import Model
+from quaver.trainer.model import Llama, training_flops_per_token
+
+MATMULS = {
+    "output": ("input", "weight"),
+    "grad_input": ("grad_output", "weight_for_grad_input"),
+    "grad_weight": ("grad_output_for_grad_weight", "input_for_grad_weight"),
+}
+"""The casts of both operands of each matmul, as named in `Float8LinearConfig.casts`."""
+
+
+@dataclass(frozen=True)
+class LinearPrecision:
+    """The three matmuls of one linear, by name: how both operands are cast, and the precision that computes them.
+
+    `runs_in` is "float8" where the device multiplies float8, and the high-precision dtype where the matmul is in high
+    precision or multiplies float8 exactly in that dtype; "float32" where only float32 multiplies it exactly.
+    """
+
+    name: str
+    in_features: int
+    out_features: int
+    operands: dict[str, str]
+    runs_in: dict[str, str]
+
+    @property
+    def flops_per_token(self) -> int:
+        """The FLOPs of one matmul; a multiply-add counts as two."""
+        return 2 * self.in_features * self.out_features
+
+
+def linear_precisions(model: nn.Module, hp_dtype: str, device: torch.device) -> list[LinearPrecision]:
+    """Return the precisions of every linear of `model`, which must not be sharded yet.
+
+    Args:
+        hp_dtype: the dtype of linears that are not float8, such as "bfloat16".
+        device: the device that the model will run on.
+    """
+    found = []
+    for name, linear in model.named_modules():
+        if isinstance(linear, nn.Linear):
+            operands, runs_in = _matmuls(linear, hp_dtype, device)
+            found.append(LinearPrecision(name, linear.in_features, linear.out_features, operands, runs_in))
+    return found
+
+
+def _matmuls(linear: nn.Linear, hp_dtype: str, device: torch.device) -> tuple[dict[str, str], dict[str, str]]:
+    operands, runs_in = dict.fromkeys(MATMULS, hp_dtype), dict.fromkeys(MATMULS, hp_dtype)
+    if not isinstance(linear, Float8Linear):
+        return operands, runs_in
+    for matmul, names in MATMULS.items():
+        casts: list[CastConfig] = [getattr(linear.config.casts, name) for name in names]
+        if casts[0].is_disabled:
+            continue
+        operands[matmul] = " x ".join(map(str, casts))
+        rowwise = any(cast.is_rowwise for cast in casts)
+        if backend_for(device, rowwise=rowwise, emulate=linear.config.emulate) is GemmBackend.NATIVE:
+            runs_in[matmul] = "float8"
+        elif not has_bfloat16_units(device.type):
+            runs_in[matmul] = "float32"
+    return operands, runs_in
+
+
+def grouped(linears: Iterable[LinearPrecision]) -> list[tuple[LinearPrecision, int]]:
+    """Group linears that differ only in their layer's number; return one of each group (number -> *) and its size."""
+    groups: dict[str, list[LinearPrecision]] = defaultdict(list)
+    for linear in linears:
+        groups[str(replace(linear, name=re.sub(r"\.\d+\.", ".*.", linear.name)))].append(linear)
+    return [
+        (replace(each[0], name=re.sub(r"\.\d+\.", ".*.", each[0].name)) if len(each) > 1 else each[0], len(each))
+        for each in groups.values()
+    ]
+
+
+def flops_per_token_by_precision(
+    model: Llama, config: Model, seq_len: int, hp_dtype: str, device: torch.device
+) -> dict[str, int]:
+    """Return the FLOPs of forward and backward per token, by the precision that computes them.
+
+    Attention counts as `hp_dtype`. The sum is `training_flops_per_token`. `model` must not be sharded yet.
+    """
+    flops = {hp_dtype: training_flops_per_token(config, seq_len)}
+    for linear in linear_precisions(model, hp_dtype, device):
+        for precision in linear.runs_in.values():
+            if precision != hp_dtype:
+                flops[precision] = flops.get(precision, 0) + linear.flops_per_token
+                flops[hp_dtype] -= linear.flops_per_token
+    return flops
+
+
+def utilization(flops_per_token: dict[str, int], tokens_per_s: float, peak: PeakFlops) -> dict[str, float | None]:
+    """Return how well one device is used, in three measures.
+
+    `tflops`: model TFLOP/s. `mfu`: their share of the bfloat16 peak in every precision, so that precisions compare.
+    `mfu_by_precision`: the share with each matmul at the peak of its own precision; None if such a peak is unknown.
+
+    Args:
+        flops_per_token: forward and backward FLOPs, by precision.
+        tokens_per_s: tokens per second of this device.
+    """
+    flops_per_s = sum(flops_per_token.values()) * tokens_per_s
+    seconds_per_token = peak.seconds(flops_per_token)
+    return {
+        "tflops": flops_per_s / 1e12,
+        "mfu": flops_per_s / peak.flops_per_s,
+        "mfu_by_precision": None if seconds_per_token is None else seconds_per_token * tokens_per_s,
+    }

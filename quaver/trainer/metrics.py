@@ -1,0 +1,237 @@
+"""The numbers of a run: metrics.jsonl, TensorBoard, Weights & Biases, loss spikes and summary.json."""
+
+import importlib
+import importlib.util
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from quaver.devices import PeakFlops, describe
+from quaver.trainer.config import Metrics, TrainConfig
+from quaver.trainer.errors import OutputError
+from quaver.trainer.flops import utilization
+from quaver.trainer.parallel_dims import ParallelDims
+from quaver.trainer.trained_model import TrainedModel
+
+WARMUP_STEPS = 3
+"""Steps that every median leaves out: the first one compiles and allocates, the second one measures memory."""
+
+SPIKE_WINDOW, SPIKE_MIN_STEPS = 64, 16
+"""The number of previous losses that a loss is compared with, at most and at least."""
+MAD_TO_STD = 1.4826
+"""Standard deviation / median absolute deviation of a normal distribution: 1 / (sqrt(2) * erfinv(1 / 2))."""
+MIN_RELATIVE_STD = 1e-3
+"""A lower bound of the deviation, relative to the median: differences in the last digits are not spikes."""
+
+
+class Logger(Protocol):
+    """A destination of the records of steps and validations."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Log one record."""
+
+    def close(self) -> None:
+        """Flush and close."""
+
+
+class JsonLines:
+    """Appends one JSON object per line, each in one flushed write, so that a killed run leaves whole lines."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append `record`.
+
+        Raises:
+            OutputError: if the file cannot be written.
+            ValueError: for inf and NaN, which JSON lacks.
+        """
+        line = json.dumps(record, allow_nan=False) + "\n"
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            raise OutputError(f"cannot write {self._file.name!r}: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path) -> None:
+        self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(log_dir=str(folder))
+
+    def write(self, record: dict[str, Any]) -> None:
+        for name, value in _numbers(record).items():
+            self._writer.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, project: str, folder: Path, settings: dict[str, Any]) -> None:
+        # With the same id, a resumed run continues its curves.
+        self._run = importlib.import_module("wandb").init(
+            project=project, dir=str(folder), name=folder.name, id=folder.name, resume="allow", config=settings
+        )
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._run.log({**_numbers(record), "step": record["step"]})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _numbers(record: dict[str, Any]) -> dict[str, float]:
+    """Return every number of `record` except the step, keyed by `<model>/<name>`."""
+    return {
+        f"{record['run']}/{name}": value
+        for name, value in record.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and name != "step"
+    }
+
+
+def check_loggers(config: Metrics) -> None:
+    """Raise ValueError if `config` enables a logger whose package is not installed."""
+    for name in ("tensorboard", "wandb"):
+        if getattr(config, f"enable_{name}") and importlib.util.find_spec(name) is None:
+            raise ValueError(
+                f"metrics.enable_{name} must be false without the package {name}, got true; "
+                f"pip install 'quaver[{name}]'"
+            )
+
+
+@contextmanager
+def open_loggers(config: Metrics, metrics: Path, settings: dict[str, Any]) -> Iterator[list[Logger]]:
+    """Open `metrics` (JSON lines) and the loggers that `config` enables, and close them after the block.
+
+    Args:
+        settings: the resolved config, which Weights & Biases stores with the run.
+    """
+    loggers: list[Logger] = [JsonLines(metrics)]
+    folder = metrics.parent
+    try:
+        if config.enable_tensorboard:
+            loggers.append(_TensorBoard(folder / config.save_tb_folder))
+        if config.enable_wandb:
+            loggers.append(_Wandb(config.wandb_project, folder, settings))
+        yield loggers
+    finally:
+        for logger in loggers:
+            logger.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def rewind_metrics(path: Path, step: int) -> None:
+    """Remove the records after `step`, and an incomplete last line, from a file of JSON lines."""
+    if not path.exists():
+        return
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text("".join(line for line in lines if json.loads(line)["step"] <= step), encoding="utf-8")
+    partial.replace(path)
+
+
+def is_spike(loss: float, recent: Sequence[float], deviations: float) -> bool:
+    """Whether `loss` is more than `deviations` robust standard deviations above the median of `recent`.
+
+    Median and median absolute deviation are robust: a spike in the window does not hide the next one. False with fewer
+    than `SPIKE_MIN_STEPS` losses, or with `deviations` 0.
+    """
+    if not deviations or len(recent) < SPIKE_MIN_STEPS:
+        return False
+    median = statistics.median(recent)
+    std = MAD_TO_STD * statistics.median(abs(each - median) for each in recent)
+    return loss > median + deviations * max(std, MIN_RELATIVE_STD * abs(median))
+
+
+def remember(loss: float, recent: list[float]) -> None:
+    """Append `loss` to `recent`, which keeps the last `SPIKE_WINDOW` losses."""
+    recent.append(loss)
+    del recent[:-SPIKE_WINDOW]
+
+
+def median_step_seconds(step_seconds: Sequence[float]) -> float:
+    """Return the median of the times after the warm-up steps, or of all times if there are no more."""
+    return statistics.median(step_seconds[WARMUP_STEPS:] or step_seconds)
+
+
+def summarize(
+    config: TrainConfig,
+    models: Sequence[TrainedModel],
+    device: torch.device,
+    peak: PeakFlops,
+    dims: ParallelDims,
+    flops_per_token: dict[str, dict[str, int]],
+    *,
+    status: str,
+    steps: int,
+    error: str | None,
+) -> dict[str, Any]:
+    """Return the JSON-able summary of a run that completed `steps` steps and ended with `status`.
+
+    Speed is that of the median step over all ranks, MFU that of one device, and memory that of the first rank.
+    `comparison` is the first model relative to the second one, the bfloat16 baseline; memory only if both are exact.
+    """
+    runs = {model.name: _model_summary(config, model, peak, dims, flops_per_token[model.name]) for model in models}
+    summary: dict[str, Any] = {
+        "status": status,
+        "error": error,
+        "steps": steps,
+        "ranks": dims.world_size,
+        "mesh": dims.mesh,
+        "runs": runs,
+        "bfloat16_peak": {"flops_per_s": peak.flops_per_s, "source": peak.source},
+        "float8_peak_flops_per_s": peak.float8_flops_per_s,
+        "float32_peak_flops_per_s": peak.float32_flops_per_s,
+        "environment": {"quaver": version("quaver"), **describe(device)},
+    }
+    if len(models) == 2:
+        summary["comparison"] = _compare(*runs.values())
+    return summary
+
+
+def _model_summary(
+    config: TrainConfig, model: TrainedModel, peak: PeakFlops, dims: ParallelDims, flops_per_token: dict[str, int]
+) -> dict[str, Any]:
+    seconds = median_step_seconds(model.step_seconds) if model.step_seconds else None
+    tokens_per_s = config.training.step_tokens / seconds if seconds else None
+    used: dict[str, float | None] = {"tflops": None, "mfu": None, "mfu_by_precision": None}
+    if tokens_per_s:
+        used = utilization(flops_per_token, tokens_per_s / dims.world_size, peak)
+    rank = "" if dims.world_size == 1 else f", of rank {dims.rank}"
+    return {
+        "validation_loss": model.validation_loss,
+        **({"validation_loss_hp": model.validation_loss_hp} if config.validation.high_precision_too else {}),
+        "median_step_seconds": seconds,
+        "tokens_per_s": tokens_per_s,
+        **used,
+        "peak_memory_bytes": model.peak.peak_bytes,
+        "peak_memory_exact": model.peak.exact,
+        "peak_memory_source": model.peak.source + rank,
+    }
+
+
+def _compare(run: dict[str, Any], baseline: dict[str, Any]) -> dict[str, float | None]:
+    def ratio(key: str) -> float | None:
+        return run[key] / baseline[key] if run[key] is not None and baseline[key] else None
+
+    loss_ratio, both_exact = ratio("validation_loss"), run["peak_memory_exact"] and baseline["peak_memory_exact"]
+    return {
+        "loss_gap": None if loss_ratio is None else loss_ratio - 1,
+        "tokens_per_s_ratio": ratio("tokens_per_s"),
+        "peak_memory_ratio": ratio("peak_memory_bytes") if both_exact else None,
+    }

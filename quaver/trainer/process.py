@@ -1,0 +1,159 @@
+"""How the process behaves during a run: signals, a watchdog for steps that hang, deterministic algorithms."""
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+import torch
+
+CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+"""cuBLAS needs it for reproducible results (its documentation, "Results Reproducibility") and reads it at start."""
+
+GIL_PATIENCE_S = 10.0
+"""Seconds for which the GIL must have been held before stacks are written without it."""
+
+
+@dataclass
+class Requests:
+    """What signals asked this process for."""
+
+    stop: bool = False
+    """SIGINT (Ctrl-C) or SIGTERM arrived."""
+    snapshots: int = 0
+    """The number of SIGUSR1."""
+
+
+@contextmanager
+def stop_signals() -> Iterator[Requests]:
+    """Turn the first SIGINT or SIGTERM in the block into `stop`, so that a run ends between two steps.
+
+    The second one has its default effect. Only the main thread receives signals; in another thread nothing changes.
+    """
+    requests = Requests()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        requests.stop = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    with _handled(numbers, stop):
+        yield requests
+
+
+@contextmanager
+def snapshot_signals() -> Iterator[Requests]:
+    """Count each SIGUSR1 in the block, which would otherwise end the process, as a request for a memory snapshot."""
+    requests = Requests()
+
+    def count(_signal: int, _frame: FrameType | None) -> None:
+        requests.snapshots += 1
+
+    with _handled((signal.SIGUSR1,) if hasattr(signal, "SIGUSR1") else (), count):
+        yield requests
+
+
+@contextmanager
+def _handled(numbers: tuple[signal.Signals, ...], handler: "signal._HANDLER") -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
+
+
+@dataclass
+class Watchdog:
+    """Writes the stacks of all threads while a step hangs; made by `watchdog`.
+
+    Each rank watches itself. Ranks that wait for a hanging rank are late as well and write their stacks, too.
+
+    [Note: two ways to write stacks] A thread that holds the GIL can read the stacks of all threads safely. If the step
+    hangs in a kernel or collective that holds the GIL, no such thread runs; then a thread of the fault handler writes
+    the stacks without the GIL. It must not do so while Python code runs: it would read frames that change, which has
+    crashed processes (Python 3.13 at least). So it fires only after the first thread has waited for the GIL in vain.
+    """
+
+    path: Path
+    file: TextIO
+
+    @contextmanager
+    def step(self, seconds: float, what: str) -> Iterator[None]:
+        """Run the block; every `seconds` it takes, append all stacks of this process to the file. 0 disables.
+
+        The first time, a line on stderr says that `what` is late. The step goes on: a collective's timeout or the user
+        ends it.
+        """
+        if not seconds:
+            yield
+            return
+        is_over = threading.Event()
+        self._write_without_gil(seconds)
+        late = threading.Thread(target=self._watch, args=(seconds, what, is_over), name="watchdog", daemon=True)
+        late.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            late.join()
+            faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self, seconds: float, what: str, is_over: threading.Event) -> None:
+        is_reported = False
+        while not is_over.wait(seconds):
+            self._write_without_gil(seconds)
+            faulthandler.dump_traceback(file=self.file, all_threads=True)
+            if not is_reported:
+                line = f"quaver: {what} takes longer than {seconds:g} s; its stacks are in {self.path}"
+                print(line, file=sys.stderr, flush=True)
+                is_reported = True
+
+    def _write_without_gil(self, seconds: float) -> None:
+        """Schedule the fault handler, repeatedly, unless this is called again in time."""
+        faulthandler.dump_traceback_later(seconds + GIL_PATIENCE_S, repeat=True, file=self.file)
+
+
+@contextmanager
+def watchdog(path: Path) -> Iterator[Watchdog]:
+    """Yield a watchdog that writes to `path`, which is removed if it stays empty."""
+    path.parent.mkdir(parents=True, exist_ok=True)  # other machines may not share the disk of the first rank
+    with path.open("a", encoding="utf-8") as file:
+        yield Watchdog(path, file)
+    if path.stat().st_size == 0:
+        path.unlink()
+
+
+@contextmanager
+def determinism(enabled: bool) -> Iterator[None]:
+    """Use deterministic algorithms in the block if `enabled`; torch then refuses operations that have none.
+
+    CPU runs repeat to the bit without it. On CUDA it costs speed, above all in attention.
+    """
+    if not enabled:
+        yield
+        return
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.benchmark,
+    )
+    os.environ.setdefault(*CUBLAS_WORKSPACE)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark = before[2]

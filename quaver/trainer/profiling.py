@@ -1,0 +1,165 @@
+"""Profiles single steps as [profiling] asks: traces for Perfetto and snapshots of the memory.
+
+    with Profiling(config, run_folder, ranks, device) as profiling:
+        ...
+        with profiling.step(step, model.name, model.model, model.optimizer):
+            model.train_step(step, batches)
+
+writes, in the run folder, for each rank and model,
+
+    profile_trace/step-000010/tensorwise-rank0.json.gz         a trace of the step, for Perfetto
+    memory_snapshot/step-000003/tensorwise-rank0.json, .png    CPU: its live tensors (quaver.memory)
+    memory_snapshot/step-000003/tensorwise-rank0.pickle        CUDA: the allocator's history until its end,
+                                                               for https://pytorch.org/memory_viz
+
+docs/profiling.md describes the files. Ranks do not wait for each other here. SIGUSR1 asks one rank for snapshots.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from quaver import Float8Linear
+from quaver.memory import draw_timeline, record_timeline
+from quaver.scale_state import LinearScales
+from quaver.trainer.config import TrainConfig
+from quaver.trainer.errors import OutputError
+from quaver.trainer.process import Requests, snapshot_signals
+from quaver.trainer.ranks import Ranks
+from quaver.trainer.traces import traced
+
+MAX_HISTORY_ENTRIES = 100_000
+"""The newest allocations and frees in CUDA's history."""
+
+
+class Profiling:
+    """Profiles the steps that the config names, and those that SIGUSR1 asks for."""
+
+    def __init__(self, config: TrainConfig, folder: Path, ranks: Ranks, device: torch.device) -> None:
+        """`folder` is the run folder, on every rank."""
+        self._config, self._folder, self._rank, self._device = config, folder, ranks.rank, device
+        self._stack = ExitStack()
+        self._requests = Requests()
+        self._served: dict[str, int] = {}
+
+    def __enter__(self) -> "Profiling":
+        if self._config.profiling.enable_memory_snapshot:
+            self._requests = self._stack.enter_context(snapshot_signals())
+            if self._device.type == "cuda":
+                self._stack.enter_context(_recorded_history(self._device))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @contextmanager
+    def step(self, step: int, name: str, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+        """Run the block, which is step `step` (from 1) of the model `name`, and profile it if it is due.
+
+        The files are written after the block. If it raises there are none, except for a snapshot when CUDA is out of
+        memory.
+
+        Raises:
+            OutputError: a file cannot be written.
+        """
+        with ExitStack() as stack:
+            if self._config.profiling.enable_memory_snapshot:
+                snapshot = self._cuda_snapshot if self._device.type == "cuda" else self._cpu_timeline
+                stack.enter_context(snapshot(step, name, model, optimizer))
+            if self._config.profiling.enable_profiling:
+                stack.enter_context(self._trace(step, name, model))
+            yield
+
+    @contextmanager
+    def _trace(self, step: int, name: str, model: nn.Module) -> Iterator[None]:
+        config = self._config.profiling
+        steps_to_window_end = -step % config.profile_freq
+        if steps_to_window_end >= config.profiler_warmup + config.profiler_active:
+            yield
+            return
+        with traced(model, self._device) as profiler:
+            yield
+        if steps_to_window_end < config.profiler_active:
+            file = self._file(config.save_traces_folder, step, name, ".json.gz")
+            with _output(file):
+                profiler.export_chrome_trace(str(file))
+
+    @contextmanager
+    def _cuda_snapshot(self, step: int, name: str, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            self._write_cuda_snapshot(step, name, "-out-of-memory.pickle")
+            raise
+        if self._is_snapshot_due(step, "all"):  # the allocator's history covers all models
+            self._write_cuda_snapshot(step, name, ".pickle")
+
+    def _write_cuda_snapshot(self, step: int, name: str, ending: str) -> None:
+        file = self._file(self._config.profiling.save_memory_snapshot_folder, step, name, ending)
+        with _output(file):
+            torch.cuda.memory._dump_snapshot(str(file))
+
+    @contextmanager
+    def _cpu_timeline(self, step: int, name: str, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+        if not self._is_snapshot_due(step, name):
+            yield
+            return
+        with record_timeline(model, optimizer, kept_scales=kept_scales(model)) as timeline:
+            yield
+        about = {"run": name, "step": step, "rank": self._rank, "config": _plain(self._config)}
+        report = {**timeline.report(), **about}
+        file = self._file(self._config.profiling.save_memory_snapshot_folder, step, name, ".json")
+        with _output(file):
+            file.write_text(json.dumps(report, allow_nan=False) + "\n", encoding="utf-8")
+            title = f"{self._folder.name}: live tensors of {name}, step {step}, rank {self._rank}"
+            draw_timeline(report, file.with_suffix(".png"), title=title)
+
+    def _is_snapshot_due(self, step: int, name: str) -> bool:
+        """Whether it is the config's step, or a SIGUSR1 came after the last snapshot of `name`."""
+        asked, served = self._requests.snapshots, self._served.get(name, 0)
+        self._served[name] = asked
+        return step == self._config.profiling.memory_snapshot_step or asked > served
+
+    def _file(self, folder: str, step: int, name: str, ending: str) -> Path:
+        return self._folder / folder / f"step-{step:06d}" / f"{name}-rank{self._rank}{ending}"
+
+
+@contextmanager
+def _recorded_history(device: torch.device) -> Iterator[None]:
+    torch.cuda.memory._record_memory_history(max_entries=MAX_HISTORY_ENTRIES, device=device)
+    try:
+        yield
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None, device=device)
+
+
+@contextmanager
+def _output(file: Path) -> Iterator[None]:
+    """Create the folder of `file`, which the block writes; turn an OSError into an OutputError that names the file."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise OutputError(f"cannot write {str(file)!r}: {error.strerror or error}") from error
+
+
+def kept_scales(model: nn.Module) -> list[Tensor]:
+    """Return every tensor of the persistent scales and histories that the linears of `model` share."""
+    scalings = [module.scaling for module in model.modules() if isinstance(module, Float8Linear)]
+    states = {id(scaling.state): scaling.state for scaling in scalings if isinstance(scaling, LinearScales)}
+    return [value for state in states.values() for value in vars(state).values() if isinstance(value, Tensor)]
+
+
+def _plain(config: TrainConfig) -> Any:
+    """Return the settings as JSON values; inf and NaN, which JSON lacks, as strings."""
+    return json.loads(json.dumps(asdict(config)), parse_constant=str)

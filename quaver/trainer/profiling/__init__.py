@@ -1,1 +1,0 @@
-"""Traces and memory of single steps."""

@@ -1,1 +1,0 @@
-"""What a run writes down and shows: numbers, pictures, where it comes from."""

@@ -1,0 +1,134 @@
+"""What a run needs before it trains: the checked config, parallel dims, device, data and models.
+
+Everything that can be wrong with the input is refused here, before a file is written or a process group made.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from quaver.convert import ConversionReport
+from quaver.devices import resolve_device
+from quaver.trainer.checkpoints.folder import read_record
+from quaver.trainer.config import TrainConfig, require
+from quaver.trainer.data import TokenData, load_data
+from quaver.trainer.float8 import convert_model
+from quaver.trainer.flops import flops_per_token_by_precision
+from quaver.trainer.metrics import check_loggers
+from quaver.trainer.model import Llama
+from quaver.trainer.parallel_dims import ParallelDims, resolve
+from quaver.trainer.ranks import Ranks
+from quaver.trainer.run_folder import RunFolder, provenance
+
+
+@dataclass
+class Models:
+    """The models of a run, on the meta device, by name: a recipe, or the high-precision dtype."""
+
+    by_name: dict[str, Llama]
+    """The float8 model first, then the bfloat16 baseline of `job.compare`."""
+    report: ConversionReport | None
+    """The conversion of the float8 model."""
+    flops_per_token: dict[str, dict[str, int]]
+    """By model, and by the precision that computes them."""
+
+
+@dataclass
+class RunSetup:
+    """A run whose input was checked: equal on every rank, except for `dims.rank`."""
+
+    config: TrainConfig
+    ranks: Ranks
+    dims: ParallelDims
+    device: torch.device
+    data: TokenData
+    models: Models
+    folder: RunFolder | None = None
+    """Set by `open_folder`, on the first rank only."""
+    about: dict[str, Any] = field(default_factory=dict)
+    """What each checkpoint says about its run; set by `open_folder`."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The settings and the hash of the text, which must be equal on every rank."""
+        return json.dumps([asdict(self.config), self.data.origin["sha256"]])
+
+
+def set_up_run(config: TrainConfig, ranks: Ranks) -> RunSetup:
+    """Check `config`, read the data, make and convert the models. Writes nothing but the token cache.
+
+    One rank writes a missing token cache and the others wait for it; there is no other communication.
+
+    Raises:
+        ValueError: a setting does not fit.
+        OSError: a path cannot be read.
+        NotImplementedError: a known gap.
+        MissingDeviceError: the device does not exist here.
+    """
+    config, dims = resolve(config, rank=ranks.rank, world_size=ranks.world_size)
+    device = ranks.device(resolve_device(config.training.device))
+    require(
+        device.type == "cuda" or config.checkpoint.async_mode != "async_with_pinned_mem",
+        "checkpoint.async_mode",
+        "disabled or async on a device that is not CUDA",
+        config.checkpoint.async_mode,
+        "page-locked memory is for copies from a GPU",
+    )
+    check_environment(config)
+    models = make_models(config, device)
+    data = load_data(config, quiet=not ranks.is_first)
+    return RunSetup(config, ranks, dims, device, data, models)
+
+
+def check_environment(config: TrainConfig) -> None:
+    """Refuse a logger whose package is not installed, and initial weights that are missing.
+
+    Raises:
+        ValueError: a package is missing, or the checkpoint has another format.
+        FileNotFoundError: there is no checkpoint.
+    """
+    check_loggers(config.metrics)
+    if config.checkpoint.initial_load_path:
+        read_record(config.checkpoint.initial_weights)
+
+
+def make_models(config: TrainConfig, device: torch.device) -> Models:
+    """Make the models of a run on the meta device, and convert the one that trains in float8.
+
+    Raises:
+        ValueError: a filter matches nothing, NotImplementedError: a known gap.
+    """
+    precision = config.training.mixed_precision_param
+    models = {precision: _meta_model(config)}
+    report = None
+    if config.float8.enable_float8_linear:
+        model = _meta_model(config)
+        tokens = config.training.local_batch_size * config.training.seq_len
+        report = convert_model(model, config.float8, tokens=tokens, device=device)
+        models = {config.float8.recipe_name: model, **(models if config.job.compare else {})}
+    flops = {
+        name: flops_per_token_by_precision(model, config.model, config.training.seq_len, precision, device)
+        for name, model in models.items()
+    }
+    return Models(models, report, flops)
+
+
+def open_folder(setup: RunSetup) -> None:
+    """Make or find the run folder, on the first rank. Raises what `RunFolder.open` does, and OutputError."""
+    report = setup.models.report.to_dict() if setup.models.report else None
+    source = provenance(setup.device)
+    setup.about = {"config": asdict(setup.config), "provenance": source, "conversion_report": report}
+    setup.about["data"] = setup.data.origin
+    if setup.ranks.is_first:
+        setup.folder = RunFolder.open(setup.config)
+        setup.folder.add_provenance(source)
+        setup.folder.write_json("data.json", setup.data.origin)
+        if report:
+            setup.folder.write_json("conversion_report.json", report)
+
+
+def _meta_model(config: TrainConfig) -> Llama:
+    with torch.device("meta"):
+        return Llama(config.model).to(getattr(torch, config.training.dtype))
