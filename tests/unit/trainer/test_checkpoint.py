@@ -212,7 +212,7 @@ def test_refusals_are_one_line(config, tmp_path, capsys):
     run = run_to_end(with_steps(config, 2))
     path = run.folder.path
     resume = ["--resume", str(path)]
-    assert "go on with it by --resume" in refused([str(path / "config.toml")], capsys)
+    assert "resume it with --resume" in refused([str(path / "config.toml")], capsys)
     assert "has no config.toml" in refused(["--resume", str(tmp_path / "none")], capsys)
     assert "it has 2" in refused([*resume, "--checkpoint.load_step=1"], capsys)
     assert "model.dim must be 32" in refused([*resume, "--model.dim=64"], capsys)
