@@ -93,7 +93,7 @@ def draw_scales(scales: Path, image: Path, *, title: str) -> None:
     with matplotlib.rc_context({"font.size": 8}):
         figure = Figure(figsize=(1.6 + 4.6 * max(1, len(panels)), 2 * height + 0.9), layout="constrained")
         FigureCanvasAgg(figure)
-        figure.suptitle(f"{title}: persistent scales", fontsize=10)
+        figure.suptitle(f"{title}: persistent scales; dots: scaled dynamically", fontsize=10)
         if not panels:
             figure.text(0.5, 0.5, "no step was recorded", ha="center")
         for column, (operand, panel) in enumerate(panels.items()):
@@ -141,9 +141,7 @@ def _draw_panel(figure: Figure, panel: Panel, operand: str, steps: list[int], co
     exponents = above.pcolormesh(edges, rows, panel.exponent, cmap="viridis")
     figure.colorbar(exponents, ax=above, label="log2 of quant_scale")
     dynamic_rows, dynamic_columns = np.nonzero(panel.dynamic == 1)
-    dots = {"s": 6, "color": "#d1495b", "linewidths": 0, "label": "scaled dynamically"}
-    above.scatter(np.array(steps)[dynamic_columns], dynamic_rows + 0.5, **dots)
-    above.legend(loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
+    above.scatter(np.array(steps)[dynamic_columns], dynamic_rows + 0.5, s=6, color="#d1495b", linewidths=0)
     # Casts without saturation are gray, tensors that were not cast are white.
     below.pcolormesh(edges, rows, np.where(np.isnan(panel.saturated), np.nan, 0.15), cmap="Greys", vmin=0, vmax=1)
     norm = LogNorm(1, max(10.0, float(np.nan_to_num(panel.saturated).max())))

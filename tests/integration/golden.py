@@ -1,7 +1,7 @@
 """The first losses of the debug model, per recipe, on a text that is the same everywhere.
 
-`python -m tests.integration.golden` records them for this type of machine, beside those of other types; do so only for
-a change that is meant to change numbers, and say so in its commit.
+`python -m tests.integration.golden` records them for this type of machine and keeps those of other types. Use it only
+for a change that is meant to change numbers, and say so in its commit.
 """
 
 import json
@@ -28,7 +28,7 @@ STEPS = 20
 
 
 def machine_type() -> str:
-    """What decides about the last bits: the instructions that torch and quaver use, and torch's version."""
+    """Return what the last bits depend on: the instructions that torch and quaver use, and torch's version."""
     torch_version = torch.__version__.split("+")[0]
     has_tiles = torch.cpu._is_amx_tile_supported() if hasattr(torch.cpu, "_is_amx_tile_supported") else False
     instructions = torch.backends.cpu.get_cpu_capability() + (" AMX" if has_tiles else "")
@@ -40,7 +40,7 @@ def machine_type() -> str:
 
 
 def text() -> str:
-    """About 300 kB of words with an order of their own; Python's generator gives the same ones in every version."""
+    """Return about 300 kB of words from a Markov chain; Python's generator is the same in every version."""
     chance = random.Random(8)
     words = ["".join(chance.choices("aeioubcdfghlmnprst", k=chance.randint(2, 8))) for _ in range(400)]
     follows = {word: chance.choices(words, k=6) for word in words}

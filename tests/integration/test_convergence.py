@@ -1,8 +1,7 @@
-"""200 steps on real text: each recipe ends within 0.5% of its bfloat16 twin's validation loss.
+"""200 steps on real text: each recipe ends within 0.5% of the validation loss of its bfloat16 baseline.
 
-Two runs that differ in the last bit drift apart as training goes on, faster at a higher learning rate: at 2e-3 this
-model's twins end up to 3% apart in either direction, whichever recipe. At 5e-4 seeds and recipes stay within 0.15%,
-so half a percent means that something is wrong.
+Runs that differ in the last bit drift apart, faster at a higher learning rate: at 2e-3 this model ends up to 3% above
+or below its baseline with any recipe. At 5e-4 seeds and recipes stay within 0.15%, so 0.5% indicates an error.
 """
 
 import json

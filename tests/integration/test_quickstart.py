@@ -22,13 +22,10 @@ def commands() -> list[str]:
 
 
 def set_up(clone: Path) -> None:
-    """What `make` would install, from the environment of this test: the same packages, in the place they are expected.
-
-    Installing is what CI does before it runs any test.
-    """
+    """Stand in for what `make` installs: the environment of this test, in the place where `make` looks for it."""
     binaries = clone / ".venv" / "bin"
     binaries.mkdir(parents=True)
-    # Not links: a Python that is linked to looks for its packages beside the link.
+    # Scripts, because a symbolic link to Python would look for its packages next to the link.
     (binaries / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (binaries / "quaver").write_text(f'#!/bin/sh\nexec {sys.executable} -m quaver.cli "$@"\n')
     for path in binaries.iterdir():
@@ -77,7 +74,7 @@ def test_the_resumed_run_is_whole(clone):
 
 
 def test_training_further_begins_where_the_first_run_ended(clone):
-    """Not at the loss of new weights, log(256) = 5.5; the text is another one, so it is not the same loss."""
+    """Far below log(256) = 5.5, the loss of new weights, but not equal: the text differs."""
     mine = [r["loss"] for r in read_metrics(clone / "runs" / "mine" / "metrics.jsonl") if "loss" in r]
     further = [r["loss"] for r in read_metrics(clone / "runs" / "further" / "metrics.jsonl") if "loss" in r]
     assert abs(further[0] - mine[-1]) < 0.5 * abs(5.5 - mine[-1])
