@@ -2,15 +2,14 @@
 
 import argparse
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from typing import NoReturn
 
 from quaver.cli.errors import bad_input, print_error
+from quaver.memory.reports.byte_sizes import parse_bytes
 from quaver.trainer.errors import CheckpointError, OutputError
-from quaver.trainer.huggingface.exporting import export_hf, parse_size
-from quaver.trainer.huggingface.importing import import_hf
-from quaver.trainer.huggingface.names import file_shapes
+from quaver.trainer.huggingface.convert import export_hf, import_hf
+from quaver.trainer.huggingface.weights import file_state
 
 EXIT_BAD_INPUT = 2
 EXIT_NOT_WRITTEN = 4
@@ -32,8 +31,8 @@ def run(argv: list[str]) -> int:
 
 def _import(options: argparse.Namespace) -> None:
     out = _folder(options.out)
-    found = import_hf(_folder(options.hf_folder), out, options.dtype)
-    parameters = sum(prod(shape) for shape in file_shapes(found.model).values())
+    model = import_hf(_folder(options.hf_folder), out, options.dtype)
+    parameters = sum(tensor.numel() for tensor in file_state(model).values())
     print(f"{out}: {parameters:,} parameters in {options.dtype}")
     print(f"train with: quaver train {out / 'model.toml'} --checkpoint.initial_load_path {out}")
 
@@ -45,7 +44,7 @@ def _export(options: argparse.Namespace) -> None:
         out,
         name=options.model,
         dtype=options.dtype,
-        max_shard_bytes=parse_size(options.max_shard_size),
+        max_shard_bytes=parse_bytes(options.max_shard_size, "--max-shard-size"),
         tokenizer=_folder(options.tokenizer) if options.tokenizer else None,
     )
     step = found.record["progress"]["step"]

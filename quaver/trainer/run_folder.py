@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from quaver.devices import describe
-from quaver.trainer.checkpoints.folder import CheckpointFolder
+from quaver.trainer.checkpoint_folder import CheckpointFolder
 from quaver.trainer.config import Checkpoint, TrainConfig
 from quaver.trainer.config_io import load_config, write_config
 from quaver.trainer.errors import OutputError

@@ -11,7 +11,7 @@ import torch
 
 from quaver.convert import ConversionReport
 from quaver.devices import resolve_device
-from quaver.trainer.checkpoints.folder import read_record
+from quaver.trainer.checkpoint_folder import read_record
 from quaver.trainer.config import TrainConfig, require
 from quaver.trainer.data import TokenData, load_data
 from quaver.trainer.float8 import convert_model

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from quaver.devices import PeakFlops, peak_flops
-from quaver.trainer.checkpoints.checkpointer import Checkpointer, Progress, load_weights
+from quaver.trainer.checkpoint import Checkpointer, Progress, load_weights
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.data import Batch, TokenData
 from quaver.trainer.display import Display, print_results, training_display

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from quaver.cli import main
-from quaver.trainer.checkpoints.folder import FORMAT
+from quaver.trainer.checkpoint_folder import FORMAT
 from quaver.trainer.config import Float8, Model, Parallelism, TrainConfig, Training
 from quaver.trainer.initialize import allocate, initialize
 from quaver.trainer.model import Llama

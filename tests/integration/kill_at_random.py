@@ -1,7 +1,7 @@
-"""What test_resume.py starts: `quaver train` killed at random moments, and gone on with, many times.
+"""Kills `quaver train` at random moments and resumes it, many times; test_resume.py runs this script.
 
-Each run is a fork of this process, which has imported everything and started no thread, so that a start takes a
-fraction of a second. Prints JSON: how often it killed, and in how many of the kills a checkpoint was being written.
+Each run is a fork of this process, which has imported everything and has one thread, so that a start takes a fraction
+of a second. Prints JSON: the number of kills, how many of them hit a checkpoint being written, and the newest step.
 """
 
 import json
@@ -16,11 +16,11 @@ import torch
 
 import quaver.trainer.train  # noqa: F401 - imported once, before the forks
 from quaver.cli import main
-from quaver.trainer.checkpoints.folder import CheckpointFolder
+from quaver.trainer.checkpoint_folder import CheckpointFolder
 
 
 def start(words: list[str]) -> int:
-    """Fork a run; return its process."""
+    """Fork a run and return its process id."""
     child = os.fork()
     if child:
         return child
@@ -36,17 +36,17 @@ def start(words: list[str]) -> int:
 
 
 def wait_for_a_step(metrics: Path, size: int) -> None:
-    """Return when the file of metrics has grown beyond `size`, or been cut back and grown again, by a step."""
+    """Return when a step was appended to the metrics, beyond `size` bytes."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if metrics.exists() and metrics.stat().st_size > size:
             return
         time.sleep(0.002)
-    raise SystemExit("a run made no step in 60 s")
+    raise SystemExit("the run did no step in 60 s")
 
 
 def kill_many_times(words: list[str], folder: CheckpointFolder, kills: int, seed: int) -> dict[str, int]:
-    """Kill `kills` runs at random, most after their first steps; the checkpoints' folder must never go back."""
+    """Kill `kills` runs, most after their first steps; the newest complete checkpoint must never be lost."""
     chance = random.Random(seed)
     metrics = folder.path.with_name("metrics.jsonl")
     newest, while_writing = 0, 0
@@ -61,11 +61,11 @@ def kill_many_times(words: list[str], folder: CheckpointFolder, kills: int, seed
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         if not os.WIFSIGNALED(status):
-            raise SystemExit(f"a run ended by itself with {os.waitstatus_to_exitcode(status)}")
+            raise SystemExit(f"the run was not killed but exited with {os.waitstatus_to_exitcode(status)}")
         while_writing += any(folder.path.glob(".step-*.partial"))
         steps = folder.steps()
         if newest and not (steps and steps[-1] >= newest):
-            raise SystemExit(f"there was a checkpoint of step {newest}, and now there is {steps}")
+            raise SystemExit(f"the checkpoint of step {newest} was lost: now there is {steps}")
         newest = steps[-1] if steps else 0
     return {"kills": kills, "while_writing": while_writing, "newest": newest}
 
@@ -73,9 +73,9 @@ def kill_many_times(words: list[str], folder: CheckpointFolder, kills: int, seed
 if __name__ == "__main__":
     torch.set_num_threads(1)
     options = json.loads(sys.argv[1])
-    told = kill_many_times(
+    result = kill_many_times(
         options["words"], CheckpointFolder(Path(options["checkpoints"])), options["kills"], options["seed"]
     )
-    process = start([*options["words"], f"--training.steps={told['newest'] + 5}"])
-    told["last_exit"] = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    print(json.dumps(told))
+    process = start([*options["words"], f"--training.steps={result['newest'] + 5}"])
+    result["last_exit"] = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    print(json.dumps(result))

@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped or out of disk, and go on: to the bit, and with the last good checkpoint intact."""
+"""Runs that are killed, stopped or out of disk space resume to the bit, and keep their last complete checkpoint."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from quaver.cli import main
-from quaver.trainer.checkpoints.folder import CheckpointFolder
+from quaver.trainer.checkpoint_folder import CheckpointFolder
 from quaver.trainer.metrics import read_metrics
 
 TINY = [
@@ -33,7 +33,7 @@ def where(tmp_path: Path) -> list[str]:
 
 
 def numbers(run: Path) -> dict[int, tuple[float, float]]:
-    """Loss and gradient norm by step."""
+    """Return loss and gradient norm by step."""
     records = [record for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
     assert [record["step"] for record in records] == list(range(1, len(records) + 1)), "steps are missing or doubled"
     return {record["step"]: (record["loss"], record["grad_norm"]) for record in records}
@@ -48,7 +48,7 @@ def environment() -> dict[str, str]:
 
 
 def test_killed_at_50_random_moments(where, tmp_path):
-    """Every checkpoint is one that can be gone on from, and the run is the one that nobody killed, to the bit."""
+    """Every checkpoint can be resumed from, and the run has the bits of one that was not killed."""
     run = tmp_path / "runs" / "killed"
     words = [*where, "--job.name=killed", "--checkpoint.resume=auto", "--checkpoint.interval=2"]
     words += ["--checkpoint.keep_latest_k=2", "--training.steps=1000000"]
@@ -63,15 +63,15 @@ def test_killed_at_50_random_moments(where, tmp_path):
         env={**environment(), "PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["kills"] == 50
-    assert told["last_exit"] == 0, done.stderr
-    assert told["while_writing"] >= 2, "kills that hit no write prove nothing"
-    assert told["newest"] >= 30
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["kills"] == 50
+    assert result["last_exit"] == 0, done.stderr
+    assert result["while_writing"] >= 2, "no kill hit a write"
+    assert result["newest"] >= 30
     assert len(checkpoints(run).steps()) <= 2
     assert not list((run / "checkpoint").glob(".step-*"))
 
-    assert main(["train", *where, "--job.name=whole", f"--training.steps={told['newest'] + 5}"]) == 0
+    assert main(["train", *where, "--job.name=whole", f"--training.steps={result['newest'] + 5}"]) == 0
     assert numbers(run) == numbers(tmp_path / "runs" / "whole")
 
 
@@ -87,13 +87,13 @@ def on_two_ranks(words: list[str]) -> "subprocess.Popen[str]":
 
 
 def children_of(pid: int) -> list[int]:
-    """The ranks that torchrun started, each in a session of its own."""
+    """Return the ranks that torchrun started, each in its own session."""
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc to find the ranks of a launcher")
 def test_two_ranks_killed_at_a_random_step(where, tmp_path):
-    """FSDP2 with a float8 all-gather; and the checkpoint goes on in one process, which reads what two wrote."""
+    """FSDP2 with a float8 all-gather; then one process resumes from what two wrote."""
     gather = ["--float8.enable_fsdp_float8_all_gather", "--training.global_batch_size=4"]
     words = [*where, *gather, "--job.name=killed", "--checkpoint.interval=2", "--checkpoint.resume=auto"]
     run = tmp_path / "runs" / "killed"
@@ -125,15 +125,19 @@ def test_two_ranks_killed_at_a_random_step(where, tmp_path):
     assert losses[reached + 6][0] == pytest.approx(losses[reached + 4][0], rel=0.2)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_the_run_goes_on(where, tmp_path, number):
+def wait_for_steps(process: "subprocess.Popen[str]", run: Path) -> None:
+    metrics = run / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+
+
+def test_ctrl_c_saves_and_the_run_resumes(where, tmp_path):
     run = tmp_path / "runs" / "stopped"
     words = [sys.executable, "-m", "quaver.cli", "train", *where, "--job.name=stopped", "--training.steps=1000000"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
-    while not ((run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text().count("\n") >= 3):
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.01)
-    process.send_signal(number)
+    wait_for_steps(process, run)
+    process.send_signal(signal.SIGINT)
     output, error = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, error) == (130, "")
     assert f"quaver train --resume {run}" in output
@@ -144,13 +148,11 @@ def test_a_signal_saves_and_the_run_goes_on(where, tmp_path, number):
     assert numbers(run) == numbers(tmp_path / "runs" / "whole")
 
 
-def test_a_launcher_that_is_stopped_has_every_rank_save(where, tmp_path):
+def test_sigterm_to_the_launcher_saves_on_every_rank(where, tmp_path):
     run = tmp_path / "runs" / "stopped"
     process = on_two_ranks([*where, "--job.name=stopped", "--training.steps=1000000"])
-    while not ((run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text().count("\n") >= 3):
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)  # torchrun hands it to its ranks
+    wait_for_steps(process, run)
+    process.send_signal(signal.SIGTERM)  # torchrun forwards it to its ranks
     output, _ = process.communicate(timeout=LIMIT_S)
     assert f"quaver train --resume {run}" in output
     (step,) = checkpoints(run).steps()
@@ -163,8 +165,8 @@ def _no_file_above(limit_bytes: int) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
 
-def test_a_disk_that_is_full_stops_the_run_and_harms_nothing(where, tmp_path):
-    """A limit on the size of files stands in for it: writing fails in the same place, with another message."""
+def test_a_full_disk_stops_the_run_and_keeps_the_last_checkpoint(where, tmp_path):
+    """A limit on the size of files simulates it: the same write fails, with another message."""
     run = tmp_path / "runs" / "full"
     words = [*where, "--job.name=full", "--checkpoint.interval=4"]
     assert main(["train", *words, "--training.steps=4"]) == 0

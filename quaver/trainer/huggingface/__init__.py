@@ -1,1 +1,1 @@
-"""Weights of Llama models from Hugging Face, and to it."""
+"""Converts Llama models from Hugging Face's files to checkpoints, and back."""

@@ -1,40 +1,46 @@
-"""Hugging Face's config.json of a Llama and quaver's [model] section, one from the other.
+"""Converts between Hugging Face's config.json of a Llama and quaver's [model] section.
 
-What transformers 5 calls `rope_parameters` is `rope_theta` and `rope_scaling` in versions before it. Both are read, and
-both are written, so that either version makes the same model of the file. Absent keys mean what `LlamaConfig` means.
+transformers 5 writes `rope_parameters` where older versions write `rope_theta` and `rope_scaling`. Both are read and
+written, so that either version makes the same model of the file. Absent keys mean what they mean to `LlamaConfig`.
 """
 
 import json
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from quaver.trainer.config import Model
-from quaver.trainer.config.model import RopeScaling
-from quaver.trainer.huggingface.names import listed
 
 ARCHITECTURE = "LlamaForCausalLM"
 
-_SCALING_NAMES = {
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "intermediate_size": "hidden_dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+}
+"""Positive integers that a config.json must have, and their names in [model]."""
+
+_FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0}
+"""The only value of each that quaver's Llama supports."""
+
+_SCALING = {
     "factor": "rope_scaling_factor",
     "low_freq_factor": "rope_low_freq_factor",
     "high_freq_factor": "rope_high_freq_factor",
-    "original_max_position_embeddings": "rope_original_max_position",
 }
-
-_ROPE_NAMES = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_SCALING_NAMES}
-
-_ONLY = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "attention_dropout": 0.0,
-    "partial_rotary_factor": 1.0,
-}
-"""The one value that each of these may have: quaver's Llama has no other."""
+_ORIGINAL_CONTEXT = "original_max_position_embeddings"
+_ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", _ORIGINAL_CONTEXT, *_SCALING}
 
 KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
-"""What does not change the model but what others do with it."""
+"""Keys that do not change the model, but the way that others use it."""
+
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "a positive integer": lambda value: type(value) is int and value >= 1,
+    "a number": lambda value: type(value) in (int, float),
+    "true or false": lambda value: type(value) is bool,
+}
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -59,40 +65,32 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 
 def model_from_hf(config: dict[str, Any]) -> Model:
-    """Return the [model] settings that a config.json stands for.
+    """Return the [model] settings of a config.json.
 
     Raises:
-        NotImplementedError: for anything that quaver's Llama does not do.
-        ValueError: a value is missing, of the wrong type, or does not fit the others.
+        NotImplementedError: quaver's Llama does not support the model.
+        ValueError: a value is missing, has a wrong type, or does not fit the others.
     """
     _check_architecture(config)
-    for name, only in _ONLY.items():
-        _check_only(config, name, only)
-    heads, width = _whole(config, "num_attention_heads"), _whole(config, "hidden_size")
+    for name, only in _FIXED.items():
+        _check_fixed(config, name, only)
+    sizes = {ours: _get(config, theirs, "a positive integer") for theirs, ours in _SIZES.items()}
+    width, heads = sizes["dim"], sizes["n_heads"]
     if config.get("head_dim") is not None and config["head_dim"] * heads != width:
         raise NotImplementedError(
             f"head_dim in config.json must be hidden_size / num_attention_heads = {width} / {heads}, got "
-            f"{config['head_dim']!r}; quaver's Llama has no other heads"
+            f"{config['head_dim']!r}; quaver's Llama supports no other head size"
         )
     try:
         return Model(
-            vocab_size=_whole(config, "vocab_size"),
-            dim=width,
-            n_layers=_whole(config, "num_hidden_layers"),
-            n_heads=heads,
-            n_kv_heads=_whole(config, "num_key_value_heads", heads),
-            hidden_dim=_whole(config, "intermediate_size"),
-            norm_eps=_number(config, "rms_norm_eps", 1e-6),
-            tie_word_embeddings=_flag(config, "tie_word_embeddings"),
+            **sizes,
+            n_kv_heads=_get(config, "num_key_value_heads", "a positive integer", heads),
+            norm_eps=float(_get(config, "rms_norm_eps", "a number", 1e-6)),
+            tie_word_embeddings=_get(config, "tie_word_embeddings", "true or false", False),
             **_rope_settings(config),
         )
     except ValueError as error:
         raise ValueError(f"config.json does not make a model: {error}") from error
-
-
-def kept_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Return what `hf_config` is to write again of the config.json that a model came from."""
-    return {name: config[name] for name in KEPT if name in config}
 
 
 def hf_config(model: Model, *, dtype: str, kept: dict[str, Any]) -> dict[str, Any]:
@@ -100,26 +98,22 @@ def hf_config(model: Model, *, dtype: str, kept: dict[str, Any]) -> dict[str, An
 
     Args:
         dtype: of the weights, as torch names it.
-        kept: values for the names in `KEPT`. Token ids that are missing become null: the defaults of transformers would
-            end a text at tokens that mean something else.
+        kept: values of the keys in `KEPT`. Missing token ids become null: with the defaults of transformers, generation
+            would stop at tokens that have another meaning.
     """
-    scaling = _hf_scaling(model.rope_scaling)
+    scaling = None
+    if model.rope_scaling:
+        scaling = {"rope_type": "llama3", **{theirs: getattr(model, ours) for theirs, ours in _SCALING.items()}}
+        scaling[_ORIGINAL_CONTEXT] = model.rope_original_max_position
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.dim,
-        "intermediate_size": model.hidden_dim,
-        "num_hidden_layers": model.n_layers,
-        "num_attention_heads": model.n_heads,
+        **{theirs: getattr(model, ours) for theirs, ours in _SIZES.items()},
         "num_key_value_heads": model.n_kv_heads,
         "head_dim": model.head_dim,
-        "hidden_act": "silu",
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tie_word_embeddings,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "attention_dropout": 0.0,
+        **_FIXED,
         "rope_theta": model.rope_theta,
         "rope_scaling": scaling,
         "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": model.rope_theta},
@@ -128,85 +122,62 @@ def hf_config(model: Model, *, dtype: str, kept: dict[str, Any]) -> dict[str, An
     }
 
 
-def _hf_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    values = dict(zip(_SCALING_NAMES, asdict(scaling).values(), strict=True))
-    return {"rope_type": "llama3", **values}
+def listed(names: list[str], most: int = 3) -> str:
+    """Return the first few of `names` and the number of the others, for an error message."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _check_architecture(config: dict[str, Any]) -> None:
     architectures, kind = config.get("architectures"), config.get("model_type")
     if kind != "llama" or architectures not in (None, [ARCHITECTURE]):
         raise NotImplementedError(
-            f"config.json must be of a {ARCHITECTURE} (model_type 'llama'), got {architectures!r} "
+            f"config.json must describe a {ARCHITECTURE} (model_type 'llama'), got {architectures!r} "
             f"(model_type {kind!r}); quaver trains no other architecture"
         )
     if config.get("quantization_config") is not None:
         raise NotImplementedError(
-            "config.json must have no quantization_config: quaver trains from weights in float32, bfloat16 or float16; "
-            "convert the model that was quantized"
+            "config.json must have no quantization_config: quaver trains weights in float32, bfloat16 or float16; "
+            "dequantize the model first"
         )
 
 
-def _check_only(config: dict[str, Any], name: str, only: object) -> None:
+def _check_fixed(config: dict[str, Any], name: str, only: object) -> None:
     value = config.get(name)
     if value is not None and value != only:
         raise NotImplementedError(
-            f"{name} in config.json must be {json.dumps(only)}, got {value!r}; quaver's Llama knows no other"
+            f"{name} in config.json must be {json.dumps(only)}, got {value!r}; quaver's Llama supports no other value"
         )
 
 
 def _rope_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """The [model] settings of the rotary embeddings; a `rope_scaling` wins, as it does in transformers."""
-    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(found, dict):
-        raise ValueError(f"rope_scaling must be an object, got {found!r}")
-    unknown = sorted(name for name, value in found.items() if name not in _ROPE_NAMES and value is not None)
+    """Return the [model] settings of the rotary embeddings; `rope_scaling` has priority, as in transformers."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_scaling must be an object, got {rope!r}")
+    unknown = sorted(name for name, value in rope.items() if name not in _ROPE_KEYS and value is not None)
     if unknown:
-        raise NotImplementedError(f"the rope settings in config.json must have none but Llama's, got {listed(unknown)}")
-    _check_only(found, "partial_rotary_factor", 1.0)
-    theta = {"rope_theta": _number(found if "rope_theta" in found else config, "rope_theta", 10000.0)}
-    kind = found.get("rope_type", found.get("type", "default"))
-    if kind == "default":
-        return theta
-    if kind != "llama3":
+        raise NotImplementedError(f"the rope settings in config.json must be those of Llama, got {listed(unknown)}")
+    for source in (config, rope):
+        _check_fixed(source, "partial_rotary_factor", 1.0)
+    theta = _get(rope if "rope_theta" in rope else config, "rope_theta", "a number", 10000.0)
+    settings = {"rope_theta": float(theta)}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
         raise NotImplementedError(f"the rope_type in config.json must be 'default' or 'llama3', got {kind!r}")
-    factor, low, high, original = _SCALING_NAMES
-    if _number(found, factor) == 1:
-        return theta
-    before = _whole(found, original, config.get("max_position_embeddings"))
-    return {
-        **theta,
-        **{_SCALING_NAMES[name]: _number(found, name) for name in (factor, low, high)},
-        _SCALING_NAMES[original]: before,
-    }
+    if kind == "default" or _get(rope, "factor", "a number") == 1:
+        return settings
+    settings |= {ours: float(_get(rope, theirs, "a number")) for theirs, ours in _SCALING.items()}
+    context = _get(rope, _ORIGINAL_CONTEXT, "a positive integer", config.get("max_position_embeddings"))
+    return {**settings, "rope_original_max_position": context}
 
 
-def _value(config: dict[str, Any], name: str, default: Any) -> Any:
+def _get(config: dict[str, Any], name: str, kind: str, default: Any = None) -> Any:
+    """Return the value of `name`, checked to be of a kind in `_KINDS`; null means absent."""
     value = config.get(name)
     value = default if value is None else value
     if value is None:
         raise ValueError(f"{name} is missing")
-    return value
-
-
-def _whole(config: dict[str, Any], name: str, default: int | None = None) -> int:
-    value = _value(config, name, default)
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    return value
-
-
-def _number(config: dict[str, Any], name: str, default: float | None = None) -> float:
-    value = _value(config, name, default)
-    if type(value) not in (int, float):
-        raise ValueError(f"{name} must be a number, got {value!r}")
-    return float(value)
-
-
-def _flag(config: dict[str, Any], name: str) -> bool:
-    value = _value(config, name, False)
-    if type(value) is not bool:
-        raise ValueError(f"{name} must be true or false, got {value!r}")
+    if not _KINDS[kind](value):
+        raise ValueError(f"{name} must be {kind}, got {value!r}")
     return value

@@ -1,4 +1,4 @@
-"""Checkpoints: what is in the folder, what goes on to the bit, what is refused, in one process."""
+"""Checkpoints in one process: what a folder contains, that a resumed run has the same bits, and what is refused."""
 
 import json
 import os
@@ -10,22 +10,23 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from quaver.cli import main
-from quaver.trainer.checkpoints.checkpointer import CheckpointError, saved_keys
-from quaver.trainer.checkpoints.folder import RECORD, CheckpointFolder, read_metadata, read_record
+from quaver.trainer.checkpoint import read_metadata
+from quaver.trainer.checkpoint_folder import RECORD, CheckpointFolder, read_record
 from quaver.trainer.config import Checkpoint, Float8, LRScheduler, TrainConfig
+from quaver.trainer.errors import CheckpointError
 from quaver.trainer.metrics import read_metrics
 from quaver.trainer.train import Run, prepare, train
 
-KEPT = Float8(recipe_name="delayed", delayed_history_len=3)
+DELAYED = Float8(recipe_name="delayed", delayed_history_len=3)
 
 
 @pytest.fixture
 def config(tiny_config: TrainConfig) -> TrainConfig:
-    """A delayed run beside its twin, whose learning rate does not depend on the number of steps."""
+    """A run with delayed scaling and its bfloat16 baseline; the learning rate is independent of training.steps."""
     schedule = LRScheduler(schedule="constant", warmup_steps=2)
     job = replace(tiny_config.job, compare=True)
     checkpoint = Checkpoint(interval=2, keep_latest_k=0)
-    return replace(tiny_config, float8=KEPT, lr_scheduler=schedule, job=job, checkpoint=checkpoint)
+    return replace(tiny_config, float8=DELAYED, lr_scheduler=schedule, job=job, checkpoint=checkpoint)
 
 
 def with_steps(config: TrainConfig, steps: int, name: str = "tiny", **checkpoint: object) -> TrainConfig:
@@ -48,7 +49,7 @@ def checkpoints(run: Run) -> CheckpointFolder:
 
 
 def everything(run: Run) -> dict[str, torch.Tensor]:
-    """Weights, moments, step counters, kept scales and histories of every twin."""
+    """Return weights, moments, step counters, scales and histories of every model."""
     found = {}
     for twin in run.models:
         for name, value in twin.model.state_dict().items():
@@ -67,7 +68,7 @@ def numbers(run: Run) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
-def test_a_run_goes_on_to_the_bit(config, async_mode):
+def test_a_resumed_run_has_the_same_bits(config, async_mode):
     run_to_end(with_steps(config, 4, async_mode=async_mode))
     resumed = run_to_end(with_steps(config, 8, resume="must", async_mode=async_mode))
     whole = run_to_end(with_steps(config, 8, "whole", async_mode=async_mode))
@@ -83,19 +84,19 @@ def test_a_run_goes_on_to_the_bit(config, async_mode):
     assert checkpoints(resumed).steps() == [2, 4, 6, 8]
 
 
-def test_going_back_to_an_earlier_step_gives_the_later_ones_up(config):
+def test_resuming_from_an_earlier_step_discards_the_later_ones(config):
     first = run_to_end(with_steps(config, 6))
     before = numbers(first)
     again = run_to_end(with_steps(config, 6, resume="must", load_step=2))
     assert (again.began_at_step, numbers(again)) == (2, before)
     shorter = prepare(with_steps(config, 3, resume="must", load_step=2))
-    assert checkpoints(shorter).steps() == [2, 4, 6], "nothing goes before there is something else"
+    assert checkpoints(shorter).steps() == [2, 4, 6], "discarded before the next checkpoint is complete"
     train(shorter)
     assert checkpoints(shorter).steps() == [2, 3]
     assert max(record["step"] for record in read_metrics(shorter.folder.metrics)) == 3
 
 
-def test_random_numbers_go_on(config):
+def test_random_number_generators_resume(config):
     torch.manual_seed(5)
     run_to_end(with_steps(config, 2))
     expected = torch.rand(3)
@@ -113,7 +114,7 @@ def test_disabled_checkpoints_leave_nothing(config):
     assert not checkpoints(run).path.exists()
 
 
-def test_what_a_checkpoint_says(config):
+def test_the_record_of_a_checkpoint(config):
     run = run_to_end(with_steps(config, 2))
     record = read_record(checkpoints(run).complete(2))
     assert record["models"] == ["delayed", "bfloat16"]
@@ -127,14 +128,15 @@ def test_what_a_checkpoint_says(config):
 
 
 def test_state_dicts_are_plain(config):
-    """Under nn.Linear's own names, so that they load into a model that was never converted."""
+    """Under nn.Linear's names, so that they load into a model that is not converted."""
     run = run_to_end(with_steps(config, 2))
     path = checkpoints(run).complete(2)
-    of_float8 = {key for key in saved_keys(path / "delayed") if key.startswith(("model.", "optimizer."))}
-    of_bfloat16 = {key for key in saved_keys(path / "bfloat16") if key.startswith(("model.", "optimizer."))}
+    saved = {name: read_metadata(FileSystemReader(path / name)).state_dict_metadata for name in ("delayed", "bfloat16")}
+    of_float8, of_bfloat16 = (
+        {key for key in found if key.startswith(("model.", "optimizer."))} for found in saved.values()
+    )
     assert of_float8 == of_bfloat16
-    dtypes = FileSystemReader(path / "delayed").read_metadata().state_dict_metadata
-    assert dtypes["model.model.layers.0.mlp.up_proj.weight"].properties.dtype is torch.float32
+    assert saved["delayed"]["model.model.layers.0.mlp.up_proj.weight"].properties.dtype is torch.float32
 
 
 def test_a_partial_checkpoint_does_not_count(config):
@@ -148,7 +150,7 @@ def test_a_partial_checkpoint_does_not_count(config):
     assert not list(folder.path.glob(".*"))
 
 
-def test_auto_begins_where_there_is_nothing(config):
+def test_auto_begins_a_run_without_checkpoints(config):
     run = run_to_end(with_steps(config, 2, resume="auto"))
     assert run.began_at_step == 0
     for step in checkpoints(run).steps():
@@ -160,7 +162,7 @@ def test_auto_begins_where_there_is_nothing(config):
     assert len([record for record in read_metrics(again.folder.metrics) if "loss" in record]) == 4
 
 
-def test_a_folder_that_a_killed_process_had_only_begun_is_a_new_run(config):
+def test_a_folder_without_a_config_is_a_new_run(config):
     folder = Path(config.job.dump_folder) / "tiny"
     folder.mkdir(parents=True)
     (folder / ".config.toml.partial").write_text("[mod")
@@ -186,8 +188,8 @@ def test_initial_weights_of_another_run(config):
         assert not ours.optimizer.state
 
 
-def test_a_run_that_scaled_dynamically_goes_on_with_kept_scales(config):
-    """In a run of its own: a run's twins keep their names."""
+def test_initial_weights_of_a_run_with_dynamic_scaling(config):
+    """Delayed scaling begins as in a new model."""
     first = run_to_end(replace(with_steps(config, 2), float8=Float8(recipe_name="tensorwise")))
     path = str(checkpoints(first).complete(2))
     run_to_end(with_steps(config, 2, "second", initial_load_path=path))
@@ -216,16 +218,13 @@ def test_refusals_are_one_line(config, tmp_path, capsys):
     assert "has no config.toml" in refused(["--resume", str(tmp_path / "none")], capsys)
     assert "it has 2" in refused([*resume, "--checkpoint.load_step=1"], capsys)
     assert "model.dim must be 32" in refused([*resume, "--model.dim=64"], capsys)
-    assert "tensorwise" in refused([*resume, "--float8.recipe_name=tensorwise", *reset_delayed()], capsys)
+    recipe = ["--float8.recipe_name=tensorwise", "--float8.delayed_history_len=16"]
+    assert "tensorwise" in refused([*resume, *recipe], capsys)
     assert "job.name must be set" in refused(["--checkpoint.resume=auto"], capsys)
     assert "is not a checkpoint" in refused([f"--checkpoint.initial_load_path={tmp_path}"], capsys)
     assert "disabled or async on a device" in refused(["--checkpoint.async_mode=async_with_pinned_mem"], capsys)
     assert "takes the config of the run folder" in refused([str(path / "config.toml"), *resume], capsys)
     assert "is not a run folder" in refused([*resume, f"--job.dump_folder={path}", "--job.name=checkpoint"], capsys)
-
-
-def reset_delayed() -> list[str]:
-    return ["--float8.delayed_history_len=16"]
 
 
 def test_a_damaged_checkpoint_is_named(config, capsys):
@@ -240,6 +239,22 @@ def test_a_damaged_checkpoint_is_named(config, capsys):
     assert main(["train", "--resume", str(run.folder.path), "--checkpoint.load_step=2"]) == 0
 
 
+def test_a_failed_write_keeps_every_checkpoint(config, monkeypatch):
+    """Even those that the run discards: they go when the next checkpoint is complete."""
+    run_to_end(with_steps(config, 6))
+    again = prepare(with_steps(config, 6, resume="must", load_step=2, keep_latest_k=1))
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.distributed.checkpoint.filesystem.FileSystemWriter, "finish", fail)
+        with pytest.raises(CheckpointError, match="step 4 could not be.*No space left.*of step 6 is intact"):
+            train(again)
+    assert checkpoints(again).steps() == [2, 4, 6]
+    assert not list(checkpoints(again).path.glob(".*"))
+
+
 def test_a_folder_that_cannot_be_written(config):
     run = prepare(with_steps(config, 2))
     blocked = run.folder.path / "checkpoint"
@@ -249,7 +264,7 @@ def test_a_folder_that_cannot_be_written(config):
     assert json.loads((run.folder.path / "summary.json").read_text())["status"] == "checkpoint failed"
 
 
-def test_a_removal_that_is_cut_short_leaves_nothing_that_looks_complete(tmp_path, monkeypatch):
+def test_an_interrupted_removal_leaves_nothing_that_looks_complete(tmp_path, monkeypatch):
     folder = CheckpointFolder(tmp_path)
     for step in (1, 2):
         folder.begin(step)
@@ -257,22 +272,22 @@ def test_a_removal_that_is_cut_short_leaves_nothing_that_looks_complete(tmp_path
         folder.publish(step, {"format": 1})
 
     def fail(path: Path) -> None:
-        raise OSError("cut short")
+        raise OSError("interrupted")
 
-    monkeypatch.setattr("quaver.trainer.checkpoints.folder.shutil.rmtree", fail)
-    with pytest.raises(OSError, match="cut short"):
+    monkeypatch.setattr("quaver.trainer.checkpoint_folder.shutil.rmtree", fail)
+    with pytest.raises(OSError, match="interrupted"):
         folder.prune(1)
     assert folder.steps() == [2]
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage", b"\x80\x04K\x01."], ids=["empty", "no pickle", "another pickle"])
-def test_damaged_metadata_is_one_line(tmp_path, content):
-    (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(CheckpointError, match="choose another checkpoint") as caught:
-        read_metadata(tmp_path)
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "Ran out of input"), (b"garbage", ""), (b"\x80\x04K\x01.", ""), (None, "No such file or directory")],
+    ids=["empty", "no pickle", "another pickle", "missing"],
+)
+def test_damaged_metadata_is_one_line(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"cannot read .*: {message}.*; choose another checkpoint") as caught:
+        read_metadata(FileSystemReader(tmp_path))
     assert "\n" not in str(caught.value)
-
-
-def test_missing_metadata_is_said(tmp_path):
-    with pytest.raises(CheckpointError, match=r"cannot read .*: No such file or directory"):
-        read_metadata(tmp_path)

@@ -1,0 +1,322 @@
+"""Saves and loads a run to the bit, on any number of ranks, with torch.distributed.checkpoint (DCP).
+
+Of each model: parameters, AdamW's moments, float8 scales and amax histories. Of the run: the step and the position in
+the data, from which the learning rate and the samples follow. Of each rank: the states of torch's random number
+generators, which the trainer itself does not use while it trains.
+
+[Note: background writes] `save` copies the state to host memory and returns. A thread of each rank then writes the
+copy, and the first rank renames the folder once all ranks have written. The threads communicate through their own gloo
+group, so that their collectives do not interleave with those of training. Each phase ends with an exchange of errors:
+a save fails on every rank or on none. `failed` polls it, `wait` raises it.
+"""
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from quaver.trainer.checkpoint_folder import FORMAT, CheckpointFolder, read_record
+from quaver.trainer.config import Checkpoint
+from quaver.trainer.errors import CheckpointError
+from quaver.trainer.ranks import Ranks
+from quaver.trainer.trained_model import TrainedModel
+
+
+@dataclass
+class Progress:
+    """The position of a run: its state that is neither a tensor nor a setting."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    consumed_sequences: int = 0
+    """Sequences of the data consumed, over all ranks."""
+    skipped_steps: dict[str, int] = field(default_factory=dict)
+    """By model, the number of steps that were not finite and changed nothing."""
+    recent_losses: dict[str, list[float]] = field(default_factory=dict)
+    """By model, the losses that a new loss is compared with to detect a spike."""
+
+
+class Checkpointer:
+    """The checkpoints of one run, on one rank. Every rank calls the same methods in the same order."""
+
+    def __init__(
+        self, folder: CheckpointFolder, config: Checkpoint, ranks: Ranks, device: torch.device, about: dict[str, Any]
+    ) -> None:
+        """Make the group of the writing threads: a collective.
+
+        Args:
+            about: JSON-serializable; goes into each checkpoint's record: config, versions, conversion report.
+        """
+        self.folder, self.config, self.ranks, self.about = folder, config, ranks, about
+        self._device = device
+        ignore_single_process_warning()
+        self._group = None if ranks.is_alone else dist.new_group(backend="gloo")
+        self._stager: DefaultStager | None = None
+        self._pending: Future[None] | None = None
+        self._saved_step = -1
+        self._resumed_step: int | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save in the background has failed, as far as this rank's thread knows; never blocks."""
+        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
+
+    def is_due(self, step: int) -> bool:
+        """Return whether checkpoint.interval asks for a checkpoint after step `step`."""
+        return self.config.enable and step % self.config.interval == 0
+
+    def save(self, progress: Progress, models: Sequence[TrainedModel]) -> None:
+        """Save the run, unless this step is saved already or checkpoints are disabled; with async_mode in a thread.
+
+        Raises:
+            CheckpointError: on every rank, if this save, or the one before it in the background, failed.
+        """
+        if progress.step == self._saved_step or not self.config.enable:
+            return
+        self.wait()
+        state = {trained.name: _state_of(trained) for trained in models}
+        state[models[0].name]["rng"] = _rng_states(self.ranks.rank, self._device)
+        record = {
+            "format": FORMAT,
+            "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "models": list(state),
+            "world_size": self.ranks.world_size,
+            "progress": asdict(progress),
+            **self.about,
+        }
+        is_async = self.config.async_mode != "disabled"
+        self._saved_step = progress.step
+        self._pending = _in_thread(self._write, progress.step, self._stage(state) if is_async else state, record)
+        if not is_async:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the last save is on the disk. Raises CheckpointError on every rank if it failed."""
+        error = self._pending.exception() if self._pending else None
+        self._pending = None
+        if error:
+            self._saved_step = -1
+            raise error
+
+    def close(self, *, waits: bool = True) -> None:
+        """End with the run. A save in progress is finished, or abandoned at a second Ctrl-C (`waits=False`)."""
+        if self._pending is not None and waits:
+            self._pending.exception()
+        if self._stager is not None:
+            self._stager.close()
+
+    def load(self, step: int, models: Sequence[TrainedModel]) -> Progress:
+        """Load the checkpoint of `step` into `models` and return the run's position.
+
+        Raises:
+            CheckpointError: on every rank, if it cannot be read or does not fit.
+        """
+        path = self.folder.complete(step)
+        record = _readable_record(path)
+        names = [trained.name for trained in models]
+        if not set(names) <= set(record["models"]):
+            raise CheckpointError(
+                f"{str(path)!r} has the models {', '.join(record['models'])}, and this run trains {', '.join(names)}; "
+                "resume with the precision that was saved, or begin a new run with checkpoint.initial_load_path"
+            )
+        for trained in models:
+            _load_model(trained, path / trained.name)
+        if record["world_size"] == self.ranks.world_size:
+            _load_rng(path / record["models"][0], self.ranks.rank, self._device)
+        self._saved_step = self._resumed_step = step
+        return Progress(**record["progress"])
+
+    def _stage(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of `state` in host memory: the next optimizer step changes the original."""
+        pinned = self.config.async_mode == "async_with_pinned_mem"
+        stager = self._stager or DefaultStager(StagingOptions(pinned, False, False, False))
+        staged: dict[str, Any] = stager.stage(state)  # type: ignore[assignment]
+        if pinned:
+            self._stager = stager  # the next save reuses its page-locked buffers
+        else:
+            stager.close()  # otherwise its cache holds the copy after it was written
+        return staged
+
+    def _write(self, step: int, state: dict[str, Any], record: dict[str, Any]) -> None:
+        """Write and publish the checkpoint of `step`. Raises CheckpointError, on every rank. Runs in the thread."""
+        folder = self.folder
+        try:
+            self._on_first_rank(partial(folder.begin, step))
+            for name, values in state.items():
+                writer = FileSystemWriter(folder.partial(step) / name)
+                self._on_all_ranks(partial(save, values, storage_writer=writer, process_group=self._group))
+            self._on_first_rank(partial(folder.publish, step, record, discard_after=self._resumed_step))
+            self._on_first_rank(partial(folder.prune, self.config.keep_latest_k))
+        except Exception as error:
+            if self.ranks.is_first:
+                with suppress(OSError):  # the next save removes it
+                    folder.remove_partials()
+            good = folder.steps()
+            last = f"the checkpoint of step {good[-1]} is intact" if good else "there is no earlier one"
+            raise CheckpointError(
+                f"the checkpoint of step {step} could not be written to {str(folder.path)!r}: {reason(error)}; {last}"
+            ) from error
+        self._resumed_step = None
+
+    def _on_first_rank(self, action: Callable[[], None]) -> None:
+        self._on_all_ranks(action if self.ranks.is_first else lambda: None)
+
+    def _on_all_ranks(self, action: Callable[[], Any]) -> None:
+        """Run `action`; if it fails on any rank, raise the first rank's error on every rank."""
+        mine = ""
+        try:
+            action()
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 - raised below, on every rank
+            mine = reason(error)
+        errors = [mine] * self.ranks.world_size
+        if self._group is not None:
+            dist.all_gather_object(errors, mine, group=self._group)
+        if any(errors):
+            raise CheckpointError(next(filter(None, errors)))
+
+
+def load_weights(path: Path, models: Sequence[TrainedModel]) -> None:
+    """Load the weights of the checkpoint at `path`: for each model those of its name, or of the first model.
+
+    Raises:
+        CheckpointError: on every rank, if they cannot be read or do not fit.
+    """
+    saved = _readable_record(path)["models"]
+    for trained in models:
+        state = {"model": get_model_state_dict(trained.model)}
+        load_state(state, FileSystemReader(path / (trained.name if trained.name in saved else saved[0])))
+        set_model_state_dict(trained.model, state["model"])
+        trained.was_loaded()
+
+
+def load_state(state: dict[str, Any], reader: FileSystemReader) -> None:
+    """Fill the tensors of `state`, on all ranks together. Raises CheckpointError on every rank if that fails."""
+    read_metadata(reader)
+    ignore_single_process_warning()
+    try:
+        load(state, storage_reader=reader)
+    except (Exception, CheckpointException) as error:
+        raise _unreadable("load", reader, error) from error
+
+
+def read_metadata(reader: FileSystemReader) -> Metadata:
+    """Return the names, shapes and dtypes that `reader` finds. It reads them once: load() gets the same object.
+
+    Raises:
+        CheckpointError: there are none, or they are damaged.
+    """
+    try:
+        metadata = reader.read_metadata()
+    except Exception as error:  # a damaged pickle raises anything
+        raise _unreadable("read", reader, error) from error
+    reader.read_metadata = lambda: metadata  # type: ignore[method-assign, misc]
+    return metadata
+
+
+def reason(error: BaseException) -> str:
+    """Return one line: the innermost cause of `error`. DCP wraps each rank's error, and torch the system's."""
+    while True:
+        failures = error.failures if isinstance(error, CheckpointException) else {}
+        cause = failures[min(failures)][0] if failures else error.__cause__ or error.__context__
+        if cause is None:
+            break
+        error = cause
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def ignore_single_process_warning() -> None:
+    """Silence DCP's warning that it saves or loads in a single process, which is intended here."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+def _in_thread(write: Callable[..., None], *args: Any) -> "Future[None]":
+    """Run `write` in a thread.
+
+    Not dcp.async_save: it starts a thread per model, whose collectives would interleave in the group; it does not
+    publish; and the interpreter joins its threads, so that a second Ctrl-C would not end the process.
+    """
+    written: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            write(*args)
+            written.set_result(None)
+        except BaseException as error:  # noqa: BLE001 - `wait` raises it in the main thread
+            written.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return written
+
+
+def _unreadable(verb: str, reader: FileSystemReader, error: BaseException) -> CheckpointError:
+    return CheckpointError(f"cannot {verb} {str(reader.path)!r}: {reason(error)}; choose another checkpoint")
+
+
+def _readable_record(path: Path) -> dict[str, Any]:
+    try:
+        return read_record(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _state_of(trained: TrainedModel) -> dict[str, Any]:
+    state: dict[str, Any] = {
+        "model": get_model_state_dict(trained.model),
+        "optimizer": get_optimizer_state_dict(trained.model, trained.optimizer),
+    }
+    if trained.scaling:
+        state["float8"] = trained.scaling.state_dict()
+    return state
+
+
+def _load_model(trained: TrainedModel, path: Path) -> None:
+    state, reader = _state_of(trained), FileSystemReader(path)
+    if trained.scaling and not any(key.startswith("float8.") for key in read_metadata(reader).state_dict_metadata):
+        del state["float8"]  # a recipe with dynamic scaling saved it: the scales begin as in a new model
+    load_state(state, reader)
+    set_model_state_dict(trained.model, state["model"])
+    set_optimizer_state_dict(trained.model, trained.optimizer, state["optimizer"])
+    if "float8" in state:
+        trained.scaling.load_state_dict(state["float8"])
+    trained.was_loaded()
+
+
+def _rng_states(rank: int, device: torch.device) -> dict[str, Tensor]:
+    states = {f"cpu_{rank}": torch.get_rng_state()}
+    if device.type == "cuda":
+        states[f"cuda_{rank}"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _load_rng(path: Path, rank: int, device: torch.device) -> None:
+    state, reader = {"rng": _rng_states(rank, device)}, FileSystemReader(path)
+    # A run that moves from CPU to CUDA has saved no CUDA state.
+    if {f"rng.{key}" for key in state["rng"]} <= read_metadata(reader).state_dict_metadata.keys():
+        load_state(state, reader)
+        torch.set_rng_state(state["rng"][f"cpu_{rank}"])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(state["rng"][f"cuda_{rank}"], device)

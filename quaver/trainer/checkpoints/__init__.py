@@ -1,1 +1,0 @@
-"""What is saved of a run and loaded again."""
