@@ -1,7 +1,7 @@
-"""Checkpoints of models with float8 all-gather: plain values under the names of nn.Linear, any to any ranks.
+"""Checkpoints of models with float8 all-gather: plain tensors under nn.Linear's names, for any number of ranks.
 
-Every rank takes the same batch, so a gradient averaged over 1, 2 or 4 ranks is the same to the bit, and so is a run
-that goes on from a checkpoint on another number of ranks.
+Every rank takes the same batch: a gradient averaged over 1, 2 or 4 ranks has the same bits, and so has a run that is
+resumed on another number of ranks.
 """
 
 import pytest
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def sharded(recipe, *, gather=True, other_weights=False, layout="fsdp"):
-    """A model as `layout` has it, and an optimizer with no state; a checkpoint must replace the other weights.
+    """Return a model in `layout` and an optimizer without state; a checkpoint must replace the other weights.
 
     "fsdp": shards of 18 and 42 rows, and of 3, which is less than 4 ranks have. "fsdp and tp": 2 x 2.
     """
@@ -65,7 +65,7 @@ def optimizer_of(model):
 
 
 def train(model, optimizer, steps, start=0, *, precompute=False):
-    """The losses of steps `start` to `start + steps`; every rank takes the same batch."""
+    """Return the losses of steps `start` to `start + steps`."""
     losses = []
     for step in range(start, start + steps):
         generator = torch.Generator().manual_seed(step)
@@ -92,7 +92,7 @@ def set_state(model, optimizer, state, options=None):
 
 
 def assert_plain(state, *, is_sharded):
-    """Nothing but plain tensors, or DTensors over them where `is_sharded`."""
+    """Assert that all are plain tensors, or DTensors of them if `is_sharded`."""
     tensors = [*state["model"].values()]
     for of_parameter in state["optimizer"]["state"].values():
         tensors += of_parameter.values()
@@ -104,7 +104,7 @@ def assert_plain(state, *, is_sharded):
 
 
 def whole(state):
-    """The tensors of a model's state_dict, put together."""
+    """Return the full tensors of a model's state_dict."""
     return {name: t.full_tensor() if isinstance(t, DTensor) else t.detach().clone() for name, t in state.items()}
 
 
@@ -119,7 +119,7 @@ def assert_equal_states(got, expected):
 
 
 def _save(recipe, path):
-    """Train, save, and return what a loader must find: the whole weights, and the losses of the steps that follow."""
+    """Train, save, and return what a loader must find: the full weights, and the losses of the next steps."""
     model, optimizer = sharded(recipe)
     train(model, optimizer, STEPS_BEFORE, precompute=True)
     state = state_of(model, optimizer)
@@ -152,23 +152,22 @@ def _load(recipe, gather, path, weights, losses):
 def test_saved_on_4_ranks_loaded_on_2_and_1(recipe, tmp_path):
     path = str(tmp_path)
     weights, losses = run(4, _save, recipe, path)[0]
-    for ranks in (2, 4):
-        for gather in (True, False):
-            run(ranks, _load, recipe, gather, path, weights, losses)
-    for gather in (True, False, None):
+    for ranks, gather in ((2, True), (4, False)):
+        run(ranks, _load, recipe, gather, path, weights, losses)
+    for convert in (True, False):
         model = make_model(layers=2)
-        if gather is not None:
-            convert_to_float8_training(model, config=config_of(recipe, enable_fsdp_float8_all_gather=gather))
+        if convert:
+            convert_to_float8_training(model, config=config_of(recipe, enable_fsdp_float8_all_gather=True))
         make_other(model)
         optimizer = optimizer_of(model)
         _load_into(model, optimizer, path)
         assert_equal_states(get_model_state_dict(model), weights)
-        if gather is not None:
+        if convert:
             assert train(model, optimizer, STEPS_AFTER, STEPS_BEFORE) == losses
 
 
 def _save_of_one(recipe, state):
-    """A whole state of an unconverted model on one process, loaded by every rank and by rank 0 alone."""
+    """Load the full state of an unconverted model from every rank, and from rank 0 alone."""
     for options in (
         StateDictOptions(full_state_dict=True),
         StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
@@ -219,7 +218,7 @@ def train_2d(model, optimizer):
 
 @RECIPE
 def test_of_tensor_parallel_shards(recipe, tmp_path):
-    """The steps after are the same to the bit; and one process reads the same weights."""
+    """The next steps are the same to the bit, and a single process reads the same weights."""
     path = str(tmp_path)
     weights = run(4, _save_and_load_2d, recipe, path)[0]
     for gather in (True, False):
@@ -231,56 +230,47 @@ def test_of_tensor_parallel_shards(recipe, tmp_path):
 
 # ---- no scale outlives its weight ------------------------------------------------------------------------------------
 
+LOADS = ("load_state_dict", "load_state_dict(assign=True)", "set_model_state_dict", "copy, precompute", "copy, load")
+
 
 def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _loss_after(recipe, way, path=None):
-    """The loss after loading over a model with precomputed scales, and that of a fresh model with these weights."""
+def _losses_after(recipe, loads, path=None):
+    """A load over a model with precomputed scales gives the losses of a fresh model with these weights."""
     fresh, _ = sharded(recipe)
     expected = train(fresh, optimizer_of(fresh), 2)
-    source, _ = sharded(recipe)
-    model, optimizer = sharded(recipe, other_weights=True)
-    train(model, optimizer, 1, precompute=True)
-    state = source.state_dict()
-    if way == "load_state_dict":
-        model.load_state_dict(state)
-    elif way == "load_state_dict(assign=True)":
-        model.load_state_dict(state, assign=True)
-    elif way == "set_model_state_dict":
-        set_model_state_dict(model, state)
-    elif way == "dcp.load":
-        dcp.save(state, checkpoint_id=path)
-        dcp.load(model.state_dict(), checkpoint_id=path)
-    else:  # around the parameters, into what state_dict gives
-        for name, value in model.state_dict().items():
-            local(value).copy_(local(state[name]))
-        if way == "written around, then precomputed":
-            precompute_float8_dynamic_scale_for_fsdp(model)
-        elif way == "written around, then loaded":
-            model.load_state_dict(model.state_dict())
-    assert train(model, optimizer_of(model), 2) == expected
+    for load in loads:
+        source, _ = sharded(recipe)
+        model, optimizer = sharded(recipe, other_weights=True)
+        train(model, optimizer, 1, precompute=True)
+        state = source.state_dict()
+        if load.startswith("load_state_dict"):
+            model.load_state_dict(state, assign="assign" in load)
+        elif load == "set_model_state_dict":
+            set_model_state_dict(model, state)
+        elif load == "dcp.load":
+            dcp.save(state, checkpoint_id=path)
+            dcp.load(model.state_dict(), checkpoint_id=path)
+        else:  # into the tensors of state_dict, without the module's knowledge
+            for name, value in model.state_dict().items():
+                local(value).copy_(local(state[name]))
+            if load == "copy, precompute":
+                precompute_float8_dynamic_scale_for_fsdp(model)
+            elif load == "copy, load":
+                model.load_state_dict(model.state_dict())
+        assert train(model, optimizer_of(model), 2) == expected, load
 
 
 @RECIPE
-@pytest.mark.parametrize(
-    "way",
-    [
-        "load_state_dict",
-        "load_state_dict(assign=True)",
-        "set_model_state_dict",
-        "written around, then precomputed",
-        "written around, then loaded",
-    ],
-)
-def test_the_step_after_a_load_is_that_of_a_fresh_model(recipe, way):
-    run(4, _loss_after, recipe, way)
+def test_the_step_after_a_load_is_that_of_a_fresh_model(recipe):
+    run(4, _losses_after, recipe, LOADS)
 
 
-@pytest.mark.parametrize("way", ["written around", "dcp.load"])
-def test_what_is_written_around_a_weight_is_found(way, tmp_path):
-    """dcp.load writes into the tensors of the state_dict that it is given; load_state_dict must follow, and says so."""
+@pytest.mark.parametrize("load", ["copy", "dcp.load"])
+def test_a_weight_that_was_written_directly_is_an_error(load, tmp_path):
+    """dcp.load writes into the tensors of the state_dict; the error asks for the load_state_dict that must follow."""
     with pytest.raises(RanksError, match="written to directly") as error:
-        run(2, _loss_after, "tensorwise", way, str(tmp_path))
+        run(2, _losses_after, "tensorwise", (load,), str(tmp_path))
     assert all("written to directly" in message for message in error.value.messages)
