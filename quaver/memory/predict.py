@@ -9,7 +9,7 @@ casts, kernels and matmuls, of a GPU that multiplies float8 (quaver/memory/fakin
 predicted as compiled code, whose kernels are left out (quaver/memory/compiling/compiled.py).
 
 Counted is what tensors take. What an operator allocates and frees before it returns is not: it is another on every
-device (Note: scratch, in quaver/bench/step_memory.py).
+device (Note: scratch, in quaver/recorder/allocator.py).
 """
 
 from __future__ import annotations
@@ -27,13 +27,20 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from quaver.memory.compiling.compiled import has_compiled_code, nothing_compiled, recompile, warm_up
+from quaver.memory.compiling.compiled import (
+    are_kernels_left_out,
+    has_compiled_code,
+    nothing_compiled,
+    recompile,
+    warm_up,
+)
+from quaver.memory.compiling.compiled_rows import CompiledTracker
 from quaver.memory.faking.fakes import Fakes, fake_copies, fake_copy, fake_tensors
 from quaver.memory.faking.gloo_buffers import GlooBuffers
 from quaver.memory.faking.integers import check_integers
 from quaver.memory.faking.target import is_for_a_gpu, predicting_for
-from quaver.memory.recording.recorder import CATEGORIES
-from quaver.memory.recording.timeline import record_timeline
+from quaver.recorder.recorder import CATEGORIES
+from quaver.recorder.timeline import record_timeline
 
 _CPU = torch.device("cpu")
 """Where fake tensors are, whatever they stand for (gpu_like.py)."""
@@ -216,9 +223,10 @@ def record_step(
 
     Of compiled code, which the recorder does not see into, there is no peak.
     """
+    tracker = CompiledTracker(model) if are_kernels_left_out() else None
     with (
         _no_garbage_collection(),
-        record_timeline(model, optimizer, kept_scales=kept_scales) as timeline,
+        record_timeline(model, optimizer, kept_scales=kept_scales, tracker=tracker) as timeline,
         around or nullcontext(),
     ):
         step()

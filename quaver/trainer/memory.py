@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quaver.memory import TensorBytes
+from quaver.recorder.storages import TensorBytes
 from quaver.trainer.tensors import plain_tensors
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")

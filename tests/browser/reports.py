@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from quaver.memory import explain
-from quaver.memory.recording.recorder import CATEGORIES
+from quaver.recorder.recorder import CATEGORIES
 
 HOSTILE = "</script><script>document.title='taken'</script><!-- &amp; \"'` {{data}} \u2028"
 """A name that is markup, ends a script, opens a comment, is a placeholder, and breaks a line of JavaScript."""

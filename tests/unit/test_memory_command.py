@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from quaver.cli import main
-from quaver.trainer.footprint.run import SEES_GATHERS
+from quaver.memory.runs.predict import SEES_GATHERS
 
 on_ranks = pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
 

@@ -12,6 +12,8 @@ from quaver.cli.memory.comparison import comparison_lines
 from quaver.memory import explain
 from quaver.memory.reports.compare import Smallest, compare
 from quaver.memory.reports.pitfalls import Kept, hint_of, inner_operator, is_operator, short_operator, si
+from quaver.recorder.modules import ModuleTracker
+from quaver.recorder.recorder import Recorder
 
 
 class _Layer(nn.Module):
@@ -177,8 +179,8 @@ AMAX = {"operator": "aten.amax", "module": "ffn.w3", "source": "linear.py:1"}
         (_row(first_use=None, kept_by="autograd"), ""),
         (_row(category="gathered_weights"), "parallelism.fsdp_reshard_after_forward"),
         (_row(of="ffn.w3.weight, unsharded", first_use=None), "make it again then"),
-        (_row(of="ffn.w3.weight, unsharded", operator="quaver.dynamic_cast"), "make it again then"),
-        (_row(of="ffn.w3.weight, unsharded", operator="quaver.dynamic_cast", shape=[4096, 1]), ""),
+        (_row(of="ffn.w3.weight, unsharded", operator="quaver.cast_tensorwise"), "make it again then"),
+        (_row(of="ffn.w3.weight, unsharded", operator="quaver.cast_tensorwise", shape=[4096, 1]), ""),
         (_row(of="ffn.w3.weight, unsharded", operator="aten.amax"), ""),
         (_row(of="ffn.w3.weight, unsharded", operator="aten.mm"), ""),
     ],
@@ -187,6 +189,29 @@ def test_hints_of_single_rows(row, hint):
     found = hint_of(row, Kept([row], []))
     assert hint in found
     assert bool(hint) == bool(found)
+
+
+CASTS = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("quaver::cast_"))
+
+
+def test_all_casts_are_registered_under_one_prefix():
+    assert {"cast_tensorwise", "cast_rowwise", "cast_with_scale"} <= {name.partition("::")[2] for name in CASTS}
+    others = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("quaver::")]
+    assert not [name for name in others if "cast" in name and name not in CASTS]
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_every_cast_operation_is_known_as_one(name):
+    """A weight's float8 codes have a category of their own, and a hint says that the backward can cast again."""
+    operator = name.replace("::", ".")
+    row = _row(of="ffn.w3.weight, unsharded", operator=operator, dtype="float8_e4m3fn")
+    assert "make it again then" in hint_of(row, Kept([row], []))
+    recorder, weight = Recorder(ModuleTracker(nn.Identity()), []), torch.zeros(4, 4)
+    recorder.name("parameters", [weight], parameter="weight")
+    recorder.operator_called(getattr(torch.ops.quaver, operator.partition(".")[2]).default, [weight])
+    codes = torch.zeros(4, 4, dtype=torch.float8_e4m3fn)
+    recorder.meet(codes, operator)
+    assert recorder.log[-1].allocation.category == "float8_weights"
 
 
 def test_what_the_reduction_costs_is_read_off_the_other_run():
@@ -198,7 +223,7 @@ def test_what_the_reduction_costs_is_read_off_the_other_run():
 
 def test_float8_and_widened_copies_beside_their_sources():
     source = _row(operator="aten.silu", of="aten.mm")
-    codes = _row(operator="quaver.dynamic_cast", of="aten.silu", dtype="float8_e4m3fn")
+    codes = _row(operator="quaver.cast_tensorwise", of="aten.silu", dtype="float8_e4m3fn")
     wide = _row(operator="aten._to_copy", of="aten.silu", dtype="float32")
     assert hint_of(codes, Kept([codes, source], [])).startswith("what was cast is kept, too, in bfloat16 (134.2 MB)")
     assert hint_of(wide, Kept([wide, source], [])).startswith("a copy in float32 of a bfloat16 tensor")

@@ -15,15 +15,15 @@ from torch._inductor.graph import GraphLowering
 from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Case, Size, measure
 from benchmarks.memory_report import RECORD
 from benchmarks.predicted import WITHIN, compare, predict
-from quaver.bench.step_memory import measure_usage
 from quaver.memory import explain
 from quaver.memory.compiling.compiled import are_kernels_left_out, compiled_graphs, kernels_left_out
 from quaver.memory.compiling.wrapper_code import kernel_operator, rewritten
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.predict import predict_step
+from quaver.memory.runs.predict import SEES_GATHERS, predict_memory
+from quaver.recorder.allocator import measure_usage
 from quaver.trainer.config import Model, TrainConfig
 from quaver.trainer.config.training import Training
-from quaver.trainer.footprint.run import SEES_GATHERS, predict_memory
 
 CPU = torch.device("cpu")
 ROWS = 512

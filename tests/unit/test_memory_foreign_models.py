@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from quaver import Float8LinearConfig, convert_to_float8_training
-from quaver.bench.step_memory import measure_usage
 from quaver.memory import explain
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.faking.libraries import as_if_not_fake
+from quaver.recorder.allocator import measure_usage
 
 transformers = pytest.importorskip("transformers")
 

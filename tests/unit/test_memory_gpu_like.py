@@ -17,11 +17,11 @@ from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.faking.gpu_like import as_on_a_gpu
 from quaver.memory.faking.target import predicting_for
 from quaver.memory.predict import explain, predict_step
+from quaver.memory.runs.predict import SEES_GATHERS, predict_memory
 from quaver.trainer.config import Model, Optimizer
 from quaver.trainer.config_io import load_config, parse_arguments
 from quaver.trainer.dry_run import pretended_mesh
 from quaver.trainer.float8 import fuse_producers
-from quaver.trainer.footprint.run import SEES_GATHERS, predict_memory
 from quaver.trainer.layout import Layout
 from quaver.trainer.model import FeedForward, RMSNorm
 from quaver.trainer.optimizer import build_optimizer

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from quaver.memory.recording.recorder import CATEGORIES
-from quaver.memory.reports import draw
-from quaver.memory.reports.columns import column_maxima
-from quaver.memory.reports.draw import COLORS, MOST_BARS, draw_peak, draw_timeline
 from quaver.memory.reports.html import MOST_COLUMNS, embedded_json, write_html
+from quaver.recorder import draw
+from quaver.recorder.columns import column_maxima
+from quaver.recorder.draw import COLORS, MOST_BARS, draw_peak, draw_timeline
+from quaver.recorder.recorder import CATEGORIES
 from tests.browser.reports import HOSTILE, MIB, advice, comparison, made, predicted, row, unseen, wide
 
 ROOT = Path(__file__).parents[2]

@@ -14,14 +14,14 @@ from benchmarks import predicted
 from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Case, Size, measure
 from benchmarks.predicted import predict
 from quaver import Float8LinearConfig, convert_to_float8_training, float8_scaling_state
-from quaver.bench.step_memory import Usage
 from quaver.kernels import cpu as cpu_casts
 from quaver.memory import TensorBytes, explain
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.faking.gloo_buffers import GlooBuffers
-from quaver.memory.reports.rows import merged_layers
+from quaver.memory.runs.predict import SEES_GATHERS
+from quaver.recorder.allocator import Usage
+from quaver.recorder.rows import merged_layers
 from quaver.trainer.dry_run import pretended_mesh
-from quaver.trainer.footprint.run import SEES_GATHERS
 from quaver.trainer.layout import Layout
 from tests.distributed.ranks import run as run_on_ranks
 

@@ -17,10 +17,10 @@ from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.faking.target import predicting_for
 from quaver.memory.predict import predict_step
 from quaver.memory.reports.compare import compare
+from quaver.memory.runs.bisect import row_to_explain
+from quaver.memory.runs.case import case_of
+from quaver.memory.runs.predict import SEES_GATHERS
 from quaver.trainer.dry_run import pretended_mesh
-from quaver.trainer.footprint.bisect import row_to_explain
-from quaver.trainer.footprint.case import case_of
-from quaver.trainer.footprint.run import SEES_GATHERS
 from quaver.trainer.layout import Layout
 
 pytestmark = pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")

@@ -14,7 +14,7 @@ from benchmarks.memory_report import PAGE, RECORD, exceptions, page, ratios
 from benchmarks.predicted import predict
 from quaver import Float8LinearConfig, convert_to_float8_training
 from quaver import linear as quaver_linear
-from quaver.bench.step_memory import Usage, measure_usage
+from quaver.recorder.allocator import Usage, measure_usage
 from quaver.trainer.memory import TensorBytes
 
 CPU = torch.device("cpu")

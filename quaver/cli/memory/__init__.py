@@ -16,15 +16,15 @@ from quaver.cli.memory.views import Printer
 from quaver.devices import resolve_device
 from quaver.memory.faking.target import predicting_for
 from quaver.memory.reports.compare import Comparison, compare
-from quaver.memory.reports.draw import draw_peak, draw_timeline
 from quaver.memory.reports.html import write_html
+from quaver.memory.runs.advise import Advice, advise
+from quaver.memory.runs.bisect import bisect_memory, row_to_explain
+from quaver.memory.runs.case import Case, case_of
+from quaver.memory.runs.measure import MeasuredMemory, measure_memory, side_by_side
+from quaver.memory.runs.module import predict_module
+from quaver.memory.runs.predict import RunMemory, predict_memory
+from quaver.recorder.draw import draw_peak, draw_timeline
 from quaver.trainer.config_io import load_config, parse_arguments
-from quaver.trainer.footprint.advise import Advice, advise
-from quaver.trainer.footprint.bisect import bisect_memory, row_to_explain
-from quaver.trainer.footprint.case import Case, case_of
-from quaver.trainer.footprint.measure import MeasuredMemory, measure_memory, side_by_side
-from quaver.trainer.footprint.module import predict_module
-from quaver.trainer.footprint.run import RunMemory, predict_memory
 
 _WIDTH = 170
 """Columns of the tables where the terminal has fewer: modules and lines of code are not broken."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from quaver.bench.results import writable
 from quaver.cli.bench.options import Parser, natural, positive
-from quaver.memory.reports.byte_sizes import parse_bytes
+from quaver.recorder.byte_sizes import parse_bytes
 
 
 @dataclass(frozen=True)

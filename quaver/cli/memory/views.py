@@ -8,10 +8,10 @@ from rich.table import Table
 from quaver.cli.memory.options import Options
 from quaver.memory import CATEGORIES
 from quaver.memory.predict import Prediction
-from quaver.memory.reports.byte_sizes import unit_of
 from quaver.memory.reports.pitfalls import inner_operator
-from quaver.memory.reports.rows import merged_layers
-from quaver.trainer.footprint.run import RunMemory
+from quaver.memory.runs.predict import RunMemory
+from quaver.recorder.byte_sizes import unit_of
+from quaver.recorder.rows import merged_layers
 
 _DEVICES = {"cuda": "an NVIDIA GPU that multiplies float8", "cpu": "a CPU"}
 

@@ -29,8 +29,8 @@ from torch.torch_version import TorchVersion
 
 from quaver.memory.faking.gloo_buffers import GlooBuffers
 from quaver.memory.faking.target import is_for_a_gpu
-from quaver.memory.recording.modules import is_compiled
-from quaver.memory.recording.storages import StorageWatch
+from quaver.recorder.modules import is_compiled
+from quaver.recorder.storages import StorageWatch
 
 COMPILES_FOR_A_GPU = TorchVersion(torch.__version__) >= "2.13"
 """Whether compiled code keeps gradients of fake tensors that say they are a GPU's: not in 2.11; 2.12 was not tried."""

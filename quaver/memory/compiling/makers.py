@@ -24,8 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from quaver.memory.recording.storages import StorageWatch
 from quaver.phases import phase
+from quaver.recorder.storages import StorageWatch
 
 _LINE = re.compile(r'File "(.+)", line (\d+), in ')
 _STEPS = re.compile(r"(?:\._modules)?\[['\"]?([^\]'\"]+)['\"]?\]")

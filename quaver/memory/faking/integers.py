@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quaver.memory.faking.fakes import Fakes
 from quaver.memory.faking.refusals import depends_on
-from quaver.memory.recording.storages import StorageWatch
+from quaver.recorder.storages import StorageWatch
 
 
 class _Sizes(StorageWatch):

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from quaver.memory.predict import Prediction
-from quaver.memory.recording.replay import NOT_FOR_BACKWARD
 from quaver.memory.reports.pitfalls import Kept, Row, hint_of, is_operator, short_operator, si
-from quaver.memory.reports.rows import merged_layers
+from quaver.recorder.report import NOT_FOR_BACKWARD
+from quaver.recorder.rows import merged_layers
 
 _KEEPERS = {
     "autograd": "kept by autograd",

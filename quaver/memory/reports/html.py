@@ -16,8 +16,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from quaver.memory.reports.columns import column_maxima
-from quaver.memory.reports.draw import COLORS
+from quaver.recorder.columns import column_maxima
+from quaver.recorder.draw import COLORS
 
 MOST_COLUMNS = 1500
 """Of the timeline; of more events neighbours share one, which shows the one with the most bytes."""

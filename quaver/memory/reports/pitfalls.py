@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
+from quaver.recorder.recorder import CAST_PREFIX
+
 Row = dict[str, Any]
 """As in a report's `saved_for_backward` (docs/profiling.md); what a report does not say is missing, or None."""
 
@@ -23,7 +25,6 @@ _REDUCTIONS = frozenset(
 _CONVERSIONS = frozenset(("_to_copy", "convert_element_type", "to"))
 _LONGEST = 48
 """Letters of an operator's name; those of fused kernels name all that was fused."""
-_CASTS = frozenset(("cast_with_persistent_scale", "cast_with_scale", "dynamic_cast", "dynamic_cast_axes"))
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
 
 
@@ -161,7 +162,8 @@ def _found(operator: str | None) -> Any:
 def _keeps_shape(operator: str | None) -> bool:
     """Whether the result has as many elements as the largest operand, as that of a cast has."""
     name = short_operator(operator)
-    return _is_pointwise(operator) or name in _CONVERSIONS or name in _CASTS
+    is_cast = inner_operator(operator).startswith(CAST_PREFIX)
+    return is_cast or _is_pointwise(operator) or name in _CONVERSIONS
 
 
 def _itemsize(dtype: str) -> int:

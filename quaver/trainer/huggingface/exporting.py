@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from quaver.memory.reports.byte_sizes import bytes_of
+from quaver.recorder.byte_sizes import bytes_of
 from quaver.trainer.checkpoints.folder import read_metadata, read_record
 from quaver.trainer.checkpoints.new_folder import check_new, new_folder
 from quaver.trainer.checkpoints.single_process import first_line, single_process

@@ -5,7 +5,7 @@ each of its autograd nodes, in the order of the engine: `model.layers.0.mlp.up_p
 ends a node inside a range of its own, so no range could span several nodes and still nest.
 
 Hooks are there while a step is traced and gone after it. A compiled module is one range ([Note: compiled modules] in
-quaver/memory/recording/modules.py): not hooks but its call is replaced, which the compiler does not look at.
+quaver/recorder/modules.py): not hooks but its call is replaced, which the compiler does not look at.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
-from quaver.memory.recording.modules import OUTSIDE, ModuleTracker, is_compiled, visible_modules
 from quaver.phases import named_range
+from quaver.recorder.modules import OUTSIDE, ModuleTracker, is_compiled, visible_modules
 
 
 @contextmanager

@@ -13,15 +13,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from quaver.cli.memory.advice import advice_summary, advice_table
 from quaver.devices import find_device_spec
 from quaver.memory.faking.fakes import fake_tensors
-from quaver.memory.reports.byte_sizes import parse_bytes
+from quaver.memory.runs.advise import AS_CONFIGURED, FULLY, advise
+from quaver.memory.runs.changes import combinations, least_gathered, single_changes, words_of
+from quaver.memory.runs.peak_by_depth import Extrapolated
+from quaver.memory.runs.predict import predict_memory
+from quaver.memory.runs.recomputed_flops import checkpointed_blocks, recomputed_flops
+from quaver.memory.runs.step_time import step_cost
+from quaver.recorder.byte_sizes import parse_bytes
 from quaver.trainer.config import ActivationCheckpoint, Float8, Parallelism, Training
 from quaver.trainer.config_io import load_config, parse_arguments
-from quaver.trainer.footprint.advise import AS_CONFIGURED, FULLY, advise
-from quaver.trainer.footprint.changes import combinations, least_gathered, single_changes, words_of
-from quaver.trainer.footprint.peak_by_depth import Extrapolated
-from quaver.trainer.footprint.recomputed_flops import checkpointed_blocks, recomputed_flops
-from quaver.trainer.footprint.run import predict_memory
-from quaver.trainer.footprint.step_time import step_cost
 from quaver.trainer.layout import resolve
 from quaver.trainer.loss import next_token_loss
 from quaver.trainer.model import Llama, training_flops_per_token
@@ -29,7 +29,7 @@ from quaver.trainer.parallelize import parallelize
 
 LLAMA_8B = Path(__file__).parents[3] / "train_configs" / "llama3_8b.toml"
 H100 = find_device_spec("H100")
-ADVISE = "quaver.trainer.footprint.advise"
+ADVISE = "quaver.memory.runs.advise"
 MODES = {
     "none": ActivationCheckpoint(),
     "op": ActivationCheckpoint(mode="selective"),

@@ -8,9 +8,9 @@ import pytest
 
 from quaver.kernels import cpu
 from quaver.memory.reports.compare import compare
-from quaver.trainer.footprint.bisect import bisect_memory, row_to_explain
-from quaver.trainer.footprint.case import case_of
-from quaver.trainer.footprint.run import SEES_GATHERS
+from quaver.memory.runs.bisect import bisect_memory, row_to_explain
+from quaver.memory.runs.case import case_of
+from quaver.memory.runs.predict import SEES_GATHERS
 
 needs_gathers = pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
 TINY = shlex.split(

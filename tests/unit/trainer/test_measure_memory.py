@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from quaver.cli.memory.advice import side_by_side_table
+from quaver.memory.runs.measure import MOST_RANKS, measure_memory, side_by_side
+from quaver.memory.runs.predict import SEES_GATHERS, predict_memory
 from quaver.trainer.config import Data, Float8, Optimizer, Parallelism, Training
 from quaver.trainer.config_io import load_config
-from quaver.trainer.footprint.measure import MOST_RANKS, measure_memory, side_by_side
-from quaver.trainer.footprint.run import SEES_GATHERS, predict_memory
 
 CONFIGS = Path(__file__).parents[3] / "train_configs"
 WITHIN = 0.01

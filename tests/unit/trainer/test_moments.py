@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quaver.trainer.footprint.moments import growth_of, without_releases
+from quaver.memory.runs.moments import growth_of, without_releases
 
 GREATEST = st.integers(-(2**40), 2**40)
 PARTS_OF_8B_IN_BFLOAT16 = {

@@ -6,16 +6,16 @@ from unittest.mock import patch
 import pytest
 
 from quaver.memory.faking.target import predicting_for
+from quaver.memory.runs.changes import single_changes
+from quaver.memory.runs.moments import growth_of, without_releases
+from quaver.memory.runs.peak_by_depth import Extrapolated, depths, extrapolated_peak, saves_time
+from quaver.memory.runs.predict import SEES_GATHERS, predict_memory
 from quaver.trainer.config import Float8, Model
 from quaver.trainer.config_io import load_config
-from quaver.trainer.footprint.changes import single_changes
-from quaver.trainer.footprint.moments import growth_of, without_releases
-from quaver.trainer.footprint.peak_by_depth import Extrapolated, depths, extrapolated_peak, saves_time
-from quaver.trainer.footprint.run import SEES_GATHERS, predict_memory
 from quaver.trainer.layout import resolve
 from tests.unit.trainer.test_advise_memory import LLAMA_8B, MODES
 
-PEAK_BY_DEPTH = "quaver.trainer.footprint.peak_by_depth"
+PEAK_BY_DEPTH = "quaver.memory.runs.peak_by_depth"
 RECIPES = {name: Float8(recipe_name=name) for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")}
 RECIPES["bfloat16"] = Float8(enable_float8_linear=False)
 on_ranks = pytest.mark.skipif(not SEES_GATHERS, reason="torch is too old")

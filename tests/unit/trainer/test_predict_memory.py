@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from quaver.bench.step_memory import measure_usage
+from quaver.memory.runs.predict import SEES_GATHERS, predict_memory
+from quaver.recorder.allocator import measure_usage
 from quaver.trainer.config import ActivationCheckpoint, Data, Float8, Optimizer, Parallelism, Training
 from quaver.trainer.config_io import build_config, load_config
 from quaver.trainer.data import Batch
-from quaver.trainer.footprint.run import SEES_GATHERS, predict_memory
 from quaver.trainer.initialize import allocate, initialize
 from quaver.trainer.layout import resolve
 from quaver.trainer.memory import storage_bytes
@@ -81,7 +81,7 @@ def _measured_on_rank(settings):
     peaks = []
     for step in range(2, 2 + STEPS):
         # A step leaves the scales of the next one in the place of the last one's, which a profile does not see go.
-        with patch("quaver.bench.step_memory._check_one_step"), measure_usage(device) as measured:
+        with patch("quaver.recorder.allocator._check_one_step"), measure_usage(device) as measured:
             measured.mark()
             twin.train_step(step, [batch])
         peaks.append(measured.usage.tensor_peak_bytes)

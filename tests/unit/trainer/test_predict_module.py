@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from quaver.memory.faking.gpu_like import as_on_a_gpu
+from quaver.memory.runs.module import module_inputs, names_inside, predict_module
+from quaver.memory.runs.predict import SEES_GATHERS, predict_memory
 from quaver.trainer.config import ActivationCheckpoint, Data, Float8, Model, Parallelism
-from quaver.trainer.footprint.module import module_inputs, names_inside, predict_module
-from quaver.trainer.footprint.run import SEES_GATHERS, predict_memory
 
 needs_gathers = pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
 MLP = "model.layers.1.mlp"

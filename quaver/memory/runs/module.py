@@ -33,7 +33,7 @@ from quaver.memory.predict import Prediction, forget_gradients, predict_step
 from quaver.trainer.autocast import autocast_of
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.dry_run import pretended_mesh
-from quaver.trainer.footprint.run import RunMemory, check_ranks
+from quaver.memory.runs.predict import RunMemory, check_ranks
 from quaver.trainer.initialize import allocate
 from quaver.trainer.layout import Layout, resolve
 from quaver.trainer.model import Block, Llama

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from quaver.activation_checkpointing import selected_every
 from quaver.trainer.config import TrainConfig
-from quaver.trainer.footprint.moments import growth_of, without_releases
-from quaver.trainer.footprint.run import predict_memory
+from quaver.memory.runs.moments import growth_of, without_releases
+from quaver.memory.runs.predict import predict_memory
 
 SHALLOW = (3, 4, 6)
 """Depths: the first block, the last one, and one that is neither; one more; and a check that is not the next one."""

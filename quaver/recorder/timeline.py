@@ -1,4 +1,4 @@
-"""Records the live tensor bytes of one step of training.
+"""Records the live tensor bytes of one training step, with what each tensor is for.
 
 with record_timeline(model, optimizer) as timeline:
     train_step()
@@ -14,24 +14,21 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quaver.memory.compiling.compiled import are_kernels_left_out
-from quaver.memory.compiling.compiled_rows import CompiledRows, CompiledTracker, name_keepers, not_compiled
-from quaver.memory.compiling.makers import follow
-from quaver.memory.recording.modules import ModuleTracker, is_compiled, visible_modules
-from quaver.memory.recording.recorder import Allocation, Recorder
-from quaver.memory.recording.replay import added_bytes, report_of
-from quaver.memory.recording.saved import tell_what_is_saved
 from quaver.phases import watch_phases
+from quaver.recorder.modules import ModuleTracker, is_compiled, visible_modules
+from quaver.recorder.recorder import Allocation, Recorder
+from quaver.recorder.report import added_bytes, report_of
+from quaver.recorder.saved import record_saved_tensors
 
 COMPILED = "compiled code: not attributed"
 
 
 class Timeline:
-    """What was recorded of one step.
+    """The recording of one step.
 
     Attributes:
-        exact: whether every operator was seen. In compiled code none is, unless its kernels are left out, and then only
-            what stays between steps is known.
+        exact: False where compiled code ran, whose operators no dispatch mode sees. The report then has only what
+            stays between steps.
     """
 
     def __init__(self, recorder: Recorder, compiled: set[str], *, exact: bool) -> None:
@@ -39,51 +36,52 @@ class Timeline:
         self.exact = exact
 
     def allocation(self, event: int) -> Allocation | None:
-        """What an event was about; None for event 0, the beginning."""
+        """The allocation that an event changed; None for event 0, the begin of the recording."""
         return self._recorder.log[event - 1].allocation if event else None
 
     def added_bytes(self, event: int) -> int:
-        """What is alive after an event and was not there when the recording began."""
+        """Bytes alive after an event that were not alive at the begin of the recording."""
         return added_bytes(self._recorder, event)
 
     def report(self) -> dict[str, Any]:
-        """The record as a JSON-able dict; docs/profiling.md describes its keys."""
-        return name_keepers(report_of(self._recorder, note="" if self.exact else COMPILED), self._compiled)
+        """The recording as a JSON-able dict; docs/profiling.md describes its keys."""
+        return report_of(self._recorder, note="" if self.exact else COMPILED, compiled=self._compiled)
 
 
 @contextmanager
 def record_timeline(
-    model: nn.Module, optimizer: Optimizer | None = None, *, kept_scales: Iterable[Tensor] = ()
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    kept_scales: Iterable[Tensor] = (),
+    tracker: ModuleTracker | None = None,
 ) -> Iterator[Timeline]:
     """Record every tensor that is alive inside the block, on the thread that runs it.
 
     Args:
-        model: whose parameters and buffers are named, and in whose modules the tensors are made.
-        optimizer: whose state is named, and whose step is a phase.
-        kept_scales: float8 state that stays from step to step.
+        model: its parameters and buffers are named, and each tensor is attributed to one of its modules.
+        optimizer: its state is named, and its step is a phase.
+        kept_scales: float8 scaling state that persists across steps.
+        tracker: for compiled code whose buffers can be followed (`quaver.memory.compiling`); by default a
+            ModuleTracker.
     Raises:
         RuntimeError: another recording is open.
     """
-    follows_compiled = are_kernels_left_out()
-    exact = follows_compiled or not any(is_compiled(module) for _, module in visible_modules(model))
+    tracker = tracker or ModuleTracker(model)
+    exact = tracker.follows_compiled_code or not any(is_compiled(module) for _, module in visible_modules(model))
     with ExitStack() as stack:
         open_phases = stack.enter_context(watch_phases())
-        tracker = CompiledTracker(model) if follows_compiled else ModuleTracker(model)
         stack.enter_context(tracker)
         recorder = Recorder(tracker, open_phases)
         _name_residents(recorder, model, optimizer, kept_scales)
         if optimizer is not None:
             _follow_optimizer(stack, recorder, model, optimizer)
-        if exact:  # else compiled code would not be used, or be compiled again
-            hooks = tell_what_is_saved(recorder)
-            if isinstance(tracker, CompiledTracker):
-                stack.enter_context(follow(CompiledRows(recorder, tracker)))
-                hooks = not_compiled(hooks)
-            stack.enter_context(hooks)
+        if exact:  # a dispatch mode or hooks would make torch.compile fall back to eager code, or compile again
+            stack.enter_context(tracker.attached_to(recorder))
+            stack.enter_context(record_saved_tensors(recorder))
             stack.enter_context(recorder)
         try:
-            compiled = tracker.compiled if isinstance(tracker, CompiledTracker) else set()
-            yield Timeline(recorder, compiled, exact=exact)
+            yield Timeline(recorder, tracker.compiled, exact=exact)
         finally:
             _name_gradients_and_state(recorder, model, optimizer)
             recorder.end()

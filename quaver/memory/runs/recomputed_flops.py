@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 import quaver.kernels.exact_mm  # noqa: F401 - defines quaver::exact_float8_mm
 from quaver.activation_checkpointing import selected_every
 from quaver.memory.faking.fakes import fake_tensors
-from quaver.memory.recording.modules import ModuleTracker
+from quaver.recorder.modules import ModuleTracker
 from quaver.trainer.autocast import autocast_of
 from quaver.trainer.config import ActivationCheckpoint, Data, Float8, TrainConfig, Training
 from quaver.trainer.initialize import allocate

@@ -16,9 +16,9 @@ from quaver.memory.predict import Prediction
 from quaver.memory.reports.compare import Comparison, Difference, Smallest, compare
 from quaver.memory.reports.pitfalls import si
 from quaver.trainer.config import ActivationCheckpoint
-from quaver.trainer.footprint.alike_rows import BLOCK, is_alike
-from quaver.trainer.footprint.case import Case, words_of
-from quaver.trainer.footprint.module import names_inside
+from quaver.memory.runs.alike_rows import BLOCK, is_alike
+from quaver.memory.runs.case import Case, words_of
+from quaver.memory.runs.module import names_inside
 
 LIMIT = 12
 """Predictions of one bisection, unless it is told otherwise."""

@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
-from quaver.bench.step_memory import Usage, measure_usage
+from quaver.recorder.allocator import Usage, measure_usage
 from quaver.devices import resolve_device
 from quaver.memory import CATEGORIES
 from quaver.memory.predict import Prediction, record_step
 from quaver.trainer.config import TrainConfig, require
 from quaver.trainer.data import Batch
-from quaver.trainer.footprint.run import RunMemory
+from quaver.memory.runs.predict import RunMemory
 from quaver.trainer.initialize import allocate, initialize
 from quaver.trainer.layout import Layout, resolve
 from quaver.trainer.model import Llama
@@ -53,7 +53,7 @@ class MeasuredMemory(RunMemory):
     allocator_peak_bytes: int
     """What stays between steps and the most that a step allocates beside it, with what operators free themselves."""
     allocator_tensor_peak_bytes: int | None
-    """The same without that (Note: scratch, in quaver/bench/step_memory.py); None on a GPU, which does not tell."""
+    """The same without that (Note: scratch, in quaver/recorder/allocator.py); None on a GPU, which does not tell."""
 
     @property
     def notes(self) -> list[str]:

@@ -12,8 +12,8 @@ from quaver.memory.faking.target import is_for_a_gpu
 from quaver.memory.predict import Prediction
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.config_io import load_config, parse_arguments
-from quaver.trainer.footprint.module import predict_module
-from quaver.trainer.footprint.run import predict_memory
+from quaver.memory.runs.module import predict_module
+from quaver.memory.runs.predict import predict_memory
 
 _OF_NO_STEP = ("job", "lr_scheduler", "validation", "metrics", "profiling", "checkpoint", "comm")
 """Sections that change nothing in a training step's memory."""

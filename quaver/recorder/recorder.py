@@ -1,8 +1,8 @@
-"""Records what happens to every storage in one step of training, and what each is for.
+"""Records the life of every storage in one training step, and the category of each.
 
-What a storage is for can become clear late: a gradient is one once the optimizer reads it. So the recorder logs sizes
-only, and says at the end, or at the optimizer's step, what each storage was for all of its life. One thing changes
-during a life and is logged: whether autograd keeps the storage for the backward.
+The category can become known late: a gradient is recognized when the optimizer reads it. So the log has sizes, and the
+category belongs to the allocation as a whole. Only one property changes during a life and is logged: how many times
+autograd has saved the storage for backward.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.memory.recording.callers import caller
-from quaver.memory.recording.modules import OUTSIDE, ModuleTracker
-from quaver.memory.recording.storages import StorageWatch, plain_parts
 from quaver.phases import OpenPhase
+from quaver.recorder.callers import caller
+from quaver.recorder.modules import OUTSIDE, ModuleTracker
+from quaver.recorder.storages import StorageWatch, plain_parts
 
 CATEGORIES = (
     "parameters",
@@ -32,25 +32,26 @@ CATEGORIES = (
     "communication",
     "temporaries",
 )
-"""What storages are for, from what stays longest to what goes first; docs/profiling.md says what belongs to each."""
+"""What storages are for, from the longest-lived to the shortest; docs/profiling.md defines each."""
 
 BEFORE = "before"
-"""The phase in which a storage was made that is older than the recording."""
+"""The phase of a storage that is older than the recording."""
 
 _AFTER_FORWARD = ("backward", "recompute", "optimizer")
 _FLOAT8_BYTES = 1
-_CASTS = ("quaver.cast_", "quaver.dynamic_cast")
+CAST_PREFIX = "quaver.cast_"
+"""All operators that cast to float8 have names that start so (quaver/kernels/cast.py)."""
 _OF_COLLECTIVES = ("c10d.", "_c10d_functional.", "_dtensor.")
 
 
 class Use(NamedTuple):
-    """An operator that was given an allocation."""
+    """An operator that read an allocation."""
 
     operator: str
     module: str
     phase: str
     line: str
-    """Of the code that called it; see `Allocation.line`."""
+    """The line of its call, as in `Allocation.line`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -58,52 +59,52 @@ class Allocation:
     """One storage, from its allocation to its release."""
 
     operator: str | None
-    """What made it; None for one that is older than the recording."""
+    """The operator that allocated it; None if it is older than the recording."""
     module: str
     phase: str
     """before, forward, backward, recompute, optimizer or other."""
     shape: tuple[int, ...]
-    """Of the tensor with which the storage was first seen."""
+    """Of the first tensor seen with the storage."""
     dtype: str
     line: str = ""
-    """Of the code that called the operator, as "quaver/linear.py:123"; for a node of autograd that C++ runs, the line
-    of the forward that made the node, as "backward of model.py:57"; empty where neither is known."""
+    """The line that called the operator, as "quaver/linear.py:123"; for an autograd node in C++ the forward's line that
+    created the node, as "backward of model.py:57"; empty where neither is known."""
     of: Allocation | None = None
-    """The first of the largest that the operator, or the float8 phase around it, was given."""
+    """The largest operand of the operator, or of the float8 phase around it."""
     parameter: str = ""
-    """The name of the parameter whose storage it is, gathered or not."""
+    """The name of the parameter with this storage, sharded or gathered."""
     category: str | None = None
-    """What it was for all of its life; None: a saved activation while it is kept, else a temporary."""
+    """One of CATEGORIES; None for a saved activation while autograd holds it, else a temporary."""
     communicates: bool = False
-    """Whether it was made to send or to receive."""
+    """Whether it is a buffer of a collective."""
     under_policy: bool = False
     """Whether a selective checkpoint's policy was asked about the operator."""
     kept_from_birth: bool = False
-    """Whether something other than autograd kept it from the forward for the backward."""
+    """Whether something other than autograd's saved tensors kept it from forward to backward."""
     saved_in: str = OUTSIDE
-    """The module whose forward had autograd keep it, first."""
+    """The module in whose forward autograd saved it first."""
     first_use: Use | None = None
-    """Of something from the forward: what was given it first, after the forward."""
+    """Its first reader after the forward, if the forward allocated it."""
 
 
 class Entry(NamedTuple):
-    """What became of an allocation at one moment."""
+    """The state of an allocation after one event."""
 
     t_us: float
     """Microseconds since the recording began."""
     allocation: Allocation
     size_bytes: int
     saved: int
-    """How many times autograd keeps it."""
+    """How many times autograd has saved it."""
 
 
 class Recorder(StorageWatch):
-    """The log of one step. `name` and `end` say what storages are for.
+    """The log of one step.
 
     Attributes:
-        initial: what was there when the recording began, with its bytes.
-        log: all that happened since, in order.
-        spans: phases and the number of entries of the log when each began.
+        initial: the allocations that are older than the recording, with their bytes.
+        log: the events since, in order.
+        spans: each phase, with the length of the log at its begin.
     """
 
     def __init__(self, modules: ModuleTracker, open_phases: list[OpenPhase]) -> None:
@@ -115,18 +116,18 @@ class Recorder(StorageWatch):
         self._modules, self._open_phases = modules, open_phases
         self._live: dict[int, Allocation] = {}
         self._saved: dict[int, int] = {}
-        self._given: Allocation | None = None  # the largest of what the last operator was given
+        self._given: Allocation | None = None  # the largest operand of the last operator
         self._start = time.perf_counter_ns()
 
-    # ---- what is it for ------------------------------------------------------------------------------------------
+    # ---- categories and saved tensors ----------------------------------------------------------------------------
 
     def name(
         self, category: str, tensors: Iterable[Tensor], module: str = OUTSIDE, *, parameter: str | None = None
     ) -> None:
-        """Say what the storages of `tensors` are for, now and in all of their life, unless that is known already.
+        """Set the category of the storages of `tensors`, unless it is set.
 
         Args:
-            parameter: the name of the parameter whose they are, if they are all of one.
+            parameter: the parameter that the tensors belong to, if they belong to one.
         """
         for tensor in tensors:
             self.meet(tensor)
@@ -138,7 +139,7 @@ class Recorder(StorageWatch):
                     allocation.parameter = parameter or allocation.parameter
 
     def keep(self, part: Tensor) -> int:
-        """Autograd keeps the plain tensor `part` for the backward; returns the key with which to `release` it."""
+        """Autograd saved the plain tensor `part` for backward; returns the key with which to `release` it."""
         self.meet(part)
         key = part.untyped_storage()._cdata
         allocation = self._live[key]
@@ -147,7 +148,7 @@ class Recorder(StorageWatch):
         return key
 
     def release(self, key: int) -> None:
-        """Autograd keeps a tensor of this storage no longer."""
+        """Autograd dropped a saved tensor of this storage."""
         if key in self._live:
             self._change_saved(key, -1)
 
@@ -155,7 +156,7 @@ class Recorder(StorageWatch):
         self._saved[key] = self._saved.get(key, 0) + more
         self._note(key, self._sizes[key])
 
-    # ---- what happens --------------------------------------------------------------------------------------------
+    # ---- events --------------------------------------------------------------------------------------------------
 
     def storage_appeared(self, key: int, size_bytes: int, tensor: Tensor | None, operator: str | None) -> None:
         shape, dtype = ((), "") if tensor is None else _looks(tensor)
@@ -179,7 +180,7 @@ class Recorder(StorageWatch):
         self._live[key] = allocation
         if self._open_phases:
             self._made_in_phase(allocation, tensor)
-        elif operator.startswith(_CASTS):
+        elif operator.startswith(CAST_PREFIX):
             _name_weight_cast(allocation, tensor)
         self._note(key, size_bytes)
 
@@ -223,7 +224,7 @@ class Recorder(StorageWatch):
         self.spans.append((phase, len(self.log)))
 
     def end(self) -> None:
-        """Forget the storages; nothing is recorded any more."""
+        """Stop recording."""
         self.forget_all()
         self._live.clear()
         self._given = None
@@ -237,7 +238,7 @@ class Recorder(StorageWatch):
             return "optimizer"
         if torch._C._current_autograd_node() is not None:
             return "recompute" if self._modules.stack else "backward"
-        # the loss comes after the model's forward
+        # the loss runs after the model's forward
         return "forward" if self._modules.stack or self.spans[-1][0] == "forward" else "other"
 
     def _line_of_node(self) -> str:
@@ -245,7 +246,7 @@ class Recorder(StorageWatch):
         return f"backward of {line}" if line else ""
 
     def _allocation_of(self, tensor: Tensor) -> Allocation | None:
-        """What stands for the first storage inside `tensor`."""
+        """The allocation of the first storage inside `tensor`."""
         part = next(plain_parts(tensor), None)
         return None if part is None else self._live.get(part.untyped_storage()._cdata)
 
@@ -254,7 +255,7 @@ class Recorder(StorageWatch):
         return self._live[max(keys, key=self._sizes.__getitem__)] if keys else None
 
     def _name_gathered(self, allocation: Allocation, tensor: Tensor) -> None:
-        """A gathered weight is first seen as a storage: its shape, module and name are those of its first reader's."""
+        """FSDP2 resizes a gathered weight's storage, which has no shape or name: take those of its first reader."""
         part = next(plain_parts(tensor))
         allocation.parameter = self._modules.parameter_of(part.untyped_storage()._cdata)
         if allocation.parameter:
@@ -262,11 +263,11 @@ class Recorder(StorageWatch):
             allocation.shape, allocation.dtype = _looks(part)
 
     def _in_phase(self, operator: str) -> str:
-        """The operator, with the name of the float8 phase that is open, if one is."""
+        """The operator, inside the name of the open float8 phase if there is one."""
         return f"{self._open_phases[-1].name} ({operator})" if self._open_phases else operator
 
     def _made_in_phase(self, allocation: Allocation, tensor: Tensor | None) -> None:
-        """Name the phase as the operator, and a parameter's cast to float8 as such."""
+        """Name the float8 phase around the operator, and recognize a weight's cast."""
         name, arguments = self._open_phases[-1]
         allocation.operator = self._in_phase(allocation.operator or "")
         matrix = arguments[0] if arguments else None
@@ -282,7 +283,7 @@ class Recorder(StorageWatch):
 
 
 def _name_weight_cast(allocation: Allocation, tensor: Tensor | None) -> None:
-    """Name the codes of a parameter as such."""
+    """Categorize the float8 codes of a parameter."""
     of = allocation.of
     if of is None or of.category not in ("parameters", "gathered_weights"):
         return

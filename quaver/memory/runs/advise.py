@@ -24,10 +24,10 @@ import torch
 
 from quaver.devices import DEVICE_SPECS, DeviceSpec, device_spec, find_device_spec
 from quaver.trainer.config import TrainConfig
-from quaver.trainer.footprint.changes import Change, combinations, least_gathered, single_changes, words_of
-from quaver.trainer.footprint.peak_by_depth import extrapolated_peak, saves_time
-from quaver.trainer.footprint.run import predict_memory
-from quaver.trainer.footprint.step_time import StepCost, step_cost
+from quaver.memory.runs.changes import Change, combinations, least_gathered, single_changes, words_of
+from quaver.memory.runs.peak_by_depth import extrapolated_peak, saves_time
+from quaver.memory.runs.predict import predict_memory
+from quaver.memory.runs.step_time import StepCost, step_cost
 from quaver.trainer.layout import resolve
 
 AS_CONFIGURED = "as configured"

@@ -1,16 +1,17 @@
-"""Tells in which module of a model code runs: forward, backward, and recomputation in the backward.
+"""The module in which code runs: forward, backward, and recomputation during backward.
 
-Forward hooks follow the forward. The backward needs no hooks: autograd numbers its nodes as they are made, so the
-numbers at which the forward entered and left modules tell where each node was made; the engine tells which node runs.
+Forward hooks follow the forward. The backward needs no hooks: autograd numbers its nodes in order of creation, so the
+sequence numbers at which the forward entered and left each module say which module created the node that runs.
 
-[Note: compiled modules] Hooks on a compiled module, or inside of it, would be compiled in, and so be a reason to
-compile it again. It is left alone: it is one opaque module.
+[Note: compiled modules] Dynamo would compile hooks on a compiled module, or inside it, into its graph, which recompiles
+it. So a compiled module gets no hooks and counts as one opaque module.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -18,13 +19,13 @@ import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
-from quaver.memory.recording.storages import plain_parts
+from quaver.recorder.storages import plain_parts
 
 OUTSIDE = ""
 """The name of no module."""
 
 _NO_NUMBER = 1 << 63
-"""Nodes that accumulate gradients have numbers above: they belong to a parameter, not to a place in the forward."""
+"""AccumulateGrad nodes have larger sequence numbers; they belong to a parameter, not to a place in the forward."""
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -33,9 +34,9 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def visible_modules(model: nn.Module, name: str = OUTSIDE) -> Iterator[tuple[str, nn.Module]]:
-    """Yield `model` and its modules with their names, each once, without what is inside of compiled ones.
+    """Yield `model` and its modules with their names, each once, without the insides of compiled modules.
 
-    The model itself has the name of its class.
+    The model itself is named by its class.
     """
     seen: set[nn.Module] = set()
     pending = [(name, model)]
@@ -53,13 +54,19 @@ def visible_modules(model: nn.Module, name: str = OUTSIDE) -> Iterator[tuple[str
 class ModuleTracker:
     """Knows the module in which code runs, while it is entered.
 
+    A subclass that can follow compiled code overrides `follows_compiled_code` and `attached_to`.
+
     Attributes:
-        stack: the modules whose forward runs, the innermost last; in a backward those of a recomputation.
+        stack: the modules whose forward runs, the innermost last; in backward those of a recomputation.
+        compiled: names of compiled modules that are followed.
     """
+
+    follows_compiled_code = False
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.stack: list[str] = []
+        self.compiled: set[str] = set()
         self._numbers: list[int] = []
         self._names: list[str] = []
         self._handles: list[Any] = []
@@ -84,6 +91,10 @@ class ModuleTracker:
         self._handles.clear()
         self.stack.clear()
 
+    def attached_to(self, recorder: Any) -> AbstractContextManager[Any]:
+        """Report compiled code to `recorder` inside the block; here nothing."""
+        return nullcontext()
+
     def entered(self, name: str) -> None:
         """Called when the forward of a module begins, before its other hooks."""
 
@@ -99,7 +110,7 @@ class ModuleTracker:
         return OUTSIDE if node is None else self.module_of(node)
 
     def module_of(self, node: Any) -> str:
-        """The module whose forward made an autograd node, or that owns the parameter whose gradient it accumulates."""
+        """The module whose forward created an autograd node; of AccumulateGrad, the owner of the parameter."""
         number = node._sequence_nr()
         if number >= _NO_NUMBER:
             return self._owners.get(id(getattr(node, "variable", None)), OUTSIDE)
@@ -107,7 +118,7 @@ class ModuleTracker:
         return self._names[place - 1] if place else OUTSIDE
 
     def parameter_of(self, key: int) -> str:
-        """The name of the parameter of the module in which code runs that has the storage `key`; empty for none."""
+        """The name of the current module's own parameter with the storage `key`; empty for none."""
         module = self._modules.get(self.current)
         for name, parameter in () if module is None else module.named_parameters(recurse=False):
             if any(part.untyped_storage()._cdata == key for part in plain_parts(parameter)):
@@ -115,11 +126,11 @@ class ModuleTracker:
         return ""
 
     def called_from(self, line: str) -> None:
-        """An operator of the forward was called from `line`; if autograd has just made a node, it is its line, too."""
+        """The forward called an operator from `line`, which is also the line of the node just created, if any."""
         self._lines.setdefault(torch._C._autograd._get_sequence_nr() - 1, line)
 
     def line_of_node(self) -> str:
-        """The line of the forward that made the node of autograd that runs; empty where that is not known."""
+        """The forward's line that created the autograd node that runs; empty where it is unknown."""
         node = torch._C._current_autograd_node()
         return "" if node is None else self._lines.get(node._sequence_nr(), "")
 
@@ -136,7 +147,7 @@ class ModuleTracker:
                 self._mark()
 
         self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
-        # also where a recomputation stops early, by an error that the checkpoint catches
+        # always: a checkpoint stops its recomputation early by raising an error that it catches
         self._handles.append(module.register_forward_hook(leave, always_call=True))
 
     def _mark(self) -> None:

@@ -13,9 +13,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from quaver.memory.reports.byte_sizes import unit_of
-from quaver.memory.reports.columns import column_maxima
-from quaver.memory.reports.rows import merged_layers
+from quaver.recorder.byte_sizes import unit_of
+from quaver.recorder.columns import column_maxima
+from quaver.recorder.rows import merged_layers
 
 COLORS = {
     "parameters": "#332288",

@@ -1,6 +1,6 @@
-"""Follows the storages behind tensors: when each comes to be, changes its size, and is gone.
+"""Follows the storages behind tensors: their allocation, resizes and release.
 
-Tensors share storages (views, detached tensors), so a storage is what costs memory, and each counts once.
+Tensors share storages (views, detached tensors), so the unit of memory is a storage, and each counts once.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,24 +18,28 @@ from torch import Tensor, UntypedStorage
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from quaver.memory.recording.resizes import listen_to_resizes
-
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 _LIFT = torch.ops.aten.lift_fresh.default
-"""What torch.tensor tells of a tensor that it has just made out of Python's numbers."""
+"""The first operator on a tensor that torch.tensor created from Python numbers."""
 _BETWEEN = (__name__, "torch._compile", "torch._dynamo.eval_frame")
-"""The modules of frames between an operator's caller and its dispatch."""
+"""The Python modules of frames between an operator's call and its dispatch."""
+
+ResizeListener = Callable[[UntypedStorage, int], None]
+"""Called with the storage after its resize, and its bytes before."""
+
+_resize_listeners: list[ResizeListener] = []
+_resize: Callable[[UntypedStorage, int], UntypedStorage] = UntypedStorage.resize_
 
 
 class StorageWatch(TorchDispatchMode):
-    """Follows the storages of all tensors that operators are given and return while the mode is on.
+    """Follows the storages of all tensors that operators take and return while the mode is on.
 
-    A storage is new where an operator returns it, and old, from before the mode, where one is given it first. Weak
-    references tell when it is gone. Tensor subclasses take themselves apart, and their parts are followed. What a
-    kernel allocates and frees inside one operator is not seen, nor are the buffers of a collective's backend and the
-    few bytes of a number that C++ code makes a tensor of, nor is anything inside compiled code.
+    A storage is new if an operator returns it, and older than the mode if an operator takes it first. A weak reference
+    reports its release. Tensor subclasses dispatch again on their parts, which are followed. Invisible are memory that
+    a kernel allocates and frees inside one operator, buffers of a collective's backend, the few bytes of a Python
+    number that C++ wraps in a tensor, and everything inside compiled code.
 
-    Subclasses override `storage_appeared`, `storage_resized` and `storage_gone`; a storage is known to them by its key.
+    Subclasses override `storage_appeared`, `storage_resized` and `storage_gone`, which identify a storage by a key.
     """
 
     def __init__(self) -> None:
@@ -51,26 +55,26 @@ class StorageWatch(TorchDispatchMode):
         """A storage is seen for the first time.
 
         Args:
-            tensor: the one that was seen with it; None for a storage that is being resized.
-            operator: what made it; None for an old one.
+            tensor: a tensor with this storage; None for a storage that is being resized.
+            operator: the operator that returned it; None for a storage older than the mode.
         """
 
     def storage_resized(self, key: int, size_bytes: int, before_bytes: int) -> None:
-        """A storage has another size than before."""
+        """The size of a storage changed."""
 
     def storage_gone(self, key: int, size_bytes: int) -> None:
-        """Nothing holds a storage any more."""
+        """A storage was released."""
 
     def operator_called(self, operator: Any, tensors: list[Tensor]) -> None:
-        """An operator is about to run on these."""
+        """An operator is about to run on these tensors."""
 
     def meet(self, tensor: Tensor, operator: str | None = None) -> None:
-        """Follow the storages of `tensor` from now on; `operator` is what has just made it, None for an old one."""
+        """Follow the storages of `tensor` from now on; `operator` returned it, None for an older tensor."""
         for plain in plain_parts(tensor):
             self._meet_storage(plain.untyped_storage(), plain, operator)
 
     def forget_all(self) -> None:
-        """Follow nothing any more."""
+        """Stop following all storages."""
         self._references.clear()
         self._left_alone.clear()
         self._sizes.clear()
@@ -87,7 +91,7 @@ class StorageWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(kind not in _PLAIN for kind in types):  # what a subclass does with its parts comes here again
+        if any(kind not in _PLAIN for kind in types):  # a subclass dispatches again on its parts
             return NotImplemented
         kwargs = kwargs or {}
         given = [*_tensors(args), *_tensors(kwargs)]
@@ -98,7 +102,7 @@ class StorageWatch(TorchDispatchMode):
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
             self.meet(tensor, str(func))
-        for tensor in given:  # aten.resize_ and what writes to `out` may have changed their sizes
+        for tensor in given:  # aten.resize_ and out= variants may have changed their sizes
             self.meet(tensor)
         return result
 
@@ -116,8 +120,8 @@ class StorageWatch(TorchDispatchMode):
                 self.storage_resized(key, size_bytes, before_bytes)
 
     def _is_of_backend(self, tensor: Tensor, func: Any) -> bool:
-        """Whether this is a buffer of a collective, which is made out of sight and first seen when it is waited for."""
-        if self._among_fakes:  # a pretended backend makes none
+        """Whether this is a collective's buffer, allocated out of sight and first seen when it is waited for."""
+        if self._among_fakes:  # torch's fake process group allocates none
             return False
         key = tensor.untyped_storage()._cdata if tensor.layout is torch.strided and not tensor.is_meta else None
         if key is None or key in self._sizes or key in self._left_alone:
@@ -148,8 +152,8 @@ class StorageWatch(TorchDispatchMode):
 class TensorBytes(StorageWatch):
     """Counts the bytes of the storages that operators allocate while the mode is on, and their highest sum.
 
-    A storage counts from the operator that returns it until nothing holds it, also after the mode. One that is older
-    than the mode counts nothing, except for what it grows or shrinks by.
+    A storage counts from the operator that returns it until its release, also after the mode. A storage older than the
+    mode counts only by what it grows or shrinks.
     """
 
     def __init__(self) -> None:
@@ -176,7 +180,7 @@ class TensorBytes(StorageWatch):
 def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors with a storage inside `tensor`: itself, or those that a wrapper subclass holds.
 
-    Nothing is waited for, unlike in `quaver.trainer.tensors`: a storage is there before its numbers are.
+    Unlike `quaver.trainer.tensors`, this does not wait for collectives: a storage exists before its values do.
     """
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
@@ -188,7 +192,7 @@ def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _called_by_torch_distributed() -> bool:
-    """Whether the operator that is being dispatched was called from torch.distributed, as by `Work.wait`."""
+    """Whether torch.distributed called the operator that is being dispatched, as in `Work.wait`."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
         frame = frame.f_back  # type: ignore[assignment]
@@ -196,7 +200,7 @@ def _called_by_torch_distributed() -> bool:
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors in the arguments or results of an operator, which nest in lists and tuples only."""
+    """Yield the tensors in an operator's arguments or results, which nest in lists and tuples only."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, (list, tuple)):
@@ -204,3 +208,32 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
     elif isinstance(values, dict):
         yield from _tensors(tuple(values.values()))
+
+
+# ---- resizes ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def listen_to_resizes(listener: ResizeListener) -> Iterator[None]:
+    """Call `listener` after every `UntypedStorage.resize_` inside the block; FSDP2 frees and refills weights with it.
+
+    `resize_` is no operator, so neither a dispatch mode nor any hook of torch sees it. It is replaced while a listener
+    is registered; this can go when torch dispatches it.
+    """
+    if not _resize_listeners:
+        UntypedStorage.resize_ = _resize_and_report  # type: ignore[method-assign, assignment]
+    _resize_listeners.append(listener)
+    try:
+        yield
+    finally:
+        _resize_listeners.remove(listener)
+        if not _resize_listeners:
+            del UntypedStorage.resize_  # restores the inherited method
+
+
+def _resize_and_report(storage: UntypedStorage, size: int) -> UntypedStorage:
+    before_bytes = storage.nbytes()
+    _resize(storage, size)
+    for listener in tuple(_resize_listeners):
+        listener(storage, before_bytes)
+    return storage

@@ -23,7 +23,7 @@ from quaver.devices import DeviceSpec
 from quaver.filters import MATMUL_SHARES, LinearTime, linear_cost
 from quaver.trainer.config import Float8, Model, TrainConfig, Training
 from quaver.trainer.float8 import convert_model
-from quaver.trainer.footprint.recomputed_flops import checkpointed_blocks, recomputed_flops
+from quaver.memory.runs.recomputed_flops import checkpointed_blocks, recomputed_flops
 from quaver.trainer.layout import Layout
 from quaver.trainer.model import Llama, training_flops_per_token
 

@@ -1,24 +1,31 @@
-"""From the log of a recording to its report: bytes by category at each event, and tables of its highest points."""
+"""The report of a recording: bytes by category after each event, and tables at the two highest points."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
-from quaver.memory.recording.recorder import CATEGORIES, Allocation, Recorder
+from quaver.recorder.recorder import CATEGORIES, Allocation, Recorder
 
 SCHEMA = 2
 
 State = dict[Allocation, tuple[int, int]]
-"""What is alive: its bytes, and how many times autograd keeps it."""
+"""Live allocations: bytes, and how many times autograd has saved each."""
+
+COMPILED_GRAPH = "compiled graph"
+"""The keeper of tensors that a compiled forward returns for its backward."""
+
+NOT_FOR_BACKWARD = ("parameters", "gradients", "optimizer_state", "kept_scales", "inputs")
+"""Categories that would be alive even if autograd did not save them."""
 
 
-def report_of(recorder: Recorder, note: str = "") -> dict[str, Any]:
+def report_of(recorder: Recorder, note: str = "", compiled: Collection[str] = ()) -> dict[str, Any]:
     """The report of a recording.
 
     Args:
-        note: why operators were not seen, if they were not: there is then no timeline, and no peak.
+        note: why operators were invisible, if they were; the report then has no timeline and no peak.
+        compiled: names of compiled modules, whose graphs keep what is saved in them.
     """
     timeline = list(_timeline(recorder))
     totals = [sum(row[2:]) for row in timeline]
@@ -34,7 +41,7 @@ def report_of(recorder: Recorder, note: str = "") -> dict[str, Any]:
         "at_peak": [] if note else _ranked(_row(each, *now) for each, now in _state_at(recorder, peak_event).items()),
     }
     saved = [(each, now) for each, now in _state_at(recorder, saved_event).items() if _is_kept(each, now[1])]
-    rows = _ranked(_saved_row(each, *now) for each, now in saved)
+    rows = _ranked(_saved_row(each, *now, compiled) for each, now in saved)
     saved_bytes = sum(row["bytes"] for row in rows if row["category"] not in NOT_FOR_BACKWARD)
     report["saved_bytes"] = None if note else saved_bytes
     report["saved_event"] = None if note else saved_event
@@ -45,12 +52,8 @@ def report_of(recorder: Recorder, note: str = "") -> dict[str, Any]:
     return report
 
 
-NOT_FOR_BACKWARD = ("parameters", "gradients", "optimizer_state", "kept_scales", "inputs")
-"""What would be there if autograd did not keep it."""
-
-
 def category_of(allocation: Allocation, saved: int) -> str:
-    """What an allocation is for while autograd keeps it `saved` times."""
+    """The category of an allocation while autograd has saved it `saved` times."""
     if allocation.category is not None:
         return allocation.category
     if _is_kept(allocation, saved):
@@ -63,7 +66,7 @@ def _is_kept(allocation: Allocation, saved: int) -> bool:
 
 
 def _timeline(recorder: Recorder) -> Iterator[list[Any]]:
-    """Yield [event, t_us, bytes of each category]: event 0 is the beginning, event i what the i-th entry left."""
+    """Yield [event, t_us, bytes of each category]: event 0 is the begin, event i the state after the i-th entry."""
     totals = dict.fromkeys(CATEGORIES, 0)
     state: State = {}
     for allocation, size_bytes in recorder.initial.items():
@@ -86,13 +89,13 @@ def _state_at(recorder: Recorder, event: int) -> State:
 
 
 def added_bytes(recorder: Recorder, event: int) -> int:
-    """What is alive after an event of the log and was not there when the recording began."""
+    """Bytes alive after an event in allocations that are younger than the recording."""
     alive = _state_at(recorder, event)
     return sum(size_bytes for allocation, (size_bytes, _) in alive.items() if allocation not in recorder.initial)
 
 
 def _saved_peak(recorder: Recorder) -> int:
-    """The first event at which most bytes are kept for the backward that would else not be there."""
+    """The first event at which most bytes are kept for backward."""
     kept_bytes, by_event, state = 0, [0], dict[Allocation, int]()
     for _, allocation, size_bytes, saved in recorder.log:
         now = size_bytes if _is_kept(allocation, saved) and allocation.category not in NOT_FOR_BACKWARD else 0
@@ -121,15 +124,18 @@ def _row(allocation: Allocation, size_bytes: int, saved: int) -> dict[str, Any]:
     }
 
 
-def _saved_row(allocation: Allocation, size_bytes: int, saved: int) -> dict[str, Any]:
+def _saved_row(allocation: Allocation, size_bytes: int, saved: int, compiled: Collection[str]) -> dict[str, Any]:
     use = allocation.first_use
     first = None if use is None else {"operator": use.operator, "module": use.module, "source": use.line}
-    about = {"saved_in": allocation.saved_in, "kept_by": _keeper(allocation, saved), "first_use": first}
+    keeper = _keeper(allocation, saved)
+    if keeper == "autograd" and allocation.saved_in in compiled:
+        keeper = COMPILED_GRAPH
+    about = {"saved_in": allocation.saved_in, "kept_by": keeper, "first_use": first}
     return {**_row(allocation, size_bytes, saved), **about}
 
 
 def _keeper(allocation: Allocation, saved: int) -> str:
-    """Who keeps it for the backward. What a recomputation reads first, a checkpoint has kept for it."""
+    """The mechanism that keeps it for backward. A checkpoint keeps what its recomputation reads first."""
     if allocation.under_policy and not saved:
         return "selective policy"
     use = allocation.first_use
@@ -139,7 +145,7 @@ def _keeper(allocation: Allocation, saved: int) -> str:
 
 
 def _name_of(allocation: Allocation) -> str:
-    """What an operator was given: a parameter by its name, anything else by the operator that made it."""
+    """An operand's name: that of the parameter, or else of the operator that allocated it."""
     if allocation.parameter:
         gathered = allocation.category == "gathered_weights"
         return f"{allocation.parameter}, unsharded" if gathered else allocation.parameter
@@ -149,7 +155,7 @@ def _name_of(allocation: Allocation) -> str:
 
 
 def _ranked(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, alike ones as one with their number and the sum of their bytes, the largest first."""
+    """The rows, equal ones merged with their count and the sum of their bytes, the largest first."""
     merged: dict[str, dict[str, Any]] = {}
     for row in rows:
         key = str(row)
@@ -162,6 +168,6 @@ def _ranked(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _spans(recorder: Recorder) -> list[list[Any]]:
-    """[phase, last event before it, its last event] of each, in order; the two are one where it had no event."""
+    """[phase, last event before it, its last event] of each phase, in order; equal for a phase without events."""
     ends = [*recorder.spans, ("", len(recorder.log))]
     return [[phase, begin, end] for (phase, begin), (_, end) in pairwise(ends) if end > begin or phase == "optimizer"]
