@@ -1,4 +1,4 @@
-"""Where the memory of a training step goes: recorded of a real step, or predicted of one with fake tensors."""
+"""The memory of a training step: recorded from a real step, or predicted with fake tensors."""
 
 from quaver.memory.predict import Prediction, explain
 from quaver.memory.reports.compare import Comparison, compare

@@ -1,17 +1,15 @@
-"""Bytes of one training step, from the allocator: the highest sum, what is alive at a mark, and what lies at the peak.
+"""Measures the bytes of one training step from the allocator: its peak, and what is alive at a mark.
 
-On a CPU every allocation and release of PyTorch's CPU allocator is read, while it happens, by torch.profiler
-(profile_memory). So eager and compiled code, the C++ inside an operator, `resize_` of a storage and a collective's
-buffers are all counted, and counted alike, to the byte. Not counted is what does not come from this allocator: small
-arrays on the heap inside compiled kernels and C extensions, and the gloo threads' own buffers.
+On a CPU torch.profiler (profile_memory) logs every allocation and release of PyTorch's CPU allocator. So eager and
+compiled code, the C++ inside an operator, resized storages and buffers of collectives all count, to the byte. Memory
+from elsewhere does not: small arrays on the heap in compiled kernels and C extensions, and gloo's own buffers.
 
-[Note: scratch] What an operation allocates and releases again before it returns is its scratch: the packed operands of
-a matmul library, the partial results of an attention kernel, and the widened operands of the exact float8 matmul, which
-stands in for one in hardware that widens nothing. It takes real memory, so it is in `peak_bytes`. It is another on
-every device, so `tensor_peak_bytes` is the highest sum of all the rest: what a training step has in tensors. Casts and
-what autograd holds are never scratch.
+[Note: scratch] Scratch is memory that an operation allocates and frees before it returns: the packed operands of a
+matmul library, the partial results of an attention kernel, the widened operands of the exact float8 matmul, which
+hardware does not widen. It is in `peak_bytes`. It depends on the device, so `tensor_peak_bytes` leaves it out and has
+only what a step holds in tensors. Casts and saved tensors are never scratch.
 
-On a GPU the peak is torch.cuda.max_memory_allocated, scratch and all, and what is alive is memory_allocated.
+On a GPU the peak is torch.cuda.max_memory_allocated, with scratch, and live bytes are memory_allocated.
 """
 
 import gc
@@ -29,54 +27,54 @@ from torch.profiler import ProfilerActivity, profile, record_function
 MARK = "forward is done"
 
 _NO_OPERATION = ("aten::empty", "aten::resize_", "aten::new_empty", "autograd::", "FSDP::")
-"""Beginnings of names of ranges that ask for no memory of their own: they only allocate for what is around them."""
+"""Prefixes of ranges that only allocate for the operation around them."""
 
 _FLOAT8_MATMULS = ("quaver::gemm", "quaver::exact_float8_mm")
 _CONVERTERS = frozenset(("aten::to", "aten::_to_copy", "aten::copy_", "aten::empty_strided", "aten::empty_like"))
 _ELEMENTWISE = frozenset(
     f"aten::{name}{end}" for name in ("mul", "add", "sub", "div", "sum", "mean") for end in ("", "_")
 )
-"""Operations that on a CPU convert operands of other dtypes inside of themselves."""
+"""Operations that convert operands of other dtypes internally on a CPU."""
 
 
 @dataclass
 class Block:
-    """A piece of memory, and the ranges of the profile that it was allocated in, innermost first."""
+    """One allocation, with the profiler's ranges around it, innermost first."""
 
     size_bytes: int
     ranges: tuple[str, ...]
     born_ns: int
     returns_ns: float
-    """When the operation that asked for it returned."""
+    """When the operation that requested it returned."""
     dies_ns: float = math.inf
 
     @property
     def is_scratch(self) -> bool:
-        """See the note."""
+        """[Note: scratch]"""
         return self.dies_ns <= self.returns_ns
 
     @property
     def is_of_collective(self) -> bool:
-        """Whether a process group may hold it: it is one's own, or FSDP2 made it to send or receive."""
+        """Whether a process group may hold it: its own buffer, or one that FSDP2 sends or receives."""
         return any(name.startswith(("c10d::", "gloo:", "FSDP::")) for name in self.ranges)
 
 
 @dataclass
 class Usage:
-    """Bytes that a step adds to what was alive before it."""
+    """Bytes that a step adds to those alive before it."""
 
     peak_bytes: int = 0
     tensor_peak_bytes: int | None = None
-    """Without scratch (see the note); None on a GPU, whose allocator does not tell."""
+    """The peak without scratch; None on a GPU, whose allocator does not report it."""
     kept_bytes: int = 0
-    """Alive at the mark: what the forward keeps for the backward."""
+    """Alive at the mark: what the forward keeps for backward."""
     at_peak: list[Block] = field(default_factory=list, repr=False)
-    """What is alive at the peak, largest first; empty on a GPU."""
+    """Allocations alive at the peak, the largest first; empty on a GPU."""
     at_mark: list[Block] = field(default_factory=list, repr=False)
 
 
 class Measured:
-    """What `measure_usage` gives to its block: `mark` is to be called once, between forward and backward."""
+    """The result of `measure_usage`; its block must call `mark` once, between forward and backward."""
 
     def __init__(self, mark: Callable[[], None]) -> None:
         self.mark = mark
@@ -87,15 +85,14 @@ class Measured:
 def measure_usage(device: torch.device, *, may_leave: bool = False) -> Iterator[Measured]:
     """Measure the block, which runs one step on `device`, and fill in `usage`.
 
+    Python's garbage collector is off meanwhile, so that a reference cycle that holds tensors shows.
+
     Args:
-        may_leave: the step may leave something in the place of what the last one left, such as the scales of the next
-            one; what it replaced, whose release a profile does not show, then counts twice.
-
-    Python's garbage collector stands still meanwhile: a reference cycle that holds tensors shows as what it is.
-
+        may_leave: the step may replace older memory, such as the next step's scales. The profiler does not show the
+            release of the older memory, so it then counts twice.
     Raises:
-        RuntimeError: at the exit, if the block did not mark once, or left behind more memory than it found: it is then
-            not a step that repeats, and releases of older memory, which a profile does not show, may be missing.
+        RuntimeError: at the exit, if `mark` was not called once, or the step left memory behind. It is then not a step
+            that repeats, and releases of older memory may be missing.
     """
     gc.collect()
     gc.disable()
@@ -124,7 +121,7 @@ def _measure_cpu(may_leave: bool) -> Iterator[Measured]:
         measured = Measured(_record_mark)
         yield measured
         gc.collect()
-        torch.empty(1)  # an event after all others, with the allocator's last sum
+        torch.empty(1)  # a last event, with the allocator's final sum
     measured.usage = _usage_of(list(_walk(profiler.profiler.kineto_results.experimental_event_tree())), may_leave)
 
 
@@ -146,7 +143,7 @@ def _check_one_step(marks: int, left_bytes: int) -> None:
 def _usage_of(nodes: list[Any], may_leave: bool) -> Usage:
     blocks = _blocks(nodes)
     marks = [node.start_time_ns for node in nodes if node.name == MARK]
-    # A gloo thread holds its last buffer until it has other work.
+    # A gloo thread holds its last buffer until its next work.
     left = [block for block in _alive(blocks, math.inf) if not block.is_of_collective]
     _check_one_step(len(marks), 0 if may_leave else _sum(left))
     at_peak, at_mark = _alive(blocks, _time_of_peak(blocks)), _alive(blocks, marks[0])
@@ -166,10 +163,10 @@ def _walk(nodes: Iterable[Any]) -> Iterator[Any]:
 
 
 def _blocks(nodes: list[Any]) -> list[Block]:
-    """Every piece of CPU memory that was allocated in the log. What is older is not in it: its release says nothing.
+    """All CPU allocations of the log; older memory is not in it.
 
-    The threads of collectives may drop a buffer where no profiler looks. The allocator's own sum, which comes with each
-    event, then falls by its size without an event; or a new piece has its address.
+    Threads of collectives may free a buffer without an event. It shows in the allocator's own sum, which each event
+    has, or when a new allocation has the same address.
     """
     blocks: list[Block] = []
     live: dict[int, Block] = {}
@@ -193,7 +190,7 @@ def _blocks(nodes: list[Any]) -> list[Block]:
 
 
 def _release_unseen(live: dict[int, Block], size_bytes: int, now_ns: int) -> None:
-    """End one or two buffers of collectives that together have this size; if there are none, what went was older."""
+    """End one or two buffers of collectives of this total size; if there are none, older memory was freed."""
     buffers = [pointer for pointer, block in live.items() if block.is_of_collective]
     for count in (1, 2):
         for chosen in itertools.combinations(buffers, count):
@@ -204,11 +201,10 @@ def _release_unseen(live: dict[int, Block], size_bytes: int, now_ns: int) -> Non
 
 
 def _surroundings(node: Any) -> tuple[tuple[str, ...], float]:
-    """The ranges around an allocation, innermost first, and when the operation that asked for it returned.
+    """The ranges around an allocation, innermost first, and when the operation that requested it returned.
 
-    An operation has a namespace in its name, as quaver's own phases have; an autograd node has not. What a float8
-    matmul does is all its own, and a conversion of an operand is of the elementwise operation around it; the innermost
-    operation counts elsewhere.
+    Operations and quaver's phases have a namespace in their names; autograd nodes have none. The innermost operation
+    counts, except that a float8 matmul owns everything inside, and an elementwise operation its operands' conversions.
     """
     around = []
     while (node := node.parent) is not None:
@@ -220,7 +216,7 @@ def _surroundings(node: Any) -> tuple[tuple[str, ...], float]:
 
 
 def _without_conversions(operations: list[Any]) -> list[Any]:
-    """From the innermost operation on, or from the elementwise one for which an operand is converted."""
+    """The operations from the innermost on, or from the elementwise one that converts an operand."""
     around = itertools.dropwhile(lambda each: each.name in _CONVERTERS, operations)
     found = list(around)
     return found if found and found[0].name in _ELEMENTWISE else operations
@@ -232,7 +228,7 @@ def _time_of_peak(blocks: list[Block]) -> float:
     steps += [(block.dies_ns, -block.size_bytes) for block in blocks if block.dies_ns < math.inf]
     live = highest = 0
     when = -math.inf
-    for time_ns, size_bytes in sorted(steps):  # of one moment, releases first
+    for time_ns, size_bytes in sorted(steps):  # releases first at equal times
         live += size_bytes
         if live > highest:
             highest, when = live, time_ns
@@ -240,7 +236,7 @@ def _time_of_peak(blocks: list[Block]) -> float:
 
 
 def _alive(blocks: list[Block], time_ns: float) -> list[Block]:
-    """What is alive at a moment, largest first."""
+    """The allocations alive at a moment, the largest first."""
     alive = [
         each for each in blocks if each.born_ns <= time_ns and (time_ns < each.dies_ns or each.dies_ns == math.inf)
     ]

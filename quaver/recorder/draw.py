@@ -1,21 +1,23 @@
-"""Draws the report of a recording: live bytes by category over one step, stacked; and the largest at the peak."""
+"""Draws the report of a recording with matplotlib: live bytes by category over a step, and the largest at the peak."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from quaver.recorder.byte_sizes import unit_of
-from quaver.recorder.columns import column_maxima
 from quaver.recorder.rows import merged_layers
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
 
 COLORS = {
     "parameters": "#332288",
@@ -29,11 +31,11 @@ COLORS = {
     "communication": "#661100",
     "temporaries": "#cc6677",
 }
-"""P. Tol's muted scheme, which the colour-blind can tell apart; neighbours in the stack differ in lightness, too.
-The tenth is of his older scheme."""
+"""P. Tol's muted scheme for colour-blind readers; neighbours in the stack also differ in lightness. The tenth colour is
+from his older scheme."""
 
 MOST_POINTS = 3000
-"""Of more events neighbours share a column, which shows the one with the most bytes."""
+"""Columns of a timeline at most; of neighbouring events that share one, the highest is drawn."""
 SPANS = {"forward": "#f2f2f2", "backward": "#d9d9d9", "recompute": "#c4c4c4", "optimizer": "#e6e0d4"}
 _NARROWEST_LABEL = 0.05
 MOST_BARS = 20
@@ -42,7 +44,7 @@ _WORDS_WIDTH = 80
 
 
 def draw_timeline(report: dict[str, Any], image: Path, *, title: str) -> None:
-    """Write a PNG of `report` (`Timeline.report`); of one without a timeline, one that says why."""
+    """Write a PNG of the timeline of `report` (`Timeline.report`), or of the reason why it has none."""
     with _picture(image, title, height_inches=5) as figure:
         if report["timeline"]:
             _draw(figure, report)
@@ -51,9 +53,9 @@ def draw_timeline(report: dict[str, Any], image: Path, *, title: str) -> None:
 
 
 def draw_peak(report: dict[str, Any], image: Path, *, title: str) -> None:
-    """Write a PNG of what is alive at the peak of `report`: the largest rows as bars, alike layers as one.
+    """Write a PNG of the rows alive at the peak of `report` as bars, or of the reason why it has none.
 
-    Of more than MOST_BARS rows the rest are one bar. Of a report without a peak, one that says why.
+    Rows of equal layers are merged; those after the first MOST_BARS are one bar.
     """
     rows = merged_layers(report["at_peak"])
     bars = min(len(rows), MOST_BARS + 1)
@@ -97,7 +99,7 @@ def _name_colors(figure: Figure, categories: list[str]) -> None:
 
 
 def _words(row: dict[str, Any]) -> str:
-    """Module and operator; below, the number and kind of tensors. What is not known is left out."""
+    """Module and operator; below, the number and kind of tensors. Unknown parts are left out."""
     operator = row["operator"] or ""
     made_by = operator.partition(" (")[2].removesuffix(")") or operator
     tensors = f"{row['count']} x {row['dtype']} {row['shape']}" if row["dtype"] else ""
@@ -151,7 +153,7 @@ def _mark_spans(axis: Any, spans: list[list[Any]], last_event: float) -> None:
 
 
 def _joined(spans: list[list[Any]]) -> list[list[Any]]:
-    """Backward and its recomputations as one, for a picture; and neighbours of one phase."""
+    """The spans with recomputations merged into backward, and neighbours of one phase merged."""
     joined: list[list[Any]] = []
     for phase, begin, end in spans:
         phase = "backward" if phase == "recompute" else phase
@@ -176,7 +178,7 @@ def _mark_peak(axis: Any, event: int, height: float, unit: str, last_event: floa
 
 
 def _show_time(axis: Any, timeline: list[list[Any]]) -> None:
-    """A second axis above: when the events of the ticks below took place."""
+    """Add a second axis above: the times of the ticks below."""
     above = axis.secondary_xaxis("top")
     ticks = [tick for tick in axis.get_xticks() if 0 <= tick < len(timeline)]
     above.set_xticks(ticks, [_ms(timeline[int(tick)][1] / 1e3) for tick in ticks])
@@ -185,3 +187,21 @@ def _show_time(axis: Any, timeline: list[list[Any]]) -> None:
 
 def _ms(value: float) -> str:
     return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+
+
+def column_maxima(timeline: Iterable[Iterable[float]], most: int, *, keep: Iterable[int] = ()) -> Array:
+    """About `most` rows of `timeline`, the highest of each run of neighbours, and so the highest of all.
+
+    Args:
+        timeline: rows of [event, microseconds, bytes of each category].
+        keep: indices of rows to include, besides the first and the last.
+    Returns:
+        float64 [rows, columns of `timeline`]; bytes are exact up to 2^53.
+    """
+    rows = np.array(timeline, dtype=np.float64)
+    if len(rows) <= most:
+        return rows
+    totals = rows[:, 2:].sum(1)
+    edges = np.linspace(0, len(rows), most + 1).astype(int)
+    highest = [int(first + totals[first:last].argmax()) for first, last in zip(edges, edges[1:], strict=False)]
+    return rows[np.unique([0, *highest, *keep, len(rows) - 1])]

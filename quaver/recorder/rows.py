@@ -1,4 +1,4 @@
-"""Rows of a memory report, put together where they are of layers that are alike."""
+"""Merges the rows of a memory report that belong to equal layers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def merged_layers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with "*" for each number in the names of modules, alike ones as one, the largest first.
+    """New rows with "*" for each number in module names, equal ones merged, the largest first.
 
     Args:
-        rows: with "module", "bytes", "count" and whatever else tells them apart.
-    Returns:
-        New rows, with the sums of their bytes and counts.
+        rows: with "module", "bytes", "count" and other columns; bytes and counts are summed.
     """
     merged: dict[str, dict[str, Any]] = {}
     for row in rows:

@@ -155,7 +155,6 @@ def comparison() -> dict:
             plain | more | {"at": "kept", "sentence": "+3 MiB: more of it"},
             plain | more | {"at": "peak", "sentence": "+3 MiB: at the peak"},
         ],
-        "smallest": {"module": "model.layers.0", "command": "quaver memory --model.n_layers 1", "text": HOSTILE},
     }
 
 

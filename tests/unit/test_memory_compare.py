@@ -10,7 +10,7 @@ from torch import nn
 from quaver.activation_checkpointing import apply_activation_checkpointing
 from quaver.cli.memory.comparison import comparison_lines
 from quaver.memory import explain
-from quaver.memory.reports.compare import Smallest, compare
+from quaver.memory.reports.compare import compare
 from quaver.memory.reports.pitfalls import Kept, hint_of, inner_operator, is_operator, short_operator, si
 from quaver.recorder.modules import ModuleTracker
 from quaver.recorder.recorder import Recorder
@@ -57,7 +57,6 @@ def test_nothing_differs_from_itself():
     comparison = _compared(prediction, _explained())
     assert comparison.rows == ()
     assert comparison.peak_a == comparison.peak_b == prediction.peak_bytes
-    assert comparison.to_dict()["smallest"] is None
 
 
 def test_what_one_keeps_more_is_named_and_counted_per_layer():
@@ -178,8 +177,8 @@ AMAX = {"operator": "aten.amax", "module": "ffn.w3", "source": "linear.py:1"}
         (_row(first_use=None, kept_by="selective policy"), "no operator of the backward reads it"),
         (_row(first_use=None, kept_by="autograd"), ""),
         (_row(category="gathered_weights"), "parallelism.fsdp_reshard_after_forward"),
-        (_row(of="ffn.w3.weight, unsharded", first_use=None), "make it again then"),
-        (_row(of="ffn.w3.weight, unsharded", operator="quaver.cast_tensorwise"), "make it again then"),
+        (_row(of="ffn.w3.weight, unsharded", first_use=None), "compute it again there"),
+        (_row(of="ffn.w3.weight, unsharded", operator="quaver.cast_tensorwise"), "compute it again there"),
         (_row(of="ffn.w3.weight, unsharded", operator="quaver.cast_tensorwise", shape=[4096, 1]), ""),
         (_row(of="ffn.w3.weight, unsharded", operator="aten.amax"), ""),
         (_row(of="ffn.w3.weight, unsharded", operator="aten.mm"), ""),
@@ -205,7 +204,7 @@ def test_every_cast_operation_is_known_as_one(name):
     """A weight's float8 codes have a category of their own, and a hint says that the backward can cast again."""
     operator = name.replace("::", ".")
     row = _row(of="ffn.w3.weight, unsharded", operator=operator, dtype="float8_e4m3fn")
-    assert "make it again then" in hint_of(row, Kept([row], []))
+    assert "compute it again there" in hint_of(row, Kept([row], []))
     recorder, weight = Recorder(ModuleTracker(nn.Identity()), []), torch.zeros(4, 4)
     recorder.name("parameters", [weight], parameter="weight")
     recorder.operator_called(getattr(torch.ops.quaver, operator.partition(".")[2]).default, [weight])
@@ -225,7 +224,8 @@ def test_float8_and_widened_copies_beside_their_sources():
     source = _row(operator="aten.silu", of="aten.mm")
     codes = _row(operator="quaver.cast_tensorwise", of="aten.silu", dtype="float8_e4m3fn")
     wide = _row(operator="aten._to_copy", of="aten.silu", dtype="float32")
-    assert hint_of(codes, Kept([codes, source], [])).startswith("what was cast is kept, too, in bfloat16 (134.2 MB)")
+    hint = hint_of(codes, Kept([codes, source], []))
+    assert hint.startswith("the input of the cast is kept, too, in bfloat16 (134.2 MB)")
     assert hint_of(wide, Kept([wide, source], [])).startswith("a copy in float32 of a bfloat16 tensor")
     for alone in (codes, wide, _row(operator="aten._to_copy", of="aten.silu")):
         assert hint_of(alone, Kept([alone], [])) == ""
@@ -269,8 +269,7 @@ def test_names_of_operators_and_sizes():
 
 def test_lines_for_a_terminal():
     comparison = _compared(_explained(), _explained(nn.functional.silu))
-    smallest = Smallest("layers.0", ("--x.y", "1"), "quaver memory ...", "layers.0 alone shows it", 5)
-    lines = list(comparison_lines(replace(comparison, smallest=smallest), top=1))
+    lines = list(comparison_lines(comparison, top=1))
     assert lines[0] == "first      one"
     peak = f"{si(comparison.peak_a)} ({comparison.peak_a:,} bytes)"
     assert lines[1] == f"           peak {peak}, in the {comparison.peak_at_a}"
@@ -279,6 +278,5 @@ def test_lines_for_a_terminal():
     assert f"    {comparison.at('kept')[0].sentence}" in lines
     left = comparison.at("peak")[1:]
     assert f"    and {len(left)} more rows, {sum(row.difference_bytes for row in left):+,} bytes in all" in lines
-    assert lines[-2:] == ["smallest: layers.0 alone shows it", "    quaver memory ..."]
     same = list(comparison_lines(_compared(_explained(), _explained())))
     assert [line for line in same if line.endswith(": nothing")] == same[-3:-2] + same[-1:]

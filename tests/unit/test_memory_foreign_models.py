@@ -231,12 +231,12 @@ BY_NUMBERS = {
 def test_a_size_that_numbers_decide_is_refused_with_its_place_or_estimated(name):
     make, inputs, place = BY_NUMBERS[name]
     model = nn.Sequential(make(), nn.Linear(4, 4))
-    with pytest.raises(NotImplementedError, match=f"do not depend on numbers, got {place}") as refused:
+    with pytest.raises(NotImplementedError, match=f"do not depend on values, got {place}") as refused:
         explain(model, (inputs,))
     assert "\n" not in str(refused.value)
     prediction = explain(model, (inputs,), estimate=True)
     assert len(prediction.notes) == 1
-    assert "gives as much as it can" in prediction.notes[0]
+    assert "gives its largest possible result" in prediction.notes[0]
     assert list(prediction.notes) == prediction.to_dict()["assumptions"]
 
 
@@ -268,11 +268,11 @@ class _Checks(nn.Linear):
 
 def test_integers_that_sizes_depend_on_are_found():
     with pytest.raises(
-        NotImplementedError, match=r"other ones with another integer read in module 0 \(\w+.*\.py:\d+\)"
+        NotImplementedError, match=r"other sizes for another integer read in module 0 \(\w+.*\.py:\d+\)"
     ):
         explain(nn.Sequential(_Length(4, 4)), (ROWS,))
     estimate = explain(nn.Sequential(_Length(4, 4)), (ROWS,), estimate=True)
-    assert "sizes depend on an integer that was taken for 1, read in module 0" in estimate.notes[0]
+    assert "sizes depend on an integer that was assumed to be 1, read in module 0" in estimate.notes[0]
     with pytest.raises(NotImplementedError, match=r"got an error \(split_with_sizes .*\) read in module 0"):
         explain(nn.Sequential(_Split(4, 4)), (torch.zeros(9, 4),))
 
@@ -305,7 +305,7 @@ def test_an_operator_that_tells_nothing(unknown_operator):
     ):
         explain(model, (ROWS,))
     prediction = explain(model, (ROWS,), estimate=True)
-    assert "odd.default, which has no fake implementation, gives what is like its first tensor" in prediction.notes[0]
+    assert "odd.default, which has no fake implementation, gives results like its first tensor" in prediction.notes[0]
 
 
 def test_other_errors_stay_what_they_are():

@@ -13,8 +13,7 @@ from matplotlib.figure import Figure
 
 from quaver.memory.reports.html import MOST_COLUMNS, embedded_json, write_html
 from quaver.recorder import draw
-from quaver.recorder.columns import column_maxima
-from quaver.recorder.draw import COLORS, MOST_BARS, draw_peak, draw_timeline
+from quaver.recorder.draw import COLORS, MOST_BARS, column_maxima, draw_peak, draw_timeline
 from quaver.recorder.recorder import CATEGORIES
 from tests.browser.reports import HOSTILE, MIB, advice, comparison, made, predicted, row, unseen, wide
 

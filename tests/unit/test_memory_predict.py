@@ -164,7 +164,7 @@ def test_a_shape_that_depends_on_numbers_is_refused():
         def forward(self, rows):
             return super().forward(rows)[rows[:, 0] > 0]
 
-    with pytest.raises(NotImplementedError, match=r"shapes that do not depend on numbers, got aten\.nonzero"):
+    with pytest.raises(NotImplementedError, match=r"shapes that do not depend on values, got aten\.nonzero"):
         explain(Chooses(4, 4), (torch.empty(2, 4),))
 
 

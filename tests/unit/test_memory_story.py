@@ -17,9 +17,8 @@ from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.faking.target import predicting_for
 from quaver.memory.predict import predict_step
 from quaver.memory.reports.compare import compare
-from quaver.memory.runs.bisect import row_to_explain
-from quaver.memory.runs.case import case_of
-from quaver.memory.runs.predict import SEES_GATHERS
+from quaver.memory.runs.predict import SEES_GATHERS, predict_memory
+from quaver.trainer.config_io import load_config, parse_arguments
 from quaver.trainer.dry_run import pretended_mesh
 from quaver.trainer.layout import Layout
 
@@ -155,20 +154,16 @@ def _casts_in_pytorch(monkeypatch):
     monkeypatch.setattr(cpu, "AVAILABLE", False)
 
 
-def _compared(case):
-    a, b = case.predict(other=False), case.predict(other=True)
-    return compare(a, b, label_a="bfloat16", label_b="rowwise")
-
-
-# ---- compiled --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(not COMPILES_FOR_A_GPU, reason="torch 2.11 loses the gradients")
 def test_compiled_for_a_gpu_it_is_told_who_reads_first_and_what_to_keep():
     """The kernel that reads it is of many operators, and writes other results first."""
     words = [*RUN, "--training.compile", "true", "--model.n_layers", "1"]
     with predicting_for("cuda"):
-        row = row_to_explain(_compared(case_of(words, [*ROWWISE, *KEEP_ABS], 2)))
+        a, b = (
+            predict_memory(load_config(*parse_arguments(each)), 2).prediction
+            for each in (words, [*words, *ROWWISE, *KEEP_ABS])
+        )
+    row = compare(a, b, label_a="bfloat16", label_b="rowwise").at("kept")[0]
     assert row.kept_by == "compiled graph"
     assert "first used in backward by amax at quaver/scaling.py" in row.sentence
     assert "saving the amax instead would cost at most" in row.sentence

@@ -30,8 +30,7 @@ class Printer:
         """Print a prediction: lines, a table of categories, and one of the largest tensors."""
         training, prediction = memory.config.training, memory.prediction
         mesh = " x ".join(f"{name} {size}" for name, size in memory.layout.mesh.items())
-        part = f", of {self.options.module} alone" if self.options.module else ""
-        self._about("model", f"{memory.parameters:,} parameters in {training.dtype}, trained in {memory.name}{part}")
+        self._about("model", f"{memory.parameters:,} parameters in {training.dtype}, trained in {memory.name}")
         self._about("ranks", f"{memory.layout.world_size}{': ' + mesh if mesh else ''}; what follows is of one")
         self._about("device", _DEVICES[self.options.device])
         batch = f"{memory.micro_batches} micro-batches of {training.local_batch_size} sequences of {training.seq_len:,}"

@@ -1,4 +1,4 @@
-"""Says where in the code of a model something went wrong: the innermost module, and the line."""
+"""Locates an error in a model's code: the innermost module, and the source line."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any
 
 from torch import nn
 
-_NOT_THE_MODELS = ("torch.", "quaver.memory.", "contextlib", "functools")
-"""Beginnings of the names of modules of Python whose lines tell nothing about a model."""
+_NOT_THE_MODELS = ("torch.", "quaver.memory.", "quaver.recorder.", "contextlib", "functools")
+"""Prefixes of Python modules that are not the model's code."""
 
 
 def place_of(error: BaseException) -> str:
-    """Where `error` was raised, as "module layers.0.router (model/moe.py:31)"; empty where no frame of a model tells.
+    """The place of `error`, as "module layers.0.router (model/moe.py:31)"; empty without a frame of a model.
 
-    A node of autograd that C++ runs has no frame: what is raised in a backward has the place where that was called.
+    An autograd node in C++ has no frame: an error in backward has the place of the call of `backward`.
     """
     return _place(list(walk_tb(error.__traceback__)))
 
 
 def place_here() -> str:
-    """The same of the code that calls."""
+    """The place of the calling code."""
     return _place(list(walk_stack(sys._getframe(1)))[::-1])
 
 
 def _place(frames: list[tuple[FrameType, int]]) -> str:
-    """The place of these frames, outermost first, each at its line."""
+    """The place of these frames with their lines, outermost first."""
     outside = [(frame, line) for frame, line in frames if not _name(frame).startswith(_NOT_THE_MODELS)]
     if not outside:
         return ""
@@ -39,7 +39,7 @@ def _place(frames: list[tuple[FrameType, int]]) -> str:
 
 
 def _module_name(owners: list[Any]) -> str:
-    """The name of the last of these modules, nested forwards' owners, in the first; a root's name is its class."""
+    """The name of the innermost of these nested modules in the outermost; a root is named by its class."""
     modules = [each for each in owners if isinstance(each, nn.Module)]
     if not modules:
         return ""

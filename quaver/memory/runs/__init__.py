@@ -1,1 +1,1 @@
-"""What a run of the trainer takes of memory: predicted, compared, explained, measured, lowered."""
+"""The memory of a run of the trainer: predicted, measured, and under other settings."""

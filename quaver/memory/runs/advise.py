@@ -1,47 +1,37 @@
-"""What would lower the peak of a run's memory, and what it would cost: each setting tried, in prediction.
+"""Predicts the peak of a run under other settings, and their cost in recomputed FLOPs and modelled time.
 
     advice = advise(config, 8, fit_bytes=80 * 1024**3, device="H100")
     advice.rows[advice.best].words
 
-A row is a setting with its predicted peak, the FLOPs that it computes again, and the modelled time of a step
-(step_time.py). With `fit_bytes`, combinations are tried too, from the fastest on, until one fits.
-Modelled times that are nearly equal count as equal: then the fewest changes win, and tensorwise before rowwise.
-
-[Note: a quick search] A deep model is predicted from shallow ones (peak_by_depth.py) where that is quicker and each
-moment of a third depth is as the other two say; else in full. Each row says which. If the run as it is configured can
-be predicted from shallow ones and comes out otherwise than in full, no row is. To compile takes a quarter of a minute
-each time, so what the run compiles is compared as eager code; the run as it is configured, and what fits or nearly
-does, are predicted in full, and compiled.
+Each setting is predicted whole, compiled if the run is: a deep model's blocks compile once. With `fit_bytes`,
+combinations follow, the fastest first, until one fits. Modelled times (step_time.py) that are nearly equal count as
+equal; then the setting with fewer changes wins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 
 from quaver.devices import DEVICE_SPECS, DeviceSpec, device_spec, find_device_spec
-from quaver.trainer.config import TrainConfig
 from quaver.memory.runs.changes import Change, combinations, least_gathered, single_changes, words_of
-from quaver.memory.runs.peak_by_depth import extrapolated_peak, saves_time
 from quaver.memory.runs.predict import predict_memory
 from quaver.memory.runs.step_time import StepCost, step_cost
+from quaver.trainer.config import TrainConfig
 from quaver.trainer.layout import resolve
 
 AS_CONFIGURED = "as configured"
 EQUALLY_FAST = 1.02
-"""The ratio of two modelled times below which they are taken for equal: the model knows no better."""
+"""Modelled times with a smaller ratio count as equal; the model is no more accurate."""
 NEARLY_FITS = 1.1
-"""The ratio to what is to fit up to which it is worth trying to gather fewer weights."""
+"""Up to this ratio of its peak to `fit_bytes` a setting is tried with fewer gathered weights, too."""
 MOST_TRIED = 60
-"""Combinations that are predicted at the most."""
-FULLY = "predicted in full"
-AS_EAGER = ", as eager code"
+"""Combinations that are predicted at most."""
 TIMES = (
-    "times are modelled: matmuls, casts and what is computed again; without communication, and without what row-wise "
-    "scaling costs inside of the matmuls"
+    "times are modelled: matmuls, casts and recomputation; without communication, and without what row-wise scaling "
+    "costs inside the matmuls"
 )
 
 Progress = Callable[[str], None]
@@ -53,17 +43,17 @@ class Row:
 
     change: str
     words: str
-    """The flags that apply it to the run that was asked about."""
+    """The flags that apply it to the configured run."""
     peak_bytes: int | None
-    """None where it cannot be predicted, or the trainer refuses it; `note` says why."""
+    """None where the trainer or the prediction refuses it; `note` has the error."""
     difference_bytes: int | None
-    """To what is configured; negative for less."""
+    """To the configured run; negative for less."""
     cost: StepCost | None
     note: str
     fits: bool | None
-    """None where nothing was asked to fit, or it is not known."""
+    """None without `fit_bytes`, or without a peak."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """A JSON-able dict."""
         cost = self.cost
         return {
@@ -81,28 +71,22 @@ class Row:
 
 @dataclass(frozen=True)
 class Advice:
-    """What would change the peak of a run, the run itself first."""
+    """The settings that were tried, the configured one first."""
 
     rows: list[Row]
     fit_bytes: int | None
     best: int | None
-    """The row of the fastest setting that fits; None where none does, or nothing was asked to fit."""
+    """The row of the fastest setting that fits; None if none does, or without `fit_bytes`."""
     nearest: int | None
-    """Where none fits, the row with the least peak."""
+    """If none fits, the row with the lowest peak."""
     device: str | None
-    """Whose times are modelled."""
+    """The GPU whose time is modelled."""
     notes: list[str] = field(default_factory=list)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """A JSON-able dict."""
-        return {
-            "rows": [row.to_dict() for row in self.rows],
-            "fit_bytes": self.fit_bytes,
-            "best": self.best,
-            "nearest": self.nearest,
-            "device": self.device,
-            "notes": self.notes,
-        }
+        about = {name: getattr(self, name) for name in ("fit_bytes", "best", "nearest", "device", "notes")}
+        return {"rows": [row.to_dict() for row in self.rows], **about}
 
 
 def advise(
@@ -113,16 +97,16 @@ def advise(
     device: str | None = None,
     progress: Progress | None = None,
 ) -> Advice:
-    """Predict what changing the settings of a run would do to the peak of a rank's memory.
+    """Predict the peak of one rank's memory under other settings of a run.
 
     Args:
         fit_bytes: find the fastest setting whose peak is at most this.
-        device: a GPU's name, such as "H100", to model times for. None for this machine's; where it has none that is
-            known, for an H100 if `fit_bytes` asks for the fastest, else for none.
-        progress: told what is predicted next.
+        device: a GPU's name, such as "H100", to model times for. By default this machine's GPU; without a known one an
+            H100 if `fit_bytes` is given, else no times.
+        progress: called with the name of each setting before its prediction.
     Raises:
-        ValueError: an unknown device, and what the run itself would refuse.
-        NotImplementedError: the run as configured cannot be predicted.
+        ValueError: an unknown device, or an error of the run itself.
+        NotImplementedError: the configured run cannot be predicted.
     """
     spec = _spec(device, is_needed=fit_bytes is not None)
     search = _Search(config, ranks, fit_bytes, spec, progress or (lambda words: None))
@@ -135,7 +119,7 @@ def advise(
 
 
 class _Search:
-    """The settings tried so far; each is predicted once."""
+    """Settings tried so far; each is predicted once."""
 
     def __init__(
         self, config: TrainConfig, ranks: int, fit_bytes: int | None, spec: DeviceSpec | None, progress: Progress
@@ -147,32 +131,15 @@ class _Search:
         resolved, self._layout = resolve(config, rank=0, world_size=ranks)
         self._batch = resolved.training.step_batch_size
         self._tried: dict[TrainConfig, int] = {}
-        self._before_bytes: int | None = None
-        self._progress(AS_CONFIGURED)
-        self._add(Change(AS_CONFIGURED, config), predict_memory(config, ranks).prediction.peak_bytes, FULLY)
-        self._before_bytes = self._compare_with(_quick(config))
-        if config.training.compile:
-            self.notes.append(
-                f"changes are compared as eager code, which takes {self._before_bytes:,} bytes as configured; "
-                "what fits or nearly fits is predicted compiled, too"
-            )
-
-    def _compare_with(self, quick: TrainConfig) -> int:
-        """The peak of the run as changes are predicted; finds out whether shallow models tell it to the byte."""
-        full = self.rows[0].peak_bytes
-        if quick != self._config or full is None:
-            full = predict_memory(quick, self._ranks).prediction.peak_bytes
-        extrapolated = extrapolated_peak(quick, self._ranks) if saves_time(quick) else None
-        self._may_extrapolate = extrapolated is None or extrapolated.peak_bytes == full
-        return full
+        self._predict(AS_CONFIGURED, config)  # raises: without it there is nothing to compare with
 
     def try_singly(self) -> None:
-        """Each change alone."""
+        """Try each change alone."""
         for change in single_changes(self._config, self._layout, self._batch):
             self._try(change)
 
     def fastest_that_fits(self) -> int | None:
-        """Combinations from the fastest on; the row of the first that fits, predicted in full."""
+        """Try combinations, the fastest first; returns the row of the first that fits."""
         changes = [Change(AS_CONFIGURED, self._config), *combinations(self._config, self._batch)]
         by_config = {change.config: change for change in reversed(changes)}
         for number, change in enumerate(_fastest_first([(each, self._cost(each)) for each in by_config.values()])):
@@ -180,110 +147,57 @@ class _Search:
                 self.notes.append(f"only the {MOST_TRIED} fastest combinations were tried")
                 break
             for index in self._tries(change):
-                if self._fits_in_full(index):
+                if self.rows[index].fits:
                     return index
         return None
 
-    def _tries(self, change: Change) -> Iterable[int]:
-        """The row of a change, and, if it nearly fits, that of gathering fewer weights as well."""
+    def _tries(self, change: Change) -> Iterator[int]:
+        """Yield the row of a change, and if it nearly fits that with fewer gathered weights."""
         index = self._try(change)
         yield index
         peak_bytes, fit_bytes = self.rows[index].peak_bytes, self._fit_bytes
-        if peak_bytes is not None and fit_bytes is not None and fit_bytes < peak_bytes <= fit_bytes * self._nearly:
+        if peak_bytes is not None and fit_bytes is not None and fit_bytes < peak_bytes <= fit_bytes * NEARLY_FITS:
             fewer = least_gathered(change, self._layout)
             if fewer is not None:
                 yield self._try(fewer)
 
     def _try(self, change: Change) -> int:
-        if change.config is not None and change.config in self._tried:
+        if change.config is None:
+            return self._refused(change.name, "", change.refusal)
+        if change.config in self._tried:
             return self._tried[change.config]
-        if change.config is None:
-            return self._add(change, None, f"not possible: {change.refusal}")
-        self._progress(change.name)
         try:
-            return self._add(change, *self._predict(_quick(change.config)))
+            return self._predict(change.name, change.config)
         except (ValueError, NotImplementedError) as error:
-            return self._add(change, None, f"not possible: {error}")
-
-    def _predict(self, quick: TrainConfig) -> tuple[int, str]:
-        """The peak, and how it was found."""
-        as_eager = AS_EAGER if quick.training.compile != self._config.training.compile else ""
-        if self._may_extrapolate and saves_time(quick):
-            extrapolated = extrapolated_peak(quick, self._ranks)
-            if extrapolated is not None:
-                return extrapolated.peak_bytes, _extrapolated_from(extrapolated.depths) + as_eager
-        return predict_memory(quick, self._ranks).prediction.peak_bytes, FULLY + as_eager
-
-    def _fits_in_full(self, index: int) -> bool:
-        """Whether a row fits; where that was not found out in full, and it may, it is now."""
-        row, fit_bytes = self.rows[index], self._fit_bytes
-        if row.peak_bytes is None or fit_bytes is None:
-            return False
-        if row.note != FULLY and row.peak_bytes <= fit_bytes * (self._nearly if self._config.training.compile else 1):
-            config = next(config for config, each in self._tried.items() if each == index)
-            self._progress(f"{row.change}, in full")
-            try:
-                peak_bytes = predict_memory(config, self._ranks).prediction.peak_bytes
-            except (ValueError, NotImplementedError) as error:
-                self.rows[index] = replace(row, fits=None, note=f"{row.note}; in full not possible: {error}")
-            else:
-                self.rows[index] = self._row(row.change, config, peak_bytes)
-        return bool(self.rows[index].fits)
-
-    def _add(self, change: Change, peak_bytes: int | None, note: str) -> int:
-        if change.config is None:
-            self.rows.append(Row(change.name, "", None, None, None, note, None))
-        else:
             self._tried[change.config] = len(self.rows)
-            self.rows.append(self._row(change.name, change.config, peak_bytes, note))
+            return self._refused(change.name, words_of(self._config, change.config), str(error))
+
+    def _predict(self, name: str, config: TrainConfig) -> int:
+        self._progress(name)
+        peak_bytes = predict_memory(config, self._ranks).prediction.peak_bytes
+        configured = self.rows[0].peak_bytes if self.rows else peak_bytes
+        cost = step_cost(*resolve(config, rank=0, world_size=self._ranks), self._spec)
+        fits = None if self._fit_bytes is None else peak_bytes <= self._fit_bytes
+        self._tried[config] = len(self.rows)
+        difference = peak_bytes - (configured or 0)
+        self.rows.append(Row(name, words_of(self._config, config), peak_bytes, difference, cost, "", fits))
         return len(self.rows) - 1
 
-    def _row(self, name: str, config: TrainConfig, peak_bytes: int | None, note: str = FULLY) -> Row:
-        difference = None
-        if peak_bytes is not None:
-            before = self.rows[0].peak_bytes if note == FULLY and self.rows else self._before_bytes
-            difference = peak_bytes - (peak_bytes if before is None else before)
-        fits = None if peak_bytes is None else self._fits(peak_bytes, is_eager=note.endswith(AS_EAGER))
-        cost = None if peak_bytes is None else self._cost_of(config)
-        return Row(name, words_of(self._config, config), peak_bytes, difference, cost, note, fits)
-
-    def _fits(self, peak_bytes: int, *, is_eager: bool) -> bool | None:
-        """None where it is not known: of eager code that is too large and may fit when it is compiled."""
-        if self._fit_bytes is None or (is_eager and self._fit_bytes < peak_bytes <= self._fit_bytes * self._nearly):
-            return None
-        return peak_bytes <= self._fit_bytes
-
-    @property
-    def _nearly(self) -> float:
-        """NEARLY_FITS, and what compiling takes off the run as it is configured."""
-        eager_bytes, compiled_bytes = self._before_bytes, self.rows[0].peak_bytes
-        return NEARLY_FITS * (max(1.0, eager_bytes / compiled_bytes) if eager_bytes and compiled_bytes else 1)
+    def _refused(self, name: str, words: str, reason: str) -> int:
+        self.rows.append(Row(name, words, None, None, None, f"not possible: {reason}", None))
+        return len(self.rows) - 1
 
     def _cost(self, change: Change) -> StepCost | None:
-        """None for what the trainer refuses of the model or its layout, which a prediction says then."""
+        """The cost; None if the trainer refuses the setting, which its prediction then reports."""
         try:
-            return None if change.config is None else self._cost_of(change.config)
+            config = change.config
+            return None if config is None else step_cost(*resolve(config, rank=0, world_size=self._ranks), self._spec)
         except (ValueError, NotImplementedError):
             return None
 
-    def _cost_of(self, config: TrainConfig) -> StepCost:
-        return step_cost(*resolve(config, rank=0, world_size=self._ranks), self._spec)
-
-
-def _extrapolated_from(depths: tuple[int, int, int]) -> str:
-    first, second, third = depths
-    return f"extrapolated from {first}, {second} and {third} blocks"
-
-
-def _quick(config: TrainConfig) -> TrainConfig:
-    """The same without compiling, if it can do without (Note: a quick search)."""
-    if config.activation_checkpoint.mode == "memory_budget":
-        return config
-    return replace(config, training=replace(config.training, compile=False))
-
 
 def _fastest_first(changes: list[tuple[Change, StepCost | None]]) -> list[Change]:
-    """By modelled time, or where that is not known by FLOPs; equal ones by the number of changes, then as given."""
+    """By modelled time, or FLOPs without a device; of nearly equal ones those with fewer changes first."""
     known = [
         (cost.modelled_s or float(cost.flops), place) for place, (_, cost) in enumerate(changes) if cost is not None
     ]

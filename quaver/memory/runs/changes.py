@@ -1,4 +1,4 @@
-"""The settings that would lower the peak of a run's memory: each alone, and together, with the flags that say so."""
+"""The settings of a run that change its peak memory: alone and combined, with the flags that apply them."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ CHECKPOINTING = {
     "activations: full": ActivationCheckpoint(mode="full"),
 }
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-"""Besides the high-precision dtype."""
+"""Tried besides the high-precision dtype."""
 
 Edit = Callable[[TrainConfig], TrainConfig]
 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting of a run, as a difference to what is configured."""
+    """A variant of a run's config."""
 
     name: str
     config: TrainConfig | None
-    """None for one that the trainer refuses."""
+    """None if the config refuses the change."""
     refusal: str = ""
 
 
 def single_changes(config: TrainConfig, layout: Layout, batch: int) -> list[Change]:
-    """What could be changed about `config`, one thing at a time, without what is so already.
+    """Changes of one setting each, without those that leave `config` as it is.
 
     Args:
         batch: sequences of one optimizer step over all ranks, which stay the same.
@@ -46,9 +46,9 @@ def single_changes(config: TrainConfig, layout: Layout, batch: int) -> list[Chan
 
 
 def combinations(config: TrainConfig, batch: int) -> list[Change]:
-    """All combinations of checkpointing, precision and local batch size that the trainer takes.
+    """All combinations of checkpointing, precision and local batch size that the config accepts.
 
-    The local batch size is halved as often as it goes; `batch` as in `single_changes`.
+    The local batch size is halved as often as possible; `batch` as in `single_changes`.
     """
     found = []
     for chosen in product(_with_present(_checkpointing()), _with_present(_precisions(config)), _batches(config, batch)):
@@ -59,19 +59,19 @@ def combinations(config: TrainConfig, batch: int) -> list[Change]:
 
 
 def least_gathered(change: Change, layout: Layout) -> Change | None:
-    """The same with as few gathered weights as there can be; None where it is so, or cannot be."""
+    """The same change with the fewest gathered weights; None if it has them already, or nothing is sharded."""
     config = change.config
     if config is None or layout.shard == 1:
         return None
-    edits = [_reshard("always")]
+    edits = [_set("parallelism", fsdp_reshard_after_forward="always")]
     if config.float8.enable_float8_linear:
-        edits.append(_float8_all_gather(True))
+        edits.append(_set("float8", enable_fsdp_float8_all_gather=True))
     fewer = _change(config, f"{change.name}; least gathered weights", edits)
     return None if fewer.config in (None, config) else fewer
 
 
 def words_of(config: TrainConfig, changed: TrainConfig) -> str:
-    """The flags that make `changed` of `config`."""
+    """The flags that turn `config` into `changed`."""
     words = []
     before, after = asdict(config), asdict(changed)
     for section, values in after.items():
@@ -96,6 +96,16 @@ def _change(config: TrainConfig, name: str, edits: list[Edit]) -> Change:
     return Change(name, config)
 
 
+def _set(section: str, **values: Any) -> Edit:
+    """An edit of some settings of one section."""
+
+    def edit(config: TrainConfig) -> TrainConfig:
+        changed: dict[str, Any] = {section: replace(getattr(config, section), **values)}
+        return replace(config, **changed)
+
+    return edit
+
+
 def _with_present(edits: Iterator[tuple[str, Edit]]) -> list[tuple[str, Edit]]:
     return [("", lambda config: config), *edits]
 
@@ -105,77 +115,46 @@ def _with_present(edits: Iterator[tuple[str, Edit]]) -> list[tuple[str, Edit]]:
 
 def _checkpointing() -> Iterator[tuple[str, Edit]]:
     for name, checkpoint in CHECKPOINTING.items():
-        yield name, _checkpoint(checkpoint)
-
-
-def _checkpoint(checkpoint: ActivationCheckpoint) -> Edit:
-    return lambda config: replace(config, activation_checkpoint=checkpoint)
+        yield name, _set("activation_checkpoint", **asdict(checkpoint))
 
 
 def _precisions(config: TrainConfig) -> Iterator[tuple[str, Edit]]:
-    yield f"precision: {config.training.mixed_precision_param}", _high_precision
+    defaults = {each.name: getattr(Float8(), each.name) for each in fields(Float8)}
+    kept = ("recipe_name", "filter_fqns", "auto_filter", "emulate")
+    high = {name: value for name, value in defaults.items() if name not in kept} | {"enable_float8_linear": False}
+    yield f"precision: {config.training.mixed_precision_param}", _with_dynamic_scales(high)
+    dynamic = {name: value for name, value in defaults.items() if name.startswith("delayed_")}
     for recipe in RECIPES:
-        yield f"precision: {recipe}", _recipe(recipe)
+        edit = _with_dynamic_scales({**dynamic, "enable_float8_linear": True, "recipe_name": recipe})
+        yield f"precision: {recipe}", edit
 
 
-def _high_precision(config: TrainConfig) -> TrainConfig:
-    default = Float8(enable_float8_linear=False)
-    kept = {name: getattr(config.float8, name) for name in ("recipe_name", "filter_fqns", "auto_filter", "emulate")}
-    return _without_kept_scales(config, replace(default, **kept))
+def _with_dynamic_scales(float8: dict[str, Any]) -> Edit:
+    def edit(config: TrainConfig) -> TrainConfig:
+        freq = min(1, config.metrics.float8_scales_freq)
+        metrics = replace(config.metrics, plot_float8_scales=False, float8_scales_freq=freq)
+        return replace(config, float8=replace(config.float8, **float8), metrics=metrics)
 
-
-def _recipe(recipe: str) -> Edit:
-    values: dict[str, Any] = {each.name: each.default for each in fields(Float8) if each.name.startswith("delayed_")}
-    values |= {"enable_float8_linear": True, "recipe_name": recipe}
-    return lambda config: _without_kept_scales(config, replace(config.float8, **values))
-
-
-def _without_kept_scales(config: TrainConfig, float8: Float8) -> TrainConfig:
-    metrics = replace(
-        config.metrics, plot_float8_scales=False, float8_scales_freq=min(1, config.metrics.float8_scales_freq)
-    )
-    return replace(config, float8=float8, metrics=metrics)
+    return edit
 
 
 def _communication(config: TrainConfig, layout: Layout) -> Iterator[tuple[str, Edit]]:
     if layout.shard == 1:
         return
     for policy in ("default", "always", "never"):
-        yield f"gathered weights freed after the forward: {policy}", _reshard(policy)
+        edit = _set("parallelism", fsdp_reshard_after_forward=policy)
+        yield f"gathered weights freed after the forward: {policy}", edit
     if config.float8.enable_float8_linear:
-        yield "float8 all-gather: on", _float8_all_gather(True)
-        yield "float8 all-gather: off", _float8_all_gather(False)
-
-
-def _reshard(policy: str) -> Edit:
-    return lambda config: replace(config, parallelism=replace(config.parallelism, fsdp_reshard_after_forward=policy))
-
-
-def _float8_all_gather(is_on: bool) -> Edit:
-    def edit(config: TrainConfig) -> TrainConfig:
-        precompute = is_on and config.float8.precompute_float8_dynamic_scale_for_fsdp
-        return replace(
-            config,
-            float8=replace(
-                config.float8,
-                enable_fsdp_float8_all_gather=is_on,
-                precompute_float8_dynamic_scale_for_fsdp=precompute,
-            ),
-        )
-
-    return edit
+        yield "float8 all-gather: on", _set("float8", enable_fsdp_float8_all_gather=True)
+        off = _set("float8", enable_fsdp_float8_all_gather=False, precompute_float8_dynamic_scale_for_fsdp=False)
+        yield "float8 all-gather: off", off
 
 
 def _batches(config: TrainConfig, batch: int) -> Iterator[tuple[str, Edit]]:
-    """As it is, then half as many sequences at a time and so on, each time in twice as many micro-batches."""
+    """The local batch size as it is, then halved again and again, with more micro-batches instead."""
     sequences = config.training.local_batch_size
     yield "", lambda config: config
     while sequences % 2 == 0:
         sequences //= 2
-        yield f"local batch size: {sequences}", _local_batch(sequences, batch)
-
-
-def _local_batch(sequences: int, batch: int) -> Edit:
-    return lambda config: replace(
-        config, training=replace(config.training, local_batch_size=sequences, global_batch_size=batch)
-    )
+        edit = _set("training", local_batch_size=sequences, global_batch_size=batch)
+        yield f"local batch size: {sequences}", edit

@@ -1,4 +1,4 @@
-"""What would lower the peak: predictions of every change, deep models from shallow ones, FLOPs that are repeated."""
+"""Advice: the peak under other settings, the search for one that fits, recomputed FLOPs and modelled times."""
 
 import json
 import shlex
@@ -13,12 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from quaver.cli.memory.advice import advice_summary, advice_table
 from quaver.devices import find_device_spec
 from quaver.memory.faking.fakes import fake_tensors
-from quaver.memory.runs.advise import AS_CONFIGURED, FULLY, advise
+from quaver.memory.runs.advise import AS_CONFIGURED, advise
 from quaver.memory.runs.changes import combinations, least_gathered, single_changes, words_of
-from quaver.memory.runs.peak_by_depth import Extrapolated
 from quaver.memory.runs.predict import predict_memory
-from quaver.memory.runs.recomputed_flops import checkpointed_blocks, recomputed_flops
-from quaver.memory.runs.step_time import step_cost
+from quaver.memory.runs.step_time import checkpointed_blocks, recomputed_flops, step_cost
 from quaver.recorder.byte_sizes import parse_bytes
 from quaver.trainer.config import ActivationCheckpoint, Float8, Parallelism, Training
 from quaver.trainer.config_io import load_config, parse_arguments
@@ -152,7 +150,6 @@ class _Peaks:
 
     def __init__(self):
         self.asked = []
-        self.error = 0
 
     def bytes(self, config):
         mode = config.activation_checkpoint
@@ -160,12 +157,6 @@ class _Peaks:
         kept += 0 if config.float8.enable_float8_linear else 20
         gathered = {"default": 8, "always": 4, "never": 20}[config.parallelism.fsdp_reshard_after_forward]
         return 50 + kept * config.training.local_batch_size + gathered - config.training.compile
-
-    def extrapolate(self, config, ranks):
-        """With each other block checkpointed, the third depth disagrees."""
-        if config.activation_checkpoint.selective_ac_option == "2":
-            return None
-        return Extrapolated(self.bytes(config) + self.error, (3, 4, 6))
 
     def predict(self, config, ranks):
         self.asked.append(config)
@@ -182,11 +173,7 @@ class _Peaks:
 @pytest.fixture
 def peaks():
     found = _Peaks()
-    with (
-        patch(f"{ADVISE}.predict_memory", found.predict),
-        patch(f"{ADVISE}.saves_time", lambda config: not config.training.compile),
-        patch(f"{ADVISE}.extrapolated_peak", found.extrapolate),
-    ):
+    with patch(f"{ADVISE}.predict_memory", found.predict):
         yield found
 
 
@@ -204,7 +191,7 @@ def test_the_fastest_that_fits(peaks):
     assert [row.peak_bytes for row in advice.rows][0] == 50 + 60 + 8
     best = advice.rows[advice.best]
     assert "local batch size: 1" in best.change
-    assert best.note == FULLY
+    assert best.note == ""
     assert best.peak_bytes <= 200
     assert best.fits
     # What is tried and clearly faster does not fit.
@@ -239,68 +226,15 @@ def test_nothing_fits(peaks):
     assert advice_summary(advice)[0].startswith("nothing that was tried fits 60 bytes; nearest: ")
 
 
-def test_compiled_runs_are_compared_as_eager_code(peaks):
-    """Without checkpointing it takes 158 bytes as eager code, and a byte less compiled."""
-    training = Training(seq_len=8192, local_batch_size=1, compile=True)
-    advice = _advice(157, training=training, activation_checkpoint=MODES["full"])
-    assert all(row.note.endswith("as eager code") for row in advice.rows[1:] if row.note != FULLY)
-    assert any("compared as eager code, which takes 88 bytes as configured" in note for note in advice.notes)
-    assert advice.rows[0].peak_bytes == 87
-    best = advice.rows[advice.best]
-    assert (best.change, best.peak_bytes, best.note) == ("activations: none checkpointed", 157, FULLY)
-    assert best.difference_bytes == 157 - 87
-    assert sum(config.training.compile for config in peaks.asked) == 2
-    assert {row.difference_bytes for row in advice.rows if row.change == "activations: selective, op"} == {30}
-
-
-EXTRAPOLATED = "extrapolated from 3, 4 and 6 blocks"
-IN_FULL_AS_EAGER = f"{FULLY}, as eager code"
-
-
-def test_rows_say_how_they_were_found(peaks):
-    advice = _advice(None, training=EAGER)
-    notes = {row.change: row.note for row in advice.rows}
-    assert notes.pop(AS_CONFIGURED) == FULLY
-    assert notes.pop("activations: selective, every 2nd block") == FULLY
-    assert set(notes.values()) == {EXTRAPOLATED}
-    assert [config.activation_checkpoint.selective_ac_option for config in peaks.asked] == ["op", "2"]
-    assert all(row.peak_bytes is not None for row in advice.rows)
-
-
-def test_compiled_rows_say_it_too(peaks):
-    advice = _advice(None, training=replace(EAGER, compile=True))
-    notes = {row.change: row.note for row in advice.rows}
-    assert notes.pop(AS_CONFIGURED) == FULLY
-    assert notes.pop("activations: selective, every 2nd block") == IN_FULL_AS_EAGER
-    assert set(notes.values()) == {f"{EXTRAPOLATED}, as eager code"}
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_nothing_is_extrapolated_if_what_is_configured_comes_out_otherwise(peaks, compiled):
-    peaks.error = 1
-    advice = _advice(None, training=replace(EAGER, compile=compiled))
-    assert {row.note for row in advice.rows[1:]} == {IN_FULL_AS_EAGER if compiled else FULLY}
-    assert [row.peak_bytes for row in advice.rows] == [
-        peaks.bytes(config) for config in (peaks.asked[0], *peaks.asked[1 + compiled :])
-    ]
-
-
-def test_what_cannot_be_extrapolated_as_configured_leaves_rows_to_their_own_check(peaks):
-    advice = _advice(None, training=EAGER, activation_checkpoint=MODES["2"])
-    assert {row.note for row in advice.rows[1:] if "activations" in row.change} == {EXTRAPOLATED}
-    assert {row.note for row in advice.rows[1:] if "precision" in row.change} == {FULLY}
-
-
-def test_what_compiling_saves_is_counted_on(peaks):
-    """Eager code takes 100 more: what takes up to 1.1 * 187 / 87 of what is to fit is predicted compiled."""
-    plain = peaks.bytes
-    peaks.bytes = lambda config: plain(config) + 100 * (not config.training.compile)
-    training = Training(seq_len=8192, local_batch_size=1, compile=True)
-    advice = _advice(157, training=training, activation_checkpoint=MODES["full"])
+def test_every_setting_is_predicted_once_as_the_run_is(peaks):
+    advice = _advice(157, training=Training(seq_len=8192, local_batch_size=1, compile=True))
+    assert len(set(peaks.asked)) == len(peaks.asked) == sum(row.peak_bytes is not None for row in advice.rows)
+    assert all(config.training.compile for config in peaks.asked)
+    assert peaks.asked[0].activation_checkpoint.mode == "selective"
+    assert (advice.rows[0].change, advice.rows[0].difference_bytes) == (AS_CONFIGURED, 0)
     best = advice.rows[advice.best]
     assert (best.change, best.peak_bytes) == ("activations: none checkpointed", 157)
-    eager = next(row for row in advice.rows if row.change == "activations: selective, op")
-    assert (eager.peak_bytes, eager.fits) == (218, None)
+    assert best.difference_bytes == 157 - advice.rows[0].peak_bytes
 
 
 def test_least_gathered(tiny_config):

@@ -77,12 +77,6 @@ function showComparison(runs, comparison, colors) {
     const rows = comparison.rows.filter((row) => (row.at || "") === moment);
     byId("compare-rows").append(differenceTable(moment, rows, comparison, colors));
   }
-  if (comparison.smallest) {
-    const { module, text, command } = comparison.smallest;
-    byId("compare-smallest").append(make("p", {}, make("strong", { text: module ? `Smallest part that shows it: ${module}` : "" })),
-      make("p", { text: text || "" }), command ? make("pre", { tabindex: 0 }, make("code", { text: command })) : null);
-    byId("compare-smallest").hidden = false;
-  }
 }
 
 function flops(number) {
