@@ -29,8 +29,7 @@ from quaver.trainer.optimizer import build_optimizer
 CPU = torch.device("cpu")
 SIZE = Size(sequences=2)
 TOKENS = SIZE.sequences * SIZE.seq_len
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-RANKS = [1, pytest.param(2, marks=pytest.mark.skipif(not SEES_GATHERS, reason="torch 2.11 hides gathers"))]
+on_ranks = pytest.mark.skipif(not SEES_GATHERS, reason="torch 2.11 hides gathers")
 
 
 class Operations(TorchDispatchMode):
@@ -53,9 +52,16 @@ def predicted(module, recipe, checkpointing, ranks=1):
         return predict_step(lambda: _step(subject, optimizer, source, lambda: None), subject, optimizer, fakes)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("checkpointing", ["full", "op"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "checkpointing", "ranks"),
+    [
+        ("tensorwise", "full", 1),
+        ("rowwise", "op", 1),
+        pytest.param("tensorwise", "op", 2, marks=on_ranks),
+        pytest.param("rowwise_with_gw_hp", "full", 2, marks=on_ranks),
+        pytest.param("rowwise", "op", 2, marks=on_ranks),
+    ],
+)
 def test_a_recomputation_calls_no_operation_that_its_forward_did_not(recipe, checkpointing, ranks):
     """A policy of torch 2.13 refuses one: casts are single operations to it, and transposes none of them."""
     assert predicted("1 block", recipe, checkpointing, ranks).peak_bytes > 0
@@ -93,7 +99,7 @@ class NormAndSwiGLU(torch.nn.Module):
 
 
 @pytest.mark.skipif(not COMPILES_FOR_A_GPU, reason="torch 2.11 loses the gradients")
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [pytest.param("tensorwise", marks=pytest.mark.nightly), "rowwise_with_gw_hp"])
 def test_compiled_code_multiplies_for_all_gradients_and_stores_what_a_gpu_stores(recipe, monkeypatch):
     """No gradient is left out, and nothing lies in memory in float32 between SwiGLU and casts, as on a CPU."""
     module = convert_to_float8_training(NormAndSwiGLU(), config=Float8LinearConfig.from_recipe_name(recipe))
@@ -157,8 +163,8 @@ def test_all_is_put_back_afterwards():
         assert torch.empty(2).is_cpu
 
 
-@pytest.mark.skipif(not SEES_GATHERS, reason="torch 2.11 hides gathers")
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@on_ranks
+@pytest.mark.parametrize("recipe", [pytest.param("tensorwise", marks=pytest.mark.nightly), "rowwise"])
 def test_compiled_code_keeps_no_copy_of_a_gathered_weight(recipe):
     """Its codes are laid out anew for grad_input: not before there is a gradient, else the forward would keep them."""
     words = "train_configs/llama3_debug.toml --model.n_layers 1 --training.seq_len 64 --training.compile true"
@@ -173,7 +179,7 @@ def test_compiled_code_keeps_no_copy_of_a_gathered_weight(recipe):
     assert "compiled graph" in {row["kept_by"] for row in rows}
 
 
-@pytest.mark.skipif(not SEES_GATHERS, reason="torch 2.11 hides gathers")
+@on_ranks
 @pytest.mark.parametrize("compiled", ["false", "true"])
 def test_tensor_parallel_runs(compiled):
     words = "train_configs/llama3_debug.toml --model.n_layers 1 --training.seq_len 64"

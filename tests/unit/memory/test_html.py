@@ -17,7 +17,7 @@ from quaver.recorder.draw import COLORS, MOST_BARS, column_maxima, draw_peak, dr
 from quaver.recorder.recorder import CATEGORIES
 from tests.browser.reports import HOSTILE, MIB, advice, comparison, made, predicted, row, unseen, wide
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "quaver" / "memory" / "reports" / "page"
 
 

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from quaver.cli.memory.advice import side_by_side_table
 from quaver.memory.runs.measure import MOST_RANKS, measure_memory, side_by_side
 from quaver.memory.runs.predict import SEES_GATHERS, predict_memory
-from quaver.trainer.config import Data, Float8, Optimizer, Parallelism, Training
+from quaver.trainer.config import ActivationCheckpoint, Data, Float8, Optimizer, Parallelism, Training
 from quaver.trainer.config_io import load_config
 
 CONFIGS = Path(__file__).parents[3] / "train_configs"
@@ -44,6 +43,7 @@ def test_the_debug_model_is_measured_as_it_is_predicted():
         {"training": Training(seq_len=32, local_batch_size=2, global_batch_size=8, device="cpu")},
         {"data": Data(document_mask=True)},
         {"float8": Float8(recipe_name="delayed")},
+        {"float8": Float8(recipe_name="rowwise"), "activation_checkpoint": ActivationCheckpoint(mode="full")},
         {"optimizer": Optimizer(implementation="foreach")},
     ],
     ids=lambda section: " ".join(section),
@@ -71,7 +71,6 @@ def test_compiled_code_is_measured_by_the_allocator(tiny_float8_config):
     ratios = _ratios(eager, measured)
     assert ratios["saved activations"] is None
     assert 0.5 < ratios["peak"] < 2
-    assert Tensor.backward.__name__ == "backward"
 
 
 @pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")

@@ -126,7 +126,7 @@ def test_a_policy_that_keeps_what_nobody_reads():
     c = _explained(wasteful, checkpoint={**wise, "also_keep": ["aten.abs"], "never_keep": ["aten.amax"]})
     row = _compared(a, c).at("kept")[0]
     assert row.first_use["operator"] == "aten.amax"
-    assert "first used in backward by amax at tests/unit/test_memory_compare.py:" in row.sentence
+    assert "first used in backward by amax at tests/unit/memory/test_compare.py:" in row.sentence
 
 
 def test_a_comparison_as_json():

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from quaver import Float8Linear
 from quaver.activation_checkpointing import apply_activation_checkpointing
@@ -16,7 +15,7 @@ from quaver.memory import record_timeline
 from tests.distributed.ranks import run
 
 ROWS, WIDTH = 32, 64
-HERE = "tests/unit/test_memory_origins.py"
+HERE = "tests/unit/recorder/test_origins.py"
 
 
 class Squares(nn.Module):
@@ -117,19 +116,6 @@ def test_a_checkpoint_a_policy_and_other_code_are_told_apart():
     report = report_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), Sinks()), input)
     (row,) = saved(report, kept_by="other code")
     assert (row["operator"], row["first_use"]) == ("aten.add.Tensor", None)
-
-
-def test_a_plain_checkpoint_of_torch_is_seen_too():
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU())
-
-        def forward(self, input):
-            return checkpoint(self.inner, input, use_reentrant=False)
-
-    report = report_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), Checkpointed()), torch.randn(ROWS, WIDTH))
-    assert [row["module"] for row in saved(report, kept_by="checkpoint")] == ["0"]
 
 
 def sharded_rows(world_size, folder):

@@ -154,6 +154,7 @@ def _casts_in_pytorch(monkeypatch):
     monkeypatch.setattr(cpu, "AVAILABLE", False)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not COMPILES_FOR_A_GPU, reason="torch 2.11 loses the gradients")
 def test_compiled_for_a_gpu_it_is_told_who_reads_first_and_what_to_keep():
     """The kernel that reads it is of many operators, and writes other results first."""

@@ -27,7 +27,7 @@ from quaver.trainer.config.training import Training
 
 CPU = torch.device("cpu")
 ROWS = 512
-FILE = "tests/unit/test_memory_compiled.py"
+FILE = "tests/unit/memory/test_compiled.py"
 RECORDED = json.loads(RECORD.read_text())
 
 
@@ -253,18 +253,6 @@ def test_settings_are_as_before():
         assert not torch._inductor.config.fx_graph_cache
     assert (torch._inductor.config.fx_graph_cache, cpu_vec_isa.valid_vec_isa_list) == before
     assert compiled_graphs() == 0
-
-
-def test_what_a_compiler_can_do_is_left_for_real_compilations_to_ask(monkeypatch):
-    asked = []
-    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda self, code: bool(asked.append(str(self))))
-    for of_class in (cpu_vec_isa.VecAVX512VNNI, cpu_vec_isa.VecAVX512, cpu_vec_isa.VecAVX2):
-        monkeypatch.setattr(of_class, "__bool__", lambda self: self.check_build(""))
-    model = _Block()
-    model.compile()
-    assert explain(model, (torch.empty(3, 64),)).peak_bytes > 0
-    assert asked == []
-    assert not any(bool(each) for each in (cpu_vec_isa.VecAVX512(), cpu_vec_isa.VecAVX2()))
 
 
 # ---- a run of the trainer --------------------------------------------------------------------------------------------
