@@ -45,14 +45,14 @@ def caller() -> Caller:
             if (name, function) == _ENGINE:
                 break
         elif name not in ("", "torch"):  # code that torch generates at run time has no module name
-            line = f"{_path(frame.f_code.co_filename, name)}:{frame.f_lineno}"
+            line = f"{end_of_path(frame.f_code.co_filename, name)}:{frame.f_lineno}"
             return Caller(line, communicates, under_policy)
         frame = frame.f_back  # type: ignore[assignment]
     return Caller("", communicates, under_policy)
 
 
 @cache
-def _path(file: str, module: str) -> str:
+def end_of_path(file: str, module: str) -> str:
     """The end of the file's path that matches its module's name; the file name of a script."""
     path = Path(file)
     names = len(module.split(".")) + (path.stem == "__init__")

@@ -91,7 +91,7 @@ class _Handle:
 
 
 class CompiledRows:
-    """Reports compiled code to a recorder; see `quaver.memory.compiling.makers.Follower`."""
+    """Reports compiled code to a recorder: the module that runs, and what the graph keeps for backward."""
 
     def __init__(self, recorder: Recorder, tracker: CompiledTracker) -> None:
         self._recorder, self.inside = recorder, tracker.inside

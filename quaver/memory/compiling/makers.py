@@ -11,10 +11,10 @@ import builtins
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -38,27 +38,12 @@ _CALL = (lambda function, args, kwargs: function(*args, **kwargs)).__code__
 _NOTHING: Mapping[str, Any] = {}
 
 
-class Follower(Protocol):
-    """Receives events of compiled code that a `StorageWatch` does not see."""
-
-    def inside(self, module: str) -> AbstractContextManager[None]:
-        """Surrounds code of `module`; its name is relative to the compiled module."""
-
-    def kept(self, tensors: Sequence[Any]) -> None:
-        """A compiled forward returned these for its backward: tensors, and sizes as numbers."""
-
-    def backward_begins(self, tensors: Sequence[Any]) -> None:
-        """A compiled backward received these, some of which a forward kept."""
-
-    def backward_ends(self) -> None:
-        """The compiled backward that began last dropped its arguments."""
-
-
-_followers: list[Follower] = []
+_followers: list[Any] = []
+"""CompiledRows objects (compiled_rows.py), which receive events that a `StorageWatch` does not see."""
 
 
 @contextmanager
-def follow(follower: Follower) -> Iterator[None]:
+def follow(follower: Any) -> Iterator[None]:
     """Report compiled code to `follower` inside the block."""
     _followers.append(follower)
     try:
@@ -67,7 +52,7 @@ def follow(follower: Follower) -> Iterator[None]:
         _followers.remove(follower)
 
 
-def followers() -> tuple[Follower, ...]:
+def followers() -> tuple[Any, ...]:
     """The followers of open `follow` blocks."""
     return tuple(_followers)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from traceback import walk_stack, walk_tb
 from types import FrameType
 from typing import Any
 
 from torch import nn
+
+from quaver.recorder.callers import end_of_path
 
 _NOT_THE_MODELS = ("torch.", "quaver.memory.", "quaver.recorder.", "contextlib", "functools")
 """Prefixes of Python modules that are not the model's code."""
@@ -33,7 +34,7 @@ def _place(frames: list[tuple[FrameType, int]]) -> str:
     if not outside:
         return ""
     frame, line = outside[-1]
-    where = f"{_end_of_path(frame)}:{line}"
+    where = f"{end_of_path(frame.f_code.co_filename, _name(frame))}:{line}"
     module = _module_name([each.f_locals.get("self") for each, _ in frames if each.f_code.co_name == "forward"])
     return f"module {module} ({where})" if module else where
 
@@ -53,9 +54,3 @@ def _module_name(owners: list[Any]) -> str:
 def _name(frame: FrameType) -> str:
     name = frame.f_globals.get("__name__", "")
     return "torch." if name == "torch" else str(name)
-
-
-def _end_of_path(frame: FrameType) -> str:
-    """As much of the file's path as the name of its Python module has parts."""
-    path = Path(frame.f_code.co_filename)
-    return "/".join(path.parts[-len(_name(frame).split(".")) :]) or path.name

@@ -141,20 +141,6 @@ def test_a_comparison_as_json():
     assert {"bytes_a", "bytes_b", "count_a", "count_b", "layers", "sentence", "hint"} <= set(row)
 
 
-def test_a_report_without_the_newest_columns():
-    """As an older JSON has it: no `of`, `source` or `first_use`."""
-    old = {"category", "bytes", "count", "operator", "module", "phase", "shape", "dtype"}
-    predictions = []
-    for prediction in (_explained(), _explained(nn.functional.silu)):
-        report = dict(prediction.report)
-        for name in ("at_peak", "saved_for_backward"):
-            report[name] = [{key: row[key] for key in row if key in old} for row in report[name]]
-        predictions.append(replace(prediction, report=report))
-    row = _compared(*predictions).at("kept")[0]
-    assert row.difference_bytes == 3 * HIDDEN_BYTES
-    assert row.sentence.startswith("+131.1 kB (+131,072 bytes) per layer x 3: `mm` in layers.*.up, float32 (128, 256)")
-
-
 # ---- hints -----------------------------------------------------------------------------------------------------------
 
 
