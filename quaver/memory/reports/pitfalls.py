@@ -104,7 +104,7 @@ def _made_of_weight(row: Row, kept: Kept) -> str:
     return "as many elements as the weight it is made of, which backward gathers anyway: compute it again there"
 
 
-def _float8_beside_its_source(row: Row, kept: Kept) -> str:
+def _float8_copy(row: Row, kept: Kept) -> str:
     if not row["dtype"].startswith("float8"):
         return ""
     source = next((each for each in kept.own if _is_source(each, row) and _itemsize(each["dtype"]) > 1), None)
@@ -128,7 +128,7 @@ PITFALLS: tuple[Callable[[Row, Kept], str], ...] = (
     _unread,
     _gathered_weight,
     _made_of_weight,
-    _float8_beside_its_source,
+    _float8_copy,
     _widened,
 )
 """Each returns a hint or an empty string; the first hint counts."""

@@ -60,7 +60,7 @@ def test_a_page_and_pictures(tmp_path, capsys):
     assert written["comparison"]["label_b"] == "--float8.recipe_name rowwise"
 
 
-def test_a_measurement_beside_it(tmp_path, capsys):
+def test_measured_and_predicted(tmp_path, capsys):
     printed, written = ask(capsys, tmp_path, *SMALL, "--measure")
     assert "device     a CPU" in printed
     assert written["measured"]["peak_bytes"] == pytest.approx(written["peak_bytes"], rel=0.01)

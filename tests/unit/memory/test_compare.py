@@ -109,7 +109,7 @@ def test_one_module_has_its_own_name():
     assert " per layer" not in row.sentence
 
 
-def test_a_policy_that_keeps_what_nobody_reads():
+def test_a_policy_that_keeps_an_unread_tensor():
     """A scale that has no gradient: the recomputation makes it of the amax, if that is kept, else of the abs."""
 
     def wasteful(rows):
@@ -206,7 +206,7 @@ def test_what_the_reduction_costs_is_read_off_the_other_run():
     assert hint_of(row, Kept([row], [amax, elsewhere])).endswith("as the other run does, costs 8.192 kB")
 
 
-def test_float8_and_widened_copies_beside_their_sources():
+def test_float8_and_widened_copies_of_kept_tensors():
     source = _row(operator="aten.silu", of="aten.mm")
     codes = _row(operator="quaver.cast_tensorwise", of="aten.silu", dtype="float8_e4m3fn")
     wide = _row(operator="aten._to_copy", of="aten.silu", dtype="float32")

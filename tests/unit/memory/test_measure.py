@@ -1,4 +1,4 @@
-"""Steps that are really done: what they take, beside what is predicted of them."""
+"""Measured steps against their predictions."""
 
 import json
 from dataclasses import replace
@@ -27,7 +27,7 @@ def test_the_debug_model_is_measured_as_it_is_predicted():
     ratios = _ratios(predicted, measured)
     assert {"parameters", "optimizer state", "saved activations", "peak", "kept for the backward"} <= set(ratios)
     assert all(ratio == pytest.approx(1, rel=WITHIN) for ratio in ratios.values())
-    # The allocator tells of the same peak, without knowing of tensors.
+    # The allocator's log has the same peak.
     assert measured.allocator_tensor_peak_bytes == pytest.approx(measured.prediction.peak_bytes, rel=1e-4)
     assert measured.allocator_peak_bytes >= measured.allocator_tensor_peak_bytes
     ours, theirs = predicted.to_dict(), measured.to_dict()
@@ -74,7 +74,7 @@ def test_compiled_code_is_measured_by_the_allocator(tiny_float8_config):
 
 
 @pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
-def test_ranks_are_started_and_the_first_one_tells(tiny_config):
+def test_ranks_are_started_and_the_first_is_measured(tiny_config):
     config = replace(
         tiny_config,
         float8=Float8(enable_fsdp_float8_all_gather=True, precompute_float8_dynamic_scale_for_fsdp=True),

@@ -107,7 +107,7 @@ def test_a_step_by_arithmetic(device):
     assert prediction.kept_bytes - 256 * ROWS_BYTES in (4, 8)
     saved = {(row["module"], tuple(row["shape"])) for row in prediction.saved_for_backward}
     assert ("_Two", (128, 256)) in saved
-    # the gradients of both weights, beside relu's result and the gradient of it, and what relu's backward makes
+    # relu's result, its gradient, and the result of relu's backward
     assert prediction.step_peak_bytes >= 3 * 256 * ROWS_BYTES
     assert prediction.phase_of_peak == "backward"
     assert sum(prediction.by_category.values()) == prediction.peak_bytes

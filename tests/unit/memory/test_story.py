@@ -30,7 +30,7 @@ WEIGHT = DIM * HIDDEN * BFLOAT16
 FAULTY = {"also_keep": ["aten.abs"], "never_keep": ["aten.amax"]}
 
 
-# ---- in somebody's own code ------------------------------------------------------------------------------------------
+# ---- in plain PyTorch ------------------------------------------------------------------------------------------
 
 
 class ScaledLinear(nn.Linear):

@@ -1,4 +1,4 @@
-"""Where a row of a memory report comes from: its line of code, its operand, who keeps it, who reads it first."""
+"""The origin of a row of a memory report: source line, operand, the mechanism that keeps it, its first reader."""
 
 import inspect
 import json

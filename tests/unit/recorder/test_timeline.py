@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 ROWS, COLUMNS, OUT = 32, 64, 96
 BFLOAT16_BYTES, FLOAT32_BYTES = 2, 4
 UNSEEN_BYTES = 32
-"""Numbers that C++ code makes tensors of while a step runs, which no operator tells of."""
+"""Python numbers that C++ wraps in tensors, which no operator returns."""
 
 
 class Scaled(nn.Module):

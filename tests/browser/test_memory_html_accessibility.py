@@ -1,4 +1,4 @@
-"""The page of a memory report for those who see little or nothing, and for windows and paper of any width."""
+"""Accessibility of the memory page: contrast, names, keyboard focus, and layouts of any width, also on paper."""
 
 import pytest
 
@@ -74,7 +74,7 @@ def test_nothing_is_wider_than_the_window(browser, pages, name, width):
         )
 
 
-def test_names_for_those_who_do_not_see(browser, pages):
+def test_everything_has_an_accessible_name(browser, pages):
     browser.open(pages / "full.html")
     nameless = browser.run(
         "const which = 'input, select, button, .plot, .scroll, nav, section, [role=tree]';"
@@ -88,7 +88,7 @@ def test_names_for_those_who_do_not_see(browser, pages):
     assert browser.run("return [...document.querySelectorAll('thead th')].every((th) => th.scope === 'col')")
 
 
-def test_the_focus_is_seen(browser, pages):
+def test_the_focus_is_visible(browser, pages):
     browser.open(pages / "full.html")
     visited = set()
     for _ in range(40):
