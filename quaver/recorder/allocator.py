@@ -68,9 +68,8 @@ class Usage:
     """The peak without scratch; None on a GPU, whose allocator does not report it."""
     kept_bytes: int = 0
     """Alive at the mark: what the forward keeps for backward."""
-    at_peak: list[Block] = field(default_factory=list, repr=False)
-    """Allocations alive at the peak, the largest first; empty on a GPU."""
     at_mark: list[Block] = field(default_factory=list, repr=False)
+    """Allocations alive at the mark, the largest first; empty on a GPU."""
 
 
 class Measured:
@@ -149,7 +148,7 @@ def _usage_of(nodes: list[Any], may_leave: bool) -> Usage:
     at_peak, at_mark = _alive(blocks, _time_of_peak(blocks)), _alive(blocks, marks[0])
     tensors = [block for block in blocks if not block.is_scratch]
     tensor_peak = _alive(tensors, _time_of_peak(tensors))
-    return Usage(_sum(at_peak), _sum(tensor_peak), _sum(at_mark), at_peak, at_mark)
+    return Usage(_sum(at_peak), _sum(tensor_peak), _sum(at_mark), at_mark)
 
 
 def _sum(blocks: list[Block]) -> int:
