@@ -180,7 +180,7 @@ def test_compiled_code_keeps_no_copy_of_a_gathered_weight(recipe):
 
 
 @on_ranks
-@pytest.mark.parametrize("compiled", ["false", "true"])
+@pytest.mark.parametrize("compiled", ["false", pytest.param("true", marks=pytest.mark.nightly)])
 def test_tensor_parallel_runs(compiled):
     words = "train_configs/llama3_debug.toml --model.n_layers 1 --training.seq_len 64"
     parallel = f"--parallelism.tensor_parallel_degree 2 --training.compile {compiled}"

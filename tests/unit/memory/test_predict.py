@@ -42,13 +42,19 @@ def _check(prediction, usage: Usage):
     assert prediction.kept_bytes == pytest.approx(usage.kept_bytes, rel=WITHIN)
 
 
-def _quick(module, precision, checkpointing):
-    """Whether each run of the tests has this row; the others are for the night."""
-    return checkpointing == "op" or (module, precision) in {("1 block", "rowwise_with_gw_hp"), ("ffn", "bfloat16")}
-
+QUICK = {
+    ("linear", "bfloat16", "none"),
+    ("attention", "tensorwise", "op"),
+    ("ffn", "bfloat16", "full"),
+    ("ffn", "rowwise", "op"),
+    ("1 block", "tensorwise", "full"),
+    ("1 block", "rowwise", "op"),
+    ("1 block", "rowwise_with_gw_hp", "none"),
+}
+"""Every module, precision and mode of checkpointing; the full product runs nightly."""
 
 ROWS = [
-    pytest.param(*row, marks=() if _quick(*row) else pytest.mark.nightly)
+    pytest.param(*row, marks=() if row in QUICK else pytest.mark.nightly)
     for row in product(("linear", "attention", "ffn", "1 block"), PRECISIONS, CHECKPOINTING)
     # A lone linear in a checkpoint: the cache of its input's codes lives as long as the checkpoint keeps the input.
     if not (row[0] == "linear" and row[1] != "bfloat16" and row[2] != "none")
