@@ -9,7 +9,7 @@ Rows are modules x precisions x checkpointing x ranks x eager or compiled; words
 "1 block", rowwise, full, "2 ranks", compiled. Runs on a CPU, or on a GPU where there is one, and starts its processes
 itself; with more ranks than GPUs, rows on several ranks are left out.
 
-memory_modules.py says what is measured, quaver/bench/step_memory.py how, memory_report.py makes the page.
+memory_modules.py says what is measured, quaver/recorder/allocator.py how, memory_report.py makes the page.
 """
 
 import argparse

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from quaver import Float8LinearConfig, convert_to_float8_training
 from quaver.activation_checkpointing import apply_activation_checkpointing
-from quaver.bench.step_memory import Usage, measure_usage
+from quaver.recorder.allocator import Usage, measure_usage
 from quaver.trainer.config import Model, Optimizer
 from quaver.trainer.float8 import fuse_producers
 from quaver.trainer.memory import storage_bytes

@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 from benchmarks.record import ROOT, markdown
-from quaver.bench.step_memory import Usage
+from quaver.recorder.allocator import Usage
 
 RECORD = ROOT / "benchmarks" / "results" / "memory.json"
 PAGE = ROOT / "benchmarks" / "results" / "memory.md"
@@ -147,7 +147,7 @@ parentheses counts the scratch of operations too, where that changes a share by 
 the exact float8 matmul of the CPU, which widens what float8 hardware reads as it is.
 
 What is counted: every allocation of PyTorch's CPU allocator, in eager and in compiled code, FSDP2's buffers included
-(quaver/bench/step_memory.py). Scratch is what an operation allocates and frees before it returns. A module's input
+(quaver/recorder/allocator.py). Scratch is what an operation allocates and frees before it returns. A module's input
 is made inside the step by an operation that does not keep it, and only the module's own graph holds it, as in a network
 (benchmarks/memory_modules.py). `full` is `apply_activation_checkpointing` with mode "full", `op` with "selective"."""
 

@@ -4,7 +4,7 @@ A step is forward, backward and fused AdamW of one block as `quaver train` build
 keeps weights cast from step to step. Delayed scales are brought forward in each step. All precisions of a mode are in
 memory at once and take turns.
 
-Memory is that of one more step after the timed ones, by quaver/bench/step_memory.py: on a CPU every allocation and
+Memory is that of one more step after the timed ones, by quaver/recorder/allocator.py: on a CPU every allocation and
 release, exactly; on a GPU the allocator's own peak.
 
     resident   parameters, buffers, optimizer state
@@ -27,7 +27,7 @@ from torch import Tensor
 from quaver.bench.harness import Timing, time_alternating
 from quaver.bench.modules import BFLOAT16, Batch, Step, build_subject, make_direction, make_sources
 from quaver.bench.results import collecting, result
-from quaver.bench.step_memory import Usage, measure_usage
+from quaver.recorder.allocator import Usage, measure_usage
 from quaver.trainer.config import Model
 from quaver.trainer.memory import storage_bytes
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from quaver.cli.errors import bad_input, print_error
-from quaver.memory.reports.byte_sizes import parse_bytes
+from quaver.recorder.byte_sizes import parse_bytes
 from quaver.trainer.errors import CheckpointError, OutputError
 from quaver.trainer.huggingface.convert import export_hf, import_hf
 from quaver.trainer.huggingface.weights import file_state

@@ -1,15 +1,14 @@
-"""Predicts the memory of a step of training: the step runs with fake tensors, and is recorded as a real one would be.
+"""Predicts the memory of a training step: the step runs with fake tensors and is recorded like a real one.
 
     prediction = explain(model, (tokens,), loss=lambda logits: logits.float().mean(), optimizer=torch.optim.AdamW)
     prediction.peak_bytes
 
-The code that runs is the code that trains, so that what it keeps, casts, frees and computes again is what it is; only
-the numbers are missing, and with them the time and the memory. A prediction is one of a CPU, or, with quaver's own
-casts, kernels and matmuls, of a GPU that multiplies float8 (quaver/memory/faking/gpu_like.py). What is compiled is
-predicted as compiled code, whose kernels are left out (quaver/memory/compiling/compiled.py).
+The training code itself runs, so it saves, casts, frees and recomputes as in a real step; only values are missing. The
+prediction is for a CPU, or for a GPU with float8 matmuls (quaver/memory/faking/gpu_like.py). Compiled modules are
+predicted as compiled code without its kernels (quaver/memory/compiling/compiled.py).
 
-Counted is what tensors take. What an operator allocates and frees before it returns is not: it is another on every
-device (Note: scratch, in quaver/bench/step_memory.py).
+Memory of tensors is counted. An operator's scratch, which depends on the device, is not (Note: scratch, in
+quaver/recorder/allocator.py).
 """
 
 from __future__ import annotations
@@ -27,68 +26,75 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from quaver.memory.compiling.compiled import has_compiled_code, nothing_compiled, recompile, warm_up
+from quaver.memory.compiling.compiled import (
+    are_kernels_left_out,
+    has_compiled_code,
+    nothing_compiled,
+    recompile,
+    warm_up,
+)
+from quaver.memory.compiling.compiled_rows import CompiledTracker
 from quaver.memory.faking.fakes import Fakes, fake_copies, fake_copy, fake_tensors
 from quaver.memory.faking.gloo_buffers import GlooBuffers
 from quaver.memory.faking.integers import check_integers
 from quaver.memory.faking.target import is_for_a_gpu, predicting_for
-from quaver.memory.recording.recorder import CATEGORIES
-from quaver.memory.recording.timeline import record_timeline
+from quaver.recorder.recorder import CATEGORIES
+from quaver.recorder.timeline import record_timeline
 
 _CPU = torch.device("cpu")
-"""Where fake tensors are, whatever they stand for (gpu_like.py)."""
+"""The device of all fake tensors, also in predictions for a GPU (gpu_like.py)."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step of training would take, in bytes."""
+    """The predicted memory of a training step, in bytes."""
 
     report: dict[str, Any] = field(repr=False)
-    """As `quaver.memory.Timeline.report` returns it; docs/profiling.md describes its keys."""
+    """`quaver.memory.Timeline.report`; docs/profiling.md describes its keys."""
     kept_bytes: int
-    """What the first forward leaves for its backward, beside what stays between steps."""
+    """What the first forward keeps for its backward, on top of what stays between steps."""
     module_of_peak: str
-    """The module in which the peak is reached; empty for none."""
+    """The module that reaches the peak; empty for none."""
     operator_of_peak: str
     """The operator that reaches it."""
     reads: int
-    """How many numbers the step read back; each was answered by 1 (Note: numbers that are read)."""
+    """The number of values that the step read; each was 1 ([Note: values that are read] in fakes.py)."""
     notes: tuple[str, ...] = ()
-    """What was assumed, for an estimate."""
+    """Assumptions of an estimate."""
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is alive at a time, with parameters and optimizer state."""
+        """The highest sum of live bytes, with parameters and optimizer state."""
         return int(self.report["peak_bytes"])
 
     @property
     def resident_bytes(self) -> int:
-        """What stays between steps: parameters, buffers, optimizer state, kept scales, and the step's inputs."""
+        """What stays between steps: parameters, buffers, optimizer state, persistent scales, and the step's inputs."""
         return sum(self.report["resident_bytes"].values())
 
     @property
     def step_peak_bytes(self) -> int:
-        """The most that a step adds to what stays between steps."""
+        """The peak without what stays between steps."""
         return self.peak_bytes - self.resident_bytes
 
     @property
     def saved_bytes(self) -> int:
-        """The most that is kept for the backward at a time."""
+        """The highest sum of bytes kept for backward."""
         return int(self.report["saved_bytes"])
 
     @property
     def at_peak(self) -> list[dict[str, Any]]:
-        """What is alive at the peak: rows of category, module, operator, phase, shape, dtype; the largest first."""
+        """Tensors alive at the peak: rows of category, module, operator, phase, shape, dtype; the largest first."""
         return list(self.report["at_peak"])
 
     @property
     def saved_for_backward(self) -> list[dict[str, Any]]:
-        """What is kept for the backward when that is most; rows as above, and who keeps it."""
+        """Tensors kept for backward when that is most: rows as above, with the mechanism that keeps them."""
         return list(self.report["saved_for_backward"])
 
     @property
     def phase_of_peak(self) -> str:
-        """The phase in which the peak is reached."""
+        """The phase of the peak."""
         return next((name for name, begin, end in self.report["spans"] if begin < self._event <= end), "other")
 
     def by(self, *keys: str) -> dict[tuple[str, ...], int]:
@@ -101,7 +107,7 @@ class Prediction:
 
     @property
     def by_category(self) -> dict[str, int]:
-        """Bytes at the peak by category, in the order of CATEGORIES; those that there are."""
+        """Bytes at the peak by category, in the order of CATEGORIES, without empty ones."""
         sums = self.by("category")
         return {name: sums[(name,)] for name in CATEGORIES if (name,) in sums}
 
@@ -137,22 +143,22 @@ def explain(
     estimate: bool = False,
     device: str = "cpu",
 ) -> Prediction:
-    """Predict a step of training `model`, the second one, so that the optimizer has its state.
+    """Predict a training step of `model`: the second, in which the optimizer has its state.
 
     Args:
-        model: on any device, the meta device included; it may be converted, checkpointed or compiled. It is copied,
-            and not touched; nothing of its size is allocated. If it, or a module of it, is compiled, what was compiled
-            before in this process is compiled again when it is called next.
-        inputs: the arguments of its forward. Of tensors only shape, strides and dtype count.
-        loss: from the model's output to a scalar; None for the sum of a tensor's elements in float32.
-        optimizer: makes the optimizer of the parameters it is given, such as `torch.optim.AdamW`; None for none.
+        model: on any device, also meta; it may be converted, checkpointed or compiled. A copy is used, and nothing of
+            its size is allocated. If a module of it is compiled, all code compiled earlier in this process is compiled
+            again at its next call.
+        inputs: the arguments of its forward. Of tensors only shape, strides and dtype matter.
+        loss: maps the model's output to a scalar; None for the sum in float32.
+        optimizer: makes an optimizer from parameters, such as `torch.optim.AdamW`; None for none.
         autocast: the dtype of an autocast around the forward and the loss, if any.
-        estimate: of what cannot be predicted without numbers assume the most that it can be, and say so in `notes`.
-        device: what the step would run on: "cpu", or "cuda" for an NVIDIA GPU that multiplies float8.
+        estimate: assume the largest result of operators whose results depend on values, and say so in `notes`.
+        device: the device of the step: "cpu", or "cuda" for an NVIDIA GPU with float8 matmuls.
     Raises:
-        NotImplementedError: an operator cannot be predicted without numbers, or a size depends on one; the model is
-            sharded already, or a part of it is wrapped by `torch.compile`.
-        ValueError: the loss is not a scalar that depends on a parameter, or another device.
+        NotImplementedError: an operator's result, or a size, depends on values; the model is sharded, or a part of it
+            is wrapped by `torch.compile`.
+        ValueError: the loss is not a scalar that depends on a parameter, or the device is unknown.
     """
     compiled = has_compiled_code(model)
     with predicting_for(device), fake_tensors(compiled=compiled, estimate=estimate) as fakes:
@@ -171,7 +177,7 @@ def explain(
             if made is not None:
                 made.step()
             fake.zero_grad(set_to_none=True)
-            forget_gradients(arguments)
+            _forget_gradients(arguments)
 
         return predict_step(step, fake, made, fakes)
 
@@ -184,14 +190,13 @@ def predict_step(
     *,
     kept_scales: Sequence[Tensor] = (),
 ) -> Prediction:
-    """Record the last of two calls of `step`, inside of `fake_tensors`, where `model` and `optimizer` were made.
+    """Record `step` after a warm-up call, inside `fake_tensors`, where `model` and `optimizer` were made.
 
-    Where it compiles, of three or more: one that compiles nothing comes before.
+    Compiled code is warmed up until a step compiles nothing. Python's garbage collector is off during the recording, so
+    that a reference cycle that holds tensors shows.
 
     Args:
-        kept_scales: float8 state that stays from step to step.
-
-    Python's garbage collector stands still meanwhile: a reference cycle that holds tensors shows as what it is.
+        kept_scales: float8 scaling state that persists across steps.
     """
     warm_up(step)
     fakes.reads = 0
@@ -212,13 +217,14 @@ def record_step(
     kept_scales: Sequence[Tensor] = (),
     around: AbstractContextManager[Any] | None = None,
 ) -> Prediction:
-    """Record one call of `step`, whose tensors may be real ones, inside of `around`, which the recorder sees.
+    """Record one call of `step`, with fake or real tensors, inside `around`, whose allocations are recorded.
 
-    Of compiled code, which the recorder does not see into, there is no peak.
+    With real compiled code the report has no peak.
     """
+    tracker = CompiledTracker(model) if are_kernels_left_out() else None
     with (
         _no_garbage_collection(),
-        record_timeline(model, optimizer, kept_scales=kept_scales) as timeline,
+        record_timeline(model, optimizer, kept_scales=kept_scales, tracker=tracker) as timeline,
         around or nullcontext(),
     ):
         step()
@@ -241,7 +247,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _plain(model: nn.Module) -> nn.Module:
-    """`model` without the wrapper of torch.compile; what `nn.Module.compile` did is not copied anyway."""
+    """`model` without a wrapper of torch.compile."""
     if isinstance(model, OptimizedModule):
         model = model._orig_mod
     for name, module in model.named_modules():
@@ -268,8 +274,8 @@ def _check_loss(loss: Any) -> None:
         raise ValueError(f"expected a loss of one number that depends on a parameter, got {got}")
 
 
-def forget_gradients(arguments: Any) -> None:
-    """Let go of the gradients of the tensors in a nest of arguments."""
+def _forget_gradients(arguments: Any) -> None:
+    """Drop the gradients of the tensors in a nest of arguments."""
     for tensor in tree_leaves(arguments):
         if isinstance(tensor, Tensor):
             tensor.grad = None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver.memory import TensorBytes
+from quaver.recorder.storages import TensorBytes
 from quaver.trainer.ranks import plain_tensors
 
 

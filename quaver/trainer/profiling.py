@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quaver import Float8Linear
-from quaver.memory import draw_timeline, record_timeline
+from quaver.recorder.draw import draw_timeline
+from quaver.recorder.timeline import record_timeline
 from quaver.scale_state import LinearScales
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.errors import OutputError

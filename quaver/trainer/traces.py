@@ -5,7 +5,7 @@ module has a range for each of its autograd nodes: `model.layers.0.mlp.up_proj (
 range of its own around each node, so no range can span several nodes and still nest.
 
 The hooks exist only while a step is traced. A compiled module is one range ([Note: compiled modules] in
-quaver/memory/recording/modules.py): its compiled call is wrapped, because hooks would be a reason to recompile.
+quaver/recorder/modules.py): its compiled call is wrapped, because hooks would be a reason to recompile.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
-from quaver.memory.recording.modules import OUTSIDE, ModuleTracker, is_compiled, visible_modules
 from quaver.phases import named_range
+from quaver.recorder.modules import OUTSIDE, ModuleTracker, is_compiled, visible_modules
 
 
 @contextmanager

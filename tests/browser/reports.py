@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from quaver.memory import explain
-from quaver.memory.recording.recorder import CATEGORIES
+from quaver.recorder.recorder import CATEGORIES
 
 HOSTILE = "</script><script>document.title='taken'</script><!-- &amp; \"'` {{data}} \u2028"
 """A name that is markup, ends a script, opens a comment, is a placeholder, and breaks a line of JavaScript."""
@@ -155,7 +155,6 @@ def comparison() -> dict:
             plain | more | {"at": "kept", "sentence": "+3 MiB: more of it"},
             plain | more | {"at": "peak", "sentence": "+3 MiB: at the peak"},
         ],
-        "smallest": {"module": "model.layers.0", "command": "quaver memory --model.n_layers 1", "text": HOSTILE},
     }
 
 

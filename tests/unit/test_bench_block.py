@@ -7,9 +7,9 @@ import torch
 
 from quaver.bench.block import bench_block, check_fits
 from quaver.bench.modules import BFLOAT16, Batch, Step, build_subject, make_direction, make_sources, model_of
-from quaver.bench.step_memory import measure_usage
 from quaver.cli import main
 from quaver.linear import Float8Linear
+from quaver.recorder.allocator import measure_usage
 
 CPU = torch.device("cpu")
 BATCH = Batch(2, 32)

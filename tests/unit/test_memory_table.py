@@ -3,6 +3,7 @@
 import gc
 import json
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from benchmarks.memory_report import PAGE, RECORD, exceptions, page, ratios
 from benchmarks.predicted import predict
 from quaver import Float8LinearConfig, convert_to_float8_training
 from quaver import linear as quaver_linear
-from quaver.bench.step_memory import Usage, measure_usage
+from quaver.recorder.allocator import Usage, measure_usage
 from quaver.trainer.memory import TensorBytes
 
 CPU = torch.device("cpu")
@@ -27,11 +28,18 @@ def rows_of(module: str, checkpointing: str, precisions=PRECISIONS, compiled=Fal
     return [measure_row(case, SMALL, CPU) for case in made]
 
 
+def quick(*most: tuple[str, str]) -> list:
+    """All modules with all checkpointing; those that are not named are for the night."""
+    every = product(("attention", "ffn", "1 block"), ("none", "full", "op"))
+    return [pytest.param(*each, marks=() if each in most else pytest.mark.nightly) for each in every]
+
+
 # ---- what must hold --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full", "op"])
-@pytest.mark.parametrize("module", ["attention", "ffn", "1 block"])
+@pytest.mark.parametrize(
+    ("module", "checkpointing"), quick(("attention", "op"), ("ffn", "full"), ("1 block", "none"), ("1 block", "op"))
+)
 def test_float8_takes_no_more_than_bfloat16(module, checkpointing):
     """But for attention that is checkpointed by itself: linears save codes beside its input (docs/design/0008)."""
     rows = rows_of(module, checkpointing)
@@ -67,8 +75,7 @@ def test_compiled_float8_makes_grad_weight_before_grad_input(monkeypatch):
     assert in_any_order[recipe] >= peaks[recipe] + tokens_by_hidden
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full", "op"])
-@pytest.mark.parametrize("module", ["attention", "ffn", "1 block"])
+@pytest.mark.parametrize(("module", "checkpointing"), quick(("attention", "none"), ("ffn", "op"), ("1 block", "full")))
 def test_sharded_float8_takes_no_more_than_bfloat16(module, checkpointing):
     """But for attention by itself, whose row-wise weights are all-gathered in two casts (docs/design/0008)."""
     peaks = predicted_peaks(Case(module, "bfloat16", checkpointing, ranks=2))

@@ -16,15 +16,13 @@ from quaver.cli.memory.views import Printer
 from quaver.devices import resolve_device
 from quaver.memory.faking.target import predicting_for
 from quaver.memory.reports.compare import Comparison, compare
-from quaver.memory.reports.draw import draw_peak, draw_timeline
 from quaver.memory.reports.html import write_html
+from quaver.memory.runs.advise import Advice, advise
+from quaver.memory.runs.measure import MeasuredMemory, measure_memory, side_by_side
+from quaver.memory.runs.predict import RunMemory, predict_memory
+from quaver.recorder.draw import draw_peak, draw_timeline
+from quaver.trainer.config import TrainConfig
 from quaver.trainer.config_io import load_config, parse_arguments
-from quaver.trainer.footprint.advise import Advice, advise
-from quaver.trainer.footprint.bisect import bisect_memory, row_to_explain
-from quaver.trainer.footprint.case import Case, case_of
-from quaver.trainer.footprint.measure import MeasuredMemory, measure_memory, side_by_side
-from quaver.trainer.footprint.module import predict_module
-from quaver.trainer.footprint.run import RunMemory, predict_memory
 
 _WIDTH = 170
 """Columns of the tables where the terminal has fewer: modules and lines of code are not broken."""
@@ -46,27 +44,30 @@ def run(argv: list[str]) -> int:
     """Print what a training step would take and where, and write it; 0, or 2 for bad input."""
     with bad_input():
         options = parse(argv)
+        config = load_config(*parse_arguments(options.words))
         if not options.device:
-            given = load_config(*parse_arguments(options.words)).training.device
-            options = replace(options, device=resolve_device(given).type)
-        case = replace(case_of(options.words, options.vs or [], options.ranks), module=options.module)
-        answer = _answer(options, case)
+            options = replace(options, device=resolve_device(config.training.device).type)
+        answer = _answer(options, config)
     _print(answer)
     for file in _write(answer):
         print(f"saved {file}")
     return 0
 
 
-def _answer(options: Options, case: Case) -> _Answer:
-    config = case.config(other=False)
+def _answer(options: Options, config: TrainConfig) -> _Answer:
+    other_config = None
+    if options.vs is not None:  # flags over the first run's words, or all words of the other run
+        is_over = not options.vs or options.vs[0].startswith("--")
+        other_config = load_config(*parse_arguments([*options.words, *options.vs] if is_over else options.vs))
     with predicting_for(options.device):
         _tell("predicting a step")
-        memory = _predict(case, other=False)
+        memory = predict_memory(config, options.ranks)
         other = comparison = advice = None
-        if options.vs is not None:
+        if other_config is not None:
             _tell("predicting a step of the other run")
-            other = _predict(case, other=True)
-            comparison = _compare(options, case, memory, other)
+            other = predict_memory(other_config, options.ranks)
+            words = " ".join(options.vs or [])
+            comparison = compare(memory.prediction, other.prediction, label_a="as given", label_b=words)
         if options.advise:
             advice = advise(
                 config, options.ranks, fit_bytes=options.fit_bytes, device=options.model_time_on, progress=_tell
@@ -76,21 +77,6 @@ def _answer(options: Options, case: Case) -> _Answer:
         _tell("training to measure")
         measured = measure_memory(config, options.ranks)
     return _Answer(options, memory, other, comparison, advice, measured)
-
-
-def _predict(case: Case, *, other: bool) -> RunMemory:
-    config = case.config(other=other)
-    return predict_module(config, case.module, case.ranks) if case.module else predict_memory(config, case.ranks)
-
-
-def _compare(options: Options, case: Case, memory: RunMemory, other: RunMemory) -> Comparison:
-    words = " ".join(options.vs or [])
-    comparison = compare(memory.prediction, other.prediction, label_a="as given", label_b=words)
-    row = row_to_explain(comparison) if options.bisect else None
-    if row is None:
-        return comparison
-    _tell("looking for the smallest part that shows the largest difference; --no-bisect leaves it out")
-    return replace(comparison, smallest=bisect_memory(case, row, tell=_tell))
 
 
 def _tell(what: str) -> None:
@@ -152,6 +138,5 @@ def _whole(memory: RunMemory) -> dict[str, Any]:
 
 def _title(answer: _Answer) -> str:
     options, name = answer.options, answer.memory.name
-    part = f", {options.module} alone" if options.module else ""
     file = next((word for word in options.words if not word.startswith("--")), "defaults")
-    return f"{Path(file).stem} in {name}, {options.ranks} rank{'s' * (options.ranks > 1)}{part}"
+    return f"{Path(file).stem} in {name}, {options.ranks} rank{'s' * (options.ranks > 1)}"

@@ -4,8 +4,8 @@ from typing import Any
 
 from rich.table import Table
 
-from quaver.memory.reports.byte_sizes import unit_of
-from quaver.trainer.footprint.advise import Advice, Row
+from quaver.memory.runs.advise import Advice, Row
+from quaver.recorder.byte_sizes import unit_of
 
 
 def advice_table(advice: Advice) -> Table:
@@ -38,7 +38,7 @@ def advice_summary(advice: Advice) -> list[str]:
 
 
 def side_by_side_table(rows: list[dict[str, Any]]) -> Table:
-    """The rows of `quaver.trainer.footprint.measure.side_by_side`; what was not measured stays empty."""
+    """The rows of `quaver.memory.runs.measure.side_by_side`; what was not measured stays empty."""
     table = Table(title="Predicted and measured, at the peak")
     table.add_column("what")
     for column in ("predicted bytes", "measured bytes", "ratio"):

@@ -15,12 +15,10 @@ _WIDTH = 11
 
 
 def comparison_lines(comparison: Comparison, top: int = 8) -> Iterator[str]:
-    """Yield the lines: both runs, at most `top` rows of what each keeps and has alive, and the smallest part."""
+    """Yield the lines: both runs, and at most `top` rows of what each keeps and has alive."""
     yield from _runs(comparison)
     for moment, title in _TITLES.items():
         yield from ("", *_rows(title, comparison.at(moment), top))
-    if comparison.smallest is not None:
-        yield from ("", f"smallest: {comparison.smallest.text}", f"    {comparison.smallest.command}")
 
 
 def _runs(comparison: Comparison) -> Iterator[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from quaver.bench.results import writable
 from quaver.cli.bench.options import Parser, natural, positive
-from quaver.memory.reports.byte_sizes import parse_bytes
+from quaver.recorder.byte_sizes import parse_bytes
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,8 @@ class Options:
     ranks: int
     device: str
     """cpu or cuda; empty for the one that is measured on."""
-    module: str
     vs: list[str] | None
     """The words of the other run."""
-    bisect: bool
     advise: bool
     fit_bytes: int | None
     model_time_on: str | None
@@ -46,8 +44,6 @@ def parse(argv: list[str]) -> Options:
     given, words = _parser().parse_known_args(argv)
     fits = None if given.fit is None else parse_bytes(given.fit, "--fit")
     wants_advice = given.advise or fits is not None
-    if given.module and (wants_advice or given.measure):
-        raise ValueError("--module is about a part of the model: --advise, --fit and --measure are about the whole run")
     if given.measure and given.device:
         raise ValueError("--measure measures on training.device, and predicts for it: expected no --device beside it")
     if given.time_on is not None and not wants_advice:
@@ -56,9 +52,7 @@ def parse(argv: list[str]) -> Options:
         words=words,
         ranks=given.ranks,
         device=given.device or ("" if given.measure else "cuda"),
-        module=given.module,
         vs=None if given.vs is None else shlex.split(given.vs),
-        bisect=given.bisect,
         advise=wants_advice,
         fit_bytes=fits,
         model_time_on=given.time_on,
@@ -87,17 +81,10 @@ def _parser() -> Parser:
         choices=("cuda", "cpu"),
         help="what the run will train on: an NVIDIA GPU that multiplies float8 (cuda, the default) or a CPU",
     )
-    add("--module", default="", metavar="NAME", help="one module of the model, alone, such as model.layers.0.mlp")
     add(
         "--vs",
         metavar="WORDS",
         help='compare with another run: "--float8.recipe_name rowwise", or "OTHER.toml --a.b c", as one word',
-    )
-    add(
-        "--bisect",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="with --vs: look for the smallest part of the model, and the fewest settings, that show the difference",
     )
     add("--advise", action="store_true", help="predict what other settings would take, and compute again")
     add("--fit", metavar="SIZE", help="find the fastest setting whose peak is at most this, such as 80GiB")

@@ -8,10 +8,10 @@ from rich.table import Table
 from quaver.cli.memory.options import Options
 from quaver.memory import CATEGORIES
 from quaver.memory.predict import Prediction
-from quaver.memory.reports.byte_sizes import unit_of
 from quaver.memory.reports.pitfalls import inner_operator
-from quaver.memory.reports.rows import merged_layers
-from quaver.trainer.footprint.run import RunMemory
+from quaver.memory.runs.predict import RunMemory
+from quaver.recorder.byte_sizes import unit_of
+from quaver.recorder.rows import merged_layers
 
 _DEVICES = {"cuda": "an NVIDIA GPU that multiplies float8", "cpu": "a CPU"}
 
@@ -30,8 +30,7 @@ class Printer:
         """Print a prediction: lines, a table of categories, and one of the largest tensors."""
         training, prediction = memory.config.training, memory.prediction
         mesh = " x ".join(f"{name} {size}" for name, size in memory.layout.mesh.items())
-        part = f", of {self.options.module} alone" if self.options.module else ""
-        self._about("model", f"{memory.parameters:,} parameters in {training.dtype}, trained in {memory.name}{part}")
+        self._about("model", f"{memory.parameters:,} parameters in {training.dtype}, trained in {memory.name}")
         self._about("ranks", f"{memory.layout.world_size}{': ' + mesh if mesh else ''}; what follows is of one")
         self._about("device", _DEVICES[self.options.device])
         batch = f"{memory.micro_batches} micro-batches of {training.local_batch_size} sequences of {training.seq_len:,}"

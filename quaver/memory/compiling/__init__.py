@@ -1,1 +1,1 @@
-"""Lets torch.compile make code without kernels, and follows the buffers of that code."""
+"""Compiles without kernels, and follows the buffers of compiled code."""

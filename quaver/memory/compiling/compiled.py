@@ -1,14 +1,12 @@
-"""Compiles a model without its kernels, so that fake tensors can run the result: the same buffers, no C++, no numbers.
+"""Compiles a model without its kernels, so that fake tensors can run the result with the buffers of real compiled code.
 
-torch.compile does all that it does in a run: Dynamo traces, AOTAutograd makes forward and backward and chooses what is
-kept between them, Inductor lowers, fuses, orders and plans buffers, and writes the Python code that allocates them.
-Only then things differ: that code is rewritten, kernels are functions that do nothing, and no cache sees it
-(quaver/memory/compiling/inductor.py). docs/design/0007-predicting-compiled-code.md says what else was considered.
+Dynamo traces, AOTAutograd partitions forward and backward, and Inductor lowers, fuses, schedules and plans buffers as
+in a run. Only the Python wrapper code that Inductor writes is rewritten: its kernels do nothing, and no cache stores it
+(quaver/memory/compiling/inductor.py). docs/design/0007-predicting-compiled-code.md has the alternatives.
 
-[Note: nothing is left behind] Code that was compiled here guards on fake tensors, and is useless to real ones. It and
-all that Dynamo has learnt meanwhile, such as which sizes change, is forgotten at the end. So is what was compiled
-before in the process: Dynamo forgets all or nothing. It is compiled again, from Inductor's caches, when it is called
-next.
+[Note: reset] Code compiled here guards on fake tensors and is useless to real ones, so Dynamo is reset at the end. It
+can only reset everything: code compiled earlier in the process is compiled again, from Inductor's caches, at its next
+call.
 """
 
 from __future__ import annotations
@@ -29,38 +27,38 @@ from torch.torch_version import TorchVersion
 
 from quaver.memory.faking.gloo_buffers import GlooBuffers
 from quaver.memory.faking.target import is_for_a_gpu
-from quaver.memory.recording.modules import is_compiled
-from quaver.memory.recording.storages import StorageWatch
+from quaver.recorder.modules import is_compiled
+from quaver.recorder.storages import StorageWatch
 
 COMPILES_FOR_A_GPU = TorchVersion(torch.__version__) >= "2.13"
-"""Whether compiled code keeps gradients of fake tensors that say they are a GPU's: not in 2.11; 2.12 was not tried."""
+"""Whether compiled code keeps gradients of fake tensors that report a GPU: not in 2.11; 2.12 was not tried."""
 _STANCE = "fail_on_recompile"
 _MOST_STEPS = 4
 
 _compiled_graphs: list[int] | None = None
-"""While kernels are left out: the number of graphs that were compiled, alone in a list."""
+"""While kernels are left out: a list of one number, that of compiled graphs."""
 
 
 @contextmanager
 def kernels_left_out() -> Iterator[None]:
-    """Let torch.compile make code without kernels inside the block; see the top of this file, and the note there.
+    """Let torch.compile generate code without kernels inside the block ([Note: reset]).
 
     Raises:
-        NotImplementedError: where code is compiled that cannot be followed: with C++ or max-autotune of Inductor, or on
-            another device than a CPU. Where predictions are for a GPU and torch is too old.
+        NotImplementedError: the compiled code cannot be followed: Inductor's C++ wrapper, max-autotune, or another
+            device than a CPU; or predictions are for a GPU and torch is too old.
     """
     if is_for_a_gpu() and not COMPILES_FOR_A_GPU:
         raise NotImplementedError(
             f"compiled code of a GPU is predicted with torch 2.13 or newer, this is {torch.__version__}: here its "
-            "gradients come out as zeros, and are left out; predict for a CPU, or update torch"
+            "gradients are lost; predict for a CPU, or update torch"
         )
-    from quaver.memory.compiling.inductor import write_no_kernels  # takes a second or two
+    from quaver.memory.compiling.inductor import write_no_kernels  # slow to import
 
     global _compiled_graphs
     torch.compiler.reset()
     with ExitStack() as stack:
         stack.enter_context(write_no_kernels(_count))
-        for mode in (StorageWatch, GlooBuffers):  # else compiled code would not be run where they watch
+        for mode in (StorageWatch, GlooBuffers):  # else Dynamo runs eager code under them
             stack.enter_context(patch.object(mode, "ignore_compile_internals", classmethod(lambda cls: True)))
         _compiled_graphs = [0]
         try:
@@ -80,20 +78,20 @@ def _count() -> None:
 
 
 def are_kernels_left_out() -> bool:
-    """Whether code that is compiled now has no kernels, and tells of its buffers."""
+    """Whether torch.compile generates code without kernels now, which reports its buffers."""
     return _compiled_graphs is not None
 
 
 def compiled_graphs() -> int:
-    """How many graphs were compiled since kernels are left out; 0 if they are not."""
+    """The number of graphs compiled since kernels are left out; 0 if they are not."""
     return 0 if _compiled_graphs is None else _compiled_graphs[0]
 
 
 def warm_up(step: Callable[[], None]) -> None:
-    """Do a step, and, where kernels are left out, others until one compiles nothing.
+    """Run a step, and if kernels are left out more steps until one compiles nothing.
 
     Raises:
-        NotImplementedError: each of several steps compiles something.
+        NotImplementedError: each of _MOST_STEPS steps compiles something.
     """
     for _ in range(_MOST_STEPS):
         before = compiled_graphs()
@@ -108,10 +106,10 @@ def warm_up(step: Callable[[], None]) -> None:
 
 @contextmanager
 def nothing_compiled() -> Iterator[None]:
-    """Where kernels are left out, let nothing be compiled inside the block: what compiles would be followed, too.
+    """If kernels are left out, refuse to compile inside the block: the compiler's own tensors would be recorded.
 
     Raises:
-        NotImplementedError: something would have to be compiled.
+        NotImplementedError: something has to be compiled.
     """
     if not are_kernels_left_out():
         yield
@@ -129,21 +127,21 @@ def nothing_compiled() -> Iterator[None]:
 
 
 def has_compiled_code(model: nn.Module) -> bool:
-    """Whether calls of `model`, or of a module in it, run compiled code."""
+    """Whether `model` or a module in it is compiled."""
     return isinstance(model, OptimizedModule) or any(is_compiled(module) for module in model.modules())
 
 
 def recompile(copy: nn.Module, model: nn.Module) -> None:
-    """Compile `copy`, and the modules in it, as `model` is and those in it are: a copy does not inherit that.
+    """Compile `copy` and its modules as `model` and its modules are; a copy does not inherit it.
 
     Args:
-        model: may be wrapped by torch.compile; its copy is that of the module inside.
+        model: if torch.compile wraps it, `copy` is that of the wrapped module.
     Raises:
-        NotImplementedError: this torch does not tell how a module was compiled.
+        NotImplementedError: a module was not compiled by `nn.Module.compile`.
     """
     if isinstance(model, OptimizedModule):
         call = copy._call_impl
-        is_torchs = trace_rules.check(copy.forward)  # whose frames Dynamo takes only if they are inlined
+        is_torchs = trace_rules.check(copy.forward)  # Dynamo skips frames of torch's modules unless inlined
         copy._compiled_call_impl = model.dynamo_ctx(wrap_inline(call) if is_torchs else call)
         model = model._orig_mod
     copies = dict(copy.named_modules())
@@ -155,7 +153,7 @@ def recompile(copy: nn.Module, model: nn.Module) -> None:
 
 
 def _wrapper_of(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch.compile, with the same backend and options, would call to wrap a function."""
+    """The function with which torch.compile wrapped the module's call, with its backend and options."""
     wrap = inspect.getclosurevars(compiled).nonlocals.get("self")
     if not callable(wrap):
         raise NotImplementedError(

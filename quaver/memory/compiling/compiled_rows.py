@@ -1,6 +1,6 @@
-"""Says in rows of a recording what compiled code does: in which module inside of it, and what its graph keeps.
+"""Attributes the buffers of compiled code to modules inside it, and records what its graph keeps for backward.
 
-It is for code that was compiled without kernels (compiled.py): compiled code of a run tells nothing.
+Only code that was compiled without kernels (compiled.py) reports its buffers; compiled code of a real run does not.
 """
 
 from __future__ import annotations
@@ -11,28 +11,21 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, UntypedStorage, nn
-from torch.autograd.graph import saved_tensors_hooks
 
-from quaver.memory.recording.modules import ModuleTracker, visible_modules
-from quaver.memory.recording.recorder import Recorder
-from quaver.memory.recording.storages import plain_parts
-
-COMPILED_GRAPH = "compiled graph"
-"""Who keeps what compiled code returns for its backward."""
+from quaver.memory.compiling.makers import follow
+from quaver.recorder.modules import ModuleTracker, visible_modules
+from quaver.recorder.recorder import Recorder
+from quaver.recorder.storages import plain_parts
 
 
 class CompiledTracker(ModuleTracker):
-    """Follows calls of compiled modules, too, from outside: hooks would be compiled in.
+    """Also follows calls of compiled modules, by wrapping the compiled call: Dynamo would compile hooks in."""
 
-    Attributes:
-        compiled: the names of the compiled modules.
-    """
+    follows_compiled_code = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.compiled: set[str] = set()
         self._inside = ""
         self._paths: dict[str, str] = {}
 
@@ -46,9 +39,13 @@ class CompiledTracker(ModuleTracker):
         self._modules |= {name: module for name, module in self.model.named_modules() if name}
         return self
 
+    def attached_to(self, recorder: Recorder) -> AbstractContextManager[None]:
+        """Report the buffers of compiled code to `recorder` inside the block."""
+        return follow(CompiledRows(recorder, self))
+
     @property
     def current(self) -> str:
-        """The module in which code runs now, also inside of compiled code; `OUTSIDE` for none."""
+        """The module in which code runs now, also inside compiled code; `OUTSIDE` for none."""
         outer = super().current
         path = self._paths.get(outer)
         if not self._inside or path is None:
@@ -58,7 +55,7 @@ class CompiledTracker(ModuleTracker):
 
     @contextmanager
     def inside(self, module: str) -> Iterator[None]:
-        """Inside the block, code of `module` runs, whose name is relative to the compiled module around it."""
+        """Inside the block code of `module` runs; its name is relative to the compiled module."""
         before, self._inside = self._inside, module
         try:
             yield
@@ -94,7 +91,7 @@ class _Handle:
 
 
 class CompiledRows:
-    """Tells a recorder what compiled code does; see `quaver.memory.compiling.makers.Follower`."""
+    """Reports compiled code to a recorder: the module that runs, and what the graph keeps for backward."""
 
     def __init__(self, recorder: Recorder, tracker: CompiledTracker) -> None:
         self._recorder, self.inside = recorder, tracker.inside
@@ -102,7 +99,7 @@ class CompiledRows:
         self._given_back: list[list[tuple[int, weakref.ref[UntypedStorage]]]] = []
 
     def kept(self, tensors: Sequence[Any]) -> None:
-        """A compiled forward returns these for its backward."""
+        """A compiled forward returned these for its backward."""
         for part in _parts(tensors):
             storage = part.untyped_storage()
             key = self._recorder.keep(part)
@@ -110,7 +107,7 @@ class CompiledRows:
             self._kept[key] = [*others, weakref.ref(storage)]
 
     def backward_begins(self, tensors: Sequence[Any]) -> None:
-        """A compiled backward is given these, some of which a forward kept."""
+        """A compiled backward receives these, some of which a forward kept."""
         given = []
         for part in _parts(tensors):
             storage = part.untyped_storage()
@@ -121,7 +118,7 @@ class CompiledRows:
         self._given_back.append(given)
 
     def backward_ends(self) -> None:
-        """The compiled backward that began last has let go what it was given."""
+        """The compiled backward that began last dropped its arguments."""
         for key, storage in self._given_back.pop():
             if storage() is not None:
                 self._recorder.release(key)
@@ -131,21 +128,3 @@ def _parts(tensors: Sequence[Any]) -> Iterator[Tensor]:
     for tensor in tensors:
         if isinstance(tensor, Tensor):
             yield from plain_parts(tensor)
-
-
-def not_compiled(hooks: AbstractContextManager[None]) -> AbstractContextManager[None]:
-    """The same `saved_tensors_hooks`, left alone by torch.compile where they are called between compiled frames."""
-    if not isinstance(hooks, saved_tensors_hooks):
-        raise TypeError(f"expected saved_tensors_hooks, got {type(hooks).__name__}")
-    hooks.pack_hook = torch.compiler.disable(hooks.pack_hook)
-    hooks.unpack_hook = torch.compiler.disable(hooks.unpack_hook)
-    return hooks
-
-
-def name_keepers(report: dict[str, Any], compiled: set[str]) -> dict[str, Any]:
-    """The report of a recording, with COMPILED_GRAPH as the keeper of what was saved in modules of these names."""
-    rows = [
-        {**row, "kept_by": COMPILED_GRAPH} if row["kept_by"] == "autograd" and row["saved_in"] in compiled else row
-        for row in report["saved_for_backward"]
-    ]
-    return {**report, "saved_for_backward": rows}

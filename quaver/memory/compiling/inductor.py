@@ -1,9 +1,7 @@
-"""Inductor as far as its Python code, whose kernels do nothing. Slow to import: import it where it is used."""
+"""Runs Inductor up to its Python wrapper code, whose kernels do nothing. Slow to import: import it where it is used."""
 
 from __future__ import annotations
 
-import copy
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -32,72 +30,53 @@ _INDUCTOR = {
 }
 _FUNCTORCH = {"enable_autograd_cache": False, "enable_remote_autograd_cache": False}
 _DYNAMO = {"automatic_dynamic_local_pgo": False, "automatic_dynamic_remote_pgo": False}
-_SETS_OF_TORCH = cpu_vec_isa.valid_vec_isa_list
 _REFUSED = ("cpp_wrapper", "memory_planning", "max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
-"""Inductor's settings with which its code is not Python, takes buffers from pools, or is found by measuring kernels."""
+"""Settings under which Inductor's code is not Python, takes buffers from pools, or depends on timed kernels."""
 
 
 @contextmanager
 def write_no_kernels(count: Callable[[], None]) -> Iterator[None]:
-    """Let Inductor write code without kernels inside the block, and neither read nor write its caches.
+    """Let Inductor write code without kernels inside the block, without its caches.
 
-    It is code for a CPU, with the results in memory that code for a GPU has there, where predictions are for one.
+    The code is for a CPU; if predictions are for a GPU, it materializes the results that code for a GPU does.
 
     Args:
-        count: called for each graph that is compiled.
+        count: called for each compiled graph.
     Raises:
-        NotImplementedError: as Inductor's error, where it compiles what it was not made for.
+        NotImplementedError: wrapped in Inductor's error, for settings or devices that cannot be followed.
     """
     with ExitStack() as stack:
         stack.enter_context(without_caches())
         stack.enter_context(torch._dynamo.config.patch(_DYNAMO))
         stack.enter_context(patch.object(GraphLowering, "run", _checked(GraphLowering.run)))
-        if is_for_a_gpu():  # which results are written, and not computed wherever they are read
+        if is_for_a_gpu():  # decides which results are materialized, not inlined
             stack.enter_context(patch.object(torch._inductor.ir, "is_cpu", lambda _: False))
         lines = partial(_module_without_kernels, count)
         stack.enter_context(patch.object(GraphLowering, "_compile_to_module_lines", lambda *given: lines(*given)))
-        stack.enter_context(patch.object(cpu_vec_isa, "valid_vec_isa_list", _instruction_sets))
+        # its checks start a C++ compiler for each instruction set; buffers do not depend on vectorization
+        stack.enter_context(patch.object(cpu_vec_isa, "valid_vec_isa_list", list))
         yield
 
 
 @contextmanager
 def without_caches() -> Iterator[None]:
-    """Inside the block Inductor and AOTAutograd neither read nor write their caches, and start no processes."""
+    """Inside the block Inductor and AOTAutograd use no caches and start no processes."""
     with torch._inductor.config.patch(_INDUCTOR), torch._functorch.config.patch(_FUNCTORCH):
         yield
 
 
-@functools.cache
-def _instruction_sets() -> list[cpu_vec_isa.VecISA]:
-    """Stands for `valid_vec_isa_list`: what the CPU has, whether or not a compiler is there to make use of it.
-
-    Inductor asks of each set whether it holds, starts a compiler to find out and keeps the answer for the process
-    (torch 2.11 and 2.13, whatever `cpp.vec_isa_ok` says). These say yes, and leave its own to real compilations.
-    """
-    found = cpu_vec_isa.x86_isa_checker()
-    if not found:  # no x86: there nothing is asked to make the list
-        return [_holding(each) for each in _SETS_OF_TORCH()]
-    return [_holding(each) for each in cpu_vec_isa.supported_vec_isa_list if set(str(each).split()) <= set(found)]
-
-
-def _holding(instruction_set: cpu_vec_isa.VecISA) -> cpu_vec_isa.VecISA:
-    holding, of_class = copy.copy(instruction_set), type(instruction_set)
-    holding.__class__ = type(of_class.__name__, (of_class,), {"__bool__": lambda _: True})
-    return holding
-
-
 class _NoCompiler:
-    """Stands for Inductor's AsyncCompile, each of whose methods compiles a kernel."""
+    """Replaces Inductor's AsyncCompile, each of whose methods compiles a kernel."""
 
     def wait(self, scope: dict[str, Any]) -> None:
-        """There is nothing to wait for."""
+        """Nothing to wait for."""
 
     def __getattr__(self, language: str) -> Callable[..., Any]:
         return lambda *source, **options: kernel
 
 
 def _module_without_kernels(count: Callable[[], None], graph: Any, wrapper_code: Any) -> ModuleType:
-    """Stands for `GraphLowering._compile_to_module_lines`: from Inductor's wrapper code to a module with its `call`."""
+    """Replaces `GraphLowering._compile_to_module_lines`: turns the wrapper code into a module with its `call`."""
     module = ModuleType("quaver.memory.compiled_code")
     module.__file__ = f"<{graph.graph_id}: no kernels>"
     names = vars(module)
@@ -117,7 +96,7 @@ def _module_without_kernels(count: Callable[[], None], graph: Any, wrapper_code:
 
 
 class _Ends:
-    """Tells followers what a forward keeps for its backward, from its return until the backward's."""
+    """Reports to followers what a forward keeps for its backward, until the backward returns."""
 
     def __init__(self, graph: Any) -> None:
         self._is_backward = graph.is_backward
@@ -128,13 +107,13 @@ class _Ends:
             self._kept_from = len(metadata.tokens) + metadata.num_forward_returns
 
     def received(self, arguments: list[Any]) -> None:
-        """Called with what compiled code is given."""
+        """Called with the arguments of compiled code."""
         if self._is_backward:
             for follower in followers():
                 follower.backward_begins(arguments)
 
     def returned(self, results: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Called with what compiled code returns."""
+        """Called with the results of compiled code."""
         for follower in followers():
             if self._is_backward:
                 follower.backward_ends()
@@ -144,7 +123,7 @@ class _Ends:
 
 
 def _checked(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`GraphLowering.run`, which goes from operators to buffers, for code that can be followed."""
+    """`GraphLowering.run`, refusing graphs that cannot be followed."""
 
     def checked(graph: Any, *arguments: Any) -> Any:
         found = [name for name in _REFUSED if getattr(torch._inductor.config, name)]

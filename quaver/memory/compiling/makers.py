@@ -1,9 +1,8 @@
-"""What makes the buffers of compiled code: Inductor's graph tells it, and rows of a recording show it.
+"""Attributes the buffers of compiled code to operators, modules and source lines, as Inductor's graph has them.
 
-A `Maker` stands in compiled code (wrapper_code.py) for one allocation or call. It allocates a buffer so that whoever
-follows storages sees the name of the kernel that writes it, not that of an allocation; it calls operators from a frame
-that stands in the line of the model that they come from, and tells followers in which module that is. Fused kernels do
-nothing: numbers are not there.
+Each allocation and call in the rewritten wrapper code (wrapper_code.py) goes through a `Maker`. It reports a buffer
+under the name of the kernel that writes it, calls operators from a frame at the model's source line, and tells
+followers the module. Fused kernels do nothing.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ import builtins
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -24,8 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from quaver.memory.recording.storages import StorageWatch
 from quaver.phases import phase
+from quaver.recorder.recorder import CAST_PREFIX
+from quaver.recorder.storages import StorageWatch
 
 _LINE = re.compile(r'File "(.+)", line (\d+), in ')
 _STEPS = re.compile(r"(?:\._modules)?\[['\"]?([^\]'\"]+)['\"]?\]")
@@ -38,28 +38,13 @@ _CALL = (lambda function, args, kwargs: function(*args, **kwargs)).__code__
 _NOTHING: Mapping[str, Any] = {}
 
 
-class Follower(Protocol):
-    """Is told of what compiled code does, beside what a `StorageWatch` sees."""
-
-    def inside(self, module: str) -> AbstractContextManager[None]:
-        """Around what code of `module` does; its name is relative to the compiled module."""
-
-    def kept(self, tensors: Sequence[Any]) -> None:
-        """A compiled forward returns these for its backward: tensors, and numbers that are sizes."""
-
-    def backward_begins(self, tensors: Sequence[Any]) -> None:
-        """A compiled backward is given these, some of which a forward kept."""
-
-    def backward_ends(self) -> None:
-        """The compiled backward that began last has let go what it was given."""
-
-
-_followers: list[Follower] = []
+_followers: list[Any] = []
+"""CompiledRows objects (compiled_rows.py), which receive events that a `StorageWatch` does not see."""
 
 
 @contextmanager
-def follow(follower: Follower) -> Iterator[None]:
-    """Tell `follower` what compiled code does inside the block."""
+def follow(follower: Any) -> Iterator[None]:
+    """Report compiled code to `follower` inside the block."""
     _followers.append(follower)
     try:
         yield
@@ -67,28 +52,28 @@ def follow(follower: Follower) -> Iterator[None]:
         _followers.remove(follower)
 
 
-def followers() -> tuple[Follower, ...]:
-    """Those who follow now."""
+def followers() -> tuple[Any, ...]:
+    """The followers of open `follow` blocks."""
     return tuple(_followers)
 
 
 def kernel(*args: Any) -> None:
-    """Stands for every fused kernel."""
+    """Replaces every fused kernel."""
 
 
 class Maker:
-    """What makes one buffer.
+    """The origin of one buffer.
 
     Attributes:
-        operator: as "fused_abs_amax (aten.abs)", the operators that were fused into the kernel and the one whose result
-            the buffer is; or a single operator, or "compiled code" where none is known.
-        module: in which it was called, relative to the compiled module; empty for that itself, or where unknown.
+        operator: such as "fused_abs_amax (aten.abs)": the operators fused into the kernel, and the one whose result the
+            buffer is; or a single operator, or "compiled code" if none is known.
+        module: of the operator, relative to the compiled module; empty for that itself, or if unknown.
     """
 
-    is_view, namespace = False, "inductor"  # what else is asked of an operator (`StorageWatch.operator_called`)
+    is_view, namespace = False, "inductor"  # attributes of an operator, for `StorageWatch.operator_called`
 
     def __init__(self, operator: str, node: fx.Node | None, readers: Mapping[str, fx.Node] | None = None) -> None:
-        """`readers` has, by names of what is read, the operators that do so first."""
+        """`readers`: by name of a tensor, the operator that reads it first."""
         result_of = _operator_of(node)
         self.operator = (
             f"{operator} ({result_of})" if operator and result_of else operator or result_of or "compiled code"
@@ -100,7 +85,7 @@ class Maker:
         self._layout: tuple[torch.Size, tuple[int, ...], torch.dtype] | None = None
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call an operator, or tell that a kernel was called."""
+        """Call an operator, or report the call of a kernel."""
         with _inside(self.module):
             if function is kernel:
                 return self._in_line(_tell_of_call, (self, args), {})
@@ -113,7 +98,7 @@ class Maker:
     def allocate(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, reads: Mapping[str, Any] = _NOTHING
     ) -> Tensor:
-        """A new buffer of the CPU, into which the kernel writes what it makes of `reads`."""
+        """A new buffer on the CPU, which the kernel computes from `reads`."""
         with _inside(self.module):
             tensor: Tensor = self._in_line(_allocate, (size, stride, dtype), {})
         for name, read in reads.items():
@@ -125,7 +110,7 @@ class Maker:
         return tensor
 
     def _reader(self, name: str) -> Maker:
-        """What reads a tensor of this name first; made once, since the code of a block is run for every block."""
+        """The first reader of a tensor; cached, since all blocks run the same code."""
         if name not in self._readers:
             return self
         if name not in self._made_readers:
@@ -136,11 +121,11 @@ class Maker:
         return self.operator
 
     def has_layout_of(self, view: Tensor) -> None:
-        """What `allocate_again` is to allocate."""
+        """Set the layout for `allocate_again`."""
         self._layout = view.shape, view.stride(), view.dtype
 
     def allocate_again(self, reads: Mapping[str, Any] = _NOTHING) -> Tensor:
-        """A new buffer in the place of one that was released."""
+        """A new buffer in the memory of a released one."""
         if self._layout is None:
             raise RuntimeError("expected has_layout_of to be called before")
         layout, self._layout = self._layout, None
@@ -176,7 +161,7 @@ def _tell_of_buffer(maker: Maker, tensor: Tensor, reads: Sequence[Any]) -> None:
 
 @contextmanager
 def _only_fakes() -> Iterator[list[StorageWatch]]:
-    """Inside the block no dispatch mode is on but that of fake tensors; yields those that follow storages elsewhere."""
+    """Turn off all dispatch modes but the fake tensors' inside the block; yields the StorageWatch modes among them."""
     modes = _get_current_dispatch_mode_stack()
     fakes = next((mode for mode in modes if isinstance(mode, FakeTensorMode)), None)
     with _disable_current_modes(), fakes or nullcontext():
@@ -188,15 +173,15 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
 
 
 def _is_cast(function: Callable[..., Any]) -> bool:
-    """Whether this casts to float8, which is a phase of that name (quaver/phases.py) in eager code."""
-    return isinstance(function, OpOverload) and function.namespace == "quaver" and "cast" in function.name()
+    """Whether this casts to float8; in eager code that is a phase, "quaver::cast" (quaver/phases.py)."""
+    return isinstance(function, OpOverload) and str(function).startswith(CAST_PREFIX)
 
 
 def _call_without_rng(function: HigherOrderOperator, *args: Any, **kwargs: Any) -> Any:
-    """Operators that Inductor calls with a state of the random numbers, for a recomputation to have the same ones.
+    """Call an operator that Inductor wraps to save or restore the RNG state for a recomputation.
 
     Raises:
-        NotImplementedError: it is another higher-order operator.
+        NotImplementedError: another higher-order operator.
     """
     if function is torch.ops.higher_order.run_and_save_rng_state:
         return torch.empty(_RNG_STATE_BYTES, dtype=torch.uint8), args[0](*args[1:], **kwargs)
@@ -207,11 +192,11 @@ def _call_without_rng(function: HigherOrderOperator, *args: Any, **kwargs: Any) 
     )
 
 
-# ---- what a node of Inductor's graph tells ---------------------------------------------------------------------------
+# ---- nodes of Inductor's graph ---------------------------------------------------------------------------------------
 
 
 def node_of(buffer: Any) -> fx.Node | None:
-    """The operator that a buffer of Inductor comes from, or the last of those that were fused; None if unknown."""
+    """The operator whose result a buffer is, or the last of the fused ones; None if unknown."""
     if buffer is None:
         return None
     node = buffer.get_origin_node()
@@ -221,7 +206,7 @@ def node_of(buffer: Any) -> fx.Node | None:
 
 
 def readers_of(graph: Any) -> dict[str, fx.Node]:
-    """By names of what compiled code reads, the operators that do so first. A kernel may be of many operators."""
+    """By name of a tensor, the operator that reads it first; a kernel may have many operators."""
     readers: dict[str, fx.Node] = {}
     for scheduled in graph.scheduler.nodes:
         for part in scheduled.get_nodes():
@@ -247,7 +232,7 @@ def _module_of(node: fx.Node | None) -> str:
 
 
 def _frame_of(node: fx.Node | None) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
-    """Calls a function with arguments from a frame that stands where the innermost line of the model stood."""
+    """A function that calls another from a frame at the innermost source line of the model."""
     trace = "" if node is None else node.meta.get("stack_trace") or ""
     for file, line in reversed(_LINE.findall(trace)):
         name = _module_in(file)
@@ -259,6 +244,6 @@ def _frame_of(node: fx.Node | None) -> Callable[[Any, tuple[Any, ...], dict[str,
 
 @cache
 def _module_in(file: str) -> str:
-    """The name of the Python module in a file; that of a script if no module is."""
+    """The name of the Python module in a file; `__main__` if there is none."""
     names = (name for name, module in tuple(sys.modules.items()) if getattr(module, "__file__", None) == file)
     return next(names, "__main__")

@@ -1,7 +1,7 @@
-"""Rewrites the Python code that calls Inductor's kernels, so that it runs without them and tells what made each buffer.
+"""Rewrites Inductor's Python wrapper code so that it runs without kernels and reports the origin of each buffer.
 
-Compiled code is a Python function `call`, which Inductor writes. It allocates buffers, calls kernels and operators with
-them, lets a new buffer have the memory of one that is no longer needed, and deletes. All of that stays as it is, but
+The wrapper is a Python function `call`. It allocates buffers, calls kernels and operators with them, reuses the memory
+of dead buffers, and deletes. All of that stays, but
 
     buf1 = empty_strided_cpu(size, stride, dtype)  becomes  buf1 = made_7.allocate(size, stride, dtype, {"buf0": buf0})
     cpp_fused_abs_0(buf0, buf1)                             made_8.call(cpp_fused_abs_0, buf0, buf1)
@@ -10,9 +10,9 @@ them, lets a new buffer have the memory of one that is no longer needed, and del
                                                             buf3 = made_10.allocate_again({"buf2": buf2})
     return (buf2, primals_1, buf3)                          return returned((buf2, primals_1, buf3))
 
-where each `made_` is an object that knows the buffer's operator, module and source line (makers.py).
-In braces is what the kernel reads that writes to the buffer first. Reused memory is allocated anew after its release:
-the bytes are the same, and the new row says what the buffer is now.
+where each `made_` is a `Maker` with the buffer's operator, module and source line (makers.py). In braces are the
+tensors that the buffer's first kernel reads. Reused memory is allocated anew after its release: the bytes are equal,
+and the new row has the new buffer's origin.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 RETURNED = "returned"
 RECEIVED = "received"
-"""Names of the functions that the rewritten `call` calls with what it was given first, and with what it returns."""
+"""Names of functions that the rewritten `call` calls with its arguments, and with its results."""
 
 _ALLOCATE = "empty_strided_cpu"
 _REINTERPRET = "reinterpret_tensor"
@@ -35,12 +35,12 @@ _OPERATORS = ("extern_kernels.", "torch.ops.", "aten.", "inductor_ops.")
 _NOT_RUN = ("get_args", "benchmark_compiled_module")
 
 MakerOf = Callable[[str, str], str]
-"""From the names of a buffer (empty for none) and of the kernel that writes it first (empty for none) to that of an
-object in the code's namespace."""
+"""From the names of a buffer and of the kernel that writes it first (either may be empty) to the name of a Maker in the
+code's namespace."""
 
 
 def rewritten(source: str, maker_of: MakerOf) -> ast.Module:
-    """The wrapper code `source`, rewritten; its namespace is to have AsyncCompile, RECEIVED and RETURNED, too."""
+    """The rewritten wrapper code; its namespace must also have AsyncCompile, RECEIVED and RETURNED."""
     tree = ast.parse(source)
     tree.body = [each for each in tree.body if not _brings_compiler(each)]
     for node in ast.walk(tree):
@@ -57,14 +57,14 @@ def kernel_operator(function: str) -> str:
 
 @dataclass
 class _Writes:
-    """Which statement of a function writes to an allocated buffer first."""
+    """The first call that writes to each allocated buffer of a function."""
 
     kernels: dict[str, str] = field(default_factory=dict)
-    """From a buffer to the fused kernel that is called there; empty where it is no kernel."""
+    """From a buffer to the fused kernel of that call; empty if it is no kernel."""
     buffers: dict[int, str] = field(default_factory=dict)
-    """From the identity of the call to a buffer that it writes to first."""
+    """From the identity of the call to a buffer."""
     arguments: dict[str, list[str]] = field(default_factory=dict)
-    """From a buffer to all that the call is given."""
+    """From a buffer to the arguments of the call."""
 
 
 class _Rewriter(ast.NodeTransformer):
@@ -112,7 +112,7 @@ class _Rewriter(ast.NodeTransformer):
             is_deletion_of_reused = bool(old)
 
     def _renewed(self, statement: Any, old: str) -> Iterator[ast.stmt]:
-        """Remember the layout of the new buffer, release the old one, and allocate."""
+        """Note the layout of the new buffer, release the old one, and allocate."""
         new = _name(statement.targets[0])
         maker = self._maker(new)
         yield ast.Expr(_call(_attribute(maker, "has_layout_of"), [statement.value]))
@@ -126,7 +126,7 @@ class _Rewriter(ast.NodeTransformer):
         return ast.Call(_attribute(maker, "call"), [call.func, *call.args], call.keywords)
 
     def _read_for(self, buffer: str) -> ast.Dict:
-        """What is there already of the arguments of the call that writes to `buffer` first."""
+        """The arguments, as far as they exist yet, of the call that writes to `buffer` first."""
         names = [name for name in self._writes.arguments.get(buffer, []) if name in self._assigned]
         names = list(dict.fromkeys(names))
         return ast.Dict([ast.Constant(name) for name in names], [_variable(name) for name in names])
@@ -160,7 +160,7 @@ def _with_next(statements: list[ast.stmt]) -> Iterator[tuple[ast.stmt, ast.stmt 
 
 
 def _reused(statement: ast.stmt, following: ast.stmt | None) -> str:
-    """The buffer whose memory goes to a new one, in one line that names the new and deletes the old; empty for none."""
+    """The buffer whose memory a line reuses, assigning the new name and deleting the old; empty for none."""
     if not isinstance(statement, ast.Assign) or not isinstance(following, ast.Delete):
         return ""
     new, old = _name(statement.targets[0]), _name(following.targets[0])
@@ -169,13 +169,13 @@ def _reused(statement: ast.stmt, following: ast.stmt | None) -> str:
 
 
 def _is_view(value: Any) -> bool:
-    """Whether this is another name for a buffer, or a view of it."""
+    """Whether this is a buffer or a view of one."""
     is_view = isinstance(value, ast.Name) or (isinstance(value, ast.Call) and _name(value.func) == _REINTERPRET)
     return is_view and bool(_buffers(value))
 
 
 def _is_work(call: ast.Call) -> bool:
-    """Whether this calls a kernel or an operator, as all but checks and allocations do."""
+    """Whether this calls a kernel or an operator, not a check or an allocation."""
     return bool(kernel_operator(_name(call.func))) or ast.unparse(call.func).startswith(_OPERATORS)
 
 
@@ -185,7 +185,7 @@ def _buffers(value: ast.AST) -> list[str]:
 
 
 def _names(values: list[ast.expr]) -> list[str]:
-    """The variables that arguments are made of, by themselves or as views."""
+    """The variables in arguments, including those inside views."""
     return [node.id for value in values for node in ast.walk(value) if isinstance(node, ast.Name)]
 
 

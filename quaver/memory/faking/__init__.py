@@ -1,1 +1,1 @@
-"""Lets a step of training run without numbers: fake tensors, and what stands in for the rest of the machine."""
+"""Fake tensors for a training step, and the parts of the machine that are simulated with them."""

@@ -1,8 +1,7 @@
-"""What a prediction assumes of operators whose results are not known without numbers, where it was asked to.
+"""Assumed results, for an estimate, of operators whose results depend on values.
 
-A result whose size depends on numbers is taken for as large as it can be. For an operator that has told nobody what it
-returns there is no such bound: each of its results is taken for one like its first tensor. Both are an estimate, and
-each assumption is noted with its place.
+A result whose size depends on values gets the largest possible size. An operator without a fake implementation has no
+such bound: each of its results is assumed to be like its first tensor. Each assumption is noted with its place.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ _aten = torch.ops.aten
 
 
 class Assumptions:
-    """Answers for operators, and remembers which.
+    """Results for operators, with a note for each.
 
     Attributes:
-        notes: what was assumed, and how often.
+        notes: each assumption, and how often it was made.
     """
 
     def __init__(self) -> None:
         self.notes: dict[str, int] = {}
 
     def largest_result(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The results of `operator` as large as they can be; None where nothing bounds them."""
+        """The largest possible results of `operator`; None if they have no bound."""
         bound = _LARGEST.get(operator)
         if bound is None:
             return None
@@ -37,16 +36,16 @@ class Assumptions:
         named = {argument.name: argument.default_value for argument in given if argument.has_default_value()} | named
         result = bound(named)
         sizes = [list(each.shape) for each in (result if isinstance(result, tuple) else (result,)) if each.numel()]
-        self._note(f"{operator} gives as much as it can, {' and '.join(map(str, sizes))}")
+        self._note(f"{operator} gives its largest possible result, {' and '.join(map(str, sizes))}")
         return result
 
     def like_first_tensor(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Tensors in the place of the results of an operator of which nothing is known; None if it returns others."""
+        """Results like the first tensor, for an operator without a fake; None if it returns anything but tensors."""
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         returns = operator._schema.returns
         if not tensors or any(str(each.type) != "Tensor" for each in returns):
             return None
-        self._note(f"{operator}, which has no fake implementation, gives what is like its first tensor")
+        self._note(f"{operator}, which has no fake implementation, gives results like its first tensor")
         results = tuple(torch.empty_like(tensors[0]) for _ in returns)
         return results[0] if len(results) == 1 else results
 
@@ -75,7 +74,7 @@ def _unique(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
 
 def _unique_dim(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     tensor, dim = given["self"], given["dim"]
-    if dim is None:  # of unique_consecutive
+    if dim is None:  # only unique_consecutive
         return _unique(given)
     counts = tensor.shape[dim] if given["return_counts"] else 0
     inverse = tensor.shape[dim] if given["return_inverse"] else 0

@@ -1,9 +1,9 @@
-"""Fake tensors for a step of training: shapes, dtypes and storages are real, numbers are not there.
+"""Fake tensors for a training step: real shapes, dtypes and storages, no values.
 
-[Note: numbers that are read] Code may read a number back: whether a norm is finite, whether ranks agree, which step an
-optimizer is at. It is then told 1, or True: finite, agreed, known. What a step allocates hardly ever depends on such a
-number; a result whose very shape does is refused, or, for an estimate, assumed. How many reads were answered so is
-counted. Where integers are read, sizes may depend on them: `predict_step` answers by 2 then, too, and compares.
+[Note: values that are read] Code may read a value from a tensor: whether a norm is finite, whether ranks agree, the
+optimizer's step count. The answer is 1, or True, and the reads are counted. A result whose shape depends on values is
+refused, or assumed for an estimate. Sizes may depend on an integer that was read, so `predict_step` then repeats the
+step with 2 as the answer and compares (integers.py).
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Fakes(FakeTensorMode):
     """Makes every tensor fake while it is on.
 
     Attributes:
-        reads: how many numbers were read and answered by 1; see the note.
-        integer_reads: where integers were.
+        reads: the number of values that were read ([Note: values that are read]).
+        integer_reads: the places where integers were read.
         integer: the answer to those.
-        assumptions: answers where there is no other, for an estimate; None to refuse.
+        assumptions: results for an estimate; None to refuse.
     """
 
     def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)  # constants that a module made when it was imported
+        super().__init__(allow_non_fake_inputs=True)  # tensors that a module created on import
         self.reads = 0
         self.integer_reads: set[str] = set()
         self.integer = 1
@@ -60,7 +60,7 @@ class Fakes(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and not self.in_kernel_invocation:
-            return args[0].fake_device  # as super() says after long work; it is asked more often than all else together
+            return args[0].fake_device  # as super() does, but fast: the most frequent call
         try:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         except DataDependentOutputException:
@@ -92,7 +92,7 @@ class Fakes(FakeTensorMode):
 
 
 class _Lists(TorchFunctionMode):
-    """`tolist` of a fake tensor, which torch refuses, number by number."""
+    """Reads `tolist` of a fake tensor element by element; torch refuses it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is Tensor.tolist and isinstance(args[0], FakeTensor):
@@ -109,19 +109,17 @@ def fake_tensors(*, compiled: bool = False, estimate: bool = False) -> Iterator[
     """Make every tensor fake inside the block.
 
     Args:
-        compiled: run what is compiled as compiled code without its kernels (quaver/memory/compiling), not as eager
-            code.
-        estimate: assume what is not known without numbers (assumptions.py), where that can be done.
+        compiled: run compiled modules as compiled code without kernels (quaver/memory/compiling), not as eager code.
+        estimate: assume results that depend on values (assumptions.py).
     Raises:
-        NotImplementedError: an operator is not known without numbers: one of its results has a shape that depends on
-            them, or nobody has told torch what it returns.
+        NotImplementedError: an operator's result has a shape that depends on values, or it has no fake implementation.
     """
     with ExitStack() as stack:
         stack.enter_context(kernels_left_out() if compiled else torch.compiler.set_stance("force_eager"))
         if is_for_a_gpu():
             stack.enter_context(as_on_a_gpu())
         fakes = stack.enter_context(Fakes())
-        if not compiled:  # it would be compiled in
+        if not compiled:  # Dynamo would compile the mode into the graph
             stack.enter_context(_Lists())
         stack.enter_context(as_if_not_fake())
         fakes.assumptions = Assumptions() if estimate else None
@@ -136,18 +134,18 @@ def fake_tensors(*, compiled: bool = False, estimate: bool = False) -> Iterator[
 
 
 def fake_copy(model: Module, fakes: Fakes, device: torch.device) -> Module:
-    """A copy of `model` with fake parameters and buffers on `device`; what is on the meta device included.
+    """A copy of `model` with fake parameters and buffers on `device`, also of those on the meta device.
 
-    Nothing of the model's size is allocated, and the model is left as it is.
+    Nothing of the model's size is allocated, and the model does not change.
     """
     tensors = [each for each in (*model.parameters(), *model.buffers()) if type(each) in PLAIN_TYPES]
     memo: dict[int, Any] = {id(each): _fake(each, fakes, device) for each in tensors}
-    with FakeCopyMode(fakes):  # for tensors of any other kind, or in other places
+    with FakeCopyMode(fakes):  # for subclasses, and tensors that are neither parameter nor buffer
         return copy.deepcopy(model, memo)
 
 
 def fake_copies(values: Any, fakes: Fakes, device: torch.device) -> Any:
-    """The same nest of lists, tuples and dicts, with fake tensors on `device` in the place of tensors."""
+    """The same nest of lists, tuples and dicts with fake tensors on `device`."""
     return tree_map_only(Tensor, lambda tensor: _fake(tensor, fakes, device), values)
 
 

@@ -1,13 +1,11 @@
-"""What gloo, the process group of CPUs, allocates for a collective of FSDP2, and frees before the collective is done.
+"""Simulates the buffers that gloo, the CPU's process group, allocates inside FSDP2's collectives.
 
-    all_gather_into_tensor   a second copy of the gathered tensor, from which gloo copies into the caller's
-    reduce_scatter_tensor    a second copy of what is to be reduced, in which gloo reduces
+    all_gather_into_tensor   a second copy of the gathered tensor
+    reduce_scatter_tensor    a second copy of the input, which gloo reduces in place
 
-A process group that is pretended (torch's "fake") allocates nothing. So these are made by hand, for as long as the
-call lasts: gloo's threads may free them a little later, and do so when they get to it. NCCL has buffers of its own of a
-fixed size, and no such copies.
-
-Seen with torch.profiler's log of the CPU allocator, torch 2.13: in `gloo:all_gather` and `c10d::_reduce_scatter_base_`.
+torch's fake process group allocates nothing, so these are allocated here for the time of the call; gloo's threads may
+free theirs a little later. NCCL has fixed buffers instead. Observed in torch.profiler's log of the CPU allocator, torch
+2.13, in `gloo:all_gather` and `c10d::_reduce_scatter_base_`.
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _COPIED = {torch.ops.c10d._allgather_base_.default: 0, torch.ops.c10d._reduce_scatter_base_.default: 1}
-"""Of which argument a collective makes a copy: the gathered tensor, the tensor to reduce."""
+"""The argument that the collective copies: the gathered tensor, the tensor to reduce."""
 
 
 class GlooBuffers(TorchDispatchMode):
-    """Allocates what gloo would, while it is on; enter it after what is to see that."""
+    """Allocates gloo's buffers while it is on. Enter it after the modes that must see them."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -38,5 +36,5 @@ class GlooBuffers(TorchDispatchMode):
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """A buffer of a tensor's size; whoever looks at the frames of Python knows it by this function."""
+    """A buffer of a tensor's size; quaver/recorder/callers.py recognizes it by this function's name."""
     return tensor.new_empty(tensor.shape)

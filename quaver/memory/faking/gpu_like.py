@@ -1,12 +1,11 @@
-"""Has quaver's code run on fake tensors as it would on a GPU that multiplies float8, where there is none.
+"""Runs quaver's code on fake tensors as on a GPU with float8 matmuls, on a machine without one.
 
-Fake tensors of a GPU cannot be differentiated by a torch that was built without one. So they stay a CPU's, and say that
-they are a GPU's to Python code that asks (`is_cpu`, `is_cuda`): quaver's casts then write the layouts that hardware
-reads, its norms and SwiGLU go into float8 at once (producers.py), and matmuls are the hardware's. Where a dispatch mode
-looks on, as one does here, their kernels are operations (layout_ops.py), whose fakes return what the kernels return.
+A torch build without CUDA cannot differentiate fake CUDA tensors. So fake tensors stay on the CPU and report a GPU to
+Python code (`is_cpu`, `is_cuda`): quaver's casts then write the layouts of the hardware's matmuls, norms and SwiGLU
+write float8 directly, and the matmuls are `_scaled_mm`. torch has no hook for any of the four replacements below.
 
-What torch's own C++ decides by device stays a CPU's, but for RMSNorm: attention is its flash attention for CPUs, which
-keeps what that of GPUs keeps, but for two numbers of its random state.
+Decisions in torch's C++ stay those for a CPU, except for RMSNorm: attention is the CPU's flash attention, which saves
+what the GPU's saves but for two numbers of RNG state.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ import quaver.gemm
 from quaver.gemm import GemmBackend
 
 _plain_rms_norm = torch.rms_norm
-"""What torch.nn.functional.rms_norm calls."""
+"""The function behind torch.nn.functional.rms_norm."""
 
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Inside the block quaver takes fake tensors for those of an NVIDIA GPU with float8 matmuls, Hopper or later."""
+    """Inside the block quaver treats fake tensors as those of an NVIDIA GPU with float8 matmuls, Hopper or later."""
     with ExitStack() as stack:
         for owner, name, value in (
             (FakeTensor, "is_cpu", property(lambda _: False)),
@@ -39,7 +38,7 @@ def as_on_a_gpu() -> Iterator[None]:
         ):
             stack.enter_context(_replaced(owner, name, value))
         library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
-        # what compiled code calls; torch has a fake of the other overload only
+        # compiled code calls this overload; torch has a fake of the other only
         library.impl("_scaled_mm.out", _scaled_mm_out, "Meta")
         yield
 
@@ -55,10 +54,9 @@ def _backend_for(device: torch.device, *, rowwise: bool, emulate: bool = False) 
 def _rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """torch.nn.functional.rms_norm of a GPU, which is one kernel there; on a CPU it is made of many operators.
+    """torch.nn.functional.rms_norm as on a GPU, where it is one kernel; on a CPU it consists of several operators.
 
-    A compiler takes it apart on both, and is given all that it is computed from: what depends on nothing that the
-    backward has computed would have it leave that out.
+    The compiler decomposes it on both, and gets the real computation: an empty result would let it drop the backward.
     """
     if torch.compiler.is_compiling():
         return _plain_rms_norm(input, list(normalized_shape), weight, eps)
@@ -67,7 +65,7 @@ def _rms_norm(
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """What aten::_fused_rms_norm keeps, its input and a number for each row, and what it and its backward return."""
+    """Saves what aten::_fused_rms_norm saves, its input and a number for each row, and returns what it returns."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor | None, dims: int) -> Tensor:
@@ -84,7 +82,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner` has `value` as its attribute inside the block, and afterwards what it had of its own before."""
+    """Set an attribute of `owner` inside the block; afterwards restore its own, or the inherited one."""
     own = vars(owner)
     had, before = name in own, own.get(name)
     setattr(owner, name, value)

@@ -1,7 +1,7 @@
-"""Finds out whether the sizes of a step's tensors depend on integers that it reads from tensors.
+"""Checks whether the sizes of a step's tensors depend on integers that it reads from tensors.
 
-A prediction answers such reads by 1 (Note: numbers that are read, in fakes.py). A loop count or a check may be all that
-they are for, but as a length they would make tensors too small. So the step is done once more with 2 in their place.
+A prediction answers such reads with 1 ([Note: values that are read] in fakes.py). As a loop count or in a check that
+does no harm, but as a length it makes tensors too small. So the step is repeated with 2, and the sizes compared.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from quaver.memory.faking.fakes import Fakes
 from quaver.memory.faking.refusals import depends_on
-from quaver.memory.recording.storages import StorageWatch
+from quaver.recorder.storages import StorageWatch
 
 
 class _Sizes(StorageWatch):
-    """The bytes of all storages that operators allocate, in order."""
+    """The bytes of the storages that operators allocate, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,12 +28,12 @@ class _Sizes(StorageWatch):
 
 
 def check_integers(step: Callable[[], None], fakes: Fakes) -> list[str]:
-    """Do two more steps, if integers were read, and compare what they allocate.
+    """If integers were read, run two more steps and compare their allocations.
 
     Returns:
-        What an estimate must say of it; nothing where sizes do not depend on what was read.
+        Notes for an estimate; none if sizes do not depend on the integers.
     Raises:
-        NotImplementedError: sizes depend on an integer that was read, and no estimate was asked for.
+        NotImplementedError: sizes depend on an integer, and no estimate was asked for.
     """
     if not fakes.integer_reads:
         return []
@@ -47,5 +47,5 @@ def check_integers(step: Callable[[], None], fakes: Fakes) -> list[str]:
     if fakes.assumptions is None:
         raise depends_on(fakes.integer_reads)
     return [
-        f"estimate: sizes depend on an integer that was taken for 1, read in {each}" for each in fakes.integer_reads
+        f"estimate: sizes depend on an integer that was assumed to be 1, read in {each}" for each in fakes.integer_reads
     ]

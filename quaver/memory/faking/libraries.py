@@ -1,9 +1,8 @@
-"""Keeps libraries from doing other work because tensors are fake.
+"""Keeps transformers from taking fake tensors for tracing.
 
-transformers (seen in 5.23) asks whether a tensor is fake, takes that for tracing, and then makes attention masks that
-a step of training leaves out. A prediction is about that step: it is told that no tensor is fake, and its own checks,
-such as whether a mask is all true, are then answered as all numbers are that are read. Can go when
-transformers.utils.import_utils.is_fake_tensor is no longer asked by `is_tracing`.
+transformers (5.23) treats fake tensors as tracing, and then builds attention masks that a training step does not have.
+Inside a prediction its `is_fake_tensor` is replaced. It has no hook for that. This can go when `is_tracing` in
+transformers.utils.import_utils no longer asks.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _ASKS = "transformers.utils.import_utils", "is_fake_tensor"
 
 @contextmanager
 def as_if_not_fake() -> Iterator[None]:
-    """Have the libraries that were imported already take fake tensors for real ones inside the block."""
+    """If transformers is imported, have it take fake tensors for real ones inside the block."""
     module, name = sys.modules.get(_ASKS[0]), _ASKS[1]
     asked = getattr(module, name, None)
     if module is None or asked is None:

@@ -1,4 +1,4 @@
-"""What kind of device predictions are for: a CPU, or an NVIDIA GPU that multiplies float8."""
+"""The device that predictions are for: a CPU, or an NVIDIA GPU with float8 matmuls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _target = "cpu"
 
 @contextmanager
 def predicting_for(device: str) -> Iterator[None]:
-    """Make the predictions inside the block those of a step on `device`, one of DEVICES. Outside they are a CPU's.
+    """Predict for `device`, one of DEVICES, inside the block; outside for a CPU.
 
     Raises:
         ValueError: another device.

@@ -1,1 +1,1 @@
-"""Shows what was recorded: rows, comparisons, pictures, a page."""
+"""Comparisons, hints and the HTML page."""

@@ -1,12 +1,11 @@
-"""Two predictions side by side: what one run keeps, or has alive at its peak, and the other does not.
+"""Compares two predictions: tensors that one run keeps, or has alive at its peak, and the other does not.
 
     comparison = compare(explain(model, inputs), explain(other, inputs), label_a="bfloat16", label_b="rowwise")
     print(comparison.rows[0].sentence)
 
-Rows of both reports are aligned by module (layers that are alike as one), operator, the parameter that it was applied
-to, category, shape and dtype. Where of the same module, category, shape and dtype one run has more of one operator, and
-the other of another, it is the same tensor made another way, as a matmul's result in another precision: these count as
-one.
+Rows of both reports are aligned by module (equal layers merged), operator, the parameter it was applied to, category,
+shape and dtype. If only the operators differ, one run having more of one and the other more of another, they make the
+same tensor in two ways, such as a matmul's result in two precisions; those rows are merged.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from quaver.memory.predict import Prediction
-from quaver.memory.recording.replay import NOT_FOR_BACKWARD
 from quaver.memory.reports.pitfalls import Kept, Row, hint_of, is_operator, short_operator, si
-from quaver.memory.reports.rows import merged_layers
+from quaver.recorder.report import NOT_FOR_BACKWARD
+from quaver.recorder.rows import merged_layers
 
 _KEEPERS = {
     "autograd": "kept by autograd",
@@ -31,44 +30,44 @@ _KEEPERS = {
 
 @dataclass(frozen=True)
 class Difference:
-    """What one run has more of than the other: tensors that are alike, of all layers."""
+    """Equal tensors of all layers, of which one run has more than the other."""
 
     at: str
-    """kept: for the backward, when that is most; peak: alive at the peak."""
+    """kept: for backward, when that is most; peak: alive at the peak."""
     category: str
     module: str
-    """Where they were made, with "*" for the number of a layer where there are several."""
+    """The module that made them, with "*" for a layer's number if there are several."""
     operator: str | None
     of: str
-    """What the operator was applied to, as far as the report says."""
+    """The operator's largest operand; empty if unknown."""
     shape: tuple[int, ...]
     dtype: str
     source: str
     kept_by: str
     first_use: dict[str, Any] | None
-    """operator, module and source of the first reader in the backward."""
+    """operator, module and source of the first reader in backward."""
     bytes_a: int
     bytes_b: int
     count_a: int
     count_b: int
     layers: int
-    """Over how many modules they are spread."""
+    """The number of modules with such a tensor."""
     hint: str
-    """What could be done about it; empty for no idea."""
+    """A way to save it; empty if none is known."""
 
     @property
     def difference_bytes(self) -> int:
-        """What the second run has more."""
+        """Bytes of the second run minus those of the first."""
         return self.bytes_b - self.bytes_a
 
     @property
     def per_layer_bytes(self) -> int:
-        """`difference_bytes` of one layer, on average."""
+        """`difference_bytes` per layer, on average."""
         return round(self.difference_bytes / self.layers)
 
     @property
     def sentence(self) -> str:
-        """All of it in English."""
+        """The row as one line of text."""
         words = [f"{self._amount()}: {self._what()}", *self._circumstances()]
         return ", ".join(words) + (f"; {self.hint}" if self.hint else "")
 
@@ -107,24 +106,8 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Smallest:
-    """The smallest part of a model, and the fewest settings, that show the first row of a comparison."""
-
-    module: str
-    """Its name; empty for the whole model."""
-    settings: tuple[str, ...]
-    """The flags that both runs still need."""
-    command: str
-    """Prints the difference."""
-    text: str
-    """What was taken away, in English."""
-    difference_bytes: int
-    """Of that row there."""
-
-
-@dataclass(frozen=True)
 class Comparison:
-    """What the second of two runs has more, or less, than the first."""
+    """The differences of two runs, the second minus the first."""
 
     label_a: str
     label_b: str
@@ -133,11 +116,10 @@ class Comparison:
     kept_a: int
     kept_b: int
     peak_at_a: str
-    """Where the peak is reached: phase, module and operator."""
+    """Phase, module and operator of the peak."""
     peak_at_b: str
     rows: tuple[Difference, ...] = field(repr=False)
-    """The largest first, whatever its sign. What is alive at the peaks may differ because they are at other moments."""
-    smallest: Smallest | None = None
+    """By size, whatever the sign. Rows of the peaks may differ only because the peaks are at other moments."""
 
     def at(self, moment: str) -> tuple[Difference, ...]:
         """The rows of "kept" or of "peak"."""
@@ -146,16 +128,14 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able dict."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        rows = [row.to_dict() for row in self.rows]
-        smallest = None if self.smallest is None else {**asdict(self.smallest), "settings": [*self.smallest.settings]}
-        return {**values, "rows": rows, "smallest": smallest}
+        return {**values, "rows": [row.to_dict() for row in self.rows]}
 
 
 def compare(a: Prediction, b: Prediction, *, label_a: str, label_b: str) -> Comparison:
-    """Align what is alive at the peaks of two steps, and what they keep for the backward, and rank what differs.
+    """Align the tensors of two steps, alive at the peaks and kept for backward, and rank the differences.
 
     Args:
-        label_a, label_b: what to call them.
+        label_a, label_b: names of the two for tables and pages.
     """
     kept = [[row for row in each.saved_for_backward if row["category"] not in NOT_FOR_BACKWARD] for each in (a, b)]
     rows = [*_differences("kept", *kept), *_differences("peak", a.at_peak, b.at_peak)]
@@ -171,7 +151,7 @@ def _peak_of(prediction: Prediction) -> str:
 
 @dataclass
 class _Alike:
-    """Rows of both reports that are alike: each as it is, and with its layer's number left out."""
+    """Equal rows of both reports."""
 
     a: list[Row] = field(default_factory=list)
     b: list[Row] = field(default_factory=list)
@@ -181,18 +161,18 @@ class _Alike:
         return _bytes(self.b) - _bytes(self.a)
 
     def join(self, other: _Alike) -> None:
-        """Add its rows."""
+        """Add the rows of `other`."""
         self.a += other.a
         self.b += other.b
 
 
 def _parameter(of: str) -> str:
-    """The parameter that something was made of. Of two operands of one size a report may name either."""
+    """The parameter among the operands. Of two operands of equal size a report may name either."""
     return "" if is_operator(of) else of
 
 
 def _typical(rows: list[Row]) -> Row:
-    """The first of those that are made of what most are made of."""
+    """The first row with the most frequent operand."""
     made_of = [_folded(row).get("of") for row in rows]
     return rows[made_of.index(Counter(made_of).most_common(1)[0][0])]
 
@@ -213,7 +193,7 @@ def _differences(at: str, rows_a: list[Row], rows_b: list[Row]) -> Iterator[Diff
 
 
 def _aligned(rows_a: list[Row], rows_b: list[Row]) -> Iterator[tuple[_Alike, _Alike]]:
-    """Yield rows that are alike; before them those of them, of one operator, by which to describe them."""
+    """Yield pairs: the rows of one operator that describe the difference, and all rows that are equal."""
     groups: dict[tuple[Any, ...], dict[tuple[Any, ...], _Alike]] = {}
     for side, rows in (("a", rows_a), ("b", rows_b)):
         for row in rows:
@@ -234,7 +214,6 @@ def _aligned(rows_a: list[Row], rows_b: list[Row]) -> Iterator[tuple[_Alike, _Al
 
 
 def _difference(at: str, described: _Alike, alike: _Alike, rows: Kept) -> Difference:
-    """Args: rows: of both runs, first of the one that has more of it, which is described."""
     layers = max(len({row["module"] for row in rows}) for rows in (alike.a, alike.b))
     row = _typical(described.b if alike.difference_bytes > 0 else described.a)
     seen = _folded(row) if layers > 1 else row

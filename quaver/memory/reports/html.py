@@ -1,8 +1,8 @@
-"""Writes a memory report as a page to look at: one HTML file that needs nothing but a browser.
+"""Writes a memory report as one HTML file that needs nothing but a browser.
 
-The page's looks and behaviour are the files in page/, put together with the numbers. Whatever comes from data reaches
-the page as JSON, which the script shows as text and never as markup. A content security policy allows that style and
-that script alone, by their hashes, so that the browser itself refuses any other, and every request to a network.
+The file combines the data with the style and the script in page/. Data reaches the page as JSON, which the script shows
+as text and never as markup. A content security policy allows this style and this script alone, by their hashes, so the
+browser refuses any other and every network request.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from quaver.memory.reports.columns import column_maxima
-from quaver.memory.reports.draw import COLORS
+from quaver.recorder.draw import COLORS, column_maxima
 
 MOST_COLUMNS = 1500
-"""Of the timeline; of more events neighbours share one, which shows the one with the most bytes."""
+"""Columns of the timeline at most; of neighbouring events that share one, the highest is drawn."""
 
 _SCRIPTS = ("words.js", "rows.js", "timeline.js", "icicle.js", "table.js", "compare.js", "main.js")
 _NOT_SHOWN = ("report", "config", "against")
 _OF_REPORT = ("peak_event", "saved_bytes", "saved_event", "note", "exact", "spans")
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 _ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
-"""For JSON in an HTML page: no text can close its element, or open a comment."""
+"""For JSON inside a script element: no text can close the element or open a comment."""
 
 
 def write_html(
@@ -43,15 +42,14 @@ def write_html(
     """Write the page of `prediction` to `path`, making its folder.
 
     Args:
-        title: what the page is about, in plain text.
-        prediction: `Prediction.to_dict(timeline=True)`, with what `RunMemory.to_dict` adds where there is a run.
-        other: the same of what it is compared with: both timelines on one scale, and the differences.
-        comparison: what `other` keeps more and less, row by row, with "label_a" for the prediction and "label_b" for
-            the other.
-        advice: settings that take less, with what they cost.
-        measured: of the same step as `prediction`, in the same form; only its sums are shown.
+        title: plain text.
+        prediction: `Prediction.to_dict(timeline=True)`, for a run with the keys of `RunMemory.to_dict`.
+        other: the same of another run: its timeline is drawn on the same scale, with the differences.
+        comparison: `Comparison.to_dict()` of the two.
+        advice: `Advice.to_dict()`.
+        measured: the same step in the form of `prediction`; only its sums are shown.
     Raises:
-        ValueError: a report has no "timeline", or a category that has no colour; or a number is not finite.
+        ValueError: a report has no "timeline", or an unknown category; or a number is not finite.
         OSError: `path` cannot be written.
     """
     labels = comparison or {}
@@ -85,10 +83,10 @@ def _page(title: str, data: dict[str, Any]) -> str:
 
 
 def embedded_json(value: Any) -> str:
-    """`value` as JSON that can stand inside a script element of an HTML page.
+    """`value` as JSON for a script element of an HTML page.
 
     Raises:
-        ValueError: a number is infinite or not a number, which JSON does not have.
+        ValueError: a number is infinite or NaN.
     """
     return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).translate(_ESCAPES)
 
@@ -109,7 +107,7 @@ def _run(role: str, prediction: dict[str, Any], label: str) -> dict[str, Any]:
 
 
 def _about(role: str, prediction: dict[str, Any]) -> dict[str, Any]:
-    """What there is to say but for the tables; the settings of a run are left out."""
+    """Everything but the tables and the run's settings."""
     report = prediction["report"]
     _check_categories(role, {**prediction["by_category"], **report["resident_bytes"]})
     about = {name: value for name, value in prediction.items() if name not in _NOT_SHOWN}
@@ -117,7 +115,7 @@ def _about(role: str, prediction: dict[str, Any]) -> dict[str, Any]:
 
 
 def _timeline(role: str, report: dict[str, Any]) -> dict[str, Any] | None:
-    """The columns to draw, category by category; None where operators were not seen."""
+    """The columns to draw, by category; None if operators were invisible."""
     if "timeline" not in report:
         raise ValueError(f"{role}: expected a report with its timeline, got one without; use to_dict(timeline=True)")
     if not report["timeline"]:
@@ -137,6 +135,6 @@ def _check_categories(role: str, names: Any) -> None:
 
 
 def _table(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The rows with their names said once."""
+    """The rows as lists, with the column names once."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return {"columns": columns, "rows": [[row.get(name) for name in columns] for row in rows]}

@@ -1,7 +1,7 @@
-"""Known ways to keep more than a backward needs, each recognized by what a report says of one of its rows.
+"""Recognizes tensors that are kept for backward without need, from the rows of a report.
 
-A rule reads rows only: who made a tensor and of what, its shape and dtype, who keeps it, who reads it first in the
-backward. None knows a model, a recipe or a layer.
+A rule reads rows only: a tensor's operator and operand, shape and dtype, the mechanism that keeps it, its first reader
+in backward. No rule knows a model, a recipe or a layer.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
+from quaver.recorder.recorder import CAST_PREFIX
+
 Row = dict[str, Any]
-"""As in a report's `saved_for_backward` (docs/profiling.md); what a report does not say is missing, or None."""
+"""A row of a report's `saved_for_backward` (docs/profiling.md); unknown values are missing or None."""
 
 _REDUCTIONS = frozenset(
     ("all", "amax", "amin", "aminmax", "any", "linalg_vector_norm", "logsumexp", "max", "mean", "min", "norm", "prod")
@@ -22,22 +24,21 @@ _REDUCTIONS = frozenset(
 )
 _CONVERSIONS = frozenset(("_to_copy", "convert_element_type", "to"))
 _LONGEST = 48
-"""Letters of an operator's name; those of fused kernels name all that was fused."""
-_CASTS = frozenset(("cast_with_persistent_scale", "cast_with_scale", "dynamic_cast", "dynamic_cast_axes"))
+"""Letters of an operator's name; fused kernels name all their operators."""
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
 
 
 class Kept(NamedTuple):
-    """What two runs keep for the backward."""
+    """What two runs keep for backward."""
 
     own: Sequence[Row]
-    """By the run whose row is looked at."""
+    """By the run with the row in question."""
     other: Sequence[Row]
-    """By the run that has less of it."""
+    """By the other run."""
 
 
 def hint_of(row: Row, kept: Kept) -> str:
-    """What could be kept instead of `row`, one of `kept.own`; empty for no idea."""
+    """A hint how to save `row`, one of `kept.own`; empty if no rule applies."""
     return next(filter(None, (pitfall(row, kept) for pitfall in PITFALLS)), "")
 
 
@@ -49,13 +50,13 @@ def short_operator(operator: str | None) -> str:
 
 
 def inner_operator(operator: str | None) -> str:
-    """The operator without the float8 phase that it was part of."""
+    """The operator without the float8 phase around it."""
     name = operator or ""
     return name.partition(" (")[2].removesuffix(")") or name
 
 
 def is_operator(name: str) -> bool:
-    """Whether this is the name of an operator, or of a kernel of several, and not that of a parameter."""
+    """Whether this names an operator or a fused kernel, and not a parameter."""
     return name.startswith("fused_") or "::" in name or isinstance(_found(name), (OpOverload, OpOverloadPacket))
 
 
@@ -66,7 +67,7 @@ def si(size_bytes: float) -> str:
 
 
 def _reduced_later(row: Row, kept: Kept) -> str:
-    """A pointwise result is kept, of which the backward reads a reduction."""
+    """A pointwise result is kept, of which backward reads only a reduction."""
     first_use = row.get("first_use") or {}
     reader = short_operator(first_use.get("operator"))
     if not _is_pointwise(row["operator"]) or reader not in _REDUCTIONS:
@@ -77,13 +78,13 @@ def _reduced_later(row: Row, kept: Kept) -> str:
     same = [each for each in kept.other if short_operator(each["operator"]) == reader and _is_of_same(each, row)]
     if same:
         return f"saving the {reader} instead, as the other run does, costs {si(sum(each['bytes'] for each in same))}"
-    # It drops one dim at least, at worst the smallest.
+    # It removes at least one dim, at worst the smallest.
     most_bytes = prod(sizes) // min(sizes) * _itemsize(row["dtype"])
     return f"saving the {reader} instead would cost at most {si(most_bytes)}"
 
 
 def _unread(row: Row, kept: Kept) -> str:
-    """A policy keeps what the backward does not need, because what was made of it is kept as well."""
+    """A policy keeps a tensor that backward does not read, because a later result is kept as well."""
     if row.get("kept_by") != "selective policy" or "first_use" not in row or row["first_use"] is not None:
         return ""
     return "no operator of the backward reads it: the policy need not keep it"
@@ -96,22 +97,21 @@ def _gathered_weight(row: Row, kept: Kept) -> str:
 
 
 def _made_of_weight(row: Row, kept: Kept) -> str:
-    """Something of the size of a gathered weight, which the backward has again anyway."""
+    """A tensor of the size of a gathered weight, which backward gathers anyway."""
     is_matrix = sum(size > 1 for size in row["shape"]) > 1  # unlike the scales of its rows
     if "unsharded" not in (row.get("of") or "") or not is_matrix or not _keeps_shape(row["operator"]):
         return ""
-    return "as many elements as the weight it is made of, which is gathered for the backward anyway: make it again then"
+    return "as many elements as the weight it is made of, which backward gathers anyway: compute it again there"
 
 
-def _float8_beside_its_source(row: Row, kept: Kept) -> str:
+def _float8_copy(row: Row, kept: Kept) -> str:
     if not row["dtype"].startswith("float8"):
         return ""
     source = next((each for each in kept.own if _is_source(each, row) and _itemsize(each["dtype"]) > 1), None)
     if source is None:
         return ""
-    return (
-        f"what was cast is kept, too, in {source['dtype']} ({si(source['bytes'])}): the backward needs one of the two"
-    )
+    input_kept = f"{source['dtype']} ({si(source['bytes'])})"
+    return f"the input of the cast is kept, too, in {input_kept}: backward needs one of the two"
 
 
 def _widened(row: Row, kept: Kept) -> str:
@@ -128,19 +128,19 @@ PITFALLS: tuple[Callable[[Row, Kept], str], ...] = (
     _unread,
     _gathered_weight,
     _made_of_weight,
-    _float8_beside_its_source,
+    _float8_copy,
     _widened,
 )
-"""Each gives a row's hint, or an empty string where it does not apply; the first that applies is taken."""
+"""Each returns a hint or an empty string; the first hint counts."""
 
 
 def _is_of_same(other: Row, row: Row) -> bool:
-    """Whether `other` was made of what `row` was made of, or of a result like `row`, as far as a report tells."""
+    """Whether `other` was computed from the operand of `row`, or from a result like `row`, by the report's columns."""
     return other["module"] == row["module"] and other.get("of") in filter(None, (row.get("of"), row["operator"]))
 
 
 def _is_source(source: Row, row: Row) -> bool:
-    """Whether `row` was made of `source`, as far as a report tells."""
+    """Whether `row` was computed from `source`, by the report's columns."""
     is_named = source["operator"] is not None and source["operator"] == row.get("of")
     return is_named and source["module"] == row["module"] and prod(source["shape"]) == prod(row["shape"])
 
@@ -151,7 +151,7 @@ def _is_pointwise(operator: str | None) -> bool:
 
 
 def _found(operator: str | None) -> Any:
-    """What torch has of this name, if it has it."""
+    """The operator of this name in torch, if there is one."""
     found: Any = torch.ops
     for part in inner_operator(operator).split("."):
         found = getattr(found, part, None)
@@ -159,9 +159,10 @@ def _found(operator: str | None) -> Any:
 
 
 def _keeps_shape(operator: str | None) -> bool:
-    """Whether the result has as many elements as the largest operand, as that of a cast has."""
+    """Whether the result has as many elements as the largest operand."""
     name = short_operator(operator)
-    return _is_pointwise(operator) or name in _CONVERSIONS or name in _CASTS
+    is_cast = inner_operator(operator).startswith(CAST_PREFIX)
+    return is_cast or _is_pointwise(operator) or name in _CONVERSIONS
 
 
 def _itemsize(dtype: str) -> int:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quaver.memory import TensorBytes
+from quaver.recorder.storages import TensorBytes
 from quaver.trainer import loss as losses
 from quaver.trainer.loss import IGNORED, next_token_loss
 

@@ -1,4 +1,4 @@
-/** A bar to the left of the middle for less, to the right for more, beside its size in words. */
+/** A bar to the left for less or to the right for more, and its size as text. */
 function signedBar(bytes, most) {
   const bar = make("span", { class: `bar ${bytes < 0 ? "less" : "more-bytes"}` });
   const half = most ? (50 * Math.abs(bytes)) / most : 0;
@@ -20,7 +20,7 @@ function ratioColumn(read) {
   return { label: "ratio", kind: "number", read, show: (row) => [read(row) === "" ? "" : read(row).toFixed(3)] };
 }
 
-/** What two runs take by category at their peaks, and in their other sums. */
+/** The bytes of two runs by category at their peaks, and their other sums. */
 function sumsOf(a, b, names) {
   const rows = names.filter((name) => a.by_category[name] || b.by_category[name]).map((name) => ({
     category: name, name: words(name), a: a.by_category[name] || 0, b: b.by_category[name] || 0,
@@ -49,7 +49,7 @@ function sumsTable(name, caption, [a, b], labels, colors, ofRatio) {
 const MOST_DIFFERENCES = 15;
 const MOMENTS = { kept: "Kept for the backward: what differs", peak: "Alive at the peak: what differs" };
 
-/** The ranked differences of one moment; of rows that name none, of all. */
+/** The ranked differences of one moment. */
 function differenceTable(moment, rows, comparison, colors) {
   const columns = [
     differenceColumn(rows, (row) => row.difference_bytes),
@@ -76,12 +76,6 @@ function showComparison(runs, comparison, colors) {
   for (const moment of new Set(comparison.rows.map((row) => row.at || ""))) {
     const rows = comparison.rows.filter((row) => (row.at || "") === moment);
     byId("compare-rows").append(differenceTable(moment, rows, comparison, colors));
-  }
-  if (comparison.smallest) {
-    const { module, text, command } = comparison.smallest;
-    byId("compare-smallest").append(make("p", {}, make("strong", { text: module ? `Smallest part that shows it: ${module}` : "" })),
-      make("p", { text: text || "" }), command ? make("pre", { tabindex: 0 }, make("code", { text: command })) : null);
-    byId("compare-smallest").hidden = false;
   }
 }
 

@@ -42,7 +42,7 @@ function pathOf(node) {
   return node.parent ? [...pathOf(node.parent), node] : [node];
 }
 
-/** The breakdown at the peak. A tree of which one item has the focus, moved by the arrow keys. */
+/** The breakdown at the peak: an ARIA tree, whose focus the arrow keys move. */
 class Icicle {
   constructor(run, colors) {
     Object.assign(this, { colors, cells: new Map() });
@@ -93,7 +93,7 @@ class Icicle {
     if (focused) current.focus();
   }
 
-  /** `node` from `left` on, both as parts of the width, and what is inside of it below. */
+  /** Draws `node` from `left` on (both as shares of the width), and its children below. */
   place(node, left, width, level) {
     this.depth = Math.max(this.depth, level);
     this.tree.append(this.cell(node, left, width, level));
@@ -122,7 +122,7 @@ class Icicle {
     return cell;
   }
 
-  /** What is too narrow to be seen or hit, as one. */
+  /** Merges children that are too narrow to see or click. */
   rest(nodes, left, level) {
     const bytes = nodes.reduce((sum, node) => sum + node.bytes, 0);
     if ((bytes / this.top.bytes) * this.widthPx < 1) return;
@@ -139,7 +139,7 @@ class Icicle {
     cell.style.top = `${level * CELL_PX}px`;
   }
 
-  /** Inside of the part; of the uppermost one, out of it; a kind of tensor has no inside. */
+  /** Zooms into a node, or out of the topmost one; a kind of tensor has no children. */
   enter(node) {
     if (node === this.top) this.zoom(node.parent || node, true);
     else if (node.children.size) this.zoom(node, true);

@@ -54,7 +54,7 @@ function showTimelines(runs, colors) {
   byId("timeline").hidden = false;
 }
 
-/** What `build` makes of a run; with a choice of the run where there are two. */
+/** The result of `build` for a run, with a choice if there are two. */
 function ofRuns(name, runs, build) {
   const place = make("div");
   const show = (at) => place.replaceChildren(build(runs[at]).element);

@@ -1,9 +1,9 @@
-/** The rows of a table whose columns are named once, as objects. */
+/** The rows of a table as objects. */
 function unpack(table) {
   return table.rows.map((values) => Object.fromEntries(table.columns.map((name, at) => [name, values[at]])));
 }
 
-/** The rows with "*" for the number of a layer in a module's name, alike ones as one, the largest first. */
+/** The rows with "*" for a layer's number in module names, equal ones merged, the largest first. */
 function fold(rows) {
   const merged = new Map();
   for (const row of rows) {
@@ -31,7 +31,7 @@ function useName(use) {
   return [operatorName(use.operator), use.module && `in ${use.module}`, use.source && `(${use.source})`].filter(Boolean).join(" ");
 }
 
-/** What there is to say of a row: the name of each field, and how it reads. Fields that a row lacks read "". */
+/** The fields of a row with their texts; a missing field is "". */
 const FIELDS = [
   ["operator", "operator", (row) => operatorName(row.operator)],
   ["of", "of", (row) => operatorName(textOf(row.of))],

@@ -13,7 +13,7 @@ function phaseAt(run, event) {
   return event === 0 ? "before" : span ? span[0] : "other";
 }
 
-/** The spans with recomputations as part of the backward that they serve, and neighbours of one phase as one. */
+/** The spans with recomputations merged into backward, and neighbours of one phase merged. */
 function joinedSpans(spans) {
   const joined = [];
   for (const [name, begin, end] of spans) {
@@ -32,7 +32,7 @@ function niceStep(highest, number) {
   return [1, 2, 5, 10].find((each) => each * power >= rough) * power;
 }
 
-/** The plot of one run's timeline. A slider: pointers and the arrow keys move its cursor over the events. */
+/** The plot of one run's timeline: an ARIA slider, whose cursor the pointer and the arrow keys move. */
 class Timeline {
   constructor(run, colors, highestBytes, heightPx) {
     Object.assign(this, { run, colors, highestBytes, heightPx, at: null });
@@ -76,7 +76,7 @@ class Timeline {
     if (!this.tip.hidden) this.select(this.at);
   }
 
-  /** Of the events that share a pixel the one with the most bytes, so that a short peak is as wide as a pixel. */
+  /** The highest of the events that share a pixel, so that a short peak is one pixel wide. */
   columns() {
     const highest = new Map();
     this.run.timeline.events.forEach((event, at) => {
@@ -166,7 +166,7 @@ class Timeline {
       if (events[middle] <= wanted) low = middle;
       else high = middle - 1;
     }
-    // on the peak's own pixels the peak is meant, however many events share them
+    // the peak's pixel selects the peak, however many events share it
     const isPeak = Math.abs(this.x(events[low]) - this.x(this.run.peak_event)) < 2;
     this.select(isPeak ? this.peakAt() : low);
   }
@@ -213,7 +213,7 @@ class Timeline {
   }
 }
 
-/** The key to the colors, which is a table of the categories at the peak, too. */
+/** The legend, which is also the table of categories at the peak. */
 function legend(runs, colors) {
   const isThere = (name) => runs.some((run) => run.by_category[name] || run.resident[name] || run.timeline.series[name]);
   const names = Object.keys(colors).filter(isThere);

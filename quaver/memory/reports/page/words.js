@@ -12,7 +12,7 @@ function unitOf(bytes) {
   return UNITS.find(([size]) => Math.abs(bytes) >= size || size === 1);
 }
 
-/** A size with four digits or so, in the largest unit that it has one of. */
+/** A size with about four digits, in the largest unit that is at most the size. */
 function size(bytes) {
   const [unitBytes, unit] = unitOf(bytes);
   const value = bytes / unitBytes;
@@ -40,7 +40,7 @@ function moduleName(name) {
   return name || "(no module)";
 }
 
-/** An operator without the phase of float8 work that it was part of. */
+/** An operator without the float8 phase around it. */
 function operatorName(name) {
   const found = /^\S+ \((.*)\)$/.exec(name || "");
   return found ? found[1] : name || "";
@@ -74,7 +74,7 @@ function sized(bytes, text = size(bytes)) {
   return make("data", { value: bytes, title: `${exact(bytes)} bytes`, text });
 }
 
-/** A name that may be broken after each of its dots, underlines and slashes. */
+/** A name with line breaks allowed after dots, underscores and slashes. */
 function breakable(text) {
   return text.split(/(?<=[._/])/).flatMap((part, at) => (at ? [make("wbr"), part] : [part]));
 }
@@ -89,13 +89,13 @@ function channels(color) {
   return [1, 3, 5].map((at) => Number.parseInt(color.slice(at, at + 2), 16));
 }
 
-/** `color` on its way to white: 0 is the color, 1 is white. */
+/** Mixes `color` with white: 0 is the color, 1 is white. */
 function lighter(color, part) {
   const mixed = channels(color).map((value) => Math.round(value + (255 - value) * part));
   return `#${mixed.map((value) => value.toString(16).padStart(2, "0")).join("")}`;
 }
 
-/** Black or white, whichever is easier to read on `color`: one of them has a contrast of 4.58 or more. */
+/** Black or white, the one with more contrast to `color`: at least 4.58. */
 function inkOn(color) {
   const linear = channels(color).map((value) => {
     const part = value / 255;

@@ -1,0 +1,1 @@
+"""The memory of a run of the trainer: predicted, measured, and under other settings."""

@@ -1,0 +1,226 @@
+"""Predicts the peak of a run under other settings, and their cost in recomputed FLOPs and modelled time.
+
+    advice = advise(config, 8, fit_bytes=80 * 1024**3, device="H100")
+    advice.rows[advice.best].words
+
+Each setting is predicted whole, compiled if the run is: a deep model's blocks compile once. With `fit_bytes`,
+combinations follow, the fastest first, until one fits. Modelled times (step_time.py) that are nearly equal count as
+equal; then the setting with fewer changes wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from quaver.devices import DEVICE_SPECS, DeviceSpec, device_spec, find_device_spec
+from quaver.memory.runs.changes import Change, combinations, least_gathered, single_changes, words_of
+from quaver.memory.runs.predict import predict_memory
+from quaver.memory.runs.step_time import StepCost, step_cost
+from quaver.trainer.config import TrainConfig
+from quaver.trainer.parallel_dims import resolve
+
+AS_CONFIGURED = "as configured"
+EQUALLY_FAST = 1.02
+"""Modelled times with a smaller ratio count as equal; the model is no more accurate."""
+NEARLY_FITS = 1.1
+"""Up to this ratio of its peak to `fit_bytes` a setting is tried with fewer gathered weights, too."""
+MOST_TRIED = 60
+"""Combinations that are predicted at most."""
+TIMES = (
+    "times are modelled: matmuls, casts and recomputation; without communication, and without what row-wise scaling "
+    "costs inside the matmuls"
+)
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting of the run."""
+
+    change: str
+    words: str
+    """The flags that apply it to the configured run."""
+    peak_bytes: int | None
+    """None where the trainer or the prediction refuses it; `note` has the error."""
+    difference_bytes: int | None
+    """To the configured run; negative for less."""
+    cost: StepCost | None
+    note: str
+    fits: bool | None
+    """None without `fit_bytes`, or without a peak."""
+
+    def to_dict(self) -> dict[str, object]:
+        """A JSON-able dict."""
+        cost = self.cost
+        return {
+            "change": self.change,
+            "words": self.words,
+            "peak_bytes": self.peak_bytes,
+            "difference_bytes": self.difference_bytes,
+            "recomputed_flops": None if cost is None else cost.recomputed_flops,
+            "step_flops": None if cost is None else cost.flops,
+            "modelled_s": None if cost is None else cost.modelled_s,
+            "note": self.note,
+            "fits": self.fits,
+        }
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The settings that were tried, the configured one first."""
+
+    rows: list[Row]
+    fit_bytes: int | None
+    best: int | None
+    """The row of the fastest setting that fits; None if none does, or without `fit_bytes`."""
+    nearest: int | None
+    """If none fits, the row with the lowest peak."""
+    device: str | None
+    """The GPU whose time is modelled."""
+    notes: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, object]:
+        """A JSON-able dict."""
+        about = {name: getattr(self, name) for name in ("fit_bytes", "best", "nearest", "device", "notes")}
+        return {"rows": [row.to_dict() for row in self.rows], **about}
+
+
+def advise(
+    config: TrainConfig,
+    ranks: int = 1,
+    *,
+    fit_bytes: int | None = None,
+    device: str | None = None,
+    progress: Progress | None = None,
+) -> Advice:
+    """Predict the peak of one rank's memory under other settings of a run.
+
+    Args:
+        fit_bytes: find the fastest setting whose peak is at most this.
+        device: a GPU's name, such as "H100", to model times for. By default this machine's GPU; without a known one an
+            H100 if `fit_bytes` is given, else no times.
+        progress: called with the name of each setting before its prediction.
+    Raises:
+        ValueError: an unknown device, or an error of the run itself.
+        NotImplementedError: the configured run cannot be predicted.
+    """
+    spec = _spec(device, is_needed=fit_bytes is not None)
+    search = _Search(config, ranks, fit_bytes, spec, progress or (lambda words: None))
+    search.try_singly()
+    best = None if fit_bytes is None else search.fastest_that_fits()
+    rows = search.rows
+    known = [index for index, row in enumerate(rows) if row.peak_bytes is not None]
+    nearest = min(known, key=lambda index: rows[index].peak_bytes or 0) if fit_bytes and best is None else None
+    return Advice(rows, fit_bytes, best, nearest, None if spec is None else spec.name, search.notes)
+
+
+class _Search:
+    """Settings tried so far; each is predicted once."""
+
+    def __init__(
+        self, config: TrainConfig, ranks: int, fit_bytes: int | None, spec: DeviceSpec | None, progress: Progress
+    ) -> None:
+        self.rows: list[Row] = []
+        self.notes = [TIMES]
+        self._config, self._ranks, self._fit_bytes = config, ranks, fit_bytes
+        self._spec, self._progress = spec, progress
+        resolved, self._layout = resolve(config, rank=0, world_size=ranks)
+        self._batch = resolved.training.step_batch_size
+        self._tried: dict[TrainConfig, int] = {}
+        self._predict(AS_CONFIGURED, config)  # raises: without it there is nothing to compare with
+
+    def try_singly(self) -> None:
+        """Try each change alone."""
+        for change in single_changes(self._config, self._layout, self._batch):
+            self._try(change)
+
+    def fastest_that_fits(self) -> int | None:
+        """Try combinations, the fastest first; returns the row of the first that fits."""
+        changes = [Change(AS_CONFIGURED, self._config), *combinations(self._config, self._batch)]
+        by_config = {change.config: change for change in reversed(changes)}
+        for number, change in enumerate(_fastest_first([(each, self._cost(each)) for each in by_config.values()])):
+            if number == MOST_TRIED:
+                self.notes.append(f"only the {MOST_TRIED} fastest combinations were tried")
+                break
+            for index in self._tries(change):
+                if self.rows[index].fits:
+                    return index
+        return None
+
+    def _tries(self, change: Change) -> Iterator[int]:
+        """Yield the row of a change, and if it nearly fits that with fewer gathered weights."""
+        index = self._try(change)
+        yield index
+        peak_bytes, fit_bytes = self.rows[index].peak_bytes, self._fit_bytes
+        if peak_bytes is not None and fit_bytes is not None and fit_bytes < peak_bytes <= fit_bytes * NEARLY_FITS:
+            fewer = least_gathered(change, self._layout)
+            if fewer is not None:
+                yield self._try(fewer)
+
+    def _try(self, change: Change) -> int:
+        if change.config is None:
+            return self._refused(change.name, "", change.refusal)
+        if change.config in self._tried:
+            return self._tried[change.config]
+        try:
+            return self._predict(change.name, change.config)
+        except (ValueError, NotImplementedError) as error:
+            self._tried[change.config] = len(self.rows)
+            return self._refused(change.name, words_of(self._config, change.config), str(error))
+
+    def _predict(self, name: str, config: TrainConfig) -> int:
+        self._progress(name)
+        peak_bytes = predict_memory(config, self._ranks).prediction.peak_bytes
+        configured = self.rows[0].peak_bytes if self.rows else peak_bytes
+        cost = step_cost(*resolve(config, rank=0, world_size=self._ranks), self._spec)
+        fits = None if self._fit_bytes is None else peak_bytes <= self._fit_bytes
+        self._tried[config] = len(self.rows)
+        difference = peak_bytes - (configured or 0)
+        self.rows.append(Row(name, words_of(self._config, config), peak_bytes, difference, cost, "", fits))
+        return len(self.rows) - 1
+
+    def _refused(self, name: str, words: str, reason: str) -> int:
+        self.rows.append(Row(name, words, None, None, None, f"not possible: {reason}", None))
+        return len(self.rows) - 1
+
+    def _cost(self, change: Change) -> StepCost | None:
+        """The cost; None if the trainer refuses the setting, which its prediction then reports."""
+        try:
+            config = change.config
+            return None if config is None else step_cost(*resolve(config, rank=0, world_size=self._ranks), self._spec)
+        except (ValueError, NotImplementedError):
+            return None
+
+
+def _fastest_first(changes: list[tuple[Change, StepCost | None]]) -> list[Change]:
+    """By modelled time, or FLOPs without a device; of nearly equal ones those with fewer changes first."""
+    known = [
+        (cost.modelled_s or float(cost.flops), place) for place, (_, cost) in enumerate(changes) if cost is not None
+    ]
+    groups: list[tuple[float, list[int]]] = []
+    for time, place in sorted(known):
+        if groups and time <= groups[-1][0] * EQUALLY_FAST:
+            groups[-1][1].append(place)
+        else:
+            groups.append((time, [place]))
+    in_order = [place for _, group in groups for place in sorted(group, key=lambda i: (_number_of(changes[i][0]), i))]
+    return [changes[place][0] for place in in_order]
+
+
+def _number_of(change: Change) -> int:
+    return 0 if change.name == AS_CONFIGURED else 1 + change.name.count(";")
+
+
+def _spec(device: str | None, *, is_needed: bool) -> DeviceSpec | None:
+    if device is not None:
+        spec = find_device_spec(device)
+        if spec is None:
+            names = ", ".join(each.name for each in DEVICE_SPECS)
+            raise ValueError(f"no data about device {device!r}: expected one of {names}")
+        return spec
+    here = device_spec(torch.device("cuda")) if torch.cuda.is_available() else None
+    return here or (find_device_spec("H100") if is_needed else None)

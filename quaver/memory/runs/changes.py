@@ -1,0 +1,160 @@
+"""The settings of a run that change its peak memory: alone and combined, with the flags that apply them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
+from typing import Any
+
+from quaver.trainer.config import ActivationCheckpoint, Float8, TrainConfig
+from quaver.trainer.parallel_dims import ParallelDims
+
+CHECKPOINTING = {
+    "activations: none checkpointed": ActivationCheckpoint(mode="none"),
+    "activations: selective, op": ActivationCheckpoint(mode="selective"),
+    "activations: selective, every 2nd block": ActivationCheckpoint(mode="selective", selective_ac_option="2"),
+    "activations: full": ActivationCheckpoint(mode="full"),
+}
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+"""Tried besides the high-precision dtype."""
+
+Edit = Callable[[TrainConfig], TrainConfig]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A variant of a run's config."""
+
+    name: str
+    config: TrainConfig | None
+    """None if the config refuses the change."""
+    refusal: str = ""
+
+
+def single_changes(config: TrainConfig, layout: ParallelDims, batch: int) -> list[Change]:
+    """Changes of one setting each, without those that leave `config` as it is.
+
+    Args:
+        batch: sequences of one optimizer step over all ranks, which stay the same.
+    """
+    edits = [*_checkpointing(), *_precisions(config), *_communication(config, layout)]
+    edits += list(_batches(config, batch))[1:2]
+    changes = [_change(config, name, [edit]) for name, edit in edits]
+    return [change for change in changes if change.config != config]
+
+
+def combinations(config: TrainConfig, batch: int) -> list[Change]:
+    """All combinations of checkpointing, precision and local batch size that the config accepts.
+
+    The local batch size is halved as often as possible; `batch` as in `single_changes`.
+    """
+    found = []
+    for chosen in product(_with_present(_checkpointing()), _with_present(_precisions(config)), _batches(config, batch)):
+        names = [name for name, _ in chosen if name]
+        found.append(_change(config, "; ".join(names), [edit for _, edit in chosen]))
+    by_config = {change.config: change for change in reversed(found) if change.config is not None}
+    return list(by_config.values())[::-1]
+
+
+def least_gathered(change: Change, layout: ParallelDims) -> Change | None:
+    """The same change with the fewest gathered weights; None if it has them already, or nothing is sharded."""
+    config = change.config
+    if config is None or layout.shard == 1:
+        return None
+    edits = [_set("parallelism", fsdp_reshard_after_forward="always")]
+    if config.float8.enable_float8_linear:
+        edits.append(_set("float8", enable_fsdp_float8_all_gather=True))
+    fewer = _change(config, f"{change.name}; least gathered weights", edits)
+    return None if fewer.config in (None, config) else fewer
+
+
+def words_of(config: TrainConfig, changed: TrainConfig) -> str:
+    """The flags that turn `config` into `changed`."""
+    words = []
+    before, after = asdict(config), asdict(changed)
+    for section, values in after.items():
+        for name, value in values.items():
+            if value != before[section][name]:
+                words += [f"--{section}.{name}", *_words_of_value(value)]
+    return shlex.join(words)
+
+
+def _words_of_value(value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [str(value).lower()]
+    return [str(each) for each in value] if isinstance(value, (tuple, list)) else [str(value)]
+
+
+def _change(config: TrainConfig, name: str, edits: list[Edit]) -> Change:
+    try:
+        for edit in edits:
+            config = edit(config)
+    except ValueError as error:
+        return Change(name, None, str(error))
+    return Change(name, config)
+
+
+def _set(section: str, **values: Any) -> Edit:
+    """An edit of some settings of one section."""
+
+    def edit(config: TrainConfig) -> TrainConfig:
+        changed: dict[str, Any] = {section: replace(getattr(config, section), **values)}
+        return replace(config, **changed)
+
+    return edit
+
+
+def _with_present(edits: Iterator[tuple[str, Edit]]) -> list[tuple[str, Edit]]:
+    return [("", lambda config: config), *edits]
+
+
+# ---- each setting ----------------------------------------------------------------------------------------------------
+
+
+def _checkpointing() -> Iterator[tuple[str, Edit]]:
+    for name, checkpoint in CHECKPOINTING.items():
+        yield name, _set("activation_checkpoint", **asdict(checkpoint))
+
+
+def _precisions(config: TrainConfig) -> Iterator[tuple[str, Edit]]:
+    defaults = {each.name: getattr(Float8(), each.name) for each in fields(Float8)}
+    kept = ("recipe_name", "filter_fqns", "auto_filter", "emulate")
+    high = {name: value for name, value in defaults.items() if name not in kept} | {"enable_float8_linear": False}
+    yield f"precision: {config.training.mixed_precision_param}", _with_dynamic_scales(high)
+    dynamic = {name: value for name, value in defaults.items() if name.startswith("delayed_")}
+    for recipe in RECIPES:
+        edit = _with_dynamic_scales({**dynamic, "enable_float8_linear": True, "recipe_name": recipe})
+        yield f"precision: {recipe}", edit
+
+
+def _with_dynamic_scales(float8: dict[str, Any]) -> Edit:
+    def edit(config: TrainConfig) -> TrainConfig:
+        freq = min(1, config.metrics.float8_scales_freq)
+        metrics = replace(config.metrics, plot_float8_scales=False, float8_scales_freq=freq)
+        return replace(config, float8=replace(config.float8, **float8), metrics=metrics)
+
+    return edit
+
+
+def _communication(config: TrainConfig, layout: ParallelDims) -> Iterator[tuple[str, Edit]]:
+    if layout.shard == 1:
+        return
+    for policy in ("default", "always", "never"):
+        edit = _set("parallelism", fsdp_reshard_after_forward=policy)
+        yield f"gathered weights freed after the forward: {policy}", edit
+    if config.float8.enable_float8_linear:
+        yield "float8 all-gather: on", _set("float8", enable_fsdp_float8_all_gather=True)
+        off = _set("float8", enable_fsdp_float8_all_gather=False, precompute_float8_dynamic_scale_for_fsdp=False)
+        yield "float8 all-gather: off", off
+
+
+def _batches(config: TrainConfig, batch: int) -> Iterator[tuple[str, Edit]]:
+    """The local batch size as it is, then halved again and again, with more micro-batches instead."""
+    sequences = config.training.local_batch_size
+    yield "", lambda config: config
+    while sequences % 2 == 0:
+        sequences //= 2
+        edit = _set("training", local_batch_size=sequences, global_batch_size=batch)
+        yield f"local batch size: {sequences}", edit

@@ -1,0 +1,110 @@
+"""Predicts the memory of a run's training step without data, devices or memory.
+
+The trainer's own code makes, converts, parallelizes and trains the model, with fake tensors. Of several ranks this
+process is the first, in torch's fake process group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.torch_version import TorchVersion
+
+from quaver.memory.faking.fakes import fake_tensors
+from quaver.memory.predict import Prediction, predict_step
+from quaver.trainer.config import TrainConfig
+from quaver.trainer.data import Batch
+from quaver.trainer.dry_run import pretended_mesh
+from quaver.trainer.initialize import allocate
+from quaver.trainer.parallel_dims import ParallelDims, resolve
+from quaver.trainer.parallelize import parallelize
+from quaver.trainer.profiling import kept_scales
+from quaver.trainer.ranks import Ranks
+from quaver.trainer.run_setup import make_models
+from quaver.trainer.trained_model import TrainedModel
+
+SEES_GATHERS = TorchVersion(torch.__version__) >= "2.13"
+"""Whether resizes of fake storages are visible: not in torch 2.11; 2.12 was not tried."""
+
+
+@dataclass(frozen=True)
+class RunMemory:
+    """The memory of a training step of the run that `config` describes."""
+
+    config: TrainConfig
+    """With its global batch size filled in."""
+    layout: ParallelDims
+    name: str
+    """The recipe, or the high-precision dtype."""
+    parameters: int
+    """Of the whole model."""
+    micro_batches: int
+    """Of one rank's step."""
+    prediction: Prediction
+    """Of the first rank, whose shards are the largest where they are uneven."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What the prediction leaves out of the run."""
+        notes = []
+        if self.config.job.compare:
+            notes.append("job.compare: the parameters and the optimizer state of the other twin come on top")
+        if self.config.float8.last_steps_high_precision:
+            notes.append("float8.last_steps_high_precision: those steps are not predicted")
+        return notes
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-able dict."""
+        about = {"trained_in": self.name, "parameters": self.parameters, "mesh": self.layout.mesh}
+        counts = {"ranks": self.layout.world_size, "micro_batches": self.micro_batches}
+        settings = {"config": asdict(self.config), "notes": self.notes}
+        return {**about, **counts, **settings, **self.prediction.to_dict()}
+
+
+def predict_memory(config: TrainConfig, ranks: int = 1) -> RunMemory:
+    """Predict the memory of a training step of the first of `ranks` processes.
+
+    With `job.compare` the step is that of the requested model, without the other model's parameters. Code that the run
+    compiles is predicted as compiled code (quaver/memory/compiling/compiled.py).
+
+    Raises:
+        ValueError, OSError: the run itself would refuse its model or its ranks.
+        NotImplementedError: something cannot be predicted.
+    """
+    if ranks > 1 and not SEES_GATHERS:
+        raise NotImplementedError(
+            f"memory on several ranks is predicted with torch 2.13 or newer, this is {torch.__version__}: here FSDP2's "
+            "gathers into fake tensors are invisible; predict one rank, or update torch"
+        )
+    config, layout = resolve(config, rank=0, world_size=ranks)
+    device = torch.device("cpu")
+    name, model = next(iter(make_models(config, device).by_name.items()))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    with pretended_mesh(layout) as mesh:
+        parallelize(model, config, mesh)  # the mesh computes coordinates with real tensors
+        with fake_tensors(compiled=config.training.compile) as fakes:
+            allocate(model, device)
+            twin = TrainedModel(name, model, config, device, Ranks(0, 0, ranks))
+            batches, steps = step_batches(config, layout, device), count(1)
+
+            def step() -> None:
+                twin.train_step(next(steps), batches)
+
+            prediction = predict_step(step, model, twin.optimizer, fakes, kept_scales=kept_scales(model))
+    return RunMemory(config, layout, name, parameters, len(batches), prediction)
+
+
+def step_batches(config: TrainConfig, layout: ParallelDims, device: torch.device) -> list[Batch]:
+    """The micro-batches of one rank's step; memory does not depend on the tokens, so all are 0 and of one document."""
+    training = config.training
+
+    def numbers() -> Tensor:
+        return torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64, device=device)
+
+    documents = config.data.document_mask
+    number = layout.micro_batches(training)
+    return [Batch(numbers(), numbers(), numbers() if documents else None) for _ in range(number)]

@@ -1,1 +1,0 @@
-"""What a run of the trainer takes of memory: predicted, compared, explained, measured, lowered."""

@@ -1,0 +1,107 @@
+"""`quaver memory`: what it prints and writes, and what it refuses."""
+
+import json
+
+import pytest
+
+from quaver.cli import main
+from quaver.memory.runs.predict import SEES_GATHERS
+
+on_ranks = pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
+
+SMALL = ["train_configs/llama3_debug.toml", "--model.n_layers", "1", "--training.seq_len", "64"]
+SMALL_8B = ["train_configs/llama3_8b.toml", "--model.n_layers", "2", "--ranks", "8", "--training.compile", "false"]
+
+
+def ask(capsys, tmp_path, *words):
+    """What is printed, and what is written."""
+    output = tmp_path / "new" / "memory.json"
+    assert main(["memory", *words, "--output", str(output)]) == 0
+    return capsys.readouterr().out, json.loads(output.read_text())
+
+
+@on_ranks
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_8_ranks(device, tmp_path, capsys):
+    printed, written = ask(capsys, tmp_path, *SMALL_8B, "--top", "3", "--device", device)
+    assert "ranks      8: dp_shard 8" in printed
+    assert ("NVIDIA GPU" in printed) == (device == "cuda")
+    assert written["by_category"]["parameters"] == pytest.approx(4 * written["parameters"] / 8, rel=0.01)
+    assert written["by_category"]["optimizer_state"] == pytest.approx(8 * written["parameters"] / 8, rel=0.01)
+    assert f"{written['peak_bytes']:,} bytes" in printed
+    assert written["config"]["model"]["n_layers"] == 2
+    assert sum(row["bytes"] for row in written["report"]["at_peak"]) == written["peak_bytes"]
+    operators = {row["operator"] or "" for row in written["report"]["saved_for_backward"]}
+    assert any("_scaled_mm" in operator for operator in operators) == (device == "cuda")
+
+
+def test_two_settings_are_compared(tmp_path, capsys):
+    vs = "--activation_checkpoint.mode full"
+    words = [*SMALL, "--device", "cpu", "--top", "2"]
+    printed, written = ask(capsys, tmp_path, *words, "--vs", vs)
+    assert f"other      {vs}" in printed
+    assert written["other"]["kept_bytes"] < written["kept_bytes"]
+    assert f"{written['other']['peak_bytes'] - written['peak_bytes']:+,}" in printed
+    largest = next(row for row in written["comparison"]["rows"] if row["at"] == "kept")
+    assert largest["difference_bytes"] < 0
+    assert largest["sentence"] in " ".join(printed.split("\n"))
+
+
+def test_a_page_and_pictures(tmp_path, capsys):
+    page, picture = tmp_path / "page.html", tmp_path / "step.png"
+    files = ["--html", str(page), "--png", str(picture)]
+    printed, written = ask(capsys, tmp_path, *SMALL, *files, "--vs", "--float8.recipe_name rowwise")
+    html = page.read_text()
+    assert "llama3_debug in tensorwise, 1 rank" in html
+    assert "--float8.recipe_name rowwise" in html
+    for file in (picture, tmp_path / "step-peak.png"):
+        assert file.read_bytes().startswith(b"\x89PNG")
+        assert f"saved {file}" in printed
+    assert written["comparison"]["label_b"] == "--float8.recipe_name rowwise"
+
+
+def test_measured_and_predicted(tmp_path, capsys):
+    printed, written = ask(capsys, tmp_path, *SMALL, "--measure")
+    assert "device     a CPU" in printed
+    assert written["measured"]["peak_bytes"] == pytest.approx(written["peak_bytes"], rel=0.01)
+    assert f"{written['measured']['peak_bytes']:,}" in printed
+
+
+def test_advice_and_what_fits(tmp_path, capsys):
+    words = [*SMALL, "--device", "cpu", "--fit", "1GiB", "--time_on", "H200"]
+    printed, written = ask(capsys, tmp_path, *words)
+    advice = written["advice"]
+    assert advice["fit_bytes"] == 1 << 30
+    assert advice["rows"][advice["best"]]["fits"] is True
+    assert "fastest that fits" in printed
+    assert "H200" in advice["device"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere.toml"], "config file 'nowhere.toml' does not exist"),
+        (["--training.stepz", "3"], "unknown flag: 'training.stepz'; did you mean 'training.steps'?"),
+        (["--ranks", "0"], "--ranks: expected 1 or more, got '0'"),
+        pytest.param(
+            ["--ranks", "3", "--parallelism.tensor_parallel_degree", "2"], "data_parallel_shard_degree", marks=on_ranks
+        ),
+        (["--vs", "nowhere.toml"], "config file 'nowhere.toml' does not exist"),
+        (["--output", "/dev/null/x.json"], "--output: cannot write /dev/null/x.json"),
+        (["--html", "/dev/null/x.html"], "--html: cannot write /dev/null/x.html"),
+        (["--fit", "much"], "--fit: expected a size above 0 such as 80GiB, 80GB, 512MiB or plain bytes, got 'much'"),
+        (["--device", "tpu"], "--device"),
+        (["--device", "cuda", "--measure"], "--measure measures on training.device, and predicts for it"),
+        (["--time_on", "H100"], "--time_on models the time of what --advise or --fit tries"),
+        ([*SMALL, "--advise", "--time_on", "abacus"], "abacus"),
+        (["train_configs/llama3_8b.toml"], "false where no weight is sharded"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line_and_exit_code_2(words, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["memory", *words])
+    assert stop.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert message in lines[-1]
+    assert all(line.startswith("... ") for line in lines[:-1])  # progress

@@ -1,0 +1,268 @@
+"""Two predictions aligned: what differs, by how much, in which words, and what to do about it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from quaver.activation_checkpointing import apply_activation_checkpointing
+from quaver.cli.memory.comparison import comparison_lines
+from quaver.memory import explain
+from quaver.memory.reports.compare import compare
+from quaver.memory.reports.pitfalls import Kept, hint_of, inner_operator, is_operator, short_operator, si
+from quaver.recorder.modules import ModuleTracker
+from quaver.recorder.recorder import Recorder
+
+
+class _Layer(nn.Module):
+    def __init__(self, activation):
+        super().__init__()
+        self.up = nn.Linear(64, 256, bias=False)
+        self.down = nn.Linear(256, 64, bias=False)
+        self.activation = activation
+
+    def forward(self, rows):
+        return self.down(self.activation(self.up(rows)))
+
+
+class _Net(nn.Module):
+    def __init__(self, activation, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(activation) for _ in range(layers))
+
+    def forward(self, rows):
+        for layer in self.layers:
+            rows = layer(rows)
+        return rows
+
+
+def _explained(activation=torch.relu, layers=3, checkpoint=None):
+    model = _Net(activation, layers)
+    if checkpoint is not None:
+        apply_activation_checkpointing(model.layers, preserve_rng_state=False, **checkpoint)
+    return explain(model, (torch.empty(128, 64),))
+
+
+def _compared(a, b):
+    return compare(a, b, label_a="one", label_b="other")
+
+
+HIDDEN_BYTES = 128 * 256 * 4
+
+
+def test_nothing_differs_from_itself():
+    prediction = _explained()
+    comparison = _compared(prediction, _explained())
+    assert comparison.rows == ()
+    assert comparison.peak_a == comparison.peak_b == prediction.peak_bytes
+
+
+def test_what_one_keeps_more_is_named_and_counted_per_layer():
+    """silu keeps its input, relu its result, which is kept anyway: as the input of the next matmul."""
+    comparison = _compared(_explained(), _explained(nn.functional.silu))
+    row = comparison.at("kept")[0]
+    assert (row.module, row.operator, row.shape, row.dtype) == ("layers.*.up", "aten.mm", (128, 256), "float32")
+    assert (row.count_a, row.count_b, row.layers) == (0, 3, 3)
+    assert row.difference_bytes == 3 * HIDDEN_BYTES
+    assert row.per_layer_bytes == HIDDEN_BYTES
+    assert row.sentence.startswith("+131.1 kB (+131,072 bytes) per layer x 3: `mm` of ")
+    assert "float32 (128, 256)" in row.sentence
+    assert "kept by autograd" in row.sentence
+    assert comparison.kept_b - comparison.kept_a == pytest.approx(3 * HIDDEN_BYTES, abs=8)
+
+
+def test_the_order_and_the_other_way_round():
+    there, back = _compared(_explained(), _explained(nn.functional.silu)), None
+    back = _compared(_explained(nn.functional.silu), _explained())
+    sizes = [abs(row.difference_bytes) for row in there.rows]
+    assert sizes == sorted(sizes, reverse=True)
+    row = back.at("kept")[0]
+    assert row.difference_bytes == -3 * HIDDEN_BYTES
+    assert row.sentence.startswith("-131.1 kB (-131,072 bytes) per layer x 3: `mm`")
+    assert len(back.rows) == len(there.rows)
+
+
+def test_bytes_of_rows_add_up():
+    a, b = _explained(), _explained(nn.functional.silu)
+    comparison = _compared(a, b)
+    assert sum(row.difference_bytes for row in comparison.at("peak")) == b.peak_bytes - a.peak_bytes
+    assert sum(row.difference_bytes for row in comparison.at("kept")) == b.saved_bytes - a.saved_bytes
+
+
+def test_the_same_tensor_made_another_way_is_no_difference():
+    comparison = _compared(_explained(torch.relu), _explained(torch.tanh))  # both keep their results
+    assert comparison.at("kept") == ()
+
+
+def test_fewer_layers_are_a_difference_of_bytes_only():
+    row = _compared(_explained(layers=3), _explained(layers=2)).at("kept")[0]
+    assert (row.count_a, row.count_b, row.layers) == (3, 2, 3)
+    assert row.difference_bytes == -HIDDEN_BYTES
+    assert "393.2 kB in all became 262.1 kB" in row.sentence
+
+
+def test_one_module_has_its_own_name():
+    row = _compared(_explained(layers=1), _explained(nn.functional.silu, layers=1)).at("kept")[0]
+    assert row.module == "layers.0.up"
+    assert " per layer" not in row.sentence
+
+
+def test_a_policy_that_keeps_an_unread_tensor():
+    """A scale that has no gradient: the recomputation makes it of the amax, if that is kept, else of the abs."""
+
+    def wasteful(rows):
+        return torch.relu(rows) * rows.detach().abs().amax()
+
+    wise = {"mode": "selective"}
+    a, b = (_explained(wasteful, checkpoint=each) for each in (wise, {**wise, "also_keep": ["aten.abs"]}))
+    row = _compared(a, b).at("kept")[0]
+    assert (row.operator, row.kept_by, row.difference_bytes) == ("aten.abs", "selective policy", 3 * HIDDEN_BYTES)
+    assert row.first_use is None  # its amax is kept, too
+    assert row.sentence.endswith(
+        "saved by the selective policy; no operator of the backward reads it: the policy need not keep it"
+    )
+    c = _explained(wasteful, checkpoint={**wise, "also_keep": ["aten.abs"], "never_keep": ["aten.amax"]})
+    row = _compared(a, c).at("kept")[0]
+    assert row.first_use["operator"] == "aten.amax"
+    assert "first used in backward by amax at tests/unit/memory/test_compare.py:" in row.sentence
+
+
+def test_a_comparison_as_json():
+    comparison = _compared(_explained(), _explained(nn.functional.silu))
+    written = json.loads(json.dumps(comparison.to_dict()))
+    assert (written["label_a"], written["label_b"]) == ("one", "other")
+    row = written["rows"][0]
+    assert row["difference_bytes"] == row["bytes_b"] - row["bytes_a"]
+    assert {"at", "category", "module", "operator", "of", "shape", "dtype", "source", "kept_by", "first_use"} <= set(
+        row
+    )
+    assert {"bytes_a", "bytes_b", "count_a", "count_b", "layers", "sentence", "hint"} <= set(row)
+
+
+# ---- hints -----------------------------------------------------------------------------------------------------------
+
+
+def _row(**values):
+    about = {"category": "saved_activations", "module": "ffn.w3", "operator": "aten.abs", "of": "ffn.w3.weight"}
+    return {**about, "shape": [4096, 16384], "dtype": "bfloat16", "bytes": 1 << 27, "count": 1, **values}
+
+
+AMAX = {"operator": "aten.amax", "module": "ffn.w3", "source": "linear.py:1"}
+
+
+@pytest.mark.parametrize(
+    ("row", "hint"),
+    [
+        (_row(first_use=AMAX), "saving the amax instead would cost at most 32.77 kB"),
+        (_row(first_use=AMAX, operator="quaver::amax (aten.abs)"), "at most 32.77 kB"),
+        (_row(first_use={**AMAX, "operator": "aten.mul.Tensor"}), ""),
+        (_row(first_use=AMAX, operator="aten.mm"), ""),
+        (_row(first_use=AMAX, shape=[16384, 1]), ""),
+        (_row(first_use=None, kept_by="selective policy"), "no operator of the backward reads it"),
+        (_row(first_use=None, kept_by="autograd"), ""),
+        (_row(category="gathered_weights"), "parallelism.fsdp_reshard_after_forward"),
+        (_row(of="ffn.w3.weight, unsharded", first_use=None), "compute it again there"),
+        (_row(of="ffn.w3.weight, unsharded", operator="quaver.cast_tensorwise"), "compute it again there"),
+        (_row(of="ffn.w3.weight, unsharded", operator="quaver.cast_tensorwise", shape=[4096, 1]), ""),
+        (_row(of="ffn.w3.weight, unsharded", operator="aten.amax"), ""),
+        (_row(of="ffn.w3.weight, unsharded", operator="aten.mm"), ""),
+    ],
+)
+def test_hints_of_single_rows(row, hint):
+    found = hint_of(row, Kept([row], []))
+    assert hint in found
+    assert bool(hint) == bool(found)
+
+
+CASTS = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("quaver::cast_"))
+
+
+def test_all_casts_are_registered_under_one_prefix():
+    assert {"cast_tensorwise", "cast_rowwise", "cast_with_scale"} <= {name.partition("::")[2] for name in CASTS}
+    others = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("quaver::")]
+    assert not [name for name in others if "cast" in name and name not in CASTS]
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_every_cast_operation_is_known_as_one(name):
+    """A weight's float8 codes have a category of their own, and a hint says that the backward can cast again."""
+    operator = name.replace("::", ".")
+    row = _row(of="ffn.w3.weight, unsharded", operator=operator, dtype="float8_e4m3fn")
+    assert "compute it again there" in hint_of(row, Kept([row], []))
+    recorder, weight = Recorder(ModuleTracker(nn.Identity()), []), torch.zeros(4, 4)
+    recorder.name("parameters", [weight], parameter="weight")
+    recorder.operator_called(getattr(torch.ops.quaver, operator.partition(".")[2]).default, [weight])
+    codes = torch.zeros(4, 4, dtype=torch.float8_e4m3fn)
+    recorder.meet(codes, operator)
+    assert recorder.log[-1].allocation.category == "float8_weights"
+
+
+def test_what_the_reduction_costs_is_read_off_the_other_run():
+    row = _row(first_use=AMAX)
+    amax = _row(operator="aten.amax", shape=[4096, 1], bytes=8192)
+    elsewhere = _row(operator="aten.amax", shape=[4096, 1], bytes=8192, module="ffn.w1", of="ffn.w1.weight")
+    assert hint_of(row, Kept([row], [amax, elsewhere])).endswith("as the other run does, costs 8.192 kB")
+
+
+def test_float8_and_widened_copies_of_kept_tensors():
+    source = _row(operator="aten.silu", of="aten.mm")
+    codes = _row(operator="quaver.cast_tensorwise", of="aten.silu", dtype="float8_e4m3fn")
+    wide = _row(operator="aten._to_copy", of="aten.silu", dtype="float32")
+    hint = hint_of(codes, Kept([codes, source], []))
+    assert hint.startswith("the input of the cast is kept, too, in bfloat16 (134.2 MB)")
+    assert hint_of(wide, Kept([wide, source], [])).startswith("a copy in float32 of a bfloat16 tensor")
+    for alone in (codes, wide, _row(operator="aten._to_copy", of="aten.silu")):
+        assert hint_of(alone, Kept([alone], [])) == ""
+    assert hint_of(codes, Kept([codes, {**source, "module": "another"}], [])) == ""
+
+
+def test_names_of_operators_and_of_parameters():
+    assert all(map(is_operator, ["aten.mm", "aten.add.Tensor", "quaver::gemm (aten.mm)", "fused_abs_amax"]))
+    assert not any(map(is_operator, ["", "an input", "model.layers.0.w1.weight", "w3.weight, unsharded"]))
+
+
+def test_which_operand_a_row_names_does_not_matter():
+    """Of two of one size a report may name either."""
+    prediction = _explained()
+    report = dict(prediction.report)
+    for name in ("at_peak", "saved_for_backward"):
+        report[name] = [
+            {**row, "of": "aten.mul.Tensor" if row["of"] == "aten.relu" else row["of"]} for row in report[name]
+        ]
+    assert report != prediction.report
+    assert _compared(prediction, replace(prediction, report=report)).rows == ()
+
+
+def test_names_of_operators_and_sizes():
+    assert inner_operator("quaver::cast (aten.abs)") == "aten.abs"
+    assert [short_operator(name) for name in ("aten.add.Tensor", "quaver::gemm (aten.mm)", None)] == ["add", "mm", ""]
+    assert short_operator("fused__to_copy_abs_amax_bitwise_and_clamp_exact_float8_mm_isnan") == (
+        "fused__to_copy_abs_amax_bitwise_and_clamp_exact..."
+    )
+    assert [si(size) for size in (0, -17, 65_536, 134_217_728, 2.5e9)] == [
+        "0 bytes",
+        "-17 bytes",
+        "65.54 kB",
+        "134.2 MB",
+        "2.5 GB",
+    ]
+
+
+# ---- in a terminal ---------------------------------------------------------------------------------------------------
+
+
+def test_lines_for_a_terminal():
+    comparison = _compared(_explained(), _explained(nn.functional.silu))
+    lines = list(comparison_lines(comparison, top=1))
+    assert lines[0] == "first      one"
+    peak = f"{si(comparison.peak_a)} ({comparison.peak_a:,} bytes)"
+    assert lines[1] == f"           peak {peak}, in the {comparison.peak_at_a}"
+    assert comparison.peak_at_a.startswith("backward of layers.")
+    assert lines[6].endswith(f"kept {comparison.kept_b - comparison.kept_a:+,} bytes")
+    assert f"    {comparison.at('kept')[0].sentence}" in lines
+    left = comparison.at("peak")[1:]
+    assert f"    and {len(left)} more rows, {sum(row.difference_bytes for row in left):+,} bytes in all" in lines
+    same = list(comparison_lines(_compared(_explained(), _explained())))
+    assert [line for line in same if line.endswith(": nothing")] == same[-3:-2] + same[-1:]

@@ -1,0 +1,192 @@
+"""Predictions of a GPU's memory where there is none: which operations run, what they keep, and what is put back."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._inductor.graph import GraphLowering
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import quaver.gemm
+from benchmarks.memory_modules import Case, Size, _step, build
+from quaver import Float8LinearConfig, convert_to_float8_training
+from quaver.memory.compiling.compiled import COMPILES_FOR_A_GPU
+from quaver.memory.faking.fakes import fake_tensors
+from quaver.memory.faking.gpu_like import as_on_a_gpu
+from quaver.memory.faking.target import predicting_for
+from quaver.memory.predict import explain, predict_step
+from quaver.memory.runs.predict import SEES_GATHERS, predict_memory
+from quaver.trainer.config import Model, Optimizer
+from quaver.trainer.config_io import load_config, parse_arguments
+from quaver.trainer.dry_run import pretended_mesh
+from quaver.trainer.float8 import fuse_producers
+from quaver.trainer.model import FeedForward, RMSNorm
+from quaver.trainer.optimizer import build_optimizer
+from quaver.trainer.parallel_dims import ParallelDims
+
+CPU = torch.device("cpu")
+SIZE = Size(sequences=2)
+TOKENS = SIZE.sequences * SIZE.seq_len
+on_ranks = pytest.mark.skipif(not SEES_GATHERS, reason="torch 2.11 hides gathers")
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[str(func).removesuffix(".default")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def predicted(module, recipe, checkpointing, ranks=1):
+    case = Case(module, recipe, checkpointing, ranks=ranks)
+    with pretended_mesh(ParallelDims(shard=ranks)) as mesh, fake_tensors() as fakes, as_on_a_gpu():
+        subject = build(case, SIZE, CPU, mesh)
+        optimizer = build_optimizer(subject, Optimizer())
+        dtype = torch.float32 if "block" in module else torch.bfloat16
+        source = torch.randn(SIZE.sequences, SIZE.seq_len, SIZE.dim, dtype=dtype, requires_grad=True)
+        return predict_step(lambda: _step(subject, optimizer, source, lambda: None), subject, optimizer, fakes)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "checkpointing", "ranks"),
+    [
+        ("tensorwise", "full", 1),
+        ("rowwise", "op", 1),
+        pytest.param("tensorwise", "op", 2, marks=on_ranks),
+        pytest.param("rowwise_with_gw_hp", "full", 2, marks=on_ranks),
+        pytest.param("rowwise", "op", 2, marks=on_ranks),
+    ],
+)
+def test_a_recomputation_calls_no_operation_that_its_forward_did_not(recipe, checkpointing, ranks):
+    """A policy of torch 2.13 refuses one: casts are single operations to it, and transposes none of them."""
+    assert predicted("1 block", recipe, checkpointing, ranks).peak_bytes > 0
+
+
+def test_norms_and_swiglu_of_a_gpu_keep_their_inputs_only():
+    prediction = predicted("1 block", "tensorwise", "none")
+    kept = Counter()
+    for row in prediction.saved_for_backward:
+        if row["category"] == "saved_activations":
+            kept[row["dtype"], row["module"].removeprefix("parts.0").lstrip(".")] += row["bytes"]
+    elements = TOKENS * SIZE.dim
+    assert kept["float32", "input_layernorm"] == TOKENS * 4  # 1 / rms of each row
+    codes = sum(size for (dtype, _), size in kept.items() if dtype == "float8_e4m3fn")
+    assert codes == 3 * elements + TOKENS * SIZE.hidden_dim  # the inputs of q, k and v; o; gate and up; down
+
+
+def test_a_plain_norm_of_a_gpu_keeps_its_input_and_a_number_for_each_row():
+    kept = [
+        (row["operator"], row["bytes"])
+        for row in predicted("1 block", "bfloat16", "none").saved_for_backward
+        if row["module"].endswith("post_attention_layernorm") and row["category"] == "saved_activations"
+    ]
+    assert kept == [("aten._to_copy", TOKENS * SIZE.dim * 2), ("aten.new_empty", TOKENS * 4)]
+
+
+class NormAndSwiGLU(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = RMSNorm(256, 1e-5)
+        self.mlp = FeedForward(Model(dim=256, hidden_dim=512, n_heads=4, n_kv_heads=4))
+
+    def forward(self, hidden):
+        return self.mlp(self.norm(hidden))
+
+
+@pytest.mark.skipif(not COMPILES_FOR_A_GPU, reason="torch 2.11 loses the gradients")
+@pytest.mark.parametrize("recipe", [pytest.param("tensorwise", marks=pytest.mark.nightly), "rowwise_with_gw_hp"])
+def test_compiled_code_multiplies_for_all_gradients_and_stores_what_a_gpu_stores(recipe, monkeypatch):
+    """No gradient is left out, and nothing lies in memory in float32 between SwiGLU and casts, as on a CPU."""
+    module = convert_to_float8_training(NormAndSwiGLU(), config=Float8LinearConfig.from_recipe_name(recipe))
+    fuse_producers(module)
+    module.compile()
+    matmuls, buffers = Counter(), []
+    run = GraphLowering.run
+
+    def seen(graph, *arguments):
+        result = run(graph, *arguments)
+        called = [str(node.target) for node in graph.module.graph.nodes if node.op == "call_function"]
+        matmuls.update(name for name in called if "mm" in name)
+        buffers.extend(
+            (buffer.get_dtype(), buffer.get_numel()) for buffer in graph.buffers if buffer.has_tensor_output()
+        )
+        return result
+
+    monkeypatch.setattr(GraphLowering, "run", seen)
+    source = torch.randn(TOKENS, 256, requires_grad=True)
+    explain(module, (source,), autocast=torch.bfloat16, device="cuda")
+    assert sum(matmuls.values()) == 9, matmuls  # output, grad_input and grad_weight of each linear
+    assert (torch.float32, TOKENS * 512) not in buffers
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        ("tensorwise", {"quaver.cast_tensorwise": 3, "aten._scaled_mm": 3}),
+        ("rowwise", {"quaver.cast_rowwise": 3, "aten._scaled_mm": 3}),
+    ],
+)
+def test_a_linear_casts_as_on_a_gpu(recipe, expected):
+    with fake_tensors(), as_on_a_gpu():
+        linear = torch.nn.Linear(64, 128, bias=False, dtype=torch.bfloat16)
+        linear = convert_to_float8_training(linear, config=Float8LinearConfig.from_recipe_name(recipe))
+        input = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+        with Operations() as seen:
+            linear(input).sum().backward()
+    for name, count in expected.items():
+        assert seen.counts[name] >= count if name.startswith("quaver") else seen.counts[name] == count
+    assert seen.counts["aten.abs"] == seen.counts["quaver.exact_float8_mm"] == 0
+
+
+def test_delayed_scales_are_kept_as_on_a_gpu():
+    config = Float8LinearConfig.from_recipe_name("delayed")
+    with fake_tensors(), as_on_a_gpu():
+        linear = convert_to_float8_training(torch.nn.Linear(64, 128, bias=False, dtype=torch.bfloat16), config=config)
+        with Operations() as seen:
+            linear(torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    assert seen.counts["quaver.cast_with_persistent_scale"] >= 2
+    assert seen.counts["aten._scaled_mm"] == 3
+
+
+def test_all_is_put_back_afterwards():
+    before = quaver.gemm.backend_for, F.rms_norm, vars(FakeTensor).get("is_cpu")
+    with pytest.raises(ZeroDivisionError), fake_tensors(), as_on_a_gpu():
+        assert not torch.empty(2).is_cpu
+        raise ZeroDivisionError
+    assert (quaver.gemm.backend_for, F.rms_norm, vars(FakeTensor).get("is_cpu")) == before
+    with fake_tensors():
+        assert torch.empty(2).is_cpu
+
+
+@on_ranks
+@pytest.mark.parametrize("recipe", [pytest.param("tensorwise", marks=pytest.mark.nightly), "rowwise"])
+def test_compiled_code_keeps_no_copy_of_a_gathered_weight(recipe):
+    """Its codes are laid out anew for grad_input: not before there is a gradient, else the forward would keep them."""
+    words = "train_configs/llama3_debug.toml --model.n_layers 1 --training.seq_len 64 --training.compile true"
+    float8 = f"--float8.recipe_name {recipe} --float8.enable_fsdp_float8_all_gather true"
+    checkpointing = "--activation_checkpoint.mode selective"
+    config = load_config(*parse_arguments([*words.split(), *float8.split(), *checkpointing.split()]))
+    with predicting_for("cuda"):
+        rows = predict_memory(config, 2).prediction.saved_for_backward
+    weights = {(768, 256), (256, 768), (256, 256), (128, 256)}
+    kept = [row for row in rows if row["category"] == "saved_activations" and row["dtype"].startswith("float8")]
+    assert not [row for row in kept if {tuple(row["shape"]), tuple(row["shape"][::-1])} & weights], kept
+    assert "compiled graph" in {row["kept_by"] for row in rows}
+
+
+@on_ranks
+@pytest.mark.parametrize("compiled", ["false", pytest.param("true", marks=pytest.mark.nightly)])
+def test_tensor_parallel_runs(compiled):
+    words = "train_configs/llama3_debug.toml --model.n_layers 1 --training.seq_len 64"
+    parallel = f"--parallelism.tensor_parallel_degree 2 --training.compile {compiled}"
+    config = load_config(*parse_arguments([*words.split(), *parallel.split()]))
+    with predicting_for("cuda"):
+        on_gpu = predict_memory(config, 4).prediction
+    on_cpu = predict_memory(config, 4).prediction
+    assert on_gpu.by_category["parameters"] == on_cpu.by_category["parameters"]
+    assert on_gpu.peak_bytes == pytest.approx(on_cpu.peak_bytes, rel=0.2)

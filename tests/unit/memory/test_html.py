@@ -1,0 +1,251 @@
+"""The page of a memory report: its structure, that it needs nothing else, that data stays data, and its pictures."""
+
+import hashlib
+import json
+import re
+import tomllib
+from base64 import b64encode
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from quaver.memory.reports.html import MOST_COLUMNS, embedded_json, write_html
+from quaver.recorder import draw
+from quaver.recorder.draw import COLORS, MOST_BARS, column_maxima, draw_peak, draw_timeline
+from quaver.recorder.recorder import CATEGORIES
+from tests.browser.reports import HOSTILE, MIB, advice, comparison, made, predicted, row, unseen, wide
+
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "quaver" / "memory" / "reports" / "page"
+
+
+class _Elements(HTMLParser):
+    """All elements of a page, with their attributes and the text right inside of them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str], list[str]]] = []
+        self.comments: list[str] = []
+        self.is_open = False
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.found.append((tag, {name: value or "" for name, value in attributes}, []))
+        self.is_open = True
+
+    def handle_endtag(self, tag):
+        self.is_open = False
+
+    def handle_data(self, text):
+        if self.is_open:
+            self.found[-1][2].append(text)
+
+    def handle_comment(self, text):
+        self.comments.append(text)
+
+    def all(self, tag):
+        return [(attributes, "".join(text)) for name, attributes, text in self.found if name == tag]
+
+
+def _written(folder, **about):
+    path = folder / "new" / "page.html"
+    write_html(path, **{"title": "a step", "prediction": made()} | about)
+    return path.read_text(encoding="utf-8")
+
+
+def _data(text):
+    (data,) = [text for attributes, text in _Elements(text).all("script") if attributes.get("id") == "data"]
+    return json.loads(data)
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    """A page with all that a page can have, and hostile names all over it."""
+    more = {"other": made(), "comparison": comparison(), "advice": advice(), "measured": made()}
+    return _written(tmp_path_factory.mktemp("page"), title=f"title {HOSTILE}", **more)
+
+
+def test_the_structure(everything):
+    page = _Elements(everything)
+    assert everything.startswith("<!doctype html>")
+    assert page.all("html")[0][0] == {"lang": "en"}
+    assert [len(page.all(tag)) for tag in ("header", "main", "nav", "footer", "h1", "title", "style")] == [1] * 7
+    ids = [attributes["id"] for _, attributes, _ in page.found if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    sections = [attributes for attributes, _ in page.all("section")]
+    assert {each["id"] for each in sections} == {"timeline", "compare", "advice", "measured", "peak", "saved"}
+    assert all(each["aria-labelledby"] in ids and "hidden" in each for each in sections)
+    assert page.all("a")[0][0]["href"] == "#main"
+
+
+def test_a_page_needs_nothing_else(everything):
+    assert not re.search(r"https?:|@import|url\(|\bfetch\(|XMLHttpRequest|WebSocket|EventSource|\bimport\b", everything)
+    page = _Elements(everything)
+    assert not [each for each in page.found if {"src", "srcset", "action", "background"} & each[1].keys()]
+    assert [attributes["href"] for attributes, _ in page.all("link")] == ["data:,"]
+    assert all(attributes["href"].startswith("#") for attributes, _ in page.all("a"))
+
+
+def test_the_browser_is_told_to_run_this_script_alone(everything):
+    page = _Elements(everything)
+    policy = next(a["content"] for a, _ in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy")
+    (script,) = [text for attributes, text in page.all("script") if not attributes]
+    for kind, text in (("script", script), ("style", page.all("style")[0][1])):
+        digest = b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+    assert policy.startswith("default-src 'none'; img-src data:; ")
+    assert "unsafe" not in policy
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\(|new Function", script)
+
+
+def test_hostile_names_stay_text(everything):
+    page = _Elements(everything)
+    assert len(page.all("script")) == 2
+    assert len(page.comments) == 1
+    assert "<!--" not in everything.partition('id="data">')[2]
+    assert page.all("title")[0][1] == page.all("h1")[0][1] == f"title {HOSTILE}"
+    data = _data(everything)
+    assert data["title"] == f"title {HOSTILE}"
+    assert data["runs"][0]["notes"] == [HOSTILE]
+    assert data["runs"][0]["label"] == f"first {HOSTILE}"
+    assert data["comparison"] == comparison()
+    assert data["advice"] == advice()
+
+
+def test_json_in_a_page_reads_back():
+    value = {HOSTILE: [HOSTILE, 2**62, None, True, 0.5, "\u00e9\U0001f600"]}
+    text = embedded_json(value)
+    assert json.loads(text) == value
+    assert not set("<>&\u2028\u2029") & set(text)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        embedded_json([float("nan")])
+
+
+def test_what_a_page_says_is_what_was_predicted(tmp_path):
+    prediction = predicted()
+    report = prediction["report"]
+    (run,) = _data(_written(tmp_path, prediction=prediction))["runs"]
+    assert {name: run[name] for name in prediction if name != "report"} == {
+        name: value for name, value in prediction.items() if name != "report"
+    }
+    for name in ("at_peak", "saved_for_backward"):
+        table = run[name]
+        assert [dict(zip(table["columns"], values, strict=True)) for values in table["rows"]] == report[name]
+    timeline = run["timeline"]
+    assert timeline["number"] == len(report["timeline"]) == len(timeline["events"])
+    for name, series in timeline["series"].items():
+        assert series == [each[report["columns"].index(name)] for each in report["timeline"]]
+    sums = [sum(values) for values in zip(*timeline["series"].values(), strict=True)]
+    assert max(sums) == sums[timeline["events"].index(run["peak_event"])] == prediction["peak_bytes"]
+
+
+def test_many_events_and_rows(tmp_path):
+    """More events than any run of today has, and as many rows as a model of 126 layers."""
+    text = _written(tmp_path, prediction=wide(events=100_000, rows=4000))
+    assert len(text.encode()) < 3_000_000
+    (run,) = _data(text)["runs"]
+    timeline = run["timeline"]
+    assert timeline["number"] == 100_000
+    assert MOST_COLUMNS <= len(timeline["events"]) <= MOST_COLUMNS + 3
+    assert timeline["events"] == sorted(set(timeline["events"]))
+    assert (timeline["events"][0], timeline["events"][-1]) == (0, 99_999)
+    sums = [sum(values) for values in zip(*timeline["series"].values(), strict=True)]
+    assert sums[timeline["events"].index(run["peak_event"])] == max(sums) == 100 * MIB
+
+
+def test_columns_are_the_highest_of_their_neighbours():
+    rows = [[event, event / 2, (event * 37) % 101, event % 7] for event in range(1000)]
+    kept = column_maxima(rows, 10, keep=[555]).tolist()
+    expected = [max(rows[first : first + 100], key=lambda each: each[2] + each[3]) for first in range(0, 1000, 100)]
+    assert kept == sorted({tuple(each): each for each in [rows[0], *expected, rows[555], rows[-1]]}.values())
+    assert column_maxima(rows, 1000).tolist() == rows
+
+
+def test_a_run_that_could_not_be_seen(tmp_path):
+    (run,) = _data(_written(tmp_path, prediction=unseen()))["runs"]
+    assert run["timeline"] is None
+    assert run["note"] == "compiled code: not attributed"
+    assert run["at_peak"] == {"columns": [], "rows": []}
+
+
+def test_what_is_refused(tmp_path):
+    short, strange = made(), made()
+    del short["report"]["timeline"]
+    with pytest.raises(
+        ValueError, match=r"prediction: expected a report with its timeline, .*to_dict\(timeline=True\)"
+    ):
+        _written(tmp_path, prediction=short)
+    with pytest.raises(ValueError, match="other: expected a report with its timeline"):
+        _written(tmp_path, other=short)
+    strange["by_category"]["dark_matter"] = 1
+    with pytest.raises(ValueError, match="measured: expected categories of parameters, .*, got dark_matter"):
+        _written(tmp_path, measured=strange)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(OSError, match="/dev/null"):
+        write_html(Path("/dev/null/x/page.html"), title="", prediction=made())
+
+
+def test_each_category_has_a_color_of_its_own():
+    assert tuple(COLORS) == CATEGORIES  # in the order of the stack
+    assert len(set(COLORS.values())) == len(COLORS)
+
+
+def test_the_parts_of_the_page_are_packaged_and_used():
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        patterns = tomllib.load(file)["tool"]["setuptools"]["package-data"]["quaver"]
+    packaged = {path for pattern in patterns for path in (ROOT / "quaver").glob(pattern)}
+    parts = set(PAGE.iterdir())
+    assert parts <= packaged
+    source = (ROOT / "quaver" / "memory" / "reports" / "html.py").read_text()
+    assert all(f'"{path.name}"' in source for path in parts)
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+
+def _bars(report_rows):
+    figure = Figure()
+    draw._draw_bars(figure, draw.merged_layers(report_rows))
+    (axis,) = figure.axes
+    return axis, [label.get_text() for label in axis.get_yticklabels()]
+
+
+def test_bars_of_the_peak_are_its_largest_rows():
+    axis, labels = _bars(made()["report"]["at_peak"][:2])
+    assert (
+        labels
+        == [
+            "model.layers.*.mlp.gate_proj quaver.exact_float8_mm\n1 x bfloat16 [2048, 768]",
+        ]
+        * 2
+    )  # one has a first use, and the other has none
+    rows = [row(size * MIB, module=f"m{size}") for size in range(1, MOST_BARS + 6)]
+    axis, labels = _bars(rows)
+    widths = [patch.get_width() for patch in axis.patches]
+    assert widths == [*range(MOST_BARS + 5, 5, -1), 1 + 2 + 3 + 4 + 5]
+    assert labels[-1] == "5 smaller rows"
+    sizes = [text.get_text() for text in axis.texts]
+    assert sizes[0] == f"25 MiB ({25 / sum(range(26)):.1%})"
+
+
+def test_pictures_are_drawn(tmp_path):
+    report, blind = made()["report"], unseen()["report"]
+    for name, drawing in (("timeline", draw_timeline), ("peak", draw_peak)):
+        for each, about in (("full", report), ("blind", blind)):
+            image = tmp_path / f"{name}-{each}.png"
+            drawing(about, image, title="a $title that is no formula")
+            assert image.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_timelines_legend_names_what_there_is():
+    figure = Figure()
+    draw._draw(figure, made()["report"])
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        name.replace("_", " ")
+        for name in reversed(CATEGORIES)
+        if name == "gradients" or made()["by_category"].get(name)
+    ]

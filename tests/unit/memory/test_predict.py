@@ -1,0 +1,237 @@
+"""Predictions of a step's memory: against measurements of real steps, by arithmetic, and what cannot be predicted."""
+
+import json
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks import predicted
+from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Case, Size, measure
+from benchmarks.predicted import predict
+from quaver import Float8LinearConfig, convert_to_float8_training, float8_scaling_state
+from quaver.kernels import cpu as cpu_casts
+from quaver.memory import TensorBytes, explain
+from quaver.memory.faking.fakes import fake_tensors
+from quaver.memory.faking.gloo_buffers import GlooBuffers
+from quaver.memory.runs.predict import SEES_GATHERS
+from quaver.recorder.allocator import Usage
+from quaver.recorder.rows import merged_layers
+from quaver.trainer.dry_run import pretended_mesh
+from quaver.trainer.parallel_dims import ParallelDims
+from tests.distributed.ranks import run as run_on_ranks
+
+CPU = torch.device("cpu")
+SIZE = Size(sequences=2)
+WITHIN = 0.03
+"""Of a measurement: what predictions are to keep."""
+MEASUREMENTS = 2
+"""On ranks: when gloo's threads release their buffers is chance, and can only add; the least of so many counts."""
+
+
+def _predicted(case):
+    return predict(case, SIZE)
+
+
+def _check(prediction, usage: Usage):
+    assert prediction.step_peak_bytes == pytest.approx(usage.tensor_peak_bytes, rel=WITHIN)
+    assert prediction.kept_bytes == pytest.approx(usage.kept_bytes, rel=WITHIN)
+
+
+QUICK = {
+    ("linear", "bfloat16", "none"),
+    ("attention", "tensorwise", "op"),
+    ("ffn", "bfloat16", "full"),
+    ("ffn", "rowwise", "op"),
+    ("1 block", "tensorwise", "full"),
+    ("1 block", "rowwise", "op"),
+    ("1 block", "rowwise_with_gw_hp", "none"),
+}
+"""Every module, precision and mode of checkpointing; the full product runs nightly."""
+
+ROWS = [
+    pytest.param(*row, marks=() if row in QUICK else pytest.mark.nightly)
+    for row in product(("linear", "attention", "ffn", "1 block"), PRECISIONS, CHECKPOINTING)
+    # A lone linear in a checkpoint: the cache of its input's codes lives as long as the checkpoint keeps the input.
+    if not (row[0] == "linear" and row[1] != "bfloat16" and row[2] != "none")
+]
+
+
+@pytest.mark.parametrize(("module", "precision", "checkpointing"), ROWS)
+def test_a_prediction_is_what_is_measured(module, precision, checkpointing):
+    case = Case(module, precision, checkpointing)
+    prediction = _predicted(case)
+    resident_bytes, usage = measure(case, SIZE, CPU)
+    _check(prediction, usage)
+    there = prediction.report["resident_bytes"]
+    assert sum(there.values()) - there["inputs"] == resident_bytes
+    assert not dist.is_initialized()
+
+
+def test_casts_are_predicted_without_the_temporaries_of_their_expression():
+    if not cpu_casts.AVAILABLE:
+        pytest.skip(f"casts run in PyTorch here: {cpu_casts.UNAVAILABLE_BECAUSE}")
+    operators = {row["operator"] or "" for row in _predicted(Case("ffn", "rowwise")).at_peak}
+    made_by_casts = {name for name in operators if "quaver::cast" in name}
+    one_operation = ("cast_tensorwise", "cast_rowwise", "cast_with_scale")
+    assert made_by_casts <= {f"quaver::cast (quaver.{name})" for name in one_operation}
+    assert made_by_casts
+
+
+# ---- explain ---------------------------------------------------------------------------------------------------------
+
+
+class _Two(nn.Module):
+    def __init__(self, device=None):
+        super().__init__()
+        self.first = nn.Linear(64, 256, bias=False, device=device)
+        self.second = nn.Linear(256, 32, bias=False, device=device)
+
+    def forward(self, rows):
+        return self.second(torch.relu(self.first(rows)))
+
+
+ROWS_BYTES = 128 * 4
+"""Of one column of the inputs below, 128 rows of float32."""
+WEIGHT_BYTES = 4 * (64 * 256 + 256 * 32)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_step_by_arithmetic(device):
+    """All that autograd keeps is an input of a matmul, and one of them also relu's result."""
+    model = _Two(device)
+    weights = [weight.detach().clone() for weight in model.parameters()]
+    prediction = explain(model, (torch.empty(128, 64, device=device),), optimizer=torch.optim.Adam)
+    assert prediction.by_category["parameters"] == WEIGHT_BYTES
+    assert prediction.by_category["optimizer_state"] == 2 * WEIGHT_BYTES + 2 * 4  # its steps are float32 numbers
+    assert prediction.resident_bytes == 3 * WEIGHT_BYTES + 2 * 4 + 64 * ROWS_BYTES
+    # relu's result is kept; the output has been read by the loss, but is alive until the loss's function returns
+    assert prediction.kept_bytes - 256 * ROWS_BYTES in (4, 8)
+    saved = {(row["module"], tuple(row["shape"])) for row in prediction.saved_for_backward}
+    assert ("_Two", (128, 256)) in saved
+    # relu's result, its gradient, and the result of relu's backward
+    assert prediction.step_peak_bytes >= 3 * 256 * ROWS_BYTES
+    assert prediction.phase_of_peak == "backward"
+    assert sum(prediction.by_category.values()) == prediction.peak_bytes
+    assert sum(prediction.by("module").values()) == prediction.peak_bytes
+    assert all(weight.grad is None for weight in model.parameters())
+    if device == "cpu":
+        assert all(torch.equal(was, now) for was, now in zip(weights, model.parameters(), strict=True))
+    json.dumps(prediction.to_dict(timeline=True))
+
+
+def test_what_no_machine_holds():
+    model = nn.Linear(1_000_000, 1_000_000, bias=False, device="meta", dtype=torch.bfloat16)
+    inputs = (torch.empty(16, 1_000_000, device="meta", dtype=torch.bfloat16),)
+    prediction = explain(model, inputs, optimizer=lambda parameters: torch.optim.SGD(parameters, momentum=0.9))
+    assert prediction.by_category["parameters"] == prediction.by_category["optimizer_state"] == 2 * 10**12
+    assert prediction.peak_bytes > 6 * 10**12
+
+
+def test_a_converted_model_and_autocast():
+    """Two linears keep their inputs, in bfloat16 or in float8; the output's sum keeps nothing."""
+    high = nn.Sequential(nn.Linear(64, 256, bias=False), nn.Linear(256, 32, bias=False))
+    predictions = [explain(high, (torch.empty(4096, 64),), autocast=torch.bfloat16)]
+    convert_to_float8_training(high, config=Float8LinearConfig.from_recipe_name("tensorwise"))
+    predictions.append(explain(high, (torch.empty(4096, 64),), autocast=torch.bfloat16))
+    elements = 4096 * (64 + 256)
+    assert predictions[0].saved_bytes == 2 * (elements + 256 * 32)  # autocast's copy of the second weight, too
+    scales = predictions[1].saved_bytes - elements
+    assert 0 < scales < 100
+
+
+def test_numbers_that_are_read_are_counted():
+    class Reads(nn.Linear):
+        def forward(self, rows):
+            if not rows.isfinite().all():
+                raise ValueError("a fake tensor is finite")
+            return super().forward(rows) * rows.sum().tolist()
+
+    prediction = explain(Reads(4, 4), (torch.empty(2, 4),))
+    assert prediction.reads == 2
+    assert prediction.to_dict()["reads_answered_by_1"] == 2
+
+
+def test_a_sharded_model_is_refused():
+    with pretended_mesh(ParallelDims(shard=2)) as mesh:
+        model = fully_shard(_Two("meta"), mesh=mesh)
+        with pytest.raises(NotImplementedError, match="expected a model on one device, got first.weight with"):
+            explain(model, (torch.empty(2, 64),))
+
+
+def test_a_module_wrapped_by_torch_compile_is_refused_inside_of_a_model():
+    inputs = (torch.empty(128, 64),)
+    with pytest.raises(NotImplementedError, match="wrapped by torch.compile, got 0; use 0.compile()"):
+        explain(nn.Sequential(torch.compile(nn.Linear(64, 64))), inputs)
+
+
+def test_kept_scales_are_copied():
+    model = convert_to_float8_training(_Two(), config=Float8LinearConfig.from_recipe_name("delayed"))
+    state = float8_scaling_state(model).state_dict()
+    before = {name: value.clone() for name, value in state.items()}
+    prediction = explain(model, (torch.empty(128, 64),))
+    assert "quaver.cast_with_persistent_scale" in str(prediction.report["saved_for_backward"])
+    assert all(torch.equal(before[name], value) for name, value in state.items())
+
+
+def test_a_loss_that_is_none():
+    with pytest.raises(ValueError, match=r"a loss of one number that depends on a parameter, got \[2, 4\]"):
+        explain(nn.Linear(4, 4), (torch.empty(2, 4),), loss=lambda output: output)
+    with pytest.raises(ValueError, match="expected a model that returns a tensor, got tuple"):
+        explain(nn.LSTM(4, 4), (torch.empty(2, 4),))
+
+
+def test_layers_that_are_alike_are_one_row():
+    rows = [{"module": f"model.layers.{i}.up2", "bytes": i + 1, "count": 1, "shape": [2]} for i in range(3)]
+    rows.append({"module": "10 rows", "bytes": 7, "count": 1, "shape": [2]})
+    merged = merged_layers(rows)
+    assert [(row["module"], row["bytes"], row["count"]) for row in merged] == [
+        ("10 rows", 7, 1),
+        ("model.layers.*.up2", 6, 3),
+    ]
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def _measured_on_rank(case):
+    mesh = init_device_mesh("cpu", (case.ranks,))
+    usages = [measure(case, SIZE, CPU, mesh)[1] for _ in range(MEASUREMENTS)]
+    return min(usage.tensor_peak_bytes for usage in usages), min(usage.kept_bytes for usage in usages)
+
+
+@pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
+@pytest.mark.parametrize("precision", [pytest.param("bfloat16", marks=pytest.mark.nightly), "rowwise"])
+def test_ranks_that_are_pretended_take_what_ranks_take(precision):
+    case = Case("1 block", precision, "full", ranks=2)
+    measured = run_on_ranks(2, _measured_on_rank, case)
+    _check(_predicted(case), Usage(0, *(max(of_ranks) for of_ranks in zip(*measured, strict=True))))
+
+
+def test_what_gloo_copies_is_counted():
+    # torch 2.13 has new names for these two, and warns of the old ones.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    with pretended_mesh(ParallelDims(shard=4)), fake_tensors():
+        part, whole = torch.empty(1000), torch.empty(4000)
+        with TensorBytes() as counted, GlooBuffers():
+            gather(whole, part)
+            gathering_bytes = counted.peak_bytes
+            kept = torch.empty(500)
+            reduce_scatter(part, whole)
+    assert gathering_bytes == 4 * 4000
+    assert counted.peak_bytes == 4 * (500 + 4000)
+    assert counted.live_bytes == kept.nbytes
+
+
+def test_whether_the_measured_code_has_changed_is_asked_of_the_commit_itself():
+    """A commit marked for changes elsewhere is one that git knows; one that git does not know says nothing."""
+    changed = predicted._has_changed_since({"commit": "HEAD", "uncommitted_changes_in_quaver": False})
+    assert changed in (True, False)
+    assert predicted._has_changed_since({"commit": "HEAD+", "uncommitted_changes_in_quaver": False}) is changed
+    assert predicted._has_changed_since({"commit": "HEAD+", "uncommitted_changes_in_quaver": True})
+    assert predicted._has_changed_since({"commit": "0" * 40, "uncommitted_changes_in_quaver": False}) is None

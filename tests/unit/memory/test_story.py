@@ -1,0 +1,165 @@
+"""The field's story: float8 with a per-operator policy took more memory than bfloat16, because the policy kept `abs`.
+
+A feed-forward of 4096 x 16384 under FSDP2, 16 tokens, bfloat16. Its policy keeps one matmul in two; one that keeps the
+results of `abs`, too, keeps the magnitudes of a whole gathered weight, of which the backward reads one number a row.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from quaver.activation_checkpointing import apply_activation_checkpointing
+from quaver.kernels import cpu
+from quaver.memory.compiling.compiled import COMPILES_FOR_A_GPU
+from quaver.memory.faking.fakes import fake_tensors
+from quaver.memory.faking.target import predicting_for
+from quaver.memory.predict import predict_step
+from quaver.memory.reports.compare import compare
+from quaver.memory.runs.predict import SEES_GATHERS, predict_memory
+from quaver.trainer.config_io import load_config, parse_arguments
+from quaver.trainer.dry_run import pretended_mesh
+from quaver.trainer.parallel_dims import ParallelDims
+
+pytestmark = pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
+
+DIM, HIDDEN, TOKENS, BFLOAT16 = 4096, 16384, 16, 2
+KEPT = TOKENS * (DIM + HIDDEN) * BFLOAT16
+WEIGHT = DIM * HIDDEN * BFLOAT16
+FAULTY = {"also_keep": ["aten.abs"], "never_keep": ["aten.amax"]}
+
+
+# ---- in plain PyTorch ------------------------------------------------------------------------------------------
+
+
+class ScaledLinear(nn.Linear):
+    """Multiplies with rows that are scaled by their largest magnitudes, as a cast to float8 row by row does."""
+
+    def forward(self, rows):
+        magnitudes = self.weight.detach().abs()
+        largest = magnitudes.amax(dim=1, keepdim=True)
+        return F.linear(rows, self.weight / largest) * largest.t()
+
+
+class FeedForward(nn.Module):
+    def __init__(self, second):
+        super().__init__()
+        self.w1 = nn.Linear(DIM, HIDDEN, bias=False, dtype=torch.bfloat16)
+        self.w3 = second(HIDDEN, DIM, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, rows):
+        return self.w3(F.silu(self.w1(rows)))
+
+
+class Network(nn.Module):
+    def __init__(self, second):
+        super().__init__()
+        self.feed_forward = FeedForward(second)
+
+    def forward(self, rows):
+        return self.feed_forward(rows)
+
+
+def _predicted(second, *, compiled=False, **policy):
+    with pretended_mesh(ParallelDims(shard=2)) as mesh, fake_tensors(compiled=compiled) as fakes:
+        network = Network(second)
+        apply_activation_checkpointing([network.feed_forward], preserve_rng_state=False, **policy)
+        if compiled:
+            network.feed_forward.compile(fullgraph=True)
+        fully_shard(network.feed_forward, mesh=mesh)
+        fully_shard(network, mesh=mesh)
+        source = torch.empty(TOKENS, DIM, dtype=torch.bfloat16, requires_grad=True)
+
+        def step():
+            network(source * 1.5).mul(1 / source.numel()).sum().backward()
+            network.zero_grad(set_to_none=True)
+            source.grad = None
+
+        return predict_step(step, network, None, fakes)
+
+
+def test_the_tensor_the_policy_and_the_fix_in_own_code():
+    high, own, faulty = _predicted(nn.Linear), _predicted(ScaledLinear), _predicted(ScaledLinear, **FAULTY)
+    assert high.kept_bytes - KEPT in range(16)  # the loss
+    assert faulty.kept_bytes - KEPT - WEIGHT in range(16)
+    assert own.kept_bytes - KEPT - DIM * BFLOAT16 in range(16)
+
+    rows = compare(high, faulty, label_a="bfloat16", label_b="scaled").at("kept")
+    assert [(row.operator, row.difference_bytes) for row in rows] == [("aten.abs", WEIGHT)]
+    assert rows[0].of == "feed_forward.w3.weight, unsharded"
+    assert (rows[0].kept_by, rows[0].shape, rows[0].dtype) == ("selective policy", (DIM, HIDDEN), "bfloat16")
+    assert rows[0].sentence.startswith(
+        "+134.2 MB (+134,217,728 bytes): `abs` of feed_forward.w3.weight, unsharded, bfloat16 (4096, 16384), made at "
+    )
+    assert "saved by the selective policy, first used in backward by amax at " in rows[0].sentence
+    assert rows[0].sentence.endswith("; saving the amax instead would cost at most 32.77 kB")
+
+    (row, *_) = compare(own, faulty, label_a="own policy", label_b="faulty").at("kept")
+    assert row.difference_bytes == WEIGHT
+    assert row.hint == "saving the amax instead, as the other run does, costs 8.192 kB"
+
+    rows = compare(high, own, label_a="bfloat16", label_b="own policy").at("kept")
+    assert [(row.operator, row.difference_bytes) for row in rows] == [("aten.amax", DIM * BFLOAT16)]
+
+
+def test_own_code_compiled():
+    """What the compiled forward returns to its backward."""
+    high, faulty = _predicted(nn.Linear, compiled=True), _predicted(ScaledLinear, compiled=True, **FAULTY)
+    assert high.kept_bytes - KEPT in range(16)
+    assert faulty.kept_bytes - KEPT - WEIGHT in range(16)
+    (row,) = compare(high, faulty, label_a="bfloat16", label_b="scaled").at("kept")
+    assert (row.of, row.kept_by) == ("feed_forward.w3.weight, unsharded", "compiled graph")
+    assert (row.difference_bytes, row.shape, row.dtype) == (WEIGHT, (DIM, HIDDEN), "bfloat16")
+    assert "abs" in row.operator
+    assert "amax" in row.first_use["operator"]
+
+
+@pytest.mark.nightly
+def test_own_code_compiled_with_amaxes_kept():
+    own = _predicted(ScaledLinear, compiled=True)
+    assert own.kept_bytes - KEPT - DIM * BFLOAT16 in range(16)
+    with_both = _predicted(ScaledLinear, compiled=True, also_keep=["aten.abs"])
+    assert with_both.kept_bytes == own.kept_bytes  # the compiler keeps what is read
+
+
+# ---- in the trainer: eager casts are operations, which have no `abs` to keep; compiled for a GPU they are PyTorch ----
+
+RUN = [
+    *("--model.dim", f"{DIM}", "--model.hidden_dim", f"{HIDDEN}", "--model.n_heads", "32", "--model.n_layers", "2"),
+    *(
+        "--training.local_batch_size",
+        "1",
+        "--training.seq_len",
+        f"{TOKENS}",
+        "--activation_checkpoint.mode",
+        "selective",
+    ),
+    *("--float8.enable_float8_linear", "false"),
+]
+ROWWISE = ["--float8.enable_float8_linear", "true", "--float8.recipe_name", "rowwise"]
+KEEP_ABS = [
+    *("--activation_checkpoint.selective_ac_also_keep", "aten.abs"),
+    *("--activation_checkpoint.selective_ac_never_keep", "aten.amax"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _casts_in_pytorch(monkeypatch):
+    monkeypatch.setattr(cpu, "AVAILABLE", False)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not COMPILES_FOR_A_GPU, reason="torch 2.11 loses the gradients")
+def test_compiled_for_a_gpu_it_is_told_who_reads_first_and_what_to_keep():
+    """The kernel that reads it is of many operators, and writes other results first."""
+    words = [*RUN, "--training.compile", "true", "--model.n_layers", "1"]
+    with predicting_for("cuda"):
+        a, b = (
+            predict_memory(load_config(*parse_arguments(each)), 2).prediction
+            for each in (words, [*words, *ROWWISE, *KEEP_ABS])
+        )
+    row = compare(a, b, label_a="bfloat16", label_b="rowwise").at("kept")[0]
+    assert row.kept_by == "compiled graph"
+    assert "first used in backward by amax at quaver/scaling.py" in row.sentence
+    assert "saving the amax instead would cost at most" in row.sentence

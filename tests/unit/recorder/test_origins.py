@@ -1,0 +1,147 @@
+"""The origin of a row of a memory report: source line, operand, the mechanism that keeps it, its first reader."""
+
+import inspect
+import json
+import re
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from quaver import Float8Linear
+from quaver.activation_checkpointing import apply_activation_checkpointing
+from quaver.memory import record_timeline
+from tests.distributed.ranks import run
+
+ROWS, WIDTH = 32, 64
+HERE = "tests/unit/recorder/test_origins.py"
+
+
+class Squares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, input):
+        scaled = input * self.weight
+        return scaled.pow(2)
+
+
+class Sinks(nn.Module):
+    """Keeps a tensor itself, without autograd."""
+
+    def forward(self, input):
+        self.kept = input.detach() + 1
+        return input * 2
+
+
+def lines_of(cls, text):
+    """The lines of a class's source that contain `text`, as reports write them."""
+    lines, first = inspect.getsourcelines(cls)
+    return [f"{HERE}:{first + number}" for number, line in enumerate(lines) if text in line]
+
+
+def report_of(model, input):
+    with record_timeline(model) as timeline:
+        model(input).sum().backward()
+    return timeline.report()
+
+
+def saved(report, **wanted):
+    rows = report["saved_for_backward"]
+    return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+
+
+def test_a_saved_result_tells_its_line_its_operand_and_its_first_reader():
+    model = nn.Sequential(Squares(), nn.Linear(WIDTH, 1))
+    report = report_of(model, torch.randn(ROWS, WIDTH))
+    (row,) = saved(report, operator="aten.mul.Tensor", category="saved_activations")
+    assert [row["source"]] == lines_of(Squares, "input *")
+    assert (row["of"], row["kept_by"], row["saved_in"]) == ("an input", "autograd", "0")
+    use = row["first_use"]
+    assert use["operator"] == "aten.pow.Tensor_Scalar"  # the derivative of a square asks for its first power
+    assert use["module"] == "0"
+    assert [use["source"]] == [f"backward of {line}" for line in lines_of(Squares, "pow(2)")]
+
+
+def test_what_cpp_nodes_make_in_the_backward_has_the_line_of_their_forward():
+    class Weighs(nn.Module):
+        def forward(self, input):
+            return (input * 2).exp()
+
+    watched = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), Weighs())
+    sources = set()
+    with record_timeline(watched) as timeline:
+        watched(torch.randn(ROWS, WIDTH)).sum().backward()
+    for entry in timeline._recorder.log:
+        if entry.allocation.phase == "backward":
+            sources.add(entry.allocation.line)
+    (line,) = lines_of(Weighs, "exp()")
+    assert f"backward of {line}" in sources
+    assert not any(re.match(HERE, source) for source in sources)  # the call of `backward` explains nothing
+
+
+def test_a_float8_cast_is_of_the_parameter_by_its_name():
+    model = nn.Sequential(Float8Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16))
+    with record_timeline(model) as timeline:
+        output = model(torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True))
+        output.sum().backward()
+    casts = {
+        entry.allocation.of.parameter
+        for entry in timeline._recorder.log
+        if (entry.allocation.operator or "").startswith("quaver::cast") and entry.allocation.of is not None
+    }
+    assert "0.weight" in casts
+    report = timeline.report()
+    assert all(row["source"] for row in report["at_peak"] if row["operator"])
+
+
+def test_a_checkpoint_a_policy_and_other_code_are_told_apart():
+    torch.manual_seed(0)
+    input = torch.randn(ROWS, WIDTH)
+
+    def linears():
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
+
+    chosen = linears()
+    apply_activation_checkpointing([chosen], mode="selective")
+    report = report_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), chosen), input)
+    assert [row["operator"] for row in saved(report, kept_by="selective policy")] == ["aten.mm", "aten.mm"]
+    full = linears()
+    apply_activation_checkpointing([full], mode="full")
+    report = report_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), full), input)
+    (row,) = saved(report, kept_by="checkpoint")
+    assert (row["operator"], row["module"], row["first_use"]["operator"]) == ("aten.addmm", "0", "aten.mm")
+    report = report_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), Sinks()), input)
+    (row,) = saved(report, kept_by="other code")
+    assert (row["operator"], row["first_use"]) == ("aten.add.Tensor", None)
+
+
+def sharded_rows(world_size, folder):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.SiLU(), nn.Linear(WIDTH, 1, bias=False))
+    mesh = init_device_mesh("cpu", (world_size,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with record_timeline(model, optimizer) as timeline:
+            model(torch.randn(ROWS, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    rows = [
+        (entry.allocation.category, entry.allocation.communicates, entry.allocation.parameter, entry.size_bytes)
+        for entry in timeline._recorder.log
+    ]
+    if torch.distributed.get_rank() == 0:
+        (folder / "rows.json").write_text(json.dumps([rows, timeline.report()["columns"]]))
+
+
+def test_gathered_weights_have_names_and_buffers_of_collectives_a_category(tmp_path):
+    run(2, sharded_rows, 2, tmp_path)
+    rows, columns = json.loads((tmp_path / "rows.json").read_text())
+    assert "communication" in columns
+    gathered = {(name, size) for category, _, name, size in rows if category == "gathered_weights" and size}
+    assert gathered == {("0.weight", WIDTH * WIDTH * 4), ("2.weight", 2 * WIDTH * 4)}  # one row, and one of padding
+    sizes = {size for category, communicates, _, size in rows if communicates and category is None and size}
+    assert WIDTH * WIDTH * 4 in sizes  # what is gathered into, and what is reduced

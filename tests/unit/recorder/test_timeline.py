@@ -1,0 +1,340 @@
+"""The memory timeline: bytes by hand, against the allocator's own events, and nothing changed by recording."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import quaver.quantize
+from quaver import Float8Linear, Float8LinearConfig
+from quaver.memory import CATEGORIES, TensorBytes, draw_timeline, record_timeline
+from quaver.recorder.allocator import measure_usage
+from tests.distributed.ranks import run
+
+CPU = torch.device("cpu")
+ROWS, COLUMNS, OUT = 32, 64, 96
+BFLOAT16_BYTES, FLOAT32_BYTES = 2, 4
+UNSEEN_BYTES = 32
+"""Python numbers that C++ wraps in tensors, which no operator returns."""
+
+
+class Scaled(nn.Module):
+    """Makes an activation with a history out of the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones((), dtype=torch.bfloat16))
+
+    def forward(self, input):
+        return input * self.factor
+
+
+class Attention(nn.Module):
+    """Three linears with one input, as q, k and v."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(64, dtype=torch.bfloat16)
+        self.linears = nn.ModuleList(Float8Linear(64, 64, dtype=torch.bfloat16) for _ in range(3))
+
+    def forward(self, input):
+        shared = self.norm(input)
+        return sum(linear(shared) for linear in self.linears)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64)
+
+    def forward(self, input):
+        return self.down(self.act(self.up(input)))
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), nn.SiLU())
+
+
+def train_step(model, input, optimizer=None):
+    model(input).float().square().mean().backward()
+    if optimizer:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def recorded(model, input, optimizer=None):
+    with record_timeline(model, optimizer) as timeline:
+        train_step(model, input, optimizer)
+    return timeline.report()
+
+
+def column(report, category):
+    return [row[2 + CATEGORIES.index(category)] for row in report["timeline"]]
+
+
+def allocator_growth(step):
+    """The highest sum of `step` in the log of torch's CPU allocator, operators or not."""
+    with measure_usage(CPU, may_leave=True) as measured:
+        measured.mark()
+        step()
+    return measured.usage.peak_bytes
+
+
+# ---- bytes by hand ---------------------------------------------------------------------------------------------------
+
+
+def saved_by(linear):
+    model = nn.Sequential(Scaled(), linear)
+    input = torch.randn(ROWS, COLUMNS, dtype=torch.bfloat16)
+    with record_timeline(model) as timeline:
+        model(input).sum().backward()
+    report = timeline.report()
+    return report["saved_bytes"], [row for row in report["saved_for_backward"] if row["saved_in"] == "1"]
+
+
+def test_what_a_linear_keeps_in_bfloat16_by_hand():
+    saved_bytes, rows = saved_by(nn.Linear(COLUMNS, OUT, bias=False, dtype=torch.bfloat16))
+    assert saved_bytes == ROWS * COLUMNS * BFLOAT16_BYTES
+    activation, weight = sorted(rows, key=lambda row: row["category"], reverse=True)
+    assert activation["category"] == "saved_activations"
+    assert (activation["operator"], activation["module"]) == ("aten.mul.Tensor", "0")
+    assert (activation["shape"], activation["dtype"]) == ([ROWS, COLUMNS], "bfloat16")
+    assert (weight["category"], weight["bytes"], weight["module"]) == ("parameters", OUT * COLUMNS * 2, "1")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        # the input's codes and dequant_scale; the weight's two scales
+        ("tensorwise", ROWS * COLUMNS + 3 * FLOAT32_BYTES),
+        # scales along the rows, one a column; the weight is cast anew
+        ("rowwise", ROWS * COLUMNS + COLUMNS * FLOAT32_BYTES),
+        # the input in high precision; the weight's two tensorwise scales
+        ("rowwise_with_gw_hp", ROWS * COLUMNS * BFLOAT16_BYTES + 2 * FLOAT32_BYTES),
+    ],
+)
+def test_what_a_linear_keeps_in_float8_by_hand(recipe, expected):
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    saved_bytes, rows = saved_by(Float8Linear(COLUMNS, OUT, bias=False, dtype=torch.bfloat16, config=config))
+    assert saved_bytes == expected
+    if recipe != "rowwise_with_gw_hp":
+        codes = max((row for row in rows if row["category"] == "saved_activations"), key=lambda row: row["bytes"])
+        assert codes["operator"].startswith("quaver::cast")
+        assert (codes["bytes"], codes["dtype"], codes["module"]) == (ROWS * COLUMNS, "float8_e4m3fn", "1")
+
+
+def test_every_event_by_hand():
+    model, input = nn.Sequential(nn.Sigmoid()), torch.zeros(256)  # 1 KiB
+    with record_timeline(model) as timeline:
+        kept = model(input)
+        temporary = kept * 2
+        del temporary, kept
+    report = timeline.report()
+    totals = [sum(row[2:]) for row in report["timeline"]]
+    assert totals == [1024, 2048, 3072, 2048, 1024]
+    assert column(report, "inputs") == [1024] * 5
+    assert (report["peak_bytes"], report["peak_event"]) == (3072, 2)
+    assert [(row["operator"], row["module"], row["bytes"]) for row in report["at_peak"]] == [
+        (None, "", 1024),
+        ("aten.sigmoid", "0", 1024),
+        ("aten.mul.Tensor", "", 1024),
+    ]
+
+
+def test_a_storage_that_is_emptied_and_filled_again_by_hand():
+    model, gathered = nn.Identity(), torch.zeros(256)
+    with record_timeline(model) as timeline:
+        gathered.untyped_storage().resize_(0)
+        gathered.untyped_storage().resize_(2048)
+        model(gathered.add_(1))
+    report = timeline.report()
+    assert column(report, "gathered_weights") == [1024, 0, 2048]
+    with TensorBytes() as counted:
+        gathered.untyped_storage().resize_(0)
+        assert counted.live_bytes == -2048
+        gathered.untyped_storage().resize_(4096)
+    assert (counted.live_bytes, counted.peak_bytes) == (2048, 2048)
+    assert "resize_" not in vars(torch.UntypedStorage)
+
+
+def test_a_resize_by_an_operator_counts():
+    with TensorBytes() as counted:
+        grown = torch.zeros(256)
+        grown.resize_(512)
+    assert counted.live_bytes == 2048
+
+
+# ---- sums ------------------------------------------------------------------------------------------------------------
+
+
+def test_sums_names_and_spans_of_a_whole_step():
+    model, input = mlp(), torch.randn(ROWS, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    first = recorded(model, input, optimizer)
+    report = recorded(model, input, optimizer)
+    parameters = sum(parameter.numel() for parameter in model.parameters()) * FLOAT32_BYTES
+    steps = len(list(model.parameters())) * FLOAT32_BYTES
+    assert set(column(report, "parameters")) == {parameters}
+    assert max(column(report, "gradients")) == parameters
+    assert column(report, "gradients")[-1] == 0
+    assert set(column(report, "optimizer_state")) == {2 * parameters + steps}
+    assert (column(first, "optimizer_state")[0], column(first, "optimizer_state")[-1]) == (0, 2 * parameters + steps)
+    assert column(report, "saved_activations")[-1] == 0
+    totals = [sum(row[2:]) for row in report["timeline"]]
+    assert report["peak_bytes"] == max(totals) == totals[report["peak_event"]]
+    assert sum(row["bytes"] for row in report["at_peak"]) == report["peak_bytes"]
+    assert [row[0] for row in report["timeline"]] == list(range(len(totals)))
+    phases = [phase for phase, _, _ in report["spans"] if phase != "other"]
+    assert phases == ["forward", "backward", "optimizer"]
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+
+
+def test_agrees_with_the_allocator_and_with_the_plain_count():
+    model, input = mlp(), torch.randn(ROWS, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    train_step(model, input, optimizer)
+    growth = allocator_growth(lambda: train_step(model, input, optimizer))
+    with TensorBytes() as counted:
+        train_step(model, input, optimizer)
+    report = recorded(model, input, optimizer)
+    assert counted.peak_bytes == pytest.approx(growth, abs=UNSEEN_BYTES)
+    assert report["peak_bytes"] - sum(report["resident_bytes"].values()) == pytest.approx(growth, abs=UNSEEN_BYTES)
+
+
+# ---- recording changes nothing ---------------------------------------------------------------------------------------
+
+
+def test_shared_casts_stay_shared(monkeypatch):
+    calls = []
+    cast = quaver.quantize.cast_tensorwise
+    monkeypatch.setattr(quaver.quantize, "cast_tensorwise", lambda *args: calls.append(1) or cast(*args))
+    model, input = Attention(), torch.randn(ROWS, 64, dtype=torch.bfloat16)
+    train_step(model, input)
+    without = len(calls)
+    with TensorBytes() as counted:
+        train_step(model, input)
+    report = recorded(model, input)
+    assert len(calls) == 3 * without
+    assert report["peak_bytes"] - sum(report["resident_bytes"].values()) == counted.peak_bytes
+
+
+def test_gradients_are_the_same_bits_and_all_hooks_are_gone():
+    model, input = Attention(), torch.randn(ROWS, 64, dtype=torch.bfloat16)
+    train_step(model, input)
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    recorded(model, input)
+    assert all(torch.equal(parameter.grad, e) for parameter, e in zip(model.parameters(), expected, strict=True))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_saved_tensor_that_was_written_to_is_still_an_error():
+    model = nn.Sequential(nn.Sigmoid(), nn.Linear(8, 8))
+    with record_timeline(model), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        hidden = model[0](torch.randn(4, 8, requires_grad=True))
+        out = model[1](hidden)
+        hidden.detach().add_(1)
+        out.sum().backward()
+
+
+def test_a_second_recording_is_refused():
+    model = mlp()
+    with record_timeline(model), pytest.raises(RuntimeError, match="only one recording"):  # noqa: SIM117
+        with record_timeline(model):
+            pass
+    with record_timeline(model):
+        pass
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input):
+        return checkpoint(self.inner, input, use_reentrant=False)
+
+
+def test_a_checkpointed_module_keeps_its_input_only():
+    model = nn.Sequential(nn.Linear(64, 64), Checkpointed(mlp()))
+    input = torch.randn(ROWS, 64)
+    train_step(model, input)
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    with record_timeline(model) as timeline:
+        model(input).sum().backward()
+    report = timeline.report()
+    assert report["saved_bytes"] == ROWS * 64 * FLOAT32_BYTES
+    assert "recompute" in [phase for phase, _, _ in report["spans"]]
+    model.zero_grad()
+    recorded(model, input)
+    assert all(torch.equal(parameter.grad, e) for parameter, e in zip(model.parameters(), expected, strict=True))
+
+
+# ---- compiled code ---------------------------------------------------------------------------------------------------
+
+
+def test_compiled_code_is_not_attributed_nor_compiled_again(tmp_path):
+    model, input = mlp(), torch.randn(ROWS, 64)
+    model[0].compile(backend="aot_eager", fullgraph=True)
+    train_step(model, input)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        report = recorded(model, input)
+        train_step(model, input)
+    assert (report["exact"], report["note"]) == (False, "compiled code: not attributed")
+    assert report["peak_bytes"] is None
+    assert report["timeline"] == report["at_peak"] == report["saved_for_backward"] == []
+    assert report["resident_bytes"]["parameters"] == (2 * 64 * 128 + 64 + 128) * FLOAT32_BYTES
+    draw_timeline(report, tmp_path / "none.png", title="compiled")
+    assert (tmp_path / "none.png").stat().st_size > 1000
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def fsdp_growth():
+    """Growth of one step under FSDP2: the allocator's, the plain count's, and the report."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Sequential(Block(), Block())
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    input = torch.randn(256, 64)
+    for _ in range(2):
+        train_step(model, input, optimizer)
+
+    def step():
+        train_step(model, input, optimizer)
+
+    def counted():
+        with TensorBytes() as tensors:
+            step()
+        return tensors.peak_bytes, tensors.live_bytes
+
+    # The least of several: gloo's threads may hold a buffer a little longer.
+    growth = min(allocator_growth(step) for _ in range(3))
+    reports = [recorded(model, input, optimizer) for _ in range(3)]
+    return growth, min(counted() for _ in range(3)), min(reports, key=lambda report: report["peak_bytes"])
+
+
+def test_fsdp_on_two_ranks_agrees_with_the_allocator():
+    for growth, (counted, left), report in run(2, fsdp_growth):
+        assert counted == pytest.approx(growth, abs=UNSEEN_BYTES)
+        assert left == 0
+        assert report["peak_bytes"] - sum(report["resident_bytes"].values()) == pytest.approx(growth, abs=UNSEEN_BYTES)
+        block = (2 * 64 * 128 + 64 + 128) * FLOAT32_BYTES
+        assert report["resident_bytes"]["parameters"] == block  # half of two blocks
+        assert max(column(report, "gathered_weights")) in (block, 2 * block)
+        assert column(report, "gathered_weights")[-1] == 0
+        assert report["resident_bytes"]["inputs"] == pytest.approx(256 * 64 * FLOAT32_BYTES, abs=UNSEEN_BYTES)
