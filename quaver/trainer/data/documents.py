@@ -1,30 +1,29 @@
-"""What every kind of source gives: documents, and an account of what it could not read."""
+"""What every kind of source yields: pieces of documents, and an account of the items that are not text."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 TRAIN, VALIDATION = "train", "validation"
 SPLITS = (TRAIN, VALIDATION)
 
-PLACES_KEPT = 5
-"""So many places of corrupt items are remembered; the others are counted."""
+PLACES_LISTED = 5
+"""The account lists the places of this many corrupt items and counts the others."""
 
 NUL = "\0"
-"""Text never holds it, so that with the byte tokenizer it can end a document."""
+"""No text contains it, so it can end a document with the byte tokenizer."""
 
 
-@dataclass(frozen=True)
-class Document:
-    """A text for one of the SPLITS, in pieces that are tokenized one by one and may be read when they are asked for."""
+class Piece(NamedTuple):
+    """Text of one document of a split. A long document is several pieces, which are tokenized separately."""
 
     split: str
-    pieces: Iterable[str]
+    text: str
+    ends_document: bool = True
 
 
 @dataclass
 class Account:
-    """Counts what a source holds besides documents."""
+    """Counts the items of a source that are not documents."""
 
     refuse: bool = False
     empty: int = 0
@@ -36,12 +35,21 @@ class Account:
         if self.refuse:
             raise refusal(f"{place}: {reason}")
         self.corrupt += 1
-        if len(self.corrupt_places) < PLACES_KEPT:
+        if len(self.corrupt_places) < PLACES_LISTED:
             self.corrupt_places.append(f"{place}: {reason}")
 
-    def is_text(self, place: str, value: Any) -> bool:
-        """Whether `value` is a string to learn from; if not, it is counted as empty or as corrupt."""
-        reason = _not_text(value)
+    def is_text(self, place: str, value: Any) -> TypeGuard[str]:
+        """Whether `value` is a non-empty string of Unicode without NUL; if not, count it as empty or corrupt."""
+        reason = ""
+        if not isinstance(value, str):
+            reason = f"expected a string, got {type(value).__name__}"
+        elif NUL in value:
+            reason = "the text contains a 0 byte"
+        else:
+            try:
+                value.encode("utf-8")
+            except UnicodeEncodeError as error:
+                reason = f"the text is not Unicode: {error.reason}"
         if reason:
             self.add_corrupt(place, reason)
         elif not value:
@@ -50,17 +58,5 @@ class Account:
 
 
 def refusal(what: str) -> ValueError:
-    """The error for corrupt data that data.on_corrupt does not let pass."""
-    return ValueError(f"{what}; mend or remove it, or set data.on_corrupt to skip")
-
-
-def _not_text(value: Any) -> str:
-    if not isinstance(value, str):
-        return f"expected a string, got {type(value).__name__}"
-    if NUL in value:
-        return "the text holds a 0 byte"
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        return f"the text is no Unicode: {error.reason}"
-    return ""
+    """The error for corrupt data under data.on_corrupt = "refuse"."""
+    return ValueError(f"{what}; repair or remove it, or set data.on_corrupt to skip")

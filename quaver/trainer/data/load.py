@@ -1,4 +1,4 @@
-"""From a config to tokens: finds the source and the tokenizer, makes or opens the cache entry, checks what is in it."""
+"""From a config to tokens: finds the source and the tokenizer, makes or opens the cache entry, and checks it."""
 
 import hashlib
 import sys
@@ -9,7 +9,7 @@ from typing import Any
 from quaver.trainer.config import Data, TrainConfig
 from quaver.trainer.config.data import ON_CORRUPT
 from quaver.trainer.data.cache import TokenCache, cache_folder, cache_key
-from quaver.trainer.data.documents import SPLITS, Account, Document, refusal
+from quaver.trainer.data.documents import SPLITS, Account, Piece, refusal
 from quaver.trainer.data.files import STDLIB
 from quaver.trainer.data.report import Advance
 from quaver.trainer.data.samples import TokenData
@@ -18,7 +18,7 @@ from quaver.trainer.data.token_files import FORMAT, Entry, split_writers, token_
 from quaver.trainer.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 ENCODE_CHARACTERS = 1 << 22
-"""About so much text is tokenized at a time, on several threads where the tokenizer can."""
+"""Text is tokenized in batches of about this size, on several threads if the tokenizer has them."""
 
 
 def load_data(config: TrainConfig, *, quiet: bool = False, check: bool = False) -> TokenData:
@@ -30,20 +30,19 @@ def load_data(config: TrainConfig, *, quiet: bool = False, check: bool = False) 
     Raises:
         FileNotFoundError: if data.path or data.tokenizer does not exist.
         OSError: if a file cannot be read or the cache not written.
-        ValueError: no text, a split not longer than one sequence, corrupt data where that is refused, a tokenizer that
-            is none, or with more tokens than the model has.
+        ValueError: no text, a split not longer than one sequence, corrupt data if that is refused, a file that is not a
+            tokenizer, or a tokenizer with more tokens than the model.
     """
     data = config.data
     tokenizer = load_tokenizer(data)
     check_vocabulary(tokenizer, data, config.model)
     source = find_source(data)
-    label = f"making tokens of {data.path}"
-    cache = TokenCache(cache_folder(data.cache_folder), cache_key(source, tokenizer), label, quiet)
+    cache = TokenCache(cache_folder(data.cache_folder), cache_key(source, tokenizer), quiet)
 
     def build(folder: Path, advance: Advance) -> None:
         _build(folder, source, tokenizer, data, advance)
 
-    entry = cache.get(build, source.total_bytes, check=check)
+    entry = cache.get(build, f"making tokens of {data.path}", source.total_bytes, check=check)
     if entry.about["corrupt"] and data.on_corrupt == "refuse":
         raise refusal(entry.about["corrupt_places"][0])
     _check_enough(entry, data, config.training.seq_len)
@@ -56,13 +55,13 @@ def _build(folder: Path, source: Source, tokenizer: Tokenizer, data: Data, advan
     account = Account(refuse=data.on_corrupt == ON_CORRUPT[1])
     dtype = token_dtype(tokenizer.vocab_size)
     with split_writers(folder, dtype) as writers:
-        for batch in _batched(_pieces(source.documents(account, advance))):
-            encoded = tokenizer.encode([text for _, text, _ in batch])
+        for batch in _batched(source.pieces(account, advance)):
+            encoded = tokenizer.encode([piece.text for piece in batch])
             with writing(folder.parent):
-                for (split, _, is_last), tokens in zip(batch, encoded, strict=True):
-                    writers[split].append(tokens)
-                    if is_last:
-                        writers[split].end_document(tokenizer.eos_id)
+                for piece, tokens in zip(batch, encoded, strict=True):
+                    writers[piece.split].append(tokens)
+                    if piece.ends_document:
+                        writers[piece.split].end_document(tokenizer.eos_id)
         with writing(folder.parent):
             splits = {split: writer.finish() for split, writer in writers.items()}
     about = {
@@ -82,26 +81,12 @@ def _build(folder: Path, source: Source, tokenizer: Tokenizer, data: Data, advan
         write_about(folder, about)
 
 
-_Piece = tuple[str, str, bool]
-"""Split, text, and whether it is the last of its document."""
-
-
-def _pieces(documents: Iterable[Document]) -> Iterator[_Piece]:
-    for document in documents:
-        last = ""
-        for number, piece in enumerate(document.pieces):
-            if number:
-                yield document.split, last, False
-            last = piece
-        yield document.split, last, True
-
-
-def _batched(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    batch: list[_Piece] = []
+def _batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
     characters = 0
     for piece in pieces:
         batch.append(piece)
-        characters += len(piece[1]) + 1
+        characters += len(piece.text) + 1
         if characters > ENCODE_CHARACTERS:
             yield batch
             batch, characters = [], 0

@@ -1,11 +1,11 @@
-"""In which order an epoch takes its sequences: a permutation that is computed, not stored.
+"""The order of sequences in an epoch: a permutation that is computed, not stored.
 
 A Feistel network of 8 rounds permutes the 4^h numbers of 2h bits; numbers that fall outside the sequences are sent
 through it again until they fall inside ("cycle walking"), at most 64 times in the mean and under 4 times from 16
 sequences on. Every round's key comes from the sha512 of seed and epoch, and its function is the finalizer of splitmix64
 (Steele, Lea and Flood, 2014). The order is made of integer arithmetic alone, so it is the same on every machine and
-with every release of NumPy. Memory: 64 bytes of keys per epoch and about 150 bytes per number that is asked for,
-whatever the number of sequences.
+with every release of NumPy. Memory: 64 bytes of keys per epoch and about 150 bytes per requested number, independent
+of the number of sequences.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ LEAST_HALF_BITS = 3
 
 
 def stream_indices(first: int, amount: int, count: int, seed: int) -> Integers:
-    """Return which of `count` sequences the numbers `first` to `first + amount - 1` of the endless stream are.
+    """Return the sequences, of `count`, at numbers `first` to `first + amount - 1` of the endless stream.
 
     Number k is of epoch k // count. Each epoch has every sequence once, in an order of its own.
 

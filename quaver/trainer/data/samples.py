@@ -1,9 +1,10 @@
 """Deals out the tokens: fixed-length sequences, numbered without end, to the ranks of any layout.
 
-The tokens of a split stand behind each other, each document with its end token. Sequence i is the seq_len + 1 tokens
-from i * seq_len on: its last token is the last target, and the first token of sequence i + 1. What is left over at the
-end is in no sequence. An epoch takes every sequence once, in an order of its own (order.py); the stream of epoch after
-epoch has no end. A step takes the next numbers of the stream, so a run remembers one count of its data, no more.
+The documents of a split follow each other, each with its end token. Sequence i is the seq_len + 1 tokens from
+i * seq_len on: its last token is the last target, and the first token of sequence i + 1. The rest at the end of the
+split is in no sequence. An epoch takes every sequence once, in an order of its own (order.py); epoch after epoch makes
+one endless stream. A step takes the next numbers of the stream, so a run's position in its data is one count.
+`datasets` shards and shuffles by rank or by a stored permutation, which would tie the order to the layout.
 """
 
 from collections.abc import Sequence
@@ -12,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quaver.trainer.config import Training, Validation
-from quaver.trainer.data.batch import Batch
 from quaver.trainer.data.order import Integers, stream_indices
 from quaver.trainer.data.tokenizer import Tokens
 from quaver.trainer.parallel_dims import ParallelDims
@@ -24,8 +25,25 @@ ALONE = ParallelDims()
 
 
 @dataclass(frozen=True)
+class Batch:
+    """The input of one forward: `tokens` and, one place ahead, `targets`, both int64 [B, T].
+
+    `documents`, int64 [B, T], numbers the documents of each row from 0; None if attention may cross them.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    documents: Tensor | None = None
+
+    def to(self, device: torch.device) -> "Batch":
+        """Return the batch on `device`."""
+        documents = None if self.documents is None else self.documents.to(device)
+        return Batch(self.tokens.to(device), self.targets.to(device), documents)
+
+
+@dataclass(frozen=True)
 class TokenSplit:
-    """`tokens`, 1-d unsigned, and `ends`, int64: where each document ends, its end token included. Both in files."""
+    """`tokens`, 1-d unsigned, and `ends`, int64: where each document ends, its end token included. Memory-mapped."""
 
     tokens: Tokens
     ends: Integers
@@ -37,7 +55,7 @@ class TokenSplit:
 
 @dataclass(frozen=True)
 class TokenData:
-    """Two splits, and where they came from: `origin` is JSON-able and goes into the run folder."""
+    """Two splits and their `origin`, which is JSON-able and goes into the run folder."""
 
     train: TokenSplit
     validation: TokenSplit

@@ -1,4 +1,4 @@
-"""A source: its files, their kind, and the documents in them."""
+"""A source: the files of `data.path` and the documents in them."""
 
 import hashlib
 from collections.abc import Iterator
@@ -6,19 +6,16 @@ from dataclasses import dataclass
 
 from quaver.trainer.config import Data
 from quaver.trainer.config.require import require_default
-from quaver.trainer.data import json_lines, parquet
-from quaver.trainer.data.documents import TRAIN, VALIDATION, Account, Document
+from quaver.trainer.data import records
+from quaver.trainer.data.documents import TRAIN, VALIDATION, Account, Piece
 from quaver.trainer.data.files import SourceFile, find_files
 from quaver.trainer.data.report import Advance
 from quaver.trainer.data.text_files import VALIDATION_SHARE, read_texts
 
-RECORD_SUFFIXES = (*json_lines.SUFFIXES, parquet.SUFFIX)
-"""Files of many documents. Where a folder has one, it is read for those alone."""
-
 
 @dataclass(frozen=True)
 class Source:
-    """What data.path names: `files` that are read, the number of `other_files` that are not."""
+    """`files` are read; `other_files` counts those in the same folder that are not."""
 
     path: str
     field: str
@@ -28,49 +25,47 @@ class Source:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the files, as they are on disk."""
+        """Bytes of the files on disk."""
         return sum(file.size for file in self.files)
 
     @property
     def identity(self) -> list[object]:
-        """JSON-able; equal for sources with the same documents, as far as names, sizes and times tell."""
+        """JSON-able; equal for sources with the same documents, judged by names, sizes and times."""
         return [self.has_records, self.field if self.has_records else "", [file.identity for file in self.files]]
 
-    def documents(self, account: Account, advance: Advance) -> Iterator[Document]:
-        """Yield the documents, files in order of their names; what is none goes to `account`.
+    def pieces(self, account: Account, advance: Advance) -> Iterator[Piece]:
+        """Yield the documents, files in order of their names; `account` counts the items that are not documents.
 
         Raises:
-            ValueError: for something corrupt, where `account` refuses it.
+            ValueError: for a corrupt item, if `account` refuses them.
             OSError: if a file cannot be read.
         """
-        if self.has_records:
-            for file in self.files:
-                is_parquet = file.name.endswith(parquet.SUFFIX)
-                read = parquet.read_parquet if is_parquet else json_lines.read_json_lines
-                for text in read(file, self.field, account, advance):
-                    yield Document(split_of(text), (text,))
-        else:
-            yield from read_texts(list(self.files), account, advance)
+        if not self.has_records:
+            yield from read_texts(self.files, account, advance)
+            return
+        for file in self.files:
+            for text in records.read_records(file, self.field, account, advance):
+                yield Piece(split_of(text), text)
 
 
 def find_source(data: Data) -> Source:
-    """Return the source that `data` names. Nothing but the list of files is read yet.
+    """Return the source that `data` names. Only the list of files is read.
 
     Raises:
         FileNotFoundError: if the path does not exist, OSError if a folder cannot be read.
-        ValueError: if there is no file, pyarrow is missing, or data.field is set for plain text.
+        ValueError: if `datasets` is missing for Parquet, or data.field is set for plain text.
     """
     files = find_files(data.path)
-    records = [file for file in files if file.name.endswith(RECORD_SUFFIXES)]
-    if any(file.name.endswith(parquet.SUFFIX) for file in records):
-        parquet.require_pyarrow()
-    if not records:
+    found = [file for file in files if file.name.endswith(records.SUFFIXES)]
+    if any(file.name.endswith(records.PARQUET) for file in found):
+        records.require_datasets()
+    if not found:
         require_default("data", data, "field", "data.path has JSONL or Parquet files", "plain text has no fields")
-    read = records or files
-    return Source(data.path, data.field, tuple(read), bool(records), len(files) - len(read))
+    read = found or files
+    return Source(data.path, data.field, tuple(read), bool(found), len(files) - len(read))
 
 
 def split_of(text: str) -> str:
-    """The split of a document of JSONL or Parquet: its own content decides, so equal documents are never in both."""
+    """The split of a document of JSONL or Parquet, from its content alone: equal documents share a split."""
     share = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
     return VALIDATION if share < VALIDATION_SHARE else TRAIN

@@ -1,15 +1,15 @@
-"""Plain text: each file is a document, and a file that stands alone is two, the second for validation."""
+"""Plain text: each file is a document; a single file is cut in two, the second part for validation."""
 
 import codecs
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
-from quaver.trainer.data.documents import TRAIN, VALIDATION, Account, Document
+from quaver.trainer.data.documents import TRAIN, VALIDATION, Account, Piece
 from quaver.trainer.data.files import SourceFile
 from quaver.trainer.data.report import Advance
 
 VALIDATION_SHARE = 0.1
-"""Share of the files (of the bytes, for a single file) that is kept for validation."""
+"""Share of the files (of the bytes, for a single file) that is held out for validation."""
 
 READ_BYTES = 1 << 20
 """Bytes of one read, and about the characters of one piece."""
@@ -17,26 +17,23 @@ READ_BYTES = 1 << 20
 _decoder = codecs.getincrementaldecoder("utf-8")
 
 
-def read_texts(files: list[SourceFile], account: Account, advance: Advance) -> Iterator[Document]:
+def read_texts(files: Sequence[SourceFile], account: Account, advance: Advance) -> Iterator[Piece]:
     """Yield the documents of text files in order of their names.
 
-    A tenth of the files is for validation: those whose names have the least sha256. They are chosen among the files
-    that are text, so every file is read twice. `advance` counts the second time.
+    A tenth of the files is held out: those whose names have the least sha256 among the files that are text. So every
+    file is read twice; `advance` counts the second time.
     """
     texts = [file for file in files if _is_text(file, account)]
     if len(texts) == 1:
         (file,) = texts
         cut = _character_start(file, file.size - int(file.size * VALIDATION_SHARE))
-        spans = {TRAIN: (0, cut), VALIDATION: (cut, file.size)}
-        yield from (
-            Document(split, _pieces(file, start, end, advance)) for split, (start, end) in spans.items() if start < end
-        )
+        yield from _pieces(TRAIN, file, 0, cut, advance)
+        yield from _pieces(VALIDATION, file, cut, file.size, advance)
         return
     by_hash = sorted((file.name for file in texts), key=lambda name: hashlib.sha256(name.encode()).digest())
     held_out = set(by_hash[: max(1, round(len(texts) * VALIDATION_SHARE))])
     for file in texts:
-        split = VALIDATION if file.name in held_out else TRAIN
-        yield Document(split, _pieces(file, 0, file.size, advance))
+        yield from _pieces(VALIDATION if file.name in held_out else TRAIN, file, 0, file.size, advance)
 
 
 def _is_text(file: SourceFile, account: Account) -> bool:
@@ -47,7 +44,7 @@ def _is_text(file: SourceFile, account: Account) -> bool:
     try:
         for chunk in _chunks(file, 0, file.size):
             if b"\0" in chunk:
-                account.add_corrupt(file.name, "a 0 byte, so no text")
+                account.add_corrupt(file.name, "a 0 byte, so not text")
                 return False
             decoder.decode(chunk)
         decoder.decode(b"", final=True)
@@ -58,56 +55,45 @@ def _is_text(file: SourceFile, account: Account) -> bool:
 
 
 def _character_start(file: SourceFile, position: int) -> int:
-    """The last byte at or before `position` with which a character of UTF-8 begins, or the end of the file."""
-    if position >= file.size:
-        return file.size
-    least = max(0, position - 3)
-    with file.path.open("rb") as opened:
-        opened.seek(least)
-        before = opened.read(position + 1 - least)
-    while before and before[-1] & 0xC0 == 0x80:
-        before, position = before[:-1], position - 1
+    """The last byte at or before `position` that begins a UTF-8 character, or the end of the file."""
+    while position < file.size and next(iter(_chunks(file, position, position + 1)))[0] & 0xC0 == 0x80:
+        position -= 1
     return position
 
 
-def _chunks(file: SourceFile, start: int, end: int) -> Iterable[bytes]:
+def _chunks(file: SourceFile, start: int, end: int) -> Iterator[bytes]:
     with file.path.open("rb") as opened:
         opened.seek(start)
-        while start < end:
-            chunk = opened.read(min(READ_BYTES, end - start))
-            if not chunk:
-                return
+        while chunk := opened.read(min(READ_BYTES, end - start)):
             start += len(chunk)
             yield chunk
 
 
-def _pieces(file: SourceFile, start: int, end: int, advance: Advance) -> Iterator[str]:
-    """Yield the text of bytes `start` to `end` in pieces that end where tokens end: see `_seam`."""
-    decoder, held = _decoder(), ""
+def _pieces(split: str, file: SourceFile, start: int, end: int, advance: Advance) -> Iterator[Piece]:
+    """Yield the text of bytes `start` to `end` as one document, in pieces that end where tokens end: see `_seam`."""
+    if start == end:
+        return
+    decoder, rest = _decoder(), ""
     for chunk in _chunks(file, start, end):
         advance(len(chunk))
-        held += decoder.decode(chunk)
-        if len(held) > READ_BYTES:
-            seam = _seam(held)
-            yield held[:seam]
-            held = held[seam:]
-    yield held + decoder.decode(b"", final=True)
+        rest += decoder.decode(chunk)
+        if len(rest) > READ_BYTES:
+            seam = _seam(rest)
+            yield Piece(split, rest[:seam], ends_document=False)
+            rest = rest[seam:]
+    yield Piece(split, rest + decoder.decode(b"", final=True))
 
 
 def _seam(text: str) -> int:
-    """Where to cut a text that is too long: after the last line break between two characters that are not space.
+    """Where to cut a long text: after the last line break between two characters that are not space.
 
-    GPT-2's and Llama 3's patterns, and others like them, never join characters across such a place, and see no more of
-    what follows than that: the tokens are those of the uncut text. Where there is none, the line break may stand after
-    space, as in paragraphs (exact with Llama 3's pattern); where there is none either, the text is cut at its end.
+    The split patterns of GPT-2, Llama 3 and similar tokenizers never join characters across such a place and look no
+    further ahead, so the tokens are those of the uncut text. Without such a place, the line break may follow space, as
+    between paragraphs (exact with Llama 3's pattern); without that, the text is cut at its end.
     """
-    for before in (_is_not_space, lambda character: True):
+    for may_follow_space in (False, True):
         end = len(text) - 1
         while (end := text.rfind("\n", 1, end)) > 0:
-            if before(text[end - 1]) and _is_not_space(text[end + 1]):
+            if not text[end + 1].isspace() and (may_follow_space or not text[end - 1].isspace()):
                 return end + 1
     return len(text)
-
-
-def _is_not_space(character: str) -> bool:
-    return not character.isspace()

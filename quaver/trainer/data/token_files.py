@@ -5,14 +5,17 @@ An entry is a folder:
     train.tokens, validation.tokens    the tokens, little-endian, in the smallest of 1, 2 or 4 bytes that holds them
     train.ends, validation.ends        int64: where each document ends, its end token included
     entry.json                         counts, sha256 of each file, what was left out; written last
+
+These are not Arrow tables of `datasets`: the default data must do without that package, and a sequence may span
+documents, so a memory map of one flat array reads it in one slice.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,17 +26,16 @@ from quaver.trainer.data.samples import TokenSplit
 from quaver.trainer.data.tokenizer import Tokens
 
 FORMAT = 1
-"""Number of this layout and of how sources become tokens: raise it when either changes."""
+"""Version of this layout and of how sources become tokens: raise it when either changes."""
 
 ENTRY = "entry.json"
+PARTS = ("tokens", "ends")
 ENDS_DTYPE = np.dtype("<i8")
-
-BUFFER_BYTES = 1 << 20
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Say of an OSError inside the block that the cache in `folder` cannot be written."""
+    """Report an OSError inside the block as one of writing the cache in `folder`."""
     try:
         yield
     except OSError as error:
@@ -48,79 +50,72 @@ def token_dtype(vocab_size: int) -> "np.dtype[Any]":
     return np.dtype("<u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4")
 
 
-@dataclass
-class HashedFile:
+class _HashedFile:
     """A file that is written from front to end, and its sha256."""
 
-    opened: IO[bytes]
-    items: int = 0
-    digest: Any = field(default_factory=hashlib.sha256)
+    def __init__(self, opened: IO[bytes], dtype: "np.dtype[Any]") -> None:
+        self.opened, self.dtype = opened, dtype
+        self.items, self.digest = 0, hashlib.sha256()
 
-    def append(self, values: Tokens, dtype: "np.dtype[Any]") -> None:
-        """Write `values` as `dtype`."""
-        content = values.astype(dtype).tobytes()
+    def append(self, values: Tokens | Sequence[int]) -> None:
+        content = np.asarray(values).astype(self.dtype).tobytes()
         self.opened.write(content)
         self.digest.update(content)
         self.items += len(values)
 
     def finish(self) -> dict[str, Any]:
-        """Have everything on the disk; return the file's size in items and its sha256."""
+        """Flush to the disk; return the number of items and the sha256."""
         self.opened.flush()
         os.fsync(self.opened.fileno())
         return {"items": self.items, "sha256": self.digest.hexdigest()}
 
 
-@dataclass
 class SplitWriter:
-    """The two files of a split that is being made."""
+    """Writes the two files of a split."""
 
-    tokens: HashedFile
-    ends: HashedFile
-    dtype: "np.dtype[Any]"
+    def __init__(self, tokens: IO[bytes], ends: IO[bytes], dtype: "np.dtype[Any]") -> None:
+        self.tokens, self.ends = _HashedFile(tokens, dtype), _HashedFile(ends, ENDS_DTYPE)
 
     def append(self, tokens: Tokens) -> None:
         """Write the next tokens."""
-        self.tokens.append(tokens, self.dtype)
+        self.tokens.append(tokens)
 
     def end_document(self, eos_id: int) -> None:
         """Write the end token, and where the document ends."""
-        self.append(np.array([eos_id]))
-        self.ends.append(np.array([self.tokens.items]), ENDS_DTYPE)
+        self.tokens.append([eos_id])
+        self.ends.append([self.tokens.items])
 
     def finish(self) -> dict[str, Any]:
-        """Return what entry.json says of this split."""
+        """Return the part of entry.json about this split."""
         return {"tokens": self.tokens.finish(), "ends": self.ends.finish()}
 
 
 @contextmanager
 def split_writers(folder: Path, dtype: "np.dtype[Any]") -> Iterator[dict[str, SplitWriter]]:
-    """Open the files of every split in `folder`, which exists, for writing."""
+    """Open the files of every split for writing, in `folder`, which exists."""
     stack = ExitStack()
-
-    def create(name: str) -> HashedFile:
-        return HashedFile(stack.enter_context((folder / name).open("wb", buffering=BUFFER_BYTES)))
-
     try:
         with writing(folder.parent):
-            writers = {
-                split: SplitWriter(create(f"{split}.tokens"), create(f"{split}.ends"), dtype) for split in SPLITS
-            }
+            writers = {}
+            for split in SPLITS:
+                tokens, ends = (stack.enter_context((folder / f"{split}.{part}").open("wb")) for part in PARTS)
+                writers[split] = SplitWriter(tokens, ends, dtype)
         yield writers
     finally:
-        with writing(folder.parent):  # closing writes what is left in a buffer
+        with writing(folder.parent):  # closing flushes the buffers
             stack.close()
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An opened entry: its splits are memory-mapped, so that only what is used is read."""
+    """An opened entry. Its splits are memory-mapped, so only the tokens that are used are read."""
 
     splits: dict[str, TokenSplit]
     about: dict[str, Any]
 
 
 class DamagedEntryError(Exception):
-    """An entry that is not what its entry.json says; the message says in what."""
+    """An entry that differs from its entry.json; the message says where."""
 
 
 def write_about(folder: Path, about: dict[str, Any]) -> None:
@@ -136,7 +131,7 @@ def open_entry(folder: Path) -> Entry:
 
     Raises:
         FileNotFoundError: if there is no folder.
-        DamagedEntryError: if a file is missing, has another size, or entry.json is not what `write_about` wrote.
+        DamagedEntryError: if a file is missing or has another size, or entry.json is not what `write_about` wrote.
     """
     if not folder.is_dir():
         raise FileNotFoundError(folder)
@@ -145,9 +140,9 @@ def open_entry(folder: Path) -> Entry:
         dtype = np.dtype(about["dtype"])
         splits = {}
         for split in SPLITS:
-            said = about["splits"][split]
-            tokens = _mapped(folder / f"{split}.tokens", dtype, said["tokens"]["items"])
-            splits[split] = TokenSplit(tokens, _mapped(folder / f"{split}.ends", ENDS_DTYPE, said["ends"]["items"]))
+            expected = about["splits"][split]
+            tokens = _mapped(folder / f"{split}.tokens", dtype, expected["tokens"]["items"])
+            splits[split] = TokenSplit(tokens, _mapped(folder / f"{split}.ends", ENDS_DTYPE, expected["ends"]["items"]))
         if about["format"] != FORMAT:
             raise DamagedEntryError(f"{ENTRY} has format {about['format']!r}, expected {FORMAT}")
     except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
@@ -165,7 +160,7 @@ def _mapped(path: Path, dtype: "np.dtype[Any]", items: int) -> Tokens:
 def check_content(folder: Path, entry: Entry) -> None:
     """Read every file of the entry and compare its sha256. Raises DamagedEntryError where one differs."""
     for split in SPLITS:
-        for part in ("tokens", "ends"):
+        for part in PARTS:
             with (folder / f"{split}.{part}").open("rb") as opened:
                 found = hashlib.file_digest(opened, "sha256").hexdigest()
             if found != entry.about["splits"][split][part]["sha256"]:

@@ -20,7 +20,7 @@ def test_stdlib_is_large_real_source_and_the_same_each_time(load):
     assert len(first.validation.tokens) > 100_000
     text = first.train.tokens.tobytes()
     assert b"def " in text
-    # _sysconfigdata has the paths of whoever built Python
+    # _sysconfigdata has paths of the machine that built Python
     assert b"# system configuration generated and used by the sysconfig module" not in text
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quaver.trainer.data import cache as cache_module
 from quaver.trainer.data import load as load_module
 from quaver.trainer.data.cache import cache_folder
 from quaver.trainer.data.source import Source
@@ -166,7 +165,7 @@ load_data(config)
 
 
 def test_two_processes_build_one_entry(text_folder, kept):
-    """Both are inside at once: the one that builds waits until the other has seen that the lock is taken."""
+    """Both overlap: the builder waits until the other process has found the lock taken."""
     script = (
         LOAD
         + """
@@ -181,11 +180,11 @@ def slow_build(*arguments):
     while not (folder / "other waits").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     build(*arguments)
-def told_wait(*arguments):
+def announced_wait(*arguments):
     print("waits", flush=True)
     (folder / "other waits").touch()
     wait(*arguments)
-load._build, cache.TokenCache._wait = slow_build, told_wait
+load._build, cache.TokenCache._wait = slow_build, announced_wait
 print(load_data(config, quiet=True).origin["sha256"])
 """
     )
@@ -196,34 +195,6 @@ print(load_data(config, quiet=True).origin["sha256"])
     roles, digests = zip(*(out.split() for out, _ in outputs), strict=True)
     assert sorted(roles) == ["builds", "waits"]
     assert len(set(digests)) == 1
-
-
-def test_one_who_waits_shows_how_far_the_other_is(text_folder, load, kept, monkeypatch, capsys):
-    """The bytes that the builder tells of, each counted once."""
-    shown = []
-    waiting = cache_module.TokenCache(Path(kept), "k", "label")
-    Path(kept).mkdir()
-    looks = iter([None, "5", "half-written", "9", "7"])
-
-    class Lock:
-        def acquire(self, timeout: float) -> None:
-            try:
-                text = next(looks)
-            except StopIteration:
-                return
-            if text:
-                (Path(kept) / "k.progress").write_text(text)
-            raise cache_module.Timeout("k.lock")
-
-    from contextlib import contextmanager
-
-    @contextmanager
-    def recorded(label, total, *, quiet):
-        yield shown.append
-
-    monkeypatch.setattr(cache_module, "byte_progress", recorded)
-    waiting._wait(Lock(), 10)
-    assert shown == [0, 5, 0, 4, 0]
 
 
 def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path, text_folder, load):
@@ -278,7 +249,7 @@ def test_progress_counts_every_byte_once(tmp_path, text_folder, load, monkeypatc
     write_parquet(folder / "b.parquet", TEXTS * 20, row_group_size=500)
     (folder / "c.jsonl.gz").write_bytes(gzip.compress(json.dumps({"text": "x" * 99}).encode() + b"\n"))
     advanced: dict[str, int] = {}
-    documents = Source.documents
+    pieces = Source.pieces
 
     def watched(self, account, advance):
         def count(amount: int) -> None:
@@ -286,9 +257,9 @@ def test_progress_counts_every_byte_once(tmp_path, text_folder, load, monkeypatc
             advanced[self.path] = advanced.get(self.path, 0) + amount
             advance(amount)
 
-        yield from documents(self, account, count)
+        yield from pieces(self, account, count)
 
-    monkeypatch.setattr(Source, "documents", watched)
+    monkeypatch.setattr(Source, "pieces", watched)
     for path in (folder, text_folder):
         load(path)
         assert advanced[str(path)] == sum(file.stat().st_size for file in path.iterdir())

@@ -97,21 +97,23 @@ def test_without_documents_attention_is_called_as_ever(model, packed, monkeypatc
     assert calls == [(3, 2, {"is_causal": True, "enable_gqa": True})] * 2
 
 
-@pytest.mark.parametrize("recipe", [None, "tensorwise", "rowwise"])
 @pytest.mark.parametrize(
-    ("compiled", "checkpoint"),
+    ("recipe", "compiled", "mode"),
     [
-        (True, ActivationCheckpoint()),
-        (False, ActivationCheckpoint(mode="full")),
-        (False, ActivationCheckpoint(mode="selective")),
-        (True, ActivationCheckpoint(mode="selective")),
+        (None, True, "selective"),
+        ("tensorwise", True, "none"),
+        ("tensorwise", False, "selective"),
+        ("rowwise", False, "full"),
+        ("rowwise", True, "selective"),
     ],
-    ids=["compiled", "full", "selective", "compiled selective"],
 )
-def test_compiled_and_checkpointed_blocks_do_the_same(recipe, compiled, checkpoint, packed, monkeypatch):
+def test_compiled_and_checkpointed_blocks_do_the_same(recipe, compiled, mode, packed, monkeypatch):
     float8 = Float8(recipe_name=recipe) if recipe else Float8(enable_float8_linear=False)
     config = TrainConfig(
-        model=CONFIG, training=Training(compile=compiled), activation_checkpoint=checkpoint, float8=float8
+        model=CONFIG,
+        training=Training(compile=compiled),
+        activation_checkpoint=ActivationCheckpoint(mode=mode),
+        float8=float8,
     )
     tokens, documents = packed
 

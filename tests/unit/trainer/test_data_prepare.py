@@ -26,7 +26,7 @@ def config(tmp_path: Path, text_folder: Path) -> Path:
 def test_a_run_finds_what_was_prepared(config, tmp_path, capsys, monkeypatch):
     assert main(["prepare-data", str(config)]) == 0
     said = capsys.readouterr().out
-    monkeypatch.setattr(load_module, "_build", None)  # whoever builds again fails
+    monkeypatch.setattr(load_module, "_build", None)  # a second build fails
     assert main(["train", str(config)]) == 0
     origin = json.loads((tmp_path / "runs" / "r" / "data.json").read_text())
     assert f"train        {origin['train_documents']} documents, {origin['train_tokens']:,} tokens" in said

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from quaver.trainer.data import TokenData, text_files
-from quaver.trainer.data import parquet as our_parquet
+from quaver.trainer.data import TokenData, records, text_files
 from quaver.trainer.data.documents import VALIDATION, Account
 from quaver.trainer.data.files import SourceFile, find_files
 from quaver.trainer.data.source import split_of
@@ -92,7 +92,9 @@ def test_corrupt_lines_are_counted_with_their_places(tmp_path, load):
     for number, (place, reason) in enumerate(zip(origin["corrupt_places"], reasons, strict=True), start=61):
         assert place.startswith(f"a.jsonl:{number}: ")
         assert reason in place
-    with pytest.raises(ValueError, match=r"a.jsonl:61: not JSON .*; mend or remove it, or set data.on_corrupt to skip"):
+    with pytest.raises(
+        ValueError, match=r"a.jsonl:61: not JSON .*; repair or remove it, or set data.on_corrupt to skip"
+    ):
         load(tmp_path / "a.jsonl", on_corrupt="refuse")
 
 
@@ -158,16 +160,40 @@ def test_a_parquet_file_that_breaks_in_the_middle_gives_what_stands_before(tmp_p
     assert "not readable as Parquet" in data.origin["corrupt_places"][0]
 
 
-@pytest.mark.parametrize("kind", [pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_one_parquet_row_that_is_not_utf_8_loses_no_other(tmp_path, load):
+    rows = pa.array([text.encode() for text in TEXTS[:50]] + [b"a\xff"] + [text.encode() for text in TEXTS[50:]])
+    parquet.write_table(pa.table({"text": rows.view(pa.string())}), tmp_path / "a [1].parquet")
+    data = load(tmp_path / "a [1].parquet")
+    assert sorted(documents(data)) == sorted(TEXTS)
+    assert data.origin["corrupt_places"] == ["a [1].parquet:51: not UTF-8 (invalid start byte)"]
+
+
+def test_parquet_is_read_without_network_and_without_a_cache_of_datasets(tmp_path, load, monkeypatch):
+    write_parquet(tmp_path / "a.parquet", TEXTS)
+    load(tmp_path / "a.parquet", cache_folder=str(tmp_path / "kept"))  # imports datasets
+    import datasets
+
+    def refuse(*arguments: object) -> None:
+        raise RuntimeError(f"tried to connect: {arguments}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path("/proc/none"))
+    data = load(tmp_path / "a.parquet", cache_folder=str(tmp_path / "kept again"))
+    assert sorted(documents(data)) == sorted(TEXTS)
+    assert datasets.config.HF_DATASETS_OFFLINE
+
+
+@pytest.mark.parametrize("kind", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())])
 def test_parquet_strings_of_other_kinds(kind, tmp_path, load):
     parquet.write_table(pa.table({"text": pa.array(TEXTS, pa.string()).cast(kind)}), tmp_path / "a.parquet")
     assert sorted(documents(load(tmp_path / "a.parquet"))) == sorted(TEXTS)
 
 
-def test_parquet_without_pyarrow_names_what_to_install(tmp_path, load, monkeypatch):
+def test_parquet_without_datasets_names_what_to_install(tmp_path, load, monkeypatch):
     write_parquet(tmp_path / "a.parquet", TEXTS)
-    monkeypatch.setattr(our_parquet.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pyarrow, which is not installed; pip install 'quaver\[data\]'"):
+    monkeypatch.setattr(records.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"datasets, which is not installed; pip install 'quaver\[data\]'"):
         load(tmp_path)
 
 
@@ -197,9 +223,11 @@ def test_binary_files_are_left_out_and_counted(text_folder, load):
     )
     assert origin["corrupt_places"] == [
         "latin.txt: not UTF-8 (invalid continuation byte)",
-        "nul.bin: a 0 byte, so no text",
+        "nul.bin: a 0 byte, so not text",
     ]
-    with pytest.raises(ValueError, match=r"latin.txt: not UTF-8 .*; mend or remove it, or set data.on_corrupt to skip"):
+    with pytest.raises(
+        ValueError, match=r"latin.txt: not UTF-8 .*; repair or remove it, or set data.on_corrupt to skip"
+    ):
         load(text_folder, on_corrupt="refuse")
 
 
@@ -208,10 +236,13 @@ def test_long_texts_are_read_in_pieces_that_end_between_lines(tmp_path, monkeypa
     text = "".join(f"  line {number} \N{SNOWMAN}\n\n" + "word " * (number % 5) + "\n" for number in range(300))
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     (tmp_path / "b.txt").write_text("x" * 1000)
-    files, account = find_files(str(tmp_path)), Account()
-    pieces = {}
-    for file, document in zip(files, text_files.read_texts(files, account, lambda count: None), strict=True):
-        pieces[file.name] = list(document.pieces)
+    pieces = {"a.txt": [], "b.txt": []}
+    names = iter(pieces)
+    name = next(names)
+    for _, piece, ends_document in text_files.read_texts(find_files(str(tmp_path)), Account(), lambda count: None):
+        pieces[name].append(piece)
+        name = next(names, None) if ends_document else name
+    assert name is None
     assert "".join(pieces["a.txt"]) == text
     assert max(map(len, pieces["a.txt"])) < 300
     assert len(pieces["a.txt"]) > 50
@@ -228,7 +259,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, load, monkeyp
         yield from our_read(file, *others)
         write_jsonl(tmp_path / "a.jsonl", TEXTS[:100])
 
-    our_read = source.json_lines.read_json_lines
-    monkeypatch.setattr(source.json_lines, "read_json_lines", read_and_touch)
+    our_read = source.records.read_records
+    monkeypatch.setattr(source.records, "read_records", read_and_touch)
     with pytest.raises(ValueError, match="changed while they were read; try again"):
         load(tmp_path / "a.jsonl")

@@ -12,8 +12,9 @@ import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from quaver.trainer.config import Data, Model
-from quaver.trainer.data import huggingface, text_files, tiktoken_ranks
-from quaver.trainer.data.tokenizer import ByteTokenizer, check_vocabulary, load_tokenizer
+from quaver.trainer.data import text_files
+from quaver.trainer.data import tokenizer as tokenizer_module
+from quaver.trainer.data.tokenizer import check_vocabulary, load_tokenizer
 
 TEXTS = [
     "the quick brown fox jumps over the lazy dog",
@@ -60,7 +61,7 @@ def ranks_file(tmp_path: Path) -> Path:
 
 
 def test_bytes():
-    tokenizer = ByteTokenizer()
+    tokenizer = load_tokenizer(Data())
     (tokens,) = tokenizer.encode([TRICKY])
     assert tokens.tobytes().decode() == TRICKY
     assert (tokenizer.vocab_size, tokenizer.eos_id) == (256, 0)
@@ -91,14 +92,14 @@ def test_a_folder_names_its_own_end_token(tmp_path):
     given = load_tokenizer(Data(tokenizer=str(tmp_path), eos_token="<stop>"))
     assert given.eos_id == 3
     assert given.digest != load_tokenizer(Data(tokenizer=str(tmp_path))).digest
-    with pytest.raises(ValueError, match=r"'<none>' is no token of .*; set data.eos_token to one"):
+    with pytest.raises(ValueError, match=r"'<none>' is not a token of .*; set data.eos_token to one"):
         load_tokenizer(Data(tokenizer=str(tmp_path), eos_token="<none>"))
 
 
 def test_ranks_give_tiktokens_tokens_and_llama_3s_end(ranks_file):
     tokenizer = load_tokenizer(Data(tokenizer=str(ranks_file)))
     ranks = write_ranks(ranks_file)
-    reference = tiktoken.Encoding("r", pat_str=tiktoken_ranks.SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens={})
+    reference = tiktoken.Encoding("r", pat_str=tokenizer_module.SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens={})
     assert (tokenizer.vocab_size, tokenizer.eos_id) == (len(ranks) + 256, len(ranks) + 1)
     for text, tokens in zip([*TEXTS, TRICKY], tokenizer.encode([*TEXTS, TRICKY]), strict=True):
         assert tokens.tolist() == reference.encode_ordinary(text)
@@ -108,16 +109,24 @@ def test_ranks_give_tiktokens_tokens_and_llama_3s_end(ranks_file):
         load_tokenizer(Data(tokenizer=str(ranks_file), eos_token="</s>"))
 
 
+def test_ranks_that_change_under_their_name_are_read_again(ranks_file):
+    before = load_tokenizer(Data(tokenizer=str(ranks_file)))
+    ranks_file.write_bytes(ranks_file.read_bytes() + base64.b64encode(b"word") + b" %d\n" % (before.vocab_size - 256))
+    after = load_tokenizer(Data(tokenizer=str(ranks_file)))
+    assert after.vocab_size == before.vocab_size + 1
+    assert len(after.encode(["word"])[0]) == 1
+
+
 def test_the_real_ranks_would_have_llama_3s_numbers():
     """128,000 ranks and 256 special tokens: 128,256, with <|end_of_text|> 128,001 and <|eot_id|> 128,009."""
-    assert 128_000 + tiktoken_ranks.SPECIAL_COUNT == 128_256
-    assert 128_000 + tiktoken_ranks.NAMED["<|end_of_text|>"] == 128_001
-    assert 128_000 + tiktoken_ranks.NAMED["<|eot_id|>"] == 128_009
+    assert 128_000 + tokenizer_module.SPECIAL_COUNT == 128_256
+    assert 128_000 + tokenizer_module.NAMED["<|end_of_text|>"] == 128_001
+    assert 128_000 + tokenizer_module.NAMED["<|eot_id|>"] == 128_009
 
 
 @pytest.mark.parametrize("run", ["x" * 60_000, "a b" + " " * 25_001 + "c", "x" * 25_000 + " " + "y" * 25_000, "", "x"])
 def test_long_runs_are_cut_where_llama_3_cuts_them(run, ranks_file):
-    parts = tiktoken_ranks._bounded_runs(run)
+    parts = tokenizer_module.bounded_runs(run)
     assert "".join(parts) == run
     assert all(len(found) <= 25_000 for part in parts for found in re.findall(r"\S+|\s+", part))
     assert len(parts) == 1 + sum((len(found) - 1) // 25_000 for found in re.findall(r"\S+|\s+", run))
@@ -145,7 +154,7 @@ def test_cutting_a_long_text_into_pieces_changes_no_token(kind, request, tmp_pat
         ("none.json", None, FileNotFoundError, "does not exist; give bytes, a file or a folder"),
         ("a.json", b"{}", ValueError, "is not a tokenizer of Hugging Face"),
         ("a.json", b"\xff", ValueError, "is not a tokenizer of Hugging Face"),
-        ("a.tiktoken", b"aGk= 0\nnonsense\n", ValueError, "line 2: expected base64 and a rank"),
+        ("a.tiktoken", b"aGk= 0\nnonsense\n", ValueError, "expected lines of base64 and a rank.*b'nonsense'"),
         ("a.tiktoken", b"aGk= 0\n", ValueError, "must rank all 256 bytes"),
         (
             "tokenizer.model",
@@ -170,7 +179,7 @@ def test_a_folder_without_a_tokenizer(tmp_path):
 @pytest.mark.parametrize(("kind", "package"), [("hf_file", "tokenizers"), ("ranks_file", "tiktoken")])
 def test_missing_packages_are_named(kind, package, request, monkeypatch):
     path = request.getfixturevalue(kind)
-    monkeypatch.setattr(huggingface.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(tokenizer_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=rf"{package}, which is not installed; pip install 'quaver\[data\]'"):
         load_tokenizer(Data(tokenizer=str(path)))
 
