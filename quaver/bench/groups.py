@@ -16,16 +16,10 @@ import re
 
 GROUPS = ("gemm", "cast", "amax", "transpose", "other")
 
-_PHASES = {
-    "quaver::amax": "amax",
-    "quaver::cast": "cast",
-    "quaver::gemm": "gemm",
-    "quaver::exact_float8_mm": "gemm",
-    "quaver::dynamic_cast": "cast",
-    "quaver::dynamic_cast_axes": "cast",
-    "quaver::cast_with_scale": "cast",
-    "quaver::cast_with_persistent_scale": "cast",
-}
+_CAST_PREFIX = "quaver::cast"
+"""Of the phase of eager code and of every cast that is a registered operation, as compiled code calls it."""
+
+_PHASES = {"quaver::amax": "amax", "quaver::gemm": "gemm", "quaver::exact_float8_mm": "gemm"}
 
 _OPERATORS = {
     **dict.fromkeys(("mm", "addmm", "bmm", "matmul", "linear", "_scaled_mm", "mkldnn_linear"), "gemm"),
@@ -47,13 +41,17 @@ def group_of_ranges(names_outwards: list[str]) -> str:
     """The group of work in nested ranges, given from the innermost to the outermost."""
     operators = [name.removeprefix("aten::") for name in names_outwards if name.startswith("aten::")]
     by_operator = next((_OPERATORS[name] for name in operators if name in _OPERATORS), "other")
-    phase = next((_PHASES[name] for name in names_outwards if name in _PHASES), None)
+    phase = next(filter(None, map(_group_of_phase, names_outwards)), None)
     if phase == "gemm" and by_operator == "transpose":  # an operand that came in another layout
         return by_operator
     if phase:
         return phase
     fused = next((name for name in names_outwards if _is_fused(name)), None)
     return by_operator if fused is None or by_operator != "other" else group_of_kernel(fused)
+
+
+def _group_of_phase(name: str) -> str | None:
+    return "cast" if name.startswith(_CAST_PREFIX) else _PHASES.get(name)
 
 
 def group_of_kernel(name: str) -> str:

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+import quaver.distributed  # noqa: F401 - registers quaver::cast_with_agreed_scale
 from quaver.bench.groups import GROUPS, group_of_kernel, group_of_ranges
 from quaver.bench.modules import Batch, model_of
 from quaver.bench.profile import BACKWARD, FORWARD, _row, profile_module
@@ -28,7 +29,7 @@ CPU = torch.device("cpu")
         (["aten::copy_", "aten::contiguous", "quaver::cast"], "cast"),
         (["aten::copy_", "aten::contiguous", "quaver::gemm"], "transpose"),
         (["aten::fill_", "aten::zeros", "quaver::gemm"], "gemm"),
-        (["quaver::dynamic_cast", "## Call CompiledFxGraph ##"], "cast"),
+        (["quaver::cast_tensorwise", "## Call CompiledFxGraph ##"], "cast"),
         (["graph_0_cpp_fused__to_copy_add_view_1", "forward"], "other"),
         (["aten::_flash_attention_forward", "aten::scaled_dot_product_attention"], "other"),
         (["forward"], "other"),
@@ -37,6 +38,14 @@ CPU = torch.device("cpu")
 )
 def test_the_group_of_ranges(names, group):
     assert group_of_ranges(names) == group
+
+
+def test_every_registered_cast_is_a_cast():
+    """Compiled code calls the operations, which have no phase around them."""
+    registered = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    casts = {name for name in registered if name.startswith("quaver::cast")}
+    assert {"quaver::cast_tensorwise", "quaver::cast_rowwise", "quaver::cast_with_agreed_scale"} <= casts
+    assert {group_of_ranges([name, "## Call CompiledFxGraph ##", "forward"]) for name in casts} == {"cast"}
 
 
 @pytest.mark.parametrize(
