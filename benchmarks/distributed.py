@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.record import ROOT, fill, has_changed, markdown
 from quaver import Float8LinearConfig, Float8LinearRecipeName, convert_to_float8_training
-from quaver.bench.harness import environment
+from quaver.bench.results import environment
 from quaver.distributed import (
     precompute_float8_dynamic_scale_for_fsdp,
 )

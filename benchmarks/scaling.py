@@ -23,7 +23,7 @@ from benchmarks.record import ROOT, fill, has_changed, markdown
 from benchmarks.scaling_costs import RANKS, count_on_ranks
 from benchmarks.scaling_numerics import DIM, TOKENS, measure_numerics
 from benchmarks.scaling_pictures import draw
-from quaver.bench.harness import environment
+from quaver.bench.results import environment
 
 RECORD = ROOT / "benchmarks" / "results" / "scaling.json"
 DOCS = ROOT / "docs" / "scaling.md"

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from quaver.bench.block import bench_block, check_fits
-from quaver.bench.modules import BFLOAT16, Batch, Step, build_subject, make_direction, make_sources, model_of
+from quaver.bench.modules import Batch, Step, build_subject, make_direction, make_sources, model_of
+from quaver.bench.results import BFLOAT16
 from quaver.bench.step_memory import measure_usage
 from quaver.cli import main
 from quaver.linear import Float8Linear
