@@ -1,14 +1,11 @@
 """quaver bench cast: its contestants, their codes, and the rates in its rows."""
 
-import json
-
 import pytest
 import torch
 
 from quaver.bench import cast as bench
 from quaver.bench.cast import COPY, KINDS, bench_cast
 from quaver.bench.shapes import Matrix
-from quaver.cli import main
 from quaver.gemm import GemmBackend
 
 CPU = torch.device("cpu")
@@ -54,14 +51,3 @@ def test_the_floor_of_a_cpu_and_of_hardware_that_multiplies_float8(monkeypatch):
     monkeypatch.setattr(bench, "backend_for", lambda device, *, rowwise: GemmBackend.NATIVE)
     floors = {name: kind.floor(2, torch.device("cuda")) for name, kind in KINDS.items()}
     assert floors == {"tensorwise": 6, "delayed": 4, "rowwise": 3, "rowwise_both": 6}
-
-
-def test_the_command_prints_and_saves_a_table(tmp_path, capsys):
-    output = tmp_path / "cast.json"
-    words = ["bench", "cast", "--shapes", "16x32", "--casts", "rowwise", "--rounds", "2", "--torchao", "no"]
-    assert main([*words, "--output", str(output)]) == 0
-    saved = json.loads(output.read_text())
-    assert saved["benchmark"] == "cast"
-    assert {"device", "torch", "commit", "command", "date"} <= set(saved["environment"])
-    assert [row["library"] for row in saved["rows"]] == [COPY, "quaver", "quaver", "PyTorch"]
-    assert "16 x 32" in capsys.readouterr().out

@@ -10,20 +10,32 @@ from quaver.cli import main
 from quaver.cli.bench import VERBS
 
 
-def test_the_command_prints_and_saves_a_table(tmp_path, capsys):
-    output = tmp_path / "new" / "linear.json"
-    words = ["bench", "linear", "--shapes", "16", "--rounds", "2", "--modes", "eager", "--torchao", "no"]
-    assert main([*words, "--recipes", "tensorwise", "rowwise", "--output", str(output)]) == 0
+@pytest.mark.parametrize(
+    ("verb", "words", "contestants", "printed"),
+    [
+        ("linear", "--shapes 16 --modes eager --recipes rowwise --torchao no", ["bfloat16", "quaver"], "16 x 16 x 16"),
+        ("cast", "--shapes 16x32 --casts rowwise --torchao no", ["copy", "quaver", "quaver", "PyTorch"], "16 x 32"),
+        ("gemm", "--shapes 16 --scales rowwise", ["bfloat16", "rowwise"] * 3, "unknown"),
+        ("host", "--modes eager --recipes rowwise --torchao no", ["bfloat16", "quaver"], "none: a CPU"),
+        (
+            "block",
+            "--divisor 4 --tokens 64 --seq-len 32 --recipes rowwise --modes eager",
+            ["bfloat16", "quaver"],
+            "2 x 32 tokens",
+        ),
+    ],
+)
+def test_the_command_prints_and_saves_a_table(verb, words, contestants, printed, tmp_path, capsys):
+    output = tmp_path / "new" / f"{verb}.json"
+    common = ["--rounds", "2", "--device", "cpu", "--output", str(output)]
+    assert main(["bench", verb, *words.split(), *common]) == 0
     result = json.loads(output.read_text())
-    assert [(row["library"], row["recipe"]) for row in result["rows"]] == [
-        ("bfloat16", ""),
-        ("quaver", "tensorwise"),
-        ("quaver", "rowwise"),
-    ]
-    assert result["environment"]["torch"] == torch.__version__
-    assert result["rows"][0]["time_over_bfloat16"] == 1.0
-    assert result["rows"][1]["timing"]["median_us"] > 0
-    assert "16 x 16 x 16" in capsys.readouterr().out
+    assert result["benchmark"] == verb
+    assert result["complete"]
+    assert [row.get("library", row.get("contestant")) for row in result["rows"]] == contestants
+    assert all(row["timing"]["median_us"] > 0 for row in result["rows"])
+    assert {"device", "torch", "commit", "command", "date"} <= set(result["environment"])
+    assert printed in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
