@@ -1,25 +1,21 @@
-"""What float8 sends between ranks, beside bfloat16: collectives and their bytes, counted on a CPU.
+"""What FSDP2 sends between ranks in float8 and in bfloat16: collectives and their bytes, counted on a CPU.
 
     python -m benchmarks.distributed [--ranks 2] [--output benchmarks/results/distributed.json] [--update-docs]
 
-Starts gloo processes itself; any laptop will do. Counts do not depend on the machine or the backend. The only times are
-those of `precompute_float8_dynamic_scale_for_fsdp`, and they are a CPU's.
+Starts gloo processes; counts do not depend on the machine or the backend. All figures are rank 0's. The bytes of a
+collective are those of its whole tensor: the output of an all-gather, the input of a reduce-scatter or an all-reduce.
+For n such bytes a ring over R ranks sends n * (R - 1) / R per rank in an all-gather or reduce-scatter, twice that in
+an all-reduce.
 
-All figures are those of rank 0. The bytes of a collective are those of its whole tensor: what an all-gather leaves on a
-rank, what a reduce-scatter or all-reduce takes from it. Of n such bytes, a ring over R ranks has each rank send
-n * (R - 1) / R in an all-gather or reduce-scatter, and twice that in an all-reduce.
-
-The model is a stack of blocks with Llama 3 8B's proportions, 1/16 of its widths, without norm weights, embedding and
-output projection, which do not travel in float8: what is counted is the linears alone.
+The model is a stack of blocks with Llama 3 8B's proportions at 1/16 of its width. Norm weights, embedding and output
+projection are left out, because they never travel in float8.
 """
 
 import argparse
 import json
 import shlex
-import statistics
 import sys
 import tempfile
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -31,17 +27,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.record import ROOT, fill, has_changed, markdown
 from quaver import Float8LinearConfig, Float8LinearRecipeName, convert_to_float8_training
-from quaver.bench.harness import environment
+from quaver.bench.results import environment
 from quaver.distributed import (
-    Float8ColwiseParallel,
-    Float8RowwiseParallel,
-    PrepareFloat8ModuleInput,
     precompute_float8_dynamic_scale_for_fsdp,
 )
 from quaver.tensor import Float8Tensor
@@ -57,7 +49,6 @@ RECIPES = tuple(
 LAYERS, DIM, KV, HIDDEN, HEAD = 4, 256, 64, 896, 16
 LLAMA_3_8B = {"layers": 32, "dim": 4096, "kv": 1024, "hidden": 14336}
 BATCH, SEQUENCE = 2, 64
-PRECOMPUTE_LINEARS, PRECOMPUTE_DIM, PRECOMPUTE_ROUNDS = (1, 10, 100, 1000), 16, 15
 
 # ---- counting --------------------------------------------------------------------------------------------------------
 
@@ -236,105 +227,16 @@ def _storage_bytes(weights: list[Tensor]) -> int:
     return sum(sizes.values())
 
 
-# ---- tensor and sequence parallelism ---------------------------------------------------------------------------------
-
-
-def count_tp(mesh: DeviceMesh, module_type: type[nn.Module], recipe: str | None, local: bool) -> dict[str, Any]:
-    """One forward and backward in bfloat16 of a module whose input and output are sharded along the sequence."""
-    torch.manual_seed(0)
-    module = module_type().to(torch.bfloat16)
-    colwise, rowwise, prepare = ColwiseParallel, RowwiseParallel, PrepareModuleInput
-    if recipe is not None:
-        convert_to_float8_training(module, config=config_of(recipe))
-        colwise, rowwise, prepare = Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
-    last = "o" if module_type is Attention else "down"
-    styles = {name: colwise() for name, _ in module.named_children() if name != last}
-    styles[last] = rowwise(output_layouts=Shard(1))
-    styles[""] = prepare(input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=local)
-    parallelize_module(module, mesh, styles)
-    x = torch.randn(BATCH, SEQUENCE // mesh.size(), DIM, dtype=torch.bfloat16, requires_grad=True)
-    result: dict[str, Any] = {"module": module_type.__name__, "recipe": recipe, "use_local_output": local}
-    forward, backward = Collectives(), Collectives()
-    with forward:
-        out = module(x)
-    with backward:
-        out.sum().backward()
-    elements = BATCH * SEQUENCE * DIM
-    for name, counted in (("forward", forward), ("backward", backward)):
-        gathers = counted.total("all_gather", torch.uint8, torch.bfloat16)
-        scales, amaxes = counted.total("all_gather", torch.float32), counted.total("all_reduce", torch.int32)
-        summed = counted.total("all_reduce", torch.bfloat16)
-        scattered = counted.total("reduce_scatter")
-        known = gathers[0] + scales[0] + amaxes[0] + summed[0] + scattered[0]
-        assert known == sum(counted.calls.values()), counted.calls
-        result[name] = {
-            "gathers": gathers[0],
-            "gathered_bytes_per_element": gathers[1] / elements,
-            "scale_gathers": scales[0],
-            "scale_gathered_bytes": scales[1],
-            "reduce_scatters": scattered[0],
-            "reduce_scattered_bytes_per_element": scattered[1] / elements,
-            "all_reduces": summed[0],
-            "all_reduced_bytes_per_element": summed[1] / elements,
-            "amax_all_reduces": amaxes[0],
-            "amax_bytes": amaxes[1],
-        }
-    return result
-
-
-# ---- the cost of precompute ------------------------------------------------------------------------------------------
-
-
-def cost_of_precompute(mesh: DeviceMesh, linears: int, recipe: str, dtype: torch.dtype) -> dict[str, Any]:
-    layers = [nn.Linear(PRECOMPUTE_DIM, PRECOMPUTE_DIM, bias=False, dtype=dtype) for _ in range(linears)]
-    model = nn.Sequential(*layers)
-    convert_to_float8_training(model, config=config_of(recipe, enable_fsdp_float8_all_gather=True))
-    fully_shard(model, mesh=mesh)
-    precompute_float8_dynamic_scale_for_fsdp(model)  # checks once that ranks agree
-    counted = Collectives()
-    with counted:
-        precompute_float8_dynamic_scale_for_fsdp(model)
-    calls, size = counted.total("all_reduce")
-    assert calls == sum(counted.calls.values())
-    times_ms = []
-    for _ in range(PRECOMPUTE_ROUNDS):
-        dist.barrier()
-        start = time.perf_counter()
-        precompute_float8_dynamic_scale_for_fsdp(model)
-        times_ms.append(1e3 * (time.perf_counter() - start))
-    return {
-        "linears": linears,
-        "recipe": recipe,
-        "dtype": str(dtype),
-        "operations": counted.operations,
-        "all_reduces": calls,
-        "bytes": size,
-        "median_ms": statistics.median(times_ms),
-        "min_ms": min(times_ms),
-        "max_ms": max(times_ms),
-        "rounds": PRECOMPUTE_ROUNDS,
-    }
-
-
 # ---- running ---------------------------------------------------------------------------------------------------------
 
 FSDP_CASES = [(None, None), (torch.bfloat16, None)] + [(torch.bfloat16, recipe) for recipe in RECIPES]
-TP_CASES = [(None, False)] + [(recipe, True) for recipe in RECIPES]
-TP_CASES.insert(TP_CASES.index(("rowwise_with_gw_hp", True)), ("rowwise_with_gw_hp", False))
-PRECOMPUTE_CASES = [("tensorwise", torch.float32), ("tensorwise", torch.bfloat16), ("rowwise", torch.float32)]
 
 
 def _on_rank(rank: int, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
-    results = {
-        "fsdp": [count_fsdp(mesh, *case) for case in FSDP_CASES],
-        "tp": [count_tp(mesh, module, *case) for module in (FeedForward, Attention) for case in TP_CASES],
-        "precompute": [
-            cost_of_precompute(mesh, linears, *case) for case in PRECOMPUTE_CASES for linears in PRECOMPUTE_LINEARS
-        ],
-    }
+    results = {"fsdp": [count_fsdp(mesh, *case) for case in FSDP_CASES]}
     if rank == 0:
         (Path(folder) / "results.json").write_text(json.dumps(results))
     dist.barrier()
@@ -356,7 +258,6 @@ def measure(ranks: int) -> dict[str, Any]:
         }
         | {"uncommitted_changes_in_quaver": has_changed("quaver")},
         "model": {"layers": LAYERS, "dim": DIM, "kv": KV, "hidden": HIDDEN, "batch": BATCH, "sequence": SEQUENCE},
-        "precompute_linear": [PRECOMPUTE_DIM, PRECOMPUTE_DIM],
         **counted,
     }
 
@@ -366,12 +267,7 @@ def measure(ranks: int) -> dict[str, Any]:
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
     """Each table of the documentation by its name, in Markdown."""
-    return {
-        "fsdp": _fsdp_table(results),
-        "llama": _llama_table(results),
-        "tp": _tp_table(results),
-        "precompute": _precompute_table(results),
-    }
+    return {"fsdp": _fsdp_table(results)}
 
 
 def _fsdp_table(results: dict[str, Any]) -> str:
@@ -393,53 +289,8 @@ def _fsdp_table(results: dict[str, Any]) -> str:
     return markdown(head, rows)
 
 
-def _llama_table(results: dict[str, Any]) -> str:
-    shapes = linear_shapes(**LLAMA_3_8B)
-    elements = sum(n * k for n, k in shapes)
-    rows = []
-    for row in results["fsdp"]:
-        counts = row["without_precompute"]
-        gathered = sum(counts[f"gathered_bytes_per_element_{phase}"] for phase in ("forward", "backward"))
-        unsharded = row["unsharded_bytes_per_element"] * elements / LLAMA_3_8B["layers"]
-        scales = scale_bytes(row["recipe"], shapes) if row["recipe"] else 0
-        rows.append([_gathered_as(row), f"{gathered * elements / 1e9:.2f}", f"{unsharded / 1e6:.1f}", f"{scales:,}"])
-    return markdown(["gathered as", "gathered per step, GB", "unsharded block, MB", "scales per step, bytes"], rows)
-
-
 def _gathered_as(row: dict[str, Any]) -> str:
     return f"float8, `{row['recipe']}`" if row["recipe"] else row["param_dtype"].removeprefix("torch.")
-
-
-def _tp_table(results: dict[str, Any]) -> str:
-    head = ["module", "precision", "gathered", "reduce-scattered", "all-reduced", "collectives of activations"]
-    head += ["amax all-reduces", "amaxes, bytes", "scales gathered, bytes"]
-    rows = []
-    for row in results["tp"]:
-        phases = row["forward"], row["backward"]
-        collectives = [phase["gathers"] + phase["reduce_scatters"] + phase["all_reduces"] for phase in phases]
-        name = f"`{row['recipe']}`" if row["recipe"] else "bfloat16"
-        if row["recipe"] == "rowwise_with_gw_hp":
-            name += f", `use_local_output={row['use_local_output']}`"
-        module = {"FeedForward": "feed-forward", "Attention": "attention"}[row["module"]]
-        cells = [module, name]
-        for key in ("gathered", "reduce_scattered", "all_reduced"):
-            cells.append(" + ".join(f"{phase[f'{key}_bytes_per_element']:g}" for phase in phases))
-        cells.append(" + ".join(map(str, collectives)))
-        for key in ("amax_all_reduces", "amax_bytes", "scale_gathered_bytes"):
-            cells.append(" + ".join(f"{phase[key]:,}" for phase in phases))
-        rows.append(cells)
-    return markdown(head, rows)
-
-
-def _precompute_table(results: dict[str, Any]) -> str:
-    head = ["recipe, parameters", "linears", "operations", "all-reduces", "bytes", "median, ms", "min to max, ms"]
-    rows = [
-        [f"`{row['recipe']}`, {row['dtype'].removeprefix('torch.')}", row["linears"], row["operations"]]
-        + [row["all_reduces"], f"{row['bytes']:,}", f"{row['median_ms']:.2f}"]
-        + [f"{row['min_ms']:.2f} to {row['max_ms']:.2f}"]
-        for row in results["precompute"]
-    ]
-    return markdown(head, rows)
 
 
 def main() -> int:

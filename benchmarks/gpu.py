@@ -1,8 +1,8 @@
-"""The GPU tests and benchmarks in one go, within nine minutes: `make gpu`, or `make gpu ARGS="gemm cast"` for some.
+"""The GPU tests and all benchmarks within nine minutes: `make gpu`, or `make gpu ARGS="gemm cast"` for some parts.
 
-Runs on any machine with a suitable GPU and needs no network. Results go to $OUT, else to benchmarks/results. Each part
-has its own time, and what one leaves the next may use. A part that takes longer is interrupted, which makes a benchmark
-save what it has; it is named at the end, as is one that fails, and the others still run.
+Needs a GPU and no network. Results go to $OUT, else to benchmarks/results. Each part has a time limit, and leaves its
+rest to the next one. A part that runs longer is interrupted, so that a benchmark saves its finished rows. Parts that
+fail or run longer are named at the end; the others still run.
 """
 
 import json
@@ -32,7 +32,7 @@ class Part:
 
 
 def parts(results: Path) -> list[Part]:
-    """All parts in the order they run, which is that of how much they are missed. 540 seconds together."""
+    """All parts, the most important first; 540 seconds together."""
 
     def verb(name: str, seconds: int, *words: str) -> Part:
         output = str(results / f"gpu_{name}.json")
@@ -71,7 +71,7 @@ _LARGER_MODEL = (
 
 
 def main(names: list[str]) -> int:
-    """Run the parts of these names, all where there are none; 0 if all passed, 1 if not, 2 where nothing can run."""
+    """Run the parts of these names, or all; returns 0 if all passed, 1 if not, 2 if nothing can run."""
     if not torch.cuda.is_available():
         print(f"make gpu needs a GPU, and torch {torch.__version__} sees none on this machine", file=sys.stderr)
         return 2
@@ -93,7 +93,7 @@ def main(names: list[str]) -> int:
 
 
 def run_all(todo: list[Part], results: Path) -> dict[str, dict]:
-    """Run every part, each until the seconds of it and of all before it are over; seconds and failure ("") by name."""
+    """Run every part until its deadline, the sum of the seconds up to it; returns seconds and failure ("") by name."""
     outcomes = {}
     deadline = time.monotonic()
     for part in todo:
@@ -109,9 +109,9 @@ def run_all(todo: list[Part], results: Path) -> dict[str, dict]:
 
 
 def run(words: list[str], limit_s: float, log: TextIO) -> str:
-    """Run python with these words in the root; why it failed, empty if it did not.
+    """Run python with these words in the repository root; returns the reason of a failure, or "".
 
-    GRACE_S before the limit it is interrupted, as by Ctrl-C, and then has that long to save what it has.
+    GRACE_S before the limit the process is interrupted as by Ctrl-C, to save its results.
     """
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     process = subprocess.Popen(
@@ -132,7 +132,7 @@ def run(words: list[str], limit_s: float, log: TextIO) -> str:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Wait for an interrupted process, at most for the grace; then end it and what it started."""
+    """Wait GRACE_S for an interrupted process, then kill it and its children."""
     try:
         process.wait(GRACE_S)
     except subprocess.TimeoutExpired:

@@ -25,7 +25,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks.record import ROOT, fill, has_changed, markdown
-from quaver.bench.harness import environment
+from quaver.bench.results import environment
 
 RECORD = ROOT / "benchmarks" / "results" / "loss_curves.json"
 DOCS = ROOT / "docs" / "results.md"

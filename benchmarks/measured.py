@@ -1,9 +1,9 @@
-"""What `quaver bench` measures on this machine's CPU, one thread, into benchmarks/results/cpu/ and docs/performance.md.
+"""The CPU measurements of docs/performance.md: `quaver bench` on one thread, into benchmarks/results/cpu/.
 
-    python -m benchmarks.measured --again [linear cast ...] --update-docs    measure all of it, or what is named
+    python -m benchmarks.measured --again [linear cast ...] --update-docs    measure all of it, or some benchmarks
     python -m benchmarks.measured --update-docs                              the page again, from the files
 
-On a quiet machine: about ten minutes, torchao included where it is installed.
+About ten minutes on a quiet machine, with torchao if it is installed.
 """
 
 import argparse
@@ -21,10 +21,11 @@ COMMANDS = {
     "linear": "linear --shapes 1024 --recipes tensorwise rowwise rowwise_with_gw_hp delayed",
     "cast": "cast --shapes 1024,1024x4096",
     "gemm": "gemm --shapes 1024",
-    "host": "host --modes eager",
     "block": "block --model debug --tokens 2048 --seq-len 256 --recipes tensorwise rowwise rowwise_with_gw_hp delayed",
     "train": "train --rounds 12 --recipes tensorwise rowwise rowwise_with_gw_hp delayed",
 }
+
+MODES = ("eager", "compiled")
 
 Rows = list[dict[str, Any]]
 
@@ -35,103 +36,88 @@ def measure(name: str) -> int:
 
 
 def words(name: str) -> list[str]:
-    """What stands behind `quaver` on the command line."""
+    """The arguments of `quaver`."""
     output = (FOLDER / f"{name}.json").relative_to(ROOT)
     return ["bench", *COMMANDS[name].split(), *COMMON, "--output", str(output)]
 
 
 def tables(results: dict[str, dict[str, Any]]) -> dict[str, str]:
     """The page's tables, by name."""
-    made = {f"cpu {name}": _TABLES[name](results[name]["rows"]) for name in results}
-    return made | {"cpu machine": _machines(results)}
+    return {f"cpu {name}": _TABLES[name](results[name]["rows"]) for name in results}
 
 
-def _machines(results: dict[str, dict[str, Any]]) -> str:
-    lines = []
-    for name, result in results.items():
-        about = result["environment"]
-        versions = f"torch {about['torch']}" + (f", torchao {about['torchao']}" if "torchao" in about else "")
-        lines.append([f"`quaver bench {COMMANDS[name]}`", about["device"], versions, about["commit"], about["date"]])
-    return markdown(["command, with `--device cpu --threads 1`", "device", "versions", "commit", "date"], lines)
-
-
-def _us(timing: dict[str, Any]) -> str:
-    return f"{timing['median_us']:,.0f} ({timing['p10_us']:,.0f} .. {timing['p90_us']:,.0f})"
+def _ms(row: dict[str, Any]) -> str:
+    timing = row["timing"]
+    return f"{timing['median_us'] / 1e3:,.3g} ({timing['p10_us'] / 1e3:,.3g} to {timing['p90_us'] / 1e3:,.3g})"
 
 
 def _times(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
+def _by(rows: Rows, *keys: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+    return {tuple(row[key] for key in keys): row for row in rows}
+
+
+def _values(rows: Rows, key: str) -> list[Any]:
+    return list(dict.fromkeys(row[key] for row in rows if row[key]))
+
+
 def _linear(rows: Rows) -> str:
-    head = ["mode", "library", "recipe", "us (p10 .. p90)", "time / bfloat16", "torchao's time / quaver's"]
-    return markdown(head, [
-        [
-            row["mode"], row["library"], row["recipe"], _us(row["timing"]), _times(row["time_over_bfloat16"]),
-            _times(row["torchao_time_over_this"]),
-        ]
-        for row in rows
-    ])  # fmt: skip
+    """A line for each recipe; ratios are eager / compiled."""
+    found, lines = _by(rows, "mode", "library", "recipe"), []
+    for recipe in _values(rows, "recipe"):
+        ours = [found[mode, "quaver", recipe] for mode in MODES]
+        ratios = [" / ".join(_times(row[key]) for row in ours) for key in ("time_over_bfloat16", _PEER)]
+        lines.append([f"`{recipe}`", ratios[0], ratios[1] if ours[0][_PEER] else ""])
+    return markdown(["eager / compiled", "time / bfloat16", "torchao's time / quaver's"], lines)
 
 
 def _cast(rows: Rows) -> str:
-    head = ["matrix", "cast", "library", "mode", "us (p10 .. p90)", "bytes an element", "floor", "of a copy's GB/s"]
-    return markdown(head, [
-        [
-            row["matrix"], row["cast"], row["library"], row["mode"], _us(row["timing"]),
-            "unknown" if row["counted_bytes_per_element"] is None else f"{row['counted_bytes_per_element']:g}",
-            f"{row['floor_bytes_per_element']:g}", f"{row['share_of_copy']:.0%}",
-        ]
-        for row in rows
-    ])  # fmt: skip
+    """A line for each cast of the largest matrix: milliseconds of each contestant."""
+    largest = [row for row in rows if row["matrix"] == rows[-1]["matrix"]]
+    found, lines = _by(largest, "cast", "library", "mode"), []
+    contestants = (("copy", ""), ("quaver", "eager"), ("quaver", "compiled"), ("PyTorch", "compiled"))
+    contestants += (("torchao", "compiled"),)
+    for kind in _values(largest, "cast"):
+        cells = [found.get((kind, *each)) for each in contestants]
+        lines.append([f"`{kind}`", *("" if row is None else _ms(row) for row in cells)])
+    return markdown([f"{rows[-1]['matrix']}, ms", *(" ".join(each).strip() for each in contestants)], lines)
 
 
 def _gemm(rows: Rows) -> str:
-    head = ["matmul", "contestant", "us (p10 .. p90)", "GFLOP/s", "time / bfloat16"]
-    return markdown(head, [
-        [
-            row["gemm"], row["contestant"], _us(row["timing"]), f"{1e3 * row['tflops_per_s']:,.0f}",
-            _times(row["time_over_bfloat16"]),
-        ]
-        for row in rows
-    ])  # fmt: skip
-
-
-def _host(rows: Rows) -> str:
-    head = ["library", "recipe", "us (p10 .. p90)", "time / bfloat16", "dispatched operations"]
-    return markdown(head, [
-        [row["library"], row["recipe"], _us(row["timing"]), _times(row["time_over_bfloat16"]), row["operations"]]
-        for row in rows
-    ])  # fmt: skip
+    found = _by(rows, "gemm", "contestant")
+    lines = [
+        [gemm, *(f"{1e3 * found[gemm, each]['tflops_per_s']:,.0f}" for each in _values(rows, "contestant"))]
+        for gemm in _values(rows, "gemm")
+    ]
+    return markdown(["GFLOP/s", *_values(rows, "contestant")], lines)
 
 
 def _block(rows: Rows) -> str:
-    head = ["mode", "recipe", "us (p10 .. p90)", "time / bfloat16", "peak / bfloat16"]
-    return markdown(head, [
-        [
-            row["mode"], row["recipe"] or "bfloat16", _us(row["timing"]), _times(row["time_over_bfloat16"]),
-            _times(row["peak_over_bfloat16"]),
-        ]
-        for row in rows
-    ])  # fmt: skip
+    found, lines = _by(rows, "mode", "recipe"), []
+    for recipe in _values(rows, "recipe"):
+        ours = [found[mode, recipe] for mode in MODES]
+        ratios = (" / ".join(_times(row[f"{key}_over_bfloat16"]) for row in ours) for key in ("time", "peak"))
+        lines.append([f"`{recipe}`", *ratios])
+    return markdown(["eager / compiled", "time / bfloat16", "peak memory / bfloat16"], lines)
 
 
 def _train(rows: Rows) -> str:
-    head = ["precision", "step, us (p10 .. p90)", "tokens/s", "time / bfloat16", "peak / bfloat16"]
-    return markdown(head, [
-        [
-            row["precision"], _us(row["timing"]), f"{row['tokens_per_s']:,.0f}",
-            _times(row["time_over_high_precision"]), _times(row["peak_over_high_precision"]),
-        ]
+    lines = [
+        [f"`{row['precision']}`", f"{row['tokens_per_s']:,.0f}"]
+        + [_times(row[f"{key}_over_high_precision"]) for key in ("time", "peak")]
         for row in rows
-    ])  # fmt: skip
+    ]
+    return markdown(["precision", "tokens/s", "time / bfloat16", "peak memory / bfloat16"], lines)
 
 
-_TABLES = {"linear": _linear, "cast": _cast, "gemm": _gemm, "host": _host, "block": _block, "train": _train}
+_PEER = "torchao_time_over_this"
+_TABLES = {"linear": _linear, "cast": _cast, "gemm": _gemm, "block": _block, "train": _train}
 
 
 def read() -> dict[str, dict[str, Any]]:
-    """What was measured, by name."""
+    """The recorded results, by name."""
     return {name: json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8")) for name in COMMANDS}
 
 

@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.memory_modules import CHECKPOINTING, MODULES, PRECISIONS, Case, Size, measure
 from benchmarks.memory_report import PAGE, RECORD, exceptions, page, tables
 from benchmarks.record import has_changed
-from quaver.bench.harness import environment
+from quaver.bench.results import environment
 
 RANKS = (1, 2)
 

@@ -25,7 +25,7 @@ from benchmarks.memory import as_json, cases, words_of
 from benchmarks.memory_modules import Case, Size, _step, build
 from benchmarks.memory_report import HEADINGS, RECORD
 from benchmarks.record import ROOT, has_changed, markdown
-from quaver.bench.harness import environment
+from quaver.bench.results import environment
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.predict import Prediction, predict_step
 from quaver.trainer.config import Optimizer

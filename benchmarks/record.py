@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: tables in Markdown, their places in a page, and whether the code was committed."""
+"""Shared by the benchmark scripts: Markdown tables, their places in a page, and whether the code was committed."""
 
 import subprocess
 from pathlib import Path
@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def markdown(head: list[str], rows: list[list[Any]]) -> str:
-    """A table."""
+    """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
@@ -17,7 +17,7 @@ def fill(page: str, tables: dict[str, str]) -> str:
     """The page with each table between its `<!-- table: name -->` and the next `<!-- end -->`.
 
     Raises:
-        ValueError: the page has no such place.
+        ValueError: the page lacks these comments.
     """
     for name, table in tables.items():
         before, begin, rest = page.partition(f"<!-- table: {name} -->")
@@ -29,7 +29,7 @@ def fill(page: str, tables: dict[str, str]) -> str:
 
 
 def has_changed(folder: str) -> bool | None:
-    """Whether the commit of the environment is not all of what ran; None if there is no git to ask."""
+    """Whether files under `folder` differ from the commit; None without git."""
     try:
         command = ["git", "status", "--porcelain", "--", folder]
         return bool(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip())

@@ -1,10 +1,9 @@
 """The roofline's tables of docs/performance.md, from benchmarks/results/roofline/roofline.csv and .json.
 
-    python -m benchmarks.roofline [--update-docs]                   from the files that are there
-    python -m benchmarks.roofline --again [--measured JSON] [--update-docs]    after predicting them again
+    python -m benchmarks.roofline [--update-docs]                              from the recorded files
+    python -m benchmarks.roofline --again [--measured JSON] [--update-docs]    after predicting again
 
-`--measured` is the JSON of `quaver bench linear` on one of the devices: measured speedups then stand beside the
-predicted ones. `--again` keeps nothing of the old files.
+`--measured` is the JSON of `quaver bench linear` on one of the devices: the files then also have measured speedups.
 """
 
 import argparse
@@ -23,18 +22,18 @@ from quaver.filters import MATMUL_SHARES, recipe_casts
 DOCS = ROOT / "docs" / "performance.md"
 FOLDER = ROOT / "benchmarks" / "results" / "roofline"
 DEVICES = ("H100", "H200", "B200", "MI300X", "A100")
-PICTURES = ("H100", "H200")
+PICTURES = ("H200",)
 WORDS = ("bench", "roofline", "--device", *DEVICES)
 STEP_SHARE = "0.7"
-"""Of the time of a bfloat16 step, in the linears: the one share that the page spells out."""
+"""The share of a bfloat16 step's time that the linears take, on the page."""
 
 Row = dict[str, str]
 
 
 def read_rows(folder: Path = FOLDER) -> list[Row]:
-    """The predictions of the CSV that belong to a model's layers."""
+    """The predictions of the CSV."""
     with (folder / "roofline.csv").open(encoding="utf-8", newline="") as file:
-        return [row for row in csv.DictReader(file) if row["layer"]]
+        return list(csv.DictReader(file))
 
 
 def read_json(folder: Path = FOLDER) -> dict[str, Any]:
@@ -44,11 +43,8 @@ def read_json(folder: Path = FOLDER) -> dict[str, Any]:
 
 def tables(rows: list[Row], result: dict[str, Any]) -> dict[str, str]:
     """Every table of the page, by name."""
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    made = {"bytes": _bytes_table(), "devices": _devices_table(), "parts": _parts_table(rows)}
-    for model in models:
-        made[f"layers {model}"] = _layers_table([row for row in rows if row["model"] == model])
-    return made | {"totals": _totals_table(result["totals"]), "measured": _measured_table(rows)}
+    made = {"bytes": _bytes_table(), "devices": _devices_table(), "totals": _totals_table(result["totals"])}
+    return made | {"layers": _layers_table([row for row in rows if row["model"] == "llama-8b"])}
 
 
 def _bytes_table() -> str:
@@ -73,25 +69,6 @@ def _devices_table() -> str:
             [spec.name, f"{spec.bfloat16_tflops:g}", f"{shares.bfloat16:.1%}", *float8, f"{spec.memory_gb_per_s:g}"]
         )
     return markdown(head, lines)
-
-
-def _parts_table(rows: list[Row]) -> str:
-    """Where the time of one layer goes: Llama 3 8B's gate on each device, tensorwise."""
-    head = ["device", "bfloat16, ms", "float8, ms", "matmuls", "casts", "widening", "launches"]
-    lines = []
-    for row in rows:
-        if (row["model"], row["layer"], row["recipe"]) == ("llama-8b", "gate,up", "tensorwise"):
-            total = float(row["fp8_us"])
-            matmuls = _sum(row, "output", "grad_input", "grad_weight")
-            casts = _sum(row, "input_casts", "weight_casts", "grad_output_casts")
-            parts = (matmuls, casts, _sum(row, "widening"), _sum(row, "launches"))
-            shares = [f"{part / total:.0%}" for part in parts]
-            lines.append([row["device"], f"{float(row['bf16_us']) / 1e3:.2f}", f"{total / 1e3:.2f}", *shares])
-    return markdown(head, lines)
-
-
-def _sum(row: Row, *parts: str) -> float:
-    return sum(float(row[f"fp8_{part}_us"]) for part in parts)
 
 
 def _layers_table(rows: list[Row]) -> str:
@@ -120,19 +97,6 @@ def _totals_table(totals: list[dict[str, Any]]) -> str:
         figures = [f"{each['speedup']:.2f} ({each['step_speedup'][STEP_SHARE]:.2f})" for each in cells]
         lines.append([model, recipe, *figures])
     return markdown(["model", "recipe", *devices], lines)
-
-
-def _measured_table(rows: list[Row]) -> str:
-    """Predicted beside measured for the device that was measured; empty on the H200 where none was."""
-    measured = next((row["device"] for row in rows if row["measured_speedup"]), "H200")
-    head = ["model", "layer", "recipe", f"{measured} predicted", f"{measured} measured", "error"]
-    lines = []
-    for row in rows:
-        if row["device"] == measured:
-            error = f"{float(row['error_percent']):+.0f}%" if row["error_percent"] else ""
-            figure = f"{float(row['measured_speedup']):.2f} ({row['measured_mode']})" if error else ""
-            lines.append([row["model"], row["layer"], row["recipe"], f"{float(row['speedup']):.2f}", figure, error])
-    return markdown(head, lines)
 
 
 def _in_order(rows: list[Any], column: str) -> list[str]:

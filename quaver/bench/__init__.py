@@ -1,1 +1,1 @@
-"""Benchmarks that a user runs: `quaver bench`."""
+"""The engines of `quaver bench` and `quaver profile`: each measures, and returns rows for JSON."""

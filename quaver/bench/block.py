@@ -1,33 +1,30 @@
 """A transformer block in training: time, tokens per second and memory of a step, per recipe against bfloat16.
 
-A step is forward, backward and fused AdamW of one block as `quaver train` builds it (quaver/bench/modules.py); nothing
-keeps weights cast from step to step. Delayed scales are brought forward in each step. All precisions of a mode are in
-memory at once and take turns.
-
-Memory is that of one more step after the timed ones, by quaver/recorder/allocator.py: on a CPU every allocation and
-release, exactly; on a GPU the allocator's own peak.
+A step is forward, backward and fused AdamW of one block as `quaver train` builds it (modules.py). Each step casts the
+weights and updates delayed scales. All precisions of a mode are in memory at once and take turns. Memory is that of one
+more step after the timed ones (quaver/recorder/allocator.py): on a CPU every allocation and release, exactly; on a GPU
+the allocator's own peak.
 
     resident   parameters, buffers, optimizer state
     peak       resident, and the most that the step adds to it: activations, gradients, temporaries
-    tensors    the same without what an operation takes and gives back before it returns, such as a matmul library's
-               packed operands; a GPU's allocator does not tell
-    kept       what is alive between forward and backward beyond resident
+    tensors    the same without scratch: what an operation allocates and frees before it returns, such as a matmul
+               library's packed operands; unknown on a GPU
+    kept       alive between forward and backward, beyond resident
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quaver.bench.harness import Timing, time_alternating
-from quaver.bench.modules import BFLOAT16, Batch, Step, build_subject, make_direction, make_sources
-from quaver.bench.results import collecting, result
-from quaver.recorder.allocator import Usage, measure_usage
+from quaver.bench.harness import time_alternating
+from quaver.bench.modules import Batch, Step, build_subject, make_direction, make_sources
+from quaver.bench.results import BFLOAT16, Row, collecting, contestant_rows, result
+from quaver.recorder.allocator import measure_usage
 from quaver.trainer.config import Model
 from quaver.trainer.memory import storage_bytes
 
@@ -37,25 +34,8 @@ _RESIDENT_BYTES = 16
 """Of a parameter: itself, its gradient, and AdamW's two moments, in float32."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One precision in one mode. Ratios are to bfloat16 in the same mode."""
-
-    mode: str
-    library: str
-    recipe: str
-    timing: Timing
-    tokens_per_s: float
-    time_over_bfloat16: float
-    resident_bytes: int
-    peak_bytes: int
-    tensor_peak_bytes: int | None
-    kept_bytes: int
-    peak_over_bfloat16: float
-
-
 def check_fits(model: Model, precisions: int, device: torch.device) -> None:
-    """Refuse blocks that are too many for a GPU, before the first is made.
+    """Refuse more blocks than a GPU holds, before the first is built.
 
     Raises:
         ValueError: their parameters, gradients and moments alone take more than its memory.
@@ -83,7 +63,7 @@ def bench_block(
     rounds: int,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Run the benchmark on a block of `model`, which is called `name`; returns what `results.result` makes of it."""
+    """Train a block of `model`, which is called `name`; returns `results.result` of a row per mode and precision."""
     precisions = [BFLOAT16, *(f"quaver {recipe}" for recipe in recipes)]
     with collecting() as collected:
         for mode in modes:
@@ -98,62 +78,35 @@ def bench_block(
 def _rows_of(
     model: Model, batch: Batch, precisions: Sequence[str], mode: str, device: torch.device, rounds: int
 ) -> list[Row]:
-    """Those of one mode, whose blocks live no longer than this call."""
-    steps = _steps(model, batch, precisions, mode, device)
+    sources, direction = make_sources("block", model, batch, device), make_direction("block", model, batch, device)
+    steps = {}
+    for precision in precisions:
+        subject = build_subject(
+            "block", model, precision, seq_len=batch.seq_len, device=device, compiled=mode == "compiled"
+        )
+        steps[precision] = Step(subject, sources, direction)
     timings = time_alternating(steps, device, rounds=rounds)
     memory = {precision: _measure(step, device) for precision, step in steps.items()}
-    return [_row(mode, each, timings, memory, batch) for each in precisions]
+    rows = []
+    for precision, row in contestant_rows(timings).items():
+        ours = memory[precision]
+        per_s = batch.tokens / (1e-6 * timings[precision].median_us)
+        ratio = ours["peak_bytes"] / memory[BFLOAT16]["peak_bytes"]
+        rows.append({"mode": mode, **row, "tokens_per_s": per_s, **ours, "peak_over_bfloat16": ratio})
+    return rows
 
 
-def _steps(model: Model, batch: Batch, precisions: Sequence[str], mode: str, device: torch.device) -> dict[str, Step]:
-    sources = make_sources("block", model, batch, device)
-    direction = make_direction("block", model, batch, device)
-    compiled = mode == "compiled"
-
-    def step(precision: str) -> Step:
-        subject = build_subject("block", model, precision, seq_len=batch.seq_len, device=device, compiled=compiled)
-        return Step(subject, sources, direction)
-
-    return {precision: step(precision) for precision in precisions}
-
-
-@dataclass(frozen=True)
-class _Memory:
-    resident_bytes: int
-    usage: Usage
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.resident_bytes + self.usage.peak_bytes
-
-    @property
-    def tensor_peak_bytes(self) -> int | None:
-        added = self.usage.tensor_peak_bytes
-        return None if added is None else self.resident_bytes + added
-
-
-def _measure(step: Step, device: torch.device) -> _Memory:
+def _measure(step: Step, device: torch.device) -> Row:
     with measure_usage(device) as measured:
         step(measured.mark)
     states = chain.from_iterable(state.values() for state in step.optimizer.state.values())
     moments = (each for each in states if isinstance(each, Tensor))
     resident = storage_bytes(chain(step.subject.parameters(), step.subject.buffers(), moments))
-    return _Memory(resident, measured.usage)
-
-
-def _row(mode: str, precision: str, timings: dict[str, Timing], memory: dict[str, _Memory], batch: Batch) -> Row:
-    library, _, recipe = precision.partition(" ")
-    timing, ours, plain = timings[precision], memory[precision], memory[BFLOAT16]
-    return Row(
-        mode=mode,
-        library=library,
-        recipe=recipe,
-        timing=timing,
-        tokens_per_s=batch.tokens / (1e-6 * timing.median_us),
-        time_over_bfloat16=timing.median_us / timings[BFLOAT16].median_us,
-        resident_bytes=ours.resident_bytes,
-        peak_bytes=ours.peak_bytes,
-        tensor_peak_bytes=ours.tensor_peak_bytes,
-        kept_bytes=ours.usage.kept_bytes,
-        peak_over_bfloat16=ours.peak_bytes / plain.peak_bytes,
-    )
+    usage = measured.usage
+    tensor_peak = usage.tensor_peak_bytes
+    return {
+        "resident_bytes": resident,
+        "peak_bytes": resident + usage.peak_bytes,
+        "tensor_peak_bytes": None if tensor_peak is None else resident + tensor_peak,
+        "kept_bytes": usage.kept_bytes,
+    }

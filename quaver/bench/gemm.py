@@ -1,31 +1,28 @@
-"""The three matmuls of a linear, alone: float8 against bfloat16, in FLOP/s and as a share of the device's peak.
+"""The three matmuls of a linear, without casts: float8 against bfloat16, in FLOP/s and as a share of the device's peak.
 
     output       [M, K] @ [K, N]      input, weight.t()
     grad_input   [M, N] @ [N, K]      grad_output, weight
     grad_weight  [N, M] @ [M, K]      grad_output.t(), input
 
-bfloat16 is `torch.mm` on the views that `nn.Linear` gives it. float8 is `quaver.gemm.float8_mm` on operands of a
-recipe's formats, already cast and in the layout that the backend reads, with a scale per tensor (`tensorwise`) or per
-row (`rowwise`); on a GPU with fast accumulation and without it, which mean nothing where float8 is multiplied exactly.
-Casts are not in it: `quaver bench cast` times them, `quaver bench linear` both.
+bfloat16 is `torch.mm` on the views that autograd multiplies. float8 is `quaver.gemm.float8_mm` on operands that are
+already cast and in the layout that the backend reads, with a scale per tensor (`tensorwise`) or per row (`rowwise`).
+The native backend runs with and without fast accumulation; the exact one has no such choice.
 
-A matmul has 2 * M * K * N FLOPs. Values are Gaussian, since a GPU's clock depends on what it multiplies. Each call gets
-the next of several operand pairs, which together are larger than the last-level cache. The peak is that of the
-device's data sheet for the precision of the operands; without one it is unknown.
+A matmul has 2 * M * K * N FLOPs. Values are Gaussian, because a GPU's clock depends on the data. Each call gets the
+next of several operand pairs (harness.Rotation). The peak is the data sheet's for the operands' precision.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quaver.bench.harness import Timing, time_alternating
-from quaver.bench.results import collecting, result
-from quaver.bench.rotation import Rotation
+from quaver.bench.harness import Rotation, time_alternating
+from quaver.bench.results import BFLOAT16, Row, collecting, result
 from quaver.bench.shapes import Shape
 from quaver.config import CastConfig, Float8LinearConfig
 from quaver.devices import PeakFlops, device_spec, peak_flops
@@ -34,32 +31,10 @@ from quaver.scaling import dynamic_cast
 
 GRANULARITIES = ("tensorwise", "rowwise")
 
-BFLOAT16 = "bfloat16"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One contestant in one matmul of one shape [m, k] @ [k, n]."""
-
-    shape: str
-    gemm: str
-    m: int
-    k: int
-    n: int
-    contestant: str
-    backend: str
-    fast_accumulation: bool | None
-    """None where it means nothing."""
-    timing: Timing
-    tflops_per_s: float
-    share_of_peak: float | None
-    time_over_bfloat16: float
-    input_copies: int
-
 
 @dataclass(frozen=True)
 class Gemm:
-    """One matmul: its name, its sizes, and which cast of a recipe each operand has."""
+    """One matmul of a linear: [m, k] @ [k, n]. The transposed operands are views of row-major matrices."""
 
     name: str
     m: int
@@ -103,27 +78,26 @@ def bench_gemm(
     rounds: int,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Run the benchmark; returns what `results.result` makes of its rows."""
+    """Run the benchmark; returns `results.result` of a row for each matmul and contestant.
+
+    `share_of_peak` is None without a data sheet, `fast_accumulation` on a backend without that choice.
+    """
     peak = peak_flops(device) if device_spec(device) else None
     with collecting() as collected:
         for shape in shapes:
             for gemm in gemms_of(shape):
                 report(f"{shape}, {gemm.name}")
-                collected.rows += _rows_of(shape, gemm, granularities, device, rounds, peak)
+                rows = _rows_of(gemm, granularities, device, rounds, peak)
+                collected.rows += [{"shape": str(shape), **row} for row in rows]
     return result("gemm", collected, device=device, peak=peak.source if peak else "unknown")
 
 
 def _rows_of(
-    shape: Shape,
-    gemm: Gemm,
-    granularities: Sequence[str],
-    device: torch.device,
-    rounds: int,
-    peak: PeakFlops | None,
+    gemm: Gemm, granularities: Sequence[str], device: torch.device, rounds: int, peak: PeakFlops | None
 ) -> list[Row]:
     plain = Rotation(lambda: gemm.hp_operands(device), 2 * gemm.k * (gemm.m + gemm.n), device)
     calls: dict[str, Callable[[], object]] = {BFLOAT16: lambda: torch.mm(*plain.next())}
-    about: dict[str, tuple[str, bool | None, int]] = {BFLOAT16: ("torch.mm", None, len(plain))}
+    about: dict[str, Row] = {BFLOAT16: _about("torch.mm", None, plain)}
     for granularity in granularities:
         backend = backend_for(device, rowwise=granularity == "rowwise")
         operands = Rotation(
@@ -134,18 +108,31 @@ def _rows_of(
         for fast in (True, False) if backend is GemmBackend.NATIVE else (None,):
             name = granularity + {True: ", fast accumulation", False: ", exact accumulation", None: ""}[fast]
             calls[name] = _float8_call(operands, granularity, bool(fast))
-            about[name] = (backend.value, fast, len(operands))
+            about[name] = _about(backend.value, fast, operands)
     with torch.no_grad():
         timings = time_alternating(calls, device, rounds=rounds)
-    baseline = timings[BFLOAT16].median_us
     rows = []
     for name, timing in timings.items():
-        backend_name, fast, copies = about[name]
-        rate = 2 * gemm.m * gemm.k * gemm.n / (1e-6 * timing.median_us)
-        share = _share(rate, name, peak)
-        figures = (timing, rate / 1e12, share, timing.median_us / baseline, copies)
-        rows.append(Row(str(shape), gemm.name, gemm.m, gemm.k, gemm.n, name, backend_name, fast, *figures))
+        flops_per_s = 2 * gemm.m * gemm.k * gemm.n / (1e-6 * timing.median_us)
+        rows.append(
+            {
+                "gemm": gemm.name,
+                "m": gemm.m,
+                "k": gemm.k,
+                "n": gemm.n,
+                "contestant": name,
+                **about[name],
+                "timing": asdict(timing),
+                "tflops_per_s": flops_per_s / 1e12,
+                "share_of_peak": _share(flops_per_s, name, peak),
+                "time_over_bfloat16": timing.median_us / timings[BFLOAT16].median_us,
+            }
+        )
     return rows
+
+
+def _about(backend: str, fast: bool | None, operands: Rotation[Any]) -> Row:
+    return {"backend": backend, "fast_accumulation": fast, "input_copies": len(operands)}
 
 
 def _share(flops_per_s: float, contestant: str, peak: PeakFlops | None) -> float | None:

@@ -1,25 +1,26 @@
-"""Timing that can be trusted on a noisy machine: all contestants in one process, taking turns; medians and spread."""
+"""The timer of all benchmarks: contestants alternate in one process, inputs are not in cache; medians and spread."""
 
 from __future__ import annotations
 
-import platform
-import shlex
+import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import date
-from pathlib import Path
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
 
 from quaver.devices import synchronize
-from quaver.kernels.exact_mm import has_bfloat16_units
-from quaver.trainer.run_folder import git_revision
+
+Input = TypeVar("Input")
 
 _SHORTEST_SAMPLE_S = 2e-3
+
+_TIMES_THE_CACHE = 2
+_UNKNOWN_CACHE_BYTES = 64 << 20
+_MOST_COPIES = 256
+_MOST_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,12 @@ def time_alternating(
     warmup: int = 3,
     until_done: bool = True,
 ) -> dict[str, Timing]:
-    """Time each contestant once per round, starting each round with the next one.
+    """Time each contestant once per round; each round starts with the next contestant.
 
-    A sample is a run of as many calls as last 2 ms together, so that short calls are not lost in the clock.
+    A sample is as many calls as take 2 ms together, so that the clock's resolution does not matter.
 
     Args:
-        until_done: wait for the device inside a sample; False stops the clock once the host has done its part.
+        until_done: wait for the device inside a sample; False stops the clock when the host has queued the work.
     """
     calls = {name: _calls_per_sample(function, device, warmup) for name, function in contestants.items()}
     samples: dict[str, list[float]] = {name: [] for name in contestants}
@@ -79,30 +80,33 @@ def _sample(function: Callable[[], object], device: torch.device, calls: int, un
     return (time.perf_counter() - start) / calls
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """What a result needs beside it to mean something: hardware, versions, commit, command, date."""
-    is_cuda = device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(device) if is_cuda else _cpu_name(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        **({"cuda": torch.version.cuda, "hip": torch.version.hip} if is_cuda else {}),
-        "commit": _commit(),
-        "command": "quaver " + shlex.join(sys.argv[1:]),
-        "date": date.today().isoformat(),
-    }
+def last_level_cache_bytes(device: torch.device) -> int | None:
+    """The size of a GPU's L2 or a CPU's L3; None where the system does not report it."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size) or None
+    try:
+        return os.sysconf("SC_LEVEL3_CACHE_SIZE") or None
+    except (ValueError, OSError):  # a system without that name, or without a value for it
+        return None
 
 
-def _cpu_name() -> str:
-    features = torch.backends.cpu.get_cpu_capability()
-    units = " with AMX" if torch.cpu._is_amx_tile_supported() else ""
-    if not has_bfloat16_units("cpu"):
-        units = " without bfloat16 instructions"
-    return f"{platform.machine()} CPU, {features}{units}"
+class Rotation(Generic[Input]):
+    """Equal inputs in different memory, handed out in turn by `next`, so that no call finds its input in cache.
 
+    There are as many copies as fill twice the last-level cache, at most 256: a smaller input is dominated by the call.
+    """
 
-def _commit() -> str:
-    """The commit of quaver's own checkout, with "+" where its files differ from it."""
-    revision = git_revision(Path(__file__).parent)
-    return "unknown" if revision is None else revision["commit"][:7] + ("+" if revision["is_modified"] else "")
+    def __init__(self, make: Callable[[], Input], bytes_each: int, device: torch.device) -> None:
+        """`make` is called once for each copy of `bytes_each` bytes; there is at least one copy."""
+        wanted = _TIMES_THE_CACHE * (last_level_cache_bytes(device) or _UNKNOWN_CACHE_BYTES)
+        copies = -(-min(wanted, _MOST_BYTES[device.type]) // max(1, bytes_each))
+        self._inputs = [make() for _ in range(min(max(1, copies), _MOST_COPIES))]
+        self._turn = 0
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    def next(self) -> Input:
+        """The least recently used copy."""
+        self._turn = (self._turn + 1) % len(self._inputs)
+        return self._inputs[self._turn]

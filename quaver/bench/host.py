@@ -1,45 +1,27 @@
-"""What a linear costs the host, forward and backward, at a size where nothing else costs anything.
+"""The host time of a linear, forward and backward, at a size where the work itself takes next to nothing.
 
-    host time    median time until the host has queued all work, without waiting for the device. On a CPU the work is
-                 in it, which at this size is little
-    operations   calls that PyTorch dispatches below autograd, views included, in one eager forward and backward. The
-                 casts of quaver's C extension and kernels in Triton are not among them. Compiled code makes calls of
-                 its own, which are not counted
+    host time    median time until the host has queued all work; on a CPU the work, little at this size, is included
+    operations   calls that PyTorch dispatches below autograd in one eager forward and backward, views included; not
+                 quaver's C extension, nor Triton kernels, nor calls inside compiled code
     kernels      kernels, copies and fills that one forward and backward launch on a GPU; a CPU launches none
 
-The contestants are those of `quaver bench linear`: `nn.Linear`, each recipe, torchao where it is installed.
+The contestants are those of `quaver bench linear`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quaver.bench.harness import Timing, time_alternating
+from quaver.bench.harness import time_alternating
 from quaver.bench.linear import linear_steps
-from quaver.bench.results import collecting, result
+from quaver.bench.results import collecting, contestant_rows, result
 from quaver.bench.shapes import Shape
 from quaver.bench.trace import count_kernels
-
-
-@dataclass(frozen=True)
-class Row:
-    """One contestant. `operations_by_name` says what `operations` are; both are None for compiled code."""
-
-    shape: str
-    mode: str
-    library: str
-    recipe: str
-    timing: Timing
-    time_over_bfloat16: float
-    operations: int | None
-    kernels: int | None
-    operations_by_name: dict[str, int] | None
 
 
 class _Operations(TorchDispatchMode):
@@ -53,7 +35,7 @@ class _Operations(TorchDispatchMode):
 
 
 def count_operations(call: Callable[[], object]) -> dict[str, int]:
-    """How often one call of eager code dispatches each operation, the most frequent first."""
+    """How often one eager call dispatches each operation, the most frequent first."""
     with _Operations() as operations:
         call()
     return dict(operations.counts.most_common())
@@ -70,35 +52,22 @@ def bench_host(
     with_torchao: bool,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Run the benchmark; returns what `results.result` makes of its rows."""
+    """Run the benchmark; returns `results.result` of a row for each mode and contestant.
+
+    `operations` is the sum of `operations_by_name`; both are None in compiled code, `kernels` is None on a CPU.
+    """
     with collecting() as collected:
         for mode in modes:
             report(f"{shape}, {mode}")
             torch.compiler.reset()
             steps = linear_steps(shape, recipes, mode, device, dtype, with_torchao)
             timings = time_alternating(steps, device, rounds=rounds, until_done=False)
-            collected.rows += [_row(shape, mode, name, step, timings, device) for name, step in steps.items()]
+            for name, row in contestant_rows(timings).items():
+                operations = count_operations(steps[name]) if mode == "eager" else None
+                counts = {
+                    "operations": None if operations is None else sum(operations.values()),
+                    "kernels": count_kernels(steps[name], device),
+                    "operations_by_name": operations,
+                }
+                collected.rows.append({"shape": str(shape), "mode": mode, **row, **counts})
     return result("host", collected, device=device, with_torchao=with_torchao, dtype=str(dtype))
-
-
-def _row(
-    shape: Shape,
-    mode: str,
-    name: str,
-    step: Callable[[], None],
-    timings: dict[str, Timing],
-    device: torch.device,
-) -> Row:
-    library, _, recipe = name.partition(" ")
-    operations = count_operations(step) if mode == "eager" else None
-    return Row(
-        shape=str(shape),
-        mode=mode,
-        library=library,
-        recipe=recipe,
-        timing=timings[name],
-        time_over_bfloat16=timings[name].median_us / timings["bfloat16"].median_us,
-        operations=None if operations is None else sum(operations.values()),
-        kernels=count_kernels(step, device),
-        operations_by_name=operations,
-    )

@@ -1,9 +1,9 @@
 """A linear, a feed-forward or a block of a Llama in a precision, and its training step, as in `quaver train`.
 
-Parameters are float32, the computation bfloat16 through autocast, the optimizer fused AdamW. The step makes its
-module's input from a resident tensor by a multiplication with a number, and the gradient of its output by a product
-with another resident tensor; neither keeps anything. So what is alive between forward and backward is what the module
-keeps, and its input is a new tensor in each step, as in a network.
+Parameters are float32, the computation bfloat16 through autocast, the optimizer fused AdamW. Each step makes the
+module's input by scaling a resident tensor, and the gradient of its output by a product with another one; autograd
+saves nothing for either. So the input is a new tensor in each step, as in a network, and everything alive between
+forward and backward is what the module saves.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from quaver.bench.harness import Rotation
 from quaver.bench.peer import convert_with_torchao
-from quaver.bench.rotation import Rotation
+from quaver.bench.shapes import MODELS
 from quaver.config import Float8LinearConfig
 from quaver.convert import convert_to_float8_training
 from quaver.delayed import float8_scaling_state, sync_float8_amax_and_scale_history
@@ -26,25 +27,18 @@ from quaver.trainer.optimizer import build_optimizer
 
 KINDS = ("linear", "ffn", "block")
 
-BFLOAT16 = "bfloat16"
+MODEL_NAMES = ("debug", *MODELS)
 
-_SMALL_LR = 1e-6  # steps follow no loss that has a lowest point: weights must stay what they are
-
-_MODELS = {
-    "debug": Model(n_layers=1),
-    "llama-8b": Model(n_layers=1, dim=4096, n_heads=32, n_kv_heads=8, hidden_dim=14336),
-    "llama-70b": Model(n_layers=1, dim=8192, n_heads=64, n_kv_heads=8, hidden_dim=28672),
-}
-MODEL_NAMES = tuple(_MODELS)
+_SMALL_LR = 1e-6  # the loss has no minimum, so a larger one would let the weights grow
 
 
 def model_of(name: str, *, divisor: int = 1) -> Model:
-    """The shape of one block of a model, its width, heads and feed-forward divided by `divisor`; heads keep their size.
+    """A one-block model; `divisor` divides width, heads and feed-forward, and the size of a head stays.
 
     Raises:
-        ValueError: the number of heads is no multiple of the divisor.
+        ValueError: the number of heads is not a multiple of the divisor.
     """
-    model = _MODELS[name]
+    model = replace(MODELS.get(name, Model()), n_layers=1)
     if model.n_heads % divisor or model.hidden_dim % divisor:
         raise ValueError(f"--divisor: expected a divisor of {name}'s {model.n_heads} heads, got {divisor}")
     return replace(
@@ -92,7 +86,7 @@ class Subject(nn.Module):
 def build_subject(
     kind: str, model: Model, precision: str, *, seq_len: int, device: torch.device, compiled: bool
 ) -> Subject:
-    """A module in a precision: "bfloat16", "quaver RECIPE" or "torchao RECIPE". The same weights for all."""
+    """A module in a precision: "bfloat16", "quaver RECIPE" or "torchao RECIPE"; all have the same weights."""
     torch.manual_seed(0)
     subject = Subject(kind, model, seq_len).to(device)
     library, _, recipe = precision.partition(" ")
@@ -107,16 +101,16 @@ def build_subject(
 
 
 class Step:
-    """One optimizer step of a subject, again and again."""
+    """The optimizer step of a subject; each call is one."""
 
     def __init__(self, subject: Subject, sources: Rotation[Tensor], direction: Tensor) -> None:
-        """`sources`: [B, T, D] each, which require gradients; `direction`: the output's gradient, in its shape."""
+        """`sources`: inputs [B, T, D] that require gradients; `direction`: the gradient of the output, in its shape."""
         self.subject, self._sources, self._direction = subject, sources, direction
         self.optimizer = build_optimizer(subject, Optimizer(lr=_SMALL_LR))
         self._has_persistent_scales = bool(float8_scaling_state(subject))
 
     def __call__(self, forward_is_done: Callable[[], object] = lambda: None) -> None:
-        """Forward, `forward_is_done()`, backward, optimizer; gradients are gone afterwards."""
+        """Forward, `forward_is_done()`, backward, optimizer step, and gradients set to None."""
         source = self._sources.next()
         loss = self.forward(source)
         forward_is_done()
@@ -134,8 +128,7 @@ class Step:
 
 
 def make_sources(kind: str, model: Model, batch: Batch, device: torch.device) -> Rotation[Tensor]:
-    """Inputs [B, T, D] of a module as a network has them: the residual stream in float32, what a norm makes of it in
-    bfloat16."""
+    """Inputs [B, T, D] as in a network: a block reads the residual stream, float32; the others a norm's bfloat16."""
     dtype = torch.float32 if kind == "block" else torch.bfloat16
     shape = (batch.sequences, batch.seq_len, model.dim)
 
@@ -146,7 +139,7 @@ def make_sources(kind: str, model: Model, batch: Batch, device: torch.device) ->
 
 
 def make_direction(kind: str, model: Model, batch: Batch, device: torch.device) -> Tensor:
-    """A gradient of a module's output, of the size that a mean over tokens gives."""
+    """A gradient of a module's output, as small as a mean over tokens makes it."""
     width = model.hidden_dim if kind == "linear" else model.dim
     dtype = torch.float32 if kind == "block" else torch.bfloat16
     return torch.randn(batch.sequences, batch.seq_len, width, device=device, dtype=dtype) / batch.tokens

@@ -1,4 +1,4 @@
-"""torchao.float8, the peer that results are compared with where it is installed."""
+"""torchao.float8, the optional peer that results are compared with."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ RECIPES = (
     Float8LinearRecipeName.ROWWISE,
     Float8LinearRecipeName.ROWWISE_WITH_GW_HP,
 )
-"""The recipes that torchao has too."""
+"""The recipes that torchao also has."""
 
 
 def torchao_is_installed() -> bool:
-    """Whether the peer can be compared with."""
+    """Whether torchao can be imported."""
     return importlib.util.find_spec("torchao") is not None
 
 
 def torchao_version() -> str:
-    """The installed version of the peer."""
+    """The installed version of torchao."""
     return importlib.metadata.version("torchao")
 
 
 def is_peer_recipe(recipe: str) -> bool:
-    """Whether torchao has this recipe of quaver's."""
+    """Whether torchao also has this recipe."""
     return Float8LinearRecipeName(recipe) in RECIPES
 
 
@@ -48,20 +48,20 @@ def convert_with_torchao(model: nn.Module, recipe: str, *, device: torch.device)
 
 
 def torchao_linear(linear: nn.Module, recipe: str, *, device: torch.device) -> nn.Module:
-    """torchao's linear in the place of `linear`."""
+    """Convert one linear with torchao."""
     parent = convert_with_torchao(nn.Sequential(linear), recipe, device=device)
     return next(parent.children())
 
 
 def torchao_cast(float8_dtype: torch.dtype, dim: int | None, *, power_of_2: bool) -> Callable[[Tensor], Tensor]:
-    """torchao's dynamic cast of a matrix to its float8 codes, as its linears call it: one scale, or one along `dim`."""
+    """torchao's dynamic cast of a matrix to float8 codes, as in its linears: tensorwise, or a scale along `dim`."""
     with _quiet():
         from torchao.float8.config import ScalingGranularity
         from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
         from torchao.float8.float8_training_tensor import LinearMMConfig
 
     granularity = ScalingGranularity.TENSORWISE if dim is None else ScalingGranularity.AXISWISE
-    axis = {None: None, 0: 0, 1: -1}[dim]  # it wants the last dim of a matrix by this name
+    axis = {None: None, 0: 0, 1: -1}[dim]  # torchao accepts only -1 for the last dim
     gemms = LinearMMConfig()
 
     def cast(hp: Tensor) -> Tensor:

@@ -1,30 +1,26 @@
-"""Where the time of a linear, a feed-forward or a block goes: a Chrome trace of each precision, and a table of kernels.
+"""Where the time of a linear, a feed-forward or a block goes: a Chrome trace per precision, tables by group and name.
 
-Profiled are forward and backward, without an optimizer, of the modules that `quaver bench block` trains, and their
-parts (quaver/bench/modules.py), in bfloat16, in quaver's recipes, and in torchao where it is installed, one after
-another, after warming up.
-
-On a GPU the time of a row is that of its kernels, copies and fills. On a CPU it is that of operators and named ranges
-without what lies inside them; what no range covers (Python, autograd) is the self time of `forward` and `backward`.
-quaver/bench/groups.py says what belongs to which group. A profiler makes short operators longer: compare shares and
-counts here, and times in `quaver bench`.
+Profiled are forward and backward, without an optimizer, of the modules of modules.py, after a warm-up: bfloat16,
+quaver's recipes, and torchao if installed. On a GPU a row's time is that of its kernels, copies and fills; on a CPU it
+is the own time of operators and named ranges, and Python and autograd are the own time of `forward` and `backward`.
+groups.py defines the groups. A profiler lengthens short operators: compare shares and counts here, and times in
+`quaver bench`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch.profiler import record_function
 
 from quaver.bench.groups import GROUPS, group_of_kernel, group_of_ranges
 from quaver.bench.modules import Batch, Step, build_subject, make_direction, make_sources
-from quaver.bench.results import collecting, result
+from quaver.bench.results import Row, collecting, result
 from quaver.bench.trace import Kernel, Range, Trace, record_trace
 from quaver.delayed import sync_float8_amax_and_scale_history
 from quaver.trainer.config import Model
@@ -46,21 +42,6 @@ class Work:
     share: float
 
 
-@dataclass(frozen=True)
-class Row:
-    """One precision in one mode: its trace, the time of one forward and backward, by group and by name."""
-
-    mode: str
-    library: str
-    recipe: str
-    trace: str
-    total_us: float
-    group_us: dict[str, float]
-    group_share: dict[str, float]
-    work: list[Work]
-    """The longest first."""
-
-
 def profile_module(
     kind: str,
     name: str,
@@ -74,13 +55,12 @@ def profile_module(
     folder: Path,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Profile a module of `model`, which is called `name`, in each precision ("quaver RECIPE") and mode.
+    """Profile a module of `model`, which is called `name`, in each mode and precision ("quaver RECIPE").
 
-    Writes a trace of `repeats` forwards and backwards for each into `folder`; returns what `results.result` makes of
-    the rows.
+    Writes a trace of `repeats` forwards and backwards for each into `folder`; returns `results.result` of their tables.
 
     Raises:
-        RuntimeError: the profiler sees nothing of a GPU.
+        RuntimeError: the profiler sees no work of a GPU.
     """
     with collecting() as collected:
         for mode in modes:
@@ -88,9 +68,9 @@ def profile_module(
             for precision in precisions:
                 report(f"{kind} of {name}, {batch.tokens} tokens, {mode}, {precision}")
                 path = folder / f"{kind}-{mode}-{precision.replace(' ', '-')}.json.gz"
-                with inductor_config.patch("cpp.enable_kernel_profile", True):  # a CPU's compiled loops by name
+                with inductor_config.patch("cpp.enable_kernel_profile", True):  # names a CPU's compiled loops
                     call = _call(kind, model, batch, precision, mode, device)
-                trace = record_trace(lambda call=call: _repeat(call, repeats), device, path)  # type: ignore[misc]
+                trace = record_trace(lambda call=call: [call() for _ in range(repeats)], device, path)  # type: ignore[misc]
                 collected.rows.append(_row(mode, precision, path, trace, repeats, is_cuda=device.type == "cuda"))
     shape = {"sequences": batch.sequences, "seq_len": batch.seq_len, "tokens": batch.tokens}
     sizes = {each: getattr(model, each) for each in ("dim", "n_heads", "n_kv_heads", "hidden_dim")}
@@ -109,7 +89,7 @@ def _call(kind: str, model: Model, batch: Batch, precision: str, mode: str, devi
     def call() -> None:
         source = sources.next()
         with record_function(FORWARD):
-            loss: Tensor = step.forward(source)
+            loss = step.forward(source)
         with record_function(BACKWARD):
             loss.backward()
         source.grad = None
@@ -121,12 +101,8 @@ def _call(kind: str, model: Model, batch: Batch, precision: str, mode: str, devi
     return call
 
 
-def _repeat(call: Callable[[], None], times: int) -> None:
-    for _ in range(times):
-        call()
-
-
 def _row(mode: str, precision: str, path: Path, trace: Trace, repeats: int, *, is_cuda: bool) -> Row:
+    """The trace's file, the time of one forward and backward by group, and its work by name, the longest first."""
     if is_cuda:
         pieces = [_of_kernel(each) for each in trace.kernels]
     else:
@@ -139,8 +115,16 @@ def _row(mode: str, precision: str, path: Path, trace: Trace, repeats: int, *, i
     group_us = {group: sum(each.us for each in work if each.group == group) for group in GROUPS}
     total = sum(group_us.values())
     library, _, recipe = precision.partition(" ")
-    shares = {group: us / total if total else 0.0 for group, us in group_us.items()}
-    return Row(mode, library, recipe, path.name, total, group_us, shares, work)
+    return {
+        "mode": mode,
+        "library": library,
+        "recipe": recipe,
+        "trace": path.name,
+        "total_us": total,
+        "group_us": group_us,
+        "group_share": {group: us / total if total else 0.0 for group, us in group_us.items()},
+        "work": [asdict(each) for each in work],
+    }
 
 
 _Piece = tuple[str, str, str, float]
@@ -151,12 +135,12 @@ def _of_kernel(kernel: Kernel) -> _Piece:
     around = kernel.launched_in.names_outwards() if kernel.launched_in else []
     by_range = group_of_ranges(around)
     group = by_range if by_range != "other" else group_of_kernel(kernel.name)
-    # Autograd runs a GPU's backward on a thread of its own, where the range of the caller's is not.
+    # Autograd runs a GPU's backward on its own thread, outside of the caller's range.
     return kernel.name, group, FORWARD if FORWARD in around else BACKWARD, kernel.us
 
 
 def _of_range(each: Range) -> _Piece | None:
-    """None for what happens outside forward and backward."""
+    """None outside of forward and backward."""
     around = each.names_outwards()
     direction = next((name for name in around if name in (FORWARD, BACKWARD)), None)
     return None if direction is None else (each.name, group_of_ranges(around), direction, each.self_us)

@@ -1,41 +1,39 @@
-"""The roofline of float8 linears (quaver/filters.py) over many shapes, devices and recipes, and for whole models.
+"""The roofline of float8 linears (quaver/filters.py) for whole models, devices and recipes, beside measurements.
 
-    result = predict(settings)
-    write_csv(result, folder / "roofline.csv")      a row for each point of the map and each layer
-    to_json(result)                                 settings, constants, layers, whole models, comparisons
+    result = predict(settings, read_measurements(path, settings.devices))
+    write_csv(result, folder / "roofline.csv")      a row for each layer
+    to_json(result)                                 settings, constants, whole models, comparisons
 
-A whole model's linears take the sum of their times; `Total.step_speedup` is Amdahl's law for the share of a step that
-they take in bfloat16, which a profile tells (docs/profiling.md) and no roofline.
+A model's linears take the sum of their times; `Total.step_speedup` is Amdahl's law for the share of a bfloat16 step
+that they take, which a profile measures (docs/profiling.md) and a roofline cannot.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from quaver.bench.roofline_layers import Layer, ModelLayers
-from quaver.bench.roofline_measured import Comparison, Measurement, best_known, compare
 from quaver.config import Float8LinearRecipeName
 from quaver.devices import DEVICE_SPECS, DeviceSpec, find_device_spec
 from quaver.filters import KERNEL_LAUNCH_S, MATMUL_SHARES, MEMORY_SHARE, LinearCost, LinearTime, linear_cost
 
-MAP_TOKENS = tuple(2**power for power in range(9, 18))
-MAP_SIZES = tuple(2**power for power in range(9, 16))
-"""K = N of the map."""
 LINEAR_SHARES = (0.6, 0.7, 0.8, 0.9)
-"""Shares of a step's time for which Amdahl's law is spelled out."""
+"""Shares of a step's time for which Amdahl's law is written out."""
 
-_PARTS = tuple(part.name for part in fields(LinearTime))
-_BFLOAT16_PARTS = ("output_s", "grad_input_s", "grad_weight_s", "launches_s")
+_DEVICE_NAMES = ", ".join(each.name for each in DEVICE_SPECS)
+_PARTS = tuple(part.name.removesuffix("_s") for part in fields(LinearTime))
+_BFLOAT16_PARTS = ("output", "grad_input", "grad_weight", "launches")
 """The others are zero."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to predict. `tokens` is the M of the models' layers; for `microbatches` see `linear_cost`."""
+    """What to predict. `tokens` is the M of the models' layers; `microbatches` is that of `linear_cost`."""
 
     devices: tuple[DeviceSpec, ...]
     recipes: tuple[str, ...]
@@ -45,8 +43,34 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Measurement:
+    """The speedup over bfloat16 in the same mode that one linear had in `quaver bench linear`."""
+
+    device: str
+    m: int
+    k: int
+    n: int
+    recipe: str
+    mode: str
+    speedup: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A measurement and its prediction: weights cast at each use, an input that no other linear reads."""
+
+    measurement: Measurement
+    predicted: float
+
+    @property
+    def error_percent(self) -> float:
+        """How far the prediction is above the measurement."""
+        return 100 * (self.predicted / self.measurement.speedup - 1)
+
+
+@dataclass(frozen=True)
 class Prediction:
-    """One linear on one device with one recipe; `model` and `layer` are empty for a point of the map."""
+    """One kind of layer on one device with one recipe."""
 
     device: str
     recipe: str
@@ -54,16 +78,16 @@ class Prediction:
     k: int
     n: int
     cost: LinearCost
-    model: str = ""
-    layer: str = ""
-    measured: Measurement | None = None
+    model: str
+    layer: str
+    measured: Measurement | None
 
 
 @dataclass(frozen=True)
 class Total:
     """All linears of a model, forward and backward; those that stay out of float8 take bfloat16's time in both.
 
-    `shared_s` is what they take in float8 if linears that read one input share its casts, and `alone_s` if none does.
+    `alone_s` casts the input of every linear; in `shared_s` linears that read one input share its casts.
     """
 
     model: str
@@ -79,59 +103,54 @@ class Total:
         return self.bfloat16_s / self.shared_s
 
     def step_speedup(self, linear_share: float) -> float:
-        """Of a step, of whose time the linears take `linear_share` in bfloat16, and of which nothing else changes."""
+        """Of a step whose bfloat16 time is `linear_share` linears; the rest does not change."""
         return 1 / (1 - linear_share + linear_share / self.speedup)
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """Everything predicted, and compared with what was measured."""
+    """All predictions, and the comparisons with measurements."""
 
     settings: Settings
-    points: tuple[Prediction, ...]
     layers: tuple[Prediction, ...]
     totals: tuple[Total, ...]
     comparisons: tuple[Comparison, ...]
 
 
 def specs_of(names: Sequence[str]) -> tuple[DeviceSpec, ...]:
-    """The devices of these names, each once. Raises ValueError for an unknown one, listing the choices."""
+    """The devices of these names, without repetition. Raises ValueError for an unknown one, listing the choices."""
     specs = {}
     for name in names:
         spec = find_device_spec(name)
         if spec is None:
-            raise ValueError(
-                f"no data about device {name!r}: name one of {', '.join(each.name for each in DEVICE_SPECS)}"
-            )
+            raise ValueError(f"no data about device {name!r}: name one of {_DEVICE_NAMES}")
         specs[spec.name] = spec
     return tuple(specs.values())
 
 
 def recipes_of(names: Sequence[str]) -> tuple[str, ...]:
-    """The recipes of these names, aliases resolved, each once. Raises ValueError for an unknown one."""
+    """The recipes of these names, aliases resolved, without repetition. Raises ValueError for an unknown one."""
     return tuple(dict.fromkeys(Float8LinearRecipeName(name).value for name in names))
 
 
 def predict(settings: Settings, measurements: Sequence[Measurement] = ()) -> Roofline:
-    """Predict the map, the models' layers and their sums.
+    """Predict the models' layers and their sums.
 
-    A layer has its measured speedup beside it only where it was measured under what is predicted: weights cast at each
-    use, so without `microbatches`.
+    A layer gets its measured speedup only if that was measured under the predicted condition: weights cast at each use
+    (`microbatches` is None). A compiled measurement is preferred to an eager one.
     """
-    known = best_known(measurements) if settings.microbatches is None else {}
-    points, layers, totals = [], [], []
+    known: dict[tuple[str, int, int, int, str], Measurement] = {}
+    if settings.microbatches is None:
+        for each in sorted(measurements, key=lambda each: each.mode != "compiled"):
+            known.setdefault((each.device, each.m, each.k, each.n, each.recipe), each)
+    layers: list[Prediction] = []
+    totals = []
     for spec in settings.devices:
         for recipe in settings.recipes:
-            points += [_point(m, size, recipe, spec, settings) for size in MAP_SIZES for m in MAP_TOKENS]
             for model in settings.models:
-                layers += list(_layers(model, recipe, spec, settings, known))
+                layers += _layers(model, recipe, spec, settings, known)
                 totals.append(_total(model, recipe, spec, settings))
-    return Roofline(settings, tuple(points), tuple(layers), tuple(totals), tuple(compare(measurements)))
-
-
-def _point(m: int, size: int, recipe: str, spec: DeviceSpec, settings: Settings) -> Prediction:
-    cost = linear_cost(m, size, size, recipe, spec, microbatches=settings.microbatches)
-    return Prediction(spec.name, recipe, m, size, size, cost)
+    return Roofline(settings, tuple(layers), tuple(totals), tuple(compare(measurements)))
 
 
 def _layers(
@@ -141,7 +160,7 @@ def _layers(
     settings: Settings,
     known: dict[tuple[str, int, int, int, str], Measurement],
 ) -> Iterator[Prediction]:
-    """Each kind of layer that is in float8, with an input of its own: as it would be measured alone."""
+    """Each kind of float8 layer, with an input of its own: as it would be measured alone."""
     m = settings.tokens
     for name, (k, n) in merged_names(model).items():
         cost = linear_cost(m, k, n, recipe, spec, microbatches=settings.microbatches)
@@ -150,7 +169,7 @@ def _layers(
 
 
 def merged_names(model: ModelLayers) -> dict[str, tuple[int, int]]:
-    """K and N of the layers in float8, by the names of those that have the same: {"q,o": (4096, 4096), ...}."""
+    """K and N of the float8 layers; layers of one shape are one entry: {"q,o": (4096, 4096), ...}."""
     names: dict[tuple[int, int], list[str]] = {}
     for layer in model.layers:
         if layer.in_float8:
@@ -161,37 +180,67 @@ def merged_names(model: ModelLayers) -> dict[str, tuple[int, int]]:
 
 
 def _total(model: ModelLayers, recipe: str, spec: DeviceSpec, settings: Settings) -> Total:
+    def cost(layer: Layer, readers: int) -> LinearCost:
+        options = {"microbatches": settings.microbatches, "input_readers": readers}
+        return linear_cost(settings.tokens, layer.k, layer.n, recipe, spec, **options)  # type: ignore[arg-type]
+
     bfloat16 = alone = shared = 0.0
     for layer in model.layers:
-        each = _layer_cost(layer, recipe, spec, settings, readers=1)
-        bfloat16 += layer.count * each.bfloat16.total_s
-        if layer.in_float8:
-            sharing = _layer_cost(layer, recipe, spec, settings, readers=layer.input_readers)
-            alone += layer.count * each.float8.total_s
-            shared += layer.count * sharing.float8.total_s
-        else:
-            alone += layer.count * each.bfloat16.total_s
-            shared += layer.count * each.bfloat16.total_s
+        each = cost(layer, 1)
+        plain_s = layer.count * each.bfloat16.total_s
+        bfloat16 += plain_s
+        alone += layer.count * each.float8.total_s if layer.in_float8 else plain_s
+        shared += layer.count * cost(layer, layer.input_readers).float8.total_s if layer.in_float8 else plain_s
     return Total(model.name, spec.name, recipe, bfloat16, alone, shared)
 
 
-def _layer_cost(layer: Layer, recipe: str, spec: DeviceSpec, settings: Settings, *, readers: int) -> LinearCost:
-    microbatches = settings.microbatches
-    return linear_cost(
-        settings.tokens, layer.k, layer.n, recipe, spec, microbatches=microbatches, input_readers=readers
-    )
+def read_measurements(path: Path, specs: Iterable[DeviceSpec]) -> list[Measurement]:
+    """The measurements of quaver's linears in a JSON file that `quaver bench linear` wrote.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is another kind of file, or its device is not one of `specs`, or its operands are not bfloat16.
+    """
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if result.get("benchmark", "linear") != "linear":
+            raise ValueError(f"this is one of {result['benchmark']}")
+        device, dtype = str(result["environment"]["device"]), str(result["dtype"])
+        found = [_measurement(row) for row in result["rows"] if row["library"] == "quaver"]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"--measured {path}: expected the JSON of quaver bench linear ({error!r})") from error
+    spec = find_device_spec(device)
+    if spec is None:
+        raise ValueError(f"--measured {path}: measured on {device}, which has no prediction; known: {_DEVICE_NAMES}")
+    if spec not in specs:
+        raise ValueError(f"--measured {path}: measured on {spec.name}, which is not predicted; add it to --device")
+    if dtype != "torch.bfloat16":
+        raise ValueError(f"--measured {path}: expected operands of bfloat16, got {dtype}; run with --dtype bfloat16")
+    return [Measurement(spec.name, *shape, recipe, mode, speedup) for shape, recipe, mode, speedup in found]
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------
+def _measurement(row: dict[str, Any]) -> tuple[tuple[int, int, int], str, str, float]:
+    m, k, n = (int(number) for number in row["shape"].partition(" (")[0].split(" x "))
+    return (m, k, n), str(row["recipe"]), str(row["mode"]), 1 / float(row["time_over_bfloat16"])
 
 
-def csv_row(prediction: Prediction) -> dict[str, Any]:
-    """One line of the CSV, by column: times in microseconds, the parts of each precision after the sums."""
+def compare(measurements: Iterable[Measurement]) -> list[Comparison]:
+    """Each measurement with its prediction."""
+    comparisons = []
+    for each in measurements:
+        (spec,) = specs_of([each.device])
+        cost = linear_cost(each.m, each.k, each.n, each.recipe, spec)
+        comparisons.append(Comparison(each, cost.speedup))
+    return comparisons
+
+
+def _csv_row(prediction: Prediction) -> dict[str, Any]:
+    """Times in microseconds; the parts of each precision follow the sums."""
     cost, measured = prediction.cost, prediction.measured
     row: dict[str, Any] = {name: getattr(prediction, name) for name in ("m", "k", "n", "device", "recipe")}
     row |= {"bf16_us": _us(cost.bfloat16.total_s), "fp8_us": _us(cost.float8.total_s), "speedup": f"{cost.speedup:.4f}"}
-    row |= {f"bf16_{part.removesuffix('_s')}_us": _us(getattr(cost.bfloat16, part)) for part in _BFLOAT16_PARTS}
-    row |= {f"fp8_{part.removesuffix('_s')}_us": _us(getattr(cost.float8, part)) for part in _PARTS}
+    row |= {f"bf16_{part}_us": _us(getattr(cost.bfloat16, f"{part}_s")) for part in _BFLOAT16_PARTS}
+    row |= {f"fp8_{part}_us": _us(getattr(cost.float8, f"{part}_s")) for part in _PARTS}
     row |= {"model": prediction.model, "layer": prediction.layer, "measured_speedup": "", "measured_mode": ""}
     row["error_percent"] = ""
     if measured is not None:
@@ -205,8 +254,8 @@ def _us(seconds: float) -> str:
 
 
 def write_csv(roofline: Roofline, path: Path) -> None:
-    """Write every prediction: first the map, then the layers."""
-    rows = [csv_row(prediction) for prediction in (*roofline.points, *roofline.layers)]
+    """Write the prediction of every layer."""
+    rows = [_csv_row(prediction) for prediction in roofline.layers]
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
         writer.writeheader()
@@ -214,10 +263,9 @@ def write_csv(roofline: Roofline, path: Path) -> None:
 
 
 def to_json(roofline: Roofline) -> dict[str, Any]:
-    """What the CSV does not say: settings, constants, whole models, and every comparison with a measurement."""
-    settings = roofline.settings
+    """Settings, constants, whole models, and every comparison with a measurement."""
     return {
-        "settings": asdict(settings),
+        "settings": asdict(roofline.settings),
         "constants": {
             "matmul_shares": {name: shares._asdict() for name, shares in MATMUL_SHARES.items()},
             "memory_share": MEMORY_SHARE,

@@ -1,4 +1,4 @@
-"""The linears of whole models as a roofline needs them: how many there are of each, which are in float8, who shares."""
+"""The linears of a model for the roofline: their shapes and counts, which are in float8, which share an input."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from quaver.bench.shapes import MODELS
 from quaver.config import SHARED_INPUTS
 from quaver.convert import LayerReport
 from quaver.trainer.config import Float8, Model, TrainConfig
@@ -15,22 +16,13 @@ from quaver.trainer.config_io import load_config
 from quaver.trainer.float8 import convert_model
 from quaver.trainer.model import Llama, training_flops_per_token
 
-MODELS = {
-    "llama-8b": Model(vocab_size=128256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, hidden_dim=14336),
-    "llama-70b": Model(vocab_size=128256, dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, hidden_dim=28672),
-}
-"""Llama 3, as published."""
-
 _SEQ_LEN = 8192
 _ROWWISE_PARALLEL = ("o_proj", "down_proj")
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Linears that are alike: `k` inputs and `n` outputs on one GPU, `count` of them in the model.
-
-    `input_readers` of them and their siblings read one input, and share its casts.
-    """
+    """`count` linears of `k` inputs and `n` outputs on one GPU; `input_readers` of them share an input's casts."""
 
     name: str
     k: int
@@ -42,7 +34,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class ModelLayers:
-    """All linears of a model, and their share of its training FLOPs at a sequence length (the rest is attention)."""
+    """All linears of a model, and their share of its training FLOPs; the rest is attention."""
 
     name: str
     layers: tuple[Layer, ...]
@@ -50,7 +42,7 @@ class ModelLayers:
 
 
 def layers_of_model(name: str) -> ModelLayers:
-    """The linears of a model that is known by name, all in float8 but the output projection.
+    """The linears of one of MODELS, all in float8 but the output projection.
 
     Raises:
         ValueError: an unknown name, with the choices.
@@ -63,14 +55,13 @@ def layers_of_model(name: str) -> ModelLayers:
 
 
 def layers_of_config(path: Path) -> ModelLayers:
-    """The linears of the model that `quaver train` would make of a TOML file, on one rank.
+    """The linears of the model that `quaver train` would build from a TOML file, on one rank.
 
-    In float8 are those that the file's [float8] section converts; its recipe and its automatic filter are not asked,
-    since other recipes are predicted too, and what the filter estimates is what the prediction says. Tensor
-    parallelism splits the linears as it does in the run.
+    The filters of the file's [float8] section choose the float8 linears, except the automatic filter, whose estimate is
+    this prediction. The file's recipe is ignored. Tensor parallelism splits the linears as in the run.
 
     Raises:
-        ValueError, OSError: a file that is missing or wrong.
+        ValueError, OSError: a missing or invalid file.
     """
     config: TrainConfig = load_config(path)
     split = config.parallelism.tensor_parallel_degree
@@ -101,6 +92,6 @@ def _layer(linear: LayerReport, readers: int, split: int) -> Layer:
 
 
 def _input_of(linear: LayerReport) -> tuple[str, object]:
-    """What stands for the tensor that a linear reads: one for siblings that share it."""
+    """A key for the tensor that a linear reads: equal for siblings that share it."""
     parent, _, leaf = linear.name.rpartition(".")
     return parent, next((names for names in SHARED_INPUTS if leaf in names), leaf)

@@ -1,13 +1,18 @@
-"""The linears of real models as (K, N), and the parsing of shapes that a user types."""
+"""Llama 3's shapes, and the parsing of the shapes that a user types."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
+
+from quaver.trainer.config import Model
 
 MODELS = {
-    "llama-8b": {"q,o": (4096, 4096), "k,v": (4096, 1024), "gate,up": (4096, 14336), "down": (14336, 4096)},
-    "llama-70b": {"q,o": (8192, 8192), "k,v": (8192, 1024), "gate,up": (8192, 28672), "down": (28672, 8192)},
+    "llama-8b": Model(vocab_size=128256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, hidden_dim=14336),
+    "llama-70b": Model(vocab_size=128256, dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, hidden_dim=28672),
 }
+"""Llama 3, as published."""
 
 
 @dataclass(frozen=True)
@@ -23,37 +28,6 @@ class Shape:
         return f"{self.m} x {self.k} x {self.n}" + (f" ({self.name})" if self.name else "")
 
 
-def parse_shapes(text: str, *, tokens: int, divisor: int = 1) -> list[Shape]:
-    """Read "1024", "512x1024x4096", "llama-8b" or several of them with commas between.
-
-    Args:
-        text: a number means a cube; three numbers are M x K x N; a model's name means all of its linears.
-        tokens: M for the linears of a model.
-        divisor: what K and N of a model's linears are divided by, to fit a small machine.
-    Raises:
-        ValueError: for anything else, with the choices; or for a divisor that leaves nothing of a model.
-    """
-    shapes: list[Shape] = []
-    for word in text.split(","):
-        word = word.strip().lower()
-        if word in MODELS:
-            scaled = f"{word}/{divisor}" if divisor > 1 else word
-            shapes += [
-                Shape(f"{scaled} {layer}", tokens, _divided(word, k, divisor), _divided(word, n, divisor))
-                for layer, (k, n) in MODELS[word].items()
-            ]
-            continue
-        numbers = word.split("x")
-        if len(numbers) not in (1, 3) or not all(number.isdecimal() and int(number) for number in numbers):
-            raise ValueError(
-                f"shape {word!r}: expected a size such as 1024, M x K x N such as 512x1024x4096, or one of "
-                f"{', '.join(MODELS)}"
-            )
-        m, k, n = (int(number) for number in (numbers * 3)[:3])
-        shapes.append(Shape("", m, k, n))
-    return shapes
-
-
 @dataclass(frozen=True)
 class Matrix:
     """One operand of a linear: `rows` x `columns`."""
@@ -66,33 +40,77 @@ class Matrix:
         return f"{self.rows} x {self.columns}" + (f" ({self.name})" if self.name else "")
 
 
-def parse_matrices(text: str, *, tokens: int, divisor: int = 1) -> list[Matrix]:
-    """Read "1024", "512x4096", "llama-8b" or several of them with commas between.
+Parsed = TypeVar("Parsed", Shape, Matrix)
+
+
+def parse_shapes(text: str, *, tokens: int, divisor: int = 1) -> list[Shape]:
+    """Read "1024", "512x1024x4096", "llama-8b", or several of them separated by commas.
 
     Args:
-        text: a number means a square; two numbers are rows x columns; a model's name means the inputs of its linears.
-        tokens: rows of the inputs of a model's linears.
-        divisor: what the columns of a model's inputs are divided by.
+        text: a number is a cube; three numbers are M x K x N; a model's name is all of its linears.
+        tokens: M of the linears of a model.
+        divisor: divides K and N of a model's linears, to fit a small machine.
     Raises:
-        ValueError: for anything else, with the choices; or for a divisor that leaves nothing of a model.
+        ValueError: anything else, with the choices; or a divisor above a width of the model.
     """
-    matrices: list[Matrix] = []
-    for word in text.split(","):
-        word = word.strip().lower()
-        if word in MODELS:
-            scaled = f"{word}/{divisor}" if divisor > 1 else word
-            widths = dict.fromkeys(_divided(word, k, divisor) for k, _ in MODELS[word].values())
-            matrices += [Matrix(f"{scaled} input", tokens, width) for width in widths]
-            continue
+
+    def of_model(word: str) -> list[Shape]:
+        layers = {name: [_divided(word, width, divisor) for width in shape] for name, shape in _linears(word).items()}
+        return [Shape(f"{_scaled(word, divisor)} {name}", tokens, k, n) for name, (k, n) in layers.items()]
+
+    expected = "a size such as 1024, M x K x N such as 512x1024x4096"
+    return _parse(text, "shape", 3, lambda m, k, n: Shape("", m, k, n), of_model, expected)
+
+
+def parse_matrices(text: str, *, tokens: int, divisor: int = 1) -> list[Matrix]:
+    """Read "1024", "512x4096", "llama-8b", or several of them separated by commas.
+
+    Args:
+        text: a number is a square; two numbers are rows x columns; a model's name is the inputs of its linears.
+        tokens: rows of the inputs of a model's linears.
+        divisor: divides the columns of a model's inputs.
+    Raises:
+        ValueError: anything else, with the choices; or a divisor above a width of the model.
+    """
+
+    def of_model(word: str) -> list[Matrix]:
+        widths = dict.fromkeys(_divided(word, k, divisor) for k, _ in _linears(word).values())
+        return [Matrix(f"{_scaled(word, divisor)} input", tokens, width) for width in widths]
+
+    expected = "a size such as 1024, rows x columns such as 512x4096"
+    return _parse(text, "matrix", 2, lambda rows, columns: Matrix("", rows, columns), of_model, expected)
+
+
+def _parse(
+    text: str,
+    what: str,
+    sizes: int,
+    make: Callable[..., Parsed],
+    of_model: Callable[[str], list[Parsed]],
+    expected: str,
+) -> list[Parsed]:
+    parsed: list[Parsed] = []
+    for word in (each.strip().lower() for each in text.split(",")):
         numbers = word.split("x")
-        if len(numbers) not in (1, 2) or not all(number.isdecimal() and int(number) for number in numbers):
-            raise ValueError(
-                f"matrix {word!r}: expected a size such as 1024, rows x columns such as 512x4096, or one of "
-                f"{', '.join(MODELS)}"
-            )
-        rows, columns = (int(number) for number in (numbers * 2)[:2])
-        matrices.append(Matrix("", rows, columns))
-    return matrices
+        if word in MODELS:
+            parsed += of_model(word)
+        elif len(numbers) in (1, sizes) and all(number.isdecimal() and int(number) for number in numbers):
+            parsed.append(make(*map(int, (numbers * sizes)[:sizes])))
+        else:
+            raise ValueError(f"{what} {word!r}: expected {expected}, or one of {', '.join(MODELS)}")
+    return parsed
+
+
+def _linears(model: str) -> dict[str, tuple[int, int]]:
+    """K and N of the linears of a block; linears of one shape are one entry."""
+    shape = MODELS[model]
+    kv_dim = shape.n_kv_heads * shape.head_dim
+    names = {"q,o": (shape.dim, shape.dim), "k,v": (shape.dim, kv_dim)}
+    return names | {"gate,up": (shape.dim, shape.hidden_dim), "down": (shape.hidden_dim, shape.dim)}
+
+
+def _scaled(model: str, divisor: int) -> str:
+    return f"{model}/{divisor}" if divisor > 1 else model
 
 
 def _divided(model: str, width: int, divisor: int) -> int:

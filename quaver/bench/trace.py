@@ -1,10 +1,13 @@
-"""One profiled call, and what its Chrome trace says ran on the device and on the host."""
+"""Chrome traces of torch.profiler: records one, and reads which work ran in which operator or named range.
+
+The file is read, and not the profiler's own event list, because only the file links a kernel that Python launches
+inside a named range (a Triton kernel) to that range.
+"""
 
 from __future__ import annotations
 
 import gzip
 import json
-import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,7 +26,7 @@ _RANGES = ("cpu_op", "user_annotation")
 
 @dataclass(eq=False)
 class Range:
-    """An operator or a named range on a host thread. Times in microseconds, of the trace's clock."""
+    """An operator or a named range on a host thread; times in microseconds of the trace's clock."""
 
     name: str
     thread: Any
@@ -31,17 +34,16 @@ class Range:
     end_us: float
     parent: Range | None = None
     self_us: float = 0.0
-    """What no range inside it covers."""
+    """Without the ranges inside it."""
 
     def names_outwards(self) -> list[str]:
         """Its name, its parent's, and so on."""
-        names = [self.name]
-        return names + (self.parent.names_outwards() if self.parent else [])
+        return [self.name, *(self.parent.names_outwards() if self.parent else ())]
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Something that ran on the device: a kernel, a copy or a fill; and the host range that launched it, if known."""
+    """A kernel, copy or fill on the device, and the host range that launched it, if known."""
 
     name: str
     us: float
@@ -50,7 +52,7 @@ class Kernel:
 
 @dataclass
 class Trace:
-    """What happened in a profiled call."""
+    """The work of a profiled call."""
 
     ranges: list[Range] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
@@ -71,25 +73,20 @@ def count_kernels(call: Callable[[], object], device: torch.device) -> int | Non
     """How many kernels, copies and fills one call launches; None on a CPU, and where the profiler sees none."""
     if device.type != "cuda":
         return None
-    handle, path = tempfile.mkstemp(suffix=".json")
-    os.close(handle)
-    try:
-        return len(record_trace(call, device, Path(path)).kernels) or None
-    finally:
-        os.unlink(path)
+    with tempfile.TemporaryDirectory() as folder:
+        return len(record_trace(call, device, Path(folder) / "trace.json").kernels) or None
 
 
 def read_trace(path: Path) -> Trace:
     """The ranges and kernels of a Chrome trace that torch.profiler wrote."""
     text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     events = [event for event in json.loads(text)["traceEvents"] if event.get("ph") == "X"]
-    ranges = _nested(
-        [
-            Range(event["name"], event.get("tid"), event["ts"], event["ts"] + event["dur"])
-            for event in events
-            if event.get("cat") in _RANGES and not event["name"].startswith("ProfilerStep")
-        ]
-    )
+    ranges = [
+        Range(event["name"], event.get("tid"), event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("cat") in _RANGES and not event["name"].startswith("ProfilerStep")
+    ]
+    _nest(ranges)
     launches = {
         event["args"]["correlation"]: _innermost(ranges, event.get("tid"), event["ts"])
         for event in events
@@ -103,11 +100,11 @@ def read_trace(path: Path) -> Trace:
     return Trace(ranges, kernels)
 
 
-def _nested(ranges: list[Range]) -> list[Range]:
-    """Say of each range which one it lies in, thread by thread, and how long it is without those inside it."""
-    ordered = sorted(ranges, key=lambda each: (each.start_us, -each.end_us))
+def _nest(ranges: list[Range]) -> None:
+    """Sort the ranges by start, and set the parent and own time of each, thread by thread."""
+    ranges.sort(key=lambda each: (each.start_us, -each.end_us))
     open_ranges: dict[Any, list[Range]] = {}
-    for each in ordered:
+    for each in ranges:
         stack = open_ranges.setdefault(each.thread, [])
         while stack and stack[-1].end_us <= each.start_us:
             stack.pop()
@@ -116,7 +113,6 @@ def _nested(ranges: list[Range]) -> list[Range]:
             each.parent = stack[-1]
             each.parent.self_us -= each.self_us
         stack.append(each)
-    return ordered
 
 
 def _innermost(ranges: list[Range], thread: Any, at_us: float) -> Range | None:

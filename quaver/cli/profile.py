@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from quaver.bench.groups import GROUPS
-from quaver.bench.modules import BFLOAT16, KINDS, model_of
+from quaver.bench.modules import KINDS, model_of
 from quaver.bench.peer import is_peer_recipe
 from quaver.bench.profile import profile_module
-from quaver.bench.results import save, writable
+from quaver.bench.results import BFLOAT16, save, writable
 from quaver.cli.bench.options import (
     Parser,
     add_model,

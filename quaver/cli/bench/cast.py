@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from quaver.bench.cast import bench_cast
-from quaver.bench.cast_contestants import KINDS
+from quaver.bench.cast import KINDS, bench_cast
 from quaver.bench.shapes import MODELS, parse_matrices
 from quaver.cli.bench.options import DTYPES, Parser, add_torchao, bench_parser, check_common, check_torchao, positive
 from quaver.cli.bench.tables import TIMES, field, finish, number
@@ -32,8 +31,7 @@ def run(argv: list[str]) -> int:
         ("library", field("library")),
         ("mode", field("mode")),
         *TIMES,
-        ("B/element: floor", number("floor_bytes_per_element", "g")),
-        ("counted", number("counted_bytes_per_element", ".2f")),
+        ("B/element, floor", number("floor_bytes_per_element", "g")),
         ("GB/s", number("gb_per_s", ".2f")),
         ("of copy", number("share_of_copy", ".0%")),
         ("codes", _codes),

@@ -13,14 +13,15 @@ from quaver.bench.roofline import (
     Settings,
     merged_names,
     predict,
+    read_measurements,
     recipes_of,
     specs_of,
     to_json,
     write_csv,
 )
-from quaver.bench.roofline_layers import MODELS, layers_of_config, layers_of_model
+from quaver.bench.roofline_layers import layers_of_config, layers_of_model
 from quaver.bench.roofline_map import draw_map
-from quaver.bench.roofline_measured import read_measurements
+from quaver.bench.shapes import MODELS
 from quaver.cli.errors import bad_input
 from quaver.config import Float8LinearRecipeName
 from quaver.devices import DEVICE_SPECS

@@ -8,7 +8,6 @@ import torch
 from quaver.bench.host import bench_host, count_operations
 from quaver.bench.shapes import Shape
 from quaver.bench.trace import count_kernels, read_trace, record_trace
-from quaver.cli import main
 
 CPU = torch.device("cpu")
 
@@ -36,14 +35,6 @@ def test_rows():
         assert row["operations"] == sum(row["operations_by_name"].values())
         assert row["kernels"] is None
         assert row["time_over_bfloat16"] == row["timing"]["median_us"] / plain["timing"]["median_us"]
-
-
-def test_the_command_prints_and_saves_a_table(tmp_path, capsys):
-    output = tmp_path / "host.json"
-    words = ["bench", "host", "--modes", "eager", "--recipes", "rowwise", "--rounds", "2", "--torchao", "no"]
-    assert main([*words, "--device", "cpu", "--output", str(output)]) == 0
-    assert len(json.loads(output.read_text())["rows"]) == 2
-    assert "none: a CPU" in capsys.readouterr().out
 
 
 def test_a_trace_of_a_cpu_is_read_with_its_nesting(tmp_path):

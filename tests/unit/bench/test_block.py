@@ -1,13 +1,11 @@
 """quaver bench block: its module and step, the memory it measures, the ratios in its rows."""
 
-import json
-
 import pytest
 import torch
 
 from quaver.bench.block import bench_block, check_fits
-from quaver.bench.modules import BFLOAT16, Batch, Step, build_subject, make_direction, make_sources, model_of
-from quaver.cli import main
+from quaver.bench.modules import Batch, Step, build_subject, make_direction, make_sources, model_of
+from quaver.bench.results import BFLOAT16
 from quaver.linear import Float8Linear
 from quaver.recorder.allocator import measure_usage
 
@@ -100,13 +98,3 @@ def test_blocks_too_large_for_a_gpu_are_refused(monkeypatch):
     check_fits(model, 1, torch.device("cuda"))
     with pytest.raises(ValueError, match="2 blocks .* take 26 GiB, and this GPU has 16; name fewer --recipes"):
         check_fits(model, 2, torch.device("cuda"))
-
-
-def test_the_command_prints_and_saves_a_table(tmp_path, capsys):
-    output = tmp_path / "block.json"
-    words = ["bench", "block", "--divisor", "4", "--tokens", "64", "--seq-len", "32", "--recipes", "rowwise"]
-    words += ["--modes", "eager"]
-    assert main([*words, "--rounds", "2", "--device", "cpu", "--output", str(output)]) == 0
-    rows = json.loads(output.read_text())["rows"]
-    assert [(row["mode"], row["recipe"]) for row in rows] == [("eager", ""), ("eager", "rowwise")]
-    assert "2 x 32 tokens" in capsys.readouterr().out

@@ -1,14 +1,11 @@
 """quaver bench gemm: the three matmuls, their operands, and the sums in the rows."""
 
-import json
-
 import pytest
 import torch
 
 from quaver.bench import gemm as bench
 from quaver.bench.gemm import GRANULARITIES, bench_gemm, gemms_of
 from quaver.bench.shapes import Shape
-from quaver.cli import main
 from quaver.devices import PeakFlops
 
 CPU = torch.device("cpu")
@@ -63,13 +60,3 @@ def test_the_share_is_of_the_precisions_own_peak():
     assert bench._share(50e12, "bfloat16", peak) == 0.5
     assert bench._share(50e12, "rowwise", peak) == 0.25
     assert bench._share(50e12, "rowwise", PeakFlops(100e12, "data sheet")) is None
-
-
-def test_an_unknown_peak_is_printed_as_unknown(tmp_path, capsys):
-    output = tmp_path / "gemm.json"
-    words = ["bench", "gemm", "--device", "cpu", "--shapes", "16", "--scales", "rowwise", "--rounds", "2"]
-    assert main([*words, "--output", str(output)]) == 0
-    printed = capsys.readouterr().out
-    assert "unknown" in printed
-    assert "%" not in printed
-    assert len(json.loads(output.read_text())["rows"]) == 6

@@ -6,9 +6,10 @@ import json
 import pytest
 import torch
 
+import quaver.distributed  # noqa: F401 - registers quaver::cast_with_agreed_scale
 from quaver.bench.groups import GROUPS, group_of_kernel, group_of_ranges
 from quaver.bench.modules import Batch, model_of
-from quaver.bench.profile import BACKWARD, FORWARD, _row, profile_module
+from quaver.bench.profile import BACKWARD, FORWARD, Work, _row, profile_module
 from quaver.bench.trace import Kernel, Range, Trace
 from quaver.cli import main
 from quaver.kernels import cpu
@@ -28,7 +29,7 @@ CPU = torch.device("cpu")
         (["aten::copy_", "aten::contiguous", "quaver::cast"], "cast"),
         (["aten::copy_", "aten::contiguous", "quaver::gemm"], "transpose"),
         (["aten::fill_", "aten::zeros", "quaver::gemm"], "gemm"),
-        (["quaver::dynamic_cast", "## Call CompiledFxGraph ##"], "cast"),
+        (["quaver::cast_tensorwise", "## Call CompiledFxGraph ##"], "cast"),
         (["graph_0_cpp_fused__to_copy_add_view_1", "forward"], "other"),
         (["aten::_flash_attention_forward", "aten::scaled_dot_product_attention"], "other"),
         (["forward"], "other"),
@@ -37,6 +38,14 @@ CPU = torch.device("cpu")
 )
 def test_the_group_of_ranges(names, group):
     assert group_of_ranges(names) == group
+
+
+def test_every_registered_cast_is_a_cast():
+    """Compiled code calls the operations, which have no phase around them."""
+    registered = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    casts = {name for name in registered if name.startswith("quaver::cast")}
+    assert {"quaver::cast_tensorwise", "quaver::cast_rowwise", "quaver::cast_with_agreed_scale"} <= casts
+    assert {group_of_ranges([name, "## Call CompiledFxGraph ##", "forward"]) for name in casts} == {"cast"}
 
 
 @pytest.mark.parametrize(
@@ -83,10 +92,10 @@ def test_kernels_on_a_gpu_are_grouped_by_the_range_that_launched_them_or_by_name
     ]
     path, trace = tmp_path / "x.json.gz", Trace([forward, cast], kernels)
     row = _row("eager", "quaver tensorwise", path, trace, 2, is_cuda=True)
-    assert row.total_us == 20.0
-    assert row.group_us == {"gemm": 15.0, "cast": 4.0, "amax": 0, "transpose": 1.0, "other": 0}
-    assert row.group_share["cast"] == 0.2
-    longest, second, third = row.work
+    assert row["total_us"] == 20.0
+    assert row["group_us"] == {"gemm": 15.0, "cast": 4.0, "amax": 0, "transpose": 1.0, "other": 0}
+    assert row["group_share"]["cast"] == 0.2
+    longest, second, third = (Work(**each) for each in row["work"])
     assert (longest.name, longest.direction, longest.calls, longest.us) == ("nvjet_tst", FORWARD, 0.5, 15.0)
     assert (second.name, second.group, second.calls, second.share) == ("elementwise", "cast", 1.0, 0.2)
     assert third.direction == BACKWARD

@@ -1,0 +1,98 @@
+"""quaver bench: the list of benchmarks, one run from end to end, and one-line errors."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from quaver.cli import main
+from quaver.cli.bench import VERBS
+
+
+@pytest.mark.parametrize(
+    ("verb", "words", "contestants", "printed"),
+    [
+        ("linear", "--shapes 16 --modes eager --recipes rowwise --torchao no", ["bfloat16", "quaver"], "16 x 16 x 16"),
+        ("cast", "--shapes 16x32 --casts rowwise --torchao no", ["copy", "quaver", "quaver", "PyTorch"], "16 x 32"),
+        ("gemm", "--shapes 16 --scales rowwise", ["bfloat16", "rowwise"] * 3, "unknown"),
+        ("host", "--modes eager --recipes rowwise --torchao no", ["bfloat16", "quaver"], "none: a CPU"),
+        (
+            "block",
+            "--divisor 4 --tokens 64 --seq-len 32 --recipes rowwise --modes eager",
+            ["bfloat16", "quaver"],
+            "2 x 32 tokens",
+        ),
+    ],
+)
+def test_the_command_prints_and_saves_a_table(verb, words, contestants, printed, tmp_path, capsys):
+    output = tmp_path / "new" / f"{verb}.json"
+    common = ["--rounds", "2", "--device", "cpu", "--output", str(output)]
+    assert main(["bench", verb, *words.split(), *common]) == 0
+    result = json.loads(output.read_text())
+    assert result["benchmark"] == verb
+    assert result["complete"]
+    assert [row.get("library", row.get("contestant")) for row in result["rows"]] == contestants
+    assert all(row["timing"]["median_us"] > 0 for row in result["rows"])
+    assert {"device", "torch", "commit", "command", "date"} <= set(result["environment"])
+    assert printed in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["linear", "--shapes", "llama-9b"], "expected a size such as 1024"),
+        (["linear", "--recipes", "rowise"], "unknown recipe 'rowise': expected one of tensorwise"),
+        (["linear", "--rounds", "0"], "--rounds: expected 1 or more, got '0'"),
+        (["linear", "--rounds", "many"], "--rounds: expected 1 or more, got 'many'"),
+        (["linear", "--threads", "-1"], "--threads: expected 0 or more, got '-1'"),
+        (["linear", "--modes", "fast"], "invalid choice: 'fast'"),
+        (["linear", "--output", "/dev/null/x.json"], "--output: cannot write /dev/null/x.json"),
+        (["linear", "--output", "/dev"], "--output: expected a file to write, got the folder /dev"),
+        (["linear", "--device", "cuda"], "sees no CUDA device"),
+        (["cast", "--shapes", "1x2x3"], "expected a size such as 1024, rows x columns"),
+        (["cast", "--casts", "rowise"], "invalid choice: 'rowise'"),
+        (["cast", "--output", "/dev/null/x.json"], "--output: cannot write /dev/null/x.json"),
+        (["cast", "--shapes", "llama-8b", "--divisor", "5000"], "expected at most 4096, a width of llama-8b, got 5000"),
+        (["gemm", "--shapes", "llama-8b", "--divisor", "5000"], "expected at most 4096, a width of llama-8b"),
+        (["gemm", "--shapes", "8x8"], "expected a size such as 1024"),
+        (["gemm", "--tokens", "-5"], "--tokens: expected 1 or more, got '-5'"),
+        (["host", "--size", "0"], "--size: expected 1 or more, got '0'"),
+        (["block", "--model", "llama-9b"], "invalid choice: 'llama-9b'"),
+        (["block", "--divisor", "3"], "--divisor: expected a divisor of debug's 4 heads, got 3"),
+        (["block", "--tokens", "100", "--seq-len", "64"], "expected a multiple of --seq-len 64, got 100"),
+        (["train", "--warmup", "1"], "--warmup: expected 2 or more, got 1"),
+        (["train", "--training.stepz", "3"], "unknown flag: 'training.stepz'; did you mean 'training.steps'?"),
+        (["train", "nowhere.toml"], "config file 'nowhere.toml' does not exist"),
+        (["train", "--recipes", "rowise"], "unknown recipe 'rowise'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line_and_exit_code_2(words, message, capsys):
+    if "cuda" in words and torch.cuda.is_available():
+        pytest.skip("this machine has what it should lack")
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", *words])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_an_unknown_benchmark_is_one_line_with_the_nearest_name(capsys):
+    assert main(["bench", "gem"]) == 2
+    assert capsys.readouterr().err == "quaver: error: unknown benchmark 'gem'; did you mean 'gemm'?\n"
+    assert main(["bench", "xyz"]) == 2
+    assert "choose from linear, " in capsys.readouterr().err
+
+
+def test_without_a_name_the_benchmarks_are_listed(capsys):
+    assert main(["bench"]) == 2
+    listed = capsys.readouterr().out
+    assert all(f"  {verb}" in listed for verb in VERBS)
+    assert main(["bench", "--help"]) == 0
+
+
+def test_the_docs_have_every_benchmark():
+    docs = (Path(__file__).parents[3] / "docs" / "benchmarks.md").read_text()
+    assert all(f"quaver bench {verb}" in docs for verb in VERBS)
