@@ -52,15 +52,7 @@ def measure() -> dict[str, Any]:
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
     """Each table of the documentation by its name, in Markdown."""
-    return {
-        "reads": _reads_table(results),
-        "casts": _casts_table(results),
-        "linears": _linears_table(results),
-        "all_reduces": _all_reduces_table(results),
-        "sync": _sync_table(results),
-        "stationary": _stationary_table(results),
-        "scenarios": _scenarios_table(results),
-    }
+    return {"all_reduces": _all_reduces_table(results)}
 
 
 def _reads_table(results: dict[str, Any]) -> str:
