@@ -366,12 +366,7 @@ def measure(ranks: int) -> dict[str, Any]:
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
     """Each table of the documentation by its name, in Markdown."""
-    return {
-        "fsdp": _fsdp_table(results),
-        "llama": _llama_table(results),
-        "tp": _tp_table(results),
-        "precompute": _precompute_table(results),
-    }
+    return {"fsdp": _fsdp_table(results)}
 
 
 def _fsdp_table(results: dict[str, Any]) -> str:

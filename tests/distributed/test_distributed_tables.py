@@ -24,13 +24,8 @@ def test_the_tables_are_those_of_the_recorded_run(results):
 
 def test_another_figure_would_be_noticed(results):
     text = DOCS.read_text()
-    for section in ("fsdp", "tp", "precompute"):
-        changed = json.loads(json.dumps(results))
-        row = changed[section][-1]
-        counts = row["forward"] if section == "tp" else row
-        key = {"fsdp": "unsharded_bytes_per_element", "tp": "amax_bytes", "precompute": "operations"}[section]
-        counts[key] += 1
-        assert fill(text, tables(changed)) != text, section
+    results["fsdp"][-1]["unsharded_bytes_per_element"] += 1
+    assert fill(text, tables(results)) != text
 
 
 def test_a_page_without_a_table_is_an_error(results):
