@@ -76,60 +76,60 @@ def bench_train(
     tokens = config.training.step_tokens
     recompiles = torch._dynamo.config.patch(recompile_limit=_MOST_COMPILED_VARIANTS)
     with recompiles, determinism(config.training.deterministic):
-        twins = _twins(subject)
-        names = ", ".join(twin.name for twin in twins)
+        models = _models_of(subject)
+        names = ", ".join(model.name for model in models)
         report(f"{names}: {warmup} + {rounds} steps of {tokens} tokens")
-        seconds: dict[str, list[float]] = {twin.name: [] for twin in twins}
+        seconds: dict[str, list[float]] = {model.name: [] for model in models}
         is_complete = True
         try:
-            _train(twins, seconds, plan, warmup, rounds)
+            _train(models, seconds, plan, warmup, rounds)
         except KeyboardInterrupt:
             if not all(seconds.values()):
                 raise
             is_complete = False
     timings = {name: Timing.of(times) for name, times in seconds.items()}
-    collected = Collected([_row(twin, timings, twins[0], tokens) for twin in twins], is_complete)
-    parameters = sum(parameter.numel() for parameter in twins[0].model.parameters())
+    collected = Collected([_row(model, timings, models[0], tokens) for model in models], is_complete)
+    parameters = sum(parameter.numel() for parameter in models[0].model.parameters())
     about: dict[str, Any] = {"parameters": parameters, "step_tokens": tokens, "config": asdict(config)}
     return result("train", collected, device=plan.device, **about)
 
 
-def _twins(subject: Subject) -> list[TrainedModel]:
+def _models_of(subject: Subject) -> list[TrainedModel]:
     """The models with storage, the high-precision one first."""
     plan = subject.plan
-    twins = []
+    models = []
     for config, by_name in subject.models:
         for name, model in by_name.items():
             parallelize(model, config, None)
             allocate(model, plan.device)
             initialize(model, config.training.seed)
-            twins.append(TrainedModel(name, model, config, plan.device))
-    return sorted(twins, key=lambda twin: twin.name != plan.config.training.mixed_precision_param)
+            models.append(TrainedModel(name, model, config, plan.device))
+    return sorted(models, key=lambda model: model.name != plan.config.training.mixed_precision_param)
 
 
 def _train(
-    twins: Sequence[TrainedModel], seconds: dict[str, list[float]], plan: RunSetup, warmup: int, rounds: int
+    models: Sequence[TrainedModel], seconds: dict[str, list[float]], plan: RunSetup, warmup: int, rounds: int
 ) -> None:
     """Append the seconds of each timed step to the list of its precision."""
     training = plan.config.training
     for step in range(1, warmup + rounds + 1):
         batches = plan.data.step_batches(training, (step - 1) * training.step_batch_size, ParallelDims())
         batches = [batch.to(plan.device) for batch in batches]
-        first = step % len(twins)
-        for twin in (*twins[first:], *twins[:first]):
-            done = twin.train_step(step, batches, measure_memory=step == MEMORY_STEP)
+        first = step % len(models)
+        for model in (*models[first:], *models[:first]):
+            done = model.train_step(step, batches, measure_memory=step == MEMORY_STEP)
             if step > warmup:
-                seconds[twin.name].append(done.seconds)
+                seconds[model.name].append(done.seconds)
 
 
-def _row(twin: TrainedModel, timings: dict[str, Timing], plain: TrainedModel, tokens: int) -> Row:
+def _row(model: TrainedModel, timings: dict[str, Timing], plain: TrainedModel, tokens: int) -> Row:
     """The ratio of peaks is None unless both are exact."""
-    timing, peak, baseline = timings[twin.name], twin.peak, plain.peak
+    timing, peak, baseline = timings[model.name], model.peak, plain.peak
     ratio = None
     if peak.exact and baseline.exact and peak.peak_bytes and baseline.peak_bytes:
         ratio = peak.peak_bytes / baseline.peak_bytes
     return {
-        "precision": twin.name,
+        "precision": model.name,
         "timing": asdict(timing),
         "tokens_per_s": tokens / (1e-6 * timing.median_us),
         "time_over_high_precision": timing.median_us / timings[plain.name].median_us,
