@@ -16,6 +16,7 @@ import quaver.quantize
 from quaver import Float8Linear, Float8LinearConfig, float8_linear
 from quaver.kernels import cpu
 from tests.reference import RECIPES, assert_matmul_exact, sqnr_db
+from tests.thinned import thinned
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
@@ -216,9 +217,9 @@ def test_nothing_is_kept_for_a_gradient_that_nobody_wants(recipe):
     assert first_layer.get(torch.bfloat16, 0) == (input.nbytes if recipe == "rowwise_with_gw_hp" else 0)
 
 
-@pytest.mark.parametrize("needs_input_grad", [False, True])
-@pytest.mark.parametrize("needs_weight_grad", [False, True])
-@RECIPE
+@pytest.mark.parametrize(
+    ("recipe", "needs_input_grad", "needs_weight_grad"), thinned(RECIPES, (False, True), (False, True))
+)
 def test_no_matmul_for_a_gradient_that_nobody_wants(recipe, needs_input_grad, needs_weight_grad):
     module = make(recipe, bias=True)
     module.weight.requires_grad_(needs_weight_grad)
@@ -416,9 +417,10 @@ def test_a_weight_changed_before_backward_is_an_error():
 # ---- shapes, strides, modes ----------------------------------------------------------------------------------------
 
 
-@RECIPE
-@pytest.mark.parametrize("shape", [(64,), (1, 64), (3, 64), (2, 5, 64), (2, 1, 3, 64), (0, 64), (2, 0, 64)], ids=str)
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "shape", "bias"),
+    thinned(RECIPES, [(64,), (1, 64), (3, 64), (2, 5, 64), (2, 1, 3, 64), (0, 64), (2, 0, 64)], (False, True)),
+)
 def test_any_leading_dims_and_zero_tokens(recipe, shape, bias):
     module = make(recipe, bias=bias)
     input = torch.randn(shape).bfloat16().requires_grad_()
@@ -433,9 +435,9 @@ def test_any_leading_dims_and_zero_tokens(recipe, shape, bias):
     assert module(rows).reshape(output.shape).equal(output)
 
 
-@RECIPE
-@pytest.mark.parametrize("shape", [(7, 33, 5), (1, 1, 1), (130, 257, 63)], ids=str)
-@pytest.mark.parametrize("pad", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "shape", "pad"), thinned(RECIPES, [(7, 33, 5), (1, 1, 1), (130, 257, 63)], (False, True))
+)
 def test_odd_shapes(recipe, shape, pad):
     m, k, n = shape
     module = make(recipe, k, n, dtype=torch.float32, bias=True, pad_inner_dim=pad)
@@ -465,9 +467,10 @@ def test_non_contiguous_and_expanded_inputs(recipe):
     run(module, base[:20, :64], expanded_grad)
 
 
-@RECIPE
-@pytest.mark.parametrize("autocast_dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("input_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("recipe", "autocast_dtype", "input_dtype"),
+    thinned(RECIPES, (torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16)),
+)
 def test_autocast(recipe, autocast_dtype, input_dtype):
     module = make(recipe, dtype=torch.float32, bias=True)
     input = torch.randn(48, 64).to(input_dtype).requires_grad_()
