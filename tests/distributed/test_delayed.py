@@ -225,32 +225,6 @@ def test_static_scales_are_calibrated_with_tensor_parallelism():
         assert exchanges == 0
 
 
-# ---- evaluation ------------------------------------------------------------------------------------------------------
-
-
-def _evaluate():
-    """What a forward in eval mode does to the state of a model that FSDP gathers in float8, before and after a step."""
-    model = shard_model(config_of("delayed", enable_fsdp_float8_all_gather=True))
-    large = 50 * part_of(batches(1, dist.get_world_size())[0])
-    unchanged = []
-    for _ in range(2):
-        before, observed = scaling_snapshot(model), observed_of(model)
-        model.eval()
-        with torch.no_grad():
-            model(large)
-        model(large).sum().backward()
-        model.train()
-        assert_equal(scaling_snapshot(model), before)
-        unchanged.append(torch.equal(observed_of(model), observed))
-        forward_and_backward(model, large / 50)
-        sync_float8_amax_and_scale_history(model)
-    return unchanged
-
-
-def test_evaluation_leaves_no_trace():
-    assert run(2, _evaluate) == [[True, True]] * 2
-
-
 # ---- a compiled sync -------------------------------------------------------------------------------------------------
 
 

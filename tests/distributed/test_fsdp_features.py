@@ -571,19 +571,6 @@ def test_calling_a_part_of_an_fsdp_module_says_what_to_call():
     assert "call the module that was given to it" in run(2, _call_a_part)[0]
 
 
-def _mixed_precision_dtype(recipe):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = shard_model(gathering(recipe), mp_policy=policy)
-    output = model(part_of(batches(1, dist.get_world_size())[0]))
-    loss_of(output).backward()
-    return output.dtype, model[0].up.weight.grad.dtype, model[0].up.weight.dtype
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_mixed_precision(recipe):
-    assert run(2, _mixed_precision_dtype, recipe)[0] == (torch.bfloat16, torch.float32, torch.float32)
-
-
 def _sibling_groups():
     """The mesh is that of the model; a lone linear converted by itself computes its scale alone."""
     config = gathering("tensorwise")

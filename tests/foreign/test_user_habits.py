@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from quaver import Float8LinearConfig, convert_to_float8_training, sync_float8_amax_and_scale_history
@@ -151,19 +150,6 @@ def test_in_place_on_the_input_after_it_was_read(recipe, compiled):
 # ---- modes that stand for real tensors -----------------------------------------------------------------------------
 
 
-class ReplacesNewTensors(TorchDispatchMode):
-    """Turns what is allocated into something else."""
-
-    def __init__(self, replace):
-        super().__init__()
-        self.replace = replace
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        allocates = function.overloadpacket in (torch.ops.aten.empty_like, torch.ops.aten.new_empty)
-        return self.replace(result) if allocates else result
-
-
 def may_refuse(function, *args):
     """Call it; a Python exception is as good as a result."""
     try:
@@ -188,16 +174,6 @@ def _fake_tensors(model, input):
                 assert model(torch.randn(512, 64)).shape == (512, 64)
 
 
-def _meta_allocations(model, input):
-    with ReplacesNewTensors(lambda tensor: tensor.to("meta")):
-        _step_and_validate(model, input)
-
-
-def _fake_allocations(model, input):
-    with ReplacesNewTensors(FakeTensorMode(allow_non_fake_inputs=True).from_tensor):
-        _step_and_validate(model, input)
-
-
 def _explain_a_closure(model, input):
     for module in (model, model[0]):
         forward = module.forward
@@ -206,13 +182,7 @@ def _explain_a_closure(model, input):
         del module.forward
 
 
-def _freed_memory(model, input):
-    freed = input * 1
-    freed.untyped_storage().resize_(0)
-    may_refuse(model, freed)
-
-
-MODES = [_fake_tensors, _meta_allocations, _fake_allocations, _explain_a_closure, _freed_memory]
+MODES = [_fake_tensors, _explain_a_closure]
 
 
 def check_mode(mode, recipe):

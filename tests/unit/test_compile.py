@@ -54,21 +54,6 @@ def test_no_recompilation_from_step_to_step_or_microbatch_to_microbatch(recipe):
             step(False)
 
 
-@RECIPE
-def test_whole_step_under_compile_with_autocast(recipe):
-    module = make(recipe, dtype=torch.float32, bias=True)
-
-    def step(x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return module(x)
-
-    input = torch.randn(48, 64)
-    eager = step(input)
-    compiled = torch.compile(step, fullgraph=True)(input)
-    assert compiled.dtype is torch.bfloat16
-    torch.testing.assert_close(compiled, eager, rtol=0.01, atol=0.01)
-
-
 def test_qkv_share_one_float8_input_in_compiled_code():
     """The compiler keeps one byte per element of the shared input for backward, and no high-precision copy."""
     m, k = 256, 64

@@ -69,19 +69,6 @@ def test_any_float32_amax_has_its_scale(float8_dtype, value):
         assert dequant_scale > 0
 
 
-@pytest.mark.parametrize(
-    ("value", "rounded"),
-    [(17, 16), (19, 20), (1.0625, 1.0), (1.1875, 1.25), (3 * 2**-10, 2**-8), (2**-10, 0), (-(2**-10), 0), (1e9, 448)],
-)
-def test_e4m3_rounds_to_nearest_even_and_saturates(value, rounded):
-    assert cast_to_float8(torch.tensor([float(value)]), torch.tensor(1.0), E4M3).item() == rounded
-
-
-@pytest.mark.parametrize(("value", "rounded"), [(1.125, 1.0), (1.375, 1.5), (2**-17, 0), (1e9, 57344), (-1e9, -57344)])
-def test_e5m2_rounds_to_nearest_even_and_saturates(value, rounded):
-    assert cast_to_float8(torch.tensor([float(value)]), torch.tensor(1.0), E5M2).item() == rounded
-
-
 @FLOAT8
 @HP
 def test_unusual_amaxes(hp_dtype, float8_dtype):
