@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-# Test processes; each runs torch on one thread.
+# Test processes; each runs torch on one thread. A file's tests run in one of them, because they share fixtures that take
+# minutes and processes that serve as ranks. Folders with slow files come first, small files fill the end.
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 CONFIG ?= train_configs/llama3_debug.toml
 # One of `quaver bench`'s.
 BENCH ?= linear
@@ -15,7 +17,7 @@ ARGS ?=
 help:
 	@echo "make train   set up, train a small Llama in float8 beside bfloat16 on real text, compare and plot"
 	@echo "make test    set up, run the tests"
-	@echo "make nightly run the widest products of the distributed tests too (about half an hour)"
+	@echo "make nightly run the tests of the widest products of parameters"
 	@echo "make lint    set up, check style, types and layers"
 	@echo "make bench   set up with torchao, time one linear against bfloat16 and torchao; BENCH=cast or another of"
 	@echo "             quaver bench's for that one"
@@ -25,10 +27,10 @@ train: $(VENV)/.base
 	$(BIN)/quaver train $(CONFIG) --compare $(ARGS)
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	$(PYTEST) $(ARGS)
 
 nightly: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m nightly $(ARGS)
+	$(PYTEST) -m nightly $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

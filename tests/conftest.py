@@ -1,8 +1,11 @@
-"""One thread per test process, seeds, a cache folder that is no user's, and the GPU marker."""
+"""One thread per test process, seeds, a cache folder of this session, and the GPU marker."""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # read on import; more would start a pool of processes
 
 import pytest
 import torch
@@ -13,11 +16,11 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session", autouse=True)
 def _cache_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tokens are kept where this session, and the processes it starts, alone look for them."""
+    """The trainer's cache of tokens is this session's, also in the processes that the session starts."""
     users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        if "MPLCONFIGDIR" not in os.environ:  # matplotlib would list the fonts anew, for seconds and with a warning
+        if "MPLCONFIGDIR" not in os.environ:  # listing the fonts again takes matplotlib seconds, and warns
             patch.setenv("MPLCONFIGDIR", str(users / "matplotlib"))
         yield
 
@@ -27,7 +30,8 @@ def _fresh_state():
     """The same random numbers for each test, and no compiled code of an earlier one."""
     torch.manual_seed(0)
     yield
-    torch.compiler.reset()
+    if "torch._dynamo" in sys.modules:  # importing it takes seconds
+        torch.compiler.reset()
 
 
 @pytest.fixture

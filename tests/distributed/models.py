@@ -90,7 +90,7 @@ def single_process_losses(config, steps, ranks, **options):
     return single_process(config, steps, ranks, **options)[0]
 
 
-def single_process(config, steps, ranks, *, param_dtype=None, float8_gather=False, compiled=False):
+def single_process(config, steps, ranks, *, param_dtype=None, float8_gather=False, compiled=None):
     """The losses of one process that takes the ranks' parts of each global batch one after another.
 
     With `param_dtype` it computes as MixedPrecisionPolicy(param_dtype) does: with parameters rounded to it, save for
@@ -104,7 +104,7 @@ def single_process(config, steps, ranks, *, param_dtype=None, float8_gather=Fals
     convert_to_float8_training(model, config=config)
     if compiled:
         for block in model:
-            block.compile(fullgraph=True)
+            block.compile(fullgraph=True, backend=compiled)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses, snapshots = [], []
     for batch in batches(steps, ranks):

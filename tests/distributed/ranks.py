@@ -1,19 +1,23 @@
-"""Runs a function on every rank of a gloo process group, in processes that are kept from test to test.
+"""Runs a function on every rank of a gloo process group, in processes that serve one test after another.
 
     results = run(4, function, *arguments)        # function(*arguments) on 4 ranks; one result per rank, in rank order
 
-The function is a module-level one and its arguments and results can be pickled. Every call has a time limit, and so has
-every collective in it; after a failure the processes are replaced, since their collectives may be out of step.
+The function is defined at the top level of a module; its arguments and results can be pickled. Each pytest process has
+one pool of ranks per world size. A call has a time limit, and so has each collective in it. After a failure the pool is
+replaced, because the collectives of its ranks may be out of step.
 """
 
 import atexit
 import importlib
-import multiprocessing
+import os
+import sys
 import tempfile
 import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
+
+from tests.isolated import forkserver
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 
@@ -21,11 +25,12 @@ _pools = {}
 
 
 class RanksError(AssertionError):
-    """What the ranks raised: `messages` has one string per rank, None for a rank that raised nothing in time."""
+    """Ranks raised, died or hung: `messages` has a traceback or a reason per rank, None for a rank that returned."""
 
-    def __init__(self, messages):
+    def __init__(self, messages, function):
         self.messages = messages
-        super().__init__("\n".join(f"rank {rank}: {message}" for rank, message in enumerate(messages) if message))
+        failed = "\n".join(f"rank {rank}: {message}" for rank, message in enumerate(messages) if message)
+        super().__init__(f"{function.__qualname__} in {os.environ.get('PYTEST_CURRENT_TEST', 'no test')}\n{failed}")
 
 
 def run(world_size, function, *arguments, timeout=180.0, collective_timeout=None):
@@ -34,7 +39,7 @@ def run(world_size, function, *arguments, timeout=180.0, collective_timeout=None
     Raises:
         RanksError: if a rank raises, or does not end within `timeout` seconds.
     """
-    if collective_timeout is not None:  # a pool of its own, since a group's time limit is fixed
+    if collective_timeout is not None:  # the time limit of a process group is fixed when it is made
         pool = _Pool(world_size, timedelta(seconds=collective_timeout))
         try:
             return pool.call(function, arguments, timeout)
@@ -52,10 +57,7 @@ def run(world_size, function, *arguments, timeout=180.0, collective_timeout=None
 
 class _Pool:
     def __init__(self, world_size, collective_timeout):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["torch", "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "quaver"]
-        )
+        context = forkserver()
         self.store = Path(tempfile.mkdtemp()) / "store"
         self.connections, self.processes = [], []
         for rank in range(world_size):
@@ -84,7 +86,7 @@ class _Pool:
             results.append(result)
             messages.append(message)
         if any(messages):
-            raise RanksError(messages)
+            raise RanksError(messages, function)
         return results
 
     def close(self):
@@ -101,8 +103,6 @@ def _close_all():
 
 
 def _serve(rank, world_size, store, collective_timeout, connection):
-    import os
-
     import torch
     import torch.distributed as dist
 
@@ -119,7 +119,8 @@ def _serve(rank, world_size, store, collective_timeout, connection):
         try:
             torch.manual_seed(0)
             result, message = getattr(importlib.import_module(module), name)(*arguments), None
-        except BaseException:  # noqa: BLE001 - whatever it is, the test process shows it
+        except BaseException:  # noqa: BLE001 - raised again in the test's process
             result, message = None, traceback.format_exc()
-        torch.compiler.reset()
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()
         connection.send((result, message))

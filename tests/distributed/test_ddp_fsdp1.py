@@ -97,10 +97,6 @@ def test_ddp_with_weights_to_gather(recipe):
     run(RANKS, _check_ddp, recipe, None, 2, True)
 
 
-def test_ddp_of_compiled_blocks():
-    run(RANKS, _check_ddp, "rowwise", "aot_eager", 1, False)
-
-
 @pytest.mark.nightly
 @RECIPE
 @pytest.mark.parametrize("accumulate", [1, 2], ids=["", "no_sync"])
@@ -178,16 +174,3 @@ def test_fsdp1_of_compiled_blocks():
 @RECIPE
 def test_fsdp1_of_compiled_blocks_for_all(recipe):
     run(RANKS, _check_fsdp1, recipe, "inductor", 1, False)
-
-
-# ---- one process -----------------------------------------------------------------------------------------------------
-
-
-@RECIPE
-@pytest.mark.parametrize("compiled", [None, "aot_eager"])
-def test_weights_to_gather_change_nothing_without_a_wrapper(recipe, compiled):
-    expected_losses, expected = one_process(config_of(recipe))
-    losses, parameters = one_process(config_of(recipe, enable_fsdp_float8_all_gather=True), compiled)
-    assert losses == expected_losses
-    for name, parameter in expected.items():
-        torch.testing.assert_close(parameters[name].detach(), parameter.detach(), rtol=0, atol=0, msg=name)

@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,6 +28,7 @@ from tests.distributed.models import (
 )
 from tests.distributed.ranks import run
 from tests.distributed.test_fsdp import part_of, shard_model
+from tests.distributed.test_fsdp_features import model_by
 from tests.reference import KEPT_RECIPES
 
 STEPS = 4
@@ -43,8 +43,8 @@ def train(model, *, steps=STEPS, precompute=False, accumulate=1, no_sync=None, a
     """Train on this rank's parts: losses, snapshots after each sync, and the collectives of each step.
 
     Collectives are (calls, bytes) of all-reduces in the forwards, in the sync and in the backwards, and of gathers in
-    the forwards. Compiled code is not counted (a mode
-    that counts turns the compiler off); after its first step it may not be compiled again.
+    the forwards. Those of compiled code are not counted, because a dispatch mode turns the compiler off; after its
+    first step it may not be compiled again.
     """
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
     ranks = dist.get_world_size()
@@ -116,39 +116,7 @@ def check_exchanges(exchanged, recipe, what, *, gathers=True, precompute=False, 
 
 
 def _fsdp(recipe, how):
-    config = config_of(recipe, enable_fsdp_float8_all_gather=how != "high precision")
-    options, model = {}, None
-    if how == "keep gathered":
-        options["reshard_after_forward"] = False
-    elif how == "always reshard":
-        options["reshard_after_forward"] = True
-    elif how == "hsdp":
-        options["mesh"] = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("r", "s"))
-    elif how == "cpu offload":
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    elif how == "mixed precision":
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    elif how == "meta":
-        with torch.device("meta"):
-            model = make_model()
-    elif how.startswith("checkpointed"):
-        model = convert_to_float8_training(make_model(), config=config)
-        config = None
-        reentrant = CheckpointImpl.REENTRANT if "reentrant" in how else CheckpointImpl.NO_REENTRANT
-        for index, block in enumerate(model[:-1]):
-            model[index] = checkpoint_wrapper(block, reentrant)
-    model = shard_model(config, model=model, **options)
-    if how == "meta":
-        model.to_empty(device="cpu")
-        model.load_state_dict(
-            {
-                name: torch.distributed.tensor.distribute_tensor(value, like.device_mesh, like.placements)
-                for (name, like), value in zip(
-                    model.state_dict().items(), make_model().state_dict().values(), strict=True
-                )
-            }
-        )
-    return model
+    return model_by(how, config_of(recipe, enable_fsdp_float8_all_gather=how != "high precision"))
 
 
 REDUCE_GRADIENTS = ("hsdp", "DDP", "DDP, weights to gather")
@@ -163,30 +131,15 @@ def gathered_bytes(ranks):
     return LAYERS, sent
 
 
-WAYS = [
-    "plain",
-    "precomputed",
-    "keep gathered",
-    "always reshard",
-    "hsdp",
-    "cpu offload",
-    "meta",
-    "checkpointed",
-    "checkpointed, reentrant",
-    "mixed precision",
-    "high precision",
-]
+WAYS = ["plain", "precomputed", "hsdp", "cpu offload", "checkpointed, reentrant", "mixed precision", "high precision"]
+MORE_WAYS = ["keep gathered", "always reshard", "meta", "checkpointed"]
 
 
 def _train_in_ways(recipe, ways):
     return [train(_fsdp(recipe, how), precompute=how == "precomputed") for how in ways]
 
 
-@pytest.mark.parametrize("recipe", KEPT_RECIPES)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_way_to_use_fsdp2(recipe, ranks):
-    """On 4 ranks the weights of 18, 42 and 3 rows have shards of two sizes, and one that is empty."""
-    ways = WAYS if (ranks, recipe) == (4, "delayed") else ["plain", "precomputed", "mixed precision"]
+def check_ways(recipe, ranks, ways):
     config = config_of(recipe)
     for how, got in zip(ways, run(ranks, _train_in_ways, recipe, ways)[0], strict=True):
         options = {"param_dtype": torch.bfloat16, "float8_gather": True} if how == "mixed precision" else {}
@@ -194,6 +147,22 @@ def test_every_way_to_use_fsdp2(recipe, ranks):
         check_exchanges(got[2], recipe, how, gathers=how != "high precision", precompute=how == "precomputed")
         if how == "plain":
             assert [gathers for *_, gathers in got[2]] == [gathered_bytes(ranks)] * STEPS
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ranks", "ways"),
+    [("delayed", 4, WAYS), ("delayed", 2, WAYS[:1]), ("delayed_with_dynamic_weight", 2, WAYS[:2] + WAYS[-2:-1])],
+)
+def test_every_way_to_use_fsdp2(recipe, ranks, ways):
+    """On 4 ranks the weights of 18, 42 and 3 rows have shards of two sizes, and one that is empty."""
+    check_ways(recipe, ranks, ways)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("recipe", KEPT_RECIPES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_way_to_use_fsdp2_by_every_recipe(recipe, ranks):
+    check_ways(recipe, ranks, WAYS + MORE_WAYS)
 
 
 def _accumulate(recipe):

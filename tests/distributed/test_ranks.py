@@ -1,5 +1,6 @@
-"""The helper that the other tests here stand on: it reports failures and hangs."""
+"""The pool of ranks: a failure or a hang fails its test, by name, and the next test gets ranks that work."""
 
+import os
 import time
 
 import pytest
@@ -24,11 +25,16 @@ def _sleep():
     time.sleep(30)
 
 
+def _die():
+    if dist.get_rank() == 0:
+        os._exit(1)
+
+
 def test_every_rank_answers():
     assert run(2, _sum_of_ranks) == [1, 1]
 
 
-def test_a_failure_is_told_by_rank_and_ends_nothing_else():
+def test_a_failure_has_the_traceback_of_its_rank():
     with pytest.raises(RanksError) as error:
         run(2, _fail_on_rank_1)
     assert error.value.messages[0] is None
@@ -36,6 +42,13 @@ def test_a_failure_is_told_by_rank_and_ends_nothing_else():
     assert run(2, _sum_of_ranks) == [1, 1]
 
 
-def test_a_hang_ends():
-    with pytest.raises(RanksError, match="no answer within 1"):
+def test_a_hang_ends_and_names_the_test():
+    with pytest.raises(RanksError, match="_sleep in .*test_a_hang_ends_and_names_the_test(.|\n)*no answer within 1 s"):
         run(2, _sleep, timeout=1)
+    assert run(2, _sum_of_ranks) == [1, 1]
+
+
+def test_a_rank_that_dies_is_replaced():
+    with pytest.raises(RanksError, match="rank 0: the process died"):
+        run(2, _die, timeout=10)
+    assert run(2, _sum_of_ranks) == [1, 1]

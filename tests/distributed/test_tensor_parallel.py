@@ -309,28 +309,19 @@ def test_equals_one_device(name):
     run(2, _check_results_of_all, name)
 
 
-COMPILED = [("prepared", "rowwise", torch.bfloat16), ("rowwise by sequence", "tensorwise", torch.float32)]
-TRACED = [
-    ("prepared", "tensorwise"),
-    ("prepared", "rowwise_with_gw_hp"),
-    ("prepared, local", "rowwise_with_tensorwise_weight"),
-    ("colwise by sequence", "rowwise"),
-    ("colwise, whole output", "tensorwise"),
-    ("rowwise", "rowwise"),
-    ("torch's prepared", "tensorwise"),
-    ("torch's rowwise by sequence", "rowwise"),
+COMPILED = [
+    ("prepared", "rowwise_with_gw_hp", "aot_eager"),
+    ("prepared, local", "rowwise_with_tensorwise_weight", "aot_eager"),
+    ("colwise, whole output", "tensorwise", "aot_eager"),
+    ("torch's rowwise by sequence", "rowwise", "aot_eager"),
+    ("rowwise by sequence", "tensorwise", "inductor"),
 ]
 
 
-@pytest.mark.parametrize(("name", "recipe", "hp_dtype"), COMPILED)
-def test_compiled_equals_one_device(name, recipe, hp_dtype):
-    run(2, _check_results, name, recipe, hp_dtype, "inductor")
-
-
-@pytest.mark.parametrize(("name", "recipe"), TRACED)
-def test_traced_equals_one_device(name, recipe):
-    """The compiler's front end alone: one graph, and its numbers."""
-    run(2, _check_results, name, recipe, torch.float32, "aot_eager")
+@pytest.mark.parametrize(("name", "recipe", "backend"), COMPILED)
+def test_compiled_equals_one_device(name, recipe, backend):
+    """One graph, and its numbers; aot_eager traces as Inductor does and generates no code."""
+    run(2, _check_results, name, recipe, torch.float32, backend)
 
 
 @pytest.mark.nightly
@@ -579,7 +570,7 @@ def test_steps_with_fsdp2_equal_one_process(recipe, gather_float8, precompute):
     run(4, _check_steps_with_fsdp, recipe, gather_float8, precompute)
 
 
-@RECIPE
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_steps_with_fsdp2_and_the_styles_of_torch(recipe):
     run(4, _check_steps_with_fsdp, recipe, True, True, spread_by_torch)
 
@@ -665,13 +656,13 @@ def _check_colwise_wire(recipe, linears, use_local_output):
     assert forward.of("all_gather") == payloads(recipe, M, K, first_too=False)
 
 
-@RECIPE
+@pytest.mark.parametrize(
+    ("recipe", "use_local_output"),  # a linear reads from a DTensor, and not from a local one, that grad_input is a sum
+    [case for case in itertools.product(RECIPES, [False, True]) if case != ("rowwise_with_gw_hp", True)],
+)
 @pytest.mark.parametrize("linears", [1, 3])
-@pytest.mark.parametrize("use_local_output", [False, True])
 def test_one_gather_serves_all_linears_that_share_an_input(recipe, linears, use_local_output):
-    """Gathered and scattered once for all of them; what each takes part in for itself are amaxes, 4 bytes each."""
-    if use_local_output and recipe == "rowwise_with_gw_hp":
-        pytest.skip("a plain tensor does not tell a linear that its gradient will be summed later")
+    """The input is gathered once and grad_input is scattered once; amaxes, of 4 bytes each, are reduced per linear."""
     run(2, _check_colwise_wire, recipe, linears, use_local_output)
 
 

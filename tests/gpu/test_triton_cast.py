@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from quaver import scaling
 from quaver.kernels import triton_cast
-from tests.triton_kernels import (
+from tests.unit.kernels.triton_kernels import (
     BOTH,
     E4M3,
     FLOAT8,

@@ -56,26 +56,29 @@ REFERENCES = {
 LAYOUTS = {
     # name: (ranks, reference, words, tolerance)
     "shard": (2, "hp", HP, EXACT),
-    "replicate": (2, "hp", [*HP, *REPLICATE], EXACT),
-    "tensor": (2, "hp", [*HP, *TENSOR], EXACT),
     "tensor_compiled": (2, "hp", [*HP, *TENSOR, "--training.compile"], EXACT),
     "tied": (2, "tied", REFERENCES["tied"], EXACT),
-    "resharded": (2, "hp", [*HP, "--parallelism.fsdp_reshard_after_forward=always"], EXACT),
     "all_gather": (2, "tensorwise", [*ALL_GATHER, "--job.compare"], FLOAT8),
     "rowwise": (2, "rowwise", ROWWISE, FLOAT8),
-    "tensor_float8": (2, "tensorwise", TENSOR, FLOAT8),
     "tensor_mixed": (2, "mixed", [*MIXED, *TENSOR], FLOAT8),
     "delayed_shard": (2, "delayed", DELAYED, FLOAT8),
     "delayed_all_gather": (2, "delayed", [*DELAYED, *ALL_GATHER, "--metrics.plot_float8_scales"], FLOAT8),
     "delayed_tensor": (2, "delayed", [*DELAYED, *TENSOR], FLOAT8),
-    "delayed_tensor_compiled": (2, "delayed", [*DELAYED, *TENSOR, "--training.compile"], FLOAT8),
     "delayed_dynamic_weight": (2, "delayed_dynamic_weight", [*DELAYED_DYNAMIC_WEIGHT, *ALL_GATHER], FLOAT8),
     "shard_tensor": (4, "hp", [*HP, *TENSOR], EXACT),
-    "replicate_tensor": (4, "hp", [*HP, *TENSOR, *REPLICATE], EXACT),
     "shard_replicate": (4, "hp", [*HP, *REPLICATE, "--validation.steps=3"], EXACT),
-    "shard_tensor_compiled": (4, "hp", [*HP, *TENSOR, "--training.compile"], EXACT),
     "shard_tensor_all_gather": (4, "tensorwise", [*TENSOR, *ALL_GATHER], FLOAT8),
     "delayed_shard_tensor": (4, "delayed", [*DELAYED, *TENSOR, *ALL_GATHER], FLOAT8),
+}
+
+NIGHTLY = {
+    "replicate": (2, "hp", [*HP, *REPLICATE], EXACT),
+    "tensor": (2, "hp", [*HP, *TENSOR], EXACT),
+    "resharded": (2, "hp", [*HP, "--parallelism.fsdp_reshard_after_forward=always"], EXACT),
+    "tensor_float8": (2, "tensorwise", TENSOR, FLOAT8),
+    "delayed_tensor_compiled": (2, "delayed", [*DELAYED, *TENSOR, "--training.compile"], FLOAT8),
+    "replicate_tensor": (4, "hp", [*HP, *TENSOR, *REPLICATE], EXACT),
+    "shard_tensor_compiled": (4, "hp", [*HP, *TENSOR, "--training.compile"], EXACT),
 }
 
 BAD = {
@@ -91,14 +94,16 @@ BAD = {
     "data": (["--data=none"], "data.path 'none' does not exist"),
     "folder": (["--job.name=used"], "has files already; give another job.name or remove it"),
 }
+if not torch.cuda.is_available():
+    BAD["cuda"] = (["--training.device=cuda"], "torch sees no CUDA device here")
 
 
-def torchrun(ranks: int, *words: object, **options: object) -> "subprocess.CompletedProcess[str]":
+def torchrun(ranks: int, *words: object) -> "subprocess.CompletedProcess[str]":
     """Run torchrun in a session of its own, and end all of it where it takes too long."""
     free_port = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # two test processes may launch at once
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *free_port]
     command += map(str, words)
-    return finish(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **options)
+    return finish(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def finish(command: list[str], **options: object) -> "subprocess.CompletedProcess[str]":
@@ -129,10 +134,9 @@ def words_of(where: Path, name: str, words: list[str]) -> list[str]:
     return [*TINY, *places, *words]
 
 
-def train_all(where: Path, ranks: int) -> "subprocess.CompletedProcess[str]":
-    cases = [(name, words_of(where, name, case[2])) for name, case in LAYOUTS.items() if case[0] == ranks]
-    if ranks == 2:
-        cases += [(f"bad_{name}", words_of(where, f"bad_{name}", words)) for name, (words, _) in BAD.items()]
+def train_all(where: Path, ranks: int, layouts: dict, bad: dict) -> "subprocess.CompletedProcess[str]":
+    cases = [(name, words_of(where, name, case[2])) for name, case in layouts.items() if case[0] == ranks]
+    cases += [(f"bad_{name}", words_of(where, f"bad_{name}", words)) for name, (words, _) in bad.items()]
     path = where / f"cases{ranks}.json"
     path.write_text(json.dumps(cases))
     done = torchrun(ranks, WORKER, path)
@@ -142,12 +146,18 @@ def train_all(where: Path, ranks: int) -> "subprocess.CompletedProcess[str]":
 
 @pytest.fixture(scope="module")
 def on_two(where: Path) -> "subprocess.CompletedProcess[str]":
-    return train_all(where, 2)
+    return train_all(where, 2, LAYOUTS, BAD)
 
 
 @pytest.fixture(scope="module")
 def on_four(where: Path) -> "subprocess.CompletedProcess[str]":
-    return train_all(where, 4)
+    return train_all(where, 4, LAYOUTS, {})
+
+
+@pytest.fixture(scope="module")
+def nightly(where: Path) -> None:
+    for ranks in (2, 4):
+        train_all(where, ranks, NIGHTLY, {})
 
 
 @pytest.fixture(scope="module")
@@ -163,10 +173,10 @@ def numbers(folder: Path, key: str) -> list[float]:
     return [record[key] for record in records if key in record and record["run"] == first]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)])
 def test_ranks_compute_what_one_process_computes(name, request, references):
-    ranks, reference, _, tolerance = LAYOUTS[name]
-    request.getfixturevalue({2: "on_two", 4: "on_four"}[ranks])
+    ranks, reference, _, tolerance = (LAYOUTS | NIGHTLY)[name]
+    request.getfixturevalue("nightly" if name in NIGHTLY else {2: "on_two", 4: "on_four"}[ranks])
     runs, one = references, references / f"one_{reference}"
     losses, expected = numbers(runs / name, "loss"), numbers(one, "loss")
     assert len(losses) == 3
@@ -238,36 +248,20 @@ def test_every_good_run_asked_for_one_process_group(on_two, on_four, where):
             assert json.loads((where / f"{name}.{rank}.json").read_text()) == {"code": 0, "groups": 1}
 
 
-def test_the_script_starts_ranks_and_passes_overrides_on(where):
-    words = words_of(where, "script", HP)
-    environment = {**os.environ, "NGPU": "2", "CONFIG_FILE": "train_configs/llama3_debug.toml"}
-    done = finish([str(REPOSITORY / "run_train.sh"), *words], env=environment, cwd=where)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("step     3") == 2  # a training step and its validation, of rank 0 alone
-    summary = json.loads((where / "runs" / "script" / "summary.json").read_text())
-    assert (summary["status"], summary["ranks"]) == ("finished", 2)
-
-
-def test_a_diverging_run_ends_every_rank_with_its_summary(where):
+def test_the_script_starts_ranks_and_a_diverging_run_ends_them_with_its_summary(where):
     flags = ["--optimizer.lr=1e38", "--lr_scheduler.warmup_steps=0", *ALL_GATHER]
-    done = torchrun(2, "-m", "quaver.cli", "train", *words_of(where, "diverges", flags))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "NGPU": "2", "CONFIG_FILE": "train_configs/llama3_debug.toml"}
+    done = finish([str(REPOSITORY / "run_train.sh"), *words_of(where, "diverges", flags)], env=environment, cwd=where)
     assert done.returncode != 0
+    assert done.stdout.count("step     1") == 1  # of rank 0 alone
     (line,) = [line for line in done.stderr.splitlines() if "quaver: error:" in line]
     assert "tensorwise: step 2 has loss nan" in line
     assert "first in weight of model.embed_tokens" in line
     assert "exitcode  : 3" in done.stderr
     summary = json.loads((where / "runs" / "diverges" / "summary.json").read_text())
-    assert summary["status"] == "non-finite"
+    assert (summary["status"], summary["ranks"]) == ("non-finite", 2)
     assert summary["error"] in line
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_a_bad_config_under_torchrun_fails_it(where):
-    done = torchrun(2, "-m", "quaver.cli", "train", *words_of(where, "cuda", ["--training.device=cuda"]))
-    assert done.returncode != 0
-    (line,) = [line for line in done.stderr.splitlines() if "quaver: error:" in line]
-    assert "torch sees no CUDA device here" in line
-    assert "exitcode  : 2" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,9 @@ from quaver.kernels import cpu
 from quaver.trainer.config import Model
 from quaver.trainer.memory import TensorBytes
 from quaver.trainer.model import Block, rope_tables
+from tests.thinned import thinned
 
+CASTS = ["extension", "pytorch"]
 FLOAT8 = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"]
 MODES = [("full", "op"), ("selective", "op"), ("selective", "1"), ("selective", "2")]
 AMAXES = 1.001
@@ -79,16 +81,18 @@ def train(net: Net) -> list[torch.Tensor]:
     return results
 
 
-@pytest.fixture(params=["extension", "pytorch"])
+@pytest.fixture(params=CASTS)
 def casts(request, monkeypatch):
     """With the casts in C, which no policy sees, and with those in PyTorch, all of which one sees."""
     if request.param == "pytorch":
         monkeypatch.setattr(cpu, "AVAILABLE", False)
 
 
-@pytest.mark.parametrize(("mode", "option"), MODES)
-@pytest.mark.parametrize("recipe", [None, *FLOAT8])
-def test_checkpointing_changes_no_bit(recipe, mode, option, casts):
+@pytest.mark.parametrize(
+    ("recipe", "mode_and_option", "casts"), thinned([None, *FLOAT8], MODES, CASTS), indirect=["casts"]
+)
+def test_checkpointing_changes_no_bit(recipe, mode_and_option, casts):
+    mode, option = mode_and_option
     expected = train(make(recipe, width=64, blocks=2))
     results = train(make(recipe, mode, option, width=64, blocks=2))
     assert all(torch.equal(a, b) for a, b in zip(expected, results, strict=True))
@@ -163,9 +167,11 @@ def of_readers(config, mode: str, batch_dtype: torch.dtype = torch.float32) -> l
     return results
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("recipe", FLOAT8)
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "mode", "casts"),
+    thinned(FLOAT8, (torch.bfloat16, torch.float32), ("full", "selective"), CASTS),
+    indirect=["casts"],
+)
 def test_linears_that_read_the_modules_own_input_recompute_the_same_bits(recipe, dtype, mode, casts):
     config = Float8LinearConfig.from_recipe_name(recipe)
     expected, results = of_readers(config, "none", dtype), of_readers(config, mode, dtype)
@@ -199,9 +205,10 @@ def test_a_checkpoint_inside_may_read_the_input_of_the_one_around(recipe, mode):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("recipe", FLOAT8)
-@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    ("recipe", "mode", "without_gradients"),
+    thinned(FLOAT8, ("full", "selective"), (torch.no_grad, torch.inference_mode)),
+)
 def test_a_checkpointed_module_runs_without_gradients(recipe, mode, without_gradients):
     net = convert_to_float8_training(Readers(), config=Float8LinearConfig.from_recipe_name(recipe))
     apply_activation_checkpointing([net.eval()], mode=mode)
@@ -384,7 +391,10 @@ def nbytes(tensors: list[torch.Tensor]) -> int:
     return sum(int(each.numel()) * each.element_size() for each in tensors if each.dtype is not torch.uint8)
 
 
-@pytest.mark.parametrize("recipe", [None, *FLOAT8])
+@pytest.mark.parametrize(
+    "recipe",
+    [None, "tensorwise", "delayed", *(pytest.param(name, marks=pytest.mark.nightly) for name in FLOAT8[1:3])],
+)
 def test_a_compiled_block_keeps_what_the_policy_says(recipe):
     runs = {mode: compiled_step(recipe, mode) for mode in ("none", "selective", "full")}
     assert [run[1:3] for run in runs.values()] == [(7, 14), (7, 17), (7, 20)]

@@ -7,15 +7,16 @@ from torch import nn
 from quaver import Float8Linear, Float8LinearConfig, cast_weights_once, float8_linear
 from quaver.kernels.cast import cast_rowwise, cast_tensorwise, cast_with_scale
 from tests.reference import RECIPES, sqnr_db
-from tests.unit.test_linear import make, references, run
+from tests.thinned import thinned
+from tests.unit.test_linear import make, run
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 E4M3 = torch.float8_e4m3fn
 
 
-@RECIPE
-@pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "hp_dtype", "bias"), thinned(RECIPES, (torch.float32, torch.bfloat16), (False, True))
+)
 def test_one_linear_agrees_with_eager(recipe, hp_dtype, bias):
     """The same codes go into the same exact matmul, so a result differs by nothing but the order of its sums."""
     module = make(recipe, 96, 160, dtype=hp_dtype, bias=bias)
@@ -31,7 +32,7 @@ def test_one_linear_agrees_with_eager(recipe, hp_dtype, bias):
 def test_no_recompilation_from_step_to_step_or_microbatch_to_microbatch(recipe):
     config = Float8LinearConfig.from_recipe_name(recipe)
     model = nn.Sequential(Float8Linear(64, 96, config=config), nn.SiLU(), Float8Linear(96, 64, config=config))
-    compiled = torch.compile(model, fullgraph=True)
+    compiled = torch.compile(model, fullgraph=True, backend="inductor" if recipe == "tensorwise" else "aot_eager")
 
     def step(scoped):
         model.zero_grad()
@@ -51,32 +52,6 @@ def test_no_recompilation_from_step_to_step_or_microbatch_to_microbatch(recipe):
         for _ in range(3):
             step(True)
             step(False)
-
-
-@RECIPE
-def test_whole_step_under_compile_with_autocast(recipe):
-    module = make(recipe, dtype=torch.float32, bias=True)
-
-    def step(x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return module(x)
-
-    input = torch.randn(48, 64)
-    eager = step(input)
-    compiled = torch.compile(step, fullgraph=True)(input)
-    assert compiled.dtype is torch.bfloat16
-    torch.testing.assert_close(compiled, eager, rtol=0.01, atol=0.01)
-
-
-@RECIPE
-def test_compiled_gradients_are_right(recipe):
-    module = make(recipe, 256, 256, dtype=torch.float32)
-    input, grad_output = torch.randn(256, 256), torch.randn(256, 256)
-    output, grad_input, (grad_weight,) = run(torch.compile(module, fullgraph=True), input, grad_output)
-    for reference, got in zip(
-        references(input, module.weight.detach(), grad_output), (output, grad_input, grad_weight), strict=True
-    ):
-        assert sqnr_db(reference, got) > 24
 
 
 def test_qkv_share_one_float8_input_in_compiled_code():
@@ -118,9 +93,9 @@ def test_dynamic_shapes(recipe):
         torch.testing.assert_close(compiled(input), module(input), rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("float8_dtype", [E4M3, torch.float8_e5m2])
-@pytest.mark.parametrize("dim", [None, 0, 1])
-@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize(
+    ("float8_dtype", "dim", "power_of_2"), thinned((E4M3, torch.float8_e5m2), (None, 0, 1), (False, True))
+)
 def test_codes_are_eagers_also_behind_a_fused_producer(float8_dtype, dim, power_of_2):
     """The cast reads the bfloat16 tensor that eager code would read, not what its producer had in float32."""
 

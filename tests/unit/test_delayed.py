@@ -27,6 +27,7 @@ from quaver import (
 from quaver.kernels import cpu
 from quaver.scale_state import ScaleState
 from tests.reference import KEPT_RECIPES, MAX, sqnr_db
+from tests.thinned import thinned
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 NAN, INF = math.nan, math.inf
@@ -107,12 +108,12 @@ def run_rule(amaxes, config, *, cast=None, power_of_2=False):
     return scales, state.history[0].tolist()
 
 
-@pytest.mark.parametrize("amaxes", SEQUENCES.values(), ids=SEQUENCES.keys())
-@pytest.mark.parametrize("scale_fn_name", ["max", "most_recent"])
-@pytest.mark.parametrize("margin", [0, 3])
-@pytest.mark.parametrize("history_len", [1, 4])
-@pytest.mark.parametrize("operand", ["input", "grad_output"])
-def test_the_rule_is_transformer_engines(amaxes, scale_fn_name, margin, history_len, operand):
+@pytest.mark.parametrize(
+    ("sequence", "scale_fn_name", "margin", "history_len", "operand"),
+    thinned(SEQUENCES, ("max", "most_recent"), (0, 3), (1, 4), ("input", "grad_output")),
+)
+def test_the_rule_is_transformer_engines(sequence, scale_fn_name, margin, history_len, operand):
+    amaxes = SEQUENCES[sequence]
     config = DelayedScalingConfig(history_len, scale_fn_name, margin, nonfinite_amax="keep_scale")
     cast = getattr(Float8LinearConfig.from_recipe_name("delayed").casts, operand)
     scales, history = run_rule(amaxes, config, cast=cast)
@@ -268,14 +269,6 @@ def test_rounding_takes_no_scale_out_of_a_narrow_window(operand, options):
     for amax in torch.rand(100).tolist():
         scales, _ = run_rule([amax] * 3, config, cast=cast)
         assert scales[0] == scales[1] == scales[2] > 0
-
-
-def test_saturated_values_are_the_largest_number_and_not_nan():
-    module = make()
-    step(module, torch.full((4, 64), 1e-3))
-    output = step(module, torch.full((4, 64), 1e3))[0]
-    assert output.isfinite().all()
-    assert torch.allclose(output, torch.full((4, 64), 1e-3) @ module.weight.t(), rtol=0.2, atol=1e-4)
 
 
 @pytest.mark.parametrize("bad", [INF, NAN])

@@ -13,6 +13,7 @@ from torch import Tensor
 from quaver.formats import FORMATS
 from quaver.kernels import cpu
 from quaver.kernels.widen import widen
+from tests.thinned import thinned
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HP_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -101,9 +102,9 @@ def every_number(dtype: torch.dtype) -> Tensor:
 
 
 @needs_extension
-@pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(
+    ("dtype", "float8_dtype", "scale"), thinned((torch.bfloat16, torch.float16), FLOAT8_DTYPES, SCALES)
+)
 def test_every_16_bit_number_is_cast_as_the_oracle_casts_it(
     dtype: torch.dtype, float8_dtype: torch.dtype, scale: float
 ) -> None:
@@ -152,9 +153,7 @@ def test_ties_and_their_neighbours(float8_dtype: torch.dtype) -> None:
 
 
 @needs_extension
-@pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
-@pytest.mark.parametrize("dtype", HP_DTYPES)
-@pytest.mark.parametrize("shape", [*SHAPES, LARGE])
+@pytest.mark.parametrize(("shape", "dtype", "float8_dtype"), thinned([*SHAPES, LARGE], HP_DTYPES, FLOAT8_DTYPES))
 def test_scales_of_each_shape(shape: tuple[int, int], dtype: torch.dtype, float8_dtype: torch.dtype) -> None:
     hp = gaussian(shape, dtype)
     for scale_shape in ((), (shape[0], 1), (1, shape[1])):
@@ -167,11 +166,10 @@ def test_scales_of_each_shape(shape: tuple[int, int], dtype: torch.dtype, float8
 
 
 @needs_extension
-@pytest.mark.parametrize("power_of_2", [False, True])
-@pytest.mark.parametrize("dim", [None, 0, 1])
-@pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
-@pytest.mark.parametrize("dtype", HP_DTYPES)
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    ("dtype", "float8_dtype", "dim", "power_of_2", "threads"),
+    thinned(HP_DTYPES, FLOAT8_DTYPES, (None, 0, 1), (False, True), (1, 3)),
+)
 def test_dynamic_cast(
     dtype: torch.dtype, float8_dtype: torch.dtype, dim: int | None, power_of_2: bool, threads: int
 ) -> None:
@@ -191,9 +189,7 @@ def test_dynamic_cast(
 
 
 @needs_extension
-@pytest.mark.parametrize("power_of_2", [False, True])
-@pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
-@pytest.mark.parametrize("dtype", HP_DTYPES)
+@pytest.mark.parametrize(("dtype", "float8_dtype", "power_of_2"), thinned(HP_DTYPES, FLOAT8_DTYPES, (False, True)))
 def test_scales_of_every_amax(dtype: torch.dtype, float8_dtype: torch.dtype, power_of_2: bool) -> None:
     hp = every_number(dtype) if dtype is not torch.float32 else random_bits((256, 256), dtype)
     one_a_row = hp.reshape(-1, 1)
@@ -203,10 +199,9 @@ def test_scales_of_every_amax(dtype: torch.dtype, float8_dtype: torch.dtype, pow
 
 
 @needs_extension
-@pytest.mark.parametrize("power_of_2", [False, True])
-@pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
-@pytest.mark.parametrize("dtype", HP_DTYPES)
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    ("dtype", "float8_dtype", "power_of_2", "threads"), thinned(HP_DTYPES, FLOAT8_DTYPES, (False, True), (1, 3))
+)
 def test_both_axes_are_two_casts_from_two_reads(
     dtype: torch.dtype, float8_dtype: torch.dtype, power_of_2: bool, threads: int
 ) -> None:
@@ -288,9 +283,9 @@ def test_widen_every_code(float8_dtype: torch.dtype, dtype: torch.dtype) -> None
 
 
 @needs_extension
-@pytest.mark.parametrize("shape", [*SHAPES, LARGE])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
+@pytest.mark.parametrize(
+    ("float8_dtype", "dtype", "shape"), thinned(FLOAT8_DTYPES, (torch.bfloat16, torch.float32), [*SHAPES, LARGE])
+)
 def test_widen_with_scales(float8_dtype: torch.dtype, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     codes = torch.randint(0, 256, shape, dtype=torch.uint8).view(float8_dtype)
     assert_same_bits(cpu.widen(codes, dtype), codes.to(dtype))

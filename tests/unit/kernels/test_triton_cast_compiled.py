@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from quaver.kernels import triton_blocks, triton_cast
-from tests.triton_kernels import BOTH, COLUMNS, E4M3, E5M2, ROWS
+from tests.unit.kernels.triton_kernels import BOTH, COLUMNS, E4M3, E5M2, ROWS
 
 pytestmark = pytest.mark.skipif(triton_blocks.INTERPRETED, reason="TRITON_INTERPRET is set: kernels do not compile")
 

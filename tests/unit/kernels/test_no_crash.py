@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
 from quaver.kernels import cpu
+from tests.isolated import isolated
 
 pytestmark = pytest.mark.skipif(not cpu.AVAILABLE, reason=f"the C extension is off: {cpu.UNAVAILABLE_BECAUSE}")
 
@@ -63,10 +62,7 @@ def refused(call, error=ValueError):
 
 
 def run(body: str) -> None:
-    script = PREAMBLE + textwrap.dedent(body) + "\nprint('alive')\n"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr[-2000:]}"
-    assert done.stdout.endswith("alive\n")
+    isolated(exec, PREAMBLE + textwrap.dedent(body), {})
 
 
 MODES = """

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from quaver.kernels import cpu, cpu_mm
-from tests.unit.test_cpu import assert_same_bits, needs_extension
+from tests.thinned import thinned
+from tests.unit.kernels.test_cpu import assert_same_bits, needs_extension
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OUT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -87,8 +88,7 @@ def part_of_taller(matrix: Tensor) -> Tensor:
 
 
 @needs_mm
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("formats", FORMATS, ids=lambda formats: "_".join(str(each)[13:] for each in formats))
+@pytest.mark.parametrize(("shape", "formats", "threads"), thinned(SHAPES, FORMATS, (1, 3)), indirect=["threads"])
 def test_every_element_is_the_sum_by_ascending_k_scaled_once_and_rounded_once(shape, formats, threads):
     m, k, n = shape
     a, b = codes((m, k), formats[0]), codes((k, n), formats[1], seed=1)

@@ -1,8 +1,6 @@
 """What other people's models do with an nn.Linear, done with a Float8Linear: nothing may raise, crash or go stale."""
 
 import copy
-import multiprocessing
-import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,20 +8,22 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from quaver import Float8LinearConfig, convert_to_float8_training, sync_float8_amax_and_scale_history
 from quaver.kernels import cpu
 from quaver.memory import explain
+from tests.isolated import isolated
 from tests.reference import sqnr_db
+from tests.thinned import thinned
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
+CASTS = ("c", "pytorch")
 K, N = 32, 16
 
 
-@pytest.fixture(params=["c", "pytorch"])
+@pytest.fixture(params=CASTS)
 def casts(request, monkeypatch):
     """A test with the casts of the C extension, and with those of PyTorch, which are operations that a mode sees."""
     if request.param == "pytorch":
@@ -59,33 +59,6 @@ def assert_same_bits(got, expected):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def isolated(function, *args):
-    """Call `function(*args)` in a process of its own, because at fault it may crash the process."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    told, tells = context.Pipe(duplex=False)
-    process = context.Process(target=_isolated, args=(tells, function, args))
-    process.start()
-    tells.close()
-    try:
-        error = told.recv()
-    except EOFError:
-        error = None
-    process.join()
-    assert process.exitcode >= 0, f"killed by signal {-process.exitcode}"
-    assert error == "", error
-
-
-def _isolated(tells, function, args):
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    try:
-        function(*args)
-        tells.send("")
-    except BaseException:  # noqa: BLE001 - what the parent raises
-        tells.send(traceback.format_exc())
-
-
 # ---- in-place operations -------------------------------------------------------------------------------------------
 
 
@@ -110,11 +83,11 @@ IN_PLACE = {
 }
 
 
-@RECIPE
-@pytest.mark.parametrize("shape", [(K,), (6, K), (2, 3, K), (2, 3, 2, K), (2, 2048, K)], ids=str)
-@pytest.mark.parametrize("operation", IN_PLACE.values(), ids=IN_PLACE)
-def test_in_place_on_the_output(recipe, shape, operation):
-    linear, input = make(recipe), torch.randn(shape)
+@pytest.mark.parametrize(
+    ("recipe", "shape", "name"), thinned(RECIPES, [(K,), (6, K), (2, 3, K), (2, 3, 2, K), (2, 2048, K)], IN_PLACE)
+)
+def test_in_place_on_the_output(recipe, shape, name):
+    linear, input, operation = make(recipe), torch.randn(shape), IN_PLACE[name]
 
     def function(input, clone=False):
         torch.manual_seed(1)  # for dropout
@@ -127,8 +100,7 @@ def test_in_place_on_the_output(recipe, shape, operation):
             assert function(input).equal(expected[0])
 
 
-@RECIPE
-@pytest.mark.parametrize("shape", [(6, K), (2, 3, K)], ids=str)
+@pytest.mark.parametrize(("recipe", "shape"), list(zip(RECIPES, [(6, K), (2, 3, K)] * 2, strict=True)))
 def test_in_place_on_the_output_in_compiled_code(recipe, shape):
     linear, input = make(recipe), torch.randn(shape)
 
@@ -178,19 +150,6 @@ def test_in_place_on_the_input_after_it_was_read(recipe, compiled):
 # ---- modes that stand for real tensors -----------------------------------------------------------------------------
 
 
-class ReplacesNewTensors(TorchDispatchMode):
-    """Turns what is allocated into something else."""
-
-    def __init__(self, replace):
-        super().__init__()
-        self.replace = replace
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        allocates = function.overloadpacket in (torch.ops.aten.empty_like, torch.ops.aten.new_empty)
-        return self.replace(result) if allocates else result
-
-
 def may_refuse(function, *args):
     """Call it; a Python exception is as good as a result."""
     try:
@@ -215,16 +174,6 @@ def _fake_tensors(model, input):
                 assert model(torch.randn(512, 64)).shape == (512, 64)
 
 
-def _meta_allocations(model, input):
-    with ReplacesNewTensors(lambda tensor: tensor.to("meta")):
-        _step_and_validate(model, input)
-
-
-def _fake_allocations(model, input):
-    with ReplacesNewTensors(FakeTensorMode(allow_non_fake_inputs=True).from_tensor):
-        _step_and_validate(model, input)
-
-
 def _explain_a_closure(model, input):
     for module in (model, model[0]):
         forward = module.forward
@@ -233,13 +182,7 @@ def _explain_a_closure(model, input):
         del module.forward
 
 
-def _freed_memory(model, input):
-    freed = input * 1
-    freed.untyped_storage().resize_(0)
-    may_refuse(model, freed)
-
-
-MODES = [_fake_tensors, _meta_allocations, _fake_allocations, _explain_a_closure, _freed_memory]
+MODES = [_fake_tensors, _explain_a_closure]
 
 
 def check_mode(mode, recipe):
@@ -353,19 +296,21 @@ def check_users_checkpoint(recipe, policy, nesting, alive):
     assert_same_bits(steps[True], steps[False])
 
 
-@RECIPE
-@pytest.mark.parametrize("alive", ["never", "in forward", "always"])
-@pytest.mark.parametrize(("policy", "nesting"), CHECKPOINTS)
-def test_a_users_checkpoint_changes_no_bit(recipe, policy, nesting, alive, casts):
+@pytest.mark.parametrize(
+    ("recipe", "way", "alive", "casts"),
+    thinned(RECIPES, CHECKPOINTS, ("never", "in forward", "always"), CASTS),
+    indirect=["casts"],
+)
+def test_a_users_checkpoint_changes_no_bit(recipe, way, alive, casts):
     """What a forward and its recomputation execute must not depend on which Python objects are alive."""
+    policy, nesting = way
     if casts == "c" and policy == "everything":  # also allocations, which a recomputation must not take for others
         isolated(check_users_checkpoint, recipe, policy, nesting, alive)
     else:
         check_users_checkpoint(recipe, policy, nesting, alive)
 
 
-@RECIPE
-@pytest.mark.parametrize(("policy", "nesting"), CHECKPOINTS)
+@pytest.mark.parametrize(("recipe", "policy", "nesting"), [(RECIPES[i % 4], *way) for i, way in enumerate(CHECKPOINTS)])
 def test_explain_with_a_users_checkpoint(recipe, policy, nesting):
     block = convert(Block(policy, nesting), recipe)
     peaks = {explain(block, (torch.randn(24, K, requires_grad=True),)).step_peak_bytes for _ in range(2)}
@@ -376,9 +321,10 @@ def test_explain_with_a_users_checkpoint(recipe, policy, nesting):
 # ---- inference mode, then training ---------------------------------------------------------------------------------
 
 
-@RECIPE
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: x[:3], lambda x: x.view(3, 2, K)], ids=["it", "part", "view"])
+@pytest.mark.parametrize(
+    ("recipe", "mode", "wrap"),
+    thinned(RECIPES, (torch.inference_mode, torch.no_grad), (lambda x: x, lambda x: x[:3], lambda x: x.view(3, 2, K))),
+)
 def test_validation_between_training_steps_on_one_tensor(recipe, mode, wrap):
     """Lightning validates in inference mode; a model may read a constant buffer in both."""
     linear, constant = make(recipe), torch.randn(6, K)
@@ -414,14 +360,18 @@ def test_training_on_a_tensor_made_in_inference_mode(recipe):
 # ---- two dtypes ----------------------------------------------------------------------------------------------------
 
 
-@RECIPE
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(48, K), (2, 24, K)], ids=str)
 @pytest.mark.parametrize(
-    ("weight_dtype", "input_dtype"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str
+    ("recipe", "bias", "shape", "dtypes"),
+    thinned(
+        RECIPES,
+        (False, True),
+        [(48, K), (2, 24, K)],
+        [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)],
+    ),
 )
-def test_weight_and_input_of_two_dtypes(recipe, weight_dtype, input_dtype, bias, shape):
+def test_weight_and_input_of_two_dtypes(recipe, bias, shape, dtypes):
     """As in torchao: each is quantized as it is, results have the input's dtype, gradients the parameters'."""
+    weight_dtype, input_dtype = dtypes
     linear = make(recipe, bias=bias, dtype=torch.bfloat16).to(weight_dtype)  # parameters that both dtypes hold
     same = copy.deepcopy(linear).to(input_dtype)
     input = torch.randn(shape, dtype=torch.bfloat16).to(input_dtype)
@@ -443,9 +393,10 @@ def test_a_float32_weight_is_quantized_from_float32(recipe):
     assert sqnr_db(exact, linear(input)) > 45  # bfloat16 rounds the output; the quantized operands are the same
 
 
-@RECIPE
-@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("input_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("recipe", "weight_dtype", "input_dtype"),
+    thinned(RECIPES, (torch.float32, torch.bfloat16), (torch.float32, torch.bfloat16)),
+)
 def test_two_dtypes_under_autocast(recipe, weight_dtype, input_dtype):
     linear = make(recipe, dtype=torch.bfloat16).to(weight_dtype)
     input = torch.randn(48, K).bfloat16().to(input_dtype)
@@ -460,9 +411,7 @@ def test_two_dtypes_under_autocast(recipe, weight_dtype, input_dtype):
 # ---- export --------------------------------------------------------------------------------------------------------
 
 
-@RECIPE
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("shape", [(4, K), (4, 6, K)], ids=str)
+@pytest.mark.parametrize(("recipe", "strict", "shape"), thinned(RECIPES, (False, True), [(4, K), (4, 6, K)]))
 def test_export_with_a_dynamic_batch_and_gradients_on(recipe, strict, shape):
     model = nn.Sequential(make(recipe, K, 48), nn.ReLU(), make(recipe, 48, N))
     batch = torch.export.Dim("batch", min=2, max=1024)
@@ -621,9 +570,7 @@ def check_transform(recipe, transform, gradients_on):
     assert linear(input).equal(expected)
 
 
-@RECIPE
-@pytest.mark.parametrize("gradients_on", [True, False], ids=["gradients", "no gradients"])
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(("recipe", "gradients_on", "transform"), thinned(RECIPES, (True, False), TRANSFORMS))
 def test_transforms_are_right_or_refused(recipe, transform, gradients_on):
     """A result near nn.Linear's, or one clear error; the module works as before afterwards."""
     isolated(check_transform, recipe, transform, gradients_on)

@@ -1,7 +1,7 @@
 """The Triton casts without a GPU, in Triton's interpreter: the oracle's bits in both layouts, and the bytes moved.
 
 Two conversions are all that the interpreter does by other instructions than a GPU (see the end of triton_blocks.py):
-bfloat16 to float32, and float32 to float8. tests/unit/test_triton_cast_compiled.py reads what a GPU is told to do.
+bfloat16 to float32, and float32 to float8. test_triton_cast_compiled.py reads the code that a GPU would run.
 """
 
 import itertools
@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from quaver import scaling
 from quaver.kernels import triton_blocks, triton_cast
-from tests.triton_kernels import (
+from tests.unit.kernels.triton_kernels import (
     BOTH,
     COLUMNS,
     E4M3,
