@@ -1,4 +1,4 @@
-"""`quaver memory [CONFIG.toml] [--ranks N] [--vs WORDS] [--advise] [--fit SIZE] [--measure] [--html FILE] ...`."""
+"""`quaver memory [CONFIG.toml] [options] [--section.field value ...]`."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -18,7 +18,6 @@ from quaver.memory.faking.target import predicting_for
 from quaver.memory.reports.compare import Comparison, compare
 from quaver.memory.reports.draw import draw_peak, draw_timeline
 from quaver.memory.reports.html import write_html
-from quaver.trainer.config_io import load_config, parse_arguments
 from quaver.trainer.footprint.advise import Advice, advise
 from quaver.trainer.footprint.bisect import bisect_memory, row_to_explain
 from quaver.trainer.footprint.case import Case, case_of
@@ -32,9 +31,11 @@ _WIDTH = 170
 
 @dataclass(frozen=True)
 class _Answer:
-    """What was asked, and found out."""
+    """The question and what was found."""
 
     options: Options
+    words: list[str]
+    device: str
     memory: RunMemory
     other: RunMemory | None
     comparison: Comparison | None
@@ -43,23 +44,21 @@ class _Answer:
 
 
 def run(argv: list[str]) -> int:
-    """Print what a training step would take and where, and write it; 0, or 2 for bad input."""
+    """Print and write the predicted memory of a training step; 0, or 2 for bad input."""
     with bad_input():
-        options = parse(argv)
-        if not options.device:
-            given = load_config(*parse_arguments(options.words)).training.device
-            options = replace(options, device=resolve_device(given).type)
-        case = replace(case_of(options.words, options.vs or [], options.ranks), module=options.module)
-        answer = _answer(options, case)
+        options, words = parse(argv)
+        case = replace(case_of(words, options.other_words, options.ranks), module=options.module)
+        answer = _answer(options, words, case)
     _print(answer)
     for file in _write(answer):
         print(f"saved {file}")
     return 0
 
 
-def _answer(options: Options, case: Case) -> _Answer:
+def _answer(options: Options, words: list[str], case: Case) -> _Answer:
     config = case.config(other=False)
-    with predicting_for(options.device):
+    device = options.device or (resolve_device(config.training.device).type if options.measure else "cuda")
+    with predicting_for(device):
         _tell("predicting a step")
         memory = _predict(case, other=False)
         other = comparison = advice = None
@@ -67,15 +66,13 @@ def _answer(options: Options, case: Case) -> _Answer:
             _tell("predicting a step of the other run")
             other = _predict(case, other=True)
             comparison = _compare(options, case, memory, other)
-        if options.advise:
-            advice = advise(
-                config, options.ranks, fit_bytes=options.fit_bytes, device=options.model_time_on, progress=_tell
-            )
+        if options.wants_advice:
+            advice = advise(config, options.ranks, fit_bytes=options.fit_bytes, device=options.time_on, progress=_tell)
     measured = None
     if options.measure:
         _tell("training to measure")
         measured = measure_memory(config, options.ranks)
-    return _Answer(options, memory, other, comparison, advice, measured)
+    return _Answer(options, words, device, memory, other, comparison, advice, measured)
 
 
 def _predict(case: Case, *, other: bool) -> RunMemory:
@@ -84,8 +81,8 @@ def _predict(case: Case, *, other: bool) -> RunMemory:
 
 
 def _compare(options: Options, case: Case, memory: RunMemory, other: RunMemory) -> Comparison:
-    words = " ".join(options.vs or [])
-    comparison = compare(memory.prediction, other.prediction, label_a="as given", label_b=words)
+    label = " ".join(options.other_words)
+    comparison = compare(memory.prediction, other.prediction, label_a="as given", label_b=label)
     row = row_to_explain(comparison) if options.bisect else None
     if row is None:
         return comparison
@@ -100,7 +97,7 @@ def _tell(what: str) -> None:
 
 def _print(answer: _Answer) -> None:
     console = Console(width=max(_WIDTH, Console().width))
-    printer = Printer(console, answer.options)
+    printer = Printer(console, answer.options, answer.device)
     printer.run(answer.memory)
     if answer.other is not None and answer.comparison is not None:
         printer.difference(answer.memory, answer.other)
@@ -117,21 +114,22 @@ def _print(answer: _Answer) -> None:
 def _write(answer: _Answer) -> list[Path]:
     """Write what was asked for, and return the files."""
     options, more = answer.options, _more(answer)
-    save(answer.memory.to_dict() | {name: value for name, value in more.items() if value is not None}, options.output)
-    files = [options.output]
+    files = [Path(options.output)]
+    save(answer.memory.to_dict() | {name: value for name, value in more.items() if value is not None}, files[0])
     title = _title(answer)
     if options.html is not None:
         pages = {
             "other": None if answer.other is None else _whole(answer.other),
             "measured": None if answer.measured is None else _whole(answer.measured),
         }
-        write_html(options.html, title=title, prediction=_whole(answer.memory), **{**more, **pages})
-        files.append(options.html)
+        files.append(Path(options.html))
+        write_html(files[-1], title=title, prediction=_whole(answer.memory), **{**more, **pages})
     if options.png is not None:
-        peak = options.png.with_name(f"{options.png.stem}-peak.png")
-        draw_timeline(answer.memory.prediction.report, options.png, title=title)
+        timeline = Path(options.png)
+        peak = timeline.with_name(f"{timeline.stem}-peak.png")
+        draw_timeline(answer.memory.prediction.report, timeline, title=title)
         draw_peak(answer.memory.prediction.report, peak, title=title)
-        files += [options.png, peak]
+        files += [timeline, peak]
     return files
 
 
@@ -153,5 +151,5 @@ def _whole(memory: RunMemory) -> dict[str, Any]:
 def _title(answer: _Answer) -> str:
     options, name = answer.options, answer.memory.name
     part = f", {options.module} alone" if options.module else ""
-    file = next((word for word in options.words if not word.startswith("--")), "defaults")
+    file = next((word for word in answer.words if not word.startswith("--")), "defaults")
     return f"{Path(file).stem} in {name}, {options.ranks} rank{'s' * (options.ranks > 1)}{part}"
