@@ -22,7 +22,7 @@ def configuration_page() -> str:
 def _section(kind: type[Settings]) -> str:
     texts, hints = help_of(kind), hints_of(kind)
     rows = []
-    for each in fields(kind):  # type: ignore[arg-type]
+    for each in fields(kind):
         text, choices = texts[each.name], choices_of(hints[each.name])
         if not all(choice in text for choice in choices):
             text += f" One of {', '.join(choices)}."

@@ -37,7 +37,7 @@ def run(argv: list[str]) -> int:
     result = bench_linear(
         shapes,
         recipes,
-        options.modes,
+        list(options.modes),
         device=around.device,
         dtype=DTYPES[options.dtype],
         rounds=options.rounds,

@@ -30,11 +30,11 @@ class Profiling(Settings, section="profiling"):
     def check(self) -> None:
         """Refuse settings of what is off, too short a period, and folders outside of the run's."""
         if not self.enable_profiling:
-            names = ("save_traces_folder", "profile_freq", "profiler_warmup", "profiler_active")
-            self.require_default(*names, unless="profiling.enable_profiling is true")
+            trace_names = ("save_traces_folder", "profile_freq", "profiler_warmup", "profiler_active")
+            self.require_default(*trace_names, unless="profiling.enable_profiling is true")
         if not self.enable_memory_snapshot:
-            names = ("save_memory_snapshot_folder", "memory_snapshot_step")
-            self.require_default(*names, unless="profiling.enable_memory_snapshot is true")
+            snapshot_names = ("save_memory_snapshot_folder", "memory_snapshot_step")
+            self.require_default(*snapshot_names, unless="profiling.enable_memory_snapshot is true")
         period = self.profiler_warmup + self.profiler_active
         expected = f"at least profiler_warmup + profiler_active = {period}"
         self.require(self.profile_freq >= period, "profile_freq", expected)

@@ -54,6 +54,7 @@ class Positional:
     """Marks an option that is given without a flag: `Annotated[str, Positional()]`."""
 
 
+@dataclass(frozen=True)
 class Settings:
     """Base of the dataclasses of settings: checks the type and the bounds of each field, then calls `check`.
 
@@ -68,14 +69,14 @@ class Settings:
         cls.section = section or cls.section
 
     def __post_init__(self) -> None:
-        for each in fields(typing.cast(Any, self)):
+        for each in fields(self):
             value, hint = getattr(self, each.name), hints_of(type(self))[each.name]
             if is_section(hint):
                 continue
             if isinstance(value, list):
                 value = tuple(value)
             try:
-                checked = _adapter(type(self), each.name).validate_python(value)
+                checked = _adapters(type(self))[each.name].validate_python(value)
             except ValidationError as error:
                 first = error.errors()[0]
                 is_bound = first["type"] in _BOUND_ERRORS
@@ -132,9 +133,13 @@ def is_folder_name(name: str) -> bool:
     return name not in (".", "..") and not any(sep in name for sep in "/\\")
 
 
-@cache
-def hints_of(kind: type) -> dict[str, Any]:
+def hints_of(kind: Any) -> dict[str, Any]:
     """The types of a dataclass's fields, with their bounds."""
+    return _hints(kind)
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(kind, include_extras=True)
     return {each.name: hints[each.name] for each in fields(kind)}
 
@@ -204,9 +209,14 @@ def _strings_below_fields(kind: type) -> dict[str, str]:
     return texts
 
 
+def _adapters(kind: Any) -> dict[str, TypeAdapter[Any]]:
+    return _strict_adapters(kind)
+
+
 @cache
-def _adapter(kind: type, name: str) -> TypeAdapter[Any]:
-    return TypeAdapter(hints_of(kind)[name], config=ConfigDict(strict=True))
+def _strict_adapters(kind: Any) -> dict[str, TypeAdapter[Any]]:
+    strict = ConfigDict(strict=True)
+    return {name: TypeAdapter(hint, config=strict) for name, hint in hints_of(kind).items() if not is_section(hint)}
 
 
 def _bounds(hint: Any, *, finite: bool) -> str:
