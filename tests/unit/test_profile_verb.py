@@ -161,7 +161,10 @@ def test_the_command_writes_traces_and_a_summary(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "expected {linear,ffn,block}, a linear (gate_proj), a feed-forward or a whole block"),
+        (
+            [],
+            "expected one of linear, ffn, block: a linear (gate_proj), a feed-forward or a whole block of a Llama; see quaver profile",
+        ),
         (["attention"], "WHAT must be one of linear, ffn, block, got 'attention'"),
         (["ffn", "--recipes", "rowise"], "unknown recipe 'rowise'"),
         (["ffn", "--divisor", "3"], "expected a divisor of debug's 4 heads"),

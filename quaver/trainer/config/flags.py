@@ -40,20 +40,21 @@ def parse_options(kind: type[_Options], words: list[str], *, prog: str) -> _Opti
     """
     exit_after_help(kind, words, prog=prog)
     values, rest = split_flags(kind, words)
+    command = " ".join(word for word in prog.split() if word.islower() and "{" not in word)
     flags = [f"--{flag_of(each)}" for each in fields(kind) if not is_positional(hints_of(kind)[each.name])]
     for each in fields(kind):
         if is_positional(hints_of(kind)[each.name]):
             if not rest or rest[0].startswith("-"):
-                raise ValueError(
-                    f"expected {_metavar(hints_of(kind)[each.name])}, {help_of(kind)[each.name]}; see {prog} --help"
-                )
+                choices = ", ".join(choices_of(hints_of(kind)[each.name]))
+                expected = f"one of {choices}" if choices else each.name.upper()
+                raise ValueError(f"expected {expected}: {help_of(kind)[each.name]}; see {command} --help")
             values[each.name] = rest.pop(0)
     if rest and rest[0].startswith("--"):
         nearest = difflib.get_close_matches(rest[0].partition("=")[0].replace("_", "-"), flags, n=1, cutoff=0.5)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else f"see {prog} --help"
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"see {command} --help"
         raise ValueError(f"unknown flag: {rest[0]!r}; {hint}")
     if rest:
-        raise ValueError(f"unexpected argument {rest[0]!r}; see {prog} --help")
+        raise ValueError(f"unexpected argument {rest[0]!r}; see {command} --help")
     return kind(**values)
 
 
@@ -67,12 +68,13 @@ def split_flags(kind: type, words: list[str]) -> tuple[Values, list[str]]:
     """Return the values of the flags of `kind` among `words`, and the other words, positional ones first.
 
     Hyphens and underscores are the same in names. A boolean is `--flag`, `--no-flag` or `--flag false`; a list takes
-    every word up to the next flag, or `--flag=a,b`. Text that is no value of its type stays text, for the type check to
-    refuse by name.
+    every word up to the next flag, or `--flag=a,b`; a string may be one word that holds flags and spaces. Text that is
+    no value of its type stays text, for the type check to refuse by name.
 
     Raises:
         ValueError: a flag has no value.
     """
+    words = _joined(kind, words)
     attached = {(_name(flag), value) for flag, equals, value in (word.partition("=") for word in words) if equals}
     parsed, unknown = _split(kind, words)
     values: Values = {}
@@ -99,6 +101,18 @@ SHORTHANDS = {"compare": "job.compare", "data": "data.path", "deterministic": "t
 def flag_of(setting: "Field[Any]") -> str:
     """The flag of an option, as the help spells it."""
     return setting.name.replace("_", "-")
+
+
+def _joined(kind: type, words: list[str]) -> list[str]:
+    """Write `--vs "--flag value"` as `--vs=--flag value`, which tyro takes for a value."""
+    strings = {each.name for each in fields(kind) if base_type(hints_of(kind)[each.name]) is str}
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1].startswith("--") and _name(joined[-1]) in strings and " " in word:
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def _name(flag: str) -> str:
