@@ -25,6 +25,8 @@ def bad_input() -> Iterator[None]:
     """Turn bad input inside the block into one line on stderr and SystemExit(2)."""
     try:
         yield
+    except BrokenPipeError:  # the reader of --help has closed the pipe
+        raise
     except BAD_INPUT as error:
         print_error(error)
         raise SystemExit(EXIT_BAD_INPUT) from error

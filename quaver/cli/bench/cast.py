@@ -17,7 +17,7 @@ class Cast(Torchao, BenchOptions):
     """Casts of one matrix to float8: quaver's, compiled PyTorch's, torchao's; and a copy."""
 
     shapes: str = "1024,2048x4096"
-    """Sizes (1024), rows x columns (512x4096) or models (8B), with commas between."""
+    """Sizes (1024), rows x columns (512x4096) or models (llama-8b, llama-70b), with commas between."""
     tokens: AtLeast1 = 2048
     """Rows of a model's inputs."""
     divisor: AtLeast1 = 1

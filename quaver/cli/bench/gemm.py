@@ -16,7 +16,7 @@ class Gemm(BenchOptions):
     """The three matmuls of a linear, without casts: float8 against bfloat16."""
 
     shapes: str = "1024"
-    """Linears: sizes (1024), M x K x N (512x1024x4096) or models (8B), with commas between."""
+    """Linears: sizes (1024), M x K x N (512x1024x4096) or models (llama-8b, llama-70b), with commas between."""
     tokens: AtLeast1 = 2048
     """M of a model's linears."""
     divisor: AtLeast1 = 1

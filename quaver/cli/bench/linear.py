@@ -16,7 +16,7 @@ class Linear(Torchao, Recipes, BenchOptions):
     """Forward and backward of one linear, per recipe, against bfloat16 nn.Linear and torchao."""
 
     shapes: str = "1024,16"
-    """Sizes (1024), M x K x N (512x1024x4096) or models (8B), with commas between."""
+    """Sizes (1024), M x K x N (512x1024x4096) or models (llama-8b, llama-70b), with commas between."""
     tokens: AtLeast1 = 2048
     """M of a model's linears."""
     divisor: AtLeast1 = 1

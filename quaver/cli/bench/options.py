@@ -36,7 +36,7 @@ class BenchOptions(Settings):
     rounds: AtLeast1 = 20
     """Samples of each contestant."""
     output: str = ""
-    """File of the JSON."""
+    """File of the JSON; benchmarks/results/VERB.json by default."""
 
 
 @dataclass(frozen=True)

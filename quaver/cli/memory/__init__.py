@@ -91,7 +91,7 @@ def _compare(options: Options, case: Case, memory: RunMemory, other: RunMemory) 
 
 
 def _tell(what: str) -> None:
-    """Progress, beside the output."""
+    """Print progress to stderr."""
     print(f"... {what}", file=sys.stderr, flush=True)
 
 

@@ -70,7 +70,7 @@ def _categories(prediction: Prediction) -> Table:
 
 
 def _difference(prediction: Prediction, other: Prediction) -> Table:
-    table = Table(title="Beside the other run, at the peaks")
+    table = Table(title="Compared with the other run, at the peaks")
     table.add_column("what")
     for column in ("bytes", "bytes there", "difference", "ratio"):
         table.add_column(column, justify="right")
