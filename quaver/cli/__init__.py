@@ -5,15 +5,16 @@ import sys
 from importlib.metadata import version
 
 from quaver.cli.dispatch import dispatch
+from quaver.cli.errors import EXIT_INTERRUPTED
 
 VERBS = {
-    "train": "train a Llama in float8, alone or beside its bfloat16 twin",
+    "train": "train a Llama in float8, alone or with its bfloat16 baseline",
     "doctor": "say what this machine can do, by trying it",
     "bench": "time float8 against bfloat16: casts, matmuls, linears, blocks, training",
-    "profile": "where the time of a linear or a block goes: traces, and kernels by group",
-    "memory": "predict the memory of a run's training step, and what is alive at its peak",
-    "prepare-data": "make the tokens of a run ahead of it, and count them",
-    "convert": "weights from Hugging Face's Llama, and to it",
+    "profile": "trace a linear or a block, and sum its kernels by group",
+    "memory": "predict the memory of a training step, and what is alive at its peak",
+    "prepare-data": "tokenize the text of a run ahead of it, and count the tokens",
+    "convert": "convert weights from and to Hugging Face's Llama",
 }
 
 
@@ -30,9 +31,13 @@ def main(argv: list[str] | None = None) -> int:
     usage = "quaver VERB [options]      quaver VERB --help      quaver --version"
     try:
         return dispatch(__name__, VERBS, words, kind="command", usage=usage)
+    except SystemExit as stopped:  # a verb's --help
+        if stopped.code:
+            raise
+        return 0
     except KeyboardInterrupt:
         print("quaver: interrupted", file=sys.stderr)
-        return 130
+        return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of our output has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

@@ -1,19 +1,26 @@
-"""From a word to the file of its verb, imported when it is asked for."""
+"""From a word to the file of its verb, which is imported only then."""
 
 import difflib
 import importlib
 
-from quaver.cli.errors import print_error
+from quaver.cli.errors import EXIT_BAD_INPUT, print_error
 
 
 def dispatch(package: str, verbs: dict[str, str], words: list[str], *, kind: str, usage: str) -> int:
-    """Run the verb that `words` begin with and return its exit code; help, or 2 for a word that is no verb.
+    """Run the verb that `words` begin with, from the module of its name in `package`, and return its exit code."""
+    verb = find_verb(verbs, words, kind=kind, usage=usage)
+    if isinstance(verb, int):
+        return verb
+    return importlib.import_module(f"{package}.{verb.replace('-', '_')}").run(words[1:])
+
+
+def find_verb(verbs: dict[str, str], words: list[str], *, kind: str, usage: str) -> str | int:
+    """Return the verb that `words` begin with; or, after printing the help or an error, an exit code.
 
     Args:
-        package: where each verb has a module of its name, "_" for "-", with `run(argv) -> exit code`.
-        verbs: what there is, and a summary of each.
+        verbs: a summary of each verb.
         words: the verb and its own arguments.
-        kind: what a verb is called in an error, such as "command".
+        kind: what an error calls a verb, such as "command".
         usage: the first line of the help.
     """
     verb = words[0] if words else "--help"
@@ -21,10 +28,10 @@ def dispatch(package: str, verbs: dict[str, str], words: list[str], *, kind: str
         print(f"usage: {usage}\n")
         for name, summary in verbs.items():
             print(f"  {name:<12} {summary}")
-        return 0 if words else 2
-    if verb not in verbs:
-        nearest = difflib.get_close_matches(verb, verbs, n=1)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else f"choose from {', '.join(verbs)}"
-        print_error(f"unknown {kind} {verb!r}; {hint}")
-        return 2
-    return importlib.import_module(f"{package}.{verb.replace('-', '_')}").run(words[1:])
+        return 0 if words else EXIT_BAD_INPUT
+    if verb in verbs:
+        return verb
+    nearest = difflib.get_close_matches(verb, verbs, n=1)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"choose from {', '.join(verbs)}"
+    print_error(f"unknown {kind} {verb!r}; {hint}")
+    return EXIT_BAD_INPUT

@@ -1,21 +1,32 @@
 """`quaver doctor [--json] [--no-compile]`."""
 
-import argparse
 import json
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 
+from quaver.cli.errors import bad_input
 from quaver.doctor import Diagnosis, diagnose
+from quaver.trainer.config.flags import parse_options
+from quaver.trainer.config.settings import Settings
+
+
+@dataclass(frozen=True)
+class Doctor(Settings):
+    """Try each float8 recipe on each device of this machine, and say what works."""
+
+    json: bool = False
+    """Print JSON."""
+    compile: bool = True
+    """Try torch.compile, which takes seconds; --no-compile leaves it out."""
 
 
 def run(argv: list[str]) -> int:
     """Print what this machine can do; 0 if every recipe runs on every device, 1 if one does not."""
-    parser = argparse.ArgumentParser("quaver doctor", description="Say what this machine can do, by trying it.")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--no-compile", action="store_true", help="do not try torch.compile, which takes seconds")
-    options = parser.parse_args(argv)
-    diagnosis = diagnose(try_compile=not options.no_compile)
+    with bad_input():
+        options = parse_options(Doctor, argv, prog="quaver doctor")
+    diagnosis = diagnose(try_compile=options.compile)
     if options.json:
         print(json.dumps(diagnosis.to_dict(), indent=2))
     else:

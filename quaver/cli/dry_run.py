@@ -1,25 +1,32 @@
-"""`quaver train ... --dry-run [--ranks N]`: what a run would be, and nothing done."""
+"""`quaver train ... --dry-run [--ranks N]`: the plan of a run, which is not trained."""
 
-import argparse
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 
 from quaver.cli.errors import bad_input
+from quaver.trainer.config.flags import split_flags
+from quaver.trainer.config.settings import AtLeast1, Settings
 from quaver.trainer.config_io import load_config, parse_arguments
 from quaver.trainer.dry_run import DryRun, dry_run
 
 
+@dataclass(frozen=True)
+class DryRunOptions(Settings):
+    """Options of `quaver train --dry-run`."""
+
+    dry_run: bool = False
+    """Print the plan of the run, and train and write nothing."""
+    ranks: AtLeast1 = 1
+    """With --dry-run: processes of the run."""
+
+
 def dry_run_verb(argv: list[str]) -> int:
     """Print what `quaver train` with the other words of `argv` would be; 0, or 2 for bad input."""
-    parser = argparse.ArgumentParser("quaver train --dry-run", add_help=False, allow_abbrev=False)
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--ranks", type=int, default=1)
-    options, words = parser.parse_known_args(argv)
     with bad_input():
-        if options.ranks < 1:
-            raise ValueError(f"--ranks must be at least 1, got {options.ranks}")
-        result = dry_run(load_config(*parse_arguments(words)), options.ranks)
+        values, words = split_flags(DryRunOptions, argv)
+        result = dry_run(load_config(*parse_arguments(words)), DryRunOptions(**values).ranks)
     _print(result)
     return 0
 

@@ -6,8 +6,13 @@ from contextlib import contextmanager
 
 from quaver.devices import MissingDeviceError
 
+EXIT_BAD_INPUT = 2
+EXIT_NONFINITE = 3
+EXIT_NOT_WRITTEN = 4
+EXIT_INTERRUPTED = 130
+
 BAD_INPUT = (ValueError, NotImplementedError, OSError, MissingDeviceError)
-"""What reading and checking raise for wrong input. Wrap only that part of a verb: elsewhere it is a bug."""
+"""What parsing and validation raise for bad input. Wrap only that part of a verb: elsewhere it is a bug."""
 
 
 def print_error(message: object) -> None:
@@ -20,6 +25,8 @@ def bad_input() -> Iterator[None]:
     """Turn bad input inside the block into one line on stderr and SystemExit(2)."""
     try:
         yield
+    except BrokenPipeError:  # the reader of --help has closed the pipe
+        raise
     except BAD_INPUT as error:
         print_error(error)
-        raise SystemExit(2) from error
+        raise SystemExit(EXIT_BAD_INPUT) from error

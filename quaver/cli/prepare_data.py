@@ -1,23 +1,29 @@
-"""`quaver prepare-data [CONFIG.toml] [--section.field value ...]`: makes the tokens that `quaver train` would make."""
+"""`quaver prepare-data [CONFIG.toml] [--section.field value ...]`: makes the tokens of `quaver train` ahead of it."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from quaver.cli.errors import bad_input
+from quaver.trainer.config import Data
+from quaver.trainer.config.flags import exit_after_help
+from quaver.trainer.config.settings import Settings
 from quaver.trainer.config_io import load_config, parse_arguments
 from quaver.trainer.data import load_data
 
-USAGE = """usage: quaver prepare-data [CONFIG.toml] [--section.field value ...] [--data PATH]
 
-Makes the tokens of a run and keeps them in data.cache_folder, where `quaver train` with the same [data] section finds
-them. Tokens that are there already are read and compared with their digests, and made again if they are damaged.
-`quaver train --help` lists the settings."""
+@dataclass(frozen=True)
+class PrepareData(Settings):
+    """Tokenize the text of a run into data.cache_folder, where `quaver train` with the same [data] section finds it.
+    Cached tokens are checked against their digests, and made again if they are damaged. The other flags of `quaver
+    train` are accepted too.
+    """
+
+    data: Data = field(default_factory=Data)
 
 
 def run(argv: list[str]) -> int:
     """Make or check the tokens as `argv` says and print how many there are; 0 when done, 2 for bad input."""
-    if "--help" in argv or "-h" in argv:
-        print(USAGE)
-        return 0
+    exit_after_help(PrepareData, argv, prog="quaver prepare-data [CONFIG.toml]")
     with bad_input():
         config_path, flags = parse_arguments(argv)
         data = load_data(load_config(config_path, flags), check=True)

@@ -4,33 +4,42 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from quaver.cli.dry_run import dry_run_verb
-from quaver.cli.errors import BAD_INPUT, bad_input, print_error
-from quaver.trainer.config_io import load_config, parse_arguments, print_help
+from quaver.cli.dry_run import DryRunOptions, dry_run_verb
+from quaver.cli.errors import (
+    BAD_INPUT,
+    EXIT_BAD_INPUT,
+    EXIT_INTERRUPTED,
+    EXIT_NONFINITE,
+    EXIT_NOT_WRITTEN,
+    bad_input,
+    print_error,
+)
+from quaver.trainer.config.flags import exit_after_help
+from quaver.trainer.config_io import TrainFlags, load_config, parse_arguments
 from quaver.trainer.errors import CheckpointError, NonFiniteError, OutputError
 from quaver.trainer.ranks import Ranks, read_ranks
 from quaver.trainer.run_setup import RunSetup, open_folder, set_up_run
 from quaver.trainer.train import build, train
 
-EXIT_BAD_INPUT = 2
-EXIT_NONFINITE = 3
-EXIT_NOT_WRITTEN = 4
-EXIT_INTERRUPTED = 130
+
+@dataclass(frozen=True)
+class Train(DryRunOptions, TrainFlags):
+    """Train a Llama in float8. Flags win over CONFIG.toml."""
 
 
 def run(argv: list[str]) -> int:
     """Train as `argv` says; 0 when finished, 2 for bad input, 3 for a non-finite loss, 4 if a checkpoint or another
     file cannot be written, 130 after Ctrl-C or SIGTERM.
 
-    All ranks return the same, and only the first says anything.
+    All ranks return the same code, and only the first one prints.
     """
     with bad_input():
         ranks = read_ranks()
     if "--help" in argv or "-h" in argv:
         if ranks.is_first:
-            print_help()
+            exit_after_help(Train, argv, prog="quaver train [CONFIG.toml]")
         return 0
-    if "--dry-run" in argv:
+    if "--dry-run" in argv or "--dry_run" in argv:
         return dry_run_verb(argv)
     with _agreed_input(ranks) as told:
         config_path, flags = parse_arguments(argv)
@@ -49,7 +58,7 @@ def run(argv: list[str]) -> int:
 
 @dataclass
 class _Told:
-    """What a rank tells the others of its input."""
+    """What the ranks compare of their inputs."""
 
     fingerprint: str = ""
 

@@ -223,5 +223,5 @@ def test_help_version_and_unknown_verbs(capsys):
     assert "choose from train, doctor, bench" in capsys.readouterr().err
     assert main(["train", "--help"]) == 0
     help_text = capsys.readouterr().out
-    for flag in ("--float8.recipe-name", "--training.compile", "--compare", "--data"):
+    for flag in ("--float8.recipe_name", "--training.compile", "--compare", "--data"):
         assert flag in help_text

@@ -1,41 +1,42 @@
 """`quaver bench block [options]`."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated
 
 from quaver.bench.block import MODES, bench_block, check_fits
 from quaver.bench.modules import model_of
-from quaver.cli.bench.options import (
-    Parser,
-    add_model,
-    add_recipes,
-    bench_parser,
-    check_batch,
-    check_common,
-    check_recipes,
-)
+from quaver.cli.bench.options import BenchOptions, ModelOptions, Recipes, parse_bench, surroundings
 from quaver.cli.bench.tables import TIMES, field, finish, mebibytes, number, precision
 from quaver.cli.errors import bad_input
+from quaver.trainer.config.settings import AtLeast1, OneOf
+
+
+@dataclass(frozen=True)
+class Block(Recipes, ModelOptions, BenchOptions):
+    """Forward, backward and AdamW of one transformer block, per recipe."""
+
+    rounds: AtLeast1 = 10
+    modes: tuple[Annotated[str, OneOf(tuple(MODES))], ...] = tuple(MODES)
+    """Eager, compiled, or both."""
 
 
 def run(argv: list[str]) -> int:
     """Train a block as `argv` says, print the table, save the JSON; 0 when done, 2 for bad input, 130 after Ctrl-C."""
-    options = _parser().parse_args(argv)
     with bad_input():
+        options = parse_bench(Block, argv, "block")
         model = model_of(options.model, divisor=options.divisor)
-        batch = check_batch(options)
-        recipes = check_recipes(options.recipes)
-        surroundings = check_common(options)
-        check_fits(model, 1 + len(recipes), surroundings.device)
-    name = f"{options.model}/{options.divisor}" if options.divisor > 1 else options.model
+        batch, recipes = options.batch, options.recipe_names
+        around = surroundings(options)
+        check_fits(model, 1 + len(recipes), around.device)
     result = bench_block(
-        name,
+        options.model_name,
         model,
         batch,
         recipes,
         options.modes,
-        device=surroundings.device,
+        device=around.device,
         rounds=options.rounds,
-        report=surroundings.report,
+        report=around.report,
     )
     columns = [
         ("mode", field("mode")),
@@ -46,23 +47,13 @@ def run(argv: list[str]) -> int:
         ("resident", mebibytes("resident_bytes")),
         ("peak", mebibytes("peak_bytes")),
         ("tensors", mebibytes("tensor_peak_bytes")),
-        ("kept", mebibytes("kept_bytes")),
+        ("saved", mebibytes("kept_bytes")),
         ("peak / bfloat16", number("peak_over_bfloat16", ".2f")),
     ]
-    return finish(surroundings, result, columns, _note(result))
-
-
-def _note(result: dict[str, Any]) -> str:
-    model, batch = result["model"], result["batch"]
-    return (
-        f"block of {model['name']}: width {model['dim']}, {model['n_heads']} heads ({model['n_kv_heads']} for keys and "
-        f"values), feed-forward {model['hidden_dim']}; {batch['sequences']} x {batch['seq_len']} tokens; memory in MiB"
+    shape, tokens = result["model"], result["batch"]
+    note = (
+        f"block of {shape['name']}: width {shape['dim']}, {shape['n_heads']} heads ({shape['n_kv_heads']} for keys and "
+        f"values), feed-forward {shape['hidden_dim']}; {tokens['sequences']} x {tokens['seq_len']} tokens; "
+        "memory in MiB"
     )
-
-
-def _parser() -> Parser:
-    parser = bench_parser("block", "Forward, backward and AdamW of one transformer block, per recipe.", rounds=10)
-    add_model(parser)
-    add_recipes(parser)
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    return parser
+    return finish(around, result, columns, note)

@@ -1,26 +1,42 @@
 """`quaver bench gemm [options]`."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated
 
 from quaver.bench.gemm import GRANULARITIES, bench_gemm
-from quaver.bench.shapes import MODELS, parse_shapes
-from quaver.cli.bench.options import Parser, bench_parser, check_common, positive
+from quaver.bench.shapes import parse_shapes
+from quaver.cli.bench.options import BenchOptions, parse_bench, surroundings
 from quaver.cli.bench.tables import TIMES, field, finish, number
 from quaver.cli.errors import bad_input
+from quaver.trainer.config.settings import AtLeast1, OneOf
+
+
+@dataclass(frozen=True)
+class Gemm(BenchOptions):
+    """The three matmuls of a linear, without casts: float8 against bfloat16."""
+
+    shapes: str = "1024"
+    """Linears: sizes (1024), M x K x N (512x1024x4096) or models (llama-8b, llama-70b), with commas between."""
+    tokens: AtLeast1 = 2048
+    """M of a model's linears."""
+    divisor: AtLeast1 = 1
+    """Divide K and N of a model's linears by this."""
+    scales: tuple[Annotated[str, OneOf(tuple(GRANULARITIES))], ...] = tuple(GRANULARITIES)
+    """Granularities of the scales."""
 
 
 def run(argv: list[str]) -> int:
     """Time matmuls as `argv` says, print the table, save the JSON; 0 when done, 2 for bad input, 130 after Ctrl-C."""
-    options = _parser().parse_args(argv)
     with bad_input():
+        options = parse_bench(Gemm, argv, "gemm")
         shapes = parse_shapes(options.shapes, tokens=options.tokens, divisor=options.divisor)
-        surroundings = check_common(options)
+        around = surroundings(options)
     result = bench_gemm(
         shapes,
         options.scales,
-        device=surroundings.device,
+        device=around.device,
         rounds=options.rounds,
-        report=surroundings.report,
+        report=around.report,
     )
     columns = [
         ("shape", field("shape")),
@@ -33,23 +49,6 @@ def run(argv: list[str]) -> int:
         ("of peak", number("share_of_peak", ".0%")),
         ("/ bfloat16", number("time_over_bfloat16", ".2f")),
     ]
-    return finish(surroundings, result, columns, _note(result))
-
-
-def _note(result: dict[str, Any]) -> str:
-    if result["peak"] == "unknown":
-        return "peak unknown: there is no data sheet for this device in quaver/devices.py"
-    return f"peak: {result['peak']}"
-
-
-def _parser() -> Parser:
-    parser = bench_parser("gemm", "The three matmuls of a linear, without casts: float8 against bfloat16.")
-    parser.add_argument(
-        "--shapes",
-        default="1024",
-        help=f"linears: sizes (1024), M x K x N (512x1024x4096) or models ({', '.join(MODELS)}), with commas between",
-    )
-    parser.add_argument("--tokens", type=positive, default=2048, help="M of a model's linears")
-    parser.add_argument("--divisor", type=positive, default=1, help="divide K and N of a model's linears by this")
-    parser.add_argument("--scales", nargs="+", choices=GRANULARITIES, default=list(GRANULARITIES))
-    return parser
+    no_peak = "unknown: quaver/devices.py has no data sheet for this device"
+    peak = no_peak if result["peak"] == "unknown" else result["peak"]
+    return finish(around, result, columns, f"peak: {peak}")

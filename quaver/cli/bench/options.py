@@ -1,10 +1,8 @@
-"""What the benchmarks' command lines share: a parser with one-line errors, and options with their checks."""
+"""The options that benchmarks share, and what is checked of them before anything is timed."""
 
-import argparse
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, TypeVar
 
 import torch
 from rich.console import Console
@@ -12,76 +10,90 @@ from rich.console import Console
 from quaver.bench.modules import MODEL_NAMES, Batch
 from quaver.bench.peer import torchao_is_installed
 from quaver.bench.results import writable
-from quaver.cli.errors import print_error
-from quaver.config import Float8LinearConfig, Float8LinearRecipeName
+from quaver.config import Float8LinearConfig
 from quaver.devices import resolve_device
 from quaver.formats import HP_DTYPES
+from quaver.trainer.config.flags import parse_options
+from quaver.trainer.config.float8 import RECIPES
+from quaver.trainer.config.settings import AtLeast1, NotNegative, OneOf, Settings
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in HP_DTYPES}
 
+Recipe = Annotated[str, OneOf(RECIPES, has_aliases=True)]
+Dtype = Annotated[str, OneOf(tuple(DTYPES))]
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line on stderr, and exit code 2."""
-
-    def error(self, message: str) -> NoReturn:
-        print_error(f"{message}; see {self.prog} --help")
-        sys.exit(2)
+_Options = TypeVar("_Options", bound="BenchOptions")
 
 
-def positive(text: str) -> int:
-    """An argument that is a number from 1."""
-    return _at_least(1, text)
+@dataclass(frozen=True)
+class BenchOptions(Settings):
+    """Options of every benchmark."""
+
+    device: str = "auto"
+    """auto, cpu or cuda"""
+    threads: NotNegative = 0
+    """CPU threads; 0 for torch's default."""
+    rounds: AtLeast1 = 20
+    """Samples of each contestant."""
+    output: str = ""
+    """File of the JSON; benchmarks/results/VERB.json by default."""
 
 
-def natural(text: str) -> int:
-    """An argument that is a number from 0."""
-    return _at_least(0, text)
+@dataclass(frozen=True)
+class Recipes(Settings):
+    """Which recipes are timed."""
+
+    recipes: tuple[Recipe, ...] = ()
+    """Recipes; all by default."""
+
+    @property
+    def recipe_names(self) -> list[str]:
+        """Each recipe once. Raises ValueError for an unknown one."""
+        for name in self.recipes:
+            Float8LinearConfig.from_recipe_name(name)
+        return list(dict.fromkeys(self.recipes or RECIPES))
 
 
-def _at_least(least: int, text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = least - 1
-    if number < least:
-        raise argparse.ArgumentTypeError(f"expected {least} or more, got {text!r}")
-    return number
+@dataclass(frozen=True)
+class Torchao(Settings):
+    """Whether torchao is timed too."""
+
+    torchao: Annotated[str, OneOf(("auto", "yes", "no"))] = "auto"
+    """Compare with torchao.float8; auto: if it is installed."""
+
+    @property
+    def with_torchao(self) -> bool:
+        """Whether to compare with torchao. Raises ValueError if it must be and is not installed."""
+        if self.torchao == "yes" and not torchao_is_installed():
+            raise ValueError("--torchao yes: torchao is not installed; pip install 'quaver[bench]'")
+        return self.torchao != "no" and torchao_is_installed()
 
 
-def bench_parser(verb: str, description: str, *, rounds: int = 20) -> Parser:
-    """A parser with the options of every benchmark: --device, --threads, --rounds, --output."""
-    parser = Parser(f"quaver bench {verb}", description=description)
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--threads", type=natural, default=0, help="CPU threads; 0 for torch's default")
-    parser.add_argument("--rounds", type=positive, default=rounds, help="samples of each contestant")
-    parser.add_argument("--output", default=f"benchmarks/results/{verb}.json", help="where the JSON goes")
-    return parser
+@dataclass(frozen=True)
+class ModelOptions(Settings):
+    """The block of a model, and the tokens of a step."""
 
+    model: Annotated[str, OneOf(tuple(MODEL_NAMES))] = "debug"
+    """The model of the block."""
+    divisor: AtLeast1 = 1
+    """Divide widths and heads by this."""
+    tokens: AtLeast1 = 2048
+    """Tokens in one step."""
+    seq_len: AtLeast1 | None = None
+    """Tokens of a sequence; by default one sequence of --tokens."""
 
-def add_torchao(parser: argparse.ArgumentParser) -> None:
-    """Add --torchao."""
-    parser.add_argument("--torchao", choices=["auto", "yes", "no"], default="auto", help="compare with torchao.float8")
+    @property
+    def model_name(self) -> str:
+        """The model and the divisor, as results name them."""
+        return f"{self.model}/{self.divisor}" if self.divisor > 1 else self.model
 
-
-def add_recipes(parser: argparse.ArgumentParser) -> None:
-    """Add --recipes."""
-    parser.add_argument("--recipes", nargs="+", help="default: all")
-
-
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add --model, --divisor, --tokens and --seq-len."""
-    parser.add_argument("--model", choices=MODEL_NAMES, default="debug", help="whose block")
-    parser.add_argument("--divisor", type=positive, default=1, help="divide widths and heads by this")
-    parser.add_argument("--tokens", type=positive, default=2048, help="in one step")
-    parser.add_argument("--seq-len", type=positive, help="tokens of a sequence; default: one sequence of --tokens")
-
-
-def check_batch(options: argparse.Namespace) -> Batch:
-    """The tokens of a step. Raises ValueError where they are no whole number of sequences."""
-    seq_len = options.seq_len or options.tokens
-    if options.tokens % seq_len:
-        raise ValueError(f"--tokens: expected a multiple of --seq-len {seq_len}, got {options.tokens}")
-    return Batch(options.tokens // seq_len, seq_len)
+    @property
+    def batch(self) -> Batch:
+        """The tokens of a step. Raises ValueError if they are no whole number of sequences."""
+        seq_len = self.seq_len or self.tokens
+        if self.tokens % seq_len:
+            raise ValueError(f"--tokens: expected a multiple of --seq-len {seq_len}, got {self.tokens}")
+        return Batch(self.tokens // seq_len, seq_len)
 
 
 @dataclass(frozen=True)
@@ -97,7 +109,13 @@ class Surroundings:
         self.console.print(line, highlight=False, markup=False)
 
 
-def check_common(options: argparse.Namespace) -> Surroundings:
+def parse_bench(kind: type[_Options], argv: list[str], verb: str) -> _Options:
+    """Return the options of `quaver bench <verb>`; the JSON goes to benchmarks/results/<verb>.json by default."""
+    options = parse_options(kind, argv, prog=f"quaver bench {verb}")
+    return replace(options, output=options.output or f"benchmarks/results/{verb}.json")
+
+
+def surroundings(options: BenchOptions) -> Surroundings:
     """The device, and an output that can be written to; sets the number of CPU threads.
 
     Raises:
@@ -109,18 +127,3 @@ def check_common(options: argparse.Namespace) -> Surroundings:
     if options.threads:
         torch.set_num_threads(options.threads)
     return Surroundings(device, output, Console(width=max(160, Console().width)))
-
-
-def check_recipes(names: list[str] | None) -> list[str]:
-    """The recipes asked for, each once, all where none is named. Raises ValueError for an unknown one."""
-    names = list(dict.fromkeys(names or [name.value for name in Float8LinearRecipeName]))
-    for name in names:
-        Float8LinearConfig.from_recipe_name(name)
-    return names
-
-
-def check_torchao(choice: str) -> bool:
-    """Whether to compare with torchao. Raises ValueError if it must be and is not installed."""
-    if choice == "yes" and not torchao_is_installed():
-        raise ValueError("--torchao yes: torchao is not installed; pip install 'quaver[bench]'")
-    return choice != "no" and torchao_is_installed()

@@ -1,8 +1,9 @@
 """`quaver bench roofline [options]`: what float8 linears would gain, predicted for GPUs that this machine lacks."""
 
-import argparse
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from rich.console import Console
 from rich.table import Table
@@ -23,16 +24,43 @@ from quaver.bench.roofline_layers import layers_of_config, layers_of_model
 from quaver.bench.roofline_map import draw_map
 from quaver.bench.shapes import MODELS
 from quaver.cli.errors import bad_input
-from quaver.config import Float8LinearRecipeName
 from quaver.devices import DEVICE_SPECS
+from quaver.trainer.config.flags import parse_options
+from quaver.trainer.config.float8 import RECIPES
+from quaver.trainer.config.settings import AtLeast1, NotNegative, OneOf
+from quaver.trainer.config.settings import Settings as OptionsBase
 
-_DEVICES = [spec.name for spec in DEVICE_SPECS]
+_Device = Annotated[str, OneOf(tuple(spec.name for spec in DEVICE_SPECS), has_aliases=True)]
+
+
+@dataclass(frozen=True)
+class RooflineOptions(OptionsBase):
+    """Predict the speedup of a float8 linear over bfloat16, forward and backward, from data sheets. Needs no GPU."""
+
+    device: tuple[_Device, ...] = ("H200",)
+    """GPUs to predict for."""
+    recipes: tuple[Annotated[str, OneOf(RECIPES, has_aliases=True)], ...] = ("tensorwise", "rowwise", "delayed")
+    """Recipes to predict."""
+    tokens: AtLeast1 = 16384
+    """M of the models' layers: tokens on one GPU."""
+    model: tuple[Annotated[str, OneOf(tuple(MODELS), has_aliases=True)], ...] = ()
+    """Models; all by default, or none with --config."""
+    config: tuple[str, ...] = ()
+    """TOML files of quaver train whose models to predict."""
+    microbatches: NotNegative = 0
+    """Micro-batches that share the casts of a weight (cast_weights_once); 0: forward and backward cast it each."""
+    measured: str | None = None
+    """JSON of quaver bench linear on one of the devices, to compare with."""
+    pictures: tuple[_Device, ...] | None = None
+    """Devices to draw; all of --device by default, no word for none."""
+    output: str = "benchmarks/results/roofline"
+    """Folder of the CSV, the JSON and the pictures."""
 
 
 def run(argv: list[str]) -> int:
     """Predict as `argv` says, print the tables, save CSV, JSON and pictures; 0 when done, 2 for bad input."""
-    options = _parser().parse_args(argv)
     with bad_input():
+        options = parse_options(RooflineOptions, argv, prog="quaver bench roofline")
         settings = _settings(options)
         pictured = settings.devices if options.pictures is None else specs_of(options.pictures)
         missing = [spec.name for spec in pictured if spec not in settings.devices]
@@ -53,11 +81,9 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _settings(options: argparse.Namespace) -> Settings:
-    if options.tokens < 1 or options.microbatches < 0:
-        raise ValueError("--tokens: expected 1 or more, --microbatches: 0 or more")
-    models = [layers_of_model(name) for name in options.model or ([] if options.config else list(MODELS))]
-    models += [layers_of_config(Path(path)) for path in options.config or []]
+def _settings(options: RooflineOptions) -> Settings:
+    models = [layers_of_model(name) for name in options.model or ([] if options.config else MODELS)]
+    models += [layers_of_config(Path(path)) for path in options.config]
     names = [model.name for model in models]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -71,30 +97,6 @@ def _settings(options: argparse.Namespace) -> Settings:
         models=tuple(models),
         microbatches=options.microbatches or None,
     )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "quaver bench roofline",
-        description="Predict the speedup of a float8 linear over bfloat16, forward and backward, from data sheets. "
-        "Nothing is measured, and no GPU is needed.",
-    )
-    recipes = ", ".join(name.value for name in Float8LinearRecipeName)
-    parser.add_argument("--device", nargs="+", default=["H200"], help=f"default H200; known: {', '.join(_DEVICES)}")
-    parser.add_argument("--recipes", nargs="+", default=["tensorwise", "rowwise", "delayed"], help=f"of {recipes}")
-    parser.add_argument("--tokens", type=int, default=16384, help="M of the models' layers: tokens on one GPU")
-    parser.add_argument("--model", nargs="+", help=f"of {', '.join(MODELS)}; default all, or none with --config")
-    parser.add_argument("--config", nargs="+", help="TOML files of quaver train, whose models to predict")
-    parser.add_argument(
-        "--microbatches",
-        type=int,
-        default=0,
-        help="how many share a weight's casts (cast_weights_once); 0: forward casts it, and backward again",
-    )
-    parser.add_argument("--measured", help="JSON of quaver bench linear on one of the devices, to compare with")
-    parser.add_argument("--pictures", nargs="*", help="devices to draw; default all of --device, no word for none")
-    parser.add_argument("--output", default="benchmarks/results/roofline", help="folder of the CSV, JSON and pictures")
-    return parser
 
 
 def _print(roofline: Roofline) -> None:

@@ -7,14 +7,12 @@ from rich.table import Table
 
 from quaver.bench.results import save
 from quaver.cli.bench.options import Surroundings
+from quaver.cli.errors import EXIT_INTERRUPTED
 
 _MILLISECONDS_FROM_US = 1e4
 
 Column = tuple[str, Callable[[dict[str, Any]], str]]
 """A column's name and how a row's text comes from the row."""
-
-
-EXIT_INTERRUPTED = 130
 
 
 def finish(surroundings: Surroundings, result: dict[str, Any], columns: list[Column], *notes: str) -> int:

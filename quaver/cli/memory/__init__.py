@@ -1,7 +1,7 @@
-"""`quaver memory [CONFIG.toml] [--ranks N] [--vs WORDS] [--advise] [--fit SIZE] [--measure] [--html FILE] ...`."""
+"""`quaver memory [CONFIG.toml] [options] [--section.field value ...]`."""
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from quaver.memory.runs.advise import Advice, advise
 from quaver.memory.runs.measure import MeasuredMemory, measure_memory, side_by_side
 from quaver.memory.runs.predict import RunMemory, predict_memory
 from quaver.recorder.draw import draw_peak, draw_timeline
-from quaver.trainer.config import TrainConfig
 from quaver.trainer.config_io import load_config, parse_arguments
 
 _WIDTH = 170
@@ -30,9 +29,11 @@ _WIDTH = 170
 
 @dataclass(frozen=True)
 class _Answer:
-    """What was asked, and found out."""
+    """The question and what was found."""
 
     options: Options
+    words: list[str]
+    device: str
     memory: RunMemory
     other: RunMemory | None
     comparison: Comparison | None
@@ -41,52 +42,49 @@ class _Answer:
 
 
 def run(argv: list[str]) -> int:
-    """Print what a training step would take and where, and write it; 0, or 2 for bad input."""
+    """Print and write the predicted memory of a training step; 0, or 2 for bad input."""
     with bad_input():
-        options = parse(argv)
-        config = load_config(*parse_arguments(options.words))
-        if not options.device:
-            options = replace(options, device=resolve_device(config.training.device).type)
-        answer = _answer(options, config)
+        options, words = parse(argv)
+        answer = _answer(options, words)
     _print(answer)
     for file in _write(answer):
         print(f"saved {file}")
     return 0
 
 
-def _answer(options: Options, config: TrainConfig) -> _Answer:
-    other_config = None
+def _answer(options: Options, words: list[str]) -> _Answer:
+    config, other_config = load_config(*parse_arguments(words)), None
     if options.vs is not None:  # flags over the first run's words, or all words of the other run
-        is_over = not options.vs or options.vs[0].startswith("--")
-        other_config = load_config(*parse_arguments([*options.words, *options.vs] if is_over else options.vs))
-    with predicting_for(options.device):
+        given = options.other_words
+        is_over = not given or given[0].startswith("--")
+        other_config = load_config(*parse_arguments([*words, *given] if is_over else given))
+    device = options.device or (resolve_device(config.training.device).type if options.measure else "cuda")
+    with predicting_for(device):
         _tell("predicting a step")
         memory = predict_memory(config, options.ranks)
         other = comparison = advice = None
         if other_config is not None:
             _tell("predicting a step of the other run")
             other = predict_memory(other_config, options.ranks)
-            words = " ".join(options.vs or [])
-            comparison = compare(memory.prediction, other.prediction, label_a="as given", label_b=words)
-        if options.advise:
-            advice = advise(
-                config, options.ranks, fit_bytes=options.fit_bytes, device=options.model_time_on, progress=_tell
-            )
+            label = " ".join(options.other_words)
+            comparison = compare(memory.prediction, other.prediction, label_a="as given", label_b=label)
+        if options.wants_advice:
+            advice = advise(config, options.ranks, fit_bytes=options.fit_bytes, device=options.time_on, progress=_tell)
     measured = None
     if options.measure:
         _tell("training to measure")
         measured = measure_memory(config, options.ranks)
-    return _Answer(options, memory, other, comparison, advice, measured)
+    return _Answer(options, words, device, memory, other, comparison, advice, measured)
 
 
 def _tell(what: str) -> None:
-    """Progress, beside the output."""
+    """Print progress to stderr."""
     print(f"... {what}", file=sys.stderr, flush=True)
 
 
 def _print(answer: _Answer) -> None:
     console = Console(width=max(_WIDTH, Console().width))
-    printer = Printer(console, answer.options)
+    printer = Printer(console, answer.options, answer.device)
     printer.run(answer.memory)
     if answer.other is not None and answer.comparison is not None:
         printer.difference(answer.memory, answer.other)
@@ -103,21 +101,22 @@ def _print(answer: _Answer) -> None:
 def _write(answer: _Answer) -> list[Path]:
     """Write what was asked for, and return the files."""
     options, more = answer.options, _more(answer)
-    save(answer.memory.to_dict() | {name: value for name, value in more.items() if value is not None}, options.output)
-    files = [options.output]
+    files = [Path(options.output)]
+    save(answer.memory.to_dict() | {name: value for name, value in more.items() if value is not None}, files[0])
     title = _title(answer)
     if options.html is not None:
         pages = {
             "other": None if answer.other is None else _whole(answer.other),
             "measured": None if answer.measured is None else _whole(answer.measured),
         }
-        write_html(options.html, title=title, prediction=_whole(answer.memory), **{**more, **pages})
-        files.append(options.html)
+        files.append(Path(options.html))
+        write_html(files[-1], title=title, prediction=_whole(answer.memory), **{**more, **pages})
     if options.png is not None:
-        peak = options.png.with_name(f"{options.png.stem}-peak.png")
-        draw_timeline(answer.memory.prediction.report, options.png, title=title)
+        timeline = Path(options.png)
+        peak = timeline.with_name(f"{timeline.stem}-peak.png")
+        draw_timeline(answer.memory.prediction.report, timeline, title=title)
         draw_peak(answer.memory.prediction.report, peak, title=title)
-        files += [options.png, peak]
+        files += [timeline, peak]
     return files
 
 
@@ -138,5 +137,5 @@ def _whole(memory: RunMemory) -> dict[str, Any]:
 
 def _title(answer: _Answer) -> str:
     options, name = answer.options, answer.memory.name
-    file = next((word for word in options.words if not word.startswith("--")), "defaults")
+    file = next((word for word in answer.words if not word.startswith("--")), "defaults")
     return f"{Path(file).stem} in {name}, {options.ranks} rank{'s' * (options.ranks > 1)}"

@@ -19,8 +19,8 @@ _DEVICES = {"cuda": "an NVIDIA GPU that multiplies float8", "cpu": "a CPU"}
 class Printer:
     """Prints to one console what was asked for by `options`."""
 
-    def __init__(self, console: Console, options: Options) -> None:
-        self.console, self.options = console, options
+    def __init__(self, console: Console, options: Options, device: str) -> None:
+        self.console, self.options, self.device = console, options, device
 
     def line(self, text: str) -> None:
         """Print a line as it is."""
@@ -32,7 +32,7 @@ class Printer:
         mesh = " x ".join(f"{name} {size}" for name, size in memory.layout.mesh.items())
         self._about("model", f"{memory.parameters:,} parameters in {training.dtype}, trained in {memory.name}")
         self._about("ranks", f"{memory.layout.world_size}{': ' + mesh if mesh else ''}; what follows is of one")
-        self._about("device", _DEVICES[self.options.device])
+        self._about("device", _DEVICES[self.device])
         batch = f"{memory.micro_batches} micro-batches of {training.local_batch_size} sequences of {training.seq_len:,}"
         self._about("step", f"{batch} tokens")
         self._about("peak", f"{_size(prediction.peak_bytes)}, in the {_moment(prediction)}")
@@ -69,7 +69,7 @@ def _categories(prediction: Prediction) -> Table:
 
 
 def _difference(prediction: Prediction, other: Prediction) -> Table:
-    table = Table(title="Beside the other run, at the peaks")
+    table = Table(title="Compared with the other run, at the peaks")
     table.add_column("what")
     for column in ("bytes", "bytes there", "difference", "ratio"):
         table.add_column(column, justify="right")

@@ -1,7 +1,7 @@
-"""Every setting of the trainer, as frozen dataclasses that are validated when made: one file per part of a run.
+"""Every setting of the trainer, as frozen dataclasses that pydantic validates when made: one file per part of a run.
 
-Sections and fields carry torchtitan's names where torchtitan has them. The text under a field is its help on
-the command line.
+Sections and fields carry torchtitan's names where torchtitan has them. The string below a field is its help on the
+command line and in docs/configuration.md.
 """
 
 from quaver.trainer.config.checkpoint import Checkpoint
@@ -12,9 +12,9 @@ from quaver.trainer.config.optimizer import LRScheduler, Optimizer
 from quaver.trainer.config.output import Job, Metrics
 from quaver.trainer.config.parallelism import Comm, Parallelism
 from quaver.trainer.config.profiling import Profiling
-from quaver.trainer.config.require import require
+from quaver.trainer.config.settings import require
+from quaver.trainer.config.train_config import TrainConfig
 from quaver.trainer.config.training import ActivationCheckpoint, Training
-from quaver.trainer.config.whole import TrainConfig
 
 __all__ = [
     "ActivationCheckpoint",

@@ -1,8 +1,12 @@
 """[model]: the shape of the Llama."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from quaver.trainer.config.require import require, require_default, require_finite, require_positive
+from annotated_types import Ge, Gt
+from pydantic.types import AllowInfNan
+
+from quaver.trainer.config.settings import AtLeast1, FiniteNotNegative, Settings
 
 
 @dataclass(frozen=True)
@@ -16,73 +20,56 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
-class Model:
+class Model(Settings, section="model"):
     """Shape of the Llama 3 style model."""
 
-    vocab_size: int = 256
-    """Number of tokens: at least those of data.tokenizer, whose bytes are 256."""
-    dim: int = 256
+    vocab_size: AtLeast1 = 256
+    """Rows of the embedding: at least the tokens of data.tokenizer."""
+    dim: AtLeast1 = 256
     """Width of the residual stream."""
-    n_layers: int = 4
-    """Number of transformer blocks."""
-    n_heads: int = 4
-    """Number of query heads; dim / n_heads is the size of a head."""
-    n_kv_heads: int = 2
-    """Number of key and value heads, each shared by n_heads / n_kv_heads query heads."""
-    hidden_dim: int = 768
+    n_layers: AtLeast1 = 4
+    """Transformer blocks."""
+    n_heads: AtLeast1 = 4
+    """Query heads, of dim / n_heads each."""
+    n_kv_heads: AtLeast1 = 2
+    """Key and value heads, each shared by n_heads / n_kv_heads query heads."""
+    hidden_dim: AtLeast1 = 768
     """Width inside the feed-forward network."""
-    norm_eps: float = 1e-5
+    norm_eps: FiniteNotNegative = 1e-5
     """Added to the mean square in RMSNorm."""
-    rope_theta: float = 500000.0
+    rope_theta: Annotated[float, AllowInfNan(False), Gt(0)] = 500000.0
     """Base of the rotary frequencies."""
-    rope_scaling_factor: float = 1.0
-    """How much slower the slowest rotary frequencies turn, as in Llama 3.1 (8) and 3.2 (32); 1 scales none."""
-    rope_low_freq_factor: float = 1.0
-    """Frequencies that turn less often than this in rope_original_max_position positions are slowed by the factor."""
-    rope_high_freq_factor: float = 4.0
-    """Frequencies that turn more often than this are not slowed, and those between the two by a part of the factor."""
-    rope_original_max_position: int = 8192
-    """Context length that the model was made for before rope_scaling_factor stretched it."""
+    rope_scaling_factor: Annotated[float, AllowInfNan(False), Ge(1)] = 1.0
+    """Llama 3.1's (8) or 3.2's (32) division of low rotary frequencies; 1 for none."""
+    rope_low_freq_factor: Annotated[float, AllowInfNan(False), Gt(0)] = 1.0
+    """Divide frequencies with fewer turns than this in rope_original_max_position positions."""
+    rope_high_freq_factor: FiniteNotNegative = 4.0
+    """Leave frequencies with more turns than this; divide those between by part of the factor."""
+    rope_original_max_position: AtLeast1 = 8192
+    """Context length before the scaling."""
     tie_word_embeddings: bool = False
     """Use the token embedding as the output projection too."""
 
-    def __post_init__(self) -> None:
-        sizes = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim")
-        require_positive("model", self, *sizes)
-        require_finite("model", self, "norm_eps", "rope_theta")
-        require(self.rope_theta > 0, "model.rope_theta", "positive", self.rope_theta)
-        require(
+    def check(self) -> None:
+        """Refuse heads that do not divide evenly, and rotary settings that nothing reads."""
+        self.require(
             self.n_heads % self.n_kv_heads == 0,
-            "model.n_heads",
+            "n_heads",
             f"a multiple of model.n_kv_heads = {self.n_kv_heads}",
-            self.n_heads,
             "each key/value head serves the same number of query heads",
         )
-        require(
+        self.require(
             self.dim % (2 * self.n_heads) == 0,
-            "model.dim",
+            "dim",
             f"a multiple of 2 * model.n_heads = {2 * self.n_heads}",
-            self.dim,
             "rotary embeddings need heads of one, even size",
         )
-        self._check_rope_scaling()
-
-    def _check_rope_scaling(self) -> None:
-        factors = ("rope_low_freq_factor", "rope_high_freq_factor")
-        require_finite("model", self, "rope_scaling_factor", *factors)
-        factor, low = self.rope_scaling_factor, self.rope_low_freq_factor
-        require(factor >= 1, "model.rope_scaling_factor", "at least 1", factor)
-        if factor == 1:
-            for name in (*factors, "rope_original_max_position"):
-                require_default("model", self, name, "model.rope_scaling_factor is above 1")
-        require(low > 0, "model.rope_low_freq_factor", "positive", low)
-        require(
-            self.rope_high_freq_factor > low,
-            "model.rope_high_freq_factor",
-            f"above model.rope_low_freq_factor = {low}",
-            self.rope_high_freq_factor,
-        )
-        require_positive("model", self, "rope_original_max_position")
+        if self.rope_scaling_factor == 1:
+            names = ("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position")
+            self.require_default(*names, unless="model.rope_scaling_factor is above 1")
+        low = self.rope_low_freq_factor
+        expected = f"above model.rope_low_freq_factor = {low}"
+        self.require(self.rope_high_freq_factor > low, "rope_high_freq_factor", expected)
 
     @property
     def rope_scaling(self) -> RopeScaling | None:

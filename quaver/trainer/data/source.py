@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quaver.trainer.config import Data
-from quaver.trainer.config.require import require_default
+from quaver.trainer.config.settings import require_default
 from quaver.trainer.data import records
 from quaver.trainer.data.documents import TRAIN, VALIDATION, Account, Piece
 from quaver.trainer.data.files import SourceFile, find_files

@@ -170,11 +170,15 @@ def test_the_command_writes_traces_and_a_summary(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "the following arguments are required: what"),
-        (["attention"], "invalid choice: 'attention'"),
+        (
+            [],
+            "expected one of linear, ffn, block: a linear (gate_proj), a feed-forward or a whole block of a Llama; "
+            "see quaver profile",
+        ),
+        (["attention"], "WHAT must be one of linear, ffn, block, got 'attention'"),
         (["ffn", "--recipes", "rowise"], "unknown recipe 'rowise'"),
         (["ffn", "--divisor", "3"], "expected a divisor of debug's 4 heads"),
-        (["ffn", "--repeats", "0"], "--repeats: expected 1 or more, got '0'"),
+        (["ffn", "--repeats", "0"], "--repeats must be at least 1, got 0"),
         (["ffn", "--output", "/dev/null"], "--output: cannot write /dev/null/profile-ffn.json"),
     ],
 )

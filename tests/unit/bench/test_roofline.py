@@ -261,7 +261,7 @@ def test_the_command_writes_and_prints(tmp_path, capsys):
     [
         (["--device", "abacus"], "no data about device 'abacus': name one of B200"),
         (["--recipes", "rowise"], "unknown recipe 'rowise': expected one of tensorwise"),
-        (["--tokens", "0"], "--tokens: expected 1 or more"),
+        (["--tokens", "0"], "--tokens must be at least 1, got 0"),
         (["--model", "llama-9b"], "--model llama-9b: expected one of llama-8b, llama-70b"),
         (["--config", "/nowhere.toml"], "config file '/nowhere.toml' does not exist"),
         (["--model", "llama-8b", "llama-8b"], "two models are called llama-8b"),

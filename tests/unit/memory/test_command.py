@@ -82,7 +82,7 @@ def test_advice_and_what_fits(tmp_path, capsys):
     [
         (["nowhere.toml"], "config file 'nowhere.toml' does not exist"),
         (["--training.stepz", "3"], "unknown flag: 'training.stepz'; did you mean 'training.steps'?"),
-        (["--ranks", "0"], "--ranks: expected 1 or more, got '0'"),
+        (["--ranks", "0"], "--ranks must be at least 1, got 0"),
         pytest.param(
             ["--ranks", "3", "--parallelism.tensor_parallel_degree", "2"], "data_parallel_shard_degree", marks=on_ranks
         ),
@@ -92,7 +92,7 @@ def test_advice_and_what_fits(tmp_path, capsys):
         (["--fit", "much"], "--fit: expected a size above 0 such as 80GiB, 80GB, 512MiB or plain bytes, got 'much'"),
         (["--device", "tpu"], "--device"),
         (["--device", "cuda", "--measure"], "--measure measures on training.device, and predicts for it"),
-        (["--time_on", "H100"], "--time_on models the time of what --advise or --fit tries"),
+        (["--time-on", "H100"], "--time-on models the time of what --advise or --fit tries"),
         ([*SMALL, "--advise", "--time_on", "abacus"], "abacus"),
         (["train_configs/llama3_8b.toml"], "false where no weight is sharded"),
     ],

@@ -11,7 +11,7 @@ from quaver.trainer.config.optimizer import LRScheduler, Optimizer
 from quaver.trainer.config.output import Job, Metrics
 from quaver.trainer.config.parallelism import Comm, Parallelism
 from quaver.trainer.config.profiling import Profiling
-from quaver.trainer.config.require import require
+from quaver.trainer.config.settings import Settings, require
 from quaver.trainer.config.training import ActivationCheckpoint, Training
 
 TENSOR_PARALLEL_SIZES = ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
@@ -19,7 +19,7 @@ TENSOR_PARALLEL_SIZES = ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Settings):
     """A whole run of `quaver train`."""
 
     job: Job = field(default_factory=Job)
@@ -37,20 +37,21 @@ class TrainConfig:
     profiling: Profiling = field(default_factory=Profiling)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Refuse sections that do not go together."""
         require(
             self.float8.enable_float8_linear or not self.job.compare,
             "float8.enable_float8_linear",
             "true with job.compare",
             self.float8.enable_float8_linear,
-            "the twin of a bfloat16 run would be itself",
+            "the bfloat16 baseline of a bfloat16 run would be itself",
         )
         require(
             self.checkpoint.resume != "auto" or bool(self.job.name),
             "job.name",
             "set with checkpoint.resume = auto",
             self.job.name,
-            "a run is found again by its name",
+            "the run is found again by its name",
         )
         self._check_kept_scales()
         self._check_tensor_parallel()

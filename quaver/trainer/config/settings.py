@@ -1,0 +1,240 @@
+"""What a setting is: a field of a frozen dataclass, with a type and bounds that pydantic checks, and a text below it.
+
+The command line, its help, the TOML files and docs/configuration.md all read these fields.
+"""
+
+import ast
+import inspect
+import textwrap
+import typing
+from collections.abc import Iterator
+from dataclasses import Field, dataclass, fields
+from functools import cache
+from types import NoneType
+from typing import Annotated, Any, ClassVar
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.types import AllowInfNan
+from pydantic_core import CoreSchema, core_schema
+
+AtLeast1 = Annotated[int, Ge(1)]
+NotNegative = Annotated[int, Ge(0)]
+FiniteNotNegative = Annotated[float, AllowInfNan(False), Ge(0)]
+Share = Annotated[float, Ge(0), Le(1)]
+
+TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+_BOUND_WORDS = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
+_SHORTER = {
+    "at least 0": "not negative",
+    "above 0": "positive",
+    "finite and at least 0": "finite and not negative",
+    "at least 0 and at most 1": "from 0 to 1",
+}
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """The strings that a setting may be: `Annotated[str, OneOf(("a", "b"))]`."""
+
+    choices: tuple[str, ...]
+    has_aliases: bool = False
+    """Other spellings are accepted too; the code that reads the setting refuses wrong ones."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        """Return the schema by which pydantic checks them."""
+        return core_schema.str_schema() if self.has_aliases else core_schema.literal_schema(list(self.choices))
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(self.choices)}"
+
+
+@dataclass(frozen=True)
+class Positional:
+    """Marks an option that is given without a flag: `Annotated[str, Positional()]`."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Base of the dataclasses of settings: checks the type and the bounds of each field, then calls `check`.
+
+    Raises (when made):
+        ValueError: with the setting's name, what was expected, and what was given.
+    """
+
+    section: ClassVar[str] = ""
+    """The section of the TOML file; empty for the options of a command."""
+
+    def __init_subclass__(cls, *, section: str = "") -> None:
+        cls.section = section or cls.section
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value, hint = getattr(self, each.name), hints_of(type(self))[each.name]
+            if is_section(hint):
+                continue
+            if isinstance(value, list):
+                value = tuple(value)
+            try:
+                checked = _adapters(type(self))[each.name].validate_python(value)
+            except ValidationError as error:
+                first = error.errors()[0]
+                is_bound = first["type"] in _BOUND_ERRORS
+                expected = _bounds(hint, finite=first["type"] == "finite_number") if is_bound else type_words(hint)
+                got = first["input"] if is_bound else getattr(self, each.name)
+                raise ValueError(f"{self.name_of(each.name)} must be {expected}, got {got!r}") from None
+            object.__setattr__(self, each.name, checked)
+        self.check()
+
+    def check(self) -> None:
+        """Raise ValueError for values that exclude each other."""
+
+    @classmethod
+    def name_of(cls, field: str) -> str:
+        """Return the name by which errors call a field: `section.field`, or `--field` for an option."""
+        if cls.section:
+            return f"{cls.section}.{field}"
+        return field.upper() if is_positional(hints_of(cls)[field]) else "--" + field.replace("_", "-")
+
+    def require(self, holds: bool, field: str, expected: str, fix: str = "") -> None:
+        """Raise ValueError that says what `field` must be, what it is, and what to do, unless `holds`."""
+        require(holds, self.name_of(field), expected, getattr(self, field), fix)
+
+    def require_default(self, *names: str, unless: str, fix: str = "") -> None:
+        """Refuse values of these fields that no code would read."""
+        for name in names:
+            require_default(self.section, self, name, unless, fix)
+
+
+_BOUND_ERRORS = (
+    "greater_than_equal",
+    "greater_than",
+    "less_than_equal",
+    "less_than",
+    "finite_number",
+    "literal_error",
+)
+
+
+def require(holds: bool, name: str, expected: str, got: object, fix: str = "") -> None:
+    """Raise ValueError saying what setting `name` must be, what it is, and what to do, unless `holds`."""
+    if not holds:
+        raise ValueError(f"{name} must be {expected}, got {got!r}" + (f"; {fix}" if fix else ""))
+
+
+def require_default(section: str, owner: Any, name: str, unless: str, fix: str = "") -> None:
+    """Refuse a value of field `name` that no code would read."""
+    value, default = getattr(owner, name), type(owner).__dataclass_fields__[name].default
+    require(value == default, f"{section}.{name}", f"its default, {default!r}, unless {unless}", value, fix)
+
+
+def is_folder_name(name: str) -> bool:
+    """Whether `name` is empty or names one folder, on any system, and not a path."""
+    return name not in (".", "..") and not any(sep in name for sep in "/\\")
+
+
+def hints_of(kind: Any) -> dict[str, Any]:
+    """The types of a dataclass's fields, with their bounds."""
+    return _hints(kind)
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {each.name: hints[each.name] for each in fields(kind)}
+
+
+def is_section(hint: Any) -> bool:
+    """Whether the type of a field is a dataclass of settings itself."""
+    return isinstance(hint, type) and issubclass(hint, Settings)
+
+
+def is_positional(hint: Any) -> bool:
+    """Whether an option is given without a flag."""
+    return any(isinstance(each, Positional) for each in _metadata(hint))
+
+
+def base_type(hint: Any) -> Any:
+    """The type of a setting without bounds and without None: bool, int, float, str, or tuple[item, ...]."""
+    if typing.get_origin(hint) is Annotated:
+        return base_type(typing.get_args(hint)[0])
+    members = [each for each in typing.get_args(hint) if each is not NoneType]
+    is_optional = len(members) < len(typing.get_args(hint))
+    return base_type(members[0]) if is_optional else hint
+
+
+def item_type(hint: Any) -> Any:
+    """The type of the items of a tuple[item, ...]; None for any other type."""
+    base = base_type(hint)
+    return base_type(typing.get_args(base)[0]) if typing.get_origin(base) is tuple else None
+
+
+def choices_of(hint: Any) -> tuple[str, ...]:
+    """The strings that a setting, or each of its items, may be; () where any string is one."""
+    return next((each.choices for each in _metadata(hint) if isinstance(each, OneOf)), ())
+
+
+def type_words(hint: Any) -> str:
+    """The type of a setting, as an error says it."""
+    item = item_type(hint)
+    return TYPE_WORDS[base_type(hint)] if item is None else f"a list of {TYPE_WORDS[item].split()[-1]}s"
+
+
+def help_of(kind: type) -> dict[str, str]:
+    """By field, the string that stands below it in the source."""
+    found: dict[str, str] = {}
+    for owner in reversed(kind.__mro__):
+        if owner not in (object, Settings):
+            found |= {name: text for name, text in _strings_below_fields(owner).items() if text or name not in found}
+    return found
+
+
+def default_of(setting: "Field[Any]") -> str:
+    """The default of a setting, as TOML writes it."""
+    value = setting.default
+    if isinstance(value, tuple):
+        return str(list(value)).replace("'", '"')
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _strings_below_fields(kind: type) -> dict[str, str]:
+    body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]).body
+    texts = {}
+    for setting, below in zip(body, [*body[1:], None], strict=True):
+        if isinstance(setting, ast.AnnAssign) and isinstance(setting.target, ast.Name):
+            is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            texts[setting.target.id] = " ".join(str(below.value.value).split()) if is_text else ""  # type: ignore
+    return texts
+
+
+def _adapters(kind: Any) -> dict[str, TypeAdapter[Any]]:
+    return _strict_adapters(kind)
+
+
+@cache
+def _strict_adapters(kind: Any) -> dict[str, TypeAdapter[Any]]:
+    strict = ConfigDict(strict=True)
+    return {name: TypeAdapter(hint, config=strict) for name, hint in hints_of(kind).items() if not is_section(hint)}
+
+
+def _bounds(hint: Any, *, finite: bool) -> str:
+    words = []
+    for each in _metadata(hint):
+        if isinstance(each, OneOf):
+            words.append(str(each))
+        elif isinstance(each, AllowInfNan):
+            words += ["finite"] * finite
+        elif type(each) in _BOUND_WORDS:
+            words.append(f"{_BOUND_WORDS[type(each)]} {getattr(each, type(each).__name__.lower())}")
+    text = " and ".join(words)
+    return _SHORTER.get(text, text)
+
+
+def _metadata(hint: Any) -> Iterator[Any]:
+    """All that the Annotated types inside `hint` say."""
+    yield from getattr(hint, "__metadata__", ())
+    for inner in typing.get_args(hint):
+        if inner is not Ellipsis and typing.get_args(inner) or hasattr(inner, "__metadata__"):
+            yield from _metadata(inner)

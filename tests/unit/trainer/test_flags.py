@@ -1,0 +1,100 @@
+"""Flags of a command: how words become values, and what is said about wrong ones."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import pytest
+
+from quaver.trainer.config.flags import parse_options, split_flags
+from quaver.trainer.config.settings import AtLeast1, OneOf, Positional, Settings
+from quaver.trainer.config_io import parse_arguments
+
+
+@dataclass(frozen=True)
+class Options(Settings):
+    """Options of a command that is not there."""
+
+    what: Annotated[str, OneOf(("linear", "block")), Positional()] = "linear"
+    """what to run"""
+    seq_len: AtLeast1 | None = None
+    """Tokens of a sequence."""
+    modes: tuple[Annotated[str, OneOf(("eager", "compiled"))], ...] = ("eager",)
+    """Modes to run."""
+    json: bool = False
+    """Print JSON."""
+    vs: str | None = None
+    """Words of another run."""
+
+
+def parse(*words: str) -> Options:
+    return parse_options(Options, list(words), prog="quaver none {linear,block}")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["block"], Options("block")),
+        (["block", "--seq-len", "4"], Options("block", seq_len=4)),
+        (["block", "--seq_len=4"], Options("block", seq_len=4)),
+        (["--json", "block"], Options("block", json=True)),
+        (["--json", "false", "block"], Options("block")),
+        (["--json=true", "--no-json", "block"], Options("block")),
+        (["--seq-len", "3", "block", "--seq-len", "4"], Options("block", seq_len=4)),
+        (["--modes=eager,compiled", "block"], Options("block", modes=("eager", "compiled"))),
+        (["block", "--modes", "compiled", "--json"], Options("block", modes=("compiled",), json=True)),
+        (["block", "--vs", "--a.b c --d"], Options("block", vs="--a.b c --d")),
+        (["block", "--vs=--a.b"], Options("block", vs="--a.b")),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_words_become_values(words, expected):
+    assert parse(*words) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "^expected one of linear, block: what to run; see quaver none --help$"),
+        (["conv"], "^WHAT must be one of linear, block, got 'conv'$"),
+        (["block", "x"], "^unexpected argument 'x'; see quaver none --help$"),
+        (["block", "-x"], "^unexpected argument '-x'"),
+        (["block", "--sq-len", "4"], "^unknown flag: '--sq-len'; did you mean '--seq-len'"),
+        (["block", "--seq-len"], "^--seq-len needs a value: an integer$"),
+        (["block", "--seq_len", "0"], "^--seq-len must be at least 1, got 0$"),
+        (["block", "--seq-len", "1.5"], "^--seq-len must be an integer, got '1.5'$"),
+        (["block", "--modes", "eager", "fast"], "^--modes must be one of eager, compiled, got 'fast'$"),
+        (["block", "--json=maybe"], "^--json must be true or false, got 'maybe'$"),
+        (["block", "--vs", "--json"], "^--vs needs a value: a string$"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_words_have_errors_of_one_line(words, message):
+    with pytest.raises(ValueError, match=message):
+        parse(*words)
+
+
+def test_words_of_another_command_are_left_in_order():
+    words = ["--json", "a.toml", "--seq-len", "4", "--training.compile", "--float8.filter_fqns", "x", "y"]
+    values, rest = split_flags(Options, words)
+    assert values == {"json": True, "seq_len": 4}
+    path, flags = parse_arguments(rest)
+    assert str(path) == "a.toml"
+    assert flags == {"training": {"compile": True}, "float8": {"filter_fqns": ["x", "y"]}}
+
+
+def test_an_attached_list_does_not_take_the_words_after_it():
+    path, flags = parse_arguments(["--validation.freq=2", "--float8.filter_fqns=2,x", "a.toml"])
+    assert str(path) == "a.toml"
+    assert flags["float8"] == {"filter_fqns": ["2", "x"]}
+    _, flags = parse_arguments(["--validation.freq=2", "--float8.delayed_dynamic_window", "2", "4"])
+    assert flags["float8"] == {"delayed_dynamic_window": [2.0, 4.0]}
+
+
+def test_the_help_prints_each_flag_once_with_choices_and_default(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse("--help")
+    assert stopped.value.code == 0
+    printed = capsys.readouterr().out
+    for part in ("quaver none {linear,block}", "--seq-len INT", "{eager,compiled}", "Print JSON.", '["eager"]'):
+        assert part in printed
+    assert "--seq_len" not in printed
