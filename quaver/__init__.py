@@ -34,6 +34,7 @@ from quaver.distributed import (
     precompute_float8_dynamic_scale_for_fsdp,
 )
 from quaver.filters import auto_filter_for_recipe
+from quaver.integrations.check import assert_float8_training
 from quaver.linear import Float8Linear, float8_linear
 from quaver.weight_scope import cast_weights_once
 
@@ -55,6 +56,7 @@ __all__ = [
     "ScalingGranularity",
     "ScalingType",
     "TensorScaling",
+    "assert_float8_training",
     "auto_filter_for_recipe",
     "calibrate_float8_static_scales",
     "cast_weights_once",

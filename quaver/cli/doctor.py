@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from quaver.bench.doctor import Diagnosis, diagnose
 from quaver.cli.errors import bad_input
-from quaver.doctor import Diagnosis, diagnose
 from quaver.trainer.config.flags import parse_options
 from quaver.trainer.config.settings import Settings
 

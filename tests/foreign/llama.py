@@ -3,7 +3,7 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quaver import convert_to_float8_training
+from quaver import convert_to_float8_training, sync_float8_amax_and_scale_history
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 BATCHES = 4
@@ -39,8 +39,8 @@ def optimizer_of(model):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.0)
 
 
-def train_by_hand(model, clip=None):
-    """The losses of a step with each batch."""
+def train_by_hand(model, clip=None, sync=False):
+    """The losses of a step with each batch; `sync`: delayed scales follow after each step."""
     optimizer, losses = optimizer_of(model), []
     for batch in batches():
         loss = model(**batch).loss
@@ -49,5 +49,7 @@ def train_by_hand(model, clip=None):
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
+        if sync:
+            sync_float8_amax_and_scale_history(model)
         losses.append(loss.item())
     return losses

@@ -7,12 +7,12 @@ from transformers import Trainer, TrainingArguments
 
 from quaver import (
     Float8Linear,
+    assert_float8_training,
     conversion_report,
     convert_to_float8_training,
     float8_scaling_state,
     sync_float8_amax_and_scale_history,
 )
-from quaver.integrations.check import assert_float8_training
 from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
 from tests.foreign.llama import BATCHES, Tokens, batches, llama, optimizer_of
 from tests.foreign.test_transformers_trainer import InOrder, losses_of

@@ -1,12 +1,18 @@
 """Lightning's Trainer on a converted model: the losses of a loop written by hand, validation, checkpoints."""
 
+from unittest import mock
+
 import pytest
 import torch
 
-from quaver import Float8Linear, convert_to_float8_training
+from quaver import Float8Linear, conversion_report, convert_to_float8_training, float8_scaling_state
 from tests.foreign.llama import BATCHES, batches, llama, not_the_head, optimizer_of, train_by_hand
 
 lightning = pytest.importorskip("pytorch_lightning")
+
+from lightning_fabric import Fabric  # noqa: E402 - it comes with Lightning
+
+from quaver.integrations.lightning import Float8FabricPrecision, Float8Precision  # noqa: E402
 
 
 class Module(lightning.LightningModule):
@@ -69,3 +75,52 @@ def test_precisions_and_checkpoints(tmp_path, precision):
     assert again.global_step == BATCHES + 1
     assert resumed.losses[0] < module.losses[0]
     assert any(isinstance(each, Float8Linear) for each in resumed.modules())
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_the_precision_plugin_converts_scales_and_saves(tmp_path, recipe):
+    def plugin():
+        return Float8Precision(recipe, module_filter_fn=not_the_head, autocast_dtype=None)
+
+    module = Module(None, False)
+    run = trainer(tmp_path, BATCHES, plugins=[plugin()])
+    run.fit(module, batches(), batches())
+    model = llama(recipe)
+    assert module.losses == train_by_hand(model, sync=recipe == "delayed")
+    scales = float8_scaling_state(module.model).state_dict()
+    for name, scale in float8_scaling_state(model).state_dict().items():
+        assert torch.equal(scale, scales[name])
+    resumed = Module(None, False)
+    again = trainer(tmp_path / "again", BATCHES + 1, plugins=[plugin()])
+    again.fit(resumed, batches(), batches(), ckpt_path=run.checkpoint_callback.best_model_path)
+    whole = Module(None, False)
+    trainer(tmp_path / "whole", BATCHES + 1, plugins=[plugin()]).fit(whole, batches(), batches())
+    assert resumed.losses == whole.losses[BATCHES:]
+
+
+@pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16])
+def test_fabric(autocast_dtype):
+    plugin = Float8FabricPrecision("tensorwise", module_filter_fn=not_the_head, autocast_dtype=autocast_dtype)
+    fabric = Fabric(accelerator="cpu", plugins=[plugin])
+    model = llama()
+    model, optimizer = fabric.setup(model, optimizer_of(model))
+    losses = []
+    for batch in fabric.setup_dataloaders(batches()):
+        loss = model(**batch).loss
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert conversion_report(model).float8_flops_fraction > 0.5
+    if autocast_dtype is None:
+        assert losses == train_by_hand(llama("tensorwise"))
+    else:
+        assert losses == pytest.approx(train_by_hand(llama("tensorwise")), rel=0.01)
+        assert losses != train_by_hand(llama("tensorwise"))
+
+
+def test_a_module_that_is_sharded_already_is_refused():
+    module = torch.nn.Linear(16, 16)
+    refused = pytest.raises(RuntimeError, match="convert_to_float8_training at the beginning of configure_model")
+    with mock.patch("quaver.integrations.lightning.DTensor", torch.nn.Parameter), refused:
+        Float8Precision("rowwise").convert_module(module)

@@ -5,7 +5,7 @@ from unittest import mock
 
 import torch
 
-from quaver import doctor
+from quaver.bench import doctor
 from quaver.cli import main
 from quaver.config import Float8LinearRecipeName
 from tests.reference import KEPT_RECIPES, RECIPES

@@ -1,0 +1,96 @@
+"""Lightning's Trainer and Fabric: float8 as a precision plugin.
+
+    Trainer(plugins=[Float8Precision("rowwise")])
+    Fabric(plugins=[Float8FabricPrecision("rowwise")])
+
+Both convert the module before it is sharded, run forwards under bfloat16 autocast, update delayed scales and the scales
+of float8 all-gathers after each optimizer step, and save persistent scales in Lightning's checkpoints.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from lightning_fabric.plugins.precision import Precision as _FabricPrecision
+from pytorch_lightning.plugins.precision import Precision as _TrainerPrecision
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from quaver.config import Float8LinearConfig, Float8LinearRecipeName
+from quaver.convert import ModuleFilter, convert_to_float8_training
+from quaver.delayed import float8_scaling_state, sync_float8_amax_and_scale_history
+from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
+
+
+class _Float8:
+    """What the plugins of Trainer and Fabric have in common.
+
+    Args:
+        config: as `convert_to_float8_training` takes it.
+        module_filter_fn: as there; names begin at the LightningModule.
+        autocast_dtype: the dtype of everything that is not a float8 matmul; None for the module's own.
+    """
+
+    precision: Any = "bf16-mixed"
+
+    def __init__(
+        self,
+        config: Float8LinearConfig | Float8LinearRecipeName | str | None = None,
+        *,
+        module_filter_fn: ModuleFilter | None = None,
+        autocast_dtype: torch.dtype | None = torch.bfloat16,
+    ) -> None:
+        self.config, self.module_filter_fn, self.autocast_dtype = config, module_filter_fn, autocast_dtype
+        self._module: nn.Module | None = None
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert the module in place. Raises RuntimeError if a strategy has sharded it before."""
+        if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            raise RuntimeError(
+                "this module is sharded before Lightning converts it (ModelParallelStrategy): call "
+                "convert_to_float8_training at the beginning of configure_model, before fully_shard, and leave "
+                "the plugin out"
+            )
+        self._module = convert_to_float8_training(module, config=self.config, module_filter_fn=self.module_filter_fn)
+        return module
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Autocast on every kind of device that the module is on."""
+        parameter = None if self._module is None else next(self._module.parameters(), None)
+        device_type = "cpu" if parameter is None else parameter.device.type
+        return torch.autocast(device_type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The persistent scales, for Lightning's checkpoint."""
+        return {} if self._module is None else {**float8_scaling_state(self._module).state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._module is not None and state_dict:
+            float8_scaling_state(self._module).load_state_dict(state_dict)
+
+    def _after_optimizer_step(self) -> None:
+        if self._module is not None:
+            sync_float8_amax_and_scale_history(self._module)
+            precompute_float8_dynamic_scale_for_fsdp(self._module)
+
+
+class Float8Precision(_Float8, _TrainerPrecision):
+    """The plugin of `pytorch_lightning.Trainer`."""
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **options: Any) -> Any:
+        """Step, and then update the scales."""
+        result = super().optimizer_step(optimizer, model, closure, **options)
+        self._after_optimizer_step()
+        return result
+
+
+class Float8FabricPrecision(_Float8, _FabricPrecision):
+    """The plugin of `lightning_fabric.Fabric`."""
+
+    def optimizer_step(self, optimizer: Any, **options: Any) -> Any:
+        """Step, and then update the scales."""
+        result = super().optimizer_step(optimizer, **options)
+        self._after_optimizer_step()
+        return result
