@@ -2,11 +2,11 @@
  *
  *     out [m, n] = RN(RN(sum * RN(a_scale * b_scale)) + bias)      sum over k of a [m, k] * b [k, n] in float32
  *
- * Operands are widened to bfloat16 while they are packed, so none is ever widened as a whole. Scales come last, so any
- * will do. Sums are those of a loop over ascending k that rounds to float32 at each step: a dot product of pairs adds
- * the product of the high halves, rounds, adds that of the low ones, and rounds. So an element depends on its row and
- * its column only: not on threads, and not on what other rows and columns there are. The instruction takes subnormals
- * for 0, but meets none: codes are multiples of 2^-16, and their products and sums of 2^-32.
+ * Operands are widened to bfloat16 while they are packed, none as a whole. Scales come last, so any will do. Along k a
+ * loop sums slabs of DEPTH in ascending order, rounding to float32 at each step (a dot product of pairs adds the product
+ * of the high halves, then that of the low ones); the sums of slabs are added in order, so errors grow with DEPTH +
+ * k / DEPTH. An element depends on its row and its column only, not on threads. The instruction takes subnormals for 0,
+ * but meets none: codes are multiples of 2^-16, and their products and sums of 2^-32.
  *
  * A line is a row of a or a column of b: what a sum runs along. Lines are packed by groups of 32, k by slabs of DEPTH:
  *
@@ -149,13 +149,12 @@ AVX512 static void pack(const Factor *factor, Packed packed, int64_t begin, int6
 
 /* ---- multiplying -------------------------------------------------------------------------------------------------*/
 
-/* sums [8][32] (+)= 8 lines of a group of a times a group of b. */
+/* sums [8][32] (+)= 8 lines of a group of a times a group of b, over one slab. */
 AVX512_BF16 static void multiply_tile(const uint32_t *a, const uint32_t *b, int64_t pairs, int first, float *sums) {
     __m512 left[TILE], right[TILE];
 #pragma GCC unroll 8
     for (int i = 0; i < TILE; i++) {
-        left[i] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + i * GROUP);
-        right[i] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + i * GROUP + 16);
+        left[i] = right[i] = _mm512_setzero_ps();
     }
     for (int64_t p = 0; p < pairs; p++, a += GROUP, b += GROUP) {
         const __m512bh of_left = (__m512bh)_mm512_loadu_si512(b), of_right = (__m512bh)_mm512_loadu_si512(b + 16);
@@ -168,6 +167,8 @@ AVX512_BF16 static void multiply_tile(const uint32_t *a, const uint32_t *b, int6
     }
 #pragma GCC unroll 8
     for (int i = 0; i < TILE; i++) {
+        if (!first) left[i] = _mm512_add_ps(_mm512_loadu_ps(sums + i * GROUP), left[i]);
+        if (!first) right[i] = _mm512_add_ps(_mm512_loadu_ps(sums + i * GROUP + 16), right[i]);
         _mm512_storeu_ps(sums + i * GROUP, left[i]);
         _mm512_storeu_ps(sums + i * GROUP + 16, right[i]);
     }
