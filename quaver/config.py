@@ -384,7 +384,7 @@ class Float8LinearConfig:
 
     @property
     def recipe_name(self) -> Float8LinearRecipeName | None:
-        """The recipe whose casts and scales these are, whatever the options beside them; None if there is none."""
+        """The recipe whose casts and scales these are, whatever the other options; None if there is none."""
         for recipe, config in _RECIPES.items():
             if (self.casts, self.round_scales_to_power_of_2) == (config.casts, config.round_scales_to_power_of_2):
                 return recipe

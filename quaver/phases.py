@@ -1,12 +1,12 @@
 """Names for the phases of float8 work, seen by profilers and by the memory timeline.
 
-    quaver::amax   a pass over a tensor that only looks for its amax
-    quaver::cast   a cast to float8, with its amax: the C extension of a CPU and the kernels of kept scales read both at
-                   once, so there only this one is to be seen
-    quaver::gemm   a matmul of a linear, whatever its operands' precision; or `float8_mm`
+    quaver::amax   a pass over a tensor that computes its amax and nothing else
+    quaver::cast   a cast to float8, its amax included: the C extension and the kernels for persistent scales compute
+                   both in one pass, which is a cast
+    quaver::gemm   a matmul of a linear, in any precision; or `float8_mm`
 
-A phase costs a call and two lookups while nobody watches, and nothing in compiled code, whose kernels have the names
-that the compiler gave them. docs/profiling.md has the nanoseconds.
+A phase costs a call and two lookups when no profiler or recorder runs. Compiled code has no phases: its kernels have
+the names that the compiler gave them. docs/profiling.md has the nanoseconds.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def named_range(name: str) -> AbstractContextManager[Any]:
 
 
 def phase(name: str) -> Callable[[Function], Function]:
-    """A decorator: calls of the function are ranges of this name while a profiler runs or phases are watched.
+    """A decorator: calls of the function are ranges of this name while a profiler or a recorder runs.
 
-    The function then takes positional arguments only, because passing keywords on costs as much as looking.
+    The function takes positional arguments only, because passing keywords on costs as much as the lookups.
     """
 
     def decorate(function: Function) -> Function:

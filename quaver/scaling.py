@@ -17,9 +17,9 @@ What the unusual amaxes do:
 so a non-finite value is never hidden by saturation: it reaches the output, as it would in bfloat16.
 
 [Note: one division, two formulas]
-The scale must not depend on who computes it. A CPU divides float32 correctly rounded; compiled GPU code does not. So
-all but eager CPU code divides in float64 and rounds to float32. The two agree in every bit: double rounding is
-innocuous for a quotient of float32 numbers, since 53 >= 2 * 24 + 2 (S. Figueroa, "When is double rounding
+The scale must not depend on the device that computes it. A CPU divides float32 correctly rounded; compiled GPU code
+does not. So all but eager CPU code divides in float64 and rounds to float32. The two agree in every bit: double
+rounding is innocuous for a quotient of float32 numbers, since 53 >= 2 * 24 + 2 (S. Figueroa, "When is double rounding
 innocuous?", SIGNUM Newsletter 30(3), 1995).
 """
 

@@ -13,7 +13,7 @@ The unsharded parameter is a `Float8Tensor` that lives as long as FSDP2 keeps it
 precision never exists.
 
 [Note: when scales are dropped]
-Scales are kept beside the shard that they were computed from and dropped with the first write to it: every operation
+Scales are stored with the shard that they were computed from and dropped at the first write to it: every operation
 on a shard passes `Float8AllGatherWeight.__torch_dispatch__`, which sees an optimizer's multi-tensor kernels too, where
 version counters do not move. What passes it runs on all ranks alike, so all ranks find a scale missing together, and
 all join the collective that computes it. A write that bypasses it (into a tensor of a state_dict) may happen on some

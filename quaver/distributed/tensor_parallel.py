@@ -9,7 +9,7 @@ over ranks is taken in another order.
 
 What crosses the wire, T ranks, an activation of M tokens by K features:
     forward      M * K codes to all-gather a sequence-sharded input, once for all linears that share it, and one
-                 scale, or one per token beside the codes. Where grad_weight reads another cast of the input than output
+                 scale, or one per token with the codes. Where grad_weight reads another cast of the input than output
                  does (rowwise), both are all-gathered: two bytes per element, what bfloat16 takes.
     backward     the same for a sequence-sharded grad_output of Float8RowwiseParallel.
     in bfloat16  what a recipe reads in high precision (rowwise_with_gw_hp), and every sum over ranks.

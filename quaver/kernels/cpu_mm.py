@@ -4,7 +4,8 @@
 
 The sum of an element runs over ascending k in float32, rounded at each step, in slabs of 2048 whose sums are added in
 order. So it depends on its row of a and its column of b alone: not on layouts, not on other rows and columns, not on
-threads; and its error grows with the number of slabs, not with K. Products of float8 numbers are exact. The result is rounded once to the output dtype, ties to even. NaN and inf are what IEEE 754 makes of them.
+threads; and its error grows with the number of slabs, not with K. Products of float8 numbers are exact. The result is
+rounded once to the output dtype, ties to even. NaN and inf are what IEEE 754 makes of them.
 """
 
 from __future__ import annotations
