@@ -14,21 +14,19 @@ the allocator's own peak.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Sequence
+from itertools import chain, product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quaver.bench.harness import time_alternating
-from quaver.bench.modules import Batch, Step, build_subject, make_direction, make_sources
-from quaver.bench.results import BFLOAT16, Row, collecting, contestant_rows, result
+from quaver.bench.modules import Batch, Step, build_subject, make_direction, make_sources, sizes_of
+from quaver.bench.results import BFLOAT16, Row, Setup, contestant_rows, run_cases
 from quaver.recorder.allocator import measure_usage
 from quaver.trainer.config import Model
 from quaver.trainer.memory import storage_bytes
-
-MODES = ("eager", "compiled")
 
 _RESIDENT_BYTES = 16
 """Of a parameter: itself, its gradient, and AdamW's two moments, in float32."""
@@ -53,31 +51,19 @@ def check_fits(model: Model, precisions: int, device: torch.device) -> None:
 
 
 def bench_block(
-    name: str,
-    model: Model,
-    batch: Batch,
-    recipes: Sequence[str],
-    modes: Sequence[str],
-    *,
-    device: torch.device,
-    rounds: int,
-    report: Callable[[str], None] = lambda line: None,
+    setup: Setup, name: str, model: Model, batch: Batch, recipes: Sequence[str], modes: Sequence[str]
 ) -> dict[str, Any]:
     """Train a block of `model`, which is called `name`; returns `results.result` of a row per mode and precision."""
-    precisions = [BFLOAT16, *(f"quaver {recipe}" for recipe in recipes)]
-    with collecting() as collected:
-        for mode in modes:
-            report(f"{name}, {batch.tokens} tokens, {mode}")
-            torch.compiler.reset()
-            collected.rows += _rows_of(model, batch, precisions, mode, device, rounds)
-    shape = {"sequences": batch.sequences, "seq_len": batch.seq_len, "tokens": batch.tokens}
-    sizes = {each: getattr(model, each) for each in ("dim", "n_heads", "n_kv_heads", "hidden_dim")}
-    return result("block", collected, device=device, model={"name": name, **sizes}, batch=shape)
+
+    def rows_of(_name: str, _tokens: str, mode: str) -> list[Row]:
+        return _rows_of(setup, model, batch, [BFLOAT16, *(f"quaver {recipe}" for recipe in recipes)], mode)
+
+    cases = product([name], [f"{batch.tokens} tokens"], modes)
+    return run_cases("block", setup, cases, rows_of, **sizes_of(name, model, batch))
 
 
-def _rows_of(
-    model: Model, batch: Batch, precisions: Sequence[str], mode: str, device: torch.device, rounds: int
-) -> list[Row]:
+def _rows_of(setup: Setup, model: Model, batch: Batch, precisions: Sequence[str], mode: str) -> list[Row]:
+    device = setup.device
     sources, direction = make_sources("block", model, batch, device), make_direction("block", model, batch, device)
     steps = {}
     for precision in precisions:
@@ -85,7 +71,7 @@ def _rows_of(
             "block", model, precision, seq_len=batch.seq_len, device=device, compiled=mode == "compiled"
         )
         steps[precision] = Step(subject, sources, direction)
-    timings = time_alternating(steps, device, rounds=rounds)
+    timings = time_alternating(steps, device, rounds=setup.rounds)
     memory = {precision: _measure(step, device) for precision, step in steps.items()}
     rows = []
     for precision, row in contestant_rows(timings).items():

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from torch import Tensor
 
 from quaver.bench.harness import Rotation, time_alternating
 from quaver.bench.peer import torchao_cast
-from quaver.bench.results import Row, collecting, result
+from quaver.bench.results import Row, Setup, run_cases
 from quaver.bench.shapes import Matrix
 from quaver.config import Float8LinearConfig
 from quaver.formats import FORMATS
@@ -76,42 +78,27 @@ KINDS = {
 """By name: casts for both matmuls, except `rowwise`, which is for one."""
 
 
-def bench_cast(
-    matrices: Sequence[Matrix],
-    kinds: Sequence[str],
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    rounds: int,
-    with_torchao: bool,
-    report: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
+def bench_cast(setup: Setup, matrices: Sequence[Matrix], kinds: Sequence[str]) -> dict[str, Any]:
     """Run the benchmark; returns `results.result` of a row for each matrix, kind of cast and contestant.
 
     `same_codes` says whether a contestant's float8 codes are those of `quaver.scaling`, bit for bit.
     """
-    with collecting() as collected:
-        for matrix in matrices:
-            for name in kinds:
-                report(f"{matrix}, {name}")
-                torch.compiler.reset()
-                collected.rows += _rows_of(matrix, name, device, dtype, rounds, with_torchao)
-    return result("cast", collected, device=device, with_torchao=with_torchao, dtype=str(dtype))
+    rows_of = partial(_rows_of, setup)
+    return run_cases("cast", setup, product(matrices, kinds), rows_of, dtype=str(setup.dtype))
 
 
-def _rows_of(
-    matrix: Matrix, name: str, device: torch.device, dtype: torch.dtype, rounds: int, with_torchao: bool
-) -> list[Row]:
+def _rows_of(setup: Setup, matrix: Matrix, name: str) -> list[Row]:
+    device, dtype = setup.device, setup.dtype
     kind, source = KINDS[name], torch.randn(matrix.rows, matrix.columns, device=device, dtype=dtype)
     inputs, target = Rotation(source.clone, source.nbytes, device), torch.empty_like(source)
-    casts = contestants_of(kind, source, with_torchao)
+    casts = contestants_of(kind, source, setup.with_torchao)
     with torch.no_grad():
         expected = _codes(_plain_cast(kind, _persistent_scale(source, kind))(source))
         same = {contestant: _same(_codes(cast(source)), expected) for contestant, cast in casts.items()}
         calls = {contestant: _next_call(cast, inputs) for contestant, cast in casts.items()}
         copy = {(COPY, ""): lambda: target.copy_(inputs.next())}
         timed = {" ".join(each): call for each, call in (copy | calls).items()}
-        timings = time_alternating(timed, device, rounds=rounds)
+        timings = time_alternating(timed, device, rounds=setup.rounds)
     rows: list[Row] = []
     for contestant in ((COPY, ""), *casts):
         timing = timings[" ".join(contestant)]

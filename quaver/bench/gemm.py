@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quaver.bench.harness import Rotation, time_alternating
-from quaver.bench.results import BFLOAT16, Row, collecting, result
+from quaver.bench.results import BFLOAT16, Row, Setup, run_cases
 from quaver.bench.shapes import Shape
 from quaver.config import CastConfig, Float8LinearConfig
 from quaver.devices import PeakFlops, device_spec, peak_flops
@@ -42,6 +43,9 @@ class Gemm:
     n: int
     left_is_transposed: bool
     right_is_transposed: bool
+
+    def __str__(self) -> str:
+        return self.name
 
     def casts(self, config: Float8LinearConfig) -> tuple[CastConfig, CastConfig]:
         """The casts of the left and the right operand."""
@@ -70,31 +74,19 @@ def gemms_of(shape: Shape) -> list[Gemm]:
     ]
 
 
-def bench_gemm(
-    shapes: Sequence[Shape],
-    granularities: Sequence[str],
-    *,
-    device: torch.device,
-    rounds: int,
-    report: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
+def bench_gemm(setup: Setup, shapes: Sequence[Shape], granularities: Sequence[str]) -> dict[str, Any]:
     """Run the benchmark; returns `results.result` of a row for each matmul and contestant.
 
     `share_of_peak` is None without a data sheet, `fast_accumulation` on a backend without that choice.
     """
-    peak = peak_flops(device) if device_spec(device) else None
-    with collecting() as collected:
-        for shape in shapes:
-            for gemm in gemms_of(shape):
-                report(f"{shape}, {gemm.name}")
-                rows = _rows_of(gemm, granularities, device, rounds, peak)
-                collected.rows += [{"shape": str(shape), **row} for row in rows]
-    return result("gemm", collected, device=device, peak=peak.source if peak else "unknown")
+    peak = peak_flops(setup.device) if device_spec(setup.device) else None
+    cases = ((shape, gemm) for shape in shapes for gemm in gemms_of(shape))
+    rows_of = partial(_rows_of, setup, granularities, peak)
+    return run_cases("gemm", setup, cases, rows_of, peak=peak.source if peak else "unknown")
 
 
-def _rows_of(
-    gemm: Gemm, granularities: Sequence[str], device: torch.device, rounds: int, peak: PeakFlops | None
-) -> list[Row]:
+def _rows_of(setup: Setup, granularities: Sequence[str], peak: PeakFlops | None, shape: Shape, gemm: Gemm) -> list[Row]:
+    device = setup.device
     plain = Rotation(lambda: gemm.hp_operands(device), 2 * gemm.k * (gemm.m + gemm.n), device)
     calls: dict[str, Callable[[], object]] = {BFLOAT16: lambda: torch.mm(*plain.next())}
     about: dict[str, Row] = {BFLOAT16: _about("torch.mm", None, plain)}
@@ -110,12 +102,13 @@ def _rows_of(
             calls[name] = _float8_call(operands, granularity, bool(fast))
             about[name] = _about(backend.value, fast, operands)
     with torch.no_grad():
-        timings = time_alternating(calls, device, rounds=rounds)
+        timings = time_alternating(calls, device, rounds=setup.rounds)
     rows = []
     for name, timing in timings.items():
         flops_per_s = 2 * gemm.m * gemm.k * gemm.n / (1e-6 * timing.median_us)
         rows.append(
             {
+                "shape": str(shape),
                 "gemm": gemm.name,
                 "m": gemm.m,
                 "k": gemm.k,

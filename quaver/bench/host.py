@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quaver.bench.harness import time_alternating
 from quaver.bench.linear import linear_steps
-from quaver.bench.results import collecting, contestant_rows, result
+from quaver.bench.results import Row, Setup, contestant_rows, run_cases
 from quaver.bench.shapes import Shape
 from quaver.bench.trace import count_kernels
 
@@ -41,33 +41,24 @@ def count_operations(call: Callable[[], object]) -> dict[str, int]:
     return dict(operations.counts.most_common())
 
 
-def bench_host(
-    shape: Shape,
-    recipes: list[str],
-    modes: Sequence[str],
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    rounds: int,
-    with_torchao: bool,
-    report: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
+def bench_host(setup: Setup, shape: Shape, recipes: Sequence[str], modes: Sequence[str]) -> dict[str, Any]:
     """Run the benchmark; returns `results.result` of a row for each mode and contestant.
 
     `operations` is the sum of `operations_by_name`; both are None in compiled code, `kernels` is None on a CPU.
     """
-    with collecting() as collected:
-        for mode in modes:
-            report(f"{shape}, {mode}")
-            torch.compiler.reset()
-            steps = linear_steps(shape, recipes, mode, device, dtype, with_torchao)
-            timings = time_alternating(steps, device, rounds=rounds, until_done=False)
-            for name, row in contestant_rows(timings).items():
-                operations = count_operations(steps[name]) if mode == "eager" else None
-                counts = {
-                    "operations": None if operations is None else sum(operations.values()),
-                    "kernels": count_kernels(steps[name], device),
-                    "operations_by_name": operations,
-                }
-                collected.rows.append({"shape": str(shape), "mode": mode, **row, **counts})
-    return result("host", collected, device=device, with_torchao=with_torchao, dtype=str(dtype))
+
+    def rows_of(shape: Shape, mode: str) -> list[Row]:
+        steps = linear_steps(setup, shape, recipes, mode)
+        timings = time_alternating(steps, setup.device, rounds=setup.rounds, until_done=False)
+        made = []
+        for name, row in contestant_rows(timings).items():
+            operations = count_operations(steps[name]) if mode == "eager" else None
+            counts = {
+                "operations": None if operations is None else sum(operations.values()),
+                "kernels": count_kernels(steps[name], setup.device),
+                "operations_by_name": operations,
+            }
+            made.append({"shape": str(shape), "mode": mode, **row, **counts})
+        return made
+
+    return run_cases("host", setup, product([shape], modes), rows_of, dtype=str(setup.dtype))

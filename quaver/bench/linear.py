@@ -7,7 +7,8 @@ one call per step for a whole model, and is not timed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,51 +16,35 @@ from torch import Tensor, nn
 
 from quaver.bench.harness import Rotation, time_alternating
 from quaver.bench.peer import is_peer_recipe, torchao_linear
-from quaver.bench.results import BFLOAT16, collecting, contestant_rows, result
+from quaver.bench.results import BFLOAT16, Row, Setup, contestant_rows, run_cases
 from quaver.bench.shapes import Shape
 from quaver.config import Float8LinearConfig
 from quaver.convert import convert_to_float8_training
 from quaver.delayed import sync_float8_amax_and_scale_history
 
-MODES = ("eager", "compiled")
-
 Batch = tuple[Tensor, Tensor]
 """The input [M, K] of a linear and the gradient [M, N] of its output."""
 
 
-def bench_linear(
-    shapes: list[Shape],
-    recipes: list[str],
-    modes: list[str],
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    rounds: int,
-    with_torchao: bool,
-    report: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
+def bench_linear(setup: Setup, shapes: Sequence[Shape], recipes: Sequence[str], modes: Sequence[str]) -> dict[str, Any]:
     """Run the benchmark; returns `results.result` of a row for each shape, mode and contestant."""
-    with collecting() as collected:
-        for shape in shapes:
-            for mode in modes:
-                report(f"{shape}, {mode}")
-                torch.compiler.reset()
-                steps = linear_steps(shape, recipes, mode, device, dtype, with_torchao)
-                rows = contestant_rows(time_alternating(steps, device, rounds=rounds))
-                for row in rows.values():
-                    ours = row["library"] == "quaver"
-                    peer = rows.get(f"torchao {row['recipe']}") if ours else None
-                    ratio = None if peer is None else peer["timing"]["median_us"] / row["timing"]["median_us"]
-                    collected.rows.append(
-                        {"shape": str(shape), "mode": mode, **row, "torchao_time_over_this": ratio},
-                    )
-    return result("linear", collected, device=device, with_torchao=with_torchao, dtype=str(dtype))
+
+    def rows_of(shape: Shape, mode: str) -> list[Row]:
+        steps = linear_steps(setup, shape, recipes, mode)
+        rows = contestant_rows(time_alternating(steps, setup.device, rounds=setup.rounds))
+        made = []
+        for row in rows.values():
+            peer = rows.get(f"torchao {row['recipe']}") if row["library"] == "quaver" else None
+            ratio = None if peer is None else peer["timing"]["median_us"] / row["timing"]["median_us"]
+            made.append({"shape": str(shape), "mode": mode, **row, "torchao_time_over_this": ratio})
+        return made
+
+    return run_cases("linear", setup, product(shapes, modes), rows_of, dtype=str(setup.dtype))
 
 
-def linear_steps(
-    shape: Shape, recipes: list[str], mode: str, device: torch.device, dtype: torch.dtype, with_torchao: bool
-) -> dict[str, Callable[[], None]]:
+def linear_steps(setup: Setup, shape: Shape, recipes: Sequence[str], mode: str) -> dict[str, Callable[[], None]]:
     """Forward and backward of each contestant by name: "bfloat16", "quaver RECIPE", "torchao RECIPE"."""
+    device, dtype = setup.device, setup.dtype
 
     def plain() -> nn.Module:
         return nn.Linear(shape.k, shape.n, bias=False, device=device, dtype=dtype)
@@ -68,7 +53,7 @@ def linear_steps(
     for recipe in recipes:
         config = Float8LinearConfig.from_recipe_name(recipe)
         modules[f"quaver {recipe}"] = convert_to_float8_training(plain(), config=config)
-        if with_torchao and is_peer_recipe(recipe):
+        if setup.with_torchao and is_peer_recipe(recipe):
             modules[f"torchao {recipe}"] = torchao_linear(plain(), recipe, device=device)
     batches = _batches(shape, device, dtype)
     plain_batches = batches if dtype is torch.bfloat16 else _batches(shape, device, torch.bfloat16)

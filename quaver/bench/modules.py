@@ -9,7 +9,8 @@ forward and backward is what the module saves.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,12 @@ class Batch:
     @property
     def tokens(self) -> int:
         return self.sequences * self.seq_len
+
+
+def sizes_of(name: str, model: Model, batch: Batch) -> dict[str, Any]:
+    """What a result says about its model, which is called `name`, and about the tokens of a step."""
+    sizes = {each: getattr(model, each) for each in ("dim", "n_heads", "n_kv_heads", "hidden_dim")}
+    return {"model": {"name": name, **sizes}, "batch": {**asdict(batch), "tokens": batch.tokens}}
 
 
 class Subject(nn.Module):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from torch._inductor import config as inductor_config
 from torch.profiler import record_function
 
 from quaver.bench.groups import GROUPS, group_of_kernel, group_of_ranges
-from quaver.bench.modules import Batch, Step, build_subject, make_direction, make_sources
-from quaver.bench.results import Row, collecting, result
+from quaver.bench.modules import Batch, Step, build_subject, make_direction, make_sources, sizes_of
+from quaver.bench.results import Row, Setup, run_cases
 from quaver.bench.trace import Kernel, Range, Trace, record_trace
 from quaver.delayed import sync_float8_amax_and_scale_history
 from quaver.trainer.config import Model
@@ -43,6 +44,7 @@ class Work:
 
 
 def profile_module(
+    setup: Setup,
     kind: str,
     name: str,
     model: Model,
@@ -50,33 +52,26 @@ def profile_module(
     precisions: Sequence[str],
     modes: Sequence[str],
     *,
-    device: torch.device,
-    repeats: int,
     folder: Path,
-    report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Profile a module of `model`, which is called `name`, in each mode and precision ("quaver RECIPE").
 
-    Writes a trace of `repeats` forwards and backwards for each into `folder`; returns `results.result` of their tables.
+    Writes a trace of `setup.rounds` forwards and backwards for each into `folder`; returns `results.result` of their
+    tables.
 
     Raises:
         RuntimeError: the profiler sees no work of a GPU.
     """
-    with collecting() as collected:
-        for mode in modes:
-            torch.compiler.reset()
-            for precision in precisions:
-                report(f"{kind} of {name}, {batch.tokens} tokens, {mode}, {precision}")
-                path = folder / f"{kind}-{mode}-{precision.replace(' ', '-')}.json.gz"
-                with inductor_config.patch("cpp.enable_kernel_profile", True):  # names a CPU's compiled loops
-                    call = _call(kind, model, batch, precision, mode, device)
-                trace = record_trace(lambda call=call: [call() for _ in range(repeats)], device, path)  # type: ignore[misc]
-                collected.rows.append(_row(mode, precision, path, trace, repeats, is_cuda=device.type == "cuda"))
-    shape = {"sequences": batch.sequences, "seq_len": batch.seq_len, "tokens": batch.tokens}
-    sizes = {each: getattr(model, each) for each in ("dim", "n_heads", "n_kv_heads", "hidden_dim")}
-    with_torchao = any(precision.startswith("torchao") for precision in precisions)
-    about = {"kind": kind, "model": {"name": name, **sizes}, "batch": shape}
-    return result("profile", collected, device=device, with_torchao=with_torchao, **about)
+
+    def rows_of(_module: str, _tokens: str, mode: str, precision: str) -> list[Row]:
+        path = folder / f"{kind}-{mode}-{precision.replace(' ', '-')}.json.gz"
+        with inductor_config.patch("cpp.enable_kernel_profile", True):  # names a CPU's compiled loops
+            call = _call(kind, model, batch, precision, mode, setup.device)
+        trace = record_trace(lambda: [call() for _ in range(setup.rounds)], setup.device, path)
+        return [_row(mode, precision, path, trace, setup.rounds, is_cuda=setup.device.type == "cuda")]
+
+    cases = product([f"{kind} of {name}"], [f"{batch.tokens} tokens"], modes, precisions)
+    return run_cases("profile", setup, cases, rows_of, kind=kind, **sizes_of(name, model, batch))
 
 
 def _call(kind: str, model: Model, batch: Batch, precision: str, mode: str, device: torch.device) -> Callable[[], None]:

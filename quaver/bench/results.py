@@ -6,9 +6,8 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -23,27 +22,44 @@ from quaver.trainer.run_folder import git_revision
 BFLOAT16 = "bfloat16"
 """The contestant that all ratios are to."""
 
+MODES = ("eager", "compiled")
+
 Row = dict[str, Any]
 
 
-@dataclass
-class Collected:
-    """The measured rows, and whether Ctrl-C left some out."""
+@dataclass(frozen=True)
+class Setup:
+    """What every benchmark is told."""
 
-    rows: list[Row] = field(default_factory=list)
-    is_complete: bool = True
+    device: torch.device
+    rounds: int
+    """Samples of each contestant; of a profile, the forwards and backwards in one trace."""
+    dtype: torch.dtype = torch.bfloat16
+    """Of the operands before quantization."""
+    with_torchao: bool = False
+    report: Callable[[str], None] = lambda line: None
+    """Gets a line about what is measured now."""
 
 
-@contextmanager
-def collecting() -> Iterator[Collected]:
-    """Collect rows in the block. Ctrl-C ends the block and keeps the rows; without any rows it ends the program."""
-    collected = Collected()
+def run_cases(
+    benchmark: str, setup: Setup, cases: Iterable[tuple[Any, ...]], rows_of: Callable[..., list[Row]], **about: Any
+) -> dict[str, Any]:
+    """Report and measure each case with `rows_of(*case)`; returns `result` of the rows of all.
+
+    Ctrl-C ends the benchmark and keeps the rows of the finished cases; without any it ends the program.
+    """
+    rows: list[Row] = []
+    is_complete = True
     try:
-        yield collected
+        for case in cases:
+            setup.report(", ".join(map(str, case)))
+            torch.compiler.reset()
+            rows += rows_of(*case)
     except KeyboardInterrupt:
-        if not collected.rows:
+        if not rows:
             raise
-        collected.is_complete = False
+        is_complete = False
+    return result(benchmark, setup, rows, is_complete, **about)
 
 
 def contestant_rows(timings: dict[str, Timing]) -> dict[str, Row]:
@@ -56,13 +72,16 @@ def contestant_rows(timings: dict[str, Timing]) -> dict[str, Row]:
     return rows
 
 
-def result(
-    benchmark: str, collected: Collected, *, device: torch.device, with_torchao: bool = False, **about: Any
-) -> dict[str, Any]:
+def result(benchmark: str, setup: Setup, rows: list[Row], is_complete: bool, **about: Any) -> dict[str, Any]:
     """{"benchmark", "environment", "complete", `about`, "rows"}, ready for JSON."""
-    surroundings = environment(device) | ({"torchao": torchao_version()} if with_torchao else {})
-    head = {"benchmark": benchmark, "environment": surroundings, "complete": collected.is_complete}
-    return {**head, **about, "rows": collected.rows}
+    surroundings = environment(setup.device) | ({"torchao": torchao_version()} if setup.with_torchao else {})
+    return {"benchmark": benchmark, "environment": surroundings, "complete": is_complete, **about, "rows": rows}
+
+
+def title_of(result: dict[str, Any]) -> str:
+    """The machine, versions and commit of a result, as the title of its table."""
+    about = result["environment"]
+    return f"{about['device']}, {about['threads']} threads, torch {about['torch']}, {about['commit']}"
 
 
 def environment(device: torch.device) -> dict[str, Any]:

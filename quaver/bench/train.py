@@ -9,14 +9,14 @@ run is long enough that no timed step is one of `float8.last_steps_high_precisio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from quaver.bench.harness import Timing
-from quaver.bench.results import Collected, Row, result
+from quaver.bench.results import Row, Setup, result
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.initialize import allocate, initialize
 from quaver.trainer.model import Llama
@@ -61,13 +61,12 @@ def _config_of(config: TrainConfig, recipe: str, steps: int, *, compare: bool) -
     return replace(config, float8=float8, training=training, job=replace(config.job, compare=compare))
 
 
-def bench_train(
-    subject: Subject, *, rounds: int, warmup: int, report: Callable[[str], None] = lambda line: None
-) -> dict[str, Any]:
+def bench_train(setup: Setup, subject: Subject, *, warmup: int) -> dict[str, Any]:
     """Train; returns `results.result` of a row for each precision, with ratios to the high-precision dtype.
 
     Args:
-        rounds: timed steps of each precision, after `warmup` untimed ones (at least LEAST_WARMUP).
+        setup: `rounds` timed steps of each precision; the device is that of the config.
+        warmup: untimed steps before them, at least LEAST_WARMUP.
     Raises:
         NonFiniteError: as `quaver train` does.
     """
@@ -78,20 +77,20 @@ def bench_train(
     with recompiles, determinism(config.training.deterministic):
         models = _models_of(subject)
         names = ", ".join(model.name for model in models)
-        report(f"{names}: {warmup} + {rounds} steps of {tokens} tokens")
+        setup.report(f"{names}: {warmup} + {setup.rounds} steps of {tokens} tokens")
         seconds: dict[str, list[float]] = {model.name: [] for model in models}
         is_complete = True
         try:
-            _train(models, seconds, plan, warmup, rounds)
+            _train(models, seconds, plan, warmup, setup.rounds)
         except KeyboardInterrupt:
             if not all(seconds.values()):
                 raise
             is_complete = False
     timings = {name: Timing.of(times) for name, times in seconds.items()}
-    collected = Collected([_row(model, timings, models[0], tokens) for model in models], is_complete)
+    rows = [_row(model, timings, models[0], tokens) for model in models]
     parameters = sum(parameter.numel() for parameter in models[0].model.parameters())
     about: dict[str, Any] = {"parameters": parameters, "step_tokens": tokens, "config": asdict(config)}
-    return result("train", collected, device=plan.device, **about)
+    return result("train", replace(setup, device=plan.device), rows, is_complete, **about)
 
 
 def _models_of(subject: Subject) -> list[TrainedModel]:

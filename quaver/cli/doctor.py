@@ -3,10 +3,7 @@
 import json
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.table import Table
-
-from quaver.bench.doctor import Diagnosis, diagnose
+from quaver.cli.console import make_table, wide_console
 from quaver.cli.errors import bad_input
 from quaver.trainer.config.flags import parse_options
 from quaver.trainer.config.settings import Settings
@@ -35,10 +32,9 @@ def run(argv: list[str]) -> int:
 
 
 def _print(diagnosis: Diagnosis) -> None:
-    console = Console(width=max(100, Console().width))
+    console = wide_console(100)
     for name, text in {**diagnosis.versions, **diagnosis.devices, "torch.compile": diagnosis.compile}.items():
-        console.print(f"{name:<14} {text}", highlight=False)
-    table = Table("device", "recipe", "float8 matmul", "how")
-    for finding in diagnosis.recipes:
-        table.add_row(finding.device, finding.recipe, finding.verdict, finding.detail)
-    console.print(table)
+        console.print(f"{name:<14} {text}")
+    columns = ("device", "recipe", "float8 matmul", "how")
+    rows = [(each.device, each.recipe, each.verdict, each.detail) for each in diagnosis.recipes]
+    console.print(make_table(None, columns, rows=rows, wrapped=columns))

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from rich.console import Console
 from rich.table import Table
 
+from quaver.cli.console import make_table, wide_console
 from quaver.cli.errors import bad_input
 from quaver.trainer.config.flags import split_flags
 from quaver.trainer.config.settings import AtLeast1, Settings
@@ -32,10 +32,10 @@ def dry_run_verb(argv: list[str]) -> int:
 
 
 def _print(run: DryRun) -> None:
-    console = Console(width=max(120, Console().width))
+    console = wide_console(120)
 
     def line(name: str, text: str) -> None:
-        console.print(f"{name:<13}{text}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{name:<13}{text}", soft_wrap=True)
 
     config, training = run.config, run.config.training
     line("model", f"{run.parameters:,} parameters in {training.dtype}, computed in {training.mixed_precision_param}")
@@ -46,44 +46,36 @@ def _print(run: DryRun) -> None:
     line("tokenizer", run.tokenizer)
     mesh = " x ".join(f"{name} {size}" for name, size in run.layout.mesh.items())
     line("ranks", f"{run.layout.world_size}{': ' + mesh if mesh else ''}")
-    _print_held(console, run)
-    _print_linears(console, run)
+    console.print(_held_table(run))
+    console.print(_linears_table(run))
+    if run.report:
+        console.print(run.report.summary())
+        reasons = sorted({layer.reason for layer in run.report.skipped})
+        if reasons:
+            console.print(f"not in float8: {'; '.join(reasons)}")
     line("", "nothing was trained or written; leave --dry-run out to begin")
 
 
-def _print_held(console: Console, run: DryRun) -> None:
-    table = Table(title="What each rank holds, without activations and temporaries")
-    table.add_column("")
-    table.add_column("bytes", justify="right")
-    table.add_column("GiB", justify="right")
+def _held_table(run: DryRun) -> Table:
     held = run.held
-    rows = {
+    sizes = {
         f"parameters, {run.config.training.dtype}": held.parameters,
         "gradients": held.gradients,
         "AdamW's moments": held.optimizer,
         "weights that FSDP2 gathered": held.gathered,
         "sum": held.total,
     }
-    for name, size in rows.items():
-        table.add_row(name, f"{size:,}", f"{size / 2**30:.2f}")
-    console.print(table)
+    rows = [(name, f"{size:,}", f"{size / 2**30:.2f}") for name, size in sizes.items()]
+    title, numbers = "What each rank holds, without activations and temporaries", ("bytes", "GiB")
+    return make_table(title, ("", *numbers), rows=rows, right=numbers)
 
 
-def _print_linears(console: Console, run: DryRun) -> None:
-    table = Table(title="Effective quantization: the operands of each matmul (scaled dynamically unless it says how)")
-    for column in ("linear", "number", "in -> out", "output", "grad_input", "grad_weight"):
-        table.add_column(column, no_wrap=True)
+def _linears_table(run: DryRun) -> Table:
+    title = "Effective quantization: the operands of each matmul (scaled dynamically unless it says how)"
+    rows = []
     for linear, count in run.linears:
         shape = f"{linear.in_features:,} -> {linear.out_features:,}"
-        table.add_row(linear.name, str(count), shape, *(_short(each) for each in linear.operands.values()))
-    console.print(table)
-    if run.report:
-        console.print(run.report.summary(), highlight=False)
-        reasons = sorted({layer.reason for layer in run.report.skipped})
-        if reasons:
-            console.print(f"not in float8: {'; '.join(reasons)}", highlight=False, markup=False)
-
-
-def _short(operands: str) -> str:
-    """The two operands of a matmul on lines of their own."""
-    return operands.replace("dynamic ", "").replace(" x ", "\nx ")
+        # the two operands of a matmul stand on lines of their own
+        operands = (each.replace("dynamic ", "").replace(" x ", "\nx ") for each in linear.operands.values())
+        rows.append((linear.name, str(count), shape, *operands))
+    return make_table(title, ("linear", "number", "in -> out", "output", "grad_input", "grad_weight"), rows=rows)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from rich.console import Console
 from rich.table import Table
 
 from quaver.bench.roofline import (
@@ -23,6 +22,7 @@ from quaver.bench.roofline import (
 from quaver.bench.roofline_layers import layers_of_config, layers_of_model
 from quaver.bench.roofline_map import draw_map
 from quaver.bench.shapes import MODELS
+from quaver.cli.console import make_table, wide_console
 from quaver.cli.errors import bad_input
 from quaver.devices import DEVICE_SPECS
 from quaver.trainer.config.flags import parse_options
@@ -77,7 +77,7 @@ def run(argv: list[str]) -> int:
         draw_map(roofline, spec, picture)
     _print(roofline)
     saved = ", ".join(str(path) for path in (output / "roofline.csv", output / "roofline.json", *pictures))
-    Console(width=120).print(f"saved {saved}", highlight=False, soft_wrap=True)
+    print(f"saved {saved}")
     return 0
 
 
@@ -100,7 +100,7 @@ def _settings(options: RooflineOptions) -> Settings:
 
 
 def _print(roofline: Roofline) -> None:
-    console = Console(width=max(120, Console().width))
+    console = wide_console(120)
     for spec in roofline.settings.devices:
         console.print(_layers_table(roofline, spec.name))
     console.print(_totals_table(roofline))
@@ -111,39 +111,37 @@ def _print(roofline: Roofline) -> None:
 
 def _layers_table(roofline: Roofline, device: str) -> Table:
     recipes = roofline.settings.recipes
-    measured = " (measured in parentheses)" if any(row.measured for row in roofline.layers) else ""
-    table = Table(title=f"{device}: predicted speedup at {roofline.settings.tokens:,} tokens{measured}")
-    for column in ("model", "layers", "K -> N", *recipes):
-        table.add_column(column, no_wrap=True)
     found = {(row.model, row.layer, row.recipe): row for row in roofline.layers if row.device == device}
+    rows = []
     for model in roofline.settings.models:
         for name, (k, n) in merged_names(model).items():
-            rows = [found[model.name, name, recipe] for recipe in recipes]
-            cells = [
-                f"{row.cost.speedup:.2f}" + (f" ({row.measured.speedup:.2f})" if row.measured else "") for row in rows
-            ]
-            table.add_row(model.name, name, f"{k:,} -> {n:,}", *cells)
-    return table
+            of_recipes = (found[model.name, name, recipe] for recipe in recipes)
+            cells = (
+                f"{row.cost.speedup:.2f}" + (f" ({row.measured.speedup:.2f})" if row.measured else "")
+                for row in of_recipes
+            )
+            rows.append((model.name, name, f"{k:,} -> {n:,}", *cells))
+    measured = " (measured in parentheses)" if any(row.measured for row in roofline.layers) else ""
+    title = f"{device}: predicted speedup at {roofline.settings.tokens:,} tokens{measured}"
+    return make_table(title, ("model", "layers", "K -> N", *recipes), rows=rows)
 
 
 def _totals_table(roofline: Roofline) -> Table:
-    table = Table(title="All linears of a model; and a step of whose bfloat16 time they take so much, by Amdahl's law")
-    for column in ("model", "device", "recipe", "bfloat16", "linears", *(f"{share:.0%}" for share in LINEAR_SHARES)):
-        table.add_column(column, no_wrap=True)
+    title = "All linears of a model; and a step of whose bfloat16 time they take so much, by Amdahl's law"
+    columns = ("model", "device", "recipe", "bfloat16", "linears", *(f"{share:.0%}" for share in LINEAR_SHARES))
+    rows = []
     for total in roofline.totals:
-        steps = [f"{total.step_speedup(share):.2f}" for share in LINEAR_SHARES]
-        row = (total.model, total.device, total.recipe, f"{1e3 * total.bfloat16_s:,.0f} ms", f"{total.speedup:.2f}")
-        table.add_row(*row, *steps)
-    return table
+        speedups = (total.speedup, *map(total.step_speedup, LINEAR_SHARES))
+        numbers = (f"{1e3 * total.bfloat16_s:,.0f} ms", *(f"{each:.2f}" for each in speedups))
+        rows.append((total.model, total.device, total.recipe, *numbers))
+    return make_table(title, columns, rows=rows)
 
 
 def _comparisons_table(roofline: Roofline) -> Table:
-    table = Table(title="Predicted against measured (weights cast at each use)")
-    for column in ("device", "M x K x N", "recipe", "mode", "predicted", "measured", "error"):
-        table.add_column(column, no_wrap=True)
+    rows = []
     for each in roofline.comparisons:
         was = each.measurement
-        shape = f"{was.m} x {was.k} x {was.n}"
-        figures = (f"{each.predicted:.2f}", f"{was.speedup:.2f}", f"{each.error_percent:+.0f}%")
-        table.add_row(was.device, shape, was.recipe, was.mode, *figures)
-    return table
+        numbers = (f"{each.predicted:.2f}", f"{was.speedup:.2f}", f"{each.error_percent:+.0f}%")
+        rows.append((was.device, f"{was.m} x {was.k} x {was.n}", was.recipe, was.mode, *numbers))
+    columns = ("device", "M x K x N", "recipe", "mode", "predicted", "measured", "error")
+    return make_table("Predicted against measured (weights cast at each use)", columns, rows=rows)

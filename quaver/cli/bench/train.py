@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quaver.bench.train import LEAST_WARMUP, bench_train, prepare
-from quaver.cli.bench.options import BenchOptions, Recipes, surroundings
-from quaver.cli.bench.tables import TIMES, field, finish, mebibytes, number
+from quaver.cli.bench.options import BenchOptions, Recipes
+from quaver.cli.bench.tables import TIMES, Column, finish, mebibytes
 from quaver.cli.errors import EXIT_NONFINITE, bad_input, print_error
 from quaver.trainer.config.flags import exit_after_help, split_flags
 from quaver.trainer.config.settings import NotNegative
@@ -21,7 +21,6 @@ class Train(Recipes, BenchOptions):
     default config is train_configs/llama3_debug.toml.
     """
 
-    output: str = "benchmarks/results/train.json"
     warmup: NotNegative = 3
     """Steps before the timed ones (--rounds)."""
 
@@ -40,21 +39,21 @@ def run(argv: list[str]) -> int:
             raise ValueError(
                 f"--warmup: expected {LEAST_WARMUP} or more, got {options.warmup}: memory is measured in it"
             )
-        around = surroundings(options)
+        setup = options.setup()
         subject = prepare(config, options.recipe_names, steps=options.warmup + options.rounds)
     try:
-        result = bench_train(subject, rounds=options.rounds, warmup=options.warmup, report=around.report)
+        result = bench_train(setup, subject, warmup=options.warmup)
     except NonFiniteError as error:
         print_error(error)
         return EXIT_NONFINITE
     columns = [
-        ("precision", field("precision")),
+        Column("precision", "precision"),
         *TIMES,
-        ("tokens/s", number("tokens_per_s", ",.0f")),
-        ("/ high precision", number("time_over_high_precision", ".2f")),
-        ("peak", mebibytes("peak_bytes")),
-        ("peak / high precision", number("peak_over_high_precision", ".2f")),
+        Column("tokens/s", "tokens_per_s", ",.0f"),
+        Column("/ high precision", "time_over_high_precision", ".2f"),
+        mebibytes("peak", "peak_bytes"),
+        Column("peak / high precision", "peak_over_high_precision", ".2f"),
     ]
     sources = "; ".join(dict.fromkeys(row["peak_source"] for row in result["rows"]))
     note = f"{result['parameters']:,} parameters, {result['step_tokens']:,} tokens a step; MiB: {sources}"
-    return finish(around, result, columns, note)
+    return finish(options, result, columns, note)

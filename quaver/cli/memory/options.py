@@ -9,7 +9,6 @@ from typing import Annotated
 
 from quaver.bench.results import writable
 from quaver.recorder.byte_sizes import parse_bytes
-from quaver.trainer.config.flags import exit_after_help, split_flags
 from quaver.trainer.config.settings import AtLeast1, NotNegative, OneOf, Settings
 
 
@@ -67,15 +66,3 @@ class Options(Settings):
     def other_words(self) -> list[str]:
         """The words of the other run."""
         return shlex.split(self.vs or "")
-
-
-def parse(argv: list[str]) -> tuple[Options, list[str]]:
-    """Return the options of `quaver memory`, and the words of the run.
-
-    Raises:
-        ValueError: a wrong value, a file that cannot be written, or options that exclude each other.
-        SystemExit: with 0 after --help.
-    """
-    exit_after_help(Options, argv, prog="quaver memory [CONFIG.toml]")
-    values, words = split_flags(Options, argv)
-    return Options(**values), words

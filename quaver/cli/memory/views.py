@@ -1,14 +1,18 @@
-"""What `quaver memory` prints of a prediction: where and when its peak is, and what is alive then."""
+"""What `quaver memory` prints: the prediction, and its comparison, advice and measurement where they are asked for."""
 
 from __future__ import annotations
 
-from rich.console import Console
+from collections.abc import Iterator
+from typing import Any
+
 from rich.table import Table
 
-from quaver.cli.memory.options import Options
+from quaver.cli.console import make_table
 from quaver.memory import CATEGORIES
 from quaver.memory.predict import Prediction
-from quaver.memory.reports.pitfalls import inner_operator
+from quaver.memory.reports.compare import Comparison, Difference
+from quaver.memory.reports.pitfalls import inner_operator, si
+from quaver.memory.runs.advise import Advice, Row
 from quaver.memory.runs.predict import RunMemory
 from quaver.recorder.byte_sizes import unit_of
 from quaver.recorder.rows import merged_layers
@@ -16,98 +20,166 @@ from quaver.recorder.rows import merged_layers
 _DEVICES = {"cuda": "an NVIDIA GPU that multiplies float8", "cpu": "a CPU"}
 
 
-class Printer:
-    """Prints to one console what was asked for by `options`."""
-
-    def __init__(self, console: Console, options: Options, device: str) -> None:
-        self.console, self.options, self.device = console, options, device
-
-    def line(self, text: str) -> None:
-        """Print a line as it is."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    def run(self, memory: RunMemory) -> None:
-        """Print a prediction: lines, a table of categories, and one of the largest tensors."""
-        training, prediction = memory.config.training, memory.prediction
-        mesh = " x ".join(f"{name} {size}" for name, size in memory.layout.mesh.items())
-        self._about("model", f"{memory.parameters:,} parameters in {training.dtype}, trained in {memory.name}")
-        self._about("ranks", f"{memory.layout.world_size}{': ' + mesh if mesh else ''}; what follows is of one")
-        self._about("device", _DEVICES[self.device])
-        batch = f"{memory.micro_batches} micro-batches of {training.local_batch_size} sequences of {training.seq_len:,}"
-        self._about("step", f"{batch} tokens")
-        self._about("peak", f"{_size(prediction.peak_bytes)}, in the {_moment(prediction)}")
-        self._about("between", f"{_size(prediction.resident_bytes)} stay between steps")
-        self._about("kept", f"{_size(prediction.kept_bytes)} are kept by the first forward for its backward")
-        for note in (*memory.notes, *prediction.notes):
-            self._about("note", note)
-        self.console.print(_categories(prediction))
-        if self.options.top:
-            self.console.print(_rows(prediction, self.options.top))
-
-    def difference(self, memory: RunMemory, other: RunMemory) -> None:
-        """Print what two predictions have of each category at their peaks."""
-        self.console.print(_difference(memory.prediction, other.prediction))
-
-    def _about(self, name: str, text: str) -> None:
-        self.line(f"{name:<11}{text}")
+def prediction_views(memory: RunMemory, device: str, top: int) -> Iterator[str | Table]:
+    """Yield where and when the peak is, a table of categories, and one of the `top` largest tensors."""
+    training, prediction = memory.config.training, memory.prediction
+    mesh = " x ".join(f"{name} {size}" for name, size in memory.layout.mesh.items())
+    batch = f"{memory.micro_batches} micro-batches of {training.local_batch_size} sequences of {training.seq_len:,}"
+    moment = (
+        f"{prediction.phase_of_peak} of {prediction.module_of_peak or 'no module'}, "
+        f"by {prediction.operator_of_peak or 'nothing'}"
+    )
+    about = [
+        ("model", f"{memory.parameters:,} parameters in {training.dtype}, trained in {memory.name}"),
+        ("ranks", f"{memory.layout.world_size}{': ' + mesh if mesh else ''}; what follows is of one"),
+        ("device", _DEVICES[device]),
+        ("step", f"{batch} tokens"),
+        ("peak", f"{_long_size(prediction.peak_bytes)}, in the {moment}"),
+        ("between", f"{_long_size(prediction.resident_bytes)} stay between steps"),
+        ("kept", f"{_long_size(prediction.kept_bytes)} are kept by the first forward for its backward"),
+        *(("note", note) for note in (*memory.notes, *prediction.notes)),
+    ]
+    yield from (_line(name, text) for name, text in about)
+    yield _category_table(prediction)
+    if top:
+        yield _tensor_table(prediction, top)
 
 
-def _moment(prediction: Prediction) -> str:
-    module = prediction.module_of_peak
-    return f"{prediction.phase_of_peak} of {module or 'no module'}, by {prediction.operator_of_peak or 'nothing'}"
+def _line(name: str, text: str) -> str:
+    return f"{name:<11}{text}"
 
 
-def _categories(prediction: Prediction) -> Table:
-    table = Table(title="Alive at the peak")
-    table.add_column("what")
-    for column in ("bytes", unit_of(prediction.peak_bytes)[1], "share"):
-        table.add_column(column, justify="right")
-    for name, size_bytes in prediction.by_category.items():
-        _add(table, prediction, size_bytes, name.replace("_", " "))
-    _add(table, prediction, prediction.peak_bytes, "sum")
-    return table
+def _category_table(prediction: Prediction) -> Table:
+    sizes = {**prediction.by_category, "sum": prediction.peak_bytes}
+    rows = [(_words(name), *_peak_numbers(prediction, size)) for name, size in sizes.items()]
+    numbers = _peak_columns(prediction)
+    return make_table("Alive at the peak", ("what", *numbers), rows=rows, right=numbers)
 
 
-def _difference(prediction: Prediction, other: Prediction) -> Table:
-    table = Table(title="Compared with the other run, at the peaks")
-    table.add_column("what")
-    for column in ("bytes", "bytes there", "difference", "ratio"):
-        table.add_column(column, justify="right")
-    here, there = prediction.by_category, other.by_category
-    rows = {name: (here.get(name, 0), there.get(name, 0)) for name in CATEGORIES if name in here or name in there}
-    rows["sum"] = prediction.peak_bytes, other.peak_bytes
-    rows["kept for the backward"] = prediction.kept_bytes, other.kept_bytes
-    for name, (ours, theirs) in rows.items():
-        ratio = f"{theirs / ours:.3f}" if ours else ""
-        table.add_row(name.replace("_", " "), f"{ours:,}", f"{theirs:,}", f"{theirs - ours:+,}", ratio)
-    return table
-
-
-def _rows(prediction: Prediction, top: int) -> Table:
-    table = Table(title=f"The largest {top} of it; * is the number of a layer")
-    for column in ("what", "module", "made by", "at", "in", "tensors"):
-        table.add_column(column, overflow="fold", no_wrap=column in ("module", "at"))
-    for column in ("bytes", unit_of(prediction.peak_bytes)[1], "share"):
-        table.add_column(column, justify="right", no_wrap=True)
+def _tensor_table(prediction: Prediction, top: int) -> Table:
+    rows = []
     for row in merged_layers(prediction.at_peak)[:top]:
         tensors = f"{row['count']} x {row['dtype']} {row['shape']}" if row["dtype"] else str(row["count"])
-        words = (
-            row["category"].replace("_", " "),
-            row["module"],
-            inner_operator(row["operator"]),
-            row["source"],
-            row["phase"],
-            tensors,
-        )
-        _add(table, prediction, row["bytes"], *words)
-    return table
+        made_by = (row["module"], inner_operator(row["operator"]), row["source"], row["phase"], tensors)
+        rows.append((_words(row["category"]), *made_by, *_peak_numbers(prediction, row["bytes"])))
+    title, numbers = f"The largest {top} of it; * is the number of a layer", _peak_columns(prediction)
+    columns = ("what", "module", "made by", "at", "in", "tensors", *numbers)
+    return make_table(title, columns, rows=rows, right=numbers, wrapped=("what", "made by", "in", "tensors"))
 
 
-def _add(table: Table, prediction: Prediction, size_bytes: int, *words: str) -> None:
-    share = f"{size_bytes / prediction.peak_bytes:.1%}"
-    table.add_row(*words, f"{size_bytes:,}", f"{size_bytes / unit_of(prediction.peak_bytes)[0]:.3f}", share)
+def _peak_columns(prediction: Prediction) -> tuple[str, str, str]:
+    return "bytes", unit_of(prediction.peak_bytes)[1], "share"
+
+
+def _peak_numbers(prediction: Prediction, size_bytes: int) -> tuple[str, str, str]:
+    whole = prediction.peak_bytes
+    return f"{size_bytes:,}", f"{size_bytes / unit_of(whole)[0]:.3f}", f"{size_bytes / whole:.1%}"
+
+
+def comparison_views(
+    comparison: Comparison, prediction: Prediction, other: Prediction, top: int
+) -> Iterator[str | Table]:
+    """Yield the categories at both peaks, then the lines of `comparison_lines`."""
+    here, there = prediction.by_category, other.by_category
+    sizes = {name: (here.get(name, 0), there.get(name, 0)) for name in CATEGORIES if name in here or name in there}
+    sizes["sum"] = prediction.peak_bytes, other.peak_bytes
+    sizes["kept for the backward"] = prediction.kept_bytes, other.kept_bytes
+    rows = [
+        (_words(name), f"{ours:,}", f"{theirs:,}", f"{theirs - ours:+,}", f"{theirs / ours:.3f}" if ours else "")
+        for name, (ours, theirs) in sizes.items()
+    ]
+    numbers = ("bytes", "bytes there", "difference", "ratio")
+    yield make_table("Compared with the other run, at the peaks", ("what", *numbers), rows=rows, right=numbers)
+    yield from comparison_lines(comparison, top)
+
+
+def comparison_lines(comparison: Comparison, top: int = 8) -> Iterator[str]:
+    """Yield the lines of both runs, and at most `top` rows of what each keeps and has alive."""
+    c = comparison
+    runs = (
+        ("first", c.label_a, c.peak_a, c.peak_at_a, c.kept_a),
+        ("other", c.label_b, c.peak_b, c.peak_at_b, c.kept_b),
+    )
+    for name, label, peak, where, kept in runs:
+        yield _line(name, label)
+        yield _line("", f"peak {si(peak)} ({peak:,} bytes), in the {where}")
+        yield _line("", f"kept {si(kept)} ({kept:,} bytes), by the first forward for its backward")
+    yield _line("more", f"peak {c.peak_b - c.peak_a:+,} bytes, kept {c.kept_b - c.kept_a:+,} bytes")
+    yield from ("", *_differences("What differs of what is kept for the backward", c.at("kept"), top))
+    yield from ("", *_differences("What differs of what is alive at the peaks", c.at("peak"), top))
+
+
+def _differences(title: str, rows: tuple[Difference, ...], top: int) -> Iterator[str]:
+    if not rows:
+        yield f"{title}: nothing"
+        return
+    yield f"{title}:"
+    yield from (f"    {row.sentence}" for row in rows[:top])
+    left = rows[top:]
+    if left:
+        yield f"    and {len(left)} more rows, {sum(row.difference_bytes for row in left):+,} bytes in all"
+
+
+def advice_table(advice: Advice) -> Table:
+    """The settings that were tried, in that order; the best one is marked by a star."""
+    asks_fit = advice.fit_bytes is not None
+    rows = []
+    for index, row in enumerate(advice.rows):
+        fits = [{True: "yes", False: "no", None: ""}[row.fits]] if asks_fit else []
+        rows.append(("*" if index == advice.best else "", row.change, *_advice_numbers(row), *fits, row.note))
+    title, how = "What changing a setting would do to the peak", "how, or why not"
+    columns = ("", "setting", "peak", "difference", "computed again", "step", *(["fits"] if asks_fit else []), how)
+    return make_table(title, columns, rows=rows, wrapped=("setting", how), right=columns[2:6])
+
+
+def _advice_numbers(row: Row) -> tuple[str, str, str, str]:
+    peak = "" if row.peak_bytes is None else _size(row.peak_bytes)
+    more = row.difference_bytes
+    difference = f"{'+' if more > 0 else '-'}{_size(abs(more))}" if more else ""
+    cost = row.cost
+    again = "" if cost is None or cost.recomputed_flops is None else f"{cost.recomputed_flops / cost.flops:.1%}"
+    step = "" if cost is None or cost.modelled_s is None else f"{cost.modelled_s:.3g} s"
+    return peak, difference, again, step
+
+
+def advice_summary(advice: Advice) -> list[str]:
+    """Lines that say what to do: the flags of the best setting, or what comes nearest; then the notes."""
+
+    def setting(index: int) -> str:
+        row = advice.rows[index]
+        peak = "" if row.peak_bytes is None else f", {_size(row.peak_bytes)}"
+        return f"{row.change}{peak}" + (f": {row.words}" if row.words else "")
+
+    lines = []
+    if advice.fit_bytes is not None:
+        size = _size(advice.fit_bytes)
+        if advice.best is not None:
+            lines.append(f"fastest that fits {size}: {setting(advice.best)}")
+        elif advice.nearest is not None:
+            lines.append(f"nothing that was tried fits {size}; nearest: {setting(advice.nearest)}")
+    notes = advice.notes if advice.device is None else [*advice.notes, f"times are modelled for {advice.device}"]
+    return lines + notes
+
+
+def side_by_side_table(compared: list[dict[str, Any]]) -> Table:
+    """The rows of `quaver.memory.runs.measure.side_by_side`; what was not measured stays empty."""
+    rows = []
+    for row in compared:
+        measured, ratio = row["measured_bytes"], row["ratio"]
+        words = ("" if measured is None else f"{measured:,}", "" if ratio is None else f"{ratio:.4f}")
+        rows.append((row["what"], f"{row['predicted_bytes']:,}", *words))
+    numbers = ("predicted bytes", "measured bytes", "ratio")
+    return make_table("Predicted and measured, at the peak", ("what", *numbers), rows=rows, right=numbers)
+
+
+def _words(category: str) -> str:
+    return category.replace("_", " ")
 
 
 def _size(size_bytes: int) -> str:
     unit_bytes, unit = unit_of(size_bytes)
-    return f"{size_bytes:,} bytes = {size_bytes / unit_bytes:.4g} {unit}"
+    return f"{size_bytes / unit_bytes:.4g} {unit}"
+
+
+def _long_size(size_bytes: int) -> str:
+    return f"{size_bytes:,} bytes = {_size(size_bytes)}"

@@ -5,7 +5,7 @@ import torch
 
 from quaver.bench.block import bench_block, check_fits
 from quaver.bench.modules import Batch, Step, build_subject, make_direction, make_sources, model_of
-from quaver.bench.results import BFLOAT16
+from quaver.bench.results import BFLOAT16, Setup
 from quaver.linear import Float8Linear
 from quaver.recorder.allocator import measure_usage
 
@@ -16,7 +16,7 @@ BATCH = Batch(2, 32)
 @pytest.fixture(scope="module")
 def result():
     model = model_of("debug", divisor=2)
-    return bench_block("debug/2", model, BATCH, ["tensorwise", "delayed"], ["eager"], device=CPU, rounds=2)
+    return bench_block(Setup(CPU, 2), "debug/2", model, BATCH, ["tensorwise", "delayed"], ["eager"])
 
 
 def test_rows_and_ratios(result):

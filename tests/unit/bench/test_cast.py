@@ -5,6 +5,7 @@ import torch
 
 from quaver.bench import cast as bench
 from quaver.bench.cast import COPY, KINDS, bench_cast
+from quaver.bench.results import Setup
 from quaver.bench.shapes import Matrix
 from quaver.gemm import GemmBackend
 
@@ -14,14 +15,7 @@ TIMED = ["delayed", "rowwise_both"]
 
 @pytest.fixture(scope="module")
 def result():
-    return bench_cast(
-        [Matrix("", 64, 128)],
-        TIMED,
-        device=CPU,
-        dtype=torch.bfloat16,
-        rounds=2,
-        with_torchao=False,
-    )
+    return bench_cast(Setup(CPU, 2), [Matrix("", 64, 128)], TIMED)
 
 
 def test_every_cast_has_its_contestants_and_the_same_codes(result):

@@ -5,6 +5,7 @@ import torch
 
 from quaver.bench import gemm as bench
 from quaver.bench.gemm import GRANULARITIES, bench_gemm, gemms_of
+from quaver.bench.results import Setup
 from quaver.bench.shapes import Shape
 from quaver.devices import PeakFlops
 
@@ -40,7 +41,7 @@ def test_float8_operands_multiply_to_what_bfloat16_does(granularity, monkeypatch
 
 
 def test_rows_and_ratios():
-    result = bench_gemm([SHAPE], GRANULARITIES, device=CPU, rounds=2)
+    result = bench_gemm(Setup(CPU, 2), [SHAPE], GRANULARITIES)
     rows = result["rows"]
     contestants = ["bfloat16", "tensorwise", "rowwise"]
     gemms = ["output", "grad_input", "grad_weight"]

@@ -10,6 +10,7 @@ import quaver.distributed  # noqa: F401 - registers quaver::cast_with_agreed_sca
 from quaver.bench.groups import GROUPS, group_of_kernel, group_of_ranges
 from quaver.bench.modules import Batch, model_of
 from quaver.bench.profile import BACKWARD, FORWARD, Work, _row, profile_module
+from quaver.bench.results import Setup
 from quaver.bench.trace import Kernel, Range, Trace
 from quaver.cli import main
 from quaver.kernels import cpu
@@ -108,14 +109,13 @@ def profiled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("profiles")
     model = model_of("debug", divisor=4)
     result = profile_module(
+        Setup(CPU, 2),
         "linear",
         "debug/4",
         model,
         Batch(2, 64),
         ["bfloat16", "quaver tensorwise", "quaver delayed"],
         ["eager"],
-        device=CPU,
-        repeats=2,
         folder=folder,
     )
     return folder, result

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from quaver.cli.memory.advice import advice_summary, advice_table
+from quaver.cli.memory.views import advice_summary, advice_table
 from quaver.devices import find_device_spec
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.runs.advise import AS_CONFIGURED, advise

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from quaver.activation_checkpointing import apply_activation_checkpointing
-from quaver.cli.memory.comparison import comparison_lines
+from quaver.cli.memory.views import comparison_lines
 from quaver.memory import explain
 from quaver.memory.reports.compare import compare
 from quaver.memory.reports.pitfalls import Kept, hint_of, inner_operator, is_operator, short_operator, si

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quaver.cli.memory.advice import side_by_side_table
+from quaver.cli.memory.views import side_by_side_table
 from quaver.memory.runs.measure import MOST_RANKS, measure_memory, side_by_side
 from quaver.memory.runs.predict import SEES_GATHERS, predict_memory
 from quaver.trainer.config import ActivationCheckpoint, Data, Float8, Optimizer, Parallelism, Training
