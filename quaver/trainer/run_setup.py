@@ -14,6 +14,7 @@ from quaver.devices import resolve_device
 from quaver.trainer.checkpoint_folder import read_record
 from quaver.trainer.config import TrainConfig, require
 from quaver.trainer.data import TokenData, load_data
+from quaver.trainer.errors import OutputError
 from quaver.trainer.float8 import convert_model
 from quaver.trainer.flops import flops_per_token_by_precision
 from quaver.trainer.metrics import check_loggers
@@ -54,6 +55,11 @@ class RunSetup:
     def fingerprint(self) -> str:
         """The settings and the hash of the text, which must be equal on every rank."""
         return json.dumps([asdict(self.config), self.data.origin["sha256"]])
+
+    def release(self) -> None:
+        """Release the lock of the run folder, which the end of the process does, too."""
+        if self.folder is not None:
+            self.folder.release()
 
 
 def set_up_run(config: TrainConfig, ranks: Ranks) -> RunSetup:
@@ -116,17 +122,36 @@ def make_models(config: TrainConfig, device: torch.device) -> Models:
 
 
 def open_folder(setup: RunSetup) -> None:
-    """Make or find the run folder, on the first rank. Raises what `RunFolder.open` does, and OutputError."""
+    """Find or make the run folder and lock it, on the first rank. Raises what `RunFolder.open` does."""
     report = setup.models.report.to_dict() if setup.models.report else None
     source = provenance(setup.device)
     setup.about = {"config": asdict(setup.config), "provenance": source, "conversion_report": report}
     setup.about["data"] = setup.data.origin
     if setup.ranks.is_first:
         setup.folder = RunFolder.open(setup.config)
-        setup.folder.add_provenance(source)
-        setup.folder.write_json("data.json", setup.data.origin)
-        if report:
-            setup.folder.write_json("conversion_report.json", report)
+
+
+def begin_folder(setup: RunSetup) -> None:
+    """Write what the run folder says about this start of the run: [Note: refusals write nothing].
+
+    Every rank calls it, with a process group.
+
+    Raises:
+        OutputError: on every rank, if a file cannot be written.
+    """
+    error = ""
+    if setup.folder is not None:
+        try:
+            setup.folder.begin(setup.config)
+            setup.folder.add_provenance(setup.about["provenance"])
+            setup.folder.write_json("data.json", setup.data.origin)
+            if setup.about["conversion_report"]:
+                setup.folder.write_json("conversion_report.json", setup.about["conversion_report"])
+        except OutputError as found:
+            error = str(found)
+    error = setup.ranks.gather(error)[0]
+    if error:
+        raise OutputError(error)
 
 
 def _meta_model(config: TrainConfig) -> Llama:

@@ -31,7 +31,7 @@ from quaver.trainer.process import Requests, Watchdog, determinism, stop_signals
 from quaver.trainer.profiling import Profiling
 from quaver.trainer.ranks import Ranks
 from quaver.trainer.run_folder import RunFolder
-from quaver.trainer.run_setup import RunSetup, open_folder, set_up_run
+from quaver.trainer.run_setup import RunSetup, begin_folder, open_folder, set_up_run
 from quaver.trainer.trained_model import StepResult, TrainedModel
 
 MEMORY_STEP = 2
@@ -66,17 +66,22 @@ def prepare(config: TrainConfig) -> Run:
     """Return the run of a single process. Raises what `set_up_run`, `open_folder` and `build` raise."""
     setup = set_up_run(config, Ranks())
     open_folder(setup)
-    return build(setup)
+    try:
+        return build(setup)
+    except BaseException:
+        setup.release()
+        raise
 
 
 def build(setup: RunSetup) -> Run:
-    """Parallelize the models of `setup` and give them their initial weights, or those of a checkpoint.
+    """Parallelize the models of `setup`, give them their weights, initial or of a checkpoint, and begin the run folder.
 
     The initial weights are the same for any number of ranks. Several ranks need the process group, and every rank must
     call this.
 
     Raises:
-        CheckpointError: on every rank, if a checkpoint cannot be read or does not fit.
+        CheckpointError: on every rank, if a checkpoint cannot be read or does not fit; the run folder is as it was.
+        OutputError: on every rank, if the run folder cannot be written.
     """
     config, ranks = setup.config, setup.ranks
     own = (str(setup.folder.path), setup.folder.resume_step) if setup.folder else None
@@ -92,6 +97,7 @@ def build(setup: RunSetup) -> Run:
         progress = checkpoints.load(resume_step, models)
     elif loads_weights:
         load_weights(config.checkpoint.initial_weights, models)
+    begin_folder(setup)
     return Run(
         config,
         ranks,
@@ -128,7 +134,8 @@ def train(run: Run) -> dict[str, Any]:
     """Train every model to the last step and return the summary, which the run folder has as summary.json.
 
     Ctrl-C or SIGTERM, on any rank, ends the run on all ranks after the current step with status "interrupted", and
-    with a checkpoint if they are enabled. The summary and the curves are written however the loop ends.
+    with a checkpoint if they are enabled. The summary and the curves are written however the loop ends, and the lock of
+    the run folder is released.
 
     Raises:
         NonFiniteError: if a loss or a gradient norm is not finite; on every rank, with the same message.
@@ -136,6 +143,14 @@ def train(run: Run) -> dict[str, Any]:
         OutputError: if another file cannot be written; on the first rank.
         KeyboardInterrupt: with several ranks, at a second Ctrl-C, without waiting for the other ranks.
     """
+    try:
+        return _train(run)
+    finally:
+        if run.folder:
+            run.folder.release()
+
+
+def _train(run: Run) -> dict[str, Any]:
     status, error, waits = "failed", None, True
     try:
         with determinism(run.config.training.deterministic), _outputs(run) as outputs, stop_signals() as requests:

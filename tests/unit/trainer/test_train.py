@@ -46,6 +46,7 @@ def test_a_run_leaves_everything_in_its_folder(tiny_config, capsys):
         "summary.json",
         "curves.png",
         "provenance.jsonl",
+        ".writer.lock",
         "checkpoint",
     }
     resolved = replace(tiny_config, training=replace(tiny_config.training, global_batch_size=2))
