@@ -5,7 +5,7 @@ import importlib.util
 import json
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,7 +44,10 @@ class JsonLines:
     """Appends one JSON object per line, each in one flushed write, so that a killed run leaves whole lines."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        try:
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise OutputError(f"cannot write {str(path)!r}: {error.strerror}") from error
 
     def write(self, record: dict[str, Any]) -> None:
         """Append `record`.
@@ -61,8 +64,9 @@ class JsonLines:
             raise OutputError(f"cannot write {self._file.name!r}: {error.strerror}") from error
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file. After a failed `write` it still has the line, which fails again."""
+        with suppress(OSError):
+            self._file.close()
 
 
 class _TensorBoard:

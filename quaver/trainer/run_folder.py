@@ -1,7 +1,7 @@
 """The folder of a run: created once, never over an older run unless it resumes; and the provenance of the run.
 
-[Note: refusals write nothing] `RunFolder.open` checks a resume and takes the lock. `begin` makes the first change of the
-folder, after the checkpoint was loaded. So a resume that is refused leaves every file of the run as it was.
+[Note: refusals write nothing] `RunFolder.open` checks a resume and takes the lock. `begin` makes the first change of
+the folder, after the checkpoint was loaded. So a resume that is refused leaves every file of the run as it was.
 """
 
 import itertools
@@ -12,6 +12,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from importlib.metadata import version
@@ -22,13 +24,18 @@ import torch
 
 from quaver.devices import describe
 from quaver.trainer.checkpoint_folder import CheckpointFolder
-from quaver.trainer.config import Checkpoint, TrainConfig
+from quaver.trainer.config import Checkpoint, TrainConfig, require
 from quaver.trainer.config_io import load_config, write_config
 from quaver.trainer.errors import OutputError
 from quaver.trainer.metrics import rewind_metrics
 from quaver.trainer.run_lock import RunLock
 
 CONFIG = "config.toml"
+
+RUN_FILES = (
+    *(CONFIG, "metrics.jsonl", "float8_scales.jsonl", "provenance.jsonl", "data.json", "conversion_report.json"),
+    *("summary.json", "curves.png", "float8_scales.png"),
+)
 
 UNRELATED = ("job", "checkpoint", "metrics", "comm", "profiling")
 """Sections that change what a run saves and shows, but not its numbers."""
@@ -87,6 +94,11 @@ class RunFolder:
         except OSError as error:
             raise OutputError(f"cannot write the run folder {str(self.path)!r}: {error.strerror or error}") from error
 
+    def check_exists(self) -> None:
+        """Raise OutputError if the folder was removed: open files would take the numbers of the run with them."""
+        if not (self.path / CONFIG).exists():
+            raise OutputError(f"the run folder {str(self.path)!r} was removed while the run trained; the run ends")
+
     def release(self) -> None:
         """Let other processes write the folder."""
         if self.lock is not None:
@@ -140,8 +152,25 @@ class RunFolder:
             partial.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
             partial.replace(self.path / name)
         except OSError as error:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.unlink()
             raise OutputError(f"cannot write {str(self.path / name)!r}: {error.strerror}") from error
+
+
+def draw(picture: Callable[[Path], None], image: Path) -> None:
+    """Replace `image` by what `picture` writes to the path that it gets.
+
+    Raises:
+        OutputError: a file cannot be read or written; the last picture is still there.
+    """
+    partial = image.with_name(f".{image.name}")
+    try:
+        picture(partial)
+        partial.replace(image)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise OutputError(f"cannot write {str(image)!r}: {error.strerror or error}") from error
 
 
 def _unused_path(dump_folder: Path, config: TrainConfig) -> Path:
@@ -180,6 +209,13 @@ def _resume_from(path: Path, config: TrainConfig) -> tuple[int | None, dict[str,
         names = set()
     except OSError as error:
         raise _unwritable(path, error) from error
+    folder = path / config.checkpoint.folder
+    require(
+        config.checkpoint.folder not in RUN_FILES and (folder.is_dir() or not folder.exists()),
+        "checkpoint.folder",
+        "a folder, which no other file of the run has the name of",
+        config.checkpoint.folder,
+    )
     step = _resume_step(path, config.checkpoint, is_run=CONFIG in names)
     if names and (config.checkpoint.resume == "never" or CONFIG not in names):
         raise FileExistsError(_used(path, config.checkpoint))

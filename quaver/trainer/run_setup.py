@@ -4,6 +4,7 @@ Everything that can be wrong with the input is refused here, before a file is wr
 """
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -73,6 +74,7 @@ def set_up_run(config: TrainConfig, ranks: Ranks) -> RunSetup:
         NotImplementedError: a known gap.
         MissingDeviceError: the device does not exist here.
     """
+    _check_finite(config)
     config, dims = resolve(config, rank=ranks.rank, world_size=ranks.world_size)
     device = ranks.device(resolve_device(config.training.device))
     require(
@@ -86,6 +88,14 @@ def set_up_run(config: TrainConfig, ranks: Ranks) -> RunSetup:
     models = make_models(config, device)
     data = load_data(config, quiet=not ranks.is_first)
     return RunSetup(config, ranks, dims, device, data, models)
+
+
+def _check_finite(config: TrainConfig) -> None:
+    """Refuse an inf or a NaN, which the JSON of a checkpoint lacks, before the first save would fail."""
+    for section, values in asdict(config).items():
+        for name, value in values.items():
+            is_finite = not isinstance(value, float) or math.isfinite(value)
+            require(is_finite, f"{section}.{name}", "finite", value, "each checkpoint records it as JSON")
 
 
 def check_environment(config: TrainConfig) -> None:
