@@ -27,7 +27,7 @@ from quaver.trainer.checkpoint_folder import CheckpointFolder
 from quaver.trainer.config import Checkpoint, TrainConfig, require
 from quaver.trainer.config_io import load_config, write_config
 from quaver.trainer.errors import OutputError
-from quaver.trainer.metrics import rewind_metrics
+from quaver.trainer.metrics import rewound_metrics
 from quaver.trainer.run_lock import RunLock
 
 CONFIG = "config.toml"
@@ -85,12 +85,12 @@ class RunFolder:
         """Write the resolved config, and remove the records of metrics after the step that the run resumes from.
 
         Raises:
+            CheckpointError: the metrics are damaged; nothing was written.
             OutputError: a file cannot be written.
         """
         try:
-            write_config(_as_begun(config), self.path / CONFIG)
-            for metrics in (self.metrics, self.float8_scales):
-                rewind_metrics(metrics, self.resume_step or 0)
+            with rewound_metrics([self.metrics, self.float8_scales], self.resume_step or 0):
+                write_config(_as_begun(config), self.path / CONFIG)
         except OSError as error:
             raise OutputError(f"cannot write the run folder {str(self.path)!r}: {error.strerror or error}") from error
 

@@ -15,7 +15,7 @@ from quaver.devices import resolve_device
 from quaver.trainer.checkpoint_folder import read_record
 from quaver.trainer.config import TrainConfig, require
 from quaver.trainer.data import TokenData, load_data
-from quaver.trainer.errors import OutputError
+from quaver.trainer.errors import CheckpointError, OutputError
 from quaver.trainer.float8 import convert_model
 from quaver.trainer.flops import flops_per_token_by_precision
 from quaver.trainer.metrics import check_loggers
@@ -147,9 +147,10 @@ def begin_folder(setup: RunSetup) -> None:
     Every rank calls it, with a process group.
 
     Raises:
+        CheckpointError: on every rank, if the metrics are damaged.
         OutputError: on every rank, if a file cannot be written.
     """
-    error = ""
+    error: CheckpointError | OutputError | None = None
     if setup.folder is not None:
         try:
             setup.folder.begin(setup.config)
@@ -157,11 +158,11 @@ def begin_folder(setup: RunSetup) -> None:
             setup.folder.write_json("data.json", setup.data.origin)
             if setup.about["conversion_report"]:
                 setup.folder.write_json("conversion_report.json", setup.about["conversion_report"])
-        except OutputError as found:
-            error = str(found)
+        except (CheckpointError, OutputError) as found:
+            error = found
     error = setup.ranks.gather(error)[0]
-    if error:
-        raise OutputError(error)
+    if error is not None:
+        raise error
 
 
 def _meta_model(config: TrainConfig) -> Llama:
