@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from quaver.devices import MissingDeviceError
 
@@ -16,8 +16,9 @@ BAD_INPUT = (ValueError, NotImplementedError, OSError, MissingDeviceError)
 
 
 def print_error(message: object) -> None:
-    """Print `message` as one line on stderr."""
-    print("quaver: error: " + " ".join(str(message).split()), file=sys.stderr)
+    """Print `message` as one line on stderr, unless stderr is gone: the exit code stays."""
+    with suppress(OSError):
+        print("quaver: error: " + " ".join(str(message).split()), file=sys.stderr, flush=True)
 
 
 @contextmanager

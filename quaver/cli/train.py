@@ -45,15 +45,17 @@ def run(argv: list[str]) -> int:
         config_path, flags = parse_arguments(argv)
         plan = set_up_run(load_config(config_path, flags), ranks)
         told.fingerprint = plan.fingerprint
-    with _agreed_input(ranks):
-        open_folder(plan)
     try:
+        with _agreed_input(ranks):
+            open_folder(plan)
         with ranks.process_group(plan.device, plan.config.comm.train_timeout_seconds):
             return _train(plan)
     except KeyboardInterrupt:
         if ranks.is_first:
             raise
         return EXIT_INTERRUPTED
+    finally:
+        plan.release()
 
 
 @dataclass
@@ -90,6 +92,10 @@ def _train(plan: RunSetup) -> int:
         if plan.ranks.is_first:
             print_error(error)
         return EXIT_BAD_INPUT
+    except OutputError as error:
+        if plan.ranks.is_first:
+            print_error(error)
+        return EXIT_NOT_WRITTEN
     try:
         summary = train(run)
     except tuple(ended_by) as error:

@@ -1,15 +1,65 @@
 """What a run prints: a progress bar per model on a terminal, plain lines elsewhere, and a table at the end."""
 
+import os
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
 from quaver.trainer.memory import memory_words
+
+
+class Stdout:
+    """Standard output until it fails; then nothing is shown, and the run goes on.
+
+    It fails when the reader of a pipe has ended, the terminal was closed, or the disk under a log file is full.
+    """
+
+    def __init__(self) -> None:
+        self._file = sys.stdout  # a live display replaces sys.stdout
+
+    def write(self, text: str) -> int:
+        """Write `text`."""
+        with self._silent_after_failure():
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush."""
+        with self._silent_after_failure():
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    @contextmanager
+    def _silent_after_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            with suppress(OSError, ValueError):  # no file descriptor
+                # The buffer still has the text, and the interpreter flushes it at its end.
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, self._file.fileno())
+                os.close(null)
+            with suppress(OSError):
+                line = f"quaver: cannot write to stdout: {error.strerror}; the run goes on without display"
+                print(line, file=sys.stderr, flush=True)
+
+
+def stdout_console(*, quiet: bool = False) -> Console:
+    """Return a console on standard output that outlives it."""
+    return Console(file=cast(IO[str], Stdout()), quiet=quiet)
+
+
+def print_line(text: str) -> None:
+    """Print one line on standard output as long as that works, without wrapping or styles."""
+    stdout_console().print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 @dataclass
@@ -57,7 +107,7 @@ def training_display(
     names: Sequence[str], steps: int, log_freq: int, *, peak_source: str, quiet: bool = False
 ) -> Iterator[Display]:
     """Show a progress bar per model in `names` while the block runs; nothing if `quiet`."""
-    console = Console(quiet=quiet)
+    console = stdout_console(quiet=quiet)
     progress = Progress(
         TextColumn("{task.description}", table_column=Column(no_wrap=True)),
         BarColumn(bar_width=None),
@@ -76,7 +126,7 @@ def training_display(
 
 def print_results(summary: dict[str, Any]) -> None:
     """Print summary.json as a table: one column per model, and the comparison with the bfloat16 baseline."""
-    console = Console()
+    console = stdout_console()
     runs, comparison = summary["runs"], summary.get("comparison")
     rows = [
         ("validation loss (nats)", "validation_loss", "{:.4f}", "loss_gap", "{:+.2%}"),

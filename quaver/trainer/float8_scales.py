@@ -26,7 +26,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from quaver import TensorScaling
-from quaver.trainer.metrics import read_metrics
+from quaver.trainer.metrics import Records
 
 Grid = np.ndarray[Any, np.dtype[np.float64]]
 """[tensors, records], NaN where a tensor was not cast."""
@@ -87,7 +87,7 @@ def draw_scales(scales: Path, image: Path, *, title: str) -> None:
 
     Above, the exponent of the scale, with dots where it was dynamic; below, how many elements saturated.
     """
-    records = read_metrics(scales)
+    records = Records(scales)
     panels = panels_of(records)
     height = min(max(0.13 * max((len(panel.names) for panel in panels.values()), default=0) + 0.5, 2.2), 9)
     with matplotlib.rc_context({"font.size": 8}):
@@ -101,15 +101,15 @@ def draw_scales(scales: Path, image: Path, *, title: str) -> None:
         figure.savefig(image, dpi=150)
 
 
-def panels_of(records: Sequence[dict[str, Any]]) -> dict[str, Panel]:
-    """Return the panel of each operand in `records`."""
+def panels_of(records: Iterable[dict[str, Any]]) -> dict[str, Panel]:
+    """Return the panel of each operand in `records`, which are read several times and not held."""
     by_operand: dict[str, list[str]] = {}
     for name in _names(records):
         by_operand.setdefault(name.rpartition(".")[2], []).append(name)
     return {operand: _panel(names, records) for operand, names in by_operand.items()}
 
 
-def _names(records: Sequence[dict[str, Any]]) -> list[str]:
+def _names(records: Iterable[dict[str, Any]]) -> list[str]:
     """Return every tensor in the order of the model, which each record has, although none has all tensors."""
     order: list[str] = []
     known: set[str] = set()
@@ -122,8 +122,9 @@ def _names(records: Sequence[dict[str, Any]]) -> list[str]:
     return order
 
 
-def _panel(names: list[str], records: Sequence[dict[str, Any]]) -> Panel:
-    exponent, saturated, dynamic = (np.full((len(names), len(records)), np.nan) for _ in range(3))
+def _panel(names: list[str], records: Iterable[dict[str, Any]]) -> Panel:
+    count = sum(1 for _ in records)
+    exponent, saturated, dynamic = (np.full((len(names), count), np.nan) for _ in range(3))
     for column, record in enumerate(records):
         nonfinite, scaled_dynamically = set(record["nonfinite"]), set(record["dynamic"])
         for row, name in enumerate(names):

@@ -5,7 +5,8 @@ import importlib.util
 import json
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ import torch
 
 from quaver.devices import PeakFlops, describe
 from quaver.trainer.config import Metrics, TrainConfig
-from quaver.trainer.errors import OutputError
+from quaver.trainer.errors import CheckpointError, OutputError
 from quaver.trainer.flops import utilization
 from quaver.trainer.parallel_dims import ParallelDims
 from quaver.trainer.trained_model import TrainedModel
@@ -44,7 +45,10 @@ class JsonLines:
     """Appends one JSON object per line, each in one flushed write, so that a killed run leaves whole lines."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        try:
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise OutputError(f"cannot write {str(path)!r}: {error.strerror}") from error
 
     def write(self, record: dict[str, Any]) -> None:
         """Append `record`.
@@ -61,8 +65,9 @@ class JsonLines:
             raise OutputError(f"cannot write {self._file.name!r}: {error.strerror}") from error
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file. After a failed `write` it still has the line, which fails again."""
+        with suppress(OSError):
+            self._file.close()
 
 
 class _TensorBoard:
@@ -135,14 +140,49 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def rewind_metrics(path: Path, step: int) -> None:
-    """Remove the records after `step`, and an incomplete last line, from a file of JSON lines."""
-    if not path.exists():
-        return
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text("".join(line for line in lines if json.loads(line)["step"] <= step), encoding="utf-8")
-    partial.replace(path)
+@dataclass(frozen=True)
+class Records:
+    """The records of a file of JSON lines, read one at a time, each time that they are iterated over."""
+
+    path: Path
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        with self.path.open(encoding="utf-8") as file:
+            for line in file:
+                yield json.loads(line)
+
+
+@contextmanager
+def rewound_metrics(paths: Sequence[Path], step: int) -> Iterator[None]:
+    """Remove the records after `step`, and an incomplete last line, from files of JSON lines, after the block.
+
+    Memory is bounded by the longest line. An error, in a file or in the block, leaves every file as it was.
+
+    Raises:
+        CheckpointError: a line is not a record.
+        OSError: a file cannot be read or written.
+    """
+    partials = {path: path.with_name(f".{path.name}.partial") for path in paths if path.exists()}
+    try:
+        for path, partial in partials.items():
+            with path.open("rb") as file, partial.open("wb") as kept:
+                for number, line in enumerate(file, start=1):
+                    if line.endswith(b"\n") and _step_of(line, path, number) <= step:
+                        kept.write(line)
+        yield
+        for path, partial in partials.items():
+            partial.replace(path)
+    finally:
+        for partial in partials.values():
+            with suppress(OSError):
+                partial.unlink()
+
+
+def _step_of(line: bytes, path: Path, number: int) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(f"line {number} of {str(path)!r} is not a record of a step; remove the line") from error
 
 
 def is_spike(loss: float, recent: Sequence[float], deviations: float) -> bool:

@@ -26,22 +26,29 @@ class Requests:
     """What signals asked this process for."""
 
     stop: bool = False
-    """SIGINT (Ctrl-C) or SIGTERM arrived."""
+    """SIGINT (Ctrl-C), SIGTERM or SIGHUP (the terminal was closed) arrived."""
     snapshots: int = 0
     """The number of SIGUSR1."""
 
 
 @contextmanager
 def stop_signals() -> Iterator[Requests]:
-    """Turn the first SIGINT or SIGTERM in the block into `stop`, so that a run ends between two steps.
+    """Turn the first SIGINT, SIGTERM or SIGHUP in the block into `stop`, so that a run ends between two steps.
 
-    The second one has its default effect. Only the main thread receives signals; in another thread nothing changes.
+    A second SIGINT or SIGTERM has its default effect. A second SIGHUP has none: the shell and the kernel both send one
+    when a terminal is closed. A SIGHUP that the process ignores, as under nohup, stays ignored. Only the main thread
+    receives signals; in another thread nothing changes.
     """
     requests = Requests()
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)
+    hangup = getattr(signal, "SIGHUP", None)  # Windows has none
+    if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
+        numbers += (hangup,)
 
-    def stop(_signal: int, _frame: FrameType | None) -> None:
+    def stop(number: int, _frame: FrameType | None) -> None:
         requests.stop = True
+        if number == hangup:
+            return
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -131,7 +138,7 @@ def watchdog(path: Path) -> Iterator[Watchdog]:
     path.parent.mkdir(parents=True, exist_ok=True)  # other machines may not share the disk of the first rank
     with path.open("a", encoding="utf-8") as file:
         yield Watchdog(path, file)
-    if path.stat().st_size == 0:
+    if path.exists() and path.stat().st_size == 0:
         path.unlink()
 
 

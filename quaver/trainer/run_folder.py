@@ -1,4 +1,8 @@
-"""The folder of a run: created once, never over an older run unless it resumes; and the provenance of the run."""
+"""The folder of a run: created once, never over an older run unless it resumes; and the provenance of the run.
+
+[Note: refusals write nothing] `RunFolder.open` checks a resume and takes the lock. `begin` makes the first change of
+the folder, after the checkpoint was loaded. So a resume that is refused leaves every file of the run as it was.
+"""
 
 import itertools
 import json
@@ -8,6 +12,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from importlib.metadata import version
@@ -18,12 +24,18 @@ import torch
 
 from quaver.devices import describe
 from quaver.trainer.checkpoint_folder import CheckpointFolder
-from quaver.trainer.config import Checkpoint, TrainConfig
+from quaver.trainer.config import Checkpoint, TrainConfig, require
 from quaver.trainer.config_io import load_config, write_config
 from quaver.trainer.errors import OutputError
-from quaver.trainer.metrics import rewind_metrics
+from quaver.trainer.metrics import rewound_metrics
+from quaver.trainer.run_lock import RunLock
 
 CONFIG = "config.toml"
+
+RUN_FILES = (
+    *(CONFIG, "metrics.jsonl", "float8_scales.jsonl", "provenance.jsonl", "data.json", "conversion_report.json"),
+    *("summary.json", "curves.png", "float8_scales.png"),
+)
 
 UNRELATED = ("job", "checkpoint", "metrics", "comm", "profiling")
 """Sections that change what a run saves and shows, but not its numbers."""
@@ -38,38 +50,59 @@ class RunFolder:
     changes: dict[str, list[Any]] = field(default_factory=dict)
     """The settings that changed when the run resumed, by name: old value and new value."""
 
+    lock: RunLock | None = field(default=None, compare=False)
+    """Held by the process that may write the folder."""
+
     @classmethod
     def open(cls, config: TrainConfig) -> "RunFolder":
-        """Create dump_folder/name, or find it as config.checkpoint.resume says, and write the resolved config there.
-
-        When a run resumes, the metrics lose the records after the step that it resumes from.
+        """Find or make dump_folder/name, as config.checkpoint.resume says, and take its lock; see `begin`.
 
         Raises:
             FileExistsError: the folder has files already, and the run does not resume.
             FileNotFoundError: there is no checkpoint to resume from.
+            BlockingIOError: another process writes the run.
             ValueError: the model differs from that of the run.
             OSError: the folder cannot be created or written.
         """
         dump_folder = Path(config.job.dump_folder).expanduser()
         path = dump_folder / config.job.name if config.job.name else _unused_path(dump_folder, config)
+        _resume_from(path, config)  # before anything is made
+        lock = RunLock(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            # A killed process may leave partial files, whose names begin with a dot.
-            names = {entry.name for entry in path.iterdir() if not entry.name.startswith(".")}
+            lock.acquire()
+        except BlockingIOError:
+            raise
         except OSError as error:
             raise _unwritable(path, error) from error
-        step = _resume_step(path, config.checkpoint, is_run=CONFIG in names)
-        if names and (config.checkpoint.resume == "never" or CONFIG not in names):
-            raise FileExistsError(_used(path, config.checkpoint))
-        changes = _changes(path, config) if step is not None else {}
-        folder = cls(path, step, changes)
         try:
-            write_config(_as_begun(config), path / CONFIG)
-            for metrics in (folder.metrics, folder.float8_scales):
-                rewind_metrics(metrics, step or 0)
+            return cls(path, *_resume_from(path, config), lock)  # again: a run may have ended in between
+        except BaseException:
+            lock.release()
+            raise
+
+    def begin(self, config: TrainConfig) -> None:
+        """Write the resolved config, and remove the records of metrics after the step that the run resumes from.
+
+        Raises:
+            CheckpointError: the metrics are damaged; nothing was written.
+            OutputError: a file cannot be written.
+        """
+        try:
+            with rewound_metrics([self.metrics, self.float8_scales], self.resume_step or 0):
+                write_config(_as_begun(config), self.path / CONFIG)
         except OSError as error:
-            raise _unwritable(path, error) from error
-        return folder
+            raise OutputError(f"cannot write the run folder {str(self.path)!r}: {error.strerror or error}") from error
+
+    def check_exists(self) -> None:
+        """Raise OutputError if the folder was removed: open files would take the numbers of the run with them."""
+        if not (self.path / CONFIG).exists():
+            raise OutputError(f"the run folder {str(self.path)!r} was removed while the run trained; the run ends")
+
+    def release(self) -> None:
+        """Let other processes write the folder."""
+        if self.lock is not None:
+            self.lock.release()
 
     def stacks(self, rank: int) -> Path:
         """The stacks that the watchdog of a rank writes."""
@@ -80,9 +113,13 @@ class RunFolder:
         return CheckpointFolder(self.path / config.folder)
 
     def add_provenance(self, about: dict[str, Any]) -> None:
-        """Append a line to provenance.jsonl, which has one for each start of the run."""
-        with (self.path / "provenance.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**about, "from_step": self.resume_step or 0, "changes": self.changes}) + "\n")
+        """Append a line to provenance.jsonl, which has one for each start of the run. Raises OutputError."""
+        path = self.path / "provenance.jsonl"
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({**about, "from_step": self.resume_step or 0, "changes": self.changes}) + "\n")
+        except OSError as error:
+            raise OutputError(f"cannot write {str(path)!r}: {error.strerror}") from error
 
     @property
     def metrics(self) -> Path:
@@ -115,8 +152,25 @@ class RunFolder:
             partial.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
             partial.replace(self.path / name)
         except OSError as error:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.unlink()
             raise OutputError(f"cannot write {str(self.path / name)!r}: {error.strerror}") from error
+
+
+def draw(picture: Callable[[Path], None], image: Path) -> None:
+    """Replace `image` by what `picture` writes to the path that it gets.
+
+    Raises:
+        OutputError: a file cannot be read or written; the last picture is still there.
+    """
+    partial = image.with_name(f".{image.name}")
+    try:
+        picture(partial)
+        partial.replace(image)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise OutputError(f"cannot write {str(image)!r}: {error.strerror or error}") from error
 
 
 def _unused_path(dump_folder: Path, config: TrainConfig) -> Path:
@@ -141,6 +195,31 @@ def _used(path: Path, config: Checkpoint) -> str:
     can_resume = (path / CONFIG).exists() and CheckpointFolder(path / config.folder).steps()
     other = f"resume it with --resume {path}" if can_resume else "remove it"
     return f"the run folder {str(path)!r} has files already; give another job.name or {other}"
+
+
+def _resume_from(path: Path, config: TrainConfig) -> tuple[int | None, dict[str, list[Any]]]:
+    """Return the step to resume from, None for a new run, and the settings that change. Writes nothing.
+
+    Raises what `RunFolder.open` does.
+    """
+    try:
+        # A killed process may leave partial files, whose names begin with a dot.
+        names = {entry.name for entry in path.iterdir() if not entry.name.startswith(".")}
+    except FileNotFoundError:
+        names = set()
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    folder = path / config.checkpoint.folder
+    require(
+        config.checkpoint.folder not in RUN_FILES and (folder.is_dir() or not folder.exists()),
+        "checkpoint.folder",
+        "a folder, which no other file of the run has the name of",
+        config.checkpoint.folder,
+    )
+    step = _resume_step(path, config.checkpoint, is_run=CONFIG in names)
+    if names and (config.checkpoint.resume == "never" or CONFIG not in names):
+        raise FileExistsError(_used(path, config.checkpoint))
+    return step, _changes(path, config) if step is not None else {}
 
 
 def _resume_step(path: Path, config: Checkpoint, *, is_run: bool) -> int | None:

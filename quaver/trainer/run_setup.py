@@ -4,6 +4,7 @@ Everything that can be wrong with the input is refused here, before a file is wr
 """
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from quaver.devices import resolve_device
 from quaver.trainer.checkpoint_folder import read_record
 from quaver.trainer.config import TrainConfig, require
 from quaver.trainer.data import TokenData, load_data
+from quaver.trainer.errors import CheckpointError, OutputError
 from quaver.trainer.float8 import convert_model
 from quaver.trainer.flops import flops_per_token_by_precision
 from quaver.trainer.metrics import check_loggers
@@ -55,6 +57,11 @@ class RunSetup:
         """The settings and the hash of the text, which must be equal on every rank."""
         return json.dumps([asdict(self.config), self.data.origin["sha256"]])
 
+    def release(self) -> None:
+        """Release the lock of the run folder, which the end of the process does, too."""
+        if self.folder is not None:
+            self.folder.release()
+
 
 def set_up_run(config: TrainConfig, ranks: Ranks) -> RunSetup:
     """Check `config`, read the data, make and convert the models. Writes nothing but the token cache.
@@ -67,6 +74,7 @@ def set_up_run(config: TrainConfig, ranks: Ranks) -> RunSetup:
         NotImplementedError: a known gap.
         MissingDeviceError: the device does not exist here.
     """
+    _check_finite(config)
     config, dims = resolve(config, rank=ranks.rank, world_size=ranks.world_size)
     device = ranks.device(resolve_device(config.training.device))
     require(
@@ -80,6 +88,14 @@ def set_up_run(config: TrainConfig, ranks: Ranks) -> RunSetup:
     models = make_models(config, device)
     data = load_data(config, quiet=not ranks.is_first)
     return RunSetup(config, ranks, dims, device, data, models)
+
+
+def _check_finite(config: TrainConfig) -> None:
+    """Refuse an inf or a NaN, which the JSON of a checkpoint lacks, before the first save would fail."""
+    for section, values in asdict(config).items():
+        for name, value in values.items():
+            is_finite = not isinstance(value, float) or math.isfinite(value)
+            require(is_finite, f"{section}.{name}", "finite", value, "each checkpoint records it as JSON")
 
 
 def check_environment(config: TrainConfig) -> None:
@@ -116,17 +132,37 @@ def make_models(config: TrainConfig, device: torch.device) -> Models:
 
 
 def open_folder(setup: RunSetup) -> None:
-    """Make or find the run folder, on the first rank. Raises what `RunFolder.open` does, and OutputError."""
+    """Find or make the run folder and lock it, on the first rank. Raises what `RunFolder.open` does."""
     report = setup.models.report.to_dict() if setup.models.report else None
     source = provenance(setup.device)
     setup.about = {"config": asdict(setup.config), "provenance": source, "conversion_report": report}
     setup.about["data"] = setup.data.origin
     if setup.ranks.is_first:
         setup.folder = RunFolder.open(setup.config)
-        setup.folder.add_provenance(source)
-        setup.folder.write_json("data.json", setup.data.origin)
-        if report:
-            setup.folder.write_json("conversion_report.json", report)
+
+
+def begin_folder(setup: RunSetup) -> None:
+    """Write what the run folder says about this start of the run: [Note: refusals write nothing].
+
+    Every rank calls it, with a process group.
+
+    Raises:
+        CheckpointError: on every rank, if the metrics are damaged.
+        OutputError: on every rank, if a file cannot be written.
+    """
+    error: CheckpointError | OutputError | None = None
+    if setup.folder is not None:
+        try:
+            setup.folder.begin(setup.config)
+            setup.folder.add_provenance(setup.about["provenance"])
+            setup.folder.write_json("data.json", setup.data.origin)
+            if setup.about["conversion_report"]:
+                setup.folder.write_json("conversion_report.json", setup.about["conversion_report"])
+        except (CheckpointError, OutputError) as found:
+            error = found
+    error = setup.ranks.gather(error)[0]
+    if error is not None:
+        raise error
 
 
 def _meta_model(config: TrainConfig) -> Llama:

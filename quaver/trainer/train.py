@@ -7,6 +7,7 @@ a slow moment of the machine affects both, and the ratio of their median step ti
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from quaver.devices import PeakFlops, peak_flops
 from quaver.trainer.checkpoint import Checkpointer, Progress, load_weights
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.data import Batch, TokenData
-from quaver.trainer.display import Display, print_results, training_display
+from quaver.trainer.display import Display, print_line, print_results, training_display
 from quaver.trainer.errors import CheckpointError, NonFiniteError, OutputError
 from quaver.trainer.float8_scales import draw_scales, saturation_summary, scales_record
 from quaver.trainer.flops import utilization
@@ -30,8 +31,8 @@ from quaver.trainer.plot import draw_curves
 from quaver.trainer.process import Requests, Watchdog, determinism, stop_signals, watchdog
 from quaver.trainer.profiling import Profiling
 from quaver.trainer.ranks import Ranks
-from quaver.trainer.run_folder import RunFolder
-from quaver.trainer.run_setup import RunSetup, open_folder, set_up_run
+from quaver.trainer.run_folder import RunFolder, draw
+from quaver.trainer.run_setup import RunSetup, begin_folder, open_folder, set_up_run
 from quaver.trainer.trained_model import StepResult, TrainedModel
 
 MEMORY_STEP = 2
@@ -66,17 +67,22 @@ def prepare(config: TrainConfig) -> Run:
     """Return the run of a single process. Raises what `set_up_run`, `open_folder` and `build` raise."""
     setup = set_up_run(config, Ranks())
     open_folder(setup)
-    return build(setup)
+    try:
+        return build(setup)
+    except BaseException:
+        setup.release()
+        raise
 
 
 def build(setup: RunSetup) -> Run:
-    """Parallelize the models of `setup` and give them their initial weights, or those of a checkpoint.
+    """Parallelize the models of `setup`, give them their weights, initial or of a checkpoint, and begin the run folder.
 
     The initial weights are the same for any number of ranks. Several ranks need the process group, and every rank must
     call this.
 
     Raises:
-        CheckpointError: on every rank, if a checkpoint cannot be read or does not fit.
+        CheckpointError: on every rank, if a checkpoint cannot be read or does not fit; the run folder is as it was.
+        OutputError: on every rank, if the run folder cannot be written.
     """
     config, ranks = setup.config, setup.ranks
     own = (str(setup.folder.path), setup.folder.resume_step) if setup.folder else None
@@ -92,6 +98,7 @@ def build(setup: RunSetup) -> Run:
         progress = checkpoints.load(resume_step, models)
     elif loads_weights:
         load_weights(config.checkpoint.initial_weights, models)
+    begin_folder(setup)
     return Run(
         config,
         ranks,
@@ -127,8 +134,9 @@ def _build_models(setup: RunSetup, *, initializes: bool) -> list[TrainedModel]:
 def train(run: Run) -> dict[str, Any]:
     """Train every model to the last step and return the summary, which the run folder has as summary.json.
 
-    Ctrl-C or SIGTERM, on any rank, ends the run on all ranks after the current step with status "interrupted", and
-    with a checkpoint if they are enabled. The summary and the curves are written however the loop ends.
+    Ctrl-C, SIGTERM or SIGHUP, on any rank, ends the run on all ranks after the current step with status "interrupted",
+    and with a checkpoint if they are enabled. The summary and the curves are written however the loop ends, and the
+    lock of the run folder is released.
 
     Raises:
         NonFiniteError: if a loss or a gradient norm is not finite; on every rank, with the same message.
@@ -136,6 +144,14 @@ def train(run: Run) -> dict[str, Any]:
         OutputError: if another file cannot be written; on the first rank.
         KeyboardInterrupt: with several ranks, at a second Ctrl-C, without waiting for the other ranks.
     """
+    try:
+        return _train(run)
+    finally:
+        if run.folder:
+            run.folder.release()
+
+
+def _train(run: Run) -> dict[str, Any]:
     status, error, waits = "failed", None, True
     try:
         with determinism(run.config.training.deterministic), _outputs(run) as outputs, stop_signals() as requests:
@@ -152,7 +168,11 @@ def train(run: Run) -> dict[str, Any]:
         raise
     finally:
         run.checkpoints.close(waits=waits)
-        summary = _conclude(run, status, error)
+        try:
+            summary = _conclude(run, status, error)
+        except OutputError:
+            if error is None:  # else the error that ended the run is raised
+                raise
     _print_end(run, status, summary)
     return summary
 
@@ -164,6 +184,8 @@ def _train_steps(run: Run, outputs: "Outputs", requests: Requests) -> None:
         if run.ranks.any(requests.stop or run.checkpoints.failed, run.device):
             break
         _train_step(run, progress.step + 1, outputs)
+        if run.folder:
+            run.folder.check_exists()
         if progress.step % config.validation.freq == 0 or progress.step == config.training.steps:
             _validate(run, progress.step, outputs)
         if run.checkpoints.is_due(progress.step):
@@ -325,9 +347,10 @@ def _conclude(run: Run, status: str, error: str | None) -> dict[str, Any]:
     is_writable = not (status == "failed" and error)  # else an OutputError ended the run
     if run.folder and did_something and is_writable:
         run.folder.write_json("summary.json", summary)
-        draw_curves(run.folder.metrics, run.folder.curves, title=run.folder.path.name)
+        title = run.folder.path.name
+        draw(partial(draw_curves, run.folder.metrics, title=title), run.folder.curves)
         if run.config.metrics.plot_float8_scales:
-            draw_scales(run.folder.float8_scales, run.folder.float8_scales_plot, title=run.folder.path.name)
+            draw(partial(draw_scales, run.folder.float8_scales, title=title), run.folder.float8_scales_plot)
     return summary
 
 
@@ -335,9 +358,9 @@ def _print_end(run: Run, status: str, summary: dict[str, Any]) -> None:
     if run.folder is None:
         return
     if run.progress.step == run.began_at_step and status == "finished":
-        print(f"nothing left to do: the run is at training.steps = {run.config.training.steps}; set more steps")
+        print_line(f"nothing left to do: the run is at training.steps = {run.config.training.steps}; set more steps")
     else:
         print_results(summary)
-    print(f"run folder: {run.folder.path}")
+    print_line(f"run folder: {run.folder.path}")
     if status == "interrupted" and run.checkpoints.folder.steps():
-        print(f"resume with: quaver train --resume {run.folder.path}")
+        print_line(f"resume with: quaver train --resume {run.folder.path}")

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from quaver.trainer.display import stdout_console
 
 Advance = Callable[[int], None]
 """Called with the number of bytes read since the last call."""
@@ -12,13 +13,13 @@ Advance = Callable[[int], None]
 
 def say(text: str, *, quiet: bool) -> None:
     """Print one plain line, unless `quiet`."""
-    Console(quiet=quiet).print(text, soft_wrap=True, highlight=False, markup=False)
+    stdout_console(quiet=quiet).print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 @contextmanager
 def byte_progress(label: str, total: int, *, quiet: bool) -> Iterator[Advance]:
     """Show progress over `total` bytes under `label` while the block runs."""
-    console = Console(quiet=quiet)
+    console = stdout_console(quiet=quiet)
     if not console.is_terminal:
         say(f"{label}: {total:,} bytes", quiet=quiet)
     columns = TextColumn("{task.description}"), BarColumn(bar_width=None), DownloadColumn(), TimeRemainingColumn()

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tracemalloc
 import types
 from contextlib import closing
 from dataclasses import fields, replace
@@ -14,19 +15,21 @@ import torch
 from quaver.devices import DEVICE_SPECS, PeakFlops, find_device_spec, peak_flops
 from quaver.trainer.config import Metrics, TrainConfig
 from quaver.trainer.config_docs import configuration_page
-from quaver.trainer.errors import OutputError
+from quaver.trainer.errors import CheckpointError, OutputError
+from quaver.trainer.float8_scales import panels_of
 from quaver.trainer.flops import utilization
 from quaver.trainer.memory import device_memory, memory_words
 from quaver.trainer.metrics import (
     SPIKE_MIN_STEPS,
     SPIKE_WINDOW,
     JsonLines,
+    Records,
     check_loggers,
     is_spike,
     median_step_seconds,
     read_metrics,
     remember,
-    rewind_metrics,
+    rewound_metrics,
 )
 from quaver.trainer.run_folder import git_revision, provenance
 from quaver.trainer.train import prepare, train
@@ -158,16 +161,56 @@ def test_json_lines_refuse_what_json_lacks(tmp_path):
     assert read_metrics(tmp_path / "m.jsonl") == [{"step": 1, "loss": 0.5}]
 
 
+def rewind(*paths: Path, step: int) -> None:
+    with rewound_metrics(paths, step):
+        pass
+
+
 def test_rewinding_takes_later_steps_and_half_a_line_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step}) for step in (1, 2, 3)]
     path.write_text("\n".join(lines) + '\n{"step": 4, "lo')
-    rewind_metrics(path, 3)
+    rewind(path, step=3)
     assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
-    rewind_metrics(path, 1)
+    rewind(path, step=1)
     assert [record["step"] for record in read_metrics(path)] == [1]
-    rewind_metrics(tmp_path / "none.jsonl", 1)
+    rewind(tmp_path / "none.jsonl", step=1)
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("damage", ["garbage", "[]", '{"loss": 1}', '{"step": null}', "[" * 100_000, "\x00"])
+def test_a_damaged_record_is_named_and_no_file_is_changed(tmp_path, damage):
+    good, bad = tmp_path / "metrics.jsonl", tmp_path / "float8_scales.jsonl"
+    good.write_text('{"step": 1}\n{"step": 2}\n')
+    bad.write_text(f'{{"step": 1}}\n{damage}\n')
+    with pytest.raises(CheckpointError, match="line 2 of .*float8_scales.jsonl' is not a record"):
+        rewind(good, bad, step=1)
+    assert good.read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_rewinding_and_drawing_hold_one_record_at_a_time(tmp_path):
+    path = tmp_path / "float8_scales.jsonl"
+    names = [f"model.layers.{index}.mlp.down_proj.input" for index in range(100)]
+    empty = {"saturated": {}, "dynamic": [], "nonfinite": []}
+    values = dict.fromkeys(names, 1.5)
+    with path.open("w") as file:
+        for step in range(1, 501):
+            record = {"step": step, "quant_scale": values, "amax": values, **empty}
+            file.write(json.dumps(record) + "\n")
+    assert path.stat().st_size > 4_000_000
+    tracemalloc.start()
+    try:
+        rewind(path, step=400)
+        rewinding = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        panel = panels_of(Records(path))["input"]
+        drawing = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert panel.exponent.shape == (100, 400)
+    assert rewinding < 500_000
+    assert drawing < 3 * panel.exponent.nbytes + 500_000
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")

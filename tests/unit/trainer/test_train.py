@@ -46,6 +46,7 @@ def test_a_run_leaves_everything_in_its_folder(tiny_config, capsys):
         "summary.json",
         "curves.png",
         "provenance.jsonl",
+        ".writer.lock",
         "checkpoint",
     }
     resolved = replace(tiny_config, training=replace(tiny_config.training, global_batch_size=2))
@@ -221,7 +222,9 @@ def test_an_unexpected_error_still_leaves_a_summary(tiny_config, monkeypatch):
 
 
 def test_an_older_run_is_never_overwritten(tiny_config):
-    RunFolder.open(tiny_config)
+    folder = RunFolder.open(tiny_config)
+    folder.begin(tiny_config)
+    folder.release()
     with pytest.raises(FileExistsError, match="has files already; give another job.name or remove it"):
         RunFolder.open(tiny_config)
 
@@ -229,6 +232,7 @@ def test_an_older_run_is_never_overwritten(tiny_config):
 def test_automatic_names_differ(tiny_config):
     unnamed = named(tiny_config, "")
     first, second = RunFolder.open(unnamed), RunFolder.open(unnamed)
+    first.begin(unnamed)
     assert first.path != second.path
     assert first.path.name.startswith("bfloat16-")
     assert load_config(first.path / "config.toml").job.name == ""

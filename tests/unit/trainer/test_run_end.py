@@ -1,0 +1,143 @@
+"""Runs that lose their terminal, their disk or their folder: what they save, and the one line that they end with."""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quaver.cli import main
+from quaver.trainer.config import Checkpoint, LRScheduler, TrainConfig
+from quaver.trainer.train import prepare, train
+from quaver.trainer.trained_model import TrainedModel
+
+
+@pytest.fixture
+def config(tiny_config: TrainConfig) -> TrainConfig:
+    schedule = LRScheduler(schedule="constant", warmup_steps=2)
+    return replace(tiny_config, lr_scheduler=schedule, checkpoint=Checkpoint(interval=2, keep_latest_k=0))
+
+
+@pytest.fixture
+def folder(config: TrainConfig) -> Path:
+    """A run of four steps."""
+    run = prepare(config)
+    train(run)
+    return run.folder.path
+
+
+@pytest.fixture
+def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None]], None]:
+    """Makes an action happen before a step is trained."""
+
+    def at_step(number: int, action: Callable[[], None]) -> None:
+        original = TrainedModel.train_step
+
+        def train_step(model, step, batches, **options):
+            if step == number:
+                action()
+            return original(model, step, batches, **options)
+
+        monkeypatch.setattr(TrainedModel, "train_step", train_step)
+
+    return at_step
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoint").iterdir())
+
+
+def resume(folder: Path, steps: int) -> int:
+    return main(["train", "--resume", str(folder), f"--training.steps={steps}"])
+
+
+def error_line(capsys: pytest.CaptureFixture[str]) -> str:
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def closed_pipe() -> int:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+@pytest.mark.parametrize("open_bad", [closed_pipe, lambda: os.open("/dev/full", os.O_WRONLY)], ids=["pipe", "full"])
+def test_a_run_goes_on_without_its_stdout(config, monkeypatch, capsys, open_bad):
+    with os.fdopen(open_bad(), "w") as bad:
+        monkeypatch.setattr("sys.stdout", bad)
+        run = prepare(config)
+        assert train(run)["status"] == "finished"
+    assert checkpoints(run.folder.path) == ["step-00000002", "step-00000004"]
+    assert "the run goes on without display" in error_line(capsys)
+
+
+def test_a_closed_terminal_ends_the_run_with_a_checkpoint(config, at_step):
+    run = prepare(config)
+
+    def close_terminal() -> None:
+        os.kill(os.getpid(), signal.SIGHUP)  # the shell
+        os.kill(os.getpid(), signal.SIGHUP)  # the kernel
+
+    at_step(3, close_terminal)
+    assert train(run)["status"] == "interrupted"
+    assert checkpoints(run.folder.path) == ["step-00000002", "step-00000003"]
+
+
+def test_nohup_is_respected(config, at_step):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        at_step(3, lambda: os.kill(os.getpid(), signal.SIGHUP))
+        assert train(prepare(config))["status"] == "finished"
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(("name", "file"), [("metrics.jsonl", "metrics.jsonl"), (".curves.png", "curves.png")])
+def test_a_full_disk_ends_the_run_with_one_line_and_it_resumes(folder, monkeypatch, capsys, name, file):
+    kept = folder / "kept"
+    shutil.copy(folder / "metrics.jsonl", kept)
+    capsys.readouterr()
+    begin = "quaver.trainer.train.begin_folder"
+    with monkeypatch.context() as patch:
+
+        def fill_disk(_setup: object) -> None:
+            (folder / name).unlink(missing_ok=True)
+            (folder / name).symlink_to("/dev/full")
+
+        patch.setattr(begin, fill_disk)
+        assert resume(folder, 5) == 4
+    line = error_line(capsys)
+    assert f"{folder / file}': No space left on device" in line
+    assert checkpoints(folder)[:2] == ["step-00000002", "step-00000004"]
+    (folder / "metrics.jsonl").unlink()
+    kept.rename(folder / "metrics.jsonl")
+    assert resume(folder, 7) == 0
+    assert checkpoints(folder)[-1] == "step-00000007"
+
+
+def test_a_removed_run_folder_ends_the_run_with_one_line(folder, capsys, at_step):
+    capsys.readouterr()
+    at_step(6, lambda: shutil.rmtree(folder))
+    assert resume(folder, 9) == 4
+    assert "was removed while the run trained" in error_line(capsys)
+
+
+@pytest.mark.parametrize("value", ["inf", "1e999"])
+def test_numbers_that_no_checkpoint_could_record_are_refused(folder, capsys, value):
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "--resume", str(folder), f"--training.max_norm={value}"])
+    assert "training.max_norm must be finite, got inf" in error_line(capsys)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "notes"])
+def test_a_checkpoint_folder_that_is_a_file_is_refused(folder, capsys, name):
+    (folder / "notes").write_text("")
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "--resume", str(folder), f"--checkpoint.folder={name}"])
+    assert "checkpoint.folder must be a folder" in error_line(capsys)
