@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 
+from quaver.bench.doctor import Diagnosis, diagnose
 from quaver.cli.console import make_table, wide_console
 from quaver.cli.errors import bad_input
 from quaver.trainer.config.flags import parse_options

@@ -79,7 +79,7 @@ class _Float8:
 class Float8Precision(_Float8, _TrainerPrecision):
     """The plugin of `pytorch_lightning.Trainer`."""
 
-    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **options: Any) -> Any:
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **options: Any) -> Any:  # type: ignore[override]
         """Step, and then update the scales."""
         result = super().optimizer_step(optimizer, model, closure, **options)
         self._after_optimizer_step()
