@@ -426,12 +426,12 @@ def _make_recipes() -> dict[Float8LinearRecipeName, Float8LinearConfig]:
     tensor = CastConfig(target_dtype=E4M3.dtype)
     row = CastConfig(scaling_granularity=ScalingGranularity.ROWWISE, target_dtype=E4M3.dtype)
     hp = CastConfig(scaling_type=ScalingType.DISABLED)
-    kept = CastConfig(scaling_type=ScalingType.DELAYED)
+    from_history = CastConfig(scaling_type=ScalingType.DELAYED)
 
     def all_operands(cast: CastConfig) -> Float8LinearConfig:
         return Float8LinearConfig(cast_config_input=cast, cast_config_weight=cast, cast_config_grad_output=cast)
 
-    rowwise, delayed = replace(all_operands(row), round_scales_to_power_of_2=True), all_operands(kept)
+    rowwise, delayed = replace(all_operands(row), round_scales_to_power_of_2=True), all_operands(from_history)
     return {
         Float8LinearRecipeName.TENSORWISE: Float8LinearConfig(),
         Float8LinearRecipeName.ROWWISE: rowwise,

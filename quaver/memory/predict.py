@@ -188,7 +188,7 @@ def predict_step(
     optimizer: Optimizer | None,
     fakes: Fakes,
     *,
-    kept_scales: Sequence[Tensor] = (),
+    persistent_scales: Sequence[Tensor] = (),
 ) -> Prediction:
     """Record `step` after a warm-up call, inside `fake_tensors`, where `model` and `optimizer` were made.
 
@@ -196,7 +196,7 @@ def predict_step(
     that a reference cycle that holds tensors shows.
 
     Args:
-        kept_scales: float8 scaling state that persists across steps.
+        persistent_scales: float8 scaling state that persists across steps.
     """
     warm_up(step)
     fakes.reads = 0
@@ -204,7 +204,7 @@ def predict_step(
         fakes.assumptions.notes.clear()
     with nothing_compiled():
         backend = None if is_for_a_gpu() else GlooBuffers()
-        recorded = record_step(step, model, optimizer, kept_scales=kept_scales, around=backend)
+        recorded = record_step(step, model, optimizer, persistent_scales=persistent_scales, around=backend)
         reads, assumed = fakes.reads, [] if fakes.assumptions is None else list(fakes.assumptions.notes)
         return replace(recorded, reads=reads, notes=(*assumed, *check_integers(step, fakes)))
 
@@ -214,7 +214,7 @@ def record_step(
     model: nn.Module,
     optimizer: Optimizer | None,
     *,
-    kept_scales: Sequence[Tensor] = (),
+    persistent_scales: Sequence[Tensor] = (),
     around: AbstractContextManager[Any] | None = None,
 ) -> Prediction:
     """Record one call of `step`, with fake or real tensors, inside `around`, whose allocations are recorded.
@@ -224,7 +224,7 @@ def record_step(
     tracker = CompiledTracker(model) if are_kernels_left_out() else None
     with (
         _no_garbage_collection(),
-        record_timeline(model, optimizer, kept_scales=kept_scales, tracker=tracker) as timeline,
+        record_timeline(model, optimizer, persistent_scales=persistent_scales, tracker=tracker) as timeline,
         around or nullcontext(),
     ):
         step()

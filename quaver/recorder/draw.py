@@ -23,7 +23,7 @@ COLORS = {
     "parameters": "#332288",
     "gradients": "#88ccee",
     "optimizer_state": "#882255",
-    "kept_scales": "#aa4499",
+    "persistent_scales": "#aa4499",
     "inputs": "#999933",
     "gathered_weights": "#44aa99",
     "float8_weights": "#117733",

@@ -24,7 +24,7 @@ CATEGORIES = (
     "parameters",
     "gradients",
     "optimizer_state",
-    "kept_scales",
+    "persistent_scales",
     "inputs",
     "gathered_weights",
     "float8_weights",

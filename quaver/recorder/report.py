@@ -16,7 +16,7 @@ State = dict[Allocation, tuple[int, int]]
 COMPILED_GRAPH = "compiled graph"
 """The keeper of tensors that a compiled forward returns for its backward."""
 
-NOT_FOR_BACKWARD = ("parameters", "gradients", "optimizer_state", "kept_scales", "inputs")
+NOT_FOR_BACKWARD = ("parameters", "gradients", "optimizer_state", "persistent_scales", "inputs")
 """Categories that would be alive even if autograd did not save them."""
 
 

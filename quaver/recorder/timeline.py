@@ -53,7 +53,7 @@ def record_timeline(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    kept_scales: Iterable[Tensor] = (),
+    persistent_scales: Iterable[Tensor] = (),
     tracker: ModuleTracker | None = None,
 ) -> Iterator[Timeline]:
     """Record every tensor that is alive inside the block, on the thread that runs it.
@@ -61,7 +61,7 @@ def record_timeline(
     Args:
         model: its parameters and buffers are named, and each tensor is attributed to one of its modules.
         optimizer: its state is named, and its step is a phase.
-        kept_scales: float8 scaling state that persists across steps.
+        persistent_scales: float8 scaling state that persists across steps.
         tracker: for compiled code whose buffers can be followed (`quaver.memory.compiling`); by default a
             ModuleTracker.
     Raises:
@@ -73,7 +73,7 @@ def record_timeline(
         open_phases = stack.enter_context(watch_phases())
         stack.enter_context(tracker)
         recorder = Recorder(tracker, open_phases)
-        _name_residents(recorder, model, optimizer, kept_scales)
+        _name_residents(recorder, model, optimizer, persistent_scales)
         if optimizer is not None:
             _follow_optimizer(stack, recorder, model, optimizer)
         if exact:  # a dispatch mode or hooks would make torch.compile fall back to eager code, or compile again
@@ -88,13 +88,13 @@ def record_timeline(
 
 
 def _name_residents(
-    recorder: Recorder, model: nn.Module, optimizer: Optimizer | None, kept_scales: Iterable[Tensor]
+    recorder: Recorder, model: nn.Module, optimizer: Optimizer | None, persistent_scales: Iterable[Tensor]
 ) -> None:
     for name, module in model.named_modules():
         own = (*module.named_parameters(name, recurse=False), *module.named_buffers(name, recurse=False))
         for full_name, tensor in own:
             recorder.name("parameters", [tensor], name, parameter=full_name)
-    recorder.name("kept_scales", kept_scales)
+    recorder.name("persistent_scales", persistent_scales)
     _name_gradients_and_state(recorder, model, optimizer)
 
 

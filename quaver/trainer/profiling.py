@@ -115,7 +115,7 @@ class Profiling:
         if not self._is_snapshot_due(step, name):
             yield
             return
-        with record_timeline(model, optimizer, kept_scales=kept_scales(model)) as timeline:
+        with record_timeline(model, optimizer, persistent_scales=persistent_scales(model)) as timeline:
             yield
         about = {"run": name, "step": step, "rank": self._rank, "config": _plain(self._config)}
         report = {**timeline.report(), **about}
@@ -154,7 +154,7 @@ def _output(file: Path) -> Iterator[None]:
         raise OutputError(f"cannot write {str(file)!r}: {error.strerror or error}") from error
 
 
-def kept_scales(model: nn.Module) -> list[Tensor]:
+def persistent_scales(model: nn.Module) -> list[Tensor]:
     """Return every tensor of the persistent scales and histories that the linears of `model` share."""
     scalings = [module.scaling for module in model.modules() if isinstance(module, Float8Linear)]
     states = {id(scaling.state): scaling.state for scaling in scalings if isinstance(scaling, LinearScales)}

@@ -25,9 +25,9 @@ from tests.distributed.test_checkpoint import (
 )
 from tests.distributed.test_delayed_tensor_parallel import assert_equal
 from tests.distributed.test_tensor_parallel import model_of
-from tests.reference import KEPT_RECIPES
+from tests.reference import PERSISTENT_RECIPES
 
-RECIPE = pytest.mark.parametrize("recipe", KEPT_RECIPES)
+RECIPE = pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
 BEFORE, AFTER = 3, 3
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -29,7 +29,7 @@ from tests.distributed.models import (
 from tests.distributed.ranks import run
 from tests.distributed.test_fsdp import part_of, shard_model
 from tests.distributed.test_fsdp_features import model_by
-from tests.reference import KEPT_RECIPES
+from tests.reference import PERSISTENT_RECIPES
 
 STEPS = 4
 LAYERS, LINEARS = 4, 7
@@ -159,7 +159,7 @@ def test_every_way_to_use_fsdp2(recipe, ranks, ways):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("recipe", KEPT_RECIPES)
+@pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_way_to_use_fsdp2_by_every_recipe(recipe, ranks):
     check_ways(recipe, ranks, WAYS + MORE_WAYS)
@@ -190,7 +190,7 @@ def _accumulate_and_freeze(recipe):
     return _accumulate(recipe), _freeze(recipe)
 
 
-@pytest.mark.parametrize("recipe", KEPT_RECIPES)
+@pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
 def test_accumulated_gradients_and_frozen_weights(recipe):
     accumulated, frozen = run(2, _accumulate_and_freeze, recipe)[0]
     losses, snapshots = single_process(config_of(recipe), STEPS, 4)
@@ -264,7 +264,7 @@ def check_compiled(recipe, backend, cases, rtol):
                 torch.testing.assert_close(value, of_eager[name], rtol=rtol, atol=0, msg=f"{case} {step} {name}")
 
 
-@pytest.mark.parametrize("recipe", KEPT_RECIPES)
+@pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
 def test_compiled_blocks_under_autocast_and_checkpointing(recipe):
     """One graph serves the step without a history and those with one; the codes are those of eager code."""
     cases = {"delayed": [COMPILED[0], COMPILED[-2]], "delayed_with_dynamic_weight": COMPILED[-1:]}
@@ -272,7 +272,7 @@ def test_compiled_blocks_under_autocast_and_checkpointing(recipe):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("recipe", KEPT_RECIPES)
+@pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
 @pytest.mark.parametrize("case", COMPILED)
 def test_compiled_blocks_by_each_backend(recipe, case):
     """Inductor computes gelu and the norm in another order than eager code: 3e-7 seen, and 1e-5 as in test_fsdp.py."""
@@ -307,7 +307,7 @@ def _train_wrapped(recipe):
     return [train(_wrapped(recipe, how), compiled="compiled" in how) for how in WRAPPERS]
 
 
-@pytest.mark.parametrize("recipe", KEPT_RECIPES)
+@pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
 def test_ddp_and_fsdp1(recipe):
     expected = single_process(config_of(recipe), STEPS, 2)
     for how, got in zip(WRAPPERS, run(2, _train_wrapped, recipe)[0], strict=True):

@@ -28,9 +28,9 @@ from tests.distributed.test_tensor_parallel import (
     tp_mesh,
     uneven_magnitudes,
 )
-from tests.reference import KEPT_RECIPES
+from tests.reference import PERSISTENT_RECIPES
 
-RECIPE = pytest.mark.parametrize("recipe", KEPT_RECIPES)
+RECIPE = pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
 STEPS = 4
 
 

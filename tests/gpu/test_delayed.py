@@ -1,4 +1,4 @@
-"""On a GPU: kept scales make the codes of a CPU, nothing synchronises, and compiled code is compiled once."""
+"""On a GPU: persistent scales make the codes of a CPU, nothing synchronises, and compiled code is compiled once."""
 
 import copy
 from dataclasses import replace
@@ -17,7 +17,7 @@ from quaver import (
 from quaver.kernels.cast import cast_with_persistent_scale
 from quaver.scaling import PersistentScale
 from quaver.scaling import cast_with_persistent_scale as oracle
-from tests.reference import KEPT_RECIPES
+from tests.reference import PERSISTENT_RECIPES
 
 pytestmark = pytest.mark.gpu
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -64,7 +64,7 @@ def step(model, forward, seed, device):
     return loss.detach()
 
 
-@pytest.mark.parametrize("recipe", KEPT_RECIPES)
+@pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_training_follows_that_on_a_cpu_without_recompilation(recipe, compiled):
     on_cpu = make(recipe)

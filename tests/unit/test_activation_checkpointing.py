@@ -150,7 +150,7 @@ class Readers(nn.Module):
 
 
 def of_readers(config, mode: str, batch_dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Output, gradients and kept scales of two steps."""
+    """Output, gradients and persistent scales of two steps."""
     torch.manual_seed(3)
     net = convert_to_float8_training(Readers(), config=config)
     apply_activation_checkpointing([net], mode=mode)

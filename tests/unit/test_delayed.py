@@ -26,12 +26,12 @@ from quaver import (
 )
 from quaver.kernels import cpu
 from quaver.scale_state import ScaleState
-from tests.reference import KEPT_RECIPES, MAX, sqnr_db
+from tests.reference import MAX, PERSISTENT_RECIPES, sqnr_db
 from tests.thinned import thinned
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 NAN, INF = math.nan, math.inf
-RECIPE = pytest.mark.parametrize("recipe", KEPT_RECIPES)
+RECIPE = pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
 
 
 def config_of(recipe="delayed", *, enable=None, **delayed):

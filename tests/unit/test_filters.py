@@ -9,7 +9,7 @@ from torch import nn
 from quaver import auto_filter_for_recipe, conversion_report, convert_to_float8_training
 from quaver.devices import DEVICE_SPECS, find_device_spec, peak_flops
 from quaver.filters import KERNEL_LAUNCH_S, MATMUL_SHARES, MEMORY_SHARE, linear_cost, recipe_casts
-from tests.reference import KEPT_RECIPES, RECIPES
+from tests.reference import PERSISTENT_RECIPES, RECIPES
 
 H100 = find_device_spec("NVIDIA H100 80GB HBM3")
 
@@ -95,7 +95,7 @@ def test_grad_weight_in_high_precision_takes_bfloat16_time():
     assert cost.float8.grad_input_s < cost.bfloat16.grad_input_s
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, *KEPT_RECIPES])
+@pytest.mark.parametrize("recipe", [*RECIPES, *PERSISTENT_RECIPES])
 def test_without_float8_hardware_everything_is_slower(recipe):
     a100 = find_device_spec("A100")
     for size in (1024, 4096, 16384):

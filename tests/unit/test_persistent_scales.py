@@ -23,7 +23,7 @@ from quaver import (
     scale_state,
     sync_float8_amax_and_scale_history,
 )
-from tests.reference import KEPT_RECIPES, sqnr_db
+from tests.reference import PERSISTENT_RECIPES, sqnr_db
 from tests.thinned import thinned
 from tests.unit.test_delayed import (
     Ffn,
@@ -38,7 +38,7 @@ from tests.unit.test_delayed import (
     step,
 )
 
-RECIPE = pytest.mark.parametrize("recipe", KEPT_RECIPES)
+RECIPE = pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
 STATIC = CastConfig(scaling_type=ScalingType.STATIC)
 
 
@@ -49,7 +49,9 @@ def row_of(model):
 # ---- torch.compile, autocast -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("recipe", "hp_dtype"), list(zip(KEPT_RECIPES, (torch.float32, torch.bfloat16), strict=True)))
+@pytest.mark.parametrize(
+    ("recipe", "hp_dtype"), list(zip(PERSISTENT_RECIPES, (torch.float32, torch.bfloat16), strict=True))
+)
 def test_compiled_casts_record_and_scale_as_eager_ones(recipe, hp_dtype):
     """A linear alone has no arithmetic that a compiler could order otherwise: all that is recorded is the same."""
     module = make(96, 160, recipe=recipe, dtype=hp_dtype, bias=True)

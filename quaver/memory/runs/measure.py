@@ -30,7 +30,7 @@ from quaver.trainer.data import Batch
 from quaver.trainer.initialize import allocate, initialize
 from quaver.trainer.parallel_dims import ParallelDims, resolve
 from quaver.trainer.parallelize import parallelize
-from quaver.trainer.profiling import kept_scales
+from quaver.trainer.profiling import persistent_scales
 from quaver.trainer.ranks import Ranks
 from quaver.trainer.run_setup import make_models
 from quaver.trainer.trained_model import TrainedModel
@@ -140,7 +140,7 @@ def _measure(config: TrainConfig, layout: ParallelDims, ranks: Ranks, device: to
 
     for _ in range(WARM_UP_STEPS):
         step()
-    recorded = record_step(step, model, twin.optimizer, kept_scales=kept_scales(model))
+    recorded = record_step(step, model, twin.optimizer, persistent_scales=persistent_scales(model))
     with measure_usage(device, may_leave=True) as measured:
         twin.mark = measured.mark
         step()

@@ -22,7 +22,7 @@ from quaver.trainer.dry_run import pretended_mesh
 from quaver.trainer.initialize import allocate
 from quaver.trainer.parallel_dims import ParallelDims, resolve
 from quaver.trainer.parallelize import parallelize
-from quaver.trainer.profiling import kept_scales
+from quaver.trainer.profiling import persistent_scales
 from quaver.trainer.ranks import Ranks
 from quaver.trainer.run_setup import make_models
 from quaver.trainer.trained_model import TrainedModel
@@ -94,7 +94,7 @@ def predict_memory(config: TrainConfig, ranks: int = 1) -> RunMemory:
             def step() -> None:
                 twin.train_step(next(steps), batches)
 
-            prediction = predict_step(step, model, twin.optimizer, fakes, kept_scales=kept_scales(model))
+            prediction = predict_step(step, model, twin.optimizer, fakes, persistent_scales=persistent_scales(model))
     return RunMemory(config, layout, name, parameters, len(batches), prediction)
 
 

@@ -53,14 +53,14 @@ class TrainConfig(Settings):
             self.job.name,
             "the run is found again by its name",
         )
-        self._check_kept_scales()
+        self._check_persistent_scales()
         self._check_tensor_parallel()
         self._check_activation_checkpoint()
         self._check_decay()
         self._check_high_precision()
         self._check_profiling()
 
-    def _check_kept_scales(self) -> None:
+    def _check_persistent_scales(self) -> None:
         precision = self.float8.recipe_name if self.float8.enable_float8_linear else "no float8"
         without = f"where no scale is kept from step to step ({precision})"
         fix = f"choose float8.recipe_name {DELAYED_RECIPES.replace(', ', ' or ')}"

@@ -169,7 +169,7 @@ def test_a_module_wrapped_by_torch_compile_is_refused_inside_of_a_model():
         explain(nn.Sequential(torch.compile(nn.Linear(64, 64))), inputs)
 
 
-def test_kept_scales_are_copied():
+def test_persistent_scales_are_copied():
     model = convert_to_float8_training(_Two(), config=Float8LinearConfig.from_recipe_name("delayed"))
     state = float8_scaling_state(model).state_dict()
     before = {name: value.clone() for name, value in state.items()}

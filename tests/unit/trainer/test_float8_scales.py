@@ -181,7 +181,7 @@ def test_compiled_blocks_are_not_compiled_again_after_the_first_step(delayed_con
     torch.compiler.reset()
 
 
-def test_kept_scales_are_resident_memory(delayed_config, tiny_config):
+def test_persistent_scales_are_resident_memory(delayed_config, tiny_config):
     def resident(config: TrainConfig) -> int:
         return storage_bytes(prepare(config).models[0].resident_tensors())
 
