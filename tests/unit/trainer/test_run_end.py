@@ -83,7 +83,11 @@ def test_a_closed_terminal_ends_the_run_with_a_checkpoint(config, at_step):
         os.kill(os.getpid(), signal.SIGHUP)  # the kernel
 
     at_step(3, close_terminal)
-    assert train(run)["status"] == "interrupted"
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, under which these tests may run, ignores it
+    try:
+        assert train(run)["status"] == "interrupted"
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert checkpoints(run.folder.path) == ["step-00000002", "step-00000003"]
 
 
