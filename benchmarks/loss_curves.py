@@ -51,6 +51,7 @@ def words(name: str, seed: int, steps: int, runs: Path) -> list[str]:
     precision = ["--float8.recipe_name", name] if is_float8 else ["--float8.no-enable_float8_linear"]
     return [
         *("quaver", "train", CONFIG, *precision, "--training.seed", str(seed), "--training.steps", str(steps)),
+        *("--optimizer.lr", "1.5e-3", "--lr_scheduler.warmup_steps", "40"),
         *("--validation.freq", "50", "--validation.steps", "32", "--checkpoint.interval", "100"),
         *("--checkpoint.resume", "auto", "--job.dump_folder", str(runs), "--job.name", folder_of(name, seed)),
     ]
