@@ -31,6 +31,8 @@ FORMAT = 1
 ENTRY = "entry.json"
 PARTS = ("tokens", "ends")
 ENDS_DTYPE = np.dtype("<i8")
+TOKEN_DTYPES = ("|u1", "<u2", "<u4")
+"""What `token_dtype` returns. An entry may name no other: numpy follows the bytes of an object array as addresses."""
 
 
 @contextmanager
@@ -137,22 +139,24 @@ def open_entry(folder: Path) -> Entry:
         raise FileNotFoundError(folder)
     try:
         about = json.loads((folder / ENTRY).read_text(encoding="utf-8"))
+        if about["format"] != FORMAT:
+            raise DamagedEntryError(f"{ENTRY} has format {about['format']!r}, expected {FORMAT}")
+        if about["dtype"] not in TOKEN_DTYPES:
+            raise DamagedEntryError(f"{ENTRY} has dtype {about['dtype']!r}, expected one of {', '.join(TOKEN_DTYPES)}")
         dtype = np.dtype(about["dtype"])
         splits = {}
         for split in SPLITS:
             expected = about["splits"][split]
             tokens = _mapped(folder / f"{split}.tokens", dtype, expected["tokens"]["items"])
             splits[split] = TokenSplit(tokens, _mapped(folder / f"{split}.ends", ENDS_DTYPE, expected["ends"]["items"]))
-        if about["format"] != FORMAT:
-            raise DamagedEntryError(f"{ENTRY} has format {about['format']!r}, expected {FORMAT}")
-    except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, FileNotFoundError) as error:
         raise DamagedEntryError(f"{ENTRY}: {type(error).__name__}: {error}") from error
     return Entry(splits, about)
 
 
 def _mapped(path: Path, dtype: "np.dtype[Any]", items: int) -> Tokens:
     expected, size = items * dtype.itemsize, path.stat().st_size
-    if size != expected:
+    if size != expected or type(items) is not int:
         raise DamagedEntryError(f"{path.name} has {size} bytes, expected {expected}")
     return np.memmap(path, dtype=dtype, mode="r") if items else np.empty(0, dtype)
 

@@ -123,6 +123,9 @@ DAMAGE = {
     "no object": lambda folder: (folder / "entry.json").write_text("[]"),
     "another format": lambda folder: _edit(folder, format=0),
     "dtype": lambda folder: _edit(folder, dtype="<u2"),
+    "addresses as tokens": lambda folder: _poison(folder),
+    "no number of tokens": lambda folder: _edit(folder, splits={"train": {"tokens": {"items": "many"}}}),
+    "splits of another kind": lambda folder: _edit(folder, splits=[1]),
     "empty folder": lambda folder: (shutil.rmtree(folder), folder.mkdir()),
 }
 
@@ -130,6 +133,15 @@ DAMAGE = {
 def _edit(folder: Path, **changes: object) -> None:
     about = json.loads((folder / "entry.json").read_text())
     (folder / "entry.json").write_text(json.dumps({**about, **changes}))
+
+
+def _poison(folder: Path) -> None:
+    """An object array of the right size, whose bytes numpy would follow."""
+    splits = json.loads((folder / "entry.json").read_text())["splits"]
+    for split, parts in splits.items():
+        (folder / f"{split}.tokens").write_bytes(b"A" * 800)
+        parts["tokens"]["items"] = 100
+    _edit(folder, dtype="O", splits=splits)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
