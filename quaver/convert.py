@@ -229,7 +229,7 @@ def conversion_report(module: nn.Module) -> ConversionReport:
             tied = [owner for owner in owners.get(id(child._parameters.get("weight")), []) if owner != name]
             ties = f"weight tied to {', '.join(tied)}" if tied else ""
             shares = _shared_input_scale(child, name, scale_owners)
-            reason = "; ".join(filter(None, [said, ties, shares, *_unfinished(child)]))
+            reason = "; ".join(filter(None, [said, ties, shares, *unfinished(child)]))
         else:
             reason = said or _obstacle(child, False) or "not converted, or new since the conversion"
         layers.append(LayerReport(name, child.in_features, child.out_features, converted, reason))
@@ -373,7 +373,7 @@ def _is_all_gather_weight(linear: Float8Linear) -> bool:
     return isinstance(linear.weight, Float8Tensor) or isinstance(local_weight(linear), Float8AllGatherWeight)
 
 
-def _unfinished(linear: Float8Linear) -> Iterator[str]:
+def unfinished(linear: Float8Linear) -> Iterator[str]:
     """What keeps a Float8Linear from doing what its config says."""
     if "forward" in vars(linear):
         yield "its forward was replaced on the instance after the conversion: float8 only if that calls the original"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import nn
 from torch.optim import Optimizer
 
-from quaver.convert import conversion_report
+from quaver.convert import conversion_report, unfinished
 from quaver.linear import Float8Linear
 
 
@@ -37,12 +37,11 @@ def assert_float8_training(model: nn.Module, optimizer: Optimizer | None = None,
 def _problems_of_the_model(model: nn.Module, allow_frozen: bool) -> Iterator[str]:
     report = conversion_report(model)
     if not report.converted:
-        yield report.why_nothing().replace("nothing to convert", "no linear is in float8")
+        yield f"no linear is in float8 ({report.why_nothing()})"
         return
-    for layer in report.converted:
-        linear = model.get_submodule(layer.name)
-        if "forward" in vars(linear) or "until convert_to_float8_training" in layer.reason:
-            yield f"{layer.name}: {layer.reason}"
+    for name, linear in _float8_linears(model):
+        for obstacle in unfinished(linear):
+            yield f"{name}: {obstacle}"
     frozen = [name for name, linear in _float8_linears(model) if not linear.weight.requires_grad]
     if frozen and not allow_frozen:
         yield f"weights that require no gradient: {_some(frozen)}"
@@ -52,7 +51,8 @@ def _problems_of_the_model(model: nn.Module, allow_frozen: bool) -> Iterator[str
 
 def _problems_of_the_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
     held = Counter(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
-    missing = [name for name, linear in _float8_linears(model) if _trains(linear) and id(linear.weight) not in held]
+    trained = [(name, linear.weight) for name, linear in _float8_linears(model) if linear.weight.requires_grad]
+    missing = [name for name, weight in trained if id(weight) not in held]
     if missing:
         yield (
             f"float8 weights that the optimizer does not hold: {_some(missing)}; make the optimizer after the "
@@ -65,10 +65,6 @@ def _problems_of_the_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterat
     foreign = len([key for key in held if key not in names])
     if foreign:
         yield f"the optimizer holds {foreign} parameters that the model does not have; make it after the conversion"
-
-
-def _trains(linear: Float8Linear) -> bool:
-    return linear.weight.requires_grad
 
 
 def _float8_linears(model: nn.Module) -> Iterator[tuple[str, Float8Linear]]:

@@ -22,16 +22,14 @@ from quaver.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.convert import FilterDecision, ModuleFilter, conversion_report, convert_to_float8_training
 from quaver.delayed import float8_scaling_state, sync_float8_amax_and_scale_history
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
+from quaver.gemm import ALIGNMENT
 from quaver.integrations.check import assert_float8_training
-from quaver.linear import Float8Linear
 from quaver.weight_scope import cast_weights_once
 
 logger = logging.getLogger(__name__)
 
 SCALES_FILE = "float8_scales.pt"
 """Where a checkpoint folder of the Trainer holds the scales of delayed and static scaling."""
-
-_ALIGNMENT = 16  # what hardware multiplies without padding
 
 
 def prepare_model_for_float8(
@@ -42,8 +40,8 @@ def prepare_model_for_float8(
 ) -> nn.Module:
     """`convert_to_float8_training` with a filter for models of transformers and PEFT; returns `model`.
 
-    In high precision stay the output head, adapters of PEFT, routers of mixtures of experts, and linears with a
-    dimension that is not a multiple of 16. `conversion_report(model)` names each with its reason.
+    In high precision stay the output head, adapters of PEFT, and linears with a dimension that is not a multiple
+    of 16, such as routers of few experts. `conversion_report(model)` names each with its reason.
 
     Args:
         model: a `PreTrainedModel` or a `PeftModel`.
@@ -58,10 +56,10 @@ def prepare_model_for_float8(
             return FilterDecision(False, "output head")
         if any(part.startswith("lora_") for part in name.split(".")):
             return FilterDecision(False, "adapter")
-        if leaf in ("router", "gate") and getattr(module, "out_features", _ALIGNMENT) % _ALIGNMENT:
+        if leaf in ("router", "gate") and getattr(module, "out_features", ALIGNMENT) % ALIGNMENT:
             return FilterDecision(False, "router")
-        if isinstance(module, nn.Linear) and (module.in_features % _ALIGNMENT or module.out_features % _ALIGNMENT):
-            return FilterDecision(False, f"shape: a dimension is no multiple of {_ALIGNMENT}")
+        if isinstance(module, nn.Linear) and (module.in_features % ALIGNMENT or module.out_features % ALIGNMENT):
+            return FilterDecision(False, f"shape: a dimension is no multiple of {ALIGNMENT}")
         return True if module_filter_fn is None else module_filter_fn(module, name)
 
     return convert_to_float8_training(model, config=config, module_filter_fn=admits)
@@ -101,7 +99,7 @@ class Float8Callback(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
         self._scope.close()
-        if args.gradient_accumulation_steps > 1 and not _is_compiled(of_trainer["model"]):
+        if args.gradient_accumulation_steps > 1:
             self._scope.enter_context(cast_weights_once(of_trainer["model"]))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
@@ -136,9 +134,3 @@ class Float8Callback(TrainerCallback):
 
 def _checkpoint(args: Any, state: Any) -> Path:
     return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    return any(
-        isinstance(module, Float8Linear) and module._compiled_call_impl is not None for module in model.modules()
-    )

@@ -199,6 +199,7 @@ def test_initial_weights_of_a_run_with_dynamic_scaling(config):
 
 
 def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the one line with which `quaver train` refuses."""
     capsys.readouterr()
     try:
         code = main(["train", *words])

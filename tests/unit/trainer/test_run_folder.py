@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from test_checkpoint import refused
 
 from quaver.cli import main
 from quaver.trainer.config import Checkpoint, Float8, LRScheduler, TrainConfig
@@ -48,19 +49,6 @@ def digest(folder: Path) -> dict[str, str]:
     }
 
 
-def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the one line with which `quaver train` refuses."""
-    capsys.readouterr()
-    try:
-        code = main(["train", *words])
-    except SystemExit as stopped:
-        code = stopped.code
-    error = capsys.readouterr().err
-    assert code == 2, error
-    (line,) = error.splitlines()
-    return line
-
-
 HOLD = """
 import sys
 from pathlib import Path
@@ -84,7 +72,7 @@ def test_a_second_resume_is_refused_and_changes_nothing(config, capsys):
     folder = run_to_end(config).folder.path
     with hold(folder) as holder:
         before = digest(folder)
-        line = refusal(["--resume", str(folder), "--training.steps=6", "--checkpoint.interval=5"], capsys)
+        line = refused(["--resume", str(folder), "--training.steps=6", "--checkpoint.interval=5"], capsys)
         assert f"process {holder.pid} on host {platform.node()}" in line
         assert digest(folder) == before
         holder.stdin.close()
@@ -93,7 +81,7 @@ def test_a_second_resume_is_refused_and_changes_nothing(config, capsys):
 
 def test_a_run_holds_its_lock_until_it_has_ended(config, capsys):
     first = prepare(config)
-    line = refusal([*("--resume", str(first.folder.path)), "--checkpoint.resume=auto"], capsys)
+    line = refused([*("--resume", str(first.folder.path)), "--checkpoint.resume=auto"], capsys)
     assert f"process {os.getpid()} on host" in line
     train(first)
     assert first.checkpoints.folder.steps() == [2, 4]
@@ -144,13 +132,13 @@ def test_refused_resumes_leave_every_byte(config, tmp_path, capsys):
         (["--training.no_such_setting=1"], "no_such_setting"),
         (["--parallelism.data_parallel_shard_degree=2"], "parallelism"),
     ):
-        assert what in refusal(["--resume", str(folder), *words], capsys)
+        assert what in refused(["--resume", str(folder), *words], capsys)
         assert digest(folder) == before, words
     shard = next((folder / "checkpoint" / "step-00000004").rglob("*.distcp"))
     content = shard.read_bytes()
     shard.write_bytes(content[: len(content) // 2])
     damaged = digest(folder)
-    refusal(["--resume", str(folder), "--training.steps=6"], capsys)
+    refused(["--resume", str(folder), "--training.steps=6"], capsys)
     assert digest(folder) == damaged
     shard.write_bytes(content)
     assert main(["train", "--resume", str(folder), "--training.steps=6"]) == 0
