@@ -20,6 +20,7 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from quaver.formats import E5M2, FORMATS
 from quaver.kernels.cpu import runs_directly
@@ -166,12 +167,23 @@ def native_failure(device_index: int, rowwise: bool) -> str | None:
     """Why this CUDA (or ROCm) device cannot multiply float8 natively, found by trying; None if it can."""
     if not torch.cuda.is_available():
         return "no CUDA device"
-    device = torch.device("cuda", device_index)
-    a = (torch.arange(32 * 32) % 13 - 6).float().view(32, 32)
-    b = (torch.arange(32 * 32) % 7 - 3).float().view(32, 32)
-    a_scale = torch.arange(1.0, 33.0).view(32, 1) if rowwise else torch.tensor(2.0)
-    b_scale = torch.arange(1.0, 33.0).view(1, 32) if rowwise else torch.tensor(0.5)
-    expected = (a * a_scale) @ (b * b_scale)
+    # The first call may come inside a forward. A dispatch mode (a selective checkpoint, say) must not see these
+    # operations, because the recomputation will not repeat them.
+    with _disable_current_modes():
+        return probe_native_mm(torch.device("cuda", device_index), rowwise)
+
+
+def probe_native_mm(device: torch.device, rowwise: bool) -> str | None:
+    """Multiply on `device` and compare; the error's first line, None if the product is right.
+
+    Dtypes and devices are explicit: the verdict must not depend on torch's defaults at the first call.
+    """
+    numbers = torch.arange(32 * 32, device="cpu")
+    a, b = ((numbers % modulus - modulus // 2).float().view(32, 32) for modulus in (13, 7))
+    row_scales = torch.arange(1, 33, dtype=torch.float32, device="cpu")
+    a_scale = row_scales.view(32, 1) if rowwise else row_scales[1]
+    b_scale = row_scales.view(1, 32) if rowwise else 1 / row_scales[1]
+    expected = torch.mm((a * a_scale).double(), (b * b_scale).double())
     for b_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         a_fp8, b_fp8 = a.to(device, torch.float8_e4m3fn), b.to(device, b_dtype)
         try:

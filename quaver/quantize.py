@@ -249,7 +249,8 @@ _entry: _Entry | None = None
 
 
 def _clear_if(activation: weakref.ref[Tensor]) -> None:
-    if _entry is not None and _entry.activation is activation:
+    entry = _entry
+    if entry is not None and entry.activation is activation:
         clear_cached_operands()
 
 
@@ -269,8 +270,9 @@ class CachedQuantizer(Quantizer):
         global _entry
         mode = _innermost_dispatch_mode()
         known = Operands(None, None)
-        if _entry is not None and _entry.serves(hp, self, mode):
-            known = _entry.operands
+        entry = _entry  # read once: another thread may replace it
+        if entry is not None and entry.serves(hp, self, mode):
+            known = entry.operands
             if (not last or known.last is not None) and (not first or known.first is not None):
                 return known
         _entry = None  # its memory goes before more is taken

@@ -331,7 +331,7 @@ def load_rows(named_rows: Sequence[NamedRow], given: Mapping[str, Any]) -> int:
         if name in given and dims != view.dim():
             raise ValueError(f"{name}: expected a tensor of {view.dim()} dims, got {dims}")
     for name, view in entries.items():
-        source = given.get(name, torch.zeros(()))
+        source = given.get(name, view.new_zeros(()))
         if view.dim() and source.dim() and len(source) != len(view):
             source = torch.cat([view.new_zeros(len(view)), source.to(view.device)])[-len(view) :]
         view.copy_(source)

@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from quaver.formats import FORMATS, HP_DTYPES, format_of
 
@@ -44,15 +45,18 @@ _BITS_PAY_FROM = 8192  # elements; below, two more calls cost more than they sav
 _MANTISSA_CLEARED = -(1 << 23)  # keeps sign and exponent of a float32
 
 # A 0-dim tensor costs half of what a Python number costs, per call, as an operand of an eager operation.
-_MAX = {dtype: torch.tensor(fmt.max) for dtype, fmt in FORMATS.items()}
-_LARGEST_QUANT_SCALE = {dtype: torch.tensor(fmt.max / EPS) for dtype, fmt in FORMATS.items()}
+# Plain float32 tensors even if this is imported under a fake mode, a meta device or bfloat16 as the default dtype.
+with _disable_current_modes():
+    _FLOAT32 = {"dtype": torch.float32, "device": "cpu"}
+    _MAX = {dtype: torch.tensor(fmt.max, **_FLOAT32) for dtype, fmt in FORMATS.items()}
+    _LARGEST_QUANT_SCALE = {dtype: torch.tensor(fmt.max / EPS, **_FLOAT32) for dtype, fmt in FORMATS.items()}
 
 
 class PersistentScale(NamedTuple):
     """The scale of one operand that persists from step to step (delayed and static scaling), as views of its state."""
 
     quant_scale: Tensor
-    """float32 (). A value that is not above 0 is not initialized: the operand is then scaled by its own amax."""
+    """float32 (). A scale <= 0 or NaN means uninitialized: the operand is then scaled by its own amax."""
     amax_buffer: Tensor | None
     """float32 [2]: the largest amax of any cast since the last sync, and the most elements that saturated in one cast;
     -1 before the first. None where nothing is recorded."""

@@ -44,6 +44,6 @@ def _widen_by_table(codes: Tensor, dtype: torch.dtype) -> Tensor:
 @functools.cache
 def _pair_table(float8_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
     """Entry i holds the values of bytes i % 256 and i // 256, in memory order; one integer per entry."""
-    value = torch.arange(256, dtype=torch.uint8).view(float8_dtype).to(dtype)
+    value = torch.arange(256, dtype=torch.uint8, device="cpu").view(float8_dtype).to(dtype)
     second, first = torch.meshgrid(value, value, indexing="ij")
     return torch.stack([first, second], dim=-1).view(_PAIR_STORAGE[dtype]).view(-1)
