@@ -11,7 +11,7 @@ everything but the results that a policy saves:
 Matmuls are counted alike in every precision, so a float8 block saves what the bfloat16 block saves, and its amaxes: a
 few numbers, each of which spares a read of a whole tensor. The results of `abs` before them are as large as the tensors
 themselves, unsharded weights included: saving one is the classic way to make float8 need more memory than bfloat16.
-`also_keep` and `never_keep` change the policy, to such a mistake, too; `quaver memory --vs` shows its cost.
+`also_keep` and `never_keep` change the policy, and can cause that mistake; `quaver memory --vs` shows its cost.
 
 [Note: which matmuls] A recomputation ends before the last matmul, whose result nothing in the block's backward reads.
 Saving it would be waste, the widest result of a Llama block of seven matmuls whose first, third, fifth and seventh are
@@ -203,7 +203,7 @@ def _recompute_contexts() -> tuple[Any, Any]:
 
 def _policy(changes: PolicyChanges, count: MatmulCount) -> Callable[..., CheckpointPolicy]:
     """The policy of one forward of one block, which counts its matmuls."""
-    seen = {False: 0, True: 0}  # by whether it recomputes: torch 2.11 asks then, too
+    seen = {False: 0, True: 0}  # by is_recompute: torch 2.11 calls the policy in the recomputation as well
     last = count.matmuls
 
     def decide(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -1,7 +1,7 @@
 """Configs and recipes: how each operand is quantized, how it is scaled, and how each matmul runs.
 
 Configs are frozen, and validated and resolved when they are made: every `cast_config_*` of a `Float8LinearConfig` is a
-`CastConfig` with a dtype, also where the caller left it out. Whatever takes a config takes a recipe's name, too.
+`CastConfig` with a dtype, also where the caller left it out. A recipe's name does wherever a config does.
 """
 
 from __future__ import annotations

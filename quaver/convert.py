@@ -27,7 +27,7 @@ from quaver.tensor import Float8Tensor
 logger = logging.getLogger(__name__)
 
 _FILTER_REASON = "_float8_filter_reason"
-"""Where a linear keeps what the filter said of it; everything else in a report is looked up when it is asked for."""
+"""The attribute of a linear that holds the filter's reason; a report computes everything else when it is made."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def convert_to_float8_training(
     override `forward` keep all but that. With delayed or static scaling the linears of one call share one state
     (scale_state.py); call `sync_float8_amax_and_scale_history(model)` once a step. With
     `enable_fsdp_float8_all_gather` the weights become new parameters around the same memory: convert before
-    `fully_shard`, and make the optimizer after both. `conversion_report(module)` says what became of each layer.
+    `fully_shard`, and make the optimizer after both. `conversion_report(module)` lists each layer.
 
     A second call leaves converted layers alone; those that its filter admits must have its config.
 
@@ -188,8 +188,8 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     were prepared for a float8 all-gather become new parameters: make the optimizer after it. Returns `module`.
 
     Raises:
-        RuntimeError: the way back is barred: `fully_shard` gathers the weight in float8, DistributedDataParallel holds
-            a weight that was prepared for that, or the class of a linear was changed since its conversion.
+        RuntimeError: a linear cannot be converted back: `fully_shard` gathers its weight in float8,
+            DistributedDataParallel holds a weight that was prepared for that, or its class was changed since.
     """
     linears = [(name, each) for name, each in module.named_modules() if isinstance(each, Float8Linear)]
     has_ddp = any(isinstance(each, nn.parallel.DistributedDataParallel) for each in module.modules())

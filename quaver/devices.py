@@ -91,7 +91,7 @@ class PeakFlops:
     """Matmul rates in FLOP/s, and where the numbers come from.
 
     `flops_per_s` is of bfloat16. The others are None where they are not known: `float8_flops_per_s` where nothing
-    multiplies float8, too, and `float32_flops_per_s` of data sheets, because what runs depends on torch's settings.
+    multiplies float8, and `float32_flops_per_s` of data sheets, because the rate depends on torch's settings.
     """
 
     flops_per_s: float

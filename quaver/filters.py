@@ -266,7 +266,7 @@ def auto_filter_for_recipe(
     spec = _spec_of(device)
     if spec.float8_tflops is None:
         raise ValueError(f"{spec.name} does not multiply float8, so no layer gains")
-    linear_cost(tokens, 16, 16, recipe, spec)  # says now what would fail at every layer
+    linear_cost(tokens, 16, 16, recipe, spec)  # raises now for arguments that would fail at every layer
 
     def decide(module: nn.Module, name: str) -> FilterDecision:
         matched = next((part for part in skip if part in name), None)

@@ -232,7 +232,7 @@ def along_contracted_after(codes: Tensor, gradient: Tensor, *, emulate: bool = F
 def native_operands(
     a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same product as hardware wants it: K and N padded to 16, both operands contiguous along K, scales alike."""
+    """The operands as the hardware reads them: K and N padded to 16, contiguous along K, both scales of one kind."""
     a, b, b_dequant_scale = _padded(a, b, b_dequant_scale)
     a = a.contiguous()
     b = b.t().contiguous().t()

@@ -28,7 +28,7 @@ on scales with the other ranks, and reduces the output.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ from quaver.quantize import (
     GRAD_OUTPUT,
     INPUT,
     WEIGHT,
-    CastPair,
+    LinearSharding,
     Operand,
     Operands,
     PreparedOperands,
@@ -58,33 +58,11 @@ from quaver.quantize import (
     clear_cached_operands,
 )
 from quaver.scale_state import LinearScales, load_torchao_buffers
-from quaver.scaling import NO_PERSISTENT_SCALES, PersistentScale, PersistentScales
+from quaver.scaling import NO_PERSISTENT_SCALES, PersistentScales
 from quaver.tensor import Float8Tensor, WrappedTensor
 
 if TYPE_CHECKING:
     from quaver.weight_scope import PreparedWeight
-
-
-class LinearSharding(Protocol):
-    """How tensor parallelism shards a linear; distributed/linear_sharding.py implements it."""
-
-    mesh: Any
-    """The DeviceMesh of tensor parallelism, one axis."""
-
-    def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """This rank's part of weight and bias, differentiably, and the bias to add to the reduced output."""
-
-    def input_quantizer(self, input: Tensor, casts: CastPair, scale: PersistentScale | None) -> Quantizer:
-        """For this rank's part of the input."""
-
-    def weight_quantizer(self, casts: CastPair, scale: PersistentScale | None) -> Quantizer:
-        """For this rank's part of the weight."""
-
-    def grad_output_quantizer(self, casts: CastPair, scale: PersistentScale | None) -> Quantizer:
-        """For this rank's part of grad_output."""
-
-    def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
-        """The result from every rank's `output` [M, N] for an input [*leading, K]: [M, N], or [*leading, N] sharded."""
 
 
 class LinearArgs(NamedTuple):
@@ -218,7 +196,7 @@ def _wanted(operand: Operand | None) -> Operand:
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """Identity on the gradients of a backward that autograd records; its own backward says why there is none."""
+    """Identity on the gradients of a backward that autograd records (create_graph=True); its own backward raises."""
 
     @staticmethod
     def forward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -294,7 +272,7 @@ def float8_linear(
 
 def compute_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of a linear's results for an input of `dtype`: autocast's where it is on."""
-    if device_type == "meta":  # torch knows no autocast for it
+    if device_type == "meta":  # torch has no autocast for the meta device
         return dtype
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else dtype
 
@@ -324,15 +302,15 @@ def _linear(
         output = _multiply(*_quantize(input, weight, args, False, False)[:2], bias, args, input.shape[:-1])
     if output.dim() == input.dim():
         return output
-    # Neither a view that the Function returns, on which autograd forbids in-place operations, nor one that FSDP2 would
-    # hang its hooks on: like F.linear, whose result is no view either.
+    # As for F.linear, the result must not be a view: autograd forbids in-place operations on a view that a Function
+    # returns, and FSDP2 would register its hooks on the view.
     return torch.ops.aten._unsafe_view.default(output, [*input.shape[:-1], weight.shape[0]])
 
 
 # ---- the module ------------------------------------------------------------------------------------------------------
 
 OWN_ATTRIBUTES = ("config", "scaling", "sharding", "gathering", "_prepared_weight", "_converted_from")
-"""What a Float8Linear has and an nn.Linear has not."""
+"""The attributes that a Float8Linear adds to those of nn.Linear."""
 
 
 class Float8Linear(nn.Linear):

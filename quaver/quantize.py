@@ -25,7 +25,7 @@ Inference mode has none either, because autograd cannot save what was made there
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -195,6 +195,28 @@ def merged(operands: Operands, others: Operands) -> Operands:
         operands.tensor_scales or others.tensor_scales,
         operands.row_scales or others.row_scales,
     )
+
+
+class LinearSharding(Protocol):
+    """The quantizers of a linear that tensor parallelism shards; distributed/linear_sharding.py implements it."""
+
+    mesh: Any
+    """The DeviceMesh of tensor parallelism, one axis."""
+
+    def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """This rank's part of weight and bias, differentiably, and the bias to add to the reduced output."""
+
+    def input_quantizer(self, input: Tensor, casts: CastPair, scale: PersistentScale | None) -> Quantizer:
+        """For this rank's part of the input."""
+
+    def weight_quantizer(self, casts: CastPair, scale: PersistentScale | None) -> Quantizer:
+        """For this rank's part of the weight."""
+
+    def grad_output_quantizer(self, casts: CastPair, scale: PersistentScale | None) -> Quantizer:
+        """For this rank's part of grad_output."""
+
+    def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
+        """The result from every rank's `output` [M, N] for an input [*leading, K]: [M, N], or [*leading, N] sharded."""
 
 
 class PreparedOperands(Quantizer):

@@ -162,21 +162,20 @@ def cast_to_float8(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -
 def cast_with_persistent_scale(
     hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, *, power_of_2: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cast `hp` with a scale that was made before it was seen (delayed or static), and tell how well that scale fits.
+    """Cast `hp` with a scale from an earlier step (delayed or static), and measure how well that scale fits.
 
     Args:
         hp: float32, bfloat16 or float16, any shape.
-        quant_scale: float32 (). What is not above 0 stands for a scale that is not known: that of hp's own amax is then
-            taken.
+        quant_scale: float32 (). A scale <= 0 or NaN means uninitialized: `hp` is then scaled by its own amax.
         float8_dtype: what to cast to.
-        power_of_2: round a scale taken from hp down to a power of two. A given one is used as it is.
+        power_of_2: round a scale computed from hp down to a power of two. A given scale is used as it is.
     Returns:
         float8 of hp's shape; the float32 quant_scale () that was used, and its dequant_scale; and float32 [2]: the
-        amax of hp, and how many elements saturated: those that lost more to the clamp than rounding takes anyway
+        amax of hp, and the number of saturated elements, those whose clamping error exceeds the largest rounding error
         (counted exactly up to 2^24).
 
-    What overflows becomes the largest finite number; what is infinite or NaN in `hp` becomes NaN, so that it reaches
-    the results as in high precision: the scale cannot tell of it, as a scale of hp's own amax does.
+    Finite values that overflow become the largest finite number. Infinities and NaNs in `hp` become NaN codes, so that
+    they reach the results as in high precision; with dynamic scaling the scale itself carries them.
     """
     fmt = FORMATS[float8_dtype]
     largest_seen = amax(hp).float()

@@ -3,7 +3,7 @@
     ColwiseSharding    weight [N/T, K]   input whole       output and grad_output [.., N/T]
     RowwiseSharding    weight [N, K/T]   input [.., K/T]   output summed over the ranks: whole, or by sequence
 
-They implement `LinearSharding` (linear.py): a linear calls them inside its one autograd function, on plain tensors.
+They implement `LinearSharding` (quantize.py): a linear calls them inside its one autograd function, on plain tensors.
 Only an input that several linears share is all-gathered outside, by `AllGatherInput`, into a `Float8Tensor`.
 """
 
@@ -30,7 +30,7 @@ from quaver.tensor import Float8Tensor
 
 
 class _Sharding:
-    """What column-wise and row-wise parallel linears have in common; see `LinearSharding` in linear.py."""
+    """What column-wise and row-wise parallel linears have in common; see `LinearSharding` in quantize.py."""
 
     weight_dim: int
 
@@ -203,7 +203,7 @@ class _AllGatherFloat8(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if isinstance(local_part(grad), Float8Tensor):
-            # The graph ends here, so the compiler invented a gradient, of the type of the result.
+            # The graph ends here, so AOTAutograd made up a gradient of the type of the result.
             raise NotImplementedError(
                 "torch.compile ended a graph between the float8 all-gather of an input and the linears that read it. "
                 "Compile a module around the one that PrepareFloat8ModuleInput was applied to, with fullgraph=True"

@@ -33,7 +33,8 @@ from quaver.distributed.linear_sharding import (
     is_all_gathered_in_float8,
     local_part,
 )
-from quaver.linear import Float8Linear, LinearSharding
+from quaver.linear import Float8Linear
+from quaver.quantize import LinearSharding
 from quaver.tensor import Float8Tensor
 
 

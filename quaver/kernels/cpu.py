@@ -200,7 +200,7 @@ def cast_and_observe(
     """`quaver.scaling.cast_with_persistent_scale` of `hp` [rows, columns], in one pass where the scale is known.
 
     Args:
-        quant_scale: float32 (); what is not above 0 stands for the scale of hp's own amax.
+        quant_scale: float32 (). A scale <= 0 or NaN means uninitialized: hp is then scaled by its own amax.
         observed: float32 [2], contiguous; updated in place by the maximum with hp's amax and saturated elements.
     Returns:
         float8 [rows, columns], and the quant_scale and dequant_scale () that were used.
