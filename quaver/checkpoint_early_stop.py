@@ -21,22 +21,30 @@ import torch
 from torch import Tensor
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_keep_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def save(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
     """Save `tensors` for backward; under a checkpoint that recomputes and needs no more, this raises to stop it."""
-    ctx.unpack = None
     hooks = None if torch.compiler.is_compiling() else _top_hooks(True)
     if hooks is None or getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint":
+        ctx.holds_packed = False
         ctx.save_for_backward(*tensors)
         return
+    ctx.holds_packed = True
     pack, ctx.unpack = hooks
     ctx.packed = [None if tensor is None else pack(tensor) for tensor in tensors]
 
 
 def saved(ctx: Any) -> Sequence[Any]:
     """The tensors that `save` saved; to be called once in a backward."""
-    if ctx.unpack is None:
+    if not ctx.holds_packed:
         tensors: Sequence[Any] = ctx.saved_tensors
         return tensors
-    return [None if packed is None else ctx.unpack(packed) for packed in ctx.packed]
+    if ctx.packed is None:
+        raise RuntimeError("the first backward freed this graph; give it retain_graph=True to go backward again")
+    tensors = [None if packed is None else ctx.unpack(packed) for packed in ctx.packed]
+    # The hooks hold the checkpoint's inputs, and autograd holds ctx until the whole backward ends.
+    if not _keep_graph():
+        ctx.packed = ctx.unpack = None
+    return tensors
