@@ -4,6 +4,7 @@ isolated(function, *arguments)                        # fails if it raises, or c
 process = quaver(["train", ...], cwd=folder)          # the command line, with the methods of subprocess.Popen
 """
 
+import gc
 import multiprocessing
 import os
 import resource
@@ -120,6 +121,7 @@ def quaver_on_ranks(ranks: int, words: list[str], *, others: list[str] = ()) -> 
 
 
 def _run(surroundings: tuple, function: Callable, args: tuple) -> None:
+    gc.freeze()  # what was imported before the fork
     files, cwd, environment, largest_file_bytes = surroundings
     for number, path in enumerate(files, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)

@@ -8,6 +8,7 @@ replaced, because the collectives of its ranks may be out of step.
 """
 
 import atexit
+import gc
 import importlib
 import os
 import sys
@@ -106,6 +107,7 @@ def _serve(rank, world_size, store, collective_timeout, connection):
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # what was imported before the fork
     torch.set_num_threads(1)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     dist.init_process_group(
