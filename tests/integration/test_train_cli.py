@@ -56,7 +56,15 @@ def test_a_run_from_another_folder_in_a_fresh_process(tmp_path, text, monkeypatc
     assert losses(first) == losses(second)  # the written config repeats the run bit for bit
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "tensorwise",
+        "delayed",
+        pytest.param("rowwise", marks=pytest.mark.nightly),
+        pytest.param("rowwise_with_gw_hp", marks=pytest.mark.nightly),
+    ],
+)
 def test_compiled_blocks_train_alike(where, tmp_path, recipe):
     flags = ["--training.steps", "3", "--training.global_batch_size", "4", "--float8.recipe_name", recipe]
     assert main(["train", *TINY, *where, *flags]) == 0

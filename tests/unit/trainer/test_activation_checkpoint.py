@@ -76,7 +76,8 @@ def test_the_checkpoint_of_a_bad_step_is_searched_too(tiny_float8_config):
 
 
 def modes(layout: str) -> list[str]:
-    return ["none", "selective"] if layout == "tensor_compiled" else ["none", "selective", "full"]
+    """Both modes where FSDP2 shards, one for each of the other layouts."""
+    return {"shard": ["none", "selective", "full"], "delayed": ["none", "full"]}.get(layout, ["none", "selective"])
 
 
 @pytest.fixture(scope="module")
