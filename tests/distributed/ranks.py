@@ -107,7 +107,6 @@ def _serve(rank, world_size, store, collective_timeout, connection):
     import torch
     import torch.distributed as dist
 
-    gc.freeze()  # what was imported before the fork
     torch.set_num_threads(1)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     dist.init_process_group(
@@ -119,8 +118,11 @@ def _serve(rank, world_size, store, collective_timeout, connection):
         except EOFError:
             return
         try:
+            call = getattr(importlib.import_module(module), name)
+            gc.collect()
+            gc.freeze()  # as in tests/conftest.py
             torch.manual_seed(0)
-            result, message = getattr(importlib.import_module(module), name)(*arguments), None
+            result, message = call(*arguments), None
         except BaseException:  # noqa: BLE001 - raised again in the test's process
             result, message = None, traceback.format_exc()
         if "torch._dynamo" in sys.modules:

@@ -57,15 +57,16 @@ def has_steps(run: Path, number: int = 3) -> bool:
     return metrics.exists() and metrics.read_bytes().count(b"\n") >= number
 
 
-@pytest.mark.parametrize("kills", [20, pytest.param(100, marks=pytest.mark.nightly)])
-def test_killed_at_random_moments(kills, where, tmp_path):
+@pytest.mark.parametrize("least_kills", [12, pytest.param(100, marks=pytest.mark.nightly)])
+def test_killed_at_random_moments(least_kills, where, tmp_path):
     """Every checkpoint can be resumed from, none is lost, and the run has the bits of one that was not killed."""
     run, chance = tmp_path / "runs" / "killed", random.Random(1)
     metrics = run / "metrics.jsonl"
     words = ["train", *where, "--job.name=killed", "--checkpoint.resume=auto", "--checkpoint.interval=2"]
     words += ["--checkpoint.keep_latest_k=2"]
-    newest, while_writing = 0, 0
-    for _ in range(kills):
+    newest, kills, while_writing = 0, 0, 0
+    while kills < least_kills or while_writing < 2:
+        assert kills < 100, "no kill hit a write"
         size = metrics.stat().st_size if metrics.exists() else 0
         process = quaver([*words, "--training.steps=1000000"])
         if chance.random() < 0.25:  # while it starts, reads the checkpoint, and rewinds the metrics
@@ -76,12 +77,12 @@ def test_killed_at_random_moments(kills, where, tmp_path):
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert process.returncode == -signal.SIGKILL
+        kills += 1
         while_writing += any((run / "checkpoint").glob(".step-*.partial"))
         steps = checkpoints(run).steps()
         assert not newest or (steps and steps[-1] >= newest), f"the checkpoint of step {newest} was lost: {steps}"
         newest = steps[-1] if steps else 0
-    assert while_writing >= kills // 25, "no kill hit a write"
-    assert newest >= kills // 2
+    assert newest >= kills // 2, (newest, kills)
 
     assert main([*words, f"--training.steps={newest + 5}"]) == 0
     assert len(checkpoints(run).steps()) <= 2
