@@ -1,7 +1,4 @@
-"""The minutes of each folder and the slowest tests, as CONTRIBUTING.md lists them, from pytest's JUnit XML.
-
-make test ARGS=--junitxml=junit.xml && python tests/minutes.py junit.xml
-"""
+"""The minutes of each folder and the slowest files and tests, from pytest's JUnit XML: `make minutes`."""
 
 import re
 import sys
