@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # Test processes; each runs torch on one thread. A file's tests run in one of them, because they share fixtures that take
-# minutes and processes that serve as ranks. Folders with slow files come first, small files fill the end.
+# a minute and processes that serve as ranks. Folders with slow files come first, small files fill the end.
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 CONFIG ?= train_configs/llama3_debug.toml
@@ -12,11 +12,12 @@ CONFIG ?= train_configs/llama3_debug.toml
 BENCH ?= linear
 ARGS ?=
 
-.PHONY: train test nightly lint bench gpu clean help
+.PHONY: train test minutes nightly lint bench gpu clean help
 
 help:
 	@echo "make train   set up, train a small Llama in float8 beside bfloat16 on real text, compare and plot"
 	@echo "make test    set up, run the tests"
+	@echo "make minutes run the tests, print the minutes of each folder and the slowest files and tests"
 	@echo "make nightly run the tests of the widest products of parameters"
 	@echo "make lint    set up, check style, types and layers"
 	@echo "make bench   set up with torchao, time one linear against bfloat16 and torchao; BENCH=cast or another of"
@@ -28,6 +29,10 @@ train: $(VENV)/.base
 
 test: $(VENV)/.dev
 	$(PYTEST) $(ARGS)
+
+minutes: $(VENV)/.dev
+	$(PYTEST) --junitxml=$(VENV)/tests.xml $(ARGS)
+	$(BIN)/python tests/minutes.py $(VENV)/tests.xml
 
 nightly: $(VENV)/.dev
 	$(PYTEST) -m nightly $(ARGS)

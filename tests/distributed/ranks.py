@@ -8,6 +8,7 @@ replaced, because the collectives of its ranks may be out of step.
 """
 
 import atexit
+import gc
 import importlib
 import os
 import sys
@@ -117,8 +118,11 @@ def _serve(rank, world_size, store, collective_timeout, connection):
         except EOFError:
             return
         try:
+            call = getattr(importlib.import_module(module), name)
+            gc.collect()
+            gc.freeze()  # as in tests/conftest.py
             torch.manual_seed(0)
-            result, message = getattr(importlib.import_module(module), name)(*arguments), None
+            result, message = call(*arguments), None
         except BaseException:  # noqa: BLE001 - raised again in the test's process
             result, message = None, traceback.format_exc()
         if "torch._dynamo" in sys.modules:

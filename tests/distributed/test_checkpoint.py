@@ -27,6 +27,13 @@ from tests.distributed.test_tensor_parallel import model_of, spread
 from tests.reference import RECIPES
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
+PAYLOADS = pytest.mark.parametrize(
+    "recipe",  # an all-gather of one payload, and of two; the others nightly
+    [
+        pytest.param(recipe, marks=() if recipe in ("tensorwise", "rowwise") else pytest.mark.nightly)
+        for recipe in RECIPES
+    ],
+)
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 STEPS_BEFORE, STEPS_AFTER = 2, 2
 
@@ -182,7 +189,7 @@ def _save_of_one(recipe, state):
         assert train(model, optimizer_of(model), 2) == train(fresh, optimizer_of(fresh), 2)
 
 
-@RECIPE
+@PAYLOADS
 def test_a_whole_state_is_loaded_on_4_ranks(recipe):
     state = make_model(layers=2).state_dict()
     run(4, _save_of_one, recipe, {name: value * 3 for name, value in state.items()})
@@ -216,7 +223,7 @@ def train_2d(model, optimizer):
     return loss.item()
 
 
-@RECIPE
+@PAYLOADS
 def test_of_tensor_parallel_shards(recipe, tmp_path):
     """The next steps are the same to the bit, and a single process reads the same weights."""
     path = str(tmp_path)
@@ -263,7 +270,7 @@ def _losses_after(recipe, loads, path=None):
         assert train(model, optimizer_of(model), 2) == expected, load
 
 
-@RECIPE
+@PAYLOADS
 def test_the_step_after_a_load_is_that_of_a_fresh_model(recipe):
     run(4, _losses_after, recipe, LOADS)
 

@@ -166,10 +166,6 @@ def test_fsdp1_refuses_weights_to_gather():
         run(RANKS, _check_fsdp1, "tensorwise", None, 1, True)
 
 
-def test_fsdp1_of_compiled_blocks():
-    run(RANKS, _check_fsdp1, "tensorwise", "aot_eager", 1, False)
-
-
 @pytest.mark.nightly
 @RECIPE
 def test_fsdp1_of_compiled_blocks_for_all(recipe):

@@ -36,14 +36,6 @@ from tests.distributed.test_tensor_parallel import Wire, model_of, part, spread,
 STATIC = CastConfig(scaling_type=ScalingType.STATIC)
 
 
-def forward_and_backward(model, batch):
-    """All-reduces of the forward."""
-    with CollectiveCounter() as counter:
-        loss = loss_of(model(batch))
-    loss.backward()
-    return counter.calls["all_reduce"]
-
-
 # ---- modules that do not run everywhere ------------------------------------------------------------------------------
 
 

@@ -146,7 +146,11 @@ PAIRS = [
 COMPILED = [("tensorwise", True, True, "inductor", None), ("rowwise", True, False, "aot_eager", torch.bfloat16)]
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(4, PAIRS), (2, PAIRS[::5])], ids=["4", "2"])
+QUICK = [case for case in PAIRS if case[2] or case[0] == "tensorwise"]
+"""Every recipe gathers in float8 with its scales precomputed; one does in every way."""
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(4, QUICK), (2, PAIRS[::5])], ids=["4", "2"])
 def test_ten_adam_steps_equal_one_process(ranks, cases):
     check_ten_adam_steps(ranks, cases)
 

@@ -562,9 +562,12 @@ def _check_steps_with_fsdp(recipe, gather_float8, precompute, spread=spread):
     assert_same_losses(losses, losses_of_one_process(config, batches, 2))
 
 
-@RECIPE
 @pytest.mark.parametrize(
-    ("gather_float8", "precompute"), [(False, False), (True, False), (True, True)], ids=["hp", "float8", "precomputed"]
+    ("recipe", "gather_float8", "precompute"),
+    [
+        pytest.param(recipe, *gather, marks=() if gather[1] or recipe == "tensorwise" else pytest.mark.nightly)
+        for recipe, gather in itertools.product(RECIPES, [(False, False), (True, False), (True, True)])
+    ],
 )
 def test_steps_with_fsdp2_equal_one_process(recipe, gather_float8, precompute):
     run(4, _check_steps_with_fsdp, recipe, gather_float8, precompute)

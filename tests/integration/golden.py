@@ -54,8 +54,8 @@ def text() -> str:
     return "\n".join(lines) + "\n"
 
 
-def losses(name: str, folder: Path) -> list[float]:
-    """Train for `STEPS` steps on one thread."""
+def losses(name: str, folder: Path, steps: int = STEPS) -> list[float]:
+    """Train for `steps` steps, all of them in the warm-up, on one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -67,7 +67,8 @@ def losses(name: str, folder: Path) -> list[float]:
         config = replace(
             config,
             job=replace(config.job, name=name, dump_folder=str(folder / "runs")),
-            training=replace(config.training, steps=STEPS, device="cpu"),
+            training=replace(config.training, steps=steps, device="cpu"),
+            validation=replace(config.validation, steps=1),
             # Those of the recorded losses; the config has others.
             optimizer=replace(config.optimizer, lr=1.5e-3),
             lr_scheduler=replace(config.lr_scheduler, warmup_steps=40),

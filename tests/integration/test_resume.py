@@ -3,11 +3,11 @@
 import json
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ import pytest
 from quaver.cli import main
 from quaver.trainer.checkpoint_folder import CheckpointFolder
 from quaver.trainer.metrics import read_metrics
+from tests.isolated import Forked, quaver, quaver_on_ranks
 
 TINY = [
     *("--model.dim=32", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.hidden_dim=48"),
@@ -43,79 +44,72 @@ def checkpoints(run: Path) -> CheckpointFolder:
     return CheckpointFolder(run / "checkpoint")
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+def wait_for(condition: Callable[[], bool], *processes: Forked) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert all(process.poll() is None for process in processes), [process.communicate() for process in processes]
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
-def test_killed_at_50_random_moments(where, tmp_path):
-    """Every checkpoint can be resumed from, and the run has the bits of one that was not killed."""
-    run = tmp_path / "runs" / "killed"
-    words = [*where, "--job.name=killed", "--checkpoint.resume=auto", "--checkpoint.interval=2"]
-    words += ["--checkpoint.keep_latest_k=2", "--training.steps=1000000"]
-    options = {"words": words, "checkpoints": str(run / "checkpoint"), "kills": 50, "seed": 1}
-    script = Path(__file__).with_name("kill_at_random.py")
-    done = subprocess.run(
-        [sys.executable, str(script), json.dumps(options)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-        env={**environment(), "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert result["kills"] == 50
-    assert result["last_exit"] == 0, done.stderr
-    assert result["while_writing"] >= 2, "no kill hit a write"
-    assert result["newest"] >= 30
+def has_steps(run: Path, number: int = 3) -> bool:
+    metrics = run / "metrics.jsonl"
+    return metrics.exists() and metrics.read_bytes().count(b"\n") >= number
+
+
+@pytest.mark.parametrize("least_kills", [12, pytest.param(100, marks=pytest.mark.nightly)])
+def test_killed_at_random_moments(least_kills, where, tmp_path):
+    """Every checkpoint can be resumed from, none is lost, and the run has the bits of one that was not killed."""
+    run, chance = tmp_path / "runs" / "killed", random.Random(1)
+    metrics = run / "metrics.jsonl"
+    words = ["train", *where, "--job.name=killed", "--checkpoint.resume=auto", "--checkpoint.interval=2"]
+    words += ["--checkpoint.keep_latest_k=2"]
+    newest, kills, while_writing = 0, 0, 0
+    while kills < least_kills or while_writing < 2:
+        assert kills < 100, "no kill hit a write"
+        size = metrics.stat().st_size if metrics.exists() else 0
+        process = quaver([*words, "--training.steps=1000000"])
+        if chance.random() < 0.25:  # while it starts, reads the checkpoint, and rewinds the metrics
+            time.sleep(chance.uniform(0.0, 0.6))
+        else:
+            wait_for(lambda size=size: metrics.exists() and metrics.stat().st_size > size, process)
+            time.sleep(chance.uniform(0.0, 0.3))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        kills += 1
+        while_writing += any((run / "checkpoint").glob(".step-*.partial"))
+        steps = checkpoints(run).steps()
+        assert not newest or (steps and steps[-1] >= newest), f"the checkpoint of step {newest} was lost: {steps}"
+        newest = steps[-1] if steps else 0
+    assert newest >= kills // 2, (newest, kills)
+
+    assert main([*words, f"--training.steps={newest + 5}"]) == 0
     assert len(checkpoints(run).steps()) <= 2
     assert not list((run / "checkpoint").glob(".step-*"))
-
-    assert main(["train", *where, "--job.name=whole", f"--training.steps={result['newest'] + 5}"]) == 0
+    assert main(["train", *where, "--job.name=whole", f"--training.steps={newest + 5}"]) == 0
     assert numbers(run) == numbers(tmp_path / "runs" / "whole")
 
 
-def on_two_ranks(words: list[str]) -> "subprocess.Popen[str]":
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    return subprocess.Popen(
-        [*launcher, "-m", "quaver.cli", "train", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    )
-
-
-def children_of(pid: int) -> list[int]:
-    """Return the ranks that torchrun started, each in its own session."""
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc to find the ranks of a launcher")
 def test_two_ranks_killed_at_a_random_step(where, tmp_path):
     """FSDP2 with a float8 all-gather; then one process resumes from what two wrote."""
     gather = ["--float8.enable_fsdp_float8_all_gather", "--training.global_batch_size=4"]
-    words = [*where, *gather, "--job.name=killed", "--checkpoint.interval=2", "--checkpoint.resume=auto"]
+    words = ["train", *where, *gather, "--job.name=killed", "--checkpoint.interval=2", "--checkpoint.resume=auto"]
     run = tmp_path / "runs" / "killed"
-    process = on_two_ranks([*words, "--training.steps=1000000"])
+    ranks = quaver_on_ranks(2, [*words, "--training.steps=1000000"])
     step = random.Random(2).randint(4, 12)
-    deadline = time.monotonic() + LIMIT_S
-    while not (checkpoints(run).steps() and checkpoints(run).steps()[-1] >= step):
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    for each in [process.pid, *children_of(process.pid)]:
-        os.kill(each, signal.SIGKILL)
-    process.communicate()
+    wait_for(lambda: (checkpoints(run).steps() or [0])[-1] >= step, *ranks)
+    for rank in ranks:
+        rank.send_signal(signal.SIGKILL)
+    for rank in ranks:
+        rank.communicate()
     reached = checkpoints(run).steps()[-1]
-    resumed = on_two_ranks([*words, f"--training.steps={reached + 4}"])
-    output, error = resumed.communicate(timeout=LIMIT_S)
-    assert resumed.returncode == 0, error
-    assert f"resumed      after step {reached}" in output
+    resumed, *_ = [rank.finished() for rank in quaver_on_ranks(2, [*words, f"--training.steps={reached + 4}"])]
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"resumed      after step {reached}" in resumed.stdout
 
-    whole = on_two_ranks([*where, *gather, "--job.name=whole", f"--training.steps={reached + 4}"])
-    assert whole.wait(LIMIT_S) == 0, whole.communicate()[1]
-    whole.communicate()
+    whole = ["train", *where, *gather, "--job.name=whole", f"--training.steps={reached + 4}"]
+    assert [rank.finished().returncode for rank in quaver_on_ranks(2, whole)] == [0, 0]
     assert numbers(run) == numbers(tmp_path / "runs" / "whole")
 
     alone = ["--float8.no-enable_fsdp_float8_all_gather", f"--training.steps={reached + 6}"]
@@ -125,24 +119,18 @@ def test_two_ranks_killed_at_a_random_step(where, tmp_path):
     assert losses[reached + 6][0] == pytest.approx(losses[reached + 4][0], rel=0.2)
 
 
-def wait_for_steps(process: "subprocess.Popen[str]", run: Path) -> None:
-    metrics = run / "metrics.jsonl"
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.01)
-
-
 def test_ctrl_c_saves_and_the_run_resumes(where, tmp_path):
     run = tmp_path / "runs" / "stopped"
-    words = [sys.executable, "-m", "quaver.cli", "train", *where, "--job.name=stopped", "--training.steps=1000000"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
-    wait_for_steps(process, run)
+    process = quaver(["train", *where, "--job.name=stopped", "--training.steps=1000000"])
+    wait_for(lambda: has_steps(run), process)
     process.send_signal(signal.SIGINT)
-    output, error = process.communicate(timeout=LIMIT_S)
+    output, error = process.communicate()
     assert (process.returncode, error) == (130, "")
     assert f"quaver train --resume {run}" in output
     (step,) = checkpoints(run).steps()
-    assert json.loads((run / "summary.json").read_text())["status"] == "interrupted"
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], max(numbers(run))) == ("interrupted", step, step)
+    assert (run / "curves.png").stat().st_size > 1000
     assert main(["train", "--resume", str(run), f"--training.steps={step + 3}"]) == 0
     assert main(["train", *where, "--job.name=whole", f"--training.steps={step + 3}"]) == 0
     assert numbers(run) == numbers(tmp_path / "runs" / "whole")
@@ -150,8 +138,16 @@ def test_ctrl_c_saves_and_the_run_resumes(where, tmp_path):
 
 def test_sigterm_to_the_launcher_saves_on_every_rank(where, tmp_path):
     run = tmp_path / "runs" / "stopped"
-    process = on_two_ranks([*where, "--job.name=stopped", "--training.steps=1000000"])
-    wait_for_steps(process, run)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = ["train", *where, "--job.name=stopped", "--training.steps=1000000"]
+    process = subprocess.Popen(
+        [*launcher, "-m", "quaver.cli", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    wait_for(lambda: has_steps(run), process)
     process.send_signal(signal.SIGTERM)  # torchrun forwards it to its ranks
     output, _ = process.communicate(timeout=LIMIT_S)
     assert f"quaver train --resume {run}" in output
@@ -160,27 +156,14 @@ def test_sigterm_to_the_launcher_saves_on_every_rank(where, tmp_path):
     assert len(list((checkpoints(run).complete(step) / "delayed").glob("*.distcp"))) == 2
 
 
-def _no_file_above(limit_bytes: int) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-
-
 def test_a_full_disk_stops_the_run_and_keeps_the_last_checkpoint(where, tmp_path):
     """A limit on the size of files simulates it: the same write fails, with another message."""
     run = tmp_path / "runs" / "full"
     words = [*where, "--job.name=full", "--checkpoint.interval=4"]
     assert main(["train", *words, "--training.steps=4"]) == 0
     before = {path: path.read_bytes() for path in (run / "checkpoint").rglob("*") if path.is_file()}
-    command = [sys.executable, "-m", "quaver.cli", "train", "--resume", str(run), "--training.steps=1000"]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-        env=environment(),
-        preexec_fn=lambda: _no_file_above(200_000),
-    )
+    resume = ["train", "--resume", str(run), "--training.steps=1000"]
+    done = quaver(resume, largest_file_bytes=200_000).finished()
     assert done.returncode == 4
     (line,) = done.stderr.splitlines()
     assert "checkpoint of step 8 could not be written" in line

@@ -5,13 +5,12 @@ in the last place (2e-7 measured, 2e-6 allowed), and gradient norms, which see e
 float8 a last place may move a value from one code to the next, an eighth of the value; that is rare, and one among
 thousands: 1e-5 for losses, and for norms 5e-4 (2.3e-4 measured, in the third step, after updates that differ). The
 warm-up is one step long, so that updates matter from the first on.
-Every launch of torchrun costs seconds, so the runs of one number of ranks share one.
+The runs are those of `main` in the ranks of tests/distributed/ranks.py; one test starts torchrun.
 """
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +20,10 @@ import torch
 
 from quaver.cli import main
 from quaver.trainer.metrics import read_metrics
+from tests.integration.train_on_ranks import Results, train_on_ranks
+from tests.isolated import quaver_on_ranks
 
 REPOSITORY = Path(__file__).parents[2]
-WORKER = Path(__file__).with_name("train_on_ranks.py")
 LIMIT_S = 240
 
 TINY = [
@@ -31,6 +31,7 @@ TINY = [
     *("--training.seq_len=32", "--training.local_batch_size=2", "--training.global_batch_size=8"),
     *("--training.device=cpu", "--training.mixed_precision_param=float32", "--training.steps=3"),
     *("--lr_scheduler.warmup_steps=1", "--validation.freq=3", "--validation.steps=4", "--metrics.log_freq=1"),
+    "--checkpoint.no-enable",  # test_resume.py saves and loads on ranks
 ]
 HP = ["--float8.no-enable_float8_linear"]
 ALL_GATHER = ["--float8.enable_fsdp_float8_all_gather", "--float8.precompute_float8_dynamic_scale_for_fsdp"]
@@ -98,15 +99,8 @@ if not torch.cuda.is_available():
     BAD["cuda"] = (["--training.device=cuda"], "torch sees no CUDA device here")
 
 
-def torchrun(ranks: int, *words: object) -> "subprocess.CompletedProcess[str]":
-    """Run torchrun in a session of its own, and end all of it where it takes too long."""
-    free_port = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # two test processes may launch at once
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *free_port]
-    command += map(str, words)
-    return finish(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-
 def finish(command: list[str], **options: object) -> "subprocess.CompletedProcess[str]":
+    """Run a launcher in a session of its own, and end all of it where it takes too long."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, **options
     )
@@ -134,23 +128,19 @@ def words_of(where: Path, name: str, words: list[str]) -> list[str]:
     return [*TINY, *places, *words]
 
 
-def train_all(where: Path, ranks: int, layouts: dict, bad: dict) -> "subprocess.CompletedProcess[str]":
+def train_all(where: Path, ranks: int, layouts: dict, bad: dict) -> Results:
     cases = [(name, words_of(where, name, case[2])) for name, case in layouts.items() if case[0] == ranks]
     cases += [(f"bad_{name}", words_of(where, f"bad_{name}", words)) for name, (words, _) in bad.items()]
-    path = where / f"cases{ranks}.json"
-    path.write_text(json.dumps(cases))
-    done = torchrun(ranks, WORKER, path)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return done
+    return train_on_ranks(ranks, cases)
 
 
 @pytest.fixture(scope="module")
-def on_two(where: Path) -> "subprocess.CompletedProcess[str]":
+def on_two(where: Path) -> Results:
     return train_all(where, 2, LAYOUTS, BAD)
 
 
 @pytest.fixture(scope="module")
-def on_four(where: Path) -> "subprocess.CompletedProcess[str]":
+def on_four(where: Path) -> Results:
     return train_all(where, 4, LAYOUTS, {})
 
 
@@ -237,15 +227,13 @@ def test_bad_input_is_one_line_for_all_ranks_and_no_process_group(name, on_two, 
     assert len(errors) == len(BAD)
     message = BAD[name][1]
     assert sum(message in error for error in errors) == 1
-    for rank in range(2):
-        assert json.loads((where / f"bad_{name}.{rank}.json").read_text()) == {"code": 2, "groups": 0}
+    assert [ended[f"bad_{name}"] for ended in on_two.ended] == [(2, 0)] * 2
     assert not (where / "runs" / f"bad_{name}").exists()
 
 
-def test_every_good_run_asked_for_one_process_group(on_two, on_four, where):
+def test_every_good_run_asked_for_one_process_group(on_two, on_four):
     for name, (ranks, *_) in LAYOUTS.items():
-        for rank in range(ranks):
-            assert json.loads((where / f"{name}.{rank}.json").read_text()) == {"code": 0, "groups": 1}
+        assert [ended[name] for ended in {2: on_two, 4: on_four}[ranks].ended] == [(0, 1)] * ranks
 
 
 def test_the_script_starts_ranks_and_a_diverging_run_ends_them_with_its_summary(where):
@@ -273,23 +261,11 @@ def test_the_script_starts_ranks_and_a_diverging_run_ends_them_with_its_summary(
 )
 def test_ranks_that_disagree_end_together_without_torchrun_too(where, other, message):
     """Rank 0 then hosts the store itself, and must outlive the others' last look into it."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    launcher = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    words = words_of(where, "disagree", HP)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "quaver.cli", "train", *words, *(other if rank else [])],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **launcher, "RANK": str(rank)},
-        )
-        for rank in range(2)
+    first, second = [
+        rank.finished() for rank in quaver_on_ranks(2, ["train", *words_of(where, "disagree", HP)], others=other)
     ]
-    errors = [process.communicate(timeout=LIMIT_S)[1] for process in processes]
-    assert [process.returncode for process in processes] == [2, 2]
-    assert errors[0].startswith(message)
-    assert len(errors[0].splitlines()) == 1
-    assert errors[1] == ""
+    assert (first.returncode, second.returncode) == (2, 2)
+    assert first.stderr.startswith(message)
+    assert len(first.stderr.splitlines()) == 1
+    assert second.stderr == ""
     assert not (where / "runs" / "disagree").exists()

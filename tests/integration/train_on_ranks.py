@@ -1,13 +1,11 @@
-"""What torchrun starts for test_train_distributed.py: several `quaver train` runs in one process, to start it once.
+"""Several `quaver train` runs on the ranks of tests/distributed/ranks.py, as if torchrun had started each."""
 
-Reads a JSON list of [name, words] and writes, for each and for each rank, `name.RANK.json` beside it: the exit code,
-and whether a process group was made.
-"""
-
-import json
+import io
+import itertools
 import os
-import sys
-from pathlib import Path
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,6 +13,21 @@ from torch import nn
 
 from quaver.cli import main
 from quaver.trainer.model import Block
+from quaver.trainer.ranks import read_ranks
+from tests.distributed.ranks import run
+
+LIMIT_S = 240
+
+_launches = itertools.count()
+
+
+@dataclass
+class Results:
+    """Of the runs on one number of ranks: what all ranks printed, and by name each rank's (exit code, groups made)."""
+
+    stdout: str
+    stderr: str
+    ended: list[dict[str, tuple[int, int]]]
 
 
 def _compile_quickly(block: Block, **options: object) -> None:
@@ -22,35 +35,37 @@ def _compile_quickly(block: Block, **options: object) -> None:
     nn.Module.compile(block, backend="aot_eager", **options)
 
 
-def _keep_process_group(groups: list[str]) -> None:
-    """Make the process group once, and note the wish for one: DTensor caches the mesh of an operation it has seen."""
-    init = dist.init_process_group
+def _train(cases: list[tuple[str, list[str]]], prefix: str) -> tuple[dict[str, tuple[int, int]], str, str]:
+    """Run `quaver train` for each case as a rank of torchrun does, with the process group that there is."""
+    launcher = {"WORLD_SIZE": str(dist.get_world_size()), "RANK": str(dist.get_rank())}
+    launcher |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+    made, ended = [], {}
+    output, error = io.StringIO(), io.StringIO()
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, launcher))
+        stack.enter_context(patch("quaver.trainer.ranks._store", lambda rank, world_size: store))
+        stack.enter_context(patch.object(dist, "init_process_group", lambda *args, **options: made.append(args)))
+        stack.enter_context(patch.object(dist, "destroy_process_group", lambda: None))
+        stack.enter_context(patch.object(Block, "compile", _compile_quickly))
+        # Drawing takes as long as three steps.
+        stack.enter_context(patch("quaver.trainer.train.draw_curves", lambda *paths, **_: paths[-1].touch()))
+        stack.callback(read_ranks.cache_clear)
+        stack.enter_context(redirect_stdout(output))
+        stack.enter_context(redirect_stderr(error))
+        for name, words in cases:
+            made.clear()
+            try:
+                code = main(["train", *words])
+            except SystemExit as stopped:
+                code = stopped.code
+            torch.compiler.reset()
+            ended[name] = (code, len(made))
+    return ended, output.getvalue(), error.getvalue()
 
-    def init_once(*args: object, **kwargs: object) -> None:
-        groups.append("made")
-        if not dist.is_initialized():
-            init(*args, **kwargs)
 
-    dist.init_process_group = init_once
-    dist.destroy_process_group = lambda: None
-
-
-def run(name: str, words: list[str], folder: Path, groups: list[str]) -> None:
-    groups.clear()
-    try:
-        code = main(["train", *words])
-    except SystemExit as stopped:
-        code = stopped.code
-    torch.compiler.reset()
-    result = {"code": code, "groups": len(groups)}
-    (folder / f"{name}.{os.environ['RANK']}.json").write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    Block.compile = _compile_quickly
-    asked: list[str] = []
-    _keep_process_group(asked)
-    cases = Path(sys.argv[1])
-    for case_name, case_words in json.loads(cases.read_text()):
-        run(case_name, case_words, cases.parent, asked)
+def train_on_ranks(ranks: int, cases: list[tuple[str, list[str]]]) -> Results:
+    """Run `quaver train WORDS` for each (name, words) on each rank. `training.compile` generates no code."""
+    prefix = f"train_on_ranks {next(_launches)}"  # keys of the pool's store are set once
+    ended, output, error = zip(*run(ranks, _train, cases, prefix, timeout=LIMIT_S), strict=True)
+    return Results("".join(output), "".join(error), list(ended))

@@ -319,7 +319,11 @@ def test_a_block_that_knows_its_matmuls_does_not_keep_the_last(recipe):
         assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
 
 
-@pytest.mark.parametrize("recipe", [None, "tensorwise", "rowwise"])
+@pytest.mark.parametrize(
+    ("recipe", "casts"),
+    [(None, "extension"), ("tensorwise", "extension"), ("tensorwise", "pytorch"), ("rowwise", "pytorch")],
+    indirect=["casts"],
+)
 def test_eager_code_on_a_cpu_keeps_matmuls_in_every_precision(recipe, casts):
     """[Note: eager code on a CPU]: every second matmul, attention, and amaxes where they show."""
     kept = {}
@@ -393,7 +397,7 @@ def nbytes(tensors: list[torch.Tensor]) -> int:
 
 @pytest.mark.parametrize(
     "recipe",
-    [None, "tensorwise", "delayed", *(pytest.param(name, marks=pytest.mark.nightly) for name in FLOAT8[1:3])],
+    ["tensorwise", "delayed", *(pytest.param(name, marks=pytest.mark.nightly) for name in (None, *FLOAT8[1:3]))],
 )
 def test_a_compiled_block_keeps_what_the_policy_says(recipe):
     runs = {mode: compiled_step(recipe, mode) for mode in ("none", "selective", "full")}

@@ -42,10 +42,6 @@ RECIPE = pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
 STATIC = CastConfig(scaling_type=ScalingType.STATIC)
 
 
-def row_of(model):
-    return model.layers[0].w1.scaling.state.amax_buffer
-
-
 # ---- torch.compile, autocast -----------------------------------------------------------------------------------------
 
 

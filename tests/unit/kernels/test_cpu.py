@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from quaver.formats import FORMATS
 from quaver.kernels import cpu
 from quaver.kernels.widen import widen
+from tests.isolated import isolated
 from tests.thinned import thinned
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -337,15 +337,13 @@ def test_takes() -> None:
     assert not cpu.takes(hp, torch.bfloat16)
 
 
-def test_an_environment_variable_turns_it_off() -> None:
-    script = (
-        "import torch; from quaver.kernels import cpu as c; "
-        "print(c.AVAILABLE, c.takes(torch.ones(2, 2), torch.float8_e4m3fn), c.UNAVAILABLE_BECAUSE)"
-    )
-    for value, prints in [("1", "False False"), *([("0", "True True None")] if cpu.AVAILABLE else [])]:
-        environment = {**os.environ, "QUAVER_PURE_PYTORCH": value}
-        out = subprocess.run(
-            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
-        )
-        assert out.stdout.startswith(prints)
-        assert value == "0" or "QUAVER_PURE_PYTORCH is set" in out.stdout
+def _load_again(value: str, available: bool) -> None:
+    os.environ["QUAVER_PURE_PYTORCH"] = value
+    importlib.reload(cpu)
+    assert cpu.AVAILABLE is cpu.takes(torch.ones(2, 2), E4M3) is available
+    assert ("QUAVER_PURE_PYTORCH is set" in str(cpu.UNAVAILABLE_BECAUSE)) is (value == "1")
+
+
+@pytest.mark.parametrize(("value", "available"), [("1", False), ("0", cpu.AVAILABLE)])
+def test_an_environment_variable_turns_it_off(value: str, available: bool) -> None:
+    isolated(_load_again, value, available)

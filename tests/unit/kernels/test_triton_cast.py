@@ -20,8 +20,6 @@ from tests.unit.kernels.triton_kernels import (
     COLUMNS,
     E4M3,
     E5M2,
-    FLOAT8,
-    HP,
     ROWS,
     UNUSUAL,
     assert_casts,
@@ -54,7 +52,7 @@ def _unusual_amaxes(hp_dtype, float8_dtype):
 
 
 def _shapes(hp_dtype, float8_dtype):
-    for shape in ((1, 1), (1, 40), (33, 1), (3, 5), (70, 45), (16, 32), (144, 80)):
+    for shape in ((1, 40), (33, 1), (3, 5), (70, 45), (144, 80)):
         of_rows, of_columns = torch.rand(shape[0], 3)[:, 1:2] * 9, torch.rand(1, shape[1]) * 9  # one has strides
         given = [(of_rows, of_columns), (None, torch.tensor(0.7)), (of_rows, None)]
         assert_casts(varied(*shape, hp_dtype), float8_dtype, persistent=[100.0], given=given, power_of_2=True)
@@ -64,7 +62,7 @@ def _shapes(hp_dtype, float8_dtype):
 def _rows_of_every_width():
     """Tiles of many rows, of one row, rows that do not fill their tile, and rows too wide for one read."""
     for width in (7, 64, 100, 4096, 5000):
-        assert_casts(varied(6, width, torch.bfloat16), E4M3, wanted=[ROWS])
+        assert_casts(varied(6 if width < 4096 else 3, width, torch.bfloat16), E4M3, wanted=[ROWS])
     triton_cast.WIDEST_ROW, widest = 64, triton_cast.WIDEST_ROW
     assert_casts(varied(6, 80, torch.bfloat16), E4M3, wanted=[ROWS])
     triton_cast.WIDEST_ROW = widest
@@ -107,8 +105,14 @@ def interpreter():
         yield call
 
 
-@FLOAT8
-@HP
+@pytest.mark.parametrize(
+    ("hp_dtype", "float8_dtype"),
+    [
+        pytest.param(hp, float8, marks=() if (hp is torch.bfloat16) == (float8 is E5M2) else pytest.mark.nightly)
+        for hp, float8 in itertools.product((torch.float32, torch.bfloat16, torch.float16), (E4M3, E5M2))
+    ],
+    ids=str,
+)
 def test_every_value(interpreter, hp_dtype, float8_dtype):
     interpreter(_every_value, hp_dtype, float8_dtype)
 

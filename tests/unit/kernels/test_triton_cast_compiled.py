@@ -157,7 +157,7 @@ def test_odd_sizes_do_not_spill(compiled, tmp_path):
         assert_fits(asm, tmp_path, 200)
 
 
-@pytest.mark.parametrize("capability", [90, 100, 120])
+@pytest.mark.parametrize("capability", [90, 100, pytest.param(120, marks=pytest.mark.nightly)])
 def test_addresses_one_rounding_and_no_corrupting_clamp(compiled, capability, monkeypatch):
     """No NaN-propagating minima and maxima may precede transposed 1-byte stores: triton-lang/triton#11111."""
     monkeypatch.setattr(_Driver, "capability", capability)

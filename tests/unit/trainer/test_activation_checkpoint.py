@@ -1,9 +1,5 @@
 """`[activation_checkpoint]`: the same losses with less memory, compiled and on two ranks, and bad values."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +12,8 @@ from quaver.trainer.config_io import load_config, parse_arguments
 from quaver.trainer.metrics import read_metrics
 from quaver.trainer.model import Block
 from quaver.trainer.train import Run, prepare, train
+from tests.integration.train_on_ranks import train_on_ranks
 
-WORKER = Path(__file__).parents[2] / "integration" / "train_on_ranks.py"
-LIMIT_S = 240
 FULL, BY_POLICY = ActivationCheckpoint("full"), ActivationCheckpoint("selective")
 SECTIONS = {"none": ActivationCheckpoint(), "full": FULL, "op": BY_POLICY, "2": ActivationCheckpoint("selective", "2")}
 
@@ -81,12 +76,13 @@ def test_the_checkpoint_of_a_bad_step_is_searched_too(tiny_float8_config):
 
 
 def modes(layout: str) -> list[str]:
-    return ["none", "selective"] if layout == "tensor_compiled" else ["none", "selective", "full"]
+    """Both modes where FSDP2 shards, one for each of the other layouts."""
+    return {"shard": ["none", "selective", "full"], "delayed": ["none", "full"]}.get(layout, ["none", "selective"])
 
 
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of runs that FSDP2 shards over two ranks; all of them in one launch, which costs seconds."""
+    """The folder of runs that FSDP2 shards over two ranks; all in the ranks that the distributed tests share."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "text.txt").write_text("".join(f"{n} bottles of beer on the wall, {n} bottles\n" for n in range(400)))
     tiny = {"model.dim": 32, "model.n_layers": 2, "model.n_heads": 4, "model.n_kv_heads": 2, "model.hidden_dim": 64}
@@ -97,16 +93,8 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for mode in modes(layout):
             settings = tiny | {"job.name": f"{layout}_{mode}", "activation_checkpoint.mode": mode}
             cases.append((f"{layout}_{mode}", [*words, *(f"--{name}={value}" for name, value in settings.items())]))
-    (folder / "cases.json").write_text(json.dumps(cases))
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    done = subprocess.run(
-        [sys.executable, *launch, str(WORKER), str(folder / "cases.json")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    done = train_on_ranks(2, cases)
+    assert set(done.ended[0].values()) == {(0, 1)}, done.stderr[-6000:]
     return folder
 
 
