@@ -72,7 +72,7 @@ class Browser:
         self._let_sizes_settle()
 
     def _let_sizes_settle(self) -> None:
-        """Plots are drawn once more when the browser first tells their size, which it does in its next frame."""
+        """Plots are drawn once more when the browser first reports their size, which it does in its next frame."""
         frames = "const [done] = arguments; requestAnimationFrame(() => requestAnimationFrame(() => done()))"
         self.driver.execute_async_script(frames)
 
