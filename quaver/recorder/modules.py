@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -82,7 +83,9 @@ class ModuleTracker:
                 self._owners.setdefault(id(parameter), name)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self._undo.close()
         self.stack.clear()
 

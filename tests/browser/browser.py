@@ -1,4 +1,7 @@
-"""A headless Chromium with a profile of its own, which remembers what it logged and asked for."""
+"""A headless Chromium with a profile of its own, which remembers what it logged and asked for.
+
+The tests of this folder are skipped where there is no browser. They last ran with Chromium 150.
+"""
 
 import itertools
 import json
@@ -38,7 +41,8 @@ def chromium(profile: Path) -> Iterator["Browser"]:
     program = next(filter(None, map(shutil.which, _BROWSERS)), None)
     driver = shutil.which("chromedriver")
     if program is None or driver is None:
-        pytest.skip(f"no {'Chromium or Chrome' if program is None else 'chromedriver'} on PATH")
+        missing = "Chromium or Chrome" if program is None else "chromedriver"
+        pytest.skip(f"no {missing} on PATH; on Debian: apt-get install chromium chromium-driver")
     options = webdriver.ChromeOptions()
     options.binary_location = program
     for switch in (*_SWITCHES, f"--user-data-dir={profile}"):

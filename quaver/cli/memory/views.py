@@ -94,7 +94,7 @@ def comparison_views(
 
 
 def comparison_lines(comparison: Comparison, top: int = 8) -> Iterator[str]:
-    """Yield the lines of both runs, and at most `top` rows of what each keeps and has alive."""
+    """Yield the lines of both runs, and at most `top` rows of what each saves and has alive."""
     c = comparison
     runs = (
         ("first", c.label_a, c.peak_a, c.peak_at_a, c.saved_a),

@@ -67,13 +67,9 @@ class CompiledTracker(ModuleTracker):
         def call(*args: Any, **kwargs: Any) -> Any:
             self.stack.append(name)
             self._mark()
-            self.entered(name)
-            output = None
             try:
-                output = compiled(*args, **kwargs)
-                return output
+                return compiled(*args, **kwargs)
             finally:
-                self.left(name, output)
                 self.stack.pop()
                 self._mark()
 

@@ -199,10 +199,10 @@ def _aligned(rows_a: list[Row], rows_b: list[Row]) -> Iterator[tuple[_Alike, _Al
         if len(signs) < 2:
             yield from ((each, each) for each in by_operator.values())
             continue
-        made = by_operator.values()
-        joined = _Alike([row for each in made for row in each.a], [row for each in made for row in each.b])
+        ways = by_operator.values()
+        joined = _Alike([row for each in ways for row in each.a], [row for each in ways for row in each.b])
         sign = 1 if joined.difference_bytes > 0 else -1
-        yield max(made, key=lambda each: sign * each.difference_bytes), joined
+        yield max(ways, key=lambda each: sign * each.difference_bytes), joined
 
 
 def _difference(at: str, described: _Alike, alike: _Alike, rows: Saved) -> Difference:
