@@ -105,7 +105,7 @@ def measure_row(case: Case, size: Size, device: torch.device, mesh: Any = None) 
         "resident_bytes": resident,
         "added_peak_bytes": usage.peak_bytes,
         "added_tensor_peak_bytes": usage.tensor_peak_bytes,
-        "kept_bytes": usage.kept_bytes,
+        "kept_bytes": usage.saved_bytes,
     }
 
 

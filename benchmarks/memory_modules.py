@@ -155,8 +155,8 @@ def _least(usages: list[Usage]) -> Usage:
     """The smallest of each figure."""
     tensor_peaks = [usage.tensor_peak_bytes for usage in usages if usage.tensor_peak_bytes is not None]
     lowest = min(usages, key=lambda usage: usage.peak_bytes)
-    kept = min(usage.kept_bytes for usage in usages)
-    return replace(lowest, tensor_peak_bytes=min(tensor_peaks, default=None), kept_bytes=kept)
+    kept = min(usage.saved_bytes for usage in usages)
+    return replace(lowest, tensor_peak_bytes=min(tensor_peaks, default=None), saved_bytes=kept)
 
 
 def _step(

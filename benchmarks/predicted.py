@@ -66,8 +66,8 @@ def compare(measured: Row, size: Size) -> Row:
         "predicted_peak_bytes": prediction.step_peak_bytes,
         "peak": round(prediction.step_peak_bytes / measured["added_tensor_peak_bytes"], 5),
         "measured_kept_bytes": measured["kept_bytes"],
-        "predicted_kept_bytes": prediction.kept_bytes,
-        "kept": round(prediction.kept_bytes / measured["kept_bytes"], 5),
+        "predicted_kept_bytes": prediction.saved_by_forward_bytes,
+        "kept": round(prediction.saved_by_forward_bytes / measured["kept_bytes"], 5),
         "seconds": round(time.monotonic() - start, 2),
     }
 

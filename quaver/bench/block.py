@@ -94,5 +94,5 @@ def _measure(step: Step, device: torch.device) -> Row:
         "resident_bytes": resident,
         "peak_bytes": resident + usage.peak_bytes,
         "tensor_peak_bytes": None if tensor_peak is None else resident + tensor_peak,
-        "kept_bytes": usage.kept_bytes,
+        "kept_bytes": usage.saved_bytes,
     }

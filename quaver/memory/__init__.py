@@ -3,7 +3,7 @@
 from quaver.memory.predict import Prediction, explain
 from quaver.memory.reports.compare import Comparison, compare
 from quaver.memory.reports.html import write_html
-from quaver.recorder.draw import draw_peak, draw_timeline
+from quaver.recorder.draw import draw_timeline
 from quaver.recorder.recorder import CATEGORIES
 from quaver.recorder.storages import TensorBytes
 from quaver.recorder.timeline import Timeline, record_timeline
@@ -15,7 +15,6 @@ __all__ = [
     "TensorBytes",
     "Timeline",
     "compare",
-    "draw_peak",
     "draw_timeline",
     "explain",
     "record_timeline",

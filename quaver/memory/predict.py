@@ -4,7 +4,7 @@
     prediction.peak_bytes
 
 The training code itself runs, so it saves, casts, frees and recomputes as in a real step; only values are missing. The
-prediction is for a CPU, or for a GPU with float8 matmuls (quaver/memory/faking/gpu_like.py). Compiled modules are
+prediction is for a CPU, or for a GPU with float8 matmuls (quaver/memory/faking/gpu.py). Compiled modules are
 predicted as compiled code without its kernels (quaver/memory/compiling/compiled.py).
 
 Memory of tensors is counted. An operator's scratch, which depends on the device, is not (Note: scratch, in
@@ -13,9 +13,8 @@ quaver/recorder/allocator.py).
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,15 +33,15 @@ from quaver.memory.compiling.compiled import (
     warm_up,
 )
 from quaver.memory.compiling.compiled_rows import CompiledTracker
-from quaver.memory.faking.fakes import Fakes, fake_copies, fake_copy, fake_tensors
+from quaver.memory.faking.fakes import Fakes, check_integers, fake_copies, fake_copy, fake_tensors
 from quaver.memory.faking.gloo_buffers import GlooBuffers
-from quaver.memory.faking.integers import check_integers
-from quaver.memory.faking.target import is_for_a_gpu, predicting_for
+from quaver.memory.faking.gpu import is_for_a_gpu, predicting_for
+from quaver.recorder.allocator import no_garbage_collection
 from quaver.recorder.recorder import CATEGORIES
 from quaver.recorder.timeline import record_timeline
 
 _CPU = torch.device("cpu")
-"""The device of all fake tensors, also in predictions for a GPU (gpu_like.py)."""
+"""The device of all fake tensors, also in predictions for a GPU (gpu.py)."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,8 @@ class Prediction:
 
     report: dict[str, Any] = field(repr=False)
     """`quaver.memory.Timeline.report`; docs/profiling.md describes its keys."""
-    kept_bytes: int
-    """What the first forward keeps for its backward, on top of what stays between steps."""
+    saved_by_forward_bytes: int
+    """What the first forward saves for its backward, on top of what stays between steps."""
     module_of_peak: str
     """The module that reaches the peak; empty for none."""
     operator_of_peak: str
@@ -79,7 +78,7 @@ class Prediction:
 
     @property
     def saved_bytes(self) -> int:
-        """The highest sum of bytes kept for backward."""
+        """The highest sum of bytes saved for backward."""
         return int(self.report["saved_bytes"])
 
     @property
@@ -89,7 +88,7 @@ class Prediction:
 
     @property
     def saved_for_backward(self) -> list[dict[str, Any]]:
-        """Tensors kept for backward when that is most: rows as above, with the mechanism that keeps them."""
+        """Tensors saved for backward when that is most: rows as above, with the mechanism that saves them."""
         return list(self.report["saved_for_backward"])
 
     @property
@@ -121,7 +120,7 @@ class Prediction:
             "operator_of_peak": self.operator_of_peak,
             "resident_bytes": self.resident_bytes,
             "step_peak_bytes": self.step_peak_bytes,
-            "kept_bytes": self.kept_bytes,
+            "saved_by_forward_bytes": self.saved_by_forward_bytes,
             "by_category": self.by_category,
             "reads_answered_by_1": self.reads,
             "assumptions": list(self.notes),
@@ -223,27 +222,17 @@ def record_step(
     """
     tracker = CompiledTracker(model) if are_kernels_left_out() else None
     with (
-        _no_garbage_collection(),
+        no_garbage_collection(),
         record_timeline(model, optimizer, persistent_scales=persistent_scales, tracker=tracker) as timeline,
         around or nullcontext(),
     ):
         step()
     report = timeline.report()
     backward = next((begin for phase, begin, _ in report["spans"] if phase == "backward"), None)
-    kept_bytes = 0 if backward is None else timeline.added_bytes(backward)
+    saved_bytes = 0 if backward is None else timeline.added_bytes(backward)
     at_peak = timeline.allocation(report["peak_event"])
     module, operator = ("", "") if at_peak is None else (at_peak.module, at_peak.operator or "")
-    return Prediction(report, kept_bytes, module, operator, reads=0)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+    return Prediction(report, saved_bytes, module, operator, reads=0)
 
 
 def _plain(model: nn.Module) -> nn.Module:

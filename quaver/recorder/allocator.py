@@ -66,8 +66,8 @@ class Usage:
     peak_bytes: int = 0
     tensor_peak_bytes: int | None = None
     """The peak without scratch; None on a GPU, whose allocator does not report it."""
-    kept_bytes: int = 0
-    """Alive at the mark: what the forward keeps for backward."""
+    saved_bytes: int = 0
+    """Alive at the mark: what the forward saved for backward."""
     at_mark: list[Block] = field(default_factory=list, repr=False)
     """Allocations alive at the mark, the largest first; empty on a GPU."""
 
@@ -84,8 +84,6 @@ class Measured:
 def measure_usage(device: torch.device, *, may_leave: bool = False) -> Iterator[Measured]:
     """Measure the block, which runs one step on `device`, and fill in `usage`.
 
-    Python's garbage collector is off meanwhile, so that a reference cycle that holds tensors shows.
-
     Args:
         may_leave: the step may replace older memory, such as the next step's scales. The profiler does not show the
             release of the older memory, so it then counts twice.
@@ -93,10 +91,17 @@ def measure_usage(device: torch.device, *, may_leave: bool = False) -> Iterator[
         RuntimeError: at the exit, if `mark` was not called once, or the step left memory behind. It is then not a step
             that repeats, and releases of older memory may be missing.
     """
+    with no_garbage_collection():
+        yield from _measure_cuda(device, may_leave) if device.type == "cuda" else _measure_cpu(may_leave)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Turn off Python's garbage collector inside the block, so that a reference cycle that holds tensors shows."""
     gc.collect()
     gc.disable()
     try:
-        yield from _measure_cuda(device, may_leave) if device.type == "cuda" else _measure_cpu(may_leave)
+        yield
     finally:
         gc.enable()
 
@@ -105,14 +110,14 @@ def _measure_cuda(device: torch.device, may_leave: bool) -> Iterator[Measured]:
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    kept: list[int] = []
-    measured = Measured(lambda: kept.append(torch.cuda.memory_allocated(device) - before))
+    at_mark: list[int] = []
+    measured = Measured(lambda: at_mark.append(torch.cuda.memory_allocated(device) - before))
     yield measured
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     gc.collect()
-    _check_one_step(len(kept), 0 if may_leave else torch.cuda.memory_allocated(device) - before)
-    measured.usage = Usage(peak, None, kept[0])
+    _check_one_step(len(at_mark), 0 if may_leave else torch.cuda.memory_allocated(device) - before)
+    measured.usage = Usage(peak, None, at_mark[0])
 
 
 def _measure_cpu(may_leave: bool) -> Iterator[Measured]:

@@ -14,20 +14,12 @@ UNITS_BYTES = {
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
-
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 
 
 def unit_of(size_bytes: int) -> tuple[int, str]:
     """The bytes and the name of the largest unit that is at most `size_bytes`."""
     return next((size, name) for size, name in UNITS if size_bytes >= size or size == 1)
-
-
-def bytes_of(text: str) -> int:
-    """`text` in bytes, rounded down; 0 if it is no size."""
-    found = _SIZE.fullmatch(text.strip())
-    unit = found[2].lower() if found else None
-    return int(float(found[1]) * UNITS_BYTES[unit]) if found and unit in UNITS_BYTES else 0
 
 
 def parse_bytes(text: str, name: str = "size") -> int:
@@ -38,7 +30,9 @@ def parse_bytes(text: str, name: str = "size") -> int:
     Raises:
         ValueError: it is no size above 0.
     """
-    size_bytes = bytes_of(text)
+    found = _SIZE.fullmatch(text.strip())
+    unit_bytes = UNITS_BYTES.get(found[2].lower(), 0) if found else 0
+    size_bytes = int(float(found[1]) * unit_bytes) if found else 0
     if size_bytes < 1:
         raise ValueError(f"{name}: expected a size above 0 such as 80GiB, 80GB, 512MiB or plain bytes, got {text!r}")
     return size_bytes

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -69,7 +69,7 @@ class ModuleTracker:
         self.compiled: set[str] = set()
         self._numbers: list[int] = []
         self._names: list[str] = []
-        self._handles: list[Any] = []
+        self._undo = ExitStack()
         self._owners: dict[int, str] = {}
         self._modules: dict[str, nn.Module] = {}
         self._lines: dict[int, str] = {}
@@ -86,9 +86,7 @@ class ModuleTracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._undo.close()
         self.stack.clear()
 
     def attached_to(self, recorder: Any) -> AbstractContextManager[Any]:
@@ -146,9 +144,9 @@ class ModuleTracker:
                 self.stack.pop()
                 self._mark()
 
-        self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        self._undo.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
         # always: a checkpoint stops its recomputation early by raising an error that it catches
-        self._handles.append(module.register_forward_hook(leave, always_call=True))
+        self._undo.callback(module.register_forward_hook(leave, always_call=True).remove)
 
     def _mark(self) -> None:
         self._numbers.append(torch._C._autograd._get_sequence_nr())

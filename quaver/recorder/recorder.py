@@ -79,8 +79,8 @@ class Allocation:
     """Whether it is a buffer of a collective."""
     under_policy: bool = False
     """Whether a selective checkpoint's policy was asked about the operator."""
-    kept_from_birth: bool = False
-    """Whether something other than autograd's saved tensors kept it from forward to backward."""
+    held_from_forward: bool = False
+    """Whether something other than autograd's saved tensors holds it from forward to backward."""
     saved_in: str = OUTSIDE
     """The module in whose forward autograd saved it first."""
     first_use: Use | None = None
@@ -138,10 +138,12 @@ class Recorder(StorageWatch):
                     allocation.module = module or allocation.module
                     allocation.parameter = parameter or allocation.parameter
 
-    def keep(self, part: Tensor) -> int:
+    def save(self, part: Tensor) -> int:
         """Autograd saved the plain tensor `part` for backward; returns the key with which to `release` it."""
-        self.meet(part)
         key = part.untyped_storage()._cdata
+        # A result of a DTensor's operators, which no mode sees; a collective's own buffer is never saved.
+        unseen = self._left_alone.pop(key, None) is not None
+        self.meet(part, "torch.distributed" if unseen else None)
         allocation = self._live[key]
         allocation.saved_in = allocation.saved_in or self._modules.current
         self._change_saved(key, 1)
@@ -220,7 +222,7 @@ class Recorder(StorageWatch):
         if phase == before:
             return
         if before == "forward" and phase == "backward":
-            self._keep_what_is_left_of_forward()
+            self._save_what_is_left_of_forward()
         self.spans.append((phase, len(self.log)))
 
     def end(self) -> None:
@@ -275,11 +277,11 @@ class Recorder(StorageWatch):
         if name == "quaver::cast":
             _name_weight_cast(allocation, tensor)
 
-    def _keep_what_is_left_of_forward(self) -> None:
+    def _save_what_is_left_of_forward(self) -> None:
         for key, allocation in self._live.items():
             made_in_forward = allocation.phase == "forward" and allocation.module != OUTSIDE
             if made_in_forward and allocation.category is None and not self._saved.get(key):
-                allocation.kept_from_birth = True
+                allocation.held_from_forward = True
 
 
 def _name_weight_cast(allocation: Allocation, tensor: Tensor | None) -> None:

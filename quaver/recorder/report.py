@@ -1,20 +1,26 @@
-"""The report of a recording: bytes by category after each event, and tables at the two highest points."""
+"""The report of a recording: bytes by category after each event, and tables at the two highest points.
+
+`merged_layers` merges the rows of equal layers in such a table.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
 from quaver.recorder.recorder import CATEGORIES, Allocation, Recorder
 
-SCHEMA = 2
+SCHEMA = 3
+
+_LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 State = dict[Allocation, tuple[int, int]]
 """Live allocations: bytes, and how many times autograd has saved each."""
 
 COMPILED_GRAPH = "compiled graph"
-"""The keeper of tensors that a compiled forward returns for its backward."""
+"""What saves the tensors that a compiled forward returns for its backward."""
 
 NOT_FOR_BACKWARD = ("parameters", "gradients", "optimizer_state", "persistent_scales", "inputs")
 """Categories that would be alive even if autograd did not save them."""
@@ -25,7 +31,7 @@ def report_of(recorder: Recorder, note: str = "", compiled: Collection[str] = ()
 
     Args:
         note: why operators were invisible, if they were; the report then has no timeline and no peak.
-        compiled: names of compiled modules, whose graphs keep what is saved in them.
+        compiled: names of compiled modules, whose graphs hold what is saved in them.
     """
     timeline = list(_timeline(recorder))
     totals = [sum(row[2:]) for row in timeline]
@@ -40,7 +46,7 @@ def report_of(recorder: Recorder, note: str = "", compiled: Collection[str] = ()
         "resident_bytes": dict(zip(CATEGORIES, timeline[0][2:], strict=True)),
         "at_peak": [] if note else _ranked(_row(each, *now) for each, now in _state_at(recorder, peak_event).items()),
     }
-    saved = [(each, now) for each, now in _state_at(recorder, saved_event).items() if _is_kept(each, now[1])]
+    saved = [(each, now) for each, now in _state_at(recorder, saved_event).items() if _is_saved(each, now[1])]
     rows = _ranked(_saved_row(each, *now, compiled) for each, now in saved)
     saved_bytes = sum(row["bytes"] for row in rows if row["category"] not in NOT_FOR_BACKWARD)
     report["saved_bytes"] = None if note else saved_bytes
@@ -56,13 +62,13 @@ def category_of(allocation: Allocation, saved: int) -> str:
     """The category of an allocation while autograd has saved it `saved` times."""
     if allocation.category is not None:
         return allocation.category
-    if _is_kept(allocation, saved):
+    if _is_saved(allocation, saved):
         return "saved_activations"
     return "communication" if allocation.communicates else "temporaries"
 
 
-def _is_kept(allocation: Allocation, saved: int) -> bool:
-    return saved > 0 or allocation.kept_from_birth
+def _is_saved(allocation: Allocation, saved: int) -> bool:
+    return saved > 0 or allocation.held_from_forward
 
 
 def _timeline(recorder: Recorder) -> Iterator[list[Any]]:
@@ -95,13 +101,13 @@ def added_bytes(recorder: Recorder, event: int) -> int:
 
 
 def _saved_peak(recorder: Recorder) -> int:
-    """The first event at which most bytes are kept for backward."""
-    kept_bytes, by_event, state = 0, [0], dict[Allocation, int]()
+    """The first event at which most bytes are saved for backward."""
+    live_bytes, by_event, state = 0, [0], dict[Allocation, int]()
     for _, allocation, size_bytes, saved in recorder.log:
-        now = size_bytes if _is_kept(allocation, saved) and allocation.category not in NOT_FOR_BACKWARD else 0
-        kept_bytes += now - state.get(allocation, 0)
+        now = size_bytes if _is_saved(allocation, saved) and allocation.category not in NOT_FOR_BACKWARD else 0
+        live_bytes += now - state.get(allocation, 0)
         state[allocation] = now
-        by_event.append(kept_bytes)
+        by_event.append(live_bytes)
     return _first_of_largest(by_event)
 
 
@@ -127,15 +133,15 @@ def _row(allocation: Allocation, size_bytes: int, saved: int) -> dict[str, Any]:
 def _saved_row(allocation: Allocation, size_bytes: int, saved: int, compiled: Collection[str]) -> dict[str, Any]:
     use = allocation.first_use
     first = None if use is None else {"operator": use.operator, "module": use.module, "source": use.line}
-    keeper = _keeper(allocation, saved)
-    if keeper == "autograd" and allocation.saved_in in compiled:
-        keeper = COMPILED_GRAPH
-    about = {"saved_in": allocation.saved_in, "kept_by": keeper, "first_use": first}
+    saved_by = _saved_by(allocation, saved)
+    if saved_by == "autograd" and allocation.saved_in in compiled:
+        saved_by = COMPILED_GRAPH
+    about = {"saved_in": allocation.saved_in, "saved_by": saved_by, "first_use": first}
     return {**_row(allocation, size_bytes, saved), **about}
 
 
-def _keeper(allocation: Allocation, saved: int) -> str:
-    """The mechanism that keeps it for backward. A checkpoint keeps what its recomputation reads first."""
+def _saved_by(allocation: Allocation, saved: int) -> str:
+    """The mechanism that saved it for backward. A checkpoint saves what its recomputation reads first."""
     if allocation.under_policy and not saved:
         return "selective policy"
     use = allocation.first_use
@@ -171,3 +177,32 @@ def _spans(recorder: Recorder) -> list[list[Any]]:
     """[phase, last event before it, its last event] of each phase, in order; equal for a phase without events."""
     ends = [*recorder.spans, ("", len(recorder.log))]
     return [[phase, begin, end] for (phase, begin), (_, end) in pairwise(ends) if end > begin or phase == "optimizer"]
+
+
+# ---- equal layers ----------------------------------------------------------------------------------------------------
+
+
+def merged_layers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """New rows with "*" for each number in module names, equal ones merged, the largest first.
+
+    Args:
+        rows: with "module", "bytes", "count" and other columns; bytes and counts are summed.
+    """
+    merged: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        row = {name: _without_numbers(name, value) for name, value in row.items()}
+        key = repr([(name, value) for name, value in row.items() if name not in ("bytes", "count")])
+        if key in merged:
+            merged[key]["bytes"] += row["bytes"]
+            merged[key]["count"] += row["count"]
+        else:
+            merged[key] = row
+    return sorted(merged.values(), key=lambda row: -row["bytes"])
+
+
+def _without_numbers(name: str, value: Any) -> Any:
+    if name in ("module", "of", "saved_in"):
+        return _LAYER_NUMBER.sub("*", value)
+    if name == "first_use" and value is not None:
+        return {**value, "module": _LAYER_NUMBER.sub("*", value["module"])}
+    return value

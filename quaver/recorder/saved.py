@@ -27,7 +27,7 @@ class _Saved:
         self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
         self.version = tensor._version if _counts_versions(tensor) else None
         self.recorder = recorder
-        self.keys = [recorder.keep(part) for part in plain_parts(self.tensor)]
+        self.keys = [recorder.save(part) for part in plain_parts(self.tensor)]
 
     def unpack(self) -> Tensor:
         """The saved tensor.

@@ -8,10 +8,11 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -23,12 +24,6 @@ _LIFT = torch.ops.aten.lift_fresh.default
 """The first operator on a tensor that torch.tensor created from Python numbers."""
 _BETWEEN = (__name__, "torch._compile", "torch._dynamo.eval_frame")
 """The Python modules of frames between an operator's call and its dispatch."""
-
-ResizeListener = Callable[[UntypedStorage, int], None]
-"""Called with the storage after its resize, and its bytes before."""
-
-_resize_listeners: list[ResizeListener] = []
-_resize: Callable[[UntypedStorage, int], UntypedStorage] = UntypedStorage.resize_
 
 
 class StorageWatch(TorchDispatchMode):
@@ -47,7 +42,7 @@ class StorageWatch(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[UntypedStorage]] = {}
         self._left_alone: dict[int, weakref.ref[UntypedStorage]] = {}
-        self._resizes = ExitStack()
+        self._resizes: AbstractContextManager[Any] = nullcontext()
         self._among_fakes = False  # whether a storage on the meta device is that of a fake tensor
         self._lock = threading.RLock()  # the last to hold a storage may be a thread of a collective's backend
 
@@ -81,12 +76,13 @@ class StorageWatch(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self._among_fakes = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-        self._resizes.enter_context(listen_to_resizes(self._was_resized))
+        self._resizes = self._with_resizes_reported()
+        self._resizes.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._resizes.close()
+        self._resizes.__exit__(None, None, None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -94,7 +90,7 @@ class StorageWatch(TorchDispatchMode):
         if any(kind not in _PLAIN for kind in types):  # a subclass dispatches again on its parts
             return NotImplemented
         kwargs = kwargs or {}
-        given = [*_tensors(args), *_tensors(kwargs)]
+        given = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
         for tensor in given:
             if not self._is_of_backend(tensor, func):
                 self.meet(tensor, str(func) if func is _LIFT else None)
@@ -130,6 +126,22 @@ class StorageWatch(TorchDispatchMode):
             return False
         self._left_alone[key] = weakref.ref(tensor.untyped_storage(), lambda _: self._left_alone.pop(key, None))
         return True
+
+    def _with_resizes_reported(self) -> AbstractContextManager[Any]:
+        """Follow `UntypedStorage.resize_` inside the block; FSDP2 frees and refills weights with it.
+
+        It is no operator, so neither a dispatch mode nor any hook of torch sees it. This can go when torch dispatches
+        it. Watches nest: each calls the `resize_` that it found.
+        """
+        resize = UntypedStorage.resize_
+
+        def resize_and_report(storage: UntypedStorage, size: int) -> UntypedStorage:
+            before_bytes = storage.nbytes()
+            resize(storage, size)
+            self._was_resized(storage, before_bytes)
+            return storage
+
+        return patch.object(UntypedStorage, "resize_", resize_and_report)
 
     def _was_resized(self, storage: UntypedStorage, before_bytes: int) -> None:
         if storage.device.type == "meta" and not self._among_fakes:
@@ -206,34 +218,3 @@ def _tensors(values: Any) -> Iterator[Tensor]:
     elif isinstance(values, (list, tuple)):
         for value in values:
             yield from _tensors(value)
-    elif isinstance(values, dict):
-        yield from _tensors(tuple(values.values()))
-
-
-# ---- resizes ---------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def listen_to_resizes(listener: ResizeListener) -> Iterator[None]:
-    """Call `listener` after every `UntypedStorage.resize_` inside the block; FSDP2 frees and refills weights with it.
-
-    `resize_` is no operator, so neither a dispatch mode nor any hook of torch sees it. It is replaced while a listener
-    is registered; this can go when torch dispatches it.
-    """
-    if not _resize_listeners:
-        UntypedStorage.resize_ = _resize_and_report  # type: ignore[method-assign, assignment]
-    _resize_listeners.append(listener)
-    try:
-        yield
-    finally:
-        _resize_listeners.remove(listener)
-        if not _resize_listeners:
-            del UntypedStorage.resize_  # restores the inherited method
-
-
-def _resize_and_report(storage: UntypedStorage, size: int) -> UntypedStorage:
-    before_bytes = storage.nbytes()
-    _resize(storage, size)
-    for listener in tuple(_resize_listeners):
-        listener(storage, before_bytes)
-    return storage

@@ -1,4 +1,7 @@
-"""A headless Chromium with a profile of its own, which remembers what it logged and asked for."""
+"""A headless Chromium with a profile of its own, which remembers what it logged and asked for.
+
+The tests of this folder are skipped where there is no browser. They last ran with Chromium 150.
+"""
 
 import itertools
 import json
@@ -38,7 +41,8 @@ def chromium(profile: Path) -> Iterator["Browser"]:
     program = next(filter(None, map(shutil.which, _BROWSERS)), None)
     driver = shutil.which("chromedriver")
     if program is None or driver is None:
-        pytest.skip(f"no {'Chromium or Chrome' if program is None else 'chromedriver'} on PATH")
+        missing = "Chromium or Chrome" if program is None else "chromedriver"
+        pytest.skip(f"no {missing} on PATH; on Debian: apt-get install chromium chromium-driver")
     options = webdriver.ChromeOptions()
     options.binary_location = program
     for switch in (*_SWITCHES, f"--user-data-dir={profile}"):
@@ -72,7 +76,7 @@ class Browser:
         self._let_sizes_settle()
 
     def _let_sizes_settle(self) -> None:
-        """Plots are drawn once more when the browser first tells their size, which it does in its next frame."""
+        """Plots are drawn once more when the browser first reports their size, which it does in its next frame."""
         frames = "const [done] = arguments; requestAnimationFrame(() => requestAnimationFrame(() => done()))"
         self.driver.execute_async_script(frames)
 

@@ -57,7 +57,7 @@ def row(size_bytes: int, **what) -> dict:
         "dtype": "bfloat16",
         "source": "quaver/gemm.py:106",
         "saved_in": "model.layers.0.mlp",
-        "kept_by": "autograd",
+        "saved_by": "autograd",
         "first_use": {"operator": "aten.mm", "module": "model.layers.0.mlp", "source": "quaver/linear.py:123"},
     }
     return plain | what
@@ -73,7 +73,7 @@ def made() -> dict:
     at_peak = [
         row(40 * MIB),
         row(40 * MIB, module=layer, of=f"{layer}.weight", saved_in="model.layers.1.mlp", first_use=None),
-        row(10 * MIB, category="temporaries", operator=None, of="", module=HOSTILE, dtype=HOSTILE, kept_by=HOSTILE),
+        row(10 * MIB, category="temporaries", operator=None, of="", module=HOSTILE, dtype=HOSTILE, saved_by=HOSTILE),
         old | {"category": "parameters", "module": "", "operator": None},
         row(4 * MIB, category="communication", module="model.norm", operator="c10d.all_gather", shape=[4, 2]),
     ]
@@ -89,7 +89,7 @@ def made() -> dict:
         "operator_of_peak": "aten.mul",
         "resident_bytes": 6 * MIB,
         "step_peak_bytes": 94 * MIB,
-        "kept_bytes": 80 * MIB,
+        "saved_by_forward_bytes": 80 * MIB,
         "by_category": {name: size for name, size in by_category.items() if size},
         "reads_answered_by_1": 0,
         "notes": [HOSTILE],
@@ -113,7 +113,12 @@ def made() -> dict:
 
 def unseen() -> dict:
     """A report of compiled code: what stays between steps, and nothing else."""
-    prediction = made() | {"peak_bytes": None, "step_peak_bytes": None, "kept_bytes": None, "by_category": {}}
+    prediction = made() | {
+        "peak_bytes": None,
+        "step_peak_bytes": None,
+        "saved_by_forward_bytes": None,
+        "by_category": {},
+    }
     blind = {name: [] for name in ("timeline", "at_peak", "saved_for_backward", "spans")}
     unknown = dict.fromkeys(("peak_bytes", "peak_event", "saved_bytes", "saved_event"))
     prediction["report"] |= blind | unknown | {"exact": False, "note": "compiled code: not attributed"}
@@ -138,7 +143,7 @@ def wide(events: int, rows: int) -> dict:
 def comparison() -> dict:
     """What `made` and another run differ in: one row of more, one of less, one at the peak."""
     plain = {
-        **{name: row(0)[name] for name in ("category", "operator", "of", "shape", "dtype", "source", "kept_by")},
+        **{name: row(0)[name] for name in ("category", "operator", "of", "shape", "dtype", "source", "saved_by")},
         "count_a": 32,
         "count_b": 0,
         "layers": 32,
@@ -151,8 +156,8 @@ def comparison() -> dict:
         "peak_a": 100 * MIB,
         "peak_b": 97 * MIB,
         "rows": [
-            plain | less | {"at": "kept", "sentence": f"-6 MiB: {HOSTILE}"},
-            plain | more | {"at": "kept", "sentence": "+3 MiB: more of it"},
+            plain | less | {"at": "saved", "sentence": f"-6 MiB: {HOSTILE}"},
+            plain | more | {"at": "saved", "sentence": "+3 MiB: more of it"},
             plain | more | {"at": "peak", "sentence": "+3 MiB: at the peak"},
         ],
     }

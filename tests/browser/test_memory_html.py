@@ -45,7 +45,7 @@ def test_the_headline(browser, pages):
     assert browser.one("#other-peak").text == f"second: 50.00 MiB, \u221250.00 MiB against {_shown(f'first {HOSTILE}')}"
     facts = dict(zip(browser.texts("#facts dt"), browser.texts("#facts dd"), strict=True))
     assert facts["stays between steps"] == "6.000 MiB"
-    assert facts["kept by the first forward for its backward"] == "80.00 MiB"
+    assert facts["saved by the first forward for its backward"] == "80.00 MiB"
     assert any("</script><script>" in note for note in browser.texts("#notes li"))
     assert browser.texts("#contents a") == browser.texts("main h2")
 
@@ -180,7 +180,7 @@ def test_the_breakdown_by_keyboard(browser, pages):
     assert [each.get_attribute("tabindex") for each in browser.all(".cell")].count("0") == 1
 
 
-def test_a_part_tells_all_that_is_known_of_it(browser, pages):
+def test_a_part_shows_all_its_fields(browser, pages):
     browser.open(pages / "plain.html")
     leaf = next(each for each in browser.all(".cell") if each.text.startswith("quaver.exact_float8_mm"))
     ActionChains(browser.driver).move_to_element(leaf).perform()
@@ -247,15 +247,15 @@ def test_the_difference(browser, pages):
     )
     assert ticks[0] == ticks[1]  # one scale
     assert [tick.split()[0] for tick in ticks[0]] == ["0", "20", "40", "60", "80", "100"]
-    assert _column(browser, "compare-kept-table", "difference") == ["\u22126.000 MiB", "+3.000 MiB"]
+    assert _column(browser, "compare-saved-table", "difference") == ["\u22126.000 MiB", "+3.000 MiB"]
     assert _column(browser, "compare-peak-table", "difference") == ["+3.000 MiB"]
-    less, more = browser.all("#compare-kept-table .bar")
-    middle = browser.one("#compare-kept-table .bars").rect
+    less, more = browser.all("#compare-saved-table .bar")
+    middle = browser.one("#compare-saved-table .bars").rect
     half = middle["x"] + middle["width"] / 2
     assert less.rect["x"] + less.rect["width"] == pytest.approx(half, abs=1)
     assert more.rect["x"] == pytest.approx(half, abs=1)
     assert less.rect["width"] == pytest.approx(2 * more.rect["width"], abs=1)
-    assert HOSTILE.split()[0] in _column(browser, "compare-kept-table", "in")[0]
+    assert HOSTILE.split()[0] in _column(browser, "compare-saved-table", "in")[0]
     sums = dict(
         zip(
             _column(browser, "categories-table", "what"),
@@ -266,7 +266,7 @@ def test_the_difference(browser, pages):
     assert sums["saved activations"] == "\u221240.00 MiB"
     assert sums["sum at the peak"] == "\u221250.00 MiB"
     browser.all("#saved-rows input[type=radio]")[1].click()
-    assert browser.one("#saved-caption").text == "Kept for the backward of second"
+    assert browser.one("#saved-caption").text == "Saved for backward of second"
 
 
 def test_advice_and_measurement(browser, pages):
@@ -289,4 +289,4 @@ def test_a_page_without_them_does_not_show_them(browser, pages):
     browser.open(pages / "plain.html")
     shown = [each.get_attribute("id") for each in browser.all("main > section") if each.is_displayed()]
     assert shown == ["timeline", "peak", "saved"]
-    assert browser.texts("#contents a") == ["Live bytes over the step", "Alive at the peak", "Kept for the backward"]
+    assert browser.texts("#contents a") == ["Live bytes over the step", "Alive at the peak", "Saved for backward"]

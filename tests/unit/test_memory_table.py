@@ -118,7 +118,7 @@ def test_the_log_agrees_with_a_dispatch_mode_to_the_byte(recipe):
     peak, kept, usage = both_counts(net)
     numbers = [block for block in usage.at_mark if block.size_bytes == 8 and not block.ranges]
     assert len(numbers) == 2
-    assert usage.kept_bytes - kept == 8 * len(numbers)
+    assert usage.saved_bytes - kept == 8 * len(numbers)
     assert usage.tensor_peak_bytes - peak in (0, 8, 16)
 
 
@@ -132,7 +132,7 @@ def test_the_log_sees_storages_that_are_emptied_and_filled_again():
         tensor.untyped_storage().resize_(0)
         del kept
     assert measured.usage.peak_bytes == 5300
-    assert measured.usage.kept_bytes == 0
+    assert measured.usage.saved_bytes == 0
 
 
 def test_scratch_is_what_an_operation_frees_before_it_returns():

@@ -20,13 +20,13 @@ from quaver.cli.memory.views import (
     side_by_side_table,
 )
 from quaver.devices import resolve_device
-from quaver.memory.faking.target import predicting_for
+from quaver.memory.faking.gpu import predicting_for
 from quaver.memory.reports.compare import Comparison, compare
 from quaver.memory.reports.html import write_html
 from quaver.memory.runs.advise import Advice, advise
 from quaver.memory.runs.measure import MeasuredMemory, measure_memory, side_by_side
 from quaver.memory.runs.predict import RunMemory, predict_memory
-from quaver.recorder.draw import draw_peak, draw_timeline
+from quaver.recorder.draw import draw_timeline
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.config.flags import exit_after_help, split_flags
 from quaver.trainer.config_io import load_config, parse_arguments
@@ -118,11 +118,8 @@ def _write(answer: _Answer, options: Options, title: str) -> list[Path]:
         files.append(Path(options.html))
         write_html(files[-1], title=title, prediction=_whole(answer.memory), **(more | pages))
     if options.png is not None:
-        timeline = Path(options.png)
-        peak = timeline.with_name(f"{timeline.stem}-peak.png")
-        draw_timeline(answer.memory.prediction.report, timeline, title=title)
-        draw_peak(answer.memory.prediction.report, peak, title=title)
-        files += [timeline, peak]
+        files.append(Path(options.png))
+        draw_timeline(answer.memory.prediction.report, files[-1], title=title)
     return files
 
 

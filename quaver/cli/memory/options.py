@@ -39,7 +39,7 @@ class Options(Settings):
     html: str | None = None
     """File of a page: timeline, breakdown of the peak, tensors saved for backward."""
     png: str | None = None
-    """File of a picture of the timeline; one of the peak goes to NAME-peak.png."""
+    """File of a picture of the timeline."""
 
     def check(self) -> None:
         """Refuse options that exclude each other, and files that cannot be written."""

@@ -15,7 +15,7 @@ from quaver.memory.reports.pitfalls import inner_operator, si
 from quaver.memory.runs.advise import Advice, Row
 from quaver.memory.runs.predict import RunMemory
 from quaver.recorder.byte_sizes import unit_of
-from quaver.recorder.rows import merged_layers
+from quaver.recorder.report import merged_layers
 
 _DEVICES = {"cuda": "an NVIDIA GPU that multiplies float8", "cpu": "a CPU"}
 
@@ -36,7 +36,7 @@ def prediction_views(memory: RunMemory, device: str, top: int) -> Iterator[str |
         ("step", f"{batch} tokens"),
         ("peak", f"{_long_size(prediction.peak_bytes)}, in the {moment}"),
         ("between", f"{_long_size(prediction.resident_bytes)} stay between steps"),
-        ("kept", f"{_long_size(prediction.kept_bytes)} are kept by the first forward for its backward"),
+        ("saved", f"{_long_size(prediction.saved_by_forward_bytes)} are saved by the first forward for its backward"),
         *(("note", note) for note in (*memory.notes, *prediction.notes)),
     ]
     yield from (_line(name, text) for name, text in about)
@@ -83,7 +83,7 @@ def comparison_views(
     here, there = prediction.by_category, other.by_category
     sizes = {name: (here.get(name, 0), there.get(name, 0)) for name in CATEGORIES if name in here or name in there}
     sizes["sum"] = prediction.peak_bytes, other.peak_bytes
-    sizes["kept for the backward"] = prediction.kept_bytes, other.kept_bytes
+    sizes["saved for backward"] = prediction.saved_by_forward_bytes, other.saved_by_forward_bytes
     rows = [
         (_words(name), f"{ours:,}", f"{theirs:,}", f"{theirs - ours:+,}", f"{theirs / ours:.3f}" if ours else "")
         for name, (ours, theirs) in sizes.items()
@@ -94,18 +94,18 @@ def comparison_views(
 
 
 def comparison_lines(comparison: Comparison, top: int = 8) -> Iterator[str]:
-    """Yield the lines of both runs, and at most `top` rows of what each keeps and has alive."""
+    """Yield the lines of both runs, and at most `top` rows of what each saves and has alive."""
     c = comparison
     runs = (
-        ("first", c.label_a, c.peak_a, c.peak_at_a, c.kept_a),
-        ("other", c.label_b, c.peak_b, c.peak_at_b, c.kept_b),
+        ("first", c.label_a, c.peak_a, c.peak_at_a, c.saved_a),
+        ("other", c.label_b, c.peak_b, c.peak_at_b, c.saved_b),
     )
-    for name, label, peak, where, kept in runs:
+    for name, label, peak, where, saved in runs:
         yield _line(name, label)
         yield _line("", f"peak {si(peak)} ({peak:,} bytes), in the {where}")
-        yield _line("", f"kept {si(kept)} ({kept:,} bytes), by the first forward for its backward")
-    yield _line("more", f"peak {c.peak_b - c.peak_a:+,} bytes, kept {c.kept_b - c.kept_a:+,} bytes")
-    yield from ("", *_differences("What differs of what is kept for the backward", c.at("kept"), top))
+        yield _line("", f"saved {si(saved)} ({saved:,} bytes), by the first forward for its backward")
+    yield _line("more", f"peak {c.peak_b - c.peak_a:+,} bytes, saved {c.saved_b - c.saved_a:+,} bytes")
+    yield from ("", *_differences("What differs of what is saved for backward", c.at("saved"), top))
     yield from ("", *_differences("What differs of what is alive at the peaks", c.at("peak"), top))
 
 
@@ -137,7 +137,7 @@ def _advice_numbers(row: Row) -> tuple[str, str, str, str]:
     more = row.difference_bytes
     difference = f"{'+' if more > 0 else '-'}{_size(abs(more))}" if more else ""
     cost = row.cost
-    again = "" if cost is None or cost.recomputed_flops is None else f"{cost.recomputed_flops / cost.flops:.1%}"
+    again = "" if cost is None or cost.recomputed_flops is None else f"{cost.recomputed_flops / cost.step_flops:.1%}"
     step = "" if cost is None or cost.modelled_s is None else f"{cost.modelled_s:.3g} s"
     return peak, difference, again, step
 

@@ -26,12 +26,12 @@ from torch._dynamo.external_utils import wrap_inline
 from torch.torch_version import TorchVersion
 
 from quaver.memory.faking.gloo_buffers import GlooBuffers
-from quaver.memory.faking.target import is_for_a_gpu
+from quaver.memory.faking.gpu import is_for_a_gpu
 from quaver.recorder.modules import is_compiled
 from quaver.recorder.storages import StorageWatch
 
 COMPILES_FOR_A_GPU = TorchVersion(torch.__version__) >= "2.13"
-"""Whether compiled code keeps gradients of fake tensors that report a GPU: not in 2.11; 2.12 was not tried."""
+"""Whether compiled code preserves gradients of fake tensors that report a GPU: not in 2.11; 2.12 was not tried."""
 _STANCE = "fail_on_recompile"
 _MOST_STEPS = 4
 
@@ -128,7 +128,7 @@ def nothing_compiled() -> Iterator[None]:
 
 def has_compiled_code(model: nn.Module) -> bool:
     """Whether `model` or a module in it is compiled."""
-    return isinstance(model, OptimizedModule) or any(is_compiled(module) for module in model.modules())
+    return any(is_compiled(module) for module in model.modules())
 
 
 def recompile(copy: nn.Module, model: nn.Module) -> None:

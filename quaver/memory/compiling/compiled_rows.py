@@ -1,4 +1,4 @@
-"""Attributes the buffers of compiled code to modules inside it, and records what its graph keeps for backward.
+"""Attributes the buffers of compiled code to modules inside it, and records what its graph saves for backward.
 
 Only code that was compiled without kernels (compiled.py) reports its buffers; compiled code of a real run does not.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 
 from torch import Tensor, UntypedStorage, nn
@@ -68,53 +67,42 @@ class CompiledTracker(ModuleTracker):
         def call(*args: Any, **kwargs: Any) -> Any:
             self.stack.append(name)
             self._mark()
-            self.entered(name)
-            output = None
             try:
-                output = compiled(*args, **kwargs)
-                return output
+                return compiled(*args, **kwargs)
             finally:
-                self.left(name, output)
                 self.stack.pop()
                 self._mark()
 
         self.compiled.add(name)
         module._compiled_call_impl = call
-        self._handles.append(_Handle(partial(setattr, module, "_compiled_call_impl", compiled)))
-
-
-class _Handle:
-    """Undoes something, as the handle of a hook does."""
-
-    def __init__(self, undo: Callable[[], None]) -> None:
-        self.remove = undo
+        self._undo.callback(setattr, module, "_compiled_call_impl", compiled)
 
 
 class CompiledRows:
-    """Reports compiled code to a recorder: the module that runs, and what the graph keeps for backward."""
+    """Reports compiled code to a recorder: the module that runs, and what the graph saves for backward."""
 
     def __init__(self, recorder: Recorder, tracker: CompiledTracker) -> None:
         self._recorder, self.inside = recorder, tracker.inside
-        self._kept: dict[int, list[weakref.ref[UntypedStorage]]] = {}
+        self._saved: dict[int, list[weakref.ref[UntypedStorage]]] = {}
         self._given_back: list[list[tuple[int, weakref.ref[UntypedStorage]]]] = []
 
-    def kept(self, tensors: Sequence[Any]) -> None:
+    def saved(self, tensors: Sequence[Any]) -> None:
         """A compiled forward returned these for its backward."""
         for part in _parts(tensors):
             storage = part.untyped_storage()
-            key = self._recorder.keep(part)
-            others = [each for each in self._kept.get(key, []) if each() is storage]  # else the key has a new owner
-            self._kept[key] = [*others, weakref.ref(storage)]
+            key = self._recorder.save(part)
+            others = [each for each in self._saved.get(key, []) if each() is storage]  # else the key has a new owner
+            self._saved[key] = [*others, weakref.ref(storage)]
 
     def backward_begins(self, tensors: Sequence[Any]) -> None:
-        """A compiled backward receives these, some of which a forward kept."""
+        """A compiled backward receives these, some of which a forward saved."""
         given = []
         for part in _parts(tensors):
             storage = part.untyped_storage()
-            kept = [each for each in self._kept.get(storage._cdata, []) if each() is storage]
-            if kept:
-                given.append((storage._cdata, kept.pop()))
-                self._kept[storage._cdata] = kept
+            saved = [each for each in self._saved.get(storage._cdata, []) if each() is storage]
+            if saved:
+                given.append((storage._cdata, saved.pop()))
+                self._saved[storage._cdata] = saved
         self._given_back.append(given)
 
     def backward_ends(self) -> None:

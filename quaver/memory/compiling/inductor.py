@@ -20,8 +20,8 @@ from torch._inductor import cpu_vec_isa
 from torch._inductor.graph import GraphLowering
 
 from quaver.memory.compiling.makers import Maker, followers, kernel, node_of, readers_of
-from quaver.memory.compiling.wrapper_code import RECEIVED, RETURNED, rewritten
-from quaver.memory.faking.target import is_for_a_gpu
+from quaver.memory.compiling.wrapper_code import LAYOUT_OF, RECEIVED, RETURNED, rewritten
+from quaver.memory.faking.gpu import is_for_a_gpu
 
 _INDUCTOR = {
     "fx_graph_cache": False,
@@ -46,7 +46,8 @@ def write_no_kernels(count: Callable[[], None]) -> Iterator[None]:
         NotImplementedError: wrapped in Inductor's error, for settings or devices that cannot be followed.
     """
     with ExitStack() as stack:
-        stack.enter_context(without_caches())
+        stack.enter_context(torch._inductor.config.patch(_INDUCTOR))
+        stack.enter_context(torch._functorch.config.patch(_FUNCTORCH))
         stack.enter_context(torch._dynamo.config.patch(_DYNAMO))
         stack.enter_context(patch.object(GraphLowering, "run", _checked(GraphLowering.run)))
         if is_for_a_gpu():  # decides which results are materialized, not inlined
@@ -55,13 +56,6 @@ def write_no_kernels(count: Callable[[], None]) -> Iterator[None]:
         stack.enter_context(patch.object(GraphLowering, "_compile_to_module_lines", lambda *given: lines(*given)))
         # its checks start a C++ compiler for each instruction set; buffers do not depend on vectorization
         stack.enter_context(patch.object(cpu_vec_isa, "valid_vec_isa_list", list))
-        yield
-
-
-@contextmanager
-def without_caches() -> Iterator[None]:
-    """Inside the block Inductor and AOTAutograd use no caches and start no processes."""
-    with torch._inductor.config.patch(_INDUCTOR), torch._functorch.config.patch(_FUNCTORCH):
         yield
 
 
@@ -81,7 +75,7 @@ def _module_without_kernels(count: Callable[[], None], graph: Any, wrapper_code:
     module.__file__ = f"<{graph.graph_id}: no kernels>"
     names = vars(module)
     ends, readers = _Ends(graph), readers_of(graph)
-    names |= {"AsyncCompile": _NoCompiler, RECEIVED: ends.received, RETURNED: ends.returned}
+    names |= {"AsyncCompile": _NoCompiler, RECEIVED: ends.received, RETURNED: ends.returned, LAYOUT_OF: _layout_of}
 
     def maker_of(buffer: str, operator: str) -> str:
         name = f"made_{len(names)}"
@@ -96,15 +90,15 @@ def _module_without_kernels(count: Callable[[], None], graph: Any, wrapper_code:
 
 
 class _Ends:
-    """Reports to followers what a forward keeps for its backward, until the backward returns."""
+    """Reports to followers what a forward saves for its backward, until the backward returns."""
 
     def __init__(self, graph: Any) -> None:
         self._is_backward = graph.is_backward
         context = TracingContext.try_get()
         metadata = None if context is None else context.fw_metadata
-        self._kept_from: int | None = None
+        self._saved_from: int | None = None
         if metadata is not None and not (graph.is_backward or graph.is_inference):
-            self._kept_from = len(metadata.tokens) + metadata.num_forward_returns
+            self._saved_from = len(metadata.tokens) + metadata.num_forward_returns
 
     def received(self, arguments: list[Any]) -> None:
         """Called with the arguments of compiled code."""
@@ -117,8 +111,8 @@ class _Ends:
         for follower in followers():
             if self._is_backward:
                 follower.backward_ends()
-            elif self._kept_from is not None:
-                follower.kept(results[self._kept_from :])
+            elif self._saved_from is not None:
+                follower.saved(results[self._saved_from :])
         return results
 
 
@@ -139,6 +133,10 @@ def _checked(run: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return checked
+
+
+def _layout_of(view: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+    return view.shape, view.stride(), view.dtype
 
 
 def _reinterpret(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:

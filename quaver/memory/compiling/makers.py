@@ -35,9 +35,6 @@ _RNG_STATE_BYTES = torch.get_rng_state().numel()
 _CALL = (lambda function, args, kwargs: function(*args, **kwargs)).__code__
 
 
-_NOTHING: Mapping[str, Any] = {}
-
-
 _followers: list[Any] = []
 """CompiledRows objects (compiled_rows.py), which receive events that a `StorageWatch` does not see."""
 
@@ -72,7 +69,7 @@ class Maker:
 
     is_view, namespace = False, "inductor"  # attributes of an operator, for `StorageWatch.operator_called`
 
-    def __init__(self, operator: str, node: fx.Node | None, readers: Mapping[str, fx.Node] | None = None) -> None:
+    def __init__(self, operator: str, node: fx.Node | None, readers: Mapping[str, fx.Node]) -> None:
         """`readers`: by name of a tensor, the operator that reads it first."""
         result_of = _operator_of(node)
         self.operator = (
@@ -80,15 +77,14 @@ class Maker:
         )
         self.module = _module_of(node)
         self._in_line = _frame_of(node)
-        self._kernel, self._readers = operator, readers or {}
+        self._kernel, self._readers = operator, readers
         self._made_readers: dict[str, Maker] = {}
-        self._layout: tuple[torch.Size, tuple[int, ...], torch.dtype] | None = None
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call an operator, or report the call of a kernel."""
         with _inside(self.module):
             if function is kernel:
-                return self._in_line(_tell_of_call, (self, args), {})
+                return self._in_line(_report_call, (self, args), {})
             if isinstance(function, HigherOrderOperator):
                 return self._in_line(_call_without_rng, (function, *args), kwargs)
             if _is_cast(function):
@@ -96,7 +92,7 @@ class Maker:
             return self._in_line(function, args, kwargs)
 
     def allocate(
-        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, reads: Mapping[str, Any] = _NOTHING
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, reads: Mapping[str, Any]
     ) -> Tensor:
         """A new buffer on the CPU, which the kernel computes from `reads`."""
         with _inside(self.module):
@@ -104,9 +100,9 @@ class Maker:
         for name, read in reads.items():
             reader = self._reader(name)
             with _inside(reader.module):
-                reader._in_line(_tell_of_call, (reader, (read,)), {})
+                reader._in_line(_report_call, (reader, (read,)), {})
         with _inside(self.module):
-            self._in_line(_tell_of_buffer, (self, tensor, tuple(reads.values())), {})
+            self._in_line(_report_buffer, (self, tensor, tuple(reads.values())), {})
         return tensor
 
     def _reader(self, name: str) -> Maker:
@@ -114,22 +110,11 @@ class Maker:
         if name not in self._readers:
             return self
         if name not in self._made_readers:
-            self._made_readers[name] = Maker(self._kernel, self._readers[name])
+            self._made_readers[name] = Maker(self._kernel, self._readers[name], {})
         return self._made_readers[name]
 
     def __str__(self) -> str:
         return self.operator
-
-    def has_layout_of(self, view: Tensor) -> None:
-        """Set the layout for `allocate_again`."""
-        self._layout = view.shape, view.stride(), view.dtype
-
-    def allocate_again(self, reads: Mapping[str, Any] = _NOTHING) -> Tensor:
-        """A new buffer in the memory of a released one."""
-        if self._layout is None:
-            raise RuntimeError("expected has_layout_of to be called before")
-        layout, self._layout = self._layout, None
-        return self.allocate(*layout, reads)
 
 
 @contextmanager
@@ -141,7 +126,7 @@ def _inside(module: str) -> Iterator[None]:
         yield
 
 
-def _tell_of_call(maker: Maker, args: tuple[Any, ...]) -> None:
+def _report_call(maker: Maker, args: tuple[Any, ...]) -> None:
     with _only_fakes() as watches:
         for watch in watches:
             watch.operator_called(maker, _tensors(args))
@@ -152,7 +137,7 @@ def _allocate(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) ->
         return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
 
 
-def _tell_of_buffer(maker: Maker, tensor: Tensor, reads: Sequence[Any]) -> None:
+def _report_buffer(maker: Maker, tensor: Tensor, reads: Sequence[Any]) -> None:
     with _only_fakes() as watches:
         for watch in watches:
             watch.operator_called(maker, _tensors(reads))

@@ -6,8 +6,8 @@ of dead buffers, and deletes. All of that stays, but
     buf1 = empty_strided_cpu(size, stride, dtype)  becomes  buf1 = made_7.allocate(size, stride, dtype, {"buf0": buf0})
     cpp_fused_abs_0(buf0, buf1)                             made_8.call(cpp_fused_abs_0, buf0, buf1)
     buf2 = torch.ops.aten.x.default(buf1)                   buf2 = made_9.call(torch.ops.aten.x.default, buf1)
-    buf3 = buf1; del buf1  # reuse                          made_10.has_layout_of(buf1); del buf1
-                                                            buf3 = made_10.allocate_again({"buf2": buf2})
+    buf3 = buf1; del buf1  # reuse                          buf3 = layout_of(buf1); del buf1
+                                                            buf3 = made_10.allocate(*buf3, {"buf2": buf2})
     return (buf2, primals_1, buf3)                          return returned((buf2, primals_1, buf3))
 
 where each `made_` is a `Maker` with the buffer's operator, module and source line (makers.py). In braces are the
@@ -20,12 +20,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 RETURNED = "returned"
 RECEIVED = "received"
 """Names of functions that the rewritten `call` calls with its arguments, and with its results."""
+LAYOUT_OF = "layout_of"
+"""Name of a function that gives a view's size, stride and dtype."""
 
 _ALLOCATE = "empty_strided_cpu"
 _REINTERPRET = "reinterpret_tensor"
@@ -40,7 +41,7 @@ code's namespace."""
 
 
 def rewritten(source: str, maker_of: MakerOf) -> ast.Module:
-    """The rewritten wrapper code; its namespace must also have AsyncCompile, RECEIVED and RETURNED."""
+    """The rewritten wrapper code; its namespace must also have AsyncCompile, RECEIVED, RETURNED and LAYOUT_OF."""
     tree = ast.parse(source)
     tree.body = [each for each in tree.body if not _brings_compiler(each)]
     for node in ast.walk(tree):
@@ -55,23 +56,12 @@ def kernel_operator(function: str) -> str:
     return match[1] if match else ""
 
 
-@dataclass
-class _Writes:
-    """The first call that writes to each allocated buffer of a function."""
-
-    kernels: dict[str, str] = field(default_factory=dict)
-    """From a buffer to the fused kernel of that call; empty if it is no kernel."""
-    buffers: dict[int, str] = field(default_factory=dict)
-    """From the identity of the call to a buffer."""
-    arguments: dict[str, list[str]] = field(default_factory=dict)
-    """From a buffer to the arguments of the call."""
-
-
 class _Rewriter(ast.NodeTransformer):
     """Rewrites the statements of one function; see the top of this file."""
 
-    def __init__(self, writes: _Writes, maker_of: MakerOf, is_entry: bool) -> None:
+    def __init__(self, writes: dict[str, ast.Call], maker_of: MakerOf, is_entry: bool) -> None:
         self._writes, self._maker_of, self._is_entry = writes, maker_of, is_entry
+        self._written = {id(call): buffer for buffer, call in reversed(writes.items())}
         self._assigned: set[str] = set()
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
@@ -82,7 +72,7 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_Expr(self, node: ast.Expr) -> ast.Expr:
         if isinstance(node.value, ast.Call) and _is_work(node.value):
-            node.value = self._called(self._writes.buffers.get(id(node.value), ""), node.value)
+            node.value = self._called(self._written.get(id(node.value), ""), node.value)
         return node
 
     def visit_Assign(self, node: ast.Assign) -> ast.Assign:
@@ -114,12 +104,11 @@ class _Rewriter(ast.NodeTransformer):
     def _renewed(self, statement: Any, old: str) -> Iterator[ast.stmt]:
         """Note the layout of the new buffer, release the old one, and allocate."""
         new = _name(statement.targets[0])
-        maker = self._maker(new)
-        yield ast.Expr(_call(_attribute(maker, "has_layout_of"), [statement.value]))
+        yield _assignment(new, _call(_variable(LAYOUT_OF), [statement.value]))
         yield ast.Delete([ast.Name(old, ast.Del())])
         self._assigned.discard(old)
-        allocated = _call(_attribute(maker, "allocate_again"), [self._read_for(new)])
-        yield ast.Assign([ast.Name(new, ast.Store())], allocated, lineno=0)
+        layout = ast.Starred(_variable(new), ast.Load())
+        yield _assignment(new, _call(_attribute(self._maker(new), "allocate"), [layout, self._read_for(new)]))
 
     def _called(self, written: str, call: ast.Call) -> ast.Call:
         maker = self._maker_of(written, kernel_operator(_name(call.func)))
@@ -127,24 +116,25 @@ class _Rewriter(ast.NodeTransformer):
 
     def _read_for(self, buffer: str) -> ast.Dict:
         """The arguments, as far as they exist yet, of the call that writes to `buffer` first."""
-        names = [name for name in self._writes.arguments.get(buffer, []) if name in self._assigned]
-        names = list(dict.fromkeys(names))
+        call = self._writes.get(buffer)
+        arguments = [] if call is None else [*call.args, *(each.value for each in call.keywords)]
+        names = list(dict.fromkeys(name for name in _names(arguments) if name in self._assigned))
         return ast.Dict([ast.Constant(name) for name in names], [_variable(name) for name in names])
 
     def _maker(self, buffer: str) -> str:
-        return self._maker_of(buffer, self._writes.kernels.get(buffer, ""))
+        call = self._writes.get(buffer)
+        return self._maker_of(buffer, "" if call is None else kernel_operator(_name(call.func)))
 
 
-def _writes_of(statements: list[ast.stmt]) -> _Writes:
-    writes = _Writes()
+def _writes_of(statements: list[ast.stmt]) -> dict[str, ast.Call]:
+    """For each allocated buffer the first call that writes to it."""
+    writes: dict[str, ast.Call] = {}
     unwritten: dict[str, str] = {}  # each allocated buffer, and each view of it, with the buffer
     for statement, following in _with_next(statements):
         value = getattr(statement, "value", None)
         if isinstance(value, ast.Call) and _is_work(value):
             for buffer in {unwritten[name]: None for name in _buffers(value) if name in unwritten}:
-                writes.kernels[buffer] = kernel_operator(_name(value.func))
-                writes.buffers.setdefault(id(value), buffer)
-                writes.arguments[buffer] = _names([*value.args, *(each.value for each in value.keywords)])
+                writes[buffer] = value
                 unwritten = {name: of for name, of in unwritten.items() if of != buffer}
         elif isinstance(statement, ast.Assign):
             target = _name(statement.targets[0])
@@ -209,6 +199,10 @@ def _variable(name: str) -> ast.Name:
 
 def _attribute(name: str, attribute: str) -> ast.Attribute:
     return ast.Attribute(_variable(name), attribute, ast.Load())
+
+
+def _assignment(name: str, value: ast.expr) -> ast.Assign:
+    return ast.Assign([ast.Name(name, ast.Store())], value, lineno=0)
 
 
 def _call(function: ast.expr, arguments: list[ast.expr]) -> ast.Call:

@@ -2,16 +2,19 @@
 
 [Note: values that are read] Code may read a value from a tensor: whether a norm is finite, whether ranks agree, the
 optimizer's step count. The answer is 1, or True, and the reads are counted. A result whose shape depends on values is
-refused, or assumed for an estimate. Sizes may depend on an integer that was read, so `predict_step` then repeats the
-step with 2 as the answer and compares (integers.py).
+refused, or assumed for an estimate (values.py). An integer that is read as a loop count or in a check does no harm, but
+one that is read as a length makes tensors too small. So `check_integers` repeats the step with 2 as the answer and
+compares the sizes of its tensors.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -19,20 +22,15 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeCopyMode,
-    FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from quaver.memory.compiling.compiled import kernels_left_out
-from quaver.memory.faking.assumptions import Assumptions
-from quaver.memory.faking.gpu_like import as_on_a_gpu
-from quaver.memory.faking.libraries import as_if_not_fake
-from quaver.memory.faking.places import place_here
-from quaver.memory.faking.refusals import depends_on, refusal
-from quaver.memory.faking.target import is_for_a_gpu
+from quaver.memory.faking.gpu import as_on_a_gpu, is_for_a_gpu
+from quaver.memory.faking.values import Assumptions, depends_on, place_here, refusal
+from quaver.recorder.storages import StorageWatch
 from quaver.scaling import PLAIN_TYPES
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -91,26 +89,13 @@ class Fakes(FakeTensorMode):
             return self.assumptions.largest_result(func, args, kwargs)
 
 
-class _Lists(TorchFunctionMode):
-    """Reads `tolist` of a fake tensor element by element; torch refuses it."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is Tensor.tolist and isinstance(args[0], FakeTensor):
-            return _listed(args[0])
-        return func(*args, **(kwargs or {}))
-
-
-def _listed(tensor: Tensor) -> Any:
-    return tensor.item() if tensor.dim() == 0 else [_listed(each) for each in tensor.unbind()]
-
-
 @contextmanager
 def fake_tensors(*, compiled: bool = False, estimate: bool = False) -> Iterator[Fakes]:
     """Make every tensor fake inside the block.
 
     Args:
         compiled: run compiled modules as compiled code without kernels (quaver/memory/compiling), not as eager code.
-        estimate: assume results that depend on values (assumptions.py).
+        estimate: assume results that depend on values (values.py).
     Raises:
         NotImplementedError: an operator's result has a shape that depends on values, or it has no fake implementation.
     """
@@ -119,9 +104,7 @@ def fake_tensors(*, compiled: bool = False, estimate: bool = False) -> Iterator[
         if is_for_a_gpu():
             stack.enter_context(as_on_a_gpu())
         fakes = stack.enter_context(Fakes())
-        if not compiled:  # Dynamo would compile the mode into the graph
-            stack.enter_context(_Lists())
-        stack.enter_context(as_if_not_fake())
+        stack.enter_context(without_tracing_in_transformers())
         fakes.assumptions = Assumptions() if estimate else None
         try:
             yield fakes
@@ -131,6 +114,18 @@ def fake_tensors(*, compiled: bool = False, estimate: bool = False) -> Iterator[
             if isinstance(error, NotImplementedError) or not fakes.integer_reads:
                 raise
             raise depends_on(fakes.integer_reads, error) from error
+
+
+def without_tracing_in_transformers() -> AbstractContextManager[Any]:
+    """If transformers is imported, have it take fake tensors for real ones inside the block.
+
+    transformers (5.23) takes fake tensors for tracing, and then builds attention masks that a training step does not
+    have. It has no hook for that. This can go when `is_tracing` in transformers.utils.import_utils no longer asks.
+    """
+    module = sys.modules.get("transformers.utils.import_utils")
+    if not hasattr(module, "is_fake_tensor"):
+        return nullcontext()
+    return patch.object(module, "is_fake_tensor", lambda tensor: False)
 
 
 def fake_copy(model: Module, fakes: Fakes, device: torch.device) -> Module:
@@ -155,3 +150,42 @@ def _fake(tensor: Tensor, fakes: Fakes, device: torch.device) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)
+
+
+# ---- integers that are read ------------------------------------------------------------------------------------------
+
+
+class _Sizes(StorageWatch):
+    """The bytes of the storages that operators allocate, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes_bytes: list[int] = []
+
+    def storage_appeared(self, key: int, size_bytes: int, tensor: Tensor | None, operator: str | None) -> None:
+        if operator is not None:
+            self.sizes_bytes.append(size_bytes)
+
+
+def check_integers(step: Callable[[], None], fakes: Fakes) -> list[str]:
+    """If integers were read, run two more steps and compare their allocations ([Note: values that are read]).
+
+    Returns:
+        Notes for an estimate; none if sizes do not depend on the integers.
+    Raises:
+        NotImplementedError: sizes depend on an integer, and no estimate was asked for.
+    """
+    if not fakes.integer_reads:
+        return []
+    sizes = []
+    for fakes.integer in (2, 1):
+        with _Sizes() as watch:
+            step()
+        sizes.append(watch.sizes_bytes)
+    if sizes[0] == sizes[1]:
+        return []
+    if fakes.assumptions is None:
+        raise depends_on(fakes.integer_reads)
+    return [
+        f"estimate: sizes depend on an integer that was assumed to be 1, read in {each}" for each in fakes.integer_reads
+    ]

@@ -1,4 +1,4 @@
-"""Compares two predictions: tensors that one run keeps, or has alive at its peak, and the other does not.
+"""Compares two predictions: tensors that one run saves, or has alive at its peak, and the other does not.
 
     comparison = compare(explain(model, inputs), explain(other, inputs), label_a="bfloat16", label_b="rowwise")
     print(comparison.rows[0].sentence)
@@ -16,15 +16,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from quaver.memory.predict import Prediction
-from quaver.memory.reports.pitfalls import Kept, Row, hint_of, is_operator, short_operator, si
-from quaver.recorder.report import NOT_FOR_BACKWARD
-from quaver.recorder.rows import merged_layers
+from quaver.memory.reports.pitfalls import Row, Saved, hint_of, is_operator, short_operator, si
+from quaver.recorder.report import NOT_FOR_BACKWARD, merged_layers
 
-_KEEPERS = {
-    "autograd": "kept by autograd",
+_SAVED_BY = {
+    "autograd": "saved by autograd",
     "selective policy": "saved by the selective policy",
-    "checkpoint": "kept by the checkpoint",
-    "compiled graph": "kept by the compiled graph",
+    "checkpoint": "saved by the checkpoint",
+    "compiled graph": "saved by the compiled graph",
 }
 
 
@@ -33,7 +32,7 @@ class Difference:
     """Equal tensors of all layers, of which one run has more than the other."""
 
     at: str
-    """kept: for backward, when that is most; peak: alive at the peak."""
+    """saved: for backward, when that is most; peak: alive at the peak."""
     category: str
     module: str
     """The module that made them, with "*" for a layer's number if there are several."""
@@ -43,7 +42,7 @@ class Difference:
     shape: tuple[int, ...]
     dtype: str
     source: str
-    kept_by: str
+    saved_by: str
     first_use: dict[str, Any] | None
     """operator, module and source of the first reader in backward."""
     bytes_a: int
@@ -95,12 +94,11 @@ class Difference:
         yield f"{each}{self.dtype} ({', '.join(map(str, self.shape))})" if self.dtype else f"{count} tensors"
         if self.source:
             yield f"made at {self.source}"
-        yield _KEEPERS.get(self.kept_by, "kept by other code") if self.at == "kept" else "alive at the peak"
+        yield _SAVED_BY.get(self.saved_by, "saved by other code") if self.at == "saved" else "alive at the peak"
         if self.first_use is not None:
-            line = self.first_use.get("source") or ""
-            yield f"first used in backward by {short_operator(self.first_use['operator'])}" + (
-                f" at {line}" * bool(line)
-            )
+            line = self.first_use.get("source")
+            at = f" at {line}" if line else ""
+            yield f"first used in backward by {short_operator(self.first_use['operator'])}{at}"
         if self.bytes_a and self.bytes_b:
             yield f"{si(self.bytes_a)} in all became {si(self.bytes_b)}"
 
@@ -113,8 +111,8 @@ class Comparison:
     label_b: str
     peak_a: int
     peak_b: int
-    kept_a: int
-    kept_b: int
+    saved_a: int
+    saved_b: int
     peak_at_a: str
     """Phase, module and operator of the peak."""
     peak_at_b: str
@@ -122,7 +120,7 @@ class Comparison:
     """By size, whatever the sign. Rows of the peaks may differ only because the peaks are at other moments."""
 
     def at(self, moment: str) -> tuple[Difference, ...]:
-        """The rows of "kept" or of "peak"."""
+        """The rows of "saved" or of "peak"."""
         return tuple(row for row in self.rows if row.at == moment)
 
     def to_dict(self) -> dict[str, Any]:
@@ -132,16 +130,16 @@ class Comparison:
 
 
 def compare(a: Prediction, b: Prediction, *, label_a: str, label_b: str) -> Comparison:
-    """Align the tensors of two steps, alive at the peaks and kept for backward, and rank the differences.
+    """Align the tensors of two steps, alive at the peaks and saved for backward, and rank the differences.
 
     Args:
         label_a, label_b: names of the two for tables and pages.
     """
-    kept = [[row for row in each.saved_for_backward if row["category"] not in NOT_FOR_BACKWARD] for each in (a, b)]
-    rows = [*_differences("kept", *kept), *_differences("peak", a.at_peak, b.at_peak)]
+    saved = [[row for row in each.saved_for_backward if row["category"] not in NOT_FOR_BACKWARD] for each in (a, b)]
+    rows = [*_differences("saved", *saved), *_differences("peak", a.at_peak, b.at_peak)]
     rows.sort(key=lambda row: -abs(row.difference_bytes))
-    peaks, kept_bytes = (a.peak_bytes, b.peak_bytes), (a.kept_bytes, b.kept_bytes)
-    return Comparison(label_a, label_b, *peaks, *kept_bytes, _peak_of(a), _peak_of(b), tuple(rows))
+    peaks, saved_bytes = (a.peak_bytes, b.peak_bytes), (a.saved_by_forward_bytes, b.saved_by_forward_bytes)
+    return Comparison(label_a, label_b, *peaks, *saved_bytes, _peak_of(a), _peak_of(b), tuple(rows))
 
 
 def _peak_of(prediction: Prediction) -> str:
@@ -159,11 +157,6 @@ class _Alike:
     @property
     def difference_bytes(self) -> int:
         return _bytes(self.b) - _bytes(self.a)
-
-    def join(self, other: _Alike) -> None:
-        """Add the rows of `other`."""
-        self.a += other.a
-        self.b += other.b
 
 
 def _parameter(of: str) -> str:
@@ -189,7 +182,7 @@ def _differences(at: str, rows_a: list[Row], rows_b: list[Row]) -> Iterator[Diff
     for described, alike in _aligned(rows_a, rows_b):
         if alike.difference_bytes:
             both = (rows_b, rows_a) if alike.difference_bytes > 0 else (rows_a, rows_b)
-            yield _difference(at, described, alike, Kept(*both))
+            yield _difference(at, described, alike, Saved(*both))
 
 
 def _aligned(rows_a: list[Row], rows_b: list[Row]) -> Iterator[tuple[_Alike, _Alike]]:
@@ -206,21 +199,20 @@ def _aligned(rows_a: list[Row], rows_b: list[Row]) -> Iterator[tuple[_Alike, _Al
         if len(signs) < 2:
             yield from ((each, each) for each in by_operator.values())
             continue
-        joined = _Alike()
-        for each in by_operator.values():
-            joined.join(each)
+        ways = by_operator.values()
+        joined = _Alike([row for each in ways for row in each.a], [row for each in ways for row in each.b])
         sign = 1 if joined.difference_bytes > 0 else -1
-        yield max(by_operator.values(), key=lambda each: sign * each.difference_bytes), joined
+        yield max(ways, key=lambda each: sign * each.difference_bytes), joined
 
 
-def _difference(at: str, described: _Alike, alike: _Alike, rows: Kept) -> Difference:
+def _difference(at: str, described: _Alike, alike: _Alike, rows: Saved) -> Difference:
     layers = max(len({row["module"] for row in rows}) for rows in (alike.a, alike.b))
     row = _typical(described.b if alike.difference_bytes > 0 else described.a)
     seen = _folded(row) if layers > 1 else row
     return Difference(
         at=at,
         **{name: seen[name] for name in ("category", "module", "operator", "dtype")},
-        **{name: seen.get(name) or "" for name in ("of", "source", "kept_by")},
+        **{name: seen.get(name) or "" for name in ("of", "source", "saved_by")},
         shape=tuple(seen["shape"]),
         first_use=seen.get("first_use"),
         bytes_a=_bytes(alike.a),
@@ -228,5 +220,5 @@ def _difference(at: str, described: _Alike, alike: _Alike, rows: Kept) -> Differ
         count_a=sum(each["count"] for each in alike.a),
         count_b=sum(each["count"] for each in alike.b),
         layers=layers,
-        hint=hint_of(row, rows) if at == "kept" else "",
+        hint=hint_of(row, rows) if at == "saved" else "",
     )

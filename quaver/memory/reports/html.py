@@ -49,7 +49,7 @@ def write_html(
         advice: `Advice.to_dict()`.
         measured: the same step in the form of `prediction`; only its sums are shown.
     Raises:
-        ValueError: a report has no "timeline", or an unknown category; or a number is not finite.
+        ValueError: a report has no "timeline", or a number is not finite.
         OSError: `path` cannot be written.
     """
     labels = comparison or {}
@@ -62,7 +62,7 @@ def write_html(
         "runs": runs,
         "comparison": comparison,
         "advice": advice,
-        "measured": None if measured is None else _about("measured", measured),
+        "measured": None if measured is None else _about(measured),
     }
     text = _page(title, data)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,16 +100,15 @@ def _hash(text: str) -> str:
 
 
 def _run(role: str, prediction: dict[str, Any], label: str) -> dict[str, Any]:
-    about = _about(role, prediction)
+    about = _about(prediction)
     report = prediction["report"]
     tables = {name: _table(report[name]) for name in ("at_peak", "saved_for_backward")}
     return {"label": label, **about, **tables, "timeline": _timeline(role, report)}
 
 
-def _about(role: str, prediction: dict[str, Any]) -> dict[str, Any]:
+def _about(prediction: dict[str, Any]) -> dict[str, Any]:
     """Everything but the tables and the run's settings."""
     report = prediction["report"]
-    _check_categories(role, {**prediction["by_category"], **report["resident_bytes"]})
     about = {name: value for name, value in prediction.items() if name not in _NOT_SHOWN}
     return about | {name: report[name] for name in _OF_REPORT} | {"resident": report["resident_bytes"]}
 
@@ -121,17 +120,10 @@ def _timeline(role: str, report: dict[str, Any]) -> dict[str, Any] | None:
     if not report["timeline"]:
         return None
     names = report["columns"][2:]
-    _check_categories(role, names)
     rows = column_maxima(report["timeline"], MOST_COLUMNS, keep=[report["peak_event"]]).astype("int64")
     series = {name: rows[:, position].tolist() for position, name in enumerate(names, 2) if rows[:, position].any()}
     number = len(report["timeline"])
     return {"number": number, "events": rows[:, 0].tolist(), "series": series}
-
-
-def _check_categories(role: str, names: Any) -> None:
-    unknown = [name for name in names if name not in COLORS]
-    if unknown:
-        raise ValueError(f"{role}: expected categories of {', '.join(COLORS)}, got {', '.join(unknown)}")
 
 
 def _table(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Recognizes tensors that are kept for backward without need, from the rows of a report.
+"""Recognizes tensors that are saved for backward without need, from the rows of a report.
 
-A rule reads rows only: a tensor's operator and operand, shape and dtype, the mechanism that keeps it, its first reader
+A rule reads rows only: a tensor's operator and operand, shape and dtype, the mechanism that saves it, its first reader
 in backward. No rule knows a model, a recipe or a layer.
 """
 
@@ -28,8 +28,8 @@ _LONGEST = 48
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
 
 
-class Kept(NamedTuple):
-    """What two runs keep for backward."""
+class Saved(NamedTuple):
+    """What two runs save for backward."""
 
     own: Sequence[Row]
     """By the run with the row in question."""
@@ -37,9 +37,9 @@ class Kept(NamedTuple):
     """By the other run."""
 
 
-def hint_of(row: Row, kept: Kept) -> str:
-    """A hint how to save `row`, one of `kept.own`; empty if no rule applies."""
-    return next(filter(None, (pitfall(row, kept) for pitfall in PITFALLS)), "")
+def hint_of(row: Row, saved: Saved) -> str:
+    """A hint how to avoid `row`, one of `saved.own`; empty if no rule applies."""
+    return next(filter(None, (pitfall(row, saved) for pitfall in PITFALLS)), "")
 
 
 def short_operator(operator: str | None) -> str:
@@ -66,8 +66,8 @@ def si(size_bytes: float) -> str:
     return f"{size_bytes / unit_bytes:.4g} {unit}"
 
 
-def _reduced_later(row: Row, kept: Kept) -> str:
-    """A pointwise result is kept, of which backward reads only a reduction."""
+def _reduced_later(row: Row, saved: Saved) -> str:
+    """A pointwise result is saved, of which backward reads only a reduction."""
     first_use = row.get("first_use") or {}
     reader = short_operator(first_use.get("operator"))
     if not _is_pointwise(row["operator"]) or reader not in _REDUCTIONS:
@@ -75,7 +75,7 @@ def _reduced_later(row: Row, kept: Kept) -> str:
     sizes = [size for size in row["shape"] if size > 1]
     if len(sizes) < 2:
         return ""
-    same = [each for each in kept.other if short_operator(each["operator"]) == reader and _is_of_same(each, row)]
+    same = [each for each in saved.other if short_operator(each["operator"]) == reader and _is_of_same(each, row)]
     if same:
         return f"saving the {reader} instead, as the other run does, costs {si(sum(each['bytes'] for each in same))}"
     # It removes at least one dim, at worst the smallest.
@@ -83,20 +83,20 @@ def _reduced_later(row: Row, kept: Kept) -> str:
     return f"saving the {reader} instead would cost at most {si(most_bytes)}"
 
 
-def _unread(row: Row, kept: Kept) -> str:
-    """A policy keeps a tensor that backward does not read, because a later result is kept as well."""
-    if row.get("kept_by") != "selective policy" or "first_use" not in row or row["first_use"] is not None:
+def _unread(row: Row, saved: Saved) -> str:
+    """A policy saves a tensor that backward does not read, because a later result is saved as well."""
+    if row.get("saved_by") != "selective policy" or "first_use" not in row or row["first_use"] is not None:
         return ""
-    return "no operator of the backward reads it: the policy need not keep it"
+    return "no operator of the backward reads it: the policy need not save it"
 
 
-def _gathered_weight(row: Row, kept: Kept) -> str:
+def _gathered_weight(row: Row, saved: Saved) -> str:
     if row["category"] != "gathered_weights":
         return ""
     return "a gathered weight; with parallelism.fsdp_reshard_after_forward always the backward gathers it again"
 
 
-def _made_of_weight(row: Row, kept: Kept) -> str:
+def _made_of_weight(row: Row, saved: Saved) -> str:
     """A tensor of the size of a gathered weight, which backward gathers anyway."""
     is_matrix = sum(size > 1 for size in row["shape"]) > 1  # unlike the scales of its rows
     if "unsharded" not in (row.get("of") or "") or not is_matrix or not _keeps_shape(row["operator"]):
@@ -104,32 +104,28 @@ def _made_of_weight(row: Row, kept: Kept) -> str:
     return "as many elements as the weight it is made of, which backward gathers anyway: compute it again there"
 
 
-def _float8_copy(row: Row, kept: Kept) -> str:
-    if not row["dtype"].startswith("float8"):
-        return ""
-    source = next((each for each in kept.own if _is_source(each, row) and _itemsize(each["dtype"]) > 1), None)
+def _copy_in_another_dtype(row: Row, saved: Saved) -> str:
+    """The float8 codes or a widened copy of a tensor that is saved, too."""
+    itemsize = _itemsize(row["dtype"])
+    sources = (each for each in saved.own if _is_source(each, row) and _itemsize(each["dtype"]) != itemsize)
+    source = next(sources, None)
     if source is None:
         return ""
-    input_kept = f"{source['dtype']} ({si(source['bytes'])})"
-    return f"the input of the cast is kept, too, in {input_kept}: backward needs one of the two"
+    is_wider = itemsize > _itemsize(source["dtype"])
+    if row["dtype"].startswith("float8") and not is_wider:
+        input_saved = f"{source['dtype']} ({si(source['bytes'])})"
+        return f"the input of the cast is saved, too, in {input_saved}: backward needs one of the two"
+    if short_operator(row["operator"]) in _CONVERSIONS and is_wider:
+        return f"a copy in {row['dtype']} of a {source['dtype']} tensor that is saved, too: convert it when it is read"
+    return ""
 
 
-def _widened(row: Row, kept: Kept) -> str:
-    if short_operator(row["operator"]) not in _CONVERSIONS:
-        return ""
-    source = next((each for each in kept.own if _is_source(each, row)), None)
-    if source is None or _itemsize(source["dtype"]) >= _itemsize(row["dtype"]):
-        return ""
-    return f"a copy in {row['dtype']} of a {source['dtype']} tensor that is kept, too: convert it when it is read"
-
-
-PITFALLS: tuple[Callable[[Row, Kept], str], ...] = (
+PITFALLS: tuple[Callable[[Row, Saved], str], ...] = (
     _reduced_later,
     _unread,
     _gathered_weight,
     _made_of_weight,
-    _float8_copy,
-    _widened,
+    _copy_in_another_dtype,
 )
 """Each returns a hint or an empty string; the first hint counts."""
 

@@ -11,7 +11,7 @@ equal; then the setting with fewer changes wins.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -54,19 +54,9 @@ class Row:
     """None without `fit_bytes`, or without a peak."""
 
     def to_dict(self) -> dict[str, object]:
-        """A JSON-able dict."""
-        cost = self.cost
-        return {
-            "change": self.change,
-            "words": self.words,
-            "peak_bytes": self.peak_bytes,
-            "difference_bytes": self.difference_bytes,
-            "recomputed_flops": None if cost is None else cost.recomputed_flops,
-            "step_flops": None if cost is None else cost.flops,
-            "modelled_s": None if cost is None else cost.modelled_s,
-            "note": self.note,
-            "fits": self.fits,
-        }
+        """A JSON-able dict, with the costs instead of `cost`."""
+        costs = dict.fromkeys(each.name for each in fields(StepCost)) if self.cost is None else vars(self.cost)
+        return {name: value for name, value in vars(self).items() if name != "cost"} | costs
 
 
 @dataclass(frozen=True)
@@ -85,8 +75,7 @@ class Advice:
 
     def to_dict(self) -> dict[str, object]:
         """A JSON-able dict."""
-        about = {name: getattr(self, name) for name in ("fit_bytes", "best", "nearest", "device", "notes")}
-        return {"rows": [row.to_dict() for row in self.rows], **about}
+        return vars(self) | {"rows": [row.to_dict() for row in self.rows]}
 
 
 def advise(
@@ -199,7 +188,7 @@ class _Search:
 def _fastest_first(changes: list[tuple[Change, StepCost | None]]) -> list[Change]:
     """By modelled time, or FLOPs without a device; of nearly equal ones those with fewer changes first."""
     known = [
-        (cost.modelled_s or float(cost.flops), place) for place, (_, cost) in enumerate(changes) if cost is not None
+        (cost.modelled_s or float(cost.step_flops), place) for place, (_, cost) in enumerate(changes) if cost is not None
     ]
     groups: list[tuple[float, list[int]]] = []
     for time, place in sorted(known):

@@ -18,7 +18,7 @@ CHECKPOINTING = {
     "activations: full": ActivationCheckpoint(mode="full"),
 }
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-"""Tried besides the high-precision dtype."""
+"""Tried in addition to the high-precision dtype."""
 
 Edit = Callable[[TrainConfig], TrainConfig]
 
@@ -120,8 +120,8 @@ def _checkpointing() -> Iterator[tuple[str, Edit]]:
 
 def _precisions(config: TrainConfig) -> Iterator[tuple[str, Edit]]:
     defaults = {each.name: getattr(Float8(), each.name) for each in fields(Float8)}
-    kept = ("recipe_name", "filter_fqns", "auto_filter", "emulate")
-    high = {name: value for name, value in defaults.items() if name not in kept} | {"enable_float8_linear": False}
+    unchanged = ("recipe_name", "filter_fqns", "auto_filter", "emulate")
+    high = {name: value for name, value in defaults.items() if name not in unchanged} | {"enable_float8_linear": False}
     yield f"precision: {config.training.mixed_precision_param}", _with_dynamic_scales(high)
     dynamic = {name: value for name, value in defaults.items() if name.startswith("delayed_")}
     for recipe in RECIPES:

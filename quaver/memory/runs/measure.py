@@ -10,7 +10,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.multiprocessing.spawn import spawn
 
 from quaver.devices import resolve_device
 from quaver.memory.predict import Prediction, record_step
-from quaver.memory.runs.predict import RunMemory, step_batches
+from quaver.memory.runs.predict import COMPARED, RunMemory, training_step
 from quaver.recorder.allocator import Usage, measure_usage
 from quaver.recorder.recorder import CATEGORIES
 from quaver.trainer.config import TrainConfig, require
@@ -60,7 +59,7 @@ class MeasuredMemory(RunMemory):
         if not self.prediction.report["exact"]:
             notes.append("training.compile: the peak is the allocator's, which has no categories")
         if self.config.job.compare:
-            notes.append("job.compare: the parameters and the optimizer state of the other twin come on top")
+            notes.append(COMPARED)
         return notes
 
     def to_dict(self) -> dict[str, Any]:
@@ -132,17 +131,13 @@ def _measure(config: TrainConfig, layout: ParallelDims, ranks: Ranks, device: to
     parallelize(model, config, mesh)
     allocate(model, device)
     initialize(model, config.training.seed)
-    twin, batches = _MarkedModel(name, model, config, device, ranks), step_batches(config, layout, device)
-    steps = count(1)
-
-    def step() -> None:
-        twin.train_step(next(steps), batches)
-
+    trained = _MarkedModel(name, model, config, device, ranks)
+    step, micro_batches = training_step(trained, config, layout)
     for _ in range(WARM_UP_STEPS):
         step()
-    recorded = record_step(step, model, twin.optimizer, persistent_scales=persistent_scales(model))
+    recorded = record_step(step, model, trained.optimizer, persistent_scales=persistent_scales(model))
     with measure_usage(device, may_leave=True) as measured:
-        twin.mark = measured.mark
+        trained.mark = measured.mark
         step()
     usage = measured.usage
     if not recorded.report["exact"]:
@@ -153,7 +148,7 @@ def _measure(config: TrainConfig, layout: ParallelDims, ranks: Ranks, device: to
         layout,
         name,
         parameters,
-        len(batches),
+        micro_batches,
         recorded,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         allocator_peak_bytes=resident + usage.peak_bytes,
@@ -167,14 +162,14 @@ def _with_peak_of(recorded: Prediction, usage: Usage) -> Prediction:
     stays = {**recorded.report["resident_bytes"], "gradients": 0}
     added = usage.peak_bytes if usage.tensor_peak_bytes is None else usage.tensor_peak_bytes
     report = {**recorded.report, "resident_bytes": stays, "peak_bytes": sum(stays.values()) + added, "peak_event": 0}
-    return replace(recorded, report=report, kept_bytes=usage.kept_bytes)
+    return replace(recorded, report=report, saved_by_forward_bytes=usage.saved_bytes)
 
 
 def side_by_side(predicted: RunMemory, measured: RunMemory) -> list[dict[str, Any]]:
     """Predicted and measured bytes.
 
     Returns:
-        Rows of "what" (a category at the peak, then "peak", "between steps" and "kept for the backward"),
+        Rows of "what" (a category at the peak, then "peak", "between steps" and "saved for backward"),
         "predicted_bytes", "measured_bytes" and "ratio" (predicted / measured); None where nothing was measured.
     """
     ours, theirs = predicted.prediction, measured.prediction
@@ -186,7 +181,7 @@ def side_by_side(predicted: RunMemory, measured: RunMemory) -> list[dict[str, An
     ]
     rows.append(_row("peak", ours.peak_bytes, theirs.peak_bytes))
     rows.append(_row("between steps", ours.resident_bytes, theirs.resident_bytes))
-    rows.append(_row("kept for the backward", ours.kept_bytes, theirs.kept_bytes))
+    rows.append(_row("saved for backward", ours.saved_by_forward_bytes, theirs.saved_by_forward_bytes))
     return rows
 
 

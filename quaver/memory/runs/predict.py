@@ -6,6 +6,7 @@ process is the first, in torch's fake process group.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any
@@ -30,6 +31,8 @@ from quaver.trainer.trained_model import TrainedModel
 SEES_GATHERS = TorchVersion(torch.__version__) >= "2.13"
 """Whether resizes of fake storages are visible: not in torch 2.11; 2.12 was not tried."""
 
+COMPARED = "job.compare: the parameters and the optimizer state of the other model come on top"
+
 
 @dataclass(frozen=True)
 class RunMemory:
@@ -52,7 +55,7 @@ class RunMemory:
         """What the prediction leaves out of the run."""
         notes = []
         if self.config.job.compare:
-            notes.append("job.compare: the parameters and the optimizer state of the other twin come on top")
+            notes.append(COMPARED)
         if self.config.float8.last_steps_high_precision:
             notes.append("float8.last_steps_high_precision: those steps are not predicted")
         return notes
@@ -88,23 +91,28 @@ def predict_memory(config: TrainConfig, ranks: int = 1) -> RunMemory:
         parallelize(model, config, mesh)  # the mesh computes coordinates with real tensors
         with fake_tensors(compiled=config.training.compile) as fakes:
             allocate(model, device)
-            twin = TrainedModel(name, model, config, device, Ranks(0, 0, ranks))
-            batches, steps = step_batches(config, layout, device), count(1)
-
-            def step() -> None:
-                twin.train_step(next(steps), batches)
-
-            prediction = predict_step(step, model, twin.optimizer, fakes, persistent_scales=persistent_scales(model))
-    return RunMemory(config, layout, name, parameters, len(batches), prediction)
+            trained = TrainedModel(name, model, config, device, Ranks(0, 0, ranks))
+            step, micro_batches = training_step(trained, config, layout)
+            scales = persistent_scales(model)
+            prediction = predict_step(step, model, trained.optimizer, fakes, persistent_scales=scales)
+    return RunMemory(config, layout, name, parameters, micro_batches, prediction)
 
 
-def step_batches(config: TrainConfig, layout: ParallelDims, device: torch.device) -> list[Batch]:
-    """The micro-batches of one rank's step; memory does not depend on the tokens, so all are 0 and of one document."""
-    training = config.training
+def training_step(trained: TrainedModel, config: TrainConfig, layout: ParallelDims) -> tuple[Callable[[], None], int]:
+    """A function that trains one step, and the number of its micro-batches on one rank.
 
-    def numbers() -> Tensor:
-        return torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64, device=device)
+    Memory does not depend on the tokens, so all are 0 and of one document.
+    """
+    training, numbers = config.training, count(1)
 
-    documents = config.data.document_mask
-    number = layout.micro_batches(training)
-    return [Batch(numbers(), numbers(), numbers() if documents else None) for _ in range(number)]
+    def tokens() -> Tensor:
+        return torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64, device=trained.device)
+
+    has_documents = config.data.document_mask
+    micro_batches = layout.micro_batches(training)
+    batches = [Batch(tokens(), tokens(), tokens() if has_documents else None) for _ in range(micro_batches)]
+
+    def step() -> None:
+        trained.train_step(next(numbers), batches)
+
+    return step, micro_batches

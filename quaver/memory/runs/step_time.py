@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,18 +46,12 @@ _SPLIT_INPUTS = ("o_proj", "down_proj")
 class StepCost:
     """The cost of one step of one rank."""
 
-    flops: int
+    step_flops: int
     """Forward and backward (`training_flops_per_token`), and recomputation."""
     recomputed_flops: int | None
-    """The share that checkpointing recomputes; None if the compiler decides it, and then not in `flops`."""
+    """The share that checkpointing recomputes; None if the compiler decides it, and then not in `step_flops`."""
     modelled_s: float | None
     """None without a device, outside bfloat16, or if the compiler decides what is recomputed."""
-
-
-class _Linear(NamedTuple):
-    name: str
-    """In its block; empty outside blocks."""
-    time: LinearTime
 
 
 def step_cost(config: TrainConfig, layout: ParallelDims, spec: DeviceSpec | None) -> StepCost:
@@ -75,12 +69,15 @@ def step_cost(config: TrainConfig, layout: ParallelDims, spec: DeviceSpec | None
     seconds = None
     if spec is not None and again is not None and training.mixed_precision_param == "bfloat16":
         linears = _linears(config, layout, spec, tokens, micro_batches)
-        seconds = sum(linear.time.total_s for linear in linears) + _attention_s(config, layout, spec, tokens)
+        seconds = sum(time.total_s for _, time in linears) + _attention_s(config, layout, spec, tokens)
         seconds = micro_batches * (seconds + blocks * _again_s(again, linears, layout, spec))
     return StepCost(flops + (repeated or 0), repeated, seconds)
 
 
-def _linears(config: TrainConfig, layout: ParallelDims, spec: DeviceSpec, tokens: int, micro_batches: int) -> list[_Linear]:
+def _linears(
+    config: TrainConfig, layout: ParallelDims, spec: DeviceSpec, tokens: int, micro_batches: int
+) -> list[tuple[str, LinearTime]]:
+    """The name of each linear in its block, empty outside blocks, and its time."""
     once = micro_batches if layout.world_size == 1 else None  # FSDP2 gathers and casts weights for each micro-batch
     found = []
     for name, inputs, outputs, is_float8 in _shapes(config.model, config.float8, config.training):
@@ -92,7 +89,7 @@ def _linears(config: TrainConfig, layout: ParallelDims, spec: DeviceSpec, tokens
         recipe, readers = config.float8.recipe_name, _READERS.get(kind, 1)
         cost = linear_cost(tokens, inputs, outputs, recipe, spec, microbatches=once, input_readers=readers)
         in_block = name.partition("model.layers.")[2].partition(".")[2]
-        found.append(_Linear(in_block, cost.float8 if is_float8 else cost.bfloat16))
+        found.append((in_block, cost.float8 if is_float8 else cost.bfloat16))
     return found
 
 
@@ -119,9 +116,11 @@ def _attention_s(config: TrainConfig, layout: ParallelDims, spec: DeviceSpec, to
     return flops / _bfloat16_flops_per_s(spec)
 
 
-def _again_s(again: dict[str, int], linears: list[_Linear], layout: ParallelDims, spec: DeviceSpec) -> float:
+def _again_s(
+    again: dict[str, int], linears: list[tuple[str, LinearTime]], layout: ParallelDims, spec: DeviceSpec
+) -> float:
     """The time of one block's recomputation for one micro-batch."""
-    by_name = {linear.name: linear.time for linear in linears if linear.name}  # of the last block; all are equal
+    by_name = {name: time for name, time in linears if name}  # of the last block; all are equal
     seconds = 0.0
     for name, flops in again.items():
         if name in by_name:

@@ -1,6 +1,5 @@
 """Advice: the peak under other settings, the search for one that fits, recomputed FLOPs and modelled times."""
 
-import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +9,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from quaver.cli.memory.views import advice_summary, advice_table
+from quaver.cli.memory.views import advice_summary
 from quaver.devices import find_device_spec
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.runs.advise import AS_CONFIGURED, advise
 from quaver.memory.runs.changes import combinations, least_gathered, single_changes, words_of
-from quaver.memory.runs.predict import predict_memory
 from quaver.memory.runs.step_time import checkpointed_blocks, recomputed_flops, step_cost
 from quaver.recorder.byte_sizes import parse_bytes
 from quaver.trainer.config import ActivationCheckpoint, Float8, Parallelism, Training
@@ -83,25 +81,25 @@ def _costs(words, ranks=8, spec=H100):
 def test_costs_of_a_step():
     none, op, full = (_costs(f"--activation_checkpoint.mode {mode}") for mode in ("none", "selective", "full"))
     model = load_config(LLAMA_8B).model
-    assert none.flops == 8192 * training_flops_per_token(model, 8192)
+    assert none.step_flops == 8192 * training_flops_per_token(model, 8192)
     assert none.recomputed_flops == 0 < op.recomputed_flops < full.recomputed_flops
-    assert full.flops == none.flops + full.recomputed_flops
+    assert full.step_flops == none.step_flops + full.recomputed_flops
     assert none.modelled_s < op.modelled_s < full.modelled_s
     alone = "--float8.enable_fsdp_float8_all_gather false --float8.precompute_float8_dynamic_scale_for_fsdp false"
     bfloat16 = _costs(f"{alone} --float8.enable_float8_linear false")
     assert bfloat16.modelled_s > op.modelled_s
     # At the rates of the roofline, and not faster than the data sheet says.
-    assert bfloat16.flops / 989.4e12 < bfloat16.modelled_s < 2 * bfloat16.flops / 989.4e12
+    assert bfloat16.step_flops / 989.4e12 < bfloat16.modelled_s < 2 * bfloat16.step_flops / 989.4e12
     twice = _costs("--training.global_batch_size 16")
-    assert (twice.flops, twice.recomputed_flops) == (2 * op.flops, 2 * op.recomputed_flops)
+    assert (twice.step_flops, twice.recomputed_flops) == (2 * op.step_flops, 2 * op.recomputed_flops)
     assert twice.modelled_s == pytest.approx(2 * op.modelled_s)
     split = _costs("--parallelism.tensor_parallel_degree 2")
-    assert split.flops == op.flops // 2
+    assert split.step_flops == op.step_flops // 2
     assert split.modelled_s == pytest.approx(op.modelled_s / 2, rel=0.1)
     assert _costs("", spec=None).modelled_s is None
     assert _costs("--training.mixed_precision_param float32").modelled_s is None
     budget = _costs("--activation_checkpoint.mode memory_budget")
-    assert (budget.recomputed_flops, budget.modelled_s, budget.flops) == (None, None, none.flops)
+    assert (budget.recomputed_flops, budget.modelled_s, budget.step_flops) == (None, None, none.step_flops)
 
 
 # ---- changes ---------------------------------------------------------------------------------------------------------
@@ -112,8 +110,8 @@ def test_the_words_of_a_change_make_it():
     _, layout = resolve(config, world_size=8)
     changes = [*single_changes(config, layout, 32), *combinations(config, 32)]
     assert len({change.name for change in changes}) > 40
-    for change in changes:
-        assert change.config is not None, change
+    assert all(change.config is not None for change in changes)
+    for change in changes[::4]:  # parsing takes long
         words = ["--training.local_batch_size", "4", *shlex.split(words_of(config, change.config))]
         assert load_config(*parse_arguments([str(LLAMA_8B), *words])) == change.config
         assert resolve(change.config, world_size=8)[0].training.step_batch_size == 32
@@ -246,30 +244,6 @@ def test_least_gathered(tiny_config):
     assert fewer.float8.enable_fsdp_float8_all_gather
     assert least_gathered(replace(change, config=fewer), layout) is None
     assert least_gathered(change, resolve(config)[1]) is None
-
-
-def test_advice_from_predictions(tiny_config):
-    said = []
-    config = replace(tiny_config, float8=Float8())
-    advice = advise(config, progress=said.append)
-    assert (advice.best, advice.fit_bytes, advice.device) == (None, None, None)
-    by_name = {row.change: row for row in advice.rows}
-    assert said == list(by_name)
-    full = by_name["activations: full"]
-    assert full.difference_bytes == full.peak_bytes - advice.rows[0].peak_bytes < 0
-    apart = predict_memory(replace(config, activation_checkpoint=MODES["full"])).prediction.peak_bytes
-    assert full.peak_bytes == apart
-    assert (
-        by_name["local batch size: 1"].peak_bytes
-        < advice.rows[0].peak_bytes
-        < by_name["precision: bfloat16"].peak_bytes
-    )
-    keys = "change words peak_bytes difference_bytes recomputed_flops step_flops modelled_s note fits"
-    assert list(advice.to_dict()["rows"][0]) == keys.split()
-    json.dumps(advice.to_dict())
-    table = advice_table(advice)
-    assert table.row_count == len(advice.rows)
-    assert list(table.columns[1].cells)[0] == AS_CONFIGURED
 
 
 def test_an_unknown_device_is_refused(tiny_config):

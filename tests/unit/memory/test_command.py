@@ -5,6 +5,7 @@ import json
 import pytest
 
 from quaver.cli import main
+from quaver.memory.runs.advise import AS_CONFIGURED
 from quaver.memory.runs.predict import SEES_GATHERS
 
 on_ranks = pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
@@ -40,23 +41,22 @@ def test_two_settings_are_compared(tmp_path, capsys):
     words = [*SMALL, "--device", "cpu", "--top", "2"]
     printed, written = ask(capsys, tmp_path, *words, "--vs", vs)
     assert f"other      {vs}" in printed
-    assert written["other"]["kept_bytes"] < written["kept_bytes"]
+    assert written["other"]["saved_by_forward_bytes"] < written["saved_by_forward_bytes"]
     assert f"{written['other']['peak_bytes'] - written['peak_bytes']:+,}" in printed
-    largest = next(row for row in written["comparison"]["rows"] if row["at"] == "kept")
+    largest = next(row for row in written["comparison"]["rows"] if row["at"] == "saved")
     assert largest["difference_bytes"] < 0
     assert largest["sentence"] in " ".join(printed.split("\n"))
 
 
-def test_a_page_and_pictures(tmp_path, capsys):
+def test_a_page_and_a_picture(tmp_path, capsys):
     page, picture = tmp_path / "page.html", tmp_path / "step.png"
     files = ["--html", str(page), "--png", str(picture)]
     printed, written = ask(capsys, tmp_path, *SMALL, *files, "--vs", "--float8.recipe_name rowwise")
     html = page.read_text()
     assert "llama3_debug in tensorwise, 1 rank" in html
     assert "--float8.recipe_name rowwise" in html
-    for file in (picture, tmp_path / "step-peak.png"):
-        assert file.read_bytes().startswith(b"\x89PNG")
-        assert f"saved {file}" in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert f"saved {picture}" in printed
     assert written["comparison"]["label_b"] == "--float8.recipe_name rowwise"
 
 
@@ -68,13 +68,24 @@ def test_measured_and_predicted(tmp_path, capsys):
 
 
 def test_advice_and_what_fits(tmp_path, capsys):
+    """Ten settings are predicted, which takes longer than 3 s."""
     words = [*SMALL, "--device", "cpu", "--fit", "1GiB", "--time_on", "H200"]
     printed, written = ask(capsys, tmp_path, *words)
     advice = written["advice"]
-    assert advice["fit_bytes"] == 1 << 30
+    assert (advice["fit_bytes"], advice["nearest"]) == (1 << 30, None)
     assert advice["rows"][advice["best"]]["fits"] is True
     assert "fastest that fits" in printed
     assert "H200" in advice["device"]
+    peaks = {row["change"]: row["peak_bytes"] for row in advice["rows"]}
+    configured = advice["rows"][0]
+    assert (configured["change"], configured["peak_bytes"]) == (AS_CONFIGURED, written["peak_bytes"])
+    assert peaks["local batch size: 4"] < peaks[AS_CONFIGURED] < peaks["precision: bfloat16"]
+    known = [row for row in advice["rows"] if row["peak_bytes"] is not None]
+    assert all(row["difference_bytes"] == row["peak_bytes"] - written["peak_bytes"] for row in known)
+    (refused,) = [row for row in advice["rows"] if row not in known]
+    assert refused["note"].startswith("not possible: activation_checkpoint.selective_ac_option must be op")
+    _, apart = ask(capsys, tmp_path, *SMALL, "--device", "cpu", "--float8.recipe_name", "rowwise")
+    assert apart["peak_bytes"] == peaks["precision: rowwise"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from quaver.activation_checkpointing import apply_activation_checkpointing
 from quaver.cli.memory.views import comparison_lines
 from quaver.memory import explain
 from quaver.memory.reports.compare import compare
-from quaver.memory.reports.pitfalls import Kept, hint_of, inner_operator, is_operator, short_operator, si
+from quaver.memory.reports.pitfalls import Saved, hint_of, inner_operator, is_operator, short_operator, si
 from quaver.recorder.modules import ModuleTracker
 from quaver.recorder.recorder import Recorder
 
@@ -59,18 +59,18 @@ def test_nothing_differs_from_itself():
     assert comparison.peak_a == comparison.peak_b == prediction.peak_bytes
 
 
-def test_what_one_keeps_more_is_named_and_counted_per_layer():
-    """silu keeps its input, relu its result, which is kept anyway: as the input of the next matmul."""
+def test_what_one_saves_more_is_named_and_counted_per_layer():
+    """silu saves its input, relu its result, which is saved anyway: as the input of the next matmul."""
     comparison = _compared(_explained(), _explained(nn.functional.silu))
-    row = comparison.at("kept")[0]
+    row = comparison.at("saved")[0]
     assert (row.module, row.operator, row.shape, row.dtype) == ("layers.*.up", "aten.mm", (128, 256), "float32")
     assert (row.count_a, row.count_b, row.layers) == (0, 3, 3)
     assert row.difference_bytes == 3 * HIDDEN_BYTES
     assert row.per_layer_bytes == HIDDEN_BYTES
     assert row.sentence.startswith("+131.1 kB (+131,072 bytes) per layer x 3: `mm` of ")
     assert "float32 (128, 256)" in row.sentence
-    assert "kept by autograd" in row.sentence
-    assert comparison.kept_b - comparison.kept_a == pytest.approx(3 * HIDDEN_BYTES, abs=8)
+    assert "saved by autograd" in row.sentence
+    assert comparison.saved_b - comparison.saved_a == pytest.approx(3 * HIDDEN_BYTES, abs=8)
 
 
 def test_the_order_and_the_other_way_round():
@@ -78,7 +78,7 @@ def test_the_order_and_the_other_way_round():
     back = _compared(_explained(nn.functional.silu), _explained())
     sizes = [abs(row.difference_bytes) for row in there.rows]
     assert sizes == sorted(sizes, reverse=True)
-    row = back.at("kept")[0]
+    row = back.at("saved")[0]
     assert row.difference_bytes == -3 * HIDDEN_BYTES
     assert row.sentence.startswith("-131.1 kB (-131,072 bytes) per layer x 3: `mm`")
     assert len(back.rows) == len(there.rows)
@@ -88,43 +88,43 @@ def test_bytes_of_rows_add_up():
     a, b = _explained(), _explained(nn.functional.silu)
     comparison = _compared(a, b)
     assert sum(row.difference_bytes for row in comparison.at("peak")) == b.peak_bytes - a.peak_bytes
-    assert sum(row.difference_bytes for row in comparison.at("kept")) == b.saved_bytes - a.saved_bytes
+    assert sum(row.difference_bytes for row in comparison.at("saved")) == b.saved_bytes - a.saved_bytes
 
 
 def test_the_same_tensor_made_another_way_is_no_difference():
-    comparison = _compared(_explained(torch.relu), _explained(torch.tanh))  # both keep their results
-    assert comparison.at("kept") == ()
+    comparison = _compared(_explained(torch.relu), _explained(torch.tanh))  # both save their results
+    assert comparison.at("saved") == ()
 
 
 def test_fewer_layers_are_a_difference_of_bytes_only():
-    row = _compared(_explained(layers=3), _explained(layers=2)).at("kept")[0]
+    row = _compared(_explained(layers=3), _explained(layers=2)).at("saved")[0]
     assert (row.count_a, row.count_b, row.layers) == (3, 2, 3)
     assert row.difference_bytes == -HIDDEN_BYTES
     assert "393.2 kB in all became 262.1 kB" in row.sentence
 
 
 def test_one_module_has_its_own_name():
-    row = _compared(_explained(layers=1), _explained(nn.functional.silu, layers=1)).at("kept")[0]
+    row = _compared(_explained(layers=1), _explained(nn.functional.silu, layers=1)).at("saved")[0]
     assert row.module == "layers.0.up"
     assert " per layer" not in row.sentence
 
 
-def test_a_policy_that_keeps_an_unread_tensor():
-    """A scale that has no gradient: the recomputation makes it of the amax, if that is kept, else of the abs."""
+def test_a_policy_that_saves_an_unread_tensor():
+    """A scale that has no gradient: the recomputation makes it of the amax, if that is saved, else of the abs."""
 
     def wasteful(rows):
         return torch.relu(rows) * rows.detach().abs().amax()
 
     wise = {"mode": "selective"}
     a, b = (_explained(wasteful, checkpoint=each) for each in (wise, {**wise, "also_keep": ["aten.abs"]}))
-    row = _compared(a, b).at("kept")[0]
-    assert (row.operator, row.kept_by, row.difference_bytes) == ("aten.abs", "selective policy", 3 * HIDDEN_BYTES)
-    assert row.first_use is None  # its amax is kept, too
+    row = _compared(a, b).at("saved")[0]
+    assert (row.operator, row.saved_by, row.difference_bytes) == ("aten.abs", "selective policy", 3 * HIDDEN_BYTES)
+    assert row.first_use is None  # its amax is saved, too
     assert row.sentence.endswith(
-        "saved by the selective policy; no operator of the backward reads it: the policy need not keep it"
+        "saved by the selective policy; no operator of the backward reads it: the policy need not save it"
     )
     c = _explained(wasteful, checkpoint={**wise, "also_keep": ["aten.abs"], "never_keep": ["aten.amax"]})
-    row = _compared(a, c).at("kept")[0]
+    row = _compared(a, c).at("saved")[0]
     assert row.first_use["operator"] == "aten.amax"
     assert "first used in backward by amax at tests/unit/memory/test_compare.py:" in row.sentence
 
@@ -135,7 +135,7 @@ def test_a_comparison_as_json():
     assert (written["label_a"], written["label_b"]) == ("one", "other")
     row = written["rows"][0]
     assert row["difference_bytes"] == row["bytes_b"] - row["bytes_a"]
-    assert {"at", "category", "module", "operator", "of", "shape", "dtype", "source", "kept_by", "first_use"} <= set(
+    assert {"at", "category", "module", "operator", "of", "shape", "dtype", "source", "saved_by", "first_use"} <= set(
         row
     )
     assert {"bytes_a", "bytes_b", "count_a", "count_b", "layers", "sentence", "hint"} <= set(row)
@@ -160,8 +160,8 @@ AMAX = {"operator": "aten.amax", "module": "ffn.w3", "source": "linear.py:1"}
         (_row(first_use={**AMAX, "operator": "aten.mul.Tensor"}), ""),
         (_row(first_use=AMAX, operator="aten.mm"), ""),
         (_row(first_use=AMAX, shape=[16384, 1]), ""),
-        (_row(first_use=None, kept_by="selective policy"), "no operator of the backward reads it"),
-        (_row(first_use=None, kept_by="autograd"), ""),
+        (_row(first_use=None, saved_by="selective policy"), "no operator of the backward reads it"),
+        (_row(first_use=None, saved_by="autograd"), ""),
         (_row(category="gathered_weights"), "parallelism.fsdp_reshard_after_forward"),
         (_row(of="ffn.w3.weight, unsharded", first_use=None), "compute it again there"),
         (_row(of="ffn.w3.weight, unsharded", operator="quaver.cast_tensorwise"), "compute it again there"),
@@ -171,7 +171,7 @@ AMAX = {"operator": "aten.amax", "module": "ffn.w3", "source": "linear.py:1"}
     ],
 )
 def test_hints_of_single_rows(row, hint):
-    found = hint_of(row, Kept([row], []))
+    found = hint_of(row, Saved([row], []))
     assert hint in found
     assert bool(hint) == bool(found)
 
@@ -190,7 +190,7 @@ def test_every_cast_operation_is_known_as_one(name):
     """A weight's float8 codes have a category of their own, and a hint says that the backward can cast again."""
     operator = name.replace("::", ".")
     row = _row(of="ffn.w3.weight, unsharded", operator=operator, dtype="float8_e4m3fn")
-    assert "compute it again there" in hint_of(row, Kept([row], []))
+    assert "compute it again there" in hint_of(row, Saved([row], []))
     recorder, weight = Recorder(ModuleTracker(nn.Identity()), []), torch.zeros(4, 4)
     recorder.name("parameters", [weight], parameter="weight")
     recorder.operator_called(getattr(torch.ops.quaver, operator.partition(".")[2]).default, [weight])
@@ -203,19 +203,19 @@ def test_what_the_reduction_costs_is_read_off_the_other_run():
     row = _row(first_use=AMAX)
     amax = _row(operator="aten.amax", shape=[4096, 1], bytes=8192)
     elsewhere = _row(operator="aten.amax", shape=[4096, 1], bytes=8192, module="ffn.w1", of="ffn.w1.weight")
-    assert hint_of(row, Kept([row], [amax, elsewhere])).endswith("as the other run does, costs 8.192 kB")
+    assert hint_of(row, Saved([row], [amax, elsewhere])).endswith("as the other run does, costs 8.192 kB")
 
 
-def test_float8_and_widened_copies_of_kept_tensors():
+def test_float8_and_widened_copies_of_saved_tensors():
     source = _row(operator="aten.silu", of="aten.mm")
     codes = _row(operator="quaver.cast_tensorwise", of="aten.silu", dtype="float8_e4m3fn")
     wide = _row(operator="aten._to_copy", of="aten.silu", dtype="float32")
-    hint = hint_of(codes, Kept([codes, source], []))
-    assert hint.startswith("the input of the cast is kept, too, in bfloat16 (134.2 MB)")
-    assert hint_of(wide, Kept([wide, source], [])).startswith("a copy in float32 of a bfloat16 tensor")
+    hint = hint_of(codes, Saved([codes, source], []))
+    assert hint.startswith("the input of the cast is saved, too, in bfloat16 (134.2 MB)")
+    assert hint_of(wide, Saved([wide, source], [])).startswith("a copy in float32 of a bfloat16 tensor")
     for alone in (codes, wide, _row(operator="aten._to_copy", of="aten.silu")):
-        assert hint_of(alone, Kept([alone], [])) == ""
-    assert hint_of(codes, Kept([codes, {**source, "module": "another"}], [])) == ""
+        assert hint_of(alone, Saved([alone], [])) == ""
+    assert hint_of(codes, Saved([codes, {**source, "module": "another"}], [])) == ""
 
 
 def test_names_of_operators_and_of_parameters():
@@ -260,8 +260,8 @@ def test_lines_for_a_terminal():
     peak = f"{si(comparison.peak_a)} ({comparison.peak_a:,} bytes)"
     assert lines[1] == f"           peak {peak}, in the {comparison.peak_at_a}"
     assert comparison.peak_at_a.startswith("backward of layers.")
-    assert lines[6].endswith(f"kept {comparison.kept_b - comparison.kept_a:+,} bytes")
-    assert f"    {comparison.at('kept')[0].sentence}" in lines
+    assert lines[6].endswith(f"saved {comparison.saved_b - comparison.saved_a:+,} bytes")
+    assert f"    {comparison.at('saved')[0].sentence}" in lines
     left = comparison.at("peak")[1:]
     assert f"    and {len(left)} more rows, {sum(row.difference_bytes for row in left):+,} bytes in all" in lines
     same = list(comparison_lines(_compared(_explained(), _explained())))

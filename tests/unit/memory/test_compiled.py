@@ -89,7 +89,7 @@ def test_a_prediction_is_what_is_measured_here(precision):
     prediction = predict(case, size)
     _, usage = measure(case, size, CPU)
     assert prediction.step_peak_bytes == pytest.approx(usage.tensor_peak_bytes, rel=WITHIN)
-    assert prediction.kept_bytes == pytest.approx(usage.kept_bytes, rel=WITHIN)
+    assert prediction.saved_by_forward_bytes == pytest.approx(usage.saved_bytes, rel=WITHIN)
 
 
 def test_real_code_is_compiled_after_a_prediction_and_takes_what_was_predicted():
@@ -111,7 +111,7 @@ def test_real_code_is_compiled_after_a_prediction_and_takes_what_was_predicted()
         _step(fresh, rows, measured.mark)
     torch.testing.assert_close(fresh(rows), expected)
     assert prediction.step_peak_bytes == pytest.approx(measured.usage.tensor_peak_bytes, abs=64)
-    assert prediction.kept_bytes == pytest.approx(measured.usage.kept_bytes, abs=64)
+    assert prediction.saved_by_forward_bytes == pytest.approx(measured.usage.saved_bytes, abs=64)
 
 
 def _step(model, rows, forward_is_done):
@@ -133,9 +133,9 @@ def test_rows_of_compiled_code_say_what_made_them_and_who_keeps_them():
     for block in model:
         block.compile(fullgraph=True)
     prediction = explain(model, (torch.empty(ROWS, 64),), optimizer=torch.optim.AdamW)
-    kept = [row for row in prediction.saved_for_backward if row["category"] == "saved_activations"]
-    assert {row["kept_by"] for row in kept} == {"compiled graph"}
-    made = {(row["operator"], row["of"], row["module"], row["saved_in"], row["bytes"]) for row in kept}
+    saved = [row for row in prediction.saved_for_backward if row["category"] == "saved_activations"]
+    assert {row["saved_by"] for row in saved} == {"compiled graph"}
+    made = {(row["operator"], row["of"], row["module"], row["saved_in"], row["bytes"]) for row in saved}
     assert made == {
         ("aten.mm", "an input", "0.up", "0", 4 * ROWS * 128),
         (FUSED, "aten.mm", "0", "0", 4 * ROWS * 128),
@@ -143,13 +143,13 @@ def test_rows_of_compiled_code_say_what_made_them_and_who_keeps_them():
         ("aten.mm", "aten.mm", "1.up", "1", 4 * ROWS * 128),
         (FUSED, "aten.mm", "1", "1", 4 * ROWS * 128),
     }
-    lines = {row["source"] for row in kept}
+    lines = {row["source"] for row in saved}
     first = _Block.forward.__code__.co_firstlineno
     assert lines == {f"{FILE}:{first + 1}"}
     assert sum(prediction.by_category.values()) == prediction.peak_bytes
     assert prediction.phase_of_peak == "backward"
     assert {row["phase"] for row in prediction.at_peak} == {"before", "forward", "backward"}
-    uses = {row["first_use"]["operator"] for row in kept if row["module"] == "1"}
+    uses = {row["first_use"]["operator"] for row in saved if row["module"] == "1"}
     assert uses == {"aten.mm"}  # of the second weight's gradient
 
 
@@ -180,7 +180,9 @@ def test_a_compiled_model_keeps_less_than_an_eager_one(compiled_model):
     model, inputs = _Block(), (torch.empty(ROWS, 64),)
     eager = explain(model, inputs)
     compiled = explain(compiled_model(model), inputs)
-    assert eager.kept_bytes - compiled.kept_bytes == pytest.approx(4 * ROWS * 128, abs=64)  # silu's result
+    assert eager.saved_by_forward_bytes - compiled.saved_by_forward_bytes == pytest.approx(
+        4 * ROWS * 128, abs=64
+    )  # silu's result
     assert not are_kernels_left_out()
 
 
@@ -192,14 +194,16 @@ def test_code_with_a_graph_break_and_with_sizes_that_may_change():
     assert explain(model, inputs).step_peak_bytes == pytest.approx(whole.step_peak_bytes, rel=WITHIN)
     broken = _Broken()
     broken.compile()
-    assert explain(broken, inputs).kept_bytes - whole.kept_bytes == pytest.approx(4 * ROWS * 128, abs=64)
+    assert explain(broken, inputs).saved_by_forward_bytes - whole.saved_by_forward_bytes == pytest.approx(
+        4 * ROWS * 128, abs=64
+    )
 
 
 def test_other_backends_run_as_they_are():
     model, inputs = _Block(), (torch.empty(ROWS, 64),)
     eager = explain(model, inputs)
     model.compile(backend="eager")
-    assert explain(model, inputs).kept_bytes == eager.kept_bytes
+    assert explain(model, inputs).saved_by_forward_bytes == eager.saved_by_forward_bytes
 
 
 def test_no_process_is_started(monkeypatch):
@@ -266,7 +270,7 @@ def test_a_run_that_compiles_is_predicted_as_compiled_code(ranks):
     config = TrainConfig(model=small, training=Training(compile=True, seq_len=64, local_batch_size=2))
     memory = predict_memory(config, ranks)
     assert not any("compile" in note for note in memory.notes)
-    modules = {row["module"] for row in memory.prediction.saved_for_backward if row["kept_by"] == "compiled graph"}
+    modules = {row["module"] for row in memory.prediction.saved_for_backward if row["saved_by"] == "compiled graph"}
     assert "model.layers.0.mlp.gate_proj" in modules
     cast = "quaver::cast (quaver.cast_tensorwise)"
     casts = [row for row in memory.prediction.saved_for_backward if row["operator"] == cast]
@@ -323,9 +327,9 @@ def test_each_statement_is_rewritten_as_promised():
         "buf2 = made_2.call(torch.ops.aten.neg.default, buf0)",
         "buf3 = buf2",
         "del buf2",
-        "made_3.has_layout_of(reinterpret_tensor(buf0, (2, 2), (2, 1), 0))",
+        "buf4 = layout_of(reinterpret_tensor(buf0, (2, 2), (2, 1), 0))",
         "del buf0",
-        "buf4 = made_3.allocate_again({'buf3': buf3})",
+        "buf4 = made_3.allocate(*buf4, {'buf3': buf3})",
         "made_4.call(extern_kernels.mm, buf3, buf3, out=buf4)",
         "return returned((buf4, buf3))",
     ]

@@ -7,8 +7,7 @@ from torch import nn
 
 from quaver import Float8LinearConfig, convert_to_float8_training
 from quaver.memory import explain
-from quaver.memory.faking.fakes import fake_tensors
-from quaver.memory.faking.libraries import as_if_not_fake
+from quaver.memory.faking.fakes import fake_tensors, without_tracing_in_transformers
 from quaver.recorder.allocator import measure_usage
 
 transformers = pytest.importorskip("transformers")
@@ -40,7 +39,7 @@ def _check(model, inputs, loss):
     prediction = explain(model, inputs, loss=loss, optimizer=torch.optim.AdamW)
     usage = _measured(model, inputs, loss)
     assert prediction.step_peak_bytes == pytest.approx(usage.tensor_peak_bytes, rel=WITHIN)
-    assert prediction.kept_bytes == pytest.approx(usage.kept_bytes, rel=WITHIN)
+    assert prediction.saved_by_forward_bytes == pytest.approx(usage.saved_bytes, rel=WITHIN)
     return prediction
 
 
@@ -109,14 +108,14 @@ def test_a_large_one_on_the_meta_device():
     assert prediction.by_category["parameters"] == 2 * parameters + buffers
     assert prediction.by_category["optimizer_state"] == pytest.approx(4 * parameters, rel=1e-4)
     # Of each layer at least: both norms' inputs, and gate, up and their product, in bfloat16.
-    assert prediction.kept_bytes > 8 * 4096 * 2 * (2 * 8192 + 3 * 2 * 8192)
+    assert prediction.saved_by_forward_bytes > 8 * 4096 * 2 * (2 * 8192 + 3 * 2 * 8192)
 
 
 def test_transformers_take_fakes_for_real_tensors_only_meanwhile():
     tracing = transformers.utils.import_utils.is_tracing
     with fake_tensors():
         assert not tracing(torch.empty(2))
-        with as_if_not_fake():  # nested
+        with without_tracing_in_transformers():  # nested
             assert not tracing(torch.empty(2))
         fake = torch.empty(2)
     assert tracing(fake)
@@ -244,7 +243,7 @@ def test_an_estimate_is_what_the_largest_choice_takes():
     prediction = explain(model, (rows,), loss=_square, optimizer=torch.optim.AdamW, estimate=True)
     usage = _measured(model, (rows,), _square)
     assert prediction.step_peak_bytes == pytest.approx(usage.tensor_peak_bytes, rel=WITHIN)
-    assert prediction.kept_bytes == pytest.approx(usage.kept_bytes, rel=WITHIN)
+    assert prediction.saved_by_forward_bytes == pytest.approx(usage.saved_bytes, rel=WITHIN)
 
 
 class _Length(nn.Linear):
@@ -292,7 +291,7 @@ def unknown_operator():
     library._destroy()
 
 
-def test_an_operator_that_tells_nothing(unknown_operator):
+def test_an_operator_without_a_fake_implementation(unknown_operator):
     class Odd(nn.Linear):
         def forward(self, rows):
             return super().forward(rows) * unknown_operator(rows.detach()).sum()

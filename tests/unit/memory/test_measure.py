@@ -25,7 +25,7 @@ def test_the_debug_model_is_measured_as_it_is_predicted():
     config = load_config(CONFIGS / "llama3_debug.toml")
     predicted, measured = predict_memory(config), measure_memory(config)
     ratios = _ratios(predicted, measured)
-    assert {"parameters", "optimizer state", "saved activations", "peak", "kept for the backward"} <= set(ratios)
+    assert {"parameters", "optimizer state", "saved activations", "peak", "saved for backward"} <= set(ratios)
     assert all(ratio == pytest.approx(1, rel=WITHIN) for ratio in ratios.values())
     # The allocator's log has the same peak.
     assert measured.allocator_tensor_peak_bytes == pytest.approx(measured.prediction.peak_bytes, rel=1e-4)
@@ -37,14 +37,15 @@ def test_the_debug_model_is_measured_as_it_is_predicted():
     json.dumps(theirs)
 
 
+MICRO_BATCHES = Training(seq_len=32, local_batch_size=2, global_batch_size=8, device="cpu")
+
+
 @pytest.mark.parametrize(
     "section",
     [
-        {"training": Training(seq_len=32, local_batch_size=2, global_batch_size=8, device="cpu")},
-        {"data": Data(document_mask=True)},
-        {"float8": Float8(recipe_name="delayed")},
+        {"training": MICRO_BATCHES, "data": Data(document_mask=True)},
+        {"float8": Float8(recipe_name="delayed"), "optimizer": Optimizer(implementation="foreach")},
         {"float8": Float8(recipe_name="rowwise"), "activation_checkpoint": ActivationCheckpoint(mode="full")},
-        {"optimizer": Optimizer(implementation="foreach")},
     ],
     ids=lambda section: " ".join(section),
 )
@@ -64,7 +65,7 @@ def test_compiled_code_is_measured_by_the_allocator(tiny_float8_config):
     assert any("training.compile" in note for note in measured.notes)
     assert not any("training.compile" in note for note in eager.notes)
     assert measured.prediction.peak_bytes == measured.allocator_tensor_peak_bytes
-    assert measured.prediction.kept_bytes > 0
+    assert measured.prediction.saved_by_forward_bytes > 0
     there = measured.prediction.report["resident_bytes"]
     assert there["parameters"] == eager.prediction.by_category["parameters"]
     assert there["optimizer_state"] == eager.prediction.by_category["optimizer_state"]
@@ -73,17 +74,28 @@ def test_compiled_code_is_measured_by_the_allocator(tiny_float8_config):
     assert 0.5 < ratios["peak"] < 2
 
 
+ON_RANKS = {
+    "dp_shard": {
+        "float8": Float8(enable_fsdp_float8_all_gather=True, precompute_float8_dynamic_scale_for_fsdp=True),
+    },
+    "tp": {
+        "float8": Float8(recipe_name="rowwise"),
+        "parallelism": Parallelism(tensor_parallel_degree=2),
+        "activation_checkpoint": ActivationCheckpoint(mode="full"),
+    },
+}
+
+
 @pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
-def test_ranks_are_started_and_the_first_is_measured(tiny_config):
-    config = replace(
-        tiny_config,
-        float8=Float8(enable_fsdp_float8_all_gather=True, precompute_float8_dynamic_scale_for_fsdp=True),
-    )
+@pytest.mark.parametrize("dim", [pytest.param("dp_shard", marks=pytest.mark.nightly), "tp"])
+def test_ranks_are_started_and_the_first_is_measured(tiny_config, dim):
+    """Two processes are spawned, which takes longer than 3 s."""
+    config = replace(tiny_config, **ON_RANKS[dim])
     measured = measure_memory(config, 2)
-    assert measured.layout.mesh == {"dp_shard": 2}
+    assert measured.layout.mesh == {dim: 2}
     ratios = _ratios(predict_memory(config, 2), measured)
     assert ratios["peak"] == pytest.approx(1, rel=WITHIN)
-    assert ratios["kept for the backward"] == pytest.approx(1, rel=WITHIN)
+    assert ratios["saved for backward"] == pytest.approx(1, rel=WITHIN)
     assert not torch.distributed.is_initialized()
 
 
@@ -102,7 +114,7 @@ def test_the_table(tiny_config):
     table = side_by_side_table(rows)
     assert table.row_count == len(rows)
     cells = [list(column.cells) for column in table.columns]
-    assert cells[0][-3:] == ["peak", "between steps", "kept for the backward"]
+    assert cells[0][-3:] == ["peak", "between steps", "saved for backward"]
     assert cells[2][0] == ""
     assert cells[3][-1] == "1.0000"
 

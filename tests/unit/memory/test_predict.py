@@ -20,7 +20,7 @@ from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.faking.gloo_buffers import GlooBuffers
 from quaver.memory.runs.predict import SEES_GATHERS
 from quaver.recorder.allocator import Usage
-from quaver.recorder.rows import merged_layers
+from quaver.recorder.report import merged_layers
 from quaver.trainer.dry_run import pretended_mesh
 from quaver.trainer.parallel_dims import ParallelDims
 from tests.distributed.ranks import run as run_on_ranks
@@ -39,7 +39,7 @@ def _predicted(case):
 
 def _check(prediction, usage: Usage):
     assert prediction.step_peak_bytes == pytest.approx(usage.tensor_peak_bytes, rel=WITHIN)
-    assert prediction.kept_bytes == pytest.approx(usage.kept_bytes, rel=WITHIN)
+    assert prediction.saved_by_forward_bytes == pytest.approx(usage.saved_bytes, rel=WITHIN)
 
 
 QUICK = {
@@ -102,15 +102,15 @@ WEIGHT_BYTES = 4 * (64 * 256 + 256 * 32)
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_step_by_arithmetic(device):
-    """All that autograd keeps is an input of a matmul, and one of them also relu's result."""
+    """All that autograd saves is an input of a matmul, and one of them also relu's result."""
     model = _Two(device)
     weights = [weight.detach().clone() for weight in model.parameters()]
     prediction = explain(model, (torch.empty(128, 64, device=device),), optimizer=torch.optim.Adam)
     assert prediction.by_category["parameters"] == WEIGHT_BYTES
     assert prediction.by_category["optimizer_state"] == 2 * WEIGHT_BYTES + 2 * 4  # its steps are float32 numbers
     assert prediction.resident_bytes == 3 * WEIGHT_BYTES + 2 * 4 + 64 * ROWS_BYTES
-    # relu's result is kept; the output has been read by the loss, but is alive until the loss's function returns
-    assert prediction.kept_bytes - 256 * ROWS_BYTES in (4, 8)
+    # relu's result is saved; the output has been read by the loss, but is alive until the loss's function returns
+    assert prediction.saved_by_forward_bytes - 256 * ROWS_BYTES in (4, 8)
     saved = {(row["module"], tuple(row["shape"])) for row in prediction.saved_for_backward}
     assert ("_Two", (128, 256)) in saved
     # relu's result, its gradient, and the result of relu's backward
@@ -201,7 +201,7 @@ def test_layers_that_are_alike_are_one_row():
 def _measured_on_rank(case):
     mesh = init_device_mesh("cpu", (case.ranks,))
     usages = [measure(case, SIZE, CPU, mesh)[1] for _ in range(MEASUREMENTS)]
-    return min(usage.tensor_peak_bytes for usage in usages), min(usage.kept_bytes for usage in usages)
+    return min(usage.tensor_peak_bytes for usage in usages), min(usage.saved_bytes for usage in usages)
 
 
 @pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")

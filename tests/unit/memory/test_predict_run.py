@@ -1,31 +1,16 @@
 """What is predicted of a run, against what a run then takes."""
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
-import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from quaver.memory.runs.predict import SEES_GATHERS, predict_memory
-from quaver.recorder.allocator import measure_usage
-from quaver.trainer.config import ActivationCheckpoint, Float8, Parallelism
-from quaver.trainer.config_io import build_config, load_config
-from quaver.trainer.data import Batch
-from quaver.trainer.initialize import allocate, initialize
+from quaver.trainer.config import Float8, Parallelism
+from quaver.trainer.config_io import load_config
 from quaver.trainer.memory import storage_bytes
-from quaver.trainer.parallel_dims import resolve
-from quaver.trainer.parallelize import parallelize
-from quaver.trainer.ranks import Ranks
-from quaver.trainer.run_setup import make_models
 from quaver.trainer.train import prepare, train
-from quaver.trainer.trained_model import TrainedModel
-from tests.distributed.ranks import run as run_on_ranks
-
-STEPS = 3
-"""On ranks: when gloo's threads release their buffers is chance, and can only add; the least of so many counts."""
 
 
 def test_a_run_is_predicted(tiny_float8_config):
@@ -41,44 +26,6 @@ def test_a_run_is_predicted(tiny_float8_config):
 
 
 GATHERS_FLOAT8 = Float8(enable_fsdp_float8_all_gather=True, precompute_float8_dynamic_scale_for_fsdp=True)
-ON_RANKS = {
-    "tensor parallel, full": {
-        "float8": Float8(recipe_name="rowwise"),
-        "parallelism": Parallelism(tensor_parallel_degree=2),
-        "activation_checkpoint": ActivationCheckpoint(mode="full"),
-    },
-}
-
-
-def _measured_on_rank(settings):
-    device, rank = torch.device("cpu"), torch.distributed.get_rank()
-    config, layout = resolve(build_config(settings), rank=rank, world_size=2)
-    name, model = next(iter(make_models(config, device).by_name.items()))
-    parallelize(model, config, init_device_mesh("cpu", tuple(layout.mesh.values()), mesh_dim_names=tuple(layout.mesh)))
-    allocate(model, device)
-    initialize(model, seed=0)
-    twin = TrainedModel(name, model, config, device, Ranks(rank, rank, 2))
-    shape = (config.training.local_batch_size, config.training.seq_len)
-    batch = Batch(torch.randint(0, 256, shape), torch.randint(0, 256, shape))
-    twin.train_step(1, [batch])
-    peaks = []
-    for step in range(2, 2 + STEPS):
-        # A step leaves the scales of the next one in the place of the last one's, which a profile does not see go.
-        with patch("quaver.recorder.allocator._check_one_step"), measure_usage(device) as measured:
-            measured.mark()
-            twin.train_step(step, [batch])
-        peaks.append(measured.usage.tensor_peak_bytes)
-    return min(peaks)
-
-
-@pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
-@pytest.mark.parametrize("name", ON_RANKS)
-def test_a_run_on_ranks_is_predicted(tiny_config, name):
-    config = replace(tiny_config, **ON_RANKS[name])
-    measured = run_on_ranks(2, _measured_on_rank, asdict(config))
-    memory = predict_memory(config, 2)
-    assert memory.prediction.step_peak_bytes == pytest.approx(max(measured), rel=0.03)
-    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")

@@ -1,7 +1,7 @@
-"""The field's story: float8 with a per-operator policy took more memory than bfloat16, because the policy kept `abs`.
+"""The field's story: float8 with a per-operator policy took more memory than bfloat16, because the policy saved `abs`.
 
-A feed-forward of 4096 x 16384 under FSDP2, 16 tokens, bfloat16. Its policy keeps one matmul in two; one that keeps the
-results of `abs`, too, keeps the magnitudes of a whole gathered weight, of which the backward reads one number a row.
+A feed-forward of 4096 x 16384 under FSDP2, 16 tokens, bfloat16. Its policy saves one matmul in two; one that saves the
+results of `abs`, too, saves the magnitudes of a whole gathered weight, of which the backward reads one number a row.
 """
 
 import pytest
@@ -14,7 +14,7 @@ from quaver.activation_checkpointing import apply_activation_checkpointing
 from quaver.kernels import cpu
 from quaver.memory.compiling.compiled import COMPILES_FOR_A_GPU
 from quaver.memory.faking.fakes import fake_tensors
-from quaver.memory.faking.target import predicting_for
+from quaver.memory.faking.gpu import predicting_for
 from quaver.memory.predict import predict_step
 from quaver.memory.reports.compare import compare
 from quaver.memory.runs.predict import SEES_GATHERS, predict_memory
@@ -25,7 +25,7 @@ from quaver.trainer.parallel_dims import ParallelDims
 pytestmark = pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
 
 DIM, HIDDEN, TOKENS, BFLOAT16 = 4096, 16384, 16, 2
-KEPT = TOKENS * (DIM + HIDDEN) * BFLOAT16
+SAVED = TOKENS * (DIM + HIDDEN) * BFLOAT16
 WEIGHT = DIM * HIDDEN * BFLOAT16
 FAULTY = {"also_keep": ["aten.abs"], "never_keep": ["aten.amax"]}
 
@@ -81,46 +81,46 @@ def _predicted(second, *, compiled=False, **policy):
 
 def test_the_tensor_the_policy_and_the_fix_in_own_code():
     high, own, faulty = _predicted(nn.Linear), _predicted(ScaledLinear), _predicted(ScaledLinear, **FAULTY)
-    assert high.kept_bytes - KEPT in range(16)  # the loss
-    assert faulty.kept_bytes - KEPT - WEIGHT in range(16)
-    assert own.kept_bytes - KEPT - DIM * BFLOAT16 in range(16)
+    assert high.saved_by_forward_bytes - SAVED in range(16)  # the loss
+    assert faulty.saved_by_forward_bytes - SAVED - WEIGHT in range(16)
+    assert own.saved_by_forward_bytes - SAVED - DIM * BFLOAT16 in range(16)
 
-    rows = compare(high, faulty, label_a="bfloat16", label_b="scaled").at("kept")
+    rows = compare(high, faulty, label_a="bfloat16", label_b="scaled").at("saved")
     assert [(row.operator, row.difference_bytes) for row in rows] == [("aten.abs", WEIGHT)]
     assert rows[0].of == "feed_forward.w3.weight, unsharded"
-    assert (rows[0].kept_by, rows[0].shape, rows[0].dtype) == ("selective policy", (DIM, HIDDEN), "bfloat16")
+    assert (rows[0].saved_by, rows[0].shape, rows[0].dtype) == ("selective policy", (DIM, HIDDEN), "bfloat16")
     assert rows[0].sentence.startswith(
         "+134.2 MB (+134,217,728 bytes): `abs` of feed_forward.w3.weight, unsharded, bfloat16 (4096, 16384), made at "
     )
     assert "saved by the selective policy, first used in backward by amax at " in rows[0].sentence
     assert rows[0].sentence.endswith("; saving the amax instead would cost at most 32.77 kB")
 
-    (row, *_) = compare(own, faulty, label_a="own policy", label_b="faulty").at("kept")
+    (row, *_) = compare(own, faulty, label_a="own policy", label_b="faulty").at("saved")
     assert row.difference_bytes == WEIGHT
     assert row.hint == "saving the amax instead, as the other run does, costs 8.192 kB"
 
-    rows = compare(high, own, label_a="bfloat16", label_b="own policy").at("kept")
+    rows = compare(high, own, label_a="bfloat16", label_b="own policy").at("saved")
     assert [(row.operator, row.difference_bytes) for row in rows] == [("aten.amax", DIM * BFLOAT16)]
 
 
 def test_own_code_compiled():
     """What the compiled forward returns to its backward."""
     high, faulty = _predicted(nn.Linear, compiled=True), _predicted(ScaledLinear, compiled=True, **FAULTY)
-    assert high.kept_bytes - KEPT in range(16)
-    assert faulty.kept_bytes - KEPT - WEIGHT in range(16)
-    (row,) = compare(high, faulty, label_a="bfloat16", label_b="scaled").at("kept")
-    assert (row.of, row.kept_by) == ("feed_forward.w3.weight, unsharded", "compiled graph")
+    assert high.saved_by_forward_bytes - SAVED in range(16)
+    assert faulty.saved_by_forward_bytes - SAVED - WEIGHT in range(16)
+    (row,) = compare(high, faulty, label_a="bfloat16", label_b="scaled").at("saved")
+    assert (row.of, row.saved_by) == ("feed_forward.w3.weight, unsharded", "compiled graph")
     assert (row.difference_bytes, row.shape, row.dtype) == (WEIGHT, (DIM, HIDDEN), "bfloat16")
     assert "abs" in row.operator
     assert "amax" in row.first_use["operator"]
 
 
 @pytest.mark.nightly
-def test_own_code_compiled_with_amaxes_kept():
+def test_own_code_compiled_with_amaxes_saved():
     own = _predicted(ScaledLinear, compiled=True)
-    assert own.kept_bytes - KEPT - DIM * BFLOAT16 in range(16)
+    assert own.saved_by_forward_bytes - SAVED - DIM * BFLOAT16 in range(16)
     with_both = _predicted(ScaledLinear, compiled=True, also_keep=["aten.abs"])
-    assert with_both.kept_bytes == own.kept_bytes  # the compiler keeps what is read
+    assert with_both.saved_by_forward_bytes == own.saved_by_forward_bytes  # the compiler saves what is read
 
 
 # ---- in the trainer: eager casts are operations, which have no `abs` to keep; compiled for a GPU they are PyTorch ----
@@ -151,7 +151,7 @@ def _casts_in_pytorch(monkeypatch):
 
 @pytest.mark.nightly
 @pytest.mark.skipif(not COMPILES_FOR_A_GPU, reason="torch 2.11 loses the gradients")
-def test_compiled_for_a_gpu_it_is_told_who_reads_first_and_what_to_keep():
+def test_compiled_for_a_gpu_the_row_names_its_first_reader_and_a_hint():
     """The kernel that reads it is of many operators, and writes other results first."""
     words = [*RUN, "--training.compile", "true", "--model.n_layers", "1"]
     with predicting_for("cuda"):
@@ -159,7 +159,7 @@ def test_compiled_for_a_gpu_it_is_told_who_reads_first_and_what_to_keep():
             predict_memory(load_config(*parse_arguments(each)), 2).prediction
             for each in (words, [*words, *ROWWISE, *KEEP_ABS])
         )
-    row = compare(a, b, label_a="bfloat16", label_b="rowwise").at("kept")[0]
-    assert row.kept_by == "compiled graph"
+    row = compare(a, b, label_a="bfloat16", label_b="rowwise").at("saved")[0]
+    assert row.saved_by == "compiled graph"
     assert "first used in backward by amax at quaver/scaling.py" in row.sentence
     assert "saving the amax instead would cost at most" in row.sentence

@@ -1,4 +1,4 @@
-"""The origin of a row of a memory report: source line, operand, the mechanism that keeps it, its first reader."""
+"""The origin of a row of a memory report: source line, operand, the mechanism that saved it, its first reader."""
 
 import inspect
 import json
@@ -29,10 +29,10 @@ class Squares(nn.Module):
 
 
 class Sinks(nn.Module):
-    """Keeps a tensor itself, without autograd."""
+    """Holds a tensor itself, without autograd."""
 
     def forward(self, input):
-        self.kept = input.detach() + 1
+        self.held = input.detach() + 1
         return input * 2
 
 
@@ -53,12 +53,12 @@ def saved(report, **wanted):
     return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
 
 
-def test_a_saved_result_tells_its_line_its_operand_and_its_first_reader():
+def test_a_saved_result_has_its_line_its_operand_and_its_first_reader():
     model = nn.Sequential(Squares(), nn.Linear(WIDTH, 1))
     report = report_of(model, torch.randn(ROWS, WIDTH))
     (row,) = saved(report, operator="aten.mul.Tensor", category="saved_activations")
     assert [row["source"]] == lines_of(Squares, "input *")
-    assert (row["of"], row["kept_by"], row["saved_in"]) == ("an input", "autograd", "0")
+    assert (row["of"], row["saved_by"], row["saved_in"]) == ("an input", "autograd", "0")
     use = row["first_use"]
     assert use["operator"] == "aten.pow.Tensor_Scalar"  # the derivative of a square asks for its first power
     assert use["module"] == "0"
@@ -97,7 +97,7 @@ def test_a_float8_cast_is_of_the_parameter_by_its_name():
     assert all(row["source"] for row in report["at_peak"] if row["operator"])
 
 
-def test_a_checkpoint_a_policy_and_other_code_are_told_apart():
+def test_what_a_checkpoint_a_policy_and_other_code_saved():
     torch.manual_seed(0)
     input = torch.randn(ROWS, WIDTH)
 
@@ -107,14 +107,14 @@ def test_a_checkpoint_a_policy_and_other_code_are_told_apart():
     chosen = linears()
     apply_activation_checkpointing([chosen], mode="selective")
     report = report_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), chosen), input)
-    assert [row["operator"] for row in saved(report, kept_by="selective policy")] == ["aten.mm", "aten.mm"]
+    assert [row["operator"] for row in saved(report, saved_by="selective policy")] == ["aten.mm", "aten.mm"]
     full = linears()
     apply_activation_checkpointing([full], mode="full")
     report = report_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), full), input)
-    (row,) = saved(report, kept_by="checkpoint")
+    (row,) = saved(report, saved_by="checkpoint")
     assert (row["operator"], row["module"], row["first_use"]["operator"]) == ("aten.addmm", "0", "aten.mm")
     report = report_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), Sinks()), input)
-    (row,) = saved(report, kept_by="other code")
+    (row,) = saved(report, saved_by="other code")
     assert (row["operator"], row["first_use"]) == ("aten.add.Tensor", None)
 
 

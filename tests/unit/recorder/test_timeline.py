@@ -95,7 +95,7 @@ def saved_by(linear):
     return report["saved_bytes"], [row for row in report["saved_for_backward"] if row["saved_in"] == "1"]
 
 
-def test_what_a_linear_keeps_in_bfloat16_by_hand():
+def test_what_a_linear_saves_in_bfloat16_by_hand():
     saved_bytes, rows = saved_by(nn.Linear(COLUMNS, OUT, bias=False, dtype=torch.bfloat16))
     assert saved_bytes == ROWS * COLUMNS * BFLOAT16_BYTES
     activation, weight = sorted(rows, key=lambda row: row["category"], reverse=True)
@@ -116,7 +116,7 @@ def test_what_a_linear_keeps_in_bfloat16_by_hand():
         ("rowwise_with_gw_hp", ROWS * COLUMNS * BFLOAT16_BYTES + 2 * FLOAT32_BYTES),
     ],
 )
-def test_what_a_linear_keeps_in_float8_by_hand(recipe, expected):
+def test_what_a_linear_saves_in_float8_by_hand(recipe, expected):
     config = Float8LinearConfig.from_recipe_name(recipe)
     saved_bytes, rows = saved_by(Float8Linear(COLUMNS, OUT, bias=False, dtype=torch.bfloat16, config=config))
     assert saved_bytes == expected
@@ -261,7 +261,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, input, use_reentrant=False)
 
 
-def test_a_checkpointed_module_keeps_its_input_only():
+def test_a_checkpointed_module_saves_its_input_only():
     model = nn.Sequential(nn.Linear(64, 64), Checkpointed(mlp()))
     input = torch.randn(ROWS, 64)
     train_step(model, input)

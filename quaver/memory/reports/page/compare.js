@@ -26,7 +26,7 @@ function sumsOf(a, b, names) {
     category: name, name: words(name), a: a.by_category[name] || 0, b: b.by_category[name] || 0,
   }));
   const sums = [["sum at the peak", "peak_bytes"], ["between steps", "resident_bytes"],
-    ["kept by the first forward", "kept_bytes"], ["most kept for the backward", "saved_bytes"]];
+    ["saved by the first forward", "saved_by_forward_bytes"], ["most saved for backward", "saved_bytes"]];
   return [...rows, ...sums.filter(([, key]) => isNumber(a[key]) && isNumber(b[key]))
     .map(([name, key]) => ({ category: "", name, a: a[key], b: b[key] }))];
 }
@@ -47,7 +47,7 @@ function sumsTable(name, caption, [a, b], labels, colors, ofRatio) {
 }
 
 const MOST_DIFFERENCES = 15;
-const MOMENTS = { kept: "Kept for the backward: what differs", peak: "Alive at the peak: what differs" };
+const MOMENTS = { saved: "Saved for backward: what differs", peak: "Alive at the peak: what differs" };
 
 /** The ranked differences of one moment. */
 function differenceTable(moment, rows, comparison, colors) {

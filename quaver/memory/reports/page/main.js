@@ -22,8 +22,8 @@ function showFacts(run) {
   const mesh = Object.entries(run.mesh || {}).map(([name, number]) => `${name} ${number}`).join(" \u00d7 ");
   const facts = [
     ["stays between steps", run.resident_bytes, sized], ["a step adds at most", run.step_peak_bytes, sized],
-    ["kept by the first forward for its backward", run.kept_bytes, sized],
-    ["most kept for the backward", run.saved_bytes, sized], ["parameters of the model", run.parameters, exact],
+    ["saved by the first forward for its backward", run.saved_by_forward_bytes, sized],
+    ["most saved for backward", run.saved_bytes, sized], ["parameters of the model", run.parameters, exact],
     ["trained in", run.trained_in, String], ["ranks", run.ranks, (number) => (mesh ? `${number}: ${mesh}` : `${number}`)],
     ["micro-batches", run.micro_batches, exact],
   ];
@@ -45,7 +45,7 @@ function showTimelines(runs, colors) {
   const highest = Math.max(...drawn.map((run) => run.peak_bytes)) || 1;
   const events = drawn.some((run) => run.timeline.number > run.timeline.events.length)
     ? " Of neighbouring events that share a column the one with the most bytes is shown; the peak is exact." : "";
-  byId("timeline-about").textContent = "Every allocation, release, and start and end of being kept is an event."
+  byId("timeline-about").textContent = "Every allocation, release, and start and end of being saved is an event."
     + `${events}${drawn.length > 1 ? " Both plots have one scale of bytes; each is as wide as its own step." : ""}`
     + " Point at the plot, or move with the arrow keys; P goes to the peak.";
   byId("timeline-plots").append(
@@ -76,11 +76,11 @@ function showTensors(runs, colors) {
   const saved = runs.filter((run) => run.saved_for_backward.rows.length);
   if (saved.length) {
     byId("saved").hidden = false;
-    byId("saved-about").textContent = "What autograd, or what a checkpoint keeps, when that is most"
+    byId("saved-about").textContent = "What autograd or a checkpoint saves, when that is most"
       + `${isNumber(saved[0].saved_event) ? ` (event ${exact(saved[0].saved_event)})` : ""}. Parameters and inputs are`
       + " in the table, but would be there anyway.";
     byId("saved-rows").append(...ofRuns("saved-run", saved,
-      (run) => tensorTable("saved", `Kept for the backward of ${run.label}`, run.saved_for_backward, colors)));
+      (run) => tensorTable("saved", `Saved for backward of ${run.label}`, run.saved_for_backward, colors)));
   }
 }
 

@@ -40,7 +40,7 @@ const FIELDS = [
   ["dtype", "dtype", (row) => row.dtype || ""],
   ["phase", "made in", (row) => row.phase || ""],
   ["source", "source", (row) => row.source || ""],
-  ["kept_by", "kept by", (row) => row.kept_by || ""],
+  ["saved_by", "saved by", (row) => row.saved_by || ""],
   ["saved_in", "saved in", (row) => row.saved_in || ""],
   ["first_use", "first use", (row) => useName(row.first_use)],
 ];

@@ -125,7 +125,7 @@ const KINDS = {
   shape: "shape", operator: "name", of: "name", module: "name", source: "name", saved_in: "name", first_use: "name",
 };
 
-/** The table of a run's tensors at the peak or kept for backward. */
+/** The table of a run's tensors at the peak or saved for backward. */
 function tensorTable(name, caption, packed, colors) {
   const rows = unpack(packed);
   const fields = FIELDS.map(([key, label, read]) => ({ key, label, read, kind: KINDS[key] || "" }));

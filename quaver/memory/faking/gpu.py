@@ -1,8 +1,8 @@
-"""Runs quaver's code on fake tensors as on a GPU with float8 matmuls, on a machine without one.
+"""The device that predictions are for: a CPU, or an NVIDIA GPU with float8 matmuls that this machine lacks.
 
 A torch build without CUDA cannot differentiate fake CUDA tensors. So fake tensors stay on the CPU and report a GPU to
 Python code (`is_cpu`, `is_cuda`): quaver's casts then write the layouts of the hardware's matmuls, norms and SwiGLU
-write float8 directly, and the matmuls are `_scaled_mm`. torch has no hook for any of the four replacements below.
+write float8 directly, and the matmuls are `_scaled_mm`. torch has no hook for the replacements in `as_on_a_gpu`.
 
 Decisions in torch's C++ stay those for a CPU, except for RMSNorm: attention is the CPU's flash attention, which saves
 what the GPU's saves but for two numbers of RNG state.
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -22,21 +23,41 @@ from torch._subclasses.fake_tensor import FakeTensor
 import quaver.gemm
 from quaver.gemm import GemmBackend
 
-_plain_rms_norm = torch.rms_norm
-"""The function behind torch.nn.functional.rms_norm."""
+DEVICES = ("cpu", "cuda")
+
+_target = "cpu"
+
+
+@contextmanager
+def predicting_for(device: str) -> Iterator[None]:
+    """Predict for `device`, one of DEVICES, inside the block; outside for a CPU.
+
+    Raises:
+        ValueError: another device.
+    """
+    global _target
+    if device not in DEVICES:
+        raise ValueError(f"expected a device to predict for, {' or '.join(DEVICES)}, got {device!r}")
+    before, _target = _target, device
+    try:
+        yield
+    finally:
+        _target = before
+
+
+def is_for_a_gpu() -> bool:
+    """Whether predictions are for a GPU now."""
+    return _target == "cuda"
 
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """Inside the block quaver treats fake tensors as those of an NVIDIA GPU with float8 matmuls, Hopper or later."""
     with ExitStack() as stack:
-        for owner, name, value in (
-            (FakeTensor, "is_cpu", property(lambda _: False)),
-            (FakeTensor, "is_cuda", property(lambda _: True)),
-            (quaver.gemm, "backend_for", _backend_for),
-            (F, "rms_norm", _rms_norm),
-        ):
-            stack.enter_context(_replaced(owner, name, value))
+        stack.enter_context(patch.object(FakeTensor, "is_cpu", property(lambda _: False)))
+        stack.enter_context(patch.object(FakeTensor, "is_cuda", property(lambda _: True)))
+        stack.enter_context(patch.object(quaver.gemm, "backend_for", _backend_for))
+        stack.enter_context(patch.object(F, "rms_norm", _rms_norm))
         library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
         # compiled code calls this overload; torch has a fake of the other only
         library.impl("_scaled_mm.out", _scaled_mm_out, "Meta")
@@ -59,7 +80,7 @@ def _rms_norm(
     The compiler decomposes it on both, and gets the real computation: an empty result would let it drop the backward.
     """
     if torch.compiler.is_compiling():
-        return _plain_rms_norm(input, list(normalized_shape), weight, eps)
+        return torch.rms_norm(input, list(normalized_shape), weight, eps)
     output: Tensor = _FusedRMSNorm.apply(input, weight, len(normalized_shape))
     return output
 
@@ -78,18 +99,3 @@ class _FusedRMSNorm(torch.autograd.Function):
         input, weight, _ = ctx.saved_tensors
         grad_input = torch.empty_like(input) if ctx.needs_input_grad[0] else None
         return grad_input, torch.empty_like(weight) if ctx.needs_input_grad[1] else None, None
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of `owner` inside the block; afterwards restore its own, or the inherited one."""
-    own = vars(owner)
-    had, before = name in own, own.get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if had:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)

@@ -14,8 +14,7 @@ from benchmarks.memory_modules import Case, Size, _step, build
 from quaver import Float8LinearConfig, convert_to_float8_training
 from quaver.memory.compiling.compiled import COMPILES_FOR_A_GPU
 from quaver.memory.faking.fakes import fake_tensors
-from quaver.memory.faking.gpu_like import as_on_a_gpu
-from quaver.memory.faking.target import predicting_for
+from quaver.memory.faking.gpu import as_on_a_gpu, predicting_for
 from quaver.memory.predict import explain, predict_step
 from quaver.memory.runs.predict import SEES_GATHERS, predict_memory
 from quaver.trainer.config import Model, Optimizer
@@ -67,25 +66,25 @@ def test_a_recomputation_calls_no_operation_that_its_forward_did_not(recipe, che
     assert predicted("1 block", recipe, checkpointing, ranks).peak_bytes > 0
 
 
-def test_norms_and_swiglu_of_a_gpu_keep_their_inputs_only():
+def test_norms_and_swiglu_of_a_gpu_save_their_inputs_only():
     prediction = predicted("1 block", "tensorwise", "none")
-    kept = Counter()
+    saved = Counter()
     for row in prediction.saved_for_backward:
         if row["category"] == "saved_activations":
-            kept[row["dtype"], row["module"].removeprefix("parts.0").lstrip(".")] += row["bytes"]
+            saved[row["dtype"], row["module"].removeprefix("parts.0").lstrip(".")] += row["bytes"]
     elements = TOKENS * SIZE.dim
-    assert kept["float32", "input_layernorm"] == TOKENS * 4  # 1 / rms of each row
-    codes = sum(size for (dtype, _), size in kept.items() if dtype == "float8_e4m3fn")
+    assert saved["float32", "input_layernorm"] == TOKENS * 4  # 1 / rms of each row
+    codes = sum(size for (dtype, _), size in saved.items() if dtype == "float8_e4m3fn")
     assert codes == 3 * elements + TOKENS * SIZE.hidden_dim  # the inputs of q, k and v; o; gate and up; down
 
 
-def test_a_plain_norm_of_a_gpu_keeps_its_input_and_a_number_for_each_row():
-    kept = [
+def test_a_plain_norm_of_a_gpu_saves_its_input_and_a_number_for_each_row():
+    saved = [
         (row["operator"], row["bytes"])
         for row in predicted("1 block", "bfloat16", "none").saved_for_backward
         if row["module"].endswith("post_attention_layernorm") and row["category"] == "saved_activations"
     ]
-    assert kept == [("aten._to_copy", TOKENS * SIZE.dim * 2), ("aten.new_empty", TOKENS * 4)]
+    assert saved == [("aten._to_copy", TOKENS * SIZE.dim * 2), ("aten.new_empty", TOKENS * 4)]
 
 
 class NormAndSwiGLU(torch.nn.Module):
@@ -143,7 +142,7 @@ def test_a_linear_casts_as_on_a_gpu(recipe, expected):
     assert seen.counts["aten.abs"] == seen.counts["quaver.exact_float8_mm"] == 0
 
 
-def test_delayed_scales_are_kept_as_on_a_gpu():
+def test_delayed_scales_are_used_as_on_a_gpu():
     config = Float8LinearConfig.from_recipe_name("delayed")
     with fake_tensors(), as_on_a_gpu():
         linear = convert_to_float8_training(torch.nn.Linear(64, 128, bias=False, dtype=torch.bfloat16), config=config)
@@ -164,8 +163,9 @@ def test_all_is_put_back_afterwards():
 
 
 @on_ranks
-@pytest.mark.parametrize("recipe", [pytest.param("tensorwise", marks=pytest.mark.nightly), "rowwise"])
-def test_compiled_code_keeps_no_copy_of_a_gathered_weight(recipe):
+@pytest.mark.nightly
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_compiled_code_saves_no_copy_of_a_gathered_weight(recipe):
     """Its codes are laid out anew for grad_input: not before there is a gradient, else the forward would keep them."""
     words = "train_configs/llama3_debug.toml --model.n_layers 1 --training.seq_len 64 --training.compile true"
     float8 = f"--float8.recipe_name {recipe} --float8.enable_fsdp_float8_all_gather true"
@@ -174,9 +174,9 @@ def test_compiled_code_keeps_no_copy_of_a_gathered_weight(recipe):
     with predicting_for("cuda"):
         rows = predict_memory(config, 2).prediction.saved_for_backward
     weights = {(768, 256), (256, 768), (256, 256), (128, 256)}
-    kept = [row for row in rows if row["category"] == "saved_activations" and row["dtype"].startswith("float8")]
-    assert not [row for row in kept if {tuple(row["shape"]), tuple(row["shape"][::-1])} & weights], kept
-    assert "compiled graph" in {row["kept_by"] for row in rows}
+    saved = [row for row in rows if row["category"] == "saved_activations" and row["dtype"].startswith("float8")]
+    assert not [row for row in saved if {tuple(row["shape"]), tuple(row["shape"][::-1])} & weights], saved
+    assert "compiled graph" in {row["saved_by"] for row in rows}
 
 
 @on_ranks
