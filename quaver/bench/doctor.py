@@ -93,10 +93,9 @@ def _backend(config: Float8LinearConfig, device: torch.device) -> tuple[str, str
 
 
 def _worst_sqnr_db(module: Float8Linear) -> float:
-    device = module.weight.device
     generator = torch.Generator().manual_seed(0)
-    input = torch.randn(_SIZE, _SIZE, generator=generator).to(device).requires_grad_()
-    grad_output = torch.randn(_SIZE, _SIZE, generator=generator).to(device)
+    input, grad_output = (torch.randn(_SIZE, _SIZE, generator=generator).to(module.weight.device) for _ in range(2))
+    input.requires_grad_()
     with torch.enable_grad():
         output = module(input)
         output.backward(grad_output)

@@ -1,4 +1,4 @@
-"""What every benchmark returns and writes: its name, the machine and versions, and rows."""
+"""What every benchmark returns and writes: rows, the machine and the versions that they hold for, columns to print."""
 
 from __future__ import annotations
 
@@ -6,60 +6,25 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from quaver.bench.harness import Timing
-from quaver.bench.peer import torchao_version
 from quaver.kernels.exact_mm import has_bfloat16_units
 from quaver.trainer.run_folder import git_revision
 
 BFLOAT16 = "bfloat16"
 """The contestant that all ratios are to."""
 
-MODES = ("eager", "compiled")
-
 Row = dict[str, Any]
 
-
-@dataclass(frozen=True)
-class Setup:
-    """What every benchmark is told."""
-
-    device: torch.device
-    rounds: int
-    """Samples of each contestant; of a profile, the forwards and backwards in one trace."""
-    dtype: torch.dtype = torch.bfloat16
-    """Of the operands before quantization."""
-    with_torchao: bool = False
-    report: Callable[[str], None] = lambda line: None
-    """Gets a line about what is measured now."""
-
-
-def run_cases(
-    benchmark: str, setup: Setup, cases: Iterable[tuple[Any, ...]], rows_of: Callable[..., list[Row]], **about: Any
-) -> dict[str, Any]:
-    """Report and measure each case with `rows_of(*case)`; returns `result` of the rows of all.
-
-    Ctrl-C ends the benchmark and keeps the rows of the finished cases; without any it ends the program.
-    """
-    rows: list[Row] = []
-    is_complete = True
-    try:
-        for case in cases:
-            setup.report(", ".join(map(str, case)))
-            torch.compiler.reset()
-            rows += rows_of(*case)
-    except KeyboardInterrupt:
-        if not rows:
-            raise
-        is_complete = False
-    return result(benchmark, setup, rows, is_complete, **about)
+Result = dict[str, Any]
+"""See `options.DeviceOptions.result`."""
 
 
 def contestant_rows(timings: dict[str, Timing]) -> dict[str, Row]:
@@ -72,16 +37,71 @@ def contestant_rows(timings: dict[str, Timing]) -> dict[str, Row]:
     return rows
 
 
-def result(benchmark: str, setup: Setup, rows: list[Row], is_complete: bool, **about: Any) -> dict[str, Any]:
-    """{"benchmark", "environment", "complete", `about`, "rows"}, ready for JSON."""
-    surroundings = environment(setup.device) | ({"torchao": torchao_version()} if setup.with_torchao else {})
-    return {"benchmark": benchmark, "environment": surroundings, "complete": is_complete, **about, "rows": rows}
-
-
 def title_of(result: dict[str, Any]) -> str:
     """The machine, versions and commit of a result, as the title of its table."""
     about = result["environment"]
     return f"{about['device']}, {about['threads']} threads, torch {about['torch']}, {about['commit']}"
+
+
+class Column(NamedTuple):
+    """How a field of a row is printed."""
+
+    title: str
+    form: str = ""
+    """The format of the value, such as ".2f"."""
+    unknown: str = "unknown"
+    """The text of None."""
+    value: Callable[[Row], Any] | None = None
+    """Computes the value from the row; None for the field itself."""
+
+    def text(self, field: str, row: Row) -> str:
+        """The text of the field in a row."""
+        value = row[field] if self.value is None else self.value(row)
+        return self.unknown if value is None else format(value, self.form)
+
+
+def _mebibytes(title: str, field: str) -> Column:
+    return Column(title, ",.1f", value=lambda row: None if row[field] is None else row[field] / 2**20)
+
+
+def _duration(us: float) -> str:
+    return f"{us:,.1f} us" if us < 1e4 else f"{us / 1e3:,.1f} ms"
+
+
+_COLUMNS = {
+    "contestant_name": Column("precision", value=lambda row: f"{row['library']} {row['recipe']}".strip()),
+    "median": Column("median", value=lambda row: _duration(row["timing"]["median_us"])),
+    "spread": Column("p10 .. p90", value=lambda row: " .. ".join(_duration(row["timing"][p]) for p in _SPREAD)),
+    "time_over_bfloat16": Column("/ bfloat16", ".2f"),
+    "time_over_high_precision": Column("/ high precision", ".2f"),
+    "torchao_time_over_this": Column("torchao / this", ".2f", unknown=""),
+    "tokens_per_s": Column("tokens/s", ",.0f"),
+    "tflops_per_s": Column("TFLOP/s", ".3g"),
+    "share_of_peak": Column("of peak", ".0%"),
+    "floor_bytes_per_element": Column("B/element, floor", "g"),
+    "gb_per_s": Column("GB/s", ".2f"),
+    "share_of_copy": Column("of copy", ".0%"),
+    "same_codes": Column("codes", value=lambda row: {None: "", True: "same", False: "others"}[row["same_codes"]]),
+    "sizes": Column("M x K x N", value=lambda row: f"{row['m']} x {row['k']} x {row['n']}"),
+    "contestant": Column("operands"),
+    "operations": Column("operations", unknown="not counted"),
+    "kernels": Column("kernels", unknown="not counted"),
+    "resident_bytes": _mebibytes("resident", "resident_bytes"),
+    "peak_bytes": _mebibytes("peak", "peak_bytes"),
+    "tensor_peak_bytes": _mebibytes("tensors", "tensor_peak_bytes"),
+    "kept_bytes": _mebibytes("saved", "kept_bytes"),
+    "peak_over_bfloat16": Column("peak / bfloat16", ".2f"),
+    "peak_over_high_precision": Column("peak / high precision", ".2f"),
+}
+"""By field; a field that is not here is printed as it is, under its own name."""
+_SPREAD = ("p10_us", "p90_us")
+
+
+def table_of(rows: list[Row], fields: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """The titles and the cells of a table of these fields of rows."""
+    columns = {field: _COLUMNS.get(field, Column(field)) for field in fields}
+    cells = [[column.text(field, row) for field, column in columns.items()] for row in rows]
+    return [column.title for column in columns.values()], cells
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from quaver.cli.console import make_table, wide_console
 from quaver.cli.errors import bad_input
-from quaver.trainer.config.flags import split_flags
+from quaver.cli.run_flags import split_options
 from quaver.trainer.config.settings import AtLeast1, Settings
 from quaver.trainer.config_io import load_config, parse_arguments
 from quaver.trainer.dry_run import DryRun, dry_run
@@ -25,8 +25,8 @@ class DryRunOptions(Settings):
 def dry_run_verb(argv: list[str]) -> int:
     """Print what `quaver train` with the other words of `argv` would be; 0, or 2 for bad input."""
     with bad_input():
-        values, words = split_flags(DryRunOptions, argv)
-        result = dry_run(load_config(*parse_arguments(words)), DryRunOptions(**values).ranks)
+        options, words = split_options(DryRunOptions, argv, prog="")
+        result = dry_run(load_config(*parse_arguments(words)), options.ranks)
     _print(result)
     return 0
 
@@ -57,7 +57,7 @@ def _print(run: DryRun) -> None:
 
 
 def _held_table(run: DryRun) -> Table:
-    held = run.held
+    held, numbers = run.held, ("bytes", "GiB")
     sizes = {
         f"parameters, {run.config.training.dtype}": held.parameters,
         "gradients": held.gradients,
@@ -66,16 +66,15 @@ def _held_table(run: DryRun) -> Table:
         "sum": held.total,
     }
     rows = [(name, f"{size:,}", f"{size / 2**30:.2f}") for name, size in sizes.items()]
-    title, numbers = "What each rank holds, without activations and temporaries", ("bytes", "GiB")
+    title = "What each rank holds, without activations and temporaries"
     return make_table(title, ("", *numbers), rows=rows, right=numbers)
 
 
 def _linears_table(run: DryRun) -> Table:
-    title = "Effective quantization: the operands of each matmul (scaled dynamically unless it says how)"
     rows = []
     for linear, count in run.linears:
-        shape = f"{linear.in_features:,} -> {linear.out_features:,}"
         # the two operands of a matmul stand on lines of their own
         operands = (each.replace("dynamic ", "").replace(" x ", "\nx ") for each in linear.operands.values())
-        rows.append((linear.name, str(count), shape, *operands))
+        rows.append((linear.name, str(count), f"{linear.in_features:,} -> {linear.out_features:,}", *operands))
+    title = "Effective quantization: the operands of each matmul (scaled dynamically unless it says how)"
     return make_table(title, ("linear", "number", "in -> out", "output", "grad_input", "grad_weight"), rows=rows)

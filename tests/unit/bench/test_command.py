@@ -16,7 +16,7 @@ from quaver.cli.bench import VERBS
         ("linear", "--shapes 16 --modes eager --recipes rowwise --torchao no", ["bfloat16", "quaver"], "16 x 16 x 16"),
         ("cast", "--shapes 16x32 --casts rowwise --torchao no", ["copy", "quaver", "quaver", "PyTorch"], "16 x 32"),
         ("gemm", "--shapes 16 --scales rowwise", ["bfloat16", "rowwise"] * 3, "unknown"),
-        ("host", "--modes eager --recipes rowwise --torchao no", ["bfloat16", "quaver"], "none: a CPU"),
+        ("host", "--modes eager --recipes rowwise --torchao no", ["bfloat16", "quaver"], "not counted"),
         (
             "block",
             "--divisor 4 --tokens 64 --seq-len 32 --recipes rowwise --modes eager",

@@ -10,14 +10,11 @@ from benchmarks.record import ROOT, fill
 from benchmarks.roofline import DEVICES, DOCS, FOLDER, read_json, read_rows, tables
 from quaver.bench.roofline import (
     Settings,
-    compare,
     merged_names,
     predict,
     read_measurements,
     recipes_of,
     specs_of,
-    to_json,
-    write_csv,
 )
 from quaver.bench.roofline_layers import Layer, ModelLayers, layers_of_config, layers_of_model
 from quaver.bench.roofline_map import make_figure
@@ -129,7 +126,7 @@ def test_sharing_the_weights_casts_helps(llama_8b):
 
 
 def test_the_csv_adds_up(small, tmp_path):
-    write_csv(small, tmp_path / "roofline.csv")
+    small.write(tmp_path)
     with (tmp_path / "roofline.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0])[:8] == ["m", "k", "n", "device", "recipe", "bf16_us", "fp8_us", "speedup"]
@@ -166,20 +163,19 @@ def measured_file(path, device="NVIDIA H200", dtype="torch.bfloat16"):
 def test_measured_beside_predicted(tmp_path, llama_8b):
     measurements = read_measurements(measured_file(tmp_path / "linear.json"), [H200])
     assert [(each.mode, each.speedup) for each in measurements[:2]] == [("eager", 1 / 0.9), ("compiled", 1.25)]
-    comparisons = compare(measurements)
-    assert len(comparisons) == 4
+    assert len(measurements) == 4
     predicted = linear_cost(16384, 4096, 4096, "tensorwise", H200).speedup
-    assert comparisons[1].error_percent == pytest.approx(100 * (predicted * 0.8 - 1))
+    assert measurements[1].error_percent == pytest.approx(100 * (predicted * 0.8 - 1))
 
     settings = Settings((H200,), ("tensorwise", "delayed"), 16384, (llama_8b,))
     roofline = predict(settings, measurements[::-1])
-    write_csv(roofline, tmp_path / "roofline.csv")
+    roofline.write(tmp_path)
     rows = {(row["layer"], row["recipe"]): row for row in read_rows(tmp_path)}
     shown = {key: row["measured_mode"] for key, row in rows.items() if row["measured_speedup"]}
     assert shown == {("q,o", "tensorwise"): "compiled", ("q,o", "delayed"): "eager"}
     assert rows["q,o", "tensorwise"]["measured_speedup"] == "1.2500"
-    assert float(rows["q,o", "tensorwise"]["error_percent"]) == pytest.approx(comparisons[1].error_percent, abs=0.05)
-    assert len(to_json(roofline)["comparisons"]) == 4
+    assert float(rows["q,o", "tensorwise"]["error_percent"]) == pytest.approx(measurements[1].error_percent, abs=0.05)
+    assert len(roofline.to_json()["comparisons"]) == 4
 
 
 def test_layers_under_another_condition_show_no_measurement(tmp_path, llama_8b):
@@ -285,10 +281,10 @@ def test_bad_input_is_one_line_and_exit_code_2(words, message, capsys):
 def test_the_recorded_predictions_are_the_models(tmp_path):
     models = tuple(layers_of_model(name) for name in ("llama-8b", "llama-70b"))
     roofline = predict(Settings(specs_of(DEVICES), recipes_of(RECIPES), 16384, models))
-    write_csv(roofline, tmp_path / "roofline.csv")
+    roofline.write(tmp_path)
     expected, recorded = [_predictions(folder) for folder in (tmp_path, FOLDER)]
     assert recorded == expected, "run python -m benchmarks.roofline --again --update-docs"
-    same = json.loads(json.dumps(to_json(roofline)))
+    same = json.loads(json.dumps(roofline.to_json()))
     assert {name: read_json()[name] for name in ("settings", "constants", "totals")} == {
         name: same[name] for name in ("settings", "constants", "totals")
     }
