@@ -12,7 +12,7 @@ import subprocess
 import sys
 from typing import Any
 
-from benchmarks.record import ROOT, fill, markdown
+from benchmarks.record import ROOT, markdown, show
 
 DOCS = ROOT / "docs" / "performance.md"
 FOLDER = ROOT / "benchmarks" / "results" / "cpu"
@@ -130,11 +130,7 @@ def main() -> int:
         codes = [measure(name) for name in options.again or COMMANDS]
         if any(codes):
             return max(codes)
-    filled = fill(DOCS.read_text(encoding="utf-8"), tables(read()))
-    if options.update_docs:
-        DOCS.write_text(filled, encoding="utf-8")
-    else:
-        print("\n\n".join(tables(read()).values()))
+    show(tables(read()), DOCS, update=options.update_docs)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Peak memory of one training step in float8 beside bfloat16, and what it keeps for the backward.
+"""Peak memory of a training step in float8 and in bfloat16, and the bytes that it saves for backward.
 
     python -m benchmarks.memory --update-docs              all 288 rows, into benchmarks/results/memory.{json,md}
     python -m benchmarks.memory --only linear eager        the rows that all of these words describe, to the terminal
@@ -16,23 +16,17 @@ import argparse
 import itertools
 import json
 import os
-import shlex
 import sys
-import tempfile
 import time
 import warnings
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.memory_modules import CHECKPOINTING, MODULES, PRECISIONS, Case, Size, measure
 from benchmarks.memory_report import PAGE, RECORD, exceptions, page, tables
-from benchmarks.record import has_changed
-from quaver.bench.results import environment
+from benchmarks.record import on_ranks, provenance
 
 RANKS = (1, 2)
 
@@ -56,10 +50,7 @@ def measure_all(chosen: list[Case], size: Size, device_type: str) -> list[dict[s
     for ranks, group in itertools.groupby(chosen, key=lambda case: case.ranks):
         if device_type == "cuda" and ranks > torch.cuda.device_count():
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = (ranks, folder, list(group), size, device_type)
-            torch.multiprocessing.spawn(_on_rank, arguments, nprocs=ranks)
-            of_ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
+        of_ranks = on_ranks(ranks, _measure_cases, list(group), size, device_type, device_type=device_type)
         rows += [_largest(of_one) for of_one in zip(*of_ranks, strict=True)]
     return rows
 
@@ -72,28 +63,18 @@ def _largest(of_ranks: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     return row
 
 
-def _on_rank(rank: int, ranks: int, folder: str, chosen: list[Case], size: Size, device_type: str) -> None:
-    torch.set_num_threads(1)
+def _measure_cases(mesh: Any, chosen: list[Case], size: Size, device_type: str) -> list[dict[str, Any]]:
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view tensor")  # all left alone
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    rank = 0 if mesh is None else mesh.get_rank()
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
-    mesh = None
-    if ranks > 1:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-        mesh = init_device_mesh(device_type, (ranks,))
     rows = []
     for case in chosen:
         start = time.monotonic()
         rows.append(measure_row(case, size, device, mesh))
         if rank == 0:
             print(f"{', '.join(map(str, asdict(case).values()))}: {time.monotonic() - start:.1f} s", file=sys.stderr)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(rows))
-    if mesh is not None:
-        dist.barrier()
-        dist.destroy_process_group()
+    return rows
 
 
 def measure_row(case: Case, size: Size, device: torch.device, mesh: Any = None) -> dict[str, Any]:
@@ -110,10 +91,8 @@ def measure_row(case: Case, size: Size, device: torch.device, mesh: Any = None) 
 
 
 def results_of(rows: list[dict[str, Any]], size: Size, device_type: str, seconds: float) -> dict[str, Any]:
-    """The rows, and what they need beside them to mean something."""
-    about = environment(torch.device(device_type)) | {"threads": 1}
-    about["command"] = shlex.join(["python", "-m", "benchmarks.memory", *sys.argv[1:]])
-    about |= {"uncommitted_changes_in_quaver": has_changed("quaver"), "minutes": round(seconds / 60, 1)}
+    """The rows, the sizes and the provenance."""
+    about = provenance("memory", device_type, threads=1, minutes=round(seconds / 60, 1))
     return {"environment": about, "size": asdict(size), "rows": rows}
 
 

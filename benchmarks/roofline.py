@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import ROOT, fill, markdown
+from benchmarks.record import ROOT, markdown, show
 from quaver.cli import main as quaver
 from quaver.config import Float8LinearRecipeName
 from quaver.devices import DEVICE_SPECS
@@ -110,15 +110,11 @@ def main() -> int:
     parser.add_argument("--update-docs", action="store_true", help=f"rewrite the tables of {DOCS.relative_to(ROOT)}")
     options = parser.parse_args()
     if options.measured is not None and not options.again:
-        parser.error("--measured needs --again: measured speedups are put beside new predictions")
+        parser.error("--measured needs --again: measured speedups stand next to new predictions")
     if options.again:
         measured = [] if options.measured is None else ["--measured", str(options.measured)]
         quaver([*WORDS, "--pictures", *PICTURES, "--output", str(FOLDER), *measured])
-    made = tables(read_rows(), read_json())
-    for name, table in made.items():
-        print(f"{name}\n{table}\n")
-    if options.update_docs:
-        DOCS.write_text(fill(DOCS.read_text(encoding="utf-8"), made), encoding="utf-8")
+    show(tables(read_rows(), read_json()), DOCS, update=options.update_docs)
     return 0
 
 
