@@ -49,24 +49,20 @@ _KINDS |= {"all_reduce": "all_reduce", "allreduce": "all_reduce"}
 
 
 class Collectives(TorchDispatchMode):
-    """Calls and bytes of every collective by (kind, dtype), and the number of other operations that are no views."""
+    """Calls and bytes of every collective by (kind, dtype)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[tuple[str, torch.dtype]] = Counter()
         self.bytes: Counter[tuple[str, torch.dtype]] = Counter()
-        self.operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # a DTensor first turns it into collectives and operations on its local tensor
         out = func(*args, **(kwargs or {}))
         namespace, name = func._schema.name.split("::")
-        if "c10d" not in namespace:
-            self.operations += not func.is_view
-            return out
         kind = next((kind for part, kind in _KINDS.items() if part in name), None)
-        if kind is not None:
+        if "c10d" in namespace and kind is not None:
             tensor = _whole(name, args, out)
             self.calls[kind, tensor.dtype] += 1
             self.bytes[kind, tensor.dtype] += tensor.numel() * tensor.itemsize

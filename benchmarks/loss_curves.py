@@ -11,10 +11,8 @@ docs/results.md again from the recorded figures.
 import argparse
 import itertools
 import json
-import os
 import shlex
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.record import ROOT, markdown, provenance, show
+from benchmarks.record import ROOT, markdown, provenance, run_quaver, show
 
 RECORD = ROOT / "benchmarks" / "results" / "loss_curves.json"
 DOCS = ROOT / "docs" / "results.md"
@@ -64,9 +62,10 @@ def measure(steps: int, seeds: list[int], runs: Path) -> dict[str, Any]:
     """Train every model with every seed; return the curves."""
     names = (REFERENCE, CONTROL, *RECIPES)
     for seed, name in itertools.product(seeds, names):
-        command = [sys.executable, "-m", "quaver.cli", *words(name, seed, steps, runs)[1:]]
         kernels = {"ATEN_CPU_CAPABILITY": "avx2"} if name == CONTROL else {}
-        subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, **kernels})
+        code = run_quaver(words(name, seed, steps, runs)[1:], **kernels)
+        if code:
+            sys.exit(code)
     data = json.loads((runs / folder_of(REFERENCE, seeds[0]) / "data.json").read_text())
     return {
         "environment": provenance("loss_curves"),

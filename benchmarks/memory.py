@@ -2,7 +2,6 @@
 
     python -m benchmarks.memory --update-docs              all 288 rows, into benchmarks/results/memory.{json,md}
     python -m benchmarks.memory --only linear eager        the rows that all of these words describe, to the terminal
-    python -m benchmarks.memory --again linear eager       these rows into the recorded ones, and the page again
     python -m benchmarks.memory --recorded --update-docs   the page again, from the recorded rows
 
 Rows are modules x precisions x checkpointing x ranks x eager or compiled; words for --only are theirs, such as
@@ -96,25 +95,6 @@ def results_of(rows: list[dict[str, Any]], size: Size, device_type: str, seconds
     return {"environment": about, "size": asdict(size), "rows": rows}
 
 
-def replace_rows(results: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:
-    """The recorded `results` with rows that were measured again in their place.
-
-    On another device only tensors count, which are the same everywhere: scratch is the library's, so it is unknown.
-    """
-    known = results["environment"]["device"] == again["environment"]["device"]
-    keys = [key for key in again["rows"][0] if not key.endswith("_bytes")]
-    new = {tuple(row[key] for key in keys): row for row in again["rows"]}
-    rows = []
-    for row in results["rows"]:
-        found = new.get(tuple(row[key] for key in keys))
-        same = found is None or all(row[key] == found[key] for key in ("added_tensor_peak_bytes", "kept_bytes"))
-        if found is not None and (known or not same):
-            row = found if known else {**found, "added_peak_bytes": None}
-        rows.append(row)
-    about = {**again["environment"], "rows": len(again["rows"])}
-    return {**results, "again": [*results.get("again", []), about], "rows": rows}
-
-
 def as_json(results: dict[str, Any]) -> str:
     """Indented, with each row on one line."""
     rows = ",\n".join(f"    {json.dumps(row)}" for row in results["rows"])
@@ -127,37 +107,26 @@ def main() -> int:
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="WORD", help="measure the rows that all words describe"
     )
-    parser.add_argument(
-        "--again",
-        nargs="+",
-        default=[],
-        metavar="WORD",
-        help=f"measure such rows again, into {RECORD.name} and the page",
-    )
     parser.add_argument("--recorded", action="store_true", help=f"read {RECORD.name}; measure nothing")
     parser.add_argument("--update-docs", action="store_true", help=f"write {RECORD.name} and {PAGE.name}")
     options = parser.parse_args()
-    chosen = cases(options.only or options.again)
+    chosen = cases(options.only)
     if not chosen:
-        words = " and ".join(options.only or options.again)
-        parser.error(f"no row is described by {words}; see the top of benchmarks/memory.py")
-    if options.only and not all(replace(case, precision=PRECISIONS[0]) in chosen for case in chosen):
+        parser.error(f"no row is described by {' and '.join(options.only)}; see the top of benchmarks/memory.py")
+    if not all(replace(case, precision=PRECISIONS[0]) in chosen for case in chosen):
         parser.error("--only compares with bfloat16: leave out words that name a recipe")
-    if bool(options.only) + bool(options.again) + options.recorded > 1:
-        parser.error("expected one of --only, --again and --recorded: each says where rows come from")
-    if options.only and options.update_docs:
-        parser.error("--only measures a part, and the page is of all rows: leave out --update-docs, or use --again")
-    results = json.loads(RECORD.read_text()) if options.recorded or options.again else {}
-    if not options.recorded:
+    if options.only and (options.recorded or options.update_docs):
+        parser.error("--only measures a part, and the page is of all rows: leave out --recorded and --update-docs")
+    if options.recorded:
+        results = json.loads(RECORD.read_text())
+    else:
         device_type, start = "cuda" if torch.cuda.is_available() else "cpu", time.monotonic()
-        size = Size(**results["size"]) if options.again else Size()
-        rows = measure_all(chosen, size, device_type)
-        measured = results_of(rows, size, device_type, time.monotonic() - start)
-        results = replace_rows(results, measured) if options.again else measured
-    if options.again or (options.update_docs and not options.recorded):
-        RECORD.write_text(as_json(results))
+        rows = measure_all(chosen, Size(), device_type)
+        results = results_of(rows, Size(), device_type, time.monotonic() - start)
+        if options.update_docs:
+            RECORD.write_text(as_json(results))
     print(tables(results["rows"]))
-    if options.again or options.update_docs:
+    if options.update_docs:
         PAGE.write_text(page(results))
     over = exceptions(results["rows"])
     for line in over:

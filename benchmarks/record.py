@@ -1,6 +1,7 @@
 """Shared by the benchmark scripts: processes that serve as ranks, the provenance of figures, tables in a page."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -40,6 +41,12 @@ def _on_rank(
     if mesh is not None:
         dist.barrier()
         dist.destroy_process_group()
+
+
+def run_quaver(words: list[str], **environment: str) -> int:
+    """Run `quaver` with these words in the repository root, and return its exit code."""
+    command = [sys.executable, "-m", "quaver.cli", *words]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, check=False).returncode
 
 
 def provenance(script: str, device_type: str = "cpu", **more: Any) -> dict[str, Any]:
