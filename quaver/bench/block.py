@@ -52,7 +52,7 @@ class Block(Modes, Recipes, ModelOptions, BenchOptions):
             )
 
     fields = (
-        *("mode", "contestant_name", "median", "spread", "tokens_per_s", "time_over_bfloat16"),
+        *("mode", "precision", "median", "spread", "tokens_per_s", "time_over_bfloat16"),
         *("resident_bytes", "peak_bytes", "tensor_peak_bytes", "kept_bytes", "peak_over_bfloat16"),
     )
 

@@ -119,7 +119,7 @@ class Cast(Shapes, OperandOptions):
             floor = 2 * dtype.itemsize if library == COPY else kind.floor(dtype.itemsize, device)
             rate = floor * source.numel() / (1e3 * timing.median_us)
             of_copy = rate / rows[0]["gb_per_s"] if rows else 1.0
-            row = {"matrix": str(matrix), "cast": name, "library": library, "mode": mode, "timing": asdict(timing)}
+            row: Row = {"matrix": str(matrix), "cast": name, "library": library, "mode": mode, "timing": asdict(timing)}
             row |= {"floor_bytes_per_element": floor, "gb_per_s": rate, "share_of_copy": of_copy}
             row |= {"same_codes": same.get((library, mode)), "input_copies": len(inputs)}
             rows.append(row)

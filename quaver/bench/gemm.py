@@ -41,7 +41,7 @@ class Gemm(Shapes, BenchOptions):
     """Granularities of the scales."""
 
     fields = (
-        *("shape", "gemm", "sizes", "contestant", "backend", "median", "spread", "tflops_per_s"),
+        *("shape", "gemm", "M x K x N", "contestant", "backend", "median", "spread", "tflops_per_s"),
         *("share_of_peak", "time_over_bfloat16"),
     )
 
@@ -63,7 +63,7 @@ class Gemm(Shapes, BenchOptions):
         device, (m, k, n) = self.torch_device, matmul.sizes
         plain = Rotation(partial(matmul.hp_operands, device), 2 * k * (m + n), device)
         calls: dict[str, Callable[[], object]] = {BFLOAT16: lambda: torch.mm(*plain.next())}
-        about = {BFLOAT16: ("torch.mm", None, len(plain))}
+        about: dict[str, tuple[str, bool | None, int]] = {BFLOAT16: ("torch.mm", None, len(plain))}
         for granularity in self.scales:
             backend = backend_for(device, rowwise=granularity == "rowwise")
             operands = Rotation(partial(matmul.float8_operands, granularity, device), k * (m + n), device)
@@ -77,7 +77,7 @@ class Gemm(Shapes, BenchOptions):
         for name, timing in timings.items():
             flops_per_s = 2 * m * k * n / (1e-6 * timing.median_us)
             backend_name, fast, copies = about[name]
-            row = {"shape": str(shape), "gemm": matmul.name, "m": m, "k": k, "n": n, "contestant": name}
+            row: Row = {"shape": str(shape), "gemm": matmul.name, "m": m, "k": k, "n": n, "contestant": name}
             row |= {"backend": backend_name, "fast_accumulation": fast, "input_copies": copies}
             row |= {"timing": asdict(timing), "tflops_per_s": flops_per_s / 1e12}
             row["share_of_peak"] = share_of_peak(flops_per_s, name, self._peak)

@@ -33,7 +33,7 @@ class Host(LinearOptions):
     size: AtLeast1 = 16
     """M, K and N of the linear."""
 
-    fields = ("mode", "contestant_name", "median", "spread", "time_over_bfloat16", "operations", "kernels")
+    fields = ("mode", "precision", "median", "spread", "time_over_bfloat16", "operations", "kernels")
 
     def measure(self) -> Result:
         """Return a row for each mode and contestant.

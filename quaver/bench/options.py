@@ -1,4 +1,7 @@
-"""The options that benchmarks share. The dataclass of a benchmark is made of these, and named after its verb."""
+"""The options that benchmarks share.
+
+The dataclass of a benchmark inherits from these, has the name of its verb, and measures in its method `measure`.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +40,6 @@ class DeviceOptions(Settings):
     output: str = ""
     """File of the JSON; benchmarks/results/VERB.json by default."""
 
-    fields: ClassVar[tuple[str, ...]] = ()
-    """The fields of a row that the printed table shows."""
-
     @property
     def benchmark(self) -> str:
         """The verb."""
@@ -59,14 +59,6 @@ class DeviceOptions(Settings):
     def with_torchao(self) -> bool:
         """Whether torchao takes part."""
         return False
-
-    def measure(self) -> Result:
-        """Return the result of the benchmark, whose options have been prepared."""
-        raise NotImplementedError
-
-    def note(self, result: Result) -> str:
-        """The line below the printed table."""
-        return f"dtype {result['dtype']}"
 
     def prepare(self) -> None:
         """Set the number of CPU threads, after checking the device and the output.
@@ -112,6 +104,13 @@ class BenchOptions(DeviceOptions):
     rounds: AtLeast1 = 20
     """Samples of each contestant."""
 
+    fields: ClassVar[tuple[str, ...]] = ()
+    """The fields of a row that the printed table shows."""
+
+    def note(self, result: Result) -> str:
+        """The line below the printed table."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class Torchao(Settings):
@@ -143,6 +142,9 @@ class OperandOptions(Torchao, BenchOptions):
     def torch_dtype(self) -> torch.dtype:
         """The dtype."""
         return _DTYPES[self.dtype]
+
+    def note(self, result: Result) -> str:
+        return f"dtype {result['dtype']}"
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def sums_of(trace: Trace, repeats: int, *, is_cuda: bool) -> Row:
             "the profiler saw no kernels of this GPU; it needs CUPTI (or roctracer) and the right to use it"
         )
     total = sum(map(sum, times.values())) / repeats
-    work = [
+    work: list[Row] = [
         {
             "name": name,
             "group": group,

@@ -6,11 +6,11 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -43,65 +43,54 @@ def title_of(result: dict[str, Any]) -> str:
     return f"{about['device']}, {about['threads']} threads, torch {about['torch']}, {about['commit']}"
 
 
-class Column(NamedTuple):
-    """How a field of a row is printed."""
+_COLUMNS = {
+    "spread": ("p10 .. p90", ""),
+    "time_over_bfloat16": ("/ bfloat16", ".2f"),
+    "time_over_high_precision": ("/ high precision", ".2f"),
+    "torchao_time_over_this": ("torchao / this", ".2f"),
+    "tokens_per_s": ("tokens/s", ",.0f"),
+    "tflops_per_s": ("TFLOP/s", ".3g"),
+    "share_of_peak": ("of peak", ".0%"),
+    "floor_bytes_per_element": ("B/element, floor", "g"),
+    "gb_per_s": ("GB/s", ".2f"),
+    "share_of_copy": ("of copy", ".0%"),
+    "same_codes": ("codes", ""),
+    "contestant": ("operands", ""),
+    "resident_bytes": ("resident", ",.1f"),
+    "peak_bytes": ("peak", ",.1f"),
+    "tensor_peak_bytes": ("tensors", ",.1f"),
+    "kept_bytes": ("saved", ",.1f"),
+    "peak_over_bfloat16": ("peak / bfloat16", ".2f"),
+    "peak_over_high_precision": ("peak / high precision", ".2f"),
+}
+"""The title and the format of a field; any other is printed as it is, under its own name."""
+_UNKNOWN = {"torchao_time_over_this": "", "same_codes": "", "operations": "not counted", "kernels": "not counted"}
+"""The text of None; elsewhere "unknown"."""
 
-    title: str
-    form: str = ""
-    """The format of the value, such as ".2f"."""
-    unknown: str = "unknown"
-    """The text of None."""
-    value: Callable[[Row], Any] | None = None
-    """Computes the value from the row; None for the field itself."""
 
-    def text(self, field: str, row: Row) -> str:
-        """The text of the field in a row."""
-        value = row[field] if self.value is None else self.value(row)
-        return self.unknown if value is None else format(value, self.form)
+def table_of(rows: list[Row], fields: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """The titles and the cells of a table of these fields of rows, or of those that `_printable` adds."""
+    columns = {field: _COLUMNS.get(field, (field, "")) for field in fields}
+    cells = []
+    for row in map(_printable, rows):
+        values = ((row[field], form, _UNKNOWN.get(field, "unknown")) for field, (_, form) in columns.items())
+        cells.append([unknown if value is None else format(value, form) for value, form, unknown in values])
+    return [title for title, _ in columns.values()], cells
 
 
-def _mebibytes(title: str, field: str) -> Column:
-    return Column(title, ",.1f", value=lambda row: None if row[field] is None else row[field] / 2**20)
+def _printable(row: Row) -> Row:
+    """The row with bytes in MiB, and with the median, the spread, the precision and the sizes as text."""
+    median, low, high = (_duration(row["timing"][name]) for name in ("median_us", "p10_us", "p90_us"))
+    more: Row = {"median": median, "spread": f"{low} .. {high}"}
+    more["precision"] = row.get("precision") or " ".join(filter(None, (row.get("library"), row.get("recipe"))))
+    more["M x K x N"] = " x ".join(str(row[size]) for size in "mkn" if size in row)
+    more["same_codes"] = {True: "same", False: "others"}.get(row.get("same_codes"))
+    more |= {name: size / 2**20 for name, size in row.items() if name.endswith("_bytes") and size is not None}
+    return row | more
 
 
 def _duration(us: float) -> str:
     return f"{us:,.1f} us" if us < 1e4 else f"{us / 1e3:,.1f} ms"
-
-
-_COLUMNS = {
-    "contestant_name": Column("precision", value=lambda row: f"{row['library']} {row['recipe']}".strip()),
-    "median": Column("median", value=lambda row: _duration(row["timing"]["median_us"])),
-    "spread": Column("p10 .. p90", value=lambda row: " .. ".join(_duration(row["timing"][p]) for p in _SPREAD)),
-    "time_over_bfloat16": Column("/ bfloat16", ".2f"),
-    "time_over_high_precision": Column("/ high precision", ".2f"),
-    "torchao_time_over_this": Column("torchao / this", ".2f", unknown=""),
-    "tokens_per_s": Column("tokens/s", ",.0f"),
-    "tflops_per_s": Column("TFLOP/s", ".3g"),
-    "share_of_peak": Column("of peak", ".0%"),
-    "floor_bytes_per_element": Column("B/element, floor", "g"),
-    "gb_per_s": Column("GB/s", ".2f"),
-    "share_of_copy": Column("of copy", ".0%"),
-    "same_codes": Column("codes", value=lambda row: {None: "", True: "same", False: "others"}[row["same_codes"]]),
-    "sizes": Column("M x K x N", value=lambda row: f"{row['m']} x {row['k']} x {row['n']}"),
-    "contestant": Column("operands"),
-    "operations": Column("operations", unknown="not counted"),
-    "kernels": Column("kernels", unknown="not counted"),
-    "resident_bytes": _mebibytes("resident", "resident_bytes"),
-    "peak_bytes": _mebibytes("peak", "peak_bytes"),
-    "tensor_peak_bytes": _mebibytes("tensors", "tensor_peak_bytes"),
-    "kept_bytes": _mebibytes("saved", "kept_bytes"),
-    "peak_over_bfloat16": Column("peak / bfloat16", ".2f"),
-    "peak_over_high_precision": Column("peak / high precision", ".2f"),
-}
-"""By field; a field that is not here is printed as it is, under its own name."""
-_SPREAD = ("p10_us", "p90_us")
-
-
-def table_of(rows: list[Row], fields: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """The titles and the cells of a table of these fields of rows."""
-    columns = {field: _COLUMNS.get(field, Column(field)) for field in fields}
-    cells = [[column.text(field, row) for field, column in columns.items()] for row in rows]
-    return [column.title for column in columns.values()], cells
 
 
 def environment(device: torch.device) -> dict[str, Any]:

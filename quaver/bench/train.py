@@ -32,13 +32,8 @@ from quaver.trainer.trained_model import TrainedModel
 _MOST_COMPILED_VARIANTS = 64
 """Of one block: every precision is one, and torch gives up after 8."""
 
-
-@dataclass(frozen=True)
-class Subject:
-    """The plan of the first recipe; for each recipe its settings and its models by name, without storage."""
-
-    plan: RunSetup
-    models: list[tuple[TrainConfig, dict[str, Llama]]]
+Planned = tuple[TrainConfig, dict[str, Llama]]
+Subject = tuple[RunSetup, list[Planned]]
 
 
 @dataclass(frozen=True)
@@ -64,6 +59,8 @@ class Train(Recipes, BenchOptions):
     def set_up(self, config: TrainConfig) -> Subject:
         """Check that every recipe can train with `config`, and read the data.
 
+        Returns:
+            The plan of the first recipe; for each recipe its settings and its models by name, without storage.
         Raises:
             ValueError, NotImplementedError, OSError, MissingDeviceError: as `quaver train` does.
         """
@@ -71,7 +68,7 @@ class Train(Recipes, BenchOptions):
         configs[0] = replace(configs[0], job=replace(config.job, compare=True))
         plan = set_up_run(configs[0], Ranks())
         others = [(each, make_models(each, plan.device).by_name) for each in configs[1:]]
-        return Subject(plan, [(plan.config, plan.models.by_name), *others])
+        return plan, [(plan.config, plan.models.by_name), *others]
 
     def _config_of(self, config: TrainConfig, recipe: str) -> TrainConfig:
         float8 = replace(config.float8, enable_float8_linear=True, recipe_name=recipe)
@@ -85,11 +82,11 @@ class Train(Recipes, BenchOptions):
         Raises:
             NonFiniteError: as `quaver train` does.
         """
-        plan = subject.plan
+        plan, planned = subject
         config, tokens = plan.config, plan.config.training.step_tokens
         recompiles = torch._dynamo.config.patch(recompile_limit=_MOST_COMPILED_VARIANTS)
         with recompiles, determinism(config.training.deterministic):
-            models = _models_of(subject)
+            models = _models_of(plan, planned)
             names = ", ".join(model.name for model in models)
             print(f"{names}: {self.warmup} + {self.rounds} steps of {tokens} tokens", flush=True)
             seconds: dict[str, list[float]] = {model.name: [] for model in models}
@@ -113,11 +110,10 @@ class Train(Recipes, BenchOptions):
         return f"{result['parameters']:,} parameters, {result['step_tokens']:,} tokens a step; MiB: {sources}"
 
 
-def _models_of(subject: Subject) -> list[TrainedModel]:
+def _models_of(plan: RunSetup, planned: list[Planned]) -> list[TrainedModel]:
     """The models with storage, the high-precision one first."""
-    plan = subject.plan
     models = []
-    for config, by_name in subject.models:
+    for config, by_name in planned:
         for name, model in by_name.items():
             parallelize(model, config, None)
             allocate(model, plan.device)

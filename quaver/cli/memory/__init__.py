@@ -2,12 +2,9 @@
 
 import shlex
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
-
-from rich.table import Table
 
 from quaver.bench.results import save, writable
 from quaver.cli.console import wide_console
@@ -96,11 +93,19 @@ def run(argv: list[str]) -> int:
         trained_on = resolve_device(config.training.device).type if options.measure else "cuda"
         device = options.device or trained_on
         answer = _answer(options, words, config, device)
+    memory, other, comparison = answer.memory, answer.other, answer.comparison
+    views = [*prediction_views(memory, device, options.top)]
+    if other is not None and comparison is not None:
+        views += comparison_views(comparison, memory.prediction, other.prediction, options.top)
+    if answer.advice is not None:
+        views += [advice_table(answer.advice), *advice_summary(answer.advice)]
+    if answer.measured is not None:
+        views.append(side_by_side_table(side_by_side(memory, answer.measured)))
     console = wide_console(_WIDTH)
-    for view in _views(answer, device, options.top):
+    for view in views:
         console.print(view, soft_wrap=isinstance(view, str))
     config_file = next((word for word in words if not word.startswith("--")), "defaults")
-    title = f"{Path(config_file).stem} in {answer.memory.name}, {options.ranks} rank{'s' * (options.ranks > 1)}"
+    title = f"{Path(config_file).stem} in {memory.name}, {options.ranks} rank{'s' * (options.ranks > 1)}"
     for file in _write(answer, options, title):
         print(f"saved {file}")
     return 0
@@ -131,17 +136,6 @@ def _answer(options: Options, words: list[str], config: TrainConfig, device: str
 def _tell(what: str) -> None:
     """Print progress to stderr."""
     print(f"... {what}", file=sys.stderr, flush=True)
-
-
-def _views(answer: _Answer, device: str, top: int) -> Iterator[str | Table]:
-    yield from prediction_views(answer.memory, device, top)
-    if answer.other is not None and answer.comparison is not None:
-        yield from comparison_views(answer.comparison, answer.memory.prediction, answer.other.prediction, top)
-    if answer.advice is not None:
-        yield advice_table(answer.advice)
-        yield from advice_summary(answer.advice)
-    if answer.measured is not None:
-        yield side_by_side_table(side_by_side(answer.memory, answer.measured))
 
 
 def _write(answer: _Answer, options: Options, title: str) -> list[Path]:

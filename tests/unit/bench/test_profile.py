@@ -159,27 +159,3 @@ def test_the_command_writes_traces_and_a_summary(tmp_path, capsys):
     assert {"benchmark", "environment", "complete", "model", "batch", "kind", "rows"} == set(summary)
     printed = capsys.readouterr().out
     assert all(group in printed for group in GROUPS)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            [],
-            "expected one of linear, ffn, block: a linear (gate_proj), a feed-forward or a whole block of a Llama; "
-            "see quaver profile",
-        ),
-        (["attention"], "WHAT must be one of linear, ffn, block, got 'attention'"),
-        (["ffn", "--recipes", "rowise"], "unknown recipe 'rowise'"),
-        (["ffn", "--divisor", "3"], "expected a divisor of debug's 4 heads"),
-        (["ffn", "--repeats", "0"], "--repeats must be at least 1, got 0"),
-        (["ffn", "--output", "/dev/null"], "--output: cannot write /dev/null/profile-ffn.json"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(words, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["profile", *words])
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
