@@ -57,7 +57,7 @@ def _print(run: DryRun) -> None:
 
 
 def _held_table(run: DryRun) -> Table:
-    held, numbers = run.held, ("bytes", "GiB")
+    held = run.held
     sizes = {
         f"parameters, {run.config.training.dtype}": held.parameters,
         "gradients": held.gradients,
@@ -66,15 +66,16 @@ def _held_table(run: DryRun) -> Table:
         "sum": held.total,
     }
     rows = [(name, f"{size:,}", f"{size / 2**30:.2f}") for name, size in sizes.items()]
-    title = "What each rank holds, without activations and temporaries"
+    title, numbers = "What each rank holds, without activations and temporaries", ("bytes", "GiB")
     return make_table(title, ("", *numbers), rows=rows, right=numbers)
 
 
 def _linears_table(run: DryRun) -> Table:
+    title = "Effective quantization: the operands of each matmul (scaled dynamically unless it says how)"
     rows = []
     for linear, count in run.linears:
+        shape = f"{linear.in_features:,} -> {linear.out_features:,}"
         # the two operands of a matmul stand on lines of their own
         operands = (each.replace("dynamic ", "").replace(" x ", "\nx ") for each in linear.operands.values())
-        rows.append((linear.name, str(count), f"{linear.in_features:,} -> {linear.out_features:,}", *operands))
-    title = "Effective quantization: the operands of each matmul (scaled dynamically unless it says how)"
+        rows.append((linear.name, str(count), shape, *operands))
     return make_table(title, ("linear", "number", "in -> out", "output", "grad_input", "grad_weight"), rows=rows)
