@@ -32,7 +32,7 @@ _BFLOAT16_PARTS = ("output", "grad_input", "grad_weight", "launches")
 
 
 @dataclass(frozen=True)
-class Settings:
+class RooflineSettings:
     """What to predict. `tokens` is the M of the models' layers; `microbatches` is that of `linear_cost`."""
 
     devices: tuple[DeviceSpec, ...]
@@ -106,7 +106,7 @@ class Total:
 class Roofline:
     """All predictions, and the measurements that they are compared with."""
 
-    settings: Settings
+    settings: RooflineSettings
     layers: tuple[Prediction, ...]
     totals: tuple[Total, ...]
     measurements: tuple[Measurement, ...]
@@ -153,7 +153,7 @@ def recipes_of(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(Float8LinearRecipeName(name).value for name in names))
 
 
-def predict(settings: Settings, measurements: Sequence[Measurement] = ()) -> Roofline:
+def predict(settings: RooflineSettings, measurements: Sequence[Measurement] = ()) -> Roofline:
     """Predict the models' layers and their sums.
 
     A layer gets its measured speedup only if that was measured under the predicted condition: weights cast at each use

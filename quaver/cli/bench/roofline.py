@@ -4,8 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from quaver.bench.roofline import LINEAR_SHARES, Roofline, predict, read_measurements, recipes_of, specs_of
-from quaver.bench.roofline import Settings as What
+from quaver.bench.roofline import (
+    LINEAR_SHARES,
+    Roofline,
+    RooflineSettings,
+    predict,
+    read_measurements,
+    recipes_of,
+    specs_of,
+)
 from quaver.bench.roofline_layers import layers_of_config, layers_of_model
 from quaver.bench.roofline_map import draw_map
 from quaver.bench.shapes import MODELS
@@ -42,8 +49,8 @@ class RooflineOptions(Settings):
     output: str = "benchmarks/results/roofline"
     """Folder of the CSV, the JSON and the pictures."""
 
-    def what(self) -> What:
-        """What to predict. Raises ValueError for an unknown name, or two models of one name."""
+    def settings(self) -> RooflineSettings:
+        """Resolve the names. Raises ValueError for an unknown name, or two models of one name."""
         models = [layers_of_model(name) for name in self.model or ([] if self.config else MODELS)]
         models += [layers_of_config(Path(path)) for path in self.config]
         names = [model.name for model in models]
@@ -53,21 +60,21 @@ class RooflineOptions(Settings):
                 f"two models are called {twice}; expected each --model once, and --config files of other names"
             )
         devices, recipes = specs_of(self.device), recipes_of(self.recipes)
-        return What(devices, recipes, self.tokens, tuple(models), self.microbatches or None)
+        return RooflineSettings(devices, recipes, self.tokens, tuple(models), self.microbatches or None)
 
 
 def run(argv: list[str]) -> int:
     """Predict as `argv` says, print the tables, save CSV, JSON and pictures; 0 when done, 2 for bad input."""
     with bad_input():
         options = parse_options(RooflineOptions, argv, prog="quaver bench roofline")
-        what, output = options.what(), Path(options.output)
-        pictured = what.devices if options.pictures is None else specs_of(options.pictures)
-        missing = [spec.name for spec in pictured if spec not in what.devices]
+        settings, output = options.settings(), Path(options.output)
+        pictured = settings.devices if options.pictures is None else specs_of(options.pictures)
+        missing = [spec.name for spec in pictured if spec not in settings.devices]
         if missing:
             raise ValueError(f"--pictures {', '.join(missing)}: expected devices that are in --device")
-        measurements = read_measurements(Path(options.measured), what.devices) if options.measured else []
+        measurements = read_measurements(Path(options.measured), settings.devices) if options.measured else []
         output.mkdir(parents=True, exist_ok=True)
-        roofline = predict(what, measurements)
+        roofline = predict(settings, measurements)
         files = roofline.write(output)
     for spec in pictured:
         files.append(output / f"roofline_{spec.name.lower()}.png")
@@ -78,19 +85,19 @@ def run(argv: list[str]) -> int:
 
 
 def _print(roofline: Roofline) -> None:
-    console, what = wide_console(120), roofline.settings
+    console, settings = wide_console(120), roofline.settings
     shapes = {(row.model, row.layer): f"{row.k:,} -> {row.n:,}" for row in roofline.layers}
     found = {(row.device, row.model, row.layer, row.recipe): row for row in roofline.layers}
     are_measured = " (measured in parentheses)" if any(row.measured for row in roofline.layers) else ""
-    for device in (spec.name for spec in what.devices):
+    for device in (spec.name for spec in settings.devices):
         rows = []
         for layer, shape in shapes.items():
-            predicted = [found[device, *layer, recipe] for recipe in what.recipes]
+            predicted = [found[device, *layer, recipe] for recipe in settings.recipes]
             measured = [f" ({row.measured.speedup:.2f})" if row.measured else "" for row in predicted]
             cells = [f"{row.cost.speedup:.2f}{more}" for row, more in zip(predicted, measured, strict=True)]
             rows.append((*layer, shape, *cells))
-        title = f"{device}: predicted speedup at {what.tokens:,} tokens{are_measured}"
-        console.print(make_table(title, ("model", "layers", "K -> N", *what.recipes), rows=rows))
+        title = f"{device}: predicted speedup at {settings.tokens:,} tokens{are_measured}"
+        console.print(make_table(title, ("model", "layers", "K -> N", *settings.recipes), rows=rows))
     rows = []
     for total in roofline.totals:
         speedups = (f"{each:.2f}" for each in (total.speedup, *map(total.step_speedup, LINEAR_SHARES)))

@@ -10,7 +10,7 @@ from benchmarks.performance import DEVICES, DOCS, read, read_rows
 from benchmarks.performance import ROOFLINE as FOLDER
 from benchmarks.record import ROOT
 from quaver.bench.roofline import (
-    Settings,
+    RooflineSettings,
     merged_names,
     predict,
     read_measurements,
@@ -35,7 +35,7 @@ def llama_8b():
 
 @pytest.fixture(scope="module")
 def small(llama_8b):
-    return predict(Settings((H200,), ("tensorwise", "delayed"), 16384, (llama_8b,)))
+    return predict(RooflineSettings((H200,), ("tensorwise", "delayed"), 16384, (llama_8b,)))
 
 
 # ---- the layers of a model -------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def test_layers_of_one_shape_share_a_name(llama_8b):
 def test_a_models_sum_by_hand():
     layers = (Layer("a", 1024, 2048, 3, True, 2), Layer("b", 1024, 2048, 1, False, 1))
     model = ModelLayers("two", layers, 0.9)
-    (total,) = predict(Settings((H200,), ("tensorwise",), 4096, (model,))).totals
+    (total,) = predict(RooflineSettings((H200,), ("tensorwise",), 4096, (model,))).totals
     alone = linear_cost(4096, 1024, 2048, "tensorwise", H200)
     shared = linear_cost(4096, 1024, 2048, "tensorwise", H200, input_readers=2)
     in_bfloat16 = alone.bfloat16.total_s
@@ -119,7 +119,7 @@ def test_it_is_near_what_transformer_engine_published():
 
 def test_sharing_the_weights_casts_helps(llama_8b):
     each = [
-        predict(Settings((H200,), ("tensorwise",), 2048, (llama_8b,), microbatches)).totals[0].speedup
+        predict(RooflineSettings((H200,), ("tensorwise",), 2048, (llama_8b,), microbatches)).totals[0].speedup
         for microbatches in (None, 1, 8)
     ]
     assert each == sorted(each)
@@ -168,7 +168,7 @@ def test_measured_beside_predicted(tmp_path, llama_8b):
     predicted = linear_cost(16384, 4096, 4096, "tensorwise", H200).speedup
     assert measurements[1].error_percent == pytest.approx(100 * (predicted * 0.8 - 1))
 
-    settings = Settings((H200,), ("tensorwise", "delayed"), 16384, (llama_8b,))
+    settings = RooflineSettings((H200,), ("tensorwise", "delayed"), 16384, (llama_8b,))
     roofline = predict(settings, measurements[::-1])
     roofline.write(tmp_path)
     rows = {(row["layer"], row["recipe"]): row for row in read_rows(tmp_path)}
@@ -181,7 +181,7 @@ def test_measured_beside_predicted(tmp_path, llama_8b):
 
 def test_layers_under_another_condition_show_no_measurement(tmp_path, llama_8b):
     measurements = read_measurements(measured_file(tmp_path / "linear.json"), [H200])
-    settings = Settings((H200,), ("tensorwise",), 16384, (llama_8b,), microbatches=4)
+    settings = RooflineSettings((H200,), ("tensorwise",), 16384, (llama_8b,), microbatches=4)
     assert all(row.measured is None for row in predict(settings, measurements).layers)
 
 
@@ -219,7 +219,7 @@ def test_files_that_hold_no_measurement(tmp_path, text):
 
 
 def test_the_picture_marks_the_border(llama_8b):
-    settings = Settings((H200,), ("tensorwise",), 16384, (llama_8b,))
+    settings = RooflineSettings((H200,), ("tensorwise",), 16384, (llama_8b,))
     figure = make_figure(predict(settings), H200)
     by_tokens, bar = figure.axes
     assert "H200" in figure.get_suptitle()
@@ -258,7 +258,7 @@ def test_the_command_writes_and_prints(tmp_path, capsys):
 
 def test_the_recorded_predictions_are_the_models(tmp_path):
     models = tuple(layers_of_model(name) for name in ("llama-8b", "llama-70b"))
-    roofline = predict(Settings(specs_of(DEVICES), recipes_of(RECIPES), 16384, models))
+    roofline = predict(RooflineSettings(specs_of(DEVICES), recipes_of(RECIPES), 16384, models))
     roofline.write(tmp_path)
     expected, recorded = [_predictions(folder) for folder in (tmp_path, FOLDER)]
     assert recorded == expected, "run python -m benchmarks.performance --predict --update-docs"
@@ -288,8 +288,8 @@ def test_what_the_page_says_in_words():
 
 def test_a_device_without_float8_never_gains(llama_8b):
     a100 = find_device_spec("A100")
-    roofline = predict(Settings((a100,), RECIPES, 16384, (llama_8b,)))
+    roofline = predict(RooflineSettings((a100,), RECIPES, 16384, (llama_8b,)))
     assert all(row.cost.speedup < 1 for row in roofline.layers)
     assert all(total.speedup < 1 for total in roofline.totals)
     faster = replace(a100, float8_tflops=2 * a100.bfloat16_tflops)
-    assert predict(Settings((faster,), ("tensorwise",), 16384, (llama_8b,))).totals[0].speedup > 1
+    assert predict(RooflineSettings((faster,), ("tensorwise",), 16384, (llama_8b,))).totals[0].speedup > 1
