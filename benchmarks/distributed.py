@@ -13,29 +13,23 @@ projection are left out, because they never travel in float8.
 
 import argparse
 import json
-import shlex
 import sys
-import tempfile
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.record import ROOT, fill, has_changed, markdown
+from benchmarks.record import ROOT, markdown, on_ranks, provenance, show
 from quaver import Float8LinearConfig, Float8LinearRecipeName, convert_to_float8_training
-from quaver.bench.results import environment
-from quaver.distributed import (
-    precompute_float8_dynamic_scale_for_fsdp,
-)
+from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.tensor import Float8Tensor
 
 RESULTS = ROOT / "benchmarks" / "results" / "distributed.json"
@@ -50,31 +44,25 @@ LAYERS, DIM, KV, HIDDEN, HEAD = 4, 256, 64, 896, 16
 LLAMA_3_8B = {"layers": 32, "dim": 4096, "kv": 1024, "hidden": 14336}
 BATCH, SEQUENCE = 2, 64
 
-# ---- counting --------------------------------------------------------------------------------------------------------
-
 _KINDS = {"all_gather": "all_gather", "allgather": "all_gather", "reduce_scatter": "reduce_scatter"}
 _KINDS |= {"all_reduce": "all_reduce", "allreduce": "all_reduce"}
 
 
 class Collectives(TorchDispatchMode):
-    """Calls and bytes of every collective by (kind, dtype), and the number of other operations that are no views."""
+    """Calls and bytes of every collective by (kind, dtype)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[tuple[str, torch.dtype]] = Counter()
         self.bytes: Counter[tuple[str, torch.dtype]] = Counter()
-        self.operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # a DTensor first turns it into collectives and operations on its local tensor
         out = func(*args, **(kwargs or {}))
         namespace, name = func._schema.name.split("::")
-        if "c10d" not in namespace:
-            self.operations += not func.is_view
-            return out
         kind = next((kind for part, kind in _KINDS.items() if part in name), None)
-        if kind is not None:
+        if "c10d" in namespace and kind is not None:
             tensor = _whole(name, args, out)
             self.calls[kind, tensor.dtype] += 1
             self.bytes[kind, tensor.dtype] += tensor.numel() * tensor.itemsize
@@ -96,9 +84,6 @@ def _whole(name: str, args: Any, out: Any) -> Tensor:
     while not isinstance(value, Tensor):
         value = value[0]
     return value
-
-
-# ---- the model -------------------------------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -153,9 +138,6 @@ def scale_bytes(recipe: str, shapes: list[tuple[int, int]]) -> int:
 
 def config_of(recipe: str, **options: bool) -> Float8LinearConfig:
     return replace(Float8LinearConfig.from_recipe_name(recipe), **options)
-
-
-# ---- FSDP2 -----------------------------------------------------------------------------------------------------------
 
 
 def count_fsdp(mesh: DeviceMesh, param_dtype: torch.dtype | None, recipe: str | None) -> dict[str, Any]:
@@ -227,42 +209,21 @@ def _storage_bytes(weights: list[Tensor]) -> int:
     return sum(sizes.values())
 
 
-# ---- running ---------------------------------------------------------------------------------------------------------
-
 FSDP_CASES = [(None, None), (torch.bfloat16, None)] + [(torch.bfloat16, recipe) for recipe in RECIPES]
 
 
-def _on_rank(rank: int, ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    mesh = init_device_mesh("cpu", (ranks,))
-    results = {"fsdp": [count_fsdp(mesh, *case) for case in FSDP_CASES]}
-    if rank == 0:
-        (Path(folder) / "results.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+def count(mesh: DeviceMesh) -> list[dict[str, Any]]:
+    """All counts of one rank."""
+    return [count_fsdp(mesh, *case) for case in FSDP_CASES]
 
 
 def measure(ranks: int) -> dict[str, Any]:
     """All tables' figures, from `ranks` processes started for it."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_on_rank, (ranks, folder), nprocs=ranks)
-        counted = json.loads((Path(folder) / "results.json").read_text())
     return {
-        "environment": environment(torch.device("cpu"))
-        | {
-            "threads": 1,
-            "backend": "gloo",
-            "ranks": ranks,
-            "command": shlex.join(["python", "-m", "benchmarks.distributed", *sys.argv[1:]]),
-        }
-        | {"uncommitted_changes_in_quaver": has_changed("quaver")},
+        "environment": provenance("distributed", threads=1, backend="gloo", ranks=ranks),
         "model": {"layers": LAYERS, "dim": DIM, "kv": KV, "hidden": HIDDEN, "batch": BATCH, "sequence": SEQUENCE},
-        **counted,
+        "fsdp": on_ranks(ranks, count)[0],
     }
-
-
-# ---- tables ----------------------------------------------------------------------------------------------------------
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
@@ -302,12 +263,9 @@ def main() -> int:
     if options.update_docs and options.ranks != 2:
         parser.error("the page describes 2 ranks; --update-docs needs --ranks 2")
     results = measure(options.ranks)
-    for name, table in tables(results).items():
-        print(f"{name}\n{table}\n")
+    show(tables(results), DOCS, update=options.update_docs)
     if options.output is not None:
         options.output.write_text(json.dumps(results, indent=2) + "\n")
-    if options.update_docs:
-        DOCS.write_text(fill(DOCS.read_text(), tables(results)))
     return 0
 
 

@@ -11,21 +11,17 @@ docs/results.md again from the recorded figures.
 import argparse
 import itertools
 import json
-import os
 import shlex
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.record import ROOT, fill, has_changed, markdown
-from quaver.bench.results import environment
+from benchmarks.record import ROOT, markdown, provenance, run_quaver, show
 
 RECORD = ROOT / "benchmarks" / "results" / "loss_curves.json"
 DOCS = ROOT / "docs" / "results.md"
@@ -66,14 +62,13 @@ def measure(steps: int, seeds: list[int], runs: Path) -> dict[str, Any]:
     """Train every model with every seed; return the curves."""
     names = (REFERENCE, CONTROL, *RECIPES)
     for seed, name in itertools.product(seeds, names):
-        command = [sys.executable, "-m", "quaver.cli", *words(name, seed, steps, runs)[1:]]
         kernels = {"ATEN_CPU_CAPABILITY": "avx2"} if name == CONTROL else {}
-        subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, **kernels})
+        code = run_quaver(words(name, seed, steps, runs)[1:], **kernels)
+        if code:
+            sys.exit(code)
     data = json.loads((runs / folder_of(REFERENCE, seeds[0]) / "data.json").read_text())
     return {
-        "environment": environment(torch.device("cpu"))
-        | {"command": shlex.join(["python", "-m", "benchmarks.loss_curves", *sys.argv[1:]])}
-        | {"uncommitted_changes_in_quaver": has_changed("quaver")},
+        "environment": provenance("loss_curves"),
         "run": shlex.join(words("RECIPE", 0, steps, Path("runs"))),
         "steps": steps,
         "seeds": seeds,
@@ -165,9 +160,8 @@ def main() -> None:
     )
     if not options.recorded:
         RECORD.write_text(json.dumps(results) + "\n")
-    print(table(results))
+    show({"losses": table(results)}, DOCS, update=options.update_docs)
     if options.update_docs:
-        DOCS.write_text(fill(DOCS.read_text(), {"losses": table(results)}))
         draw(results, PICTURE)
 
 

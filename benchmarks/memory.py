@@ -1,8 +1,7 @@
-"""Peak memory of one training step in float8 beside bfloat16, and what it keeps for the backward.
+"""Peak memory of a training step in float8 and in bfloat16, and the bytes that it saves for backward.
 
     python -m benchmarks.memory --update-docs              all 288 rows, into benchmarks/results/memory.{json,md}
     python -m benchmarks.memory --only linear eager        the rows that all of these words describe, to the terminal
-    python -m benchmarks.memory --again linear eager       these rows into the recorded ones, and the page again
     python -m benchmarks.memory --recorded --update-docs   the page again, from the recorded rows
 
 Rows are modules x precisions x checkpointing x ranks x eager or compiled; words for --only are theirs, such as
@@ -16,23 +15,17 @@ import argparse
 import itertools
 import json
 import os
-import shlex
 import sys
-import tempfile
 import time
 import warnings
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.memory_modules import CHECKPOINTING, MODULES, PRECISIONS, Case, Size, measure
 from benchmarks.memory_report import PAGE, RECORD, exceptions, page, tables
-from benchmarks.record import has_changed
-from quaver.bench.results import environment
+from benchmarks.record import on_ranks, provenance
 
 RANKS = (1, 2)
 
@@ -56,10 +49,7 @@ def measure_all(chosen: list[Case], size: Size, device_type: str) -> list[dict[s
     for ranks, group in itertools.groupby(chosen, key=lambda case: case.ranks):
         if device_type == "cuda" and ranks > torch.cuda.device_count():
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = (ranks, folder, list(group), size, device_type)
-            torch.multiprocessing.spawn(_on_rank, arguments, nprocs=ranks)
-            of_ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
+        of_ranks = on_ranks(ranks, _measure_cases, list(group), size, device_type, device_type=device_type)
         rows += [_largest(of_one) for of_one in zip(*of_ranks, strict=True)]
     return rows
 
@@ -72,28 +62,18 @@ def _largest(of_ranks: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     return row
 
 
-def _on_rank(rank: int, ranks: int, folder: str, chosen: list[Case], size: Size, device_type: str) -> None:
-    torch.set_num_threads(1)
+def _measure_cases(mesh: Any, chosen: list[Case], size: Size, device_type: str) -> list[dict[str, Any]]:
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view tensor")  # all left alone
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    rank = 0 if mesh is None else mesh.get_rank()
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
-    mesh = None
-    if ranks > 1:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-        mesh = init_device_mesh(device_type, (ranks,))
     rows = []
     for case in chosen:
         start = time.monotonic()
         rows.append(measure_row(case, size, device, mesh))
         if rank == 0:
             print(f"{', '.join(map(str, asdict(case).values()))}: {time.monotonic() - start:.1f} s", file=sys.stderr)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(rows))
-    if mesh is not None:
-        dist.barrier()
-        dist.destroy_process_group()
+    return rows
 
 
 def measure_row(case: Case, size: Size, device: torch.device, mesh: Any = None) -> dict[str, Any]:
@@ -110,30 +90,9 @@ def measure_row(case: Case, size: Size, device: torch.device, mesh: Any = None) 
 
 
 def results_of(rows: list[dict[str, Any]], size: Size, device_type: str, seconds: float) -> dict[str, Any]:
-    """The rows, and what they need beside them to mean something."""
-    about = environment(torch.device(device_type)) | {"threads": 1}
-    about["command"] = shlex.join(["python", "-m", "benchmarks.memory", *sys.argv[1:]])
-    about |= {"uncommitted_changes_in_quaver": has_changed("quaver"), "minutes": round(seconds / 60, 1)}
+    """The rows, the sizes and the provenance."""
+    about = provenance("memory", device_type, threads=1, minutes=round(seconds / 60, 1))
     return {"environment": about, "size": asdict(size), "rows": rows}
-
-
-def replace_rows(results: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:
-    """The recorded `results` with rows that were measured again in their place.
-
-    On another device only tensors count, which are the same everywhere: scratch is the library's, so it is unknown.
-    """
-    known = results["environment"]["device"] == again["environment"]["device"]
-    keys = [key for key in again["rows"][0] if not key.endswith("_bytes")]
-    new = {tuple(row[key] for key in keys): row for row in again["rows"]}
-    rows = []
-    for row in results["rows"]:
-        found = new.get(tuple(row[key] for key in keys))
-        same = found is None or all(row[key] == found[key] for key in ("added_tensor_peak_bytes", "kept_bytes"))
-        if found is not None and (known or not same):
-            row = found if known else {**found, "added_peak_bytes": None}
-        rows.append(row)
-    about = {**again["environment"], "rows": len(again["rows"])}
-    return {**results, "again": [*results.get("again", []), about], "rows": rows}
 
 
 def as_json(results: dict[str, Any]) -> str:
@@ -148,37 +107,26 @@ def main() -> int:
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="WORD", help="measure the rows that all words describe"
     )
-    parser.add_argument(
-        "--again",
-        nargs="+",
-        default=[],
-        metavar="WORD",
-        help=f"measure such rows again, into {RECORD.name} and the page",
-    )
     parser.add_argument("--recorded", action="store_true", help=f"read {RECORD.name}; measure nothing")
     parser.add_argument("--update-docs", action="store_true", help=f"write {RECORD.name} and {PAGE.name}")
     options = parser.parse_args()
-    chosen = cases(options.only or options.again)
+    chosen = cases(options.only)
     if not chosen:
-        words = " and ".join(options.only or options.again)
-        parser.error(f"no row is described by {words}; see the top of benchmarks/memory.py")
-    if options.only and not all(replace(case, precision=PRECISIONS[0]) in chosen for case in chosen):
+        parser.error(f"no row is described by {' and '.join(options.only)}; see the top of benchmarks/memory.py")
+    if not all(replace(case, precision=PRECISIONS[0]) in chosen for case in chosen):
         parser.error("--only compares with bfloat16: leave out words that name a recipe")
-    if bool(options.only) + bool(options.again) + options.recorded > 1:
-        parser.error("expected one of --only, --again and --recorded: each says where rows come from")
-    if options.only and options.update_docs:
-        parser.error("--only measures a part, and the page is of all rows: leave out --update-docs, or use --again")
-    results = json.loads(RECORD.read_text()) if options.recorded or options.again else {}
-    if not options.recorded:
+    if options.only and (options.recorded or options.update_docs):
+        parser.error("--only measures a part, and the page is of all rows: leave out --recorded and --update-docs")
+    if options.recorded:
+        results = json.loads(RECORD.read_text())
+    else:
         device_type, start = "cuda" if torch.cuda.is_available() else "cpu", time.monotonic()
-        size = Size(**results["size"]) if options.again else Size()
-        rows = measure_all(chosen, size, device_type)
-        measured = results_of(rows, size, device_type, time.monotonic() - start)
-        results = replace_rows(results, measured) if options.again else measured
-    if options.again or (options.update_docs and not options.recorded):
-        RECORD.write_text(as_json(results))
+        rows = measure_all(chosen, Size(), device_type)
+        results = results_of(rows, Size(), device_type, time.monotonic() - start)
+        if options.update_docs:
+            RECORD.write_text(as_json(results))
     print(tables(results["rows"]))
-    if options.again or options.update_docs:
+    if options.update_docs:
         PAGE.write_text(page(results))
     over = exceptions(results["rows"])
     for line in over:

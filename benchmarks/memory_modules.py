@@ -1,16 +1,16 @@
 """What the memory table measures: the trainer's modules, their precision, checkpointing, compilation, and one step.
 
-[Note: a module inside a network] A step makes the input of its module from a resident tensor, by a multiplication with
-a number, which keeps nothing; and a sum of multiples, which keeps nothing either, makes a loss of its output. Nothing
-but the module's own graph holds the input, so what is alive between forward and backward is what the module keeps, as
-in a network, where the layer before may free what only it needed. The output's gradient is a tensor made in the step.
+[Note: a module inside a network] A step makes the module's input from a resident tensor, by a multiplication with a
+number, and the loss from the module's output, by a sum of multiples; autograd saves nothing for either. Only the
+module's own graph holds the input, so what is alive between forward and backward is what the module saves, as in a
+network, where the layer before may free what only it needed. The output's gradient is a tensor made in the step.
 
-`linear`, `attention` and `ffn` alone are given what a norm gives them in a network, bfloat16.
+`linear`, `attention` and `ffn` alone get the output of a norm in a network, bfloat16.
 
 Parameters are float32, the computation bfloat16 through autocast, the optimizer is fused AdamW, and blocks are
-checkpointed, compiled and sharded one by one, all as in `quaver train`. Float8 is used as by one who is short of
-memory: FSDP2 gathers weights in float8 (`enable_fsdp_float8_all_gather`), and norms and SwiGLU keep nothing but their
-own inputs (`fused_producers`, the trainer's default).
+checkpointed, compiled and sharded one by one, all as in `quaver train`. The float8 settings are those that save memory:
+FSDP2 all-gathers weights in float8 (`enable_fsdp_float8_all_gather`), and norms and SwiGLU save only their own inputs
+(`fused_producers`, the trainer's default).
 """
 
 from collections.abc import Callable

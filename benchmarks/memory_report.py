@@ -24,7 +24,7 @@ def baseline_of(row: Row, rows: list[Row]) -> Row:
     """
     like = [each for each in rows if each["precision"] == BASELINE and _place(each) == _place(row)]
     if not like:
-        raise ValueError(f"expected a bfloat16 row beside {name_of(row)}; measure bfloat16 too")
+        raise ValueError(f"expected a bfloat16 row like {name_of(row)}; measure bfloat16 too")
     return like[0]
 
 

@@ -1,4 +1,4 @@
-"""What quaver.memory predicts of the steps that the memory table measures, beside what was measured.
+"""The steps of the memory table as quaver.memory predicts them, next to their measurements.
 
     python -m benchmarks.predicted --update-docs               all rows of memory.json, into results/predicted.{json,md}
     python -m benchmarks.predicted --only "1 block" compiled   the rows that all these words describe, to the terminal
@@ -10,7 +10,6 @@ peak is off by more than WITHIN. The words are those of benchmarks/memory.py.
 
 import argparse
 import json
-import shlex
 import subprocess
 import sys
 import time
@@ -24,8 +23,7 @@ import torch
 from benchmarks.memory import as_json, cases, words_of
 from benchmarks.memory_modules import Case, Size, _step, build
 from benchmarks.memory_report import HEADINGS, RECORD
-from benchmarks.record import ROOT, has_changed, markdown
-from quaver.bench.results import environment
+from benchmarks.record import ROOT, markdown, provenance
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.predict import Prediction, predict_step
 from quaver.trainer.config import Optimizer
@@ -183,16 +181,11 @@ def main() -> int:
 
 
 def _results(chosen: list[Case]) -> dict[str, Any]:
-    """The rows, and what they need beside them to mean something."""
+    """The rows and their provenance."""
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view tensor")  # all left alone
     record, start = json.loads(RECORD.read_text()), time.monotonic()
     rows = list(_compared(chosen, record["rows"], Size(**record["size"])))
-    about = environment(torch.device("cpu"))
-    about["command"] = shlex.join(["python", "-m", "benchmarks.predicted", *sys.argv[1:]])
-    about |= {
-        "uncommitted_changes_in_quaver": has_changed("quaver"),
-        "minutes": round((time.monotonic() - start) / 60, 1),
-    }
+    about = provenance("predicted", minutes=round((time.monotonic() - start) / 60, 1))
     measured = record["environment"]
     changed = _has_changed_since(measured)
     return {"environment": about, "measured_at": measured["commit"], "code_has_changed": changed, "rows": rows}

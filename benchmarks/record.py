@@ -1,10 +1,74 @@
-"""Shared by the benchmark scripts: Markdown tables, their places in a page, and whether the code was committed."""
+"""Shared by the benchmark scripts: processes that serve as ranks, the provenance of figures, tables in a page."""
 
+import json
+import os
+import shlex
 import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from quaver.bench.results import environment
+
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, device_type: str = "cpu") -> list[Any]:
+    """What `function(mesh, *arguments)` returns on each of so many processes; the mesh is None on a single one."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_on_rank, (ranks, folder, device_type, function, arguments), nprocs=ranks)
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def _on_rank(
+    rank: int, ranks: int, folder: str, device_type: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    mesh = None
+    if ranks > 1:
+        if device_type == "cuda":
+            torch.cuda.set_device(rank)
+        backend = "nccl" if device_type == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+        mesh = init_device_mesh(device_type, (ranks,))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(function(mesh, *arguments)))
+    if mesh is not None:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def run_quaver(words: list[str], **environment: str) -> int:
+    """Run `quaver` with these words in the repository root, and return its exit code."""
+    command = [sys.executable, "-m", "quaver.cli", *words]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, check=False).returncode
+
+
+def provenance(script: str, device_type: str = "cpu", **more: Any) -> dict[str, Any]:
+    """Where figures come from: the machine, versions, the commit and whether the package differs from it, the command.
+
+    Args:
+        script: the module below `benchmarks` that runs.
+        device_type: what the figures were measured on.
+        more: replaces or adds fields.
+    """
+    command = shlex.join(["python", "-m", f"benchmarks.{script}", *sys.argv[1:]])
+    about = environment(torch.device(device_type)) | {"command": command}
+    return about | {"uncommitted_changes_in_quaver": has_changed("quaver")} | more
+
+
+def has_changed(folder: str) -> bool | None:
+    """Whether files under `folder` differ from the commit; None without git."""
+    try:
+        command = ["git", "status", "--porcelain", "--", folder]
+        return bool(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip())
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def markdown(head: list[str], rows: list[list[Any]]) -> str:
@@ -28,10 +92,9 @@ def fill(page: str, tables: dict[str, str]) -> str:
     return page
 
 
-def has_changed(folder: str) -> bool | None:
-    """Whether files under `folder` differ from the commit; None without git."""
-    try:
-        command = ["git", "status", "--porcelain", "--", folder]
-        return bool(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip())
-    except (OSError, subprocess.CalledProcessError):
-        return None
+def show(tables: dict[str, str], page: Path, *, update: bool) -> None:
+    """Print tables, and write them into the page if it is to be updated."""
+    for name, table in tables.items():
+        print(f"{name}\n{table}\n")
+    if update:
+        page.write_text(fill(page.read_text(encoding="utf-8"), tables), encoding="utf-8")

@@ -12,39 +12,32 @@ scaling_costs.py counts, scaling_numerics.py has the scenarios, scaling_pictures
 import argparse
 import json
 import re
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.record import ROOT, fill, has_changed, markdown
-from benchmarks.scaling_costs import RANKS, count_on_ranks
+from benchmarks.record import ROOT, markdown, on_ranks, provenance, show
+from benchmarks.scaling_costs import count_on_rank
 from benchmarks.scaling_numerics import DIM, TOKENS, measure_numerics
 from benchmarks.scaling_pictures import draw
-from quaver.bench.results import environment
 
 RECORD = ROOT / "benchmarks" / "results" / "scaling.json"
 DOCS = ROOT / "docs" / "scaling.md"
 IMAGES = ROOT / "docs" / "images"
+RANKS = 2
 
 
 def measure() -> dict[str, Any]:
     """All figures, on one thread."""
     torch.set_num_threads(1)
-    about = environment(torch.device("cpu"))
-    command = shlex.join(["python", "-m", "benchmarks.scaling", *sys.argv[1:]])
     return {
-        "environment": {**about, "ranks": RANKS, "backend": "gloo", "command": command}
-        | {"uncommitted_changes_in_quaver": has_changed("quaver")},
+        "environment": provenance("scaling", ranks=RANKS, backend="gloo"),
         "linear": {"tokens": TOKENS, "dim": DIM},
-        "all_reduces": count_on_ranks(),
+        "all_reduces": on_ranks(RANKS, count_on_rank)[0],
         **measure_numerics(),
     }
-
-
-# ---- tables ----------------------------------------------------------------------------------------------------------
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
@@ -80,12 +73,10 @@ def main() -> int:
     parser.add_argument("--update-docs", action="store_true", help="rewrite the table and pictures of docs/scaling.md")
     options = parser.parse_args()
     results = json.loads(RECORD.read_text()) if options.recorded else measure()
-    for name, table in tables(results).items():
-        print(f"{name}\n{table}\n")
+    show(tables(results), DOCS, update=options.update_docs)
     if options.output is not None:
         options.output.write_text(_json(results))
     if options.update_docs:
-        DOCS.write_text(fill(DOCS.read_text(), tables(results)))
         draw(results, IMAGES)
     return 0
 

@@ -1,15 +1,11 @@
-"""The all-reduces of dynamic, delayed and static scaling, counted on gloo processes for benchmarks/scaling.py."""
+"""The all-reduces of dynamic, delayed and static scaling, counted on ranks for benchmarks/scaling.py."""
 
-import json
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -37,9 +33,6 @@ def config_of(recipe: str) -> Float8LinearConfig:
         return Float8LinearConfig.from_recipe_name(recipe)
     static = CastConfig(scaling_type=ScalingType.STATIC)
     return Float8LinearConfig(cast_config_input=static, cast_config_weight=static, cast_config_grad_output=static)
-
-
-RANKS = 2
 
 
 def count_all_reduces(mesh: DeviceMesh, parallel: str, recipe: str) -> dict[str, Any]:
@@ -97,20 +90,6 @@ PARALLEL = ("fsdp", "feed-forward", "attention")
 SIBLINGS = (("q", "k", "v"), ("gate", "up"))
 
 
-def _on_rank(rank: int, ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    mesh = init_device_mesh("cpu", (ranks,))
-    results = [count_all_reduces(mesh, parallel, recipe) for parallel in PARALLEL for recipe in RECIPES]
-    if rank == 0:
-        (Path(folder) / "results.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def count_on_ranks() -> list[dict[str, Any]]:
-    """The all-reduces of every layout and recipe, counted on RANKS gloo processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_on_rank, (RANKS, folder), nprocs=RANKS)
-        counted: list[dict[str, Any]] = json.loads((Path(folder) / "results.json").read_text())
-    return counted
+def count_on_rank(mesh: DeviceMesh) -> list[dict[str, Any]]:
+    """The all-reduces of every layout and recipe."""
+    return [count_all_reduces(mesh, parallel, recipe) for parallel in PARALLEL for recipe in RECIPES]

@@ -26,8 +26,6 @@ from quaver.scaling import amax, cast_to_float8, cast_with_persistent_scale
 TOKENS, DIM = 512, 256
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
-# ---- scenarios -------------------------------------------------------------------------------------------------------
-
 STEPS, EVENT, GROWING_STEPS = 40, 10, 10
 DRIFT_STEPS, DRIFT_UP, DRIFT_DOWN = 60, 1.08, 0.75
 
@@ -122,8 +120,6 @@ def _rounded(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-# ---- stationary ------------------------------------------------------------------------------------------------------
-
 RESULTS = ("output", "grad_input", "grad_weight")
 
 
@@ -149,8 +145,6 @@ def stationary(config: Float8LinearConfig) -> dict[str, list[float]]:
             series.setdefault(f"{operand}.saturated", []).append(tensor.saturated)
     return series
 
-
-# ---- a scale that does not fit ---------------------------------------------------------------------------------------
 
 POWERS = [step / 2 for step in range(-60, 17)]
 OUTLIERS = 1000  # one element in so many is 64 times as large

@@ -1,4 +1,4 @@
-"""The pictures of docs/scaling.md, from benchmarks/results/scaling.json; `python -m benchmarks.scaling --draw`."""
+"""The pictures of docs/scaling.md, from benchmarks/results/scaling.json, which benchmarks/scaling.py draws."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -3,86 +3,88 @@
 A step is forward, backward and fused AdamW of one block as `quaver train` builds it (modules.py). Each step casts the
 weights and updates delayed scales. All precisions of a mode are in memory at once and take turns. Memory is that of one
 more step after the timed ones (quaver/recorder/allocator.py): on a CPU every allocation and release, exactly; on a GPU
-the allocator's own peak.
-
-    resident   parameters, buffers, optimizer state
-    peak       resident, and the most that the step adds to it: activations, gradients, temporaries
-    tensors    the same without scratch: what an operation allocates and frees before it returns, such as a matmul
-               library's packed operands; unknown on a GPU
-    kept       alive between forward and backward, beyond resident
+the allocator's own peak. docs/benchmarks.md defines the columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain, product
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from quaver.bench.harness import time_alternating
-from quaver.bench.modules import Batch, Step, build_subject, make_direction, make_sources, sizes_of
-from quaver.bench.results import BFLOAT16, Row, Setup, contestant_rows, run_cases
+from quaver.bench.modules import Step, make_steps
+from quaver.bench.options import BenchOptions, ModelOptions, Modes, Recipes
+from quaver.bench.results import BFLOAT16, Result, Row, contestant_rows
 from quaver.recorder.allocator import measure_usage
-from quaver.trainer.config import Model
+from quaver.trainer.config.settings import AtLeast1
 from quaver.trainer.memory import storage_bytes
 
 _RESIDENT_BYTES = 16
 """Of a parameter: itself, its gradient, and AdamW's two moments, in float32."""
 
 
-def check_fits(model: Model, precisions: int, device: torch.device) -> None:
-    """Refuse more blocks than a GPU holds, before the first is built.
+@dataclass(frozen=True)
+class Block(Modes, Recipes, ModelOptions, BenchOptions):
+    """Forward, backward and AdamW of one transformer block, per recipe."""
 
-    Raises:
-        ValueError: their parameters, gradients and moments alone take more than its memory.
-    """
-    if device.type != "cuda":
-        return
-    attention = 2 * model.dim * (model.n_heads + model.n_kv_heads) * model.head_dim
-    needed = precisions * _RESIDENT_BYTES * (attention + 3 * model.dim * model.hidden_dim)
-    available = torch.cuda.get_device_properties(device).total_memory
-    if needed > available:
-        raise ValueError(
-            f"{precisions} blocks with their gradients and optimizers take {needed / 2**30:.0f} GiB, and this GPU has "
-            f"{available / 2**30:.0f}; name fewer --recipes, or give a --divisor"
+    rounds: AtLeast1 = 10
+
+    def prepare(self) -> None:
+        """Refuse more blocks than a GPU holds, before the first is built.
+
+        Raises:
+            ValueError: their parameters, gradients and moments alone take more than its memory; or as in the base.
+        """
+        super().prepare()
+        if self.torch_device.type != "cuda":
+            return
+        model, count = self.shape, 1 + len(self.recipe_names)
+        attention = 2 * model.dim * (model.n_heads + model.n_kv_heads) * model.head_dim
+        needed = count * _RESIDENT_BYTES * (attention + 3 * model.dim * model.hidden_dim)
+        available = torch.cuda.get_device_properties(self.torch_device).total_memory
+        if needed > available:
+            raise ValueError(
+                f"{count} blocks with their gradients and optimizers take {needed / 2**30:.0f} GiB, and this GPU has "
+                f"{available / 2**30:.0f}; name fewer --recipes, or give a --divisor"
+            )
+
+    fields = (
+        *("mode", "precision", "median", "spread", "tokens_per_s", "time_over_bfloat16"),
+        *("resident_bytes", "peak_bytes", "tensor_peak_bytes", "kept_bytes", "peak_over_bfloat16"),
+    )
+
+    def measure(self) -> Result:
+        """Return a row for each mode and precision."""
+        about = self.about
+        cases = product([about["model"]["name"]], [f"{self.tokens} tokens"], self.modes)
+        return self.run_cases(cases, lambda _name, _tokens, mode: self._rows_of(mode), **about)
+
+    def _rows_of(self, mode: str) -> list[Row]:
+        precisions = [BFLOAT16, *(f"quaver {recipe}" for recipe in self.recipe_names)]
+        steps = make_steps("block", self, precisions, self.torch_device, compiled=mode == "compiled")
+        timings = time_alternating(steps, self.torch_device, rounds=self.rounds)
+        memory = {precision: _measure_memory(step, self.torch_device) for precision, step in steps.items()}
+        rows = []
+        for precision, row in contestant_rows(timings).items():
+            ours = memory[precision]
+            per_s = self.tokens / (1e-6 * timings[precision].median_us)
+            ratio = ours["peak_bytes"] / memory[BFLOAT16]["peak_bytes"]
+            rows.append({"mode": mode, **row, "tokens_per_s": per_s, **ours, "peak_over_bfloat16": ratio})
+        return rows
+
+    def note(self, result: Result) -> str:
+        shape, tokens = result["model"], result["batch"]
+        return (
+            f"block of {shape['name']}: width {shape['dim']}, {shape['n_heads']} heads ({shape['n_kv_heads']} for keys "
+            f"and values), feed-forward {shape['hidden_dim']}; {tokens['sequences']} x {tokens['seq_len']} tokens; "
+            "memory in MiB"
         )
 
 
-def bench_block(
-    setup: Setup, name: str, model: Model, batch: Batch, recipes: Sequence[str], modes: Sequence[str]
-) -> dict[str, Any]:
-    """Train a block of `model`, which is called `name`; returns `results.result` of a row per mode and precision."""
-
-    def rows_of(_name: str, _tokens: str, mode: str) -> list[Row]:
-        return _rows_of(setup, model, batch, [BFLOAT16, *(f"quaver {recipe}" for recipe in recipes)], mode)
-
-    cases = product([name], [f"{batch.tokens} tokens"], modes)
-    return run_cases("block", setup, cases, rows_of, **sizes_of(name, model, batch))
-
-
-def _rows_of(setup: Setup, model: Model, batch: Batch, precisions: Sequence[str], mode: str) -> list[Row]:
-    device = setup.device
-    sources, direction = make_sources("block", model, batch, device), make_direction("block", model, batch, device)
-    steps = {}
-    for precision in precisions:
-        subject = build_subject(
-            "block", model, precision, seq_len=batch.seq_len, device=device, compiled=mode == "compiled"
-        )
-        steps[precision] = Step(subject, sources, direction)
-    timings = time_alternating(steps, device, rounds=setup.rounds)
-    memory = {precision: _measure(step, device) for precision, step in steps.items()}
-    rows = []
-    for precision, row in contestant_rows(timings).items():
-        ours = memory[precision]
-        per_s = batch.tokens / (1e-6 * timings[precision].median_us)
-        ratio = ours["peak_bytes"] / memory[BFLOAT16]["peak_bytes"]
-        rows.append({"mode": mode, **row, "tokens_per_s": per_s, **ours, "peak_over_bfloat16": ratio})
-    return rows
-
-
-def _measure(step: Step, device: torch.device) -> Row:
+def _measure_memory(step: Step, device: torch.device) -> Row:
     with measure_usage(device) as measured:
         step(measured.mark)
     states = chain.from_iterable(state.values() for state in step.optimizer.state.values())

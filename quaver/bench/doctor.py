@@ -6,7 +6,6 @@ import importlib.metadata
 import importlib.util
 import math
 import platform
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -23,49 +22,34 @@ _SIZE = 64
 _ENOUGH_DB = 20.0  # a wrong result has about 0 dB, the coarsest recipe about 24
 
 
-@dataclass(frozen=True)
-class RecipeFinding:
-    """One recipe tried on one device."""
-
-    device: str
-    recipe: str
-    verdict: str
-    """"native", "exact" or "impossible"."""
-    detail: str
+Finding = dict[str, str]
+"""One recipe tried on one device: device, recipe, verdict ("native", "exact" or "impossible") and detail."""
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """All findings; `ok` when every recipe runs on every device found, one way or the other."""
+def diagnose(*, try_compile: bool = True) -> dict[str, Any]:
+    """Try everything; `ok` when every recipe runs on every device found, one way or the other. JSON-able.
 
-    versions: dict[str, str]
-    devices: dict[str, str]
-    recipes: list[RecipeFinding] = field(default_factory=list)
-    compile: str = "not tried"
-
-    @property
-    def ok(self) -> bool:
-        return all(finding.verdict != "impossible" for finding in self.recipes)
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**asdict(self), "ok": self.ok}
-
-
-def diagnose(*, try_compile: bool = True) -> Diagnosis:
-    """Try everything. Compiling takes some seconds; `try_compile=False` leaves it out."""
+    Args:
+        try_compile: try torch.compile, which takes some seconds.
+    """
     devices = {"cpu": _describe_cpu()}
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             major, minor = torch.cuda.get_device_capability(index)
             devices[f"cuda:{index}"] = f"{torch.cuda.get_device_name(index)}, capability {major}.{minor}"
     recipes = [try_recipe(recipe, torch.device(device)) for device in devices for recipe in Float8LinearRecipeName]
-    return Diagnosis(_versions(), devices, recipes, _try_compile() if try_compile else "not tried")
+    found = {"versions": _versions(), "devices": devices, "recipes": recipes}
+    compiles = _try_compile() if try_compile else "not tried"
+    return {**found, "compile": compiles, "ok": all(each["verdict"] != "impossible" for each in recipes)}
 
 
-def try_recipe(recipe: Float8LinearRecipeName, device: torch.device) -> RecipeFinding:
+def try_recipe(recipe: Float8LinearRecipeName, device: torch.device) -> Finding:
     """Run a small linear forward and backward and compare with float64."""
-    config = Float8LinearConfig.from_recipe_name(recipe)
+    verdict, detail = _verdict(Float8LinearConfig.from_recipe_name(recipe), device)
+    return {"device": str(device), "recipe": recipe.value, "verdict": verdict, "detail": detail}
+
+
+def _verdict(config: Float8LinearConfig, device: torch.device) -> tuple[str, str]:
     try:
         linear = Float8Linear(_SIZE, _SIZE, bias=False, device=device, config=config)
         convert_to_float8_training(linear, config=config)  # gives it a state where the recipe keeps scales
@@ -75,11 +59,11 @@ def try_recipe(recipe: Float8LinearRecipeName, device: torch.device) -> RecipeFi
             linear.zero_grad()
             worst_db = min(worst_db, _worst_sqnr_db(linear))
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        return RecipeFinding(str(device), recipe.value, "impossible", str(error).splitlines()[0])
+        return "impossible", str(error).splitlines()[0]
     if worst_db < _ENOUGH_DB:
-        return RecipeFinding(str(device), recipe.value, "impossible", f"wrong results ({worst_db:.1f} dB)")
+        return "impossible", f"wrong results ({worst_db:.1f} dB)"
     verdict, how = _backend(config, device)
-    return RecipeFinding(str(device), recipe.value, verdict, f"{how}; worst gradient {worst_db:.1f} dB")
+    return verdict, f"{how}; worst gradient {worst_db:.1f} dB"
 
 
 def _backend(config: Float8LinearConfig, device: torch.device) -> tuple[str, str]:
@@ -93,10 +77,9 @@ def _backend(config: Float8LinearConfig, device: torch.device) -> tuple[str, str
 
 
 def _worst_sqnr_db(module: Float8Linear) -> float:
-    device = module.weight.device
     generator = torch.Generator().manual_seed(0)
-    input = torch.randn(_SIZE, _SIZE, generator=generator).to(device).requires_grad_()
-    grad_output = torch.randn(_SIZE, _SIZE, generator=generator).to(device)
+    input, grad_output = (torch.randn(_SIZE, _SIZE, generator=generator).to(module.weight.device) for _ in range(2))
+    input.requires_grad_()
     with torch.enable_grad():
         output = module(input)
         output.backward(grad_output)

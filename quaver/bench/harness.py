@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -14,10 +14,10 @@ import torch
 from quaver.devices import synchronize
 
 Input = TypeVar("Input")
+Name = TypeVar("Name", bound=Hashable)
 
 _SHORTEST_SAMPLE_S = 2e-3
 
-_TIMES_THE_CACHE = 2
 _UNKNOWN_CACHE_BYTES = 64 << 20
 _MOST_COPIES = 256
 _MOST_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}
@@ -40,13 +40,13 @@ class Timing:
 
 
 def time_alternating(
-    contestants: Mapping[str, Callable[[], object]],
+    contestants: Mapping[Name, Callable[[], object]],
     device: torch.device,
     *,
     rounds: int,
     warmup: int = 3,
     until_done: bool = True,
-) -> dict[str, Timing]:
+) -> dict[Name, Timing]:
     """Time each contestant once per round; each round starts with the next contestant.
 
     A sample is as many calls as take 2 ms together, so that the clock's resolution does not matter.
@@ -55,7 +55,7 @@ def time_alternating(
         until_done: wait for the device inside a sample; False stops the clock when the host has queued the work.
     """
     calls = {name: _calls_per_sample(function, device, warmup) for name, function in contestants.items()}
-    samples: dict[str, list[float]] = {name: [] for name in contestants}
+    samples: dict[Name, list[float]] = {name: [] for name in contestants}
     names = list(contestants)
     for turn in range(rounds):
         first = turn % len(names)
@@ -98,7 +98,7 @@ class Rotation(Generic[Input]):
 
     def __init__(self, make: Callable[[], Input], bytes_each: int, device: torch.device) -> None:
         """`make` is called once for each copy of `bytes_each` bytes; there is at least one copy."""
-        wanted = _TIMES_THE_CACHE * (last_level_cache_bytes(device) or _UNKNOWN_CACHE_BYTES)
+        wanted = 2 * (last_level_cache_bytes(device) or _UNKNOWN_CACHE_BYTES)
         copies = -(-min(wanted, _MOST_BYTES[device.type]) // max(1, bytes_each))
         self._inputs = [make() for _ in range(min(max(1, copies), _MOST_COPIES))]
         self._turn = 0

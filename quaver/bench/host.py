@@ -11,17 +11,54 @@ The contestants are those of `quaver bench linear`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quaver.bench.harness import time_alternating
-from quaver.bench.linear import linear_steps
-from quaver.bench.results import Row, Setup, contestant_rows, run_cases
+from quaver.bench.linear import LinearOptions
+from quaver.bench.results import Result, Row, contestant_rows
 from quaver.bench.shapes import Shape
 from quaver.bench.trace import count_kernels
+from quaver.trainer.config.settings import AtLeast1
+
+
+@dataclass(frozen=True)
+class Host(LinearOptions):
+    """What the forward and backward of a tiny linear cost the host."""
+
+    size: AtLeast1 = 16
+    """M, K and N of the linear."""
+
+    fields = ("mode", "precision", "median", "spread", "time_over_bfloat16", "operations", "kernels")
+
+    def measure(self) -> Result:
+        """Return a row for each mode and contestant.
+
+        `operations` is the sum of `operations_by_name`; both are None in compiled code, `kernels` is None on a CPU.
+        """
+        cases = product([Shape((self.size,) * 3)], self.modes)
+        return self.run_cases(cases, self._rows_of, dtype=str(self.torch_dtype))
+
+    def _rows_of(self, shape: Shape, mode: str) -> list[Row]:
+        steps = self.steps(shape, mode)
+        timings = time_alternating(steps, self.torch_device, rounds=self.rounds, until_done=False)
+        rows = []
+        for name, row in contestant_rows(timings).items():
+            operations = count_operations(steps[name]) if mode == "eager" else None
+            counts = {
+                "operations": None if operations is None else sum(operations.values()),
+                "kernels": count_kernels(steps[name], self.torch_device),
+                "operations_by_name": operations,
+            }
+            rows.append({"shape": str(shape), "mode": mode, **row, **counts})
+        return rows
+
+    def note(self, result: Result) -> str:
+        return f"{Shape((self.size,) * 3)}, dtype {result['dtype']}"
 
 
 class _Operations(TorchDispatchMode):
@@ -39,26 +76,3 @@ def count_operations(call: Callable[[], object]) -> dict[str, int]:
     with _Operations() as operations:
         call()
     return dict(operations.counts.most_common())
-
-
-def bench_host(setup: Setup, shape: Shape, recipes: Sequence[str], modes: Sequence[str]) -> dict[str, Any]:
-    """Run the benchmark; returns `results.result` of a row for each mode and contestant.
-
-    `operations` is the sum of `operations_by_name`; both are None in compiled code, `kernels` is None on a CPU.
-    """
-
-    def rows_of(shape: Shape, mode: str) -> list[Row]:
-        steps = linear_steps(setup, shape, recipes, mode)
-        timings = time_alternating(steps, setup.device, rounds=setup.rounds, until_done=False)
-        made = []
-        for name, row in contestant_rows(timings).items():
-            operations = count_operations(steps[name]) if mode == "eager" else None
-            counts = {
-                "operations": None if operations is None else sum(operations.values()),
-                "kernels": count_kernels(steps[name], setup.device),
-                "operations_by_name": operations,
-            }
-            made.append({"shape": str(shape), "mode": mode, **row, **counts})
-        return made
-
-    return run_cases("host", setup, product([shape], modes), rows_of, dtype=str(setup.dtype))

@@ -7,16 +7,17 @@ one call per step for a whole model, and is not timed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quaver.bench.harness import Rotation, time_alternating
+from quaver.bench.options import Modes, OperandOptions, Recipes, Shapes
 from quaver.bench.peer import is_peer_recipe, torchao_linear
-from quaver.bench.results import BFLOAT16, Row, Setup, contestant_rows, run_cases
+from quaver.bench.results import BFLOAT16, Result, Row, contestant_rows
 from quaver.bench.shapes import Shape
 from quaver.config import Float8LinearConfig
 from quaver.convert import convert_to_float8_training
@@ -26,12 +27,51 @@ Batch = tuple[Tensor, Tensor]
 """The input [M, K] of a linear and the gradient [M, N] of its output."""
 
 
-def bench_linear(setup: Setup, shapes: Sequence[Shape], recipes: Sequence[str], modes: Sequence[str]) -> dict[str, Any]:
-    """Run the benchmark; returns `results.result` of a row for each shape, mode and contestant."""
+@dataclass(frozen=True)
+class LinearOptions(Modes, Recipes, OperandOptions):
+    """The contestants of benchmarks of a linear."""
 
-    def rows_of(shape: Shape, mode: str) -> list[Row]:
-        steps = linear_steps(setup, shape, recipes, mode)
-        rows = contestant_rows(time_alternating(steps, setup.device, rounds=setup.rounds))
+    def steps(self, shape: Shape, mode: str) -> dict[str, Callable[[], None]]:
+        """Forward and backward of each contestant by name: "bfloat16", "quaver RECIPE", "torchao RECIPE"."""
+        device, dtype = self.torch_device, self.torch_dtype
+        m, k, n = shape.sizes
+
+        def plain() -> nn.Module:
+            return nn.Linear(k, n, bias=False, device=device, dtype=dtype)
+
+        modules: dict[str, nn.Module] = {BFLOAT16: plain().to(torch.bfloat16)}
+        for recipe in self.recipe_names:
+            config = Float8LinearConfig.from_recipe_name(recipe)
+            modules[f"quaver {recipe}"] = convert_to_float8_training(plain(), config=config)
+            if self.with_torchao and is_peer_recipe(recipe):
+                modules[f"torchao {recipe}"] = torchao_linear(plain(), recipe, device=device)
+        batches = _batches(m, k, n, device, dtype)
+        plain_batches = batches if dtype is torch.bfloat16 else _batches(m, k, n, device, torch.bfloat16)
+        steps = {}
+        for name, module in modules.items():
+            steps[name] = _step(module, mode, plain_batches if name == BFLOAT16 else batches)
+            steps[name]()
+            sync_float8_amax_and_scale_history(module)
+        return steps
+
+
+@dataclass(frozen=True)
+class Linear(Shapes, LinearOptions):
+    """Forward and backward of one linear, per recipe, against bfloat16 nn.Linear and torchao."""
+
+    shapes: str = "1024,16"
+
+    fields = (
+        *("shape", "mode", "library", "recipe", "median", "spread", "time_over_bfloat16"),
+        "torchao_time_over_this",
+    )
+
+    def measure(self) -> Result:
+        """Return a row for each shape, mode and contestant."""
+        return self.run_cases(product(self.parse_shapes(), self.modes), self._rows_of, dtype=str(self.torch_dtype))
+
+    def _rows_of(self, shape: Shape, mode: str) -> list[Row]:
+        rows = contestant_rows(time_alternating(self.steps(shape, mode), self.torch_device, rounds=self.rounds))
         made = []
         for row in rows.values():
             peer = rows.get(f"torchao {row['recipe']}") if row["library"] == "quaver" else None
@@ -39,36 +79,9 @@ def bench_linear(setup: Setup, shapes: Sequence[Shape], recipes: Sequence[str], 
             made.append({"shape": str(shape), "mode": mode, **row, "torchao_time_over_this": ratio})
         return made
 
-    return run_cases("linear", setup, product(shapes, modes), rows_of, dtype=str(setup.dtype))
 
-
-def linear_steps(setup: Setup, shape: Shape, recipes: Sequence[str], mode: str) -> dict[str, Callable[[], None]]:
-    """Forward and backward of each contestant by name: "bfloat16", "quaver RECIPE", "torchao RECIPE"."""
-    device, dtype = setup.device, setup.dtype
-
-    def plain() -> nn.Module:
-        return nn.Linear(shape.k, shape.n, bias=False, device=device, dtype=dtype)
-
-    modules: dict[str, nn.Module] = {BFLOAT16: plain().to(torch.bfloat16)}
-    for recipe in recipes:
-        config = Float8LinearConfig.from_recipe_name(recipe)
-        modules[f"quaver {recipe}"] = convert_to_float8_training(plain(), config=config)
-        if setup.with_torchao and is_peer_recipe(recipe):
-            modules[f"torchao {recipe}"] = torchao_linear(plain(), recipe, device=device)
-    batches = _batches(shape, device, dtype)
-    plain_batches = batches if dtype is torch.bfloat16 else _batches(shape, device, torch.bfloat16)
-    steps = {
-        name: _step(module, mode, plain_batches if name == BFLOAT16 else batches) for name, module in modules.items()
-    }
-    for name, module in modules.items():
-        steps[name]()
-        sync_float8_amax_and_scale_history(module)
-    return steps
-
-
-def _batches(shape: Shape, device: torch.device, dtype: torch.dtype) -> Rotation[Batch]:
-    input = torch.randn(shape.m, shape.k, device=device, dtype=dtype)
-    grad_output = torch.randn(shape.m, shape.n, device=device, dtype=dtype)
+def _batches(m: int, k: int, n: int, device: torch.device, dtype: torch.dtype) -> Rotation[Batch]:
+    input, grad_output = (torch.randn(m, width, device=device, dtype=dtype) for width in (k, n))
     return Rotation(lambda: (input.clone(), grad_output.clone()), input.nbytes + grad_output.nbytes, device)
 
 

@@ -9,15 +9,13 @@ forward and backward is what the module saves.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quaver.bench.harness import Rotation
+from quaver.bench.options import ModelOptions
 from quaver.bench.peer import convert_with_torchao
-from quaver.bench.shapes import MODELS
 from quaver.config import Float8LinearConfig
 from quaver.convert import convert_to_float8_training
 from quaver.delayed import float8_scaling_state, sync_float8_amax_and_scale_history
@@ -28,45 +26,7 @@ from quaver.trainer.optimizer import build_optimizer
 
 KINDS = ("linear", "ffn", "block")
 
-MODEL_NAMES = ("debug", *MODELS)
-
 _SMALL_LR = 1e-6  # the loss has no minimum, so a larger one would let the weights grow
-
-
-def model_of(name: str, *, divisor: int = 1) -> Model:
-    """A one-block model; `divisor` divides width, heads and feed-forward, and the size of a head stays.
-
-    Raises:
-        ValueError: the number of heads is not a multiple of the divisor.
-    """
-    model = replace(MODELS.get(name, Model()), n_layers=1)
-    if model.n_heads % divisor or model.hidden_dim % divisor:
-        raise ValueError(f"--divisor: expected a divisor of {name}'s {model.n_heads} heads, got {divisor}")
-    return replace(
-        model,
-        dim=model.dim // divisor,
-        n_heads=model.n_heads // divisor,
-        n_kv_heads=max(1, model.n_kv_heads // divisor),
-        hidden_dim=model.hidden_dim // divisor,
-    )
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The tokens of one step."""
-
-    sequences: int
-    seq_len: int
-
-    @property
-    def tokens(self) -> int:
-        return self.sequences * self.seq_len
-
-
-def sizes_of(name: str, model: Model, batch: Batch) -> dict[str, Any]:
-    """What a result says about its model, which is called `name`, and about the tokens of a step."""
-    sizes = {each: getattr(model, each) for each in ("dim", "n_heads", "n_kv_heads", "hidden_dim")}
-    return {"model": {"name": name, **sizes}, "batch": {**asdict(batch), "tokens": batch.tokens}}
 
 
 class Subject(nn.Module):
@@ -90,35 +50,18 @@ class Subject(nn.Module):
         return self.part(hidden)
 
 
-def build_subject(
-    kind: str, model: Model, precision: str, *, seq_len: int, device: torch.device, compiled: bool
-) -> Subject:
-    """A module in a precision: "bfloat16", "quaver RECIPE" or "torchao RECIPE"; all have the same weights."""
-    torch.manual_seed(0)
-    subject = Subject(kind, model, seq_len).to(device)
-    library, _, recipe = precision.partition(" ")
-    if library == "quaver":
-        convert_to_float8_training(subject, config=Float8LinearConfig.from_recipe_name(recipe))
-        fuse_producers(subject)
-    elif library == "torchao":
-        convert_with_torchao(subject, recipe, device=device)
-    if compiled:
-        subject.compile(fullgraph=True)
-    return subject
-
-
 class Step:
     """The optimizer step of a subject; each call is one."""
 
     def __init__(self, subject: Subject, sources: Rotation[Tensor], direction: Tensor) -> None:
         """`sources`: inputs [B, T, D] that require gradients; `direction`: the gradient of the output, in its shape."""
-        self.subject, self._sources, self._direction = subject, sources, direction
+        self.subject, self.sources, self.direction = subject, sources, direction
         self.optimizer = build_optimizer(subject, Optimizer(lr=_SMALL_LR))
         self._has_persistent_scales = bool(float8_scaling_state(subject))
 
     def __call__(self, forward_is_done: Callable[[], object] = lambda: None) -> None:
         """Forward, `forward_is_done()`, backward, optimizer step, and gradients set to None."""
-        source = self._sources.next()
+        source = self.sources.next()
         loss = self.forward(source)
         forward_is_done()
         loss.backward()
@@ -131,22 +74,44 @@ class Step:
     def forward(self, source: Tensor) -> Tensor:
         """The loss, whose gradient to the module's output is `direction`."""
         with torch.autocast(source.device.type, torch.bfloat16):
-            return (self.subject(source * 1.5) * self._direction).sum()
+            return (self.subject(source * 1.5) * self.direction).sum()
 
 
-def make_sources(kind: str, model: Model, batch: Batch, device: torch.device) -> Rotation[Tensor]:
-    """Inputs [B, T, D] as in a network: a block reads the residual stream, float32; the others a norm's bfloat16."""
+def make_steps(
+    kind: str, options: ModelOptions, precisions: list[str], device: torch.device, *, compiled: bool
+) -> dict[str, Step]:
+    """The steps of a module in each precision, "bfloat16", "quaver RECIPE" or "torchao RECIPE", on the same inputs.
+
+    Inputs [B, T, D] are as in a network: a block reads the residual stream, float32; the others a norm's bfloat16. The
+    gradient of the output is as small as a mean over tokens makes it.
+    """
+    model, (sequences, seq_len) = options.shape, options.batch
     dtype = torch.float32 if kind == "block" else torch.bfloat16
-    shape = (batch.sequences, batch.seq_len, model.dim)
 
-    def make() -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+    def random(width: int) -> Tensor:
+        return torch.randn(sequences, seq_len, width, device=device, dtype=dtype)
 
-    return Rotation(make, batch.tokens * model.dim * dtype.itemsize, device)
+    bytes_each = options.tokens * model.dim * dtype.itemsize
+    sources = Rotation(lambda: random(model.dim).requires_grad_(), bytes_each, device)
+    direction = random(model.hidden_dim if kind == "linear" else model.dim) / options.tokens
+    return {
+        precision: Step(build_subject(kind, model, precision, seq_len, device, compiled=compiled), sources, direction)
+        for precision in precisions
+    }
 
 
-def make_direction(kind: str, model: Model, batch: Batch, device: torch.device) -> Tensor:
-    """A gradient of a module's output, as small as a mean over tokens makes it."""
-    width = model.hidden_dim if kind == "linear" else model.dim
-    dtype = torch.float32 if kind == "block" else torch.bfloat16
-    return torch.randn(batch.sequences, batch.seq_len, width, device=device, dtype=dtype) / batch.tokens
+def build_subject(
+    kind: str, model: Model, precision: str, seq_len: int, device: torch.device, *, compiled: bool
+) -> Subject:
+    """A module in a precision; all precisions have the same weights."""
+    torch.manual_seed(0)
+    subject = Subject(kind, model, seq_len).to(device)
+    library, _, recipe = precision.partition(" ")
+    if library == "quaver":
+        convert_to_float8_training(subject, config=Float8LinearConfig.from_recipe_name(recipe))
+        fuse_producers(subject)
+    elif library == "torchao":
+        convert_with_torchao(subject, recipe, device=device)
+    if compiled:
+        subject.compile(fullgraph=True)
+    return subject

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +20,6 @@ RECIPES = (
     Float8LinearRecipeName.ROWWISE_WITH_GW_HP,
 )
 """The recipes that torchao also has."""
-
-
-def torchao_is_installed() -> bool:
-    """Whether torchao can be imported."""
-    return importlib.util.find_spec("torchao") is not None
-
-
-def torchao_version() -> str:
-    """The installed version of torchao."""
-    return importlib.metadata.version("torchao")
 
 
 def is_peer_recipe(recipe: str) -> bool:
@@ -60,21 +49,13 @@ def torchao_cast(float8_dtype: torch.dtype, dim: int | None, *, power_of_2: bool
         from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
         from torchao.float8.float8_training_tensor import LinearMMConfig
 
-    granularity = ScalingGranularity.TENSORWISE if dim is None else ScalingGranularity.AXISWISE
-    axis = {None: None, 0: 0, 1: -1}[dim]  # torchao accepts only -1 for the last dim
+    how: dict[str, Any] = {
+        "scaling_granularity": ScalingGranularity.TENSORWISE if dim is None else ScalingGranularity.AXISWISE,
+        "axiswise_dim": {None: None, 0: 0, 1: -1}[dim],  # torchao accepts only -1 for the last dim
+        "round_scales_to_power_of_2": power_of_2,
+    }
     gemms = LinearMMConfig()
-
-    def cast(hp: Tensor) -> Tensor:
-        return hp_tensor_to_float8_dynamic(
-            hp,
-            float8_dtype,
-            gemms,
-            scaling_granularity=granularity,
-            axiswise_dim=axis,
-            round_scales_to_power_of_2=power_of_2,
-        )._data
-
-    return cast
+    return lambda hp: hp_tensor_to_float8_dynamic(hp, float8_dtype, gemms, **how)._data
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What every benchmark returns and writes: its name, the machine and versions, and rows."""
+"""What every benchmark returns and writes: rows, the machine and the versions that they hold for, columns to print."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -15,51 +15,16 @@ from typing import Any
 import torch
 
 from quaver.bench.harness import Timing
-from quaver.bench.peer import torchao_version
 from quaver.kernels.exact_mm import has_bfloat16_units
 from quaver.trainer.run_folder import git_revision
 
 BFLOAT16 = "bfloat16"
 """The contestant that all ratios are to."""
 
-MODES = ("eager", "compiled")
-
 Row = dict[str, Any]
 
-
-@dataclass(frozen=True)
-class Setup:
-    """What every benchmark is told."""
-
-    device: torch.device
-    rounds: int
-    """Samples of each contestant; of a profile, the forwards and backwards in one trace."""
-    dtype: torch.dtype = torch.bfloat16
-    """Of the operands before quantization."""
-    with_torchao: bool = False
-    report: Callable[[str], None] = lambda line: None
-    """Gets a line about what is measured now."""
-
-
-def run_cases(
-    benchmark: str, setup: Setup, cases: Iterable[tuple[Any, ...]], rows_of: Callable[..., list[Row]], **about: Any
-) -> dict[str, Any]:
-    """Report and measure each case with `rows_of(*case)`; returns `result` of the rows of all.
-
-    Ctrl-C ends the benchmark and keeps the rows of the finished cases; without any it ends the program.
-    """
-    rows: list[Row] = []
-    is_complete = True
-    try:
-        for case in cases:
-            setup.report(", ".join(map(str, case)))
-            torch.compiler.reset()
-            rows += rows_of(*case)
-    except KeyboardInterrupt:
-        if not rows:
-            raise
-        is_complete = False
-    return result(benchmark, setup, rows, is_complete, **about)
+Result = dict[str, Any]
+"""See `options.DeviceOptions.result`."""
 
 
 def contestant_rows(timings: dict[str, Timing]) -> dict[str, Row]:
@@ -72,16 +37,60 @@ def contestant_rows(timings: dict[str, Timing]) -> dict[str, Row]:
     return rows
 
 
-def result(benchmark: str, setup: Setup, rows: list[Row], is_complete: bool, **about: Any) -> dict[str, Any]:
-    """{"benchmark", "environment", "complete", `about`, "rows"}, ready for JSON."""
-    surroundings = environment(setup.device) | ({"torchao": torchao_version()} if setup.with_torchao else {})
-    return {"benchmark": benchmark, "environment": surroundings, "complete": is_complete, **about, "rows": rows}
-
-
 def title_of(result: dict[str, Any]) -> str:
     """The machine, versions and commit of a result, as the title of its table."""
     about = result["environment"]
     return f"{about['device']}, {about['threads']} threads, torch {about['torch']}, {about['commit']}"
+
+
+_COLUMNS = {
+    "spread": ("p10 .. p90", ""),
+    "time_over_bfloat16": ("/ bfloat16", ".2f"),
+    "time_over_high_precision": ("/ high precision", ".2f"),
+    "torchao_time_over_this": ("torchao / this", ".2f"),
+    "tokens_per_s": ("tokens/s", ",.0f"),
+    "tflops_per_s": ("TFLOP/s", ".3g"),
+    "share_of_peak": ("of peak", ".0%"),
+    "floor_bytes_per_element": ("B/element, floor", "g"),
+    "gb_per_s": ("GB/s", ".2f"),
+    "share_of_copy": ("of copy", ".0%"),
+    "same_codes": ("codes", ""),
+    "contestant": ("operands", ""),
+    "resident_bytes": ("resident", ",.1f"),
+    "peak_bytes": ("peak", ",.1f"),
+    "tensor_peak_bytes": ("tensors", ",.1f"),
+    "kept_bytes": ("saved", ",.1f"),
+    "peak_over_bfloat16": ("peak / bfloat16", ".2f"),
+    "peak_over_high_precision": ("peak / high precision", ".2f"),
+}
+"""The title and the format of a field; any other is printed as it is, under its own name."""
+_UNKNOWN = {"torchao_time_over_this": "", "same_codes": "", "operations": "not counted", "kernels": "not counted"}
+"""The text of None; elsewhere "unknown"."""
+
+
+def table_of(rows: list[Row], fields: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """The titles and the cells of a table of these fields of rows, or of those that `_printable` adds."""
+    columns = {field: _COLUMNS.get(field, (field, "")) for field in fields}
+    cells = []
+    for row in map(_printable, rows):
+        values = ((row[field], form, _UNKNOWN.get(field, "unknown")) for field, (_, form) in columns.items())
+        cells.append([unknown if value is None else format(value, form) for value, form, unknown in values])
+    return [title for title, _ in columns.values()], cells
+
+
+def _printable(row: Row) -> Row:
+    """The row with bytes in MiB, and with the median, the spread, the precision and the sizes as text."""
+    median, low, high = (_duration(row["timing"][name]) for name in ("median_us", "p10_us", "p90_us"))
+    more: Row = {"median": median, "spread": f"{low} .. {high}"}
+    more["precision"] = row.get("precision") or " ".join(filter(None, (row.get("library"), row.get("recipe"))))
+    more["M x K x N"] = " x ".join(str(row[size]) for size in "mkn" if size in row)
+    more["same_codes"] = {True: "same", False: "others"}.get(row.get("same_codes"))
+    more |= {name: size / 2**20 for name, size in row.items() if name.endswith("_bytes") and size is not None}
+    return row | more
+
+
+def _duration(us: float) -> str:
+    return f"{us:,.1f} us" if us < 1e4 else f"{us / 1e3:,.1f} ms"
 
 
 def environment(device: torch.device) -> dict[str, Any]:

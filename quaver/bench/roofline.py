@@ -1,8 +1,7 @@
-"""The roofline of float8 linears (quaver/filters.py) for whole models, devices and recipes, beside measurements.
+"""The roofline of float8 linears (quaver/filters.py) for whole models, devices and recipes, next to measurements.
 
     result = predict(settings, read_measurements(path, settings.devices))
-    write_csv(result, folder / "roofline.csv")      a row for each layer
-    to_json(result)                                 settings, constants, whole models, comparisons
+    result.write(folder)      roofline.csv: a row per layer; roofline.json: settings, constants, models, measurements
 
 A model's linears take the sum of their times; `Total.step_speedup` is Amdahl's law for the share of a bfloat16 step
 that they take, which a profile measures (docs/profiling.md) and a roofline cannot.
@@ -12,12 +11,13 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from quaver.bench.roofline_layers import Layer, ModelLayers
+from quaver.bench.roofline_layers import ModelLayers
 from quaver.config import Float8LinearRecipeName
 from quaver.devices import DEVICE_SPECS, DeviceSpec, find_device_spec
 from quaver.filters import KERNEL_LAUNCH_S, MATMUL_SHARES, MEMORY_SHARE, LinearCost, LinearTime, linear_cost
@@ -32,7 +32,7 @@ _BFLOAT16_PARTS = ("output", "grad_input", "grad_weight", "launches")
 
 
 @dataclass(frozen=True)
-class Settings:
+class RooflineSettings:
     """What to predict. `tokens` is the M of the models' layers; `microbatches` is that of `linear_cost`."""
 
     devices: tuple[DeviceSpec, ...]
@@ -44,7 +44,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The speedup over bfloat16 in the same mode that one linear had in `quaver bench linear`."""
+    """The speedup over bfloat16 in the same mode that one linear had in `quaver bench linear`, and its prediction:
+    weights cast at each use, an input that no other linear reads.
+    """
 
     device: str
     m: int
@@ -53,33 +55,26 @@ class Measurement:
     recipe: str
     mode: str
     speedup: float
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A measurement and its prediction: weights cast at each use, an input that no other linear reads."""
-
-    measurement: Measurement
     predicted: float
 
     @property
     def error_percent(self) -> float:
         """How far the prediction is above the measurement."""
-        return 100 * (self.predicted / self.measurement.speedup - 1)
+        return 100 * (self.predicted / self.speedup - 1)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One kind of layer on one device with one recipe."""
+    """The layers of one shape of a model on one device with one recipe, each with an input of its own."""
 
-    device: str
-    recipe: str
+    model: str
+    layer: str
     m: int
     k: int
     n: int
+    device: str
+    recipe: str
     cost: LinearCost
-    model: str
-    layer: str
     measured: Measurement | None
 
 
@@ -109,12 +104,37 @@ class Total:
 
 @dataclass(frozen=True)
 class Roofline:
-    """All predictions, and the comparisons with measurements."""
+    """All predictions, and the measurements that they are compared with."""
 
-    settings: Settings
+    settings: RooflineSettings
     layers: tuple[Prediction, ...]
     totals: tuple[Total, ...]
-    comparisons: tuple[Comparison, ...]
+    measurements: tuple[Measurement, ...]
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write roofline.csv and roofline.json, and return them."""
+        table, summary = folder / "roofline.csv", folder / "roofline.json"
+        rows = [_csv_row(layer) for layer in self.layers]
+        with table.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+        summary.write_text(json.dumps(self.to_json(), indent=2) + "\n")
+        return [table, summary]
+
+    def to_json(self) -> dict[str, Any]:
+        """Settings, constants, whole models, and every measurement with its prediction."""
+        constants = {
+            "matmul_shares": {name: shares._asdict() for name, shares in MATMUL_SHARES.items()},
+            "memory_share": MEMORY_SHARE,
+            "kernel_launch_s": KERNEL_LAUNCH_S,
+        }
+        totals = []
+        for each in self.totals:
+            steps = {str(share): each.step_speedup(share) for share in LINEAR_SHARES}
+            totals.append({**asdict(each), "speedup": each.speedup, "step_speedup": steps})
+        comparisons = [{**asdict(each), "error_percent": each.error_percent} for each in self.measurements]
+        return {"settings": asdict(self.settings), "constants": constants, "totals": totals, "comparisons": comparisons}
 
 
 def specs_of(names: Sequence[str]) -> tuple[DeviceSpec, ...]:
@@ -133,64 +153,48 @@ def recipes_of(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(Float8LinearRecipeName(name).value for name in names))
 
 
-def predict(settings: Settings, measurements: Sequence[Measurement] = ()) -> Roofline:
+def predict(settings: RooflineSettings, measurements: Sequence[Measurement] = ()) -> Roofline:
     """Predict the models' layers and their sums.
 
     A layer gets its measured speedup only if that was measured under the predicted condition: weights cast at each use
     (`microbatches` is None). A compiled measurement is preferred to an eager one.
     """
-    known: dict[tuple[str, int, int, int, str], Measurement] = {}
-    if settings.microbatches is None:
+    m, microbatches = settings.tokens, settings.microbatches
+    known: dict[tuple[Any, ...], Measurement] = {}
+    if microbatches is None:
         for each in sorted(measurements, key=lambda each: each.mode != "compiled"):
             known.setdefault((each.device, each.m, each.k, each.n, each.recipe), each)
     layers: list[Prediction] = []
     totals = []
-    for spec in settings.devices:
-        for recipe in settings.recipes:
-            for model in settings.models:
-                layers += _layers(model, recipe, spec, settings, known)
-                totals.append(_total(model, recipe, spec, settings))
-    return Roofline(settings, tuple(layers), tuple(totals), tuple(compare(measurements)))
-
-
-def _layers(
-    model: ModelLayers,
-    recipe: str,
-    spec: DeviceSpec,
-    settings: Settings,
-    known: dict[tuple[str, int, int, int, str], Measurement],
-) -> Iterator[Prediction]:
-    """Each kind of float8 layer, with an input of its own: as it would be measured alone."""
-    m = settings.tokens
-    for name, (k, n) in merged_names(model).items():
-        cost = linear_cost(m, k, n, recipe, spec, microbatches=settings.microbatches)
-        measured = known.get((spec.name, m, k, n, recipe))
-        yield Prediction(spec.name, recipe, m, k, n, cost, model.name, name, measured)
+    for spec, recipe, model in product(settings.devices, settings.recipes, settings.models):
+        for name, (k, n) in merged_names(model).items():
+            cost = linear_cost(m, k, n, recipe, spec, microbatches=microbatches)
+            measured = known.get((spec.name, m, k, n, recipe))
+            layers.append(Prediction(model.name, name, m, k, n, spec.name, recipe, cost, measured))
+        totals.append(_total(model, recipe, spec, m, microbatches))
+    return Roofline(settings, tuple(layers), tuple(totals), tuple(measurements))
 
 
 def merged_names(model: ModelLayers) -> dict[str, tuple[int, int]]:
     """K and N of the float8 layers; layers of one shape are one entry: {"q,o": (4096, 4096), ...}."""
-    names: dict[tuple[int, int], list[str]] = {}
+    names: dict[tuple[int, int], dict[str, None]] = {}
     for layer in model.layers:
         if layer.in_float8:
-            short = layer.name.removesuffix("_proj")
-            of_shape = names.setdefault((layer.k, layer.n), [])
-            of_shape += [short] if short not in of_shape else []
+            names.setdefault((layer.k, layer.n), {})[layer.name.removesuffix("_proj")] = None
     return {",".join(of_shape): shape for shape, of_shape in names.items()}
 
 
-def _total(model: ModelLayers, recipe: str, spec: DeviceSpec, settings: Settings) -> Total:
-    def cost(layer: Layer, readers: int) -> LinearCost:
-        options = {"microbatches": settings.microbatches, "input_readers": readers}
-        return linear_cost(settings.tokens, layer.k, layer.n, recipe, spec, **options)  # type: ignore[arg-type]
-
+def _total(model: ModelLayers, recipe: str, spec: DeviceSpec, tokens: int, microbatches: int | None) -> Total:
     bfloat16 = alone = shared = 0.0
     for layer in model.layers:
-        each = cost(layer, 1)
-        plain_s = layer.count * each.bfloat16.total_s
+        by_itself, sharing = (
+            linear_cost(tokens, layer.k, layer.n, recipe, spec, microbatches=microbatches, input_readers=readers)
+            for readers in (1, layer.input_readers)
+        )
+        plain_s = layer.count * by_itself.bfloat16.total_s
         bfloat16 += plain_s
-        alone += layer.count * each.float8.total_s if layer.in_float8 else plain_s
-        shared += layer.count * cost(layer, layer.input_readers).float8.total_s if layer.in_float8 else plain_s
+        alone += layer.count * by_itself.float8.total_s if layer.in_float8 else plain_s
+        shared += layer.count * sharing.float8.total_s if layer.in_float8 else plain_s
     return Total(model.name, spec.name, recipe, bfloat16, alone, shared)
 
 
@@ -216,7 +220,10 @@ def read_measurements(path: Path, specs: Iterable[DeviceSpec]) -> list[Measureme
         raise ValueError(f"--measured {path}: measured on {spec.name}, which is not predicted; add it to --device")
     if dtype != "torch.bfloat16":
         raise ValueError(f"--measured {path}: expected operands of bfloat16, got {dtype}; run with --dtype bfloat16")
-    return [Measurement(spec.name, *shape, recipe, mode, speedup) for shape, recipe, mode, speedup in found]
+    return [
+        Measurement(spec.name, *shape, recipe, mode, speedup, linear_cost(*shape, recipe, spec).speedup)
+        for shape, recipe, mode, speedup in found
+    ]
 
 
 def _measurement(row: dict[str, Any]) -> tuple[tuple[int, int, int], str, str, float]:
@@ -224,63 +231,19 @@ def _measurement(row: dict[str, Any]) -> tuple[tuple[int, int, int], str, str, f
     return (m, k, n), str(row["recipe"]), str(row["mode"]), 1 / float(row["time_over_bfloat16"])
 
 
-def compare(measurements: Iterable[Measurement]) -> list[Comparison]:
-    """Each measurement with its prediction."""
-    comparisons = []
-    for each in measurements:
-        (spec,) = specs_of([each.device])
-        cost = linear_cost(each.m, each.k, each.n, each.recipe, spec)
-        comparisons.append(Comparison(each, cost.speedup))
-    return comparisons
-
-
-def _csv_row(prediction: Prediction) -> dict[str, Any]:
+def _csv_row(layer: Prediction) -> dict[str, Any]:
     """Times in microseconds; the parts of each precision follow the sums."""
-    cost, measured = prediction.cost, prediction.measured
-    row: dict[str, Any] = {name: getattr(prediction, name) for name in ("m", "k", "n", "device", "recipe")}
+    cost, measured = layer.cost, layer.measured
+    row: dict[str, Any] = {name: getattr(layer, name) for name in ("m", "k", "n", "device", "recipe")}
     row |= {"bf16_us": _us(cost.bfloat16.total_s), "fp8_us": _us(cost.float8.total_s), "speedup": f"{cost.speedup:.4f}"}
     row |= {f"bf16_{part}_us": _us(getattr(cost.bfloat16, f"{part}_s")) for part in _BFLOAT16_PARTS}
     row |= {f"fp8_{part}_us": _us(getattr(cost.float8, f"{part}_s")) for part in _PARTS}
-    row |= {"model": prediction.model, "layer": prediction.layer, "measured_speedup": "", "measured_mode": ""}
-    row["error_percent"] = ""
-    if measured is not None:
-        row |= {"measured_speedup": f"{measured.speedup:.4f}", "measured_mode": measured.mode}
-        row["error_percent"] = f"{100 * (cost.speedup / measured.speedup - 1):.1f}"
+    row |= {"model": layer.model, "layer": layer.layer}
+    row["measured_speedup"] = "" if measured is None else f"{measured.speedup:.4f}"
+    row["measured_mode"] = "" if measured is None else measured.mode
+    row["error_percent"] = "" if measured is None else f"{measured.error_percent:.1f}"
     return row
 
 
 def _us(seconds: float) -> str:
     return f"{1e6 * seconds:.2f}"
-
-
-def write_csv(roofline: Roofline, path: Path) -> None:
-    """Write the prediction of every layer."""
-    rows = [_csv_row(prediction) for prediction in roofline.layers]
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def to_json(roofline: Roofline) -> dict[str, Any]:
-    """Settings, constants, whole models, and every comparison with a measurement."""
-    return {
-        "settings": asdict(roofline.settings),
-        "constants": {
-            "matmul_shares": {name: shares._asdict() for name, shares in MATMUL_SHARES.items()},
-            "memory_share": MEMORY_SHARE,
-            "kernel_launch_s": KERNEL_LAUNCH_S,
-        },
-        "totals": [
-            {
-                **asdict(total),
-                "speedup": total.speedup,
-                "step_speedup": {str(share): total.step_speedup(share) for share in LINEAR_SHARES},
-            }
-            for total in roofline.totals
-        ],
-        "comparisons": [
-            {**asdict(each.measurement), "predicted": each.predicted, "error_percent": each.error_percent}
-            for each in roofline.comparisons
-        ],
-    }

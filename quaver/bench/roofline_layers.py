@@ -11,7 +11,7 @@ import torch
 from quaver.bench.shapes import MODELS
 from quaver.config import SHARED_INPUTS
 from quaver.convert import LayerReport
-from quaver.trainer.config import Float8, Model, TrainConfig
+from quaver.trainer.config import Float8, Model
 from quaver.trainer.config_io import load_config
 from quaver.trainer.float8 import convert_model
 from quaver.trainer.model import Llama, training_flops_per_token
@@ -63,7 +63,7 @@ def layers_of_config(path: Path) -> ModelLayers:
     Raises:
         ValueError, OSError: a missing or invalid file.
     """
-    config: TrainConfig = load_config(path)
+    config = load_config(path)
     split = config.parallelism.tensor_parallel_degree
     return _layers(path.stem, config.model, config.float8, seq_len=config.training.seq_len, split=split)
 
@@ -71,12 +71,8 @@ def layers_of_config(path: Path) -> ModelLayers:
 def _layers(name: str, shape: Model, float8: Float8, *, seq_len: int, split: int = 1) -> ModelLayers:
     with torch.device("meta"):
         model = Llama(shape)
-    which = Float8(
-        filter_fqns=float8.filter_fqns,
-        skip_first_layers=float8.skip_first_layers,
-        skip_last_layers=float8.skip_last_layers,
-    )
-    linears = convert_model(model, which, tokens=seq_len, device=torch.device("cpu")).layers
+    filters = {each: getattr(float8, each) for each in ("filter_fqns", "skip_first_layers", "skip_last_layers")}
+    linears = convert_model(model, Float8(**filters), tokens=seq_len, device=torch.device("cpu")).layers
     readers = Counter(_input_of(linear) for linear in linears)
     counts = Counter(_layer(linear, readers[_input_of(linear)], split) for linear in linears)
     layers = tuple(replace(layer, count=count) for layer, count in counts.items())

@@ -23,7 +23,7 @@ PIXELS = 61
 """Predictions along each axis."""
 LEVELS = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.6, 1.8, 2.0)
 """Of speedup: the edges of the colours."""
-COLORS = "PuOr"
+COLORS = matplotlib.colormaps["PuOr"]
 """Purple where float8 gains, orange where it loses: distinct in every kind of colour vision."""
 _OUTLINE = [matplotlib.patheffects.withStroke(linewidth=2.2, foreground="white")]
 
@@ -63,9 +63,8 @@ def _draw_speedups(axis: Any, recipe: str, spec: DeviceSpec, microbatches: int |
     speedups = np.array(
         [[linear_cost(m, k, k, recipe, spec, microbatches=microbatches).speedup for k in sizes] for m in tokens]
     )
-    colors = matplotlib.colormaps[COLORS]
-    norm = BoundaryNorm(LEVELS, colors.N, extend="both")
-    mesh = axis.contourf(sizes, tokens, speedups, levels=LEVELS, cmap=colors, norm=norm, extend="both")
+    norm = BoundaryNorm(LEVELS, COLORS.N, extend="both")
+    mesh = axis.contourf(sizes, tokens, speedups, levels=LEVELS, cmap=COLORS, norm=norm, extend="both")
     others = [level for level in LEVELS if level != 1]
     lines = axis.contour(sizes, tokens, speedups, levels=others, colors="0.25", linewidths=0.5)
     border = axis.contour(sizes, tokens, speedups, levels=[1.0], colors="black", linewidths=2.2)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
 from quaver.trainer.config import Model
 
@@ -14,106 +13,103 @@ MODELS = {
 }
 """Llama 3, as published."""
 
+MODEL_NAMES = ("debug", *MODELS)
+
 
 @dataclass(frozen=True)
 class Shape:
-    """One linear: `m` tokens, `k` input features, `n` output features."""
+    """The sizes of a linear, M tokens x K inputs x N outputs, or of a matrix, rows x columns."""
 
-    name: str
-    m: int
-    k: int
-    n: int
-
-    def __str__(self) -> str:
-        return f"{self.m} x {self.k} x {self.n}" + (f" ({self.name})" if self.name else "")
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """One operand of a linear: `rows` x `columns`."""
-
-    name: str
-    rows: int
-    columns: int
+    sizes: tuple[int, ...]
+    layer: str = ""
+    """The layer of a model that has them."""
 
     def __str__(self) -> str:
-        return f"{self.rows} x {self.columns}" + (f" ({self.name})" if self.name else "")
+        return " x ".join(map(str, self.sizes)) + (f" ({self.layer})" if self.layer else "")
 
 
-Parsed = TypeVar("Parsed", Shape, Matrix)
+def model_of(name: str, *, divisor: int = 1) -> Model:
+    """A one-block model; `divisor` divides width, heads and feed-forward, and the size of a head stays.
+
+    Raises:
+        ValueError: the number of heads is not a multiple of the divisor.
+    """
+    model = replace(MODELS.get(name, Model()), n_layers=1)
+    if model.n_heads % divisor or model.hidden_dim % divisor:
+        raise ValueError(f"--divisor: expected a divisor of {name}'s {model.n_heads} heads, got {divisor}")
+    return replace(
+        model,
+        dim=model.dim // divisor,
+        n_heads=model.n_heads // divisor,
+        n_kv_heads=max(1, model.n_kv_heads // divisor),
+        hidden_dim=model.hidden_dim // divisor,
+    )
 
 
-def parse_shapes(text: str, *, tokens: int, divisor: int = 1) -> list[Shape]:
-    """Read "1024", "512x1024x4096", "llama-8b", or several of them separated by commas.
+def parse_linears(text: str, *, tokens: int, divisor: int = 1) -> list[Shape]:
+    """Read "1024" (a cube), "512x1024x4096" (M x K x N), "llama-8b" (its linears), or several separated by commas.
 
     Args:
-        text: a number is a cube; three numbers are M x K x N; a model's name is all of its linears.
         tokens: M of the linears of a model.
         divisor: divides K and N of a model's linears, to fit a small machine.
     Raises:
         ValueError: anything else, with the choices; or a divisor above a width of the model.
     """
 
-    def of_model(word: str) -> list[Shape]:
-        layers = {name: [_divided(word, width, divisor) for width in shape] for name, shape in _linears(word).items()}
-        return [Shape(f"{_scaled(word, divisor)} {name}", tokens, k, n) for name, (k, n) in layers.items()]
+    def of_model(name: str) -> list[Shape]:
+        layers = _linears(name).items()
+        return [
+            Shape(
+                (tokens, _divided(name, k, divisor), _divided(name, n, divisor)),
+                f"{scaled_name(name, divisor)} {layer}",
+            )
+            for layer, (k, n) in layers
+        ]
 
-    expected = "a size such as 1024, M x K x N such as 512x1024x4096"
-    return _parse(text, "shape", 3, lambda m, k, n: Shape("", m, k, n), of_model, expected)
+    return _parse(text, "shape", 3, "M x K x N such as 512x1024x4096", of_model)
 
 
-def parse_matrices(text: str, *, tokens: int, divisor: int = 1) -> list[Matrix]:
-    """Read "1024", "512x4096", "llama-8b", or several of them separated by commas.
+def parse_matrices(text: str, *, tokens: int, divisor: int = 1) -> list[Shape]:
+    """Read "1024" (a square), "512x4096" (rows x columns), "llama-8b" (the inputs of its linears), or several.
 
-    Args:
-        text: a number is a square; two numbers are rows x columns; a model's name is the inputs of its linears.
-        tokens: rows of the inputs of a model's linears.
-        divisor: divides the columns of a model's inputs.
-    Raises:
-        ValueError: anything else, with the choices; or a divisor above a width of the model.
+    The arguments and errors are those of `parse_linears`.
     """
 
-    def of_model(word: str) -> list[Matrix]:
-        widths = dict.fromkeys(_divided(word, k, divisor) for k, _ in _linears(word).values())
-        return [Matrix(f"{_scaled(word, divisor)} input", tokens, width) for width in widths]
+    def of_model(name: str) -> list[Shape]:
+        widths = dict.fromkeys(_divided(name, k, divisor) for k, _ in _linears(name).values())
+        return [Shape((tokens, width), f"{scaled_name(name, divisor)} input") for width in widths]
 
-    expected = "a size such as 1024, rows x columns such as 512x4096"
-    return _parse(text, "matrix", 2, lambda rows, columns: Matrix("", rows, columns), of_model, expected)
+    return _parse(text, "matrix", 2, "rows x columns such as 512x4096", of_model)
 
 
-def _parse(
-    text: str,
-    what: str,
-    sizes: int,
-    make: Callable[..., Parsed],
-    of_model: Callable[[str], list[Parsed]],
-    expected: str,
-) -> list[Parsed]:
-    parsed: list[Parsed] = []
+def _parse(text: str, what: str, count: int, form: str, of_model: Callable[[str], list[Shape]]) -> list[Shape]:
+    parsed: list[Shape] = []
     for word in (each.strip().lower() for each in text.split(",")):
         numbers = word.split("x")
         if word in MODELS:
             parsed += of_model(word)
-        elif len(numbers) in (1, sizes) and all(number.isdecimal() and int(number) for number in numbers):
-            parsed.append(make(*map(int, (numbers * sizes)[:sizes])))
+        elif len(numbers) in (1, count) and all(number.isdecimal() and int(number) for number in numbers):
+            parsed.append(Shape(tuple(map(int, (numbers * count)[:count]))))
         else:
-            raise ValueError(f"{what} {word!r}: expected {expected}, or one of {', '.join(MODELS)}")
+            models = ", ".join(MODELS)
+            raise ValueError(f"{what} {word!r}: expected a size such as 1024, {form}, or one of {models}")
     return parsed
 
 
-def _linears(model: str) -> dict[str, tuple[int, int]]:
+def _linears(name: str) -> dict[str, tuple[int, int]]:
     """K and N of the linears of a block; linears of one shape are one entry."""
-    shape = MODELS[model]
+    shape = MODELS[name]
     kv_dim = shape.n_kv_heads * shape.head_dim
-    names = {"q,o": (shape.dim, shape.dim), "k,v": (shape.dim, kv_dim)}
-    return names | {"gate,up": (shape.dim, shape.hidden_dim), "down": (shape.hidden_dim, shape.dim)}
+    layers = {"q,o": (shape.dim, shape.dim), "k,v": (shape.dim, kv_dim)}
+    return layers | {"gate,up": (shape.dim, shape.hidden_dim), "down": (shape.hidden_dim, shape.dim)}
 
 
-def _scaled(model: str, divisor: int) -> str:
-    return f"{model}/{divisor}" if divisor > 1 else model
+def scaled_name(name: str, divisor: int) -> str:
+    """The name of a model whose widths are divided."""
+    return f"{name}/{divisor}" if divisor > 1 else name
 
 
-def _divided(model: str, width: int, divisor: int) -> int:
+def _divided(name: str, width: int, divisor: int) -> int:
     if divisor > width:
-        raise ValueError(f"--divisor: expected at most {width}, a width of {model}, got {divisor}")
+        raise ValueError(f"--divisor: expected at most {width}, a width of {name}, got {divisor}")
     return width // divisor

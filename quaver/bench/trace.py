@@ -10,9 +10,9 @@ import gzip
 import json
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -41,8 +41,7 @@ class Range:
         return [self.name, *(self.parent.names_outwards() if self.parent else ())]
 
 
-@dataclass(frozen=True)
-class Kernel:
+class Kernel(NamedTuple):
     """A kernel, copy or fill on the device, and the host range that launched it, if known."""
 
     name: str
@@ -50,12 +49,11 @@ class Kernel:
     launched_in: Range | None
 
 
-@dataclass
-class Trace:
+class Trace(NamedTuple):
     """The work of a profiled call."""
 
-    ranges: list[Range] = field(default_factory=list)
-    kernels: list[Kernel] = field(default_factory=list)
+    ranges: list[Range]
+    kernels: list[Kernel]
 
 
 def record_trace(call: Callable[[], object], device: torch.device, path: Path) -> Trace:
@@ -81,21 +79,24 @@ def read_trace(path: Path) -> Trace:
     """The ranges and kernels of a Chrome trace that torch.profiler wrote."""
     text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     events = [event for event in json.loads(text)["traceEvents"] if event.get("ph") == "X"]
+
+    def of(categories: tuple[str, ...]) -> list[dict[str, Any]]:
+        return [event for event in events if event.get("cat") in categories]
+
     ranges = [
         Range(event["name"], event.get("tid"), event["ts"], event["ts"] + event["dur"])
-        for event in events
-        if event.get("cat") in _RANGES and not event["name"].startswith("ProfilerStep")
+        for event in of(_RANGES)
+        if not event["name"].startswith("ProfilerStep")
     ]
     _nest(ranges)
-    launches = {
+    launched_in = {
         event["args"]["correlation"]: _innermost(ranges, event.get("tid"), event["ts"])
-        for event in events
-        if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
+        for event in of(_LAUNCHES)
+        if "correlation" in event.get("args", {})
     }
     kernels = [
-        Kernel(event["name"], event["dur"], launches.get(event.get("args", {}).get("correlation")))
-        for event in events
-        if event.get("cat") in _DEVICE_WORK
+        Kernel(event["name"], event["dur"], launched_in.get(event.get("args", {}).get("correlation")))
+        for event in of(_DEVICE_WORK)
     ]
     return Trace(ranges, kernels)
 

@@ -9,15 +9,16 @@ run is long enough that no timed step is one of `float8.last_steps_high_precisio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 
 from quaver.bench.harness import Timing
-from quaver.bench.results import Row, Setup, result
+from quaver.bench.options import BenchOptions, Recipes
+from quaver.bench.results import Result, Row
 from quaver.trainer.config import TrainConfig
+from quaver.trainer.config.settings import NotNegative
 from quaver.trainer.initialize import allocate, initialize
 from quaver.trainer.model import Llama
 from quaver.trainer.parallel_dims import ParallelDims
@@ -28,76 +29,91 @@ from quaver.trainer.run_setup import RunSetup, make_models, set_up_run
 from quaver.trainer.train import MEMORY_STEP
 from quaver.trainer.trained_model import TrainedModel
 
-LEAST_WARMUP = MEMORY_STEP
-
 _MOST_COMPILED_VARIANTS = 64
 """Of one block: every precision is one, and torch gives up after 8."""
 
+Planned = tuple[TrainConfig, dict[str, Llama]]
+Subject = tuple[RunSetup, list[Planned]]
+
 
 @dataclass(frozen=True)
-class Subject:
-    """The plan of the first recipe; for each recipe its settings and its models by name, without storage."""
-
-    plan: RunSetup
-    models: list[tuple[TrainConfig, dict[str, Llama]]]
-
-
-def prepare(config: TrainConfig, recipes: Sequence[str], *, steps: int) -> Subject:
-    """Check that every recipe can train with `config`, and read the data.
-
-    Raises:
-        ValueError, NotImplementedError, OSError, MissingDeviceError: as `quaver train` does, before anything runs.
+class Train(Recipes, BenchOptions):
+    """Steps of quaver train in high precision and in each recipe. The flags of quaver train are accepted too; the
+    default config is train_configs/llama3_debug.toml.
     """
-    configs = [_config_of(config, recipe, steps, compare=number == 0) for number, recipe in enumerate(recipes)]
-    plan = set_up_run(configs[0], Ranks())
-    others = [(each, make_models(each, plan.device).by_name) for each in configs[1:]]
-    return Subject(plan, [(plan.config, plan.models.by_name), *others])
+
+    warmup: NotNegative = 3
+    """Steps before the timed ones (--rounds)."""
+
+    fields = (
+        *("precision", "median", "spread", "tokens_per_s", "time_over_high_precision"),
+        *("peak_bytes", "peak_over_high_precision"),
+    )
+
+    def check(self) -> None:
+        """Refuse a warm-up in which memory is not measured."""
+        super().check()
+        if self.warmup < MEMORY_STEP:
+            raise ValueError(f"--warmup: expected {MEMORY_STEP} or more, got {self.warmup}: memory is measured in it")
+
+    def set_up(self, config: TrainConfig) -> Subject:
+        """Check that every recipe can train with `config`, and read the data.
+
+        Returns:
+            The plan of the first recipe; for each recipe its settings and its models by name, without storage.
+        Raises:
+            ValueError, NotImplementedError, OSError, MissingDeviceError: as `quaver train` does.
+        """
+        configs = [self._config_of(config, recipe) for recipe in self.recipe_names]
+        configs[0] = replace(configs[0], job=replace(config.job, compare=True))
+        plan = set_up_run(configs[0], Ranks())
+        others = [(each, make_models(each, plan.device).by_name) for each in configs[1:]]
+        return plan, [(plan.config, plan.models.by_name), *others]
+
+    def _config_of(self, config: TrainConfig, recipe: str) -> TrainConfig:
+        float8 = replace(config.float8, enable_float8_linear=True, recipe_name=recipe)
+        steps = self.warmup + self.rounds + float8.last_steps_high_precision
+        training = replace(config.training, steps=max(steps, config.training.steps))
+        return replace(config, float8=float8, training=training, job=replace(config.job, compare=False))
+
+    def measure_steps(self, subject: Subject) -> Result:
+        """Train; return a row for each precision, with ratios to the high-precision dtype.
+
+        Raises:
+            NonFiniteError: as `quaver train` does.
+        """
+        plan, planned = subject
+        config, tokens = plan.config, plan.config.training.step_tokens
+        recompiles = torch._dynamo.config.patch(recompile_limit=_MOST_COMPILED_VARIANTS)
+        with recompiles, determinism(config.training.deterministic):
+            models = _models_of(plan, planned)
+            names = ", ".join(model.name for model in models)
+            print(f"{names}: {self.warmup} + {self.rounds} steps of {tokens} tokens", flush=True)
+            seconds: dict[str, list[float]] = {model.name: [] for model in models}
+            is_complete = True
+            try:
+                for step, model, took in _train(models, plan, self.warmup + self.rounds):
+                    if step > self.warmup:
+                        seconds[model.name].append(took)
+            except KeyboardInterrupt:
+                if not all(seconds.values()):
+                    raise
+                is_complete = False
+        timings = {name: Timing.of(times) for name, times in seconds.items()}
+        rows = [_row(model, timings, models[0], tokens) for model in models]
+        parameters = sum(parameter.numel() for parameter in models[0].model.parameters())
+        about = {"parameters": parameters, "step_tokens": tokens, "config": asdict(config)}
+        return replace(self, device=plan.device.type).result(rows, is_complete, **about)
+
+    def note(self, result: Result) -> str:
+        sources = "; ".join(dict.fromkeys(row["peak_source"] for row in result["rows"]))
+        return f"{result['parameters']:,} parameters, {result['step_tokens']:,} tokens a step; MiB: {sources}"
 
 
-def _config_of(config: TrainConfig, recipe: str, steps: int, *, compare: bool) -> TrainConfig:
-    float8 = replace(config.float8, enable_float8_linear=True, recipe_name=recipe)
-    steps_needed = steps + float8.last_steps_high_precision
-    training = replace(config.training, steps=max(steps_needed, config.training.steps))
-    return replace(config, float8=float8, training=training, job=replace(config.job, compare=compare))
-
-
-def bench_train(setup: Setup, subject: Subject, *, warmup: int) -> dict[str, Any]:
-    """Train; returns `results.result` of a row for each precision, with ratios to the high-precision dtype.
-
-    Args:
-        setup: `rounds` timed steps of each precision; the device is that of the config.
-        warmup: untimed steps before them, at least LEAST_WARMUP.
-    Raises:
-        NonFiniteError: as `quaver train` does.
-    """
-    plan = subject.plan
-    config = plan.config
-    tokens = config.training.step_tokens
-    recompiles = torch._dynamo.config.patch(recompile_limit=_MOST_COMPILED_VARIANTS)
-    with recompiles, determinism(config.training.deterministic):
-        models = _models_of(subject)
-        names = ", ".join(model.name for model in models)
-        setup.report(f"{names}: {warmup} + {setup.rounds} steps of {tokens} tokens")
-        seconds: dict[str, list[float]] = {model.name: [] for model in models}
-        is_complete = True
-        try:
-            _train(models, seconds, plan, warmup, setup.rounds)
-        except KeyboardInterrupt:
-            if not all(seconds.values()):
-                raise
-            is_complete = False
-    timings = {name: Timing.of(times) for name, times in seconds.items()}
-    rows = [_row(model, timings, models[0], tokens) for model in models]
-    parameters = sum(parameter.numel() for parameter in models[0].model.parameters())
-    about: dict[str, Any] = {"parameters": parameters, "step_tokens": tokens, "config": asdict(config)}
-    return result("train", replace(setup, device=plan.device), rows, is_complete, **about)
-
-
-def _models_of(subject: Subject) -> list[TrainedModel]:
+def _models_of(plan: RunSetup, planned: list[Planned]) -> list[TrainedModel]:
     """The models with storage, the high-precision one first."""
-    plan = subject.plan
     models = []
-    for config, by_name in subject.models:
+    for config, by_name in planned:
         for name, model in by_name.items():
             parallelize(model, config, None)
             allocate(model, plan.device)
@@ -106,19 +122,15 @@ def _models_of(subject: Subject) -> list[TrainedModel]:
     return sorted(models, key=lambda model: model.name != plan.config.training.mixed_precision_param)
 
 
-def _train(
-    models: Sequence[TrainedModel], seconds: dict[str, list[float]], plan: RunSetup, warmup: int, rounds: int
-) -> None:
-    """Append the seconds of each timed step to the list of its precision."""
+def _train(models: list[TrainedModel], plan: RunSetup, steps: int) -> Iterator[tuple[int, TrainedModel, float]]:
+    """Yield each step of each model, and its seconds."""
     training = plan.config.training
-    for step in range(1, warmup + rounds + 1):
+    for step in range(1, steps + 1):
         batches = plan.data.step_batches(training, (step - 1) * training.step_batch_size, ParallelDims())
         batches = [batch.to(plan.device) for batch in batches]
         first = step % len(models)
         for model in (*models[first:], *models[:first]):
-            done = model.train_step(step, batches, measure_memory=step == MEMORY_STEP)
-            if step > warmup:
-                seconds[model.name].append(done.seconds)
+            yield step, model, model.train_step(step, batches, measure_memory=step == MEMORY_STEP).seconds
 
 
 def _row(model: TrainedModel, timings: dict[str, Timing], plain: TrainedModel, tokens: int) -> Row:

@@ -1,10 +1,11 @@
 """The `quaver` command: one file per verb, imported when it is asked for."""
 
+import importlib
 import os
 import sys
 from importlib.metadata import version
 
-from quaver.cli.dispatch import dispatch
+from quaver.cli.dispatch import find_verb
 from quaver.cli.errors import EXIT_INTERRUPTED
 
 VERBS = {
@@ -30,7 +31,10 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     usage = "quaver VERB [options]      quaver VERB --help      quaver --version"
     try:
-        return dispatch(__name__, VERBS, words, kind="command", usage=usage)
+        verb = find_verb(VERBS, words, kind="command", usage=usage)
+        if isinstance(verb, int):
+            return verb
+        return importlib.import_module(f"{__name__}.{verb.replace('-', '_')}").run(words[1:])
     except SystemExit as stopped:  # a verb's --help
         if stopped.code:
             raise

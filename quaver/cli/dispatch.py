@@ -1,17 +1,8 @@
-"""From a word to the file of its verb, which is imported only then."""
+"""Finds the verb among the words of a command line; lists the verbs, or names the nearest one."""
 
 import difflib
-import importlib
 
 from quaver.cli.errors import EXIT_BAD_INPUT, print_error
-
-
-def dispatch(package: str, verbs: dict[str, str], words: list[str], *, kind: str, usage: str) -> int:
-    """Run the verb that `words` begin with, from the module of its name in `package`, and return its exit code."""
-    verb = find_verb(verbs, words, kind=kind, usage=usage)
-    if isinstance(verb, int):
-        return verb
-    return importlib.import_module(f"{package}.{verb.replace('-', '_')}").run(words[1:])
 
 
 def find_verb(verbs: dict[str, str], words: list[str], *, kind: str, usage: str) -> str | int:

@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 
-from quaver.bench.doctor import Diagnosis, diagnose
+from quaver.bench.doctor import diagnose
 from quaver.cli.console import make_table, wide_console
 from quaver.cli.errors import bad_input
 from quaver.trainer.config.flags import parse_options
@@ -24,18 +24,14 @@ def run(argv: list[str]) -> int:
     """Print what this machine can do; 0 if every recipe runs on every device, 1 if one does not."""
     with bad_input():
         options = parse_options(Doctor, argv, prog="quaver doctor")
-    diagnosis = diagnose(try_compile=options.compile)
+    found = diagnose(try_compile=options.compile)
     if options.json:
-        print(json.dumps(diagnosis.to_dict(), indent=2))
+        print(json.dumps(found, indent=2))
     else:
-        _print(diagnosis)
-    return 0 if diagnosis.ok else 1
-
-
-def _print(diagnosis: Diagnosis) -> None:
-    console = wide_console(100)
-    for name, text in {**diagnosis.versions, **diagnosis.devices, "torch.compile": diagnosis.compile}.items():
-        console.print(f"{name:<14} {text}")
-    columns = ("device", "recipe", "float8 matmul", "how")
-    rows = [(each.device, each.recipe, each.verdict, each.detail) for each in diagnosis.recipes]
-    console.print(make_table(None, columns, rows=rows, wrapped=columns))
+        console = wide_console(100)
+        for name, text in {**found["versions"], **found["devices"], "torch.compile": found["compile"]}.items():
+            console.print(f"{name:<14} {text}")
+        columns = ("device", "recipe", "float8 matmul", "how")
+        rows = [each.values() for each in found["recipes"]]
+        console.print(make_table(None, columns, rows=rows, wrapped=columns))
+    return 0 if found["ok"] else 1

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from quaver.cli.console import make_table, wide_console
 from quaver.cli.errors import bad_input
-from quaver.trainer.config.flags import split_flags
+from quaver.cli.run_flags import split_options
 from quaver.trainer.config.settings import AtLeast1, Settings
 from quaver.trainer.config_io import load_config, parse_arguments
 from quaver.trainer.dry_run import DryRun, dry_run
@@ -25,8 +25,8 @@ class DryRunOptions(Settings):
 def dry_run_verb(argv: list[str]) -> int:
     """Print what `quaver train` with the other words of `argv` would be; 0, or 2 for bad input."""
     with bad_input():
-        values, words = split_flags(DryRunOptions, argv)
-        result = dry_run(load_config(*parse_arguments(words)), DryRunOptions(**values).ranks)
+        options, words = split_options(DryRunOptions, argv, prog="")
+        result = dry_run(load_config(*parse_arguments(words)), options.ranks)
     _print(result)
     return 0
 

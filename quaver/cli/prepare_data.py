@@ -1,7 +1,6 @@
 """`quaver prepare-data [CONFIG.toml] [--section.field value ...]`: makes the tokens of `quaver train` ahead of it."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from quaver.cli.errors import bad_input
 from quaver.trainer.config import Data
@@ -27,20 +26,14 @@ def run(argv: list[str]) -> int:
     with bad_input():
         config_path, flags = parse_arguments(argv)
         data = load_data(load_config(config_path, flags), check=True)
-    for line in _lines(data.origin):
-        print(line)
+    origin = data.origin
+    print(f"source       {origin['path']}: {origin['files']:,} files, {origin['other_files']:,} others not read")
+    print(f"tokenizer    {origin['tokenizer']}: {origin['vocab_size']:,} tokens, {origin['eos_id']} ends a document")
+    for split in ("train", "validation"):
+        print(f"{split:<12} {origin[f'{split}_documents']:,} documents, {origin[f'{split}_tokens']:,} tokens")
+    print(f"left out     {origin['empty']:,} empty, {origin['corrupt']:,} corrupt")
+    for place in origin["corrupt_places"]:
+        print(f"  {place}")
+    print(f"sha256       {origin['sha256']}")
+    print(f"kept in      {origin['cache']}")
     return 0
-
-
-def _lines(origin: dict[str, Any]) -> list[str]:
-    lines = [
-        f"source       {origin['path']}: {origin['files']:,} files, {origin['other_files']:,} others not read",
-        f"tokenizer    {origin['tokenizer']}: {origin['vocab_size']:,} tokens, {origin['eos_id']} ends a document",
-        *(
-            f"{split:<12} {origin[f'{split}_documents']:,} documents, {origin[f'{split}_tokens']:,} tokens"
-            for split in ("train", "validation")
-        ),
-        f"left out     {origin['empty']:,} empty, {origin['corrupt']:,} corrupt",
-    ]
-    lines += [f"  {place}" for place in origin["corrupt_places"]]
-    return [*lines, f"sha256       {origin['sha256']}", f"kept in      {origin['cache']}"]

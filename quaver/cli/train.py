@@ -44,7 +44,7 @@ def run(argv: list[str]) -> int:
     with _agreed_input(ranks) as told:
         config_path, flags = parse_arguments(argv)
         plan = set_up_run(load_config(config_path, flags), ranks)
-        told.fingerprint = plan.fingerprint
+        told.append(plan.fingerprint)
     try:
         with _agreed_input(ranks):
             open_folder(plan)
@@ -58,22 +58,19 @@ def run(argv: list[str]) -> int:
         plan.release()
 
 
-@dataclass
-class _Told:
-    """What the ranks compare of their inputs."""
-
-    fingerprint: str = ""
-
-
 @contextmanager
-def _agreed_input(ranks: Ranks) -> Iterator[_Told]:
-    """Leave the block once every rank has; if the input was bad on one, with SystemExit(2) on all and one line."""
-    told, error = _Told(), None
+def _agreed_input(ranks: Ranks) -> Iterator[list[str]]:
+    """Leave the block once every rank has; if the input was bad on one, with SystemExit(2) on all and one line.
+
+    The ranks compare the strings that the block appends to the list.
+    """
+    told: list[str] = []
+    error = None
     try:
         yield told
     except BAD_INPUT as found:
         error = found
-    verdict = ranks.agree(str(error or ""), told.fingerprint)
+    verdict = ranks.agree(str(error or ""), "".join(told))
     if verdict:
         if ranks.is_first:
             print_error(verdict)
@@ -81,25 +78,15 @@ def _agreed_input(ranks: Ranks) -> Iterator[_Told]:
 
 
 def _train(plan: RunSetup) -> int:
-    ended_by: dict[type[RuntimeError], int] = {
-        NonFiniteError: EXIT_NONFINITE,
-        CheckpointError: EXIT_NOT_WRITTEN,
-        OutputError: EXIT_NOT_WRITTEN,
-    }
+    exit_code = EXIT_BAD_INPUT  # of a checkpoint that cannot be resumed
     try:
         run = build(plan)
-    except CheckpointError as error:
-        if plan.ranks.is_first:
-            print_error(error)
-        return EXIT_BAD_INPUT
-    except OutputError as error:
-        if plan.ranks.is_first:
-            print_error(error)
-        return EXIT_NOT_WRITTEN
-    try:
+        exit_code = EXIT_NOT_WRITTEN
         summary = train(run)
-    except tuple(ended_by) as error:
+    except (NonFiniteError, CheckpointError, OutputError) as error:
         if plan.ranks.is_first:
             print_error(error)
-        return ended_by[type(error)]
+        if isinstance(error, NonFiniteError):
+            return EXIT_NONFINITE
+        return EXIT_NOT_WRITTEN if isinstance(error, OutputError) else exit_code
     return EXIT_INTERRUPTED if summary["status"] == "interrupted" else 0

@@ -1,17 +1,14 @@
 """`quaver memory [CONFIG.toml] [options] [--section.field value ...]`."""
 
+import shlex
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from rich.table import Table
-
-from quaver.bench.results import save
+from quaver.bench.results import save, writable
 from quaver.cli.console import wide_console
 from quaver.cli.errors import bad_input
-from quaver.cli.memory.options import Options
 from quaver.cli.memory.views import (
     advice_summary,
     advice_table,
@@ -19,6 +16,7 @@ from quaver.cli.memory.views import (
     prediction_views,
     side_by_side_table,
 )
+from quaver.cli.run_flags import split_options
 from quaver.devices import resolve_device
 from quaver.memory.faking.gpu import predicting_for
 from quaver.memory.reports.compare import Comparison, compare
@@ -26,9 +24,10 @@ from quaver.memory.reports.html import write_html
 from quaver.memory.runs.advise import Advice, advise
 from quaver.memory.runs.measure import MeasuredMemory, measure_memory, side_by_side
 from quaver.memory.runs.predict import RunMemory, predict_memory
+from quaver.recorder.byte_sizes import parse_bytes
 from quaver.recorder.draw import draw_timeline
 from quaver.trainer.config import TrainConfig
-from quaver.trainer.config.flags import exit_after_help, split_flags
+from quaver.trainer.config.settings import AtLeast1, NotNegative, OneOf, Settings
 from quaver.trainer.config_io import load_config, parse_arguments
 
 _WIDTH = 170
@@ -36,6 +35,46 @@ _WIDTH = 170
 
 
 @dataclass(frozen=True)
+class Options(Settings):
+    """Predict the memory of a run's training step on one rank, and say what is alive at its peak. The step runs with
+    fake tensors: no GPU, no data and no memory are needed. The flags of quaver train are accepted too.
+    """
+
+    ranks: AtLeast1 = 1
+    """Processes of the run; the first one is predicted."""
+    device: Annotated[str, OneOf(("cuda", "cpu"))] | None = None
+    """Device of the run: an NVIDIA GPU that multiplies float8 (cuda, the default) or a CPU."""
+    vs: str | None = None
+    """Compare with another run: "--float8.recipe_name rowwise", or "OTHER.toml --a.b c", as one word."""
+    advise: bool = False
+    """Predict the peak and the recomputation of other settings."""
+    fit: str | None = None
+    """Find the fastest setting whose peak is at most this, such as 80GiB."""
+    time_on: str | None = None
+    """GPU whose step time --advise and --fit model, such as H100 or B200."""
+    measure: bool = False
+    """Run real steps on this machine, and print them next to the prediction."""
+    top: NotNegative = 12
+    """Rows of the largest tensors, and of differences, to print."""
+    output: str = "runs/memory.json"
+    """File of the JSON."""
+    html: str | None = None
+    """File of a page: timeline, breakdown of the peak, tensors saved for backward."""
+    png: str | None = None
+    """File of a picture of the timeline."""
+
+    def check(self) -> None:
+        """Refuse options that exclude each other, and files that cannot be written."""
+        if self.measure and self.device:
+            raise ValueError("--measure measures on training.device, and predicts for it: expected no --device with it")
+        if self.time_on is not None and not (self.advise or self.fit):
+            raise ValueError("--time-on models the time of what --advise or --fit tries: expected one of them")
+        for flag, path in (("output", self.output), ("html", self.html), ("png", self.png)):
+            if path is not None:
+                writable(Path(path), f"--{flag}")
+
+
+@dataclass
 class _Answer:
     """What was found."""
 
@@ -48,63 +87,55 @@ class _Answer:
 
 def run(argv: list[str]) -> int:
     """Print and write the predicted memory of a training step; 0, or 2 for bad input."""
-    exit_after_help(Options, argv, prog="quaver memory [CONFIG.toml]")
     with bad_input():
-        values, words = split_flags(Options, argv)
-        options = Options(**values)
+        options, words = split_options(Options, argv, prog="quaver memory [CONFIG.toml]")
         config = load_config(*parse_arguments(words))
         trained_on = resolve_device(config.training.device).type if options.measure else "cuda"
         device = options.device or trained_on
         answer = _answer(options, words, config, device)
+    memory, other, comparison = answer.memory, answer.other, answer.comparison
+    views = [*prediction_views(memory, device, options.top)]
+    if other is not None and comparison is not None:
+        views += comparison_views(comparison, memory.prediction, other.prediction, options.top)
+    if answer.advice is not None:
+        views += [advice_table(answer.advice), *advice_summary(answer.advice)]
+    if answer.measured is not None:
+        views.append(side_by_side_table(side_by_side(memory, answer.measured)))
     console = wide_console(_WIDTH)
-    for view in _views(answer, device, options.top):
+    for view in views:
         console.print(view, soft_wrap=isinstance(view, str))
     config_file = next((word for word in words if not word.startswith("--")), "defaults")
-    title = f"{Path(config_file).stem} in {answer.memory.name}, {options.ranks} rank{'s' * (options.ranks > 1)}"
+    title = f"{Path(config_file).stem} in {memory.name}, {options.ranks} rank{'s' * (options.ranks > 1)}"
     for file in _write(answer, options, title):
         print(f"saved {file}")
     return 0
 
 
 def _answer(options: Options, words: list[str], config: TrainConfig, device: str) -> _Answer:
-    other_config = None
+    fit_bytes = None if options.fit is None else parse_bytes(options.fit, "--fit")
+    other_words = shlex.split(options.vs or "")
     if options.vs is not None:  # flags over the first run's words, or all words of the other run
-        given = options.other_words
-        is_over = not given or given[0].startswith("--")
-        other_config = load_config(*parse_arguments([*words, *given] if is_over else given))
+        is_over = not other_words or other_words[0].startswith("--")
+        other_config = load_config(*parse_arguments([*words, *other_words] if is_over else other_words))
     with predicting_for(device):
         _tell("predicting a step")
-        memory = predict_memory(config, options.ranks)
-        answer = _Answer(memory)
-        if other_config is not None:
+        answer = _Answer(predict_memory(config, options.ranks))
+        if options.vs is not None:
             _tell("predicting a step of the other run")
-            other = predict_memory(other_config, options.ranks)
-            label = " ".join(options.other_words)
-            comparison = compare(memory.prediction, other.prediction, label_a="as given", label_b=label)
-            answer = replace(answer, other=other, comparison=comparison)
-        if options.wants_advice:
-            advice = advise(config, options.ranks, fit_bytes=options.fit_bytes, device=options.time_on, progress=_tell)
-            answer = replace(answer, advice=advice)
+            answer.other = predict_memory(other_config, options.ranks)
+            predictions = answer.memory.prediction, answer.other.prediction
+            answer.comparison = compare(*predictions, label_a="as given", label_b=" ".join(other_words))
+        if options.advise or fit_bytes is not None:
+            answer.advice = advise(config, options.ranks, fit_bytes=fit_bytes, device=options.time_on, progress=_tell)
     if options.measure:
         _tell("training to measure")
-        answer = replace(answer, measured=measure_memory(config, options.ranks))
+        answer.measured = measure_memory(config, options.ranks)
     return answer
 
 
 def _tell(what: str) -> None:
     """Print progress to stderr."""
     print(f"... {what}", file=sys.stderr, flush=True)
-
-
-def _views(answer: _Answer, device: str, top: int) -> Iterator[str | Table]:
-    yield from prediction_views(answer.memory, device, top)
-    if answer.other is not None and answer.comparison is not None:
-        yield from comparison_views(answer.comparison, answer.memory.prediction, answer.other.prediction, top)
-    if answer.advice is not None:
-        yield advice_table(answer.advice)
-        yield from advice_summary(answer.advice)
-    if answer.measured is not None:
-        yield side_by_side_table(side_by_side(answer.memory, answer.measured))
 
 
 def _write(answer: _Answer, options: Options, title: str) -> list[Path]:
@@ -114,7 +145,7 @@ def _write(answer: _Answer, options: Options, title: str) -> list[Path]:
     files = [Path(options.output)]
     save(answer.memory.to_dict() | more, files[0])
     if options.html is not None:
-        pages = {name: _whole(getattr(answer, name)) for name in ("other", "measured") if name in more}
+        pages = {name: _whole(parts[name]) for name in ("other", "measured") if name in more}
         files.append(Path(options.html))
         write_html(files[-1], title=title, prediction=_whole(answer.memory), **(more | pages))
     if options.png is not None:

@@ -3,20 +3,21 @@
 import pytest
 import torch
 
-from quaver.bench.block import bench_block, check_fits
-from quaver.bench.modules import Batch, Step, build_subject, make_direction, make_sources, model_of
-from quaver.bench.results import BFLOAT16, Setup
+from quaver.bench.block import Block
+from quaver.bench.modules import build_subject, make_steps
+from quaver.bench.results import BFLOAT16
+from quaver.bench.shapes import model_of
 from quaver.linear import Float8Linear
 from quaver.recorder.allocator import measure_usage
 
 CPU = torch.device("cpu")
-BATCH = Batch(2, 32)
+SMALL = {"tokens": 64, "seq_len": 32, "device": "cpu"}
 
 
 @pytest.fixture(scope="module")
 def result():
-    model = model_of("debug", divisor=2)
-    return bench_block(Setup(CPU, 2), "debug/2", model, BATCH, ["tensorwise", "delayed"], ["eager"])
+    recipes = ("tensorwise", "delayed")
+    return Block(**SMALL, divisor=2, recipes=recipes, modes=("eager",), rounds=2).measure()
 
 
 def test_rows_and_ratios(result):
@@ -45,15 +46,12 @@ def test_memory_is_counted_to_the_byte(result):
 
 
 def test_the_step_trains_all_parameters_and_leaves_nothing_behind():
-    model = model_of("debug", divisor=4)
-    sources, direction = make_sources("block", model, BATCH, CPU), make_direction("block", model, BATCH, CPU)
-    subject = build_subject("block", model, "quaver rowwise", seq_len=32, device=CPU, compiled=False)
-    assert sum(isinstance(module, Float8Linear) for module in subject.modules()) == 7
-    before = [parameter.clone() for parameter in subject.parameters()]
-    step = Step(subject, sources, direction)
+    (step,) = make_steps("block", Block(**SMALL, divisor=4), ["quaver rowwise"], CPU, compiled=False).values()
+    assert sum(isinstance(module, Float8Linear) for module in step.subject.modules()) == 7
+    before = [parameter.clone() for parameter in step.subject.parameters()]
     step()
-    assert not any(torch.equal(old, new) for old, new in zip(before, subject.parameters(), strict=True))
-    assert all(parameter.grad is None for parameter in subject.parameters())
+    assert not any(torch.equal(old, new) for old, new in zip(before, step.subject.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in step.subject.parameters())
     with measure_usage(CPU) as measured:  # raises if the step leaves memory behind
         step(measured.mark)
     assert measured.usage.saved_bytes > 0
@@ -61,24 +59,20 @@ def test_the_step_trains_all_parameters_and_leaves_nothing_behind():
 
 @pytest.mark.parametrize("kind", ["linear", "ffn", "block"])
 def test_every_kind_has_the_same_weights_in_every_precision(kind):
-    model = model_of("debug", divisor=4)
-    plain, float8 = (
-        build_subject(kind, model, precision, seq_len=32, device=CPU, compiled=False)
-        for precision in (BFLOAT16, "quaver tensorwise")
-    )
+    steps = make_steps(kind, Block(**SMALL, divisor=4), [BFLOAT16, "quaver tensorwise"], CPU, compiled=False)
+    plain, float8 = (step.subject for step in steps.values())
     for expected, got in zip(plain.parameters(), float8.parameters(), strict=True):
         assert torch.equal(expected, got)
-    hidden = make_sources(kind, model, BATCH, CPU).next()
+    hidden = steps[BFLOAT16].sources.next()
     with torch.autocast("cpu", torch.bfloat16):
         expected, got = plain(hidden).float(), float8(hidden).float()
     assert 0 < (got - expected).norm() < 0.1 * expected.norm()
-    assert expected.shape == make_direction(kind, model, BATCH, CPU).shape
+    assert expected.shape == steps[BFLOAT16].direction.shape
 
 
 def test_compiled_is_compiled():
-    model = model_of("debug", divisor=4)
     for compiled in (False, True):
-        subject = build_subject("ffn", model, BFLOAT16, seq_len=32, device=CPU, compiled=compiled)
+        subject = build_subject("ffn", model_of("debug", divisor=4), BFLOAT16, 32, CPU, compiled=compiled)
         assert (subject._compiled_call_impl is not None) == compiled
 
 
@@ -89,12 +83,13 @@ def test_shapes_of_models():
         model_of("llama-8b", divisor=3)
 
 
-def test_blocks_too_large_for_a_gpu_are_refused(monkeypatch):
+def test_blocks_too_large_for_a_gpu_are_refused(monkeypatch, tmp_path):
     class Properties:
         total_memory = 16 << 30
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    model = model_of("llama-70b")
-    check_fits(model, 1, torch.device("cuda"))
+    options = {"model": "llama-70b", "device": "cuda", "output": str(tmp_path / "x.json")}
     with pytest.raises(ValueError, match="2 blocks .* take 26 GiB, and this GPU has 16; name fewer --recipes"):
-        check_fits(model, 2, torch.device("cuda"))
+        Block(**options, recipes=("rowwise",)).prepare()
+    Block(**options, divisor=2, recipes=("rowwise",)).prepare()

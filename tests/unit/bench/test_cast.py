@@ -4,18 +4,16 @@ import pytest
 import torch
 
 from quaver.bench import cast as bench
-from quaver.bench.cast import COPY, KINDS, bench_cast
-from quaver.bench.results import Setup
-from quaver.bench.shapes import Matrix
+from quaver.bench.cast import COPY, KINDS, Cast
 from quaver.gemm import GemmBackend
 
 CPU = torch.device("cpu")
-TIMED = ["delayed", "rowwise_both"]
+TIMED = ("delayed", "rowwise_both")
 
 
 @pytest.fixture(scope="module")
 def result():
-    return bench_cast(Setup(CPU, 2), [Matrix("", 64, 128)], TIMED)
+    return Cast(shapes="64x128", casts=TIMED, torchao="no", device="cpu", rounds=2).measure()
 
 
 def test_every_cast_has_its_contestants_and_the_same_codes(result):

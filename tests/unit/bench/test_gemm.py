@@ -3,45 +3,44 @@
 import pytest
 import torch
 
-from quaver.bench import gemm as bench
-from quaver.bench.gemm import GRANULARITIES, bench_gemm, gemms_of
-from quaver.bench.results import Setup
+from quaver.bench.gemm import GRANULARITIES, Gemm, Matmul, matmuls_of, share_of_peak
 from quaver.bench.shapes import Shape
 from quaver.devices import PeakFlops
 
 CPU = torch.device("cpu")
-SHAPE = Shape("", 32, 48, 64)
+SHAPE = Shape((32, 48, 64))
 
 
 def test_the_three_matmuls_are_those_of_autograd():
     input, weight = torch.randn(32, 48, requires_grad=True), torch.randn(64, 48, requires_grad=True)
     output = input @ weight.t()
-    sizes = {gemm.name: (gemm.m, gemm.n) for gemm in gemms_of(SHAPE)}
+    sizes = {matmul.name: matmul.sizes[::2] for matmul in matmuls_of(SHAPE)}
     assert sizes == {"output": output.shape, "grad_input": input.shape, "grad_weight": weight.shape}
-    for gemm in gemms_of(SHAPE):
-        assert gemm.m * gemm.k * gemm.n == 32 * 48 * 64
-        left, right = gemm.hp_operands(CPU)
-        assert (left.shape, right.shape) == ((gemm.m, gemm.k), (gemm.k, gemm.n))
+    for matmul in matmuls_of(SHAPE):
+        m, k, n = matmul.sizes
+        assert m * k * n == 32 * 48 * 64
+        left, right = matmul.hp_operands(CPU)
+        assert (left.shape, right.shape) == ((m, k), (k, n))
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_float8_operands_multiply_to_what_bfloat16_does(granularity, monkeypatch):
-    for gemm in gemms_of(SHAPE):
-        hp = gemm.hp_operands(CPU)
-        monkeypatch.setattr(bench.Gemm, "hp_operands", lambda self, device, hp=hp: hp)
-        a, b, a_scale, b_scale = bench._float8_operands(gemm, granularity, CPU)
+    for matmul in matmuls_of(SHAPE):
+        hp = matmul.hp_operands(CPU)
+        monkeypatch.setattr(Matmul, "hp_operands", lambda self, device, hp=hp: hp)
+        a, b, a_scale, b_scale = matmul.float8_operands(granularity, CPU)
         expected = hp[0].float() @ hp[1].float()
         got = (a.float() * a_scale) @ (b.float() * b_scale)
         assert (got - expected).norm() < 0.1 * expected.norm()
-        assert a_scale.shape == ((gemm.m, 1) if granularity == "rowwise" else ())
-        is_gradient = gemm.name != "output"
+        assert a_scale.shape == ((matmul.sizes[0], 1) if granularity == "rowwise" else ())
+        is_gradient = matmul.name != "output"
         e5m2 = torch.float8_e5m2 if is_gradient and granularity == "tensorwise" else torch.float8_e4m3fn
         assert (a.dtype, b.dtype) == (e5m2, torch.float8_e4m3fn)
         monkeypatch.undo()
 
 
 def test_rows_and_ratios():
-    result = bench_gemm(Setup(CPU, 2), [SHAPE], GRANULARITIES)
+    result = Gemm(shapes="32x48x64", device="cpu", rounds=2).measure()
     rows = result["rows"]
     contestants = ["bfloat16", "tensorwise", "rowwise"]
     gemms = ["output", "grad_input", "grad_weight"]
@@ -58,6 +57,6 @@ def test_rows_and_ratios():
 
 def test_the_share_is_of_the_precisions_own_peak():
     peak = PeakFlops(100e12, "data sheet", 200e12)
-    assert bench._share(50e12, "bfloat16", peak) == 0.5
-    assert bench._share(50e12, "rowwise", peak) == 0.25
-    assert bench._share(50e12, "rowwise", PeakFlops(100e12, "data sheet")) is None
+    assert share_of_peak(50e12, "bfloat16", peak) == 0.5
+    assert share_of_peak(50e12, "rowwise", peak) == 0.25
+    assert share_of_peak(50e12, "rowwise", PeakFlops(100e12, "data sheet")) is None

@@ -5,9 +5,7 @@ import json
 import pytest
 import torch
 
-from quaver.bench.host import bench_host, count_operations
-from quaver.bench.results import Setup
-from quaver.bench.shapes import Shape
+from quaver.bench.host import Host, count_operations
 from quaver.bench.trace import count_kernels, read_trace, record_trace
 
 CPU = torch.device("cpu")
@@ -19,7 +17,7 @@ def test_operations_are_counted_by_name():
 
 
 def test_rows():
-    result = bench_host(Setup(CPU, 2), Shape("", 16, 16, 16), ["tensorwise"], ["eager"])
+    result = Host(recipes=("tensorwise",), modes=("eager",), torchao="no", device="cpu", rounds=2).measure()
     plain, float8 = result["rows"]
     assert (plain["library"], float8["library"], float8["recipe"]) == ("bfloat16", "quaver", "tensorwise")
     assert plain["operations_by_name"]["aten.mm.default"] == 3

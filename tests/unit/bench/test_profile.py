@@ -8,9 +8,7 @@ import torch
 
 import quaver.distributed  # noqa: F401 - registers quaver::cast_with_agreed_scale
 from quaver.bench.groups import GROUPS, group_of_kernel, group_of_ranges
-from quaver.bench.modules import Batch, model_of
-from quaver.bench.profile import BACKWARD, FORWARD, Work, _row, profile_module
-from quaver.bench.results import Setup
+from quaver.bench.profile import BACKWARD, FORWARD, Profile, sums_of
 from quaver.bench.trace import Kernel, Range, Trace
 from quaver.cli import main
 from quaver.kernels import cpu
@@ -82,7 +80,7 @@ def test_the_group_of_a_kernel(name, group):
     assert group_of_kernel(name) == group
 
 
-def test_kernels_on_a_gpu_are_grouped_by_the_range_that_launched_them_or_by_name(tmp_path):
+def test_kernels_on_a_gpu_are_grouped_by_the_range_that_launched_them_or_by_name():
     forward = Range(FORWARD, 1, 0, 100)
     cast = Range("quaver::cast", 1, 10, 20, parent=forward)
     kernels = [
@@ -91,34 +89,30 @@ def test_kernels_on_a_gpu_are_grouped_by_the_range_that_launched_them_or_by_name
         Kernel("nvjet_tst", 30.0, forward),
         Kernel("triton_poi_fused_clone_t_3", 2.0, Range("backward of something", 2, 200, 300)),
     ]
-    path, trace = tmp_path / "x.json.gz", Trace([forward, cast], kernels)
-    row = _row("eager", "quaver tensorwise", path, trace, 2, is_cuda=True)
+    row = sums_of(Trace([forward, cast], kernels), 2, is_cuda=True)
     assert row["total_us"] == 20.0
     assert row["group_us"] == {"gemm": 15.0, "cast": 4.0, "amax": 0, "transpose": 1.0, "other": 0}
     assert row["group_share"]["cast"] == 0.2
-    longest, second, third = (Work(**each) for each in row["work"])
-    assert (longest.name, longest.direction, longest.calls, longest.us) == ("nvjet_tst", FORWARD, 0.5, 15.0)
-    assert (second.name, second.group, second.calls, second.share) == ("elementwise", "cast", 1.0, 0.2)
-    assert third.direction == BACKWARD
+    longest, second, third = row["work"]
+    assert longest == {
+        "name": "nvjet_tst",
+        "group": "gemm",
+        "direction": FORWARD,
+        "calls": 0.5,
+        "us": 15.0,
+        "share": 0.75,
+    }
+    assert (second["name"], second["group"], second["calls"], second["share"]) == ("elementwise", "cast", 1.0, 0.2)
+    assert third["direction"] == BACKWARD
     with pytest.raises(RuntimeError, match="the profiler saw no kernels of this GPU"):
-        _row("eager", "bfloat16", path, Trace([forward, cast]), 2, is_cuda=True)
+        sums_of(Trace([forward, cast], []), 2, is_cuda=True)
 
 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("profiles")
-    model = model_of("debug", divisor=4)
-    result = profile_module(
-        Setup(CPU, 2),
-        "linear",
-        "debug/4",
-        model,
-        Batch(2, 64),
-        ["bfloat16", "quaver tensorwise", "quaver delayed"],
-        ["eager"],
-        folder=folder,
-    )
-    return folder, result
+    small = {"divisor": 4, "tokens": 128, "seq_len": 64, "device": "cpu", "output": str(folder)}
+    return folder, Profile(**small, recipes=("tensorwise", "delayed"), torchao="no", repeats=2).measure()
 
 
 def test_sums_of_the_table(profiled):
@@ -165,27 +159,3 @@ def test_the_command_writes_traces_and_a_summary(tmp_path, capsys):
     assert {"benchmark", "environment", "complete", "model", "batch", "kind", "rows"} == set(summary)
     printed = capsys.readouterr().out
     assert all(group in printed for group in GROUPS)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            [],
-            "expected one of linear, ffn, block: a linear (gate_proj), a feed-forward or a whole block of a Llama; "
-            "see quaver profile",
-        ),
-        (["attention"], "WHAT must be one of linear, ffn, block, got 'attention'"),
-        (["ffn", "--recipes", "rowise"], "unknown recipe 'rowise'"),
-        (["ffn", "--divisor", "3"], "expected a divisor of debug's 4 heads"),
-        (["ffn", "--repeats", "0"], "--repeats must be at least 1, got 0"),
-        (["ffn", "--output", "/dev/null"], "--output: cannot write /dev/null/profile-ffn.json"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(words, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["profile", *words])
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1

@@ -6,18 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.record import ROOT, fill
-from benchmarks.roofline import DEVICES, DOCS, FOLDER, read_json, read_rows, tables
+from benchmarks.performance import DEVICES, DOCS, read, read_rows
+from benchmarks.performance import ROOFLINE as FOLDER
+from benchmarks.record import ROOT
 from quaver.bench.roofline import (
-    Settings,
-    compare,
+    RooflineSettings,
     merged_names,
     predict,
     read_measurements,
     recipes_of,
     specs_of,
-    to_json,
-    write_csv,
 )
 from quaver.bench.roofline_layers import Layer, ModelLayers, layers_of_config, layers_of_model
 from quaver.bench.roofline_map import make_figure
@@ -37,7 +35,7 @@ def llama_8b():
 
 @pytest.fixture(scope="module")
 def small(llama_8b):
-    return predict(Settings((H200,), ("tensorwise", "delayed"), 16384, (llama_8b,)))
+    return predict(RooflineSettings((H200,), ("tensorwise", "delayed"), 16384, (llama_8b,)))
 
 
 # ---- the layers of a model -------------------------------------------------------------------------------------------
@@ -95,7 +93,7 @@ def test_layers_of_one_shape_share_a_name(llama_8b):
 def test_a_models_sum_by_hand():
     layers = (Layer("a", 1024, 2048, 3, True, 2), Layer("b", 1024, 2048, 1, False, 1))
     model = ModelLayers("two", layers, 0.9)
-    (total,) = predict(Settings((H200,), ("tensorwise",), 4096, (model,))).totals
+    (total,) = predict(RooflineSettings((H200,), ("tensorwise",), 4096, (model,))).totals
     alone = linear_cost(4096, 1024, 2048, "tensorwise", H200)
     shared = linear_cost(4096, 1024, 2048, "tensorwise", H200, input_readers=2)
     in_bfloat16 = alone.bfloat16.total_s
@@ -121,7 +119,7 @@ def test_it_is_near_what_transformer_engine_published():
 
 def test_sharing_the_weights_casts_helps(llama_8b):
     each = [
-        predict(Settings((H200,), ("tensorwise",), 2048, (llama_8b,), microbatches)).totals[0].speedup
+        predict(RooflineSettings((H200,), ("tensorwise",), 2048, (llama_8b,), microbatches)).totals[0].speedup
         for microbatches in (None, 1, 8)
     ]
     assert each == sorted(each)
@@ -129,7 +127,7 @@ def test_sharing_the_weights_casts_helps(llama_8b):
 
 
 def test_the_csv_adds_up(small, tmp_path):
-    write_csv(small, tmp_path / "roofline.csv")
+    small.write(tmp_path)
     with (tmp_path / "roofline.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0])[:8] == ["m", "k", "n", "device", "recipe", "bf16_us", "fp8_us", "speedup"]
@@ -166,25 +164,24 @@ def measured_file(path, device="NVIDIA H200", dtype="torch.bfloat16"):
 def test_measured_beside_predicted(tmp_path, llama_8b):
     measurements = read_measurements(measured_file(tmp_path / "linear.json"), [H200])
     assert [(each.mode, each.speedup) for each in measurements[:2]] == [("eager", 1 / 0.9), ("compiled", 1.25)]
-    comparisons = compare(measurements)
-    assert len(comparisons) == 4
+    assert len(measurements) == 4
     predicted = linear_cost(16384, 4096, 4096, "tensorwise", H200).speedup
-    assert comparisons[1].error_percent == pytest.approx(100 * (predicted * 0.8 - 1))
+    assert measurements[1].error_percent == pytest.approx(100 * (predicted * 0.8 - 1))
 
-    settings = Settings((H200,), ("tensorwise", "delayed"), 16384, (llama_8b,))
+    settings = RooflineSettings((H200,), ("tensorwise", "delayed"), 16384, (llama_8b,))
     roofline = predict(settings, measurements[::-1])
-    write_csv(roofline, tmp_path / "roofline.csv")
+    roofline.write(tmp_path)
     rows = {(row["layer"], row["recipe"]): row for row in read_rows(tmp_path)}
     shown = {key: row["measured_mode"] for key, row in rows.items() if row["measured_speedup"]}
     assert shown == {("q,o", "tensorwise"): "compiled", ("q,o", "delayed"): "eager"}
     assert rows["q,o", "tensorwise"]["measured_speedup"] == "1.2500"
-    assert float(rows["q,o", "tensorwise"]["error_percent"]) == pytest.approx(comparisons[1].error_percent, abs=0.05)
-    assert len(to_json(roofline)["comparisons"]) == 4
+    assert float(rows["q,o", "tensorwise"]["error_percent"]) == pytest.approx(measurements[1].error_percent, abs=0.05)
+    assert len(roofline.to_json()["comparisons"]) == 4
 
 
 def test_layers_under_another_condition_show_no_measurement(tmp_path, llama_8b):
     measurements = read_measurements(measured_file(tmp_path / "linear.json"), [H200])
-    settings = Settings((H200,), ("tensorwise",), 16384, (llama_8b,), microbatches=4)
+    settings = RooflineSettings((H200,), ("tensorwise",), 16384, (llama_8b,), microbatches=4)
     assert all(row.measured is None for row in predict(settings, measurements).layers)
 
 
@@ -222,7 +219,7 @@ def test_files_that_hold_no_measurement(tmp_path, text):
 
 
 def test_the_picture_marks_the_border(llama_8b):
-    settings = Settings((H200,), ("tensorwise",), 16384, (llama_8b,))
+    settings = RooflineSettings((H200,), ("tensorwise",), 16384, (llama_8b,))
     figure = make_figure(predict(settings), H200)
     by_tokens, bar = figure.axes
     assert "H200" in figure.get_suptitle()
@@ -256,42 +253,18 @@ def test_the_command_writes_and_prints(tmp_path, capsys):
     assert "Predicted against measured" in printed
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--device", "abacus"], "no data about device 'abacus': name one of B200"),
-        (["--recipes", "rowise"], "unknown recipe 'rowise': expected one of tensorwise"),
-        (["--tokens", "0"], "--tokens must be at least 1, got 0"),
-        (["--model", "llama-9b"], "--model llama-9b: expected one of llama-8b, llama-70b"),
-        (["--config", "/nowhere.toml"], "config file '/nowhere.toml' does not exist"),
-        (["--model", "llama-8b", "llama-8b"], "two models are called llama-8b"),
-        (["--pictures", "B200"], "--pictures B200: expected devices that are in --device"),
-        (["--measured", "/nowhere.json"], "No such file"),
-        (["--output", "/dev/null/x"], "/dev/null/x"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(words, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["bench", "roofline", "--device", "H200", *words])
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
 def test_the_recorded_predictions_are_the_models(tmp_path):
     models = tuple(layers_of_model(name) for name in ("llama-8b", "llama-70b"))
-    roofline = predict(Settings(specs_of(DEVICES), recipes_of(RECIPES), 16384, models))
-    write_csv(roofline, tmp_path / "roofline.csv")
+    roofline = predict(RooflineSettings(specs_of(DEVICES), recipes_of(RECIPES), 16384, models))
+    roofline.write(tmp_path)
     expected, recorded = [_predictions(folder) for folder in (tmp_path, FOLDER)]
-    assert recorded == expected, "run python -m benchmarks.roofline --again --update-docs"
-    same = json.loads(json.dumps(to_json(roofline)))
-    assert {name: read_json()[name] for name in ("settings", "constants", "totals")} == {
-        name: same[name] for name in ("settings", "constants", "totals")
-    }
+    assert recorded == expected, "run python -m benchmarks.performance --predict --update-docs"
+    same = json.loads(json.dumps(roofline.to_json()))
+    json_recorded = read(FOLDER / "roofline.json")
+    assert all(json_recorded[name] == same[name] for name in ("settings", "constants", "totals"))
 
 
 def _predictions(folder):
@@ -299,26 +272,8 @@ def _predictions(folder):
         return [{name: row[name] for name in row if name not in MEASURED_COLUMNS} for row in csv.DictReader(file)]
 
 
-def test_the_tables_are_those_of_the_record():
-    text = DOCS.read_text()
-    made = tables(read_rows(), read_json())
-    assert fill(text, made) == text, "run python -m benchmarks.roofline --update-docs"
-
-
-def test_another_figure_would_be_noticed():
-    rows, result = read_rows(), read_json()
-    before = tables(rows, result)
-    changed = [{**row, "speedup": "9.99"} for row in rows]
-    result["totals"][0]["bfloat16_s"] *= 2
-    result["totals"][0]["speedup"] *= 2
-    after = tables(changed, result)
-    drawn_from_the_record = {"layers", "totals"}
-    assert {name for name in before if before[name] != after[name]} == drawn_from_the_record
-    assert set(before) == drawn_from_the_record | {"bytes", "devices"}
-
-
 def test_what_the_page_says_in_words():
-    """Where float8 begins to pay on an H200, and who gains by reading less."""
+    """Where float8 begins to pay on an H200, and which recipe gains by reading less."""
     for tokens, features in ((65536, 1000), (8192, 1600), (1024, 5300)):
         assert linear_cost(tokens, features, features, "tensorwise", H200).speedup == pytest.approx(1, abs=0.01)
         assert f"{features:,}" in DOCS.read_text()
@@ -333,8 +288,8 @@ def test_what_the_page_says_in_words():
 
 def test_a_device_without_float8_never_gains(llama_8b):
     a100 = find_device_spec("A100")
-    roofline = predict(Settings((a100,), RECIPES, 16384, (llama_8b,)))
+    roofline = predict(RooflineSettings((a100,), RECIPES, 16384, (llama_8b,)))
     assert all(row.cost.speedup < 1 for row in roofline.layers)
     assert all(total.speedup < 1 for total in roofline.totals)
     faster = replace(a100, float8_tflops=2 * a100.bfloat16_tflops)
-    assert predict(Settings((faster,), ("tensorwise",), 16384, (llama_8b,))).totals[0].speedup > 1
+    assert predict(RooflineSettings((faster,), ("tensorwise",), 16384, (llama_8b,))).totals[0].speedup > 1

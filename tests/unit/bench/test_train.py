@@ -1,17 +1,14 @@
-"""quaver bench train: twins of the trainer, alternating, and their ratios."""
+"""quaver bench train: models of the trainer in several precisions, alternating, and their ratios."""
 
 import json
 
 import pytest
 import torch
 
-from quaver.bench.results import Setup
-from quaver.bench.train import bench_train, prepare
+from quaver.bench.train import Train
 from quaver.cli import main
 from quaver.trainer.config_io import build_config
 from quaver.trainer.trained_model import TrainedModel
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -32,7 +29,7 @@ def tiny(text, **float8):
     }
 
 
-def test_twins_take_turns_with_the_trainers_own_step(text, monkeypatch):
+def test_models_take_turns_with_the_trainers_own_step(text, monkeypatch):
     order = []
     train_step = TrainedModel.train_step
 
@@ -42,8 +39,8 @@ def test_twins_take_turns_with_the_trainers_own_step(text, monkeypatch):
 
     monkeypatch.setattr(TrainedModel, "train_step", watched)
     config = build_config(tiny(text, last_steps_high_precision=1))
-    subject = prepare(config, ["tensorwise", "delayed"], steps=5)
-    result = bench_train(Setup(CPU, 3), subject, warmup=2)
+    options = Train(recipes=("tensorwise", "delayed"), rounds=3, warmup=2)
+    result = options.measure_steps(options.set_up(config))
     assert [step for step, _, _ in order] == [step for step in range(1, 6) for _ in range(3)]
     assert {name for _, name, _ in order} == {"bfloat16", "tensorwise", "delayed"}
     assert {order[3 * step][1] for step in range(3)} == {"bfloat16", "tensorwise", "delayed"}
@@ -52,7 +49,8 @@ def test_twins_take_turns_with_the_trainers_own_step(text, monkeypatch):
 
 
 def test_rows_and_ratios(text):
-    result = bench_train(Setup(CPU, 2), prepare(build_config(tiny(text)), ["rowwise"], steps=4), warmup=2)
+    options = Train(recipes=("rowwise",), rounds=2, warmup=2)
+    result = options.measure_steps(options.set_up(build_config(tiny(text))))
     plain, float8 = result["rows"]
     assert (plain["precision"], float8["precision"]) == ("bfloat16", "rowwise")
     assert result["step_tokens"] == 64

@@ -1,0 +1,203 @@
+"""The tables of docs/performance.md: predictions by `quaver bench roofline`, measurements of a CPU by `quaver bench`.
+
+    python -m benchmarks.performance --update-docs                        the page again, from the recorded files
+    python -m benchmarks.performance --predict --update-docs              after predicting again
+    python -m benchmarks.performance --measure [linear ...] --update-docs after measuring all again, or some benchmarks
+
+Predictions are in benchmarks/results/roofline/; `--measured` takes the JSON of `quaver bench linear` on one of the
+devices, whose speedups they then contain too. Measurements are in benchmarks/results/cpu/, on one thread: about ten
+minutes on a quiet machine, with torchao if it is installed.
+"""
+
+import argparse
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import ROOT, markdown, run_quaver, show
+from quaver.config import Float8LinearRecipeName
+from quaver.devices import DEVICE_SPECS
+from quaver.filters import MATMUL_SHARES, recipe_casts
+
+DOCS = ROOT / "docs" / "performance.md"
+RESULTS = ROOT / "benchmarks" / "results"
+ROOFLINE, CPU = RESULTS / "roofline", RESULTS / "cpu"
+DEVICES = ("H100", "H200", "B200", "MI300X", "A100")
+STEP_SHARE = "0.7"
+"""The share of a bfloat16 step's time that the linears take, on the page."""
+COMMANDS = {
+    "linear": "linear --shapes 1024 --recipes tensorwise rowwise rowwise_with_gw_hp delayed",
+    "cast": "cast --shapes 1024,1024x4096",
+    "gemm": "gemm --shapes 1024",
+    "block": "block --model debug --tokens 2048 --seq-len 256 --recipes tensorwise rowwise rowwise_with_gw_hp delayed",
+    "train": "train --rounds 12 --recipes tensorwise rowwise rowwise_with_gw_hp delayed",
+}
+MODES = ("eager", "compiled")
+
+Rows = list[dict[str, Any]]
+
+
+def words(name: str) -> list[str]:
+    """The arguments of `quaver` that measure one benchmark."""
+    output = (CPU / f"{name}.json").relative_to(ROOT)
+    return ["bench", *COMMANDS[name].split(), "--device", "cpu", "--threads", "1", "--output", str(output)]
+
+
+def read_rows(folder: Path = ROOFLINE) -> Rows:
+    """The predictions of the CSV."""
+    with (folder / "roofline.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def read(file: Path) -> dict[str, Any]:
+    """A recorded result."""
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def tables(rows: Rows, roofline: dict[str, Any], measured: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Every table of the page, by name."""
+    made = {"bytes": _bytes_table(), "devices": _devices_table(), "totals": _totals_table(roofline["totals"])}
+    made["layers"] = _layers_table([row for row in rows if row["model"] == "llama-8b"])
+    return made | {f"cpu {name}": _MEASURED[name](result["rows"]) for name, result in measured.items()}
+
+
+def recorded() -> dict[str, str]:
+    """The tables of the recorded files."""
+    measured = {name: read(CPU / f"{name}.json") for name in COMMANDS}
+    return tables(read_rows(), read(ROOFLINE / "roofline.json"), measured)
+
+
+def _bytes_table() -> str:
+    head = ["recipe", "input", "weight", "weight, `cast_weights_once`", "grad_output", "kernels"]
+    lines = []
+    for recipe in Float8LinearRecipeName:
+        input, weight, grad_output = recipe_casts(recipe)
+        together = recipe_casts(recipe, microbatches=1)[1]
+        kernels = sum(casts.kernels for casts in (input, weight, grad_output))
+        numbers = [casts.bytes_per_element for casts in (input, weight, together, grad_output)]
+        lines.append([f"`{recipe.value}`", *(f"{number:g}" for number in numbers), f"{kernels:g}"])
+    return markdown(head, lines)
+
+
+def _devices_table() -> str:
+    lines = []
+    for spec in DEVICE_SPECS:
+        shares = MATMUL_SHARES[spec.name]
+        float8 = ("none", "") if spec.float8_tflops is None else (f"{spec.float8_tflops:g}", f"{shares.float8:.1%}")
+        bfloat16 = (f"{spec.bfloat16_tflops:g}", f"{shares.bfloat16:.1%}")
+        lines.append([spec.name, *bfloat16, *float8, f"{spec.memory_gb_per_s:g}"])
+    return markdown(["device", "bfloat16 TFLOP/s", "reached", "float8 TFLOP/s", "reached", "GB/s"], lines)
+
+
+def _layers_table(rows: Rows) -> str:
+    """A line for each layer, a column for each device, in a cell the speedups of all recipes."""
+    devices, recipes = _values(rows, "device"), _values(rows, "recipe")
+    found, lines = _by(rows, "layer", "device", "recipe"), []
+    for layer, row in _by(rows, "layer").items():
+        cells = [[f"{float(found[*layer, device, each]['speedup']):.2f}" for each in recipes] for device in devices]
+        lines.append([*layer, f"{int(row['k']):,} -> {int(row['n']):,}", *map(" / ".join, cells)])
+    return markdown(["layer", "K -> N", *devices], lines)
+
+
+def _totals_table(totals: Rows) -> str:
+    """A line for each model and recipe; in a cell the speedup of the linears, and of a step in parentheses."""
+    devices, found, lines = _values(totals, "device"), _by(totals, "model", "recipe", "device"), []
+    for model, recipe in _by(totals, "model", "recipe"):
+        cells = [found[model, recipe, device] for device in devices]
+        figures = [f"{each['speedup']:.2f} ({each['step_speedup'][STEP_SHARE]:.2f})" for each in cells]
+        lines.append([model, recipe, *figures])
+    return markdown(["model", "recipe", *devices], lines)
+
+
+def _linear(rows: Rows) -> str:
+    """A line for each recipe; ratios are eager / compiled."""
+    found, peer, lines = _by(rows, "mode", "library", "recipe"), "torchao_time_over_this", []
+    for recipe in _values(rows, "recipe"):
+        ours = [found[mode, "quaver", recipe] for mode in MODES]
+        lines.append([f"`{recipe}`", _ratios(ours, "time_over_bfloat16"), _ratios(ours, peer) if ours[0][peer] else ""])
+    return markdown(["eager / compiled", "time / bfloat16", "torchao's time / quaver's"], lines)
+
+
+def _cast(rows: Rows) -> str:
+    """A line for each cast of the largest matrix: milliseconds of each contestant."""
+    largest = [row for row in rows if row["matrix"] == rows[-1]["matrix"]]
+    found, lines = _by(largest, "cast", "library", "mode"), []
+    contestants = (
+        ("copy", ""),
+        ("quaver", "eager"),
+        *((each, "compiled") for each in ("quaver", "PyTorch", "torchao")),
+    )
+    for kind in _values(largest, "cast"):
+        cells = [found.get((kind, *each)) for each in contestants]
+        lines.append([f"`{kind}`", *("" if row is None else _ms(row["timing"]) for row in cells)])
+    return markdown([f"{rows[-1]['matrix']}, ms", *(" ".join(each).strip() for each in contestants)], lines)
+
+
+def _gemm(rows: Rows) -> str:
+    found, contestants, lines = _by(rows, "gemm", "contestant"), _values(rows, "contestant"), []
+    for gemm in _values(rows, "gemm"):
+        lines.append([gemm, *(f"{1e3 * found[gemm, each]['tflops_per_s']:,.0f}" for each in contestants)])
+    return markdown(["GFLOP/s", *contestants], lines)
+
+
+def _block(rows: Rows) -> str:
+    found, lines = _by(rows, "mode", "recipe"), []
+    for recipe in _values(rows, "recipe"):
+        ours = [found[mode, recipe] for mode in MODES]
+        lines.append([f"`{recipe}`", *(_ratios(ours, f"{key}_over_bfloat16") for key in ("time", "peak"))])
+    return markdown(["eager / compiled", "time / bfloat16", "peak memory / bfloat16"], lines)
+
+
+def _train(rows: Rows) -> str:
+    lines = []
+    for row in rows:
+        ratios = (_ratios([row], f"{key}_over_high_precision") for key in ("time", "peak"))
+        lines.append([f"`{row['precision']}`", f"{row['tokens_per_s']:,.0f}", *ratios])
+    return markdown(["precision", "tokens/s", "time / bfloat16", "peak memory / bfloat16"], lines)
+
+
+_MEASURED = {"linear": _linear, "cast": _cast, "gemm": _gemm, "block": _block, "train": _train}
+
+
+def _ms(timing: dict[str, float]) -> str:
+    median, low, high = (f"{timing[name] / 1e3:,.3g}" for name in ("median_us", "p10_us", "p90_us"))
+    return f"{median} ({low} to {high})"
+
+
+def _ratios(rows: Rows, key: str) -> str:
+    return " / ".join("" if row[key] is None else f"{row[key]:.2f}" for row in rows)
+
+
+def _by(rows: Rows, *keys: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+    return {tuple(row[key] for key in keys): row for row in rows}
+
+
+def _values(rows: Rows, key: str) -> list[Any]:
+    return list(dict.fromkeys(row[key] for row in rows if row[key]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--predict", action="store_true", help="predict first")
+    parser.add_argument("--measured", type=Path, help="with --predict: the JSON of quaver bench linear")
+    parser.add_argument("--measure", nargs="*", choices=COMMANDS, metavar="NAME", help="measure these first, or all")
+    parser.add_argument("--update-docs", action="store_true", help=f"fill the tables of {DOCS.name}")
+    options = parser.parse_args()
+    if options.measured is not None and not options.predict:
+        parser.error("--measured needs --predict: measured speedups stand next to new predictions")
+    commands = [words(name) for name in options.measure or COMMANDS] if options.measure is not None else []
+    if options.predict:
+        measured = [] if options.measured is None else ["--measured", str(options.measured)]
+        where = ["--device", *DEVICES, "--pictures", "H200", "--output", str(ROOFLINE), *measured]
+        commands.append(["bench", "roofline", *where])
+    codes = [run_quaver(command) for command in commands]
+    if any(codes):
+        return max(codes)
+    show(recorded(), DOCS, update=options.update_docs)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,236 @@
+"""The options that benchmarks share.
+
+The dataclass of a benchmark inherits from these, has the name of its verb, and measures in its method `measure`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import torch
+
+from quaver.bench.results import Result, Row, environment, writable
+from quaver.bench.shapes import MODEL_NAMES, Shape, model_of, parse_linears, scaled_name
+from quaver.config import Float8LinearConfig
+from quaver.devices import resolve_device
+from quaver.formats import HP_DTYPES
+from quaver.trainer.config import Model
+from quaver.trainer.config.float8 import RECIPES
+from quaver.trainer.config.settings import AtLeast1, NotNegative, OneOf, Settings
+from quaver.trainer.config.training import DEVICES
+
+MODES = ("eager", "compiled")
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in HP_DTYPES}
+
+
+@dataclass(frozen=True)
+class DeviceOptions(Settings):
+    """Where a benchmark runs, and where its result goes."""
+
+    device: Annotated[str, OneOf(DEVICES)] = "auto"
+    """Where it runs; auto: a GPU where there is one."""
+    threads: NotNegative = 0
+    """CPU threads; 0 for torch's default."""
+    output: str = ""
+    """File of the JSON; benchmarks/results/VERB.json by default."""
+
+    @property
+    def benchmark(self) -> str:
+        """The verb."""
+        return type(self).__name__.lower()
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device. Raises MissingDeviceError if this machine has none."""
+        return resolve_device(self.device)
+
+    @property
+    def result_file(self) -> Path:
+        """The file of the JSON."""
+        return Path(self.output or f"benchmarks/results/{self.benchmark}.json")
+
+    @property
+    def with_torchao(self) -> bool:
+        """Whether torchao takes part."""
+        return False
+
+    def prepare(self) -> None:
+        """Set the number of CPU threads, after checking the device and the output.
+
+        Raises:
+            ValueError: the output cannot be written.
+            MissingDeviceError: this machine has no such device.
+        """
+        resolve_device(self.device)
+        writable(self.result_file)
+        if self.threads:
+            torch.set_num_threads(self.threads)
+
+    def run_cases(self, cases: Iterable[tuple[Any, ...]], rows_of: Callable[..., list[Row]], **about: Any) -> Result:
+        """Print and measure each case with `rows_of(*case)`; returns `result` of the rows of all.
+
+        Ctrl-C ends the benchmark and keeps the rows of the finished cases; without any it ends the program.
+        """
+        rows: list[Row] = []
+        is_complete = True
+        try:
+            for case in cases:
+                print(", ".join(map(str, case)), flush=True)
+                torch.compiler.reset()
+                rows += rows_of(*case)
+        except KeyboardInterrupt:
+            if not rows:
+                raise
+            is_complete = False
+        return self.result(rows, is_complete, **about)
+
+    def result(self, rows: list[Row], is_complete: bool, **about: Any) -> Result:
+        """{"benchmark", "environment", "complete", `about`, "rows"}, ready for JSON."""
+        surroundings = environment(self.torch_device) | ({"torchao": version("torchao")} if self.with_torchao else {})
+        head = {"benchmark": self.benchmark, "environment": surroundings, "complete": is_complete}
+        return head | about | {"rows": rows}
+
+
+@dataclass(frozen=True)
+class BenchOptions(DeviceOptions):
+    """Options of what is timed in rounds."""
+
+    rounds: AtLeast1 = 20
+    """Samples of each contestant."""
+
+    fields: ClassVar[tuple[str, ...]] = ()
+    """The fields of a row that the printed table shows."""
+
+    def note(self, result: Result) -> str:
+        """The line below the printed table."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Torchao(Settings):
+    """Whether torchao is timed too."""
+
+    torchao: Annotated[str, OneOf(("auto", "yes", "no"))] = "auto"
+    """Compare with torchao.float8; auto: if it is installed."""
+
+    def check(self) -> None:
+        """Refuse to compare with what is not installed."""
+        super().check()
+        if self.torchao == "yes" and find_spec("torchao") is None:
+            raise ValueError("--torchao yes: torchao is not installed; pip install 'quaver[bench]'")
+
+    @property
+    def with_torchao(self) -> bool:
+        """Whether torchao takes part."""
+        return self.torchao != "no" and find_spec("torchao") is not None
+
+
+@dataclass(frozen=True)
+class OperandOptions(Torchao, BenchOptions):
+    """Options of benchmarks of one matrix or linear."""
+
+    dtype: Annotated[str, OneOf(tuple(_DTYPES))] = "bfloat16"
+    """Dtype of the operands before quantization."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype."""
+        return _DTYPES[self.dtype]
+
+    def note(self, result: Result) -> str:
+        return f"dtype {result['dtype']}"
+
+
+@dataclass(frozen=True)
+class Shapes(Settings):
+    """Which linears are timed."""
+
+    shapes: str = "1024"
+    """Linears: sizes (1024), M x K x N (512x1024x4096) or models (llama-8b, llama-70b), with commas between."""
+    tokens: AtLeast1 = 2048
+    """M of a model's linears."""
+    divisor: AtLeast1 = 1
+    """Divide K and N of a model's linears by this."""
+
+    def check(self) -> None:
+        """Refuse text that is no shape."""
+        super().check()
+        self.parse_shapes()
+
+    def parse_shapes(self) -> list[Shape]:
+        """The shapes. Raises ValueError for text that is none."""
+        return parse_linears(self.shapes, tokens=self.tokens, divisor=self.divisor)
+
+
+@dataclass(frozen=True)
+class Recipes(Settings):
+    """Which recipes are timed."""
+
+    recipes: tuple[Annotated[str, OneOf(RECIPES, has_aliases=True)], ...] = ()
+    """Recipes; all by default."""
+
+    def check(self) -> None:
+        """Refuse an unknown recipe."""
+        super().check()
+        for name in self.recipes:
+            Float8LinearConfig.from_recipe_name(name)
+
+    @property
+    def recipe_names(self) -> list[str]:
+        """Each recipe once."""
+        return list(dict.fromkeys(self.recipes or RECIPES))
+
+
+@dataclass(frozen=True)
+class Modes(Settings):
+    """Whether the contestants are compiled."""
+
+    modes: tuple[Annotated[str, OneOf(MODES)], ...] = MODES
+    """Eager, compiled, or both."""
+
+
+@dataclass(frozen=True)
+class ModelOptions(Settings):
+    """The block of a model, and the tokens of a step."""
+
+    model: Annotated[str, OneOf(tuple(MODEL_NAMES))] = "debug"
+    """The model of the block."""
+    divisor: AtLeast1 = 1
+    """Divide widths and heads by this."""
+    tokens: AtLeast1 = 2048
+    """Tokens in one step."""
+    seq_len: AtLeast1 | None = None
+    """Tokens of a sequence; by default one sequence of --tokens."""
+
+    def check(self) -> None:
+        """Refuse a divisor that does not divide the heads, and tokens that are no whole number of sequences."""
+        super().check()
+        model_of(self.model, divisor=self.divisor)
+        if self.tokens % self.batch[1]:
+            raise ValueError(f"--tokens: expected a multiple of --seq-len {self.seq_len}, got {self.tokens}")
+
+    @property
+    def shape(self) -> Model:
+        """The model, with one block."""
+        return model_of(self.model, divisor=self.divisor)
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        """The number of sequences in a step, and their length."""
+        seq_len = self.seq_len or self.tokens
+        return self.tokens // seq_len, seq_len
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a result says about the model and the tokens."""
+        name = scaled_name(self.model, self.divisor)
+        sizes = {each: getattr(self.shape, each) for each in ("dim", "n_heads", "n_kv_heads", "hidden_dim")}
+        sequences, seq_len = self.batch
+        batch = {"sequences": sequences, "seq_len": seq_len, "tokens": self.tokens}
+        return {"model": {"name": name, **sizes}, "batch": batch}
