@@ -14,9 +14,8 @@ from collections.abc import Iterable, Iterator
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from quaver.trainer.data.documents import Account
-from quaver.trainer.data.files import SourceFile
-from quaver.trainer.data.report import Advance
+from quaver.trainer.data.documents import Account, SourceFile
+from quaver.trainer.display import Advance
 
 JSONL = (".jsonl", ".jsonl.gz")
 PARQUET = ".parquet"

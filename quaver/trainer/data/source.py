@@ -5,12 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quaver.trainer.config import Data
-from quaver.trainer.config.settings import require_default
 from quaver.trainer.data import records
-from quaver.trainer.data.documents import TRAIN, VALIDATION, Account, Piece
-from quaver.trainer.data.files import SourceFile, find_files
-from quaver.trainer.data.report import Advance
+from quaver.trainer.data.documents import TRAIN, VALIDATION, Account, Piece, SourceFile, find_files
 from quaver.trainer.data.text_files import VALIDATION_SHARE, read_texts
+from quaver.trainer.display import Advance
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ def find_source(data: Data) -> Source:
     if any(file.name.endswith(records.PARQUET) for file in found):
         records.require_datasets()
     if not found:
-        require_default("data", data, "field", "data.path has JSONL or Parquet files", "plain text has no fields")
+        data.require_default("field", unless="data.path has JSONL or Parquet files", fix="plain text has no fields")
     read = found or files
     return Source(data.path, data.field, tuple(read), bool(found), len(files) - len(read))
 

@@ -11,8 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from quaver.trainer.data import TokenData, records, text_files
-from quaver.trainer.data.documents import VALIDATION, Account
-from quaver.trainer.data.files import SourceFile, find_files
+from quaver.trainer.data.documents import VALIDATION, Account, SourceFile, find_files
 from quaver.trainer.data.source import split_of
 
 TEXTS = [f"document {number}: " + "word " * (number % 7) + "\N{SNOWMAN}" for number in range(200)]
