@@ -51,12 +51,12 @@ def find_source(data: Data) -> Source:
 
     Raises:
         FileNotFoundError: if the path does not exist, OSError if a folder cannot be read.
-        ValueError: if `datasets` is missing for Parquet, or data.field is set for plain text.
+        ValueError: if pyarrow is missing for Parquet, or data.field is set for plain text.
     """
     files = find_files(data.path)
     found = [file for file in files if file.name.endswith(records.SUFFIXES)]
     if any(file.name.endswith(records.PARQUET) for file in found):
-        records.require_datasets()
+        records.require_pyarrow()
     if not found:
         data.require_default("field", unless="data.path has JSONL or Parquet files", fix="plain text has no fields")
     read = found or files
