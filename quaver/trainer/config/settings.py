@@ -70,14 +70,15 @@ class Settings:
         cls.section = section or cls.section
 
     def __post_init__(self) -> None:
+        kind: Any = type(self)
         for each in fields(self):
-            value, hint = getattr(self, each.name), hints_of(type(self))[each.name]
+            value, hint = getattr(self, each.name), hints_of(kind)[each.name]
             if is_section(hint):
                 continue
             if isinstance(value, list):
                 value = tuple(value)
             try:
-                checked = _adapters(type(self))[each.name].validate_python(value)
+                checked = _adapters(kind)[each.name].validate_python(value)
             except ValidationError as error:
                 first = error.errors()[0]
                 is_bound = not first["type"].endswith("_type")
@@ -119,9 +120,13 @@ def is_folder_name(name: str) -> bool:
     return name not in (".", "..") and not any(sep in name for sep in "/\\")
 
 
-@cache
 def hints_of(kind: Any) -> dict[str, Any]:
     """The types of a dataclass's fields, with their bounds."""
+    return _hints(kind)
+
+
+@cache  # mypy takes a dataclass for unhashable where it is not Any
+def _hints(kind: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(kind, include_extras=True)
     return {each.name: hints[each.name] for each in fields(kind)}
 
