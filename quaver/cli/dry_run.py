@@ -62,11 +62,13 @@ def _held_table(run: DryRun) -> Table:
         f"parameters, {run.config.training.dtype}": held.parameters,
         "gradients": held.gradients,
         "AdamW's moments": held.optimizer,
-        "weights that FSDP2 gathered": held.gathered,
         "sum": held.total,
     }
     rows = [(name, f"{size:,}", f"{size / 2**30:.2f}") for name, size in sizes.items()]
-    title, numbers = "What each rank holds, without activations and temporaries", ("bytes", "GiB")
+    title, numbers = (
+        "What each rank holds, without gathered weights and activations",
+        ("bytes", "GiB"),
+    )
     return make_table(title, ("", *numbers), rows=rows, right=numbers)
 
 

@@ -93,7 +93,7 @@ def parse_arguments(argv: list[str]) -> tuple[Path | None, Sections]:
     if "resume" in values:
         folder = Path(values.pop("resume")).expanduser().resolve()
         if config_path is not None:
-            raise ValueError(f"--resume takes the config of the run folder, got {str(config_path)!r} beside it")
+            raise ValueError(f"--resume takes the config of the run folder, got {str(config_path)!r} as well")
         config_path = _config_of_run(folder)
         flags = {"job": {"dump_folder": str(folder.parent), "name": folder.name}, "checkpoint": {"resume": "must"}}
     for name, value in values.items():

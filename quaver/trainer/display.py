@@ -1,17 +1,28 @@
-"""What a run prints: a progress bar per model on a terminal, plain lines elsewhere, and a table at the end."""
+"""What a run prints: progress bars on a terminal, plain lines elsewhere, and a table at the end."""
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column, Table
 
 from quaver.trainer.memory import memory_words
+
+Advance = Callable[[int], None]
+"""Called with the number of bytes read since the last call."""
 
 
 class Stdout:
@@ -57,9 +68,22 @@ def stdout_console(*, quiet: bool = False) -> Console:
     return Console(file=cast(IO[str], Stdout()), quiet=quiet)
 
 
-def print_line(text: str) -> None:
-    """Print one line on standard output as long as that works, without wrapping or styles."""
-    stdout_console().print(text, soft_wrap=True, highlight=False, markup=False)
+def say(text: str, *, quiet: bool = False) -> None:
+    """Print one line on standard output as long as that works, without wrapping or styles; nothing if `quiet`."""
+    stdout_console(quiet=quiet).print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+@contextmanager
+def byte_progress(label: str, total: int, *, quiet: bool) -> Iterator[Advance]:
+    """Show progress over `total` bytes under `label` while the block runs: a bar on a terminal, one line elsewhere."""
+    console = stdout_console(quiet=quiet)
+    if not console.is_terminal:
+        say(f"{label}: {total:,} bytes", quiet=quiet)
+    columns = TextColumn("{task.description}"), BarColumn(bar_width=None), DownloadColumn(), TimeRemainingColumn()
+    disable = quiet or not console.is_terminal
+    with Progress(*columns, console=console, disable=disable, refresh_per_second=2, transient=True) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda count: bar.advance(task, count)
 
 
 @dataclass

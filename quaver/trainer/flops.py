@@ -80,11 +80,9 @@ def grouped(linears: Iterable[LinearPrecision]) -> list[tuple[LinearPrecision, i
     """Group linears that differ only in their layer's number; return one of each group (number -> *) and its size."""
     groups: dict[str, list[LinearPrecision]] = defaultdict(list)
     for linear in linears:
-        groups[str(replace(linear, name=re.sub(r"\.\d+\.", ".*.", linear.name)))].append(linear)
-    return [
-        (replace(each[0], name=re.sub(r"\.\d+\.", ".*.", each[0].name)) if len(each) > 1 else each[0], len(each))
-        for each in groups.values()
-    ]
+        group = replace(linear, name=re.sub(r"\.\d+\.", ".*.", linear.name))
+        groups[str(group)] += [group] if str(group) in groups else [linear]
+    return [(each[-1], len(each)) for each in groups.values()]
 
 
 def flops_per_token_by_precision(

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -29,16 +29,6 @@ MAD_TO_STD = 1.4826
 """Standard deviation / median absolute deviation of a normal distribution: 1 / (sqrt(2) * erfinv(1 / 2))."""
 MIN_RELATIVE_STD = 1e-3
 """A lower bound of the deviation, relative to the median: differences in the last digits are not spikes."""
-
-
-class Logger(Protocol):
-    """A destination of the records of steps and validations."""
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Log one record."""
-
-    def close(self) -> None:
-        """Flush and close."""
 
 
 class JsonLines:
@@ -96,6 +86,10 @@ class _Wandb:
         self._run.finish()
 
 
+Logger = JsonLines | _TensorBoard | _Wandb
+"""A destination of the records of steps and validations."""
+
+
 def _numbers(record: dict[str, Any]) -> dict[str, float]:
     """Return every number of `record` except the step, keyed by `<model>/<name>`."""
     return {
@@ -137,7 +131,7 @@ def open_loggers(config: Metrics, metrics: Path, settings: dict[str, Any]) -> It
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the records of a file of JSON lines."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return list(Records(path))
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,4 @@
-"""Profiles single steps as [profiling] asks: traces for Perfetto and snapshots of the memory.
-
-    with Profiling(config, run_folder, ranks, device) as profiling:
-        ...
-        with profiling.step(step, model.name, model.model, model.optimizer):
-            model.train_step(step, batches)
-
-writes, in the run folder, for each rank and model,
+"""Profiles single steps as [profiling] asks. Writes, in the run folder, for each rank and model,
 
     profile_trace/step-000010/tensorwise-rank0.json.gz         a trace of the step, for Perfetto
     memory_snapshot/step-000003/tensorwise-rank0.json, .png    CPU: its live tensors (quaver.memory)

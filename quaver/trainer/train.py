@@ -18,7 +18,7 @@ from quaver.devices import PeakFlops, peak_flops
 from quaver.trainer.checkpoint import Checkpointer, Progress, load_weights
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.data import Batch, TokenData
-from quaver.trainer.display import Display, print_line, print_results, training_display
+from quaver.trainer.display import Display, print_results, say, training_display
 from quaver.trainer.errors import CheckpointError, NonFiniteError, OutputError
 from quaver.trainer.float8_scales import draw_scales, saturation_summary, scales_record
 from quaver.trainer.flops import utilization
@@ -358,9 +358,9 @@ def _print_end(run: Run, status: str, summary: dict[str, Any]) -> None:
     if run.folder is None:
         return
     if run.progress.step == run.began_at_step and status == "finished":
-        print_line(f"nothing left to do: the run is at training.steps = {run.config.training.steps}; set more steps")
+        say(f"nothing left to do: the run is at training.steps = {run.config.training.steps}; set more steps")
     else:
         print_results(summary)
-    print_line(f"run folder: {run.folder.path}")
+    say(f"run folder: {run.folder.path}")
     if status == "interrupted" and run.checkpoints.folder.steps():
-        print_line(f"resume with: quaver train --resume {run.folder.path}")
+        say(f"resume with: quaver train --resume {run.folder.path}")

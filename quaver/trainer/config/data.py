@@ -8,8 +8,6 @@ from quaver.trainer.config.settings import AtLeast1, OneOf, Settings
 BYTES = "bytes"
 """The tokenizer that needs no file."""
 
-ON_CORRUPT = ("skip", "refuse")
-
 
 @dataclass(frozen=True)
 class Data(Settings, section="data"):
@@ -20,7 +18,7 @@ class Data(Settings, section="data"):
     --data)."""
     field: str = "text"
     """The JSONL field or Parquet column that holds the text."""
-    on_corrupt: Annotated[str, OneOf(ON_CORRUPT)] = "skip"
+    on_corrupt: Annotated[str, OneOf(("skip", "refuse"))] = "skip"
     """What happens to records that cannot be read: skip or refuse."""
     tokenizer: str = BYTES
     """bytes (256 tokens), a Hugging Face tokenizer.json, a tiktoken rank file, or a folder with one."""

@@ -1,9 +1,10 @@
-"""The flags of a command, read by tyro from the dataclasses of its settings.
+"""The flags of a command: the settings of its dataclass, read from words, and the help that tyro prints for them.
 
-tyro splits the words and prints the help; the values stay text here, so that a wrong one has the same error as in TOML.
+Values stay text where they are none of their type, so that a wrong one has the same error as in TOML.
 """
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import Field, field, fields, make_dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -26,8 +27,11 @@ from quaver.trainer.config.settings import (
 Values = dict[str, Any]
 """The values that flags give, by the name of the setting, `section.field` in a section."""
 
+SHORTHANDS = {"compare": "job.compare", "data": "data.path", "deterministic": "training.deterministic"}
+"""Flags of `quaver train` without their section."""
+
 _Words = Annotated[list[tuple[str, ...]], UseAppendAction]
-"""What tyro collects for every flag: the words after each of its occurrences."""
+"""The type of every flag in the help: it may be repeated, and has words."""
 
 _Options = TypeVar("_Options", bound=Settings)
 
@@ -41,14 +45,17 @@ def parse_options(kind: type[_Options], words: list[str], *, prog: str) -> _Opti
     exit_after_help(kind, words, prog=prog)
     values, rest = split_flags(kind, words)
     command = " ".join(word for word in prog.split() if word.islower() and "{" not in word)
-    flags = [f"--{flag_of(each)}" for each in fields(kind) if not is_positional(hints_of(kind)[each.name])]
+    flags = []
     for each in fields(kind):
-        if is_positional(hints_of(kind)[each.name]):
-            if not rest or rest[0].startswith("-"):
-                choices = ", ".join(choices_of(hints_of(kind)[each.name]))
-                expected = f"one of {choices}" if choices else each.name.upper()
-                raise ValueError(f"expected {expected}: {help_of(kind)[each.name]}; see {command} --help")
-            values[each.name] = rest.pop(0)
+        hint = hints_of(kind)[each.name]
+        if not is_positional(hint):
+            flags.append(f"--{each.name.replace('_', '-')}")
+            continue
+        if not rest or rest[0].startswith("-"):
+            choices = ", ".join(choices_of(hint))
+            expected = f"one of {choices}" if choices else each.name.upper()
+            raise ValueError(f"expected {expected}: {help_of(kind)[each.name]}; see {command} --help")
+        values[each.name] = rest.pop(0)
     if rest and rest[0].startswith("--"):
         nearest = difflib.get_close_matches(rest[0].partition("=")[0].replace("_", "-"), flags, n=1, cutoff=0.5)
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"see {command} --help"
@@ -61,75 +68,70 @@ def parse_options(kind: type[_Options], words: list[str], *, prog: str) -> _Opti
 def exit_after_help(kind: type, words: list[str], *, prog: str) -> None:
     """Print the help of `kind` and exit with 0 if `words` ask for it."""
     if "--help" in words or "-h" in words:
-        _split(kind, ["--help"], prog=prog)
+        tyro.cli(
+            _flags(kind, kind.__name__),
+            prog=prog,
+            description=" ".join((kind.__doc__ or "").split()),
+            args=["--help"],
+            use_underscores=any(map(is_section, hints_of(kind).values())),
+        )
 
 
-def split_flags(kind: type, words: list[str]) -> tuple[Values, list[str]]:
-    """Return the values of the flags of `kind` among `words`, and the other words, positional ones first.
+def split_flags(kind: type, words: Sequence[str]) -> tuple[Values, list[str]]:
+    """Return the values of the flags of `kind` among `words`, and the other words, those before any flag first.
 
     Hyphens and underscores are the same in names. A boolean is `--flag`, `--no-flag` or `--flag false`; a list takes
-    every word up to the next flag, or `--flag=a,b`; a string may be one word that holds flags and spaces. Text that is
-    no value of its type stays text, for the type check to refuse by name.
+    every word up to the next flag, or `--flag=a,b`; the value of a string may be one word that holds flags and spaces.
+    Text that is no value of its type stays text, for the type check to refuse by name.
 
     Raises:
         ValueError: a flag has no value.
     """
-    words = _joined(kind, words)
-    attached = {(_name(flag), value) for flag, equals, value in (word.partition("=") for word in words) if equals}
-    parsed, unknown = _split(kind, words)
+    hints = _hints_by_name(kind)
     values: Values = {}
-    rest: list[str] = []
-    for name, hint, occurrences in _occurrences(kind, parsed):
-        for given in occurrences:
-            values[name], more = _value(name, hint, list(given), (name, (*given, "")[0]) in attached)
-            rest += more
-    booleans = {name: hint for name, hint, _ in _occurrences(kind, parsed) if base_type(hint) is bool}
-    for word in unknown:
-        name = _name(word).replace("no_", "", 1)
-        name = SHORTHANDS.get(name, name)
-        if name in booleans and word.startswith("--") and "=" not in word:
-            values[name] = False
+    others: list[str] = []
+    unknown: list[str] = []
+    pending = list(words)
+    while pending:
+        word = pending.pop(0)
+        if _is_value(word):
+            others.append(word)
+            continue
+        flag, equals, text = word.partition("=")
+        name, negated = _name(flag), _name(flag.replace("no-", "", 1).replace("no_", "", 1))
+        count = int(bool(pending) and " " in pending[0] and base_type(hints.get(name)) is str)
+        while count < len(pending) and _is_value(pending[count]):
+            count += 1
+        given, pending = pending[:count], pending[count:]
+        if name in hints and word.startswith("--"):
+            values[name], more = _value(name, hints[name], [text] if equals else given, is_attached=bool(equals))
+            others += given if equals else more
+        elif not equals and word.startswith("--") and base_type(hints.get(negated)) is bool:
+            values[negated] = False
+            others += given
         else:
-            rest.append(word)
-    return values, rest
+            unknown += [word, *given]
+    return values, others + unknown
 
 
-SHORTHANDS = {"compare": "job.compare", "data": "data.path", "deterministic": "training.deterministic"}
-"""Flags of `quaver train` without their section."""
+def _hints_by_name(kind: type, section: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, hint in hints_of(kind).items():
+        if is_section(hint):
+            found |= _hints_by_name(hint, f"{name}.")
+        elif not is_positional(hint):
+            found[section + name] = hint
+    return found
 
 
-def flag_of(setting: "Field[Any]") -> str:
-    """The flag of an option, as the help spells it."""
-    return setting.name.replace("_", "-")
-
-
-def _joined(kind: type, words: list[str]) -> list[str]:
-    """Write `--vs "--flag value"` as `--vs=--flag value`, which tyro takes for a value."""
-    strings = {each.name for each in fields(kind) if base_type(hints_of(kind)[each.name]) is str}
-    joined: list[str] = []
-    for word in words:
-        if joined and joined[-1].startswith("--") and _name(joined[-1]) in strings and " " in word:
-            joined[-1] += f"={word}"
-        else:
-            joined.append(word)
-    return joined
+def _is_value(word: str) -> bool:
+    """Whether `word` is no flag; a negative number is none."""
+    return not word.startswith("-") or word == "-" or isinstance(_convert(word, float), float)
 
 
 def _name(flag: str) -> str:
     name = flag.removeprefix("--").replace("-", "_")
     return SHORTHANDS.get(name, name)
-
-
-def _split(kind: type, words: list[str], *, prog: str = "") -> tuple[Any, list[str]]:
-    return tyro.cli(
-        _flags(kind, kind.__name__),
-        prog=prog,
-        description=" ".join((kind.__doc__ or "").split()),
-        args=words,
-        return_unknown_args=True,
-        use_underscores=any(map(is_section, hints_of(kind).values())),
-        add_help=bool(prog),
-    )
 
 
 def _flags(kind: type, title: str, section: str = "") -> type:
@@ -142,10 +144,10 @@ def _flags(kind: type, title: str, section: str = "") -> type:
         if is_section(hint):
             inner = _flags(hint, hint.__name__, f"{each.name}.")
             made.append((each.name, inner, field(default_factory=inner)))
-        elif not is_positional(hints_of(kind)[each.name]):
+        elif not is_positional(hint):
             short = shorthands.get(section + each.name)
             about = arg(
-                name=each.name if section else flag_of(each),
+                name=each.name if section else each.name.replace("_", "-"),
                 metavar=_metavar(hint),
                 help=helps[each.name],
                 help_behavior_hint=_default_words(each),
@@ -170,19 +172,7 @@ def _default_words(setting: "Field[Any]") -> str:
     return "" if value in (None, "", ()) or value is False else f"(default: {default_of(setting)})"
 
 
-def _occurrences(kind: type, parsed: Any) -> list[tuple[str, Any, list[tuple[str, ...]]]]:
-    found = []
-    for each in fields(kind):
-        hint = hints_of(kind)[each.name]
-        if is_section(hint):
-            inner = _occurrences(hint, getattr(parsed, each.name))
-            found += [(f"{each.name}.{name}", *rest) for name, *rest in inner]
-        elif not is_positional(hints_of(kind)[each.name]):
-            found.append((each.name, hint, getattr(parsed, each.name)))
-    return found
-
-
-def _value(name: str, hint: Any, given: list[str], is_attached: bool) -> tuple[Any, list[str]]:
+def _value(name: str, hint: Any, given: list[str], *, is_attached: bool) -> tuple[Any, list[str]]:
     """The value of a flag from the words after it, and the words that are not part of it."""
     base, item = base_type(hint), item_type(hint)
     if base is bool:
@@ -190,8 +180,8 @@ def _value(name: str, hint: Any, given: list[str], is_attached: bool) -> tuple[A
             return {"true": True, "false": False}.get(given[0].lower(), given[0]), given[1:]
         return True, given
     if item is not None:
-        items, more = (given[0].split(","), given[1:]) if is_attached else (given, [])
-        return [_convert(each, item) for each in items if each], more
+        items = given[0].split(",") if is_attached else given
+        return [_convert(each, item) for each in items if each], []
     if not given:
         shown = name if "." in name else name.replace("_", "-")
         raise ValueError(f"--{shown} needs a value: {TYPE_WORDS[base]}")

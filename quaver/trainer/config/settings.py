@@ -10,6 +10,7 @@ import typing
 from collections.abc import Iterator
 from dataclasses import Field, dataclass, fields
 from functools import cache
+from operator import attrgetter
 from types import NoneType
 from typing import Annotated, Any, ClassVar
 
@@ -69,17 +70,18 @@ class Settings:
         cls.section = section or cls.section
 
     def __post_init__(self) -> None:
+        kind: Any = type(self)
         for each in fields(self):
-            value, hint = getattr(self, each.name), hints_of(type(self))[each.name]
+            value, hint = getattr(self, each.name), hints_of(kind)[each.name]
             if is_section(hint):
                 continue
             if isinstance(value, list):
                 value = tuple(value)
             try:
-                checked = _adapters(type(self))[each.name].validate_python(value)
+                checked = _adapters(kind)[each.name].validate_python(value)
             except ValidationError as error:
                 first = error.errors()[0]
-                is_bound = first["type"] in _BOUND_ERRORS
+                is_bound = not first["type"].endswith("_type")
                 expected = _bounds(hint, finite=first["type"] == "finite_number") if is_bound else type_words(hint)
                 got = first["input"] if is_bound else getattr(self, each.name)
                 raise ValueError(f"{self.name_of(each.name)} must be {expected}, got {got!r}") from None
@@ -98,34 +100,19 @@ class Settings:
 
     def require(self, holds: bool, field: str, expected: str, fix: str = "") -> None:
         """Raise ValueError that says what `field` must be, what it is, and what to do, unless `holds`."""
-        require(holds, self.name_of(field), expected, getattr(self, field), fix)
+        require(holds, self.name_of(field), expected, attrgetter(field)(self), fix)
 
     def require_default(self, *names: str, unless: str, fix: str = "") -> None:
         """Refuse values of these fields that no code would read."""
         for name in names:
-            require_default(self.section, self, name, unless, fix)
-
-
-_BOUND_ERRORS = (
-    "greater_than_equal",
-    "greater_than",
-    "less_than_equal",
-    "less_than",
-    "finite_number",
-    "literal_error",
-)
+            default = type(self).__dataclass_fields__[name].default
+            self.require(getattr(self, name) == default, name, f"its default, {default!r}, unless {unless}", fix)
 
 
 def require(holds: bool, name: str, expected: str, got: object, fix: str = "") -> None:
     """Raise ValueError saying what setting `name` must be, what it is, and what to do, unless `holds`."""
     if not holds:
         raise ValueError(f"{name} must be {expected}, got {got!r}" + (f"; {fix}" if fix else ""))
-
-
-def require_default(section: str, owner: Any, name: str, unless: str, fix: str = "") -> None:
-    """Refuse a value of field `name` that no code would read."""
-    value, default = getattr(owner, name), type(owner).__dataclass_fields__[name].default
-    require(value == default, f"{section}.{name}", f"its default, {default!r}, unless {unless}", value, fix)
 
 
 def is_folder_name(name: str) -> bool:
@@ -138,7 +125,7 @@ def hints_of(kind: Any) -> dict[str, Any]:
     return _hints(kind)
 
 
-@cache
+@cache  # mypy takes a dataclass for unhashable where it is not Any
 def _hints(kind: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(kind, include_extras=True)
     return {each.name: hints[each.name] for each in fields(kind)}
@@ -209,12 +196,8 @@ def _strings_below_fields(kind: type) -> dict[str, str]:
     return texts
 
 
-def _adapters(kind: Any) -> dict[str, TypeAdapter[Any]]:
-    return _strict_adapters(kind)
-
-
 @cache
-def _strict_adapters(kind: Any) -> dict[str, TypeAdapter[Any]]:
+def _adapters(kind: Any) -> dict[str, TypeAdapter[Any]]:
     strict = ConfigDict(strict=True)
     return {name: TypeAdapter(hint, config=strict) for name, hint in hints_of(kind).items() if not is_section(hint)}
 
@@ -236,5 +219,4 @@ def _metadata(hint: Any) -> Iterator[Any]:
     """All that the Annotated types inside `hint` say."""
     yield from getattr(hint, "__metadata__", ())
     for inner in typing.get_args(hint):
-        if inner is not Ellipsis and typing.get_args(inner) or hasattr(inner, "__metadata__"):
-            yield from _metadata(inner)
+        yield from _metadata(inner)

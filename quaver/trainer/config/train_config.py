@@ -7,15 +7,12 @@ from quaver.trainer.config.checkpoint import Checkpoint
 from quaver.trainer.config.data import Data, Validation
 from quaver.trainer.config.float8 import DELAYED_RECIPES, Float8
 from quaver.trainer.config.model import Model
-from quaver.trainer.config.optimizer import LRScheduler, Optimizer
-from quaver.trainer.config.output import Job, Metrics
-from quaver.trainer.config.parallelism import Comm, Parallelism
-from quaver.trainer.config.profiling import Profiling
+from quaver.trainer.config.output import Job, Metrics, Profiling
 from quaver.trainer.config.settings import Settings, require
-from quaver.trainer.config.training import ActivationCheckpoint, Training
+from quaver.trainer.config.training import ActivationCheckpoint, Comm, LRScheduler, Optimizer, Parallelism, Training
 
-TENSOR_PARALLEL_SIZES = ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
-"""Sizes of the model that tensor parallel ranks split; they split the sequence too."""
+SPLIT = ("model.n_heads", "model.n_kv_heads", "model.hidden_dim", "model.vocab_size", "training.seq_len")
+"""Sizes that tensor parallel ranks split."""
 
 
 @dataclass(frozen=True)
@@ -37,122 +34,92 @@ class TrainConfig(Settings):
     profiling: Profiling = field(default_factory=Profiling)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
+    @classmethod
+    def name_of(cls, field: str) -> str:
+        """Return the name by which errors call a field: `section.field`, as `require` gets it."""
+        return field
+
     def check(self) -> None:
         """Refuse sections that do not go together."""
-        require(
+        self.require(
             self.float8.enable_float8_linear or not self.job.compare,
             "float8.enable_float8_linear",
             "true with job.compare",
-            self.float8.enable_float8_linear,
             "the bfloat16 baseline of a bfloat16 run would be itself",
         )
-        require(
-            self.checkpoint.resume != "auto" or bool(self.job.name),
-            "job.name",
-            "set with checkpoint.resume = auto",
-            self.job.name,
-            "the run is found again by its name",
-        )
+        is_found_again = self.checkpoint.resume != "auto" or bool(self.job.name)
+        expected = "set with checkpoint.resume = auto"
+        self.require(is_found_again, "job.name", expected, "the run is found again by its name")
         self._check_persistent_scales()
         self._check_tensor_parallel()
         self._check_activation_checkpoint()
-        self._check_decay()
+        self._check_steps()
         self._check_high_precision()
-        self._check_profiling()
 
     def _check_persistent_scales(self) -> None:
         precision = self.float8.recipe_name if self.float8.enable_float8_linear else "no float8"
         without = f"where no scale is kept from step to step ({precision})"
         fix = f"choose float8.recipe_name {DELAYED_RECIPES.replace(', ', ' or ')}"
-        keeps, plot, freq = (
-            self.float8.has_persistent_scales,
-            self.metrics.plot_float8_scales,
-            self.metrics.float8_scales_freq,
-        )
-        require(keeps or not plot, "metrics.plot_float8_scales", f"false {without}", plot, fix)
-        require(keeps or freq <= 1, "metrics.float8_scales_freq", f"0 or 1 {without}", freq, fix)
+        keeps, metrics = self.float8.has_persistent_scales, self.metrics
+        self.require(keeps or not metrics.plot_float8_scales, "metrics.plot_float8_scales", f"false {without}", fix)
+        self.require(keeps or metrics.float8_scales_freq <= 1, "metrics.float8_scales_freq", f"0 or 1 {without}", fix)
 
     def _check_tensor_parallel(self) -> None:
         degree = self.parallelism.tensor_parallel_degree
-        split = {f"model.{name}": getattr(self.model, name) for name in TENSOR_PARALLEL_SIZES}
-        for name, size in {**split, "training.seq_len": self.training.seq_len}.items():
-            require(size % degree == 0, name, f"a multiple of parallelism.tensor_parallel_degree = {degree}", size)
-        require(
-            degree == 1 or not self.model.tie_word_embeddings,
-            "model.tie_word_embeddings",
-            f"false with parallelism.tensor_parallel_degree = {degree}",
-            self.model.tie_word_embeddings,
-            "the embedding and the output projection are split differently",
-        )
+        setting = f"parallelism.tensor_parallel_degree = {degree}"
+        for name in SPLIT:
+            section, size = name.split(".")
+            self.require(getattr(getattr(self, section), size) % degree == 0, name, f"a multiple of {setting}")
+        fix = "the embedding and the output projection are split differently"
+        splits_tied = degree > 1 and self.model.tie_word_embeddings
+        self.require(not splits_tied, "model.tie_word_embeddings", f"false with {setting}", fix)
 
-    def _check_decay(self) -> None:
-        schedule, steps = self.lr_scheduler, self.training.steps
+    def _check_steps(self) -> None:
+        """Refuse what no step of the run would reach."""
+        schedule, profiling, steps = self.lr_scheduler, self.profiling, self.training.steps
         decay = schedule.decay_steps(steps)
-        require(
-            schedule.schedule != "wsd" or schedule.warmup_steps + decay <= steps,
-            "lr_scheduler.warmup_steps",
-            f"at most {max(0, steps - decay)} with the {decay} steps of decay in {steps} steps",
-            schedule.warmup_steps,
-        )
+        fits = schedule.schedule != "wsd" or schedule.warmup_steps + decay <= steps
+        expected = f"at most {max(0, steps - decay)} with the {decay} steps of decay in {steps} steps"
+        self.require(fits, "lr_scheduler.warmup_steps", expected)
+        expected = f"at most training.steps = {steps}"
+        traces, snapshots = profiling.enable_profiling, profiling.enable_memory_snapshot
+        self.require(not traces or profiling.profile_freq <= steps, "profiling.profile_freq", expected)
+        is_reached = not snapshots or profiling.memory_snapshot_step <= steps
+        self.require(is_reached, "profiling.memory_snapshot_step", expected)
 
     def _check_high_precision(self) -> None:
         float8, layers, steps = self.float8, self.model.n_layers, self.training.steps
-        tail, skipped = float8.last_steps_high_precision, float8.skip_first_layers + float8.skip_last_layers
-        require(
-            skipped <= layers,
-            "float8.skip_first_layers + float8.skip_last_layers",
-            f"at most model.n_layers = {layers}",
-            skipped,
-        )
-        require(tail < steps, "float8.last_steps_high_precision", f"below training.steps = {steps}", tail)
-        if tail:
-            self._check_can_leave_float8("float8.last_steps_high_precision", tail, "0")
-        if self.validation.high_precision_too:
-            self._check_can_leave_float8("validation.high_precision_too", True, "false")
-
-    def _check_can_leave_float8(self, name: str, value: object, off: str) -> None:
-        """Refuse what would need weights or inputs in high precision where they are sent to a linear in float8."""
+        skipped = float8.skip_first_layers + float8.skip_last_layers
+        names = "float8.skip_first_layers + float8.skip_last_layers"
+        require(skipped <= layers, names, f"at most model.n_layers = {layers}", skipped)
+        tail = "float8.last_steps_high_precision"
+        self.require(float8.last_steps_high_precision < steps, tail, f"below training.steps = {steps}")
+        # Weights or inputs are needed in high precision where they are sent to a linear in float8.
         degree = self.parallelism.tensor_parallel_degree
         reasons = {
-            "where float8.enable_float8_linear is false": not self.float8.enable_float8_linear,
+            "where float8.enable_float8_linear is false": not float8.enable_float8_linear,
             f"with parallelism.tensor_parallel_degree = {degree}, which gathers inputs in float8": degree > 1,
-            "with float8.enable_fsdp_float8_all_gather": self.float8.enable_fsdp_float8_all_gather,
+            "with float8.enable_fsdp_float8_all_gather": float8.enable_fsdp_float8_all_gather,
         }
         for reason, holds in reasons.items():
-            require(not holds, name, f"{off} {reason}", value)
-
-    def _check_profiling(self) -> None:
-        """Refuse what no step of the run would reach."""
-        profiling, steps = self.profiling, self.training.steps
-        for name, is_enabled in (
-            ("profile_freq", profiling.enable_profiling),
-            ("memory_snapshot_step", profiling.enable_memory_snapshot),
-        ):
-            value = getattr(profiling, name)
-            require(not is_enabled or value <= steps, f"profiling.{name}", f"at most training.steps = {steps}", value)
+            self.require(not (holds and float8.last_steps_high_precision), tail, f"0 {reason}")
+            is_asked = self.validation.high_precision_too
+            self.require(not (holds and is_asked), "validation.high_precision_too", f"false {reason}")
 
     def _check_activation_checkpoint(self) -> None:
-        checkpoint = self.activation_checkpoint
-        require(
-            checkpoint.mode != "memory_budget" or self.training.compile,
-            "training.compile",
-            "true with activation_checkpoint.mode = memory_budget",
-            self.training.compile,
-            "the compiler decides what to keep",
-        )
+        checkpoint, is_compiled = self.activation_checkpoint, self.training.compile
+        expected = "true with activation_checkpoint.mode = memory_budget"
+        is_possible = checkpoint.mode != "memory_budget" or is_compiled
+        self.require(is_possible, "training.compile", expected, "the compiler decides what to keep")
         every = selected_every(checkpoint.selective_ac_option)
         in_full = checkpoint.mode == "full" or every is not None
-        require(
-            not (in_full and self.training.compile and self.parallelism.tensor_parallel_degree > 1),
+        self.require(
+            not (in_full and is_compiled and self.parallelism.tensor_parallel_degree > 1),
             "activation_checkpoint.mode",
             "none, or selective with op, for compiled blocks that are split by tensor parallelism",
-            checkpoint.mode,
             "torch 2.13 cannot compile their recomputation in full",
         )
-        require(
-            every is None or every <= self.model.n_layers,
-            "activation_checkpoint.selective_ac_option",
-            f"op or at most model.n_layers = {self.model.n_layers}",
-            checkpoint.selective_ac_option,
-            "no block would be checkpointed",
-        )
+        is_reached = every is None or every <= self.model.n_layers
+        expected = f"op or at most model.n_layers = {self.model.n_layers}"
+        fix = "no block would be checkpointed"
+        self.require(is_reached, "activation_checkpoint.selective_ac_option", expected, fix)

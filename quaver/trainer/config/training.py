@@ -1,17 +1,16 @@
-"""[training] and [activation_checkpoint]: length, batch, precision, and what is saved for backward."""
+"""The sections of a step: [training], [activation_checkpoint], [optimizer], [lr_scheduler], [parallelism], [comm]."""
 
 from dataclasses import dataclass
 from typing import Annotated
 
-from annotated_types import Gt
+from annotated_types import Ge, Gt, Le, Lt
 
 from quaver.activation_checkpointing import MODES as CHECKPOINT_MODES
 from quaver.activation_checkpointing import named_operations, selected_every
-from quaver.trainer.config.settings import AtLeast1, OneOf, Settings, Share
+from quaver.trainer.config.settings import AtLeast1, FiniteNotNegative, NotNegative, OneOf, Settings, Share
 
-DTYPES = ("float32", "bfloat16")
-NONFINITE_POLICIES = ("stop", "skip")
-DEVICES = ("auto", "cpu", "cuda")
+Dtype = Annotated[str, OneOf(("float32", "bfloat16"))]
+_Beta = Annotated[float, Ge(0), Lt(1)]
 
 
 @dataclass(frozen=True)
@@ -33,13 +32,13 @@ class Training(Settings, section="training"):
     """Compile each transformer block with torch.compile."""
     seed: int = 0
     """Seed of the initial weights and of the order of the data."""
-    dtype: Annotated[str, OneOf(DTYPES)] = "float32"
+    dtype: Dtype = "float32"
     """Dtype of parameters, gradients and optimizer state: float32 or bfloat16."""
-    mixed_precision_param: Annotated[str, OneOf(DTYPES)] = "bfloat16"
+    mixed_precision_param: Dtype = "bfloat16"
     """Dtype that autocast computes in; no autocast if equal to dtype."""
-    device: Annotated[str, OneOf(DEVICES)] = "auto"
+    device: Annotated[str, OneOf(("auto", "cpu", "cuda"))] = "auto"
     """auto (CUDA if there is one), cpu or cuda."""
-    nonfinite: Annotated[str, OneOf(NONFINITE_POLICIES)] = "stop"
+    nonfinite: Annotated[str, OneOf(("stop", "skip"))] = "stop"
     """At an inf or NaN loss or gradient norm: stop the run, or skip the update and say where it began."""
     max_nonfinite_steps: AtLeast1 = 10
     """nonfinite = skip: steps in a row that are skipped before the run ends."""
@@ -107,3 +106,79 @@ class ActivationCheckpoint(Settings, section="activation_checkpoint"):
                 named_operations(getattr(self, name))
             except ValueError as error:
                 raise ValueError(f"activation_checkpoint.{name}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Optimizer(Settings, section="optimizer"):
+    """AdamW. Matrices, the embedding among them, are decayed; norms and biases are not."""
+
+    lr: FiniteNotNegative = 3e-3
+    """Highest learning rate, reached when the warm-up ends."""
+    beta1: _Beta = 0.9
+    """Decay of the running mean of the gradient."""
+    beta2: _Beta = 0.95
+    """Decay of the running mean of its square."""
+    eps: FiniteNotNegative = 1e-8
+    """Added to the denominator of the update."""
+    weight_decay: FiniteNotNegative = 0.1
+    """Decoupled weight decay of matrices."""
+    implementation: Annotated[str, OneOf(("auto", "fused", "foreach", "for-loop"))] = "auto"
+    """fused: one kernel over all parameters. foreach: one per operation. for-loop: one per operation and parameter.
+    auto: fused."""
+
+
+@dataclass(frozen=True)
+class LRScheduler(Settings, section="lr_scheduler"):
+    """Linear warm-up to optimizer.lr, then the schedule."""
+
+    warmup_steps: NotNegative = 20
+    """Steps of linear warm-up; may exceed training.steps."""
+    schedule: Annotated[str, OneOf(("cosine", "linear", "wsd", "constant"))] = "cosine"
+    """After the warm-up: cosine or linear decay, wsd (warm-up, stable, decay) or constant."""
+    decay_ratio: Annotated[float, Gt(0), Le(1)] = 0.1
+    """wsd: share of the steps in the final decay; at least one step."""
+    decay_type: Annotated[str, OneOf(("linear", "sqrt", "cosine"))] = "linear"
+    """wsd: shape of the final decay: linear, sqrt (1 - sqrt, steep at first) or cosine."""
+    min_lr_factor: Share = 0.1
+    """Share of optimizer.lr at the last step."""
+
+    def check(self) -> None:
+        """Refuse settings that the schedule does not read."""
+        if self.schedule != "wsd":
+            self.require_default("decay_ratio", "decay_type", unless="lr_scheduler.schedule is wsd")
+        if self.schedule == "constant":
+            self.require_default("min_lr_factor", unless="lr_scheduler.schedule goes down")
+
+    def decay_steps(self, steps: int) -> int:
+        """Return how many of the last of `steps` steps are wsd's decay."""
+        return max(1, round(self.decay_ratio * steps))
+
+
+@dataclass(frozen=True)
+class Parallelism(Settings, section="parallelism"):
+    """How the ranks of torchrun share the work; the product of the degrees is their number."""
+
+    data_parallel_replicate_degree: AtLeast1 = 1
+    """Groups of ranks that each hold a whole copy of the weights (HSDP)."""
+    data_parallel_shard_degree: int = -1
+    """Ranks over which FSDP2 shards each copy; -1 for all that remain."""
+    tensor_parallel_degree: AtLeast1 = 1
+    """Ranks that share each linear and, between linears, the sequence."""
+    fsdp_reshard_after_forward: Annotated[str, OneOf(("default", "always", "never"))] = "default"
+    """When FSDP2 frees gathered weights after the forward; default: all but the first that backward needs."""
+
+    def check(self) -> None:
+        """Refuse a shard degree that is no number of ranks."""
+        shard = self.data_parallel_shard_degree
+        self.require(shard == -1 or shard >= 1, "data_parallel_shard_degree", "-1 or at least 1")
+
+
+@dataclass(frozen=True)
+class Comm(Settings, section="comm"):
+    """Communication between ranks."""
+
+    train_timeout_seconds: AtLeast1 = 300
+    """Seconds after which a collective that waits ends the run with an error."""
+    watchdog_seconds: NotNegative = 120
+    """Seconds after which every rank of a stuck step writes its stacks to stacks-rank<n>.txt in the run folder; 0
+    never. The first step has ten times as long."""

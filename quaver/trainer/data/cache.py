@@ -10,10 +10,10 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from quaver.trainer.data.report import Advance, byte_progress, say
 from quaver.trainer.data.source import Source
 from quaver.trainer.data.token_files import FORMAT, DamagedEntryError, Entry, check_content, open_entry, writing
 from quaver.trainer.data.tokenizer import Tokenizer
+from quaver.trainer.display import Advance, byte_progress, say
 
 Build = Callable[[Path, Advance], None]
 """Writes an entry into a folder and reports the bytes of the source that it reads."""

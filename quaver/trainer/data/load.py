@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from quaver.trainer.config import Data, TrainConfig
-from quaver.trainer.config.data import ON_CORRUPT
 from quaver.trainer.data.cache import TokenCache, cache_folder, cache_key
-from quaver.trainer.data.documents import SPLITS, Account, Piece, refusal
-from quaver.trainer.data.files import STDLIB
-from quaver.trainer.data.report import Advance
+from quaver.trainer.data.documents import SPLITS, STDLIB, Account, Piece, refusal
 from quaver.trainer.data.samples import TokenData
 from quaver.trainer.data.source import Source, find_source
 from quaver.trainer.data.token_files import FORMAT, Entry, split_writers, token_dtype, write_about, writing
 from quaver.trainer.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from quaver.trainer.display import Advance
 
 ENCODE_CHARACTERS = 1 << 22
 """Text is tokenized in batches of about this size, on several threads if the tokenizer has them."""
@@ -52,7 +50,7 @@ def load_data(config: TrainConfig, *, quiet: bool = False, check: bool = False) 
 
 
 def _build(folder: Path, source: Source, tokenizer: Tokenizer, data: Data, advance: Advance) -> None:
-    account = Account(refuse=data.on_corrupt == ON_CORRUPT[1])
+    account = Account(refuse=data.on_corrupt == "refuse")
     dtype = token_dtype(tokenizer.vocab_size)
     with split_writers(folder, dtype) as writers:
         for batch in _batched(source.pieces(account, advance)):

@@ -1,22 +1,19 @@
 """Files of many documents: JSONL, plain or gzipped, and Parquet. Each yields its texts in order.
 
-JSONL is read here: the JSON loader of `datasets` turns a string like "2020-01-01" into a timestamp, gives no line
-numbers, and loses a whole block of lines to one that is broken.
+`datasets` reads neither: its JSON loader turns a string like "2020-01-01" into a timestamp, gives no line numbers, and
+loses a whole block of lines to one that is broken. Its Parquet loader reads ahead in threads, so that the rows before a
+damaged page come or not as the threads happen to run; pyarrow without threads always yields them.
 """
 
-import glob
 import gzip
 import importlib.util
 import json
-import os
 import zlib
 from collections.abc import Iterable, Iterator
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from quaver.trainer.data.documents import Account
-from quaver.trainer.data.files import SourceFile
-from quaver.trainer.data.report import Advance
+from quaver.trainer.data.documents import Account, SourceFile
+from quaver.trainer.display import Advance
 
 JSONL = (".jsonl", ".jsonl.gz")
 PARQUET = ".parquet"
@@ -26,6 +23,7 @@ STRING_TYPES = ("string", "large_string", "string_view")
 """The names of Arrow's types of text."""
 
 BATCH_ROWS = 1024
+BUFFER_BYTES = 1 << 20
 
 
 def read_records(file: SourceFile, field: str, account: Account, advance: Advance) -> Iterator[str]:
@@ -39,10 +37,10 @@ def read_records(file: SourceFile, field: str, account: Account, advance: Advanc
     return read(file, field, account, advance)
 
 
-def require_datasets() -> None:
-    """Raise ValueError if `datasets` is not installed."""
-    if importlib.util.find_spec("datasets") is None:
-        raise ValueError("Parquet files need datasets, which is not installed; pip install 'quaver[data]'")
+def require_pyarrow() -> None:
+    """Raise ValueError if pyarrow is not installed."""
+    if importlib.util.find_spec("pyarrow") is None:
+        raise ValueError("Parquet files need pyarrow, which is not installed; pip install 'quaver[data]'")
 
 
 def _read_json_lines(file: SourceFile, field: str, account: Account, advance: Advance) -> Iterator[str]:
@@ -77,14 +75,18 @@ def _field(line: bytes, field: str, place: str, account: Account) -> Any:
 
 def _read_parquet(file: SourceFile, field: str, account: Account, advance: Advance) -> Iterator[str]:
     import pyarrow as pa
-    from pyarrow.parquet import read_schema
+    from pyarrow.parquet import ParquetFile
 
     row = 0
     try:
         with file.path.open("rb") as opened:
-            schema = read_schema(opened)
-        if _has_strings(schema, field):
-            for row, scalar in enumerate(_column(file, field), start=1):
+            parquet = ParquetFile(opened, buffer_size=BUFFER_BYTES)
+            schema = parquet.schema_arrow
+            has_text = _has_strings(schema, field)
+            if not has_text:
+                columns = ", ".join(schema.names)
+                account.add_corrupt(file.name, f"no column of strings {field!r}; its columns are {columns}")
+            for row, scalar in enumerate(_column(parquet, field) if has_text else (), start=1):
                 place = f"{file.name}:{row}"
                 try:
                     value = scalar.as_py()
@@ -93,9 +95,6 @@ def _read_parquet(file: SourceFile, field: str, account: Account, advance: Advan
                     continue
                 if account.is_text(place, value):
                     yield value
-        else:
-            columns = ", ".join(schema.names)
-            account.add_corrupt(file.name, f"no column of strings {field!r}; its columns are {columns}")
     except (pa.ArrowException, OSError) as error:
         if getattr(error, "errno", None) is not None:  # the system's error, not pyarrow's for a page without meaning
             raise
@@ -111,26 +110,8 @@ def _has_strings(schema: Any, field: str) -> bool:
     return str(kind.value_type if str(kind).startswith("dictionary") else kind) in STRING_TYPES
 
 
-def _column(file: SourceFile, field: str) -> Iterator[Any]:
-    """Yield the values of a column of strings as Arrow scalars, so that one that is not UTF-8 loses no other."""
-    os.environ["HF_DATASETS_OFFLINE"] = "1"  # read when `datasets` is imported; the file is local
-    from datasets import Features, Value, load_dataset
-    from datasets.utils import logging
-    from pyarrow.dataset import ParquetFragmentScanOptions
-
-    logging.set_verbosity(logging.CRITICAL)  # it would log the errors that are reported here
-    with TemporaryDirectory() as scratch:  # else it leaves locks in ~/.cache, which must then be writable
-        rows = load_dataset(
-            "parquet",
-            data_files=glob.escape(str(file.path.absolute())),
-            split="train",
-            streaming=True,
-            cache_dir=scratch,
-            columns=[field],
-            features=Features({field: Value("large_string")}),  # inferred, any column of an unknown type is an error
-            batch_size=BATCH_ROWS,
-            # The default holds a whole group of rows in memory, several times.
-            fragment_scan_options=ParquetFragmentScanOptions(use_buffered_stream=True, pre_buffer=False),
-        )
-        for table in rows.with_format("arrow"):
-            yield table[field][0]
+def _column(parquet: Any, field: str) -> Iterator[Any]:
+    """Yield the values of a column as Arrow scalars, so that one that is not UTF-8 loses no other."""
+    for group in range(parquet.num_row_groups):
+        for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=[field], use_threads=False):
+            yield from batch.column(0)

@@ -5,12 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quaver.trainer.config import Data
-from quaver.trainer.config.settings import require_default
 from quaver.trainer.data import records
-from quaver.trainer.data.documents import TRAIN, VALIDATION, Account, Piece
-from quaver.trainer.data.files import SourceFile, find_files
-from quaver.trainer.data.report import Advance
+from quaver.trainer.data.documents import TRAIN, VALIDATION, Account, Piece, SourceFile, find_files
 from quaver.trainer.data.text_files import VALIDATION_SHARE, read_texts
+from quaver.trainer.display import Advance
 
 
 @dataclass(frozen=True)
@@ -53,14 +51,14 @@ def find_source(data: Data) -> Source:
 
     Raises:
         FileNotFoundError: if the path does not exist, OSError if a folder cannot be read.
-        ValueError: if `datasets` is missing for Parquet, or data.field is set for plain text.
+        ValueError: if pyarrow is missing for Parquet, or data.field is set for plain text.
     """
     files = find_files(data.path)
     found = [file for file in files if file.name.endswith(records.SUFFIXES)]
     if any(file.name.endswith(records.PARQUET) for file in found):
-        records.require_datasets()
+        records.require_pyarrow()
     if not found:
-        require_default("data", data, "field", "data.path has JSONL or Parquet files", "plain text has no fields")
+        data.require_default("field", unless="data.path has JSONL or Parquet files", fix="plain text has no fields")
     read = found or files
     return Source(data.path, data.field, tuple(read), bool(found), len(files) - len(read))
 

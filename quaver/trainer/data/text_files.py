@@ -4,9 +4,8 @@ import codecs
 import hashlib
 from collections.abc import Iterator, Sequence
 
-from quaver.trainer.data.documents import TRAIN, VALIDATION, Account, Piece
-from quaver.trainer.data.files import SourceFile
-from quaver.trainer.data.report import Advance
+from quaver.trainer.data.documents import TRAIN, VALIDATION, Account, Piece, SourceFile
+from quaver.trainer.display import Advance
 
 VALIDATION_SHARE = 0.1
 """Share of the files (of the bytes, for a single file) that is held out for validation."""

@@ -52,44 +52,35 @@ def token_dtype(vocab_size: int) -> "np.dtype[Any]":
     return np.dtype("<u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4")
 
 
-class _HashedFile:
-    """A file that is written from front to end, and its sha256."""
-
-    def __init__(self, opened: IO[bytes], dtype: "np.dtype[Any]") -> None:
-        self.opened, self.dtype = opened, dtype
-        self.items, self.digest = 0, hashlib.sha256()
-
-    def append(self, values: Tokens | Sequence[int]) -> None:
-        content = np.asarray(values).astype(self.dtype).tobytes()
-        self.opened.write(content)
-        self.digest.update(content)
-        self.items += len(values)
-
-    def finish(self) -> dict[str, Any]:
-        """Flush to the disk; return the number of items and the sha256."""
-        self.opened.flush()
-        os.fsync(self.opened.fileno())
-        return {"items": self.items, "sha256": self.digest.hexdigest()}
-
-
 class SplitWriter:
-    """Writes the two files of a split."""
+    """Writes the two files of a split from front to end, and computes their sha256."""
 
     def __init__(self, tokens: IO[bytes], ends: IO[bytes], dtype: "np.dtype[Any]") -> None:
-        self.tokens, self.ends = _HashedFile(tokens, dtype), _HashedFile(ends, ENDS_DTYPE)
+        self._files, self._dtypes = (tokens, ends), (dtype, ENDS_DTYPE)
+        self._items, self._digests = [0, 0], (hashlib.sha256(), hashlib.sha256())
 
     def append(self, tokens: Tokens) -> None:
         """Write the next tokens."""
-        self.tokens.append(tokens)
+        self._write(0, tokens)
 
     def end_document(self, eos_id: int) -> None:
         """Write the end token, and where the document ends."""
-        self.tokens.append([eos_id])
-        self.ends.append([self.tokens.items])
+        self._write(0, [eos_id])
+        self._write(1, [self._items[0]])
+
+    def _write(self, part: int, values: Tokens | Sequence[int]) -> None:
+        content = np.asarray(values).astype(self._dtypes[part]).tobytes()
+        self._files[part].write(content)
+        self._digests[part].update(content)
+        self._items[part] += len(values)
 
     def finish(self) -> dict[str, Any]:
-        """Return the part of entry.json about this split."""
-        return {"tokens": self.tokens.finish(), "ends": self.ends.finish()}
+        """Flush to the disk; return the part of entry.json about this split."""
+        for opened in self._files:
+            opened.flush()
+            os.fsync(opened.fileno())
+        found = zip(PARTS, self._items, self._digests, strict=True)
+        return {part: {"items": items, "sha256": digest.hexdigest()} for part, items, digest in found}
 
 
 @contextmanager

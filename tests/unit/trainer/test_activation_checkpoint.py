@@ -1,19 +1,28 @@
-"""`[activation_checkpoint]`: the same losses with less memory, compiled and on two ranks, and bad values."""
+"""`[activation_checkpoint]`: the same losses with less memory, compiled and on two ranks."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch._functorch.config as compiler_config
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from quaver.trainer.config import ActivationCheckpoint, Float8, Job, TrainConfig
-from quaver.trainer.config_io import load_config, parse_arguments
+from quaver.trainer.config import ActivationCheckpoint, Float8, Parallelism, TrainConfig
+from quaver.trainer.data import Batch
+from quaver.trainer.initialize import allocate, initialize
 from quaver.trainer.metrics import read_metrics
 from quaver.trainer.model import Block
+from quaver.trainer.parallel_dims import resolve
+from quaver.trainer.parallelize import parallelize
+from quaver.trainer.ranks import Ranks
+from quaver.trainer.run_setup import make_models
 from quaver.trainer.train import Run, prepare, train
-from tests.integration.train_on_ranks import train_on_ranks
+from quaver.trainer.trained_model import TrainedModel
+from tests.distributed.ranks import run as run_on_ranks
 
+CPU = torch.device("cpu")
 FULL, BY_POLICY = ActivationCheckpoint("full"), ActivationCheckpoint("selective")
 SECTIONS = {"none": ActivationCheckpoint(), "full": FULL, "op": BY_POLICY, "2": ActivationCheckpoint("selective", "2")}
 
@@ -46,6 +55,7 @@ def test_every_mode_trains_to_the_same_bits_and_full_needs_the_least_memory(reci
         assert peak["none"].peak_bytes > peak["2"].peak_bytes > peak["full"].peak_bytes
 
 
+@pytest.mark.nightly
 def test_checkpointed_blocks_compile(tiny_config, monkeypatch):
     """Traced as training.compile does, partitioned, but no code generated, whose fusions would round otherwise."""
 
@@ -75,86 +85,28 @@ def test_the_checkpoint_of_a_bad_step_is_searched_too(tiny_float8_config):
         train(run)
 
 
-def modes(layout: str) -> list[str]:
-    """Both modes where FSDP2 shards, one for each of the other layouts."""
-    return {"shard": ["none", "selective", "full"], "delayed": ["none", "full"]}.get(layout, ["none", "selective"])
-
-
-@pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of runs that FSDP2 shards over two ranks; all in the ranks that the distributed tests share."""
-    folder = tmp_path_factory.mktemp("ranks")
-    (folder / "text.txt").write_text("".join(f"{n} bottles of beer on the wall, {n} bottles\n" for n in range(400)))
-    tiny = {"model.dim": 32, "model.n_layers": 2, "model.n_heads": 4, "model.n_kv_heads": 2, "model.hidden_dim": 64}
-    tiny |= {"training.seq_len": 32, "training.local_batch_size": 2, "training.device": "cpu", "training.steps": 3}
-    tiny |= {"validation.steps": 2, "data": folder / "text.txt", "job.dump_folder": folder}
-    cases = []
-    for layout, words in LAYOUTS.items():
-        for mode in modes(layout):
-            settings = tiny | {"job.name": f"{layout}_{mode}", "activation_checkpoint.mode": mode}
-            cases.append((f"{layout}_{mode}", [*words, *(f"--{name}={value}" for name, value in settings.items())]))
-    done = train_on_ranks(2, cases)
-    assert set(done.ended[0].values()) == {(0, 1)}, done.stderr[-6000:]
-    return folder
-
-
-ALL_GATHER = ["--float8.enable_fsdp_float8_all_gather", "--float8.precompute_float8_dynamic_scale_for_fsdp"]
-COMPILED_TENSOR = ["--training.compile", "--parallelism.tensor_parallel_degree=2"]
-TENSOR = ["--parallelism.tensor_parallel_degree=2"]
-LAYOUTS = {
-    "shard": ["--float8.recipe_name=rowwise"],
-    "all_gather_compiled": [*ALL_GATHER, "--training.compile"],
-    "delayed": [*ALL_GATHER, "--float8.recipe_name=delayed"],
-    "tensor": TENSOR,
-    "tensor_compiled": [*TENSOR, "--training.compile"],
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_recompute_the_same_bits(layout, on_two_ranks):
-    expected = numbers(on_two_ranks / f"{layout}_none")
-    assert len(expected) == 4
-    for mode in modes(layout)[1:]:
-        assert numbers(on_two_ranks / f"{layout}_{mode}") == expected, mode
+def losses_of(config: TrainConfig, mode: str) -> list[tuple[float, float]]:
+    """Losses and gradient norms of two steps on this rank of two."""
+    rank = torch.distributed.get_rank()
+    config = replace(config, activation_checkpoint=ActivationCheckpoint(mode))
+    config, layout = resolve(config, rank=rank, world_size=2)
+    ((name, model),) = make_models(config, CPU).by_name.items()
+    parallelize(model, config, init_device_mesh("cpu", (2,), mesh_dim_names=tuple(layout.mesh)))
+    allocate(model, CPU)
+    initialize(model, 0)
+    trained = TrainedModel(name, model, config, CPU, Ranks(rank, rank, 2))
+    tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(layout.data_parallel_rank))
+    results = [trained.train_step(step, [Batch(tokens, tokens.roll(-1, 1))]) for step in (1, 2)]
+    return [(result.loss, result.grad_norm) for result in results]
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["mode=all"], "activation_checkpoint.mode must be one of none, full, selective, memory_budget, got 'all'"),
-        (["mode=selective", "selective_ac_option=ops"], 'selective_ac_option must be "op" or a number of at least 1'),
-        (["mode=selective", "selective_ac_option=5"], "must be op or at most model.n_layers = 4, got '5'"),
-        (
-            ["mode=full", *COMPILED_TENSOR],
-            "activation_checkpoint.mode must be none, or selective with op, for compiled",
-        ),
-        (["selective_ac_option=2"], "its default, 'op', unless activation_checkpoint.mode is selective, got '2'"),
-        (["mode=memory_budget"], "training.compile must be true with activation_checkpoint.mode = memory_budget"),
-        (["mode=memory_budget", "memory_budget=1.5"], "activation_checkpoint.memory_budget must be from 0 to 1"),
-        (
-            ["mode=full", "selective_ac_also_keep=aten.abs"],
-            "activation_checkpoint.selective_ac_also_keep must be its default, (), unless activation_checkpoint.mode "
-            "is selective and its selective_ac_option is op, got ('aten.abs',)",
-        ),
-        (
-            ["mode=selective", "selective_ac_option=2", "selective_ac_never_keep=aten.amax"],
-            "selective_ac_never_keep must",
-        ),
-        (
-            ["mode=selective", "selective_ac_also_keep=aten.abs,aten.asb"],
-            "activation_checkpoint.selective_ac_also_keep: expected the name of an operator that torch knows, such as "
-            "aten.abs or aten.abs.default, got 'aten.asb'",
-        ),
-    ],
+    ("float8", "degree"),
+    [({"recipe_name": "rowwise"}, 1), ({"recipe_name": "delayed", "enable_fsdp_float8_all_gather": True}, 1), ({}, 2)],
+    ids=["shard", "all_gather", "tensor"],
 )
-def test_bad_values(words, message):
-    flags = [word if word.startswith("--") else f"--activation_checkpoint.{word}" for word in words]
-    with pytest.raises(ValueError) as raised:  # noqa: PT011 - the message is looked at below
-        load_config(*parse_arguments(flags))
-    assert message in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
-def test_the_debug_config_shows_the_defaults():
-    toml = Path(__file__).parents[3] / "train_configs" / "llama3_debug.toml"
-    assert load_config(toml).activation_checkpoint == TrainConfig(job=Job()).activation_checkpoint
+def test_ranks_recompute_the_same_bits(float8, degree, tiny_config):
+    parallelism = Parallelism(tensor_parallel_degree=degree)
+    config = replace(tiny_config, float8=Float8(**float8), parallelism=parallelism)
+    expected, selective, full = (run_on_ranks(2, losses_of, config, mode) for mode in ("none", "selective", "full"))
+    assert selective == full == expected

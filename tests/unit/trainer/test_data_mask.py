@@ -100,10 +100,8 @@ def test_without_documents_attention_is_called_as_ever(model, packed, monkeypatc
 @pytest.mark.parametrize(
     ("recipe", "compiled", "mode"),
     [
-        (None, True, "selective"),
-        ("tensorwise", True, "none"),
+        (None, False, "full"),
         ("tensorwise", False, "selective"),
-        ("rowwise", False, "full"),
         ("rowwise", True, "selective"),
     ],
 )

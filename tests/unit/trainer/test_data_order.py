@@ -1,7 +1,6 @@
 """The stream of sequences: each once per epoch, in an order of seed and epoch, from any place on."""
 
 from dataclasses import replace
-from itertools import permutations
 
 import numpy as np
 import pytest
@@ -41,25 +40,6 @@ def test_any_part_of_the_stream_is_what_the_whole_has_there():
     whole = stream_indices(0, 350, 100, seed=7)
     for start, amount in ((0, 1), (99, 2), (90, 120), (250, 100), (349, 1)):
         assert np.array_equal(stream_indices(start, amount, 100, seed=7), whole[start : start + amount])
-
-
-def test_orders_are_spread_evenly():
-    """Every place is as likely for every sequence: chi-squared within 6 deviations, over 20,000 epochs."""
-    count, epochs = 5, 20_000
-    orders = stream_indices(0, count * epochs, count, seed=11).reshape(epochs, count)
-    for place in range(count):
-        seen = np.bincount(orders[:, place], minlength=count)
-        chi_squared = ((seen - epochs / count) ** 2 / (epochs / count)).sum()
-        assert chi_squared < count - 1 + 6 * (2 * (count - 1)) ** 0.5
-    codes = np.unique(orders, axis=0)
-    assert len(codes) == len(list(permutations(range(count))))  # all 120 orders come
-
-
-def test_neighbours_do_not_stay_neighbours():
-    order = stream_indices(0, 100_000, 100_000, seed=5)
-    steps = np.diff(order)
-    assert np.count_nonzero(abs(steps) == 1) < 20  # 2 are expected
-    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02
 
 
 TRAINING = Training(seq_len=16, local_batch_size=2, global_batch_size=12, seed=3)
@@ -117,14 +97,3 @@ def test_batches_depend_on_the_seed_and_not_on_how_they_are_cut(numbered):
     assert first == windows(numbered.step_batches(replace(TRAINING, local_batch_size=3), 0))
     assert first != windows(numbered.step_batches(replace(TRAINING, seed=4), 0))
     assert first != windows(numbered.step_batches(TRAINING, 12))
-
-
-def test_data_shorter_than_a_batch_gives_several_epochs_in_one(tmp_path, load):
-    (tmp_path / "a.txt").write_text("0123456789abcdefghijklmnopqrstuvwxyz" * 5)
-    data = load(tmp_path / "a.txt")
-    count = data.train.sequence_count(16)
-    assert count == 10
-    batches = data.step_batches(replace(TRAINING, global_batch_size=30), 0)
-    starts = windows(batches)
-    assert [sorted(starts[first : first + 10]) for first in (10, 20)] == [sorted(starts[:10])] * 2
-    assert starts[:10] != starts[10:20] != starts[20:]

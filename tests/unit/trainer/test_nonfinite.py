@@ -8,22 +8,17 @@ from quaver.trainer.nonfinite import NonFiniteOperand, find_nonfinite
 
 
 class Spoil(torch.autograd.Function):
-    """Identity whose output, or gradient, has one NaN."""
+    """Identity whose gradient has one NaN."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, forward: bool) -> Tensor:
-        ctx.forward_is_spoiled = forward
-        return _spoiled(x) if forward else x.clone()
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return (grad if ctx.forward_is_spoiled else _spoiled(grad)), None
-
-
-def _spoiled(x: Tensor) -> Tensor:
-    x = x.clone()
-    x.view(-1)[0] = torch.nan
-    return x
+    def backward(ctx, grad: Tensor) -> Tensor:
+        grad = grad.clone()
+        grad.view(-1)[0] = torch.nan
+        return grad
 
 
 class Net(nn.Module):
@@ -31,12 +26,12 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Linear(8, 8)
         self.second = nn.Linear(8, 8, bias=False)
-        self.spoil_forward = self.spoil_backward = False
+        self.spoils_backward = False
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        if self.spoil_forward or self.spoil_backward:
-            x = Spoil.apply(x, self.spoil_forward)
+        if self.spoils_backward:
+            x = Spoil.apply(x)
         return self.second(x)
 
 
@@ -77,15 +72,9 @@ def test_output_overflows_from_finite_operands():
     assert find(net) == NonFiniteOperand("second", "output")
 
 
-def test_between_two_modules_it_is_the_input_of_the_next():
-    net = Net()
-    net.spoil_forward = True
-    assert find(net) == NonFiniteOperand("second", "input")
-
-
 def test_backward_comes_after_forward_and_names_the_gradient():
     net = Net()
-    net.spoil_backward = True
+    net.spoils_backward = True
     assert find(net) == NonFiniteOperand("first", "grad_output")
 
 
