@@ -10,6 +10,7 @@ import typing
 from collections.abc import Iterator
 from dataclasses import Field, dataclass, fields
 from functools import cache
+from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, ClassVar
 
@@ -126,6 +127,14 @@ def require_default(section: str, owner: Any, name: str, unless: str, fix: str =
     """Refuse a value of field `name` that no code would read."""
     value, default = getattr(owner, name), type(owner).__dataclass_fields__[name].default
     require(value == default, f"{section}.{name}", f"its default, {default!r}, unless {unless}", value, fix)
+
+
+def expanded(path: str) -> Path:
+    """Return `path` with ~ expanded. Raises ValueError for the home of a user that does not exist."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{path!r} begins with the home of a user that does not exist; give another path") from error
 
 
 def is_folder_name(name: str) -> bool:

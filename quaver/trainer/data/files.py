@@ -5,6 +5,8 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
+from quaver.trainer.config.settings import expanded
+
 STDLIB = "stdlib"
 
 STDLIB_SKIPPED = frozenset(
@@ -43,7 +45,7 @@ def find_files(path: str) -> list[SourceFile]:
         OSError: if a folder cannot be read.
     """
     is_library = path == STDLIB
-    root = Path(sysconfig.get_paths()["stdlib"]) if is_library else Path(path).expanduser()
+    root = Path(sysconfig.get_paths()["stdlib"]) if is_library else expanded(path)
     if not root.exists():
         raise FileNotFoundError(f"data.path {path!r} does not exist; give stdlib, a text file or a folder")
     if root.is_file():

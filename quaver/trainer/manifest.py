@@ -1,0 +1,121 @@
+"""The manifest of a checkpoint: size and sha256 of each of its files, which show damage before a tensor is loaded.
+
+A manifest shows accidents: flipped bits, short, missing, extra or exchanged files. Against an author who writes the
+manifest too, `safe_dcp` protects.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, StringConstraints, TypeAdapter
+
+from quaver.trainer.config.settings import NotNegative
+from quaver.trainer.json_file import STRICT, read_json
+
+MANIFEST = "manifest.json"
+CHOOSE = "choose another checkpoint"
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """What the manifest says about one file."""
+
+    bytes: NotNegative
+    sha256: Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of manifest.json: the digests of all other files, by path with `/` below the checkpoint."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    format: Literal[1]
+    files: dict[str, FileDigest]
+
+
+_MANIFEST = TypeAdapter(Manifest)
+
+
+def synced_digests(folder: Path, files: Iterable[Path]) -> dict[str, FileDigest]:
+    """Return the digests of `files` below `folder`, read back while threads write them through to the disk."""
+    paths = list(files)
+    with _threads() as threads:
+        syncs = [threads.submit(sync, path) for path in paths]
+        digests = dict(zip((_name(folder, path) for path in paths), threads.map(_digest, paths), strict=True))
+        for done in syncs:
+            done.result()
+    return digests
+
+
+def write_manifest(folder: Path, known: dict[str, FileDigest]) -> None:
+    """Write the manifest of `folder`; files that have no digest in `known` are read."""
+    rest = [path for name, path in _files(folder).items() if name not in known]
+    digests = {**known, **synced_digests(folder, rest)}
+    content = asdict(Manifest(1, dict(sorted(digests.items()))))
+    (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def check_manifest(folder: Path, rank: int = 0, world_size: int = 1) -> None:
+    """Compare the files of a checkpoint with its manifest; each of several ranks reads its share of them.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file differs, is missing, or is not in the manifest; the message names it.
+    """
+    expected = read_json(folder / MANIFEST, _MANIFEST, CHOOSE).files
+    found = _files(folder)
+    for name in sorted(expected.keys() - found.keys()):
+        raise ValueError(f"{str(folder / name)!r} is missing; {CHOOSE}")
+    for name in sorted(found.keys() - expected.keys()):
+        raise ValueError(f"{str(folder / name)!r} is not in {MANIFEST}: remove the file, or {CHOOSE}")
+    for name, path in found.items():
+        size = path.stat().st_size
+        if size != expected[name].bytes:
+            raise ValueError(f"{str(path)!r} has {size} bytes, expected {expected[name].bytes}; {CHOOSE}")
+    mine = sorted(found)[rank::world_size]
+    with _threads() as threads:
+        for name, digest in zip(mine, threads.map(_digest, [found[name] for name in mine]), strict=True):
+            if digest != expected[name]:
+                raise ValueError(f"{str(found[name])!r} is damaged: its sha256 differs from {MANIFEST}; {CHOOSE}")
+
+
+def sync(path: Path) -> None:
+    """Return when the content of a file, or the names in a folder, are on the disk."""
+    if os.name != "posix" and path.is_dir():  # Windows does not open folders
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Return the files below `folder` by name, but those at its top whose name begins with a dot, and the manifest."""
+    found = {}
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise ValueError(f"{str(path)!r} must be a file or a folder of the checkpoint itself; {CHOOSE}")
+        name = _name(folder, path)
+        if path.is_file() and name != MANIFEST and not name.startswith("."):
+            found[name] = path
+    return found
+
+
+def _name(folder: Path, path: Path) -> str:
+    return path.relative_to(folder).as_posix()
+
+
+def _digest(path: Path) -> FileDigest:
+    with path.open("rb") as file:
+        return FileDigest(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(8, 2 * (os.cpu_count() or 1)), "checkpoint-files")
