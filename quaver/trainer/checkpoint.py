@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from quaver.trainer.checkpoint_folder import FORMAT, CheckpointFolder, Progress, check_checkpoint, read_record
 from quaver.trainer.config import Checkpoint
 from quaver.trainer.errors import CheckpointError
-from quaver.trainer.manifest import FileDigest, synced_digests
+from quaver.trainer.manifest import FileDigest, HashingWriter
 from quaver.trainer.ranks import Ranks
 from quaver.trainer.safe_dcp import CheckpointPlanner, CheckpointReader
 from quaver.trainer.trained_model import TrainedModel
@@ -156,14 +156,14 @@ class Checkpointer:
         folder = self.folder
         try:
             self._on_first_rank(partial(folder.begin, step))
+            digests: dict[str, FileDigest] = {}
             for name, values in state.items():
-                # synced_digests syncs the files: a processor hashes them while the disk writes.
-                writer = FileSystemWriter(folder.partial(step) / name, sync_files=False)
+                writer = HashingWriter(folder.partial(step) / name)
                 self._on_all_ranks(partial(save, values, storage_writer=writer, process_group=self._group))
-            digests = self._on_all_ranks(partial(_own_digests, folder.partial(step), self.ranks.rank))
+                for each in self._on_all_ranks(lambda writer=writer: writer.digests):
+                    digests |= each
             self._on_first_rank(partial(_read_back, folder.partial(step), list(state)))
-            every = {name: digest for each in digests for name, digest in each.items()}
-            self._on_first_rank(partial(folder.publish, step, record, every, discard_after=self._resumed_step))
+            self._on_first_rank(partial(folder.publish, step, record, digests, discard_after=self._resumed_step))
             self._on_first_rank(partial(folder.prune, self.config.keep_latest_k))
         except Exception as error:
             if self.ranks.is_first:
@@ -293,11 +293,6 @@ def _verified_record(path: Path, ranks: Ranks, *, verifies: bool) -> dict[str, A
         if each:
             raise CheckpointError(each)
     return record
-
-
-def _own_digests(checkpoint: Path, rank: int) -> dict[str, FileDigest]:
-    """Write the files of this rank through to the disk and return their digests."""
-    return synced_digests(checkpoint, checkpoint.glob(f"*/__{rank}_*"))
 
 
 def _read_back(checkpoint: Path, names: Sequence[str]) -> None:

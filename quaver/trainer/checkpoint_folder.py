@@ -3,7 +3,7 @@
     step-00000100/            complete: it got this name when everything in it was on the disk
         checkpoint.json       the step, the position in the data, the config, the versions
         tensorwise/           a torch.distributed.checkpoint folder for each model of the run
-        manifest.json         size and sha256 of every other file
+        manifest.json         size and xxh3_128 of every other file
     .step-00000150.partial/   being written, being deleted, or left by a process that was killed; never read
 
         .abandons.json        while they are removed: later steps, of a history that the run left for this one

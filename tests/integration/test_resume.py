@@ -15,6 +15,7 @@ import pytest
 from quaver.cli import main
 from quaver.trainer.checkpoint_folder import CheckpointFolder
 from quaver.trainer.metrics import read_metrics
+from quaver.trainer.run_lock import HOLDER
 
 TINY = [
     *("--model.dim=32", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.hidden_dim=48"),
@@ -148,10 +149,18 @@ def test_ctrl_c_saves_and_the_run_resumes(where, tmp_path):
     assert numbers(run) == numbers(tmp_path / "runs" / "whole")
 
 
-def test_sigterm_to_the_launcher_saves_on_every_rank(where, tmp_path):
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc to find the ranks of a launcher")
+def test_two_ranks_hold_their_run_and_save_at_sigterm(where, tmp_path):
     run = tmp_path / "runs" / "stopped"
     process = on_two_ranks([*where, "--job.name=stopped", "--training.steps=1000000"])
     wait_for_steps(process, run)
+    second = on_two_ranks([f"--resume={run}", "--checkpoint.resume=auto"])
+    _, error = second.communicate(timeout=LIMIT_S)
+    (line,) = [line for line in error.splitlines() if line.startswith("quaver: ")]
+    holder = json.loads((run / HOLDER).read_text())["pid"]
+    assert holder in children_of(process.pid)
+    assert f"another run writes the run folder '{run}': process {holder} on host" in line
+    assert process.poll() is None
     process.send_signal(signal.SIGTERM)  # torchrun forwards it to its ranks
     output, _ = process.communicate(timeout=LIMIT_S)
     assert f"quaver train --resume {run}" in output

@@ -31,7 +31,7 @@ class Checkpoint(Settings, section="checkpoint"):
     load_step: int = -1
     """The step to resume from; -1 for the newest. The next save removes newer checkpoints."""
     verify: bool = True
-    """Compare every file of a checkpoint with its manifest before loading it: size and sha256."""
+    """Compare every file of a checkpoint with its manifest before loading it: size and xxh3_128."""
     initial_load_path: str = ""
     """Initial weights: a step-... folder, or the output of quaver convert hf-to-quaver."""
 
