@@ -160,7 +160,7 @@ class Checkpointer:
             for name, values in state.items():
                 writer = HashingWriter(folder.partial(step) / name)
                 self._on_all_ranks(partial(save, values, storage_writer=writer, process_group=self._group))
-                for each in self._on_all_ranks(lambda writer=writer: writer.digests):
+                for each in self._on_all_ranks(partial(getattr, writer, "digests")):
                     digests |= each
             self._on_first_rank(partial(_read_back, folder.partial(step), list(state)))
             self._on_first_rank(partial(folder.publish, step, record, digests, discard_after=self._resumed_step))

@@ -94,7 +94,8 @@ class CheckpointFolder:
         for step in found:
             marker = self.complete(step) / ABANDONS
             if marker.exists():
-                abandoned.update(read_json(marker, _STEPS, "remove the file"))
+                later: list[int] = read_json(marker, _STEPS, "remove the file")
+                abandoned.update(later)
         return sorted(found - abandoned)
 
     def complete(self, step: int) -> Path:

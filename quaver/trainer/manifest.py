@@ -25,8 +25,8 @@ from quaver.trainer.json_file import STRICT, read_json
 MANIFEST = "manifest.json"
 CHOOSE = "choose another checkpoint"
 
-CHUNK_BYTES = 1 << 18
-"""Hashed and then written, while it is in the processor's cache."""
+PARALLEL_BYTES = 1 << 20
+"""A piece of so many bytes is hashed by a thread while it is written."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class _HashingFiles(FileSystem):
         self.digests: dict[Path, FileDigest] = {}
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:  # type: ignore[override]
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         with _HashedFile(io.FileIO(path, mode)) as stream:
             yield stream
         self.digests[Path(path)] = stream.digest
@@ -83,15 +83,23 @@ class _HashedFile(io.BufferedWriter):
     def __init__(self, raw: io.FileIO) -> None:
         super().__init__(raw)
         self._hash, self._bytes = xxh3_128(), 0
+        self._thread = ThreadPoolExecutor(1, "checkpoint-hash")
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        super().close()
 
     def write(self, content: Any) -> int:
-        view = memoryview(content).cast("B")
-        for start in range(0, len(view), CHUNK_BYTES):
-            part = view[start : start + CHUNK_BYTES]
-            self._hash.update(part)
-            super().write(part)
-        self._bytes += len(view)
-        return len(view)
+        size = memoryview(content).nbytes
+        self._bytes += size
+        if size < PARALLEL_BYTES:
+            self._hash.update(content)
+            return super().write(content)
+        hashed = self._thread.submit(self._hash.update, content)
+        try:
+            return super().write(content)
+        finally:
+            hashed.result()  # the owner of `content` may change it after the write
 
     @property
     def digest(self) -> FileDigest:

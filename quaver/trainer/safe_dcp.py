@@ -118,6 +118,7 @@ def _interpreted(content: bytes) -> Any:
         del stack[begin:]
         return taken
 
+    argument: Any
     for opcode, argument, _ in pickletools.genops(content):
         name = opcode.name
         if name in ("SHORT_BINUNICODE", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"):

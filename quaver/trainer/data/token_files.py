@@ -169,7 +169,8 @@ def open_entry(folder: Path) -> Entry:
     if not folder.is_dir():
         raise FileNotFoundError(folder)
     try:
-        about: dict[str, Any] = {**read_json(folder / ENTRY, _ABOUT, "")}
+        found = read_json(folder / ENTRY, _ABOUT, "")
+        about: dict[str, Any] = {**found}
         if about["corrupt"] and not about["corrupt_places"]:
             raise DamagedEntryError(f"{ENTRY} has corrupt items without a place")
         dtype = np.dtype(about["dtype"])
