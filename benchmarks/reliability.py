@@ -54,7 +54,7 @@ PHASES = (
     "torch.distributed.checkpoint.filesystem.FileSystemWriter.finish",
     "quaver.trainer.checkpoint._read_back",
     "quaver.trainer.checkpoint_folder.write_manifest",
-    "quaver.trainer.checkpoint_folder._sync_all",
+    "quaver.trainer.checkpoint_folder.sync_all",
     "quaver.trainer.checkpoint_folder._rename",
     "quaver.trainer.checkpoint_folder.CheckpointFolder.prune",
     "quaver.trainer.checkpoint_folder.shutil.rmtree",

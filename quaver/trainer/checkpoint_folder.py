@@ -28,7 +28,7 @@ from typing_extensions import TypedDict
 
 from quaver.trainer.config.settings import AtLeast1, NotNegative
 from quaver.trainer.json_file import STRICT, read_json
-from quaver.trainer.manifest import CHOOSE, MANIFEST, FileDigest, check_manifest, sync, write_manifest
+from quaver.trainer.manifest import CHOOSE, MANIFEST, FileDigest, check_manifest, sync, sync_all, write_manifest
 
 FORMAT = 1
 RECORD = "checkpoint.json"
@@ -131,7 +131,7 @@ class CheckpointFolder:
         if later:
             (self.partial(step) / ABANDONS).write_text(json.dumps(later), encoding="utf-8")
         write_record(self.partial(step), record, digests)
-        _sync_all(self.partial(step))
+        sync_all(self.partial(step))
         path = self._path(step)
         if path.exists():
             path.rename(self._replaced(step))
@@ -232,7 +232,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
-        _sync_all(partial)
+        sync_all(partial)
         check_new(path)  # rename() would replace an empty folder that was made in the meantime
         _rename(partial, path)
     finally:
@@ -242,8 +242,3 @@ def new_folder(path: Path) -> Iterator[Path]:
 def _rename(partial: Path, path: Path) -> None:
     partial.rename(path)
     sync(path.parent)
-
-
-def _sync_all(folder: Path) -> None:
-    for written in (*folder.rglob("*"), folder):
-        sync(written)

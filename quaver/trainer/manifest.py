@@ -139,6 +139,12 @@ def check_manifest(folder: Path, rank: int = 0, world_size: int = 1) -> None:
                 raise ValueError(f"{str(found[name])!r} is damaged: its xxh3_128 differs from {MANIFEST}; {CHOOSE}")
 
 
+def sync_all(folder: Path) -> None:
+    """`sync` everything below `folder`, and itself, at once: the file system writes them together."""
+    with _threads() as threads:
+        list(threads.map(sync, (*folder.rglob("*"), folder)))
+
+
 def sync(path: Path) -> None:
     """Return when the content of a file, or the names in a folder, are on the disk."""
     if os.name != "posix" and path.is_dir():  # Windows does not open folders
