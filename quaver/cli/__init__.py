@@ -1,6 +1,7 @@
 """The `quaver` command: one file per verb, imported when it is asked for."""
 
 import importlib
+import io
 import os
 import sys
 from importlib.metadata import version
@@ -26,6 +27,8 @@ def main(argv: list[str] | None = None) -> int:
         argv: words after the program's name; those of the process when None.
     """
     words = sys.argv[1:] if argv is None else argv
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be Unicode
     if words[:1] == ["--version"]:
         print(f"quaver {version('quaver')}")
         return 0

@@ -1,14 +1,13 @@
 """`quaver convert hf-to-quaver` and `quaver convert quaver-to-hf`: weights from and to Hugging Face's Llama."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from quaver.cli.dispatch import find_verb
 from quaver.cli.errors import EXIT_BAD_INPUT, EXIT_NOT_WRITTEN, bad_input, print_error
 from quaver.recorder.byte_sizes import parse_bytes
 from quaver.trainer.config.flags import parse_options
-from quaver.trainer.config.settings import OneOf, Positional, Settings
+from quaver.trainer.config.settings import OneOf, Positional, Settings, expanded
 from quaver.trainer.errors import CheckpointError, OutputError
 from quaver.trainer.huggingface.convert import export_hf, import_hf
 from quaver.trainer.huggingface.weights import file_state
@@ -67,8 +66,8 @@ def run(argv: list[str]) -> int:
 
 def _import(argv: list[str]) -> None:
     options = parse_options(Import, argv, prog="quaver convert hf-to-quaver HF_FOLDER OUT")
-    out = Path(options.out).expanduser()
-    model = import_hf(Path(options.hf_folder).expanduser(), out, options.dtype)
+    out = expanded(options.out)
+    model = import_hf(expanded(options.hf_folder), out, options.dtype)
     parameters = sum(tensor.numel() for tensor in file_state(model).values())
     print(f"{out}: {parameters:,} parameters in {options.dtype}")
     print(f"train with: quaver train {out / 'model.toml'} --checkpoint.initial_load_path {out}")
@@ -76,14 +75,14 @@ def _import(argv: list[str]) -> None:
 
 def _export(argv: list[str]) -> None:
     options = parse_options(Export, argv, prog="quaver convert quaver-to-hf CHECKPOINT OUT")
-    out = Path(options.out).expanduser()
+    out = expanded(options.out)
     found = export_hf(
-        Path(options.checkpoint).expanduser(),
+        expanded(options.checkpoint),
         out,
         name=options.model,
         dtype=options.dtype,
         max_shard_bytes=parse_bytes(options.max_shard_size, "--max-shard-size"),
-        tokenizer=Path(options.tokenizer).expanduser() if options.tokenizer else None,
+        tokenizer=expanded(options.tokenizer) if options.tokenizer else None,
     )
     step = found.record["progress"]["step"]
     print(f"{out}: the model {found.weights.name} of step {step:,} in {options.dtype}")

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
@@ -37,25 +37,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from quaver.trainer.checkpoint_folder import FORMAT, CheckpointFolder, read_record
+from quaver.trainer.checkpoint_folder import FORMAT, CheckpointFolder, Progress, check_checkpoint, read_record
 from quaver.trainer.config import Checkpoint
 from quaver.trainer.errors import CheckpointError
+from quaver.trainer.manifest import FileDigest, HashingWriter
 from quaver.trainer.ranks import Ranks
+from quaver.trainer.safe_dcp import CheckpointPlanner, CheckpointReader
 from quaver.trainer.trained_model import TrainedModel
-
-
-@dataclass
-class Progress:
-    """The position of a run: its state that is neither a tensor nor a setting."""
-
-    step: int = 0
-    """Optimizer steps done."""
-    consumed_sequences: int = 0
-    """Sequences of the data consumed, over all ranks."""
-    skipped_steps: dict[str, int] = field(default_factory=dict)
-    """By model, the number of steps that were not finite and changed nothing."""
-    recent_losses: dict[str, list[float]] = field(default_factory=dict)
-    """By model, the losses that a new loss is compared with to detect a spike."""
 
 
 class Checkpointer:
@@ -134,7 +122,11 @@ class Checkpointer:
             CheckpointError: on every rank, if it cannot be read or does not fit.
         """
         path = self.folder.complete(step)
-        record = _readable_record(path)
+        record = _verified_record(path, self.ranks, verifies=self.config.verify)
+        progress = Progress(**record["progress"])
+        if progress.step != step:
+            found = f"checkpoint.json has progress.step {progress.step}, expected {step}"
+            raise CheckpointError(f"{str(path)!r} is damaged: {found}; choose another checkpoint")
         names = [trained.name for trained in models]
         if not set(names) <= set(record["models"]):
             raise CheckpointError(
@@ -146,7 +138,7 @@ class Checkpointer:
         if record["world_size"] == self.ranks.world_size:
             _load_rng(path / record["models"][0], self.ranks.rank, self._device)
         self._saved_step = self._resumed_step = step
-        return Progress(**record["progress"])
+        return progress
 
     def _stage(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of `state` in host memory: the next optimizer step changes the original."""
@@ -164,10 +156,14 @@ class Checkpointer:
         folder = self.folder
         try:
             self._on_first_rank(partial(folder.begin, step))
+            digests: dict[str, FileDigest] = {}
             for name, values in state.items():
-                writer = FileSystemWriter(folder.partial(step) / name)
+                writer = HashingWriter(folder.partial(step) / name)
                 self._on_all_ranks(partial(save, values, storage_writer=writer, process_group=self._group))
-            self._on_first_rank(partial(folder.publish, step, record, discard_after=self._resumed_step))
+                for each in self._on_all_ranks(partial(getattr, writer, "digests")):
+                    digests |= each
+            self._on_first_rank(partial(_read_back, folder.partial(step), list(state)))
+            self._on_first_rank(partial(folder.publish, step, record, digests, discard_after=self._resumed_step))
             self._on_first_rank(partial(folder.prune, self.config.keep_latest_k))
         except Exception as error:
             if self.ranks.is_first:
@@ -183,18 +179,20 @@ class Checkpointer:
     def _on_first_rank(self, action: Callable[[], None]) -> None:
         self._on_all_ranks(action if self.ranks.is_first else lambda: None)
 
-    def _on_all_ranks(self, action: Callable[[], Any]) -> None:
-        """Run `action`; if it fails on any rank, raise the first rank's error on every rank."""
-        mine = ""
+    def _on_all_ranks(self, action: Callable[[], Any]) -> list[Any]:
+        """Return what `action` does on each rank; if it fails on any, raise the first rank's error on every rank."""
+        result, error = None, ""
         try:
-            action()
-        except (Exception, CheckpointException) as error:  # noqa: BLE001 - raised below, on every rank
-            mine = reason(error)
-        errors = [mine] * self.ranks.world_size
+            result = action()
+        except (Exception, CheckpointException) as found:  # noqa: BLE001 - raised below, on every rank
+            error = reason(found)
+        ended = [(result, error)] * self.ranks.world_size
         if self._group is not None:
-            dist.all_gather_object(errors, mine, group=self._group)
-        if any(errors):
-            raise CheckpointError(next(filter(None, errors)))
+            dist.all_gather_object(ended, (result, error), group=self._group)
+        for _, each in ended:
+            if each:
+                raise CheckpointError(each)
+        return [each for each, _ in ended]
 
 
 def load_weights(path: Path, models: Sequence[TrainedModel]) -> None:
@@ -203,10 +201,10 @@ def load_weights(path: Path, models: Sequence[TrainedModel]) -> None:
     Raises:
         CheckpointError: on every rank, if they cannot be read or do not fit.
     """
-    saved = _readable_record(path)["models"]
+    saved = _verified_record(path, models[0].ranks, verifies=models[0].config.checkpoint.verify)["models"]
     for trained in models:
         state = {"model": get_model_state_dict(trained.model)}
-        load_state(state, FileSystemReader(path / (trained.name if trained.name in saved else saved[0])))
+        load_state(state, CheckpointReader(path / (trained.name if trained.name in saved else saved[0])))
         set_model_state_dict(trained.model, state["model"])
         trained.was_loaded()
 
@@ -216,7 +214,7 @@ def load_state(state: dict[str, Any], reader: FileSystemReader) -> None:
     read_metadata(reader)
     ignore_single_process_warning()
     try:
-        load(state, storage_reader=reader)
+        load(state, storage_reader=reader, planner=CheckpointPlanner())
     except (Exception, CheckpointException) as error:
         raise _unreadable("load", reader, error) from error
 
@@ -239,7 +237,8 @@ def reason(error: BaseException) -> str:
     """Return one line: the innermost cause of `error`. DCP wraps each rank's error, and torch the system's."""
     while True:
         failures = error.failures if isinstance(error, CheckpointException) else {}
-        cause = failures[min(failures)][0] if failures else error.__cause__ or error.__context__
+        context = None if error.__suppress_context__ else error.__context__
+        cause = failures[min(failures)][0] if failures else error.__cause__ or context
         if cause is None:
             break
         error = cause
@@ -276,11 +275,30 @@ def _unreadable(verb: str, reader: FileSystemReader, error: BaseException) -> Ch
     return CheckpointError(f"cannot {verb} {str(reader.path)!r}: {reason(error)}; choose another checkpoint")
 
 
-def _readable_record(path: Path) -> dict[str, Any]:
+def _verified_record(path: Path, ranks: Ranks, *, verifies: bool) -> dict[str, Any]:
+    """Return the record of the checkpoint at `path`; if it `verifies`, its files are those of the manifest.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    record: dict[str, Any] = {}
+    error = ""
     try:
-        return read_record(path)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(str(error)) from error
+        record = read_record(path)
+        if verifies:
+            check_checkpoint(path, record, ranks.rank, ranks.world_size)
+    except (OSError, ValueError) as found:
+        error = str(found)
+    for each in ranks.gather(error):
+        if each:
+            raise CheckpointError(each)
+    return record
+
+
+def _read_back(checkpoint: Path, names: Sequence[str]) -> None:
+    """Check that what was written can be read: the metadata of each model, and the lengths of its files."""
+    for name in names:
+        CheckpointReader(checkpoint / name).read_metadata()
 
 
 def _state_of(trained: TrainedModel) -> dict[str, Any]:
@@ -294,7 +312,7 @@ def _state_of(trained: TrainedModel) -> dict[str, Any]:
 
 
 def _load_model(trained: TrainedModel, path: Path) -> None:
-    state, reader = _state_of(trained), FileSystemReader(path)
+    state, reader = _state_of(trained), CheckpointReader(path)
     if trained.scaling and not any(key.startswith("float8.") for key in read_metadata(reader).state_dict_metadata):
         del state["float8"]  # a recipe with dynamic scaling saved it: the scales begin as in a new model
     load_state(state, reader)
@@ -313,7 +331,7 @@ def _rng_states(rank: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def _load_rng(path: Path, rank: int, device: torch.device) -> None:
-    state, reader = {"rng": _rng_states(rank, device)}, FileSystemReader(path)
+    state, reader = {"rng": _rng_states(rank, device)}, CheckpointReader(path)
     # A run that moves from CPU to CUDA has saved no CUDA state.
     if {f"rng.{key}" for key in state["rng"]} <= read_metadata(reader).state_dict_metadata.keys():
         load_state(state, reader)

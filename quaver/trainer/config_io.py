@@ -15,7 +15,7 @@ import tomli_w
 
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.config.flags import split_flags
-from quaver.trainer.config.settings import hints_of
+from quaver.trainer.config.settings import expanded, hints_of
 
 Sections = dict[str, dict[str, Any]]
 
@@ -39,7 +39,7 @@ def read_toml(path: Path) -> Sections:
         raise FileNotFoundError(f"config file {str(path)!r} does not exist; give the path of a TOML file")
     try:
         sections = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"config file {str(path)!r} is not valid TOML: {error}") from error
     for section, values in sections.items():
         _check_known(section, hints_of(TrainConfig), f"section in {path}")
@@ -91,7 +91,7 @@ def parse_arguments(argv: list[str]) -> tuple[Path | None, Sections]:
     config_path = Path(rest[0]) if rest else None
     flags: Sections = {}
     if "resume" in values:
-        folder = Path(values.pop("resume")).expanduser().resolve()
+        folder = expanded(values.pop("resume")).resolve()
         if config_path is not None:
             raise ValueError(f"--resume takes the config of the run folder, got {str(config_path)!r} as well")
         config_path = _config_of_run(folder)

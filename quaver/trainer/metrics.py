@@ -9,14 +9,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 import torch
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from quaver.devices import PeakFlops, describe
 from quaver.trainer.config import Metrics, TrainConfig
+from quaver.trainer.config.settings import NotNegative
 from quaver.trainer.errors import CheckpointError, OutputError
 from quaver.trainer.flops import utilization
+from quaver.trainer.json_file import STRICT
 from quaver.trainer.parallel_dims import ParallelDims
 from quaver.trainer.trained_model import TrainedModel
 
@@ -157,6 +161,9 @@ def rewound_metrics(paths: Sequence[Path], step: int) -> Iterator[None]:
         OSError: a file cannot be read or written.
     """
     partials = {path: path.with_name(f".{path.name}.partial") for path in paths if path.exists()}
+    for path in partials:
+        if not path.is_file():  # reading a FIFO would wait for ever
+            raise CheckpointError(f"{str(path)!r} is not a file; remove it")
     try:
         for path, partial in partials.items():
             with path.open("rb") as file, partial.open("wb") as kept:
@@ -172,10 +179,24 @@ def rewound_metrics(paths: Sequence[Path], step: int) -> Iterator[None]:
                 partial.unlink()
 
 
+class _Line(TypedDict):
+    """What every record of a step or a validation has; it has more."""
+
+    __pydantic_config__ = {**STRICT, "extra": "allow"}  # type: ignore[misc]
+    step: NotNegative
+    run: NotRequired[str]
+    loss: NotRequired[float]
+    validation_loss: NotRequired[float]
+    tokens_per_s: NotRequired[float]
+
+
+_LINE = TypeAdapter(_Line)
+
+
 def _step_of(line: bytes, path: Path, number: int) -> int:
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        return _LINE.validate_json(line)["step"]
+    except ValidationError as error:
         raise CheckpointError(f"line {number} of {str(path)!r} is not a record of a step; remove the line") from error
 
 

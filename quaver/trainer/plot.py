@@ -19,7 +19,7 @@ COLORS = ("#d1495b", "#30638e")
 def draw_curves(metrics: Path, image: Path, *, title: str) -> None:
     """Write a PNG with the losses of every model, the gap between two, and tokens/s, as far as the run came."""
     records = read_metrics(metrics)
-    names = list(dict.fromkeys(record["run"] for record in records))
+    names = list(dict.fromkeys(record["run"] for record in records if "run" in record))
     panels = 3 if len(names) == 2 else 2
     with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(4.6 * panels, 3.8), layout="constrained")
@@ -74,7 +74,7 @@ def _finish(axis: Any) -> None:
 
 
 def _series(records: Iterable[Record], name: str, key: str) -> tuple[list[int], list[float]]:
-    found = [(record["step"], record[key]) for record in records if record["run"] == name and key in record]
+    found = [(record["step"], record[key]) for record in records if record.get("run") == name and key in record]
     return [step for step, _ in found], [value for _, value in found]
 
 

@@ -1,5 +1,6 @@
 """How the process behaves during a run: signals, a watchdog for steps that hang, deterministic algorithms."""
 
+import ctypes
 import faulthandler
 import os
 import signal
@@ -16,6 +17,9 @@ import torch
 
 CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 """cuBLAS needs it for reproducible results (its documentation, "Results Reproducibility") and reads it at start."""
+
+PR_SET_PDEATHSIG = 1
+"""Of prctl(2): the signal that a process gets when its parent ends."""
 
 GIL_PATIENCE_S = 10.0
 """Seconds for which the GIL must have been held before stacks are written without it."""
@@ -53,7 +57,14 @@ def stop_signals() -> Iterator[Requests]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     with _handled(numbers, stop):
+        _end_with_launcher()
         yield requests
+
+
+def _end_with_launcher() -> None:
+    """Ask Linux for SIGTERM when torchrun ends: its ranks would train on if it is killed, and hold the run's lock."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
 @contextmanager

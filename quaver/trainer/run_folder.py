@@ -25,6 +25,7 @@ import torch
 from quaver.devices import describe
 from quaver.trainer.checkpoint_folder import CheckpointFolder
 from quaver.trainer.config import Checkpoint, TrainConfig, require
+from quaver.trainer.config.settings import expanded
 from quaver.trainer.config_io import load_config, write_config
 from quaver.trainer.errors import OutputError
 from quaver.trainer.metrics import rewound_metrics
@@ -64,7 +65,7 @@ class RunFolder:
             ValueError: the model differs from that of the run.
             OSError: the folder cannot be created or written.
         """
-        dump_folder = Path(config.job.dump_folder).expanduser()
+        dump_folder = expanded(config.job.dump_folder)
         path = dump_folder / config.job.name if config.job.name else _unused_path(dump_folder, config)
         _resume_from(path, config)  # before anything is made
         lock = RunLock(path)

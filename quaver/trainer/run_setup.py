@@ -74,7 +74,7 @@ def set_up_run(config: TrainConfig, ranks: Ranks) -> RunSetup:
         NotImplementedError: a known gap.
         MissingDeviceError: the device does not exist here.
     """
-    _check_finite(config)
+    _check_recordable(config)
     config, dims = resolve(config, rank=ranks.rank, world_size=ranks.world_size)
     device = ranks.device(resolve_device(config.training.device))
     require(
@@ -90,12 +90,14 @@ def set_up_run(config: TrainConfig, ranks: Ranks) -> RunSetup:
     return RunSetup(config, ranks, dims, device, data, models)
 
 
-def _check_finite(config: TrainConfig) -> None:
-    """Refuse an inf or a NaN, which the JSON of a checkpoint lacks, before the first save would fail."""
+def _check_recordable(config: TrainConfig) -> None:
+    """Refuse what the JSON of a checkpoint or config.toml lacks, before the first save would fail: inf, NaN, bytes."""
     for section, values in asdict(config).items():
         for name, value in values.items():
             is_finite = not isinstance(value, float) or math.isfinite(value)
             require(is_finite, f"{section}.{name}", "finite", value, "each checkpoint records it as JSON")
+            is_text = not isinstance(value, str) or value == value.encode(errors="replace").decode()
+            require(is_text, f"{section}.{name}", "in UTF-8", value, "config.toml records it")
 
 
 def check_environment(config: TrainConfig) -> None:

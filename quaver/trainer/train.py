@@ -15,7 +15,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from quaver.devices import PeakFlops, peak_flops
-from quaver.trainer.checkpoint import Checkpointer, Progress, load_weights
+from quaver.trainer.checkpoint import Checkpointer, load_weights
+from quaver.trainer.checkpoint_folder import Progress
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.data import Batch, TokenData
 from quaver.trainer.display import Display, print_results, say, training_display

@@ -15,6 +15,7 @@ import pytest
 from quaver.cli import main
 from quaver.trainer.checkpoint_folder import CheckpointFolder
 from quaver.trainer.metrics import read_metrics
+from quaver.trainer.run_lock import HOLDER
 from tests.isolated import Forked, quaver, quaver_on_ranks
 
 TINY = [
@@ -136,7 +137,13 @@ def test_ctrl_c_saves_and_the_run_resumes(where, tmp_path):
     assert numbers(run) == numbers(tmp_path / "runs" / "whole")
 
 
-def test_sigterm_to_the_launcher_saves_on_every_rank(where, tmp_path):
+def children_of(pid: int) -> list[int]:
+    """Return the ranks that torchrun started, each in its own session."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc to find the ranks of a launcher")
+def test_two_ranks_hold_their_run_and_save_at_sigterm(where, tmp_path):
     run = tmp_path / "runs" / "stopped"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words = ["train", *where, "--job.name=stopped", "--training.steps=1000000"]
@@ -148,6 +155,14 @@ def test_sigterm_to_the_launcher_saves_on_every_rank(where, tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     wait_for(lambda: has_steps(run), process)
+    second, _ = [
+        rank.finished() for rank in quaver_on_ranks(2, ["train", f"--resume={run}", "--checkpoint.resume=auto"])
+    ]
+    (line,) = [line for line in second.stderr.splitlines() if line.startswith("quaver: ")]
+    holder = json.loads((run / HOLDER).read_text())["pid"]
+    assert holder in children_of(process.pid)
+    assert f"another run writes the run folder '{run}': process {holder} on host" in line
+    assert process.poll() is None
     process.send_signal(signal.SIGTERM)  # torchrun forwards it to its ranks
     output, _ = process.communicate(timeout=LIMIT_S)
     assert f"quaver train --resume {run}" in output

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from quaver.trainer.config.settings import AtLeast1, NotNegative, OneOf, Settings, is_folder_name
+from quaver.trainer.config.settings import AtLeast1, NotNegative, OneOf, Settings, expanded, is_folder_name
 
 ASYNC_MODES = ("disabled", "async", "async_with_pinned_mem")
 RESUME_POLICIES = ("never", "auto", "must")
@@ -30,6 +30,8 @@ class Checkpoint(Settings, section="checkpoint"):
     refuse to start without one."""
     load_step: int = -1
     """The step to resume from; -1 for the newest. The next save removes newer checkpoints."""
+    verify: bool = True
+    """Compare every file of a checkpoint with its manifest before loading it: size and xxh3_128."""
     initial_load_path: str = ""
     """Initial weights: a step-... folder, or the output of quaver convert hf-to-quaver."""
 
@@ -48,4 +50,4 @@ class Checkpoint(Settings, section="checkpoint"):
     @property
     def initial_weights(self) -> Path:
         """`initial_load_path`, with ~ expanded."""
-        return Path(self.initial_load_path).expanduser()
+        return expanded(self.initial_load_path)

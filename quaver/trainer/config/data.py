@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated
 
+from annotated_types import Ge, Le
+
 from quaver.trainer.config.settings import AtLeast1, OneOf, Settings
 
 BYTES = "bytes"
@@ -45,7 +47,7 @@ class Validation(Settings, section="validation"):
 
     freq: AtLeast1 = 50
     """Steps between two validations; the last step always has one."""
-    steps: AtLeast1 = 8
+    steps: Annotated[int, Ge(1), Le(100_000)] = 8
     """Batches of local_batch_size sequences in one validation."""
     high_precision_too: bool = False
     """Also report validation_loss_hp, with every linear in high precision. Not with tensor parallelism or float8

@@ -52,6 +52,7 @@ class Model(Settings, section="model"):
 
     def check(self) -> None:
         """Refuse heads that do not divide evenly, and rotary settings that nothing reads."""
+        self.require(self.n_layers <= 10_000, "n_layers", "at most 10000")
         self.require(
             self.n_heads % self.n_kv_heads == 0,
             "n_heads",

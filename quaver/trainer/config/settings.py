@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import Field, dataclass, fields
 from functools import cache
 from operator import attrgetter
+from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, ClassVar
 
@@ -113,6 +114,14 @@ def require(holds: bool, name: str, expected: str, got: object, fix: str = "") -
     """Raise ValueError saying what setting `name` must be, what it is, and what to do, unless `holds`."""
     if not holds:
         raise ValueError(f"{name} must be {expected}, got {got!r}" + (f"; {fix}" if fix else ""))
+
+
+def expanded(path: str) -> Path:
+    """Return `path` with ~ expanded. Raises ValueError for the home of a user that does not exist."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{path!r} begins with the home of a user that does not exist; give another path") from error
 
 
 def is_folder_name(name: str) -> bool:

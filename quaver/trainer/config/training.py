@@ -12,6 +12,9 @@ from quaver.trainer.config.settings import AtLeast1, FiniteNotNegative, NotNegat
 Dtype = Annotated[str, OneOf(("float32", "bfloat16"))]
 _Beta = Annotated[float, Ge(0), Lt(1)]
 
+MOST_SECONDS = 10**7
+"""Four months; timers of the system overflow at much more."""
+
 
 @dataclass(frozen=True)
 class Training(Settings, section="training"):
@@ -177,8 +180,8 @@ class Parallelism(Settings, section="parallelism"):
 class Comm(Settings, section="comm"):
     """Communication between ranks."""
 
-    train_timeout_seconds: AtLeast1 = 300
+    train_timeout_seconds: Annotated[int, Ge(1), Le(MOST_SECONDS)] = 300
     """Seconds after which a collective that waits ends the run with an error."""
-    watchdog_seconds: NotNegative = 120
+    watchdog_seconds: Annotated[int, Ge(0), Le(MOST_SECONDS)] = 120
     """Seconds after which every rank of a stuck step writes its stacks to stacks-rank<n>.txt in the run folder; 0
     never. The first step has ten times as long."""

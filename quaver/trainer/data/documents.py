@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
+from quaver.trainer.config.settings import expanded
+
 TRAIN, VALIDATION = "train", "validation"
 SPLITS = (TRAIN, VALIDATION)
 
@@ -53,7 +55,7 @@ def find_files(path: str) -> list[SourceFile]:
         OSError: if a folder cannot be read.
     """
     is_library = path == STDLIB
-    root = Path(sysconfig.get_paths()["stdlib"]) if is_library else Path(path).expanduser()
+    root = Path(sysconfig.get_paths()["stdlib"]) if is_library else expanded(path)
     if not root.exists():
         raise FileNotFoundError(f"data.path {path!r} does not exist; give stdlib, a text file or a folder")
     if root.is_file():

@@ -35,7 +35,7 @@ def load_data(config: TrainConfig, *, quiet: bool = False, check: bool = False) 
     tokenizer = load_tokenizer(data)
     check_vocabulary(tokenizer, data, config.model)
     source = find_source(data)
-    cache = TokenCache(cache_folder(data.cache_folder), cache_key(source, tokenizer), quiet)
+    cache = TokenCache(cache_folder(data.cache_folder), cache_key(source, tokenizer), tokenizer, quiet)
 
     def build(folder: Path, advance: Advance) -> None:
         _build(folder, source, tokenizer, data, advance)

@@ -17,13 +17,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import numpy as np
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
 
+from quaver.trainer.config.settings import NotNegative
 from quaver.trainer.data.documents import SPLITS
 from quaver.trainer.data.samples import TokenSplit
 from quaver.trainer.data.tokenizer import Tokens
+from quaver.trainer.json_file import STRICT, read_json
 
 FORMAT = 1
 """Version of this layout and of how sources become tokens: raise it when either changes."""
@@ -31,8 +35,6 @@ FORMAT = 1
 ENTRY = "entry.json"
 PARTS = ("tokens", "ends")
 ENDS_DTYPE = np.dtype("<i8")
-TOKEN_DTYPES = ("|u1", "<u2", "<u4")
-"""What `token_dtype` returns. An entry may name no other: numpy follows the bytes of an object array as addresses."""
 
 
 @contextmanager
@@ -99,6 +101,35 @@ def split_writers(folder: Path, dtype: "np.dtype[Any]") -> Iterator[dict[str, Sp
             stack.close()
 
 
+class _Part(TypedDict):
+    items: NotNegative
+    sha256: str
+
+
+class _Split(TypedDict):
+    tokens: _Part
+    ends: _Part
+
+
+class _About(TypedDict):
+    """The content of entry.json."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    format: Literal[1]  # FORMAT
+    dtype: Literal["|u1", "<u2", "<u4"]
+    """What `token_dtype` returns, and no other: numpy follows the bytes of an object array as addresses."""
+    tokenizer: str
+    vocab_size: NotNegative
+    eos_id: NotNegative
+    empty: NotNegative
+    corrupt: NotNegative
+    corrupt_places: list[str]
+    splits: dict[Literal["train", "validation"], _Split]
+
+
+_ABOUT = TypeAdapter(_About)
+
+
 @dataclass(frozen=True)
 class Entry:
     """An opened entry. Its splits are memory-mapped, so only the tokens that are used are read."""
@@ -129,34 +160,38 @@ def open_entry(folder: Path) -> Entry:
     if not folder.is_dir():
         raise FileNotFoundError(folder)
     try:
-        about = json.loads((folder / ENTRY).read_text(encoding="utf-8"))
-        if about["format"] != FORMAT:
-            raise DamagedEntryError(f"{ENTRY} has format {about['format']!r}, expected {FORMAT}")
-        if about["dtype"] not in TOKEN_DTYPES:
-            raise DamagedEntryError(f"{ENTRY} has dtype {about['dtype']!r}, expected one of {', '.join(TOKEN_DTYPES)}")
+        found = read_json(folder / ENTRY, _ABOUT, "")
+        about: dict[str, Any] = {**found}
+        if about["corrupt"] and not about["corrupt_places"]:
+            raise DamagedEntryError(f"{ENTRY} has corrupt items without a place")
         dtype = np.dtype(about["dtype"])
         splits = {}
         for split in SPLITS:
             expected = about["splits"][split]
             tokens = _mapped(folder / f"{split}.tokens", dtype, expected["tokens"]["items"])
             splits[split] = TokenSplit(tokens, _mapped(folder / f"{split}.ends", ENDS_DTYPE, expected["ends"]["items"]))
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, FileNotFoundError) as error:
-        raise DamagedEntryError(f"{ENTRY}: {type(error).__name__}: {error}") from error
+    except (ValueError, FileNotFoundError) as error:
+        raise DamagedEntryError(str(error).rstrip("; ")) from error
     return Entry(splits, about)
 
 
 def _mapped(path: Path, dtype: "np.dtype[Any]", items: int) -> Tokens:
     expected, size = items * dtype.itemsize, path.stat().st_size
-    if size != expected or type(items) is not int:
+    if size != expected or not path.is_file():
         raise DamagedEntryError(f"{path.name} has {size} bytes, expected {expected}")
     return np.memmap(path, dtype=dtype, mode="r") if items else np.empty(0, dtype)
 
 
-def check_content(folder: Path, entry: Entry) -> None:
-    """Read every file of the entry and compare its sha256. Raises DamagedEntryError where one differs."""
-    for split in SPLITS:
+def check_content(folder: Path, entry: Entry, vocab_size: int) -> None:
+    """Read every file of the entry. Raises DamagedEntryError for another sha256, or for impossible numbers."""
+    for split, found in entry.splits.items():
         for part in PARTS:
             with (folder / f"{split}.{part}").open("rb") as opened:
-                found = hashlib.file_digest(opened, "sha256").hexdigest()
-            if found != entry.about["splits"][split][part]["sha256"]:
+                digest = hashlib.file_digest(opened, "sha256").hexdigest()
+            if digest != entry.about["splits"][split][part]["sha256"]:
                 raise DamagedEntryError(f"{split}.{part} is not what was written")
+        if len(found.tokens) and found.tokens.max() >= vocab_size:
+            raise DamagedEntryError(f"{split}.tokens has a token that is not below {vocab_size}")
+        bounds = np.concatenate([[0], found.ends])
+        if (np.diff(bounds) < 1).any() or bounds[-1] > len(found.tokens):
+            raise DamagedEntryError(f"{split}.ends has documents that do not follow each other")

@@ -21,6 +21,7 @@ import numpy as np
 
 from quaver.trainer.config import Data, Model, require
 from quaver.trainer.config.data import BYTES
+from quaver.trainer.config.settings import expanded
 
 Tokens = np.ndarray[Any, np.dtype[Any]]
 """1-d, unsigned."""
@@ -97,7 +98,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def _tokenizer_file(name: str) -> Path:
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_dir():
         ranks = [path / "tokenizer.model", *sorted(path.glob("*.tiktoken"))]
         candidates = [file for file in (path / "tokenizer.json", *ranks) if file.is_file()]

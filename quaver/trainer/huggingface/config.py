@@ -57,7 +57,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is not JSON: {error}; download it again") from error
     if not isinstance(config, dict):
         raise ValueError(f"{str(path)!r} must be a JSON object, got a {type(config).__name__}; download it again")

@@ -22,8 +22,16 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from quaver.trainer.checkpoint import Progress, read_metadata
-from quaver.trainer.checkpoint_folder import FORMAT, RECORD, check_new, new_folder, read_record
+from quaver.trainer.checkpoint import read_metadata
+from quaver.trainer.checkpoint_folder import (
+    FORMAT,
+    Progress,
+    check_checkpoint,
+    check_new,
+    new_folder,
+    read_record,
+    write_record,
+)
 from quaver.trainer.config import Model
 from quaver.trainer.config_io import build_config
 from quaver.trainer.huggingface.config import KEPT, hf_config, listed, model_from_hf, read_hf_config
@@ -38,6 +46,7 @@ from quaver.trainer.huggingface.weights import (
     write_safetensors,
 )
 from quaver.trainer.run_folder import provenance
+from quaver.trainer.safe_dcp import CheckpointReader
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of weights that are imported."""
@@ -91,9 +100,9 @@ def import_hf(folder: Path, out: Path, dtype: str = "float32") -> Model:
         # A file for each tensor: torch holds all tensors of a file until it is written. new_folder syncs.
         writer = FileSystemWriter(partial / "model", single_file_per_rank=False, sync_files=False)
         copy_weights(reader, writer, {"model": meta_state(model, getattr(torch, dtype))}, stored)
-        (partial / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         toml = "# Written by quaver convert hf-to-quaver.\n" + tomli_w.dumps({"model": asdict(model)})
         (partial / "model.toml").write_text(toml, encoding="utf-8")
+        write_record(partial, record)
     return model
 
 
@@ -126,7 +135,7 @@ def export_hf(
     stored = {each: f"model.{each}" for each in state}
     config = hf_config(found.model, dtype=dtype, kept=_kept_of_run(found))
     with new_folder(out) as partial:
-        reader = FileSystemReader(found.weights)
+        reader = CheckpointReader(found.weights)
         write_safetensors(reader, partial, state, stored, max_shard_bytes)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for file in tokenizer_files:
@@ -174,6 +183,7 @@ def _check_shapes(reader: FileSystemReader, expected: dict[str, Tensor], prefix:
 def _open_checkpoint(checkpoint: Path, name: str | None) -> Export:
     """Read the record of a checkpoint and the list of its tensors, and check that they are those of its config."""
     record = read_record(checkpoint)
+    check_checkpoint(checkpoint, record)
     names = record["models"]
     if name is not None and name not in names:
         raise ValueError(f"--model must be one of {', '.join(names)}, the models of {str(checkpoint)!r}, got {name!r}")
@@ -182,7 +192,7 @@ def _open_checkpoint(checkpoint: Path, name: str | None) -> Export:
     if unknown:
         raise ValueError(f"{str(checkpoint)!r} has model settings that this version does not know: {listed(unknown)}")
     found = Export(checkpoint / (name or names[0]), build_config({"model": settings}).model, record)
-    _check_shapes(FileSystemReader(found.weights), file_state(found.model), "model.")
+    _check_shapes(CheckpointReader(found.weights), file_state(found.model), "model.")
     return found
 
 

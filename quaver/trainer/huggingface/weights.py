@@ -160,7 +160,7 @@ def _index(folder: Path) -> dict[str, Path] | None:
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files = {str(name): folder / file for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} has no weight_map from tensors to files; download it again") from error
     for file in sorted(set(files.values())):
         if file.parent != folder or not file.is_file():  # a name with .. would read outside of the folder

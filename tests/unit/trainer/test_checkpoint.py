@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from quaver.cli import main
 from quaver.trainer.checkpoint import read_metadata
@@ -15,6 +14,7 @@ from quaver.trainer.checkpoint_folder import RECORD, CheckpointFolder, read_reco
 from quaver.trainer.config import Checkpoint, Float8, LRScheduler, TrainConfig
 from quaver.trainer.errors import CheckpointError
 from quaver.trainer.metrics import read_metrics
+from quaver.trainer.safe_dcp import CheckpointReader
 from quaver.trainer.train import Run, prepare, train
 
 DELAYED = Float8(recipe_name="delayed", delayed_history_len=3)
@@ -131,7 +131,7 @@ def test_state_dicts_are_plain(config):
     """Under nn.Linear's names, so that they load into a model that is not converted."""
     run = run_to_end(with_steps(config, 2))
     path = checkpoints(run).complete(2)
-    saved = {name: read_metadata(FileSystemReader(path / name)).state_dict_metadata for name in ("delayed", "bfloat16")}
+    saved = {name: read_metadata(CheckpointReader(path / name)).state_dict_metadata for name in ("delayed", "bfloat16")}
     of_float8, of_bfloat16 = (
         {key for key in found if key.startswith(("model.", "optimizer."))} for found in saved.values()
     )
@@ -283,12 +283,17 @@ def test_an_interrupted_removal_leaves_nothing_that_looks_complete(tmp_path, mon
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"", "Ran out of input"), (b"garbage", ""), (b"\x80\x04K\x01.", ""), (None, "No such file or directory")],
+    [
+        (b"", ".metadata is damaged: pickle exhausted"),
+        (b"garbage", ".metadata is damaged: "),
+        (b"\x80\x04K\x01.", ".metadata is damaged: it has another object in place of a Metadata"),
+        (None, "there is no file .metadata"),
+    ],
     ids=["empty", "no pickle", "another pickle", "missing"],
 )
 def test_damaged_metadata_is_one_line(tmp_path, content, message):
     if content is not None:
         (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(CheckpointError, match=f"cannot read .*: {message}.*; choose another checkpoint") as caught:
-        read_metadata(FileSystemReader(tmp_path))
+        read_metadata(CheckpointReader(tmp_path))
     assert "\n" not in str(caught.value)

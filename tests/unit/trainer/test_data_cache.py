@@ -1,15 +1,18 @@
 """The token cache: made once, by one process, whole or not at all, and not read to be opened."""
 
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from quaver.trainer.data import cache as cache_module
 from quaver.trainer.data import load as load_module
 from quaver.trainer.data.cache import cache_folder
 from quaver.trainer.data.source import Source
@@ -61,22 +64,25 @@ def test_tokens_are_made_once_and_then_mapped(text_folder, load, kept, builds):
     ]
 
 
-def test_opening_reads_no_tokens(text_folder, load, kept, builds):
-    """Not even to compare their digest; and a hole of 64 GiB opens as fast as anything."""
+def test_opening_reads_no_tokens(text_folder, load, kept, builds, monkeypatch):
+    """What this cache wrote, or has read whole once, it takes for whole until a file changes."""
     load(text_folder, cache_folder=kept)
-    folder = entry_folder(kept)
-    content = (folder / "train.tokens").read_bytes()
-    (folder / "train.tokens").write_bytes(b"?" + content[1:])
-    data = load(text_folder, cache_folder=kept)
-    assert data.train.tokens.tobytes() == b"?" + content[1:]
-    about = json.loads((folder / "entry.json").read_text())
-    about["splits"]["train"]["tokens"]["items"] = 2**36
-    (folder / "entry.json").write_text(json.dumps(about))
-    os.truncate(folder / "train.tokens", 2**36)
-    data = load(text_folder, cache_folder=kept)
-    assert len(data.train.tokens) == 2**36
-    assert data.train.tokens[-1] == 0
-    assert len(builds) == 1
+    read = []
+    check = cache_module.check_content
+
+    def counted(*arguments: object) -> None:
+        read.append(arguments)
+        check(*arguments)
+
+    monkeypatch.setattr(cache_module, "check_content", counted)
+    load(text_folder, cache_folder=kept)
+    assert not read
+    shutil.copytree(entry_folder(kept), copy := Path(kept).with_name("copy"))
+    shutil.rmtree(entry_folder(kept))
+    shutil.move(copy, Path(kept) / builds[0].removesuffix(".partial"))
+    for _ in range(2):
+        load(text_folder, cache_folder=kept)
+    assert len(read) == len(builds) == 1
 
 
 @pytest.mark.parametrize("change", ["content", "time", "name", "more", "tokenizer", "field"])
@@ -118,6 +124,12 @@ DAMAGE = {
     "shorter": lambda folder: os.truncate(folder / "train.tokens", 10),
     "longer": lambda folder: (folder / "train.ends").open("ab").write(b"x"),
     "missing": lambda folder: (folder / "validation.tokens").unlink(),
+    "another token": lambda folder: (folder / "train.tokens").open("r+b").write(b"?"),
+    "documents in no order": lambda folder: _rewrite(folder, "train.ends", lambda found: found[::-1]),
+    "documents that are too long": lambda folder: _rewrite(folder, "train.ends", lambda found: found[:-1] + b"\1"),
+    "another vocabulary": lambda folder: _edit(folder, vocab_size=10),
+    "corrupt items without a place": lambda folder: _edit(folder, corrupt=3),
+    "deeply nested": lambda folder: (folder / "entry.json").write_text("[" * 100_000),
     "no entry.json": lambda folder: (folder / "entry.json").unlink(),
     "half of entry.json": lambda folder: os.truncate(folder / "entry.json", 40),
     "no object": lambda folder: (folder / "entry.json").write_text("[]"),
@@ -133,6 +145,16 @@ DAMAGE = {
 def _edit(folder: Path, **changes: object) -> None:
     about = json.loads((folder / "entry.json").read_text())
     (folder / "entry.json").write_text(json.dumps({**about, **changes}))
+
+
+def _rewrite(folder: Path, name: str, change: Callable[[bytes], bytes]) -> None:
+    """Change a file and the digest that entry.json has of it, as a hostile author would."""
+    content = change((folder / name).read_bytes())
+    (folder / name).write_bytes(content)
+    splits = json.loads((folder / "entry.json").read_text())["splits"]
+    split, part = name.split(".")
+    splits[split][part]["sha256"] = hashlib.sha256(content).hexdigest()
+    _edit(folder, splits=splits)
 
 
 def _poison(folder: Path) -> None:
@@ -155,6 +177,29 @@ def test_a_damaged_entry_is_made_again(damage, text_folder, load, kept, builds, 
     assert after.origin == before.origin
     load(text_folder, cache_folder=kept)
     assert len(builds) == 2
+
+
+def test_a_token_above_the_vocabulary_is_made_again(tmp_path, text_folder, load, kept, builds, capsys):
+    from test_data_tokenizers import train_tokenizer
+
+    train_tokenizer(tmp_path / "tokenizer.json", ["<s>", "</s>"])
+    settings = {"cache_folder": kept, "tokenizer": str(tmp_path / "tokenizer.json")}
+    tokens = load(text_folder, **settings).train.tokens.copy()
+    _rewrite(entry_folder(kept), "train.tokens", lambda found: b"\xff" * len(found))
+    assert np.array_equal(load(text_folder, **settings).train.tokens, tokens)
+    assert len(builds) == 2
+
+
+@pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="only root can give a folder to another user")
+def test_a_folder_of_another_user_is_refused_unless_it_is_read_only(text_folder, load, kept, builds, monkeypatch):
+    load(text_folder, cache_folder=kept)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    os.chown(kept, 12346, -1)
+    with pytest.raises(ValueError, match="data.cache_folder must be a folder that belongs to you, or that you cannot"):
+        load(text_folder, cache_folder=kept)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    load(text_folder, cache_folder=kept)
+    assert len(builds) == 1
 
 
 def test_a_killed_process_leaves_nothing_that_is_taken_for_tokens(text_folder, kept, load, builds):

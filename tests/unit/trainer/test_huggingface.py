@@ -25,6 +25,7 @@ from quaver.trainer.data import load_data
 from quaver.trainer.huggingface import weights
 from quaver.trainer.huggingface.config import hf_config, model_from_hf
 from quaver.trainer.huggingface.weights import number_files, open_safetensors
+from quaver.trainer.manifest import write_manifest
 from quaver.trainer.metrics import read_metrics
 from quaver.trainer.model import Llama
 from quaver.trainer.parallel_dims import ParallelDims
@@ -404,6 +405,7 @@ def test_checkpoints_that_are_damaged_are_refused_in_one_line(hf, tmp_path, caps
     def told(**changes: Any) -> str:
         config = {"model": {**record["config"]["model"], **changes}} if changes else record["config"]
         (checkpoint / "checkpoint.json").write_text(json.dumps({**record, "config": config}))
+        write_manifest(checkpoint, {})
         return refused(capsys, "quaver-to-hf", checkpoint, tmp_path / "back")
 
     assert "does not have the tensors that its config requires: model.layers.2." in told(n_layers=3)
@@ -411,9 +413,9 @@ def test_checkpoints_that_are_damaged_are_refused_in_one_line(hf, tmp_path, caps
     assert "model settings that this version does not know: experts" in told(experts=4)
     part = next((checkpoint / "model").glob("*_0.distcp"))
     part.write_bytes(part.read_bytes()[:64])
-    assert "cannot load" in told()
+    assert f"'{part.name}' has 64 bytes, expected " in told()
     part.unlink()
-    assert "cannot load" in told()
+    assert f"'{part.name}' is missing" in told()
     (checkpoint / "model" / ".metadata").write_bytes(b"nothing")
     assert "cannot read" in told()
     assert not (tmp_path / "back").exists()

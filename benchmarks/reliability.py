@@ -1,0 +1,335 @@
+"""What `quaver train` survives: kills, full disks and bad inputs. Prints the table of docs/reliability.md.
+
+    python -m benchmarks.reliability                  # some 15 minutes on two cores
+    python -m benchmarks.reliability --part phases --tries 11
+    python -m benchmarks.reliability --part cost      # what the manifest adds to a save
+
+Every run is a fork of this process, which has imported everything and has one thread. A try counts as survived if what
+the line says holds; the first one that does not ends the script with a line that says why, and exit code 1.
+"""
+
+import argparse
+import math
+import os
+import pkgutil
+import random
+import resource
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+import quaver.trainer.train  # noqa: F401 - imported once, before the forks
+from quaver.cli import main
+from quaver.trainer.checkpoint import Checkpointer
+from quaver.trainer.checkpoint_folder import CheckpointFolder
+from quaver.trainer.config import Checkpoint, Model
+from quaver.trainer.huggingface.weights import meta_state
+from quaver.trainer.manifest import MANIFEST, check_manifest
+from quaver.trainer.metrics import read_metrics
+from quaver.trainer.ranks import Ranks
+
+WORDS = [
+    *("--model.dim=32", "--model.n_layers=1", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.hidden_dim=48"),
+    *("--training.seq_len=32", "--training.local_batch_size=2", "--training.device=cpu"),
+    *("--validation.freq=1000000", "--validation.steps=1", "--lr_scheduler.schedule=constant"),
+    *("--lr_scheduler.warmup_steps=3", "--float8.recipe_name=delayed", "--checkpoint.interval=2"),
+    *("--checkpoint.keep_latest_k=2", "--checkpoint.resume=auto"),
+]
+
+PHASES = (
+    "quaver.trainer.checkpoint_folder.CheckpointFolder.begin",
+    "torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data",
+    "torch.distributed.checkpoint.filesystem._write_item",
+    "torch.distributed.checkpoint.filesystem.FileSystemWriter.finish",
+    "quaver.trainer.checkpoint._read_back",
+    "quaver.trainer.checkpoint_folder.write_manifest",
+    "quaver.trainer.checkpoint_folder.sync_all",
+    "quaver.trainer.checkpoint_folder._rename",
+    "quaver.trainer.checkpoint_folder.CheckpointFolder.prune",
+    "quaver.trainer.checkpoint_folder.shutil.rmtree",
+)
+"""The steps of a save in their order; a process is killed when it calls one of them."""
+
+EXIT_NOT_WRITTEN = 4
+
+
+class Runs:
+    """Runs on one text, in a folder of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
+
+    def path(self, name: str) -> Path:
+        return self.folder / "runs" / name
+
+    def words(self, name: str, *more: str) -> list[str]:
+        return [*WORDS, f"--data={self.folder / 'text.txt'}", f"--job.dump_folder={self.folder / 'runs'}"] + [
+            f"--job.name={name}",
+            *more,
+        ]
+
+    def start(self, words: list[str], prepare: Callable[[], object] = lambda: None) -> int:
+        """Fork `quaver train` after `prepare`, with its output in a file; return the process id."""
+        child = os.fork()
+        if child:
+            return child
+        code = 1
+        try:
+            for number, name in ((1, "stdout"), (2, "stderr")):
+                os.dup2(os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+            prepare()
+            code = main(["train", *words])
+        except SystemExit as stopped:
+            code = int(stopped.code or 0)
+        finally:
+            os._exit(code)
+
+    def run(self, words: list[str], prepare: Callable[[], object] = lambda: None) -> int:
+        """Run to the end and return the exit code, negative for a signal."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.start(words, prepare), 0)[1])
+
+    @property
+    def errors(self) -> list[str]:
+        """The lines that the last run wrote to stderr, without its warnings of takeovers."""
+        lines = (self.folder / "stderr").read_text(errors="replace").splitlines()
+        return [line for line in lines if "took over the lock" not in line]
+
+    def check_checkpoints(self, name: str, at_least: int) -> int:
+        """Return the newest step, not older than `at_least`; every complete checkpoint must match its manifest."""
+        folder = CheckpointFolder(self.path(name) / "checkpoint")
+        steps = folder.steps()
+        for step in steps:
+            check_manifest(folder.complete(step))
+        newest = max(steps, default=0)
+        require(newest >= at_least, f"the checkpoint of step {at_least} was lost: there is {steps}")
+        return newest
+
+    def check_same(self, name: str, newest: int) -> None:
+        """Resume `name` and compare it, to the bit, with a run that was never interrupted."""
+        last = f"--training.steps={newest + 3}"
+        require(self.run(self.words(name, last)) == 0, f"the last resume failed: {self.errors}")
+        require(self.run(self.words("whole", last)) == 0, f"the whole run failed: {self.errors}")
+        require(self.numbers(name) == self.numbers("whole"), "a resumed run has other losses than one that is whole")
+        shutil.rmtree(self.path("whole"))
+
+    def numbers(self, name: str) -> list[tuple[object, ...]]:
+        records = read_metrics(self.path(name) / "metrics.jsonl")
+        return [(each["step"], each["loss"], each["grad_norm"]) for each in records if "loss" in each]
+
+
+def _content(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""
+
+
+def require(holds: bool, what: str) -> None:
+    """Report a failure."""
+    if not holds:
+        raise SystemExit(f"benchmarks.reliability: {what}")
+
+
+def kills_in_phases(runs: Runs, tries: int, chance: random.Random) -> str:
+    newest = 0
+    for number in range(tries):
+        phase, calls = PHASES[number % len(PHASES)], chance.randint(1, 3)
+
+        def die_in(phase=phase, calls=calls) -> None:
+            left = iter(range(calls))
+            original = pkgutil.resolve_name(phase)
+
+            def die(*arguments, **options):
+                if next(left, None) is None:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return original(*arguments, **options)
+
+            mock.patch(phase, die).start()
+
+        code = runs.run(runs.words("phases", "--training.steps=1000000"), die_in)
+        require(code == -signal.SIGKILL, f"a run to be killed in {phase} ended with {code}: {runs.errors}")
+        newest = runs.check_checkpoints("phases", newest)
+    runs.check_same("phases", newest)
+    return f"SIGKILL inside a save, at each of {len(PHASES)} steps of it in turn; no checkpoint lost, losses to the bit"
+
+
+def kills_at_random(runs: Runs, tries: int, chance: random.Random) -> str:
+    newest = 0
+    for _ in range(tries):
+        child = runs.start(runs.words("random", "--training.steps=1000000"))
+        time.sleep(chance.uniform(0.1, 2.0))
+        os.kill(child, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        require(code == -signal.SIGKILL, f"a run to be killed ended with {code}: {runs.errors}")
+        newest = runs.check_checkpoints("random", newest)
+    runs.check_same("random", newest)
+    return "SIGKILL at a random moment of the first two seconds; no checkpoint lost, losses to the bit"
+
+
+def signals(runs: Runs, tries: int, chance: random.Random) -> str:
+    newest = 0
+    for number in range(tries):
+        child = runs.start(runs.words("signals", "--training.steps=1000000"))
+        metrics, size = runs.path("signals") / "metrics.jsonl", len(_content(runs.path("signals") / "metrics.jsonl"))
+        while len(_content(metrics)) <= size:
+            time.sleep(0.01)
+        os.kill(child, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)[number % 3])
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        require(code == 130, f"a run that a signal ends has exit code {code}: {runs.errors}")
+        newest = runs.check_checkpoints("signals", newest + 1)
+    runs.check_same("signals", newest)
+    return "SIGINT, SIGTERM or SIGHUP; ends with a checkpoint of its last step and exit code 130, losses to the bit"
+
+
+def full_disks(runs: Runs, tries: int, chance: random.Random) -> str:
+    require(runs.run(runs.words("full", "--training.steps=4")) == 0, f"the first run failed: {runs.errors}")
+    largest = max(path.stat().st_size for path in (runs.path("full") / "checkpoint").rglob("*"))
+    newest = 4
+    for number in range(tries):
+        limit = max(1, largest * number // tries)
+
+        def limited(limit=limit) -> None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+        code = runs.run(runs.words("full", f"--training.steps={newest + 2}"), limited)
+        require(code in (2, EXIT_NOT_WRITTEN), f"with files of at most {limit} bytes the exit code is {code}")
+        newest = runs.check_checkpoints("full", newest)
+    runs.check_same("full", newest)
+    return "no file can grow beyond a limit, from 1 byte up; exit code 2 or 4, no checkpoint lost, losses to the bit"
+
+
+def damage(runs: Runs, tries: int, chance: random.Random) -> str:
+    require(runs.run(runs.words("damage", "--training.steps=2")) == 0, f"the first run failed: {runs.errors}")
+    checkpoint = runs.path("damage") / "checkpoint" / "step-00000002"
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST)
+    for number in range(tries):
+        path = files[number % len(files)]
+        content = path.read_bytes()
+        path.write_bytes(_damaged(content, number // len(files) % 3, chance))
+        code = runs.run(runs.words("damage", "--training.steps=3"))
+        require(code == 2, f"a run with a damaged {path.name} has exit code {code}")
+        require(len(runs.errors) == 1 and str(path) in runs.errors[0], f"no line names {path}: {runs.errors}")
+        path.write_bytes(content)
+    require(runs.run(runs.words("damage", "--training.steps=3")) == 0, f"the whole checkpoint fails: {runs.errors}")
+    return "one bit of a file flipped, or the file cut, or another in its place; exit code 2 and one line that names it"
+
+
+def _damaged(content: bytes, kind: int, chance: random.Random) -> bytes:
+    place = chance.randrange(len(content))
+    if kind == 0:
+        return content[:place] + bytes([content[place] ^ 1 << chance.randrange(8)]) + content[place + 1 :]
+    return content[:place] if kind == 1 else chance.randbytes(len(content))
+
+
+def two_ranks(runs: Runs, tries: int, chance: random.Random) -> str:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    newest = 0
+    for number in range(tries):
+        command = [*launcher, "-m", "quaver.cli", "train", *runs.words("ranks", "--training.steps=1000000")]
+        metrics, size = runs.path("ranks") / "metrics.jsonl", len(_content(runs.path("ranks") / "metrics.jsonl"))
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while len(_content(metrics)) <= size:
+            require(process.poll() is None, f"the launcher ended with {process.returncode}")
+            time.sleep(0.05)
+        time.sleep(chance.uniform(0, 1))
+        ranks = [int(word) for word in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        killed = ([ranks[chance.randrange(2)]], [process.pid], [process.pid, *ranks])[number % 3]
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+        deadline = time.monotonic() + 120
+        while any(map(_is_running, ranks)):  # they end when one of them, or torchrun, is gone
+            require(time.monotonic() < deadline, "a rank still runs, two minutes after its launcher was killed")
+            time.sleep(0.05)
+        newest = runs.check_checkpoints("ranks", newest)
+    for name in ("ranks", "whole"):
+        command = [*launcher, "-m", "quaver.cli", "train", *runs.words(name, f"--training.steps={newest + 3}")]
+        require(subprocess.run(command, capture_output=True).returncode == 0, f"the last run of {name} failed")
+    require(runs.numbers("ranks") == runs.numbers("whole"), "a resumed run has other losses than one that is whole")
+    return (
+        "two ranks: SIGKILL to one, to torchrun or to all three; every rank ends, no checkpoint lost, losses to the bit"
+    )
+
+
+class _PlainWriter(FileSystemWriter):
+    digests: dict[str, object] = {}
+
+
+_READ_BACK = {"checkpoint._read_back": lambda *_: None}
+_MANIFEST = {"checkpoint.HashingWriter": _PlainWriter, "checkpoint_folder.write_manifest": lambda *_: None}
+_LEFT_OUT: list[dict[str, object]] = [{**_READ_BACK, **_MANIFEST}, _READ_BACK, {}]
+"""What makes a save one without both, one with a manifest, and one that is also read back."""
+
+
+def manifest_costs(saves: int) -> Iterator[str]:
+    """Time saves without a manifest, with one, and with one and reading back, in turns; lower quartiles."""
+    yield "| a save | MB | seconds | with a manifest | and read back |"
+    yield "|---|---|---|---|---|"
+    large = Model(dim=640, n_layers=4, n_heads=8, n_kv_heads=4, hidden_dim=1664, vocab_size=2048)
+    for title, model in (("the debug model", Model()), ("a larger one", large)):
+        shapes = {name: tensor.shape for name, tensor in meta_state(model).items()}
+        state = {part: {name: torch.randn(shape) for name, shape in shapes.items()} for part in ("model", "m", "v")}
+        seconds: list[list[float]] = [[], [], []]
+        with tempfile.TemporaryDirectory() as folder:
+            config = Checkpoint(keep_latest_k=1)
+            saver = Checkpointer(CheckpointFolder(Path(folder)), config, Ranks(), torch.device("cpu"), {})
+            for step in range(3 * saves):
+                with ExitStack() as stack:
+                    for name, value in _LEFT_OUT[step % 3].items():
+                        stack.enter_context(mock.patch(f"quaver.trainer.{name}", value))
+                    begin = time.perf_counter()
+                    saver._write(step + 1, {"model": state}, {"format": 1})
+                    seconds[step % 3].append(time.perf_counter() - begin)
+        size = sum(3 * 4 * math.prod(shape) for shape in shapes.values()) / 1e6
+        low = [statistics.quantiles(each, n=4)[0] for each in seconds]
+        cells = [f"{each:.3f} ({each / low[0] - 1:+.1%})" for each in low[1:]]
+        yield f"| {title} | {size:.0f} | {low[0]:.3f} | {' | '.join(cells)} |"
+
+
+def _is_running(pid: int) -> bool:
+    return _content(Path(f"/proc/{pid}/stat")).rpartition(b") ")[2][:1] not in (b"", b"Z")
+
+
+PARTS = {
+    "phases": (kills_in_phases, 110),
+    "random": (kills_at_random, 60),
+    "signals": (signals, 12),
+    "disks": (full_disks, 20),
+    "damage": (damage, 60),
+    "ranks": (two_ranks, 6),
+}
+
+
+def rows(parts: list[str], tries: int | None, seed: int) -> Iterator[str]:
+    """Run the parts and yield the lines of the table."""
+    yield "| what happens, and what must hold | held / tried |"
+    yield "|---|---|"
+    for part in parts:
+        action, default = PARTS[part]
+        count = default if tries is None else tries
+        with tempfile.TemporaryDirectory() as folder:
+            yield f"| {action(Runs(Path(folder)), count, random.Random(seed))} | {count} / {count} |"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--part", choices=[*PARTS, "cost"], action="append", help="all but cost if not given")
+    parser.add_argument("--tries", type=int, help="of each part, in place of its own number")
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
+    print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, seed {given.seed}", flush=True)
+    cost = manifest_costs(given.tries or 15)
+    for row in cost if given.part == ["cost"] else rows(given.part or list(PARTS), given.tries, given.seed):
+        print(row, flush=True)

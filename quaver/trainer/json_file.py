@@ -1,0 +1,34 @@
+"""Reads a JSON file of a run or a checkpoint, which may be damaged or edited, into the type that it must have."""
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+T = TypeVar("T")
+
+STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+"""`__pydantic_config__` of the types: no conversions, and no NaN, which JSON lacks and Python's reader accepts."""
+
+
+def read_json(path: Path, kind: TypeAdapter[T], fix: str) -> T:
+    """Return the content of the regular file `path`, checked by `kind`.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: one line that names the file and the first field that is wrong, and ends with `fix`.
+    """
+    if not path.is_file():  # reading a FIFO would wait for ever
+        raise FileNotFoundError(f"{str(path)!r} is not a file; {fix}")
+    try:
+        return kind.validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise ValueError(f"{str(path)!r} is damaged: {_first(error)}; {fix}") from None
+
+
+def _first(error: ValidationError) -> str:
+    first: dict[str, Any] = error.errors(include_url=False)[0]  # type: ignore[assignment]
+    field = ".".join(map(str, first["loc"]))
+    if first["type"] in ("missing", "json_invalid"):
+        return f"{field} is missing" if field else first["msg"]
+    return f"{field or 'the value'}: {first['msg'][0].lower()}{first['msg'][1:]}, got {repr(first['input'])[:80]}"

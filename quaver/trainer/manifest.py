@@ -1,0 +1,181 @@
+"""The manifest of a checkpoint: size and hash of each of its files, which show damage before a tensor is loaded.
+
+A manifest shows accidents: flipped bits, short, missing, extra or exchanged files. Against an author who writes the
+manifest too, `safe_dcp` protects.
+"""
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, StringConstraints, TypeAdapter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from xxhash import xxh3_128
+
+from quaver.trainer.config.settings import NotNegative
+from quaver.trainer.json_file import STRICT, read_json
+
+MANIFEST = "manifest.json"
+CHOOSE = "choose another checkpoint"
+
+PARALLEL_BYTES = 1 << 20
+"""A piece of so many bytes is hashed by a thread while it is written."""
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """What the manifest says about one file."""
+
+    bytes: NotNegative
+    xxh3_128: Annotated[str, StringConstraints(pattern="^[0-9a-f]{32}$")]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of manifest.json: the digests of all other files, by path with `/` below the checkpoint."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    format: Literal[1]
+    files: dict[str, FileDigest]
+
+
+_MANIFEST = TypeAdapter(Manifest)
+
+
+class HashingWriter(FileSystemWriter):
+    """DCP's writer, which hashes what it writes: reading the files again would take longer than 5% of a save."""
+
+    fs: "_HashingFiles"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.fs = _HashingFiles()
+
+    @property
+    def digests(self) -> dict[str, FileDigest]:
+        """The digests of the files that this rank wrote, by name below the checkpoint."""
+        return {f"{path.parent.name}/{path.name}": digest for path, digest in self.fs.digests.items()}
+
+
+class _HashingFiles(FileSystem):
+    def __init__(self) -> None:
+        self.digests: dict[Path, FileDigest] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with _HashedFile(io.FileIO(path, mode)) as stream:
+            yield stream
+        self.digests[Path(path)] = stream.digest
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.digests[Path(new_path)] = self.digests.pop(Path(path))
+
+
+class _HashedFile(io.BufferedWriter):
+    def __init__(self, raw: io.FileIO) -> None:
+        super().__init__(raw)
+        self._hash, self._bytes = xxh3_128(), 0
+        self._thread = ThreadPoolExecutor(1, "checkpoint-hash")
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        super().close()
+
+    def write(self, content: Any) -> int:
+        size = memoryview(content).nbytes
+        self._bytes += size
+        if size < PARALLEL_BYTES:
+            self._hash.update(content)
+            return super().write(content)
+        hashed = self._thread.submit(self._hash.update, content)
+        try:
+            return super().write(content)
+        finally:
+            hashed.result()  # the owner of `content` may change it after the write
+
+    @property
+    def digest(self) -> FileDigest:
+        return FileDigest(self._bytes, self._hash.hexdigest())
+
+
+def write_manifest(folder: Path, known: dict[str, FileDigest]) -> None:
+    """Write the manifest of `folder`; files that have no digest in `known` are read."""
+    rest = {name: path for name, path in _files(folder).items() if name not in known}
+    with _threads() as threads:
+        digests = {**known, **dict(zip(rest, threads.map(_digest, rest.values()), strict=True))}
+    content = asdict(Manifest(1, dict(sorted(digests.items()))))
+    (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def check_manifest(folder: Path, rank: int = 0, world_size: int = 1) -> None:
+    """Compare the files of a checkpoint with its manifest; each of several ranks reads its share of them.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file differs, is missing, or is not in the manifest; the message names it.
+    """
+    expected = read_json(folder / MANIFEST, _MANIFEST, CHOOSE).files
+    found = _files(folder)
+    for name in sorted(expected.keys() - found.keys()):
+        raise ValueError(f"{str(folder / name)!r} is missing; {CHOOSE}")
+    for name in sorted(found.keys() - expected.keys()):
+        raise ValueError(f"{str(folder / name)!r} is not in {MANIFEST}: remove the file, or {CHOOSE}")
+    for name, path in found.items():
+        size = path.stat().st_size
+        if size != expected[name].bytes:
+            raise ValueError(f"{str(path)!r} has {size} bytes, expected {expected[name].bytes}; {CHOOSE}")
+    mine = sorted(found)[rank::world_size]
+    with _threads() as threads:
+        for name, digest in zip(mine, threads.map(_digest, [found[name] for name in mine]), strict=True):
+            if digest != expected[name]:
+                raise ValueError(f"{str(found[name])!r} is damaged: its xxh3_128 differs from {MANIFEST}; {CHOOSE}")
+
+
+def sync_all(folder: Path) -> None:
+    """`sync` everything below `folder`, and itself, at once: the file system writes them together."""
+    with _threads() as threads:
+        list(threads.map(sync, (*folder.rglob("*"), folder)))
+
+
+def sync(path: Path) -> None:
+    """Return when the content of a file, or the names in a folder, are on the disk."""
+    if os.name != "posix" and path.is_dir():  # Windows does not open folders
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Return the files below `folder` by name, but those at its top whose name begins with a dot, and the manifest."""
+    found = {}
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise ValueError(f"{str(path)!r} must be a file or a folder of the checkpoint itself; {CHOOSE}")
+        name = _name(folder, path)
+        if path.is_file() and name != MANIFEST and not name.startswith("."):
+            found[name] = path
+    return found
+
+
+def _name(folder: Path, path: Path) -> str:
+    return path.relative_to(folder).as_posix()
+
+
+def _digest(path: Path) -> FileDigest:
+    with path.open("rb") as file:
+        return FileDigest(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, xxh3_128).hexdigest())
+
+
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(8, 2 * (os.cpu_count() or 1)), "checkpoint-files")

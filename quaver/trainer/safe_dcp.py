@@ -1,0 +1,238 @@
+"""Reads a torch.distributed.checkpoint (DCP) folder without running code that is in it.
+
+DCP pickles `.metadata` and every value that is not a tensor, and unpickles both without restriction, so that a file can
+call any function. `CheckpointReader` interprets the pickle of `.metadata` itself: it makes plain values, and records in
+place of DCP's classes. Names, sizes and paths are checked before DCP gets them. `CheckpointPlanner` loads the other
+values with weights_only=True, as DCP does with tensors.
+
+DCP has no setting for this in torch 2.13. A public reader with one would replace this file.
+"""
+
+import io
+import math
+import pickletools
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+
+METADATA = ".metadata"
+
+_DCP = "torch.distributed.checkpoint."
+_KNOWN = {
+    *(f"{_DCP}metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *(f"{_DCP}metadata.{name}StorageMetadata" for name in ("Tensor", "Bytes", "Chunk")),
+    *(f"{_DCP}metadata._MEM_FORMAT_ENCODING", f"{_DCP}filesystem._StorageInfo", "torch.serialization._get_layout"),
+    *(f"pathlib.{name}" for name in ("PosixPath", "WindowsPath")),
+    *(f"pathlib._local.{name}" for name in ("PosixPath", "WindowsPath")),
+}
+"""The names in a `.metadata` that are neither torch.Size nor a dtype."""
+
+
+class CheckpointReader(FileSystemReader):
+    """The reader of one model of a checkpoint. Its path is a folder of the local file system."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the checked metadata, without the planner's data and the paths on the machine that saved.
+
+        Raises:
+            OSError: a file is missing.
+            ValueError: `.metadata` is damaged, or names what no checkpoint has; the message names the file.
+        """
+        path = Path(self.path) / METADATA
+        if path.is_symlink() or not path.is_file():
+            raise FileNotFoundError(f"there is no file {METADATA}")
+        try:
+            metadata = _metadata(_interpreted(path.read_bytes()))
+        except OSError:
+            raise
+        except Exception as error:  # noqa: BLE001 - damaged opcodes raise anything
+            raise ValueError(f"{METADATA} is damaged: {str(error) or type(error).__name__}") from None
+        self._check_files(metadata)
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+    def _check_files(self, metadata: Metadata) -> None:
+        """Each file must be in the folder, and as long as the metadata says."""
+        sizes: dict[str, int] = {}
+        for each in metadata.storage_data.values():
+            name = each.relative_path
+            if name not in sizes:
+                path = Path(self.path) / name
+                if Path(name).name != name or path.is_symlink():
+                    raise ValueError(f"{METADATA} names the file {name!r}, which is outside of the checkpoint")
+                if not path.is_file():
+                    raise FileNotFoundError(f"{name!r} is missing")
+                sizes[name] = path.stat().st_size
+            if each.offset + each.length > sizes[name]:
+                raise ValueError(f"{name!r} has {sizes[name]} bytes, expected {each.offset + each.length} or more")
+
+
+class CheckpointPlanner(DefaultLoadPlanner):
+    """Loads values that are not tensors with weights_only=True."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Replace the bytes of a file by those that torch writes for the value that is safe to load from them."""
+        safe = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), safe)
+        safe.seek(0)
+        super().load_bytes(read_item, safe)
+
+
+@dataclass(eq=False)
+class _Record:
+    """The object of a class of DCP: its name, and the state that the pickle gives it."""
+
+    name: str
+    state: Any = field(default_factory=dict)
+
+
+def _interpreted(content: bytes) -> Any:
+    """Return the value of a pickle as DCP writes it, with a `_Record` for each object.
+
+    The opcodes are those of pickle protocols 4 and 5. Keys are strings or records: a deeply nested tuple would overflow
+    the stack of its hash function.
+    """
+    stack: list[Any] = []
+    memo: list[Any] = []
+    marks: list[int] = []
+
+    def since_mark() -> list[Any]:
+        begin = marks.pop()
+        taken = stack[begin:]
+        del stack[begin:]
+        return taken
+
+    argument: Any
+    for opcode, argument, _ in pickletools.genops(content):
+        name = opcode.name
+        if name in ("SHORT_BINUNICODE", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"):
+            stack.append(argument)
+        elif name == "MEMOIZE":
+            memo.append(stack[-1])
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        elif name in ("NONE", "NEWTRUE", "NEWFALSE"):
+            stack.append(None if name == "NONE" else name == "NEWTRUE")
+        elif name in ("EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE"):
+            stack.append({"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}[name]())
+        elif name == "MARK":
+            marks.append(len(stack))
+        elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
+            size = int(name[-1])
+            stack[-size:] = [tuple(stack[-size:])]
+        elif name == "TUPLE":
+            items = since_mark()
+            stack.append(tuple(items))
+        elif name in ("APPEND", "APPENDS"):
+            items = since_mark() if name == "APPENDS" else [stack.pop()]
+            stack[-1].extend(items)
+        elif name in ("SETITEM", "SETITEMS"):
+            items = since_mark() if name == "SETITEMS" else [stack.pop(-2), stack.pop()]
+            if not all(isinstance(key, str | _Record) for key in items[::2]):
+                raise ValueError("a key is not a name")
+            stack[-1].update(zip(items[::2], items[1::2], strict=True))
+        elif name == "STACK_GLOBAL":
+            attribute, module = stack.pop(), stack.pop()
+            stack.append(_known(module, attribute))
+        elif name in ("NEWOBJ", "REDUCE"):
+            arguments, made_by = stack.pop(), stack.pop()
+            stack.append(made_by(*arguments))
+        elif name == "BUILD":
+            state = stack.pop()
+            stack[-1].state = state
+        elif name not in ("PROTO", "FRAME", "STOP"):
+            raise ValueError(f"it has the opcode {name}")
+    (value,) = stack
+    return value
+
+
+def _known(module: Any, name: Any) -> Any:
+    """Return what makes the object of a name in a pickle. Nothing is imported."""
+    if (module, name) == ("torch", "Size"):
+        return _same
+    dtype = getattr(torch, name, None) if module == "torch" else None
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if f"{module}.{name}" not in _KNOWN:
+        raise ValueError(f"it names {str(module)[:40]}.{str(name)[:40]}, which no checkpoint has")
+    return partial(_make, name)
+
+
+def _same(size: Any) -> Any:
+    return size
+
+
+def _make(name: str, *arguments: Any) -> _Record:
+    return _Record(name)
+
+
+def _metadata(found: Any) -> Metadata:
+    """Return DCP's metadata of the interpreted `found`. Raises anything if its structure is another one."""
+    state = _state(found, "Metadata")
+    tensors = {_text(name): _storage(_text(name), value) for name, value in state["state_dict_metadata"].items()}
+    places = {}
+    for key, value in state["storage_data"].items():
+        index, place = _state(key, "MetadataIndex"), _state(value, "_StorageInfo")
+        if place.get("transform_descriptors"):
+            raise ValueError("a tensor is compressed or encrypted")
+        offset = index.get("offset")
+        at = MetadataIndex(_text(index["fqn"]), None if offset is None else _shape(offset))
+        begin, length = _shape((place["offset"], place["length"]))
+        places[at] = _StorageInfo(_text(place["relative_path"]), begin, length)
+    return Metadata(tensors, storage_data=places)
+
+
+def _storage(name: str, found: Any) -> STORAGE_TYPES:
+    if isinstance(found, _Record) and found.name == "BytesStorageMetadata":
+        return BytesStorageMetadata()
+    state = _state(found, "TensorStorageMetadata")
+    (dtype, *_), size = _state(state["properties"], "TensorProperties"), _shape(state["size"])
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} has no dtype")
+    chunks = []
+    for each in state["chunks"]:
+        chunk = _state(each, "ChunkStorageMetadata")
+        chunks.append(ChunkStorageMetadata(_shape(chunk["offsets"]), _shape(chunk["sizes"])))
+    fits = all(
+        begin + length <= end
+        for chunk in chunks
+        for begin, length, end in zip(chunk.offsets, chunk.sizes, size, strict=True)
+    )
+    # load() would leave the rest uninitialized
+    if not fits or sum(math.prod(chunk.sizes) for chunk in chunks) < math.prod(size):
+        raise ValueError(f"the parts of {name} do not make a tensor of {list(size)}")
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+
+
+def _state(found: Any, name: str) -> Any:
+    if not isinstance(found, _Record) or found.name != name:
+        raise ValueError(f"it has another object in place of a {name}")
+    return found.state
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("a name is not a string")
+    return value
+
+
+def _shape(value: Any) -> torch.Size:
+    if not isinstance(value, tuple) or not all(type(each) is int and 0 <= each < 2**63 for each in value):
+        raise ValueError("a size or an offset is not a non-negative integer")
+    return torch.Size(value)

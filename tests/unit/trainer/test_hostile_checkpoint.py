@@ -1,0 +1,414 @@
+"""Checkpoints that are damaged, edited, or made by a stranger: one line names the file, and no code in them runs."""
+
+import io
+import json
+import os
+import pickle
+import pickletools
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_checkpoint import refused
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from quaver.cli import main
+from quaver.trainer.checkpoint import load_state, read_metadata
+from quaver.trainer.checkpoint_folder import ABANDONS, CheckpointFolder, read_record
+from quaver.trainer.config import Checkpoint, Float8, TrainConfig
+from quaver.trainer.errors import CheckpointError
+from quaver.trainer.manifest import MANIFEST, check_manifest, write_manifest
+from quaver.trainer.safe_dcp import METADATA, CheckpointReader
+from quaver.trainer.train import prepare, train
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of two steps with delayed scaling, with a checkpoint of each."""
+    folder = tmp_path_factory.mktemp("saved")
+    (folder / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
+    words = ["--model.dim=32", "--model.n_layers=1", "--model.n_heads=4", "--model.n_kv_heads=2"]
+    words += ["--model.hidden_dim=48", "--training.seq_len=32", "--training.local_batch_size=2"]
+    words += ["--training.device=cpu", "--training.steps=2", "--checkpoint.interval=1", "--validation.steps=1"]
+    words += ["--float8.recipe_name=delayed", f"--data={folder / 'text.txt'}", f"--job.dump_folder={folder}"]
+    assert main(["train", *words, "--job.name=run"]) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def run(saved_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved_run, tmp_path / "run"))
+
+
+def newest(run: Path) -> Path:
+    return run / "checkpoint" / "step-00000002"
+
+
+def resume(run: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Return the one line with which a resume is refused."""
+    return refused(["--resume", str(run), "--training.steps=3", *words], capsys)
+
+
+# ---- the manifest ----------------------------------------------------------------------------------------------------
+
+
+def _flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8 % len(content)] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def _swap(first: Path, second: Path) -> None:
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+
+
+SHARD, OTHER = "delayed/__0_0.distcp", "delayed/.metadata"
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "short": (SHARD, lambda step: os.truncate(step / SHARD, 100)),
+    "long": (SHARD, lambda step: (step / SHARD).open("ab").write(b"x")),
+    "missing": (SHARD, lambda step: (step / SHARD).unlink()),
+    "missing metadata": (OTHER, lambda step: (step / OTHER).unlink()),
+    "extra": ("delayed/__1_0.distcp", lambda step: (step / "delayed/__1_0.distcp").write_bytes(b"x")),
+    "swapped": ("delayed/", lambda step: _swap(step / SHARD, step / OTHER)),
+    "of another step": (SHARD, lambda step: shutil.copy(step.with_name("step-00000001") / SHARD, step / SHARD)),
+    "a link": (SHARD, lambda step: ((step / SHARD).rename(step.parent / "x"), (step / SHARD).symlink_to("../../x"))),
+    "edited record": ("checkpoint.json", lambda step: (step / "checkpoint.json").open("a").write(" ")),
+    "no manifest": (MANIFEST, lambda step: (step / MANIFEST).unlink()),
+    "empty manifest": (MANIFEST, lambda step: (step / MANIFEST).write_text("")),
+    "another manifest": (MANIFEST, lambda step: (step / MANIFEST).write_text('{"format": 1, "files": {"a": 3}}')),
+    "nested manifest": (MANIFEST, lambda step: (step / MANIFEST).write_text("[" * 100_000)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_one_line_that_names_the_file(damage, run, capsys):
+    name, change = DAMAGE[damage]
+    change(newest(run))
+    line = resume(run, capsys)
+    assert str(newest(run) / name) in line
+    assert "choose another checkpoint" in line
+
+
+def test_every_flipped_bit_is_found(run):
+    files = [path for path in newest(run).rglob("*") if path.is_file() and path.name != MANIFEST]
+    for number, path in enumerate(files):
+        bit = 7919 * number + 13
+        _flip(path, bit)
+        with pytest.raises(ValueError, match=path.name):
+            check_manifest(newest(run))
+        _flip(path, bit)
+    check_manifest(newest(run))
+
+
+def test_an_old_checkpoint_without_a_manifest_loads_with_a_line(run, capsys):
+    (newest(run) / MANIFEST).unlink()
+    record = json.loads((newest(run) / "checkpoint.json").read_text())
+    del record["has_manifest"]
+    (newest(run) / "checkpoint.json").write_text(json.dumps(record))
+    capsys.readouterr()
+    assert main(["train", "--resume", str(run), "--training.steps=3"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"'{newest(run)}' has no manifest.json: its files are not verified" in line
+
+
+def test_verify_off_loads_what_the_manifest_refuses(run, capsys):
+    (newest(run) / "delayed" / "notes.txt").write_text("x")
+    assert "notes.txt' is not in manifest.json" in resume(run, capsys)
+    assert main(["train", "--resume", str(run), "--training.steps=3", "--no-checkpoint.verify"]) == 0
+
+
+# ---- pickles ---------------------------------------------------------------------------------------------------------
+
+
+class _Calls:
+    """Pickles as a call of os.system."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (self.command,)
+
+
+def test_our_reader_finds_what_torch_finds(saved_run):
+    folder = newest(saved_run) / "delayed"
+    expected, got = FileSystemReader(folder).read_metadata(), CheckpointReader(folder).read_metadata()
+    assert got.state_dict_metadata == expected.state_dict_metadata
+    assert got.storage_data == expected.storage_data
+
+
+HOSTILE = {
+    "a call": lambda marker: pickle.dumps(_Calls(f"touch {marker}")),
+    "a call by an older protocol": lambda marker: pickle.dumps(_Calls(f"touch {marker}"), protocol=0),
+    "an import": lambda marker: b"\x80\x04\x8c\x04this\x8c\x01s\x93.",
+    "a memo of 2**31 entries": lambda marker: b"\x80\x04Nr\xff\xff\xff\x7f.",
+    "bytes of 2**60": lambda marker: b"\x80\x05\x96" + (2**60).to_bytes(8, "little") + b"x.",
+    "a nested tuple as a key": lambda marker: b"\x80\x04})" + b"\x85" * 1_000_000 + b"Ns.",
+    "nested lists": lambda marker: b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".",
+    "no end": lambda marker: b"\x80\x04}",
+    "nothing": lambda marker: b"",
+}
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_a_hostile_metadata_is_one_line_and_is_not_run(hostile, run, tmp_path, capsys):
+    (newest(run) / OTHER).write_bytes(HOSTILE[hostile](tmp_path / "ran"))
+    write_manifest(newest(run), {})
+    line = resume(run, capsys)
+    assert str(newest(run) / "delayed") in line
+    assert ".metadata is damaged" in line
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_hostile_value_is_one_line_and_is_not_run(tmp_path):
+    torch.distributed.checkpoint.save({"value": 0, "tensor": torch.ones(2)}, checkpoint_id=tmp_path)
+    content = io.BytesIO()
+    torch.save(_Calls(f"touch {tmp_path / 'ran'}"), content)
+    place = CheckpointReader(tmp_path).read_metadata().storage_data
+    (value,) = (found for index, found in place.items() if index.fqn == "value")
+    (tmp_path / value.relative_path).write_bytes(b"\0" * value.offset + content.getvalue())
+    _edit_metadata(tmp_path, lambda m: setattr(_place(m, "value"), "length", len(content.getvalue())), only="value")
+    with pytest.raises(CheckpointError, match="cannot load .*; choose another checkpoint") as caught:
+        load_state({"value": 1}, CheckpointReader(tmp_path))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "ran").exists()
+
+
+def _place(metadata: Any, name: str) -> Any:
+    return next(found for index, found in metadata.storage_data.items() if index.fqn == name)
+
+
+def _edit_metadata(folder: Path, change: Callable[[Any], object], only: str = "") -> None:
+    """Change the metadata, of `only` one name, as its author could."""
+    metadata = FileSystemReader(folder).read_metadata()
+    change(metadata)
+    if only:
+        metadata.state_dict_metadata = {only: metadata.state_dict_metadata[only]}
+        metadata.storage_data = {index: place for index, place in metadata.storage_data.items() if index.fqn == only}
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+
+
+def _chunk(metadata: Any) -> Any:
+    return metadata.state_dict_metadata["a"].chunks[0]
+
+
+EDITS: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "an absolute path": ("outside of", lambda m: setattr(_place(m, "a"), "relative_path", "/etc/passwd")),
+    "a path above": ("outside of", lambda m: setattr(_place(m, "a"), "relative_path", "../x.distcp")),
+    "no path": ("is missing", lambda m: setattr(_place(m, "a"), "relative_path", "..")),
+    "a link": ("outside of", lambda m: setattr(_place(m, "a"), "relative_path", "link")),
+    "a missing file": ("is missing", lambda m: setattr(_place(m, "a"), "relative_path", "__7_0.distcp")),
+    "a FIFO": ("is missing", lambda m: setattr(_place(m, "a"), "relative_path", "fifo")),
+    "beyond the end": ("or more", lambda m: setattr(_place(m, "a"), "offset", 2**40)),
+    "a negative offset": ("negative", lambda m: setattr(_place(m, "a"), "offset", -1)),
+    "a negative length": ("negative", lambda m: setattr(_place(m, "a"), "length", -1)),
+    "a path of another type": ("string", lambda m: setattr(_place(m, "a"), "relative_path", 3)),
+    "a compressed tensor": ("compressed", lambda m: setattr(_place(m, "a"), "transform_descriptors", ["zstd"])),
+    "a hole": ("the parts of a", lambda m: setattr(_chunk(m), "sizes", torch.Size([1, 5]))),
+    "a part outside": ("the parts of a", lambda m: setattr(_chunk(m), "offsets", torch.Size([1, 0]))),
+    "no parts": ("the parts of a", lambda m: m.state_dict_metadata["a"].chunks.clear()),
+    "another rank": ("", lambda m: setattr(_chunk(m), "sizes", torch.Size([20]))),
+    "a size of 2**70": ("negative", lambda m: setattr(m.state_dict_metadata["a"], "size", (2**70, 5))),
+    "no dtype": ("dtype", lambda m: setattr(m.state_dict_metadata["a"].properties, "dtype", 3)),
+    "no tensors": ("", lambda m: setattr(m, "state_dict_metadata", None)),
+    "no places": ("", lambda m: setattr(m, "storage_data", None)),
+    "a place for nothing": ("", lambda m: m.storage_data.clear()),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_edited_metadata_is_one_line(edit, tmp_path):
+    message, change = EDITS[edit]
+    torch.distributed.checkpoint.save({"a": torch.ones(4, 5)}, checkpoint_id=tmp_path)
+    (tmp_path.parent / "x.distcp").write_bytes(b"x" * 10_000)
+    (tmp_path / "link").symlink_to(tmp_path.parent / "x.distcp")
+    os.mkfifo(tmp_path / "fifo")
+    _edit_metadata(tmp_path, change)
+    with pytest.raises(CheckpointError, match=f"cannot (read|load) .*{message}.*; choose another checkpoint") as caught:
+        load_state({"a": torch.empty(4, 5)}, CheckpointReader(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def _fuzz(examples: int) -> Callable[[Any], Any]:
+    return settings(max_examples=examples, deadline=None, derandomize=examples < 1000)
+
+
+def _metadata_of(folder: Path) -> bytes:
+    if not (folder / METADATA).exists():
+        state = {"a": torch.ones(4, 5), "b": {"c": 3, "d": [torch.ones(2), 1.5]}}
+        torch.distributed.checkpoint.save(state, checkpoint_id=folder)
+        shutil.copy(folder / METADATA, folder / "original")
+    return (folder / "original").read_bytes()
+
+
+def _check_metadata(folder: Path, content: bytes) -> None:
+    (folder / METADATA).write_bytes(content)
+    assert "\n" not in _error_of(lambda: read_metadata(CheckpointReader(folder)), CheckpointError)
+
+
+def _error_of(action: Callable[[], object], kind: type[Exception]) -> str:
+    """Return the text of the only error that `action` may raise, or an empty one."""
+    try:
+        action()
+    except kind as error:
+        return str(error)
+    return ""
+
+
+def _check_mutated_metadata(folder: Path, changes: list[tuple[int, int]], cut: int) -> None:
+    content = bytearray(_metadata_of(folder))
+    for place, value in changes:
+        content[place % len(content)] = value
+    _check_metadata(folder, bytes(content[: len(content) - cut]))
+
+
+MUTATIONS = (st.lists(st.tuples(st.integers(0, 10**5), st.integers(0, 255)), max_size=4), st.integers(0, 3))
+OPCODES = st.lists(st.sampled_from([op.code.encode("latin1") for op in pickletools.opcodes]) | st.binary(max_size=5))
+
+
+@pytest.mark.parametrize("examples", [300, pytest.param(100_000, marks=[pytest.mark.nightly, pytest.mark.timeout(0)])])
+def test_fuzzed_metadata_is_refused_or_read(examples, tmp_path):
+    _metadata_of(tmp_path)
+
+    @_fuzz(examples)
+    @given(*MUTATIONS)
+    def mutated(changes: list[tuple[int, int]], cut: int) -> None:
+        _check_mutated_metadata(tmp_path, changes, cut)
+
+    @_fuzz(examples)
+    @given(OPCODES)
+    def invented(opcodes: list[bytes]) -> None:
+        _check_metadata(tmp_path, b"\x80\x04" + b"".join(opcodes) + b".")
+
+    mutated()
+    invented()
+
+
+# ---- edited JSON -----------------------------------------------------------------------------------------------------
+
+RECORDS: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
+    "no progress": ("progress is missing", lambda r: r.pop("progress")),
+    "no models": ("models is missing", lambda r: r.pop("models")),
+    "an empty list of models": ("models: ", lambda r: r.update(models=[])),
+    "a model that is a path": ("models.0: ", lambda r: r.update(models=["../x"])),
+    "a number as models": ("models: ", lambda r: r.update(models=3)),
+    "a negative step": ("progress.step: ", lambda r: r["progress"].update(step=-1)),
+    "a step that is text": ("progress.step: ", lambda r: r["progress"].update(step="2")),
+    "another step": ("progress.step 1, expected 2", lambda r: r["progress"].update(step=1)),
+    "NaN": ("progress.recent_losses.delayed.0: ", lambda r: r["progress"].update(recent_losses={"delayed": [1e999]})),
+    "negative skips": ("progress.skipped_steps.", lambda r: r["progress"].update(skipped_steps={"delayed": -1})),
+    "an unknown key of progress": ("progress.extra: ", lambda r: r["progress"].update(extra=1)),
+    "no ranks": ("world_size: ", lambda r: r.update(world_size=0)),
+    "another format": ("format: ", lambda r: r.update(format=2)),
+    "no config": ("config is missing", lambda r: r.pop("config")),
+    "a list as config": ("config: ", lambda r: r.update(config=[])),
+    "no data": ("data or config.training is missing", lambda r: r.pop("data")),
+}
+
+
+@pytest.mark.parametrize("edit", RECORDS)
+def test_an_edited_record_is_one_line_that_names_the_field(edit, run, capsys):
+    field, change = RECORDS[edit]
+    path = newest(run) / "checkpoint.json"
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps(record))
+    write_manifest(newest(run), {})
+    line = resume(run, capsys)
+    assert field in line
+    assert str(newest(run)) in line
+
+
+def test_fuzzed_json_is_refused_or_read(tmp_path):
+    values = st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+        max_leaves=8,
+    )
+    keys = ("format", "models", "world_size", "progress", "config", "data", "files", "bytes", "step")
+    objects = st.dictionaries(st.sampled_from(keys), values)
+    texts = (values | objects).map(json.dumps).map(str.encode)
+
+    @settings(max_examples=200, deadline=None, derandomize=True)
+    @given(texts | st.binary(max_size=40) | st.integers(1, 10**5).map(lambda depth: b'{"format":' * depth))
+    def fuzzed(content: bytes) -> None:
+        for name, read in (("checkpoint.json", read_record), (MANIFEST, check_manifest)):
+            (tmp_path / name).write_bytes(content)
+            error = _error_of(lambda read=read: read(tmp_path), ValueError)
+            assert name in error
+            assert "\n" not in error
+
+    fuzzed()
+
+
+# ---- deleting comes last ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config(tiny_config: TrainConfig) -> TrainConfig:
+    checkpoint = Checkpoint(interval=1, keep_latest_k=0, async_mode="disabled")
+    training = replace(tiny_config.training, steps=4)
+    return replace(tiny_config, float8=Float8(enable_float8_linear=False), training=training, checkpoint=checkpoint)
+
+
+RENAMES = 12
+"""More than a save with retention and with steps to leave behind makes."""
+
+
+def test_a_save_that_dies_at_any_change_of_a_name_leaves_no_fewer_checkpoints(config, monkeypatch):
+    """Steps 3 and 4 are left for a new history from step 2 on; what counts is complete, and of one history."""
+    run = prepare(config)
+    train(run)
+    folder = run.checkpoints.folder
+    original = folder.path.with_name("original")
+    shutil.copytree(folder.path, original)
+    rename, died = Path.rename, 0
+    for fatal in range(RENAMES):
+        shutil.rmtree(folder.path)
+        shutil.copytree(original, folder.path)
+        left = iter(range(fatal))
+
+        def rename_or_die(path: Path, to: Path, left=left) -> Path:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return rename(path, to)
+
+        again = CheckpointFolder(folder.path)
+        record = {**json.loads((folder.complete(3) / "checkpoint.json").read_text()), "saved_at": "again"}
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", rename_or_die)
+            try:
+                again.begin(3)
+                shutil.copytree(original / "step-00000003" / "bfloat16", again.partial(3) / "bfloat16")
+                again.publish(3, record, discard_after=2)
+                again.prune(2)
+            except KeyboardInterrupt:
+                died += 1
+        assert again.steps() in ([1, 2, 3, 4], [1, 2, 3], [2, 3]), fatal
+        for step in again.steps():
+            check_manifest(again.complete(step))
+        is_new = read_record(again.complete(3))["saved_at"] == "again"
+        assert is_new == (4 not in again.steps())
+        again.remove_partials()
+        assert {path.name for path in again.path.iterdir()} == {f"step-{step:08d}" for step in again.steps()}
+        assert not list(again.path.glob(f"*/{ABANDONS}"))
+    assert 3 <= died < RENAMES
+
+
+def test_a_checkpoint_that_cannot_be_read_back_removes_none(config, monkeypatch):
+    train(prepare(config))
+    checkpoint = replace(config.checkpoint, keep_latest_k=1, resume="must")
+    again = prepare(replace(config, training=replace(config.training, steps=6), checkpoint=checkpoint))
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.pickle.dump", lambda _, file: file.write(b"\x80"))
+    with pytest.raises(CheckpointError, match="step 5 could not be written .*metadata is damaged.* step 4 is intact"):
+        train(again)
+    assert again.checkpoints.folder.steps() == [1, 2, 3, 4]
