@@ -10,14 +10,14 @@ from tests.distributed.ranks import RanksError, run
 from tests.foreign.llama import batches, llama, not_the_head, optimizer_of
 
 
-def accelerator_on(strategy, mixed_precision):
+def accelerator_on(strategy, mixed_precision, **options):
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from accelerate.utils import DistributedType
 
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
-    accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision)
+    accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision, **options)
     if strategy == "FSDP2":  # which Accelerate ignores on CPUs, unless it is told so afterwards
         accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
