@@ -146,8 +146,8 @@ def _replacements() -> dict[int, tuple[Any, Any]]:
 
 
 def _refuse_what_cannot_be_served(importers: list[ModuleType], replaced: dict[int, tuple[Any, Any]]) -> None:
-    for old, _ in replaced.values():
-        for derived in type.__subclasses__(old) if isinstance(old, type) else ():
+    for old in [old for old, _ in replaced.values() if isinstance(old, type)]:
+        for derived in old.__subclasses__():
             if not derived.__module__.startswith("torchao."):
                 raise RuntimeError(
                     f"{derived.__module__}.{derived.__name__} derives from torchao's {old.__name__}: call install() "
