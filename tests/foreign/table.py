@@ -29,7 +29,6 @@ LIBRARIES = (
     "Accelerate, mixed_precision=fp8",
     "Lightning's Trainer",
     "Fabric",
-    "torchtitan 0.3",
 )
 
 
