@@ -228,6 +228,11 @@ class Float8AllGatherWeight(WrappedTensor):
             "param.copy_(...) under torch.no_grad(), or turn enable_fsdp_float8_all_gather off"
         )
 
+    @property
+    def _tensor(self) -> Tensor:
+        """torchao's name of `wrapped`: Accelerate asks its address under `mixed_precision="fp8"`."""
+        return self.wrapped
+
     # torch answers or refuses the next five for a subclass by its own storage, which is empty.
 
     def data_ptr(self) -> int:

@@ -23,9 +23,9 @@ def assert_float8_training(model: nn.Module, optimizer: Optimizer | None = None,
         allow_frozen: whether float8 linears may have weights without gradients, as under LoRA. One float8 linear must
             still take part in training: its weight, or one that its gradients reach, has to require gradients.
     Raises:
-        RuntimeError: with one line for each problem: no linear is in float8; a float8 linear whose forward was
-            replaced, or that its conversion did not finish; its weight requires no gradient, or is not in the
-            optimizer; the optimizer holds a parameter twice, or one that the model does not have.
+        RuntimeError: with one line for each problem: torchao has converted linears; no linear is in float8; a float8
+            linear whose forward was replaced, or that its conversion did not finish; its weight requires no gradient,
+            or is not in the optimizer; the optimizer holds a parameter twice, or one that the model does not have.
     """
     problems = [*_problems_of_the_model(model, allow_frozen)]
     if optimizer is not None:
@@ -34,7 +34,19 @@ def assert_float8_training(model: nn.Module, optimizer: Optimizer | None = None,
         raise RuntimeError("this is not float8 training as it was asked for:\n" + "\n".join(f"  {p}" for p in problems))
 
 
+def is_torchao_linear(module: nn.Module) -> bool:
+    """Whether `module` is a linear that torchao converted."""
+    return any(cls.__module__ == "torchao.float8.float8_linear" for cls in type(module).__mro__)
+
+
 def _problems_of_the_model(model: nn.Module, allow_frozen: bool) -> Iterator[str]:
+    replaced = [name for name, module in model.named_modules() if is_torchao_linear(module)]
+    if replaced:
+        yield (
+            f"torchao has converted {_some(replaced)}, as Accelerate's mixed_precision=fp8 does: set it to bf16, or "
+            "call quaver.integrations.torchao.install() first and leave the conversion to Accelerate"
+        )
+        return
     report = conversion_report(model)
     if not report.converted:
         yield f"no linear is in float8 ({report.why_nothing()})"

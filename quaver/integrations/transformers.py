@@ -23,7 +23,8 @@ from quaver.convert import FilterDecision, ModuleFilter, conversion_report, conv
 from quaver.delayed import float8_scaling_state, sync_float8_amax_and_scale_history
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.gemm import ALIGNMENT
-from quaver.integrations.check import assert_float8_training
+from quaver.integrations import torchao as shim
+from quaver.integrations.check import assert_float8_training, is_torchao_linear
 from quaver.weight_scope import cast_weights_once
 
 logger = logging.getLogger(__name__)
@@ -37,32 +38,53 @@ def prepare_model_for_float8(
     config: Float8LinearConfig | Float8LinearRecipeName | str | None = None,
     *,
     module_filter_fn: ModuleFilter | None = None,
+    include_subclasses: bool = False,
 ) -> nn.Module:
     """`convert_to_float8_training` with a filter for models of transformers and PEFT; returns `model`.
 
-    In high precision stay the output head, adapters of PEFT, and linears with a dimension that is not a multiple
-    of 16, such as routers of few experts. `conversion_report(model)` names each with its reason.
+    In high precision stay the output head, adapters of PEFT, routers of mixtures of experts, and linears with a
+    dimension that is not a multiple of 16. `conversion_report(model)` names each with its reason.
 
     Args:
         model: a `PreTrainedModel` or a `PeftModel`.
         config: as `convert_to_float8_training` takes it.
         module_filter_fn: asked for the linears that the filter above admits.
+        include_subclasses: as `convert_to_float8_training` takes it; Falcon needs it.
+    Raises:
+        RuntimeError: torchao has converted the model, or Accelerate is set to let torchao do so.
     """
+    if any(is_torchao_linear(module) for module in model.modules()):
+        raise RuntimeError("torchao has converted this model: load it again, and leave the conversion to quaver")
+    if shim.accelerate_precision() == "fp8" and not shim.is_installed():
+        raise RuntimeError(
+            "Accelerate's mixed_precision=fp8 would replace quaver's linears by torchao's: set it to bf16, or call "
+            "quaver.integrations.torchao.install() first and leave the conversion to Accelerate"
+        )
     head = getattr(model, "get_output_embeddings", lambda: None)()
 
     def admits(module: nn.Module, name: str) -> bool | FilterDecision:
-        leaf = name.rpartition(".")[2]
         if module is head:
             return FilterDecision(False, "output head")
         if any(part.startswith("lora_") for part in name.split(".")):
             return FilterDecision(False, "adapter")
-        if leaf in ("router", "gate") and getattr(module, "out_features", ALIGNMENT) % ALIGNMENT:
-            return FilterDecision(False, "router")
+        if _is_router(model, name):
+            return FilterDecision(False, "router: its rounding errors would send tokens to other experts")
         if isinstance(module, nn.Linear) and (module.in_features % ALIGNMENT or module.out_features % ALIGNMENT):
             return FilterDecision(False, f"shape: a dimension is no multiple of {ALIGNMENT}")
         return True if module_filter_fn is None else module_filter_fn(module, name)
 
-    return convert_to_float8_training(model, config=config, module_filter_fn=admits)
+    return convert_to_float8_training(
+        model, config=config, module_filter_fn=admits, include_subclasses=include_subclasses
+    )
+
+
+def _is_router(model: nn.Module, name: str) -> bool:
+    """Whether a linear is called router, or is the gate next to experts; a gated MLP may have a gate, too."""
+    parts = name.split(".")
+    return "router" in parts or any(
+        part == "gate" and hasattr(model.get_submodule(".".join(parts[:index])), "experts")
+        for index, part in enumerate(parts)
+    )
 
 
 class Float8Callback(TrainerCallback):

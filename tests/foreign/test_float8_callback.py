@@ -15,6 +15,7 @@ from quaver import (
 )
 from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
 from tests.foreign.llama import BATCHES, Tokens, batches, llama, optimizer_of
+from tests.foreign.table import proves
 from tests.foreign.test_transformers_trainer import InOrder, losses_of
 
 
@@ -71,6 +72,7 @@ def test_the_log_says_how_much_is_in_float8_and_how_scales_fit(tmp_path):
     assert entry["float8_scale_fit"] > 0
 
 
+@proves("transformers' Trainer", "accumulate")
 def test_accumulation_quantizes_each_weight_once_and_changes_no_loss(tmp_path, monkeypatch):
     options = {"gradient_accumulation_steps": 2, "max_steps": 2}
     once = trainer(tmp_path / "once", prepare_model_for_float8(llama(), "rowwise"), **options)
@@ -108,6 +110,7 @@ def test_adapters_and_the_head_stay_in_high_precision(first):
         assert_float8_training(model)
 
 
+@proves("PEFT", "train")
 def test_lora_trains_with_the_callback(tmp_path):
     model = peft.get_peft_model(
         prepare_model_for_float8(llama(), "tensorwise"), peft.LoraConfig(r=4, target_modules=["q_proj"])

@@ -7,6 +7,7 @@ import torch
 
 from quaver import Float8Linear, conversion_report, convert_to_float8_training, float8_scaling_state
 from tests.foreign.llama import BATCHES, batches, llama, not_the_head, optimizer_of, train_by_hand
+from tests.foreign.table import proves, refuses
 
 lightning = pytest.importorskip("pytorch_lightning")
 
@@ -52,6 +53,7 @@ def trainer(folder, steps, **options):
     )
 
 
+@proves("Lightning's Trainer", "train", "evaluate")
 @pytest.mark.parametrize("in_hook", [False, True])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_the_losses_of_a_loop_written_by_hand(tmp_path, recipe, in_hook):
@@ -77,6 +79,7 @@ def test_precisions_and_checkpoints(tmp_path, precision):
     assert any(isinstance(each, Float8Linear) for each in resumed.modules())
 
 
+@proves("Lightning's Trainer", "save, resume")
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 def test_the_precision_plugin_converts_scales_and_saves(tmp_path, recipe):
     def plugin():
@@ -98,6 +101,7 @@ def test_the_precision_plugin_converts_scales_and_saves(tmp_path, recipe):
     assert resumed.losses == whole.losses[BATCHES:]
 
 
+@proves("Fabric", "train")
 @pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16])
 def test_fabric(autocast_dtype):
     plugin = Float8FabricPrecision("tensorwise", module_filter_fn=not_the_head, autocast_dtype=autocast_dtype)
@@ -119,6 +123,11 @@ def test_fabric(autocast_dtype):
         assert losses != train_by_hand(llama("tensorwise"))
 
 
+@refuses(
+    "Lightning's Trainer",
+    "FSDP2",
+    "`ModelParallelStrategy` shards before the plugin converts. Convert in `configure_model`, before `fully_shard`.",
+)
 def test_a_module_that_is_sharded_already_is_refused():
     module = torch.nn.Linear(16, 16)
     refused = pytest.raises(RuntimeError, match="convert_to_float8_training at the beginning of configure_model")

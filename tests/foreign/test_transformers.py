@@ -5,7 +5,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import transformers
 
 from quaver import (
     Float8Linear,
@@ -16,60 +15,18 @@ from quaver import (
     convert_to_high_precision,
     sync_float8_amax_and_scale_history,
 )
+from tests.foreign.zoo import loss_of, make
 from tests.thinned import thinned
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
 PRECISIONS = ("float32", "bfloat16", "autocast")
-TOKENS = torch.arange(64).reshape(2, 32) * 7 % 128
-TEXT = {"input_ids": TOKENS, "labels": TOKENS}
-SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-DECODER = {**SIZES, "vocab_size": 128, "intermediate_size": 96, "num_key_value_heads": 2, "attention_dropout": 0.0}
-MIXTURE = {**DECODER, "num_experts_per_tok": 2, "output_router_logits": True}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
-FALCON = {**SIZES, "vocab_size": 128, "bias": True, "attention_dropout": 0.0}
-GPT2 = {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-T5 = {"vocab_size": 128, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
-VIT = {**SIZES, **NO_DROPOUT, "intermediate_size": 96, "image_size": 32, "patch_size": 8, "num_labels": 4}
-SAM = {**SIZES, "image_size": 64, "patch_size": 16, "window_size": 2, "global_attn_indexes": [1], "mlp_dim": 128}
-PIXELS = torch.arange(6144.0).sin().reshape(2, 3, 32, 32)
-GENERATOR = torch.Generator().manual_seed(0)
-NOISE, TARGET = torch.randn(2, 3, 64, 64, generator=GENERATOR), torch.randn(2, 32, 4, 4, generator=GENERATOR)
-
-MODELS = {
-    "llama": ("LlamaConfig", "LlamaForCausalLM", DECODER, TEXT),
-    "falcon": ("FalconConfig", "FalconForCausalLM", FALCON, TEXT),
-    "gpt2": ("GPT2Config", "GPT2LMHeadModel", GPT2, TEXT),
-    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {**MIXTURE, "num_local_experts": 4}, TEXT),
-    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**MIXTURE, "num_experts": 4, "head_dim": 16}, TEXT),
-    "t5": ("T5Config", "T5ForConditionalGeneration", T5, TEXT),
-    "bert": ("BertConfig", "BertForMaskedLM", {**SIZES, **NO_DROPOUT, "vocab_size": 128}, TEXT),
-    "vit": ("ViTConfig", "ViTForImageClassification", VIT, {"pixel_values": PIXELS, "labels": torch.arange(2)}),
-    "sam": ("SamVisionConfig", "SamVisionModel", {**SAM, "output_channels": 32}, {"pixel_values": NOISE}),
-}
-
-
-def make(name):
-    config_class, model_class, sizes, inputs = MODELS[name]
-    config = getattr(transformers, config_class)(**sizes)
-    config.pad_token_id, config.decoder_start_token_id, config.use_cache = 0, 0, False
-    return getattr(transformers, model_class)(config).train(), inputs
+NAMES = ("llama", "falcon", "gpt2", "mixtral", "qwen3_moe", "t5", "bert", "vit", "sam")
 
 
 def convert(model, recipe):
     """The linears of Falcon are a subclass of nn.Linear."""
     config = Float8LinearConfig.from_recipe_name(recipe)
     convert_to_float8_training(model, config=config, include_subclasses=True)
-
-
-def loss_of(model, inputs, autocast=False):
-    dtype = next(model.parameters()).dtype
-    inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        outputs = model(**inputs)
-    if hasattr(outputs, "loss"):
-        return outputs.loss.float()
-    return (outputs.last_hidden_state.float() - TARGET).square().mean()
 
 
 def train(model, inputs, steps=4, *, lr=1e-3, autocast=False, scope=nullcontext):
@@ -96,7 +53,7 @@ SAM_CASES = [
     ("sam", "rowwise", "float32"),
     ("sam", "rowwise_with_gw_hp", "bfloat16"),
 ]
-LANGUAGE_AND_IMAGE_MODELS = [name for name in MODELS if name != "sam"]
+LANGUAGE_AND_IMAGE_MODELS = [name for name in NAMES if name != "sam"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from quaver import Float8Linear
 from tests.foreign.llama import BATCHES, Tokens, llama, train_by_hand
+from tests.foreign.table import proves
 
 
 class InOrder(Trainer):
@@ -34,6 +35,7 @@ def losses_of(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@proves("transformers' Trainer", "train")
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp"])
 def test_the_losses_of_a_loop_written_by_hand(tmp_path, recipe):
     run = trainer(tmp_path, recipe)
@@ -42,6 +44,7 @@ def test_the_losses_of_a_loop_written_by_hand(tmp_path, recipe):
     assert losses_of(run) != pytest.approx(train_by_hand(llama(), clip=1.0), abs=5e-5)
 
 
+@proves("transformers' Trainer", "checkpointing")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_changes_nothing(tmp_path, use_reentrant):
     checkpointed = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
@@ -51,6 +54,7 @@ def test_gradient_checkpointing_changes_nothing(tmp_path, use_reentrant):
     assert losses_of(runs[0]) == losses_of(runs[1])
 
 
+@proves("transformers' Trainer", "save, resume")
 def test_a_resumed_run_goes_on_as_before(tmp_path):
     whole = trainer(tmp_path, "tensorwise")
     whole.train()
@@ -59,6 +63,17 @@ def test_a_resumed_run_goes_on_as_before(tmp_path):
     assert losses_of(resumed)[-2:] == losses_of(whole)[-2:]
 
 
+@proves("transformers' Trainer", "compile")
+@pytest.mark.nightly
+def test_the_trainers_compilation_changes_no_loss(tmp_path):
+    runs = [trainer(tmp_path / "eager", "rowwise")]
+    runs.append(trainer(tmp_path / "compiled", "rowwise", torch_compile=True, torch_compile_backend="aot_eager"))
+    for run in runs:
+        run.train()
+    assert losses_of(runs[1]) == pytest.approx(losses_of(runs[0]), rel=1e-3)
+
+
+@proves("transformers' Trainer", "evaluate")
 def test_evaluation_generation_and_export(tmp_path):
     run = trainer(tmp_path, "rowwise", bf16=True)
     run.train()

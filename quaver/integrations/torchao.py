@@ -1,0 +1,173 @@
+"""Programs that import torchao.float8, on quaver: replaces torchao's names by quaver's, in torchao and its importers.
+
+    python -m quaver.integrations.torchao train.py --its --arguments       # or -m package.module
+    quaver.integrations.torchao.install()                                  # in a program of your own
+
+It reaches what Accelerate (`mixed_precision="fp8"`), transformers' Trainer on it, axolotl, LLaMA-Factory, NeMo
+AutoModel and torchtitan import. torchao must be installed, because these programs ask for it. Its own quantization and
+prototypes keep what they imported before.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import sys
+from dataclasses import replace
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from quaver.config import Float8LinearConfig, Float8LinearRecipeName
+from quaver.convert import ModuleFilter
+from quaver.convert import convert_to_float8_training as _convert
+from quaver.integrations.check import is_torchao_linear
+
+USAGE = "usage: python -m quaver.integrations.torchao script.py [arguments], or -m module [arguments]"
+PATHS = tuple(
+    "torchao.float8" + path
+    for path in ("", ".config", ".float8_linear", ".float8_linear_utils", ".float8_tensor_parallel", ".fsdp_utils")
+)
+"""Where torchao defines what programs import to train; other modules of `torchao.float8` are its own tools."""
+
+
+def convert_to_float8_training(
+    module: nn.Module,
+    *,
+    module_filter_fn: ModuleFilter | None = None,
+    config: Float8LinearConfig | Float8LinearRecipeName | str | None = None,
+) -> nn.Module:
+    """quaver's, as Accelerate needs it.
+
+    Accelerate asks for a float8 all-gather by default, also without FSDP2, and makes the optimizer before the
+    conversion. Without FSDP2 the float8 all-gather is turned off here: it would compute the same, with new parameters
+    that the optimizer does not hold.
+
+    Raises:
+        RuntimeError: torchao has converted the model, or made the config, before `install()`.
+    """
+    for name, child in module.named_modules():
+        if is_torchao_linear(child):
+            raise RuntimeError(f"{name or 'the module'} was converted by torchao: call install() before the conversion")
+    if type(config).__module__.startswith("torchao."):
+        raise RuntimeError(f"this {type(config).__name__} is torchao's, from before install(): make it after")
+    state = _accelerate_state()
+    if isinstance(config, Float8LinearConfig) and state is not None and not state.is_fsdp2:
+        config = replace(config, enable_fsdp_float8_all_gather=False)
+    return _convert(module, config=config, module_filter_fn=module_filter_fn)
+
+
+def install() -> None:
+    """Replace the names of `torchao.float8` by quaver's, there and in all modules that have imported them.
+
+    Prints one line on the first rank. A second call does nothing.
+
+    Raises:
+        RuntimeError: torchao is missing, or a module has imported or derived from something of `torchao.float8` that
+            quaver cannot stand in for.
+    """
+    if is_installed():
+        return
+    replaced = _replacements()
+    importers = [
+        module
+        for name, module in [*sys.modules.items()]
+        if isinstance(module, ModuleType) and not name.startswith(("torchao.", "quaver."))
+    ]
+    _refuse_what_cannot_be_served(importers, replaced)
+    for path in PATHS:
+        module = importlib.import_module(path)
+        for name in _counterpart(path).__all__:
+            if id(vars(module).get(name)) in replaced:
+                setattr(module, name, replaced[id(vars(module)[name])][1])
+    for module in importers:
+        for name, value in [*vars(module).items()]:
+            if id(value) in replaced:
+                setattr(module, name, replaced[id(value)][1])
+    if os.environ.get("RANK", "0") == "0":
+        print(f"quaver stands in for torchao.float8: {len(replaced)} classes and functions replaced", file=sys.stderr)
+
+
+def is_installed() -> bool:
+    """Whether `install()` has replaced torchao's names in this process."""
+    package = sys.modules.get("torchao.float8")
+    return package is not None and vars(package).get("convert_to_float8_training") is convert_to_float8_training
+
+
+def accelerate_precision() -> str | None:
+    """The `mixed_precision` of this process's `Accelerator`, or the one that it will have by its environment."""
+    state = _accelerate_state()
+    return os.environ.get("ACCELERATE_MIXED_PRECISION") if state is None else state.mixed_precision
+
+
+def main(arguments: list[str]) -> None:
+    """Run a script, or a module after `-m`, with torchao's names replaced; its arguments follow it."""
+    by_module, rest = arguments[:1] == ["-m"], arguments[arguments[:1] == ["-m"] :]
+    if not rest or rest[0].startswith("-"):
+        sys.exit(USAGE)
+    if not by_module and not os.path.isfile(rest[0]):
+        sys.exit(f"error: no file {rest[0]}; {USAGE}")
+    sys.argv = rest
+    try:
+        install()
+    except RuntimeError as error:
+        sys.exit(f"error: {error}")
+    if by_module:
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(rest[0]))
+        runpy.run_path(rest[0], run_name="__main__")
+
+
+def _counterpart(path: str) -> ModuleType:
+    return importlib.import_module(path.replace("torchao", "quaver.compat", 1))
+
+
+def _is_definition(value: object) -> bool:
+    """Whether it is a class or a function; asked of its type, because the attributes of some objects warn."""
+    return issubclass(type(value), type | FunctionType)
+
+
+def _replacements() -> dict[int, tuple[Any, Any]]:
+    """torchao's classes and functions with quaver's, by the id of torchao's."""
+    found: dict[int, tuple[Any, Any]] = {}
+    for path in PATHS:
+        try:
+            module = importlib.import_module(path)
+        except ImportError as error:
+            raise RuntimeError(f"cannot import {path}: pip install torchao ({error})") from error
+        for name in _counterpart(path).__all__:
+            old, new = vars(module).get(name), getattr(_counterpart(path), name)
+            if _is_definition(old) and old.__module__ in PATHS:
+                found[id(old)] = (old, convert_to_float8_training if new is _convert else new)
+    return found
+
+
+def _refuse_what_cannot_be_served(importers: list[ModuleType], replaced: dict[int, tuple[Any, Any]]) -> None:
+    for old in [old for old, _ in replaced.values() if isinstance(old, type)]:
+        for derived in old.__subclasses__():
+            if not derived.__module__.startswith("torchao."):
+                raise RuntimeError(
+                    f"{derived.__module__}.{derived.__name__} derives from torchao's {old.__name__}: call install() "
+                    f"before {derived.__module__} is imported"
+                )
+    for module in importers:
+        for name, value in [*vars(module).items()]:
+            if _is_definition(value) and value.__module__ in PATHS and id(value) not in replaced:
+                raise RuntimeError(
+                    f"{module.__name__} has imported {value.__module__}.{name}, which quaver has no counterpart of; "
+                    "run this program on torchao"
+                )
+
+
+def _accelerate_state() -> Any:
+    """Accelerate's state, None in a process without an `Accelerator`."""
+    module = sys.modules.get("accelerate.state")
+    return module.AcceleratorState() if module is not None and module.is_initialized() else None
+
+
+if __name__ == "__main__":
+    # The module that this process shares with others, not a second one under the name __main__.
+    importlib.import_module("quaver.integrations.torchao").main(sys.argv[1:])

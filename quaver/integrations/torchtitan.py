@@ -1,0 +1,102 @@
+"""torchtitan 0.3: float8 linears by a converter of the model's config, or by an override on the command line.
+
+    model_registry("8B", converters=[Float8LinearConverter.Config(recipe="rowwise")])
+    --override.imports 'quaver.integrations.torchtitan.float8_linear={"recipe": "rowwise"}'
+
+A converted config keeps the fields of `Linear.Config`, `param_init` and `sharding_config` among them, and builds
+torchtitan's own linear, converted: `init_states` and `parallelize` treat it as before. torchtitan 0.2 needs no
+converter: run it under `python -m quaver.integrations.torchao`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan.config.override import derive, override
+from torchtitan.models.common.linear import Linear
+from torchtitan.protocols.model import ModelConfigConverter
+from torchtitan.tools.logging import logger
+
+from quaver.config import resolve_config
+from quaver.convert import convert_to_float8_training
+from quaver.gemm import ALIGNMENT
+
+
+@dataclass(kw_only=True, slots=True)
+class Float8LinearConfig(Linear.Config):
+    """A `Linear.Config` that builds a float8 linear."""
+
+    recipe: str = "rowwise"
+    """The name of a recipe that scales dynamically: torchtitan has no event after the optimizer's step."""
+
+    def build(self, **kwargs: Any) -> Any:
+        return convert_to_float8_training(Linear.Config.build(self, **kwargs), config=self.recipe)
+
+
+class Float8LinearConverter(ModelConfigConverter):
+    """Converts the linears of a model's config."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ModelConfigConverter.Config):
+        recipe: str = "rowwise"
+        filter_fqns: list[str] = field(default_factory=lambda: ["lm_head", "router"])
+        """Linears whose name contains one of these stay in high precision."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def convert(self, model_config: Any) -> Any:
+        """Replace each `Linear.Config` that can run in float8; return the model's config.
+
+        Raises ValueError if none can, with the reasons.
+        """
+        linears = [*model_config.traverse(Linear.Config)]
+        skipped = []
+        for name, linear, parent, attribute in linears:
+            reason = _obstacle(linear) or next(
+                (f"filter {part}" for part in self.config.filter_fqns if part in name), ""
+            )
+            if reason:
+                skipped.append(f"{name} ({reason})")
+            elif parent is None:
+                model_config = _float8(linear, self.config.recipe)
+            elif isinstance(parent, list):
+                parent[attribute] = _float8(linear, self.config.recipe)
+            else:
+                setattr(parent, attribute, _float8(linear, self.config.recipe))
+        if len(skipped) == len(linears):
+            raise ValueError(f"0 of {len(linears)} linears can run in float8: {', '.join(skipped)}")
+        logger.info(
+            f"float8 ({self.config.recipe}): {len(linears) - len(skipped)} of {len(linears)} linears; "
+            f"in high precision: {', '.join(skipped) or 'none'}"
+        )
+        return model_config
+
+
+@override(
+    target=Linear.Config,
+    fqns=["*layers.*.attention.*", "*layers.*.feed_forward.*", "*layers.*.shared_experts.*"],
+    description="float8 linears by quaver",
+    exact=True,
+)
+def float8_linear(linear: Any, *, recipe: str = "rowwise") -> Any:
+    """The linears of attention, of the feed-forward and of shared experts in float8."""
+    return linear if _obstacle(linear) else _float8(linear, recipe)
+
+
+def _obstacle(linear: Any) -> str:
+    """Why a `Linear.Config` stays in high precision; "" where it need not."""
+    if type(linear) is not Linear.Config:
+        return f"{type(linear).__qualname__} has a forward of its own"
+    if linear.in_features % ALIGNMENT or linear.out_features % ALIGNMENT:
+        return f"shape: a dimension is no multiple of {ALIGNMENT}"
+    return ""
+
+
+def _float8(linear: Any, recipe: str) -> Float8LinearConfig:
+    if resolve_config(recipe).has_persistent_scales:
+        raise ValueError(
+            f"recipe: expected one that scales dynamically, got {recipe}; torchtitan has no event to sync in"
+        )
+    return derive(linear, Float8LinearConfig, recipe=recipe)

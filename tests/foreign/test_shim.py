@@ -1,0 +1,207 @@
+"""quaver.integrations.torchao: programs that import torchao.float8, Accelerate among them, on quaver's linears."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from quaver import Float8Linear, Float8LinearConfig, assert_float8_training, convert_to_float8_training
+from quaver.integrations.torchao import main
+from tests.distributed.ranks import run
+from tests.foreign.llama import batches, llama, optimizer_of
+from tests.foreign.table import proves
+from tests.foreign.test_accelerate import accelerator_on
+from tests.isolated import isolated
+
+pytest.importorskip("torchao")
+
+
+def float8_names(model):
+    return {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
+
+
+# ---- installation ----------------------------------------------------------------------------------------------------
+
+
+def check_names():
+    import torchao.float8 as package
+    from torchao.float8 import config, float8_linear, float8_linear_utils, float8_tensor_parallel, fsdp_utils
+
+    import quaver
+    from quaver.distributed.fsdp import Float8AllGatherWeight
+    from quaver.integrations import torchao as shim
+
+    importer = sys.modules["a_users_module"] = type(sys)("a_users_module")
+    importer.convert = package.convert_to_float8_training
+    importer.Linear = float8_linear.Float8Linear
+    e4m3, inference = config.e4m3_dtype, package.Float8MMConfig
+    shim.install()
+    shim.install()
+    assert package.Float8LinearConfig is config.Float8LinearConfig is quaver.Float8LinearConfig
+    assert float8_linear.Float8Linear is importer.Linear is Float8Linear
+    assert importer.convert is float8_linear_utils.convert_to_float8_training is shim.convert_to_float8_training
+    assert fsdp_utils.WeightWithDynamicFloat8CastTensor is Float8AllGatherWeight
+    assert float8_tensor_parallel.Float8ColwiseParallel is quaver.Float8ColwiseParallel
+    assert package._auto_filter_for_recipe("rowwise", filter_fqns=[]) is not None
+    assert config.e4m3_dtype is e4m3
+    assert package.Float8MMConfig is inference
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    assert package.convert_to_float8_training(model, config=package.Float8LinearConfig()) is model
+    assert float8_names(model) == {"0", "1"}
+
+
+def check_refusals(kind):
+    import torchao.float8 as package
+    from torchao.float8 import config, float8_linear
+
+    from quaver.integrations import torchao as shim
+
+    linear, made_before = nn.Sequential(nn.Linear(16, 16)), package.Float8LinearConfig()
+    if kind == "derived":
+
+        class Derived(float8_linear.Float8Linear):
+            pass
+
+        expected = "Derived derives from torchao's Float8Linear: call install"
+    elif kind == "no counterpart":
+        importer = sys.modules["a_users_module"] = type(sys)("a_users_module")
+        importer.T = config.Float8TypeConfig
+        expected = "a_users_module has imported torchao.float8.config.T, which quaver has no counterpart of"
+    elif kind == "converted before":
+        package.convert_to_float8_training(linear)
+        shim.install()
+        expected = "0 was converted by torchao: call install"
+    elif kind == "config made before":
+        shim.install()
+        expected = "this Float8LinearConfig is torchao's, from before install"
+    else:
+        sys.modules["torchao.float8"] = None
+        expected = "cannot import torchao.float8"
+    with pytest.raises(RuntimeError, match=expected):
+        shim.install()
+        package.convert_to_float8_training(linear, config=made_before if kind == "config made before" else None)
+
+
+def test_names_are_replaced_where_they_are_and_where_they_were_imported():
+    isolated(check_names)
+
+
+@pytest.mark.parametrize("kind", ["derived", "no counterpart", "converted before", "config made before", "no torchao"])
+def test_what_it_cannot_serve_is_refused_in_one_line(kind):
+    isolated(check_refusals, kind)
+
+
+PROGRAM = """
+import sys
+import torch
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+model = convert_to_float8_training(torch.nn.Sequential(torch.nn.Linear(16, 16)), config=Float8LinearConfig())
+print(__name__, type(model[0]).__module__, sys.argv[1:], sys.path[0])
+"""
+
+
+def test_a_script_runs_unchanged(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "quaver.integrations.torchao", str(tmp_path / "program.py"), "--lr", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == f"__main__ quaver.linear ['--lr', '1'] {tmp_path}"
+    assert done.stderr.count("quaver stands in for torchao.float8") == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-m"], ["missing.py"]])
+def test_wrong_usage_ends_in_one_line(arguments):
+    with pytest.raises(SystemExit, match=r"^[^\n]*usage: python -m quaver.integrations.torchao[^\n]*$"):
+        main(arguments)
+
+
+# ---- Accelerate ------------------------------------------------------------------------------------------------------
+
+
+def train_with_accelerate(strategy, recipe):
+    """Losses of Accelerate's fp8 and of quaver's conversion by hand, and the names of the weights that moved.
+
+    `recipe` None: Accelerate's own config, which asks for a float8 all-gather also without FSDP2.
+    """
+    from accelerate.utils import AORecipeKwargs
+    from accelerate.utils.ao import find_first_last_linear_layers
+
+    from quaver.integrations import torchao as shim
+
+    shim.install()
+    config = None if recipe is None else Float8LinearConfig.from_recipe_name(recipe)
+    results = []
+    for by_accelerate in (True, False):
+        model = llama()
+        ends = find_first_last_linear_layers(model)
+        if by_accelerate:
+            options = {"mixed_precision": "fp8", "kwargs_handlers": [AORecipeKwargs(config=config)]}
+        else:
+            options = {"mixed_precision": "bf16"}
+            all_gather = recipe is None and strategy == "FSDP2"
+            by_hand = replace(config or Float8LinearConfig(), enable_fsdp_float8_all_gather=all_gather)
+            convert_to_float8_training(model, config=by_hand, module_filter_fn=lambda _, name: name not in ends)  # noqa: B023
+        accelerator = accelerator_on(strategy, **options)
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        model, optimizer = accelerator.prepare(model, optimizer_of(model))
+        plain = accelerator.unwrap_model(model)
+        assert_float8_training(plain, optimizer.optimizer)
+        losses = []
+        for batch in batches():
+            rank = accelerator.process_index
+            loss = model(**{name: part[rank : rank + 1] for name, part in batch.items()}).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        after = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in plain.named_parameters()}
+        moved = {name for name in before if not torch.equal(before[name], after[name].detach())}
+        results.append((losses, moved, sorted(float8_names(plain) - {"lm_head"}), set(before)))
+    return results
+
+
+@proves("Accelerate, mixed_precision=fp8", "train", "DDP", "FSDP2, float8 gather")
+@pytest.mark.parametrize(("strategy", "recipe"), [("DDP", None), ("DDP", "rowwise"), ("FSDP2", None)])
+def test_accelerates_fp8_trains_as_a_conversion_by_hand(strategy, recipe):
+    """On ranks of their own, because the names stay replaced."""
+    for by_accelerate, by_hand in run(2, train_with_accelerate, strategy, recipe, collective_timeout=60):
+        assert by_accelerate == by_hand
+        losses, moved, float8, names = by_accelerate
+        assert losses[-1] < losses[0]
+        assert moved == names
+        assert len(float8) == 13
+
+
+def check_without_the_shim():
+    from accelerate import Accelerator
+
+    from quaver.integrations.transformers import prepare_model_for_float8
+
+    model = convert_to_float8_training(llama(), config="rowwise")
+    accelerator = Accelerator(cpu=True, mixed_precision="fp8")
+    with pytest.raises(RuntimeError, match=r"set it to bf16, or call quaver.integrations.torchao.install\(\)"):
+        prepare_model_for_float8(llama(), "rowwise")
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    with pytest.raises(RuntimeError, match=r"torchao has converted .*call quaver.integrations.torchao.install\(\)"):
+        assert_float8_training(model, optimizer.optimizer)
+    with pytest.raises(RuntimeError, match="torchao has converted this model"):
+        prepare_model_for_float8(model, "rowwise")
+
+
+def test_accelerates_fp8_without_the_shim_is_refused():
+    isolated(check_without_the_shim)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("script", ["test_script", "test_sync"])
+def test_accelerates_own_scripts(script):
+    """On two processes, as its own test suite runs them."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command = [*launch, "quaver.integrations.torchao", "-m", f"accelerate.test_utils.scripts.{script}"]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=540)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.count("quaver stands in for torchao.float8") == 1

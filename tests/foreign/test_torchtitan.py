@@ -1,0 +1,140 @@
+"""quaver in torchtitan, which cannot stand next to this environment's datasets: installed without dependencies.
+
+torchtitan 0.3 imports on torch 2.13; its training needs a newer torch. What is tested is what it does with a linear:
+the config tree, `build`, `init_states` after meta-init, and DTensors by `sharding_config` are its own code.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PACKAGES = {
+    "0.3": ["torchtitan==0.3.0", "spmd_types==0.2.3", "torchdata==0.11.0", "torch_checkpointing==0.1.1"],
+    "0.2": ["torchtitan==0.2.2", "torchdata==0.11.0"],
+}
+EXTRA = ["tomli", "einops"]
+
+CONVERTER = """
+import torch
+from torchtitan.config.override import OverrideConfig, apply_overrides
+from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
+from torchtitan.models.llama3 import llama3_configs
+from quaver import Float8Linear, assert_float8_training, convert_to_high_precision
+from quaver.integrations.torchtitan import Float8LinearConverter
+
+def config():
+    made = llama3_configs["debugmodel"](attn_backend="flex")
+    made.layers = made.layers[:2]
+    return made
+
+def linears(model):
+    return {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+
+def float8(model):
+    return {name for name, module in linears(model).items() if isinstance(module, Float8Linear)}
+
+original = config()
+for _, linear, _, _ in original.traverse(Linear.Config):
+    linear.sharding_config = object()
+converted = Float8LinearConverter.Config(recipe="rowwise").build().convert(original)
+assert all(linear.sharding_config is not None for _, linear, _, _ in converted.traverse(Linear.Config))
+for _, linear, _, _ in converted.traverse(Linear.Config):
+    linear.sharding_config = None
+
+with torch.device("meta"):
+    model = converted.build()
+model.verify_module_protocol()
+model.to_empty(device="cpu")
+for parameter in model.parameters():
+    torch.nn.init.constant_(parameter, float("nan"))
+torch.manual_seed(0)
+model.init_states(buffer_device="cpu")
+assert all(parameter.isfinite().all() for parameter in model.parameters()), "init_states left a parameter out"
+assert float8(model) == set(linears(model)) - {"lm_head"}, float8(model)
+assert_float8_training(model, torch.optim.SGD(model.parameters(), 0.1))
+
+plain = config().build()
+torch.manual_seed(0)
+plain.init_states(buffer_device="cpu")
+assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+assert model.state_dict().keys() == plain.state_dict().keys()
+linear, plain_linear = (each.layers["0"].feed_forward.w1 for each in (model, plain))
+x = torch.randn(2, 16, 256, requires_grad=True)
+linear(x).sum().backward()
+assert linear.weight.grad.isfinite().all() and not torch.equal(linear(x), plain_linear(x))
+convert_to_high_precision(model)
+assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
+
+try:
+    Float8LinearConverter.Config(filter_fqns=["layers", "lm_head"]).build().convert(config())
+except ValueError as error:
+    assert str(error).startswith("0 of "), error
+else:
+    raise AssertionError("nothing was converted, and nothing said so")
+try:
+    Float8LinearConverter.Config(recipe="delayed").build().convert(config())
+except ValueError as error:
+    assert "expected one that scales dynamically, got delayed" in str(error), error
+else:
+    raise AssertionError("delayed scaling was accepted")
+
+overridden = config()
+entry = ("quaver.integrations.torchtitan.float8_linear", {"recipe": "tensorwise"})
+lines = apply_overrides(OverrideConfig(imports=[entry]), overridden)
+assert float8(overridden.build()) == float8(converted.build()), lines
+print("converter works")
+"""
+
+SHIM = """
+from types import SimpleNamespace as S
+from quaver.integrations import torchao as shim
+shim.install()
+import torch
+from torchtitan.components.quantization.float8 import Float8LinearConverter
+from quaver import Float8Linear
+section = S(recipe_name=None, filter_fqns=["head"], emulate=True, enable_fsdp_float8_all_gather=True,
+            precompute_float8_dynamic_scale_for_fsdp=True)
+job = S(quantize=S(linear=S(float8=section)), compile=S(enable=False, components=[]), model=S(converters=[]))
+converter = Float8LinearConverter(job, S(dp_shard_enabled=False))
+model = torch.nn.ModuleDict({"w1": torch.nn.Linear(32, 32), "head": torch.nn.Linear(32, 32)})
+converter.convert(model)
+converter.post_optimizer_hook(model)
+assert isinstance(model["w1"], Float8Linear) and not isinstance(model["head"], Float8Linear)
+print("shim works")
+"""
+
+
+def run_with(version, program, folder):
+    """Run a program with torchtitan of a version, installed into a folder of its own."""
+    target = str(folder / "site")
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--target",
+        target,
+        *PACKAGES[version],
+        *EXTRA,
+    ]
+    installed = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if installed.returncode:
+        pytest.skip(f"pip cannot install torchtitan: {installed.stderr.strip().splitlines()[-1:]}")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), target])}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.nightly
+def test_the_converter_and_the_override_of_0_3(tmp_path):
+    assert "converter works" in run_with("0.3", CONVERTER, tmp_path)
+
+
+@pytest.mark.nightly
+def test_the_converter_of_0_2_runs_on_quaver_with_the_shim(tmp_path):
+    assert "shim works" in run_with("0.2", SHIM, tmp_path)
