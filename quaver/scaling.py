@@ -47,9 +47,10 @@ _MANTISSA_CLEARED = -(1 << 23)  # keeps sign and exponent of a float32
 # A 0-dim tensor costs half of what a Python number costs, per call, as an operand of an eager operation.
 # Plain float32 tensors even if this is imported under a fake mode, a meta device or bfloat16 as the default dtype.
 with _disable_current_modes():
-    _FLOAT32 = {"dtype": torch.float32, "device": "cpu"}
-    _MAX = {dtype: torch.tensor(fmt.max, **_FLOAT32) for dtype, fmt in FORMATS.items()}
-    _LARGEST_QUANT_SCALE = {dtype: torch.tensor(fmt.max / EPS, **_FLOAT32) for dtype, fmt in FORMATS.items()}
+    _MAX = {dtype: torch.tensor(fmt.max, dtype=torch.float32, device="cpu") for dtype, fmt in FORMATS.items()}
+    _LARGEST_QUANT_SCALE = {
+        dtype: torch.tensor(fmt.max / EPS, dtype=torch.float32, device="cpu") for dtype, fmt in FORMATS.items()
+    }
 
 
 class PersistentScale(NamedTuple):

@@ -84,7 +84,7 @@ def _printable(row: Row) -> Row:
     more: Row = {"median": median, "spread": f"{low} .. {high}"}
     more["precision"] = row.get("precision") or " ".join(filter(None, (row.get("library"), row.get("recipe"))))
     more["M x K x N"] = " x ".join(str(row[size]) for size in "mkn" if size in row)
-    more["same_codes"] = {True: "same", False: "others"}.get(row.get("same_codes"))
+    more["same_codes"] = {"True": "same", "False": "others"}.get(str(row.get("same_codes")))
     more |= {name: size / 2**20 for name, size in row.items() if name.endswith("_bytes") and size is not None}
     return row | more
 

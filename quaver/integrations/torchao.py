@@ -147,6 +147,7 @@ def _replacements() -> dict[int, tuple[Any, Any]]:
 
 def _refuse_what_cannot_be_served(importers: list[ModuleType], replaced: dict[int, tuple[Any, Any]]) -> None:
     for old in [old for old, _ in replaced.values() if isinstance(old, type)]:
+        derived: type
         for derived in old.__subclasses__():
             if not derived.__module__.startswith("torchao."):
                 raise RuntimeError(

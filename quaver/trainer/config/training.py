@@ -9,6 +9,7 @@ from quaver.activation_checkpointing import MODES as CHECKPOINT_MODES
 from quaver.activation_checkpointing import named_operations, selected_every
 from quaver.trainer.config.settings import AtLeast1, FiniteNotNegative, NotNegative, OneOf, Settings, Share
 
+DEVICES = ("auto", "cpu", "cuda")
 Dtype = Annotated[str, OneOf(("float32", "bfloat16"))]
 _Beta = Annotated[float, Ge(0), Lt(1)]
 
@@ -39,7 +40,7 @@ class Training(Settings, section="training"):
     """Dtype of parameters, gradients and optimizer state: float32 or bfloat16."""
     mixed_precision_param: Dtype = "bfloat16"
     """Dtype that autocast computes in; no autocast if equal to dtype."""
-    device: Annotated[str, OneOf(("auto", "cpu", "cuda"))] = "auto"
+    device: Annotated[str, OneOf(DEVICES)] = "auto"
     """auto (CUDA if there is one), cpu or cuda."""
     nonfinite: Annotated[str, OneOf(("stop", "skip"))] = "stop"
     """At an inf or NaN loss or gradient norm: stop the run, or skip the update and say where it began."""
