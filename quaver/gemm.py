@@ -23,10 +23,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from quaver.formats import E5M2, FORMATS
-from quaver.kernels.cpu import runs_directly
+from quaver.kernels.cast import runs_as_operation
 from quaver.kernels.exact_mm import exact_float8_mm
 from quaver.phases import phase
-from quaver.scaling import runs_eagerly_on_cpu
 
 ALIGNMENT = 16
 """What the contracted and output dims of a native float8 matmul are multiples of."""
@@ -121,7 +120,7 @@ def _calls_directly(a: Tensor) -> bool:
 
     Under a dispatch mode, such as that of a selective checkpoint, it is one operation, as `mm` is.
     """
-    return runs_eagerly_on_cpu(a) and runs_directly()
+    return a.is_cpu and not runs_as_operation(a)
 
 
 def _check_operands(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor) -> None:

@@ -1,7 +1,7 @@
 /* quaver._cpu: float8 casts on a CPU, and a float8 matmul for CPUs with bfloat16 dot products.
  *
- * quaver/scaling.py says what a cast computes, and is matched bit for bit; quaver/kernels/cpu.py and cpu_mm.py are the
- * only callers. Every matrix is [rows, columns], contiguous. `dim` is the one that an amax reduces: NONE (-1) for one
+ * quaver/scaling.py says what a cast computes, and is matched bit for bit; quaver/kernels/cpu.py is the only caller.
+ * Every matrix is [rows, columns], contiguous. `dim` is the one that an amax reduces: NONE (-1) for one
  * amax or scale, 1 for one per row [rows, 1], 0 for one per column [1, columns].
  *
  * Addresses arrive as integers. 0 where there are elements, sizes below 0 or beyond 2^60 and unknown kinds raise

@@ -49,8 +49,8 @@ def under_dispatch_mode() -> bool:
     return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def _runs_as_operation(hp: Tensor) -> bool:
-    """See the notes at the top."""
+def runs_as_operation(hp: Tensor) -> bool:
+    """Whether a cast of `hp` must be the registered operation; see the notes at the top."""
     if torch.compiler.is_dynamo_compiling():
         return hp.is_cpu
     return not cpu.runs_directly() or type(hp) not in PLAIN_TYPES
@@ -80,7 +80,7 @@ def cast_tensorwise(hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: 
     Returns:
         Row codes, column codes, quant_scale and dequant_scale, float32 ().
     """
-    if _runs_as_operation(hp):
+    if runs_as_operation(hp):
         *codes, quant, dequant = torch.ops.quaver.cast_tensorwise(hp, float8_dtype, rows, columns, power_of_2)
         return *_wanted(codes, rows, columns), quant, dequant
     return _cast_tensorwise(hp, float8_dtype, rows, columns, power_of_2)
@@ -94,7 +94,7 @@ def cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: boo
         Row codes with their quant_scale and dequant_scale, float32 [R, 1]; column codes with theirs, float32 [1, C].
         See `cast_tensorwise` for the arguments.
     """
-    if _runs_as_operation(hp):
+    if runs_as_operation(hp):
         made = torch.ops.quaver.cast_rowwise(hp, float8_dtype, rows, columns, power_of_2)
         return *(made[:3] if rows else _NOTHING), *(made[3:] if columns else _NOTHING)
     return _cast_rowwise(hp, float8_dtype, rows, columns, power_of_2)
@@ -112,7 +112,7 @@ def cast_with_scale(
     Returns:
         Row codes, column codes.
     """
-    if _runs_as_operation(hp):
+    if runs_as_operation(hp):
         codes = torch.ops.quaver.cast_with_scale(hp, float8_dtype, row_scale, column_scale)
         return _wanted(codes, row_scale is not None, column_scale is not None)
     return _cast_with_scale(hp, float8_dtype, row_scale, column_scale)
@@ -133,7 +133,7 @@ def cast_with_persistent_scale(
     quant_scale, amax_buffer = scale.quant_scale, scale.amax_buffer
     if hp.is_meta:  # the scales of a model on the meta device stay where they are
         return _fake_tensorwise(hp, float8_dtype, rows, columns, power_of_2)
-    if torch.compiler.is_dynamo_compiling() or _runs_as_operation(hp):
+    if torch.compiler.is_dynamo_compiling() or runs_as_operation(hp):
         *codes, quant, dequant, observed = torch.ops.quaver.cast_with_persistent_scale(
             hp, quant_scale, float8_dtype, rows, columns, power_of_2
         )

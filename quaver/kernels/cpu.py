@@ -1,11 +1,12 @@
-"""The casts of eager code on a CPU, one C call each; scaling.py is the oracle, to the bit. The matmul is in cpu_mm.py.
+"""The casts and the matmul of eager code on a CPU, one C call each; an install without a compiler leaves them out.
 
 Eager PyTorch spends about sixteen calls and ten passes over memory on a cast that needs two, so a C extension does it
-(quaver/csrc/cpu.c). An install without a compiler leaves it out; QUAVER_PURE_PYTORCH=1 in the environment disables it.
+(quaver/csrc/cpu.c); scaling.py is the oracle of the casts, to the bit. A float8 matmul for CPUs whose AVX-512
+multiplies bfloat16 comes with it (quaver/csrc/matmul.h). QUAVER_PURE_PYTORCH=1 in the environment disables both.
 
-Every matrix is [rows, columns] and contiguous. hp is float32, bfloat16 or float16; float8 is e4m3fn or e5m2. `dim` is
-the one that an amax reduces: None for one scale (), 1 for one per row [rows, 1], 0 for one per column [1, columns].
-Scales are float32 and contiguous. Results have no autograd history. Large matrices are split between
+Casts. Every matrix is [rows, columns] and contiguous. hp is float32, bfloat16 or float16; float8 is e4m3fn or e5m2.
+`dim` is the one that an amax reduces: None for one scale (), 1 for one per row [rows, 1], 0 for one per column
+[1, columns]. Scales are float32 and contiguous. Results have no autograd history. Large matrices are split between
 torch.get_num_threads() threads, in PyTorch's OpenMP pool on Linux.
 
 [Note: addresses] C gets addresses, so a function here returns None where it does not take its matrix: other dtypes and
@@ -41,6 +42,8 @@ def _load() -> tuple[Any, str | None]:
 extension, UNAVAILABLE_BECAUSE = _load()
 """Why this process casts in PyTorch only; None where it has the extension."""
 AVAILABLE = UNAVAILABLE_BECAUSE is None
+HAS_MM = AVAILABLE and bool(extension.has_mm())
+"""Whether `mm` runs here: on CPUs with bfloat16 dot products in AVX-512, and no AMX, with which a library is faster."""
 
 # The numbers of cpu.c.
 HP_KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -51,7 +54,9 @@ _WIDER = (torch.bfloat16, torch.float32)
 _CONVERSIONS = {(hp, float8) for hp in HP_KIND for float8 in FLOAT8_KIND} | {
     (float8, wide) for float8 in FLOAT8_KIND for wide in _WIDER
 }
-_THREADS_PAY_FROM = 1 << 17  # elements; about 20 us of work for one thread
+# About 20 us of work for one thread.
+_THREADS_PAY_FROM = 1 << 17  # elements of a cast
+_MM_THREADS_PAY_FROM = 1 << 21  # multiplications
 
 with _disable_current_modes():
     _SCALAR = torch.empty((), dtype=torch.float32, device="cpu")  # tensors made from it cost half of torch.empty
@@ -242,3 +247,52 @@ def widen(codes: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Ten
     scale_address = 0 if scale is None else scale.data_ptr()
     _call(extension.widen, dtype, codes, out.data_ptr(), codes.data_ptr(), scale_address, dim=dim)
     return out
+
+
+def mm(
+    a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor | None:
+    """The float8 product, scaled.
+
+        mm = RN(RN(RN(sum) * RN(a_dequant_scale * b_dequant_scale)) + bias)      a [M, K], b [K, N] -> [M, N]
+
+    The sum of an element runs over ascending k in float32, rounded at each step, in slabs of 2048 whose sums are added
+    in order. So it depends on its row of a and its column of b alone: not on layouts, not on other rows and columns,
+    not on threads; and its error grows with the number of slabs, not with K. Products of float8 numbers are exact. The
+    result is rounded once to the output dtype, ties to even. NaN and inf are what IEEE 754 makes of them.
+
+    Args:
+        a, b: float8 [M, K] and [K, N], any strides; what has neither rows nor columns contiguous is copied first.
+        a_dequant_scale, b_dequant_scale: float32; () or [M, 1], () or [1, N].
+        bias: [N] in a high-precision dtype; or None.
+        out_dtype: float32, bfloat16 or float16.
+    Returns:
+        [M, N]; None for what this does not multiply, and on other CPUs. See [Note: addresses].
+    Raises:
+        ValueError: scales or a bias of another shape or dtype.
+    """
+    if not (HAS_MM and runs_directly() and is_plain(a) and is_plain(b) and (bias is None or is_plain(bias))):
+        return None
+    if not (a_dequant_scale.untyped_storage().nbytes() and b_dequant_scale.untyped_storage().nbytes()):
+        return None  # freed; C refuses the other tensors that are not plain, whose address is 0
+    (m, k), n = a.shape, b.shape[1]
+    if a.dtype not in FLOAT8_KIND or b.dtype not in FLOAT8_KIND or out_dtype not in HP_KIND or b.shape[0] != k:
+        return None
+    for scale, shape in ((a_dequant_scale, (m, 1)), (b_dequant_scale, (1, n))):
+        if scale.dtype is not torch.float32 or (scale.dim() != 0 and scale.shape != shape):
+            raise ValueError(f"expected a float32 scale of () or {shape}, got {scale.dtype} of {list(scale.shape)}")
+    if bias is not None:
+        if bias.shape != (n,):
+            raise ValueError(f"expected a bias of [{n}], got {list(bias.shape)}")
+        bias = bias.to(torch.float32).contiguous()
+    a, b = (codes if 1 in codes.stride() else codes.clone(memory_format=torch.contiguous_format) for codes in (a, b))
+    a_dequant_scale, b_dequant_scale = a_dequant_scale.contiguous(), b_dequant_scale.contiguous()
+    out = a.new_empty(m, n, dtype=torch.bfloat16 if out_dtype is torch.bfloat16 else torch.float32)
+    extension.mm(
+        out.data_ptr(),
+        *(a.data_ptr(), FLOAT8_KIND[a.dtype], *a.stride(), a_dequant_scale.data_ptr(), a_dequant_scale.dim() > 0),
+        *(b.data_ptr(), FLOAT8_KIND[b.dtype], *b.stride()[::-1], b_dequant_scale.data_ptr(), b_dequant_scale.dim() > 0),
+        *(m, k, n, HP_KIND[out.dtype], 0 if bias is None else bias.data_ptr()),
+        1 if m * k * n < _MM_THREADS_PAY_FROM else torch.get_num_threads(),
+    )
+    return out if out.dtype is out_dtype else out.to(out_dtype)

@@ -5,7 +5,7 @@
 
 Every float8 value is a bfloat16 value, and the product of two bfloat16 numbers is exact in float32. So the operands are
 widened and multiplied on the machine's bfloat16 units, which lose nothing, and sums are kept in float32. On CPUs for
-which quaver has a matmul of its own (cpu_mm.py), that computes it all; what follows is for every other device.
+which quaver has a matmul of its own (`cpu.mm`), that computes it all; what follows is for every other device.
 
 It is one operation to a compiler, as the hardware's float8 matmul is. The compiler then saves the float8 operand for
 backward, as on a GPU; were the widening visible, it would save the widened one, which is twice the size.
@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.kernels import cpu_mm
+from quaver.kernels import cpu
 from quaver.kernels.widen import widen
 
 UNITS_PAY_FROM = 8192
@@ -61,7 +61,7 @@ def exact_float8_mm(
     scales_are_powers_of_2: bool,
 ) -> Tensor:
     """See the top of the file, and `quaver.gemm.float8_mm` for the arguments. Runs on plain tensors, never traced."""
-    own = cpu_mm.mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype)
+    own = cpu.mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype)
     if own is not None:
         return own
     # bfloat16 operands leave room for one scale of the whole result, or for scales that change no mantissa.

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from quaver.config import Float8LinearRecipeName
-from quaver.kernels import cpu_mm
+from quaver.kernels import cpu
 from quaver.trainer.config import Checkpoint
 from quaver.trainer.config_io import load_config
 from quaver.trainer.metrics import read_metrics
@@ -32,7 +32,7 @@ def machine_type() -> str:
     torch_version = torch.__version__.split("+")[0]
     has_tiles = torch.cpu._is_amx_tile_supported() if hasattr(torch.cpu, "_is_amx_tile_supported") else False
     instructions = torch.backends.cpu.get_cpu_capability() + (" AMX" if has_tiles else "")
-    if cpu_mm.HAS_MM:
+    if cpu.HAS_MM:
         instructions += " BF16"
     elif not torch.cpu._is_avx512_bf16_supported():
         instructions += " without BF16"  # a library that has no such instructions multiplies in another order

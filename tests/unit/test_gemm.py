@@ -8,7 +8,7 @@ import torch
 
 from quaver import gemm
 from quaver.gemm import GemmBackend, backend_for, float8_mm, native_operands
-from quaver.kernels import cpu_mm, exact_mm
+from quaver.kernels import cpu, exact_mm
 from quaver.kernels.exact_mm import exact_float8_mm
 from quaver.kernels.widen import widen
 from quaver.scaling import dynamic_cast
@@ -20,10 +20,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCALINGS = ("tensorwise", "rowwise", "mixed_a", "mixed_b")
 
 
-@pytest.fixture(autouse=True, params=["library", *(["own"] if cpu_mm.HAS_MM else [])])
+@pytest.fixture(autouse=True, params=["library", *(["own"] if cpu.HAS_MM else [])])
 def multiplier(request, monkeypatch):
     """Who multiplies in the exact backend on a CPU: a library or, where it runs, quaver's matmul."""
-    monkeypatch.setattr(cpu_mm, "HAS_MM", request.param == "own")
+    monkeypatch.setattr(cpu, "HAS_MM", request.param == "own")
 
 
 def operands(m, k, n, scaling="tensorwise", *, a_dtype=E4M3, b_dtype=E4M3, power_of_2=False):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quaver.kernels import cpu, cpu_mm
+from quaver.kernels import cpu
 from tests.thinned import thinned
 from tests.unit.kernels.test_cpu import assert_same_bits, needs_extension
 
@@ -31,14 +31,14 @@ SHAPES = [
 ]
 NAN, INF = float("nan"), float("inf")
 
-needs_mm = pytest.mark.skipif(not cpu_mm.HAS_MM, reason="quaver's matmul does not run on this CPU")
+needs_mm = pytest.mark.skipif(not cpu.HAS_MM, reason="quaver's matmul does not run on this CPU")
 
 
 @pytest.fixture(params=[1, 3])
 def threads(request, monkeypatch):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    monkeypatch.setattr(cpu_mm, "_THREADS_PAY_FROM", 1)
+    monkeypatch.setattr(cpu, "_MM_THREADS_PAY_FROM", 1)
     yield request.param
     torch.set_num_threads(before)
 
@@ -103,9 +103,9 @@ def test_every_element_is_the_sum_by_slabs_scaled_once_and_rounded_once(shape, f
         for a_scale, b_scale in itertools.product((one, row_scale), (other, column_scale)):
             for out_dtype in OUT_DTYPES:
                 scaled = sums * (a_scale * b_scale)
-                actual = cpu_mm.mm(layout_a(a), layout_b(b), a_scale, b_scale, None, out_dtype)
+                actual = cpu.mm(layout_a(a), layout_b(b), a_scale, b_scale, None, out_dtype)
                 assert_same_bits(actual, scaled.to(out_dtype))
-        actual = cpu_mm.mm(layout_a(a), layout_b(b), row_scale, column_scale, bias, torch.bfloat16)
+        actual = cpu.mm(layout_a(a), layout_b(b), row_scale, column_scale, bias, torch.bfloat16)
         assert_same_bits(actual, (sums * (row_scale * column_scale) + bias).bfloat16())
 
 
@@ -115,10 +115,10 @@ def test_every_element_is_the_sum_by_slabs_scaled_once_and_rounded_once(shape, f
 def test_any_strides(layout, shape):
     m, k, n = shape
     a, b, one = codes((m, k), E4M3), codes((k, n), E5M2, seed=1), torch.tensor(1.0)
-    expected = cpu_mm.mm(a, b, one, one, None, torch.float32)
+    expected = cpu.mm(a, b, one, one, None, torch.float32)
     assert_same_bits(expected, sums_by_slabs(a, b))
-    assert_same_bits(cpu_mm.mm(layout(a), b, one, one, None, torch.float32), expected)
-    assert_same_bits(cpu_mm.mm(a, layout(b), one, one, None, torch.float32), expected)
+    assert_same_bits(cpu.mm(layout(a), b, one, one, None, torch.float32), expected)
+    assert_same_bits(cpu.mm(a, layout(b), one, one, None, torch.float32), expected)
 
 
 @needs_mm
@@ -127,10 +127,10 @@ def test_scales_of_any_strides_and_biases_of_any_dtype():
     row_scale, column_scale, bias = torch.rand(20, 3)[:, 1:2], torch.rand(60, 1)[::2].t(), torch.randn(60)[::2]
     sums = sums_by_slabs(a, b)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        actual = cpu_mm.mm(a, b, row_scale, column_scale, bias.to(dtype), torch.float32)
+        actual = cpu.mm(a, b, row_scale, column_scale, bias.to(dtype), torch.float32)
         assert_same_bits(actual, sums * (row_scale * column_scale) + bias.to(dtype).float())
     everywhere = torch.tensor(0.5).expand(20, 1)
-    assert_same_bits(cpu_mm.mm(a, b, everywhere, column_scale, None, torch.float32), sums * (0.5 * column_scale))
+    assert_same_bits(cpu.mm(a, b, everywhere, column_scale, None, torch.float32), sums * (0.5 * column_scale))
 
 
 @needs_mm
@@ -138,12 +138,12 @@ def test_a_result_depends_on_its_own_row_and_column_only(threads):
     """So ranks and threads may split rows and columns as they like."""
     m, k, n = 300, 1100, 270
     a, b, one = codes((m, k), E4M3), codes((k, n), E5M2, seed=1), torch.tensor(1.0)
-    whole = cpu_mm.mm(a, b, one, one, None, torch.float32)
+    whole = cpu.mm(a, b, one, one, None, torch.float32)
     for start, stop in ((0, 1), (5, 22), (37, 300), (288, 300)):
-        assert_same_bits(cpu_mm.mm(a[start:stop], b, one, one, None, torch.float32), whole[start:stop])
+        assert_same_bits(cpu.mm(a[start:stop], b, one, one, None, torch.float32), whole[start:stop])
         part = slice(start, min(stop, n))
-        assert_same_bits(cpu_mm.mm(a, b[:, part], one, one, None, torch.float32), whole[:, part])
-    assert_same_bits(cpu_mm.mm(a[:5], b[:, :6], one, one, None, torch.float32), whole[:5, :6])
+        assert_same_bits(cpu.mm(a, b[:, part], one, one, None, torch.float32), whole[:, part])
+    assert_same_bits(cpu.mm(a[:5], b[:, :6], one, one, None, torch.float32), whole[:5, :6])
 
 
 @needs_mm
@@ -152,8 +152,8 @@ def test_empty_matrices(shape):
     m, k, n = shape
     a, b, one, bias = codes((m, k), E4M3), codes((k, n), E4M3), torch.tensor(1.0), torch.arange(1.0, n + 1)
     for out_dtype in OUT_DTYPES:
-        assert_same_bits(cpu_mm.mm(a, b, one, one, None, out_dtype), torch.zeros(m, n, dtype=out_dtype))
-        assert_same_bits(cpu_mm.mm(a, b, one, one, bias, out_dtype), bias.to(out_dtype).expand(m, n).contiguous())
+        assert_same_bits(cpu.mm(a, b, one, one, None, out_dtype), torch.zeros(m, n, dtype=out_dtype))
+        assert_same_bits(cpu.mm(a, b, one, one, bias, out_dtype), bias.to(out_dtype).expand(m, n).contiguous())
 
 
 # ---- accuracy ------------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def test_the_smallest_numbers_are_not_flushed():
     for (a_dtype, a_least), (b_dtype, b_least) in itertools.product(((E4M3, 2.0**-9), (E5M2, 2.0**-16)), repeat=2):
         a = torch.zeros(40, 40, dtype=torch.uint8)
         a[range(40), range(40)] = 1
-        out = cpu_mm.mm(
+        out = cpu.mm(
             a.view(a_dtype), torch.ones(40, 40, dtype=torch.uint8).view(b_dtype), one, one, None, torch.float32
         )
         assert out.equal(torch.full((40, 40), a_least * b_least))
@@ -181,10 +181,10 @@ def test_results_round_as_torch_rounds(out_dtype):
     sums = sums_by_slabs(a, b)
     for exponent in (*range(-149, -100, 4), -24, -14, -5, 0, 1, 100, 110, 120, 127):
         scale = torch.tensor(2.0**exponent)
-        actual = cpu_mm.mm(a, b, scale, torch.tensor(1.0), None, out_dtype)
+        actual = cpu.mm(a, b, scale, torch.tensor(1.0), None, out_dtype)
         assert_same_bits(actual, (sums * scale).to(out_dtype))
     ties = torch.tensor([[1.0, 2.0**-8], [1.0, 3 * 2.0**-8], [-1.0, -(2.0**-8)]]).to(E4M3)
-    out = cpu_mm.mm(ties, torch.ones(2, 40).to(E4M3), torch.tensor(1.0), torch.tensor(1.0), None, torch.bfloat16)
+    out = cpu.mm(ties, torch.ones(2, 40).to(E4M3), torch.tensor(1.0), torch.tensor(1.0), None, torch.bfloat16)
     assert out[:, 39].tolist() == [1.0, 1.015625, -1.0]
 
 
@@ -201,7 +201,7 @@ def test_what_is_not_a_number_stays_so(layout, out_dtype):
         a = ones.to(dtype)
         a.view(torch.uint8)[5, 49] = code
         for left, right in ((layout(a), ones.to(E4M3)), (ones.to(E4M3), layout(a))):
-            out = cpu_mm.mm(left, right, one, one, None, out_dtype)
+            out = cpu.mm(left, right, one, one, None, out_dtype)
             expected = sums_by_slabs(left, right)
             assert int(expected.isnan().sum()) == 50
             assert_same_bits(out, expected.to(out_dtype))
@@ -209,7 +209,7 @@ def test_what_is_not_a_number_stays_so(layout, out_dtype):
     infinite.view(torch.uint8)[5, 49], infinite.view(torch.uint8)[6, 3] = 0x7C, 0xFC
     b = ones.clone()
     b[49, 7] = 0
-    out = cpu_mm.mm(layout(infinite), b.to(E4M3), one, one, None, out_dtype)
+    out = cpu.mm(layout(infinite), b.to(E4M3), one, one, None, out_dtype)
     assert out[5, 7].isnan()
     assert out[5, :7].isposinf().all()
     assert out[6].isneginf().all()
@@ -222,7 +222,7 @@ def test_scales_that_are_not_numbers_reach_their_rows_and_columns(bad):
     a_scale, b_scale = torch.ones(40, 1), torch.ones(1, 50)
     a_scale[3], b_scale[0, 44] = bad, bad
     for out_dtype in OUT_DTYPES:
-        out = cpu_mm.mm(a, b, a_scale, b_scale, None, out_dtype)
+        out = cpu.mm(a, b, a_scale, b_scale, None, out_dtype)
         assert_same_bits(out, (sums_by_slabs(a, b) * (a_scale * b_scale)).to(out_dtype))
         assert not out[3].isfinite().any()
         assert not out[:, 44].isfinite().any()
@@ -253,15 +253,15 @@ def test_a_bias_of_another_shape_is_refused():
     a, b, one = codes((40, 30), E4M3), codes((30, 50), E4M3), torch.tensor(1.0)
     for bias in (torch.ones(1), torch.ones(40), torch.ones(1, 50)):
         with pytest.raises(ValueError, match=re.escape(f"expected a bias of [50], got {list(bias.shape)}")):
-            cpu_mm.mm(a, b, one, one, bias, torch.float32)
+            cpu.mm(a, b, one, one, bias, torch.float32)
 
 
 @needs_mm
 def test_what_it_takes():
     a, one = codes((40, 30), E4M3), torch.tensor(1.0)
-    assert cpu_mm.mm(a, codes((30, 5), E5M2), one, one, None, torch.float32) is not None
+    assert cpu.mm(a, codes((30, 5), E5M2), one, one, None, torch.float32) is not None
     for b in (codes((31, 5), E5M2), torch.zeros(30, 5).to(torch.float8_e4m3fnuz), codes((30, 5), E5M2).to("meta")):
-        assert cpu_mm.mm(a, b, one, one, None, torch.float32) is None
+        assert cpu.mm(a, b, one, one, None, torch.float32) is None
 
 
 @needs_extension
@@ -269,7 +269,7 @@ def test_what_it_takes():
 def test_it_runs_where_the_cpu_has_bfloat16_vectors_and_no_tiles():
     flags = set(re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[1].split())
     vectors = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx512_bf16"} <= flags
-    assert (vectors and "amx_bf16" not in flags) == cpu_mm.HAS_MM
+    assert (vectors and "amx_bf16" not in flags) == cpu.HAS_MM
 
 
 @needs_mm
@@ -279,5 +279,5 @@ def test_a_sum_of_a_million_numbers_is_as_exact_as_pytorchs():
     a, b = (torch.rand(shape, generator=generator).to(E4M3) for shape in ((4, 1 << 20), (1 << 20, 32)))
     one = torch.tensor(1.0)
     expected = a.double() @ b.double()
-    error = (cpu_mm.mm(a, b, one, one, None, torch.float32) - expected).abs().max() / expected.max()
+    error = (cpu.mm(a, b, one, one, None, torch.float32) - expected).abs().max() / expected.max()
     assert error <= max(2e-6, float((a.float() @ b.float() - expected).abs().max() / expected.max()))

@@ -17,7 +17,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from quaver.kernels import cpu, cpu_mm
+from quaver.kernels import cpu
 from quaver.kernels.exact_mm import exact_float8_mm
 from quaver.kernels.widen import widen
 import quaver.kernels.cast
@@ -35,7 +35,7 @@ def calls(hp=ones, codes=codes, scale=scale, observed=observed):
     yield lambda: cpu.cast_and_observe(hp, scale, E4M3, False, observed)
     yield lambda: cpu.widen(codes, torch.bfloat16, scale)
     yield lambda: widen(codes, torch.bfloat16)
-    yield lambda: cpu_mm.mm(codes, codes.t(), scale, scale, None, torch.float32)
+    yield lambda: cpu.mm(codes, codes.t(), scale, scale, None, torch.float32)
     yield lambda: exact_float8_mm(codes, codes.t(), scale, scale, None, torch.bfloat16, True)
     yield lambda: torch.ops.quaver.cast_tensorwise(hp, E4M3, True, False, False)
     yield lambda: torch.ops.quaver.cast_rowwise(hp, E4M3, True, True, False)
@@ -104,7 +104,7 @@ for mode in (FakeTensorMode(), FakeTensorMode(allow_non_fake_inputs=True), FakeD
         assert not cpu.takes(ones, E4M3) and not cpu.takes(codes, torch.bfloat16), mode
         for call in list(calls())[:7]:
             refused(call)
-        assert cpu_mm.mm(codes, transposed, scale, scale, None, torch.float32) is None, mode
+        assert cpu.mm(codes, transposed, scale, scale, None, torch.float32) is None, mode
         attempt()
 assert cpu.takes(ones, E4M3) and cpu.takes(codes, torch.bfloat16)
 expected = cpu.dynamic_cast(ones * 3, E4M3, 1)
@@ -134,8 +134,8 @@ def test_tensors_without_memory_of_their_own():
             refused(lambda: cpu.cast_with_scale(ones, freed_scale, E4M3))
             refused(lambda: cpu.cast_and_observe(ones, freed_scale, E4M3, False, observed))
             refused(lambda: cpu.cast_and_observe(ones, scale, E4M3, False, freed_observed))
-            assert cpu_mm.mm(float8, codes.t(), scale, scale, None, torch.float32) is None
-            assert cpu_mm.mm(codes, codes.t(), freed_scale, scale, None, torch.float32) is None
+            assert cpu.mm(float8, codes.t(), scale, scale, None, torch.float32) is None
+            assert cpu.mm(codes, codes.t(), freed_scale, scale, None, torch.float32) is None
         negated = torch._neg_view(ones)
         for hp in (mode.from_tensor(ones), ones.to("meta"), torch._efficientzerotensor((ROWS, COLUMNS)), negated,
                    ones.to_sparse(), ones.to_sparse_csr(), ones.to_mkldnn(), torch._to_functional_tensor(ones),
@@ -187,9 +187,9 @@ def test_shapes_strides_and_scales_that_do_not_fit():
             refused(lambda: cpu.cast_and_observe(ones, bad, E4M3, False, observed))
             refused(lambda: cpu.cast_and_observe(ones, scale, E4M3, False, bad))
             refused(lambda: cpu.widen(codes, torch.bfloat16, bad))
-            if cpu_mm.HAS_MM and bad.is_contiguous():
-                refused(lambda: cpu_mm.mm(codes, codes.t(), bad, scale, None, torch.float32))
-                refused(lambda: cpu_mm.mm(codes, codes.t(), scale, bad.t(), None, torch.float32))
+            if cpu.HAS_MM and bad.is_contiguous():
+                refused(lambda: cpu.mm(codes, codes.t(), bad, scale, None, torch.float32))
+                refused(lambda: cpu.mm(codes, codes.t(), scale, bad.t(), None, torch.float32))
         for dtype in (torch.float16, torch.float64, torch.int8, E4M3):
             refused(lambda: cpu.widen(codes, dtype))
             refused(lambda: cpu.dynamic_cast(ones, dtype if dtype is not E4M3 else torch.float8_e4m3fnuz))
@@ -226,6 +226,6 @@ def test_the_extension_refuses_what_cannot_be():
                10: (0, 2), 11: (0,), 12: (-1,), 13: (-1, 1 << 61), 14: (-1, 1 << 61), 15: (-1, 1 << 61), 16: (-1, 2)}
         for at, values in bad.items():
             for value in values:
-                refused(lambda: mm(*good[:at], value, *good[at + 1:]), ValueError if cpu_mm.HAS_MM else RuntimeError)
+                refused(lambda: mm(*good[:at], value, *good[at + 1:]), ValueError if cpu.HAS_MM else RuntimeError)
         """
     )
