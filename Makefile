@@ -15,7 +15,7 @@ ARGS ?=
 .PHONY: train test minutes nightly lint bench gpu clean help
 
 help:
-	@echo "make train   set up, train a small Llama in float8 beside bfloat16 on real text, compare and plot"
+	@echo "make train   set up, train a small Llama in float8 and in bfloat16 on real text, compare and plot"
 	@echo "make test    set up, run the tests"
 	@echo "make minutes run the tests, print the minutes of each folder and the slowest files and tests"
 	@echo "make nightly run the tests of the widest products of parameters"
