@@ -64,7 +64,8 @@ class Block(Modes, Recipes, ModelOptions, BenchOptions):
 
     def _rows_of(self, mode: str) -> list[Row]:
         precisions = [BFLOAT16, *(f"quaver {recipe}" for recipe in self.recipe_names)]
-        steps = make_steps("block", self, precisions, self.torch_device, compiled=mode == "compiled")
+        compiled = mode == "compiled"
+        steps = make_steps(self.shape, *self.batch, precisions, self.torch_device, compiled=compiled)
         timings = time_alternating(steps, self.torch_device, rounds=self.rounds)
         memory = {precision: _measure_memory(step, self.torch_device) for precision, step in steps.items()}
         rows = []

@@ -30,8 +30,8 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in HP_DTYPES}
 
 
 @dataclass(frozen=True)
-class DeviceOptions(Settings):
-    """Where a benchmark runs, and where its result goes."""
+class BenchOptions(Settings):
+    """Where a benchmark runs, how often, and where its result goes."""
 
     device: Annotated[str, OneOf(DEVICES)] = "auto"
     """Where it runs; auto: a GPU where there is one."""
@@ -39,6 +39,11 @@ class DeviceOptions(Settings):
     """CPU threads; 0 for torch's default."""
     output: str = ""
     """File of the JSON; benchmarks/results/VERB.json by default."""
+    rounds: AtLeast1 = 20
+    """Samples of each contestant."""
+
+    fields: ClassVar[tuple[str, ...]] = ()
+    """The fields of a row that the printed table shows."""
 
     @property
     def benchmark(self) -> str:
@@ -57,7 +62,7 @@ class DeviceOptions(Settings):
 
     @property
     def with_torchao(self) -> bool:
-        """Whether torchao takes part."""
+        """Whether torchao is timed too."""
         return False
 
     def prepare(self) -> None:
@@ -96,47 +101,30 @@ class DeviceOptions(Settings):
         head = {"benchmark": self.benchmark, "environment": surroundings, "complete": is_complete}
         return head | about | {"rows": rows}
 
-
-@dataclass(frozen=True)
-class BenchOptions(DeviceOptions):
-    """Options of what is timed in rounds."""
-
-    rounds: AtLeast1 = 20
-    """Samples of each contestant."""
-
-    fields: ClassVar[tuple[str, ...]] = ()
-    """The fields of a row that the printed table shows."""
-
     def note(self, result: Result) -> str:
         """The line below the printed table."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Torchao(Settings):
-    """Whether torchao is timed too."""
+class OperandOptions(BenchOptions):
+    """Options of benchmarks of one matrix or linear, which compare with torchao."""
 
     torchao: Annotated[str, OneOf(("auto", "yes", "no"))] = "auto"
     """Compare with torchao.float8; auto: if it is installed."""
+    dtype: Annotated[str, OneOf(tuple(_DTYPES))] = "bfloat16"
+    """Dtype of the operands before quantization."""
 
     def check(self) -> None:
-        """Refuse to compare with what is not installed."""
+        """Refuse to compare with torchao if it is not installed."""
         super().check()
         if self.torchao == "yes" and find_spec("torchao") is None:
             raise ValueError("--torchao yes: torchao is not installed; pip install 'quaver[bench]'")
 
     @property
     def with_torchao(self) -> bool:
-        """Whether torchao takes part."""
+        """Whether torchao is timed too."""
         return self.torchao != "no" and find_spec("torchao") is not None
-
-
-@dataclass(frozen=True)
-class OperandOptions(Torchao, BenchOptions):
-    """Options of benchmarks of one matrix or linear."""
-
-    dtype: Annotated[str, OneOf(tuple(_DTYPES))] = "bfloat16"
-    """Dtype of the operands before quantization."""
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -13,7 +13,6 @@ VERBS = {
     "train": "train a Llama in float8, alone or with its bfloat16 baseline",
     "doctor": "say what this machine can do, by trying it",
     "bench": "time float8 against bfloat16: casts, matmuls, linears, blocks, training",
-    "profile": "trace a linear or a block, and sum its kernels by group",
     "memory": "predict the memory of a training step, and what is alive at its peak",
     "prepare-data": "tokenize the text of a run ahead of it, and count the tokens",
     "convert": "convert weights from and to Hugging Face's Llama",
