@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile
 
 from quaver import Float8Linear
 from quaver.recorder.draw import draw_timeline
@@ -28,7 +29,6 @@ from quaver.trainer.config import TrainConfig
 from quaver.trainer.errors import OutputError
 from quaver.trainer.process import Requests, snapshot_signals
 from quaver.trainer.ranks import Ranks
-from quaver.trainer.traces import traced
 
 MAX_HISTORY_ENTRIES = 100_000
 """The newest allocations and frees in CUDA's history."""
@@ -71,17 +71,18 @@ class Profiling:
                 snapshot = self._cuda_snapshot if self._device.type == "cuda" else self._cpu_timeline
                 stack.enter_context(snapshot(step, name, model, optimizer))
             if self._config.profiling.enable_profiling:
-                stack.enter_context(self._trace(step, name, model))
+                stack.enter_context(self._trace(step, name))
             yield
 
     @contextmanager
-    def _trace(self, step: int, name: str, model: nn.Module) -> Iterator[None]:
+    def _trace(self, step: int, name: str) -> Iterator[None]:
         config = self._config.profiling
         steps_to_window_end = -step % config.profile_freq
         if steps_to_window_end >= config.profiler_warmup + config.profiler_active:
             yield
             return
-        with traced(model, self._device) as profiler:
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
+        with profile(activities=activities, record_shapes=True) as profiler:
             yield
         if steps_to_window_end < config.profiler_active:
             file = self._file(config.save_traces_folder, step, name, ".json.gz")

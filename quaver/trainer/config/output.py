@@ -65,7 +65,7 @@ class Profiling(Settings, section="profiling"):
     """Traces and memory snapshots of single steps, in the run folder, by every rank."""
 
     enable_profiling: bool = False
-    """Write traces with modules and float8 phases by name, for Perfetto or chrome://tracing."""
+    """Write traces in which the float8 phases have names, for Perfetto or chrome://tracing."""
     save_traces_folder: str = "profile_trace"
     """Folder of the traces inside the run folder."""
     profile_freq: AtLeast1 = 10
