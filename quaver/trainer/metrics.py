@@ -6,7 +6,6 @@ import json
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NotRequired
@@ -135,19 +134,8 @@ def open_loggers(config: Metrics, metrics: Path, settings: dict[str, Any]) -> It
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the records of a file of JSON lines."""
-    return list(Records(path))
-
-
-@dataclass(frozen=True)
-class Records:
-    """The records of a file of JSON lines, read one at a time, each time that they are iterated over."""
-
-    path: Path
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        with self.path.open(encoding="utf-8") as file:
-            for line in file:
-                yield json.loads(line)
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
 
 
 @contextmanager

@@ -35,7 +35,7 @@ CONFIG = "config.toml"
 
 RUN_FILES = (
     *(CONFIG, "metrics.jsonl", "float8_scales.jsonl", "provenance.jsonl", "data.json", "conversion_report.json"),
-    *("summary.json", "curves.png", "float8_scales.png"),
+    *("summary.json", "curves.png"),
 )
 
 UNRELATED = ("job", "checkpoint", "metrics", "comm", "profiling")
@@ -136,11 +136,6 @@ class RunFolder:
     def float8_scales(self) -> Path:
         """JSON lines: the persistent scales of each recorded step; see float8_scales.py."""
         return self.path / "float8_scales.jsonl"
-
-    @property
-    def float8_scales_plot(self) -> Path:
-        """The plot of the scales."""
-        return self.path / "float8_scales.png"
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """Write `value` to the file `name`, replacing it atomically.

@@ -21,7 +21,7 @@ from quaver.trainer.config import TrainConfig
 from quaver.trainer.data import Batch, TokenData
 from quaver.trainer.display import Display, print_results, say, training_display
 from quaver.trainer.errors import CheckpointError, NonFiniteError, OutputError
-from quaver.trainer.float8_scales import draw_scales, saturation_summary, scales_record
+from quaver.trainer.float8_scales import saturation_summary, scales_record
 from quaver.trainer.flops import utilization
 from quaver.trainer.initialize import allocate, initialize
 from quaver.trainer.memory import device_memory, reset_device_peaks
@@ -348,10 +348,7 @@ def _conclude(run: Run, status: str, error: str | None) -> dict[str, Any]:
     is_writable = not (status == "failed" and error)  # else an OutputError ended the run
     if run.folder and did_something and is_writable:
         run.folder.write_json("summary.json", summary)
-        title = run.folder.path.name
-        draw(partial(draw_curves, run.folder.metrics, title=title), run.folder.curves)
-        if run.config.metrics.plot_float8_scales:
-            draw(partial(draw_scales, run.folder.float8_scales, title=title), run.folder.float8_scales_plot)
+        draw(partial(draw_curves, run.folder.metrics, title=run.folder.path.name), run.folder.curves)
     return summary
 
 

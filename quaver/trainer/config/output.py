@@ -33,8 +33,6 @@ class Metrics(Settings, section="metrics"):
     float8_scales_freq: NotNegative = 1
     """Delayed recipes: steps between two lines of float8_scales.jsonl (scale, amax and saturation per tensor); 0
     never."""
-    plot_float8_scales: bool = False
-    """Delayed recipes: draw float8_scales.png from them at the end."""
     loss_spike_deviations: FiniteNotNegative = 6.0
     """A loss this many robust standard deviations above the median of the last 64 is a spike; 0 never."""
     enable_tensorboard: bool = False
@@ -47,17 +45,11 @@ class Metrics(Settings, section="metrics"):
     """Project of the run there."""
 
     def check(self) -> None:
-        """Refuse names that no logger would read, and a plot without its data."""
+        """Refuse names that no logger would read."""
         for name, owner in (("save_tb_folder", "enable_tensorboard"), ("wandb_project", "enable_wandb")):
             self.require(bool(getattr(self, name)), name, "a name")
             if not getattr(self, owner):
                 self.require_default(name, unless=f"metrics.{owner}")
-        self.require(
-            self.float8_scales_freq > 0 or not self.plot_float8_scales,
-            "float8_scales_freq",
-            "at least 1 with metrics.plot_float8_scales",
-            "the picture is drawn from what is written",
-        )
 
 
 @dataclass(frozen=True)
