@@ -15,11 +15,10 @@ from typing import Annotated, Any, ClassVar
 import torch
 
 from quaver.bench.results import Result, Row, environment, writable
-from quaver.bench.shapes import MODEL_NAMES, Shape, model_of, parse_linears, scaled_name
+from quaver.bench.shapes import Shape, parse_linears
 from quaver.config import Float8LinearConfig
 from quaver.devices import resolve_device
 from quaver.formats import HP_DTYPES
-from quaver.trainer.config import Model
 from quaver.trainer.config.float8 import RECIPES
 from quaver.trainer.config.settings import AtLeast1, NotNegative, OneOf, Settings
 from quaver.trainer.config.training import DEVICES
@@ -181,44 +180,3 @@ class Modes(Settings):
 
     modes: tuple[Annotated[str, OneOf(MODES)], ...] = MODES
     """Eager, compiled, or both."""
-
-
-@dataclass(frozen=True)
-class ModelOptions(Settings):
-    """The block of a model, and the tokens of a step."""
-
-    model: Annotated[str, OneOf(tuple(MODEL_NAMES))] = "debug"
-    """The model of the block."""
-    divisor: AtLeast1 = 1
-    """Divide widths and heads by this."""
-    tokens: AtLeast1 = 2048
-    """Tokens in one step."""
-    seq_len: AtLeast1 | None = None
-    """Tokens of a sequence; by default one sequence of --tokens."""
-
-    def check(self) -> None:
-        """Refuse a divisor that does not divide the heads, and tokens that are no whole number of sequences."""
-        super().check()
-        model_of(self.model, divisor=self.divisor)
-        if self.tokens % self.batch[1]:
-            raise ValueError(f"--tokens: expected a multiple of --seq-len {self.seq_len}, got {self.tokens}")
-
-    @property
-    def shape(self) -> Model:
-        """The model, with one block."""
-        return model_of(self.model, divisor=self.divisor)
-
-    @property
-    def batch(self) -> tuple[int, int]:
-        """The number of sequences in a step, and their length."""
-        seq_len = self.seq_len or self.tokens
-        return self.tokens // seq_len, seq_len
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """What a result says about the model and the tokens."""
-        name = scaled_name(self.model, self.divisor)
-        sizes = {each: getattr(self.shape, each) for each in ("dim", "n_heads", "n_kv_heads", "hidden_dim")}
-        sequences, seq_len = self.batch
-        batch = {"sequences": sequences, "seq_len": seq_len, "tokens": self.tokens}
-        return {"model": {"name": name, **sizes}, "batch": batch}

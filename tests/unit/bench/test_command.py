@@ -71,7 +71,7 @@ BAD_INPUT = {
     "bench roofline --config /nowhere.toml": "config file '/nowhere.toml' does not exist",
     "bench roofline --model llama-8b llama-8b": "two models are called llama-8b",
     "bench roofline --device H200 --pictures B200": "--pictures B200: expected devices that are in --device",
-    "bench roofline --measured /nowhere.json": "No such file",
+    "bench roofline --measured linear.json": "unknown flag: '--measured'",
     "bench roofline --pictures --output /dev/null/x": "/dev/null/x",
 }
 
