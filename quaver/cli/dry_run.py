@@ -6,7 +6,7 @@ from rich.table import Table
 
 from quaver.cli.console import make_table, wide_console
 from quaver.cli.errors import bad_input
-from quaver.cli.run_flags import split_options
+from quaver.trainer.config.flags import split_options
 from quaver.trainer.config.settings import AtLeast1, Settings
 from quaver.trainer.config_io import load_config, parse_arguments
 from quaver.trainer.dry_run import DryRun, dry_run

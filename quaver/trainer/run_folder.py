@@ -12,8 +12,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from importlib.metadata import version
@@ -143,30 +143,25 @@ class RunFolder:
         Raises:
             OutputError: the file cannot be written.
         """
-        partial = self.path / f".{name}.partial"
-        try:
+        with replaced(self.path / name) as partial:
             partial.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-            partial.replace(self.path / name)
-        except OSError as error:
-            with suppress(OSError):
-                partial.unlink()
-            raise OutputError(f"cannot write {str(self.path / name)!r}: {error.strerror}") from error
 
 
-def draw(picture: Callable[[Path], None], image: Path) -> None:
-    """Replace `image` by what `picture` writes to the path that it gets.
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Yield the path of a file that replaces `path` after the block.
 
     Raises:
-        OutputError: a file cannot be read or written; the last picture is still there.
+        OutputError: a file cannot be read or written; `path` is as it was.
     """
-    partial = image.with_name(f".{image.name}")
+    partial = path.with_name(f".{path.name}")
     try:
-        picture(partial)
-        partial.replace(image)
+        yield partial
+        partial.replace(path)
     except OSError as error:
         with suppress(OSError):
             partial.unlink()
-        raise OutputError(f"cannot write {str(image)!r}: {error.strerror or error}") from error
+        raise OutputError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
 
 
 def _unused_path(dump_folder: Path, config: TrainConfig) -> Path:

@@ -87,7 +87,7 @@ class TrainedModel:
         self.precision = self.name
         self.scaling = float8_scaling_state(self.model)
         self.optimizer = build_optimizer(self.model, self.config.optimizer)
-        self._precompute_scales()
+        self.precompute_scales()
 
     def train_step(self, step: int, batches: Sequence[Batch], *, measure_memory: bool = False) -> StepResult:
         """Run optimizer step `step` (from 1) on the micro-batches of one global batch.
@@ -136,7 +136,7 @@ class TrainedModel:
             sync_float8_amax_and_scale_history(self.model)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self._precompute_scales()
+        self.precompute_scales()
         return loss, grad_norm, rate, ""
 
     def _forward_backward(self, batches: Sequence[Batch]) -> Tensor:
@@ -216,12 +216,8 @@ class TrainedModel:
         for state in self.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
-    def was_loaded(self) -> None:
-        """Update what depends on the weights after a checkpoint was loaded into them."""
-        self._precompute_scales()
-
-    def _precompute_scales(self) -> None:
-        """Compute the scales of the next step's float8 all-gathers, if the config enables that."""
+    def precompute_scales(self) -> None:
+        """Compute the scales of the next float8 all-gathers, if the config enables that: after the weights changed."""
         has_float8 = any(isinstance(module, Float8Linear) for module in self.model.modules())
         if has_float8 and self.config.float8.precompute_float8_dynamic_scale_for_fsdp:
             precompute_float8_dynamic_scale_for_fsdp(self.model)
