@@ -33,7 +33,7 @@ class BenchOptions(Settings):
     """Where a benchmark runs, how often, and where its result goes."""
 
     device: Annotated[str, OneOf(DEVICES)] = "auto"
-    """Where it runs; auto: a GPU where there is one."""
+    """Where it runs; auto: a GPU if there is one."""
     threads: NotNegative = 0
     """CPU threads; 0 for torch's default."""
     output: str = ""
@@ -79,7 +79,7 @@ class BenchOptions(Settings):
     def run_cases(self, cases: Iterable[tuple[Any, ...]], rows_of: Callable[..., list[Row]], **about: Any) -> Result:
         """Print and measure each case with `rows_of(*case)`; returns `result` of the rows of all.
 
-        Ctrl-C ends the benchmark and keeps the rows of the finished cases; without any it ends the program.
+        Ctrl-C ends the benchmark with the rows of the finished cases, or the program if none is finished.
         """
         rows: list[Row] = []
         is_complete = True
@@ -146,12 +146,12 @@ class Shapes(Settings):
     """Divide K and N of a model's linears by this."""
 
     def check(self) -> None:
-        """Refuse text that is no shape."""
+        """Refuse text that is not a shape."""
         super().check()
         self.parse_shapes()
 
     def parse_shapes(self) -> list[Shape]:
-        """The shapes. Raises ValueError for text that is none."""
+        """The shapes. Raises ValueError for other text."""
         return parse_linears(self.shapes, tokens=self.tokens, divisor=self.divisor)
 
 

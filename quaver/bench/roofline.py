@@ -71,11 +71,11 @@ class Total:
 
     @property
     def speedup(self) -> float:
-        """Of the linears alone, inputs shared."""
+        """The speedup of the linears alone, inputs shared."""
         return self.bfloat16_s / self.shared_s
 
     def step_speedup(self, linear_share: float) -> float:
-        """Of a step whose bfloat16 time is `linear_share` linears; the rest does not change."""
+        """The speedup of a step in which linears take `linear_share` of bfloat16's time; the rest does not change."""
         return 1 / (1 - linear_share + linear_share / self.speedup)
 
 

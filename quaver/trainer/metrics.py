@@ -103,7 +103,7 @@ def _numbers(record: dict[str, Any]) -> dict[str, float]:
 
 
 def check_loggers(config: Metrics) -> None:
-    """Raise ValueError if `config` enables a logger whose package is not installed."""
+    """Raise ValueError if the package of an enabled logger is not installed."""
     for name in ("tensorboard", "wandb"):
         if getattr(config, f"enable_{name}") and importlib.util.find_spec(name) is None:
             raise ValueError(
@@ -150,14 +150,14 @@ def rewound_metrics(paths: Sequence[Path], step: int) -> Iterator[None]:
     """
     partials = {path: path.with_name(f".{path.name}.partial") for path in paths if path.exists()}
     for path in partials:
-        if not path.is_file():  # reading a FIFO would wait for ever
+        if not path.is_file():  # reading a FIFO would block
             raise CheckpointError(f"{str(path)!r} is not a file; remove it")
     try:
         for path, partial in partials.items():
-            with path.open("rb") as file, partial.open("wb") as kept:
+            with path.open("rb") as file, partial.open("wb") as rewound:
                 for number, line in enumerate(file, start=1):
                     if line.endswith(b"\n") and _step_of(line, path, number) <= step:
-                        kept.write(line)
+                        rewound.write(line)
         yield
         for path, partial in partials.items():
             partial.replace(path)
@@ -202,7 +202,7 @@ def is_spike(loss: float, recent: Sequence[float], deviations: float) -> bool:
 
 
 def remember(loss: float, recent: list[float]) -> None:
-    """Append `loss` to `recent`, which keeps the last `SPIKE_WINDOW` losses."""
+    """Append `loss` to `recent` and drop all but the last `SPIKE_WINDOW` losses."""
     recent.append(loss)
     del recent[:-SPIKE_WINDOW]
 

@@ -194,7 +194,7 @@ def _resume_from(path: Path, config: TrainConfig) -> tuple[int | None, dict[str,
     Raises what `RunFolder.open` does.
     """
     try:
-        # A killed process may leave partial files, whose names begin with a dot.
+        # A killed process may leave partial files; their names begin with a dot.
         names = {entry.name for entry in path.iterdir() if not entry.name.startswith(".")}
     except FileNotFoundError:
         names = set()
@@ -204,7 +204,7 @@ def _resume_from(path: Path, config: TrainConfig) -> tuple[int | None, dict[str,
     require(
         config.checkpoint.folder not in RUN_FILES and (folder.is_dir() or not folder.exists()),
         "checkpoint.folder",
-        "a folder, which no other file of the run has the name of",
+        "a folder, with a name that no other file of the run has",
         config.checkpoint.folder,
     )
     step = _resume_step(path, config.checkpoint, is_run=CONFIG in names)

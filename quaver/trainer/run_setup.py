@@ -39,7 +39,7 @@ class Models:
 
 @dataclass
 class RunSetup:
-    """A run whose input was checked: equal on every rank, except for `dims.rank`."""
+    """A run with checked input: equal on every rank, except for `dims.rank`."""
 
     config: TrainConfig
     ranks: Ranks
@@ -101,7 +101,7 @@ def _check_recordable(config: TrainConfig) -> None:
 
 
 def check_environment(config: TrainConfig) -> None:
-    """Refuse a logger whose package is not installed, and initial weights that are missing.
+    """Refuse a logger without its package, and initial weights that are missing.
 
     Raises:
         ValueError: a package is missing, or the checkpoint has another format.

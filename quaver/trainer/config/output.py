@@ -1,4 +1,4 @@
-"""[job], [metrics] and [profiling]: where the run is kept, and what is recorded and shown of it."""
+"""[job], [metrics] and [profiling]: where the run is written, and which numbers it records and shows."""
 
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -74,7 +74,7 @@ class Profiling(Settings, section="profiling"):
     """The step to write; 0 for only on SIGUSR1 or when CUDA runs out of memory."""
 
     def check(self) -> None:
-        """Refuse settings of what is off, too short a period, and folders outside of the run's."""
+        """Refuse settings of a disabled profiler, too short a period, and folders outside of the run folder."""
         if not self.enable_profiling:
             trace_names = ("save_traces_folder", "profile_freq", "profiler_warmup", "profiler_active")
             self.require_default(*trace_names, unless="profiling.enable_profiling is true")

@@ -109,7 +109,7 @@ class TrainConfig(Settings):
         checkpoint, is_compiled = self.activation_checkpoint, self.training.compile
         expected = "true with activation_checkpoint.mode = memory_budget"
         is_possible = checkpoint.mode != "memory_budget" or is_compiled
-        self.require(is_possible, "training.compile", expected, "the compiler decides what to keep")
+        self.require(is_possible, "training.compile", expected, "the compiler decides what to save")
         every = selected_every(checkpoint.selective_ac_option)
         in_full = checkpoint.mode == "full" or every is not None
         self.require(

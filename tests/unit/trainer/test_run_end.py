@@ -72,7 +72,7 @@ def test_a_run_goes_on_without_its_stdout(config, monkeypatch, capsys, open_bad)
         run = prepare(config)
         assert train(run)["status"] == "finished"
     assert checkpoints(run.folder.path) == ["step-00000002", "step-00000004"]
-    assert "the run goes on without display" in error_line(capsys)
+    assert "the run continues without display" in error_line(capsys)
 
 
 def test_a_closed_terminal_ends_the_run_with_a_checkpoint(config, at_step):
