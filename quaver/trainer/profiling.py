@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -111,7 +110,7 @@ class Profiling:
             return
         with record_timeline(model, optimizer, persistent_scales=persistent_scales(model)) as timeline:
             yield
-        about = {"run": name, "step": step, "rank": self._rank, "config": _plain(self._config)}
+        about = {"run": name, "step": step, "rank": self._rank, "config": asdict(self._config)}
         report = {**timeline.report(), **about}
         file = self._file(self._config.profiling.save_memory_snapshot_folder, step, name, ".json")
         with _output(file):
@@ -153,8 +152,3 @@ def persistent_scales(model: nn.Module) -> list[Tensor]:
     scalings = [module.scaling for module in model.modules() if isinstance(module, Float8Linear)]
     states = {id(scaling.state): scaling.state for scaling in scalings if isinstance(scaling, LinearScales)}
     return [value for state in states.values() for value in vars(state).values() if isinstance(value, Tensor)]
-
-
-def _plain(config: TrainConfig) -> Any:
-    """Return the settings as JSON values; inf and NaN, which JSON lacks, as strings."""
-    return json.loads(json.dumps(asdict(config)), parse_constant=str)

@@ -94,9 +94,10 @@ def _check_recordable(config: TrainConfig) -> None:
     """Refuse what the JSON of a checkpoint or config.toml lacks, before the first save would fail: inf, NaN, bytes."""
     for section, values in asdict(config).items():
         for name, value in values.items():
-            is_finite = not isinstance(value, float) or math.isfinite(value)
+            items = value if isinstance(value, tuple) else (value,)
+            is_finite = all(not isinstance(each, float) or math.isfinite(each) for each in items)
             require(is_finite, f"{section}.{name}", "finite", value, "each checkpoint records it as JSON")
-            is_text = not isinstance(value, str) or value == value.encode(errors="replace").decode()
+            is_text = all(not isinstance(each, str) or each == each.encode(errors="replace").decode() for each in items)
             require(is_text, f"{section}.{name}", "in UTF-8", value, "config.toml records it")
 
 
