@@ -63,7 +63,7 @@ LAYOUTS = {
     "rowwise": (2, "rowwise", ROWWISE, FLOAT8),
     "tensor_mixed": (2, "mixed", [*MIXED, *TENSOR], FLOAT8),
     "delayed_shard": (2, "delayed", DELAYED, FLOAT8),
-    "delayed_all_gather": (2, "delayed", [*DELAYED, *ALL_GATHER, "--metrics.plot_float8_scales"], FLOAT8),
+    "delayed_all_gather": (2, "delayed", [*DELAYED, *ALL_GATHER], FLOAT8),
     "delayed_tensor": (2, "delayed", [*DELAYED, *TENSOR], FLOAT8),
     "delayed_dynamic_weight": (2, "delayed_dynamic_weight", [*DELAYED_DYNAMIC_WEIGHT, *ALL_GATHER], FLOAT8),
     "shard_tensor": (4, "hp", [*HP, *TENSOR], EXACT),
@@ -197,7 +197,6 @@ def test_the_amaxes_of_ranks_are_those_of_one_process(on_two, on_four, reference
             expected = {tensor: factors[tensor] * amax for tensor, amax in theirs["amax"].items()}
             assert ours["amax"] == pytest.approx(expected, rel=1e-4), name
             assert ours["dynamic"] == theirs["dynamic"]
-    assert (references / "delayed_all_gather" / "float8_scales.png").stat().st_size > 1000
 
 
 def test_the_summary_tells_of_the_ranks(on_two, on_four, references):

@@ -33,7 +33,7 @@ def test_a_run_finds_what_was_prepared(config, tmp_path, capsys, monkeypatch):
     assert f"validation   1 documents, {origin['validation_tokens']:,} tokens" in said
     assert "tokenizer    bytes: 256 tokens, 0 ends a document" in said
     assert f"sha256       {origin['sha256']}" in said
-    assert f"kept in      {origin['cache']}" in said
+    assert f"cached in    {origin['cache']}" in said
 
 
 def test_content_that_was_changed_on_the_disk_is_noticed_and_made_again(config, tmp_path, capsys):

@@ -16,14 +16,12 @@ from quaver.devices import DEVICE_SPECS, PeakFlops, find_device_spec, peak_flops
 from quaver.trainer.config import Metrics, TrainConfig
 from quaver.trainer.config_docs import configuration_page
 from quaver.trainer.errors import CheckpointError, OutputError
-from quaver.trainer.float8_scales import panels_of
 from quaver.trainer.flops import utilization
 from quaver.trainer.memory import device_memory, memory_words
 from quaver.trainer.metrics import (
     SPIKE_MIN_STEPS,
     SPIKE_WINDOW,
     JsonLines,
-    Records,
     check_loggers,
     is_spike,
     median_step_seconds,
@@ -189,7 +187,7 @@ def test_a_damaged_record_is_named_and_no_file_is_changed(tmp_path, damage):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_rewinding_and_drawing_hold_one_record_at_a_time(tmp_path):
+def test_rewinding_holds_one_record_at_a_time(tmp_path):
     path = tmp_path / "float8_scales.jsonl"
     names = [f"model.layers.{index}.mlp.down_proj.input" for index in range(100)]
     empty = {"saturated": {}, "dynamic": [], "nonfinite": []}
@@ -203,14 +201,9 @@ def test_rewinding_and_drawing_hold_one_record_at_a_time(tmp_path):
     try:
         rewind(path, step=400)
         rewinding = tracemalloc.get_traced_memory()[1]
-        tracemalloc.reset_peak()
-        panel = panels_of(Records(path))["input"]
-        drawing = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert panel.exponent.shape == (100, 400)
     assert rewinding < 500_000
-    assert drawing < 3 * panel.exponent.nbytes + 500_000
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
