@@ -208,7 +208,7 @@ def local_weight(linear: Float8Linear) -> Float8AllGatherWeight:
 
 def is_all_gather_weight(linear: Float8Linear) -> bool:
     """Whether FSDP2 all-gathers the weight of `linear` in float8, or will; it may hold it unsharded now."""
-    weight = local_weight(linear)
+    weight: Tensor = local_weight(linear)
     return type(weight) is Float8Tensor or hasattr(weight, "fsdp_pre_all_gather")
 
 
