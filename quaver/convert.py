@@ -18,8 +18,12 @@ from torch.nn.utils import parametrize
 
 from quaver.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.delayed import add_persistent_scales
-from quaver.distributed.fsdp import Float8AllGatherWeight, make_all_gather_weights, restore_plain_weight
-from quaver.distributed.weight_scales import is_all_gather_weight
+from quaver.distributed.fsdp import (
+    Float8AllGatherWeight,
+    is_all_gather_weight,
+    make_all_gather_weights,
+    restore_plain_weight,
+)
 from quaver.linear import OWN_ATTRIBUTES, Float8Linear
 from quaver.scale_state import LinearScales
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from quaver.config import Float8LinearConfig
-from quaver.distributed.fsdp import AllGatherInputs, Float8AllGatherWeight
-from quaver.distributed.weight_scales import all_gather_state, is_all_gather_weight, local_weight
+from quaver.distributed.fsdp import AllGatherInputs, Float8AllGatherWeight, ScaleBox, is_all_gather_weight
+from quaver.distributed.weight_scales import all_gather_state, local_weight
 from quaver.linear import Float8Linear
 from quaver.quantize import WEIGHT, Quantizer, cast_pair
 from quaver.scaling import PersistentScale
@@ -48,12 +48,14 @@ class PreparedShard:
     def __init__(self, linear: Float8Linear) -> None:
         self._linear = linear
         self._inputs: AllGatherInputs | None = None
-        self._seen: tuple[object, int] | None = None
         self._cast_from: tuple[Tensor, int] | None = None
+        """The tensor that was quantized, and its version then."""
+        self._box: ScaleBox | None = None
+        self._writes = 0
         self.check()
 
     def all_gather_inputs(self, quantize: Callable[[], AllGatherInputs]) -> AllGatherInputs:
-        """What FSDP2 all-gathers: of the first call in the scope, made by `quantize`."""
+        """What FSDP2 all-gathers: made by `quantize` in the first call, the same in all others."""
         self.check()
         if self._inputs is None:
             wrapped = local_weight(self._linear).wrapped
@@ -64,18 +66,17 @@ class PreparedShard:
     def check(self) -> None:
         """Raise RuntimeError if the shard was replaced or written to since the entry.
 
-        A write that bypasses the parameter, into a tensor of a state_dict, is found if it follows the cast; before the
-        cast, the cast reads it.
+        A write around the parameter, into a tensor of a state_dict, is found if it follows the cast; the cast reads one
+        that precedes it.
         """
         weight = local_weight(self._linear)
         if isinstance(weight, Float8AllGatherWeight):  # else FSDP2 holds it unsharded
-            writes = weight.writes()
-            self._seen = self._seen or writes
-            if writes[0] is not self._seen[0]:
+            if self._box is None:
+                self._box, self._writes = weight.box, weight.box.writes
+            if weight.box is not self._box:
                 raise _changed(self._linear.weight, "replaced")
-            if writes[1] != self._seen[1]:
-                raise _changed(self._linear.weight, "changed")
-        if self._cast_from is not None and self._cast_from[0]._version != self._cast_from[1]:
+        written = self._box is not None and self._box.writes != self._writes
+        if written or (self._cast_from is not None and self._cast_from[0]._version != self._cast_from[1]):
             raise _changed(self._linear.weight, "changed")
 
 

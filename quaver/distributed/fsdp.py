@@ -64,7 +64,7 @@ aten = torch.ops.aten
 _COPIES = frozenset({aten._pin_memory.default, aten._to_copy.default, aten.clone.default, aten.empty_like.default})
 
 
-class _ScaleBox:
+class ScaleBox:
     """The scales of one shard, shared by all views of it."""
 
     __slots__ = ("computed_from", "scales", "writes")
@@ -74,7 +74,7 @@ class _ScaleBox:
         self.computed_from: tuple[Tensor, int] | None = None
         """The plain tensor that the scales were computed from, and its version then."""
         self.writes = 0
-        """How often the shard was written to; what drops scales counts."""
+        """How often a write dropped the scales, or would have."""
 
 
 class _Padding:
@@ -107,18 +107,18 @@ class Float8AllGatherWeight(WrappedTensor):
         wrapped: the plain tensor, high precision [n, K].
     """
 
-    box: _ScaleBox
+    box: ScaleBox
     padding: _Padding | None
 
     @staticmethod
     def __new__(
-        cls, wrapped: Tensor, box: _ScaleBox | None = None, padding: _Padding | None = None
+        cls, wrapped: Tensor, box: ScaleBox | None = None, padding: _Padding | None = None
     ) -> Float8AllGatherWeight:
         return cast(Float8AllGatherWeight, cls.around(wrapped))
 
-    def __init__(self, wrapped: Tensor, box: _ScaleBox | None = None, padding: _Padding | None = None) -> None:
+    def __init__(self, wrapped: Tensor, box: ScaleBox | None = None, padding: _Padding | None = None) -> None:
         self.wrapped = wrapped
-        self.box = box or _ScaleBox()
+        self.box = box or ScaleBox()
         self.padding = padding
 
     def remember(self, scales: WholeScales) -> None:
@@ -144,10 +144,6 @@ class Float8AllGatherWeight(WrappedTensor):
                 )
         return box.scales
 
-    def writes(self) -> tuple[object, int]:
-        """An object that all views of this shard share, and how often they were written to."""
-        return self.box, self.box.writes
-
     # ---- the hooks of FSDP2 --------------------------------------------------------------------------------------
 
     def fsdp_pre_all_gather(
@@ -161,10 +157,10 @@ class Float8AllGatherWeight(WrappedTensor):
         """One uint8 tensor of the padded shard's shape for each cast of the weight."""
         prepared = all_gather_state(module).prepared
         if prepared is None:
-            return self._quantize(mesh, module)
-        return prepared.all_gather_inputs(lambda: self._quantize(mesh, module))
+            return self._make_inputs(mesh, module)
+        return prepared.all_gather_inputs(lambda: self._make_inputs(mesh, module))
 
-    def _quantize(self, mesh: DeviceMesh, module: Float8Linear) -> AllGatherInputs:
+    def _make_inputs(self, mesh: DeviceMesh, module: Float8Linear) -> AllGatherInputs:
         config, scale = module.config, persistent_scale(module)
         shard = current_shard(module)._replace(local=self.wrapped)  # on the device of the mesh, also if offloaded
         float8_dtype = config.casts.weight.float8_dtype
@@ -346,6 +342,12 @@ def make_all_gather_weights(named_linears: NamedLinears) -> None:
             linear.register_load_state_dict_post_hook(_wrap_after_load),
         )
         linear.gathering = AllGatherState(siblings, hooks)
+
+
+def is_all_gather_weight(linear: Float8Linear) -> bool:
+    """Whether FSDP2 all-gathers the weight of `linear` in float8, or will; it may hold it unsharded now."""
+    weight: Tensor = local_weight(linear)
+    return type(weight) is Float8Tensor or isinstance(weight, Float8AllGatherWeight)
 
 
 def restore_plain_weight(linear: Float8Linear) -> None:

@@ -31,7 +31,7 @@ from quaver.distributed.collectives import max_over_ranks
 from quaver.linear import Float8Linear
 from quaver.quantize import Scales, scales_of
 from quaver.scaling import PersistentScale
-from quaver.tensor import Float8Tensor, WrappedTensor
+from quaver.tensor import WrappedTensor
 
 if TYPE_CHECKING:
     from quaver.distributed.fsdp import Float8AllGatherWeight
@@ -204,12 +204,6 @@ def local_weight(linear: Float8Linear) -> Float8AllGatherWeight:
     """The weight of `linear`, or this rank's shard of it, that FSDP2 all-gathers in float8."""
     weight = linear.weight
     return cast("Float8AllGatherWeight", weight._local_tensor if isinstance(weight, DTensor) else weight)
-
-
-def is_all_gather_weight(linear: Float8Linear) -> bool:
-    """Whether FSDP2 all-gathers the weight of `linear` in float8, or will; it may hold it unsharded now."""
-    weight: Tensor = local_weight(linear)
-    return type(weight) is Float8Tensor or hasattr(weight, "fsdp_pre_all_gather")
 
 
 def all_gather_state(linear: Float8Linear) -> AllGatherState:

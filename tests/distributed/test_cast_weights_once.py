@@ -211,6 +211,13 @@ def _life():
         loss = loss_of(model(part_of(batch)))
     assert all(state.prepared is None for state in states)
     loss.backward()  # its weights are still gathered, or gathered anew
+    for module in (*model, model):
+        module.reshard()
+    with pytest.raises(RuntimeError, match="was changed inside"), cast_weights_once(model), torch.no_grad():
+        shard = model[0].up.weight
+        model(part_of(batch))
+        assert model[0].up.weight is not shard  # it is unsharded at the exit
+        shard.mul_(1.0)
     with pytest.raises(ZeroDivisionError), cast_weights_once(model):
         raise ZeroDivisionError
     assert len(states) == LINEARS
