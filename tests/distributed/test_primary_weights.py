@@ -1,6 +1,7 @@
 """Float8 primary weights under DDP equal ordinary ones, and the bytes per element in docs/primary-weights.md."""
 
-from contextlib import nullcontext
+import functools
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from quaver import cast_weights_once, convert_to_float8_training, use_float8_pri
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.distributed.weight_scales import all_gather_state
 from quaver.primary_weights import Float8PrimaryWeight
-from tests.distributed.models import LEARNING_RATE, batches, config_of, loss_of, make_model
+from tests.distributed.models import DIM, HIDDEN, LEARNING_RATE, batches, config_of, loss_of, make_model
 from tests.distributed.ranks import run
 from tests.distributed.test_fsdp import part_of, shard_model
 
@@ -129,75 +130,73 @@ LAYOUTS = {
 }
 
 
+def _count(shapes, cast, hp, *args):
+    shapes.append(hp.shape)
+    return cast(hp, *args)
+
+
+@contextmanager
+def counted_casts():
+    """The shapes of all weights and shards that were cast."""
+    shapes = []
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in ((quantize, "cast_tensorwise"), (quantize, "cast_with_scale"), (fsdp, "cast_with_scale")):
+            patch.setattr(module, name, functools.partial(_count, shapes, getattr(module, name)))
+        yield shapes
+
+
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def bytes_of(linear):
+    """Of parameter, codes in a scope, master and gradient."""
+    weight = linear.weight
+    if isinstance(weight, Float8PrimaryWeight):
+        return [weight.data_fp8.nbytes, 0, weight.wrapped.nbytes, weight.grad.nbytes]
+    codes = 0
+    if linear._prepared_weight is not None:
+        codes = linear._prepared_weight.operands.last.data.nbytes
+    elif linear.gathering is not None and all_gather_state(linear).prepared is not None:
+        codes = sum(payload.nbytes for payload in all_gather_state(linear).prepared._inputs[0])
+    return [local(weight).nbytes, codes, 0, local(weight.grad).nbytes]
+
+
 def _measure(make):
-    """One row: bytes per element of a weight, or of its shard, and casts of it in a step."""
+    """Bytes per element of a weight, or of its shard, and casts of it in a step: the columns of the table."""
     model, optimizer, scope = make()
+    blocks = getattr(model, "module", model)
+    linear, dtype = blocks[0].up, F32 if hasattr(model, "reshard") else blocks[0].norm.weight.dtype
     first, second = batches(2, MICROBATCHES * dist.get_world_size())
-    dtype = next(model.parameters()).dtype if isinstance(model, DistributedDataParallel) else F32
     run_step(model, first.to(dtype), scope)
     optimizer.step()
     optimizer.zero_grad()
     precompute_float8_dynamic_scale_for_fsdp(model)
-    linear = getattr(model, "module", model)[0].up
-    casts, saved = [], {}
-    for module, name in ((quantize, "cast_tensorwise"), (quantize, "cast_with_scale"), (fsdp, "cast_with_scale")):
-        saved[module, name] = function = getattr(module, name)
-
-        def counted(hp, *args, function=function):
-            casts.append(hp.shape)
-            return function(hp, *args)
-
-        setattr(module, name, counted)
-    try:
+    with counted_casts() as shapes:
         with scope(model) if scope is cast_weights_once else scope():
             run_step(model, second.to(dtype))
-            weight = linear.weight
-            local = weight.to_local() if hasattr(weight, "to_local") else weight
-            row = {"parameter": local.element_size() * local.numel(), "codes": 0, "master": 0}
-            of_weight = [shape for shape in casts if shape in (local.shape, (linear.out_features, linear.in_features))]
-            row["casts"] = len(of_weight) // LAYERS  # each has one of this shape
-            if isinstance(weight, Float8PrimaryWeight):
-                row |= {"parameter": weight.data_fp8.nbytes, "master": weight.wrapped.nbytes}
-            elif linear._prepared_weight is not None:
-                row["codes"] = linear._prepared_weight.operands.last.data.nbytes
-            elif linear.gathering is not None and all_gather_state(linear).prepared is not None:
-                row["codes"] = sum(each.nbytes for each in all_gather_state(linear).prepared._inputs[0])
-            grad = weight.grad.to_local() if hasattr(weight.grad, "to_local") else weight.grad
-            row["gradient"] = grad.nbytes
-    finally:
-        for (module, name), function in saved.items():
-            setattr(module, name, function)
-    optimizer.step()
-    if isinstance(weight, Float8PrimaryWeight):
-        assert row["casts"] == 0  # but one in the step
-        row["casts"] = 1
-        weight = weight.wrapped
-    state = [value for value in optimizer.state[weight].values() if value.dim()]
-    row["AdamW"] = sum((value.to_local() if hasattr(value, "to_local") else value).nbytes for value in state)
-    row = {name: value if name == "casts" else value / local.numel() for name, value in row.items()}
-    row["sum"] = sum(value for name, value in row.items() if name != "casts")
-    row["gathered"] = 0
+            taken = bytes_of(linear)
+        optimizer.step()
+    weight = linear.weight
+    state = optimizer.state[weight.wrapped if isinstance(weight, Float8PrimaryWeight) else weight]
+    taken.append(sum(local(value).nbytes for value in state.values() if value.dim()))
+    shape = local(weight).shape
+    casts = len([each for each in shapes if each in (shape, (HIDDEN, DIM))]) // LAYERS  # one in each layer
+    gathered = 0
     if hasattr(model, "reshard"):
-        model.reshard()
-        model[0].reshard()
         model[0].unshard()
-        whole = linear.weight
-        row["gathered"] = getattr(whole, "data_fp8", whole).nbytes / whole.numel()
-    return row
+        gathered = getattr(linear.weight, "data_fp8", linear.weight).nbytes / linear.weight.numel()
+    taken = [each / shape.numel() for each in taken]
+    return [*taken, sum(taken), gathered, casts]
 
 
 def _measure_all():
     return {layout: _measure(make) for layout, make in LAYOUTS.items()}
 
 
-COLUMNS = ("parameter", "codes", "master", "gradient", "AdamW", "sum", "gathered", "casts")
-
-
 def test_the_documented_bytes_are_those_of_each_layout():
     rows = run(2, _measure_all)[0]
     page = (Path(__file__).parents[2] / "docs" / "primary-weights.md").read_text()
-    counted = [
-        f"| {' | '.join([*layout, *(f'{row[column]:g}' for column in COLUMNS)])} |" for layout, row in rows.items()
-    ]
+    counted = [f"| {' | '.join([*layout, *(f'{number:g}' for number in row)])} |" for layout, row in rows.items()]
     documented = [line for line in page.splitlines() if line.startswith(("| float", "| bfloat"))]
     assert documented == counted, "\n".join(counted)
