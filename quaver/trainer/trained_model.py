@@ -142,9 +142,8 @@ class TrainedModel:
     def _forward_backward(self, batches: Sequence[Batch]) -> Tensor:
         """Accumulate the gradients of the mean loss over `batches`; return that loss (float32, detached)."""
         loss_sum = torch.zeros((), device=self.device)
-        # FSDP2 gathers a weight again for each micro-batch, so its cast cannot be shared.
-        once = cast_weights_once(self.model) if self.ranks.is_alone else nullcontext()
-        with self._in_precision(), once:
+        once = self.ranks.is_alone or self.config.float8.cast_weights_once
+        with self._in_precision(), cast_weights_once(self.model) if once else nullcontext():
             for batch in batches:
                 loss = self._loss(batch) / len(batches)
                 loss.backward()

@@ -68,7 +68,7 @@ LAYOUTS = {
     "delayed_dynamic_weight": (2, "delayed_dynamic_weight", [*DELAYED_DYNAMIC_WEIGHT, *ALL_GATHER], FLOAT8),
     "shard_tensor": (4, "hp", [*HP, *TENSOR], EXACT),
     "shard_replicate": (4, "hp", [*HP, *REPLICATE, "--validation.steps=3"], EXACT),
-    "shard_tensor_all_gather": (4, "tensorwise", [*TENSOR, *ALL_GATHER], FLOAT8),
+    "shard_tensor_all_gather": (4, "tensorwise", [*TENSOR, *ALL_GATHER, "--float8.cast_weights_once"], FLOAT8),
     "delayed_shard_tensor": (4, "delayed", [*DELAYED, *TENSOR, *ALL_GATHER], FLOAT8),
 }
 

@@ -37,6 +37,9 @@ class Float8(Settings, section="float8"):
     """FSDP2 gathers weights in float8: half the bytes of bfloat16."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
     """Compute the scales of all gathered weights after each optimizer step, with one collective."""
+    cast_weights_once: bool = False
+    """Quantize the shards of gathered weights once per step, not for every all-gather; their codes take memory until
+    its end. A run in one process always casts once."""
     delayed_history_len: int = 16
     """Length of the history of amaxes, in steps."""
     delayed_scale_fn_name: str = "max"
@@ -74,6 +77,12 @@ class Float8(Settings, section="float8"):
             "enable_fsdp_float8_all_gather",
             "true with float8.precompute_float8_dynamic_scale_for_fsdp",
             "the scales are those of weights that are gathered in float8",
+        )
+        self.require(
+            self.enable_fsdp_float8_all_gather or not self.cast_weights_once,
+            "enable_fsdp_float8_all_gather",
+            "true with float8.cast_weights_once",
+            "other shards are gathered in high precision",
         )
         self._check_delayed_scaling()
 

@@ -198,6 +198,7 @@ BAD_SETTINGS = {
         "float8.enable_float8_linear must be true with float8.enable_fsdp_float8_all_gather"
     ),
     "--float8.precompute_float8_dynamic_scale_for_fsdp": "float8.enable_fsdp_float8_all_gather must be true with",
+    "--float8.cast_weights_once": "float8.enable_fsdp_float8_all_gather must be true with float8.cast_weights_once",
     "--float8.skip_last_layers=-1": "float8.skip_last_layers must be not negative, got -1",
     "--float8.skip_first_layers=1 --float8.no-enable_float8_linear": "must be its default, 0, unless float8.enable",
     "--float8.skip_first_layers=3 --float8.skip_last_layers=2": (
