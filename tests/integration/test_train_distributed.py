@@ -37,7 +37,6 @@ HP = ["--float8.no-enable_float8_linear"]
 ALL_GATHER = ["--float8.enable_fsdp_float8_all_gather", "--float8.precompute_float8_dynamic_scale_for_fsdp"]
 REPLICATE = ["--parallelism.data_parallel_replicate_degree=2"]
 TENSOR = ["--parallelism.tensor_parallel_degree=2"]
-ROWWISE = ["--float8.recipe_name=rowwise"]
 DELAYED = ["--float8.recipe_name=delayed"]
 DELAYED_DYNAMIC_WEIGHT = ["--float8.recipe_name=delayed_with_dynamic_weight", "--float8.delayed_dynamic_window=0.5,1.0"]
 MIXED = ["--float8.filter_fqns=lm_head,k_proj,layers.1.mlp"]
@@ -48,7 +47,6 @@ REFERENCES = {
     "hp": HP,
     "tied": [*HP, "--model.tie_word_embeddings"],
     "tensorwise": [],
-    "rowwise": ROWWISE,
     "mixed": MIXED,
     "delayed": DELAYED,
     "delayed_dynamic_weight": DELAYED_DYNAMIC_WEIGHT,
@@ -57,10 +55,8 @@ REFERENCES = {
 LAYOUTS = {
     # name: (ranks, reference, words, tolerance)
     "shard": (2, "hp", HP, EXACT),
-    "tensor_compiled": (2, "hp", [*HP, *TENSOR, "--training.compile"], EXACT),
     "tied": (2, "tied", REFERENCES["tied"], EXACT),
     "all_gather": (2, "tensorwise", [*ALL_GATHER, "--job.compare"], FLOAT8),
-    "rowwise": (2, "rowwise", ROWWISE, FLOAT8),
     "tensor_mixed": (2, "mixed", [*MIXED, *TENSOR], FLOAT8),
     "delayed_shard": (2, "delayed", DELAYED, FLOAT8),
     "delayed_all_gather": (2, "delayed", [*DELAYED, *ALL_GATHER], FLOAT8),
@@ -73,6 +69,7 @@ LAYOUTS = {
 }
 
 NIGHTLY = {
+    "tensor_compiled": (2, "hp", [*HP, *TENSOR, "--training.compile"], EXACT),
     "replicate": (2, "hp", [*HP, *REPLICATE], EXACT),
     "tensor": (2, "hp", [*HP, *TENSOR], EXACT),
     "resharded": (2, "hp", [*HP, "--parallelism.fsdp_reshard_after_forward=always"], EXACT),

@@ -144,17 +144,12 @@ def test_a_removed_run_folder_ends_the_run_with_one_line(folder, capsys, at_step
         ),
     ],
 )
-def test_numbers_that_no_checkpoint_could_record_are_refused(folder, capsys, words, message):
-    capsys.readouterr()
-    with pytest.raises(SystemExit, match="2"):
-        main(["train", "--resume", str(folder), *words])
-    assert message in error_line(capsys)
+def test_a_number_that_no_checkpoint_could_record_is_refused(folder, refused, words, message):
+    assert message in refused("train", "--resume", folder, *words)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "notes"])
-def test_a_checkpoint_folder_that_is_a_file_is_refused(folder, capsys, name):
+def test_a_checkpoint_folder_that_is_a_file_is_refused(folder, refused, name):
     (folder / "notes").write_text("")
-    capsys.readouterr()
-    with pytest.raises(SystemExit, match="2"):
-        main(["train", "--resume", str(folder), f"--checkpoint.folder={name}"])
-    assert "checkpoint.folder must be a folder" in error_line(capsys)
+    line = refused("train", "--resume", folder, f"--checkpoint.folder={name}")
+    assert "checkpoint.folder must be a folder" in line
