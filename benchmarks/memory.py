@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.memory_modules import CHECKPOINTING, MODULES, PRECISIONS, Case, Size, measure
-from benchmarks.memory_report import PAGE, RECORD, exceptions, page, tables
+from benchmarks.memory_report import PAGE, PROMISED, RECORD, exceptions, name_of, page, tables
 from benchmarks.record import on_ranks, provenance
 
 RANKS = (1, 2)
@@ -85,7 +85,7 @@ def measure_row(case: Case, size: Size, device: torch.device, mesh: Any = None) 
         "resident_bytes": resident,
         "added_peak_bytes": usage.peak_bytes,
         "added_tensor_peak_bytes": usage.tensor_peak_bytes,
-        "kept_bytes": usage.saved_bytes,
+        "saved_bytes": usage.saved_bytes,
     }
 
 
@@ -129,8 +129,8 @@ def main() -> int:
     if options.update_docs:
         PAGE.write_text(page(results))
     over = exceptions(results["rows"])
-    for line in over:
-        print(f"above bfloat16: {line}", file=sys.stderr)
+    for row in over:
+        print(f"above {PROMISED} of bfloat16: {name_of(row)}", file=sys.stderr)
     return bool(over)
 
 

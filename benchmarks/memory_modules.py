@@ -34,7 +34,7 @@ from quaver.trainer.optimizer import build_optimizer
 
 PRECISIONS = ("bfloat16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
 CHECKPOINTING = ("none", "full", "op")
-STEPS_ON_RANKS = 2
+STEPS_ON_RANKS = 8
 MODULES = ("linear", "attention", "ffn", "1 block", "2 blocks", "10 blocks")
 
 
@@ -155,8 +155,8 @@ def _least(usages: list[Usage]) -> Usage:
     """The smallest of each figure."""
     tensor_peaks = [usage.tensor_peak_bytes for usage in usages if usage.tensor_peak_bytes is not None]
     lowest = min(usages, key=lambda usage: usage.peak_bytes)
-    kept = min(usage.saved_bytes for usage in usages)
-    return replace(lowest, tensor_peak_bytes=min(tensor_peaks, default=None), saved_bytes=kept)
+    saved = min(usage.saved_bytes for usage in usages)
+    return replace(lowest, tensor_peak_bytes=min(tensor_peaks, default=None), saved_bytes=saved)
 
 
 def _step(

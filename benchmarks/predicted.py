@@ -63,9 +63,9 @@ def compare(measured: Row, size: Size) -> Row:
         "measured_peak_bytes": measured["added_tensor_peak_bytes"],
         "predicted_peak_bytes": prediction.step_peak_bytes,
         "peak": round(prediction.step_peak_bytes / measured["added_tensor_peak_bytes"], 5),
-        "measured_kept_bytes": measured["kept_bytes"],
-        "predicted_kept_bytes": prediction.saved_by_forward_bytes,
-        "kept": round(prediction.saved_by_forward_bytes / measured["kept_bytes"], 5),
+        "measured_saved_bytes": measured["saved_bytes"],
+        "predicted_saved_bytes": prediction.saved_by_forward_bytes,
+        "saved": round(prediction.saved_by_forward_bytes / measured["saved_bytes"], 5),
         "seconds": round(time.monotonic() - start, 2),
     }
 
@@ -76,25 +76,20 @@ def page(results: dict[str, Any]) -> str:
     differ = [row for row in rows if abs(row["peak"] - 1) > NAMED]
     off = f"\n\n{_named(differ)}" if differ else " none."
     return f"""\
-# Memory of a training step, predicted beside measured
+# Memory of a training step, predicted and measured
 
 Predicted on {about["date"]} in {about["minutes"]} minutes by `{about["command"]}`: {about["device"]}, torch
-{about["torch"]}.{_predicted_again(results)} Measured are the rows of [memory.md](memory.md), at commit
+{about["torch"]}. Measured are the rows of [memory.md](memory.md), at commit
 {results["measured_at"]}. This page is made from `predicted.json`.
 
 A ratio is predicted over measured: **peak** of the most that tensors take in a step beyond parameters and optimizer
-state, scratch of operations left out, **kept** of what is alive between forward and backward. On 2 ranks a measurement
-is the least of two steps, since gloo's threads free buffers at chance moments, and single rows are above.
+state, scratch of operations left out, **saved** of what is alive between forward and backward. On 2 ranks a measurement
+is the least of eight steps, since gloo's threads free buffers at chance moments, and single rows are above.
 {_changed(results)}
 {_summary(rows)}
 
 Rows whose peak differs by more than {NAMED:.1%}:{off}
 """
-
-
-def _predicted_again(results: dict[str, Any]) -> str:
-    again = results.get("again")
-    return f" The {again['rows']} rows that were measured anew: {again['date']}, {again['commit']}." if again else ""
 
 
 def _changed(results: dict[str, Any]) -> str:
@@ -125,8 +120,10 @@ def _summary(rows: list[Row]) -> str:
             continue
         same = sum(abs(row["predicted_peak_bytes"] - row["measured_peak_bytes"]) <= _A_FEW_BYTES for row in here)
         seconds = sorted(row["seconds"] for row in here)
-        lines.append([heading, len(here), _range(here, "peak"), same, _range(here, "kept"), seconds[len(seconds) // 2]])
-    head = ["rows", "number", "peak", f"peaks within {_A_FEW_BYTES} bytes", "kept", "median seconds of a prediction"]
+        lines.append(
+            [heading, len(here), _range(here, "peak"), same, _range(here, "saved"), seconds[len(seconds) // 2]]
+        )
+    head = ["rows", "number", "peak", f"peaks within {_A_FEW_BYTES} bytes", "saved", "median seconds of a prediction"]
     return markdown(head, lines)
 
 
@@ -150,7 +147,8 @@ def _compared(chosen: list[Case], measured: list[Row], size: Size) -> Iterator[R
     by_case = {tuple(row[key] for key in asdict(chosen[0])): row for row in measured}
     for case in chosen:
         row = compare(by_case[tuple(asdict(case).values())], size)
-        print(f"{', '.join(sorted(words_of(case)))}: peak {row['peak']:.4f}, kept {row['kept']:.4f}", file=sys.stderr)
+        words = ", ".join(sorted(words_of(case)))
+        print(f"{words}: peak {row['peak']:.4f}, saved {row['saved']:.4f}", file=sys.stderr)
         yield row
 
 
