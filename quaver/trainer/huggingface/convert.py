@@ -22,19 +22,19 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from quaver.export.files import listed, read_config
+from quaver.export.folders import check_new, new_folder
 from quaver.trainer.checkpoint import read_metadata
 from quaver.trainer.checkpoint_folder import (
     FORMAT,
     Progress,
     check_checkpoint,
-    check_new,
-    new_folder,
     read_record,
     write_record,
 )
 from quaver.trainer.config import Model
 from quaver.trainer.config_io import build_config
-from quaver.trainer.huggingface.config import KEPT, hf_config, listed, model_from_hf, read_hf_config
+from quaver.trainer.huggingface.config import KEPT, hf_config, model_from_hf
 from quaver.trainer.huggingface.weights import (
     EMBEDDING,
     HEAD,
@@ -79,7 +79,7 @@ def import_hf(folder: Path, out: Path, dtype: str = "float32") -> Model:
         OutputError: the weights cannot be written.
     """
     check_new(out)
-    config = read_hf_config(folder)
+    config = read_config(folder)
     model = model_from_hf(config)
     reader = open_safetensors(folder)
     _check_tensors(reader, model, folder)
