@@ -149,6 +149,10 @@ def _open(file: Path) -> Any:
         raise ValueError(f"{str(file)!r} is damaged: {error}; download it again") from error
 
 
+class NotWrittenError(OSError):
+    """The weights could not be written, for want of space for example."""
+
+
 class SafetensorsWriter:
     """Writes tensors into files of at most `max_bytes`, or one tensor, and an index. Memory holds one file."""
 
@@ -160,7 +164,7 @@ class SafetensorsWriter:
         self.total_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor, on any device; writes the file that it does not fit into. Raises OSError."""
+        """Add a tensor, on any device; a file that has no room for it is written first. Raises NotWrittenError."""
         if self._filled and self._filled + tensor.nbytes > self._max_bytes:
             self._flush()
         self._pending[name] = tensor.detach().cpu().contiguous()
@@ -168,7 +172,11 @@ class SafetensorsWriter:
         self.total_bytes += tensor.nbytes
 
     def _flush(self) -> None:
-        save_file(self._pending, self._folder / f"{len(self._written)}.partial", metadata={"format": "pt"})
+        file = self._folder / f"{len(self._written)}.partial"
+        try:
+            save_file(self._pending, file, metadata={"format": "pt"})
+        except (SafetensorError, OSError) as error:
+            raise NotWrittenError(f"cannot write the weights to {str(file.parent)!r}: {error}") from error
         self._written.append(list(self._pending))
         self._pending, self._filled = {}, 0
 
