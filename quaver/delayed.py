@@ -259,7 +259,7 @@ def _fit(name: str, scale: float, amax: float, saturated: float, format_max: flo
     return TensorScaling(name, used, is_dynamic, amax, ratio, int(saturated))
 
 
-_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 
 def _named_rows(model: nn.Module) -> list[NamedRow]:
@@ -274,7 +274,7 @@ def _named_rows(model: nn.Module) -> list[NamedRow]:
             for wrapper in in_ddp:
                 if prefix.startswith(wrapper):
                     prefix = wrapper.removesuffix("module.") + prefix.removeprefix(wrapper)
-            for name, state, row in module.scaling.named_rows(_WRAPPERS.sub("", prefix)):
+            for name, state, row in module.scaling.named_rows(WRAPPERS.sub("", prefix)):
                 found.setdefault((id(state), row), (name, state, row))
     return list(found.values())
 

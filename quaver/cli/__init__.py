@@ -16,7 +16,12 @@ VERBS = {
     "memory": "predict the memory of a training step and the tensors alive at its peak",
     "prepare-data": "tokenize the text of a run ahead of it, and count the tokens",
     "convert": "convert weights from and to Hugging Face's Llama",
+    "export": "write float8 weights for transformers, vLLM and SGLang",
+    "import": "dequantize float8 weights into a folder to train from",
 }
+
+_FILES = {"import": "import_weights"}
+"""The files of verbs that are no names of modules."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         verb = find_verb(VERBS, words, kind="command", usage=usage)
         if isinstance(verb, int):
             return verb
-        return importlib.import_module(f"{__name__}.{verb.replace('-', '_')}").run(words[1:])
+        return importlib.import_module(f"{__name__}.{_FILES.get(verb, verb.replace('-', '_'))}").run(words[1:])
     except SystemExit as stopped:  # a verb's --help
         if stopped.code:
             raise

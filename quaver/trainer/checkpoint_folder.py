@@ -1,4 +1,4 @@
-"""Folders that appear under their name complete or not at all: the checkpoints of a run, and converted models.
+"""Folders that appear under their name complete or not at all: the checkpoints of a run.
 
     step-00000100/            complete: it got this name when everything in it was on the disk
         checkpoint.json       the step, the position in the data, the config, the versions
@@ -16,8 +16,6 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
@@ -26,9 +24,10 @@ from annotated_types import MinLen
 from pydantic import ConfigDict, StringConstraints, TypeAdapter
 from typing_extensions import TypedDict
 
+from quaver.export.folders import rename, sync_all
 from quaver.trainer.config.settings import AtLeast1, NotNegative
 from quaver.trainer.json_file import STRICT, read_json
-from quaver.trainer.manifest import CHOOSE, MANIFEST, FileDigest, check_manifest, sync, sync_all, write_manifest
+from quaver.trainer.manifest import CHOOSE, MANIFEST, FileDigest, check_manifest, write_manifest
 
 FORMAT = 1
 RECORD = "checkpoint.json"
@@ -135,7 +134,7 @@ class CheckpointFolder:
         path = self._path(step)
         if path.exists():
             path.rename(self._replaced(step))
-        _rename(self.partial(step), path)
+        rename(self.partial(step), path)
 
     def prune(self, keep_latest_k: int = 0) -> None:
         """Remove what no longer counts, and all complete checkpoints but the newest `keep_latest_k`; 0 keeps all."""
@@ -207,38 +206,3 @@ def check_checkpoint(checkpoint: Path, record: dict[str, Any], rank: int = 0, wo
     elif rank == 0:
         line = f"{str(checkpoint)!r} has no {MANIFEST}: its files are not verified"
         print(f"quaver: {line}", file=sys.stderr, flush=True)
-
-
-def check_new(path: Path) -> None:
-    """Raise FileExistsError if `path` exists."""
-    if path.exists() or path.is_symlink():
-        raise FileExistsError(f"{str(path)!r} exists already; give another folder or remove it")
-
-
-@contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty folder next to `path`; at the end of the block it is on the disk and renamed to `path`.
-
-    An error in the block leaves nothing. What a killed process left is removed by the next call.
-
-    Raises:
-        FileExistsError: `path` exists.
-        OSError: the folder cannot be made or written.
-    """
-    check_new(path)
-    partial = path.with_name(f".{path.name}.partial")
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        sync_all(partial)
-        check_new(path)  # rename() would replace an empty folder that was made in the meantime
-        _rename(partial, path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # an error of the block is more important
-
-
-def _rename(partial: Path, path: Path) -> None:
-    partial.rename(path)
-    sync(path.parent)

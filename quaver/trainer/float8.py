@@ -52,7 +52,20 @@ def convert_model(model: Llama, config: Float8, *, tokens: int, device: torch.de
             return FilterDecision(False, skipped_blocks[module])
         return automatic(module, fqn) if automatic else True
 
-    linear_config = replace(
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "nothing to convert")
+        convert_to_float8_training(model, config=linear_config(config), module_filter_fn=decide)
+    report = conversion_report(model)
+    if not report.converted:
+        raise ValueError(report.why_nothing())
+    if config.fused_producers:
+        fuse_producers(model)
+    return report
+
+
+def linear_config(config: Float8) -> Float8LinearConfig:
+    """Return the config of the float8 linears of a run."""
+    return replace(
         Float8LinearConfig.from_recipe_name(config.recipe_name),
         emulate=config.emulate,
         enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
@@ -60,15 +73,6 @@ def convert_model(model: Llama, config: Float8, *, tokens: int, device: torch.de
         enable_amax_init=config.enable_amax_init,
         enable_pre_and_post_forward=config.enable_pre_and_post_forward,
     )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "nothing to convert")
-        convert_to_float8_training(model, config=linear_config, module_filter_fn=decide)
-    report = conversion_report(model)
-    if not report.converted:
-        raise ValueError(report.why_nothing())
-    if config.fused_producers:
-        fuse_producers(model)
-    return report
 
 
 def fuse_producers(model: nn.Module) -> None:

@@ -19,6 +19,7 @@ from pydantic import ConfigDict, StringConstraints, TypeAdapter
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from xxhash import xxh3_128
 
+from quaver.export.folders import file_threads
 from quaver.trainer.config.settings import NotNegative
 from quaver.trainer.json_file import STRICT, read_json
 
@@ -109,7 +110,7 @@ class _HashedFile(io.BufferedWriter):
 def write_manifest(folder: Path, known: dict[str, FileDigest]) -> None:
     """Write the manifest of `folder`; files that have no digest in `known` are read."""
     rest = {name: path for name, path in _files(folder).items() if name not in known}
-    with _threads() as threads:
+    with file_threads() as threads:
         digests = {**known, **dict(zip(rest, threads.map(_digest, rest.values()), strict=True))}
     content = asdict(Manifest(1, dict(sorted(digests.items()))))
     (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -133,27 +134,10 @@ def check_manifest(folder: Path, rank: int = 0, world_size: int = 1) -> None:
         if size != expected[name].bytes:
             raise ValueError(f"{str(path)!r} has {size} bytes, expected {expected[name].bytes}; {CHOOSE}")
     mine = sorted(found)[rank::world_size]
-    with _threads() as threads:
+    with file_threads() as threads:
         for name, digest in zip(mine, threads.map(_digest, [found[name] for name in mine]), strict=True):
             if digest != expected[name]:
                 raise ValueError(f"{str(found[name])!r} is damaged: its xxh3_128 differs from {MANIFEST}; {CHOOSE}")
-
-
-def sync_all(folder: Path) -> None:
-    """`sync` everything below `folder`, and itself, at once: the file system writes them together."""
-    with _threads() as threads:
-        list(threads.map(sync, (*folder.rglob("*"), folder)))
-
-
-def sync(path: Path) -> None:
-    """Return when the content of a file, or the names in a folder, are on the disk."""
-    if os.name != "posix" and path.is_dir():  # Windows does not open folders
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -175,7 +159,3 @@ def _name(folder: Path, path: Path) -> str:
 def _digest(path: Path) -> FileDigest:
     with path.open("rb") as file:
         return FileDigest(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, xxh3_128).hexdigest())
-
-
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(8, 2 * (os.cpu_count() or 1)), "checkpoint-files")

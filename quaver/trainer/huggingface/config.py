@@ -6,9 +6,9 @@ written, so that either version makes the same model of the file. Absent keys me
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from quaver.export.files import listed
 from quaver.trainer.config import Model
 
 ARCHITECTURE = "LlamaForCausalLM"
@@ -41,27 +41,6 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "a number": lambda value: type(value) in (int, float),
     "true or false": lambda value: type(value) is bool,
 }
-
-
-def read_hf_config(folder: Path) -> dict[str, Any]:
-    """Return the config.json of `folder`.
-
-    Raises:
-        FileNotFoundError: there is no such folder or file.
-        ValueError: it is not a JSON object.
-    """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{str(folder)!r} has no config.json; give the folder of a Hugging Face model, with its *.safetensors"
-        )
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{str(path)!r} is not JSON: {error}; download it again") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{str(path)!r} must be a JSON object, got a {type(config).__name__}; download it again")
-    return config
 
 
 def model_from_hf(config: dict[str, Any]) -> Model:
@@ -120,12 +99,6 @@ def hf_config(model: Model, *, dtype: str, kept: dict[str, Any]) -> dict[str, An
         "torch_dtype": dtype,
         **{name: kept.get(name) for name in KEPT},
     }
-
-
-def listed(names: list[str], most: int = 3) -> str:
-    """Return the first few of `names` and the number of the others, for an error message."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _check_architecture(config: dict[str, Any]) -> None:

@@ -22,19 +22,20 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from quaver.export.bundle import tokenizer_files
+from quaver.export.files import listed, read_config
+from quaver.export.folders import check_new, new_folder
 from quaver.trainer.checkpoint import read_metadata
 from quaver.trainer.checkpoint_folder import (
     FORMAT,
     Progress,
     check_checkpoint,
-    check_new,
-    new_folder,
     read_record,
     write_record,
 )
 from quaver.trainer.config import Model
 from quaver.trainer.config_io import build_config
-from quaver.trainer.huggingface.config import KEPT, hf_config, listed, model_from_hf, read_hf_config
+from quaver.trainer.huggingface.config import KEPT, hf_config, model_from_hf
 from quaver.trainer.huggingface.weights import (
     EMBEDDING,
     HEAD,
@@ -53,8 +54,6 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Buffers that old versions of transformers saved; they follow from the config."""
-
-_TOKENIZER_FILES = ("tokenizer*", "*_tokens*.json", "vocab.json", "merges.txt", "chat_template.jinja")
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def import_hf(folder: Path, out: Path, dtype: str = "float32") -> Model:
         OutputError: the weights cannot be written.
     """
     check_new(out)
-    config = read_hf_config(folder)
+    config = read_config(folder)
     model = model_from_hf(config)
     reader = open_safetensors(folder)
     _check_tensors(reader, model, folder)
@@ -129,16 +128,16 @@ def export_hf(
         OutputError: the weights cannot be written.
     """
     check_new(out)
-    tokenizer_files = _tokenizer_files(tokenizer) if tokenizer else []
-    found = _open_checkpoint(checkpoint, name)
+    copied = tokenizer_files(tokenizer) if tokenizer else []
+    found = open_checkpoint(checkpoint, name)
     state = file_state(found.model, getattr(torch, dtype))
     stored = {each: f"model.{each}" for each in state}
-    config = hf_config(found.model, dtype=dtype, kept=_kept_of_run(found))
+    config = hf_config(found.model, dtype=dtype, kept=kept_of_run(found))
     with new_folder(out) as partial:
         reader = CheckpointReader(found.weights)
         write_safetensors(reader, partial, state, stored, max_shard_bytes)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for file in tokenizer_files:
+        for file in copied:
             shutil.copyfile(file, partial / file.name)
     return found
 
@@ -180,7 +179,7 @@ def _check_shapes(reader: FileSystemReader, expected: dict[str, Tensor], prefix:
         raise ValueError(f"{str(reader.path)!r} does not have the tensors that its config requires: {listed(wrong)}")
 
 
-def _open_checkpoint(checkpoint: Path, name: str | None) -> Export:
+def open_checkpoint(checkpoint: Path, name: str | None) -> Export:
     """Read the record of a checkpoint and the list of its tensors, and check that they are those of its config."""
     record = read_record(checkpoint)
     check_checkpoint(checkpoint, record)
@@ -200,7 +199,7 @@ def _kept(config: dict[str, Any]) -> dict[str, Any]:
     return {name: config[name] for name in KEPT if name in config}
 
 
-def _kept_of_run(found: Export) -> dict[str, Any]:
+def kept_of_run(found: Export) -> dict[str, Any]:
     """Return token ids and the longest context: those of the imported model, or those of the run's training."""
     if "huggingface" in found.record:
         return _kept(found.record["huggingface"])
@@ -209,10 +208,3 @@ def _kept_of_run(found: Export) -> dict[str, Any]:
     if scaling:
         longest = max(longest, int(scaling.factor * scaling.original_max_position))
     return {"eos_token_id": found.record["data"]["eos_id"], "max_position_embeddings": longest}
-
-
-def _tokenizer_files(folder: Path) -> list[Path]:
-    found = sorted(file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file())
-    if not found:
-        raise FileNotFoundError(f"--tokenizer {str(folder)!r} must have files of a tokenizer, such as tokenizer.json")
-    return found

@@ -4,12 +4,10 @@ Names are equal in both. torch's HuggingFaceStorageReader and HuggingFaceStorage
 reader takes every *.safetensors of a folder, so the index, and that the files are whole, is checked here.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -18,17 +16,14 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from quaver.export.files import INDEX, SINGLE, check_header, check_index, read_index, single_file
 from quaver.trainer.checkpoint import ignore_single_process_warning, load_state, read_metadata, reason
 from quaver.trainer.config import Model
 from quaver.trainer.errors import CheckpointError, OutputError
-from quaver.trainer.huggingface.config import listed
 from quaver.trainer.model import Llama
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """The two that may be tied."""
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 
 
 def meta_state(model: Model, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -53,14 +48,10 @@ def open_safetensors(folder: Path) -> HuggingFaceStorageReader:
         ValueError: a file is damaged, or the index and the files differ.
         CheckpointError: torch cannot read the headers.
     """
-    index = _index(folder)
-    files = sorted(set(index.values())) if index else [_single_file(folder)]
+    index = read_index(folder)
+    files = sorted(set(index.values())) if index else [single_file(folder)]
     for file in files:
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except SafetensorError as error:
-            raise ValueError(f"{str(file)!r} is damaged: {error}; download it again") from error
+        check_header(file)
     reader = HuggingFaceStorageReader(str(folder))
     reader.fs = _Files(files)
     metadata = read_metadata(reader)
@@ -68,10 +59,7 @@ def open_safetensors(folder: Path) -> HuggingFaceStorageReader:
     for name, tensor in tensors.items():
         if [chunk.sizes for chunk in tensor.chunks] != [tensor.size]:  # load() would leave the rest uninitialized
             raise ValueError(f"{name} must be whole in one file, got {len(tensor.chunks)} parts; download it again")
-    stored = {item.fqn: Path(info.relative_path) for item, info in metadata.storage_data.items()}
-    if index is not None and index != stored:
-        differing = sorted(name for name in {*index, *stored} if index.get(name) != stored.get(name))
-        raise ValueError(f"{str(folder / INDEX)!r} and the files it names differ: {listed(differing)}")
+    check_index(folder, index, {item.fqn: Path(info.relative_path) for item, info in metadata.storage_data.items()})
     return reader
 
 
@@ -150,34 +138,3 @@ class _Copy(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         like = self.lookup_object(write_item.index)
         return read_tensor(self._reader, self._stored[write_item.index.fqn], like)
-
-
-def _index(folder: Path) -> dict[str, Path] | None:
-    """Return the file of each tensor as the index names it; None if one file has all."""
-    path = folder / INDEX
-    if (folder / SINGLE).is_file() or not path.is_file():
-        return None
-    try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        files = {str(name): folder / file for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{str(path)!r} has no weight_map from tensors to files; download it again") from error
-    for file in sorted(set(files.values())):
-        if file.parent != folder or not file.is_file():  # a name with .. would read outside of the folder
-            raise FileNotFoundError(f"{str(path)!r} names {str(file)!r}, which is not there; download it again")
-    if not files:
-        raise ValueError(f"{str(path)!r} names no tensors; download it again")
-    return files
-
-
-def _single_file(folder: Path) -> Path:
-    if (folder / SINGLE).is_file():
-        return folder / SINGLE
-    found = sorted(folder.glob("*.safetensors"))
-    if len(found) != 1:
-        names = ", ".join(path.name for path in found[:3] or sorted(folder.glob("*.bin"))[:3]) or "neither"
-        raise FileNotFoundError(
-            f"{str(folder)!r} must have {SINGLE}, or shards and {INDEX}, got {names}; download all files of the model, "
-            "or save it with save_pretrained, which writes safetensors"
-        )
-    return found[0]

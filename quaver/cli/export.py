@@ -1,0 +1,108 @@
+"""`quaver export SOURCE TARGET`: float8 weights for serving, from a run, a checkpoint or a Hugging Face folder."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+
+from quaver.cli.errors import EXIT_BAD_INPUT, EXIT_NOT_WRITTEN, bad_input, print_error
+from quaver.export import Float8Weights, save_float8
+from quaver.export.bundle import tokenizer_files
+from quaver.export.files import NotWrittenError
+from quaver.export.folders import check_new
+from quaver.export.formats import COMPRESSED_TENSORS, FORMATS
+from quaver.export.source import DEFAULT_FILTER, Source, huggingface_source
+from quaver.recorder.byte_sizes import parse_bytes
+from quaver.trainer.config.flags import parse_options
+from quaver.trainer.config.float8 import RECIPES
+from quaver.trainer.config.settings import NotNegative, OneOf, Positional, Settings, expanded
+from quaver.trainer.errors import CheckpointError
+from quaver.trainer.huggingface.float8 import checkpoint_of, run_source
+
+
+@dataclass(frozen=True)
+class Export(Settings):
+    """Write the float8 weights of a model, with the codes and scales of its training forward, as a folder that
+    transformers, vLLM and SGLang load.
+    """
+
+    source: Annotated[str, Positional()]
+    """a run of quaver train, a step-... folder of it, or a Hugging Face folder"""
+    target: Annotated[str, Positional()]
+    """the new folder"""
+    recipe: Annotated[str | None, OneOf(RECIPES, has_aliases=True)] = None
+    """Whose codes to write; that of the run by default. A Hugging Face folder needs one."""
+    format: Annotated[str, OneOf(FORMATS)] = COMPRESSED_TENSORS
+    """compressed-tensors keeps the codes of training; the other two quantize again, in blocks of 128 x 128."""
+    model: str | None = None
+    """Which model of a run, such as tensorwise or bfloat16; the first by default."""
+    dtype: Annotated[str, OneOf(("float32", "bfloat16"))] = "bfloat16"
+    """Dtype of the weights that stay in high precision."""
+    filter_fqns: tuple[str, ...] = DEFAULT_FILTER
+    """Linears whose full name contains one of these stay in high precision. Not for a float8 run, which chose them."""
+    own_scales: bool = False
+    """Keep the training scale of each of q, k, v and gate, up where scales are per tensor; vLLM then quantizes these
+    weights again."""
+    measure_tokens: NotNegative = 0
+    """Measure the change of the logits on so many random tokens; the model is then whole in memory."""
+    max_shard_size: str = "5GB"
+    """Largest size of a file."""
+    tokenizer: str | None = None
+    """Folder whose tokenizer files are copied; of a Hugging Face folder, its own by default."""
+
+
+def run(argv: list[str]) -> int:
+    """Export as `argv` says; 0 when done, 2 for bad input, 4 where the result cannot be written."""
+    with bad_input():
+        options = parse_options(Export, argv, prog="quaver export SOURCE TARGET")
+        target = expanded(options.target)
+        try:
+            check_new(target)
+            written = _save(options, _source(options), target)
+        except (NotWrittenError, CheckpointError) as error:
+            print_error(error)
+            return EXIT_NOT_WRITTEN if isinstance(error, NotWrittenError) else EXIT_BAD_INPUT
+    plan = written.plan
+    print(f"{target}: {len(plan.linears)} float8 weights of the recipe {plan.recipe} in the format {options.format}")
+    if not written.requantized:
+        print("codes and scales are those of the training forward, to the bit")
+    else:
+        worst = max(written.requantized.values(), key=lambda each: each.training_db - each.stored_db)
+        print(
+            f"{len(written.requantized)} weights have other codes than in training; the largest loss is from "
+            f"{worst.training_db:.2f} to {worst.stored_db:.2f} dB SQNR (see README.md in the folder)"
+        )
+    return 0
+
+
+def _source(options: Export) -> Source:
+    path = expanded(options.source)
+    checkpoint = checkpoint_of(path)
+    if checkpoint is not None:
+        return run_source(checkpoint, name=options.model, recipe=options.recipe, filter_fqns=options.filter_fqns)
+    options.require_default("model", unless="SOURCE is a run or a checkpoint")
+    if options.recipe is None:
+        raise ValueError(
+            f"--recipe must be one of {', '.join(RECIPES)} for a Hugging Face folder; {str(path)!r} is one"
+        )
+    return huggingface_source(path, recipe=options.recipe, filter_fqns=options.filter_fqns)
+
+
+def _save(options: Export, source: Source, target: Path) -> Float8Weights:
+    files = source.files if options.tokenizer is None else tokenizer_files(expanded(options.tokenizer))
+    return save_float8(
+        source.model,
+        target,
+        config=source.config,
+        format=options.format,
+        weights=source.weights,
+        dtype=getattr(torch, options.dtype),
+        forward_dtype=source.forward_dtype,
+        share_fused_scales=not options.own_scales,
+        max_shard_bytes=parse_bytes(options.max_shard_size, "--max-shard-size"),
+        about=source.about,
+        files=files,
+        high_precision_model=source.high_precision_model if options.measure_tokens else None,
+        measure_tokens=options.measure_tokens,
+    )

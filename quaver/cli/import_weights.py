@@ -1,0 +1,42 @@
+"""`quaver import SOURCE TARGET`: a float8 checkpoint becomes a Hugging Face folder in high precision, to train from."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+
+from quaver.cli.errors import EXIT_NOT_WRITTEN, bad_input, print_error
+from quaver.export import import_float8
+from quaver.export.files import NotWrittenError
+from quaver.recorder.byte_sizes import parse_bytes
+from quaver.trainer.config.flags import parse_options
+from quaver.trainer.config.settings import OneOf, Positional, Settings, expanded
+
+
+@dataclass(frozen=True)
+class Import(Settings):
+    """Dequantize a float8 checkpoint (compressed-tensors, or DeepSeek's fp8) into a folder to train from."""
+
+    source: Annotated[str, Positional()]
+    """a folder with config.json and *.safetensors"""
+    target: Annotated[str, Positional()]
+    """the new folder"""
+    dtype: Annotated[str, OneOf(("float32", "bfloat16", "float16"))] = "bfloat16"
+    """Dtype of the weights; codes times power-of-two scales are exact in bfloat16, others only in float32."""
+    max_shard_size: str = "5GB"
+    """Largest size of a file."""
+
+
+def run(argv: list[str]) -> int:
+    """Import as `argv` says; 0 when done, 2 for bad input, 4 where the result cannot be written."""
+    with bad_input():
+        options = parse_options(Import, argv, prog="quaver import SOURCE TARGET")
+        target, limit = expanded(options.target), parse_bytes(options.max_shard_size, "--max-shard-size")
+        dtype = getattr(torch, options.dtype)
+        try:
+            count = import_float8(expanded(options.source), target, dtype=dtype, max_shard_bytes=limit)
+        except NotWrittenError as error:
+            print_error(error)
+            return EXIT_NOT_WRITTEN
+    print(f"{target}: {count} float8 weights dequantized to {options.dtype}")
+    return 0

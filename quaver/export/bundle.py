@@ -1,0 +1,119 @@
+"""The files that come with the weights of an export: its record with a sha256 of each file, and a model card.
+
+quaver_export.json    version, recipe, format, step and source; what the format costs; the digests of all other files
+README.md             the same for people
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from quaver.convert import ConversionReport
+from quaver.export.files import listed, read_json_object, write_json
+from quaver.export.folders import file_threads
+
+RECORD = "quaver_export.json"
+CARD = "README.md"
+
+_TOKENIZER = ("tokenizer*", "*_tokens*.json", "vocab.json", "merges.txt", "chat_template.jinja")
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of the tokenizer in `folder`. Raises FileNotFoundError if it has none."""
+    found = sorted(file for pattern in _TOKENIZER for file in folder.glob(pattern) if file.is_file())
+    if not found:
+        raise FileNotFoundError(f"--tokenizer {str(folder)!r} must have files of a tokenizer, such as tokenizer.json")
+    return found
+
+
+def copied_files(folder: Path) -> list[Path]:
+    """The files of a model that do not depend on its weights: of the tokenizer and of the generation config."""
+    patterns = (*_TOKENIZER, "generation_config.json")
+    return sorted(file for pattern in patterns for file in folder.glob(pattern) if file.is_file())
+
+
+def write_bundle(folder: Path, record: dict[str, Any], report: ConversionReport) -> None:
+    """Write the card and the record, the last files of an export."""
+    (folder / CARD).write_text("\n".join(_card(record, report)) + "\n", encoding="utf-8")
+    about = {"quaver": version("quaver"), **record, "conversion_report": report.to_dict()}
+    write_json(folder / RECORD, {**about, "sha256": _digests(folder, sorted(each.name for each in folder.iterdir()))})
+
+
+def check_bundle(folder: Path) -> None:
+    """Compare the files of a folder with the digests in its record; a folder without one is not checked.
+
+    Raises:
+        ValueError: a file differs or is missing, or the record is damaged.
+    """
+    path = folder / RECORD
+    if not path.is_file():
+        return
+    digests = read_json_object(path).get("sha256")
+    if not isinstance(digests, dict) or not all(Path(name).name == name for name in digests):
+        raise ValueError(f"{str(path)!r} has no sha256 of the files; download it again")
+    missing = sorted(name for name in digests if not (folder / name).is_file())
+    if missing:
+        raise FileNotFoundError(f"{str(folder)!r} lacks files that {RECORD} names: {listed(missing)}")
+    found = _digests(folder, list(digests))
+    differing = sorted(name for name in digests if found[name] != digests[name])
+    if differing:
+        raise ValueError(
+            f"{str(folder)!r} has files that differ from their sha256 in {RECORD}: {listed(differing)}; download them "
+            f"again, or remove {RECORD} if you changed them"
+        )
+
+
+def _digests(folder: Path, names: list[str]) -> dict[str, str]:
+    with file_threads() as threads:
+        return dict(zip(names, threads.map(_sha256, [folder / name for name in names]), strict=True))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _card(record: dict[str, Any], report: ConversionReport) -> Iterator[str]:
+    yield "# Float8 weights"
+    yield ""
+    yield f"Exported by quaver {version('quaver')} in the format `{record['format']}`."
+    yield ""
+    for name in ("source", "recipe", "step"):
+        if record.get(name) is not None:
+            yield f"- {name}: {record[name]}"
+    requantized = record["requantized"]
+    if requantized:
+        yield "- Codes of these weights differ from those of the training forward; SQNR of the weight in dB:"
+        yield ""
+        yield "| linear | training | stored |"
+        yield "| --- | ---: | ---: |"
+        for name, each in requantized.items():
+            yield f"| {name} | {_decibels(each['training_db'])} | {_decibels(each['stored_db'])} |"
+    else:
+        yield "- Codes and scales are those of the training forward, to the bit."
+    yield ""
+    yield "## Logits"
+    yield ""
+    logits = record.get("logits")
+    if logits is None:
+        yield "Not measured; `quaver export --measure-tokens N` does."
+    else:
+        yield (
+            f"On {logits['tokens']} random tokens, the dequantized weights against the high-precision weights, both "
+            f"multiplied in high precision: SQNR {_decibels(logits['sqnr_db'])} dB, largest difference "
+            f"{logits['max_difference']:.4g}, the same most likely token at {logits['same_argmax']:.1%} of positions."
+        )
+    yield ""
+    yield "## Conversion"
+    yield ""
+    yield "```"
+    yield str(report)
+    yield "```"
+
+
+def _decibels(value: float | None) -> str:
+    return "exact" if value is None else f"{value:.2f}"

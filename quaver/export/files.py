@@ -1,0 +1,201 @@
+"""The safetensors files of a Hugging Face folder: a lazy reader that trusts no index, and a writer that cuts files."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in `path`.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a JSON object.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{str(path)!r} is not JSON: {error}; download it again") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{str(path)!r} must be a JSON object, got a {type(found).__name__}; download it again")
+    return found
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the config.json of `folder`.
+
+    Raises:
+        FileNotFoundError: there is no such folder or file.
+        ValueError: it is not a JSON object.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{str(folder)!r} has no {CONFIG}; give the folder of a Hugging Face model, with its *.safetensors"
+        )
+    return read_json_object(path)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def listed(names: list[str], most: int = 3) -> str:
+    """Return the first few of `names` and the number of the others, for an error message."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors of a Hugging Face folder by name; each is read from its file when it is asked for.
+
+    Raises (when made):
+        FileNotFoundError: there is no safetensors file, or the index names one that is not in the folder.
+        ValueError: a file is damaged, or the index and the files differ.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        index = read_index(folder)
+        self._opened = {file: _open(file) for file in sorted(set(index.values()) if index else {single_file(folder)})}
+        stored = [(name, file) for file, opened in self._opened.items() for name in opened.keys()]  # noqa: SIM118
+        self._file = dict(stored)
+        check_index(folder, index, self._file)
+        if len(stored) != len(self._file):
+            twice = sorted(name for name, file in stored if self._file[name] != file)
+            raise ValueError(f"{str(folder)!r} has tensors in two files: {listed(twice)}; download it again")
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._opened[self._file[name]].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file)
+
+    def __len__(self) -> int:
+        return len(self._file)
+
+    def shape(self, name: str) -> list[int]:
+        """The shape of a tensor, from the header of its file."""
+        return list(self._opened[self._file[name]].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """The dtype of a tensor as the header of its file names it: F8_E4M3, BF16, F32 and so on."""
+        return str(self._opened[self._file[name]].get_slice(name).get_dtype())
+
+
+def read_index(folder: Path) -> dict[str, Path] | None:
+    """Return the file of each tensor as the index names it; None if one file has all.
+
+    Raises:
+        FileNotFoundError: a file that the index names is missing, or outside of the folder.
+        ValueError: the index is damaged or empty.
+    """
+    path = folder / INDEX
+    if (folder / SINGLE).is_file() or not path.is_file():
+        return None
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = {str(name): folder / file for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{str(path)!r} has no weight_map from tensors to files; download it again") from error
+    for file in sorted(set(files.values())):
+        if file.parent != folder or not file.is_file():  # a name with .. would read outside of the folder
+            raise FileNotFoundError(f"{str(path)!r} names {str(file)!r}, which is not there; download it again")
+    if not files:
+        raise ValueError(f"{str(path)!r} names no tensors; download it again")
+    return files
+
+
+def check_index(folder: Path, index: dict[str, Path] | None, stored: dict[str, Path]) -> None:
+    """Raise ValueError if an index places tensors in other files than they are stored in."""
+    if index is not None and index != stored:
+        differing = sorted(name for name in {*index, *stored} if index.get(name) != stored.get(name))
+        raise ValueError(f"{str(folder / INDEX)!r} and the files it names differ: {listed(differing)}")
+
+
+def single_file(folder: Path) -> Path:
+    """Return the one safetensors file of a folder without an index. Raises FileNotFoundError."""
+    if (folder / SINGLE).is_file():
+        return folder / SINGLE
+    found = sorted(folder.glob("*.safetensors"))
+    if len(found) != 1:
+        names = ", ".join(path.name for path in found[:3] or sorted(folder.glob("*.bin"))[:3]) or "neither"
+        raise FileNotFoundError(
+            f"{str(folder)!r} must have {SINGLE}, or shards and {INDEX}, got {names}; download all files of the model, "
+            "or save it with save_pretrained, which writes safetensors"
+        )
+    return found[0]
+
+
+def check_header(file: Path) -> None:
+    """Raise ValueError if `file` is no whole safetensors file."""
+    with _open(file):
+        pass
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{str(file)!r} is damaged: {error}; download it again") from error
+
+
+class NotWrittenError(OSError):
+    """The weights could not be written, for want of space for example."""
+
+
+class SafetensorsWriter:
+    """Writes tensors into files of at most `max_bytes`, or one tensor, and an index. Memory holds one file."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._folder, self._max_bytes = folder, max_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._filled = 0
+        self._written: list[list[str]] = []
+        self.total_bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor, on any device; a file that has no room for it is written first. Raises NotWrittenError."""
+        if self._filled and self._filled + tensor.nbytes > self._max_bytes:
+            self._flush()
+        self._pending[name] = tensor.detach().cpu().contiguous()
+        self._filled += tensor.nbytes
+        self.total_bytes += tensor.nbytes
+
+    def _flush(self) -> None:
+        file = self._folder / f"{len(self._written)}.partial"
+        try:
+            save_file(self._pending, file, metadata={"format": "pt"})
+        except (SafetensorError, OSError) as error:
+            raise NotWrittenError(f"cannot write the weights to {str(file.parent)!r}: {error}") from error
+        self._written.append(list(self._pending))
+        self._pending, self._filled = {}, 0
+
+    def close(self) -> None:
+        """Write the last file, name the files as transformers does, and write the index of several."""
+        self._flush()
+        count = len(self._written)
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._written):
+            file = SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            (self._folder / f"{number}.partial").rename(self._folder / file)
+            weight_map |= dict.fromkeys(names, file)
+        if count > 1:
+            write_json(self._folder / INDEX, {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map})
+
+
+def write_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_bytes: int) -> None:
+    """Write all of `tensors`; see `SafetensorsWriter`."""
+    writer = SafetensorsWriter(folder, max_bytes)
+    for name, tensor in tensors:
+        writer.add(name, tensor)
+    writer.close()

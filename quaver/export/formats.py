@@ -1,0 +1,200 @@
+"""The formats of float8 checkpoints: what a recipe becomes in config.json, and which tensors each weight has.
+
+    format                      recipe                          weights                 activations
+    compressed-tensors          rowwise, rowwise_with_gw_hp     a scale per row         dynamic, per token
+                                rowwise_with_tensorwise_weight  one scale               dynamic, per token
+                                tensorwise                      one scale               dynamic, per tensor
+                                delayed, static                 one scale               static, per tensor
+    compressed-tensors-block    any                             a scale per 128 x 128   dynamic, per 128 of a token
+    fp8                         any                             a scale per 128 x 128   dynamic, per 128 of a token
+
+A float8 weight `<linear>.weight`, e4m3 [N, K], comes with its scale, float32: [N, 1] per row, [1] per tensor,
+[N / 128, K / 128] per block; value = code * scale. It is called `<linear>.weight_scale`, in fp8 (the format of
+DeepSeek's checkpoints) `<linear>.weight_scale_inv`. Static activations add `<linear>.input_scale`, [1]. These are the
+names, shapes and dtypes that compressed-tensors 0.20 and transformers 5.23 write, and that the CompressedTensorsW8A8Fp8
+of vLLM (its main branch, October 2025) and of SGLang register.
+
+No recipe trains with blocks: the two block formats quantize the weights again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quaver.config import CastConfig, Float8LinearConfig
+from quaver.scaling import BLOCK_SIZE
+
+COMPRESSED_TENSORS = "compressed-tensors"
+BLOCKS = "compressed-tensors-block"
+FP8 = "fp8"
+HIGH_PRECISION = "high-precision"
+FORMATS = (COMPRESSED_TENSORS, BLOCKS, FP8)
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Sibling linears that servers fuse into one, which has one scale where scales are per tensor."""
+
+_SCALE_NAMES = {COMPRESSED_TENSORS: "weight_scale", FP8: "weight_scale_inv"}
+"""The leaf name of a weight's scale, by `quant_method`."""
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How the weights of one recipe are stored, and how a server quantizes the inputs of these linears."""
+
+    method: str
+    """The `quant_method`."""
+    weights: str
+    """The compressed-tensors strategy: "channel" (a scale per row), "tensor" or "block"."""
+    activations: str | None
+    """The strategy "token", "tensor" or "group"; None for activations in high precision."""
+    is_static: bool
+    """Whether the scale of the activations is stored."""
+
+    @property
+    def scale_name(self) -> str:
+        """The leaf name of a weight's scale."""
+        return _SCALE_NAMES[self.method]
+
+    def quantization_config(self, ignore: Sequence[str]) -> dict[str, Any]:
+        """The `quantization_config` of config.json; `ignore` names the modules that stay in high precision."""
+        if self.method == FP8:
+            return {
+                "quant_method": FP8,
+                "fmt": "e4m3",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [BLOCK_SIZE, BLOCK_SIZE],
+                "modules_to_not_convert": list(ignore),
+            }
+        inputs = None
+        if self.activations is not None:
+            inputs = _quantization_args(self.activations, is_dynamic=not self.is_static)
+        group = {
+            "targets": ["Linear"],
+            "weights": _quantization_args(self.weights, is_dynamic=False),
+            "input_activations": inputs,
+            "output_activations": None,
+        }
+        return {
+            "quant_method": COMPRESSED_TENSORS,
+            "format": "float-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": list(ignore),
+        }
+
+
+def _quantization_args(strategy: str, *, is_dynamic: bool) -> dict[str, Any]:
+    args = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": is_dynamic}
+    if strategy == "group":
+        args["group_size"] = BLOCK_SIZE
+    if strategy == "block":
+        args["block_structure"] = [BLOCK_SIZE, BLOCK_SIZE]
+    return args
+
+
+def weight_format(format: str, config: Float8LinearConfig) -> WeightFormat:
+    """Return how `format` holds the linears with `config`.
+
+    Raises:
+        ValueError: an unknown format.
+        NotImplementedError: the format does not hold the codes, because they are not e4m3.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format: expected one of {', '.join(FORMATS)}, got {format!r}")
+    weight, input = config.casts.weight, config.casts.input
+    for name, cast in (("weight", weight), ("input", input)):
+        if not cast.is_disabled and cast.float8_dtype is not torch.float8_e4m3fn:
+            raise NotImplementedError(f"{name}: checkpoints hold codes in e4m3, got {cast}; export with another recipe")
+    if format != COMPRESSED_TENSORS:
+        return WeightFormat(FP8 if format == FP8 else COMPRESSED_TENSORS, "block", "group", False)
+    return WeightFormat(format, "channel" if weight.is_rowwise else "tensor", _strategy(input), input.is_persistent)
+
+
+def _strategy(input: CastConfig) -> str | None:
+    if input.is_disabled:
+        return None
+    return "token" if input.is_rowwise else "tensor"
+
+
+@dataclass(frozen=True)
+class StoredFormat:
+    """How a checkpoint stores its float8 weights, from its config.json."""
+
+    scale_name: str
+    """The leaf name of a weight's scale."""
+    strategies: frozenset[str]
+    """The strategies of its weights: channel, tensor, block."""
+
+    def checked_scale(self, name: str, shape: Sequence[int], scale: torch.Tensor) -> torch.Tensor:
+        """Return the scale of the weight `name` [N, K] in the shape that `scaling.dequantize` takes; float32.
+
+        Raises:
+            ValueError: the scale has another shape than the format requires or is not finite, or the weight is no
+                multiple of the block.
+        """
+        if not scale.float().isfinite().all():
+            raise ValueError(f"the scale of {name} has an inf or a NaN: the model that was exported has diverged")
+        rows, columns = shape
+        shapes: dict[str, list[list[int]]] = {"tensor": [[], [1], [1, 1]], "channel": [[rows, 1], [rows]]}
+        shapes["block"] = [[rows // BLOCK_SIZE, columns // BLOCK_SIZE]]
+        found = [each for each in sorted(self.strategies) if list(scale.shape) in shapes[each]]
+        if "block" in self.strategies and (rows % BLOCK_SIZE or columns % BLOCK_SIZE):
+            raise ValueError(
+                f"{name} must be a multiple of the block of {BLOCK_SIZE} x {BLOCK_SIZE}, got {list(shape)}; "
+                "quantize it with a scale per row, or leave it in high precision"
+            )
+        if not found:
+            expected = " or ".join(str(shapes[each][-1 if each == "block" else 0]) for each in sorted(self.strategies))
+            raise ValueError(
+                f"the scale of {name} must be {expected}, got {list(scale.shape)}; download the checkpoint again"
+            )
+        return scale.float().reshape({"tensor": (), "channel": (rows, 1), "block": tuple(scale.shape)}[found[0]])
+
+
+def stored_format(config: dict[str, Any]) -> StoredFormat:
+    """Return how the checkpoint with this config.json stores its float8 weights.
+
+    Raises:
+        ValueError: the checkpoint is not quantized, or its quantization_config is damaged.
+        NotImplementedError: it has another format.
+    """
+    quantization = config.get("quantization_config") or config.get("compression_config")
+    if not isinstance(quantization, dict):
+        raise ValueError(
+            "config.json has no quantization_config: the model is in high precision already; use it as it is"
+        )
+    method = quantization.get("quant_method")
+    if method == FP8:
+        size = quantization.get("weight_block_size")
+        return StoredFormat(_SCALE_NAMES[FP8], frozenset(["tensor" if size is None else _block(size)]))
+    if method != COMPRESSED_TENSORS:
+        raise NotImplementedError(
+            f"quant_method in config.json must be {COMPRESSED_TENSORS!r} or {FP8!r}, got {method!r}; "
+            "dequantize the model with the library that made it"
+        )
+    groups = quantization.get("config_groups")
+    if not isinstance(groups, dict) or not groups or not all(isinstance(each, dict) for each in groups.values()):
+        raise ValueError("config_groups in config.json must be an object of groups; download it again")
+    return StoredFormat(_SCALE_NAMES[method], frozenset(_strategy_of(group) for group in groups.values()))
+
+
+def _strategy_of(group: dict[str, Any]) -> str:
+    weights = group.get("weights")
+    got = {name: weights.get(name) for name in ("type", "num_bits", "strategy")} if isinstance(weights, dict) else None
+    strategies = ("tensor", "channel", "block")
+    if got is None or (got["type"], got["num_bits"]) != ("float", 8) or got["strategy"] not in strategies:
+        raise NotImplementedError(
+            f"the weights in config.json must be 8-bit floats with one scale per {', '.join(strategies)}, got {got}; "
+            "dequantize the model with compressed-tensors"
+        )
+    return _block(weights.get("block_structure")) if got["strategy"] == "block" else str(got["strategy"])
+
+
+def _block(size: Any) -> str:
+    if size != [BLOCK_SIZE, BLOCK_SIZE]:
+        raise NotImplementedError(f"blocks in config.json must be {[BLOCK_SIZE, BLOCK_SIZE]}, got {size!r}")
+    return "block"

@@ -1,0 +1,117 @@
+"""Reads float8 checkpoints: `load_float8` dequantizes tensor by tensor, `import_float8` writes a trainable folder."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quaver.export.bundle import check_bundle, copied_files
+from quaver.export.files import CONFIG, StoredTensors, listed, read_config, write_json, write_tensors
+from quaver.export.folders import check_new, new_folder
+from quaver.export.formats import StoredFormat, stored_format
+from quaver.formats import HP_DTYPES
+from quaver.scaling import dequantize
+
+_SCALES = ("weight_scale", "weight_scale_inv", "input_scale", "activation_scale", "input_global_scale")
+"""The leaf names of tensors that go with a float8 weight."""
+
+_CODES = ("F8_E4M3", "F8_E5M2")
+"""Dtypes of weights; scales may be F8_E8M0, powers of two."""
+
+
+def load_float8(folder: Path | str, *, dtype: torch.dtype = torch.bfloat16) -> Mapping[str, Tensor]:
+    """Return the tensors of a float8 checkpoint in high precision: `model.load_state_dict(dict(load_float8(folder)))`.
+
+    Each is read and dequantized when it is asked for, so that a loop over the items holds one at a time. The value of a
+    float8 weight is RN(RN32(code * scale)) in `dtype`; other floating-point tensors are converted to it.
+
+    Args:
+        folder: with config.json and safetensors, in a format of formats.py: compressed-tensors with 8-bit floats and a
+            scale per tensor, row or 128 x 128 block; or fp8. A bundle of quaver's is compared with its digests first.
+        dtype: float32, bfloat16 or float16.
+    Raises:
+        OSError: a file is missing, or the index names one outside of the folder.
+        ValueError: a file is damaged; a scale is missing, not finite or of another shape; a weight is no multiple of
+            its block.
+        NotImplementedError: the checkpoint has another format.
+    """
+    if dtype not in HP_DTYPES:
+        raise ValueError(f"dtype: expected one of {', '.join(map(str, HP_DTYPES))}, got {dtype}")
+    folder = Path(folder)
+    format = stored_format(read_config(folder))
+    stored = StoredTensors(folder)
+    check_bundle(folder)
+    return _Dequantized(stored, format, dtype)
+
+
+class _Dequantized(Mapping[str, Tensor]):
+    def __init__(self, stored: StoredTensors, format: StoredFormat, dtype: torch.dtype) -> None:
+        self._stored, self._format, self._dtype = stored, format, dtype
+        self._scale_of = {name: _scale_name(name, format) for name in stored if stored.dtype(name) in _CODES}
+        missing = sorted(name for name, scale in self._scale_of.items() if scale not in stored)
+        if missing:
+            raise ValueError(f"float8 weights have no {format.scale_name}: {listed(missing)}; download them again")
+        for name, scale in self._scale_of.items():
+            if stored.dtype(name) != "F8_E4M3" or len(stored.shape(name)) != 2:
+                got = f"{stored.dtype(name)} {stored.shape(name)}"
+                raise NotImplementedError(f"{name} must be a matrix of float8_e4m3fn, got {got}")
+            format.checked_scale(name, stored.shape(name), stored[scale])
+        modules = {name.removesuffix(".weight") for name in self._scale_of}
+        scales = {f"{module}.{leaf}" for module in modules for leaf in _SCALES}
+        self._names = [name for name in stored if name not in scales]
+        lost = sorted(name for name in self._names if name.endswith(tuple(f".{leaf}" for leaf in _SCALES)))
+        if lost:
+            raise ValueError(f"scales without a float8 weight: {listed(lost)}; download the checkpoint again")
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._stored[name]
+        if name not in self._scale_of:
+            return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+        if tensor.view(torch.uint8).bitwise_and(0x7F).eq(0x7F).any():
+            raise ValueError(f"{name} has a NaN: the model that was exported has diverged")
+        scale = self._format.checked_scale(name, tensor.shape, self._stored[self._scale_of[name]])
+        return dequantize(tensor, scale, self._dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _scale_name(name: str, format: StoredFormat) -> str:
+    return f"{name.removesuffix('.weight')}.{format.scale_name}"
+
+
+def import_float8(
+    folder: Path | str, out: Path | str, *, dtype: torch.dtype = torch.bfloat16, max_shard_bytes: int = 5 * 1000**3
+) -> int:
+    """Write the float8 checkpoint in `folder` as the new Hugging Face folder `out` in high precision.
+
+    transformers' `from_pretrained` and `quaver convert hf-to-quaver` load it for training. The tokenizer and the
+    generation config are copied. Memory holds one file of the result. Returns the number of float8 weights.
+
+    Raises:
+        As `load_float8`.
+        FileExistsError: `out` exists.
+        NotWrittenError: the weights cannot be written.
+    """
+    folder, out = Path(folder), Path(out)
+    check_new(out)
+    weights = load_float8(folder, dtype=dtype)
+    config = {name: value for name, value in read_config(folder).items() if name not in _QUANTIZED}
+    config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    config.pop("dtype", None)
+    with new_folder(out) as partial:
+        write_tensors(weights.items(), partial, max_shard_bytes)
+        write_json(partial / CONFIG, config)
+        for file in copied_files(folder):
+            shutil.copyfile(file, partial / file.name)
+    return len(weights._scale_of) if isinstance(weights, _Dequantized) else 0
+
+
+_QUANTIZED = ("quantization_config", "compression_config")

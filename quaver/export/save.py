@@ -1,0 +1,153 @@
+"""`save_float8`: writes a model with float8 linears as a Hugging Face folder that inference engines load."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from quaver.export.bundle import write_bundle
+from quaver.export.files import CONFIG, SafetensorsWriter, write_json
+from quaver.export.folders import new_folder
+from quaver.export.formats import COMPRESSED_TENSORS
+from quaver.export.load import load_float8
+from quaver.export.weights import Float8Weights, iter_float8_weights
+
+
+def save_float8(
+    model: nn.Module,
+    folder: Path | str,
+    *,
+    config: Mapping[str, Any] | None = None,
+    format: str = COMPRESSED_TENSORS,
+    weights: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    forward_dtype: torch.dtype | None = None,
+    share_fused_scales: bool = True,
+    max_shard_bytes: int = 5 * 1000**3,
+    about: Mapping[str, Any] | None = None,
+    files: Sequence[Path] = (),
+    high_precision_model: Callable[[], nn.Module] | None = None,
+    measure_tokens: int = 128,
+) -> Float8Weights:
+    """Write `model` as the new Hugging Face folder `folder`; an error leaves nothing there.
+
+    Args:
+        model, format, weights, dtype, forward_dtype, share_fused_scales: as for `iter_float8_weights`. For a sharded
+            model all ranks call this, and rank 0 writes.
+        config: the config.json without its quantization_config; by default that of a transformers model.
+        max_shard_bytes: a file holds at most so much, or one tensor; memory holds one file.
+        about: what the record of the bundle says about the origin: "source", "step".
+        files: other files to copy, such as the tokenizer's.
+        high_precision_model: makes the model in high precision, to measure how much the logits change; the model is
+            then whole in memory. Without it they are not measured.
+        measure_tokens: how many random tokens to measure on.
+    Returns:
+        The weights that were written, with what the format cost.
+    Raises:
+        FileExistsError: `folder` exists.
+        NotWrittenError: the weights cannot be written.
+        As `iter_float8_weights`.
+    """
+    folder = Path(folder)
+    if config is None:
+        if not hasattr(model, "config") or not hasattr(model.config, "to_dict"):
+            raise ValueError("config: expected the content of config.json for a model that is not of transformers")
+        config = model.config.to_dict()
+    tensors = iter_float8_weights(
+        model,
+        format=format,
+        weights=weights,
+        dtype=dtype,
+        forward_dtype=forward_dtype,
+        share_fused_scales=share_fused_scales,
+    )
+    plan = tensors.plan
+    is_sharded = any(isinstance(each, DTensor) for each in model.parameters())
+    config = {**config, "quantization_config": plan.format.quantization_config(plan.ignore)}
+    if dtype is not None:
+        config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
+    partial, writer = folder, SafetensorsWriter(folder, max_shard_bytes)
+
+    def begin() -> None:
+        nonlocal partial, writer
+        partial = stack.enter_context(new_folder(folder))
+        writer = SafetensorsWriter(partial, max_shard_bytes)
+
+    def finish() -> None:
+        writer.close()
+        write_json(partial / CONFIG, config)
+        for file in files:
+            shutil.copyfile(file, partial / file.name)
+        logits = None
+        if high_precision_model is not None:
+            logits = _measured(high_precision_model(), partial, measure_tokens)
+        costs = {name: _without_inf(each._asdict()) for name, each in tensors.requantized.items()}
+        record = {"format": format, "recipe": plan.recipe, **(about or {}), "requantized": costs}
+        write_bundle(partial, {**record, "logits": logits, "bytes": writer.total_bytes}, plan.report)
+        stack.close()
+
+    with ExitStack() as stack:
+        _on_first_rank(begin, is_sharded)
+        for name, tensor in tensors:
+            _on_first_rank(lambda name=name, tensor=tensor: writer.add(name, tensor), is_sharded)  # type: ignore[misc]
+        _on_first_rank(finish, is_sharded)
+    return tensors
+
+
+def _on_first_rank(action: Callable[[], None], is_sharded: bool) -> None:
+    """Run `action` once; where the ranks hold shards, on rank 0, and raise its error on all of them."""
+    if not is_sharded:
+        return action()
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except (OSError, ValueError) as error:
+            failure = error
+    said = [None if failure is None else str(failure)]
+    dist.broadcast_object_list(said, src=0)
+    if failure is not None:
+        raise failure
+    if said[0] is not None:
+        raise RuntimeError(f"rank 0 could not export: {said[0]}")
+    return None
+
+
+@torch.no_grad()
+def _measured(model: nn.Module, folder: Path, count: int) -> dict[str, Any]:
+    """How the logits of `model` change on `count` random tokens when it gets the dequantized weights in `folder`."""
+    model.eval()
+    vocab_size = next(each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding))
+    tokens = torch.randint(vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
+    before = _logits(model, tokens)
+    state = model.state_dict()
+    for name, tensor in load_float8(folder, dtype=torch.float32).items():
+        state[name].copy_(tensor)
+    after = _logits(model, tokens)
+    error = (before - after).norm()
+    return {
+        "tokens": count,
+        **_without_inf({"sqnr_db": (20 * (before.norm() / error).log10()).item()}),
+        "max_difference": (before - after).abs().max().item(),
+        "same_argmax": (before.argmax(-1) == after.argmax(-1)).double().mean().item(),
+    }
+
+
+def _without_inf(decibels: Mapping[str, float]) -> dict[str, float | None]:
+    """JSON has no inf, the SQNR of a weight that the codes hold exactly."""
+    return {name: value if math.isfinite(value) else None for name, value in decibels.items()}
+
+
+def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    output = model(tokens)
+    logits: Tensor = getattr(output, "logits", output)
+    return logits.double()

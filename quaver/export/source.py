@@ -1,0 +1,80 @@
+"""What `quaver export` reads: a model's structure, its weights one at a time, and what is known about its training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver.convert import FilterDecision, convert_to_float8_training
+from quaver.export.bundle import copied_files
+from quaver.export.files import StoredTensors, read_config
+
+DEFAULT_FILTER = ("lm_head",)
+"""Linears whose full names contain one of these stay in high precision."""
+
+ROUTERS = ("gate", "router")
+"""The last names of linears that choose experts; they stay in high precision."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model to export; the fields are arguments of `save_float8`."""
+
+    model: nn.Module
+    """Converted to float8, on the meta device."""
+    weights: Mapping[str, Tensor]
+    config: Mapping[str, Any]
+    high_precision_model: Callable[[], nn.Module]
+    about: Mapping[str, Any]
+    files: list[Path] = field(default_factory=list)
+    forward_dtype: torch.dtype | None = None
+
+
+def skip_names(filter_fqns: Sequence[str]) -> Callable[[nn.Module, str], FilterDecision]:
+    """A filter that leaves out routers and the linears whose names contain one of `filter_fqns`."""
+
+    def decide(module: nn.Module, name: str) -> FilterDecision:
+        found = next((part for part in filter_fqns if part in name), None)
+        if found is not None:
+            return FilterDecision(False, f"filter: name contains {found!r}")
+        is_router = name.rpartition(".")[2] in ROUTERS
+        return FilterDecision(not is_router, "a router of experts" if is_router else "")
+
+    return decide
+
+
+def huggingface_source(folder: Path, *, recipe: str, filter_fqns: Sequence[str] = DEFAULT_FILTER) -> Source:
+    """The model of a Hugging Face folder in high precision, for the codes of a first training step with `recipe`.
+
+    transformers says which of its weights are linears.
+
+    Raises:
+        OSError, ValueError: files are missing or damaged, the model is quantized already, or transformers is not
+            installed.
+    """
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ValueError("a Hugging Face folder needs transformers: pip install transformers") from error
+
+    config = read_config(folder)
+    if config.get("quantization_config") is not None:
+        raise ValueError(
+            f"{str(folder)!r} is quantized already; expected a model in high precision: use quaver import first"
+        )
+    weights = StoredTensors(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+    convert_to_float8_training(model, config=recipe, module_filter_fn=skip_names(filter_fqns))
+
+    def high_precision_model() -> nn.Module:
+        loaded: nn.Module = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+        return loaded
+
+    about = {"source": "a Hugging Face folder", "step": None}
+    return Source(model, weights, config, high_precision_model, about, copied_files(folder))

@@ -1,0 +1,295 @@
+"""The tensors of a float8 checkpoint, one after another: codes and scales of the linears, the rest as it is.
+
+The codes come from the quantizers that the forward of `Float8Linear` uses, on the weight that this forward reads, so
+they are those of the next training step, to the bit. Two exceptions, whose cost `Float8Weights.requantized` states:
+    one scale per tensor    servers fuse q, k, v and gate, up into one linear with one scale. Such siblings share the
+                            smallest of their scales, unless the caller asks for their own.
+    blocks                  no recipe trains with them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from quaver.convert import ConversionReport, conversion_report
+from quaver.delayed import WRAPPERS
+from quaver.distributed.weight_scales import local_weight
+from quaver.export.files import listed
+from quaver.export.formats import COMPRESSED_TENSORS, FORMATS, FUSED, HIGH_PRECISION, WeightFormat, weight_format
+from quaver.linear import Float8Linear
+from quaver.quantize import WEIGHT, Operand, Quantizer, Scales, cast_pair
+from quaver.scaling import BLOCK_SIZE, PersistentScales, dequantize, dynamic_cast_blocks, to_dequant_scale
+from quaver.tensor import WrappedTensor
+
+
+class Requantized(NamedTuple):
+    """What the format costs a weight that it stores with other codes: the SQNR of its dequantized values, in dB."""
+
+    training_db: float
+    """With the codes and scales of the training forward."""
+    stored_db: float
+    """With those of the checkpoint."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an export of a model writes, decided before a tensor is read."""
+
+    linears: dict[str, Float8Linear]
+    """The linears that are stored in float8, by their names without wrappers."""
+    names: list[str]
+    """The tensors of the model in its own order, a tied one once."""
+    ignore: list[str]
+    """The modules whose matrices stay in high precision."""
+    format: WeightFormat
+    recipe: str
+    report: ConversionReport
+
+
+def iter_float8_weights(
+    model: nn.Module,
+    *,
+    format: str = COMPRESSED_TENSORS,
+    weights: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    forward_dtype: torch.dtype | None = None,
+    share_fused_scales: bool = True,
+) -> Float8Weights:
+    """The tensors of `model` under the names that servers load, for a checkpoint or a hand-off to an inference engine.
+
+        for name, tensor in iter_float8_weights(model):
+            engine.load_weights([(name, tensor)])
+
+    Args:
+        model: converted to float8; plain, or sharded by FSDP2 or tensor parallelism. All ranks iterate together: each
+            gathers one whole weight at a time (the weights of fused linears together).
+        format: "compressed-tensors", "compressed-tensors-block" or "fp8" (see formats.py); "high-precision" for the
+            plain tensors, which is the control.
+        weights: the tensors by name, where `model` is on the meta device; the model's own by default.
+        dtype: of the tensors that stay in high precision; their own by default.
+        forward_dtype: the dtype in which the forward reads the weights, where that is not their own. FSDP2's
+            `mp_policy.param_dtype` is found in a sharded model.
+        share_fused_scales: give fused linears one scale where scales are per tensor. Without it codes are those of
+            training, and a server that fuses quantizes them again.
+    Raises (when called):
+        ValueError: no linear is float8, a float8 weight is tied, or a weight is missing.
+        NotImplementedError: no format holds the recipe, or linears have different ones.
+    Raises (in the iteration):
+        ValueError: a weight is not finite, or the scale of an input is unknown.
+    """
+    return Float8Weights(model, format, weights, dtype, forward_dtype, share_fused_scales)
+
+
+class Float8Weights:
+    """An iterator over (name, tensor); see `iter_float8_weights`.
+
+    Attributes:
+        bytes_yielded: of the tensors so far.
+        bytes_moved: of the whole tensors that were gathered from shards so far; 0 for a model that is not sharded.
+        requantized: the linears that are stored with other codes than those of training.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        format: str,
+        weights: Mapping[str, Tensor] | None,
+        dtype: torch.dtype | None,
+        forward_dtype: torch.dtype | None,
+        share_fused_scales: bool,
+    ) -> None:
+        if format not in (*FORMATS, HIGH_PRECISION):
+            raise ValueError(f"format: expected one of {', '.join(FORMATS)}, {HIGH_PRECISION}, got {format!r}")
+        model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        self._is_float8 = format != HIGH_PRECISION
+        self.plan = plan_export(model, format if self._is_float8 else COMPRESSED_TENSORS, weights)
+        self.bytes_yielded = self.bytes_moved = 0
+        self.requantized: dict[str, Requantized] = {}
+        self._weights = weights if weights is not None else named_tensors(model)
+        self._dtype = dtype
+        self._shares = share_fused_scales and self.plan.format.weights == "tensor"
+        self._forward_dtypes = (
+            {name: forward_dtype for name in self.plan.linears} if forward_dtype else _fsdp_dtypes(model)
+        )
+        self._tensors = self._run()
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self
+
+    @torch.no_grad()
+    def __next__(self) -> tuple[str, Tensor]:
+        name, tensor = next(self._tensors)
+        self.bytes_yielded += tensor.nbytes
+        return name, tensor
+
+    def _run(self) -> Iterator[tuple[str, Tensor]]:
+        done: set[str] = set()
+        for name in self.plan.names:
+            linear = name.removesuffix(".weight")
+            if linear not in self.plan.linears or not name.endswith(".weight") or not self._is_float8:
+                tensor = self._read(name)
+                yield name, tensor.to(self._dtype) if self._dtype and tensor.is_floating_point() else tensor
+            elif linear not in done:
+                fused = self._fused_with(linear) if self._shares else [linear]
+                done.update(fused)
+                yield from self._quantized(fused)
+
+    def _fused_with(self, name: str) -> list[str]:
+        """The float8 linears that a server fuses with this one, itself included."""
+        parent, dot, leaf = name.rpartition(".")
+        group = next((names for names in FUSED if leaf in names), (leaf,))
+        return [each for each in (f"{parent}{dot}{sibling}" for sibling in group) if each in self.plan.linears]
+
+    def _quantized(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+        """The codes and scales of linears that share a scale, or of one linear."""
+        weights = [self._forward_weight(name) for name in names]
+        own = [self._quantize(name, weight) for name, weight in zip(names, weights, strict=True)]
+        shared = torch.stack([scales.quant for _, scales in own]).min() if len(names) > 1 else None
+        format = self.plan.format
+        for name, weight, (operand, scales) in zip(names, weights, own, strict=True):
+            stored = operand
+            if format.weights == "block":
+                stored = _quantize_blocks(name, weight)
+            elif shared is not None and scales.quant != shared:
+                stored = self._quantize(name, weight, Scales(shared, to_dequant_scale(shared)))[0]
+            if stored is not operand:
+                self.requantized[name] = Requantized(sqnr_db(weight, operand), sqnr_db(weight, stored))
+            yield f"{name}.weight", stored.data
+            scale = cast(Tensor, stored.dequant_scale)
+            yield f"{name}.{format.scale_name}", scale if scale.dim() else scale.reshape(1)
+            if format.is_static:
+                yield f"{name}.input_scale", self._input_scale(name)
+
+    def _quantize(self, name: str, weight: Tensor, scales: Scales | None = None) -> tuple[Operand, Scales]:
+        """The operand of the forward's matmul, and the scales that it was quantized with."""
+        linear = self.plan.linears[name]
+        quantizer = Quantizer(cast_pair(linear.config, WEIGHT, weight.dtype), _scales(linear).weight)
+        operands = quantizer(weight, last=True, first=False, scales=scales)
+        used = operands.row_scales or operands.tensor_scales
+        if operands.last is None or used is None:
+            raise RuntimeError(f"{name}: the quantizer made no operand for the forward")
+        return operands.last, used
+
+    def _input_scale(self, name: str) -> Tensor:
+        scale = _scales(self.plan.linears[name]).input
+        if scale is None or not scale.quant_scale.abs() > 0:
+            raise ValueError(
+                f"the scale of the input of {name} is unknown: train a step, or calibrate, before the export; or give "
+                "a recipe with dynamic scaling"
+            )
+        return to_dequant_scale(scale.quant_scale.abs()).reshape(1)  # negative while the scale left its window
+
+    def _forward_weight(self, name: str) -> Tensor:
+        weight, dtype = self._read(f"{name}.weight"), self._forward_dtypes.get(name)
+        return weight if dtype is None else weight.to(dtype)
+
+    def _read(self, name: str) -> Tensor:
+        tensor = self._weights[name].detach()
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+            self.bytes_moved += tensor.nbytes
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ValueError(f"{name} has an inf or a NaN: the model has diverged; export an earlier checkpoint")
+        return tensor
+
+
+def _quantize_blocks(name: str, weight: Tensor) -> Operand:
+    if any(size % BLOCK_SIZE for size in weight.shape):
+        raise ValueError(
+            f"{name} must be a multiple of the block of {BLOCK_SIZE} x {BLOCK_SIZE}, got {list(weight.shape)}; export "
+            "in another format, or filter the linear out"
+        )
+    codes, _, dequant_scale = dynamic_cast_blocks(weight, torch.float8_e4m3fn)
+    return Operand(codes, dequant_scale)
+
+
+def sqnr_db(hp: Tensor, operand: Operand) -> float:
+    """The signal to quantization noise ratio of an operand's dequantized values; inf where they are equal."""
+    values = dequantize(operand.data, cast(Tensor, operand.dequant_scale))
+    error = (hp.double() - values.double()).norm().item()
+    return 20 * math.log10(hp.double().norm().item() / error) if error else math.inf
+
+
+def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | None) -> Plan:
+    """Decide what an export of `model` writes; see `iter_float8_weights` for the arguments and the errors."""
+    linears = {WRAPPERS.sub("", name): each for name, each in model.named_modules() if isinstance(each, Float8Linear)}
+    linears = {name: each for name, each in linears.items() if not each.config.casts.weight.is_disabled}
+    report = conversion_report(model)
+    if not linears:
+        raise ValueError("no linear of the model is in float8; convert it, or give a recipe")
+    configs = {str(each.config): weight_format(format, each.config) for each in linears.values()}
+    if len(set(configs.values())) > 1:
+        raise NotImplementedError(
+            f"the float8 linears must have one recipe, got {'; '.join(configs)}; export them alone"
+        )
+    names, tied = _names(model)
+    both = [name for name in tied if name.removesuffix(".weight") in linears]
+    if both:
+        raise ValueError(
+            f"a tied weight cannot be stored in float8: {listed(both)}; filter the linear out, or untie it"
+        )
+    if weights is not None:
+        names = list(weights)
+        missing = [name for name in linears if f"{name}.weight" not in weights]
+        if missing:
+            raise ValueError(f"the weights lack those of linears of the model: {listed(missing)}")
+    tensors = model.state_dict(keep_vars=True)
+    dims = {WRAPPERS.sub("", name): tensor.dim() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    ignore = {
+        name.rpartition(".")[0]
+        for name in names
+        if dims.get(name, 2) >= 2 and name.removesuffix(".weight") not in linears
+    }
+    config = next(iter(linears.values())).config
+    recipe = config.recipe_name.value if config.recipe_name else str(config)
+    tied_modules = {name.rpartition(".")[0] for name in tied}
+    return Plan(linears, names, sorted(ignore | tied_modules), next(iter(configs.values())), recipe, report)
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of `model` without the names of wrappers; a sharded weight is a plain DTensor."""
+    return {WRAPPERS.sub("", name): tensor for name, tensor in model.state_dict().items()}
+
+
+def _names(model: nn.Module) -> tuple[list[str], list[str]]:
+    """The names of the tensors, each parameter once, and all names of the parameters that have several."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(WRAPPERS.sub("", name))
+    again = {name for names in owners.values() for name in names[1:]}
+    tied = [name for names in owners.values() if len(names) > 1 for name in names]
+    return [name for name in named_tensors(model) if name not in again], tied
+
+
+def _scales(linear: Float8Linear) -> PersistentScales:
+    weight = linear.weight
+    return linear.persistent_scales(weight.device, recording=False)
+
+
+def _fsdp_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """The dtypes in which FSDP2 gathers the weights of float8 linears, where those are not the weights' own.
+
+    FSDP2 casts a shard to `mp_policy.param_dtype` before the all-gather, so the forward quantizes rounded weights; a
+    float8 all-gather quantizes the shard itself. torch 2.13 has no public way to read the policy of a module.
+    """
+    dtypes: dict[int, torch.dtype] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                dtype = group.mp_policy.param_dtype
+                dtypes |= {id(each.sharded_param): dtype for each in group.fsdp_params if dtype is not None}
+    return {
+        WRAPPERS.sub("", name): dtypes[id(linear.weight)]
+        for name, linear in model.named_modules()
+        if isinstance(linear, Float8Linear)
+        and id(linear.weight) in dtypes
+        and not isinstance(local_weight(linear), WrappedTensor)
+    }

@@ -1,0 +1,149 @@
+"""Checkpoints of `quaver train` as sources of a float8 export: the linears that the run converted, and its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver import FilterDecision, Float8LinearConfig, convert_to_float8_training, float8_scaling_state
+from quaver.export.source import DEFAULT_FILTER, Source, skip_names
+from quaver.trainer.checkpoint import load_state, read_metadata
+from quaver.trainer.checkpoint_folder import RECORD, CheckpointFolder
+from quaver.trainer.config import TrainConfig
+from quaver.trainer.config_io import build_config, load_config
+from quaver.trainer.float8 import linear_config
+from quaver.trainer.huggingface.config import hf_config
+from quaver.trainer.huggingface.convert import Export, kept_of_run, open_checkpoint
+from quaver.trainer.huggingface.weights import file_state, read_tensor
+from quaver.trainer.model import Llama
+from quaver.trainer.run_folder import CONFIG
+from quaver.trainer.safe_dcp import CheckpointReader
+
+
+def checkpoint_of(path: Path) -> Path | None:
+    """The checkpoint that `path` is, or the last one of the run that it is; None if it is neither.
+
+    Raises:
+        FileNotFoundError: the run has no complete checkpoint.
+    """
+    if (path / RECORD).is_file():
+        return path
+    if not (path / CONFIG).is_file():
+        return None
+    folder = CheckpointFolder(path / load_config(path / CONFIG).checkpoint.folder)
+    steps = folder.steps() if folder.path.is_dir() else []
+    if not steps:
+        raise FileNotFoundError(
+            f"the run {str(path)!r} has no complete checkpoint; set checkpoint.interval and resume it"
+        )
+    return folder.complete(steps[-1])
+
+
+def run_source(
+    checkpoint: Path, *, name: str | None = None, recipe: str | None = None, filter_fqns: Sequence[str] = DEFAULT_FILTER
+) -> Source:
+    """The model `name` of a checkpoint, or its first.
+
+    Its linears are converted as the run converted them. A model that the run did not convert needs a `recipe`, which
+    converts all linears but those of `filter_fqns`; for the others a recipe replaces that of the run.
+
+    Raises:
+        OSError, ValueError, CheckpointError: as `export_hf`; or the model was trained in high precision and there is no
+            recipe.
+    """
+    found = open_checkpoint(checkpoint, name)
+    config, converted = _run_config(found), _converted(found)
+    if recipe is None and not converted:
+        raise ValueError(
+            f"the model {found.weights.name!r} was trained in high precision: give the recipe whose codes to export, "
+            "for example --recipe rowwise"
+        )
+    if converted and tuple(filter_fqns) != DEFAULT_FILTER:
+        raise ValueError(
+            f"--filter-fqns must be its default, {list(DEFAULT_FILTER)}, for a float8 run, which chose its linears; "
+            f"got {list(filter_fqns)}"
+        )
+    with torch.device("meta"):
+        model = Llama(found.model)
+    decide = partial(_as_in_the_run, converted) if converted else skip_names(filter_fqns)
+    float8 = linear_config(config.float8) if recipe is None else Float8LinearConfig.from_recipe_name(recipe)
+    convert_to_float8_training(model, config=float8, module_filter_fn=decide)
+    if recipe is None:
+        _load_scales(model, CheckpointReader(found.weights))
+    progress = found.record["progress"]
+
+    def high_precision_model() -> nn.Module:
+        loaded = Llama(found.model)
+        loaded.load_state_dict(dict(CheckpointWeights(found)), strict=False)  # a tied weight is stored once
+        return loaded
+
+    return Source(
+        model=model,
+        weights=CheckpointWeights(found),
+        config=hf_config(found.model, dtype="bfloat16", kept=kept_of_run(found)),
+        high_precision_model=high_precision_model,
+        about={"source": f"{checkpoint.name}/{found.weights.name} of quaver train", "step": progress["step"]},
+        forward_dtype=_forward_dtype(found, config),
+    )
+
+
+class CheckpointWeights(Mapping[str, Tensor]):
+    """The weights of a checkpoint by their names in Hugging Face's files; each is read when it is asked for."""
+
+    def __init__(self, found: Export) -> None:
+        self._reader = CheckpointReader(found.weights)
+        stored: dict[str, Any] = read_metadata(self._reader).state_dict_metadata
+        dtypes = {name: stored[f"model.{name}"].properties.dtype for name in file_state(found.model)}
+        self._like = {name: tensor.to(dtypes[name]) for name, tensor in file_state(found.model).items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return read_tensor(self._reader, f"model.{name}", self._like[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._like)
+
+    def __len__(self) -> int:
+        return len(self._like)
+
+
+def _run_config(found: Export) -> TrainConfig:
+    """The settings of the run that decide how its forward reads weights; the defaults for a converted checkpoint."""
+    settings = found.record["config"]
+    sections = ("float8", "parallelism", "training")
+    return build_config({name: settings[name] for name in sections if name in settings})
+
+
+def _converted(found: Export) -> dict[str, FilterDecision]:
+    """By linear, what the run decided and why; empty for a model that it did not convert."""
+    report = found.record.get("conversion_report")
+    if not report or found.weights.name in ("bfloat16", "float32", "float16"):
+        return {}
+    return {layer["name"]: FilterDecision(layer["converted"], layer["reason"]) for layer in report["layers"]}
+
+
+def _as_in_the_run(converted: dict[str, FilterDecision], module: nn.Module, name: str) -> FilterDecision:
+    return converted[name]
+
+
+def _load_scales(model: nn.Module, reader: CheckpointReader) -> None:
+    """Load the persistent scales that the checkpoint has; the export names one that it misses."""
+    scaling = float8_scaling_state(model)
+    saved = read_metadata(reader).state_dict_metadata
+    state = {name: tensor for name, tensor in scaling.state_dict().items() if f"float8.{name}" in saved}
+    if state:
+        load_state({"float8": state}, reader)
+        scaling.load_state_dict(state)
+
+
+def _forward_dtype(found: Export, config: TrainConfig) -> torch.dtype | None:
+    """What FSDP2 gathered the weights in; see [Note: precision under FSDP2] in parallelize.py. None: as they are."""
+    data_parallel = found.record["world_size"] // config.parallelism.tensor_parallel_degree
+    if data_parallel == 1 or config.float8.enable_fsdp_float8_all_gather:
+        return None
+    dtype: torch.dtype = getattr(torch, config.training.mixed_precision_param)
+    return dtype

@@ -1,0 +1,142 @@
+"""Float8 checkpoints in the eyes of other libraries: compressed-tensors, transformers, and torch's DCP reader.
+
+vLLM and SGLang, which need a GPU, are tested by the contract of their loaders: names, shapes and dtypes.
+"""
+
+import json
+import warnings
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig
+from torch.distributed.checkpoint import load
+from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config
+
+from quaver import convert_to_float8_training
+from quaver.cli import main
+from quaver.export import load_float8, save_float8
+from quaver.export.files import StoredTensors
+from tests.foreign.llama import not_the_head
+
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
+TOKENS = torch.arange(24).view(1, 24)
+FORMATS = [
+    ("rowwise", "compressed-tensors"),
+    ("tensorwise", "compressed-tensors"),
+    ("rowwise", "compressed-tensors-block"),
+    ("rowwise", "fp8"),
+]
+
+
+def llama():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=128, num_key_value_heads=4, use_cache=False, **SIZES)).eval()
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model.eval()(TOKENS).logits
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """Return the folder of an export, made once; in several files, as torch's reader needs an index."""
+    root = tmp_path_factory.mktemp("export")
+
+    def folder(recipe, format):
+        path = root / f"{recipe}-{format}"
+        if not path.exists():
+            model = convert_to_float8_training(llama(), config=recipe, module_filter_fn=not_the_head)
+            save_float8(model, path, format=format, max_shard_bytes=200_000)
+        return path
+
+    return folder
+
+
+def dequantized_logits(folder):
+    model = llama()
+    model.load_state_dict(dict(load_float8(folder, dtype=torch.float32)))
+    return logits_of(model)
+
+
+@pytest.mark.parametrize(("recipe", "format"), FORMATS)
+def test_transformers_loads_the_dequantized_weights(recipe, format, exported):
+    folder = exported(recipe, format)
+    config = FineGrainedFP8Config(dequantize=True) if format == "fp8" else CompressedTensorsConfig(dequantize=True)
+    with warnings.catch_warnings(action="ignore"):  # that the checkpoint has a quantization_config too
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config)
+    for name, tensor in load_float8(folder, dtype=torch.float32).items():
+        assert torch.equal(model.get_parameter(name), tensor), name
+    assert torch.equal(logits_of(model), dequantized_logits(folder))
+
+
+@pytest.mark.parametrize(("recipe", "format"), FORMATS[:3])
+def test_compressed_tensors_decompresses_the_same_values(recipe, format, exported):
+    folder = exported(recipe, format)
+    config = QuantizationConfig.model_validate(json.loads((folder / "config.json").read_text())["quantization_config"])
+    (scheme,) = config.config_groups.values()
+    compressor, stored = BaseCompressor.get_value_from_registry(config.format), StoredTensors(folder)
+    count = 0
+    for name, tensor in load_float8(folder, dtype=torch.float32).items():
+        if f"{name}_scale" in stored:
+            parts = {"weight": stored[name], "weight_scale": stored[f"{name}_scale"]}
+            assert torch.equal(compressor.decompress(parts, scheme)["weight"], tensor), name
+            count += 1
+    assert count == 7
+    assert config.ignore == ["lm_head", "model.embed_tokens"]
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_compressed_tensors_runs_the_layers_that_training_ran(recipe, exported):
+    """Its own float8 linears, weights and activations quantized as config.json says, are near to the training ones."""
+    served = AutoModelForCausalLM.from_pretrained(exported(recipe, "compressed-tensors"), dtype=torch.float32)
+    assert served.model.layers[0].mlp.up_proj.weight.dtype is torch.float8_e4m3fn
+    training = convert_to_float8_training(llama(), config=recipe, module_filter_fn=not_the_head)
+    reference, expected, got = logits_of(llama()), logits_of(training), logits_of(served)
+    assert (got - expected).norm() < 0.12 * reference.norm()
+
+
+def test_torch_dequantizes_blocks_to_the_same_values(exported):
+    folder = exported("rowwise", "fp8")
+    state = {name: torch.empty_like(tensor) for name, tensor in load_float8(folder, dtype=torch.float32).items()}
+    load(state, storage_reader=QuantizedHuggingFaceStorageReader(str(folder)))
+    for name, tensor in load_float8(folder, dtype=torch.float32).items():
+        assert torch.equal(state[name], tensor), name
+
+
+@pytest.mark.parametrize(("recipe", "format"), FORMATS)
+def test_names_shapes_and_dtypes_are_those_that_servers_register(recipe, format, exported):
+    folder = exported(recipe, format)
+    stored = StoredTensors(folder)
+    leaf = "weight_scale_inv" if format == "fp8" else "weight_scale"
+    for name, tensor in llama().state_dict().items():
+        if name in ("lm_head.weight", "model.embed_tokens.weight") or "norm" in name:
+            assert stored[name].dtype is torch.float32
+            continue
+        rows, columns = tensor.shape
+        shape = {"rowwise": [rows, 1], "tensorwise": [1]}[recipe]
+        shape = shape if format == "compressed-tensors" else [rows // 128, columns // 128]
+        scale = f"{name.removesuffix('weight')}{leaf}"
+        assert (stored.dtype(name), stored.shape(name)) == ("F8_E4M3", [rows, columns])
+        assert (stored.dtype(scale), stored.shape(scale)) == ("F32", shape)
+
+
+def test_a_hugging_face_folder_is_exported_and_imported(tmp_path, capsys):
+    llama().save_pretrained(tmp_path / "hf")
+    words = ["export", tmp_path / "hf", tmp_path / "out", "--recipe=tensorwise", "--dtype=float32"]
+    assert main([*map(str, words), "--measure-tokens=16"]) == 0
+    out = capsys.readouterr().out
+    assert "7 float8 weights of the recipe tensorwise in the format compressed-tensors" in out
+    assert "weights have other codes than in training; the largest loss is" in out
+    record = json.loads((tmp_path / "out" / "quaver_export.json").read_text())
+    assert record["logits"]["tokens"] == 16
+    assert (tmp_path / "out" / "generation_config.json").exists()
+    assert main(["import", str(tmp_path / "out"), str(tmp_path / "hp"), "--dtype=float32"]) == 0
+    trainable = AutoModelForCausalLM.from_pretrained(tmp_path / "hp", dtype=torch.float32)
+    assert torch.equal(logits_of(trainable), dequantized_logits(tmp_path / "out"))
+    with pytest.raises(SystemExit, match="2"):
+        main(["export", str(tmp_path / "out"), str(tmp_path / "again"), "--recipe=rowwise"])
+    assert "is quantized already; expected a model in high precision" in capsys.readouterr().err

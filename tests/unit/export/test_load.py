@@ -1,0 +1,177 @@
+"""`quaver import` and `load_float8`: the dequantized values of the codes; bad input is one line and leaves nothing."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quaver import convert_to_high_precision
+from quaver.cli import main
+from quaver.export import iter_float8_weights, load_float8, save_float8
+from tests.unit.export.models import saved, tiny
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "compressed-tensors-block", "fp8"])
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_values_are_codes_times_scales(recipe, format, tmp_path):
+    folder = saved(tmp_path / "out", recipe, 128, format=format, max_shard_bytes=100_000)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    expected = dict(iter_float8_weights(tiny(recipe, 128), format=format))
+    scale_name = "weight_scale_inv" if format == "fp8" else "weight_scale"
+    for dtype in (torch.float32, torch.bfloat16):
+        loaded = load_float8(folder, dtype=dtype)
+        assert set(loaded) == set(tiny(recipe, 128).state_dict())
+        for name, tensor in loaded.items():
+            scale = expected.get(f"{name.removesuffix('.weight')}.{scale_name}")
+            values = expected[name].float() if scale is None else expected[name].float() * scale
+            assert torch.equal(tensor, values.to(dtype)), name
+
+
+def test_import_writes_a_folder_to_train_from(tmp_path, capsys):
+    folder = saved(tmp_path / "out")
+    (folder / "tokenizer.json").write_text("{}")
+    assert main(["import", str(folder), str(tmp_path / "hp"), "--dtype=float32", "--max-shard-size=5KB"]) == 0
+    assert "6 float8 weights dequantized to float32" in capsys.readouterr().out
+    config = json.loads((tmp_path / "hp" / "config.json").read_text())
+    assert config == {"model_type": "tiny", "torch_dtype": "float32"}
+    assert (tmp_path / "hp" / "tokenizer.json").exists()
+    index = json.loads((tmp_path / "hp" / "model.safetensors.index.json").read_text())["weight_map"]
+    files = sorted((tmp_path / "hp").glob("*.safetensors"))
+    stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    expected = load_float8(folder, dtype=torch.float32)
+    assert stored.keys() == index.keys() == expected.keys()
+    assert all(torch.equal(stored[name], expected[name]) for name in expected)
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"].update(changes)
+    path.write_text(json.dumps(config))
+
+
+def change_tensors(folder, **changes):
+    path = folder / "model.safetensors"
+    tensors = {**load_file(path), **{name.replace("__", "."): tensor for name, tensor in changes.items()}}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+
+
+def point_outside(folder):
+    (folder / "model.safetensors").rename(folder.parent / "away.safetensors")
+    index = {"weight_map": {"norm.weight": "../away.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+NAN = torch.full((32, 32), torch.nan).to(torch.float8_e4m3fn)
+BAD = {
+    "foreign": (lambda f: change_config(f, quant_method="awq"), "must be 'compressed-tensors' or 'fp8', got 'awq'"),
+    "int8": (
+        lambda f: change_config(f, config_groups={"a": {"weights": {"type": "int", "num_bits": 8}}}),
+        "must be 8-bit floats with one scale per tensor, channel, block, got {'type': 'int'",
+    ),
+    "no groups": (lambda f: change_config(f, config_groups=None), "config_groups in config.json must be an object"),
+    "plain": (lambda f: (f / "config.json").write_text("{}"), "has no quantization_config: the model is in high"),
+    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
+    "no scale": (lambda f: change_tensors(f, layer__q_proj__weight_scale=None), "have no weight_scale: layer.q_proj."),
+    "scale shape": (
+        lambda f: change_tensors(f, layer__q_proj__weight_scale=torch.ones(31, 1)),
+        "the scale of layer.q_proj.weight must be [32, 1], got [31, 1]",
+    ),
+    "scale NaN": (
+        lambda f: change_tensors(f, layer__q_proj__weight_scale=torch.full((32, 1), torch.nan)),
+        "the scale of layer.q_proj.weight has an inf or a NaN",
+    ),
+    "NaN": (lambda f: change_tensors(f, layer__q_proj__weight=NAN), "layer.q_proj.weight has a NaN"),
+    "block": (
+        lambda f: change_config(f, quant_method="fp8", weight_block_size=[128, 128]) or rename_scales(f),
+        "layer.gate_proj.weight must be a multiple of the block of 128 x 128, got [32, 32]",
+    ),
+    "block size": (
+        lambda f: change_config(f, quant_method="fp8", weight_block_size=[64, 64]),
+        "blocks in config.json must be [128, 128], got [64, 64]",
+    ),
+    "lost scale": (
+        lambda f: change_tensors(f, layer__q_proj__weight=torch.ones(32, 32)),
+        "scales without a float8 weight: layer.q_proj.weight_scale",
+    ),
+    "e5m2": (
+        lambda f: change_tensors(f, layer__q_proj__weight=torch.ones(32, 32).to(torch.float8_e5m2)),
+        "layer.q_proj.weight must be a matrix of float8_e4m3fn, got F8_E5M2 [32, 32]",
+    ),
+    "outside": (point_outside, "../away.safetensors', which is not there"),
+    "short": (lambda f: cut(f / "model.safetensors"), "is damaged"),
+}
+
+
+def rename_scales(folder):
+    path = folder / "model.safetensors"
+    save_file({name.replace("weight_scale", "weight_scale_inv"): t for name, t in load_file(path).items()}, path)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("export") / "out")
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_leaves_nothing(case, exported, tmp_path, capsys):
+    spoil, message = BAD[case]
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes((exported / name).read_bytes())
+    spoil(folder)
+    assert message in refused(capsys, "import", folder, tmp_path / "out")
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+
+
+def refused(capsys, *words):
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        main([str(word) for word in words])
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_a_bundle_is_compared_with_its_digests(exported, tmp_path):
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for path in exported.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    load_float8(folder)
+    record = json.loads((folder / "quaver_export.json").read_text())
+    assert set(record["sha256"]) == {"README.md", "config.json", "model.safetensors"}
+    assert record["recipe"] == "rowwise"
+    change_tensors(folder, norm__weight=torch.zeros(32))
+    with pytest.raises(ValueError, match=r"differ from their sha256 in quaver_export.json: model.safetensors"):
+        load_float8(folder)
+    (folder / "README.md").unlink()
+    with pytest.raises(FileNotFoundError, match=r"lacks files that quaver_export.json names: README.md"):
+        load_float8(folder)
+
+
+def test_an_error_leaves_nothing_and_an_existing_folder_stays(tmp_path):
+    model = tiny()
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = torch.inf
+    with pytest.raises(ValueError, match="lm_head.weight has an inf or a NaN"):
+        save_float8(model, tmp_path / "out", config={})
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(FileExistsError):
+        save_float8(tiny(), tmp_path, config={})
+    with pytest.raises(ValueError, match="config: expected the content of config.json"):
+        save_float8(tiny(), tmp_path / "out")
+
+
+def test_the_change_of_the_logits_is_measured(tmp_path):
+    folder = saved(tmp_path / "out", high_precision_model=lambda: convert_to_high_precision(tiny()), measure_tokens=32)
+    logits = json.loads((folder / "quaver_export.json").read_text())["logits"]
+    assert logits["tokens"] == 32
+    assert 15 < logits["sqnr_db"] < 60
+    assert f"SQNR {logits['sqnr_db']:.2f} dB" in (folder / "README.md").read_text()

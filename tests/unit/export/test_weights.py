@@ -1,0 +1,172 @@
+"""Exported codes and scales are those that the training forward multiplies; what a format cannot hold is refused."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import quaver.linear
+from quaver import (
+    CastConfig,
+    Float8LinearConfig,
+    ScalingType,
+    calibrate_float8_static_scales,
+    convert_to_float8_training,
+    sync_float8_amax_and_scale_history,
+)
+from quaver.export import iter_float8_weights
+from quaver.export.formats import weight_format
+from quaver.quantize import Operand
+from tests.reference import PERSISTENT_RECIPES, RECIPES, sqnr_db
+from tests.unit.export.models import PROJECTIONS, Tiny, tiny
+
+TOKENS = torch.arange(40).view(2, 20)
+STATIC = Float8LinearConfig(cast_config_input=CastConfig(scaling_type=ScalingType.STATIC))
+
+
+def trained(recipe):
+    """A model with the persistent scales of its recipe, if it has any."""
+    model = tiny(recipe)
+    if recipe is STATIC:
+        with calibrate_float8_static_scales(model):
+            model(TOKENS)
+    elif recipe in PERSISTENT_RECIPES:
+        model(TOKENS).sum().backward()
+        sync_float8_amax_and_scale_history(model)
+        with torch.no_grad():
+            model.layer["o_proj"].weight.mul_(1.5)  # the scale of its codes is the delayed one, which saturates
+    return model
+
+
+def multiplied_weights(model, monkeypatch):
+    """The operands [N, K] of the weights that a forward multiplies, in the order of the linears."""
+    seen = []
+    multiply = quaver.linear.unchecked_float8_mm
+
+    def recorded(a, b, a_scale, b_scale, *args):
+        seen.append(Operand(b, b_scale).t())
+        return multiply(a, b, a_scale, b_scale, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quaver.linear, "unchecked_float8_mm", recorded)
+        model.eval()(TOKENS)
+    assert len(seen) == len(PROJECTIONS)
+    return seen
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, *PERSISTENT_RECIPES, pytest.param(STATIC, id="static")])
+def test_codes_and_scales_are_those_of_the_forward(recipe, monkeypatch):
+    model = trained(recipe)
+    forward = multiplied_weights(model, monkeypatch)
+    exported = iter_float8_weights(model, share_fused_scales=False)
+    tensors = dict(exported)
+    for name, operand in zip(PROJECTIONS, forward, strict=True):
+        codes, scale = tensors[f"layer.{name}.weight"], tensors[f"layer.{name}.weight_scale"]
+        assert codes.dtype is torch.float8_e4m3fn
+        assert torch.equal(codes.view(torch.uint8), operand.data.contiguous().view(torch.uint8)), name
+        is_rowwise = operand.dequant_scale.dim() == 2
+        assert scale.shape == ((32, 1) if is_rowwise else (1,))
+        assert torch.equal(scale.flatten(), operand.dequant_scale.flatten())
+    assert not exported.requantized
+    assert exported.plan.ignore == ["embed_tokens", "lm_head"]
+    assert exported.bytes_yielded == sum(tensor.nbytes for tensor in tensors.values())
+    assert exported.bytes_moved == 0
+
+
+def test_fused_linears_share_the_smallest_scale_and_the_cost_is_stated():
+    model = tiny("tensorwise")
+    own = dict(iter_float8_weights(model, share_fused_scales=False))
+    exported = iter_float8_weights(model)
+    shared = dict(exported)
+    for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+        scales = [own[f"layer.{name}.weight_scale"] for name in group]
+        assert len({scale.item() for scale in scales}) == len(group)
+        assert all(torch.equal(shared[f"layer.{name}.weight_scale"], max(scales)) for name in group)
+    assert torch.equal(shared["layer.o_proj.weight_scale"], own["layer.o_proj.weight_scale"])
+    assert set(exported.requantized) == {"layer.q_proj", "layer.k_proj", "layer.gate_proj"}
+    for name, cost in exported.requantized.items():
+        weight = model.get_submodule(name).weight
+        for tensors, decibels in ((own, cost.training_db), (shared, cost.stored_db)):
+            values = tensors[f"{name}.weight"].double() * tensors[f"{name}.weight_scale"].double()
+            assert math.isclose(sqnr_db(weight.detach(), values), decibels, abs_tol=1e-4)
+
+
+def test_static_activations_have_the_scale_of_the_forward():
+    model = trained(STATIC)
+    exported = iter_float8_weights(model)
+    tensors = dict(exported)
+    inputs = exported.plan.format.quantization_config([])["config_groups"]["group_0"]["input_activations"]
+    assert (inputs["strategy"], inputs["dynamic"]) == ("tensor", False)
+    for name in PROJECTIONS:
+        quant_scale = model.layer[name].persistent_scales(torch.device("cpu")).input.quant_scale
+        assert torch.equal(tensors[f"layer.{name}.input_scale"], (1 / quant_scale).reshape(1))
+    with pytest.raises(ValueError, match="scale of the input of layer.q_proj is unknown"):
+        dict(iter_float8_weights(tiny("delayed_with_dynamic_weight")))
+
+
+def test_blocks_are_quantized_again_and_the_cost_is_stated():
+    exported = iter_float8_weights(tiny("rowwise", size=128), format="fp8")
+    tensors = dict(exported)
+    assert tensors["layer.q_proj.weight_scale_inv"].shape == (1, 1)
+    assert set(exported.requantized) == {f"layer.{name}" for name in PROJECTIONS}
+    assert all(25 < cost.stored_db < cost.training_db + 3 for cost in exported.requantized.values())
+    with pytest.raises(ValueError, match=r"layer.q_proj must be a multiple of the block of 128 x 128, got \[32, 32\]"):
+        dict(iter_float8_weights(tiny(), format="compressed-tensors-block"))
+
+
+def test_high_precision_is_the_control():
+    model = tiny()
+    plain = dict(iter_float8_weights(model, format="high-precision", dtype=torch.bfloat16))
+    assert list(plain) == list(model.state_dict())
+    assert all(torch.equal(plain[name], tensor.bfloat16()) for name, tensor in model.state_dict().items())
+
+
+def test_wrappers_leave_names_as_they_are():
+    names = list(dict(iter_float8_weights(tiny())))
+    model = tiny()
+    model.layer["q_proj"].compile(backend="eager")
+    assert list(dict(iter_float8_weights(torch.compile(model, backend="eager")))) == names
+
+
+def test_weights_may_come_from_elsewhere():
+    model = tiny()
+    expected = dict(iter_float8_weights(model))
+    with torch.device("meta"):
+        structure = Tiny()
+    convert_to_float8_training(structure, config="rowwise", module_filter_fn=lambda module, name: "lm_head" not in name)
+    found = dict(iter_float8_weights(structure, weights=model.state_dict()))
+    assert all(torch.equal(found[name].float(), tensor.float()) for name, tensor in expected.items())
+    rounded = dict(iter_float8_weights(structure, weights=model.state_dict(), forward_dtype=torch.bfloat16))
+    for name, tensor in iter_float8_weights(model.bfloat16()):
+        if "_proj.weight" in name:
+            assert torch.equal(rounded[name].float(), tensor.float()), name
+    with pytest.raises(ValueError, match="lack those of linears of the model: layer.q_proj"):
+        iter_float8_weights(structure, weights={})
+
+
+def test_what_no_format_holds_is_refused():
+    with pytest.raises(ValueError, match="no linear of the model is in float8"):
+        iter_float8_weights(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="format: expected one of compressed-tensors"):
+        iter_float8_weights(tiny(), format="gguf")
+    mixed = tiny("rowwise")
+    convert_to_float8_training(mixed, config="tensorwise", module_filter_fn=lambda module, name: name == "lm_head")
+    with pytest.raises(NotImplementedError, match="must have one recipe"):
+        iter_float8_weights(mixed)
+    e5m2 = Float8LinearConfig(
+        cast_config_weight=CastConfig(target_dtype=torch.float8_e5m2),
+        cast_config_grad_output=CastConfig(target_dtype=torch.float8_e4m3fn),
+    )
+    with pytest.raises(NotImplementedError, match="weight: checkpoints hold codes in e4m3"):
+        weight_format("compressed-tensors", e5m2)
+    diverged = tiny()
+    with torch.no_grad():
+        diverged.layer["k_proj"].weight[3, 4] = torch.nan
+    with pytest.raises(ValueError, match="layer.k_proj.weight has an inf or a NaN"):
+        dict(iter_float8_weights(diverged))
+    tied = Tiny()
+    tied.lm_head.weight = tied.embed_tokens.weight
+    convert_to_float8_training(tied, config="rowwise")
+    with pytest.raises(ValueError, match=r"tied weight cannot be stored in float8: .*lm_head.weight"):
+        iter_float8_weights(tied)
