@@ -2,7 +2,8 @@
 
 This file is the oracle that every kernel must match bit for bit.
 
-    amax          = max |hp|                    over the whole tensor (tensorwise) or along one dim (rowwise)
+    amax          = max |hp|                    over the whole tensor (tensorwise), along one dim (rowwise), or over
+                                                blocks of 128 x 128 (blockwise)
     quant_scale   = RN32(format.max / amax)     at most RN32(format.max / EPS); optionally rounded down to 2^k
     float8        = RNE8(clamp(RN32(float32(hp) * quant_scale), -format.max, format.max))
     dequant_scale = RN32(1 / quant_scale)
@@ -15,6 +16,12 @@ What the unusual amaxes do:
     inf                    quant_scale = 0, dequant_scale = inf: every result of the tensor (or row) is NaN
     NaN                    both scales NaN: every result of the tensor (or row) is NaN
 so a non-finite value is never hidden by saturation: it reaches the output, as it would in bfloat16.
+
+Blocks (DeepSeek's weights) tile a matrix from its first element. The last row and column of blocks may be smaller, so
+a matrix [R, C] has ceil(R / 128) x ceil(C / 128) scales. The scales of a block of zeros are 1. For other blocks, codes
+and scales are torchao's (prototype.blockwise_fp8_training) to the bit. transformers' Fp8Quantize multiplies 448 by a
+rounded 1 / amax, DeepGEMM divides by RN32(amax / 448): their scales differ by 1 ulp, and with them a code at a rounding
+boundary. Rounded to powers of two, all are the same but where 448 / amax is within 1 ulp of one.
 
 [Note: one division, two formulas]
 The scale must not depend on the device that computes it. A CPU divides float32 correctly rounded; compiled GPU code
@@ -38,6 +45,9 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 EPS = 1e-12
 """The smallest amax that still moves the scale; the field's constant (torchao.float8, TransformerEngine)."""
+
+BLOCK_SIZE = 128
+"""Rows and columns of a block with a scale of its own (blockwise): that of DeepSeek's checkpoints."""
 
 _INT_VIEW = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 _ABS_MASK = {torch.int16: 0x7FFF, torch.int32: 0x7FFFFFFF}
@@ -198,3 +208,74 @@ def dynamic_cast(
     """
     quant_scale = amax_to_quant_scale(amax(hp, dim), float8_dtype, power_of_2=power_of_2)
     return cast_to_float8(hp, quant_scale, float8_dtype), quant_scale, to_dequant_scale(quant_scale)
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def block_counts(rows: int, columns: int) -> tuple[int, int]:
+    """The shape of the scales of a matrix [rows, columns] in blocks."""
+    return -(-rows // BLOCK_SIZE), -(-columns // BLOCK_SIZE)
+
+
+def block_amax(hp: Tensor) -> Tensor:
+    """The largest magnitude in each block of `hp` [R, C], in its dtype: [ceil(R / 128), ceil(C / 128)].
+
+    Raises:
+        ValueError: hp is no matrix of a high-precision dtype.
+    """
+    if hp.dtype not in HP_DTYPES or hp.dim() != 2:
+        expected = f"expected a matrix of {', '.join(map(str, HP_DTYPES))}"
+        raise ValueError(f"{expected}, got {hp.dtype} of {list(hp.shape)}")
+    rows, columns = hp.shape
+    padded = torch.nn.functional.pad(hp.abs(), (0, -columns % BLOCK_SIZE, 0, -rows % BLOCK_SIZE))
+    return padded.unflatten(0, (-1, BLOCK_SIZE)).unflatten(2, (-1, BLOCK_SIZE)).amax((1, 3))
+
+
+def dynamic_cast_blocks(
+    hp: Tensor, float8_dtype: torch.dtype, *, power_of_2: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast a matrix with the scale of each block's own amax. One set of codes serves both matmuls of the matrix.
+
+    Args:
+        hp: [R, C], float32, bfloat16 or float16, any strides.
+        float8_dtype: what to cast to.
+        power_of_2: round the scales down to powers of two (UE8M0).
+    Returns:
+        float8 [R, C], contiguous; float32 quant_scale and dequant_scale [ceil(R / 128), ceil(C / 128)].
+    """
+    largest = block_amax(hp)
+    quant_scale = amax_to_quant_scale(largest, float8_dtype, power_of_2=power_of_2).masked_fill_(largest == 0, 1.0)
+    fmt_max = FORMATS[float8_dtype].max
+    scaled = multiply_scale_(hp.to(torch.float32, copy=True, memory_format=torch.contiguous_format), quant_scale)
+    return scaled.clamp_(-fmt_max, fmt_max).to(float8_dtype), quant_scale, to_dequant_scale(quant_scale)
+
+
+def multiply_scale_(wide: Tensor, scale: Tensor) -> Tensor:
+    """Multiply a contiguous matrix [R, C] in place by its scale of any granularity: (), [R, 1], [1, C] or one a block.
+
+    Raises:
+        ValueError: a scale of another shape.
+    """
+    rows, columns = wide.shape
+    if scale.dim() == 0 or tuple(scale.shape) in ((rows, 1), (1, columns)):
+        return wide.mul_(scale)
+    if tuple(scale.shape) != block_counts(rows, columns):
+        raise ValueError(
+            f"expected a scale of shape (), {[rows, 1]}, {[1, columns]} or {list(block_counts(rows, columns))} "
+            f"({BLOCK_SIZE} x {BLOCK_SIZE} blocks) for a matrix of {[rows, columns]}, got {list(scale.shape)}"
+        )
+    of_rows = scale.repeat_interleave(BLOCK_SIZE, 0)[:rows]
+    whole = columns // BLOCK_SIZE
+    wide[:, : whole * BLOCK_SIZE].unflatten(1, (whole, BLOCK_SIZE)).mul_(of_rows[:, :whole, None])
+    wide[:, whole * BLOCK_SIZE :].mul_(of_rows[:, whole:])
+    return wide
+
+
+def dequantize(codes: Tensor, dequant_scale: Tensor, hp_dtype: torch.dtype = torch.float32) -> Tensor:
+    """RN(RN32(codes * dequant_scale)): the values of a float8 matrix [R, C] in a high-precision dtype.
+
+    `dequant_scale`: float32, of any granularity (see `multiply_scale_`, which raises ValueError for another shape).
+    """
+    wide = codes.to(torch.float32, memory_format=torch.contiguous_format)
+    return multiply_scale_(wide, dequant_scale.float()).to(hp_dtype)
