@@ -20,6 +20,8 @@ from quaver.config import Float8LinearConfig, Float8LinearRecipeName, resolve_co
 from quaver.delayed import add_persistent_scales
 from quaver.distributed.fsdp import Float8AllGatherWeight, make_all_gather_weights, restore_plain_weight
 from quaver.distributed.weight_scales import local_weight
+from quaver.formats import FORMATS
+from quaver.frozen_weight import FrozenFloat8Weight
 from quaver.linear import OWN_ATTRIBUTES, Float8Linear
 from quaver.scale_state import LinearScales
 from quaver.tensor import Float8Tensor
@@ -158,14 +160,14 @@ def convert_to_float8_training(
     chosen: list[tuple[str, nn.Linear]] = []
     reasons: list[tuple[nn.Linear, str]] = []
     missed: dict[str, list[str]] = {}
-    owners = _owners_of_weights(module)
+    owners = owners_of_weights(module)
     for name, linear in module.named_modules():
         if not isinstance(linear, nn.Linear):
             continue
         decision = module_filter_fn(linear, name) if module_filter_fn else True
         if not isinstance(decision, FilterDecision):
             decision = FilterDecision(bool(decision), "" if decision else "filter")
-        obstacle = _obstacle(linear, include_subclasses) if decision else ""
+        obstacle = obstacle_of(linear, include_subclasses) if decision else ""
         if not isinstance(linear, Float8Linear):
             reasons.append((linear, "" if obstacle else decision.reason))
         if obstacle:
@@ -217,7 +219,7 @@ def conversion_report(module: nn.Module) -> ConversionReport:
     configs: dict[str, None] = {}
     notes: dict[str, None] = {}
     scale_owners: dict[tuple[int, int], str] = {}
-    owners = _owners_of_weights(module)
+    owners = owners_of_weights(module)
     for name, child in module.named_modules():
         if not isinstance(child, nn.Linear):
             layers += _other_matmul_weights(child, name, owners)
@@ -229,9 +231,9 @@ def conversion_report(module: nn.Module) -> ConversionReport:
             tied = [owner for owner in owners.get(id(child._parameters.get("weight")), []) if owner != name]
             ties = f"weight tied to {', '.join(tied)}" if tied else ""
             shares = _shared_input_scale(child, name, scale_owners)
-            reason = "; ".join(filter(None, [said, ties, shares, *unfinished(child)]))
+            reason = "; ".join(filter(None, [said, ties, shares, _stored(child), *unfinished(child)]))
         else:
-            reason = said or _obstacle(child, False) or "not converted, or new since the conversion"
+            reason = said or obstacle_of(child, False) or "not converted, or new since the conversion"
         layers.append(LayerReport(name, child.in_features, child.out_features, converted, reason))
     return ConversionReport("\n".join(configs), layers, list(notes))
 
@@ -239,7 +241,7 @@ def conversion_report(module: nn.Module) -> ConversionReport:
 # ---- the decision ----------------------------------------------------------------------------------------------------
 
 
-def _obstacle(linear: nn.Linear, include_subclasses: bool) -> str:
+def obstacle_of(linear: nn.Linear, include_subclasses: bool) -> str:
     """Why `linear` cannot be converted; "" where it can, or is."""
     cls = type(linear)
     if isinstance(linear, Float8Linear):
@@ -279,7 +281,7 @@ def _convert(module: nn.Module, chosen: list[tuple[str, nn.Linear]], config: Flo
         converted: list[tuple[str, Float8Linear]] = []
         for name, linear in chosen:
             if not isinstance(linear, Float8Linear):
-                undo.callback(_to_linear, _to_float8(linear, config))
+                undo.callback(_to_linear, to_float8(linear, config))
             converted.append((name, linear))  # type: ignore[arg-type]
         stateless = [(name, linear) for name, linear in converted if linear.scaling is None]
         plain = [(name, linear) for name, linear in converted if not _is_all_gather_weight(linear)]
@@ -295,7 +297,10 @@ def _convert(module: nn.Module, chosen: list[tuple[str, nn.Linear]], config: Flo
 
 
 def _check_way_back(linear: Float8Linear, name: str, has_ddp: bool) -> None:
-    if _is_all_gather_weight(linear) and not isinstance(linear.weight, Float8AllGatherWeight):
+    local = local_weight(linear)
+    if isinstance(local, FrozenFloat8Weight) and local is not linear.weight:
+        obstacle = "fully_shard shards its frozen float8 weight"
+    elif _is_all_gather_weight(linear) and not isinstance(linear.weight, Float8AllGatherWeight):
         obstacle = "fully_shard gathers its weight in float8"
     elif _is_all_gather_weight(linear) and has_ddp:
         obstacle = "DistributedDataParallel holds its weight, which was prepared for a float8 all-gather"
@@ -325,10 +330,10 @@ def _first(names: list[str], separator: str = ", ") -> str:
 # optimizer's name map. The way back is exact for the same reason.
 
 
-def _to_float8(linear: nn.Linear, config: Float8LinearConfig) -> Float8Linear:
+def to_float8(linear: nn.Linear, config: Float8LinearConfig) -> Float8Linear:
     """Turn `linear` itself into a Float8Linear: same object, parameters, hooks and attributes."""
     converted_from = type(linear)
-    linear.__class__ = _float8_class(converted_from)  # type: ignore[arg-type]
+    linear.__class__ = float8_class(converted_from, Float8Linear)  # type: ignore[arg-type]
     float8 = cast(Float8Linear, linear)
     float8.set_up(config, converted_from)
     return float8
@@ -343,26 +348,28 @@ def _to_linear(linear: Float8Linear) -> nn.Linear:
 
 
 @functools.cache
-def _float8_class(cls: type[nn.Linear]) -> type[Float8Linear]:
-    """The class of a converted `cls`: Float8Linear for nn.Linear, and for a subclass of it one of both.
+def float8_class(cls: type[nn.Linear], float8: type[Float8Linear]) -> type[Float8Linear]:
+    """The class of a converted `cls`: `float8` for nn.Linear, and for a subclass of it one of both.
 
-    Float8Linear comes first: forward is its own, and everything else that `cls` defines stays.
+    `float8` comes first: forward is its own, and everything else that `cls` defines stays.
     """
     if cls is nn.Linear:
-        return Float8Linear
+        return float8
+    name = f"{float8.__name__.removesuffix('Linear')}{cls.__name__}"
     namespace = {"__module__": cls.__module__, "__reduce_ex__": _reduce_of_both}
-    return types.new_class(f"Float8{cls.__name__}", (Float8Linear, cls), exec_body=lambda body: body.update(namespace))
+    return types.new_class(name, (float8, cls), exec_body=lambda body: body.update(namespace))
 
 
 def _reduce_of_both(self: Float8Linear, protocol: SupportsIndex) -> Any:
     """pickle finds a class by its name; a class that `_float8_class` makes has none, and is made again instead."""
-    if type(self) is not _float8_class(self._converted_from):  # type: ignore[arg-type]
+    float8 = type(self).__mro__[1]
+    if not issubclass(float8, Float8Linear) or type(self) is not float8_class(self._converted_from, float8):  # type: ignore[arg-type]
         return object.__reduce_ex__(self, protocol)
-    return _new_of_both, (self._converted_from,), self.__getstate__()
+    return _new_of_both, (self._converted_from, float8), self.__getstate__()
 
 
-def _new_of_both(cls: type[nn.Linear]) -> Float8Linear:
-    return object.__new__(_float8_class(cls))  # type: ignore[arg-type]
+def _new_of_both(cls: type[nn.Linear], float8: type[Float8Linear] = Float8Linear) -> Float8Linear:
+    return object.__new__(float8_class(cls, float8))  # type: ignore[arg-type]
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------
@@ -370,7 +377,19 @@ def _new_of_both(cls: type[nn.Linear]) -> Float8Linear:
 
 def _is_all_gather_weight(linear: Float8Linear) -> bool:
     """Whether FSDP2 gathers the weight in float8, or will."""
-    return isinstance(linear.weight, Float8Tensor) or isinstance(local_weight(linear), Float8AllGatherWeight)
+    local = local_weight(linear)
+    gathered = isinstance(linear.weight, Float8Tensor) and not isinstance(local, FrozenFloat8Weight)
+    return gathered or isinstance(local, Float8AllGatherWeight)
+
+
+def _stored(linear: Float8Linear) -> str:
+    """How a frozen weight is stored, and what an adapter that was merged into it lost."""
+    weight = local_weight(linear)
+    if not isinstance(weight, FrozenFloat8Weight):
+        return ""
+    merged = weight.requantized_sqnr_db
+    written = "" if merged is None else f", quantized again after a write at {merged:.1f} dB SQNR"
+    return f"frozen, stored in {weight.granularity} {FORMATS[weight.data_fp8.dtype].name}{written}"
 
 
 def unfinished(linear: Float8Linear) -> Iterator[str]:
@@ -416,7 +435,7 @@ def _other_matmul_weights(module: nn.Module, name: str, owners: dict[int, list[s
             yield LayerReport(f"{name}.{leaf}".lstrip("."), in_features, out_features, False, reason)
 
 
-def _owners_of_weights(module: nn.Module) -> dict[int, list[str]]:
+def owners_of_weights(module: nn.Module) -> dict[int, list[str]]:
     """The names of the modules that hold each parameter called `weight`, by the parameter's id."""
     owners: dict[int, list[str]] = {}
     for name, child in module.named_modules(remove_duplicate=False):
