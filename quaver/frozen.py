@@ -204,6 +204,12 @@ def store_float8_weight(
     if frozen.shape != linear.weight.shape or (frozen.granularity != expected and dequant_scale.numel() > 1):
         got = f"{frozen.granularity} {list(frozen.shape)}"
         raise ValueError(f"expected a {expected} weight of {list(linear.weight.shape)}, got {got}")
+    fmt = FORMATS[codes.dtype]
+    no_numbers = torch.tensor(fmt.nan_codes + fmt.infinity_codes, dtype=torch.uint8, device=codes.device)
+    if bool(torch.isin(codes.view(torch.uint8), no_numbers).any()):
+        raise ValueError("expected finite codes, got NaN or inf")
+    if not bool(((dequant_scale > 0) & dequant_scale.isfinite()).all()):
+        raise ValueError("expected finite dequant_scales above 0")
     if config.round_scales_to_power_of_2 and not frozen.has_power_of_2_scales:
         raise ValueError("expected scales that are powers of two, as config.round_scales_to_power_of_2 promises")
     if not isinstance(linear, Float8Linear):

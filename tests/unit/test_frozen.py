@@ -369,6 +369,9 @@ def test_weights_from_a_checkpoint():
         ({"dtype": E4M3}, "dtype: expected torch.float32"),
         ({"dequant_scale": torch.ones(130, 1)}, "expected a blockwise weight of"),
         ({"config": blockwise_config()}, "expected scales that are powers of two"),
+        ({"dequant_scale": scale * torch.inf}, "expected finite dequant_scales above 0"),
+        ({"dequant_scale": scale * 0}, "expected finite dequant_scales above 0"),
+        ({"codes": torch.full_like(hp, torch.nan).to(E4M3)}, "expected finite codes, got NaN or inf"),
         ({"codes": codes.t(), "dequant_scale": scale.t()}, r"expected a blockwise weight of \[130, 257\]"),
     ]:
         other = nn.Linear(257, 130, bias=False)
