@@ -34,6 +34,7 @@ from quaver.distributed import (
     precompute_float8_dynamic_scale_for_fsdp,
 )
 from quaver.filters import auto_filter_for_recipe
+from quaver.frozen import FrozenFloat8Linear, freeze_to_float8
 from quaver.integrations.check import assert_float8_training
 from quaver.linear import Float8Linear, float8_linear
 from quaver.primary_weights import use_float8_primary_weights
@@ -53,6 +54,7 @@ __all__ = [
     "Float8LinearRecipeName",
     "Float8RowwiseParallel",
     "Float8ScalingState",
+    "FrozenFloat8Linear",
     "PrepareFloat8ModuleInput",
     "ScalingGranularity",
     "ScalingType",
@@ -66,6 +68,7 @@ __all__ = [
     "convert_to_high_precision",
     "float8_linear",
     "float8_scaling_state",
+    "freeze_to_float8",
     "precompute_float8_dynamic_scale_for_fsdp",
     "sync_float8_amax_and_scale_history",
     "use_float8_primary_weights",

@@ -42,14 +42,16 @@ class ScalingGranularity(enum.Enum):
     """The elements along the dim that the matmul contracts: one scale per row of the left operand."""
     AXISWISE = "axiswise"  # noqa: PIE796 - an alias on purpose
     """torchao's name of ROWWISE: the same member. Both values, "axiswise" and "rowwise", are accepted."""
+    BLOCKWISE = "blockwise"
+    """The elements of a block of 128 x 128: weights only. One cast serves both matmuls of the weight."""
 
     @classmethod
     def _missing_(cls, value: object) -> ScalingGranularity | None:
         return cls.ROWWISE if value == "rowwise" else None
 
     def short_str(self) -> str:
-        """ "ten" or "axs"."""
-        return "axs" if self is ScalingGranularity.ROWWISE else "ten"
+        """ "ten", "axs" or "blk"."""
+        return {ScalingGranularity.ROWWISE: "axs", ScalingGranularity.BLOCKWISE: "blk"}.get(self, "ten")
 
 
 def _check_type(config: object, name: str, expected: type) -> None:
@@ -76,8 +78,8 @@ class CastConfig:
             tensor of one element; None to measure one per linear with `calibrate_float8_static_scales`.
         static_scale: torchao's name of `static_quant_scale`; give only one of them, and read `static_quant_scale`.
     Raises:
-        ValueError: a field of the wrong type, a dtype that is not float8, row-wise delayed or static scaling, or a
-            static scale that is out of range or belongs to another scaling type.
+        ValueError: a field of the wrong type, a dtype that is not float8, row-wise or block-wise delayed or static
+            scaling, or a static scale that is out of range or belongs to another scaling type.
     """
 
     scaling_type: ScalingType = ScalingType.DYNAMIC
@@ -89,19 +91,21 @@ class CastConfig:
     # Attributes, not properties: every forward of every linear reads them.
     is_disabled: bool = field(init=False, repr=False, compare=False)
     is_rowwise: bool = field(init=False, repr=False, compare=False)
+    is_blockwise: bool = field(init=False, repr=False, compare=False)
     is_persistent: bool = field(init=False, repr=False, compare=False)
     """Whether the scale is known before the tensor is: delayed or static."""
 
     def __post_init__(self, static_scale: float | torch.Tensor | None) -> None:
         object.__setattr__(self, "is_disabled", self.scaling_type is ScalingType.DISABLED)
         object.__setattr__(self, "is_rowwise", self.scaling_granularity is ScalingGranularity.ROWWISE)
+        object.__setattr__(self, "is_blockwise", self.scaling_granularity is ScalingGranularity.BLOCKWISE)
         object.__setattr__(self, "is_persistent", self.scaling_type in (ScalingType.DELAYED, ScalingType.STATIC))
         _check_type(self, "scaling_type", ScalingType)
         _check_type(self, "scaling_granularity", ScalingGranularity)
-        if self.is_persistent and self.is_rowwise:
+        if self.is_persistent and (self.is_rowwise or self.is_blockwise):
             raise ValueError(
                 f"scaling_granularity: {self.scaling_type.value} scaling keeps one scale per tensor: expected "
-                "tensorwise, got rowwise; the rows of a tensor are different ones in each step"
+                f"tensorwise, got {_granularity(self)}; the rows of a tensor are different ones in each step"
             )
         if self.target_dtype is not None and self.target_dtype not in FORMATS:
             names = ", ".join(map(str, FORMATS))
@@ -139,7 +143,11 @@ class CastConfig:
             return "high precision"
         name = "default format" if self.target_dtype is None else FORMATS[self.target_dtype].name
         scale = "" if self.static_quant_scale is None else f" quant_scale {self.static_quant_scale!r}"
-        return f"{self.scaling_type.value} {'rowwise' if self.is_rowwise else 'tensorwise'} {name}{scale}"
+        return f"{self.scaling_type.value} {_granularity(self)} {name}{scale}"
+
+
+def _granularity(cast: CastConfig) -> str:
+    return cast.scaling_granularity.name.lower()
 
 
 @dataclass(frozen=True)
@@ -350,6 +358,7 @@ class Float8LinearConfig:
         casts = self._resolve_casts()
         for matmul, left, right in _MATMULS:
             _check_matmul(matmul, casts, left, right)
+        _check_blocks(casts, self.enable_fsdp_float8_all_gather)
         if self.round_scales_to_power_of_2:
             _check_powers_of_2(casts)
         if self.enable_fsdp_float8_all_gather and (casts.weight.is_disabled or casts.weight_for_grad_input.is_disabled):
@@ -483,6 +492,23 @@ def _check_powers_of_2(casts: OperandCasts) -> None:
     for operand, cast in casts._asdict().items():
         scale = cast.static_quant_scale
         _check(scale is None or math.frexp(scale)[0] == 0.5, f"cast_config_{operand}", expected, scale)
+
+
+def _check_blocks(casts: OperandCasts, float8_all_gather: bool) -> None:
+    for operand, cast in casts._asdict().items():
+        if cast.is_blockwise and operand not in ("weight", "weight_for_grad_input"):
+            raise ValueError(f"{operand}: blocks of 128 x 128 scale weights; expected tensorwise or rowwise")
+    weight, for_grad_input = casts.weight, casts.weight_for_grad_input
+    if (weight.is_blockwise or for_grad_input.is_blockwise) and weight != for_grad_input:
+        raise ValueError(
+            f"weight: one blockwise cast serves both of its matmuls, got {weight} for output, {for_grad_input} for "
+            "grad_input"
+        )
+    if weight.is_blockwise and float8_all_gather:
+        raise ValueError(
+            "enable_fsdp_float8_all_gather: expected a weight scaled tensorwise or rowwise, got blockwise: shards "
+            "would cut blocks; freeze_to_float8 gathers blockwise weights that do not train"
+        )
 
 
 def _check_matmul(matmul: str, casts: OperandCasts, left_name: str, right_name: str) -> None:

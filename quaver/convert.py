@@ -24,6 +24,9 @@ from quaver.distributed.fsdp import (
     make_all_gather_weights,
     restore_plain_weight,
 )
+from quaver.distributed.weight_scales import local_weight
+from quaver.formats import FORMATS
+from quaver.frozen_weight import FrozenFloat8Weight
 from quaver.linear import OWN_ATTRIBUTES, Float8Linear
 from quaver.scale_state import LinearScales
 
@@ -161,14 +164,14 @@ def convert_to_float8_training(
     chosen: list[tuple[str, nn.Linear]] = []
     reasons: list[tuple[nn.Linear, str]] = []
     missed: dict[str, list[str]] = {}
-    owners = _owners_of_weights(module)
+    owners = owners_of_weights(module)
     for name, linear in module.named_modules():
         if not isinstance(linear, nn.Linear):
             continue
         decision = module_filter_fn(linear, name) if module_filter_fn else True
         if not isinstance(decision, FilterDecision):
             decision = FilterDecision(bool(decision), "" if decision else "filter")
-        obstacle = _obstacle(linear, include_subclasses) if decision else ""
+        obstacle = obstacle_of(linear, include_subclasses) if decision else ""
         if not isinstance(linear, Float8Linear):
             reasons.append((linear, "" if obstacle else decision.reason))
         if obstacle:
@@ -220,7 +223,7 @@ def conversion_report(module: nn.Module) -> ConversionReport:
     configs: dict[str, None] = {}
     notes: dict[str, None] = {}
     scale_owners: dict[tuple[int, int], str] = {}
-    owners = _owners_of_weights(module)
+    owners = owners_of_weights(module)
     for name, child in module.named_modules():
         if not isinstance(child, nn.Linear):
             layers += _other_matmul_weights(child, name, owners)
@@ -232,9 +235,9 @@ def conversion_report(module: nn.Module) -> ConversionReport:
             tied = [owner for owner in owners.get(id(child._parameters.get("weight")), []) if owner != name]
             ties = f"weight tied to {', '.join(tied)}" if tied else ""
             shares = _shared_input_scale(child, name, scale_owners)
-            reason = "; ".join(filter(None, [said, ties, shares, *unfinished(child)]))
+            reason = "; ".join(filter(None, [said, ties, shares, _stored(child), *unfinished(child)]))
         else:
-            reason = said or _obstacle(child, False) or "not converted, or new since the conversion"
+            reason = said or obstacle_of(child, False) or "not converted, or new since the conversion"
         layers.append(LayerReport(name, child.in_features, child.out_features, converted, reason))
     return ConversionReport("\n".join(configs), layers, list(notes))
 
@@ -242,7 +245,7 @@ def conversion_report(module: nn.Module) -> ConversionReport:
 # ---- the decision ----------------------------------------------------------------------------------------------------
 
 
-def _obstacle(linear: nn.Linear, include_subclasses: bool) -> str:
+def obstacle_of(linear: nn.Linear, include_subclasses: bool) -> str:
     """Why `linear` cannot be converted; "" where it can, or is."""
     cls = type(linear)
     if isinstance(linear, Float8Linear):
@@ -282,7 +285,7 @@ def _convert(module: nn.Module, chosen: list[tuple[str, nn.Linear]], config: Flo
         converted: list[tuple[str, Float8Linear]] = []
         for name, linear in chosen:
             if not isinstance(linear, Float8Linear):
-                undo.callback(_to_linear, _to_float8(linear, config))
+                undo.callback(_to_linear, to_float8(linear, config))
             converted.append((name, linear))  # type: ignore[arg-type]
         stateless = [(name, linear) for name, linear in converted if linear.scaling is None]
         plain = [(name, linear) for name, linear in converted if not is_all_gather_weight(linear)]
@@ -298,7 +301,10 @@ def _convert(module: nn.Module, chosen: list[tuple[str, nn.Linear]], config: Flo
 
 
 def _check_way_back(linear: Float8Linear, name: str, has_ddp: bool) -> None:
-    if is_all_gather_weight(linear) and not isinstance(linear.weight, Float8AllGatherWeight):
+    local = local_weight(linear)
+    if isinstance(local, FrozenFloat8Weight) and local is not linear.weight:
+        obstacle = "fully_shard shards its frozen float8 weight"
+    elif is_all_gather_weight(linear) and not isinstance(linear.weight, Float8AllGatherWeight):
         obstacle = "fully_shard gathers its weight in float8"
     elif is_all_gather_weight(linear) and has_ddp:
         obstacle = "DistributedDataParallel holds its weight, which was prepared for a float8 all-gather"
@@ -328,10 +334,10 @@ def _first(names: list[str], separator: str = ", ") -> str:
 # optimizer's name map. The way back is exact for the same reason.
 
 
-def _to_float8(linear: nn.Linear, config: Float8LinearConfig) -> Float8Linear:
+def to_float8(linear: nn.Linear, config: Float8LinearConfig) -> Float8Linear:
     """Turn `linear` itself into a Float8Linear: same object, parameters, hooks and attributes."""
     converted_from = type(linear)
-    linear.__class__ = _float8_class(converted_from)  # type: ignore[arg-type]
+    linear.__class__ = float8_class(converted_from, Float8Linear)  # type: ignore[arg-type]
     float8 = cast(Float8Linear, linear)
     float8.set_up(config, converted_from)
     return float8
@@ -346,29 +352,41 @@ def _to_linear(linear: Float8Linear) -> nn.Linear:
 
 
 @functools.cache
-def _float8_class(cls: type[nn.Linear]) -> type[Float8Linear]:
-    """The class of a converted `cls`: Float8Linear for nn.Linear, and for a subclass of it one of both.
+def float8_class(cls: type[nn.Linear], float8: type[Float8Linear]) -> type[Float8Linear]:
+    """The class of a converted `cls`: `float8` for nn.Linear, and for a subclass of it one of both.
 
-    Float8Linear comes first: forward is its own, and everything else that `cls` defines stays.
+    `float8` comes first: forward is its own, and everything else that `cls` defines stays.
     """
     if cls is nn.Linear:
-        return Float8Linear
+        return float8
+    name = f"{float8.__name__.removesuffix('Linear')}{cls.__name__}"
     namespace = {"__module__": cls.__module__, "__reduce_ex__": _reduce_of_both}
-    return types.new_class(f"Float8{cls.__name__}", (Float8Linear, cls), exec_body=lambda body: body.update(namespace))
+    return types.new_class(name, (float8, cls), exec_body=lambda body: body.update(namespace))
 
 
 def _reduce_of_both(self: Float8Linear, protocol: SupportsIndex) -> Any:
     """pickle finds a class by its name; a class that `_float8_class` makes has none, and is made again instead."""
-    if type(self) is not _float8_class(self._converted_from):  # type: ignore[arg-type]
+    float8 = type(self).__mro__[1]
+    if not issubclass(float8, Float8Linear) or type(self) is not float8_class(self._converted_from, float8):  # type: ignore[arg-type]
         return object.__reduce_ex__(self, protocol)
-    return _new_of_both, (self._converted_from,), self.__getstate__()
+    return _new_of_both, (self._converted_from, float8), self.__getstate__()
 
 
-def _new_of_both(cls: type[nn.Linear]) -> Float8Linear:
-    return object.__new__(_float8_class(cls))  # type: ignore[arg-type]
+def _new_of_both(cls: type[nn.Linear], float8: type[Float8Linear] = Float8Linear) -> Float8Linear:
+    return object.__new__(float8_class(cls, float8))  # type: ignore[arg-type]
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------
+
+
+def _stored(linear: Float8Linear) -> str:
+    """How a frozen weight is stored, and what an adapter that was merged into it lost."""
+    weight = local_weight(linear)
+    if not isinstance(weight, FrozenFloat8Weight):
+        return ""
+    merged = weight.requantized_sqnr_db
+    written = "" if merged is None else f", quantized again after a write at {merged:.1f} dB SQNR"
+    return f"frozen, stored in {weight.granularity} {FORMATS[weight.data_fp8.dtype].name}{written}"
 
 
 def unfinished(linear: Float8Linear) -> Iterator[str]:
@@ -414,7 +432,7 @@ def _other_matmul_weights(module: nn.Module, name: str, owners: dict[int, list[s
             yield LayerReport(f"{name}.{leaf}".lstrip("."), in_features, out_features, False, reason)
 
 
-def _owners_of_weights(module: nn.Module) -> dict[int, list[str]]:
+def owners_of_weights(module: nn.Module) -> dict[int, list[str]]:
     """The names of the modules that hold each parameter called `weight`, by the parameter's id."""
     owners: dict[int, list[str]] = {}
     for name, child in module.named_modules(remove_duplicate=False):

@@ -1,11 +1,14 @@
 """The one place that multiplies float8 matrices.
 
     float8_mm(a, b, a_dequant_scale, b_dequant_scale) = (a * a_dequant_scale) @ (b * b_dequant_scale)
-    a [M, K] with scale () or [M, 1];  b [K, N] with scale () or [1, N];  result [M, N]
+    a [M, K] with scale () or [M, 1];  b [K, N] with any scale of its own: (), [1, N], [K, 1] or one a block
+    result [M, N]
 
 Two backends compute it. NATIVE is the hardware's float8 matmul, used where a tiny one has just given the right answer:
 a capability number is not enough, since row-wise scales are missing on sm_120 and were broken on sm_89. EXACT runs on
-every device (kernels/exact_mm.py). docs/numerics.md says where each rounds.
+every device (kernels/exact_mm.py). docs/numerics.md says where each rounds. Scales of b that vary along the contracted
+dim always take it: one a block of 128 x 128, or one a row [K, 1], which a row-wise weight that is stored once has in
+grad_input. PyTorch's native matmul with block scales runs on Hopper alone, and wants a's scales in blocks of 1 x 128.
 
 Hopper's native matmul requires both operands contiguous along the contracted dim; K and N multiples of 16 (zeros are
 appended, and add nothing); with row-wise scales a bfloat16 result and a scale for every row of both operands.
@@ -24,8 +27,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from quaver.formats import E5M2, FORMATS
 from quaver.kernels.cast import runs_as_operation
-from quaver.kernels.exact_mm import exact_float8_mm
+from quaver.kernels.exact_mm import exact_float8_mm, varies_along_contracted
 from quaver.phases import phase
+from quaver.scaling import block_counts
 
 ALIGNMENT = 16
 """What the contracted and output dims of a native float8 matmul are multiples of."""
@@ -57,7 +61,7 @@ def float8_mm(
         a: float8 [M, K], any strides.
         b: float8 [K, N], any strides.
         a_dequant_scale: float32, () or [M, 1].
-        b_dequant_scale: float32, () or [1, N].
+        b_dequant_scale: float32, (), [1, N], [K, 1], or [ceil(K / 128), ceil(N / 128)] for 128 x 128 blocks.
         out_dtype: float32, bfloat16 or float16.
         bias: [N] in a high-precision dtype, added before the last rounding where the backend can.
         use_fast_accum: NATIVE only: fewer bits in Hopper's partial sums.
@@ -100,7 +104,7 @@ def unchecked_float8_mm(
     if a.numel() == 0 or b.numel() == 0:
         out = torch.zeros((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
         return out if bias is None else out + bias.to(out_dtype)
-    if not a.is_cpu and _backend_of(a, a_dequant_scale, b_dequant_scale, emulate) is GemmBackend.NATIVE:
+    if not a.is_cpu and _backend_of(a, b, a_dequant_scale, b_dequant_scale, emulate) is GemmBackend.NATIVE:
         return _native_mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype, use_fast_accum)
     exact_mm = exact_float8_mm if _calls_directly(a) else torch.ops.quaver.exact_float8_mm
     if not pad:
@@ -130,14 +134,16 @@ def _check_operands(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_sca
         raise ValueError("no hardware multiplies e5m2 by e5m2; cast one operand to e4m3")
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"expected [M, K] and [K, N], got {list(a.shape)} and {list(b.shape)}")
+    k, n = b.shape
     _check_scale("a_dequant_scale", a_dequant_scale, (a.shape[0], 1))
-    _check_scale("b_dequant_scale", b_dequant_scale, (1, b.shape[1]))
+    _check_scale("b_dequant_scale", b_dequant_scale, (1, n), (k, 1), block_counts(k, n))
 
 
-def _check_scale(name: str, scale: Tensor, rowwise_shape: tuple[int, int]) -> None:
-    if scale.dtype is not torch.float32 or (scale.dim() != 0 and scale.shape != rowwise_shape):
+def _check_scale(name: str, scale: Tensor, *shapes: tuple[int, int]) -> None:
+    if scale.dtype is not torch.float32 or (scale.dim() != 0 and tuple(scale.shape) not in shapes):
+        expected = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
         raise ValueError(
-            f"{name}: expected float32 of shape () or {list(rowwise_shape)}, got {scale.dtype} of {list(scale.shape)}"
+            f"{name}: expected float32 of shape () or {expected}, got {scale.dtype} of {list(scale.shape)}"
         )
 
 
@@ -151,7 +157,9 @@ def backend_for(device: torch.device, *, rowwise: bool, emulate: bool = False) -
     return GemmBackend.NATIVE
 
 
-def _backend_of(a: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor, emulate: bool) -> GemmBackend:
+def _backend_of(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor, emulate: bool) -> GemmBackend:
+    if varies_along_contracted(b, b_dequant_scale):
+        return GemmBackend.EXACT
     rowwise = a_dequant_scale.dim() > 0 or b_dequant_scale.dim() > 0
     return backend_for(a.device, rowwise=rowwise, emulate=emulate)
 
@@ -274,12 +282,14 @@ def _native_mm(
 
 def _padded(a: Tensor, b: Tensor, b_dequant_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     k, n = -a.shape[1] % ALIGNMENT, -b.shape[1] % ALIGNMENT
+    if tuple(b_dequant_scale.shape) == (1, b.shape[1]):
+        b_dequant_scale = F.pad(b_dequant_scale, (0, n), value=1.0)
+    elif tuple(b_dequant_scale.shape) == (b.shape[0], 1):
+        b_dequant_scale = F.pad(b_dequant_scale, (0, 0, 0, k), value=1.0)  # the padding of blocks lies inside blocks
     if k:
         a, b = _pad_codes(a, 0, k), _pad_codes(b, k, 0)
     if n:
         b = _pad_codes(b, 0, n)
-        if b_dequant_scale.dim():
-            b_dequant_scale = F.pad(b_dequant_scale, (0, n), value=1.0)
     return a, b, b_dequant_scale
 
 

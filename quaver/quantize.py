@@ -4,8 +4,9 @@
     quantized.last      the operand of the matmul that contracts the matrix's last dim
     quantized.first     the operand of the one that contracts its first dim
 
-Tensorwise, both operands have one scale, and on a CPU one set of codes; rowwise, each has a scale for every row or
-column along its contracted dim. A cast that the config disables gives the matrix itself, in high precision.
+Tensorwise, both operands have one scale, and on a CPU one set of codes; blockwise (weights), one set of codes and
+scales; rowwise, each has a scale for every row or column along its contracted dim. A cast that the config disables
+gives the matrix itself, in high precision.
 
 Four quantizers share this interface:
 
@@ -31,7 +32,13 @@ import torch
 from torch import Tensor
 
 from quaver.config import CastConfig, Float8LinearConfig
-from quaver.kernels.cast import cast_rowwise, cast_tensorwise, cast_with_persistent_scale, cast_with_scale
+from quaver.kernels.cast import (
+    cast_blockwise,
+    cast_rowwise,
+    cast_tensorwise,
+    cast_with_persistent_scale,
+    cast_with_scale,
+)
 from quaver.scaling import PersistentScale, amax_to_quant_scale, to_dequant_scale
 
 
@@ -48,7 +55,7 @@ class Operand(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The scale of one cast in both directions: float32, shape () or that of the matrix with the contracted dim 1."""
+    """The scale of one cast in both directions: float32: (), the matrix's with the contracted dim 1, or blocks'."""
 
     quant: Tensor
     dequant: Tensor
@@ -118,6 +125,10 @@ class Quantizer:
         """
         casts, hp = self.casts, as_matrix(hp)
         fp8 = last and not casts.last.is_disabled, first and not casts.first.is_disabled
+        if casts.last.is_blockwise and any(fp8):
+            codes, _, dequant = cast_blockwise(hp, casts.last.float8_dtype, casts.power_of_2)
+            operand = Operand(codes, dequant)
+            return Operands(operand if last else None, operand if first else None)
         rowwise = fp8[0] and casts.last.is_rowwise, fp8[1] and casts.first.is_rowwise
         tensorwise = fp8[0] and not rowwise[0], fp8[1] and not rowwise[1]
         made = Operands(None, None, scales)

@@ -152,7 +152,7 @@ class Float8Tensor(Tensor):
         """
         if contracted_dim == 1:
             scale = self.dequant_scale
-            return Operand(_rows(self.data_fp8), scale if scale.dim() == 0 else scale.reshape(-1, 1))
+            return Operand(_rows(self.data_fp8), scale if scale.dim() == 0 else scale.reshape(-1, scale.shape[-1]))
         if self.first_data_fp8 is None:
             raise RuntimeError("this Float8Tensor was not quantized for a matmul that contracts its rows")
         return Operand(_rows(self.first_data_fp8), self.first_dequant_scale)

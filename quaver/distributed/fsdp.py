@@ -54,6 +54,7 @@ from quaver.distributed.weight_scales import (
     persistent_scale,
     whole_scales,
 )
+from quaver.frozen_weight import FrozenFloat8Weight
 from quaver.kernels.cast import cast_with_persistent_scale, cast_with_scale, matrix_amax, record_amax
 from quaver.linear import Float8Linear
 from quaver.quantize import Operand, Scales
@@ -351,8 +352,13 @@ def is_all_gather_weight(linear: Float8Linear) -> bool:
 
 
 def restore_plain_weight(linear: Float8Linear) -> None:
-    """Undo `make_all_gather_weights` for one linear. Raises RuntimeError once `fully_shard` has sharded the weight."""
+    """Undo `make_all_gather_weights` for one linear, and dequantize a frozen weight.
+
+    Raises RuntimeError once `fully_shard` has sharded the weight.
+    """
     weight = linear.weight
+    if isinstance(weight, FrozenFloat8Weight):
+        linear.weight = nn.Parameter(weight.to_high_precision(), requires_grad=False)
     if isinstance(weight, DTensor) and isinstance(weight._local_tensor, Float8AllGatherWeight):
         raise RuntimeError("a weight that fully_shard all-gathers in float8 cannot be converted back; convert before")
     if isinstance(weight, Float8AllGatherWeight):

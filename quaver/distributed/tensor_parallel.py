@@ -39,6 +39,13 @@ from quaver.tensor import Float8Tensor
 
 
 def _float8_linear(style: object, module: nn.Module) -> Float8Linear:
+    if isinstance(module, Float8Linear) and (
+        module.config.casts.weight.is_blockwise or isinstance(module.weight, Float8Tensor)
+    ):
+        raise NotImplementedError(
+            f"{type(style).__name__}: expected a weight in high precision that is scaled tensorwise or rowwise, got "
+            f"{'a frozen float8 weight' if isinstance(module.weight, Float8Tensor) else 'blockwise scaling'}"
+        )
     if not isinstance(module, Float8Linear):
         raise ValueError(
             f"{type(style).__name__} expects a Float8Linear, got {type(module).__name__}; call "

@@ -6,13 +6,15 @@ for codes for the one that contracts the first.
                                   scales from                       CPU            GPU       compiled for a GPU
     cast_tensorwise               the amax of the matrix            C extension    Triton    PyTorch
     cast_rowwise                  the amaxes of rows, of columns    C extension    Triton    PyTorch
+    cast_blockwise                the amaxes of blocks              PyTorch        PyTorch   PyTorch
     cast_with_scale               the caller                        C extension    Triton    PyTorch
     cast_with_persistent_scale    an earlier step                   C extension    Triton    the operation
 
 What the C extension or Triton does not take (other dtypes, strides, devices) runs in PyTorch.
 
 Layouts. A GPU multiplies float8 only along the contiguous dim: there, row codes are contiguous and column codes have
-strides (1, R). A CPU takes any layout: there, codes are contiguous, and tensorwise row codes serve both matmuls.
+strides (1, R). A CPU takes any layout: there, codes are contiguous, and tensorwise row codes serve both matmuls. Block
+codes are contiguous everywhere, because the matmul that reads them takes any layout.
 
 [Note: casts are operations] Each cast is a registered operation. Eager code on plain tensors calls the implementation
 directly, which spares the dispatcher. Under a dispatch mode, on a fake tensor and on any other subclass it calls the
@@ -98,6 +100,18 @@ def cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: boo
         made = torch.ops.quaver.cast_rowwise(hp, float8_dtype, rows, columns, power_of_2)
         return *(made[:3] if rows else _NOTHING), *(made[3:] if columns else _NOTHING)
     return _cast_rowwise(hp, float8_dtype, rows, columns, power_of_2)
+
+
+@phase("quaver::cast")
+def cast_blockwise(hp: Tensor, float8_dtype: torch.dtype, power_of_2: bool) -> Made:
+    """Quantize blocks of 128 x 128 with the scales of their own amaxes; the codes serve both matmuls.
+
+    Returns:
+        Codes [R, C], quant_scale and dequant_scale, float32 [ceil(R / 128), ceil(C / 128)].
+    """
+    if runs_as_operation(hp):
+        return tuple(torch.ops.quaver.cast_blockwise(hp, float8_dtype, power_of_2))
+    return _cast_blockwise(hp, float8_dtype, power_of_2)
 
 
 @phase("quaver::cast")
@@ -222,6 +236,11 @@ def _by_dim(hp: Tensor, float8_dtype: torch.dtype, dim: int, power_of_2: bool) -
     return _laid_out(codes, dim == 1, dim == 0)[1 - dim], *scales
 
 
+def _cast_blockwise(hp: Tensor, float8_dtype: torch.dtype, power_of_2: bool) -> Made:
+    _check_memory(hp)
+    return scaling.dynamic_cast_blocks(hp, float8_dtype, power_of_2=power_of_2)
+
+
 def _dynamic_cast(hp: Tensor, float8_dtype: torch.dtype, dim: int | None, power_of_2: bool) -> Made:
     """`scaling.dynamic_cast`, with its amax as a phase of its own."""
     _check_memory(hp)
@@ -335,6 +354,11 @@ def _fake_rowwise(hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bo
     return tuple(made)
 
 
+def _fake_blockwise(hp: Tensor, float8_dtype: torch.dtype, power_of_2: bool) -> Made:
+    scales = (hp.new_empty(scaling.block_counts(*hp.shape), dtype=torch.float32) for _ in range(2))
+    return hp.new_empty(hp.shape, dtype=float8_dtype), *scales
+
+
 def _fake_with_scale(hp: Tensor, float8_dtype: torch.dtype, row_scale: Any, column_scale: Any) -> Made:
     rows = _fake_codes(hp, float8_dtype, row_scale is not None, False)[0]
     return rows, _fake_codes(hp, float8_dtype, False, column_scale is not None)[1]
@@ -347,6 +371,7 @@ def _fake_with_persistent_scale(hp: Tensor, quant_scale: Tensor, *args: Any) -> 
 _WANTED = "ScalarType float8_dtype, bool rows, bool columns, bool power_of_2"
 _define("cast_tensorwise", _WANTED, 4, _cast_tensorwise, _fake_tensorwise)
 _define("cast_rowwise", _WANTED, 6, _cast_rowwise, _fake_rowwise)
+_define("cast_blockwise", "ScalarType float8_dtype, bool power_of_2", 3, _cast_blockwise, _fake_blockwise)
 _define(
     "cast_with_scale",
     "ScalarType float8_dtype, Tensor? row_scale, Tensor? column_scale",

@@ -10,6 +10,10 @@ which quaver has a matmul of its own (`cpu.mm`), that computes it all; what foll
 It is one operation to a compiler, as the hardware's float8 matmul is. The compiler then saves the float8 operand for
 backward, as on a GPU; were the widening visible, it would save the widened one, which is twice the size.
 
+[Note: scales along the contracted dim] The scales of a block-scaled b, and the row scales of a weight whose rows are
+contracted, differ from term to term of a sum. They are multiplied into the widened b: exactly in bfloat16 if they are
+powers of two; else in float32, rounded once per element, and the matmul takes float32 operands.
+
 [Note: panels] Native float8 matmuls widen nothing, so what is widened here is memory that only this stand-in takes. On
 a CPU, therefore, only the smaller operand is widened as a whole. The larger one is widened in panels of about a
 thousand rows (or columns of b), each multiplied at once into its part of the result. No sum is split, so every element
@@ -27,6 +31,7 @@ from torch import Tensor
 
 from quaver.kernels import cpu
 from quaver.kernels.widen import widen
+from quaver.scaling import BLOCK_SIZE, multiply_scale_
 
 UNITS_PAY_FROM = 8192
 """Elements of the larger operand from which a CPU's bfloat16 units beat float32: they take microseconds to start."""
@@ -61,7 +66,8 @@ def exact_float8_mm(
     scales_are_powers_of_2: bool,
 ) -> Tensor:
     """See the top of the file, and `quaver.gemm.float8_mm` for the arguments. Runs on plain tensors, never traced."""
-    own = cpu.mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype)
+    varies = varies_along_contracted(b, b_dequant_scale)
+    own = None if varies else cpu.mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype)
     if own is not None:
         return own
     # bfloat16 operands leave room for one scale of the whole result, or for scales that change no mantissa.
@@ -73,15 +79,20 @@ def exact_float8_mm(
     larger, larger_scale = (b, b_dequant_scale) if dim else (a, a_dequant_scale)
     smaller, smaller_scale = (a, a_dequant_scale) if dim else (b, b_dequant_scale)
     out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
-    whole = _widened(smaller, smaller_scale, wide, scales_are_powers_of_2)
-    for start, length in _panels(larger, dim):
-        scale = larger_scale.narrow(dim, start, length) if larger_scale.dim() else larger_scale
-        panel = _widened(larger.narrow(dim, start, length), scale, wide, scales_are_powers_of_2)
+    whole = _widened(smaller, smaller_scale, wide, scales_are_powers_of_2, varies and dim == 0)
+    for start, length in _panels(larger, dim, BLOCK_SIZE if varies else 1):
+        scale = _scale_of_panel(larger_scale, larger.shape[dim], dim, start, length)
+        panel = _widened(larger.narrow(dim, start, length), scale, wide, scales_are_powers_of_2, varies and dim == 1)
         panel_bias = bias.narrow(0, start, length) if dim and bias is not None else bias
         operands = (whole, panel) if dim else (panel, whole)
         multiply(*operands, panel_bias, out.narrow(dim, start, length))
         del panel, operands  # before the next is widened
     return out
+
+
+def varies_along_contracted(b: Tensor, b_dequant_scale: Tensor) -> bool:
+    """Whether b [K, N] has scales along K, one a row [K, 1] or one a block; see the note at the top."""
+    return b_dequant_scale.dim() > 0 and tuple(b_dequant_scale.shape) != (1, b.shape[1])
 
 
 def _bfloat16_pays(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> bool:
@@ -96,23 +107,39 @@ class _Wide(NamedTuple):
 
     data: Tensor
     scale_left: Tensor | None
+    is_bfloat16_valued: bool = True
+    """Whether every element is a bfloat16 number, whatever the dtype."""
 
 
-def _widened(codes: Tensor, dequant_scale: Tensor, dtype: torch.dtype, scales_are_powers_of_2: bool) -> _Wide:
-    """Times the row scales where that is exact."""
+def _widened(
+    codes: Tensor, dequant_scale: Tensor, dtype: torch.dtype, scales_are_powers_of_2: bool, varies: bool
+) -> _Wide:
+    """Times the scales where they vary along the contracted dim, and the row scales where that is exact."""
+    if varies:
+        wide = multiply_scale_(widen(codes, dtype), dequant_scale.to(dtype))
+        return _Wide(wide, None, is_bfloat16_valued=scales_are_powers_of_2)
     if scales_are_powers_of_2 and dequant_scale.dim():
         return _Wide(widen(codes, dtype, dequant_scale), None)
     return _Wide(widen(codes, dtype), dequant_scale)
 
 
-def _panels(codes: Tensor, dim: int) -> list[tuple[int, int]]:
-    """Start and length of the parts to widen at a time ([Note: panels]): nearly equal ones, the last of the longest."""
+def _scale_of_panel(scale: Tensor, size: int, dim: int, start: int, length: int) -> Tensor:
+    """The scale of a panel of an operand with `size` rows (or columns); panels of blocks start at a block."""
+    if scale.dim() == 0 or scale.shape[dim] == 1:
+        return scale
+    if scale.shape[dim] == size:
+        return scale.narrow(dim, start, length)
+    return scale.narrow(dim, start // BLOCK_SIZE, -(-length // BLOCK_SIZE))
+
+
+def _panels(codes: Tensor, dim: int, multiple: int = 1) -> list[tuple[int, int]]:
+    """Start, a multiple of `multiple`, and length of the parts to widen at a time ([Note: panels]), nearly equal."""
     length = codes.shape[dim]
     longest = max(PANEL_LENGTH, PANEL_ELEMENTS * length // max(codes.numel(), 1))
     if length <= longest or not codes.is_cpu:
         return [(0, length)]
     count = -(-length // longest)
-    ends = [length * i // count for i in range(count + 1)]
+    ends = [*(length * i // count // multiple * multiple for i in range(count)), length]
     return [(start, stop - start) for start, stop in zip(ends, ends[1:], strict=False)]
 
 
@@ -139,7 +166,10 @@ def _bfloat16_mm(a: _Wide, b: _Wide, bias: Tensor | None, out: Tensor) -> Tensor
 def _float32_mm(a: _Wide, b: _Wide, bias: Tensor | None, out: Tensor) -> Tensor:
     """out = RN(scales * (a @ b) + bias), in float32 up to the end."""
     sums = out if out.dtype is torch.float32 and out.is_contiguous() else torch.empty_like(out, dtype=torch.float32)
-    _mm_of_bfloat16_numbers(a.data, b.data, sums)
+    if a.is_bfloat16_valued and b.is_bfloat16_valued:
+        _mm_of_bfloat16_numbers(a.data, b.data, sums)
+    else:
+        torch.mm(a.data, b.data, out=sums)
     for scale in (a.scale_left, b.scale_left):
         if scale is not None:
             sums.mul_(scale)

@@ -107,7 +107,7 @@ def test_a_linear_and_the_function_take_a_recipes_name():
 
 def test_the_short_form_is_torchaos():
     assert [kind.short_str() for kind in ScalingType] == ["dyn", "del", "sta", "dis"]
-    assert [granularity.short_str() for granularity in ScalingGranularity] == ["ten", "axs"]
+    assert [granularity.short_str() for granularity in ScalingGranularity] == ["ten", "axs", "blk"]
     short = {name: Float8LinearConfig.from_recipe_name(name).short_str() for name in RECIPES}
     assert short["tensorwise"] == "i:dyn_ten_e4m3,w:dyn_ten_e4m3,go:dyn_ten_e5m2"
     assert short["rowwise"] == "i:dyn_axs_e4m3,w:dyn_axs_e4m3,go:dyn_axs_e4m3"

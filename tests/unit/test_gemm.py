@@ -1,5 +1,6 @@
 """float8_mm: exact against float64, on every path; the hardware's rules checked without the hardware."""
 
+import functools
 import itertools
 from unittest import mock
 
@@ -11,7 +12,7 @@ from quaver.gemm import GemmBackend, backend_for, float8_mm, native_operands
 from quaver.kernels import cpu, exact_mm
 from quaver.kernels.exact_mm import exact_float8_mm
 from quaver.kernels.widen import widen
-from quaver.scaling import dynamic_cast
+from quaver.scaling import dynamic_cast, dynamic_cast_blocks, multiply_scale_
 from tests.reference import assert_matmul_exact
 from tests.thinned import thinned
 
@@ -80,6 +81,43 @@ def test_panels_make_up_the_whole(scaling, out_dtype, shape, power_of_2, transpo
     with_bias = exact_float8_mm(a, b, a_scale, b_scale, bias, out_dtype, power_of_2)
     off = (with_bias.float() - (out.float() + bias)).abs()
     assert (off <= 2**-7 * (out.float().abs() + bias.abs())).all()  # as many roundings to out_dtype as there are terms
+
+
+VARYING = ("blocks", "rows")
+
+
+def stored_once(kind, n, k, *, power_of_2):
+    """A weight [N, K] cast once, by blocks or by rows, and its scale spread over every element."""
+    weight = torch.randn(n, k) * torch.logspace(-2, 2, n).view(-1, 1)
+    cast = dynamic_cast_blocks if kind == "blocks" else functools.partial(dynamic_cast, dim=1)
+    codes, _, scale = cast(weight, E4M3, power_of_2=power_of_2)
+    return codes, scale, multiply_scale_(torch.ones(n, k), scale)
+
+
+@pytest.mark.parametrize(
+    ("kind", "out_dtype", "power_of_2", "shape", "panels"),
+    thinned(VARYING, DTYPES, (False, True), [(16, 128, 256), (300, 129, 1), (5, 300, 513), (1, 1, 1)], (False, True)),
+)
+def test_a_weight_stored_once_multiplies_exactly_both_ways(kind, out_dtype, power_of_2, shape, panels, monkeypatch):
+    if panels:
+        monkeypatch.setattr(exact_mm, "PANEL_LENGTH", 200)
+        monkeypatch.setattr(exact_mm, "PANEL_ELEMENTS", 1)
+    m, n, k = shape
+    codes, scale, spread = stored_once(kind, n, k, power_of_2=power_of_2)
+    for b, b_scale, b_spread in ((codes.t(), scale.t(), spread.t()), (codes, scale, spread)):
+        a, _, a_scale = dynamic_cast(torch.randn(m, b.shape[0]), E4M3, 1, power_of_2=power_of_2)
+        out = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, scales_are_powers_of_2=power_of_2)
+        assert_matmul_exact(out, a, b, a_scale, b_spread)
+        padded = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, scales_are_powers_of_2=power_of_2, pad=True)
+        assert_matmul_exact(padded, a, b, a_scale, b_spread)
+
+
+def test_scales_along_the_contracted_dim_never_go_to_the_hardware(monkeypatch):
+    monkeypatch.setattr(gemm, "backend_for", lambda *args, **kwargs: GemmBackend.NATIVE)
+    a, one = torch.ones(16, 256).to(E4M3), torch.tensor(1.0)
+    b = torch.ones(256, 160).to(E4M3)
+    chosen = {rows: gemm._backend_of(a, b, one, torch.ones(rows), False) for rows in [(1, 160), (256, 1), (2, 2)]}
+    assert chosen == {(1, 160): GemmBackend.NATIVE, (256, 1): GemmBackend.EXACT, (2, 2): GemmBackend.EXACT}
 
 
 @pytest.mark.parametrize(("scaling", "out_dtype"), list(zip(SCALINGS, (*DTYPES, torch.bfloat16), strict=True)))
@@ -179,7 +217,7 @@ def test_widening_is_exact_for_every_code(float8_dtype, dtype, copies):
         (lambda a, b, s, t: (a[:, :5], b, s, t), r"expected \[M, K\] and \[K, N\], got \[16, 5\] and \[16, 16\]"),
         (lambda a, b, s, t: (a[0], b, s, t), r"expected \[M, K\] and \[K, N\]"),
         (lambda a, b, s, t: (a, b, torch.ones(16), t), "a_dequant_scale: expected float32 of shape"),
-        (lambda a, b, s, t: (a, b, s, torch.ones(16, 1)), "b_dequant_scale: expected float32 of shape"),
+        (lambda a, b, s, t: (a, b, s, torch.ones(15, 1)), "b_dequant_scale: expected float32 of shape"),
         (lambda a, b, s, t: (a, b, s.double(), t), "a_dequant_scale: expected float32 of shape"),
     ],
 )

@@ -1,0 +1,341 @@
+"""`FrozenFloat8Weight`: a weight that does not train, stored once as float8 codes and scales.
+
+Outside it has the shape and the dtype of the high-precision weight, so that PEFT, autocast and FSDP2 treat it as one.
+Inside it has one byte per element and the scales of its granularity: (), [N, 1] or one a block of 128 x 128. Both
+matmuls of a linear read the same codes.
+
+    reads       an op on the weight runs on its dequantized values
+    writes      an in-place op, or an assignment to `.data`, runs on the dequantized values and quantizes the result
+                again with scales of its own: merging an adapter loses what float8 cannot hold. `requantized_sqnr_db` is
+                the signal-to-noise ratio of the last such write. Writing the values that it has changes nothing.
+    views       refused, because a write to a view of the dequantized values would be lost. FSDP2 can take rows, and
+                DistributedDataParallel reads `view(-1)`, a copy, to broadcast it
+
+[Note: parts]
+FSDP2 shards the rows of a weight, at any row. Each shard is a part: the codes of its rows, and the scales of the whole
+weight, at most 4 / K bytes per element. So an all-gather sends codes only, and no block of 128 x 128 has to lie on one
+rank. A part has no values of its own; the unsharded weight has.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from quaver.formats import FORMATS, HP_DTYPES
+from quaver.quantize import Operand
+from quaver.scaling import BLOCK_SIZE, block_counts, dequantize, dynamic_cast, dynamic_cast_blocks
+from quaver.tensor import Float8Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+logger = logging.getLogger(__name__)
+aten = torch.ops.aten
+
+_MANTISSA = (1 << 23) - 1  # of the bits of a float32
+
+
+class _Metadata(NamedTuple):
+    """What `fsdp_post_all_gather` needs of `fsdp_pre_all_gather`."""
+
+    dequant_scale: Tensor
+    size: torch.Size
+    float8_dtype: torch.dtype
+
+
+class FrozenFloat8Weight(Float8Tensor):
+    """A frozen weight [N, K] in float8; see the top of the file.
+
+    Attributes:
+        data_fp8: float8 [N, K]; of a part, [rows, K] or flat.
+        dequant_scale: float32 (), [N, 1] or [ceil(N / 128), ceil(K / 128)], of the whole weight.
+        is_part: whether this is a shard; see [Note: parts].
+        requantized_sqnr_db: of the last write in high precision; None if there was none.
+    """
+
+    is_part: bool
+    requantized_sqnr_db: float | None
+
+    def __init__(self, last: Operand, first: Operand | None, dtype: torch.dtype) -> None:
+        super().__init__(last, first, dtype)
+        self.is_part, self.requantized_sqnr_db = False, None
+
+    @classmethod
+    def from_codes(cls, codes: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> FrozenFloat8Weight:
+        """The weight of `codes` (float8 [N, K]) and `dequant_scale` (float32), which presents itself as `dtype`.
+
+        Raises:
+            ValueError: codes, scale or dtype do not fit together.
+        """
+        if codes.dtype not in FORMATS or codes.dim() != 2:
+            raise ValueError(f"codes: expected a float8 matrix, got {codes.dtype} of {list(codes.shape)}")
+        if dtype not in HP_DTYPES:
+            raise ValueError(f"dtype: expected {', '.join(map(str, HP_DTYPES))}, got {dtype}")
+        rows, columns = codes.shape
+        shapes = ((), (rows, 1), block_counts(rows, columns))
+        if dequant_scale.dtype is not torch.float32 or tuple(dequant_scale.shape) not in shapes:
+            raise ValueError(
+                f"dequant_scale: expected float32 of shape (), {[rows, 1]} or {list(shapes[2])} "
+                f"({BLOCK_SIZE} x {BLOCK_SIZE} blocks) for a weight of {[rows, columns]}, "
+                f"got {dequant_scale.dtype} of {list(dequant_scale.shape)}"
+            )
+        operand = Operand(codes.detach(), dequant_scale.detach())
+        return cast(FrozenFloat8Weight, cls.from_operands(operand, operand, dtype))
+
+    def like(
+        self,
+        codes: Tensor,
+        dequant_scale: Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        part: bool = False,
+    ) -> FrozenFloat8Weight:
+        """A weight of other codes, and of other scales where they are given."""
+        operand = Operand(codes, self.dequant_scale if dequant_scale is None else dequant_scale)
+        made = cast(FrozenFloat8Weight, self.from_operands(operand, operand, dtype or self.dtype))
+        made.is_part, made.requantized_sqnr_db = self.is_part or part, self.requantized_sqnr_db
+        return made
+
+    @property
+    def has_power_of_2_scales(self) -> bool:
+        return not bool(self.dequant_scale.view(torch.int32).bitwise_and(_MANTISSA).any())
+
+    @property
+    def granularity(self) -> str:
+        """ "tensorwise", "rowwise" or "blockwise"."""
+        if self.dequant_scale.dim() == 0:
+            return "tensorwise"
+        rowwise = self.dequant_scale.shape[1] == 1 and self.dequant_scale.shape[0] >= self.shape[0]
+        return "rowwise" if rowwise else "blockwise"
+
+    def to_high_precision(self) -> Tensor:
+        """The dequantized values in the weight's dtype.
+
+        Raises:
+            RuntimeError: this is a shard.
+        """
+        if self.is_part:
+            raise RuntimeError(
+                "a shard of a frozen float8 weight has no values of its own; read the weight while FSDP2 holds it "
+                "unsharded (model.unshard()), or the codes and weight_dequant_scale in the state_dict"
+            )
+        with torch.no_grad():
+            return dequantize(self.data_fp8, self.dequant_scale, self.dtype)
+
+    def write(self, hp: Tensor) -> None:
+        """Quantize `hp` [N, K] in the granularity of this weight, into its memory."""
+        before = self.to_high_precision()
+        if hp.shape != self.shape:
+            raise ValueError(f"expected a weight of shape {list(self.shape)}, got {list(hp.shape)}")
+        if torch.equal(before, hp.to(before)):  # DistributedDataParallel broadcasts parameters, for one
+            return
+        power_of_2 = self.has_power_of_2_scales
+        if self.granularity == "blockwise":
+            codes, _, scale = dynamic_cast_blocks(hp, self.data_fp8.dtype, power_of_2=power_of_2)
+        else:
+            dim = None if self.dequant_scale.dim() == 0 else 1
+            codes, _, scale = dynamic_cast(hp, self.data_fp8.dtype, dim, power_of_2=power_of_2)
+        self.data_fp8.copy_(codes)
+        self.dequant_scale.copy_(scale)
+        noise = dequantize(codes, scale).sub_(hp).norm().item()
+        self.requantized_sqnr_db = 20 * math.log10(hp.float().norm().item() / noise) if noise else math.inf
+        logger.info("a frozen float8 weight was quantized again: SQNR %.1f dB", self.requantized_sqnr_db)
+
+    # ---- what others ask of a parameter --------------------------------------------------------------------------
+
+    @property
+    def data(self) -> Tensor:
+        """The same weight. Setting it writes the values that are given; see the top of the file."""
+        return self.detach()
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        if not isinstance(new, FrozenFloat8Weight):
+            self.write(new)
+        elif new.shape != self.shape or new.dtype is not self.dtype:
+            raise RuntimeError(
+                f"cannot assign {new.dtype} {list(new.shape)} to .data of a frozen float8 weight that is "
+                f"{self.dtype} {list(self.shape)}; use module.to(dtype)"
+            )
+        else:
+            self.set_operands(*new.operands()[:2])  # type: ignore[arg-type]
+            self.requantized_sqnr_db = new.requantized_sqnr_db
+
+    def requires_grad_(self, requires_grad: bool = True) -> FrozenFloat8Weight:
+        """Raises RuntimeError for True."""
+        if requires_grad:
+            raise RuntimeError(
+                "a frozen float8 weight cannot require a gradient: float8 cannot hold an optimizer's updates. Leave "
+                "the layer out of freeze_to_float8 (module_filter_fn), or train an adapter"
+            )
+        return self
+
+    def element_size(self) -> int:
+        """1: what transformers' get_memory_footprint multiplies by the number of elements."""
+        return self.data_fp8.element_size()
+
+    @property
+    def nbytes(self) -> int:
+        """Of the codes and the scales."""
+        return self.data_fp8.nbytes + self.dequant_scale.nbytes
+
+    def data_ptr(self) -> int:
+        return self.data_fp8.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        # The compiler identifies tensors by their storage, and would alias this one with its codes.
+        if torch._guards.TracingContext.try_get() is not None:
+            return super().untyped_storage()
+        return self.data_fp8.untyped_storage()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FrozenFloat8Weight:
+        if id(self) not in memo:
+            memo[id(self)] = _rebuild(copy.deepcopy(self._state(), memo), hasattr(self, "_is_param"))
+        return cast(FrozenFloat8Weight, memo[id(self)])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (self._state(), hasattr(self, "_is_param"))
+
+    def _state(self) -> tuple[Any, ...]:
+        return self.data_fp8, self.dequant_scale, self.dtype, self.is_part, self.requantized_sqnr_db
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["data_fp8", "dequant_scale"], (self.dtype, self.is_part)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], meta: Any, outer_size: object, outer_stride: object
+    ) -> FrozenFloat8Weight:
+        return _rebuild((inner["data_fp8"], inner["dequant_scale"], *meta, None), False)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        what = "a part of " if self.is_part else ""
+        codes, device = self.data_fp8.dtype, self.device
+        return f"FrozenFloat8Weight({what}{list(self.shape)}, {self.granularity} {codes} for {self.dtype}, {device})"
+
+    # ---- the hooks of FSDP2: codes travel, scales stay -----------------------------------------------------------
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[Tensor, ...], _Metadata]:
+        """The codes of this shard as one uint8 tensor of the padded shard's shape."""
+        codes = self.data_fp8.view(torch.uint8)
+        missing = -(-outer_size[0] // mesh.size()) - codes.shape[0]
+        return (F.pad(codes, (0, 0, 0, missing)),), _Metadata(self.dequant_scale, outer_size, self.data_fp8.dtype)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: _Metadata,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The unsharded weight over the memory that FSDP2 all-gathers into."""
+        scale, size, float8_dtype = metadata
+        codes = all_gather_outputs[0].view(-1)[: size.numel()].view(size).view(float8_dtype)
+        if out is None:
+            return FrozenFloat8Weight.from_codes(codes, scale, param_dtype), ()
+        unsharded = cast(FrozenFloat8Weight, getattr(out, "_local_tensor", out))
+        unsharded.set_operands(Operand(codes, scale), Operand(codes, scale))
+        return None
+
+    # ---- ops -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        weight = args[0] if args and isinstance(args[0], cls) else None
+        if weight is not None and (func in _ALIASES or _is_as_strided_of_all(func, args)):
+            return weight.like(aten.alias.default(weight.data_fp8))
+        if weight is not None and func in _COPIES and kwargs.get("dtype", weight.dtype) in HP_DTYPES:
+            dtype = kwargs.pop("dtype", None)
+            return weight.like(func(weight.data_fp8, **kwargs), func(weight.dequant_scale, **kwargs), dtype=dtype)
+        if weight is not None and (takes_rows := _ROWS.get(func)) and takes_rows(weight, args):
+            return tree_map_only(
+                Tensor, lambda codes: weight.like(codes, part=True), func(weight.data_fp8, *args[1:], **kwargs)
+            )
+        if weight is not None and func is aten.copy_.default and _copy_codes(weight, args[1]):
+            return weight
+        if _is_view(func) and not (func is aten.view.default and list(args[1]) == [-1]):
+            raise NotImplementedError(
+                f"{func}: a frozen float8 weight has no views in high precision, since a write to one would be lost; "
+                "call to_high_precision() first"
+            )
+        values = {id(each): each.to_high_precision() for each in args if isinstance(each, cls)}
+        args_hp, kwargs_hp = tree_map_only(
+            cls, lambda each: values[id(each)] if id(each) in values else each.to_high_precision(), (args, kwargs)
+        )
+        out = func(*args_hp, **kwargs_hp)
+        if not func._schema.is_mutable:
+            return out
+        for each in args:
+            if isinstance(each, cls):  # a value that was only read is written back unchanged
+                each.write(values[id(each)])
+        return args[0] if weight is not None else out
+
+
+def _rebuild(state: tuple[Any, ...], is_parameter: bool) -> FrozenFloat8Weight:
+    codes, scale, dtype, is_part, sqnr_db = state
+    operand = Operand(codes, scale)
+    weight = cast(FrozenFloat8Weight, FrozenFloat8Weight.from_operands(operand, operand, dtype))
+    if is_parameter:
+        weight = cast(FrozenFloat8Weight, nn.Parameter(weight, requires_grad=False))
+    weight.is_part, weight.requantized_sqnr_db = is_part, sqnr_db
+    return weight
+
+
+torch.serialization.add_safe_globals([_rebuild])
+
+
+def _copy_codes(weight: FrozenFloat8Weight, source: Any) -> bool:
+    """Copy from another frozen weight, bit for bit; False if `source` is none."""
+    if not isinstance(source, FrozenFloat8Weight):
+        return False
+    if source.dequant_scale.shape != weight.dequant_scale.shape or source.data_fp8.dtype is not weight.data_fp8.dtype:
+        raise ValueError(f"expected {weight.granularity} {weight.data_fp8.dtype} codes, got {source}")
+    weight.data_fp8.copy_(source.data_fp8)
+    if source.dequant_scale is not weight.dequant_scale:
+        weight.dequant_scale.copy_(source.dequant_scale)
+    return True
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _is_as_strided_of_all(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether this is as_strided with the weight's own size and strides, as FSDP2 calls it."""
+    if func is not aten.as_strided.default or tuple(args[1]) != tuple(args[0].shape):
+        return False
+    return tuple(args[2]) == args[0].stride() and not any(args[3:])
+
+
+_ALIASES = frozenset({aten.alias.default, aten.detach.default})
+_COPIES = frozenset({aten.clone.default, aten._to_copy.default, aten._pin_memory.default, aten.empty_like.default})
+_ROWS: dict[Any, Any] = {
+    aten.split.Tensor: lambda weight, args: len(args) < 3 or args[2] == 0,
+    aten.slice.Tensor: lambda weight, args: (args[1] if len(args) > 1 else 0) == 0,
+    aten.new_zeros.default: lambda weight, args: len(args[1]) == 2 and args[1][1] == weight.shape[1],
+    aten.view.default: lambda weight, args: weight.is_part,
+}
+"""Ops that FSDP2 calls on the rows of a weight, and when they are such."""

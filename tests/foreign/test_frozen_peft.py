@@ -1,0 +1,136 @@
+"""PEFT and transformers on a base that `freeze_to_float8` stored in float8."""
+
+import copy
+
+import peft
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from quaver import FrozenFloat8Linear, conversion_report, freeze_to_float8
+from quaver.formats import FORMATS
+from quaver.frozen_weight import FrozenFloat8Weight
+from tests.foreign.llama import Tokens, llama, not_the_head, optimizer_of, train_by_hand
+from tests.reference import sqnr_db
+
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]}
+CONFIGS = ("blockwise", "tensorwise", "rowwise")
+CONFIG = pytest.mark.parametrize("config", CONFIGS)
+
+
+def base(config=None):
+    """A Llama in bfloat16; its linears but the head frozen in float8 where a config is given."""
+    model = llama().to(torch.bfloat16)
+    return model if config is None else freeze_to_float8(model, config, module_filter_fn=not_the_head)
+
+
+def adapted(config=None, **options):
+    model = base(config)
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, peft.LoraConfig(**LORA, **options))
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=Tokens()[0]["input_ids"][None]).logits
+
+
+@CONFIG
+def test_adapters_start_as_on_the_bfloat16_base(config):
+    """PEFT casts an adapter to the dtype of the base weight and back: onto the float8 grid if that is float8."""
+    frozen, plain = (dict(model.named_parameters()) for model in (adapted(config), adapted()))
+    adapters = [name for name in plain if "lora_A" in name]
+    assert adapters
+    for name in adapters:
+        assert frozen[name].dtype is torch.float32
+        assert frozen[name].equal(plain[name])
+        assert not frozen[name].equal(frozen[name].to(torch.float8_e4m3fn).float())
+
+
+@CONFIG
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_merging_quantizes_again_and_reports_the_error(config, kind):
+    model = adapted(config, use_dora=kind == "dora")
+    losses = train_by_hand(model)
+    assert all(loss > 0 for loss in losses)
+    expected = logits(model)
+    merged = model.merge_and_unload()
+    assert sqnr_db(expected, logits(merged)) > 15
+    reasons = {layer.name: layer.reason for layer in conversion_report(merged).layers}
+    targets = [name for name in reasons if name.rpartition(".")[2] in LORA["target_modules"]]
+    others = [name for name in reasons if name not in targets and "lm_head" not in name]
+    assert (len(targets), len(others)) == (8, 6)
+    assert all("quantized again after a write at" in reasons[name] for name in targets)
+    assert all(reasons[name] == f"frozen, stored in {config} e4m3" for name in others)
+    for name in targets:
+        weight = merged.get_submodule(name).weight
+        assert type(weight) is FrozenFloat8Weight
+        assert 25 < weight.requantized_sqnr_db < 40
+
+
+def test_safe_merge_and_unmerge():
+    model = adapted("blockwise")
+    train_by_hand(model)
+    expected = logits(model)
+    model.merge_adapter(safe_merge=True)
+    assert sqnr_db(expected, logits(model)) > 15
+    model.unmerge_adapter()
+    assert sqnr_db(expected, logits(model)) > 15
+
+
+def test_saved_adapters_load_on_a_base_frozen_anew(tmp_path):
+    model = adapted("blockwise")
+    train_by_hand(model)
+    model.save_pretrained(tmp_path)
+    assert sum(file.stat().st_size for file in tmp_path.glob("*.safetensors")) < 100_000
+    loaded = peft.PeftModel.from_pretrained(base("blockwise"), tmp_path)
+    assert logits(loaded).equal(logits(model))
+
+
+def test_trainer_trains_as_a_loop_by_hand(tmp_path):
+    by_hand, model = adapted("blockwise"), adapted("blockwise")
+    losses = train_by_hand(by_hand)
+    arguments = TrainingArguments(
+        tmp_path,
+        per_device_train_batch_size=2,
+        num_train_epochs=1,
+        logging_steps=1,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        max_grad_norm=0,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="epoch",
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+    )
+    trainer = Trainer(model, arguments, train_dataset=Tokens(), optimizers=(optimizer_of(model), None))
+    trainer._get_train_sampler = lambda *_: None
+    trainer.train()
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == pytest.approx(losses, abs=2e-4)  # logged with four digits
+    assert list(tmp_path.glob("checkpoint-*/adapter_model.safetensors"))
+
+
+@CONFIG
+def test_the_footprint_is_the_truth(config):
+    before, model = base(), base(config)
+    frozen = [module.weight for module in model.modules() if isinstance(module, FrozenFloat8Linear)]
+    in_bfloat16 = sum(2 * weight.numel() for weight in frozen)
+    saved = before.get_memory_footprint() - model.get_memory_footprint()
+    assert saved == in_bfloat16 // 2
+    assert all(weight.data_fp8.dtype in FORMATS for weight in frozen)
+    stored = {weight.data_fp8.untyped_storage().data_ptr(): weight.data_fp8.untyped_storage() for weight in frozen}
+    assert sum(storage.nbytes() for storage in stored.values()) == in_bfloat16 // 2
+
+
+def test_modules_to_save_train_in_high_precision_or_say_why_not():
+    with pytest.raises(RuntimeError, match="frozen float8 weight cannot require a gradient.*module_filter_fn"):
+        peft.get_peft_model(base("blockwise"), peft.LoraConfig(**LORA, modules_to_save=["gate_proj"]))
+    model = peft.get_peft_model(base("blockwise"), peft.LoraConfig(**LORA, modules_to_save=["lm_head"]))
+    before = copy.deepcopy(model.state_dict())
+    train_by_hand(model)
+    after = model.state_dict()
+    assert not after["base_model.model.lm_head.modules_to_save.default.weight"].equal(
+        before["base_model.model.lm_head.modules_to_save.default.weight"]
+    )

@@ -1,0 +1,403 @@
+"""Frozen float8 weights: one byte per element, both matmuls on the same codes, and a parameter that others can use."""
+
+import copy
+import io
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from quaver import (
+    CastConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    FrozenFloat8Linear,
+    ScalingGranularity,
+    cast_weights_once,
+    conversion_report,
+    convert_to_float8_training,
+    convert_to_high_precision,
+    freeze_to_float8,
+)
+from quaver.frozen import blockwise_config, store_float8_weight
+from quaver.frozen_weight import FrozenFloat8Weight
+from quaver.gemm import float8_mm
+from quaver.quantize import GRAD_OUTPUT, Quantizer, cast_pair
+from quaver.scaling import dynamic_cast, dynamic_cast_blocks
+from tests.reference import sqnr_db
+
+E4M3 = torch.float8_e4m3fn
+SCALE = "0.weight_dequant_scale"
+CONFIGS = ("blockwise", "tensorwise", "rowwise")
+CONFIG = pytest.mark.parametrize("config", CONFIGS)
+
+
+class Wide(nn.Linear):
+    """A subclass that is converted to one of both."""
+
+
+def model(dtype=torch.bfloat16):
+    """Ragged blocks of unlike magnitude; the same weights at each call."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(300, 200), nn.GELU(), Wide(200, 130, bias=False))
+    with torch.no_grad():
+        for linear in (net[0], net[2]):
+            linear.weight.mul_(torch.logspace(-1, 1, linear.out_features).view(-1, 1))
+    return net.to(dtype)
+
+
+def batch(dtype=torch.bfloat16):
+    return torch.randn(2, 32, 300, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+
+
+def grads(net, input):
+    output = net(input)
+    output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(2)).to(output))
+    return output.detach(), input.grad
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+@CONFIG
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_both_matmuls_read_the_codes_that_are_stored(config, dtype):
+    linear = freeze_to_float8(model(dtype)[0], config)
+    casts = cast_pair(linear.config, GRAD_OUTPUT, dtype)
+    input = batch(dtype)
+    output, grad_input = grads(linear, input)
+    codes, scale = linear.weight.data_fp8, linear.weight.dequant_scale
+    power_of_2 = linear.config.round_scales_to_power_of_2
+    dim = 1 if linear.config.casts.input.is_rowwise else None
+    input_fp8, _, input_scale = dynamic_cast(input.detach().flatten(0, 1), E4M3, dim, power_of_2=power_of_2)
+    how = {"out_dtype": dtype, "scales_are_powers_of_2": power_of_2}
+    scale_t = scale if scale.dim() == 0 else scale.t()
+    expected = float8_mm(input_fp8, codes.t(), input_scale, scale_t, bias=linear.bias, **how)
+    assert output.flatten(0, 1).equal(expected)
+    grad_output = torch.randn(output.shape, generator=torch.Generator().manual_seed(2)).to(output).flatten(0, 1)
+    grad_fp8, grad_scale = Quantizer(casts)(grad_output, last=True, first=False).last
+    assert grad_input.flatten(0, 1).equal(float8_mm(grad_fp8, codes, grad_scale, scale, **how))
+
+
+@CONFIG
+def test_the_forward_is_that_of_float8_training(config):
+    config = blockwise_config() if config == "blockwise" else config
+    frozen, training = freeze_to_float8(model(), config), convert_to_float8_training(model(), config=config)
+    (output, grad_input), (expected, expected_grad) = grads(frozen, batch()), grads(training, batch())
+    assert output.equal(expected)
+    if config == "rowwise":  # training casts the columns of the weight for grad_input
+        assert sqnr_db(expected_grad, grad_input) > 25
+    else:
+        assert grad_input.equal(expected_grad)
+
+
+@CONFIG
+def test_gradients_are_as_good_as_the_format(config):
+    """Each quantized operand on the way adds noise of at most half an ulp, evenly spread, so 2^-p / sqrt(3) of it."""
+    _, expected = grads(model(torch.float32), batch(torch.float32))
+    _, grad_input = grads(freeze_to_float8(model(torch.float32), config), batch(torch.float32))
+    operands = 8  # input, weight, grad_output and weight, in each of two linears
+    of_one = 22.9 if config == "tensorwise" else 28.9  # e5m2 gradients: p = 3; e4m3: p = 4
+    subnormals = 2  # of the smallest rows and columns, where one scale serves magnitudes that differ by 100
+    assert sqnr_db(expected, grad_input) > of_one - 10 * math.log10(operands) - subnormals
+
+
+def test_power_of_2_scales_cost_nothing():
+    hp = model(torch.float32)[0].weight.detach()
+    databank = [freeze_to_float8(model(torch.float32)[0], blockwise_config(power_of_2=p)) for p in (True, False)]
+    power_of_2, float32 = (sqnr_db(hp, linear.weight.to_high_precision()) for linear in databank)
+    assert databank[0].weight.has_power_of_2_scales
+    assert power_of_2 > float32 - 0.5
+
+
+@CONFIG
+def test_bytes_at_rest_and_saved_for_backward(config):
+    linear = nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16)
+    before = linear.weight.nbytes
+    freeze_to_float8(linear, config)
+    weight = linear.weight
+    assert weight.nbytes <= 0.51 * before
+    assert weight.nelement() * weight.element_size() == weight.data_fp8.nbytes == before // 2
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        linear(torch.randn(4, 1024, dtype=torch.bfloat16, requires_grad=True))
+    assert {t.data_ptr() for t in saved} == {weight.data_fp8.data_ptr(), weight.dequant_scale.data_ptr()}
+
+
+@CONFIG
+def test_compiled_and_checkpointed_code_computes_the_same(config):
+    eager = grads(freeze_to_float8(model(), config), batch())
+    compiled = torch.compile(freeze_to_float8(model(), config), fullgraph=True, backend="aot_eager")
+    inner = freeze_to_float8(model(), config)
+    for net in (compiled, lambda input: checkpoint(inner, input, use_reentrant=False)):
+        for got, expected in zip(grads(net, batch()), eager, strict=True):
+            assert got.equal(expected)
+
+
+def test_inductor_computes_the_same():
+    """Takes five seconds: the backend that users have, on a parameter that is a tensor subclass."""
+    eager = grads(freeze_to_float8(model(), "blockwise")[0], batch())
+    compiled = torch.compile(freeze_to_float8(model(), "blockwise")[0], fullgraph=True)
+    assert all(got.equal(expected) for got, expected in zip(grads(compiled, batch()), eager, strict=True))
+
+
+def test_blockwise_weights_train_too():
+    net = convert_to_float8_training(nn.Sequential(nn.Linear(300, 200)), config=blockwise_config())
+    reference = copy.deepcopy(net[0].weight.detach())
+    input = torch.randn(64, 300, requires_grad=True)
+    output = net(input)
+    output.square().sum().backward()
+    grad_output = 2 * (input.detach() @ reference.t() + net[0].bias.detach())
+    assert sqnr_db(grad_output @ reference, input.grad) > 25
+    assert sqnr_db(grad_output.t() @ input.detach(), net[0].weight.grad) > 25
+    with torch.no_grad():
+        compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+        assert compiled(input).equal(output)
+        with cast_weights_once(net):
+            assert net(input).equal(output)
+
+
+# ---- as a parameter --------------------------------------------------------------------------------------------------
+
+
+@CONFIG
+def test_it_presents_a_frozen_high_precision_parameter(config):
+    net = freeze_to_float8(model(), config)
+    weight = net[0].weight
+    assert isinstance(weight, nn.Parameter)
+    assert (weight.dtype, tuple(weight.shape), weight.requires_grad) == (torch.bfloat16, (200, 300), False)
+    assert weight.data_fp8.dtype is E4M3
+    assert net[0].bias.requires_grad
+    assert config in repr(weight)
+    assert torch.equal(weight + 0, weight.to_high_precision())
+    with pytest.raises(RuntimeError, match="cannot require a gradient"):
+        net.requires_grad_(True)
+    for view in (lambda w: w.t(), lambda w: w[0], lambda w: w[:, :5], lambda w: w.view(100, 600)):
+        with pytest.raises(NotImplementedError, match="no views in high precision"):
+            view(weight)
+    with cast_weights_once(net):
+        net(batch())
+
+
+@CONFIG
+def test_copies_and_moves_keep_the_codes(config):
+    net = freeze_to_float8(model(), config)
+    expected = net(batch())
+    buffer = io.BytesIO()
+    torch.save(net, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(net), torch.load(buffer, weights_only=False)):
+        assert type(other[2]) is type(net[2])
+        assert isinstance(other[2].weight, nn.Parameter)
+        assert other[0].weight.data_fp8.data_ptr() != net[0].weight.data_fp8.data_ptr()
+        assert other(batch()).equal(expected)
+    as_float32 = copy.deepcopy(net).to(torch.float32)
+    assert as_float32[0].weight.dtype is torch.float32
+    assert as_float32[0].weight.data_fp8.view(torch.uint8).equal(net[0].weight.data_fp8.view(torch.uint8))
+    assert as_float32.to(torch.bfloat16)(batch()).equal(expected)
+    on_meta = copy.deepcopy(net).to("meta")
+    assert on_meta[0].weight.data_fp8.is_meta
+    assert on_meta[0].weight.dequant_scale.is_meta
+    assert type(on_meta.to_empty(device="cpu")[0].weight) is FrozenFloat8Weight
+
+
+@CONFIG
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dicts_hold_plain_codes_and_scales(config, assign):
+    net = freeze_to_float8(model(), config)
+    expected, state = net(batch()), net.state_dict()
+    assert list(state) == ["0.weight", "0.bias", "0.weight_dequant_scale", "2.weight", "2.weight_dequant_scale"]
+    assert {type(value) for value in state.values()} == {torch.Tensor}
+    assert state["0.weight"].dtype is E4M3
+    assert state["0.weight_dequant_scale"].equal(net[0].weight_dequant_scale)
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    other = model()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(-3)
+    freeze_to_float8(other, config).load_state_dict(torch.load(buffer, weights_only=True), assign=assign)
+    assert other(batch()).equal(expected)
+    other.load_state_dict(model().state_dict(), assign=assign)  # in high precision: quantized
+    assert type(other[0].weight) is FrozenFloat8Weight
+    assert other(batch()).equal(expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop(SCALE), r"expected weight_dequant_scale \[2, 3\] with float8 codes, got none"),
+        (lambda s: s.update({SCALE: torch.ones(2, 2)}), r"weight_dequant_scale \[2, 3\].*got \[2, 2\]"),
+        (lambda s: s.update({"0.weight": torch.ones(200, 300)}), r"expected float8 codes \[200, 300\] and weight_de"),
+        (lambda s: s.update({"0.weight": s["0.weight"][:5]}), "size mismatch for 0.weight"),
+        (lambda s: s.pop("0.weight"), "Missing key.*0.weight"),
+    ],
+)
+def test_a_state_dict_that_does_not_fit_is_refused(change, message):
+    net = freeze_to_float8(model())
+    before, state = net(batch()), net.state_dict()
+    change(state)
+    with pytest.raises(RuntimeError, match=message):
+        net.load_state_dict(state)
+    assert net(batch()).equal(before)
+
+
+@CONFIG
+@pytest.mark.parametrize("how", ["data +=", "data =", "add_", "copy_"])
+def test_a_write_is_quantized_again_and_reported(config, how):
+    net = freeze_to_float8(model(), config)
+    linear = net[0]
+    delta = 0.02 * torch.randn(200, 300)
+    merged = linear.weight.to_high_precision().float() + delta
+    delta = delta.bfloat16()
+    with torch.no_grad():
+        if how == "data +=":
+            linear.weight.data += delta
+        elif how == "data =":
+            linear.weight.data = linear.weight.data + delta
+        elif how == "add_":
+            linear.weight.add_(delta)
+        else:
+            linear.weight.copy_(linear.weight + delta)
+    measured = sqnr_db(merged, linear.weight.to_high_precision())
+    assert linear.weight.requantized_sqnr_db == pytest.approx(measured, abs=0.2)
+    assert measured > 28  # the noise of one cast
+    assert f"at {linear.weight.requantized_sqnr_db:.1f} dB SQNR" in conversion_report(net).layers[0].reason
+    if config != "tensorwise":
+        assert linear.weight.has_power_of_2_scales
+    assert net(batch()).isfinite().all()
+
+
+@CONFIG
+def test_writing_the_same_values_changes_nothing(config):
+    net = freeze_to_float8(model(), config)
+    before = net[0].weight.data_fp8.view(torch.uint8).clone()
+    with torch.no_grad():
+        net[0].weight.copy_(net[0].weight.to_high_precision())
+        net[0].weight.data = net[0].weight.data
+    assert net[0].weight.data_fp8.view(torch.uint8).equal(before)
+    assert net[0].weight.requantized_sqnr_db is None
+
+
+# ---- the conversion --------------------------------------------------------------------------------------------------
+
+
+@CONFIG
+def test_the_report_and_the_way_back(config):
+    net = freeze_to_float8(model(), config, module_filter_fn=lambda module, name: name == "0")
+    report = conversion_report(net)
+    assert [layer.reason for layer in report.layers] == [f"frozen, stored in {config} e4m3", "filter"]
+    assert freeze_to_float8(net, config, module_filter_fn=lambda module, name: name == "0") is net
+    values = net[0].weight.to_high_precision()
+    convert_to_high_precision(net)
+    assert type(net[0]) is nn.Linear
+    assert type(net[0].weight) is nn.Parameter
+    assert net[0].weight.equal(values)
+
+
+def test_a_model_that_trains_in_float8_can_be_frozen():
+    net = convert_to_float8_training(model(), config="rowwise")
+    expected = net(batch())
+    assert freeze_to_float8(net, "rowwise")(batch()).equal(expected)
+    assert isinstance(net[2], FrozenFloat8Linear)
+    assert isinstance(net[2], Wide)
+
+
+def _tied():
+    net = nn.Sequential(nn.Linear(8, 8), nn.Embedding(8, 8))
+    net[1].weight = net[0].weight
+    return net
+
+
+def _not_finite():
+    net = model()
+    net[2].weight.data[3, 4] = torch.nan
+    return net
+
+
+def _partly_trained():
+    net = model()
+    net[0].requires_grad_(False)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "message"),
+    [
+        (_not_finite, None, "the weight of 2 holds NaN or inf"),
+        (_tied, None, "the weight of 0 is tied to 1, so it cannot be stored in float8; untie them, or filter"),
+        (
+            _partly_trained,
+            None,
+            "2 requires a gradient and other linears do not: call freeze_to_float8 before adapters",
+        ),
+        (lambda: model().to("meta"), None, "the weight of 0 is on the meta device; load it first"),
+        (lambda: model().double(), None, "the weight of 0: expected torch.float32.*got torch.float64"),
+        (model, "delayed", "freeze_to_float8 scales dynamically"),
+        (model, "rowwise_with_gw_hp", "stores a weight once: expected one float8 cast for both of its matmuls"),
+        (model, "int8", "unknown recipe 'int8'"),
+        (lambda: freeze_to_float8(model(), "tensorwise"), "rowwise", "the weight of 0 is a FrozenFloat8Weight"),
+    ],
+)
+def test_refusals_leave_the_model_as_it_was(make, config, message):
+    net = make()
+    before = {name: (type(module), module._parameters.get("weight")) for name, module in net.named_modules()}
+    with pytest.raises(ValueError, match=message):
+        freeze_to_float8(net, config)
+    after = {name: (type(module), module._parameters.get("weight")) for name, module in net.named_modules()}
+    assert all(after[name][0] is cls and after[name][1] is weight for name, (cls, weight) in before.items())
+
+
+def test_weights_from_a_checkpoint():
+    hp = torch.randn(130, 257)
+    codes, _, scale = dynamic_cast_blocks(hp, E4M3)
+    linear = nn.Linear(257, 130, bias=False, device="meta")
+    store_float8_weight(linear, codes, scale, config=blockwise_config(power_of_2=False), dtype=torch.bfloat16)
+    assert linear.weight.data_fp8.data_ptr() == codes.data_ptr()
+    expected = freeze_to_float8(nn.Sequential(nn.Linear(257, 130, bias=False)), blockwise_config(power_of_2=False))
+    expected.load_state_dict({"0.weight": hp})
+    input = torch.randn(4, 257)
+    assert linear(input).equal(expected(input))
+    good = {"codes": codes, "dequant_scale": scale, "config": blockwise_config(power_of_2=False), "dtype": hp.dtype}
+    for change, message in [
+        ({"codes": hp}, "codes: expected a float8 matrix"),
+        ({"dequant_scale": scale[:1]}, r"dequant_scale: expected float32 of shape \(\), \[130, 1\] or \[2, 3\]"),
+        ({"dtype": E4M3}, "dtype: expected torch.float32"),
+        ({"dequant_scale": torch.ones(130, 1)}, "expected a blockwise weight of"),
+        ({"config": blockwise_config()}, "expected scales that are powers of two"),
+        ({"dequant_scale": scale * torch.inf}, "expected finite dequant_scales above 0"),
+        ({"dequant_scale": scale * 0}, "expected finite dequant_scales above 0"),
+        ({"codes": torch.full_like(hp, torch.nan).to(E4M3)}, "expected finite codes, got NaN or inf"),
+        ({"codes": codes.t(), "dequant_scale": scale.t()}, r"expected a blockwise weight of \[130, 257\]"),
+    ]:
+        other = nn.Linear(257, 130, bias=False)
+        with pytest.raises(ValueError, match=message):
+            store_float8_weight(other, **{**good, **change})
+        assert type(other) is nn.Linear
+
+
+def test_blocks_scale_weights_alone():
+    blocks = CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE)
+    rows, tensor = CastConfig(scaling_granularity=ScalingGranularity.ROWWISE), CastConfig()
+    assert ScalingGranularity("blockwise").short_str() == "blk"
+    assert Float8LinearConfig(cast_config_weight=blocks).casts.weight_for_grad_input.is_blockwise
+    for options, message in [
+        ({"cast_config_input": blocks}, "input: blocks of 128 x 128 scale weights"),
+        ({"cast_config_grad_output": blocks}, "grad_output: blocks of 128 x 128 scale weights"),
+        ({"cast_config_weight": blocks, "cast_config_weight_for_grad_input": rows}, "one blockwise cast serves both"),
+        ({"cast_config_weight": tensor, "cast_config_weight_for_grad_input": blocks}, "one blockwise cast serves both"),
+        ({"cast_config_weight": blocks, "enable_fsdp_float8_all_gather": True}, "shards would cut blocks"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Float8LinearConfig(**options)
+
+
+def test_every_pair_of_dtypes_multiplies():
+    for config, dtype, input_dtype in itertools.product(CONFIGS, (torch.bfloat16, torch.float16), (torch.float32,)):
+        linear = freeze_to_float8(nn.Linear(32, 16, dtype=dtype), config)
+        assert isinstance(linear, Float8Linear)
+        assert linear(torch.randn(3, 32, dtype=input_dtype)).dtype is input_dtype
