@@ -32,7 +32,7 @@ class Part:
 
 
 def parts(results: Path) -> list[Part]:
-    """All parts, the most important first; 540 seconds together."""
+    """All parts, the most important first; 520 seconds together."""
 
     def verb(name: str, seconds: int, *words: str) -> Part:
         output = str(results / f"gpu_{name}.json")
@@ -52,12 +52,6 @@ def parts(results: Path) -> list[Part]:
         verb("host", 25, "bench", "host", *recipes, "--rounds", "10"),
         verb("linear_llama70b", 40, "bench", "linear", "--shapes", "llama-70b", *tokens, *recipes, "--rounds", "5"),
         verb("train", 40, "bench", "train", *_LARGER_MODEL, *recipes, "--rounds", "10"),
-        Part(
-            "profile",
-            ["-m", "quaver.cli", "profile", "block", *block, "--recipes", "tensorwise", "rowwise", "--device", "cuda"]
-            + ["--output", str(results / "profiles")],
-            20,
-        ),
         Part("memory", ["-m", "benchmarks.memory", "--only", "1 block", "1 rank"], 15),
     ]
 

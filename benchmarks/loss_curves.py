@@ -3,8 +3,8 @@
     python -m benchmarks.loss_curves --update-docs
     python -m benchmarks.loss_curves --recorded --update-docs
 
-Trains one model after the other with `quaver train`, about 20 minutes in all on two quiet CPU cores; started again it
-goes on where it stopped, from the checkpoints in --runs. The second command makes the table and the picture of
+Trains one model after the other with `quaver train`, about 20 minutes in all on two quiet CPU cores. A restart resumes
+from the checkpoints in --runs. The second command makes the table and the picture of
 docs/results.md again from the recorded figures.
 """
 
@@ -29,7 +29,7 @@ PICTURE = ROOT / "docs" / "images" / "loss_curves.png"
 CONFIG = "train_configs/llama3_debug.toml"
 REFERENCE = "bfloat16"
 CONTROL = "bfloat16 again"
-"""The same run with AVX2 in PyTorch's own kernels: it differs in last places only, and so shows what chance does."""
+"""The same run with AVX2 in PyTorch's own kernels: its results differ in their last bits, which measures chance."""
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
 COLORS = {
     REFERENCE: "black",
@@ -78,7 +78,7 @@ def measure(steps: int, seeds: list[int], runs: Path) -> dict[str, Any]:
 
 
 def curve(run: Path) -> dict[str, list[float]]:
-    """What a run has recorded."""
+    """The losses that a run recorded."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     validations = [record for record in records if "validation_loss" in record]
     return {
@@ -98,7 +98,7 @@ def gaps(results: dict[str, Any], name: str) -> list[list[float]]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """What is left at the end, in Markdown."""
+    """The final losses and gaps, in Markdown."""
     rows = []
     for name, curves in results["curves"].items():
         losses = statistics.fmean(curve["validation"][-1] for curve in curves)
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps of each model")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of weights and of the order of samples")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "loss_curves", help="folder of the runs")
-    parser.add_argument("--recorded", action="store_true", help="measure nothing; take what is recorded")
+    parser.add_argument("--recorded", action="store_true", help="use the recorded figures; measure nothing")
     parser.add_argument("--update-docs", action="store_true", help=f"rewrite {DOCS.relative_to(ROOT)} and its picture")
     options = parser.parse_args()
     results = (

@@ -4,8 +4,7 @@
     python -m benchmarks.performance --predict --update-docs              after predicting again
     python -m benchmarks.performance --measure [linear ...] --update-docs after measuring all again, or some benchmarks
 
-Predictions are in benchmarks/results/roofline/; `--measured` takes the JSON of `quaver bench linear` on one of the
-devices, whose speedups they then contain too. Measurements are in benchmarks/results/cpu/, on one thread: about ten
+Predictions are in benchmarks/results/roofline/, measurements in benchmarks/results/cpu/, on one thread: about ten
 minutes on a quiet machine, with torchao if it is installed.
 """
 
@@ -181,17 +180,12 @@ def _values(rows: Rows, key: str) -> list[Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--predict", action="store_true", help="predict first")
-    parser.add_argument("--measured", type=Path, help="with --predict: the JSON of quaver bench linear")
     parser.add_argument("--measure", nargs="*", choices=COMMANDS, metavar="NAME", help="measure these first, or all")
     parser.add_argument("--update-docs", action="store_true", help=f"fill the tables of {DOCS.name}")
     options = parser.parse_args()
-    if options.measured is not None and not options.predict:
-        parser.error("--measured needs --predict: measured speedups stand next to new predictions")
     commands = [words(name) for name in options.measure or COMMANDS] if options.measure is not None else []
     if options.predict:
-        measured = [] if options.measured is None else ["--measured", str(options.measured)]
-        where = ["--device", *DEVICES, "--pictures", "H200", "--output", str(ROOFLINE), *measured]
-        commands.append(["bench", "roofline", *where])
+        commands.append(["bench", "roofline", "--device", *DEVICES, "--pictures", "H200", "--output", str(ROOFLINE)])
     codes = [run_quaver(command) for command in commands]
     if any(codes):
         return max(codes)

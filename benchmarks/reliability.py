@@ -124,7 +124,7 @@ class Runs:
         last = f"--training.steps={newest + 3}"
         require(self.run(self.words(name, last)) == 0, f"the last resume failed: {self.errors}")
         require(self.run(self.words("whole", last)) == 0, f"the whole run failed: {self.errors}")
-        require(self.numbers(name) == self.numbers("whole"), "a resumed run has other losses than one that is whole")
+        require(self.numbers(name) == self.numbers("whole"), "a resumed run has other losses than an uninterrupted one")
         shutil.rmtree(self.path("whole"))
 
     def numbers(self, name: str) -> list[tuple[object, ...]]:
@@ -330,7 +330,7 @@ def two_ranks(runs: Runs, tries: int, chance: random.Random) -> str:
             os.kill(pid, signal.SIGKILL)
         process.wait()
         deadline = time.monotonic() + 120
-        while any(map(_is_running, ranks)):  # they end when one of them, or torchrun, is gone
+        while any(map(_is_running, ranks)):  # each ends when another rank or torchrun ends
             require(time.monotonic() < deadline, "a rank still runs, two minutes after its launcher was killed")
             time.sleep(0.05)
         newest = runs.check_checkpoints("ranks", newest)
@@ -350,7 +350,7 @@ class _PlainWriter(FileSystemWriter):
 _READ_BACK = {"checkpoint._read_back": lambda *_: None}
 _MANIFEST = {"checkpoint.HashingWriter": _PlainWriter, "checkpoint_folder.write_manifest": lambda *_: None}
 _LEFT_OUT: list[dict[str, object]] = [{**_READ_BACK, **_MANIFEST}, _READ_BACK, {}]
-"""What makes a save one without both, one with a manifest, and one that is also read back."""
+"""The patches for a save without both, with a manifest, and with reading back too."""
 
 
 def manifest_costs(saves: int) -> Iterator[str]:

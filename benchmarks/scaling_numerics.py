@@ -98,7 +98,7 @@ def _linear(config: Float8LinearConfig) -> nn.Sequential:
 
 
 def fare(deviations: list[float], config: Float8LinearConfig) -> dict[str, list[float]]:
-    """How the casts of the input fare at each step: SQNR, the saturated share, and `used_over_ideal`."""
+    """The casts of the input at each step: SQNR, the saturated share, and `used_over_ideal`."""
     model = _linear(config)
     state = float8_scaling_state(model)
     series: dict[str, list[float]] = {"sqnr_db": [], "saturated": [], "used_over_ideal": []}
@@ -151,7 +151,7 @@ OUTLIERS = 1000  # one element in so many is 64 times as large
 
 
 def wrong_scales() -> dict[str, dict[str, list[float]]]:
-    """What 2**power times the scale that fits does to a tensor: SQNR, and the shares that saturate and vanish."""
+    """The cast of a tensor with 2**power times the ideal scale: SQNR, and the shares that saturate and vanish."""
     plain = gaussian(0, 1024, 1024)
     with_outliers = plain.clone()
     with_outliers.view(-1)[::OUTLIERS] *= 64

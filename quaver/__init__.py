@@ -36,6 +36,7 @@ from quaver.distributed import (
 from quaver.filters import auto_filter_for_recipe
 from quaver.integrations.check import assert_float8_training
 from quaver.linear import Float8Linear, float8_linear
+from quaver.primary_weights import use_float8_primary_weights
 from quaver.weight_scope import cast_weights_once
 
 __version__ = "0.1.0"
@@ -67,4 +68,5 @@ __all__ = [
     "float8_scaling_state",
     "precompute_float8_dynamic_scale_for_fsdp",
     "sync_float8_amax_and_scale_history",
+    "use_float8_primary_weights",
 ]

@@ -18,11 +18,14 @@ from torch.nn.utils import parametrize
 
 from quaver.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.delayed import add_persistent_scales
-from quaver.distributed.fsdp import Float8AllGatherWeight, make_all_gather_weights, restore_plain_weight
-from quaver.distributed.weight_scales import local_weight
+from quaver.distributed.fsdp import (
+    Float8AllGatherWeight,
+    is_all_gather_weight,
+    make_all_gather_weights,
+    restore_plain_weight,
+)
 from quaver.linear import OWN_ATTRIBUTES, Float8Linear
 from quaver.scale_state import LinearScales
-from quaver.tensor import Float8Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -282,7 +285,7 @@ def _convert(module: nn.Module, chosen: list[tuple[str, nn.Linear]], config: Flo
                 undo.callback(_to_linear, _to_float8(linear, config))
             converted.append((name, linear))  # type: ignore[arg-type]
         stateless = [(name, linear) for name, linear in converted if linear.scaling is None]
-        plain = [(name, linear) for name, linear in converted if not _is_all_gather_weight(linear)]
+        plain = [(name, linear) for name, linear in converted if not is_all_gather_weight(linear)]
         for _, linear in stateless:
             undo.callback(setattr, linear, "scaling", None)
         for _, linear in plain:
@@ -295,9 +298,9 @@ def _convert(module: nn.Module, chosen: list[tuple[str, nn.Linear]], config: Flo
 
 
 def _check_way_back(linear: Float8Linear, name: str, has_ddp: bool) -> None:
-    if _is_all_gather_weight(linear) and not isinstance(linear.weight, Float8AllGatherWeight):
+    if is_all_gather_weight(linear) and not isinstance(linear.weight, Float8AllGatherWeight):
         obstacle = "fully_shard gathers its weight in float8"
-    elif _is_all_gather_weight(linear) and has_ddp:
+    elif is_all_gather_weight(linear) and has_ddp:
         obstacle = "DistributedDataParallel holds its weight, which was prepared for a float8 all-gather"
     elif type(linear).forward is not Float8Linear.forward or parametrize.is_parametrized(linear):
         obstacle = f"its class was changed to {type(linear).__name__} (by checkpointing or a parametrization, say)"
@@ -368,16 +371,11 @@ def _new_of_both(cls: type[nn.Linear]) -> Float8Linear:
 # ---- the report ------------------------------------------------------------------------------------------------------
 
 
-def _is_all_gather_weight(linear: Float8Linear) -> bool:
-    """Whether FSDP2 gathers the weight in float8, or will."""
-    return isinstance(linear.weight, Float8Tensor) or isinstance(local_weight(linear), Float8AllGatherWeight)
-
-
 def unfinished(linear: Float8Linear) -> Iterator[str]:
     """What keeps a Float8Linear from doing what its config says."""
     if "forward" in vars(linear):
         yield "its forward was replaced on the instance after the conversion: float8 only if that calls the original"
-    if linear.config.enable_fsdp_float8_all_gather and not _is_all_gather_weight(linear):
+    if linear.config.enable_fsdp_float8_all_gather and not is_all_gather_weight(linear):
         yield "gathered in high precision until convert_to_float8_training has prepared its weight"
     if linear.config.has_persistent_scales and linear.scaling is None:
         yield "cannot run until convert_to_float8_training has made the state of its scales"

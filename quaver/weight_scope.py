@@ -3,11 +3,14 @@
 Outside the scope a Float8Linear quantizes the live weight at each use, because version counters do not see every way to
 change a weight (`.data`, a kernel that writes in place, an optimizer that bypasses them). Inside, the caller promises
 not to change the weights, and a change that torch can see is an error.
+
+A whole weight is quantized at the entry. A shard that FSDP2 all-gathers in float8 is quantized for its first all-gather
+in the scope, because its scale takes a collective; later all-gathers send the same codes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -15,6 +18,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from quaver.config import Float8LinearConfig
+from quaver.distributed.fsdp import AllGatherInputs, Float8AllGatherWeight, ScaleBox, is_all_gather_weight
+from quaver.distributed.weight_scales import all_gather_state, local_weight
 from quaver.linear import Float8Linear
 from quaver.quantize import WEIGHT, Quantizer, cast_pair
 from quaver.scaling import PersistentScale
@@ -31,42 +36,98 @@ class PreparedWeight:
 
     def check(self, weight: Tensor) -> None:
         """Raise RuntimeError if `weight` is not the tensor that was quantized, or was written to since."""
-        if weight is not self._weight or weight._version != self._version:
-            what = "replaced" if weight is not self._weight else "changed"
-            raise RuntimeError(
-                f"a weight of shape {list(weight.shape)} was {what} inside cast_weights_once; "
-                "leave the scope before you change weights"
-            )
+        if weight is not self._weight:
+            raise _changed(weight, "replaced")
+        if weight._version != self._version:
+            raise _changed(weight, "changed")
+
+
+class PreparedShard:
+    """This rank's shard of a weight, quantized once while `cast_weights_once` is open, and a check as above."""
+
+    def __init__(self, linear: Float8Linear) -> None:
+        self._linear = linear
+        self._inputs: AllGatherInputs | None = None
+        self._cast_from: tuple[Tensor, int] | None = None
+        """The tensor that was quantized, and its version then."""
+        self._box: ScaleBox | None = None
+        self._writes = 0
+        self.check()
+
+    def all_gather_inputs(self, quantize: Callable[[], AllGatherInputs]) -> AllGatherInputs:
+        """What FSDP2 all-gathers: made by `quantize` in the first call, the same in all others."""
+        self.check()
+        if self._inputs is None:
+            wrapped = local_weight(self._linear).wrapped
+            self._cast_from = wrapped, wrapped._version
+            self._inputs = quantize()
+        return self._inputs
+
+    def check(self) -> None:
+        """Raise RuntimeError if the shard was replaced or written to since the entry.
+
+        A write around the parameter, into a tensor of a state_dict, is found if it follows the cast; the cast reads one
+        that precedes it.
+        """
+        weight = local_weight(self._linear)
+        if isinstance(weight, Float8AllGatherWeight):  # else FSDP2 holds it unsharded
+            if self._box is None:
+                self._box, self._writes = weight.box, weight.box.writes
+            if weight.box is not self._box:
+                raise _changed(self._linear.weight, "replaced")
+        written = self._box is not None and self._box.writes != self._writes
+        if written or (self._cast_from is not None and self._cast_from[0]._version != self._cast_from[1]):
+            raise _changed(self._linear.weight, "changed")
+
+
+def _changed(weight: Tensor, how: str) -> RuntimeError:
+    return RuntimeError(
+        f"a weight of shape {list(weight.shape)} was {how} inside cast_weights_once; "
+        "leave the scope before you change weights"
+    )
 
 
 @contextmanager
 def cast_weights_once(model: nn.Module) -> Iterator[None]:
-    """Quantize the weight of every Float8Linear under `model` now, for both of its matmuls, until the exit.
+    """Quantize the weight of every Float8Linear under `model` once, for both of its matmuls, until the exit.
 
     Put it around the microbatches (forward and backward) of one optimizer step, eager or compiled, and leave it before
-    the optimizer steps. The codes take one byte per element and layout while the scope is open. A model without
-    Float8Linear is left alone, and so is a linear whose weight is not a plain parameter of its own shape: one that
-    FSDP or tensor parallelism has sharded, or that FSDP2 all-gathers in float8.
+    the optimizer steps. The codes take one byte per element and layout while the scope is open. Under FSDP2 with float8
+    all-gather each rank quantizes its shard once, and all all-gathers in the scope send those codes; the codes of the
+    shard stay for as long. A model without Float8Linear is left alone, and so is a linear whose weight is all-gathered
+    in high precision, or sharded by FSDP1 or by tensor parallelism alone.
 
     Raises:
         RuntimeError: the scope is already open for one of the modules, or a weight was changed or replaced inside it
-            (found at the next eager use of the module, and at the exit).
+            (found at the next eager use of the module or the next all-gather, and at the exit).
     """
-    modules = [module for module in model.modules() if isinstance(module, Float8Linear) and _is_whole(module)]
-    if any(module._prepared_weight is not None for module in modules):
+    modules = [module for module in model.modules() if isinstance(module, Float8Linear)]
+    whole = [module for module in modules if _is_whole(module)]
+    gathered = [module for module in modules if is_all_gather_weight(module)]
+    if any(module._prepared_weight is not None for module in whole) or any(
+        all_gather_state(module).prepared is not None for module in gathered
+    ):
         raise RuntimeError("cast_weights_once is already open for this model; leave it before entering again")
     try:
-        for module in modules:
+        for module in whole:
             scale = module.persistent_scales(module.weight.device).weight
             with torch.no_grad():
                 module._prepared_weight = PreparedWeight(module.weight, module.config, scale)
+        for module in gathered:
+            all_gather_state(module).prepared = PreparedShard(module)
         yield
-        for module in modules:
+        for module in whole:
             if module._prepared_weight is not None:
                 module._prepared_weight.check(module.weight)
+        for module in gathered:
+            prepared = all_gather_state(module).prepared
+            if prepared is not None:
+                prepared.check()
     finally:
-        for module in modules:
+        for module in whole:
             module._prepared_weight = None
+        for module in gathered:
+            all_gather_state(module).prepared = None
 
 
 def _is_whole(linear: Float8Linear) -> bool:

@@ -3,7 +3,7 @@
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # read on import; more would start a pool of processes
@@ -50,6 +50,37 @@ def memory_budget_restored():
     """The compiler's memory budget as it was; pytest's monkeypatch would take it out of torch's config for good."""
     with compiler_config.patch(activation_memory_budget=1.0):
         yield
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run `quaver WORDS`, which must end with exit code 2 and one line on stderr, and return that line."""
+
+    def refused(*words: object) -> str:
+        from quaver.cli import main  # importing it takes seconds
+
+        capsys.readouterr()
+        try:
+            code = main([str(word) for word in words])
+        except SystemExit as stopped:
+            code = stopped.code
+        output, error = capsys.readouterr()
+        *progress, line = error.splitlines()
+        assert code == 2, error
+        assert not output or output.startswith("making tokens of "), output
+        assert line.startswith("quaver: error: "), error
+        assert all(each.startswith("... ") for each in progress), error
+        return line
+
+    return refused
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
 
 
 def pytest_unconfigure():

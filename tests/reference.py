@@ -16,6 +16,14 @@ SMALLEST_EXPONENT = {torch.float32: -126, torch.bfloat16: -126, torch.float16: -
 MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 
 
+def every_value(dtype: torch.dtype) -> Tensor:
+    """All 65536 values of a 16-bit dtype, NaNs and infinities included; for float32 those of bfloat16, noise below."""
+    bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    if dtype is torch.float32:
+        return bits.view(torch.bfloat16).float() * (1 + torch.rand(1 << 16) * 2.0**-8)
+    return bits.view(dtype)
+
+
 def sqnr_db(reference: Tensor, actual: Tensor) -> float:
     """Signal to quantization noise ratio in dB."""
     reference, actual = reference.double(), actual.double()

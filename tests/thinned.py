@@ -7,19 +7,20 @@ from typing import Any
 import pytest
 
 
-def thinned(*axes: Iterable[Any]) -> list[Any]:
+def thinned(*axes: Iterable[Any], together: int = 2) -> list[Any]:
     """Parameter sets for every combination of the axes' values.
 
-    A small part of them has each pair of values of each two axes; the rest is marked `nightly`.
+    A small part of them has each pair of values of each two axes, or with `together=1` each value; the rest is marked
+    `nightly`.
     """
     axes = tuple(map(tuple, axes))
     combinations = list(itertools.product(*(range(len(axis)) for axis in axes)))
-    missing = set().union(*map(_pairs, combinations))
+    missing = {part for combination in combinations for part in _parts(combination, together)}
     kept = set()
     while missing:
-        best = max(combinations, key=lambda combination: len(missing & _pairs(combination)))
+        best = max(combinations, key=lambda combination: len(missing & _parts(combination, together)))
         kept.add(best)
-        missing -= _pairs(best)
+        missing -= _parts(best, together)
     return [
         pytest.param(
             *(axis[index] for axis, index in zip(axes, combination, strict=True)),
@@ -29,5 +30,5 @@ def thinned(*axes: Iterable[Any]) -> list[Any]:
     ]
 
 
-def _pairs(combination: tuple[int, ...]) -> set[tuple[tuple[int, int], tuple[int, int]]]:
-    return set(itertools.combinations(enumerate(combination), 2))
+def _parts(combination: tuple[int, ...], together: int) -> set[tuple[tuple[int, int], ...]]:
+    return set(itertools.combinations(enumerate(combination), together))

@@ -1,1 +1,1 @@
-"""The engines of `quaver bench` and `quaver profile`: each measures, and returns rows for JSON."""
+"""The engines of `quaver bench`: each measures, and returns rows for JSON."""

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain, product
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from quaver.bench.harness import time_alternating
 from quaver.bench.modules import Step, make_steps
-from quaver.bench.options import BenchOptions, ModelOptions, Modes, Recipes
+from quaver.bench.options import BenchOptions, Modes, Recipes
 from quaver.bench.results import BFLOAT16, Result, Row, contestant_rows
+from quaver.bench.shapes import MODEL_NAMES, model_of, scaled_name
 from quaver.recorder.allocator import measure_usage
-from quaver.trainer.config.settings import AtLeast1
+from quaver.trainer.config import Model
+from quaver.trainer.config.settings import AtLeast1, OneOf
 from quaver.trainer.memory import storage_bytes
 
 _RESIDENT_BYTES = 16
@@ -27,10 +30,41 @@ _RESIDENT_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Block(Modes, Recipes, ModelOptions, BenchOptions):
+class Block(Modes, Recipes, BenchOptions):
     """Forward, backward and AdamW of one transformer block, per recipe."""
 
+    model: Annotated[str, OneOf(tuple(MODEL_NAMES))] = "debug"
+    """The model of the block."""
+    divisor: AtLeast1 = 1
+    """Divide widths and heads by this."""
+    tokens: AtLeast1 = 2048
+    """Tokens in one step."""
+    seq_len: AtLeast1 | None = None
+    """Tokens of a sequence; by default one sequence of --tokens."""
     rounds: AtLeast1 = 10
+
+    fields = (
+        *("mode", "precision", "median", "spread", "tokens_per_s", "time_over_bfloat16"),
+        *("resident_bytes", "peak_bytes", "tensor_peak_bytes", "kept_bytes", "peak_over_bfloat16"),
+    )
+
+    def check(self) -> None:
+        """Refuse a divisor that does not divide the heads, and tokens that are no whole number of sequences."""
+        super().check()
+        model_of(self.model, divisor=self.divisor)
+        if self.tokens % self.batch[1]:
+            raise ValueError(f"--tokens: expected a multiple of --seq-len {self.seq_len}, got {self.tokens}")
+
+    @property
+    def shape(self) -> Model:
+        """The model, with one block."""
+        return model_of(self.model, divisor=self.divisor)
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        """The number of sequences in a step, and their length."""
+        seq_len = self.seq_len or self.tokens
+        return self.tokens // seq_len, seq_len
 
     def prepare(self) -> None:
         """Refuse more blocks than a GPU holds, before the first is built.
@@ -51,20 +85,19 @@ class Block(Modes, Recipes, ModelOptions, BenchOptions):
                 f"{available / 2**30:.0f}; name fewer --recipes, or give a --divisor"
             )
 
-    fields = (
-        *("mode", "precision", "median", "spread", "tokens_per_s", "time_over_bfloat16"),
-        *("resident_bytes", "peak_bytes", "tensor_peak_bytes", "kept_bytes", "peak_over_bfloat16"),
-    )
-
     def measure(self) -> Result:
         """Return a row for each mode and precision."""
-        about = self.about
-        cases = product([about["model"]["name"]], [f"{self.tokens} tokens"], self.modes)
+        name, sequences, seq_len = scaled_name(self.model, self.divisor), *self.batch
+        sizes = {each: getattr(self.shape, each) for each in ("dim", "n_heads", "n_kv_heads", "hidden_dim")}
+        batch = {"sequences": sequences, "seq_len": seq_len, "tokens": self.tokens}
+        cases = product([name], [f"{self.tokens} tokens"], self.modes)
+        about = {"model": {"name": name, **sizes}, "batch": batch}
         return self.run_cases(cases, lambda _name, _tokens, mode: self._rows_of(mode), **about)
 
     def _rows_of(self, mode: str) -> list[Row]:
         precisions = [BFLOAT16, *(f"quaver {recipe}" for recipe in self.recipe_names)]
-        steps = make_steps("block", self, precisions, self.torch_device, compiled=mode == "compiled")
+        compiled = mode == "compiled"
+        steps = make_steps(self.shape, *self.batch, precisions, self.torch_device, compiled=compiled)
         timings = time_alternating(steps, self.torch_device, rounds=self.rounds)
         memory = {precision: _measure_memory(step, self.torch_device) for precision, step in steps.items()}
         rows = []

@@ -87,7 +87,7 @@ class Cast(Shapes, OperandOptions):
     """Kinds of casts."""
 
     def parse_shapes(self) -> list[Shape]:
-        """The matrices. Raises ValueError for text that is none."""
+        """The matrices. Raises ValueError for other text."""
         return parse_matrices(self.shapes, tokens=self.tokens, divisor=self.divisor)
 
     fields = (

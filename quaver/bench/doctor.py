@@ -52,7 +52,7 @@ def try_recipe(recipe: Float8LinearRecipeName, device: torch.device) -> Finding:
 def _verdict(config: Float8LinearConfig, device: torch.device) -> tuple[str, str]:
     try:
         linear = Float8Linear(_SIZE, _SIZE, bias=False, device=device, config=config)
-        convert_to_float8_training(linear, config=config)  # gives it a state where the recipe keeps scales
+        convert_to_float8_training(linear, config=config)  # adds a state if the recipe has persistent scales
         worst_db = _worst_sqnr_db(linear)
         if config.has_persistent_scales:
             sync_float8_amax_and_scale_history(linear)

@@ -16,13 +16,16 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quaver.bench.harness import time_alternating
 from quaver.bench.linear import LinearOptions
 from quaver.bench.results import Result, Row, contestant_rows
 from quaver.bench.shapes import Shape
-from quaver.bench.trace import count_kernels
+from quaver.devices import synchronize
 from quaver.trainer.config.settings import AtLeast1
 
 
@@ -76,3 +79,14 @@ def count_operations(call: Callable[[], object]) -> dict[str, int]:
     with _Operations() as operations:
         call()
     return dict(operations.counts.most_common())
+
+
+def count_kernels(call: Callable[[], object], device: torch.device) -> int | None:
+    """How many kernels, copies and fills one call launches; None on a CPU, and where the profiler sees none."""
+    if device.type != "cuda":
+        return None
+    synchronize(device)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        call()
+        synchronize(device)
+    return sum(event.device_type == DeviceType.CUDA for event in profiler.events()) or None

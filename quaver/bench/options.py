@@ -15,11 +15,10 @@ from typing import Annotated, Any, ClassVar
 import torch
 
 from quaver.bench.results import Result, Row, environment, writable
-from quaver.bench.shapes import MODEL_NAMES, Shape, model_of, parse_linears, scaled_name
+from quaver.bench.shapes import Shape, parse_linears
 from quaver.config import Float8LinearConfig
 from quaver.devices import resolve_device
 from quaver.formats import HP_DTYPES
-from quaver.trainer.config import Model
 from quaver.trainer.config.float8 import RECIPES
 from quaver.trainer.config.settings import AtLeast1, NotNegative, OneOf, Settings
 from quaver.trainer.config.training import DEVICES
@@ -30,15 +29,20 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in HP_DTYPES}
 
 
 @dataclass(frozen=True)
-class DeviceOptions(Settings):
-    """Where a benchmark runs, and where its result goes."""
+class BenchOptions(Settings):
+    """Where a benchmark runs, how often, and where its result goes."""
 
     device: Annotated[str, OneOf(DEVICES)] = "auto"
-    """Where it runs; auto: a GPU where there is one."""
+    """Where it runs; auto: a GPU if there is one."""
     threads: NotNegative = 0
     """CPU threads; 0 for torch's default."""
     output: str = ""
     """File of the JSON; benchmarks/results/VERB.json by default."""
+    rounds: AtLeast1 = 20
+    """Samples of each contestant."""
+
+    fields: ClassVar[tuple[str, ...]] = ()
+    """The fields of a row that the printed table shows."""
 
     @property
     def benchmark(self) -> str:
@@ -57,7 +61,7 @@ class DeviceOptions(Settings):
 
     @property
     def with_torchao(self) -> bool:
-        """Whether torchao takes part."""
+        """Whether torchao is timed too."""
         return False
 
     def prepare(self) -> None:
@@ -75,7 +79,7 @@ class DeviceOptions(Settings):
     def run_cases(self, cases: Iterable[tuple[Any, ...]], rows_of: Callable[..., list[Row]], **about: Any) -> Result:
         """Print and measure each case with `rows_of(*case)`; returns `result` of the rows of all.
 
-        Ctrl-C ends the benchmark and keeps the rows of the finished cases; without any it ends the program.
+        Ctrl-C ends the benchmark with the rows of the finished cases, or the program if none is finished.
         """
         rows: list[Row] = []
         is_complete = True
@@ -96,47 +100,30 @@ class DeviceOptions(Settings):
         head = {"benchmark": self.benchmark, "environment": surroundings, "complete": is_complete}
         return head | about | {"rows": rows}
 
-
-@dataclass(frozen=True)
-class BenchOptions(DeviceOptions):
-    """Options of what is timed in rounds."""
-
-    rounds: AtLeast1 = 20
-    """Samples of each contestant."""
-
-    fields: ClassVar[tuple[str, ...]] = ()
-    """The fields of a row that the printed table shows."""
-
     def note(self, result: Result) -> str:
         """The line below the printed table."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Torchao(Settings):
-    """Whether torchao is timed too."""
+class OperandOptions(BenchOptions):
+    """Options of benchmarks of one matrix or linear, which compare with torchao."""
 
     torchao: Annotated[str, OneOf(("auto", "yes", "no"))] = "auto"
     """Compare with torchao.float8; auto: if it is installed."""
+    dtype: Annotated[str, OneOf(tuple(_DTYPES))] = "bfloat16"
+    """Dtype of the operands before quantization."""
 
     def check(self) -> None:
-        """Refuse to compare with what is not installed."""
+        """Refuse to compare with torchao if it is not installed."""
         super().check()
         if self.torchao == "yes" and find_spec("torchao") is None:
             raise ValueError("--torchao yes: torchao is not installed; pip install 'quaver[bench]'")
 
     @property
     def with_torchao(self) -> bool:
-        """Whether torchao takes part."""
+        """Whether torchao is timed too."""
         return self.torchao != "no" and find_spec("torchao") is not None
-
-
-@dataclass(frozen=True)
-class OperandOptions(Torchao, BenchOptions):
-    """Options of benchmarks of one matrix or linear."""
-
-    dtype: Annotated[str, OneOf(tuple(_DTYPES))] = "bfloat16"
-    """Dtype of the operands before quantization."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -159,12 +146,12 @@ class Shapes(Settings):
     """Divide K and N of a model's linears by this."""
 
     def check(self) -> None:
-        """Refuse text that is no shape."""
+        """Refuse text that is not a shape."""
         super().check()
         self.parse_shapes()
 
     def parse_shapes(self) -> list[Shape]:
-        """The shapes. Raises ValueError for text that is none."""
+        """The shapes. Raises ValueError for other text."""
         return parse_linears(self.shapes, tokens=self.tokens, divisor=self.divisor)
 
 
@@ -193,44 +180,3 @@ class Modes(Settings):
 
     modes: tuple[Annotated[str, OneOf(MODES)], ...] = MODES
     """Eager, compiled, or both."""
-
-
-@dataclass(frozen=True)
-class ModelOptions(Settings):
-    """The block of a model, and the tokens of a step."""
-
-    model: Annotated[str, OneOf(tuple(MODEL_NAMES))] = "debug"
-    """The model of the block."""
-    divisor: AtLeast1 = 1
-    """Divide widths and heads by this."""
-    tokens: AtLeast1 = 2048
-    """Tokens in one step."""
-    seq_len: AtLeast1 | None = None
-    """Tokens of a sequence; by default one sequence of --tokens."""
-
-    def check(self) -> None:
-        """Refuse a divisor that does not divide the heads, and tokens that are no whole number of sequences."""
-        super().check()
-        model_of(self.model, divisor=self.divisor)
-        if self.tokens % self.batch[1]:
-            raise ValueError(f"--tokens: expected a multiple of --seq-len {self.seq_len}, got {self.tokens}")
-
-    @property
-    def shape(self) -> Model:
-        """The model, with one block."""
-        return model_of(self.model, divisor=self.divisor)
-
-    @property
-    def batch(self) -> tuple[int, int]:
-        """The number of sequences in a step, and their length."""
-        seq_len = self.seq_len or self.tokens
-        return self.tokens // seq_len, seq_len
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """What a result says about the model and the tokens."""
-        name = scaled_name(self.model, self.divisor)
-        sizes = {each: getattr(self.shape, each) for each in ("dim", "n_heads", "n_kv_heads", "hidden_dim")}
-        sequences, seq_len = self.batch
-        batch = {"sequences": sequences, "seq_len": seq_len, "tokens": self.tokens}
-        return {"model": {"name": name, **sizes}, "batch": batch}

@@ -27,18 +27,13 @@ def is_peer_recipe(recipe: str) -> bool:
     return Float8LinearRecipeName(recipe) in RECIPES
 
 
-def convert_with_torchao(model: nn.Module, recipe: str, *, device: torch.device) -> nn.Module:
-    """Convert the linears inside `model` in place with torchao, and return it. On a CPU torchao emulates."""
+def torchao_linear(linear: nn.Module, recipe: str, *, device: torch.device) -> nn.Module:
+    """Convert one linear with torchao. On a CPU torchao emulates."""
     with _quiet():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=device.type != "cuda")
-        return convert_to_float8_training(model, config=config)
-
-
-def torchao_linear(linear: nn.Module, recipe: str, *, device: torch.device) -> nn.Module:
-    """Convert one linear with torchao."""
-    parent = convert_with_torchao(nn.Sequential(linear), recipe, device=device)
+        parent = convert_to_float8_training(nn.Sequential(linear), config=config)
     return next(parent.children())
 
 

@@ -24,7 +24,7 @@ BFLOAT16 = "bfloat16"
 Row = dict[str, Any]
 
 Result = dict[str, Any]
-"""See `options.DeviceOptions.result`."""
+"""See `options.BenchOptions.result`."""
 
 
 def contestant_rows(timings: dict[str, Timing]) -> dict[str, Row]:

@@ -1,17 +1,16 @@
-"""The roofline of float8 linears (quaver/filters.py) for whole models, devices and recipes, next to measurements.
+"""The roofline of float8 linears (quaver/filters.py) for whole models, devices and recipes.
 
-    result = predict(settings, read_measurements(path, settings.devices))
-    result.write(folder)      roofline.csv: a row per layer; roofline.json: settings, constants, models, measurements
+    predict(settings).write(folder)      roofline.csv: a row per layer; roofline.json: settings, constants, models
 
 A model's linears take the sum of their times; `Total.step_speedup` is Amdahl's law for the share of a bfloat16 step
-that they take, which a profile measures (docs/profiling.md) and a roofline cannot.
+that they take, which a profile measures and a roofline cannot.
 """
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import product
 from pathlib import Path
@@ -43,27 +42,6 @@ class RooflineSettings:
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """The speedup over bfloat16 in the same mode that one linear had in `quaver bench linear`, and its prediction:
-    weights cast at each use, an input that no other linear reads.
-    """
-
-    device: str
-    m: int
-    k: int
-    n: int
-    recipe: str
-    mode: str
-    speedup: float
-    predicted: float
-
-    @property
-    def error_percent(self) -> float:
-        """How far the prediction is above the measurement."""
-        return 100 * (self.predicted / self.speedup - 1)
-
-
-@dataclass(frozen=True)
 class Prediction:
     """The layers of one shape of a model on one device with one recipe, each with an input of its own."""
 
@@ -75,7 +53,6 @@ class Prediction:
     device: str
     recipe: str
     cost: LinearCost
-    measured: Measurement | None
 
 
 @dataclass(frozen=True)
@@ -94,22 +71,21 @@ class Total:
 
     @property
     def speedup(self) -> float:
-        """Of the linears alone, inputs shared."""
+        """The speedup of the linears alone, inputs shared."""
         return self.bfloat16_s / self.shared_s
 
     def step_speedup(self, linear_share: float) -> float:
-        """Of a step whose bfloat16 time is `linear_share` linears; the rest does not change."""
+        """The speedup of a step in which linears take `linear_share` of bfloat16's time; the rest does not change."""
         return 1 / (1 - linear_share + linear_share / self.speedup)
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """All predictions, and the measurements that they are compared with."""
+    """All predictions."""
 
     settings: RooflineSettings
     layers: tuple[Prediction, ...]
     totals: tuple[Total, ...]
-    measurements: tuple[Measurement, ...]
 
     def write(self, folder: Path) -> list[Path]:
         """Write roofline.csv and roofline.json, and return them."""
@@ -123,7 +99,7 @@ class Roofline:
         return [table, summary]
 
     def to_json(self) -> dict[str, Any]:
-        """Settings, constants, whole models, and every measurement with its prediction."""
+        """Settings, constants and whole models."""
         constants = {
             "matmul_shares": {name: shares._asdict() for name, shares in MATMUL_SHARES.items()},
             "memory_share": MEMORY_SHARE,
@@ -133,8 +109,7 @@ class Roofline:
         for each in self.totals:
             steps = {str(share): each.step_speedup(share) for share in LINEAR_SHARES}
             totals.append({**asdict(each), "speedup": each.speedup, "step_speedup": steps})
-        comparisons = [{**asdict(each), "error_percent": each.error_percent} for each in self.measurements]
-        return {"settings": asdict(self.settings), "constants": constants, "totals": totals, "comparisons": comparisons}
+        return {"settings": asdict(self.settings), "constants": constants, "totals": totals}
 
 
 def specs_of(names: Sequence[str]) -> tuple[DeviceSpec, ...]:
@@ -153,26 +128,17 @@ def recipes_of(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(Float8LinearRecipeName(name).value for name in names))
 
 
-def predict(settings: RooflineSettings, measurements: Sequence[Measurement] = ()) -> Roofline:
-    """Predict the models' layers and their sums.
-
-    A layer gets its measured speedup only if that was measured under the predicted condition: weights cast at each use
-    (`microbatches` is None). A compiled measurement is preferred to an eager one.
-    """
+def predict(settings: RooflineSettings) -> Roofline:
+    """Predict the models' layers and their sums."""
     m, microbatches = settings.tokens, settings.microbatches
-    known: dict[tuple[Any, ...], Measurement] = {}
-    if microbatches is None:
-        for each in sorted(measurements, key=lambda each: each.mode != "compiled"):
-            known.setdefault((each.device, each.m, each.k, each.n, each.recipe), each)
     layers: list[Prediction] = []
     totals = []
     for spec, recipe, model in product(settings.devices, settings.recipes, settings.models):
         for name, (k, n) in merged_names(model).items():
             cost = linear_cost(m, k, n, recipe, spec, microbatches=microbatches)
-            measured = known.get((spec.name, m, k, n, recipe))
-            layers.append(Prediction(model.name, name, m, k, n, spec.name, recipe, cost, measured))
+            layers.append(Prediction(model.name, name, m, k, n, spec.name, recipe, cost))
         totals.append(_total(model, recipe, spec, m, microbatches))
-    return Roofline(settings, tuple(layers), tuple(totals), tuple(measurements))
+    return Roofline(settings, tuple(layers), tuple(totals))
 
 
 def merged_names(model: ModelLayers) -> dict[str, tuple[int, int]]:
@@ -198,51 +164,14 @@ def _total(model: ModelLayers, recipe: str, spec: DeviceSpec, tokens: int, micro
     return Total(model.name, spec.name, recipe, bfloat16, alone, shared)
 
 
-def read_measurements(path: Path, specs: Iterable[DeviceSpec]) -> list[Measurement]:
-    """The measurements of quaver's linears in a JSON file that `quaver bench linear` wrote.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is another kind of file, or its device is not one of `specs`, or its operands are not bfloat16.
-    """
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-        if result.get("benchmark", "linear") != "linear":
-            raise ValueError(f"this is one of {result['benchmark']}")
-        device, dtype = str(result["environment"]["device"]), str(result["dtype"])
-        found = [_measurement(row) for row in result["rows"] if row["library"] == "quaver"]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"--measured {path}: expected the JSON of quaver bench linear ({error!r})") from error
-    spec = find_device_spec(device)
-    if spec is None:
-        raise ValueError(f"--measured {path}: measured on {device}, which has no prediction; known: {_DEVICE_NAMES}")
-    if spec not in specs:
-        raise ValueError(f"--measured {path}: measured on {spec.name}, which is not predicted; add it to --device")
-    if dtype != "torch.bfloat16":
-        raise ValueError(f"--measured {path}: expected operands of bfloat16, got {dtype}; run with --dtype bfloat16")
-    return [
-        Measurement(spec.name, *shape, recipe, mode, speedup, linear_cost(*shape, recipe, spec).speedup)
-        for shape, recipe, mode, speedup in found
-    ]
-
-
-def _measurement(row: dict[str, Any]) -> tuple[tuple[int, int, int], str, str, float]:
-    m, k, n = (int(number) for number in row["shape"].partition(" (")[0].split(" x "))
-    return (m, k, n), str(row["recipe"]), str(row["mode"]), 1 / float(row["time_over_bfloat16"])
-
-
 def _csv_row(layer: Prediction) -> dict[str, Any]:
     """Times in microseconds; the parts of each precision follow the sums."""
-    cost, measured = layer.cost, layer.measured
+    cost = layer.cost
     row: dict[str, Any] = {name: getattr(layer, name) for name in ("m", "k", "n", "device", "recipe")}
     row |= {"bf16_us": _us(cost.bfloat16.total_s), "fp8_us": _us(cost.float8.total_s), "speedup": f"{cost.speedup:.4f}"}
     row |= {f"bf16_{part}_us": _us(getattr(cost.bfloat16, f"{part}_s")) for part in _BFLOAT16_PARTS}
     row |= {f"fp8_{part}_us": _us(getattr(cost.float8, f"{part}_s")) for part in _PARTS}
-    row |= {"model": layer.model, "layer": layer.layer}
-    row["measured_speedup"] = "" if measured is None else f"{measured.speedup:.4f}"
-    row["measured_mode"] = "" if measured is None else measured.mode
-    row["error_percent"] = "" if measured is None else f"{measured.error_percent:.1f}"
-    return row
+    return row | {"model": layer.model, "layer": layer.layer}
 
 
 def _us(seconds: float) -> str:

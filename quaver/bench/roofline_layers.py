@@ -57,8 +57,8 @@ def layers_of_model(name: str) -> ModelLayers:
 def layers_of_config(path: Path) -> ModelLayers:
     """The linears of the model that `quaver train` would build from a TOML file, on one rank.
 
-    The filters of the file's [float8] section choose the float8 linears, except the automatic filter, whose estimate is
-    this prediction. The file's recipe is ignored. Tensor parallelism splits the linears as in the run.
+    The filters of the file's [float8] section choose the float8 linears. The file's recipe is ignored, and so is the
+    automatic filter, whose estimate is this prediction. Tensor parallelism splits the linears as in the run.
 
     Raises:
         ValueError, OSError: a missing or invalid file.

@@ -105,7 +105,7 @@ def _linears(name: str) -> dict[str, tuple[int, int]]:
 
 
 def scaled_name(name: str, divisor: int) -> str:
-    """The name of a model whose widths are divided."""
+    """The name of a model, with the divisor of its widths."""
     return f"{name}/{divisor}" if divisor > 1 else name
 
 

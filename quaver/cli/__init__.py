@@ -1,4 +1,4 @@
-"""The `quaver` command: one file per verb, imported when it is asked for."""
+"""The `quaver` command: one file per verb, imported on use."""
 
 import importlib
 import io
@@ -11,10 +11,9 @@ from quaver.cli.errors import EXIT_INTERRUPTED
 
 VERBS = {
     "train": "train a Llama in float8, alone or with its bfloat16 baseline",
-    "doctor": "say what this machine can do, by trying it",
+    "doctor": "try each recipe on each device of this machine",
     "bench": "time float8 against bfloat16: casts, matmuls, linears, blocks, training",
-    "profile": "trace a linear or a block, and sum its kernels by group",
-    "memory": "predict the memory of a training step, and what is alive at its peak",
+    "memory": "predict the memory of a training step and the tensors alive at its peak",
     "prepare-data": "tokenize the text of a run ahead of it, and count the tokens",
     "convert": "convert weights from and to Hugging Face's Llama",
 }
@@ -45,6 +44,6 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("quaver: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has gone, as `head` does
+    except BrokenPipeError:  # the reader of the pipe has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

@@ -46,7 +46,7 @@ class Export(Settings):
     max_shard_size: str = "5GB"
     """Largest size of a file."""
     tokenizer: str | None = None
-    """Folder whose tokenizer files are copied."""
+    """Folder to copy tokenizer files from."""
 
 
 def run(argv: list[str]) -> int:

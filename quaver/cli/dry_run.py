@@ -6,7 +6,7 @@ from rich.table import Table
 
 from quaver.cli.console import make_table, wide_console
 from quaver.cli.errors import bad_input
-from quaver.cli.run_flags import split_options
+from quaver.trainer.config.flags import split_options
 from quaver.trainer.config.settings import AtLeast1, Settings
 from quaver.trainer.config_io import load_config, parse_arguments
 from quaver.trainer.dry_run import DryRun, dry_run
@@ -53,7 +53,7 @@ def _print(run: DryRun) -> None:
         reasons = sorted({layer.reason for layer in run.report.skipped})
         if reasons:
             console.print(f"not in float8: {'; '.join(reasons)}")
-    line("", "nothing was trained or written; leave --dry-run out to begin")
+    line("", "nothing was trained or written; remove --dry-run to train")
 
 
 def _held_table(run: DryRun) -> Table:
@@ -77,7 +77,7 @@ def _linears_table(run: DryRun) -> Table:
     rows = []
     for linear, count in run.linears:
         shape = f"{linear.in_features:,} -> {linear.out_features:,}"
-        # the two operands of a matmul stand on lines of their own
+        # one line per operand
         operands = (each.replace("dynamic ", "").replace(" x ", "\nx ") for each in linear.operands.values())
         rows.append((linear.name, str(count), shape, *operands))
     return make_table(title, ("linear", "number", "in -> out", "output", "grad_input", "grad_weight"), rows=rows)

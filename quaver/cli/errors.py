@@ -16,7 +16,7 @@ BAD_INPUT = (ValueError, NotImplementedError, OSError, MissingDeviceError)
 
 
 def print_error(message: object) -> None:
-    """Print `message` as one line on stderr, unless stderr is gone: the exit code stays."""
+    """Print `message` as one line on stderr, unless stderr is closed; the exit code stays the same."""
     with suppress(OSError):
         print("quaver: error: " + " ".join(str(message).split()), file=sys.stderr, flush=True)
 

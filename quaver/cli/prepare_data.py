@@ -1,4 +1,4 @@
-"""`quaver prepare-data [CONFIG.toml] [--section.field value ...]`: makes the tokens of `quaver train` ahead of it."""
+"""`quaver prepare-data [CONFIG.toml] [--section.field value ...]`: tokenizes the text ahead of a run."""
 
 from dataclasses import dataclass, field
 
@@ -21,7 +21,7 @@ class PrepareData(Settings):
 
 
 def run(argv: list[str]) -> int:
-    """Make or check the tokens as `argv` says and print how many there are; 0 when done, 2 for bad input."""
+    """Make or check the tokens as `argv` says and print their number; 0 when done, 2 for bad input."""
     exit_after_help(PrepareData, argv, prog="quaver prepare-data [CONFIG.toml]")
     with bad_input():
         config_path, flags = parse_arguments(argv)
@@ -35,5 +35,5 @@ def run(argv: list[str]) -> int:
     for place in origin["corrupt_places"]:
         print(f"  {place}")
     print(f"sha256       {origin['sha256']}")
-    print(f"kept in      {origin['cache']}")
+    print(f"cached in    {origin['cache']}")
     return 0

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -48,6 +48,7 @@ from quaver.distributed.weight_scales import (
     Shard,
     Siblings,
     WholeScales,
+    all_gather_state,
     current_shard,
     local_weight,
     persistent_scale,
@@ -56,22 +57,24 @@ from quaver.distributed.weight_scales import (
 from quaver.kernels.cast import cast_with_persistent_scale, cast_with_scale, matrix_amax, record_amax
 from quaver.linear import Float8Linear
 from quaver.quantize import Operand, Scales
-from quaver.tensor import Float8Tensor, WrappedTensor
+from quaver.tensor import Float8Tensor, WrappedTensor, written
 
 aten = torch.ops.aten
 
 _COPIES = frozenset({aten._pin_memory.default, aten._to_copy.default, aten.clone.default, aten.empty_like.default})
 
 
-class _ScaleBox:
+class ScaleBox:
     """The scales of one shard, shared by all views of it."""
 
-    __slots__ = ("computed_from", "scales")
+    __slots__ = ("computed_from", "scales", "writes")
 
     def __init__(self) -> None:
         self.scales: WholeScales | None = None
         self.computed_from: tuple[Tensor, int] | None = None
         """The plain tensor that the scales were computed from, and its version then."""
+        self.writes = 0
+        """How often a write dropped the scales, or would have."""
 
 
 class _Padding:
@@ -91,6 +94,10 @@ class _Metadata(NamedTuple):
     float8_dtype: torch.dtype
 
 
+AllGatherInputs = tuple[tuple[Tensor, ...], _Metadata]
+"""What `fsdp_pre_all_gather` returns: the payloads, and what to make of the gathered ones."""
+
+
 class Float8AllGatherWeight(WrappedTensor):
     """A weight, or a shard of one, that FSDP2 all-gathers in float8.
 
@@ -100,32 +107,19 @@ class Float8AllGatherWeight(WrappedTensor):
         wrapped: the plain tensor, high precision [n, K].
     """
 
-    wrapped: Tensor
-    box: _ScaleBox
+    box: ScaleBox
     padding: _Padding | None
 
     @staticmethod
     def __new__(
-        cls, wrapped: Tensor, box: _ScaleBox | None = None, padding: _Padding | None = None
+        cls, wrapped: Tensor, box: ScaleBox | None = None, padding: _Padding | None = None
     ) -> Float8AllGatherWeight:
-        return Tensor._make_wrapper_subclass(
-            cls,
-            wrapped.shape,
-            strides=wrapped.stride(),
-            storage_offset=wrapped.storage_offset(),
-            dtype=wrapped.dtype,
-            layout=wrapped.layout,
-            device=wrapped.device,
-            requires_grad=False,
-        )
+        return cast(Float8AllGatherWeight, cls.around(wrapped))
 
-    def __init__(self, wrapped: Tensor, box: _ScaleBox | None = None, padding: _Padding | None = None) -> None:
+    def __init__(self, wrapped: Tensor, box: ScaleBox | None = None, padding: _Padding | None = None) -> None:
         self.wrapped = wrapped
-        self.box = box or _ScaleBox()
+        self.box = box or ScaleBox()
         self.padding = padding
-
-    def plain(self) -> Tensor:
-        return cast(Tensor, _Plain.apply(self))
 
     def remember(self, scales: WholeScales) -> None:
         """Keep the scales of the whole weight until the shard is written to."""
@@ -159,8 +153,14 @@ class Float8AllGatherWeight(WrappedTensor):
         outer_stride: tuple[int, ...],
         module: Float8Linear,
         mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[Tensor, ...], _Metadata]:
-        """Quantize this shard: one uint8 tensor of the padded shard's shape for each cast of the weight."""
+    ) -> AllGatherInputs:
+        """One uint8 tensor of the padded shard's shape for each cast of the weight."""
+        prepared = all_gather_state(module).prepared
+        if prepared is None:
+            return self._make_inputs(mesh, module)
+        return prepared.all_gather_inputs(lambda: self._make_inputs(mesh, module))
+
+    def _make_inputs(self, mesh: DeviceMesh, module: Float8Linear) -> AllGatherInputs:
         config, scale = module.config, persistent_scale(module)
         shard = current_shard(module)._replace(local=self.wrapped)  # on the device of the mesh, also if offloaded
         float8_dtype = config.casts.weight.float8_dtype
@@ -233,26 +233,6 @@ class Float8AllGatherWeight(WrappedTensor):
         """torchao's name of `wrapped`: Accelerate asks its address under `mixed_precision="fp8"`."""
         return self.wrapped
 
-    # torch answers or refuses the next five for a subclass by its own storage, which is empty.
-
-    def data_ptr(self) -> int:
-        return self.wrapped.data_ptr()
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        # The compiler identifies tensors by their storage, and would alias this one with `wrapped`.
-        if torch._guards.TracingContext.try_get() is not None:
-            return super().untyped_storage()
-        return self.wrapped.untyped_storage()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.plain().numpy(force=force)
-
-    def tolist(self) -> Any:
-        return self.wrapped.tolist()
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self.plain().__dlpack__(**options)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Float8AllGatherWeight:
         if id(self) not in memo:
             copied = _rebuild(copy.deepcopy(self.wrapped, memo), self.requires_grad, hasattr(self, "_is_param"))
@@ -286,8 +266,9 @@ class Float8AllGatherWeight(WrappedTensor):
         out = func(*args_wrapped, **kwargs_wrapped)
         if func._schema.is_mutable:
             if not _is_padding_copy(func, args):
-                for weight in _written(func, args, kwargs):
+                for weight in written(func, args, kwargs, cls):
                     weight.box.scales = None
+                    weight.box.writes += 1
             return args[0] if isinstance(out, Tensor) and isinstance(args[0], cls) else out
         if _is_view(func):
             weight = args[0]
@@ -328,28 +309,6 @@ def _is_padding_copy(func: Any, args: tuple[Any, ...]) -> bool:
     return True
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Float8AllGatherWeight]:
-    """The weights that a call writes to."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            for item in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(item, Float8AllGatherWeight):
-                    yield item
-
-
-class _Plain(torch.autograd.Function):
-    """The wrapped tensor; its gradient is the weight's."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Float8AllGatherWeight) -> Tensor:
-        return weight.wrapped.view_as(weight.wrapped)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
 def _payload(shard: Shard, codes: Tensor) -> Tensor:
     """Codes as row-major uint8, padded to the length that every rank sends."""
     missing = -(-shard.size[shard.dim] // shard.fsdp_group.size()) - codes.shape[shard.dim]
@@ -383,6 +342,12 @@ def make_all_gather_weights(named_linears: NamedLinears) -> None:
             linear.register_load_state_dict_post_hook(_wrap_after_load),
         )
         linear.gathering = AllGatherState(siblings, hooks)
+
+
+def is_all_gather_weight(linear: Float8Linear) -> bool:
+    """Whether FSDP2 all-gathers the weight of `linear` in float8, or will; it may hold it unsharded now."""
+    weight: Tensor = local_weight(linear)
+    return type(weight) is Float8Tensor or isinstance(weight, Float8AllGatherWeight)
 
 
 def restore_plain_weight(linear: Float8Linear) -> None:

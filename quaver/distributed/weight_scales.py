@@ -35,6 +35,7 @@ from quaver.tensor import WrappedTensor
 
 if TYPE_CHECKING:
     from quaver.distributed.fsdp import Float8AllGatherWeight
+    from quaver.weight_scope import PreparedShard
 
 _SHAPES: dict[int | None, tuple[int, ...]] = {None: (), 0: (1, -1), 1: (-1, 1)}
 """The shape of scales that reduce a dim; None for both."""
@@ -195,6 +196,8 @@ class AllGatherState:
     hooks: tuple[RemovableHandle, ...] = ()
     shard: tuple[Tensor, Shard] | None = None
     """A sharded weight and its `Shard` without `local`, because asking DTensor for every all-gather is slow."""
+    prepared: PreparedShard | None = None
+    """Set while a `cast_weights_once` is open."""
 
 
 def local_weight(linear: Float8Linear) -> Float8AllGatherWeight:
@@ -203,11 +206,16 @@ def local_weight(linear: Float8Linear) -> Float8AllGatherWeight:
     return cast("Float8AllGatherWeight", weight._local_tensor if isinstance(weight, DTensor) else weight)
 
 
-def current_shard(linear: Float8Linear) -> Shard:
-    """This rank's shard of the weight of `linear`."""
+def all_gather_state(linear: Float8Linear) -> AllGatherState:
+    """`linear.gathering` of a linear whose weight is all-gathered in float8."""
     if linear.gathering is None:  # a copy
         linear.gathering = AllGatherState(Siblings([("", linear)]))
-    state, local = cast(AllGatherState, linear.gathering), local_weight(linear).wrapped
+    return cast(AllGatherState, linear.gathering)
+
+
+def current_shard(linear: Float8Linear) -> Shard:
+    """This rank's shard of the weight of `linear`."""
+    state, local = all_gather_state(linear), local_weight(linear).wrapped
     if state.shard is None or state.shard[0] is not linear.weight:
         state.shard = linear.weight, shard_of(linear.weight, local.new_empty(0))  # keep no memory alive
     return state.shard[1]._replace(local=local)

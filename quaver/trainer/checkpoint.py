@@ -206,7 +206,7 @@ def load_weights(path: Path, models: Sequence[TrainedModel]) -> None:
         state = {"model": get_model_state_dict(trained.model)}
         load_state(state, CheckpointReader(path / (trained.name if trained.name in saved else saved[0])))
         set_model_state_dict(trained.model, state["model"])
-        trained.was_loaded()
+        trained.precompute_scales()
 
 
 def load_state(state: dict[str, Any], reader: FileSystemReader) -> None:
@@ -320,7 +320,7 @@ def _load_model(trained: TrainedModel, path: Path) -> None:
     set_optimizer_state_dict(trained.model, trained.optimizer, state["optimizer"])
     if "float8" in state:
         trained.scaling.load_state_dict(state["float8"])
-    trained.was_loaded()
+    trained.precompute_scales()
 
 
 def _rng_states(rank: int, device: torch.device) -> dict[str, Tensor]:

@@ -19,6 +19,9 @@ from quaver.trainer.config.settings import expanded, hints_of
 
 Sections = dict[str, dict[str, Any]]
 
+REMOVED = {"metrics.plot_float8_scales": False}
+"""Settings of earlier versions and their defaults, which the config.toml of an older run has."""
+
 
 def load_config(path: Path | None, flags: Sections | None = None) -> TrainConfig:
     """Return the defaults, overridden by the TOML file at `path`, overridden by `flags`.
@@ -45,8 +48,11 @@ def read_toml(path: Path) -> Sections:
         _check_known(section, hints_of(TrainConfig), f"section in {path}")
         if not isinstance(values, dict):
             raise ValueError(f"{section} in {path} must be a section, got {values!r}; write [{section}]")
-        for key in values:
-            _check_known(f"{section}.{key}", _setting_names(), f"key in {path}")
+        for key, value in list(values.items()):
+            if REMOVED.get(f"{section}.{key}") == value:
+                del values[key]
+            else:
+                _check_known(f"{section}.{key}", _setting_names(), f"key in {path}")
     return sections
 
 

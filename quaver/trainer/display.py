@@ -26,7 +26,7 @@ Advance = Callable[[int], None]
 
 
 class Stdout:
-    """Standard output until it fails; then nothing is shown, and the run goes on.
+    """Standard output until it fails; then nothing is shown, and the run continues.
 
     It fails when the reader of a pipe has ended, the terminal was closed, or the disk under a log file is full.
     """
@@ -59,7 +59,7 @@ class Stdout:
                 os.dup2(null, self._file.fileno())
                 os.close(null)
             with suppress(OSError):
-                line = f"quaver: cannot write to stdout: {error.strerror}; the run goes on without display"
+                line = f"quaver: cannot write to stdout: {error.strerror}; the run continues without display"
                 print(line, file=sys.stderr, flush=True)
 
 

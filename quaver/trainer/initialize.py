@@ -1,6 +1,6 @@
 """Initial weights that depend on the seed and the parameter's name, but not on the parallel dims.
 
-Each parameter is drawn whole, on the CPU in float32, from its own generator; a rank keeps its shard and frees the rest
+Each parameter is drawn whole, on the CPU in float32, from its own generator; a rank copies its shard and frees the rest
 before the next parameter. So no rank holds more than one whole parameter, and any number of ranks starts from the
 weights of the single process, bit for bit.
 """

@@ -6,7 +6,6 @@ import json
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NotRequired
@@ -104,7 +103,7 @@ def _numbers(record: dict[str, Any]) -> dict[str, float]:
 
 
 def check_loggers(config: Metrics) -> None:
-    """Raise ValueError if `config` enables a logger whose package is not installed."""
+    """Raise ValueError if the package of an enabled logger is not installed."""
     for name in ("tensorboard", "wandb"):
         if getattr(config, f"enable_{name}") and importlib.util.find_spec(name) is None:
             raise ValueError(
@@ -135,19 +134,8 @@ def open_loggers(config: Metrics, metrics: Path, settings: dict[str, Any]) -> It
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the records of a file of JSON lines."""
-    return list(Records(path))
-
-
-@dataclass(frozen=True)
-class Records:
-    """The records of a file of JSON lines, read one at a time, each time that they are iterated over."""
-
-    path: Path
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        with self.path.open(encoding="utf-8") as file:
-            for line in file:
-                yield json.loads(line)
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
 
 
 @contextmanager
@@ -162,14 +150,14 @@ def rewound_metrics(paths: Sequence[Path], step: int) -> Iterator[None]:
     """
     partials = {path: path.with_name(f".{path.name}.partial") for path in paths if path.exists()}
     for path in partials:
-        if not path.is_file():  # reading a FIFO would wait for ever
+        if not path.is_file():  # reading a FIFO would block
             raise CheckpointError(f"{str(path)!r} is not a file; remove it")
     try:
         for path, partial in partials.items():
-            with path.open("rb") as file, partial.open("wb") as kept:
+            with path.open("rb") as file, partial.open("wb") as rewound:
                 for number, line in enumerate(file, start=1):
                     if line.endswith(b"\n") and _step_of(line, path, number) <= step:
-                        kept.write(line)
+                        rewound.write(line)
         yield
         for path, partial in partials.items():
             partial.replace(path)
@@ -214,7 +202,7 @@ def is_spike(loss: float, recent: Sequence[float], deviations: float) -> bool:
 
 
 def remember(loss: float, recent: list[float]) -> None:
-    """Append `loss` to `recent`, which keeps the last `SPIKE_WINDOW` losses."""
+    """Append `loss` to `recent` and drop all but the last `SPIKE_WINDOW` losses."""
     recent.append(loss)
     del recent[:-SPIKE_WINDOW]
 

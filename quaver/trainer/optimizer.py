@@ -72,7 +72,7 @@ def squared_norm_share(model: nn.Module) -> Tensor:
 
 
 def clip_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients, whose norm over all ranks is `norm`, to at most `max_norm`, as `clip_grad_norm_` does."""
+    """Scale all gradients, of norm `norm` over all ranks, to at most `max_norm`, as `clip_grad_norm_` does."""
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_([plain for grad in grads for plain in plain_tensors(grad)], factor)

@@ -101,7 +101,7 @@ class Watchdog:
     [Note: two ways to write stacks] A thread that holds the GIL can read the stacks of all threads safely. If the step
     hangs in a kernel or collective that holds the GIL, no such thread runs; then a thread of the fault handler writes
     the stacks without the GIL. It must not do so while Python code runs: it would read frames that change, which has
-    crashed processes (Python 3.13 at least). So it fires only after the first thread has waited for the GIL in vain.
+    crashed processes (Python 3.13 at least). So it fires only if the first thread did not get the GIL.
     """
 
     path: Path
@@ -111,8 +111,8 @@ class Watchdog:
     def step(self, seconds: float, what: str) -> Iterator[None]:
         """Run the block; every `seconds` it takes, append all stacks of this process to the file. 0 disables.
 
-        The first time, a line on stderr says that `what` is late. The step goes on: a collective's timeout or the user
-        ends it.
+        The first time, a line on stderr says that `what` is late. The step continues: a collective's timeout or the
+        user ends it.
         """
         if not seconds:
             yield

@@ -14,11 +14,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile
 
 from quaver import Float8Linear
 from quaver.recorder.draw import draw_timeline
@@ -28,7 +28,6 @@ from quaver.trainer.config import TrainConfig
 from quaver.trainer.errors import OutputError
 from quaver.trainer.process import Requests, snapshot_signals
 from quaver.trainer.ranks import Ranks
-from quaver.trainer.traces import traced
 
 MAX_HISTORY_ENTRIES = 100_000
 """The newest allocations and frees in CUDA's history."""
@@ -71,17 +70,18 @@ class Profiling:
                 snapshot = self._cuda_snapshot if self._device.type == "cuda" else self._cpu_timeline
                 stack.enter_context(snapshot(step, name, model, optimizer))
             if self._config.profiling.enable_profiling:
-                stack.enter_context(self._trace(step, name, model))
+                stack.enter_context(self._trace(step, name))
             yield
 
     @contextmanager
-    def _trace(self, step: int, name: str, model: nn.Module) -> Iterator[None]:
+    def _trace(self, step: int, name: str) -> Iterator[None]:
         config = self._config.profiling
         steps_to_window_end = -step % config.profile_freq
         if steps_to_window_end >= config.profiler_warmup + config.profiler_active:
             yield
             return
-        with traced(model, self._device) as profiler:
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
+        with profile(activities=activities, record_shapes=True) as profiler:
             yield
         if steps_to_window_end < config.profiler_active:
             file = self._file(config.save_traces_folder, step, name, ".json.gz")
@@ -110,7 +110,7 @@ class Profiling:
             return
         with record_timeline(model, optimizer, persistent_scales=persistent_scales(model)) as timeline:
             yield
-        about = {"run": name, "step": step, "rank": self._rank, "config": _plain(self._config)}
+        about = {"run": name, "step": step, "rank": self._rank, "config": asdict(self._config)}
         report = {**timeline.report(), **about}
         file = self._file(self._config.profiling.save_memory_snapshot_folder, step, name, ".json")
         with _output(file):
@@ -152,8 +152,3 @@ def persistent_scales(model: nn.Module) -> list[Tensor]:
     scalings = [module.scaling for module in model.modules() if isinstance(module, Float8Linear)]
     states = {id(scaling.state): scaling.state for scaling in scalings if isinstance(scaling, LinearScales)}
     return [value for state in states.values() for value in vars(state).values() if isinstance(value, Tensor)]
-
-
-def _plain(config: TrainConfig) -> Any:
-    """Return the settings as JSON values; inf and NaN, which JSON lacks, as strings."""
-    return json.loads(json.dumps(asdict(config)), parse_constant=str)

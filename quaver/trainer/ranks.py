@@ -66,8 +66,8 @@ class Ranks:
     def agree(self, error: str = "", fingerprint: str = "") -> str:
         """Return the first non-empty `error` of all ranks, on every rank; empty if there is none.
 
-        Every rank must call it, before there is a process group. Ranks whose `fingerprint` differs from that of rank 0
-        have read another config or other data, which is an error too.
+        Every rank must call it, before there is a process group. A `fingerprint` that differs from
+        rank 0's is an error too: the rank read another config or other data.
         """
         if self.is_alone:
             return error

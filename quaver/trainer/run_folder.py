@@ -12,8 +12,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from importlib.metadata import version
@@ -35,7 +35,7 @@ CONFIG = "config.toml"
 
 RUN_FILES = (
     *(CONFIG, "metrics.jsonl", "float8_scales.jsonl", "provenance.jsonl", "data.json", "conversion_report.json"),
-    *("summary.json", "curves.png", "float8_scales.png"),
+    *("summary.json", "curves.png"),
 )
 
 UNRELATED = ("job", "checkpoint", "metrics", "comm", "profiling")
@@ -137,41 +137,31 @@ class RunFolder:
         """JSON lines: the persistent scales of each recorded step; see float8_scales.py."""
         return self.path / "float8_scales.jsonl"
 
-    @property
-    def float8_scales_plot(self) -> Path:
-        """The plot of the scales."""
-        return self.path / "float8_scales.png"
-
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """Write `value` to the file `name`, replacing it atomically.
 
         Raises:
             OutputError: the file cannot be written.
         """
-        partial = self.path / f".{name}.partial"
-        try:
+        with replaced(self.path / name) as partial:
             partial.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-            partial.replace(self.path / name)
-        except OSError as error:
-            with suppress(OSError):
-                partial.unlink()
-            raise OutputError(f"cannot write {str(self.path / name)!r}: {error.strerror}") from error
 
 
-def draw(picture: Callable[[Path], None], image: Path) -> None:
-    """Replace `image` by what `picture` writes to the path that it gets.
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Yield the path of a file that replaces `path` after the block.
 
     Raises:
-        OutputError: a file cannot be read or written; the last picture is still there.
+        OutputError: a file cannot be read or written; `path` is as it was.
     """
-    partial = image.with_name(f".{image.name}")
+    partial = path.with_name(f".{path.name}")
     try:
-        picture(partial)
-        partial.replace(image)
+        yield partial
+        partial.replace(path)
     except OSError as error:
         with suppress(OSError):
             partial.unlink()
-        raise OutputError(f"cannot write {str(image)!r}: {error.strerror or error}") from error
+        raise OutputError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
 
 
 def _unused_path(dump_folder: Path, config: TrainConfig) -> Path:
@@ -204,7 +194,7 @@ def _resume_from(path: Path, config: TrainConfig) -> tuple[int | None, dict[str,
     Raises what `RunFolder.open` does.
     """
     try:
-        # A killed process may leave partial files, whose names begin with a dot.
+        # A killed process may leave partial files; their names begin with a dot.
         names = {entry.name for entry in path.iterdir() if not entry.name.startswith(".")}
     except FileNotFoundError:
         names = set()
@@ -214,7 +204,7 @@ def _resume_from(path: Path, config: TrainConfig) -> tuple[int | None, dict[str,
     require(
         config.checkpoint.folder not in RUN_FILES and (folder.is_dir() or not folder.exists()),
         "checkpoint.folder",
-        "a folder, which no other file of the run has the name of",
+        "a folder, with a name that no other file of the run has",
         config.checkpoint.folder,
     )
     step = _resume_step(path, config.checkpoint, is_run=CONFIG in names)

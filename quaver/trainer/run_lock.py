@@ -4,9 +4,9 @@ The lock is a file lock of the operating system, which ends with its process how
 holder. A run removes it when it releases the lock, so a lock that is free although the file is there was held by a
 process that was killed.
 
-[Note: locks of other hosts] Some shared file systems keep a file lock from other hosts. So the holder touches its file
-every few seconds, and a free lock with the file of another host is taken over only if nothing touches the file for a
-while. Only changes of its time are compared, never the clocks of two hosts.
+[Note: locks of other hosts] On some shared file systems other hosts do not see a file lock. So the holder
+touches its file every few seconds, and a free lock with the file of another host is taken over only if nothing touches
+the file for a while. Only changes of its time are compared, never the clocks of two hosts.
 """
 
 import json

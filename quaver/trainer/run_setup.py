@@ -39,7 +39,7 @@ class Models:
 
 @dataclass
 class RunSetup:
-    """A run whose input was checked: equal on every rank, except for `dims.rank`."""
+    """A run with checked input: equal on every rank, except for `dims.rank`."""
 
     config: TrainConfig
     ranks: Ranks
@@ -94,14 +94,15 @@ def _check_recordable(config: TrainConfig) -> None:
     """Refuse what the JSON of a checkpoint or config.toml lacks, before the first save would fail: inf, NaN, bytes."""
     for section, values in asdict(config).items():
         for name, value in values.items():
-            is_finite = not isinstance(value, float) or math.isfinite(value)
+            items = value if isinstance(value, tuple) else (value,)
+            is_finite = all(not isinstance(each, float) or math.isfinite(each) for each in items)
             require(is_finite, f"{section}.{name}", "finite", value, "each checkpoint records it as JSON")
-            is_text = not isinstance(value, str) or value == value.encode(errors="replace").decode()
+            is_text = all(not isinstance(each, str) or each == each.encode(errors="replace").decode() for each in items)
             require(is_text, f"{section}.{name}", "in UTF-8", value, "config.toml records it")
 
 
 def check_environment(config: TrainConfig) -> None:
-    """Refuse a logger whose package is not installed, and initial weights that are missing.
+    """Refuse a logger without its package, and initial weights that are missing.
 
     Raises:
         ValueError: a package is missing, or the checkpoint has another format.

@@ -163,7 +163,7 @@ def _interpreted(content: bytes) -> Any:
 
 
 def _known(module: Any, name: Any) -> Any:
-    """Return what makes the object of a name in a pickle. Nothing is imported."""
+    """Return the constructor for a name in a pickle. Nothing is imported."""
     if (module, name) == ("torch", "Size"):
         return _same
     dtype = getattr(torch, name, None) if module == "torch" else None

@@ -7,7 +7,6 @@ a slow moment of the machine affects both, and the ratio of their median step ti
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from quaver.trainer.config import TrainConfig
 from quaver.trainer.data import Batch, TokenData
 from quaver.trainer.display import Display, print_results, say, training_display
 from quaver.trainer.errors import CheckpointError, NonFiniteError, OutputError
-from quaver.trainer.float8_scales import draw_scales, saturation_summary, scales_record
+from quaver.trainer.float8_scales import saturation_summary, scales_record
 from quaver.trainer.flops import utilization
 from quaver.trainer.initialize import allocate, initialize
 from quaver.trainer.memory import device_memory, reset_device_peaks
@@ -32,7 +31,7 @@ from quaver.trainer.plot import draw_curves
 from quaver.trainer.process import Requests, Watchdog, determinism, stop_signals, watchdog
 from quaver.trainer.profiling import Profiling
 from quaver.trainer.ranks import Ranks
-from quaver.trainer.run_folder import RunFolder, draw
+from quaver.trainer.run_folder import RunFolder, replaced
 from quaver.trainer.run_setup import RunSetup, begin_folder, open_folder, set_up_run
 from quaver.trainer.trained_model import StepResult, TrainedModel
 
@@ -348,10 +347,8 @@ def _conclude(run: Run, status: str, error: str | None) -> dict[str, Any]:
     is_writable = not (status == "failed" and error)  # else an OutputError ended the run
     if run.folder and did_something and is_writable:
         run.folder.write_json("summary.json", summary)
-        title = run.folder.path.name
-        draw(partial(draw_curves, run.folder.metrics, title=title), run.folder.curves)
-        if run.config.metrics.plot_float8_scales:
-            draw(partial(draw_scales, run.folder.float8_scales, title=title), run.folder.float8_scales_plot)
+        with replaced(run.folder.curves) as image:
+            draw_curves(run.folder.metrics, image, title=run.folder.path.name)
     return summary
 
 

@@ -60,8 +60,8 @@ class StepResult:
 class TrainedModel:
     """A model with its optimizer; `name` is its recipe, or the high-precision dtype for the bfloat16 baseline.
 
-    `precision` is `name`, except in the last steps of a run with float8.last_steps_high_precision, whose linears
-    compute in the high-precision dtype; the times and memory of these steps are not recorded as the recipe's.
+    `precision` is `name`, except in the last steps of a run with float8.last_steps_high_precision: there linears
+    compute in the high-precision dtype, and times and memory are not recorded as the recipe's.
 
     With several ranks each has its shard of the model and of the batches. Every method is a collective: all ranks call
     it, in the same order, and get the same results, except for times.
@@ -87,12 +87,12 @@ class TrainedModel:
         self.precision = self.name
         self.scaling = float8_scaling_state(self.model)
         self.optimizer = build_optimizer(self.model, self.config.optimizer)
-        self._precompute_scales()
+        self.precompute_scales()
 
     def train_step(self, step: int, batches: Sequence[Batch], *, measure_memory: bool = False) -> StepResult:
         """Run optimizer step `step` (from 1) on the micro-batches of one global batch.
 
-        A step whose loss or gradient norm is not finite leaves weights, moments and persistent scales unchanged.
+        A step with a non-finite loss or gradient norm leaves weights, moments and persistent scales unchanged.
 
         Raises:
             NonFiniteError: for such a step, unless training.nonfinite is "skip"; and then for the first after
@@ -132,19 +132,18 @@ class TrainedModel:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return loss, grad_norm, rate, self._skip(step, batches, loss, grad_norm)
         self._skipped_in_a_row = 0
-        if self.scaling:  # after the check: a non-finite step is repeated with the scales that it had
+        if self.scaling:  # after the check: a non-finite step is repeated with its own scales
             sync_float8_amax_and_scale_history(self.model)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self._precompute_scales()
+        self.precompute_scales()
         return loss, grad_norm, rate, ""
 
     def _forward_backward(self, batches: Sequence[Batch]) -> Tensor:
         """Accumulate the gradients of the mean loss over `batches`; return that loss (float32, detached)."""
         loss_sum = torch.zeros((), device=self.device)
-        # FSDP2 gathers a weight again for each micro-batch, so its cast cannot be shared.
-        once = cast_weights_once(self.model) if self.ranks.is_alone else nullcontext()
-        with self._in_precision(), once:
+        once = self.ranks.is_alone or self.config.float8.cast_weights_once
+        with self._in_precision(), cast_weights_once(self.model) if once else nullcontext():
             for batch in batches:
                 loss = self._loss(batch) / len(batches)
                 loss.backward()
@@ -216,12 +215,8 @@ class TrainedModel:
         for state in self.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
-    def was_loaded(self) -> None:
-        """Update what depends on the weights after a checkpoint was loaded into them."""
-        self._precompute_scales()
-
-    def _precompute_scales(self) -> None:
-        """Compute the scales of the next step's float8 all-gathers, if the config enables that."""
+    def precompute_scales(self) -> None:
+        """Compute the scales of the next float8 all-gathers, if the config enables that: after the weights changed."""
         has_float8 = any(isinstance(module, Float8Linear) for module in self.model.modules())
         if has_float8 and self.config.float8.precompute_float8_dynamic_scale_for_fsdp:
             precompute_float8_dynamic_scale_for_fsdp(self.model)

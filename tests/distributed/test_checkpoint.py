@@ -1,4 +1,4 @@
-"""Checkpoints of models with float8 all-gather: plain tensors under nn.Linear's names, for any number of ranks.
+"""Checkpoints: plain tensors under nn.Linear's names and exact delayed scales, from any number of ranks to any.
 
 Every rank takes the same batch: a gradient averaged over 1, 2 or 4 ranks has the same bits, and so has a run that is
 resumed on another number of ranks.
@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -19,23 +21,30 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from quaver import convert_to_float8_training
+from quaver import (
+    DelayedScalingConfig,
+    convert_to_float8_training,
+    float8_scaling_state,
+    sync_float8_amax_and_scale_history,
+)
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
-from tests.distributed.models import config_of, make_model
+from tests.distributed.models import assert_same_scaling_on_all_ranks, config_of, make_model, scaling_snapshot
 from tests.distributed.ranks import RanksError, run
 from tests.distributed.test_tensor_parallel import model_of, spread
-from tests.reference import RECIPES
+from tests.distributed.test_tensor_parallel_steps import assert_equal
+from tests.reference import PERSISTENT_RECIPES, RECIPES
 
-RECIPE = pytest.mark.parametrize("recipe", RECIPES)
-PAYLOADS = pytest.mark.parametrize(
-    "recipe",  # an all-gather of one payload, and of two; the others nightly
-    [
-        pytest.param(recipe, marks=() if recipe in ("tensorwise", "rowwise") else pytest.mark.nightly)
-        for recipe in RECIPES
-    ],
-)
+
+def these(*quick):
+    """Every recipe that scales dynamically, all but the `quick` ones nightly."""
+    return [pytest.param(recipe, marks=() if recipe in quick else pytest.mark.nightly) for recipe in RECIPES]
+
+
+ONE_AND_TWO_PAYLOADS = these("tensorwise", "rowwise")
+TWO_PAYLOADS = pytest.mark.parametrize("recipe", these("rowwise"))
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
-STEPS_BEFORE, STEPS_AFTER = 2, 2
+BEFORE, AFTER = 3, 3
+SHAPE_2D = (2, 4, 32)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -71,17 +80,26 @@ def optimizer_of(model):
     return torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 
-def train(model, optimizer, steps, start=0, *, precompute=False):
-    """Return the losses of steps `start` to `start + steps`."""
+def one_process(recipe, *, gather=True, other_weights=False):
+    config = config_of(recipe, enable_fsdp_float8_all_gather=gather)
+    model = convert_to_float8_training(make_model(layers=2), config=config)
+    if other_weights:
+        make_other(model)
+    return model, optimizer_of(model)
+
+
+def train(model, optimizer, steps, start=0, *, precompute=False, shape=(6, 18)):
+    """The losses of steps `start` to `start + steps`, each with a batch of another size; every rank takes the same."""
     losses = []
     for step in range(start, start + steps):
         generator = torch.Generator().manual_seed(step)
-        loss = model(torch.randn(6, 18, generator=generator)).square().mean()
+        loss = model(torch.randn(shape, generator=generator) * (1 + step)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if precompute:
             precompute_float8_dynamic_scale_for_fsdp(model)
+        sync_float8_amax_and_scale_history(model)
         losses.append(loss.item())
     return losses
 
@@ -96,6 +114,28 @@ def state_of(model, optimizer, options=None):
 def set_state(model, optimizer, state, options=None):
     set_model_state_dict(model, state["model"], options=options)
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+
+
+def save(model, optimizer, path):
+    dcp.save({**state_of(model, optimizer), "float8": float8_scaling_state(model)}, checkpoint_id=path)
+
+
+def load(model, optimizer, path, *, with_scales=True, **options):
+    state = state_of(model, optimizer)
+    if with_scales:
+        state["float8"] = float8_scaling_state(model)
+    dcp.load(state, checkpoint_id=path, **options)
+    set_state(model, optimizer, state)
+
+
+def found_in(model):
+    """The whole weights, and the scales and histories."""
+    return whole(get_model_state_dict(model)), scaling_snapshot(model)
+
+
+def assert_found(model, expected):
+    assert_equal_states(get_model_state_dict(model), expected[0])
+    assert_equal(scaling_snapshot(model), expected[1])
 
 
 def assert_plain(state, *, is_sharded):
@@ -126,51 +166,55 @@ def assert_equal_states(got, expected):
 
 
 def _save(recipe, path):
-    """Train, save, and return what a loader must find: the full weights, and the losses of the next steps."""
+    """What is saved, and the losses and the state of the run that goes on."""
     model, optimizer = sharded(recipe)
-    train(model, optimizer, STEPS_BEFORE, precompute=True)
+    train(model, optimizer, BEFORE, precompute=True)
     state = state_of(model, optimizer)
     assert_plain(state, is_sharded=True)
     assert state["model"].keys() == make_model(layers=2).state_dict().keys()
-    dcp.save(state, checkpoint_id=path)
-    full = state_of(model, optimizer, FULL)
-    weights = whole(state["model"])
+    save(model, optimizer, path)
+    full, saved = state_of(model, optimizer, FULL), found_in(model)
     if dist.get_rank() == 0:  # the only rank that gets it
         assert_plain(full, is_sharded=False)
-        assert_equal_states(full["model"], weights)
-    return weights, train(model, optimizer, STEPS_AFTER, STEPS_BEFORE)
+        assert_equal_states(full["model"], saved[0])
+    return saved, train(model, optimizer, AFTER, BEFORE), found_in(model)
 
 
-def _load_into(model, optimizer, path):
-    state = state_of(model, optimizer)
-    dcp.load(state, checkpoint_id=path)
-    set_state(model, optimizer, state)
+def _load_and_go_on(recipe, path, make, gather, saved, losses, then):
+    model, optimizer = make(recipe, gather=gather, other_weights=True)
+    if recipe in RECIPES or not gather:  # over scales and moments of other weights; once into a state that has none
+        train(model, optimizer, 1, precompute=gather)
+    load(model, optimizer, path)
+    assert_found(model, saved)
+    assert train(model, optimizer, AFTER, BEFORE) == losses
+    assert_found(model, then)
+    if make is sharded and recipe in PERSISTENT_RECIPES:
+        assert_same_scaling_on_all_ranks(model)
 
 
-def _load(recipe, gather, path, weights, losses):
-    model, optimizer = sharded(recipe, gather=gather, other_weights=True)
-    train(model, optimizer, 1, precompute=gather)  # scales and moments of the other weights
-    _load_into(model, optimizer, path)
-    assert_equal_states(get_model_state_dict(model), weights)
-    assert train(model, optimizer, STEPS_AFTER, STEPS_BEFORE) == losses
-
-
-@RECIPE
+@pytest.mark.parametrize("recipe", [*ONE_AND_TWO_PAYLOADS, *PERSISTENT_RECIPES])
 def test_saved_on_4_ranks_loaded_on_2_and_1(recipe, tmp_path):
+    """Weights, scales and histories are exact, and so are the steps that follow: those of the run that went on."""
     path = str(tmp_path)
-    weights, losses = run(4, _save, recipe, path)[0]
+    saved, *then = run(4, _save, recipe, path)[0]
+    assert all((value[-BEFORE:] > 0).all() for name, value in saved[1].items() if name.endswith("history"))
     for ranks, gather in ((2, True), (4, False)):
-        run(ranks, _load, recipe, gather, path, weights, losses)
-    for convert in (True, False):
-        model = make_model(layers=2)
-        if convert:
-            convert_to_float8_training(model, config=config_of(recipe, enable_fsdp_float8_all_gather=True))
-        make_other(model)
-        optimizer = optimizer_of(model)
-        _load_into(model, optimizer, path)
-        assert_equal_states(get_model_state_dict(model), weights)
-        if convert:
-            assert train(model, optimizer, STEPS_AFTER, STEPS_BEFORE) == losses
+        run(ranks, _load_and_go_on, recipe, path, sharded, gather, saved, *then)
+    for gather in (True, False):
+        _load_and_go_on(recipe, path, one_process, gather, saved, *then)
+    plain = make_model(layers=2)
+    make_other(plain)
+    load(plain, optimizer_of(plain), path, with_scales=False)
+    assert_equal_states(get_model_state_dict(plain), saved[0])
+
+
+def test_saved_on_1_process_and_continued_on_2_ranks(tmp_path):
+    path = str(tmp_path)
+    model, optimizer = one_process("delayed", gather=False)
+    train(model, optimizer, BEFORE)
+    save(model, optimizer, path)
+    saved, losses = found_in(model), train(model, optimizer, AFTER, BEFORE)
+    run(2, _load_and_go_on, "delayed", path, sharded, True, saved, losses, found_in(model))
 
 
 def _save_of_one(recipe, state):
@@ -189,7 +233,7 @@ def _save_of_one(recipe, state):
         assert train(model, optimizer_of(model), 2) == train(fresh, optimizer_of(fresh), 2)
 
 
-@PAYLOADS
+@TWO_PAYLOADS
 def test_a_whole_state_is_loaded_on_4_ranks(recipe):
     state = make_model(layers=2).state_dict()
     run(4, _save_of_one, recipe, {name: value * 3 for name, value in state.items()})
@@ -198,41 +242,45 @@ def test_a_whole_state_is_loaded_on_4_ranks(recipe):
 # ---- with tensor parallelism -----------------------------------------------------------------------------------------
 
 
-def _save_and_load_2d(recipe, path):
+def train_2d(model, optimizer, steps, start=0):
+    return train(model, optimizer, steps, start, precompute=True, shape=SHAPE_2D)
+
+
+def _save_2d(recipe, path):
+    """gate and up have names that share nothing here, so one of them casts the input of both."""
     model, optimizer = sharded(recipe, layout="fsdp and tp")
-    train_2d(model, optimizer)
+    train_2d(model, optimizer, BEFORE)
     state = state_of(model, optimizer)
     assert_plain(state, is_sharded=True)
     assert state["model"].keys() == model_of(config_of(recipe)).state_dict().keys()
-    dcp.save(state, checkpoint_id=path)
-    weights, loss = whole(state["model"]), train_2d(model, optimizer)
+    save(model, optimizer, path)
+    saved, losses = found_in(model), train_2d(model, optimizer, AFTER, BEFORE)
+    _load_2d(recipe, path, saved, losses)
+    return saved
+
+
+def _load_2d(recipe, path, saved, losses=None):
     model, optimizer = sharded(recipe, layout="fsdp and tp", other_weights=True)
-    train_2d(model, optimizer)
-    _load_into(model, optimizer, path)
-    assert_equal_states(get_model_state_dict(model), weights)
-    assert train_2d(model, optimizer) == loss
-    return weights
+    if recipe in RECIPES:
+        train_2d(model, optimizer, 1)
+    load(model, optimizer, path)
+    assert_found(model, saved)
+    then = train_2d(model, optimizer, AFTER, BEFORE)
+    assert losses is None or then == losses
 
 
-def train_2d(model, optimizer):
-    loss = model(torch.ones(2, 4, 32) * torch.linspace(-1, 1, 32)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    precompute_float8_dynamic_scale_for_fsdp(model)
-    return loss.item()
-
-
-@PAYLOADS
-def test_of_tensor_parallel_shards(recipe, tmp_path):
-    """The next steps are the same to the bit, and a single process reads the same weights."""
-    path = str(tmp_path)
-    weights = run(4, _save_and_load_2d, recipe, path)[0]
+@pytest.mark.parametrize("recipe", [*ONE_AND_TWO_PAYLOADS, "delayed"])
+def test_tensor_parallel_to_one_process_and_back(recipe, tmp_path):
+    saved = run(4, _save_2d, recipe, str(tmp_path / "2d"))[0]
     for gather in (True, False):
         model = model_of(config_of(recipe, enable_fsdp_float8_all_gather=gather))
         make_other(model)
-        _load_into(model, optimizer_of(model), path)
-        assert_equal_states(get_model_state_dict(model), weights)
+        optimizer = optimizer_of(model)
+        load(model, optimizer, str(tmp_path / "2d"))
+        assert_found(model, saved)
+    train_2d(model, optimizer, 1, BEFORE)
+    save(model, optimizer, str(tmp_path / "one"))
+    run(4, _load_2d, recipe, str(tmp_path / "one"), found_in(model))
 
 
 # ---- no scale outlives its weight ------------------------------------------------------------------------------------
@@ -270,7 +318,7 @@ def _losses_after(recipe, loads, path=None):
         assert train(model, optimizer_of(model), 2) == expected, load
 
 
-@PAYLOADS
+@TWO_PAYLOADS
 def test_the_step_after_a_load_is_that_of_a_fresh_model(recipe):
     run(4, _losses_after, recipe, LOADS)
 
@@ -281,3 +329,51 @@ def test_a_weight_that_was_written_directly_is_an_error(load, tmp_path):
     with pytest.raises(RanksError, match="written to directly") as error:
         run(2, _losses_after, "tensorwise", (load,), str(tmp_path))
     assert all("written to directly" in message for message in error.value.messages)
+
+
+# ---- checkpoints that have no scales, or others ----------------------------------------------------------------------
+
+
+def _load_without_scales(path):
+    """A checkpoint of a run that scaled dynamically."""
+    source, source_optimizer = sharded("tensorwise")
+    train(source, source_optimizer, BEFORE)
+    dcp.save(state_of(source, source_optimizer), checkpoint_id=path)
+    model, optimizer = sharded("delayed", other_weights=True)
+    try:
+        load(model, optimizer, path)
+    except CheckpointException as error:
+        message = str(error)
+    load(model, optimizer, path, planner=DefaultLoadPlanner(allow_partial_load=True))
+    cold = not any(value.any() for value in scaling_snapshot(model).values())
+    # The first step without a history is a dynamic one.
+    dynamic = train(source, source_optimizer, 1, BEFORE)
+    return message, cold, train(model, optimizer, 1, BEFORE) == dynamic
+
+
+def test_a_checkpoint_without_scales_starts_as_a_new_model(tmp_path):
+    """torch.distributed.checkpoint refuses it unless it is told that entries may be missing."""
+    for message, cold, same in run(2, _load_without_scales, str(tmp_path)):
+        assert "Missing key" in message
+        assert "float8" in message
+        assert cold
+        assert same
+
+
+def _load_scales_into_dynamic(path):
+    """The other way round: what the model does not ask for is left where it is."""
+    source, source_optimizer = sharded("delayed")
+    train(source, source_optimizer, BEFORE)
+    save(source, source_optimizer, path)
+    model, optimizer = sharded("tensorwise", other_weights=True)
+    load(model, optimizer, path)
+    assert_equal_states(get_model_state_dict(model), get_model_state_dict(source))
+    shorter = config_of("delayed", delayed_scaling_config=DelayedScalingConfig(history_len=2))
+    other = convert_to_float8_training(make_model(layers=2), config=shorter)
+    dcp.load({"float8": float8_scaling_state(other)}, checkpoint_id=path)
+
+
+def test_torch_refuses_a_history_of_another_length(tmp_path):
+    """load_state_dict itself takes the newest entries; when this fails, torch's checkpoints do as well."""
+    with pytest.raises(RanksError, match="(?i)size mismatch"):
+        run(2, _load_scales_into_dynamic, str(tmp_path))

@@ -29,9 +29,9 @@ from tests.distributed.models import (
     scaling_snapshot,
 )
 from tests.distributed.ranks import run
-from tests.distributed.test_delayed_tensor_parallel import assert_equal, observed_of, sharing
 from tests.distributed.test_fsdp import part_of, shard_model
 from tests.distributed.test_tensor_parallel import Wire, model_of, part, spread, tp_mesh
+from tests.distributed.test_tensor_parallel_steps import assert_equal, observed_of, sharing
 
 STATIC = CastConfig(scaling_type=ScalingType.STATIC)
 

@@ -8,16 +8,12 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.nn.parallel import DistributedDataParallel
 
 from quaver import convert_to_float8_training, sync_float8_amax_and_scale_history
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from tests.distributed.counting import CollectiveCounter
 from tests.distributed.models import (
     LEARNING_RATE,
-    Block,
     assert_same_scaling_on_all_ranks,
     batches,
     config_of,
@@ -39,7 +35,17 @@ HAS_PERSISTENT_WEIGHTS = {"delayed": True, "delayed_with_dynamic_weight": False}
 # ---- one step, counted -----------------------------------------------------------------------------------------------
 
 
-def train(model, *, steps=STEPS, precompute=False, accumulate=1, no_sync=None, autocast=False, compiled=False):
+def train(
+    model,
+    *,
+    steps=STEPS,
+    precompute=False,
+    accumulate=1,
+    no_sync=None,
+    scope=contextlib.nullcontext,
+    autocast=False,
+    compiled=False,
+):
     """Train on this rank's parts: losses, snapshots after each sync, and the collectives of each step.
 
     Collectives are (calls, bytes) of all-reduces in the forwards, in the sync and in the backwards, and of gathers in
@@ -52,15 +58,16 @@ def train(model, *, steps=STEPS, precompute=False, accumulate=1, no_sync=None, a
     for step, batch in enumerate(batches(steps, accumulate * ranks)):
         total, forward, sync, backward = 0.0, CollectiveCounter(), CollectiveCounter(), CollectiveCounter()
         torch._dynamo.config.error_on_recompile = compiled and step > 0
-        for index, microbatch in enumerate(batch.chunk(accumulate)):
-            last = index == accumulate - 1
-            with contextlib.nullcontext() if last or no_sync is None else no_sync():
-                counted = contextlib.nullcontext() if compiled else forward
-                with counted, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                    loss = loss_of(model(part_of(microbatch).requires_grad_())) / accumulate
-                with contextlib.nullcontext() if compiled else backward:
-                    loss.backward()
-            total += loss.item()
+        with scope(model):
+            for index, microbatch in enumerate(batch.chunk(accumulate)):
+                last = index == accumulate - 1
+                with contextlib.nullcontext() if last or no_sync is None else no_sync():
+                    counted = contextlib.nullcontext() if compiled else forward
+                    with counted, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                        loss = loss_of(model(part_of(microbatch).requires_grad_())) / accumulate
+                    with contextlib.nullcontext() if compiled else backward:
+                        loss.backward()
+                total += loss.item()
         optimizer.step()
         optimizer.zero_grad()
         with sync:
@@ -278,45 +285,3 @@ def test_compiled_blocks_by_each_backend(recipe, case):
     """Inductor computes gelu and the norm in another order than eager code: 3e-7 seen, and 1e-5 as in test_fsdp.py."""
     check_compiled(recipe, "aot_eager", [case], 1e-6)
     check_compiled(recipe, "inductor", [case], 1e-5)
-
-
-# ---- DDP and FSDP1 ---------------------------------------------------------------------------------------------------
-
-
-def _wrapped(recipe, how):
-    config = config_of(recipe, enable_fsdp_float8_all_gather=how == "DDP, weights to gather")
-    model = convert_to_float8_training(make_model(), config=config)
-    if how == "FSDP1":
-        return FullyShardedDataParallel(
-            model,
-            use_orig_params=True,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            device_id=torch.device("cpu"),
-        )
-    if how == "DDP of compiled blocks":
-        for block in model:
-            block.compile(fullgraph=True, backend="aot_eager")
-    model = DistributedDataParallel(model)
-    return torch.compile(model, backend="aot_eager") if how == "compiled DDP" else model
-
-
-WRAPPERS = ["DDP", "DDP, weights to gather", "DDP of compiled blocks", "compiled DDP", "FSDP1"]
-
-
-def _train_wrapped(recipe, wrappers):
-    return [train(_wrapped(recipe, how), compiled="compiled" in how) for how in wrappers]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "wrappers"),
-    [
-        ("delayed", WRAPPERS),
-        ("delayed_with_dynamic_weight", ["DDP", "FSDP1"]),
-        pytest.param("delayed_with_dynamic_weight", WRAPPERS[1:-1], marks=pytest.mark.nightly),
-    ],
-)
-def test_ddp_and_fsdp1(recipe, wrappers):
-    expected = single_process(config_of(recipe), STEPS, 2)
-    for how, got in zip(wrappers, run(2, _train_wrapped, recipe, wrappers)[0], strict=True):
-        check_against_one_process(got, expected, 2, how)
-        check_exchanges(got[2], recipe, how, gathers=False)

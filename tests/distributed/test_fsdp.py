@@ -224,40 +224,21 @@ def test_bytes_and_collectives_of_a_step(ranks, precompute):
         assert sent_hp["all_gather"] == sum(4 * gathers[group] * n for (group, _), n in elements.items())
 
 
-def _unsharded_bytes(gather, param_dtype):
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype)
-    model = shard_model(config_of("tensorwise", enable_fsdp_float8_all_gather=gather), mp_policy=policy)
-    model[0].unshard()
-    weight = model[0].up.weight
-    if gather:
-        return weight.data_fp8.untyped_storage().nbytes(), weight.numel()
-    return weight.untyped_storage().nbytes(), weight.numel()
-
-
-def test_an_unsharded_weight_takes_one_byte_per_element_where_bfloat16_takes_two():
-    for nbytes, numel in run(2, _unsharded_bytes, True, torch.bfloat16):
-        assert nbytes == numel
-    for nbytes, numel in run(2, _unsharded_bytes, False, torch.bfloat16):
-        assert nbytes == 2 * numel
-
-
-def _memory_returns():
-    """The unsharded codes are given back by reshard, and no high-precision copy of a whole weight is kept anywhere."""
-    model = shard_model(config_of("rowwise", enable_fsdp_float8_all_gather=True))
+def _unsharded_bytes(recipe):
+    """Bytes per element of an unsharded weight's codes before and after reshard, and whether it is sharded then."""
+    model = shard_model(config_of(recipe, enable_fsdp_float8_all_gather=True))
     block = model[0]
     block.unshard()
     weight = block.up.weight
     storages = {t.untyped_storage() for t in (weight.data_fp8, weight.first_data_fp8)}
-    before = sum(storage.nbytes() for storage in storages)
+    before = sum(storage.nbytes() for storage in storages) / weight.numel()
     block.reshard()
     return before, sum(storage.nbytes() for storage in storages), isinstance(block.up.weight, DTensor)
 
 
-def test_reshard_frees_the_codes():
-    for before, after, sharded in run(2, _memory_returns):
-        assert before > 0
-        assert after == 0
-        assert sharded
+@pytest.mark.parametrize(("recipe", "casts"), [("tensorwise", 1), ("rowwise", 2)])
+def test_an_unsharded_weight_takes_one_byte_per_element_and_cast_until_reshard(recipe, casts):
+    assert run(2, _unsharded_bytes, recipe) == [(casts, 0, True)] * 2
 
 
 def _operations_of_precompute(counts):

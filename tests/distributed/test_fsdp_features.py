@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from quaver import Float8Linear, convert_to_float8_training, convert_to_high_precision
@@ -29,7 +29,7 @@ from tests.distributed.models import (
     single_process_losses,
 )
 from tests.distributed.ranks import RanksError, run
-from tests.distributed.test_fsdp import part_of, shard_model, train_step, world_mesh
+from tests.distributed.test_fsdp import part_of, shard_model, train_step
 from tests.reference import RECIPES
 
 STEPS = 3
@@ -508,45 +508,6 @@ def test_a_shard_answers_as_its_tensor():
     run(2, _check_shards)
 
 
-def _prepare_as_accelerate(through_meta):
-    """The steps of Accelerate 1.15 for FSDP2: `_prepare_fsdp2`, `fsdp2_prepare_model`, `fsdp2_load_full_state_dict`.
-
-    It finds the sharded parameter of each of the optimizer's by the data_ptr of the one before.
-    """
-    model = convert_to_float8_training(make_model(), config=gathering("tensorwise"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    full = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    pointers = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    for group in optimizer.param_groups:
-        for index, parameter in enumerate(group["params"]):
-            group["params"][index] = torch.empty(1)
-            group["params"][index].data_ptr = parameter.data_ptr()
-    if through_meta:
-        model.to("meta")
-    for block in [*model, model]:
-        fully_shard(block, mesh=world_mesh())
-    if through_meta:
-        sharded = {}
-        for name, like in model.state_dict().items():
-            dist.broadcast(full[name], 0)
-            sharded[name] = torch.distributed.tensor.distribute_tensor(full[name], like.device_mesh, like.placements)
-        model.load_state_dict(sharded, assign=True)
-    mapping = {pointers[name]: parameter for name, parameter in model.named_parameters()}
-    for group in optimizer.param_groups:
-        group["params"] = [mapping[parameter.data_ptr] for parameter in group["params"]]
-    assert len(mapping) == len(pointers)
-    losses = []
-    for batch in batches(STEPS, dist.get_world_size()):
-        losses.append(train_step(model, optimizer, batch))
-    return losses
-
-
-@pytest.mark.parametrize("through_meta", [False, True])
-def test_an_optimizer_is_moved_to_the_shards_by_data_ptr(through_meta):
-    expected = single_process_losses(config_of("tensorwise"), STEPS, 2)
-    assert run(2, _prepare_as_accelerate, through_meta)[0] == pytest.approx(expected, rel=1e-5)
-
-
 def _convert_back():
     model = shard_model(gathering("tensorwise"))
     try:
@@ -569,25 +530,3 @@ def _call_a_part():
 
 def test_calling_a_part_of_an_fsdp_module_says_what_to_call():
     assert "call the module that was given to it" in run(2, _call_a_part)[0]
-
-
-def _sibling_groups():
-    """The mesh is that of the model; a lone linear converted by itself computes its scale alone."""
-    config = gathering("tensorwise")
-    linears = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])
-    for linear in linears:
-        convert_to_float8_training(linear, config=config)
-    fully_shard(linears, mesh=world_mesh())
-    linears(torch.randn(2, 8))
-    linears.reshard()
-    counter = CollectiveCounter()
-    with torch.no_grad():
-        for parameter in linears.parameters():
-            parameter.mul_(2.0)
-    with counter:
-        linears(torch.randn(2, 8))
-    return counter.calls["all_reduce"]
-
-
-def test_linears_converted_one_by_one_take_an_all_reduce_each():
-    assert run(2, _sibling_groups) == [3, 3]

@@ -3,7 +3,7 @@
 import peft
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from quaver import (
     Float8Linear,
@@ -16,25 +16,13 @@ from quaver import (
 from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
 from tests.foreign.llama import BATCHES, Tokens, batches, llama, optimizer_of
 from tests.foreign.table import proves
-from tests.foreign.test_transformers_trainer import InOrder, losses_of
+from tests.foreign.test_transformers_trainer import losses_of
+from tests.foreign.test_transformers_trainer import trainer as trainer_of
 
 
 def trainer(folder, model, **options):
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=2,
-        learning_rate=1e-3,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        save_steps=2,
-        max_grad_norm=0.0,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        per_device_eval_batch_size=2 * BATCHES,
-        **{"max_steps": BATCHES, **options},
-    )
-    return InOrder(model=model, args=arguments, train_dataset=Tokens(), callbacks=[Float8Callback()])
+    options = {"per_device_eval_batch_size": 2 * BATCHES, **options}
+    return trainer_of(folder, model, [Float8Callback()], max_grad_norm=0.0, **options)
 
 
 def delayed_by_hand():

@@ -14,11 +14,12 @@ class InOrder(Trainer):
         return None
 
 
-def trainer(folder, recipe, **options):
+def trainer(folder, model, callbacks=(), **options):
+    """On a model, or on a Llama converted with the recipe of that name."""
+    model = llama(model) if isinstance(model, str) else model
     arguments = TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=2,
-        max_steps=BATCHES,
         learning_rate=1e-3,
         lr_scheduler_type="constant",
         logging_steps=1,
@@ -26,9 +27,10 @@ def trainer(folder, recipe, **options):
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
-        **options,
+        **{"max_steps": BATCHES, **options},
     )
-    return InOrder(model=llama(recipe), args=arguments, train_dataset=Tokens(), eval_dataset=Tokens())
+    data = {"train_dataset": Tokens(), "eval_dataset": Tokens()}
+    return InOrder(model=model, args=arguments, callbacks=list(callbacks), **data)
 
 
 def losses_of(trainer):

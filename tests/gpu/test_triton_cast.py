@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from quaver import scaling
 from quaver.kernels import triton_cast
+from tests.reference import every_value
 from tests.unit.kernels.triton_kernels import (
     BOTH,
     E4M3,
@@ -18,7 +19,6 @@ from tests.unit.kernels.triton_kernels import (
     UNUSUAL,
     assert_casts,
     assert_equal,
-    every_value,
     laid_out,
     varied,
 )

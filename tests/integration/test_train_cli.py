@@ -11,19 +11,16 @@ import pytest
 import torch
 
 from quaver.cli import main
+from tests import command_line
 from tests.isolated import quaver
 
-TINY = [
-    *("--model.dim=32", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.hidden_dim=48"),
-    *("--training.seq_len=32", "--training.local_batch_size=2", "--training.device=cpu"),
-    *("--validation.freq=2", "--validation.steps=2", "--metrics.log_freq=1"),
-]
+TINY = [*command_line.TINY, "--validation.freq=2"]
 
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
-    path.write_text("to be or not to be, that is the question\n" * 200)
+    path.write_text(command_line.TEXT)
     return path
 
 
@@ -59,10 +56,8 @@ def test_a_run_from_another_folder_in_a_fresh_process(tmp_path, text, monkeypatc
 @pytest.mark.parametrize(
     "recipe",
     [
-        "tensorwise",
         "delayed",
-        pytest.param("rowwise", marks=pytest.mark.nightly),
-        pytest.param("rowwise_with_gw_hp", marks=pytest.mark.nightly),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")),
     ],
 )
 def test_compiled_blocks_train_alike(where, tmp_path, recipe):
@@ -75,9 +70,9 @@ def test_compiled_blocks_train_alike(where, tmp_path, recipe):
     assert "exact" not in compiled["runs"][recipe]["peak_memory_source"]
 
 
-def test_delayed_scaling_leaves_its_scales_and_their_picture(tmp_path, text, monkeypatch, capsys):
+def test_delayed_scaling_leaves_its_scales(tmp_path, text, monkeypatch, capsys):
     words = ["--data", "text.txt", "--compare", "--training.steps", "20", "--float8.recipe_name", "delayed"]
-    words += ["--float8.delayed_dynamic_window", "0.4", "1.5", "--metrics.plot_float8_scales", "--job.name", "r"]
+    words += ["--float8.delayed_dynamic_window", "0.4", "1.5", "--job.name", "r"]
     monkeypatch.chdir(tmp_path)
     assert main(["train", *TINY, *words]) == 0
     assert capsys.readouterr().err == ""
@@ -87,16 +82,10 @@ def test_delayed_scaling_leaves_its_scales_and_their_picture(tmp_path, text, mon
     assert any(step["dynamic"] for step in steps[1:])  # some tensor left the window
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert all(math.isfinite(record.get("loss", 0.0)) for record in metrics)
-    assert (folder / "float8_scales.png").stat().st_size > 1000
     assert "delayed_dynamic_window = [" in (folder / "config.toml").read_text()
     assert main(["train", str(folder / "config.toml"), "--job.name", "again", "--job.no-compare"]) == 0
     repeated = (tmp_path / "runs" / "again" / "float8_scales.jsonl").read_text()
     assert repeated == (folder / "float8_scales.jsonl").read_text()
-
-
-def test_float8_off_trains_in_bfloat16(where, tmp_path):
-    assert main(["train", *TINY, *where, "--training.steps", "2", "--float8.no-enable_float8_linear"]) == 0
-    assert not (tmp_path / "runs" / "r" / "conversion_report.json").exists()
 
 
 def test_a_diverging_run_stops_with_one_line(where, tmp_path, capsys):
@@ -114,7 +103,6 @@ def test_a_diverging_run_stops_with_one_line(where, tmp_path, capsys):
     ("words", "message"),
     [
         (["--float8.recipe_name", "rowwize"], "rowwise_with_gw_hp"),
-        (["--training.stepz", "3"], "unknown flag: 'training.stepz'; did you mean 'training.steps'?"),
         (["none.toml"], "config file 'none.toml' does not exist"),
         (["bad.toml"], "unknown key in bad.toml: 'training.sequence_len'; did you mean 'training.seq_len'?"),
         (["--data", "none"], "data.path 'none' does not exist; give stdlib, a text file or a folder"),
@@ -124,56 +112,35 @@ def test_a_diverging_run_stops_with_one_line(where, tmp_path, capsys):
             ["--model.vocab_size", "100"],
             "model.vocab_size must be at least 256, because text is read as bytes",
         ),
-        (["--model.n_heads", "3"], "model.n_heads must be a multiple of model.n_kv_heads = 2, got 3"),
         (["--job.dump_folder", "short.txt"], "cannot write the run folder 'short.txt/r'"),
         (["--job.name", "used"], "has files already; give another job.name or remove it"),
         (["--float8.filter_fqns", "proj", "lm_head"], "nothing|no linear"),
         (["--float8.filter_fqns", "lm_haed"], "'lm_haed' is part of no linear's name"),
-        (["--float8.delayed_margin", "1"], "float8.delayed_margin must be its default, 0, without delayed scaling"),
-        (
-            ["--float8.recipe_name=delayed", "--float8.delayed_headroom=0"],
-            "float8.delayed_headroom must be a factor of",
-        ),
-        (
-            ["--float8.recipe_name=delayed", "--float8.delayed_dynamic_window=2,1"],
-            "delayed_dynamic_window must be 0 <=",
-        ),
-        (["--metrics.plot_float8_scales"], "metrics.plot_float8_scales must be false where no scale is kept"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(words, message, where, tmp_path, monkeypatch, capsys):
+def test_bad_input_is_one_line_and_exit_code_2(words, message, where, tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.toml").write_text("[training]\nsequence_len = 3\n")
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("to be")
     (tmp_path / "runs" / "used").mkdir(parents=True)
     (tmp_path / "runs" / "used" / "notes.txt").write_text("mine")
-    with pytest.raises(SystemExit) as stopped:
-        main(["train", *TINY, *where, "--training.steps", "1", *words])
-    assert stopped.value.code == 2
-    captured = capsys.readouterr()
-    (line,) = captured.err.splitlines()
-    assert line.startswith("quaver: error: ")
+    line = refused("train", *TINY, *where, "--training.steps", "1", *words)
     assert any(part in line for part in message.split("|")), line
     assert not (tmp_path / "runs" / "r").exists()  # nothing is written for a run that never starts
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_cuda_where_there_is_none(where, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["train", *TINY, *where, "--training.device", "cuda"])
-    assert stopped.value.code == 2
-    assert "torch sees no CUDA device here; choose cpu" in capsys.readouterr().err
+def test_cuda_where_there_is_none(where, refused):
+    line = refused("train", *TINY, *where, "--training.device", "cuda")
+    assert "torch sees no CUDA device here; choose cpu" in line
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_write_permission(where, tmp_path, capsys):
+def test_a_folder_without_write_permission(where, tmp_path, refused):
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o555)
-    with pytest.raises(SystemExit) as stopped:
-        main(["train", *TINY, *where, "--job.dump_folder", str(locked)])
-    assert stopped.value.code == 2
-    assert "cannot write the run folder" in capsys.readouterr().err
+    assert "cannot write the run folder" in refused("train", *TINY, *where, "--job.dump_folder", locked)
 
 
 def test_a_bug_in_training_is_not_dressed_up_as_bad_input(where, monkeypatch):

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
@@ -369,13 +368,6 @@ def test_a_linear_made_by_hand_is_prepared_for_the_all_gather():
 
 
 # ---- wrapped models --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def one_rank(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Adapter(nn.Module):

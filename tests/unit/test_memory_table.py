@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks.memory import cases, measure_row
 from benchmarks.memory_modules import PRECISIONS, Case, Size
-from benchmarks.memory_report import PAGE, RECORD, exceptions, page, ratios
+from benchmarks.memory_report import PAGE, PROMISED, RECORD, exceptions, name_of, page, ratios
 from benchmarks.predicted import predict
 from quaver import Float8LinearConfig, convert_to_float8_training
 from quaver import linear as quaver_linear
@@ -26,6 +26,11 @@ FLOAT8 = PRECISIONS[1:]
 def rows_of(module: str, checkpointing: str, precisions=PRECISIONS, compiled=False) -> list[dict]:
     made = [Case(module, precision, checkpointing, compiled=compiled) for precision in precisions]
     return [measure_row(case, SMALL, CPU) for case in made]
+
+
+def no_more_than_bfloat16(rows: list[dict]) -> bool:
+    """Whether no peak is above bfloat16's; of what is saved, scales may be 8% of the smallest modules' inputs."""
+    return all(of["peak"] <= 1 and of["saved"] <= 1.08 for of in (ratios(row, rows) for row in rows))
 
 
 def quick(*most: tuple[str, str]) -> list:
@@ -46,16 +51,16 @@ def test_float8_takes_no_more_than_bfloat16(module, checkpointing):
     if (module, checkpointing) in {("attention", "full"), ("attention", "op")}:
         assert max(ratios(row, rows)["peak"] for row in rows) <= {"full": 1.02, "op": 1.12}[checkpointing]
         return
-    assert exceptions(rows) == []
+    assert no_more_than_bfloat16(rows)
     if (module, checkpointing) == ("1 block", "none"):
-        kept = {row["precision"]: ratios(row, rows)["kept"] for row in rows}
-        assert max(kept["tensorwise"], kept["rowwise"]) <= 0.75
+        saved = {row["precision"]: ratios(row, rows)["saved"] for row in rows}
+        assert max(saved["tensorwise"], saved["rowwise"]) <= 0.75
 
 
 def test_compiled_float8_takes_no_more_than_bfloat16():
     rows = rows_of("ffn", "none", ("bfloat16", "rowwise"), compiled=True)
-    assert exceptions(rows) == []
-    assert ratios(rows[1], rows)["kept"] < 0.9
+    assert no_more_than_bfloat16(rows)
+    assert ratios(rows[1], rows)["saved"] < 0.9
 
 
 def predicted_peaks(case: Case, precisions=PRECISIONS) -> dict[str, int]:
@@ -173,21 +178,21 @@ def test_the_committed_table_is_whole(recorded):
 
 
 def test_what_the_committed_table_shows_to_hold(recorded):
-    """Above bfloat16, by scales, is a linear under FSDP2 that keeps its input in high precision; the page says it."""
+    """Blocks and models keep the promise; attention and a feed-forward by themselves do not, which the page says."""
     rows = recorded["rows"]
-    keeps_input = ("linear", "rowwise_with_gw_hp", 2)
-    others = [row for row in rows if (row["module"], row["precision"], row["ranks"]) != keeps_input]
-    assert exceptions(others) == []
-    assert len(exceptions(rows)) == 6
-    assert max(ratios(row, rows)["peak"] for row in rows) < 1.003
-    assert all(line in PAGE.read_text() for line in exceptions(rows))
+    above = exceptions(rows)
+    assert {row["module"] for row in above} <= {"attention", "ffn"}
+    assert not [row for row in above if row["module"] == "ffn" and not (row["compiled"] and row["ranks"] == 2)]
+    assert all(name_of(row) in PAGE.read_text() for row in above)
+    models = [ratios(row, rows)["peak"] for row in rows if row["module"].endswith("0 blocks")]
+    assert max(models) <= PROMISED
 
 
-def test_what_a_block_of_the_committed_table_keeps(recorded):
-    """At most 0.75 in eager code, whatever the recipe; compiled, where the recipe keeps inputs in float8."""
+def test_what_a_block_of_the_committed_table_saves(recorded):
+    """At most 0.75 in eager code, whatever the recipe; compiled, where the recipe saves inputs in float8."""
     rows = recorded["rows"]
     blocks = [row for row in rows if row["module"] == "1 block" and row["checkpointing"] == "none"]
-    kept = {(row["precision"], row["ranks"], row["compiled"]): ratios(row, rows)["kept"] for row in blocks}
-    assert max(kept[recipe, ranks, False] for recipe in FLOAT8 for ranks in (1, 2)) <= 0.75
-    assert max(kept[recipe, 1, True] for recipe in ("tensorwise", "rowwise")) <= 0.75
-    assert max(kept[recipe, ranks, True] for recipe in FLOAT8 for ranks in (1, 2)) < 1.01
+    saved = {(row["precision"], row["ranks"], row["compiled"]): ratios(row, rows)["saved"] for row in blocks}
+    assert max(saved[recipe, ranks, False] for recipe in FLOAT8 for ranks in (1, 2)) <= 0.75
+    assert max(saved[recipe, 1, True] for recipe in ("tensorwise", "rowwise")) <= 0.75
+    assert max(saved[recipe, ranks, True] for recipe in FLOAT8 for ranks in (1, 2)) < 1.01

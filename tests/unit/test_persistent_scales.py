@@ -75,7 +75,7 @@ def test_compiled_casts_record_and_scale_as_eager_ones(recipe, hp_dtype):
         ("delayed", "non-reentrant", True, "aot_eager"),
         ("delayed", None, False, "inductor"),
         ("delayed_with_dynamic_weight", None, True, "aot_eager"),
-        ("delayed_with_dynamic_weight", "non-reentrant", False, "aot_eager"),
+        pytest.param("delayed_with_dynamic_weight", "non-reentrant", False, "aot_eager", marks=pytest.mark.nightly),
     ],
 )
 def test_no_recompilation_from_the_cold_start_on(recipe, how, by_layer, backend):
@@ -95,31 +95,21 @@ def test_no_recompilation_from_the_cold_start_on(recipe, how, by_layer, backend)
         losses = []
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16):
-                loss = forward(torch.randn(32, 64) * (seed + 1)).square().mean()
+                loss = forward((torch.randn(32, 64) * (seed + 1)).requires_grad_()).square().mean()
             loss.backward()
             losses.append(loss.item())
         sync_float8_amax_and_scale_history(model)
         return losses
 
+    torch._dynamo.utils.counters.clear()
     compiled = [train_step(model, forward, 0)]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # rows of a layer are tensors, not numbers
     with torch._dynamo.config.patch(error_on_recompile=True):
         compiled += [train_step(model, forward, seed) for seed in range(1, 4)]
     eager = [train_step(reference, reference, seed) for seed in range(4)]
     torch.testing.assert_close(torch.tensor(compiled), torch.tensor(eager), rtol=1e-2, atol=0)
     for name, scale in states(model).items():
         torch.testing.assert_close(scale, states(reference)[name], rtol=0.3, atol=0)
-
-
-@RECIPE
-def test_one_graph_serves_every_layer(recipe):
-    """What is compiled knows the rows of a layer as tensors, not by their number."""
-    model = convert_to_float8_training(Net(), config=config_of(recipe))
-    torch._dynamo.utils.counters.clear()
-    for layer in model.layers:
-        layer.compile(fullgraph=True, backend="aot_eager")
-    for _ in range(2):
-        step(model, torch.randn(8, 64))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @RECIPE
@@ -281,14 +271,6 @@ def test_wrappers_do_not_change_names():
     assert "0.w1.input.quant_scale" in names
 
 
-def test_reset_forgets():
-    module = make()
-    for _ in range(2):
-        step(module, torch.randn(2, 64))
-    float8_scaling_state(module).reset()
-    assert all(not value.any() for value in states(module).values())
-
-
 # ---- scales that change under a tensor that is used again ------------------------------------------------------------
 
 
@@ -354,7 +336,9 @@ def test_a_calibration_changes_the_cast_of_a_tensor_that_is_used_again():
 def test_a_compiled_sync_is_one_graph_with_the_bits_of_eager(options, given_layers):
     model = convert_to_float8_training(Net(), config=config_of(**options))
     twin = copy.deepcopy(model)
-    sync = torch.compile(sync_float8_amax_and_scale_history, fullgraph=True)
+    sync = torch.compile(
+        sync_float8_amax_and_scale_history, fullgraph=True, backend="inductor" if given_layers else "aot_eager"
+    )
     layers = [[module for module in twin.modules() if isinstance(module, Float8Linear)]] if given_layers else []
     torch._dynamo.utils.counters.clear()
     for factor in (1.0, 10.0, 100.0, float("inf"), 1.0):

@@ -9,18 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quaver.scaling import EPS, amax, amax_to_quant_scale, cast_to_float8, dynamic_cast, to_dequant_scale
-from tests.reference import MAX, reference_codes, reference_quant_scale, sqnr_db
+from tests.reference import MAX, every_value, reference_codes, reference_quant_scale, sqnr_db
 from tests.thinned import thinned
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FLOAT8 = pytest.mark.parametrize("float8_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 HP_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HP = pytest.mark.parametrize("hp_dtype", HP_DTYPES, ids=str)
-
-
-def all_values(dtype: torch.dtype) -> torch.Tensor:
-    """Every value of a 16-bit dtype."""
-    return torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
 
 
 def as_bytes(codes: torch.Tensor) -> np.ndarray:
@@ -35,7 +30,7 @@ def is_nan(codes: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("hp_dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("scale", [1.0, 2.0**-7, 2.0**11, 3.7, 448e12, 1.3e-34], ids=str)
 def test_every_16_bit_input_casts_like_ml_dtypes(hp_dtype, float8_dtype, scale):
-    hp, quant_scale = all_values(hp_dtype), torch.tensor(scale)
+    hp, quant_scale = every_value(hp_dtype), torch.tensor(scale)
     codes = cast_to_float8(hp, quant_scale, float8_dtype)
     nan = hp.isnan()
     assert is_nan(codes).equal(nan)
@@ -47,7 +42,7 @@ def test_every_16_bit_input_casts_like_ml_dtypes(hp_dtype, float8_dtype, scale):
 @pytest.mark.parametrize("hp_dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("power_of_2", [False, True])
 def test_every_16_bit_amax_has_its_scale(hp_dtype, float8_dtype, power_of_2):
-    amaxes = all_values(hp_dtype)
+    amaxes = every_value(hp_dtype)
     amaxes = amaxes[~amaxes.signbit() & amaxes.isfinite()]
     scales = amax_to_quant_scale(amaxes, float8_dtype, power_of_2=power_of_2)
     reference = [reference_quant_scale(a, float8_dtype, power_of_2=power_of_2) for a in amaxes.tolist()]
@@ -148,7 +143,8 @@ def test_amax_is_exact_at_every_size(hp_dtype):
 
 
 @pytest.mark.parametrize(
-    ("hp_dtype", "float8_dtype", "dim", "power_of_2"), thinned(HP_DTYPES, (E4M3, E5M2), (None, 0, 1), (False, True))
+    ("hp_dtype", "float8_dtype", "dim", "power_of_2"),
+    thinned(HP_DTYPES, (E4M3, E5M2), (None, 0, 1), (False, True), together=1),
 )
 def test_compiled_code_gives_the_same_bits(hp_dtype, float8_dtype, dim, power_of_2):
     compiled = torch.compile(dynamic_cast, fullgraph=True)
@@ -160,21 +156,18 @@ def test_compiled_code_gives_the_same_bits(hp_dtype, float8_dtype, dim, power_of
         assert compiled_codes.view(torch.uint8).equal(codes.view(torch.uint8))
 
 
-@FLOAT8
-def test_compiled_cast_agrees_on_every_bfloat16(float8_dtype):
-    hp = all_values(torch.bfloat16)
+def test_compiled_casts_and_scales_agree_on_every_bfloat16():
+    def casts_and_scales(hp, quant_scale):
+        codes = [cast_to_float8(hp, quant_scale, float8_dtype) for float8_dtype in (E4M3, E5M2)]
+        return *codes, to_dequant_scale(amax_to_quant_scale(hp.abs(), E4M3))
+
+    hp = every_value(torch.bfloat16)
     hp = hp[~hp.isnan()]
-    compiled = torch.compile(cast_to_float8, fullgraph=True)
+    compiled = torch.compile(casts_and_scales, fullgraph=True)
     for scale in (1.0, 3.7):
-        eager_codes = cast_to_float8(hp, torch.tensor(scale), float8_dtype)
-        assert compiled(hp, torch.tensor(scale), float8_dtype).view(torch.uint8).equal(eager_codes.view(torch.uint8))
-
-
-def test_compiled_scales_agree_on_every_bfloat16_amax():
-    amaxes = all_values(torch.bfloat16)
-    amaxes = amaxes[~amaxes.signbit() & ~amaxes.isnan()]
-    compiled = torch.compile(lambda a: to_dequant_scale(amax_to_quant_scale(a, E4M3)), fullgraph=True)
-    assert compiled(amaxes).equal(to_dequant_scale(amax_to_quant_scale(amaxes, E4M3)))
+        eager = casts_and_scales(hp, torch.tensor(scale))
+        for got, expected in zip(compiled(hp, torch.tensor(scale)), eager, strict=True):
+            assert got.view(torch.uint8).equal(expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn])

@@ -9,7 +9,6 @@ from quaver.bench.roofline import (
     Roofline,
     RooflineSettings,
     predict,
-    read_measurements,
     recipes_of,
     specs_of,
 )
@@ -39,11 +38,9 @@ class RooflineOptions(Settings):
     model: tuple[Annotated[str, OneOf(tuple(MODELS), has_aliases=True)], ...] = ()
     """Models; all by default, or none with --config."""
     config: tuple[str, ...] = ()
-    """TOML files of quaver train whose models to predict."""
+    """TOML files of quaver train; their models are predicted."""
     microbatches: NotNegative = 0
     """Micro-batches that share the casts of a weight (cast_weights_once); 0: forward and backward cast it each."""
-    measured: str | None = None
-    """JSON of quaver bench linear on one of the devices, to compare with."""
     pictures: tuple[_Device, ...] | None = None
     """Devices to draw; all of --device by default, no word for none."""
     output: str = "benchmarks/results/roofline"
@@ -72,9 +69,8 @@ def run(argv: list[str]) -> int:
         missing = [spec.name for spec in pictured if spec not in settings.devices]
         if missing:
             raise ValueError(f"--pictures {', '.join(missing)}: expected devices that are in --device")
-        measurements = read_measurements(Path(options.measured), settings.devices) if options.measured else []
         output.mkdir(parents=True, exist_ok=True)
-        roofline = predict(settings, measurements)
+        roofline = predict(settings)
         files = roofline.write(output)
     for spec in pictured:
         files.append(output / f"roofline_{spec.name.lower()}.png")
@@ -88,28 +84,18 @@ def _print(roofline: Roofline) -> None:
     console, settings = wide_console(120), roofline.settings
     shapes = {(row.model, row.layer): f"{row.k:,} -> {row.n:,}" for row in roofline.layers}
     found = {(row.device, row.model, row.layer, row.recipe): row for row in roofline.layers}
-    are_measured = " (measured in parentheses)" if any(row.measured for row in roofline.layers) else ""
     for device in (spec.name for spec in settings.devices):
         rows = []
         for layer, shape in shapes.items():
-            predicted = [found[device, *layer, recipe] for recipe in settings.recipes]
-            measured = [f" ({row.measured.speedup:.2f})" if row.measured else "" for row in predicted]
-            cells = [f"{row.cost.speedup:.2f}{more}" for row, more in zip(predicted, measured, strict=True)]
+            cells = (f"{found[device, *layer, recipe].cost.speedup:.2f}" for recipe in settings.recipes)
             rows.append((*layer, shape, *cells))
-        title = f"{device}: predicted speedup at {settings.tokens:,} tokens{are_measured}"
+        title = f"{device}: predicted speedup at {settings.tokens:,} tokens"
         console.print(make_table(title, ("model", "layers", "K -> N", *settings.recipes), rows=rows))
     rows = []
     for total in roofline.totals:
         speedups = (f"{each:.2f}" for each in (total.speedup, *map(total.step_speedup, LINEAR_SHARES)))
         rows.append((total.model, total.device, total.recipe, f"{1e3 * total.bfloat16_s:,.0f} ms", *speedups))
-    title = "All linears of a model; and a step of whose bfloat16 time they take so much, by Amdahl's law"
+    title = "All linears of a model; and a step in which they take this share of bfloat16's time, by Amdahl's law"
     columns = ("model", "device", "recipe", "bfloat16", "linears", *(f"{share:.0%}" for share in LINEAR_SHARES))
     console.print(make_table(title, columns, rows=rows))
-    if roofline.measurements:
-        rows = []
-        for was in roofline.measurements:
-            numbers = (f"{was.predicted:.2f}", f"{was.speedup:.2f}", f"{was.error_percent:+.0f}%")
-            rows.append((was.device, f"{was.m} x {was.k} x {was.n}", was.recipe, was.mode, *numbers))
-        columns = ("device", "M x K x N", "recipe", "mode", "predicted", "measured", "error")
-        console.print(make_table("Predicted against measured (weights cast at each use)", columns, rows=rows))
     console.print("Predictions from data sheets, and no measurements: docs/performance.md says what they leave out.")

@@ -5,7 +5,7 @@ from pathlib import Path
 from quaver.bench.train import Train
 from quaver.cli.bench import finish
 from quaver.cli.errors import EXIT_NONFINITE, bad_input, print_error
-from quaver.cli.run_flags import split_options
+from quaver.trainer.config.flags import split_options
 from quaver.trainer.config_io import load_config, parse_arguments
 from quaver.trainer.errors import NonFiniteError
 

@@ -16,7 +16,6 @@ from quaver.cli.memory.views import (
     prediction_views,
     side_by_side_table,
 )
-from quaver.cli.run_flags import split_options
 from quaver.devices import resolve_device
 from quaver.memory.faking.gpu import predicting_for
 from quaver.memory.reports.compare import Comparison, compare
@@ -27,6 +26,7 @@ from quaver.memory.runs.predict import RunMemory, predict_memory
 from quaver.recorder.byte_sizes import parse_bytes
 from quaver.recorder.draw import draw_timeline
 from quaver.trainer.config import TrainConfig
+from quaver.trainer.config.flags import split_options
 from quaver.trainer.config.settings import AtLeast1, NotNegative, OneOf, Settings
 from quaver.trainer.config_io import load_config, parse_arguments
 

@@ -105,8 +105,8 @@ def comparison_lines(comparison: Comparison, top: int = 8) -> Iterator[str]:
         yield _line("", f"peak {si(peak)} ({peak:,} bytes), in the {where}")
         yield _line("", f"saved {si(saved)} ({saved:,} bytes), by the first forward for its backward")
     yield _line("more", f"peak {c.peak_b - c.peak_a:+,} bytes, saved {c.saved_b - c.saved_a:+,} bytes")
-    yield from ("", *_differences("What differs of what is saved for backward", c.at("saved"), top))
-    yield from ("", *_differences("What differs of what is alive at the peaks", c.at("peak"), top))
+    yield from ("", *_differences("Differences in what is saved for backward", c.at("saved"), top))
+    yield from ("", *_differences("Differences in what is alive at the peaks", c.at("peak"), top))
 
 
 def _differences(title: str, rows: tuple[Difference, ...], top: int) -> Iterator[str]:
@@ -143,7 +143,7 @@ def _advice_numbers(row: Row) -> tuple[str, str, str, str]:
 
 
 def advice_summary(advice: Advice) -> list[str]:
-    """Lines that say what to do: the flags of the best setting, or what comes nearest; then the notes."""
+    """The flags of the best setting, or of the nearest one; then the notes."""
 
     def setting(index: int) -> str:
         row = advice.rows[index]

@@ -132,7 +132,7 @@ def _precisions(config: TrainConfig) -> Iterator[tuple[str, Edit]]:
 def _with_dynamic_scales(float8: dict[str, Any]) -> Edit:
     def edit(config: TrainConfig) -> TrainConfig:
         freq = min(1, config.metrics.float8_scales_freq)
-        metrics = replace(config.metrics, plot_float8_scales=False, float8_scales_freq=freq)
+        metrics = replace(config.metrics, float8_scales_freq=freq)
         return replace(config, float8=replace(config.float8, **float8), metrics=metrics)
 
     return edit

@@ -23,7 +23,7 @@ class Data(Settings, section="data"):
     on_corrupt: Annotated[str, OneOf(("skip", "refuse"))] = "skip"
     """What happens to records that cannot be read: skip or refuse."""
     tokenizer: str = BYTES
-    """bytes (256 tokens), a Hugging Face tokenizer.json, a tiktoken rank file, or a folder with one."""
+    """bytes (256 tokens), a Hugging Face tokenizer.json, or a folder with one."""
     eos_token: str = ""
     """The token that ends a document; empty for the tokenizer's own."""
     cache_folder: str = ""

@@ -65,6 +65,19 @@ def parse_options(kind: type[_Options], words: list[str], *, prog: str) -> _Opti
     return kind(**values)
 
 
+def split_options(kind: type[_Options], words: list[str], *, prog: str) -> tuple[_Options, list[str]]:
+    """Return the options of a command that also takes the flags of a run, and the words of the run.
+
+    For --help print the help of the command and exit.
+
+    Raises:
+        ValueError: an option has no value, or a wrong one.
+    """
+    exit_after_help(kind, words, prog=prog)
+    values, rest = split_flags(kind, words)
+    return kind(**values), rest
+
+
 def exit_after_help(kind: type, words: list[str], *, prog: str) -> None:
     """Print the help of `kind` and exit with 0 if `words` ask for it."""
     if "--help" in words or "-h" in words:

@@ -37,8 +37,11 @@ class Float8(Settings, section="float8"):
     """FSDP2 gathers weights in float8: half the bytes of bfloat16."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
     """Compute the scales of all gathered weights after each optimizer step, with one collective."""
+    cast_weights_once: bool = False
+    """Quantize the shards of gathered weights once per step, not for every all-gather; their codes take memory until
+    its end. A run in one process always casts once."""
     delayed_history_len: int = 16
-    """Steps whose amaxes are remembered."""
+    """Length of the history of amaxes, in steps."""
     delayed_scale_fn_name: str = "max"
     """Scale to the max of the remembered amaxes, or to the most_recent."""
     delayed_margin: int = 0
@@ -49,8 +52,8 @@ class Float8(Settings, section="float8"):
     """An inf or NaN leaves the history as it is (skip), or is remembered and freezes the scale meanwhile
     (keep_scale)."""
     delayed_dynamic_window: tuple[float, ...] = ()
-    """Low and high: a tensor whose scale over its fitting scale left this range is scaled dynamically for one step;
-    empty for never."""
+    """Low and high: if a tensor's scale over its ideal scale leaves this range, the tensor is scaled dynamically for
+    one step; empty for never."""
     enable_amax_init: bool = True
     """Accepted from older configs; changes nothing."""
     enable_pre_and_post_forward: bool = True
@@ -75,11 +78,17 @@ class Float8(Settings, section="float8"):
             "true with float8.precompute_float8_dynamic_scale_for_fsdp",
             "the scales are those of weights that are gathered in float8",
         )
+        self.require(
+            self.enable_fsdp_float8_all_gather or not self.cast_weights_once,
+            "enable_fsdp_float8_all_gather",
+            "true with float8.cast_weights_once",
+            "other shards are gathered in high precision",
+        )
         self._check_delayed_scaling()
 
     @property
     def has_persistent_scales(self) -> bool:
-        """Whether the recipe has scales that are kept from step to step."""
+        """Whether the recipe reuses scales from step to step."""
         return self.enable_float8_linear and Float8LinearConfig.from_recipe_name(self.recipe_name).has_persistent_scales
 
     @property

@@ -1,4 +1,4 @@
-"""[job], [metrics] and [profiling]: where the run is kept, and what is recorded and shown of it."""
+"""[job], [metrics] and [profiling]: where the run is written, and which numbers it records and shows."""
 
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -33,8 +33,6 @@ class Metrics(Settings, section="metrics"):
     float8_scales_freq: NotNegative = 1
     """Delayed recipes: steps between two lines of float8_scales.jsonl (scale, amax and saturation per tensor); 0
     never."""
-    plot_float8_scales: bool = False
-    """Delayed recipes: draw float8_scales.png from them at the end."""
     loss_spike_deviations: FiniteNotNegative = 6.0
     """A loss this many robust standard deviations above the median of the last 64 is a spike; 0 never."""
     enable_tensorboard: bool = False
@@ -47,17 +45,11 @@ class Metrics(Settings, section="metrics"):
     """Project of the run there."""
 
     def check(self) -> None:
-        """Refuse names that no logger would read, and a plot without its data."""
+        """Refuse names that no logger would read."""
         for name, owner in (("save_tb_folder", "enable_tensorboard"), ("wandb_project", "enable_wandb")):
             self.require(bool(getattr(self, name)), name, "a name")
             if not getattr(self, owner):
                 self.require_default(name, unless=f"metrics.{owner}")
-        self.require(
-            self.float8_scales_freq > 0 or not self.plot_float8_scales,
-            "float8_scales_freq",
-            "at least 1 with metrics.plot_float8_scales",
-            "the picture is drawn from what is written",
-        )
 
 
 @dataclass(frozen=True)
@@ -65,7 +57,7 @@ class Profiling(Settings, section="profiling"):
     """Traces and memory snapshots of single steps, in the run folder, by every rank."""
 
     enable_profiling: bool = False
-    """Write traces with modules and float8 phases by name, for Perfetto or chrome://tracing."""
+    """Write traces in which the float8 phases have names, for Perfetto or chrome://tracing."""
     save_traces_folder: str = "profile_trace"
     """Folder of the traces inside the run folder."""
     profile_freq: AtLeast1 = 10
@@ -82,7 +74,7 @@ class Profiling(Settings, section="profiling"):
     """The step to write; 0 for only on SIGUSR1 or when CUDA runs out of memory."""
 
     def check(self) -> None:
-        """Refuse settings of what is off, too short a period, and folders outside of the run's."""
+        """Refuse settings of a disabled profiler, too short a period, and folders outside of the run folder."""
         if not self.enable_profiling:
             trace_names = ("save_traces_folder", "profile_freq", "profiler_warmup", "profiler_active")
             self.require_default(*trace_names, unless="profiling.enable_profiling is true")

@@ -177,7 +177,7 @@ def type_words(hint: Any) -> str:
 
 
 def help_of(kind: type) -> dict[str, str]:
-    """By field, the string that stands below it in the source."""
+    """By field, the string below it in the source."""
     found: dict[str, str] = {}
     for owner in reversed(kind.__mro__):
         if owner not in (object, Settings):
@@ -225,7 +225,7 @@ def _bounds(hint: Any, *, finite: bool) -> str:
 
 
 def _metadata(hint: Any) -> Iterator[Any]:
-    """All that the Annotated types inside `hint` say."""
+    """The metadata of all Annotated types inside `hint`."""
     yield from getattr(hint, "__metadata__", ())
     for inner in typing.get_args(hint):
         yield from _metadata(inner)

@@ -58,11 +58,10 @@ class TrainConfig(Settings):
 
     def _check_persistent_scales(self) -> None:
         precision = self.float8.recipe_name if self.float8.enable_float8_linear else "no float8"
-        without = f"where no scale is kept from step to step ({precision})"
+        is_read = self.float8.has_persistent_scales or self.metrics.float8_scales_freq <= 1
+        expected = f"0 or 1 where no scale is saved from step to step ({precision})"
         fix = f"choose float8.recipe_name {DELAYED_RECIPES.replace(', ', ' or ')}"
-        keeps, metrics = self.float8.has_persistent_scales, self.metrics
-        self.require(keeps or not metrics.plot_float8_scales, "metrics.plot_float8_scales", f"false {without}", fix)
-        self.require(keeps or metrics.float8_scales_freq <= 1, "metrics.float8_scales_freq", f"0 or 1 {without}", fix)
+        self.require(is_read, "metrics.float8_scales_freq", expected, fix)
 
     def _check_tensor_parallel(self) -> None:
         degree = self.parallelism.tensor_parallel_degree
@@ -110,7 +109,7 @@ class TrainConfig(Settings):
         checkpoint, is_compiled = self.activation_checkpoint, self.training.compile
         expected = "true with activation_checkpoint.mode = memory_budget"
         is_possible = checkpoint.mode != "memory_budget" or is_compiled
-        self.require(is_possible, "training.compile", expected, "the compiler decides what to keep")
+        self.require(is_possible, "training.compile", expected, "the compiler decides what to save")
         every = selected_every(checkpoint.selective_ac_option)
         in_full = checkpoint.mode == "full" or every is not None
         self.require(

@@ -87,9 +87,9 @@ class ActivationCheckpoint(Settings, section="activation_checkpoint"):
     selective_ac_option: str = "op"
     """selective: op saves the results worth saving in every block; a number n recomputes every n-th block in full."""
     selective_ac_also_keep: tuple[str, ...] = ()
-    """selective with op: more operators, such as aten.silu, whose results are saved."""
+    """selective with op: more operators with saved results, such as aten.silu."""
     selective_ac_never_keep: tuple[str, ...] = ()
-    """selective with op: operators, such as aten.amax, whose results are not saved."""
+    """selective with op: operators without saved results, such as aten.amax."""
     memory_budget: Share = 0.5
     """memory_budget: the share of what could be saved that the compiler saves; 0 for the inputs of blocks only."""
 

@@ -1,4 +1,4 @@
-"""The data of a run: sources (text, JSONL or Parquet files) become cached tokens, which are dealt out as batches."""
+"""The data of a run: text, JSONL or Parquet files become cached tokens, and these become batches."""
 
 from quaver.trainer.data.load import load_data
 from quaver.trainer.data.samples import Batch, TokenData, TokenSplit

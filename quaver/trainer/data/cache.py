@@ -110,7 +110,7 @@ class TokenCache:
         (self.entry_folder / STAMP).write_text(self._stamp(), encoding="utf-8")
 
     def _wait(self, lock: FileLock) -> None:
-        say("another process makes the tokens; waiting for it", quiet=self.quiet)
+        say("waiting for another process, which makes the tokens", quiet=self.quiet)
         lock.acquire()
 
     def _make(self, build: Build, advance: Advance) -> None:

@@ -1,4 +1,4 @@
-"""Deals out the tokens: fixed-length sequences, numbered without end, to the ranks of any layout.
+"""Batches of tokens: fixed-length sequences in an endless order, split over the ranks of any layout.
 
 The documents of a split follow each other, each with its end token. Sequence i is the seq_len + 1 tokens from
 i * seq_len on: its last token is the last target, and the first token of sequence i + 1. The rest at the end of the

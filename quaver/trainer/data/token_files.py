@@ -143,7 +143,7 @@ class DamagedEntryError(Exception):
 
 
 def write_about(folder: Path, about: dict[str, Any]) -> None:
-    """Write entry.json, which makes the files an entry."""
+    """Write entry.json, the last file of an entry."""
     with (folder / ENTRY).open("w", encoding="utf-8") as opened:
         json.dump(about, opened, indent=2)
         opened.flush()

@@ -1,18 +1,9 @@
-"""From text to tokens: bytes, a tokenizer.json through `tokenizers`, or ranks in tiktoken's format through `tiktoken`.
-
-A rank file has lines `base64-of-the-bytes rank` and says neither how text is split nor which special tokens follow.
-Both are taken from the tokenizer that Meta published with Llama 3 in April 2024: SPLIT_PATTERN; 256 special tokens
-after the ranks (128,000 in Llama 3, so 128,256 tokens), of which NAMED have one name in every release; runs of more
-than 25,000 characters that are all space, or all not, are cut there.
-"""
+"""From text to tokens: the bytes of UTF-8, or a tokenizer.json through `tokenizers`."""
 
 import hashlib
 import importlib.util
 import json
-import os
-import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,24 +22,6 @@ COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")
 
 END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>")
 """Names of the special token that ends a document: Llama 3, GPT-2, Llama 2, Gemma, and another variant."""
-
-SPLIT_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-SPECIAL_COUNT = 256
-NAMED = {
-    "<|begin_of_text|>": 0,
-    "<|end_of_text|>": 1,
-    "<|start_header_id|>": 6,
-    "<|end_header_id|>": 7,
-    "<|eot_id|>": 9,
-}
-
-LONGEST_RUN = 25_000
-"""Llama 3's limit; without one, tiktoken fails on a million spaces ("Max stack size exceeded for backtracking")."""
-
-_LONG_RUNS = re.compile(rf"(?<!\S)\S{{{LONGEST_RUN + 1},}}|(?<!\s)\s{{{LONGEST_RUN + 1},}}")
 
 
 @dataclass(frozen=True)
@@ -70,16 +43,14 @@ def load_tokenizer(data: Data) -> Tokenizer:
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: for a file that is not a tokenizer, a missing package, or an unknown end-of-document token.
-        NotImplementedError: for a SentencePiece model.
+        ValueError: for a file that is not a tokenizer.json, a missing package, or an unknown end-of-document token.
     """
     if data.tokenizer == BYTES:
         return byte_tokenizer()
     path = _tokenizer_file(data.tokenizer)
-    package, load = ("tokenizers", _load_json) if path.suffix == ".json" else ("tiktoken", _load_ranks)
-    if importlib.util.find_spec(package) is None:
-        raise ValueError(f"{path.name} needs {package}, which is not installed; pip install 'quaver[data]'")
-    return load(path, path.read_bytes(), data.eos_token)
+    if importlib.util.find_spec("tokenizers") is None:
+        raise ValueError(f"{path.name} needs tokenizers, which is not installed; pip install 'quaver[data]'")
+    return _load_json(path, path.read_bytes(), data.eos_token)
 
 
 def check_vocabulary(tokenizer: Tokenizer, data: Data, model: Model) -> None:
@@ -100,17 +71,17 @@ def byte_tokenizer() -> Tokenizer:
 def _tokenizer_file(name: str) -> Path:
     path = expanded(name)
     if path.is_dir():
-        ranks = [path / "tokenizer.model", *sorted(path.glob("*.tiktoken"))]
-        candidates = [file for file in (path / "tokenizer.json", *ranks) if file.is_file()]
-        if not candidates:
-            raise FileNotFoundError(f"data.tokenizer {name!r} is a folder without a tokenizer.json or tiktoken ranks")
-        return candidates[0]
+        path = path / "tokenizer.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"data.tokenizer {name!r} is a folder without a tokenizer.json")
     if not path.is_file():
-        raise FileNotFoundError(f"data.tokenizer {name!r} does not exist; give {BYTES}, a file or a folder")
+        raise FileNotFoundError(f"data.tokenizer {name!r} does not exist; give {BYTES}, a tokenizer.json or its folder")
+    if path.suffix != ".json":
+        raise ValueError(
+            f"data.tokenizer must be {BYTES}, a Hugging Face tokenizer.json or its folder, got {name!r}; "
+            "the tokenizer.json of the same model has the tokens of a tokenizer.model or tiktoken file"
+        )
     return path
-
-
-# ---- tokenizer.json --------------------------------------------------------------------------------------------------
 
 
 def _load_json(path: Path, content: bytes, eos_token: str) -> Tokenizer:
@@ -159,52 +130,3 @@ def _named_by_special_tokens(inner: Any, path: Path) -> str:
         which = f"several: {', '.join(named)}" if named else f"none of {', '.join(END_NAMES)}"
         raise ValueError(f"{str(path)!r} does not say which token ends a document ({which}); set data.eos_token")
     return named[0]
-
-
-# ---- ranks in tiktoken's format --------------------------------------------------------------------------------------
-
-
-def _load_ranks(path: Path, content: bytes, eos_token: str) -> Tokenizer:
-    import tiktoken
-    from tiktoken.load import load_tiktoken_bpe
-
-    if b"<unk>" in content[:64]:  # the first piece of SentencePiece's protocol buffer
-        raise NotImplementedError(
-            f"data.tokenizer {str(path)!r} looks like a SentencePiece model; give the model's tokenizer.json"
-        )
-    try:
-        # tiktoken caches files by path: the hash makes it notice a file that changed.
-        ranks = load_tiktoken_bpe(str(path), hashlib.sha256(content).hexdigest())
-    except ValueError as error:
-        raise ValueError(
-            f"data.tokenizer {str(path)!r}: expected lines of base64 and a rank, as tiktoken writes them; "
-            f"tiktoken says: {str(error)[:80]}"
-        ) from error
-    has_bytes = all(bytes([value]) in ranks for value in range(256))
-    if not has_bytes or sorted(ranks.values()) != list(range(len(ranks))):
-        raise ValueError(f"data.tokenizer {str(path)!r} must rank all 256 bytes, and from 0 on without gaps")
-    name = eos_token or "<|end_of_text|>"
-    if name not in NAMED:
-        raise ValueError(f"data.eos_token of tiktoken ranks must be one of {', '.join(NAMED)}, got {name!r}")
-    reserved = {f"<|special_{number}|>": number for number in range(SPECIAL_COUNT) if number not in NAMED.values()}
-    special = {token: len(ranks) + number for token, number in {**NAMED, **reserved}.items()}
-    inner = tiktoken.Encoding(path.name, pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=special)
-
-    def encode_one(text: str) -> Tokens:
-        parts = [inner.encode_to_numpy(part, disallowed_special=()) for part in bounded_runs(text)]
-        return np.concatenate(parts)
-
-    def encode(texts: Sequence[str]) -> list[Tokens]:
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            return list(threads.map(encode_one, texts))
-
-    digest = hashlib.sha256(content + b"\0" + f"{SPLIT_PATTERN} {special[name]}".encode()).hexdigest()
-    return Tokenizer(str(path), len(ranks) + SPECIAL_COUNT, special[name], digest, encode)
-
-
-def bounded_runs(text: str) -> list[str]:
-    """Cut `text` inside runs of space, or of other characters, that are longer than LONGEST_RUN."""
-    cuts = [
-        cut for run in _LONG_RUNS.finditer(text) for cut in range(run.start() + LONGEST_RUN, run.end(), LONGEST_RUN)
-    ]
-    return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]

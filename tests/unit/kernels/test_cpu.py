@@ -13,6 +13,7 @@ from quaver.formats import FORMATS
 from quaver.kernels import cpu
 from quaver.kernels.widen import widen
 from tests.isolated import isolated
+from tests.reference import every_value
 from tests.thinned import thinned
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -94,10 +95,6 @@ def gaussian(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tenso
     return hp.to(dtype)
 
 
-def every_number(dtype: torch.dtype) -> Tensor:
-    return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).view(256, 256)
-
-
 # ---- casts with a given scale --------------------------------------------------------------------------------------
 
 
@@ -108,7 +105,7 @@ def every_number(dtype: torch.dtype) -> Tensor:
 def test_every_16_bit_number_is_cast_as_the_oracle_casts_it(
     dtype: torch.dtype, float8_dtype: torch.dtype, scale: float
 ) -> None:
-    hp, quant_scale = every_number(dtype), torch.tensor(scale)
+    hp, quant_scale = every_value(dtype).view(256, 256), torch.tensor(scale)
     actual, expected = (cast(hp, quant_scale, float8_dtype) for cast in (cpu.cast_with_scale, oracle_cast))
     if scale == scale:
         assert_same_bits(actual, expected)
@@ -119,7 +116,7 @@ def test_every_16_bit_number_is_cast_as_the_oracle_casts_it(
 @pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_number_with_random_scales(dtype: torch.dtype, float8_dtype: torch.dtype) -> None:
-    hp = every_number(dtype)
+    hp = every_value(dtype).view(256, 256)
     for seed in range(8):
         quant_scale = random_bits((1, 256), torch.float32, seed).nan_to_num(1.0, INF, -INF)
         for scale in (quant_scale, quant_scale.t(), quant_scale[0, 0]):
@@ -191,7 +188,7 @@ def test_dynamic_cast(
 @needs_extension
 @pytest.mark.parametrize(("dtype", "float8_dtype", "power_of_2"), thinned(HP_DTYPES, FLOAT8_DTYPES, (False, True)))
 def test_scales_of_every_amax(dtype: torch.dtype, float8_dtype: torch.dtype, power_of_2: bool) -> None:
-    hp = every_number(dtype) if dtype is not torch.float32 else random_bits((256, 256), dtype)
+    hp = every_value(dtype).view(256, 256) if dtype is not torch.float32 else random_bits((256, 256), dtype)
     one_a_row = hp.reshape(-1, 1)
     _, *actual = cpu.dynamic_cast(one_a_row, float8_dtype, 1, power_of_2=power_of_2)
     for one, other in zip(actual, oracle_scales(one_a_row.abs(), float8_dtype, power_of_2), strict=True):

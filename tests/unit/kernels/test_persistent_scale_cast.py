@@ -12,20 +12,12 @@ from quaver.formats import FORMATS
 from quaver.kernels import cpu
 from quaver.kernels.cast import cast_with_persistent_scale
 from quaver.scaling import PersistentScale
-from tests.reference import MAX
+from tests.reference import MAX, every_value
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HP_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SATURATES_ABOVE = {E4M3: 464.0, E5M2: 61440.0}  # halfway from 448 to 480, from 57344 to 65536
 NAN, INF = math.nan, math.inf
-
-
-def every_value(dtype: torch.dtype) -> Tensor:
-    """All 16-bit patterns, NaNs and infinities included; for float32 those of bfloat16 with noise below."""
-    bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
-    if dtype is not torch.float32:
-        return bits.view(dtype)
-    return bits.view(torch.bfloat16).float() * (1 + torch.rand(1 << 16) * 2.0**-8)
 
 
 def oracle(hp: Tensor, quant_scale: float, float8_dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, ...]:

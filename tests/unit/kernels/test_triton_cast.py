@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 from quaver import scaling
 from quaver.kernels import triton_blocks, triton_cast
+from tests.reference import every_value
 from tests.unit.kernels.triton_kernels import (
     BOTH,
     COLUMNS,
@@ -24,7 +25,6 @@ from tests.unit.kernels.triton_kernels import (
     UNUSUAL,
     assert_casts,
     counting_bytes,
-    every_value,
     interpreting_process,
     varied,
 )
@@ -123,7 +123,9 @@ def test_unusual_amaxes(interpreter, hp_dtype, float8_dtype):
 
 
 @pytest.mark.parametrize(
-    ("hp_dtype", "float8_dtype"), [(torch.float32, E5M2), (torch.bfloat16, E4M3), (torch.float16, E5M2)], ids=str
+    ("hp_dtype", "float8_dtype"),
+    [(torch.float32, E5M2), (torch.bfloat16, E4M3), pytest.param(torch.float16, E5M2, marks=pytest.mark.nightly)],
+    ids=str,
 )
 def test_shapes(interpreter, hp_dtype, float8_dtype):
     interpreter(_shapes, hp_dtype, float8_dtype)

@@ -21,7 +21,9 @@ from tests.unit.kernels.triton_kernels import BOTH, COLUMNS, E4M3, E5M2, ROWS
 
 pytestmark = pytest.mark.skipif(triton_blocks.INTERPRETED, reason="TRITON_INTERPRET is set: kernels do not compile")
 
-HP = pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16], ids=str)
+HP = pytest.mark.parametrize(
+    "hp_dtype", [pytest.param(torch.float32, marks=pytest.mark.nightly), torch.bfloat16], ids=str
+)
 CONVERSION = {E4M3: "cvt.rn.satfinite.e4m3x2.f32", E5M2: "cvt.rn.satfinite.e5m2x2.f32"}
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 TRANSPOSES_CODES = VERSION >= (3, 7)
@@ -102,7 +104,13 @@ def assert_whole_accesses(asm, hp_dtype, conversions):
 
 
 @pytest.mark.parametrize(
-    ("hp_dtype", "float8_dtype"), [(torch.float32, E4M3), (torch.bfloat16, E5M2), (torch.float16, E4M3)], ids=str
+    ("hp_dtype", "float8_dtype"),
+    [
+        (torch.float32, E4M3),
+        (torch.bfloat16, E5M2),
+        pytest.param(torch.float16, E4M3, marks=pytest.mark.nightly),
+    ],
+    ids=str,
 )
 def test_one_scale(compiled, hp_dtype, float8_dtype, tmp_path):
     for scale in (None, torch.ones(())):

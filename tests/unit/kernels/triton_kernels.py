@@ -33,14 +33,6 @@ UNUSUAL = (
 """Rows that make unusual amaxes."""
 
 
-def every_value(dtype: torch.dtype) -> torch.Tensor:
-    """Every value of a 16-bit dtype; for float32 those of bfloat16, with noise below."""
-    bits = torch.arange(-(2**15), 2**15, dtype=torch.int16)
-    if dtype is torch.float32:
-        return bits.view(torch.bfloat16).float() * (1 + torch.rand(2**16) * 2**-8)
-    return bits.view(dtype)
-
-
 def varied(rows, columns, dtype):
     """Rows and columns of different magnitudes, some of zeros, and an outlier in the last element."""
     hp = torch.randn(rows, columns) * torch.exp2(torch.randint(-6, 6, (rows, 1)).float())

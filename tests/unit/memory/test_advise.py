@@ -22,6 +22,7 @@ from quaver.trainer.loss import next_token_loss
 from quaver.trainer.model import Llama, training_flops_per_token
 from quaver.trainer.parallel_dims import resolve
 from quaver.trainer.parallelize import parallelize
+from tests.unit.trainer.runs import changed
 
 LLAMA_8B = Path(__file__).parents[3] / "train_configs" / "llama3_8b.toml"
 H100 = find_device_spec("H100")
@@ -123,7 +124,7 @@ def test_the_words_of_a_change_make_it():
 
 
 def test_what_the_trainer_refuses_is_said(tiny_config):
-    config = replace(tiny_config, training=replace(tiny_config.training, compile=True))
+    config = changed(tiny_config, training={"compile": True})
     config = replace(config, parallelism=Parallelism(tensor_parallel_degree=2))
     changes = {change.name: change for change in single_changes(config, resolve(config, world_size=2)[1], 2)}
     assert changes["activations: full"].config is None
@@ -177,7 +178,7 @@ def peaks():
 
 def _advice(fit_bytes, **settings):
     config = load_config(LLAMA_8B)
-    config = replace(config, model=replace(config.model, n_layers=2))
+    config = changed(config, model={"n_layers": 2})
     return advise(replace(config, **settings), 8, fit_bytes=fit_bytes, device="H100")
 
 

@@ -79,7 +79,7 @@ def test_a_prediction_is_what_was_measured(ranks, module, precision, checkpointi
     measured = next(row for row in RECORDED["rows"] if case.items() <= row.items())
     row = compare(measured, Size(**RECORDED["size"]))
     assert row["peak"] == pytest.approx(1, abs=0.001)
-    assert row["kept"] == pytest.approx(1, abs=0.001)
+    assert row["saved"] == pytest.approx(1, abs=0.001)
 
 
 @pytest.mark.nightly

@@ -12,6 +12,7 @@ from quaver.memory.runs.measure import MOST_RANKS, measure_memory, side_by_side
 from quaver.memory.runs.predict import SEES_GATHERS, predict_memory
 from quaver.trainer.config import ActivationCheckpoint, Data, Float8, Optimizer, Parallelism, Training
 from quaver.trainer.config_io import load_config
+from tests.unit.trainer.runs import changed
 
 CONFIGS = Path(__file__).parents[3] / "train_configs"
 WITHIN = 0.01
@@ -59,8 +60,8 @@ def test_settings_of_a_run(tiny_config, section):
 
 
 def test_compiled_code_is_measured_by_the_allocator(tiny_float8_config):
-    config = replace(tiny_float8_config, job=replace(tiny_float8_config.job, compare=False))
-    compiled = replace(config, training=replace(config.training, compile=True))
+    config = changed(tiny_float8_config, job={"compare": False})
+    compiled = changed(config, training={"compile": True})
     eager, measured = measure_memory(config), measure_memory(compiled)
     assert any("training.compile" in note for note in measured.notes)
     assert not any("training.compile" in note for note in eager.notes)
@@ -86,10 +87,11 @@ ON_RANKS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
-@pytest.mark.parametrize("dim", [pytest.param("dp_shard", marks=pytest.mark.nightly), "tp"])
+@pytest.mark.parametrize("dim", ON_RANKS)
 def test_ranks_are_started_and_the_first_is_measured(tiny_config, dim):
-    """Two processes are spawned, which takes longer than 3 s."""
+    """Two processes are spawned, which takes 12 s; test_predict.py compares a prediction with ranks in each run."""
     config = replace(tiny_config, **ON_RANKS[dim])
     measured = measure_memory(config, 2)
     assert measured.layout.mesh == {dim: 2}
@@ -122,11 +124,11 @@ def test_the_table(tiny_config):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_is_measured_by_both(tiny_float8_config):
-    config = replace(tiny_float8_config, job=replace(tiny_float8_config.job, compare=False))
-    measured = measure_memory(replace(config, training=replace(config.training, device="cuda")))
+    config = changed(tiny_float8_config, job={"compare": False})
+    measured = measure_memory(changed(config, training={"device": "cuda"}))
     assert measured.device == torch.cuda.get_device_name()
     assert measured.allocator_tensor_peak_bytes is None
     # The allocator rounds up to 512 bytes, and counts what operators free themselves.
     assert measured.allocator_peak_bytes >= measured.prediction.peak_bytes
     with pytest.raises(NotImplementedError, match="expected one rank on a GPU"):
-        measure_memory(replace(config, training=replace(config.training, device="cuda")), 2)
+        measure_memory(changed(config, training={"device": "cuda"}), 2)

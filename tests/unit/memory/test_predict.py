@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks import predicted
 from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Case, Size, measure
 from benchmarks.predicted import predict
 from quaver import Float8LinearConfig, convert_to_float8_training, float8_scaling_state
@@ -226,12 +225,3 @@ def test_what_gloo_copies_is_counted():
     assert gathering_bytes == 4 * 4000
     assert counted.peak_bytes == 4 * (500 + 4000)
     assert counted.live_bytes == kept.nbytes
-
-
-def test_whether_the_measured_code_has_changed_is_asked_of_the_commit_itself():
-    """A commit marked for changes elsewhere is one that git knows; one that git does not know says nothing."""
-    changed = predicted._has_changed_since({"commit": "HEAD", "uncommitted_changes_in_quaver": False})
-    assert changed in (True, False)
-    assert predicted._has_changed_since({"commit": "HEAD+", "uncommitted_changes_in_quaver": False}) is changed
-    assert predicted._has_changed_since({"commit": "HEAD+", "uncommitted_changes_in_quaver": True})
-    assert predicted._has_changed_since({"commit": "0" * 40, "uncommitted_changes_in_quaver": False}) is None

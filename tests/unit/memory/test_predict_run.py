@@ -11,10 +11,11 @@ from quaver.trainer.config import Float8, Parallelism
 from quaver.trainer.config_io import load_config
 from quaver.trainer.memory import storage_bytes
 from quaver.trainer.train import prepare, train
+from tests.unit.trainer.runs import changed
 
 
 def test_a_run_is_predicted(tiny_float8_config):
-    config = replace(tiny_float8_config, job=replace(tiny_float8_config.job, compare=False))
+    config = changed(tiny_float8_config, job={"compare": False})
     memory = predict_memory(config)
     run = prepare(config)
     train(run)

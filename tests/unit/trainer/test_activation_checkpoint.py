@@ -1,7 +1,6 @@
 """`[activation_checkpoint]`: the same losses with less memory, compiled and on two ranks."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from quaver.trainer.config import ActivationCheckpoint, Float8, Parallelism, TrainConfig
 from quaver.trainer.data import Batch
 from quaver.trainer.initialize import allocate, initialize
-from quaver.trainer.metrics import read_metrics
 from quaver.trainer.model import Block
 from quaver.trainer.parallel_dims import resolve
 from quaver.trainer.parallelize import parallelize
@@ -21,33 +19,24 @@ from quaver.trainer.run_setup import make_models
 from quaver.trainer.train import Run, prepare, train
 from quaver.trainer.trained_model import TrainedModel
 from tests.distributed.ranks import run as run_on_ranks
+from tests.unit.trainer.runs import changed, numbers, run_to_end
 
 CPU = torch.device("cpu")
 FULL, BY_POLICY = ActivationCheckpoint("full"), ActivationCheckpoint("selective")
 SECTIONS = {"none": ActivationCheckpoint(), "full": FULL, "op": BY_POLICY, "2": ActivationCheckpoint("selective", "2")}
 
 
-def run_to_end(config: TrainConfig, name: str, checkpoint: ActivationCheckpoint) -> Run:
-    job = replace(config.job, name=name)
-    run = prepare(replace(config, job=job, activation_checkpoint=checkpoint))
-    assert train(run)["status"] == "finished"
-    return run
+def with_checkpoint(config: TrainConfig, name: str, checkpoint: ActivationCheckpoint) -> Run:
+    return run_to_end(replace(changed(config, job={"name": name}), activation_checkpoint=checkpoint))
 
 
-def numbers(run_folder: Path) -> list[tuple]:
-    """Losses and gradient norms of every step and model, and validation losses."""
-    keys = ("step", "run", "loss", "grad_norm", "validation_loss")
-    return [tuple(record.get(key) for key in keys) for record in read_metrics(run_folder / "metrics.jsonl")]
-
-
-@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+@pytest.mark.parametrize("recipe", [pytest.param("rowwise", marks=pytest.mark.nightly), "delayed"])
 def test_every_mode_trains_to_the_same_bits_and_full_needs_the_least_memory(recipe, tiny_config):
-    job = replace(tiny_config.job, compare=True)
-    config = replace(tiny_config, job=job, float8=Float8(recipe_name=recipe))
-    runs = {name: run_to_end(config, name, checkpoint) for name, checkpoint in SECTIONS.items()}
-    expected = numbers(runs["none"].folder.path)
+    config = changed(replace(tiny_config, float8=Float8(recipe_name=recipe)), job={"compare": True})
+    runs = {name: with_checkpoint(config, name, checkpoint) for name, checkpoint in SECTIONS.items()}
+    expected = numbers(runs["none"])
     for name, run in runs.items():
-        assert numbers(run.folder.path) == expected, name
+        assert numbers(run) == expected, name
     for index in range(2):
         peak = {name: run.models[index].peak for name, run in runs.items()}
         assert all(each.exact for each in peak.values())
@@ -63,16 +52,15 @@ def test_checkpointed_blocks_compile(tiny_config, monkeypatch):
         nn.Module.compile(block, backend="aot_eager_decomp_partition", **options)
 
     monkeypatch.setattr(Block, "compile", compile_quickly)
-    compiled = replace(tiny_config.training, compile=True, steps=2)
-    config = replace(tiny_config, training=compiled, float8=Float8(recipe_name="delayed"))
-    expected = numbers(run_to_end(config, "none", ActivationCheckpoint()).folder.path)
+    config = replace(changed(tiny_config, training={"compile": True, "steps": 2}), float8=Float8(recipe_name="delayed"))
+    expected = numbers(with_checkpoint(config, "none", ActivationCheckpoint()))
     for name, checkpoint in (("full", FULL), ("op", BY_POLICY)):
-        assert numbers(run_to_end(config, name, checkpoint).folder.path) == expected, name
+        assert numbers(with_checkpoint(config, name, checkpoint)) == expected, name
 
 
 def test_a_memory_budget_is_given_to_the_compiler(tiny_config, monkeypatch, memory_budget_restored):
     monkeypatch.setattr(Block, "compile", lambda block, **options: None)
-    config = replace(tiny_config, training=replace(tiny_config.training, compile=True))
+    config = changed(tiny_config, training={"compile": True})
     prepare(replace(config, activation_checkpoint=ActivationCheckpoint("memory_budget", memory_budget=0.25)))
     assert compiler_config.activation_memory_budget == 0.25
 
@@ -102,7 +90,11 @@ def losses_of(config: TrainConfig, mode: str) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize(
     ("float8", "degree"),
-    [({"recipe_name": "rowwise"}, 1), ({"recipe_name": "delayed", "enable_fsdp_float8_all_gather": True}, 1), ({}, 2)],
+    [
+        pytest.param({"recipe_name": "rowwise"}, 1, marks=pytest.mark.nightly),
+        ({"recipe_name": "delayed", "enable_fsdp_float8_all_gather": True}, 1),
+        ({}, 2),
+    ],
     ids=["shard", "all_gather", "tensor"],
 )
 def test_ranks_recompute_the_same_bits(float8, degree, tiny_config):

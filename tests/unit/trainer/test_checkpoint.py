@@ -16,6 +16,7 @@ from quaver.trainer.errors import CheckpointError
 from quaver.trainer.metrics import read_metrics
 from quaver.trainer.safe_dcp import CheckpointReader
 from quaver.trainer.train import Run, prepare, train
+from tests.unit.trainer.runs import changed, numbers, run_to_end
 
 DELAYED = Float8(recipe_name="delayed", delayed_history_len=3)
 
@@ -24,24 +25,13 @@ DELAYED = Float8(recipe_name="delayed", delayed_history_len=3)
 def config(tiny_config: TrainConfig) -> TrainConfig:
     """A run with delayed scaling and its bfloat16 baseline; the learning rate is independent of training.steps."""
     schedule = LRScheduler(schedule="constant", warmup_steps=2)
-    job = replace(tiny_config.job, compare=True)
     checkpoint = Checkpoint(interval=2, keep_latest_k=0)
-    return replace(tiny_config, float8=DELAYED, lr_scheduler=schedule, job=job, checkpoint=checkpoint)
+    config = replace(tiny_config, float8=DELAYED, lr_scheduler=schedule, checkpoint=checkpoint)
+    return changed(config, job={"compare": True})
 
 
 def with_steps(config: TrainConfig, steps: int, name: str = "tiny", **checkpoint: object) -> TrainConfig:
-    return replace(
-        config,
-        training=replace(config.training, steps=steps),
-        job=replace(config.job, name=name),
-        checkpoint=replace(config.checkpoint, **checkpoint),
-    )
-
-
-def run_to_end(config: TrainConfig) -> Run:
-    run = prepare(config)
-    train(run)
-    return run
+    return changed(config, training={"steps": steps}, job={"name": name}, checkpoint=checkpoint)
 
 
 def checkpoints(run: Run) -> CheckpointFolder:
@@ -60,11 +50,6 @@ def everything(run: Run) -> dict[str, torch.Tensor]:
         for name, value in twin.scaling.state_dict().items():
             found[f"{twin.name} {name}"] = value
     return found
-
-
-def numbers(run: Run) -> list[tuple[object, ...]]:
-    keys = ("step", "run", "loss", "grad_norm", "validation_loss")
-    return sorted(tuple(str(record.get(key)) for key in keys) for record in read_metrics(run.folder.metrics))
 
 
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
@@ -198,44 +183,27 @@ def test_initial_weights_of_a_run_with_dynamic_scaling(config):
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the one line with which `quaver train` refuses."""
-    capsys.readouterr()
-    try:
-        code = main(["train", *words])
-    except SystemExit as stopped:
-        code = stopped.code
-    error = capsys.readouterr().err
-    assert code == 2, error
-    (line,) = error.splitlines()
-    return line
-
-
-def test_refusals_are_one_line(config, tmp_path, capsys):
+def test_refusals_are_one_line(config, tmp_path, refused):
     run = run_to_end(with_steps(config, 2))
     path = run.folder.path
     resume = ["--resume", str(path)]
-    assert "resume it with --resume" in refused([str(path / "config.toml")], capsys)
-    assert "has no config.toml" in refused(["--resume", str(tmp_path / "none")], capsys)
-    assert "it has 2" in refused([*resume, "--checkpoint.load_step=1"], capsys)
-    assert "model.dim must be 32" in refused([*resume, "--model.dim=64"], capsys)
-    recipe = ["--float8.recipe_name=tensorwise", "--float8.delayed_history_len=16"]
-    assert "tensorwise" in refused([*resume, *recipe], capsys)
-    assert "job.name must be set" in refused(["--checkpoint.resume=auto"], capsys)
-    assert "is not a checkpoint" in refused([f"--checkpoint.initial_load_path={tmp_path}"], capsys)
-    assert "disabled or async on a device" in refused(["--checkpoint.async_mode=async_with_pinned_mem"], capsys)
-    assert "takes the config of the run folder" in refused([str(path / "config.toml"), *resume], capsys)
-    assert "is not a run folder" in refused([*resume, f"--job.dump_folder={path}", "--job.name=checkpoint"], capsys)
+    assert "resume it with --resume" in refused("train", str(path / "config.toml"))
+    assert "has no config.toml" in refused("train", "--resume", str(tmp_path / "none"))
+    assert "job.name must be set" in refused("train", "--checkpoint.resume=auto")
+    assert "is not a checkpoint" in refused("train", f"--checkpoint.initial_load_path={tmp_path}")
+    assert "disabled or async on a device" in refused("train", "--checkpoint.async_mode=async_with_pinned_mem")
+    assert "takes the config of the run folder" in refused("train", str(path / "config.toml"), *resume)
+    assert "is not a run folder" in refused("train", *resume, f"--job.dump_folder={path}", "--job.name=checkpoint")
 
 
-def test_a_damaged_checkpoint_is_named(config, capsys):
+def test_a_damaged_checkpoint_is_named(config, refused):
     run = run_to_end(with_steps(config, 4))
     shard = next((checkpoints(run).complete(4) / "delayed").glob("*.distcp"))
     os.truncate(shard, shard.stat().st_size // 2)
-    line = refused(["--resume", str(run.folder.path), "--training.steps=6"], capsys)
+    line = refused("train", "--resume", str(run.folder.path), "--training.steps=6")
     assert str(checkpoints(run).complete(4) / "delayed") in line
     (checkpoints(run).complete(4) / RECORD).write_text("{")
-    line = refused(["--resume", str(run.folder.path), "--training.steps=6"], capsys)
+    line = refused("train", "--resume", str(run.folder.path), "--training.steps=6")
     assert "is damaged" in line
     assert main(["train", "--resume", str(run.folder.path), "--checkpoint.load_step=2"]) == 0
 
@@ -279,21 +247,3 @@ def test_an_interrupted_removal_leaves_nothing_that_looks_complete(tmp_path, mon
     with pytest.raises(OSError, match="interrupted"):
         folder.prune(1)
     assert folder.steps() == [2]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", ".metadata is damaged: pickle exhausted"),
-        (b"garbage", ".metadata is damaged: "),
-        (b"\x80\x04K\x01.", ".metadata is damaged: it has another object in place of a Metadata"),
-        (None, "there is no file .metadata"),
-    ],
-    ids=["empty", "no pickle", "another pickle", "missing"],
-)
-def test_damaged_metadata_is_one_line(tmp_path, content, message):
-    if content is not None:
-        (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(CheckpointError, match=f"cannot read .*: {message}.*; choose another checkpoint") as caught:
-        read_metadata(CheckpointReader(tmp_path))
-    assert "\n" not in str(caught.value)

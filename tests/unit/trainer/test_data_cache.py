@@ -4,25 +4,30 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from quaver.trainer.config import Data, TrainConfig, Training
 from quaver.trainer.data import cache as cache_module
 from quaver.trainer.data import load as load_module
+from quaver.trainer.data import load_data
 from quaver.trainer.data.cache import cache_folder
 from quaver.trainer.data.source import Source
+from tests.isolated import Forked
 
-LOAD = """
-import sys
-from quaver.trainer.config import Data, TrainConfig, Training
-from quaver.trainer.data import load_data
-config = TrainConfig(training=Training(seq_len=16), data=Data(path=sys.argv[1], cache_folder=sys.argv[2]))
-"""
+
+def load_and_print(text: Path, kept: str) -> None:
+    """Print the digest, or the error."""
+    config = TrainConfig(training=Training(seq_len=16), data=Data(path=str(text), cache_folder=kept))
+    try:
+        print(load_data(config, quiet=True).origin["sha256"])
+    except OSError as error:
+        print("error:", error)
 
 
 @pytest.fixture
@@ -202,18 +207,13 @@ def test_a_folder_of_another_user_is_refused_unless_it_is_read_only(text_folder,
     assert len(builds) == 1
 
 
+def load_and_die(text: Path, kept: str) -> None:
+    load_module.write_about = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    load_and_print(text, kept)
+
+
 def test_a_killed_process_leaves_nothing_that_is_taken_for_tokens(text_folder, kept, load, builds):
-    script = (
-        LOAD
-        + """
-import os, signal
-from quaver.trainer.data import load
-load.write_about = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-load_data(config)
-"""
-    )
-    done = subprocess.run([sys.executable, "-c", script, str(text_folder), kept], capture_output=True, timeout=120)
-    assert done.returncode == -9
+    assert Forked(load_and_die, text_folder, kept).finished().returncode == -signal.SIGKILL
     (partial,) = Path(kept).glob("*.partial")
     assert (partial / "train.tokens").stat().st_size > 1000
     load(text_folder, cache_folder=kept)
@@ -221,33 +221,29 @@ load_data(config)
     assert not list(Path(kept).glob("*.partial"))
 
 
+def load_when_the_other_waits(text: Path, kept: str) -> None:
+    """Build once the other process has found the lock taken; print which of the two this one is."""
+    build, wait, other_waits = load_module._build, cache_module.TokenCache._wait, Path(kept) / "other waits"
+
+    def slow_build(*arguments):
+        print("builds")
+        deadline = time.monotonic() + 60
+        while not other_waits.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        build(*arguments)
+
+    def announced_wait(*arguments):
+        print("waits")
+        other_waits.touch()
+        wait(*arguments)
+
+    load_module._build, cache_module.TokenCache._wait = slow_build, announced_wait
+    load_and_print(text, kept)
+
+
 def test_two_processes_build_one_entry(text_folder, kept):
-    """Both overlap: the builder waits until the other process has found the lock taken."""
-    script = (
-        LOAD
-        + """
-import time
-from pathlib import Path
-from quaver.trainer.data import cache, load
-folder = Path(sys.argv[2])
-build, wait = load._build, cache.TokenCache._wait
-def slow_build(*arguments):
-    print("builds", flush=True)
-    deadline = time.monotonic() + 60
-    while not (folder / "other waits").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    build(*arguments)
-def announced_wait(*arguments):
-    print("waits", flush=True)
-    (folder / "other waits").touch()
-    wait(*arguments)
-load._build, cache.TokenCache._wait = slow_build, announced_wait
-print(load_data(config, quiet=True).origin["sha256"])
-"""
-    )
-    command = [sys.executable, "-c", script, str(text_folder), kept]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    outputs = [process.communicate(timeout=120) for process in both]
+    both = [Forked(load_when_the_other_waits, text_folder, kept) for _ in range(2)]
+    outputs = [process.communicate() for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     roles, digests = zip(*(out.split() for out, _ in outputs), strict=True)
     assert sorted(roles) == ["builds", "waits"]
@@ -267,19 +263,7 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path, kept):
     (tmp_path / "text").mkdir()
     for name in "abc":
         (tmp_path / "text" / f"{name}.txt").write_text("x" * 3_000_000)
-    script = (
-        LOAD
-        + """
-import resource
-resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
-try:
-    load_data(config)
-except OSError as error:
-    print("error:", error)
-"""
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "text"), kept]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = Forked(load_and_print, tmp_path / "text", kept, largest_file_bytes=1_000_000).finished()
     assert done.stdout.splitlines()[-1] == (
         f"error: cannot write tokens to {kept!r}: File too large; give another data.cache_folder"
     )

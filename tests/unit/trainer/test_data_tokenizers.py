@@ -1,13 +1,10 @@
-"""Tokenizers: the tokens of `tokenizers` and tiktoken themselves, the end of a document, and files that are none."""
+"""Tokenizers: the tokens of `tokenizers` itself, the end of a document, and files that are none."""
 
-import base64
 import json
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-import tiktoken
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -40,24 +37,10 @@ def train_tokenizer(path: Path, special: list[str], vocab_size: int = 400) -> To
     return tokenizer
 
 
-def write_ranks(path: Path) -> dict[bytes, int]:
-    """The 256 bytes and some pairs, in tiktoken's format."""
-    tokens = [bytes([value]) for value in range(256)]
-    tokens += [b"th", b"the", b" t", b" the", b"qu", b"ck", b"12", b"123", b"\n\n"]
-    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)))
-    return {token: rank for rank, token in enumerate(tokens)}
-
-
 @pytest.fixture
 def hf_file(tmp_path: Path) -> Path:
     train_tokenizer(tmp_path / "tokenizer.json", ["<s>", "</s>"])
     return tmp_path / "tokenizer.json"
-
-
-@pytest.fixture
-def ranks_file(tmp_path: Path) -> Path:
-    write_ranks(tmp_path / "tokenizer.model")
-    return tmp_path / "tokenizer.model"
 
 
 def test_bytes():
@@ -96,46 +79,13 @@ def test_a_folder_names_its_own_end_token(tmp_path):
         load_tokenizer(Data(tokenizer=str(tmp_path), eos_token="<none>"))
 
 
-def test_ranks_give_tiktokens_tokens_and_llama_3s_end(ranks_file):
-    tokenizer = load_tokenizer(Data(tokenizer=str(ranks_file)))
-    ranks = write_ranks(ranks_file)
-    reference = tiktoken.Encoding("r", pat_str=tokenizer_module.SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens={})
-    assert (tokenizer.vocab_size, tokenizer.eos_id) == (len(ranks) + 256, len(ranks) + 1)
-    for text, tokens in zip([*TEXTS, TRICKY], tokenizer.encode([*TEXTS, TRICKY]), strict=True):
-        assert tokens.tolist() == reference.encode_ordinary(text)
-    assert ranks[b" the"] in tokenizer.encode(["the the"])[0]
-    assert load_tokenizer(Data(tokenizer=str(ranks_file.parent), eos_token="<|eot_id|>")).eos_id == len(ranks) + 9
-    with pytest.raises(ValueError, match=r"data.eos_token of tiktoken ranks must be one of <\|begin_of_text\|>"):
-        load_tokenizer(Data(tokenizer=str(ranks_file), eos_token="</s>"))
-
-
-def test_ranks_that_change_under_their_name_are_read_again(ranks_file):
-    before = load_tokenizer(Data(tokenizer=str(ranks_file)))
-    ranks_file.write_bytes(ranks_file.read_bytes() + base64.b64encode(b"word") + b" %d\n" % (before.vocab_size - 256))
-    after = load_tokenizer(Data(tokenizer=str(ranks_file)))
-    assert after.vocab_size == before.vocab_size + 1
-    assert len(after.encode(["word"])[0]) == 1
-
-
-@pytest.mark.parametrize("run", ["x" * 60_000, "a b" + " " * 25_001 + "c", "x" * 25_000 + " " + "y" * 25_000, "", "x"])
-def test_long_runs_are_cut_where_llama_3_cuts_them(run, ranks_file):
-    parts = tokenizer_module.bounded_runs(run)
-    assert "".join(parts) == run
-    assert all(len(found) <= 25_000 for part in parts for found in re.findall(r"\S+|\s+", part))
-    assert len(parts) == 1 + sum((len(found) - 1) // 25_000 for found in re.findall(r"\S+|\s+", run))
-    (tokens,) = load_tokenizer(Data(tokenizer=str(ranks_file))).encode([run])
-    assert len(tokens) == len(run) - run.count("th")
-
-
-@pytest.mark.parametrize("kind", ["hf_file", "ranks_file"])
-def test_cutting_a_long_text_into_pieces_changes_no_token(kind, request, tmp_path, load, monkeypatch):
-    tokenizer = str(request.getfixturevalue(kind))
+def test_cutting_a_long_text_into_pieces_changes_no_token(hf_file, tmp_path, load, monkeypatch):
     text = "".join(f"{TEXTS[number % 3]}\n{'  ' * (number % 3)}{number}\n\n" for number in range(400))
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text(text)
-    whole = load(tmp_path / "text", tokenizer=tokenizer, cache_folder=str(tmp_path / "whole"))
+    whole = load(tmp_path / "text", tokenizer=str(hf_file), cache_folder=str(tmp_path / "whole"))
     monkeypatch.setattr(text_files, "READ_BYTES", 200)
-    cut = load(tmp_path / "text", tokenizer=tokenizer, cache_folder=str(tmp_path / "cut"))
+    cut = load(tmp_path / "text", tokenizer=str(hf_file), cache_folder=str(tmp_path / "cut"))
     assert whole.origin["sha256"] == cut.origin["sha256"]
     assert whole.train.tokens.dtype == np.uint16
     assert whole.train.tokens[-1] == whole.origin["eos_id"]
@@ -144,17 +94,10 @@ def test_cutting_a_long_text_into_pieces_changes_no_token(kind, request, tmp_pat
 @pytest.mark.parametrize(
     ("name", "content", "error", "message"),
     [
-        ("none.json", None, FileNotFoundError, "does not exist; give bytes, a file or a folder"),
+        ("none.json", None, FileNotFoundError, "does not exist; give bytes, a tokenizer.json or its folder"),
         ("a.json", b"{}", ValueError, "is not a tokenizer of Hugging Face"),
         ("a.json", b"\xff", ValueError, "is not a tokenizer of Hugging Face"),
-        ("a.tiktoken", b"aGk= 0\nnonsense\n", ValueError, "expected lines of base64 and a rank.*b'nonsense'"),
-        ("a.tiktoken", b"aGk= 0\n", ValueError, "must rank all 256 bytes"),
-        (
-            "tokenizer.model",
-            b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02",
-            NotImplementedError,
-            "give the model's tokenizer.json",
-        ),
+        ("tokenizer.model", b"aGk= 0\n", ValueError, "got '.*model'; the tokenizer.json of the same model"),
     ],
 )
 def test_files_that_are_no_tokenizers(name, content, error, message, tmp_path):
@@ -165,16 +108,14 @@ def test_files_that_are_no_tokenizers(name, content, error, message, tmp_path):
 
 
 def test_a_folder_without_a_tokenizer(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"a folder without a tokenizer.json or tiktoken ranks"):
+    with pytest.raises(FileNotFoundError, match="a folder without a tokenizer.json"):
         load_tokenizer(Data(tokenizer=str(tmp_path)))
 
 
-@pytest.mark.parametrize(("kind", "package"), [("hf_file", "tokenizers"), ("ranks_file", "tiktoken")])
-def test_missing_packages_are_named(kind, package, request, monkeypatch):
-    path = request.getfixturevalue(kind)
+def test_a_missing_package_is_named(hf_file, monkeypatch):
     monkeypatch.setattr(tokenizer_module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=rf"{package}, which is not installed; pip install 'quaver\[data\]'"):
-        load_tokenizer(Data(tokenizer=str(path)))
+    with pytest.raises(ValueError, match=r"tokenizers, which is not installed; pip install 'quaver\[data\]'"):
+        load_tokenizer(Data(tokenizer=str(hf_file)))
 
 
 def test_the_model_must_have_every_token(hf_file, load, text_folder):

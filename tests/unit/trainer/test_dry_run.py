@@ -15,6 +15,7 @@ from quaver.trainer.flops import flops_per_token_by_precision, linear_precisions
 from quaver.trainer.memory import storage_bytes
 from quaver.trainer.run_setup import make_models
 from quaver.trainer.train import prepare, train
+from tests.unit.trainer.runs import changed
 
 CONFIGS = sorted((Path(__file__).parents[3] / "train_configs").glob("*.toml"))
 PARAMETERS = {"llama3_8b": 8_030_261_248, "llama3_70b": 70_553_706_496, "llama3_405b": 405_853_388_800}
@@ -32,7 +33,7 @@ def test_every_config_would_run(path):
 
 
 def test_what_a_process_holds(tiny_float8_config):
-    config = replace(tiny_float8_config, job=replace(tiny_float8_config.job, compare=False))
+    config = changed(tiny_float8_config, job={"compare": False})
     held = dry_run(config).held
     run = prepare(config)
     train(run)
@@ -90,9 +91,5 @@ def test_the_verb(capsys, tmp_path):
         (["--float8.filter_fqns", "nothing"], "is part of no linear's name"),
     ],
 )
-def test_what_a_run_would_refuse_is_refused(capsys, words, message):
-    with pytest.raises(SystemExit) as stopped:
-        main(["train", "--dry-run", *words])
-    assert stopped.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
+def test_what_a_run_would_refuse_is_refused(refused, words, message):
+    assert message in refused("train", "--dry-run", *words)

@@ -3,13 +3,11 @@
 import copy
 import json
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -18,22 +16,17 @@ from quaver.trainer.config import Float8, TrainConfig, Validation
 from quaver.trainer.float8 import in_high_precision
 from quaver.trainer.metrics import read_metrics
 from quaver.trainer.parallelize import parallelize
-from quaver.trainer.train import Run, prepare, train
+from quaver.trainer.train import Run, prepare
 from quaver.trainer.trained_model import TrainedModel
+from tests.unit.trainer.runs import changed, run_to_end
 
 
 def with_float8(config: TrainConfig, name: str = "run", **settings: Any) -> TrainConfig:
-    return replace(config, job=replace(config.job, name=name), float8=Float8(**settings))
+    return replace(changed(config, job={"name": name}), float8=Float8(**settings))
 
 
 def records(run: Run, recipe: str = "tensorwise") -> list[dict[str, Any]]:
     return [record for record in read_metrics(run.folder.metrics) if record["run"] == recipe]
-
-
-def finished(config: TrainConfig) -> Run:
-    run = prepare(config)
-    assert train(run)["status"] == "finished"
-    return run
 
 
 def step(run: Run, model: TrainedModel, number: int) -> tuple[float, float]:
@@ -49,7 +42,7 @@ def copy_state(source: TrainedModel, target: TrainedModel) -> None:
 
 @pytest.mark.parametrize("recipe", ["rowwise_with_gw_hp", "delayed"])
 def test_a_tail_step_is_the_step_of_the_baseline(tiny_float8_config, recipe):
-    accumulating = replace(tiny_float8_config, training=replace(tiny_float8_config.training, global_batch_size=4))
+    accumulating = changed(tiny_float8_config, training={"global_batch_size": 4})
     run = prepare(with_float8(accumulating, recipe_name=recipe, last_steps_high_precision=1))
     float8, baseline = run.models
     for number in (1, 2, 3):
@@ -67,8 +60,8 @@ def test_a_tail_step_is_the_step_of_the_baseline(tiny_float8_config, recipe):
 
 
 def test_the_records_say_which_precision_a_step_had(tiny_float8_config):
-    run = finished(with_float8(tiny_float8_config, last_steps_high_precision=1))
-    plain = records(finished(with_float8(tiny_float8_config, "plain")))
+    run = run_to_end(with_float8(tiny_float8_config, last_steps_high_precision=1))
+    plain = records(run_to_end(with_float8(tiny_float8_config, "plain")))
     losses = [[r["loss"] for r in each if "loss" in r] for each in (records(run), plain)]
     assert losses[0][:3] == losses[1][:3]
     assert losses[0][3] != losses[1][3]
@@ -83,7 +76,7 @@ def test_the_records_say_which_precision_a_step_had(tiny_float8_config):
 def test_delayed_scaling_says_nothing_of_the_tail(tiny_float8_config):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # such as that of a missing sync
-        run = finished(with_float8(tiny_float8_config, recipe_name="delayed", last_steps_high_precision=2))
+        run = run_to_end(with_float8(tiny_float8_config, recipe_name="delayed", last_steps_high_precision=2))
     saturation = ["saturated" in " ".join(record) for record in records(run, "delayed") if "loss" in record]
     assert saturation == [True, True, False, False]
     lines = run.folder.float8_scales.read_text().splitlines()
@@ -106,12 +99,12 @@ def test_validation_in_high_precision_is_that_of_the_baseline(tiny_float8_config
 
 def test_both_validation_losses_are_kept(tiny_float8_config):
     config = replace(tiny_float8_config, validation=Validation(freq=2, steps=2, high_precision_too=True))
-    run = finished(with_float8(config))
+    run = run_to_end(with_float8(config))
     summary = json.loads((run.folder.path / "summary.json").read_text())["runs"]["tensorwise"]
     last = records(run)[-1]
     assert last["validation_loss"] == summary["validation_loss"] != summary["validation_loss_hp"]
     assert last["validation_loss_hp"] == summary["validation_loss_hp"]
-    plain = records(finished(with_float8(tiny_float8_config, "plain")))  # looking changes nothing
+    plain = records(run_to_end(with_float8(tiny_float8_config, "plain")))  # looking changes nothing
     assert [r["loss"] for r in records(run) if "loss" in r] == [r["loss"] for r in plain if "loss" in r]
     assert "validation_loss_hp" not in plain[-1]
 
@@ -124,14 +117,7 @@ def test_an_error_brings_float8_back(tiny_float8_config):
     assert sum(isinstance(module, Float8Linear) for module in model.modules()) == 14
 
 
-@pytest.fixture
-def group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_a_linear_that_fully_shard_wraps_leaves_float8_and_returns(group_of_one, tiny_float8_config):
+def test_a_linear_that_fully_shard_wraps_leaves_float8_and_returns(one_rank, tiny_float8_config):
     run = prepare(with_float8(tiny_float8_config, filter_fqns=()))
     batch = run.data.step_batches(run.config.training, 0)[0]
     float8, baseline = run.models
@@ -153,7 +139,7 @@ def converted(run: Run) -> set[str]:
 
 
 def test_first_and_last_blocks_can_stay_out_of_float8(tiny_float8_config):
-    deep = replace(tiny_float8_config, model=replace(tiny_float8_config.model, n_layers=4))
+    deep = changed(tiny_float8_config, model={"n_layers": 4})
     run = prepare(with_float8(deep, skip_first_layers=1, skip_last_layers=2, filter_fqns=("lm_head", "o_proj")))
     model = run.models[0].model
     in_float8 = {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}

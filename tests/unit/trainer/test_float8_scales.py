@@ -18,9 +18,9 @@ from quaver.trainer.memory import storage_bytes
 from quaver.trainer.metrics import read_metrics
 from quaver.trainer.model import Block
 from quaver.trainer.train import Run, prepare, train
+from tests.unit.trainer.runs import changed, run_to_end
 
 NAN, INF = math.nan, math.inf
-PNG = b"\x89PNG\r\n\x1a\n"
 MAX = {"input": 448.0, "weight": 448.0, "grad_output": 57344.0}
 
 
@@ -33,16 +33,6 @@ def with_float8(config: TrainConfig, **settings: object) -> TrainConfig:
     return replace(config, float8=Float8(**settings))
 
 
-def with_steps(config: TrainConfig, steps: int, **training: object) -> TrainConfig:
-    return replace(config, training=replace(config.training, steps=steps, **training))
-
-
-def run_to_end(config: TrainConfig) -> Run:
-    run = prepare(config)
-    assert train(run)["status"] == "finished"
-    return run
-
-
 def scale_by_hand(amaxes: list[float], format_max: float, headroom: float = 1.0) -> np.float32:
     """The rule with the maximum of a history: divided in float64, rounded once."""
     return np.float32(np.float64(format_max) / headroom / np.float64(np.float32(max(amaxes))))
@@ -51,7 +41,7 @@ def scale_by_hand(amaxes: list[float], format_max: float, headroom: float = 1.0)
 def test_each_line_has_the_scale_that_the_lines_before_ask_for(delayed_config):
     remembered, headroom = 3, 1.5
     settings = {"delayed_history_len": remembered, "delayed_headroom": headroom}
-    config = with_float8(with_steps(delayed_config, 20), recipe_name="delayed", **settings)
+    config = with_float8(changed(delayed_config, training={"steps": 20}), recipe_name="delayed", **settings)
     config = replace(config, lr_scheduler=LRScheduler(warmup_steps=2))
     run = run_to_end(config)
     lines = [json.loads(line) for line in run.folder.float8_scales.read_text().splitlines()]
@@ -81,13 +71,11 @@ def test_the_first_step_is_dynamic_and_all_of_its_tensors_are_there(delayed_conf
     assert all(line["nonfinite"] == [] for line in (first, *others))
 
 
-def named(config: TrainConfig, name: str) -> TrainConfig:
-    return replace(config, job=replace(config.job, name=name))
-
-
 def test_metrics_count_what_the_lines_list(delayed_config):
     """Gradients that shrink and grow saturate."""
-    config = with_float8(with_steps(delayed_config, 12), recipe_name="delayed", delayed_scale_fn_name="most_recent")
+    config = with_float8(
+        changed(delayed_config, training={"steps": 12}), recipe_name="delayed", delayed_scale_fn_name="most_recent"
+    )
     run = run_to_end(config)
     steps = [record for record in read_metrics(run.folder.metrics) if "loss" in record]
     for record, line in zip(steps, read_metrics(run.folder.float8_scales), strict=True):
@@ -113,8 +101,8 @@ def test_one_sync_a_step_whatever_runs_between(delayed_config, monkeypatch, recw
     monkeypatch.setattr(
         trained_model_module, "sync_float8_amax_and_scale_history", lambda model: (synced.append(model), sync(model))
     )
-    config = with_steps(delayed_config, 4, local_batch_size=2, global_batch_size=4)
-    run = run_to_end(replace(config, job=replace(config.job, compare=True)))
+    batches = {"local_batch_size": 2, "global_batch_size": 4}
+    run = run_to_end(changed(delayed_config, training=batches, job={"compare": True}))
     assert synced == [run.models[0].model] * 4
     assert {line["run"] for line in read_metrics(run.folder.float8_scales)} == {"delayed"}  # not the baseline
     for record in read_metrics(run.folder.metrics):
@@ -124,15 +112,15 @@ def test_one_sync_a_step_whatever_runs_between(delayed_config, monkeypatch, recw
 
 def test_validation_moves_no_scale(delayed_config):
     def losses(freq: int) -> list[float]:
-        config = named(delayed_config, f"every {freq}")
-        run = run_to_end(replace(config, validation=replace(config.validation, freq=freq)))
+        config = changed(delayed_config, job={"name": f"every {freq}"})
+        run = run_to_end(changed(config, validation={"freq": freq}))
         return [record["loss"] for record in read_metrics(run.folder.metrics) if "loss" in record]
 
     assert losses(1) == losses(100)
 
 
 def test_a_nonfinite_step_is_repeated_with_the_scales_it_had_and_leaves_its_lines(delayed_config, monkeypatch):
-    run = prepare(replace(delayed_config, metrics=Metrics(plot_float8_scales=True)))
+    run = prepare(delayed_config)
     step = train_module._train_step
     found: list[torch.Tensor] = []
 
@@ -148,7 +136,6 @@ def test_a_nonfinite_step_is_repeated_with_the_scales_it_had_and_leaves_its_line
         train(run)
     assert torch.equal(scales(run), found[0])
     assert [line["step"] for line in read_metrics(run.folder.float8_scales)] == [1, 2]
-    assert run.folder.float8_scales_plot.read_bytes().startswith(PNG)
 
 
 def scales(run: Run) -> torch.Tensor:
@@ -161,8 +148,8 @@ def test_compiled_blocks_are_not_compiled_again_after_the_first_step(delayed_con
     compile_block = Block.compile
     monkeypatch.setattr(Block, "compile", lambda self, **options: compile_block(self, backend="aot_eager", **options))
     torch.compiler.reset()
-    compiled = prepare(with_steps(named(delayed_config, "compiled"), 4, compile=True))
-    eager = prepare(named(delayed_config, "eager"))
+    compiled = prepare(changed(delayed_config, job={"name": "compiled"}, training={"compile": True}))
+    eager = prepare(changed(delayed_config, job={"name": "eager"}))
     for step in range(1, 5):
         with torch._dynamo.config.patch(error_on_recompile=step > 1):
             consumed = step * compiled.config.training.step_batch_size
@@ -181,10 +168,10 @@ def test_persistent_scales_are_resident_memory(delayed_config, tiny_config):
     def resident(config: TrainConfig) -> int:
         return storage_bytes(prepare(config).models[0].resident_tensors())
 
-    plain = resident(named(tiny_config, "plain"))
+    plain = resident(changed(tiny_config, job={"name": "plain"}))
     tensors = 2 * 18
     for history_len in (16, 256):
-        config = named(delayed_config, f"{history_len}")
+        config = changed(delayed_config, job={"name": f"{history_len}"})
         config = with_float8(config, recipe_name="delayed", delayed_history_len=history_len)
         growth = resident(config) - plain
         assert tensors * (1 + history_len) * 4 <= growth <= tensors * (16 + history_len) * 4

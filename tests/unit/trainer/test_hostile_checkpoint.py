@@ -15,7 +15,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_checkpoint import refused
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from quaver.cli import main
@@ -26,18 +25,17 @@ from quaver.trainer.errors import CheckpointError
 from quaver.trainer.manifest import MANIFEST, check_manifest, write_manifest
 from quaver.trainer.safe_dcp import METADATA, CheckpointReader
 from quaver.trainer.train import prepare, train
+from tests.command_line import TEXT, TINY
 
 
 @pytest.fixture(scope="module")
 def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of two steps with delayed scaling, with a checkpoint of each."""
     folder = tmp_path_factory.mktemp("saved")
-    (folder / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
-    words = ["--model.dim=32", "--model.n_layers=1", "--model.n_heads=4", "--model.n_kv_heads=2"]
-    words += ["--model.hidden_dim=48", "--training.seq_len=32", "--training.local_batch_size=2"]
-    words += ["--training.device=cpu", "--training.steps=2", "--checkpoint.interval=1", "--validation.steps=1"]
+    (folder / "text.txt").write_text(TEXT)
+    words = [*TINY, "--model.n_layers=1", "--training.steps=2", "--checkpoint.interval=1", "--job.name=run"]
     words += ["--float8.recipe_name=delayed", f"--data={folder / 'text.txt'}", f"--job.dump_folder={folder}"]
-    assert main(["train", *words, "--job.name=run"]) == 0
+    assert main(["train", *words]) == 0
     return folder / "run"
 
 
@@ -50,9 +48,10 @@ def newest(run: Path) -> Path:
     return run / "checkpoint" / "step-00000002"
 
 
-def resume(run: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+@pytest.fixture
+def line_of_resume(run: Path, refused: Callable[..., str]) -> Callable[[], str]:
     """Return the one line with which a resume is refused."""
-    return refused(["--resume", str(run), "--training.steps=3", *words], capsys)
+    return lambda: refused("train", "--resume", run, "--training.steps=3")
 
 
 # ---- the manifest ----------------------------------------------------------------------------------------------------
@@ -90,10 +89,10 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_one_line_that_names_the_file(damage, run, capsys):
+def test_damage_is_one_line_that_names_the_file(damage, run, line_of_resume):
     name, change = DAMAGE[damage]
     change(newest(run))
-    line = resume(run, capsys)
+    line = line_of_resume()
     assert str(newest(run) / name) in line
     assert "choose another checkpoint" in line
 
@@ -120,9 +119,9 @@ def test_an_old_checkpoint_without_a_manifest_loads_with_a_line(run, capsys):
     assert f"'{newest(run)}' has no manifest.json: its files are not verified" in line
 
 
-def test_verify_off_loads_what_the_manifest_refuses(run, capsys):
+def test_verify_off_loads_what_the_manifest_refuses(run, line_of_resume):
     (newest(run) / "delayed" / "notes.txt").write_text("x")
-    assert "notes.txt' is not in manifest.json" in resume(run, capsys)
+    assert "notes.txt' is not in manifest.json" in line_of_resume()
     assert main(["train", "--resume", str(run), "--training.steps=3", "--no-checkpoint.verify"]) == 0
 
 
@@ -160,10 +159,10 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
-def test_a_hostile_metadata_is_one_line_and_is_not_run(hostile, run, tmp_path, capsys):
+def test_a_hostile_metadata_is_one_line_and_is_not_run(hostile, run, tmp_path, line_of_resume):
     (newest(run) / OTHER).write_bytes(HOSTILE[hostile](tmp_path / "ran"))
     write_manifest(newest(run), {})
-    line = resume(run, capsys)
+    line = line_of_resume()
     assert str(newest(run) / "delayed") in line
     assert ".metadata is damaged" in line
     assert not (tmp_path / "ran").exists()
@@ -316,14 +315,14 @@ RECORDS: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
 
 
 @pytest.mark.parametrize("edit", RECORDS)
-def test_an_edited_record_is_one_line_that_names_the_field(edit, run, capsys):
+def test_an_edited_record_is_one_line_that_names_the_field(edit, run, line_of_resume):
     field, change = RECORDS[edit]
     path = newest(run) / "checkpoint.json"
     record = json.loads(path.read_text())
     change(record)
     path.write_text(json.dumps(record))
     write_manifest(newest(run), {})
-    line = resume(run, capsys)
+    line = line_of_resume()
     assert field in line
     assert str(newest(run)) in line
 

@@ -11,7 +11,6 @@ import pytest
 import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_checkpoint import refused
 
 from quaver.cli import main
 from quaver.trainer import run_lock
@@ -23,15 +22,10 @@ from quaver.trainer.errors import CheckpointError
 from quaver.trainer.huggingface.weights import open_safetensors
 from quaver.trainer.metrics import rewound_metrics
 from quaver.trainer.run_lock import HOLDER, RunLock
+from tests.command_line import TEXT, TINY
 
 pytestmark = pytest.mark.timeout(60)
 """A reader that waits for a FIFO fails."""
-
-TINY = [
-    *("--model.dim=32", "--model.n_layers=1", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.hidden_dim=48"),
-    *("--training.seq_len=32", "--training.local_batch_size=2", "--training.device=cpu", "--training.steps=1"),
-    *("--float8.no-enable_float8_linear", "--validation.steps=1"),
-]
 
 SETTINGS = {
     "--model.n_layers=100000000": "model.n_layers must be at most 10000, got 100000000",
@@ -57,21 +51,22 @@ SETTINGS = {
 
 @pytest.fixture
 def where(tmp_path: Path) -> list[str]:
-    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
-    return [*TINY, f"--data={tmp_path / 'text.txt'}", f"--job.dump_folder={tmp_path / 'runs'}"]
+    (tmp_path / "text.txt").write_text(TEXT)
+    words = [*TINY, "--training.steps=1", "--float8.no-enable_float8_linear"]
+    return [*words, f"--data={tmp_path / 'text.txt'}", f"--job.dump_folder={tmp_path / 'runs'}"]
 
 
 @pytest.mark.parametrize("word", SETTINGS)
-def test_an_impossible_input_is_one_line(word, where, tmp_path, capsys):
+def test_an_impossible_input_is_one_line(word, where, tmp_path, refused):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "nested.toml").write_text("a = " + "[" * 100_000)
     (tmp_path / "latin.toml").write_bytes(b'[data]\npath = "\xe9"\n')
     given_word = word.format(**{path.stem: path for path in tmp_path.iterdir()})
     words = [given_word, *where] if word.startswith("{") or "resume" in word else [*where, given_word]
-    assert SETTINGS[word] in refused(words, capsys)
+    assert SETTINGS[word] in refused("train", *words)
 
 
-def test_a_file_name_that_is_not_utf8_is_data_like_any_other(where, tmp_path, capsys):
+def test_a_file_name_that_is_not_utf8_is_data_like_any_other(where, tmp_path):
     folder = tmp_path / "text"
     folder.mkdir()
     (tmp_path / "text.txt").rename(Path(os.fsdecode(os.fsencode(folder) + b"/\xff\xe9.txt")))
@@ -79,11 +74,11 @@ def test_a_file_name_that_is_not_utf8_is_data_like_any_other(where, tmp_path, ca
     assert json.loads((tmp_path / "runs" / "odd" / "data.json").read_text())["files"] == 1
 
 
-def test_a_setting_that_is_not_utf8_is_refused(where, tmp_path, capsys):
+def test_a_setting_that_is_not_utf8_is_refused(where, tmp_path, refused):
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
     os.mkdir(folder)
     (tmp_path / "text.txt").rename(Path(folder) / "text.txt")
-    assert "data.path must be in UTF-8, got '" in refused([*where, f"--data={folder}"], capsys)
+    assert "data.path must be in UTF-8, got '" in refused("train", *where, f"--data={folder}")
 
 
 GARBAGE = {
@@ -100,20 +95,19 @@ GARBAGE = {
 }
 
 
-def test_garbage_inside_metrics_is_one_line_and_leaves_the_run(where, tmp_path, capsys):
+def test_garbage_inside_metrics_is_one_line_and_leaves_the_run(where, tmp_path, refused):
     run = tmp_path / "runs" / "run"
     assert main(["train", *where, "--job.name=run"]) == 0
     metrics = run / "metrics.jsonl"
     content = metrics.read_bytes()
     for name, line in GARBAGE.items():
         metrics.write_bytes(line + content)
-        assert f"line 1 of '{metrics}' is not a record" in refused(
-            ["--resume", str(run), "--training.steps=2"], capsys
-        ), name
+        said = refused("train", "--resume", run, "--training.steps=2")
+        assert f"line 1 of '{metrics}' is not a record" in said, name
         assert metrics.read_bytes() == line + content
     metrics.unlink()
     os.mkfifo(metrics)
-    assert f"'{metrics}' is not a file" in refused(["--resume", str(run), "--training.steps=2"], capsys)
+    assert f"'{metrics}' is not a file" in refused("train", "--resume", str(run), "--training.steps=2")
     metrics.unlink()
     metrics.write_bytes(content)
     (run / HOLDER).unlink(missing_ok=True)

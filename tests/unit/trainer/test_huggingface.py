@@ -120,21 +120,6 @@ def convert(*words: object) -> None:
     assert main(["convert", *map(str, words)]) == 0
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """Return the one line that `quaver convert` prints for bad input."""
-    capsys.readouterr()
-    try:
-        code = main(["convert", *map(str, words)])
-    except SystemExit as stopped:
-        code = stopped.code
-    out, err = capsys.readouterr()
-    assert code == 2
-    assert out == ""
-    assert err.startswith("quaver: error: ")
-    assert err.count("\n") == 1
-    return err
-
-
 # ---- import ----------------------------------------------------------------------------------------------------------
 
 
@@ -183,14 +168,14 @@ def test_import_reads_what_older_versions_of_transformers_wrote(copy, hf, tmp_pa
     assert configs[0]["model"]["rope_scaling_factor"] == 8
 
 
-def test_import_takes_a_tied_projection_that_is_stored_and_refuses_another(copy, hf, tmp_path, capsys):
+def test_import_takes_a_tied_projection_that_is_stored_and_refuses_another(copy, hf, tmp_path, refused):
     embedding = load_file(hf("tied") / "model.safetensors")[EMBEDDING]
     folder = copy("tied", **{HEAD: embedding.clone()})
     convert("hf-to-quaver", folder, tmp_path / "out")
     shutil.rmtree(folder)
     folder = copy("tied", **{HEAD: embedding + 1})
     assert "but lm_head.weight and model.embed_tokens.weight differ" in refused(
-        capsys, "hf-to-quaver", folder, tmp_path / "other"
+        "convert", "hf-to-quaver", folder, tmp_path / "other"
     )
 
 
@@ -327,9 +312,9 @@ BAD_CONFIGS = {
 
 
 @pytest.mark.parametrize("case", BAD_CONFIGS)
-def test_configs_that_do_not_fit_are_refused_in_one_line(copy, case, tmp_path, capsys):
+def test_configs_that_do_not_fit_are_refused_in_one_line(copy, case, tmp_path, refused):
     config, message = BAD_CONFIGS[case]
-    assert message in refused(capsys, "hf-to-quaver", copy(config=config), tmp_path / "out")
+    assert message in refused("convert", "hf-to-quaver", copy(config=config), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -343,14 +328,14 @@ BAD_TENSORS: dict[str, tuple[dict[str, Tensor | None], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_TENSORS)
-def test_tensors_that_do_not_fit_are_refused_in_one_line(copy, case, tmp_path, capsys):
+def test_tensors_that_do_not_fit_are_refused_in_one_line(copy, case, tmp_path, refused):
     tensors, message = BAD_TENSORS[case]
-    assert message in refused(capsys, "hf-to-quaver", copy(**tensors), tmp_path / "out")
+    assert message in refused("convert", "hf-to-quaver", copy(**tensors), tmp_path / "out")
 
 
-def test_files_that_are_missing_or_damaged_are_refused_in_one_line(copy, tmp_path, capsys):
+def test_files_that_are_missing_or_damaged_are_refused_in_one_line(copy, tmp_path, refused):
     def told(folder: Path) -> str:
-        return refused(capsys, "hf-to-quaver", folder, tmp_path / "out")
+        return refused("convert", "hf-to-quaver", folder, tmp_path / "out")
 
     assert "has no config.json" in told(tmp_path / "nowhere")
     folder = copy()
@@ -377,27 +362,27 @@ def test_files_that_are_missing_or_damaged_are_refused_in_one_line(copy, tmp_pat
     assert "is not JSON" in told(folder)
 
 
-def test_bad_words_and_places_are_refused_in_one_line(hf, tmp_path, capsys, monkeypatch):
+def test_bad_words_and_places_are_refused_in_one_line(hf, tmp_path, capsys, refused):
     out = tmp_path / "out"
     convert("hf-to-quaver", hf("plain"), out)
     export = ("quaver-to-hf", out, tmp_path / "back")
     assert main(["convert"]) == 2
     assert "quaver-to-hf" in capsys.readouterr().out
-    assert "unknown conversion 'up'; choose from hf-to-quaver, quaver-to-hf" in refused(capsys, "up")
-    assert "--dtype must be one of float32, bfloat16, got 'int8'" in refused(capsys, *export, "--dtype=int8")
-    assert "exists already" in refused(capsys, "hf-to-quaver", hf("plain"), out)
-    assert "exists already" in refused(capsys, "quaver-to-hf", out, hf("plain"))
-    assert "--model must be one of model, the models of" in refused(capsys, *export, "--model=rowwise")
-    assert "--max-shard-size: expected a size above 0" in refused(capsys, *export, "--max-shard-size=5XB")
-    assert "such as 80GiB, 80GB, 512MiB" in refused(capsys, *export, "--max-shard-size=0GB")
-    assert "must have files of a tokenizer" in refused(capsys, *export, f"--tokenizer={out}")
-    assert "is not a checkpoint" in refused(capsys, "quaver-to-hf", hf("plain"), tmp_path / "back")
+    assert "unknown conversion 'up'; choose from hf-to-quaver, quaver-to-hf" in refused("convert", "up")
+    assert "--dtype must be one of float32, bfloat16, got 'int8'" in refused("convert", *export, "--dtype=int8")
+    assert "exists already" in refused("convert", "hf-to-quaver", hf("plain"), out)
+    assert "exists already" in refused("convert", "quaver-to-hf", out, hf("plain"))
+    assert "--model must be one of model, the models of" in refused("convert", *export, "--model=rowwise")
+    assert "--max-shard-size: expected a size above 0" in refused("convert", *export, "--max-shard-size=5XB")
+    assert "such as 80GiB, 80GB, 512MiB" in refused("convert", *export, "--max-shard-size=0GB")
+    assert "must have files of a tokenizer" in refused("convert", *export, f"--tokenizer={out}")
+    assert "is not a checkpoint" in refused("convert", "quaver-to-hf", hf("plain"), tmp_path / "back")
     (tmp_path / "file").touch()
-    assert "Not a directory" in refused(capsys, "hf-to-quaver", hf("plain"), tmp_path / "file" / "out")
+    assert "Not a directory" in refused("convert", "hf-to-quaver", hf("plain"), tmp_path / "file" / "out")
     assert not (tmp_path / "back").exists()
 
 
-def test_checkpoints_that_are_damaged_are_refused_in_one_line(hf, tmp_path, capsys):
+def test_checkpoints_that_are_damaged_are_refused_in_one_line(hf, tmp_path, refused):
     checkpoint = tmp_path / "out"
     convert("hf-to-quaver", hf("plain"), checkpoint)
     record = json.loads((checkpoint / "checkpoint.json").read_text())
@@ -406,7 +391,7 @@ def test_checkpoints_that_are_damaged_are_refused_in_one_line(hf, tmp_path, caps
         config = {"model": {**record["config"]["model"], **changes}} if changes else record["config"]
         (checkpoint / "checkpoint.json").write_text(json.dumps({**record, "config": config}))
         write_manifest(checkpoint, {})
-        return refused(capsys, "quaver-to-hf", checkpoint, tmp_path / "back")
+        return refused("convert", "quaver-to-hf", checkpoint, tmp_path / "back")
 
     assert "does not have the tensors that its config requires: model.layers.2." in told(n_layers=3)
     assert "lm_head.weight must be [256, 64], is [300, 64]" in told(vocab_size=256)

@@ -12,18 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from quaver.devices import DEVICE_SPECS, PeakFlops, find_device_spec, peak_flops
+from quaver.devices import PeakFlops
 from quaver.trainer.config import Metrics, TrainConfig
 from quaver.trainer.config_docs import configuration_page
 from quaver.trainer.errors import CheckpointError, OutputError
-from quaver.trainer.float8_scales import panels_of
 from quaver.trainer.flops import utilization
 from quaver.trainer.memory import device_memory, memory_words
 from quaver.trainer.metrics import (
     SPIKE_MIN_STEPS,
     SPIKE_WINDOW,
     JsonLines,
-    Records,
     check_loggers,
     is_spike,
     median_step_seconds,
@@ -83,17 +81,6 @@ def test_utilization_against_both_peaks_by_hand():
     measured = PeakFlops(1e9, "", float32_flops_per_s=4e9)  # a CPU without bfloat16 instructions
     used = utilization({"float32": 300, "bfloat16": 100}, 1e6, measured)
     assert used["mfu_by_precision"] == pytest.approx(0.075 + 0.1)
-
-
-def test_the_device_table():
-    assert {spec.name for spec in DEVICE_SPECS} == {"H100", "H200", "B200", "A100", "L40S", "MI300X"}
-    assert find_device_spec("NVIDIA H100 80GB HBM3").float8_tflops > 1.9 * find_device_spec("H100").bfloat16_tflops
-    assert find_device_spec("A100").float8_tflops is None
-    assert find_device_spec("Some GPU") is None
-    here = peak_flops(torch.device("cpu"))
-    assert here.source.startswith("unknown device; measured")
-    assert here.float8_flops_per_s is None
-    assert here.float32_flops_per_s > 1e8
 
 
 def test_memory_of_a_cpu():
@@ -189,7 +176,7 @@ def test_a_damaged_record_is_named_and_no_file_is_changed(tmp_path, damage):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_rewinding_and_drawing_hold_one_record_at_a_time(tmp_path):
+def test_rewinding_holds_one_record_at_a_time(tmp_path):
     path = tmp_path / "float8_scales.jsonl"
     names = [f"model.layers.{index}.mlp.down_proj.input" for index in range(100)]
     empty = {"saturated": {}, "dynamic": [], "nonfinite": []}
@@ -203,14 +190,9 @@ def test_rewinding_and_drawing_hold_one_record_at_a_time(tmp_path):
     try:
         rewind(path, step=400)
         rewinding = tracemalloc.get_traced_memory()[1]
-        tracemalloc.reset_peak()
-        panel = panels_of(Records(path))["input"]
-        drawing = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert panel.exponent.shape == (100, 400)
     assert rewinding < 500_000
-    assert drawing < 3 * panel.exponent.nbytes + 500_000
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")

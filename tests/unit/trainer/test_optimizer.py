@@ -1,7 +1,6 @@
 """AdamW's groups and implementations, on sharded parameters too, and gradient clipping against torch's."""
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -67,15 +66,8 @@ def test_implementations_agree(implementation):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.fixture
-def group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("implementation", EXPLICIT)
-def test_sharded_parameters_are_updated_alike(group_of_one, implementation):
+def test_sharded_parameters_are_updated_alike(one_rank, implementation):
     torch.manual_seed(0)
     model = Llama(SHAPE)
     whole = trained(model, implementation)

@@ -2,26 +2,23 @@
 
 import ctypes
 import math
-import subprocess
-import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from quaver.trainer import process
 from quaver.trainer import train as train_module
-from quaver.trainer.config import Comm, Float8, TrainConfig
+from quaver.trainer.config import Comm, Float8
 from quaver.trainer.errors import NonFiniteError
 from quaver.trainer.metrics import read_metrics
 from quaver.trainer.process import determinism, watchdog
 from quaver.trainer.train import Run, prepare, train
 from quaver.trainer.trained_model import TrainedModel
-
-
-def steps_config(config: TrainConfig, steps: int, **training: object) -> TrainConfig:
-    return replace(config, training=replace(config.training, steps=steps, **training))
+from tests.isolated import Forked
+from tests.unit.trainer.runs import changed
 
 
 def spoil(run: Run, monkeypatch: pytest.MonkeyPatch, bad_steps: set[int]) -> None:
@@ -47,7 +44,9 @@ def weights(run: Run) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_a_skipped_step_changes_nothing_but_the_data(tiny_config, monkeypatch, capsys, recipe):
-    config = steps_config(replace(tiny_config, float8=Float8(recipe_name=recipe)), 4, nonfinite="skip")
+    config = changed(
+        replace(tiny_config, float8=Float8(recipe_name=recipe)), training={"steps": 4, "nonfinite": "skip"}
+    )
     run = prepare(config)
     before, scales = [], []
     original = TrainedModel.train_step
@@ -78,7 +77,7 @@ def test_a_skipped_step_changes_nothing_but_the_data(tiny_config, monkeypatch, c
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run(tiny_config, monkeypatch):
-    config = steps_config(tiny_config, 9, nonfinite="skip", max_nonfinite_steps=2)
+    config = changed(tiny_config, training={"steps": 9, "nonfinite": "skip", "max_nonfinite_steps": 2})
     run = prepare(config)
     spoil(run, monkeypatch, {1, 2, 4, 5, 6})
     with pytest.raises(NonFiniteError, match=r"step 6 .*training\.max_nonfinite_steps = 2 were skipped"):
@@ -133,35 +132,31 @@ def test_a_step_that_keeps_the_lock_of_python_leaves_its_stack(tmp_path, monkeyp
     assert "the_kernel_that_hangs" in written[0]
 
 
-SLOW_STEP = """
-import sys, time
-from pathlib import Path
-from quaver.trainer.process import watchdog
+def train_slowly(stacks: Path) -> None:
+    """A step of Python code that is compiled and called without end, and of deep stacks."""
 
-def deep(n):
-    return 0 if n == 0 else 1 + deep(n - 1)
+    def deep(n):
+        return 0 if n == 0 else 1 + deep(n - 1)
 
-def compiles_and_calls(n):
-    exec(f"def f{n % 7}(n):\\n    return deep(n) + sum(x for x in range(5))\\nf{n % 7}({n % 30})")
+    def compiles_and_calls(n):
+        exec(f"def f{n % 7}(n):\n    return deep(n) + sum(x for x in range(5))\nf{n % 7}({n % 30})", {"deep": deep})
 
-with watchdog(Path(sys.argv[1])) as watching, watching.step(0.002, "step 1"):
-    until = time.monotonic() + 2.5
-    n = 0
-    while time.monotonic() < until:
-        compiles_and_calls(n := n + 1)
-"""
+    with watchdog(stacks) as watching, watching.step(0.002, "step 1"):
+        until, n = time.monotonic() + 2.5, 0
+        while time.monotonic() < until:
+            compiles_and_calls(n := n + 1)
 
 
 def test_a_step_that_is_slow_and_not_stuck_survives_its_stacks(tmp_path):
     """Stacks read while Python code runs would end the process by a segmentation fault within a second or so."""
     path = tmp_path / "stacks-rank0.txt"
-    done = subprocess.run([sys.executable, "-c", SLOW_STEP, str(path)], capture_output=True, text=True, timeout=60)
+    done = Forked(train_slowly, path).finished()
     assert done.returncode == 0, done.stderr
     assert "compiles_and_calls" in path.read_text()
 
 
 def test_a_run_is_watched_and_goes_on(tiny_config, monkeypatch, capsys):
-    config = replace(steps_config(tiny_config, 3), comm=Comm(watchdog_seconds=1))
+    config = replace(changed(tiny_config, training={"steps": 3}), comm=Comm(watchdog_seconds=1))
     run = prepare(config)
     original = TrainedModel.train_step
 
@@ -187,8 +182,8 @@ def test_deterministic_algorithms_are_on_in_the_run_alone(tiny_float8_config, mo
     monkeypatch.setattr(TrainedModel, "train_step", look)
     runs = []
     for name, deterministic in (("plain", False), ("deterministic", True)):
-        config = replace(tiny_float8_config, job=replace(tiny_float8_config.job, name=name))
-        run = prepare(steps_config(config, 2, deterministic=deterministic))
+        config = changed(tiny_float8_config, job={"name": name})
+        run = prepare(changed(config, training={"steps": 2, "deterministic": deterministic}))
         train(run)
         runs.append([r["loss"] for r in read_metrics(run.folder.metrics) if "loss" in r])
     assert seen == [False] * 4 + [True] * 4

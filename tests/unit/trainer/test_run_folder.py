@@ -4,19 +4,22 @@ import hashlib
 import json
 import os
 import platform
-import subprocess
-import sys
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_checkpoint import refused
 
 from quaver.cli import main
 from quaver.trainer.config import Checkpoint, Float8, LRScheduler, TrainConfig
 from quaver.trainer.metrics import read_metrics
 from quaver.trainer.run_lock import HOLDER, RunLock
-from quaver.trainer.train import Run, prepare, train
+from quaver.trainer.train import prepare, train
+from tests.isolated import Forked
+from tests.unit.trainer.runs import changed, run_to_end
 
 
 @pytest.fixture
@@ -31,14 +34,7 @@ def config(tiny_config: TrainConfig) -> TrainConfig:
 
 
 def resumed(config: TrainConfig, steps: int) -> TrainConfig:
-    checkpoint = replace(config.checkpoint, resume="must")
-    return replace(config, training=replace(config.training, steps=steps), checkpoint=checkpoint)
-
-
-def run_to_end(config: TrainConfig) -> Run:
-    run = prepare(config)
-    train(run)
-    return run
+    return changed(config, training={"steps": steps}, checkpoint={"resume": "must"})
 
 
 def digest(folder: Path) -> dict[str, str]:
@@ -49,39 +45,36 @@ def digest(folder: Path) -> dict[str, str]:
     }
 
 
-HOLD = """
-import sys
-from pathlib import Path
-from quaver.trainer.run_lock import RunLock
-lock = RunLock(Path(sys.argv[1]))
-lock.acquire()
-print("held", flush=True)
-sys.stdin.read()
-"""
+def acquire_and_sleep(folder: Path) -> None:
+    RunLock(folder).acquire()
+    (folder.parent / "held").touch()
+    time.sleep(600)
 
 
-def hold(folder: Path) -> subprocess.Popen[str]:
-    """Start a process that holds the lock of `folder`."""
-    command = [sys.executable, "-c", HOLD, str(folder)]
-    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert holder.stdout.readline() == "held\n"
-    return holder
+@contextmanager
+def held(folder: Path) -> Iterator[Forked]:
+    """A process that holds the lock of `folder`, and is killed in the end."""
+    holder = Forked(acquire_and_sleep, folder)
+    while not (folder.parent / "held").exists():
+        assert holder.poll() is None, holder.communicate()
+        time.sleep(0.01)
+    yield holder
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
 
 
-def test_a_second_resume_is_refused_and_changes_nothing(config, capsys):
+def test_a_second_resume_is_refused_and_changes_nothing(config, refused):
     folder = run_to_end(config).folder.path
-    with hold(folder) as holder:
+    with held(folder) as holder:
         before = digest(folder)
-        line = refused(["--resume", str(folder), "--training.steps=6", "--checkpoint.interval=5"], capsys)
+        line = refused("train", "--resume", str(folder), "--training.steps=6", "--checkpoint.interval=5")
         assert f"process {holder.pid} on host {platform.node()}" in line
         assert digest(folder) == before
-        holder.stdin.close()
-        holder.wait()
 
 
-def test_a_run_holds_its_lock_until_it_has_ended(config, capsys):
+def test_a_run_holds_its_lock_until_it_has_ended(config, refused):
     first = prepare(config)
-    line = refused([*("--resume", str(first.folder.path)), "--checkpoint.resume=auto"], capsys)
+    line = refused("train", "--resume", first.folder.path, "--checkpoint.resume=auto")
     assert f"process {os.getpid()} on host" in line
     train(first)
     assert first.checkpoints.folder.steps() == [2, 4]
@@ -91,9 +84,8 @@ def test_a_run_holds_its_lock_until_it_has_ended(config, capsys):
 
 def test_the_lock_of_a_killed_run_is_taken_over_with_one_line(config, capsys):
     folder = run_to_end(config).folder.path
-    with hold(folder) as holder:
-        holder.kill()
-        holder.wait()
+    with held(folder) as holder:
+        pass
     assert json.loads((folder / HOLDER).read_text())["pid"] == holder.pid
     capsys.readouterr()
     assert run_to_end(resumed(config, 6)).began_at_step == 4
@@ -108,8 +100,8 @@ def test_a_damaged_holder_file_does_not_keep_a_run_from_its_folder(tmp_path, cap
     assert "took over the lock" in capsys.readouterr().err
 
 
-def test_refused_resumes_leave_every_byte(config, tmp_path, capsys):
-    whole = run_to_end(replace(resumed(config, 6), job=replace(config.job, name="whole"), checkpoint=config.checkpoint))
+def test_refused_resumes_leave_every_byte(config, tmp_path, refused):
+    whole = run_to_end(changed(config, training={"steps": 6}, job={"name": "whole"}))
     folder = run_to_end(config).folder.path
     (tmp_path / "small").mkdir()
     (tmp_path / "small" / "text.txt").write_text("a")
@@ -132,13 +124,13 @@ def test_refused_resumes_leave_every_byte(config, tmp_path, capsys):
         (["--training.no_such_setting=1"], "no_such_setting"),
         (["--parallelism.data_parallel_shard_degree=2"], "parallelism"),
     ):
-        assert what in refused(["--resume", str(folder), *words], capsys)
+        assert what in refused("train", "--resume", str(folder), *words)
         assert digest(folder) == before, words
     shard = next((folder / "checkpoint" / "step-00000004").rglob("*.distcp"))
     content = shard.read_bytes()
     shard.write_bytes(content[: len(content) // 2])
     damaged = digest(folder)
-    refused(["--resume", str(folder), "--training.steps=6"], capsys)
+    refused("train", "--resume", str(folder), "--training.steps=6")
     assert digest(folder) == damaged
     shard.write_bytes(content)
     assert main(["train", "--resume", str(folder), "--training.steps=6"]) == 0

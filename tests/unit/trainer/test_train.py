@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from quaver.trainer import train as train_module
-from quaver.trainer.config import Float8, TrainConfig
+from quaver.trainer.config import Float8
 from quaver.trainer.config_io import load_config
 from quaver.trainer.errors import NonFiniteError
 from quaver.trainer.memory import PeakMemory
 from quaver.trainer.metrics import read_metrics, summarize
 from quaver.trainer.run_folder import RunFolder
 from quaver.trainer.train import Run, prepare, train
+from tests.unit.trainer.runs import changed, run_to_end
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -23,17 +24,6 @@ def losses(run: Run, name: str | None = None) -> list[float]:
     name = name or run.models[0].name
     records = [record for record in read_metrics(run.folder.metrics) if record["run"] == name]
     return [record["loss"] if "loss" in record else record["validation_loss"] for record in records]
-
-
-def named(config: TrainConfig, name: str, **training: object) -> TrainConfig:
-    changed = replace(config.training, **training)
-    return replace(config, job=replace(config.job, name=name), training=changed)
-
-
-def run_to_end(config: TrainConfig) -> Run:
-    run = prepare(config)
-    assert train(run)["status"] == "finished"
-    return run
 
 
 def test_a_run_leaves_everything_in_its_folder(tiny_config, capsys):
@@ -49,7 +39,7 @@ def test_a_run_leaves_everything_in_its_folder(tiny_config, capsys):
         ".writer.lock",
         "checkpoint",
     }
-    resolved = replace(tiny_config, training=replace(tiny_config.training, global_batch_size=2))
+    resolved = changed(tiny_config, training={"global_batch_size": 2})
     assert load_config(folder / "config.toml") == run.config == resolved
     assert (folder / "curves.png").read_bytes().startswith(PNG)
     assert len(json.loads((folder / "data.json").read_text())["sha256"]) == 64
@@ -70,22 +60,28 @@ def test_a_run_leaves_everything_in_its_folder(tiny_config, capsys):
 
 
 def test_accumulated_micro_batches_equal_one_batch(tiny_config):
-    whole = named(tiny_config, "whole", local_batch_size=4, mixed_precision_param="float32")
-    cut = named(tiny_config, "cut", local_batch_size=1, global_batch_size=4, mixed_precision_param="float32")
-    cut = replace(cut, validation=replace(cut.validation, steps=8))
+    whole = changed(
+        tiny_config, job={"name": "whole"}, training={"local_batch_size": 4, "mixed_precision_param": "float32"}
+    )
+    cut = changed(
+        tiny_config,
+        job={"name": "cut"},
+        training={"local_batch_size": 1, "global_batch_size": 4, "mixed_precision_param": "float32"},
+    )
+    cut = changed(cut, validation={"steps": 8})
     assert losses(run_to_end(cut)) == pytest.approx(losses(run_to_end(whole)), rel=1e-4)
 
 
 def test_measuring_memory_changes_no_loss(tiny_config, monkeypatch):
-    measured = losses(run_to_end(named(tiny_config, "measured")))
+    measured = losses(run_to_end(changed(tiny_config, job={"name": "measured"})))
     monkeypatch.setattr(train_module, "MEMORY_STEP", -1)
-    run = prepare(named(tiny_config, "unmeasured"))
+    run = prepare(changed(tiny_config, job={"name": "unmeasured"}))
     assert train(run)["runs"]["bfloat16"]["peak_memory_source"] == "not measured"
     assert losses(run) == measured
 
 
 def test_bfloat16_parameters(tiny_config):
-    run = run_to_end(named(tiny_config, "bf16", dtype="bfloat16"))
+    run = run_to_end(changed(tiny_config, job={"name": "bf16"}, training={"dtype": "bfloat16"}))
     assert {parameter.dtype for parameter in run.models[0].model.parameters()} == {torch.bfloat16}
 
 
@@ -100,8 +96,8 @@ def test_both_models_have_equal_weights_and_data_and_differ_only_in_float8(tiny_
     assert float8 != baseline
     assert float8 == pytest.approx(baseline, rel=0.05)
 
-    job = replace(tiny_float8_config.job, name="alone", compare=False)
-    alone = replace(tiny_float8_config, job=job, float8=Float8(enable_float8_linear=False))
+    alone = changed(tiny_float8_config, job={"name": "alone", "compare": False})
+    alone = replace(alone, float8=Float8(enable_float8_linear=False))
     assert losses(run_to_end(alone)) == baseline  # the baseline is exactly the run without float8
 
     comparison = summary["comparison"]
@@ -124,25 +120,6 @@ def test_the_models_take_turns_and_swap_the_first(tiny_float8_config):
     ]  # fmt: skip
 
 
-def test_sigterm_ends_the_run_after_the_step_with_a_readable_folder(tiny_config, monkeypatch):
-    run = prepare(named(tiny_config, "stopped", steps=100))
-    before = signal.getsignal(signal.SIGTERM)
-    step = train_module._train_step
-
-    def step_then_signal(run_, index, *args):
-        step(run_, index, *args)
-        if index == 3:
-            signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(train_module, "_train_step", step_then_signal)
-    summary = train(run)
-    assert (summary["status"], summary["steps"]) == ("interrupted", 3)
-    assert json.loads((run.folder.path / "summary.json").read_text()) == summary
-    assert read_metrics(run.folder.metrics)[-1]["step"] == 3
-    assert run.folder.curves.read_bytes().startswith(PNG)
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
 def test_a_second_ctrl_c_ends_at_once(tiny_config, monkeypatch):
     run = prepare(tiny_config)
 
@@ -154,18 +131,6 @@ def test_a_second_ctrl_c_ends_at_once(tiny_config, monkeypatch):
     summary = train(run)  # before the first record: the curves are empty, and drawn
     assert (summary["status"], summary["steps"]) == ("interrupted", 0)
     assert run.folder.curves.read_bytes().startswith(PNG)
-
-
-def test_nonfinite_weight_is_named_and_the_folder_is_readable(tiny_config):
-    run = prepare(tiny_config)
-    with torch.no_grad():
-        run.models[0].model.model.layers[1].mlp.up_proj.weight[2, 3] = torch.inf
-    with pytest.raises(NonFiniteError, match=r"bfloat16: step 1 .*first in weight of model.layers.1.mlp.up_proj"):
-        train(run)
-    summary = json.loads((run.folder.path / "summary.json").read_text())
-    assert (summary["status"], summary["steps"]) == ("non-finite", 0)
-    assert "up_proj" in summary["error"]
-    assert run.folder.curves.exists()
 
 
 def test_nonfinite_stops_before_the_optimizer_step(tiny_config):
@@ -193,7 +158,7 @@ def test_an_unexpected_error_still_leaves_a_summary(tiny_config, monkeypatch):
 
 
 def test_automatic_names_differ(tiny_config):
-    unnamed = named(tiny_config, "")
+    unnamed = changed(tiny_config, job={"name": ""})
     first, second = RunFolder.open(unnamed), RunFolder.open(unnamed)
     first.begin(unnamed)
     assert first.path != second.path

@@ -1,0 +1,427 @@
+"""Float8 primary weights: parameters that hold the codes of their matmuls, and masters that an optimizer updates.
+
+    model = convert_to_float8_training(model, config="tensorwise")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = use_float8_primary_weights(model, optimizer)
+
+A primary weight has one byte per element for each cast of the weight. It is quantized when the optimizer has stepped or
+a checkpoint was loaded, and at no other time: forward, backward and recomputations of all microbatches read its codes.
+The parameters that the optimizer was made with stay in it and become the masters, so a step runs on plain tensors, by
+the kernels (foreach, fused) that the optimizer has for them.
+
+    backward                  autograd accumulates into `primary.grad`, in the master's dtype
+    optimizer.step()          master.grad = primary.grad; the wrapped optimizer steps; codes = quantize(master)
+    any op on a primary       runs on the master; after a write the codes are quantized again
+    state_dict                the master, under the weight's name
+
+[Note: bfloat16 masters] A bfloat16 has 8 bits of precision, so most updates of a late training step are smaller than
+half its spacing, and rounding to nearest loses them. The step therefore runs on float32 copies, which are rounded up
+or down with probabilities that keep the expected value. The random bits follow from a step count in the param groups:
+ranks round alike, and a resumed run rounds as the first would have.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from quaver.config import Float8LinearConfig
+from quaver.formats import HP_DTYPES
+from quaver.linear import Float8Linear
+from quaver.quantize import WEIGHT, Operand, Operands, Quantizer, cast_pair
+from quaver.tensor import Float8Tensor, WrappedTensor, written
+
+aten = torch.ops.aten
+
+_ROUNDINGS = "stochastic_roundings"
+"""The entry of a param group that counts its steps; see [Note: bfloat16 masters]."""
+
+
+class Float8PrimaryWeight(Float8Tensor, WrappedTensor):
+    """The codes of a weight [N, K], and its master, whose dtype the parameter has.
+
+    Attributes:
+        wrapped, config: the master, and how to quantize it. None in a tensor that the compiler traces with.
+    """
+
+    config: Float8LinearConfig
+    _quantized: tuple[int, int]
+    """The versions of parameter and master that the codes were quantized from."""
+
+    @staticmethod
+    def __new__(
+        cls,
+        last: Operand,
+        first: Operand | None,
+        dtype: torch.dtype,
+        master: Tensor | None = None,
+        config: Float8LinearConfig | None = None,
+    ) -> Float8PrimaryWeight:
+        """Use `of`."""
+        new = Float8Tensor.__new__(cls, last, first, dtype) if master is None else cls.around(master)
+        return cast(Float8PrimaryWeight, new)
+
+    def __init__(
+        self,
+        last: Operand,
+        first: Operand | None,
+        dtype: torch.dtype,
+        master: Tensor | None = None,
+        config: Float8LinearConfig | None = None,
+    ) -> None:
+        super().__init__(last, first, dtype)
+        self.wrapped, self.config = cast(Tensor, master), cast(Float8LinearConfig, config)
+        self._quantized = self._versions()
+
+    @staticmethod
+    def of(master: Tensor, config: Float8LinearConfig) -> Float8PrimaryWeight:
+        """Quantize `master`, high precision [N, K], under `config`."""
+        operands = _quantize(master, config)
+        return Float8PrimaryWeight(*operands, master.dtype, master, config)
+
+    def operands(self) -> Operands:
+        """The operands of both matmuls, quantized again first if the master was written to around the parameter."""
+        if not torch.compiler.is_compiling() and self._quantized != self._versions():
+            self.quantize()
+        return super().operands()
+
+    @torch.no_grad()
+    def quantize(self) -> None:
+        """Bring the codes up to date with the master."""
+        last, first = _quantize(self.wrapped, self.config)
+        pairs = [(self.operand(1), last)]
+        if self.first_data_fp8 is not self.data_fp8:
+            pairs.append((self.operand(0), first))
+        for to, made in pairs:
+            to.data.copy_(made.data)
+            cast(Tensor, to.dequant_scale).copy_(cast(Tensor, made.dequant_scale))
+        self._quantized = self._versions()
+
+    def _versions(self) -> tuple[int, int]:
+        if self.wrapped is None or torch.compiler.is_compiling():
+            return 0, 0
+        return self._version, self.wrapped._version
+
+    @property
+    def data(self) -> Tensor:
+        """The same weight without history. Setting it writes the values to the master."""
+        return self.detach()
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        if new.shape != self.shape or new.dtype != self.dtype or new.device != self.device:
+            raise RuntimeError(
+                f"cannot assign {list(new.shape)} of {new.dtype} on {new.device} to .data of a float8 primary weight "
+                f"{list(self.shape)} of {self.dtype} on {self.device}; convert the model before "
+                "use_float8_primary_weights"
+            )
+        with torch.no_grad():
+            self.copy_(new)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Float8PrimaryWeight:
+        if id(self) not in memo:
+            copied = _rebuild(copy.deepcopy(self.wrapped, memo), self.config, self.requires_grad, _is_parameter(self))
+            copied.grad = copy.deepcopy(self.grad, memo)
+            memo[id(self)] = copied
+        return cast(Float8PrimaryWeight, memo[id(self)])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (self.wrapped, self.config, self.requires_grad, _is_parameter(self))
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"Float8PrimaryWeight({self.data_fp8.dtype}, master={self.wrapped})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        leaves = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
+        if any(leaf.wrapped is None for leaf in leaves):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if func in (aten.detach.default, aten.alias.default):
+            return leaves[0]._alias()
+        masters = torch.utils._pytree.tree_map_only(cls, lambda weight: weight.wrapped, (args, kwargs))
+        out = func(*masters[0], **masters[1])
+        if func._schema.is_mutable:
+            for weight in written(func, args, kwargs, cls):
+                weight.quantize()
+            return args[0] if isinstance(out, Tensor) and isinstance(args[0], cls) else out
+        if func is aten._to_copy.default and out.dtype in HP_DTYPES:  # module.to(): another weight of the same kind
+            return cls.of(out, leaves[0].config)
+        return out
+
+    def _alias(self) -> Float8PrimaryWeight:
+        """A tensor of the same codes and the same master."""
+        alias = Float8PrimaryWeight(self.operand(1), self.operand(0), self.dtype, self.wrapped, self.config)
+        alias._quantized = self._quantized
+        return alias
+
+
+def _quantize(master: Tensor, config: Float8LinearConfig) -> tuple[Operand, Operand]:
+    """The operands of `output` and of `grad_input`; one object where one cast serves both."""
+    casts = cast_pair(config, WEIGHT, master.dtype)
+    shared = not (casts.last.is_rowwise or casts.first.is_rowwise)
+    operands = Quantizer(casts)(master.detach(), last=True, first=not shared)
+    last = cast(Operand, operands.last)
+    return last, last if shared else cast(Operand, operands.first)
+
+
+def _is_parameter(weight: Tensor) -> bool:
+    return hasattr(weight, "_is_param")
+
+
+def _rebuild(
+    master: Tensor, config: Float8LinearConfig, requires_grad: bool, is_parameter: bool
+) -> Float8PrimaryWeight:
+    weight: Tensor = Float8PrimaryWeight.of(master, config)
+    if is_parameter:
+        weight = nn.Parameter(weight, requires_grad)
+    return cast(Float8PrimaryWeight, weight.requires_grad_(requires_grad))
+
+
+# ---- the optimizer ---------------------------------------------------------------------------------------------------
+
+
+class Primary(NamedTuple):
+    """A linear, its primary weight, and the master that the wrapped optimizer holds in the weight's place."""
+
+    name: str
+    linear: Float8Linear
+    weight: Float8PrimaryWeight
+    master: nn.Parameter
+
+
+class Float8PrimaryOptimizer(Optimizer):
+    """Any optimizer, stepping on the masters of float8 primary weights; made by `use_float8_primary_weights`.
+
+    Its param groups hold the model's parameters. What a scheduler sets in them reaches the wrapped optimizer at its
+    next step. State dicts are the wrapped optimizer's; masters are in the model's.
+
+    Attributes:
+        inner: the wrapped optimizer.
+        primaries: the weights that it steps for.
+    """
+
+    def __init__(self, inner: Optimizer, primaries: list[Primary], master_dtype: torch.dtype) -> None:
+        """Use `use_float8_primary_weights`."""
+        self.inner, self.primaries, self._rounds = inner, primaries, master_dtype is torch.bfloat16
+        weights = {id(primary.master): primary.weight for primary in primaries}
+        groups = [{**group, "params": [weights.get(id(p), p) for p in group["params"]]} for group in inner.param_groups]
+        self._is_made = self._is_stepping = False
+        super().__init__(groups, dict(inner.defaults))
+        self._is_made = True
+        self.load_state_dict(inner.state_dict())  # what there is of the state gets the masters' dtype
+        inner.register_step_pre_hook(self._check_caller)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of the wrapped optimizer on the masters, then one cast of each primary weight.
+
+        Raises:
+            RuntimeError: a weight of the model is no longer the primary weight that was made for it.
+        """
+        with self._masters():
+            self._is_stepping = True
+            if closure is None:
+                self._pass_gradients()
+                result = self.inner.step()
+            else:
+                result = self.inner.step(lambda: self._evaluate(closure))
+            if self._rounds:
+                first = self.inner.param_groups[0]
+                first[_ROUNDINGS] = first.get(_ROUNDINGS, 0) + 1
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's."""
+        _copy_options(self.param_groups, self.inner.param_groups)
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of the wrapped optimizer, or of one of its kind that trained ordinary parameters."""
+        with self._masters():  # torch gives the state their dtype
+            self.inner.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to both optimizers; they stay as they are."""
+        super().add_param_group(param_group)
+        if self._is_made:
+            self.inner.add_param_group({**param_group, "params": list(param_group["params"])})
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"inner": self.inner, "primaries": self.primaries, "_rounds": self._rounds}
+        return {**super().__getstate__(), **own, "_is_made": True, "_is_stepping": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.inner.register_step_pre_hook(self._check_caller)
+
+    def _check_caller(self, *step: Any) -> None:
+        if not self._is_stepping:
+            raise RuntimeError("step the optimizer that use_float8_primary_weights returned, not the one that it wraps")
+
+    @contextmanager
+    def _masters(self) -> Iterator[None]:
+        """Bring the wrapped optimizer up to date, have float32 masters meanwhile, and quantize them at the end."""
+        self._check_weights()
+        _copy_options(self.param_groups, self.inner.param_groups)
+        if self._rounds:
+            for primary in self.primaries:
+                primary.master.data = primary.master.data.float()
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+            if self._rounds:
+                self._round()
+            for primary in self.primaries:
+                primary.master.grad = None
+                primary.weight.quantize()
+            self.state = self.inner.state
+            _copy_options(self.inner.param_groups, self.param_groups)
+
+    def _check_weights(self) -> None:
+        if hasattr(self.inner.step, "_wrapped_by_lr_sched"):
+            raise RuntimeError(
+                "a scheduler was made for the wrapped optimizer; make it for the one that use_float8_primary_weights "
+                "returned"
+            )
+        for name, linear, weight, master in self.primaries:
+            if linear.weight is not weight:
+                raise RuntimeError(
+                    f"{name}.weight was replaced after use_float8_primary_weights (by load_state_dict(assign=True) or "
+                    "fully_shard, say), so the optimizer would not train it: load without assign, shard without "
+                    "primary weights"
+                )
+            if weight.wrapped is not master:  # model.to() copied it
+                master.data = weight.wrapped.detach()
+                weight.wrapped = master
+                weight.quantize()
+
+    def _pass_gradients(self) -> None:
+        for primary in self.primaries:
+            grad = primary.weight.grad
+            primary.master.grad = None if grad is None else grad.to(primary.master.dtype)
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Run a closure with the masters as they are now: LBFGS moves them between its calls."""
+        for primary in self.primaries:
+            primary.weight.quantize()
+        loss = closure()
+        self._pass_gradients()
+        return loss
+
+    def _round(self) -> None:
+        """Make float32 masters bfloat16 ones; exact for those that did not change."""
+        roundings = self.inner.param_groups[0].get(_ROUNDINGS, 0)
+        for index, primary in enumerate(self.primaries):
+            generator = torch.Generator(primary.master.device)
+            generator.manual_seed(roundings * len(self.primaries) + index)
+            primary.master.data = round_stochastically(primary.master.data, generator)
+
+
+def _copy_options(source: list[dict[str, Any]], to: list[dict[str, Any]]) -> None:
+    """Set the hyperparameters of param groups to those of others."""
+    for group, options in zip(to, source, strict=True):
+        group.update({name: value for name, value in options.items() if name != "params"})
+
+
+def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
+    """float32 `values` as bfloat16, each up or down with the probability that keeps its expected value.
+
+    The upper 16 bits of a float32 are a bfloat16. Adding uniform random 16 bits carries into them with the probability
+    that the lower bits, as a fraction, ask for. Non-finite values are rounded to nearest.
+    """
+    noise = torch.randint(2**16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
+    rounded = (values.view(torch.int32) + noise).bitwise_and(-(2**16)).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
+
+
+# ---- the verb --------------------------------------------------------------------------------------------------------
+
+
+def use_float8_primary_weights(
+    model: nn.Module, optimizer: Optimizer, *, master_dtype: torch.dtype = torch.float32
+) -> Float8PrimaryOptimizer:
+    """Make the weights of the Float8Linears that `optimizer` trains float8, and its own parameters their masters.
+
+    For one process and for DDP; under FSDP2 the shards are the masters, and `cast_weights_once` saves the casts. Call
+    it when the model has its weights and before schedulers, DDP and Accelerate's prepare are made, then use the result
+    in place of `optimizer`. Losses are those of ordinary parameters to the bit, if the master has their dtype.
+
+    Args:
+        model: a converted model, in place: each such weight becomes a `Float8PrimaryWeight`, a new parameter.
+        optimizer: made with the model's parameters. Weights that it does not hold stay as they are.
+        master_dtype: float32, or bfloat16 with stochastic rounding. It is the dtype that the parameters show and that
+            gradients have. The state of the optimizer is float32 in both cases.
+    Returns:
+        The optimizer to use. It saves and loads as `optimizer` does; the model's state dict holds the masters.
+    Raises:
+        ValueError: no weight to convert, or one that cannot be: sharded, tied, with a delayed or static scale, or
+            multiplied in high precision; a scheduler or DDP that was made before; another master_dtype.
+        TypeError: `optimizer` is no torch.optim.Optimizer, or has primary weights.
+    """
+    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, Float8PrimaryOptimizer):
+        raise TypeError(f"optimizer: expected a torch.optim.Optimizer of ordinary parameters, got {type(optimizer)}")
+    if master_dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"master_dtype: expected torch.float32 or torch.bfloat16, got {master_dtype}")
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        raise ValueError("optimizer: a scheduler was made for it; call use_float8_primary_weights before")
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+        raise ValueError("model: it is in DistributedDataParallel; call use_float8_primary_weights before")
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    linears = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, Float8Linear) and id(module.weight) in held
+    ]
+    if not linears:
+        raise ValueError(
+            "expected an optimizer that holds weights of Float8Linears of this model, got none; convert the model, "
+            "then make the optimizer with model.parameters()"
+        )
+    for name, linear in linears:
+        obstacle = _obstacle(model, linear)
+        if obstacle:
+            raise ValueError(f"{name}.weight cannot be a float8 primary weight: {obstacle}")
+    primaries = [_make_primary(name, linear, master_dtype) for name, linear in linears]
+    return Float8PrimaryOptimizer(optimizer, primaries, master_dtype)
+
+
+def _obstacle(model: nn.Module, linear: Float8Linear) -> str:
+    casts = linear.config.casts
+    if type(linear.weight) is not nn.Parameter or linear.weight.shape != (linear.out_features, linear.in_features):
+        return f"it is a {type(linear.weight).__name__}; under FSDP2 use cast_weights_once"
+    if casts.weight.is_disabled or casts.weight_for_grad_input.is_disabled:
+        return "one of its matmuls runs in high precision"
+    if casts.weight.is_persistent:
+        return "its scale is delayed or static; the recipe delayed_with_dynamic_weight scales weights dynamically"
+    owners = [
+        other for other, parameter in model.named_parameters(remove_duplicate=False) if parameter is linear.weight
+    ]
+    return f"it is tied: {', '.join(owners)}" if len(owners) > 1 else ""
+
+
+def _make_primary(name: str, linear: Float8Linear, master_dtype: torch.dtype) -> Primary:
+    master = cast(nn.Parameter, linear.weight)
+    grad, master.grad = master.grad, None
+    master.data = master.data.to(master_dtype)
+    weight = nn.Parameter(Float8PrimaryWeight.of(master, linear.config), master.requires_grad)
+    weight.grad = None if grad is None else grad.to(master_dtype)
+    linear.weight = weight
+    linear.register_state_dict_post_hook(_master_in_state_dict)
+    return Primary(name, linear, cast(Float8PrimaryWeight, weight), master)
+
+
+def _master_in_state_dict(linear: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
+    weight = state_dict.get(prefix + "weight")
+    if isinstance(weight, Float8PrimaryWeight) and not _is_parameter(weight):  # keep_vars asks for the parameters
+        state_dict[prefix + "weight"] = weight.wrapped.detach()

@@ -1,0 +1,240 @@
+"""cast_weights_once under FSDP2: one cast per shard and step, the same losses and bytes, errors for what changes."""
+
+import contextlib
+import copy
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+import quaver.distributed.fsdp as fsdp
+from quaver import (
+    cast_weights_once,
+    convert_to_float8_training,
+    float8_scaling_state,
+    sync_float8_amax_and_scale_history,
+)
+from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
+from tests.distributed.counting import CollectiveCounter
+from tests.distributed.models import LEARNING_RATE, assert_same_scaling_on_all_ranks, batches, loss_of, make_model
+from tests.distributed.ranks import run
+from tests.distributed.test_fsdp import part_of, shard_model, world_mesh
+from tests.distributed.test_fsdp_features import gathering, model_by
+
+MICROBATCHES = 2
+LINEARS = 7
+
+
+def run_step(model, batch, microbatches=MICROBATCHES):
+    total = 0.0
+    for microbatch in batch.chunk(microbatches):
+        loss = loss_of(model(part_of(microbatch))) / microbatches
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+# ---- the same numbers ------------------------------------------------------------------------------------------------
+
+
+def losses_of(model, scope, steps=2, precompute=False):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    losses = []
+    for batch in batches(steps, MICROBATCHES * dist.get_world_size()):
+        with scope(model):
+            losses.append(run_step(model, batch))
+        sync_float8_amax_and_scale_history(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        if precompute:
+            precompute_float8_dynamic_scale_for_fsdp(model)
+    if float8_scaling_state(model):
+        assert_same_scaling_on_all_ranks(model)
+    return losses
+
+
+def _losses_without_and_with(cases):
+    return [
+        [losses_of(model_by(how, gathering(recipe)), scope, precompute=recipe == "rowwise") for scope in SCOPES]
+        for recipe, how in cases
+    ]
+
+
+SCOPES = (contextlib.nullcontext, cast_weights_once)
+CASES = [
+    ("rowwise", "checkpointed"),
+    ("rowwise_with_gw_hp", "keep gathered"),
+    ("rowwise_with_tensorwise_weight", "hsdp"),
+    ("tensorwise", "cpu offload"),
+    ("delayed", "checkpointed"),
+]
+NIGHTLY = [("tensorwise", "plain"), ("rowwise", "mixed precision"), ("tensorwise", "meta"), ("delayed", "hsdp")]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [(1, CASES[::3]), (4, CASES), pytest.param(4, NIGHTLY, marks=pytest.mark.nightly)],
+    ids=["1", "4", "nightly"],
+)
+def test_changes_no_bit_of_the_losses(ranks, cases):
+    for without, with_scope in run(ranks, _losses_without_and_with, cases)[0]:
+        assert without == with_scope
+        assert len(set(without)) == len(without)
+
+
+# ---- casts and bytes -------------------------------------------------------------------------------------------------
+
+
+def _count(recipe, how, scope, microbatches):
+    """Casts of shards, and calls and bytes of collectives, of the microbatches of one step."""
+    model = model_by(how, gathering(recipe))
+    precompute_float8_dynamic_scale_for_fsdp(model)
+    casts, cast_with_scale = Counter(), fsdp.cast_with_scale
+
+    def counted(hp, *args):
+        casts[hp.shape] += 1
+        return cast_with_scale(hp, *args)
+
+    fsdp.cast_with_scale, counter = counted, CollectiveCounter()
+    batch = batches(1, microbatches * dist.get_world_size())[0]
+    try:
+        with counter, scope(model):
+            run_step(model, batch, microbatches)
+    finally:
+        fsdp.cast_with_scale = cast_with_scale
+    return casts.total(), dict(counter.calls), dict(counter.bytes)
+
+
+@pytest.mark.parametrize(("recipe", "payloads"), [("tensorwise", 1), ("rowwise", 2)])
+@pytest.mark.parametrize("how", ["always reshard", "checkpointed"])
+def test_casts_each_shard_once_and_sends_the_same(recipe, payloads, how):
+    for microbatches in (1, 3):
+        casts, *sent = run(2, _count, recipe, how, SCOPES[0], microbatches)[0]
+        casts_once, *sent_once = run(2, _count, recipe, how, SCOPES[1], microbatches)[0]
+        assert casts_once == payloads * LINEARS
+        assert casts > casts_once
+        if how == "always reshard":
+            assert casts == payloads * LINEARS * 2 * microbatches  # forward and backward
+        assert sent_once == sent
+
+
+# ---- changes ---------------------------------------------------------------------------------------------------------
+
+
+def _change(change, model, optimizer, state_dict):
+    weight = model[0].up.weight
+    with torch.no_grad():
+        if change == "step":
+            optimizer.step()
+        elif change == "load":
+            model.load_state_dict(state_dict)
+        elif change == "assign":
+            model.load_state_dict(state_dict, assign=True)
+        elif change == "in place":
+            weight.mul_(2)
+        elif change == "each row":
+            for row in weight.to_local():
+                row.mul_(2)
+        elif change == "around":
+            model.state_dict()["0.up.weight"].to_local().mul_(2)
+        elif change == "to dtype":
+            model.to(torch.bfloat16)
+
+
+CHANGES = {"step": "changed", "load": "changed", "assign": "replaced", "in place": "changed"}
+CHANGES |= {"each row": "changed", "around": "changed", "to dtype": "replaced"}
+
+
+def _messages_after(optimizer_options):
+    """For each change, what the next all-gather raises, and what the exit raises where there is none."""
+    messages = {}
+    batch = batches(1, dist.get_world_size())[0]
+    for change in CHANGES:
+        for gathers_again in (True, False):
+            model = shard_model(gathering("tensorwise"))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **optimizer_options)
+            state_dict = copy.deepcopy(model.state_dict())
+            with pytest.raises(RuntimeError) as error, cast_weights_once(model):
+                run_step(model, batch, 1)
+                _change(change, model, optimizer, state_dict)
+                if gathers_again:
+                    with contextlib.suppress(StopIteration):
+                        model(part_of(batch))
+                        pytest.fail(f"{change}: the all-gather went through")
+            messages[change, gathers_again] = str(error.value)
+            model.load_state_dict(state_dict)
+            with cast_weights_once(model):
+                run_step(model, batch, 1)
+    return messages
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
+def test_a_change_inside_is_an_error_at_the_next_all_gather_and_at_the_exit(options):
+    for messages in run(2, _messages_after, options):
+        for (change, _), message in messages.items():
+            assert f"was {CHANGES[change]} inside cast_weights_once; leave the scope" in message, change
+
+
+def _changed_before_the_first_all_gather():
+    """A write around the parameter that precedes the cast is read by the cast; one through it is an error."""
+    model, batch = shard_model(gathering("tensorwise")), batches(1, dist.get_world_size())[0]
+    with torch.no_grad():
+        state_dict = model.state_dict()
+        with cast_weights_once(model):
+            state_dict["0.up.weight"].to_local().mul_(2)
+            scoped = model(part_of(batch))
+        with pytest.raises(RuntimeError, match="was changed inside"), cast_weights_once(model):
+            model[1].up.weight.mul_(2)
+            model(part_of(batch))
+        model[1].up.weight.div_(2)
+        return scoped.equal(model(part_of(batch)))
+
+
+def test_a_change_before_the_cast_is_never_stale():
+    assert run(2, _changed_before_the_first_all_gather) == [True, True]
+
+
+# ---- the life of the scope -------------------------------------------------------------------------------------------
+
+
+def _life():
+    model, batch = shard_model(gathering("rowwise"), reshard_after_forward=False), batches(1, 2)[0]
+    states = [module.gathering for module in model.modules() if getattr(module, "gathering", None)]
+    expected = model(part_of(batch))
+    with cast_weights_once(model):  # the weights are unsharded at the entry
+        assert model(part_of(batch)).equal(expected)
+        with pytest.raises(RuntimeError, match="already open"), cast_weights_once(model):
+            pass
+        assert all(state.prepared is not None for state in states)
+        loss = loss_of(model(part_of(batch)))
+    assert all(state.prepared is None for state in states)
+    loss.backward()  # its weights are still gathered, or gathered anew
+    for module in (*model, model):
+        module.reshard()
+    with pytest.raises(RuntimeError, match="was changed inside"), cast_weights_once(model), torch.no_grad():
+        shard = model[0].up.weight
+        model(part_of(batch))
+        assert model[0].up.weight is not shard  # it is unsharded at the exit
+        shard.mul_(1.0)
+    with pytest.raises(ZeroDivisionError), cast_weights_once(model):
+        raise ZeroDivisionError
+    assert len(states) == LINEARS
+    return all(state.prepared is None for state in states)
+
+
+def test_leaves_nothing_behind():
+    assert run(2, _life) == [True, True]
+
+
+def _in_high_precision():
+    """Weights that are gathered in high precision are left alone."""
+    model = convert_to_float8_training(make_model(), config="tensorwise")
+    fully_shard(model, mesh=world_mesh())
+    with cast_weights_once(model):
+        return run_step(model, batches(1, MICROBATCHES * 2)[0])
+
+
+def test_weights_gathered_in_high_precision_are_left_alone():
+    run(2, _in_high_precision)

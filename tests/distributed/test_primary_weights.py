@@ -1,0 +1,202 @@
+"""Float8 primary weights under DDP equal ordinary ones, and the bytes per element in docs/primary-weights.md."""
+
+import functools
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+import quaver.distributed.fsdp as fsdp
+import quaver.quantize as quantize
+from quaver import cast_weights_once, convert_to_float8_training, use_float8_primary_weights
+from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
+from quaver.distributed.weight_scales import all_gather_state
+from quaver.primary_weights import Float8PrimaryWeight
+from tests.distributed.models import DIM, HIDDEN, LEARNING_RATE, batches, config_of, loss_of, make_model
+from tests.distributed.ranks import run
+from tests.distributed.test_fsdp import part_of, shard_model
+
+LAYERS = 3
+MICROBATCHES = 2
+
+
+def run_step(model, batch, scope=nullcontext):
+    losses = []
+    with scope(model) if scope is cast_weights_once else scope():
+        for microbatch in batch.chunk(MICROBATCHES):
+            loss = loss_of(model(part_of(microbatch)))
+            loss.backward()
+            losses.append(loss.item())
+    return losses
+
+
+# ---- DDP -------------------------------------------------------------------------------------------------------------
+
+
+def _train_under_ddp(recipe, master_dtype, **options):
+    """The losses of three steps, and the weights; `master_dtype` is None for ordinary parameters."""
+    model = convert_to_float8_training(make_model(LAYERS), config=recipe)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + dist.get_rank())  # DDP has to broadcast
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    if master_dtype is not None:
+        optimizer = use_float8_primary_weights(model, optimizer, master_dtype=master_dtype)
+    replicas = DistributedDataParallel(model, **options)
+    losses = []
+    for batch in batches(3, MICROBATCHES * dist.get_world_size()):
+        losses += run_step(replicas, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, model.state_dict()
+
+
+def _check_ddp(recipe, options):
+    expected, weights = _train_under_ddp(recipe, None, **options)
+    losses, masters = _train_under_ddp(recipe, torch.float32, **options)
+    assert losses == expected
+    torch.testing.assert_close(masters, weights, rtol=0, atol=0)
+    losses, masters = _train_under_ddp(recipe, torch.bfloat16, **options)
+    return losses, {name: value.float() for name, value in masters.items()}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"), [("tensorwise", {}), ("rowwise", {"gradient_as_bucket_view": True, "static_graph": True})]
+)
+def test_ddp_broadcasts_masters_and_trains_as_with_ordinary_parameters(recipe, options):
+    one, other = run(2, _check_ddp, recipe, options)
+    assert one[0] != other[0]
+    torch.testing.assert_close(one[1], other[1], rtol=0, atol=0)  # ranks round alike
+
+
+def _after_ddp():
+    model = convert_to_float8_training(make_model(LAYERS), config="tensorwise")
+    replicas = DistributedDataParallel(model)
+    try:
+        use_float8_primary_weights(replicas, torch.optim.AdamW(model.parameters()))
+    except ValueError as error:
+        return str(error)
+
+
+def test_primary_weights_after_ddp_are_refused():
+    assert "in DistributedDataParallel; call use_float8_primary_weights before" in run(2, _after_ddp)[0]
+
+
+def _after_fully_shard():
+    model = shard_model(config_of("tensorwise"))
+    try:
+        use_float8_primary_weights(model, torch.optim.AdamW(model.parameters()))
+    except ValueError as error:
+        return str(error)
+
+
+def test_primary_weights_of_shards_are_refused():
+    assert "it is a DTensor; under FSDP2 use cast_weights_once" in run(2, _after_fully_shard)[0]
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def _ddp(dtype, master_dtype=None, scope=nullcontext):
+    model = convert_to_float8_training(make_model(LAYERS).to(dtype), config="tensorwise")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    if master_dtype is not None:
+        optimizer = use_float8_primary_weights(model, optimizer, master_dtype=master_dtype)
+    return DistributedDataParallel(model), optimizer, scope
+
+
+def _fsdp2(dtype, gather, scope=nullcontext):
+    options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16), "reshard_after_forward": True}
+    config = config_of("tensorwise", enable_fsdp_float8_all_gather=gather)
+    model = shard_model(config, model=make_model(LAYERS).to(dtype), **options)
+    return model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), scope
+
+
+F32, BF16 = torch.float32, torch.bfloat16
+LAYOUTS = {
+    ("float32", "DDP"): lambda: _ddp(F32),
+    ("float32, `cast_weights_once`", "DDP"): lambda: _ddp(F32, scope=cast_weights_once),
+    ("bfloat16", "DDP"): lambda: _ddp(BF16),
+    ("float8, float32 masters", "DDP"): lambda: _ddp(F32, F32),
+    ("float8, bfloat16 masters", "DDP"): lambda: _ddp(F32, BF16),
+    ("float32, gathered in bfloat16", "FSDP2"): lambda: _fsdp2(F32, False),
+    ("float32, gathered in float8", "FSDP2"): lambda: _fsdp2(F32, True),
+    ("float32, gathered in float8, `cast_weights_once`", "FSDP2"): lambda: _fsdp2(F32, True, cast_weights_once),
+    ("bfloat16, gathered in float8", "FSDP2"): lambda: _fsdp2(BF16, True),
+}
+
+
+def _count(shapes, cast, hp, *args):
+    shapes.append(hp.shape)
+    return cast(hp, *args)
+
+
+@contextmanager
+def counted_casts():
+    """The shapes of all weights and shards that were cast."""
+    shapes = []
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in ((quantize, "cast_tensorwise"), (quantize, "cast_with_scale"), (fsdp, "cast_with_scale")):
+            patch.setattr(module, name, functools.partial(_count, shapes, getattr(module, name)))
+        yield shapes
+
+
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def bytes_of(linear):
+    """Of parameter, codes in a scope, master and gradient."""
+    weight = linear.weight
+    if isinstance(weight, Float8PrimaryWeight):
+        return [weight.data_fp8.nbytes, 0, weight.wrapped.nbytes, weight.grad.nbytes]
+    codes = 0
+    if linear._prepared_weight is not None:
+        codes = linear._prepared_weight.operands.last.data.nbytes
+    elif linear.gathering is not None and all_gather_state(linear).prepared is not None:
+        codes = sum(payload.nbytes for payload in all_gather_state(linear).prepared._inputs[0])
+    return [local(weight).nbytes, codes, 0, local(weight.grad).nbytes]
+
+
+def _measure(make):
+    """Bytes per element of a weight, or of its shard, and casts of it in a step: the columns of the table."""
+    model, optimizer, scope = make()
+    blocks = getattr(model, "module", model)
+    linear, dtype = blocks[0].up, F32 if hasattr(model, "reshard") else blocks[0].norm.weight.dtype
+    first, second = batches(2, MICROBATCHES * dist.get_world_size())
+    run_step(model, first.to(dtype), scope)
+    optimizer.step()
+    optimizer.zero_grad()
+    precompute_float8_dynamic_scale_for_fsdp(model)
+    with counted_casts() as shapes:
+        with scope(model) if scope is cast_weights_once else scope():
+            run_step(model, second.to(dtype))
+            taken = bytes_of(linear)
+        optimizer.step()
+    weight = linear.weight
+    state = optimizer.state[weight.wrapped if isinstance(weight, Float8PrimaryWeight) else weight]
+    taken.append(sum(local(value).nbytes for value in state.values() if value.dim()))
+    shape = local(weight).shape
+    casts = len([each for each in shapes if each in (shape, (HIDDEN, DIM))]) // LAYERS  # one in each layer
+    gathered = 0
+    if hasattr(model, "reshard"):
+        model[0].unshard()
+        gathered = getattr(linear.weight, "data_fp8", linear.weight).nbytes / linear.weight.numel()
+    taken = [each / shape.numel() for each in taken]
+    return [*taken, sum(taken), gathered, casts]
+
+
+def _measure_all():
+    return {layout: _measure(make) for layout, make in LAYOUTS.items()}
+
+
+def test_the_documented_bytes_are_those_of_each_layout():
+    rows = run(2, _measure_all)[0]
+    page = (Path(__file__).parents[2] / "docs" / "primary-weights.md").read_text()
+    counted = [f"| {' | '.join([*layout, *(f'{number:g}' for number in row)])} |" for layout, row in rows.items()]
+    documented = [line for line in page.splitlines() if line.startswith(("| float", "| bfloat"))]
+    assert documented == counted, "\n".join(counted)

@@ -1,0 +1,435 @@
+"""Float8 primary weights: the losses of ordinary parameters to the bit, whatever trains, saves or copies them."""
+
+import copy
+import io
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from quaver import convert_to_float8_training, sync_float8_amax_and_scale_history, use_float8_primary_weights
+from quaver.primary_weights import Float8PrimaryWeight, round_stochastically
+from tests.reference import RECIPES
+
+RECIPE = pytest.mark.parametrize("recipe", [*RECIPES, "delayed_with_dynamic_weight"])
+
+
+def model_of(recipe="tensorwise", dtype=torch.float32):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.LayerNorm(48), nn.SiLU(), nn.Linear(48, 16, bias=False))
+    return convert_to_float8_training(model.to(dtype), config=recipe)
+
+
+def adamw(parameters, **options):
+    return torch.optim.AdamW(parameters, lr=1e-2, **options)
+
+
+def sgd(parameters, **options):
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, **options)
+
+
+def pair(recipe="tensorwise", optimizer_of=adamw, master_dtype=torch.float32, **options):
+    """A model with primary weights, and its optimizer."""
+    model = model_of(recipe)
+    optimizer = optimizer_of(model.parameters(), **options)
+    return model, use_float8_primary_weights(model, optimizer, master_dtype=master_dtype)
+
+
+def ordinary(recipe="tensorwise", optimizer_of=adamw, **options):
+    model = model_of(recipe)
+    return model, optimizer_of(model.parameters(), **options)
+
+
+def batch_of(step):
+    return torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
+
+
+def train(model, optimizer, steps=range(4), run=None, microbatches=2):
+    losses = []
+    for step in steps:
+        for microbatch in batch_of(step).chunk(microbatches):
+            loss = (run or model)(microbatch).square().mean()
+            loss.backward()
+        losses.append(loss.item())
+        sync_float8_amax_and_scale_history(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def assert_same_weights(model, other):
+    state_dict, expected = model.state_dict(), other.state_dict()
+    assert list(state_dict) == list(expected)
+    for name, value in state_dict.items():
+        assert type(value) is torch.Tensor
+        assert torch.equal(value, expected[name]), name
+
+
+def assert_codes_follow(model):
+    """The codes that the next forward reads are those of the masters."""
+    for index in (0, 3):
+        fresh = Float8PrimaryWeight.of(model[index].weight.wrapped, model[index].config)
+        for operand, expected in zip(model[index].weight.operands()[:2], fresh.operands()[:2], strict=True):
+            assert torch.equal(operand.data.view(torch.uint8), expected.data.view(torch.uint8))
+            assert torch.equal(operand.dequant_scale, expected.dequant_scale)
+
+
+# ---- the same losses -------------------------------------------------------------------------------------------------
+
+
+@RECIPE
+@pytest.mark.parametrize("compiled", [False, True])
+def test_losses_and_weights_are_those_of_ordinary_parameters(recipe, compiled):
+    results = []
+    for model, optimizer in (ordinary(recipe), pair(recipe)):
+        torch.compiler.reset()
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else None
+        results.append((train(model, optimizer, run=run), model))
+    (expected, reference), (losses, model) = results
+    assert losses == expected
+    assert len(set(losses)) == len(losses)
+    assert_same_weights(model, reference)
+    assert isinstance(model[0].weight, Float8PrimaryWeight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimizer_that_has_stepped(dtype):
+    model = model_of(dtype=dtype)
+    optimizer = adamw(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    reference, plain = copy.deepcopy((model, optimizer))
+    assert optimizer.state_dict()["state"][0]["exp_avg"].dtype is dtype
+    optimizer = use_float8_primary_weights(model, optimizer)
+    assert optimizer.state_dict()["state"][0]["exp_avg"].dtype is torch.float32
+    if dtype is torch.float32:
+        assert train(model, optimizer) == train(reference, plain)
+
+
+def lbfgs(parameters):
+    return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3, line_search_fn="strong_wolfe")
+
+
+OPTIMIZERS = {
+    "foreach": (adamw, {"foreach": True}),
+    "fused": (adamw, {"fused": True}),
+    "amsgrad": (adamw, {"amsgrad": True, "weight_decay": 0.1}),
+    "sgd": (sgd, {"foreach": True, "nesterov": True}),
+    "adafactor": (torch.optim.Adafactor, {}),
+    "adagrad": (torch.optim.Adagrad, {}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer(name):
+    make, options = OPTIMIZERS[name]
+    (reference, plain), (model, optimizer) = ordinary("rowwise", make, **options), pair("rowwise", make, **options)
+    assert train(model, optimizer) == train(reference, plain)
+    assert_same_weights(model, reference)
+
+
+def test_an_optimizer_that_evaluates_the_model_within_its_step():
+    losses = []
+    for model, optimizer in (ordinary(optimizer_of=lbfgs), pair(optimizer_of=lbfgs)):
+
+        def closure(model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = model(batch_of(0)).square().mean()
+            loss.backward()
+            return loss
+
+        losses.append([optimizer.step(closure).item() for _ in range(3)])
+    assert losses[0] == losses[1]
+
+
+def _with_everything(model, optimizer):
+    """Groups, a group added later, a schedule, scaled gradients and clipping."""
+    for group, rate in zip(optimizer.param_groups, (1e-2, 2e-2), strict=True):
+        group["lr"] = rate
+    added = nn.Parameter(torch.ones(16))
+    optimizer.add_param_group({"params": [added], "weight_decay": 0.5})
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    losses = []
+    for step in range(4):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = (model(batch_of(step)).float() * added).square().mean()
+        scaler.scale(loss * (torch.inf if step == 2 else 1.0)).backward()  # which skips a step
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_([*model.parameters(), added], 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        schedule.step()
+        losses += [loss.item(), str(norm.item())]
+    return losses, added
+
+
+def test_groups_schedules_scaled_gradients_and_clipping():
+    def two_groups(parameters):
+        first, *others = parameters
+        return torch.optim.AdamW([{"params": [first], "weight_decay": 0.1}, {"params": others}], lr=1e-2)
+
+    (losses, added), (expected, other) = (
+        _with_everything(*made) for made in (pair(optimizer_of=two_groups), ordinary(optimizer_of=two_groups))
+    )
+    assert losses == expected
+    assert torch.equal(added, other)
+
+
+def test_casts_each_weight_once_per_step(monkeypatch):
+    model, optimizer = pair("tensorwise")
+    casts, quantize = [], Float8PrimaryWeight.quantize
+    monkeypatch.setattr(Float8PrimaryWeight, "quantize", lambda weight: casts.append(weight) or quantize(weight))
+    train(model, optimizer, range(3), microbatches=4)
+    assert len(casts) == 3 * 2
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def saved(model, optimizer):
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file := io.BytesIO())
+    return file.getvalue()
+
+
+def load(checkpoint, model, optimizer):
+    state_dicts = torch.load(io.BytesIO(checkpoint), weights_only=True)
+    model.load_state_dict(state_dicts["model"])
+    optimizer.load_state_dict(state_dicts["optimizer"])
+    return model, optimizer
+
+
+def bf16_pair(**options):
+    return pair(master_dtype=torch.bfloat16, **options)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [(pair, pair), (ordinary, pair), (pair, ordinary), (bf16_pair, bf16_pair)],
+    ids=["primary", "from ordinary", "to ordinary", "bfloat16 masters"],
+)
+def test_a_checkpoint_resumes_to_the_bit(first, then):
+    model, optimizer = first()
+    for group in optimizer.param_groups:
+        group["lr"] = 2e-2  # as a schedule does
+    train(model, optimizer, range(2))
+    checkpoint = saved(model, optimizer)
+    expected = train(model, optimizer, range(2, 5))
+    model_of_then, optimizer_of_then = then()
+    train(model_of_then, optimizer_of_then, range(1))  # whatever was there before
+    resumed = load(checkpoint, model_of_then, optimizer_of_then)
+    assert optimizer_of_then.param_groups[0]["lr"] == 2e-2
+    assert train(*resumed, range(2, 5)) == expected
+    assert_same_weights(resumed[0], model)
+
+
+def test_masters_are_the_loaded_weights_and_not_rounded_ones():
+    reference = model_of()
+    loaded = {name: value.clone() for name, value in reference.state_dict().items()}
+    model, _ = pair()
+    assert_same_weights(model, reference)
+    model.load_state_dict({name: value * 3 for name, value in loaded.items()})
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, loaded[name] * 3)
+    assert_codes_follow(model)
+    kept = model.state_dict(keep_vars=True)
+    assert kept["0.weight"] is model[0].weight
+
+
+# ---- writes ----------------------------------------------------------------------------------------------------------
+
+
+def _write_to_a_view(weight, model):
+    weight.view(-1)[3] = 7.0
+
+
+def _write_to_the_state_dict(weight, model):
+    model.state_dict()["0.weight"].mul_(2)
+
+
+def _set_data(weight, model):
+    weight.data = torch.full_like(weight, 0.3)
+
+
+WRITES = {
+    "in place": lambda weight, model: weight.mul_(2),
+    "init": lambda weight, model: nn.init.normal_(weight),
+    "foreach": lambda weight, model: torch._foreach_mul_(list(model.parameters()), 2.0),
+    "vector": lambda weight, model: nn.utils.vector_to_parameters(
+        nn.utils.parameters_to_vector(model.parameters()) * 2, model.parameters()
+    ),
+    "detached": lambda weight, model: weight.detach().mul_(2),
+    "view": _write_to_a_view,
+    "state dict": _write_to_the_state_dict,
+    "data": _set_data,
+}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("write", WRITES)
+def test_codes_follow_a_write(recipe, write):
+    model, optimizer = pair(recipe)
+    before = model[0].weight.detach().clone()
+    with torch.no_grad():
+        WRITES[write](model[0].weight, model)
+    assert not torch.equal(model[0].weight, before)
+    assert_codes_follow(model)
+    train(model, optimizer, range(1))
+    assert_codes_follow(model)
+
+
+def test_the_parameter_answers_as_its_master():
+    model, _ = pair()
+    weight, master = model[0].weight, model[0].weight.wrapped
+    assert isinstance(weight, nn.Parameter)
+    assert weight.dtype is torch.float32
+    assert weight.data_ptr() == master.data_ptr()
+    assert torch.equal(weight, master)
+    assert torch.equal(weight @ torch.ones(32), master @ torch.ones(32))
+    assert (weight.detach().numpy() == master.detach().numpy()).all()
+    with pytest.raises(RuntimeError, match=re.escape("cannot assign [48, 32] of torch.bfloat16")):
+        weight.data = weight.detach().clone().bfloat16()
+
+
+# ---- copies and moves ------------------------------------------------------------------------------------------------
+
+
+def test_copies_are_independent_and_train_on_with_their_optimizer():
+    model, optimizer = pair("rowwise")
+    train(model, optimizer, range(2))
+    torch.save((model, optimizer), file := io.BytesIO())
+    file.seek(0)
+    copies = [copy.deepcopy((model, optimizer)), torch.load(file, weights_only=False)]
+    alone = copy.deepcopy(model)
+    expected = train(model, optimizer, range(2, 4))
+    for twin, of_twin in copies:
+        assert train(twin, of_twin, range(2, 4)) == expected
+        assert_same_weights(twin, model)
+    assert isinstance(alone[0].weight, Float8PrimaryWeight)
+    assert not torch.equal(alone[0].weight, model[0].weight)
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    average.update_parameters(alone)
+    average.update_parameters(model)
+    assert_codes_follow(average.module)
+
+
+def test_a_model_that_is_moved_takes_its_optimizer_along():
+    """`to` makes new masters, as Accelerate's prepare does when it moves a model to a GPU."""
+    (reference, plain), (model, optimizer) = ordinary(), pair()
+    train(reference, plain, range(1))
+    train(model, optimizer, range(1))
+    for each in (reference, model):
+        each.to(torch.bfloat16).to(torch.float32)
+    assert isinstance(model[0].weight, Float8PrimaryWeight)
+    assert train(model, optimizer) == train(reference, plain)
+    assert_same_weights(model, reference)
+
+
+# ---- bfloat16 masters ------------------------------------------------------------------------------------------------
+
+
+def test_stochastic_rounding_keeps_the_expected_value():
+    values = torch.tensor([1.0, 1.0 + 2**-10, -3.3e-5, 2.5e-41, torch.inf, torch.nan, torch.finfo().max])
+    generator = torch.Generator().manual_seed(0)
+    rounded = torch.stack([round_stochastically(values, generator) for _ in range(4000)])
+    assert rounded.dtype is torch.bfloat16
+    assert (rounded[:, 0] == 1).all()
+    below, above = torch.tensor(1.0), torch.tensor(1 + 2**-7)
+    assert set(rounded[:, 1].tolist()) == {below.item(), above.item()}
+    # A mean of 4000 of two values a spacing d apart has a standard deviation under d / (2 * 63).
+    torch.testing.assert_close(rounded[:, 1:3].float().mean(0), values[1:3], rtol=4 * 2**-7 / 126, atol=0)
+    assert rounded[:, 4].isposinf().all()
+    assert rounded[:, 5].isnan().all()
+
+
+def test_bfloat16_masters_follow_updates_below_their_spacing():
+    """1000 updates of 2^-12 on weights of 1, whose spacing is 2^-7: to nearest, none would move."""
+    results = []
+    for _ in range(2):
+        model = convert_to_float8_training(nn.Sequential(nn.Linear(32, 32, bias=False)), config="tensorwise")
+        nn.init.ones_(model[0].weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=2**-12)
+        optimizer = use_float8_primary_weights(model, optimizer, master_dtype=torch.bfloat16)
+        weight = model[0].weight
+        assert weight.dtype is torch.bfloat16
+        for _ in range(1000):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        results.append(weight.detach().clone())
+    assert torch.equal(*results)
+    # Of 1024 weights, each the sum of 1000 roundings with a deviation under half a spacing each.
+    deviation = 2**-8 * 1000**0.5 / 1024**0.5
+    assert results[0].double().mean().item() == pytest.approx(1 - 1000 * 2**-12, abs=4 * deviation)
+
+
+def test_bfloat16_masters_step_in_float32():
+    model, optimizer = bf16_pair()
+    weight, master = optimizer.primaries[0][-2:]
+    taken = []
+    optimizer.inner.register_step_pre_hook(
+        lambda *_: taken.append((weight.wrapped.nbytes + weight.grad.nbytes + master.grad.nbytes) / weight.numel())
+    )
+    losses = train(model, optimizer, range(6))
+    assert losses[-1] < losses[0]
+    assert set(taken) == {4.0 + 2.0 + 4.0}  # 2 + 2 between steps
+    assert weight.wrapped.nbytes / weight.numel() == 2.0
+    assert model[0].weight.grad is None
+    state = optimizer.state_dict()["state"]
+    assert state[0]["exp_avg"].dtype is torch.float32
+    assert model.state_dict()["0.weight"].dtype is torch.bfloat16
+    assert_codes_follow(model)
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+def _tied():
+    model = model_of()
+    embedding = nn.Embedding(48, 32)
+    embedding.weight = model[0].weight
+    return nn.ModuleList([model, embedding])
+
+
+ERRORS = [
+    (lambda: (m := nn.Linear(16, 16), adamw(m.parameters())), {}, "got none; convert the model"),
+    (lambda: (m := model_of("delayed"), adamw(m.parameters())), {}, "0.weight cannot .* delayed_with_dynamic_weight"),
+    (lambda: (m := _tied(), adamw(m.parameters())), {}, "it is tied: 0.0.weight, 1.weight"),
+    (lambda: pair(), {}, "expected a torch.optim.Optimizer of ordinary parameters"),
+    (lambda: ordinary(), {"master_dtype": torch.float16}, "expected torch.float32 or torch.bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "message"), ERRORS)
+def test_what_cannot_be_is_refused_and_nothing_is_changed(make, options, message):
+    model, optimizer = make()
+    before = [type(parameter) for parameter in model.parameters()]
+    with pytest.raises((ValueError, TypeError), match=message):
+        use_float8_primary_weights(model, optimizer, **options)
+    assert [type(parameter) for parameter in model.parameters()] == before
+
+
+def test_a_scheduler_that_was_made_before_is_refused():
+    model, optimizer = ordinary()
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(ValueError, match="a scheduler was made for it"):
+        use_float8_primary_weights(model, optimizer)
+
+
+def test_a_weight_that_was_replaced_is_an_error_and_not_untrained():
+    model, optimizer = pair()
+    model.load_state_dict(model_of().state_dict(), assign=True)
+    with pytest.raises(RuntimeError, match="0.weight was replaced after use_float8_primary_weights"):
+        train(model, optimizer)
+
+
+def test_the_wrapped_optimizer_is_not_stepped_or_scheduled_by_itself():
+    model, optimizer = pair()
+    with pytest.raises(RuntimeError, match="step the optimizer that use_float8_primary_weights returned"):
+        optimizer.inner.step()
+    torch.optim.lr_scheduler.StepLR(optimizer.inner, 1)
+    with pytest.raises(RuntimeError, match="a scheduler was made for the wrapped optimizer"):
+        train(model, optimizer)
