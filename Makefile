@@ -12,13 +12,19 @@ CONFIG ?= train_configs/llama3_debug.toml
 BENCH ?= linear
 ARGS ?=
 
-.PHONY: train test minutes nightly lint bench gpu clean help
+# torch throws C++ exceptions, which AddressSanitizer must find in libstdc++ when it is loaded.
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g
+SANITIZED := $(VENV)/sanitized
+PRELOAD = $(shell gcc -print-file-name=libasan.so):$(shell gcc -print-file-name=libstdc++.so)
+
+.PHONY: train test minutes nightly sanitize lint bench gpu clean help
 
 help:
 	@echo "make train   set up, train a small Llama in float8 and in bfloat16 on real text, compare and plot"
 	@echo "make test    set up, run the tests"
 	@echo "make minutes run the tests, print the minutes of each folder and the slowest files and tests"
 	@echo "make nightly run the tests of the widest products of parameters"
+	@echo "make sanitize run the tests of the kernels with the C extension under AddressSanitizer and UBSan (gcc)"
 	@echo "make lint    set up, check style, types and layers"
 	@echo "make bench   set up with torchao, time one linear against bfloat16 and torchao; BENCH=cast or another of"
 	@echo "             quaver bench's for that one"
@@ -34,8 +40,19 @@ minutes: $(VENV)/.dev
 	$(PYTEST) --junitxml=$(VENV)/tests.xml $(ARGS)
 	$(BIN)/python tests/minutes.py $(VENV)/tests.xml
 
-nightly: $(VENV)/.dev
+nightly: $(VENV)/.dev sanitize
 	$(PYTEST) -m nightly $(ARGS)
+
+sanitize: $(VENV)/.dev
+	rm -rf $(SANITIZED)
+	mkdir $(SANITIZED)
+	cp -r quaver tests setup.py pyproject.toml README.md LICENSE $(SANITIZED)
+	rm -f $(SANITIZED)/quaver/_cpu*.so
+	cd $(SANITIZED) && CC=gcc CFLAGS="$(SANITIZERS)" LDFLAGS="$(SANITIZERS)" \
+		$(abspath $(BIN))/python setup.py -q build_ext --inplace
+	ls $(SANITIZED)/quaver/_cpu*.so  # the extension is optional, so a build that fails is no error
+	cd $(SANITIZED) && LD_PRELOAD=$(PRELOAD) ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONPATH=. OMP_NUM_THREADS=1 \
+		$(abspath $(BIN))/python -m pytest tests/unit/kernels $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
     python -m benchmarks.reliability                  # some 15 minutes on two cores
     python -m benchmarks.reliability --part phases --tries 11
+    python -m benchmarks.reliability --part soak --minutes 60
     python -m benchmarks.reliability --part cost      # what the manifest adds to a save
 
 Every run is a fork of this process, which has imported everything and has one thread. A try counts as survived if what
@@ -9,6 +10,7 @@ the line says holds; the first one that does not ends the script with a line tha
 """
 
 import argparse
+import dataclasses
 import math
 import os
 import pkgutil
@@ -33,7 +35,8 @@ import quaver.trainer.train  # noqa: F401 - imported once, before the forks
 from quaver.cli import main
 from quaver.trainer.checkpoint import Checkpointer
 from quaver.trainer.checkpoint_folder import CheckpointFolder
-from quaver.trainer.config import Checkpoint, Model
+from quaver.trainer.config import Checkpoint, Model, TrainConfig
+from quaver.trainer.config.settings import OneOf
 from quaver.trainer.huggingface.weights import meta_state
 from quaver.trainer.manifest import MANIFEST, check_manifest
 from quaver.trainer.metrics import read_metrics
@@ -231,6 +234,85 @@ def _damaged(content: bytes, kind: int, chance: random.Random) -> bytes:
     return content[:place] if kind == 1 else chance.randbytes(len(content))
 
 
+def bad_inputs(runs: Runs, tries: int, chance: random.Random) -> str:
+    """Settings on the command line and in TOML, and files of a run, in turns."""
+    require(runs.run(runs.words("inputs", "--training.steps=2")) == 0, f"the first run failed: {runs.errors}")
+    settings = [name for name in _strict_settings() if not any(word.startswith(f"--{name}=") for word in WORDS)]
+    bad_values = ("", "x", "1 2", "[[", "0x", "--", "1e", "{}", "none at all", "\u2460")
+    toml = runs.folder / "bad.toml"
+    for number in range(tries):
+        name, value = chance.choice(settings), chance.choice(bad_values)
+        section, _, field = name.partition(".")
+        folder = runs.path("inputs")
+        metrics, config = folder / "metrics.jsonl", folder / "config.toml"
+        path, content, words, named = toml, b"", runs.words("new", str(toml)), name
+        match number % 6:
+            case 0:
+                words = runs.words("new", f"--{name}={value}")
+            case 1:
+                words, named = runs.words("new", f"--{section}.{field[:-1]}=1"), f"{section}.{field[:-1]}"
+            case 2:
+                content = f"[{section}]\n{field} = {value!r}\n".encode()
+            case 3:
+                content, named = _with_bytes(b"[training]\nsteps = 2\n", b"\xff", chance), str(toml)
+            case 4:
+                path, content, named = config, _with_bytes(config.read_bytes(), b"\xff", chance), str(config)
+                words = ["--resume", str(folder), "--training.steps=3"]
+            case 5:
+                lines = metrics.read_bytes().splitlines(keepends=True)
+                lines.insert(chance.randrange(len(lines)), chance.randbytes(8).replace(b"\n", b"?") + b"\n")
+                path, content, named = metrics, b"".join(lines), str(metrics)
+                words = ["--resume", str(folder), "--training.steps=3"]
+        before = _content(path)
+        path.write_bytes(content)
+        code = runs.run(words)
+        require(code == 2, f"the exit code of {words[-1]} with {content[-80:]!r} is {code}: {runs.errors}")
+        require(len(runs.errors) == 1 and named in runs.errors[0], f"no line names {named}: {runs.errors}")
+        path.write_bytes(before)
+    require(not runs.path("new").exists(), "a refused run left a folder")
+    last = ["--resume", str(runs.path("inputs")), "--training.steps=3"]
+    require(runs.run(last) == 0, f"the run whose files were damaged and mended fails: {runs.errors}")
+    return "a bad setting on the command line or in TOML, a damaged file of a run; exit code 2, one line that names it"
+
+
+def _strict_settings() -> Iterator[str]:
+    """The settings that are numbers, booleans or one of a few words, as section.field."""
+    for section in dataclasses.fields(TrainConfig):
+        for field in dataclasses.fields(type(getattr(TrainConfig(), section.name))):
+            is_word = any(isinstance(each, OneOf) for each in getattr(field.type, "__metadata__", ()))
+            if is_word or isinstance(field.default, bool | int | float):
+                yield f"{section.name}.{field.name}"
+
+
+def _with_bytes(content: bytes, more: bytes, chance: random.Random) -> bytes:
+    place = chance.randrange(len(content))
+    return content[:place] + more + content[place:]
+
+
+def soak(minutes: float) -> Iterator[str]:
+    """Run for `minutes`, with a save every 20 steps; the process after a tenth of that time and at the end."""
+    yield "| | seconds | steps | saves | MB in memory | most so far | open files | threads |"
+    yield "|---|---|---|---|---|---|---|---|"
+    with tempfile.TemporaryDirectory() as folder:
+        runs = Runs(Path(folder))
+        words = runs.words("soak", "--training.steps=100000000", "--checkpoint.interval=20", "--validation.freq=50")
+        child, began = runs.start(words), time.monotonic()
+        for title, share in (("begin", 0.1), ("middle", 0.5), ("end", 1.0)):
+            while time.monotonic() < began + 60 * minutes * share:
+                time.sleep(1)
+                require(_is_running(child), f"the run ended: {runs.errors}")
+            status = dict(line.split(":\t") for line in Path(f"/proc/{child}/status").read_text().splitlines())
+            memory, most = (int(status[key].split()[0]) / 1e3 for key in ("VmRSS", "VmHWM"))
+            steps = len(runs.numbers("soak"))
+            counts = [len(os.listdir(f"/proc/{child}/fd")), int(status["Threads"])]
+            seconds = time.monotonic() - began
+            row = [title, f"{seconds:.0f}", steps, steps // 20, f"{memory:.0f}", f"{most:.0f}", *counts]
+            yield f"| {' | '.join(map(str, row))} |"
+        os.kill(child, signal.SIGINT)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        require(code == 130, f"the run ends with exit code {code}: {runs.errors}")
+
+
 def two_ranks(runs: Runs, tries: int, chance: random.Random) -> str:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     newest = 0
@@ -306,6 +388,7 @@ PARTS = {
     "signals": (signals, 12),
     "disks": (full_disks, 20),
     "damage": (damage, 60),
+    "inputs": (bad_inputs, 300),
     "ranks": (two_ranks, 6),
 }
 
@@ -323,13 +406,21 @@ def rows(parts: list[str], tries: int | None, seed: int) -> Iterator[str]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--part", choices=[*PARTS, "cost"], action="append", help="all but cost if not given")
+    parser.add_argument(
+        "--part", choices=[*PARTS, "soak", "cost"], action="append", help="default: all but the last two"
+    )
     parser.add_argument("--tries", type=int, help="of each part, in place of its own number")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=15, help="of --part soak")
     given = parser.parse_args()
     torch.set_num_threads(1)
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
     print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, seed {given.seed}", flush=True)
-    cost = manifest_costs(given.tries or 15)
-    for row in cost if given.part == ["cost"] else rows(given.part or list(PARTS), given.tries, given.seed):
+    if given.part == ["cost"]:
+        lines = manifest_costs(given.tries or 15)
+    elif given.part == ["soak"]:
+        lines = soak(given.minutes)
+    else:
+        lines = rows(given.part or list(PARTS), given.tries, given.seed)
+    for row in lines:
         print(row, flush=True)

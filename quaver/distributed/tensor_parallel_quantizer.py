@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from quaver.distributed.collectives import all_gather, max_over_ranks
 from quaver.gemm import along_contracted
 from quaver.kernels.cast import cast_with_persistent_scale, cast_with_scale, matrix_amax, record, record_amax
+from quaver.kernels.cpu import check_memory
 from quaver.quantize import CastPair, Operand, Operands, Quantizer, Scales, merged, scales_of
 from quaver.scaling import PLAIN_TYPES, PersistentScale
 
@@ -132,6 +133,7 @@ def _cast_with_agreed_scale(
     group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Row codes, quant_scale, dequant_scale, and float32 [2]: the amax of this rank's part, and saturated elements."""
+    check_memory(hp, quant_scale, is_initialized)
     observed, hp = hp.new_zeros(2, dtype=torch.float32), hp.contiguous()
     scale = PersistentScale(quant_scale, observed, is_initialized)
     if is_initialized:

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from quaver import scaling
 from quaver.kernels import cpu
+from quaver.kernels.cpu import check_memory as _check_memory
 from quaver.phases import phase
 from quaver.scaling import PLAIN_TYPES, PersistentScale
 
@@ -194,6 +195,7 @@ def matrix_amax(hp: Tensor, dim: int | None) -> Tensor:
 
 
 def _update_amax_buffer(amax_buffer: Tensor, observed: Tensor) -> None:
+    _check_memory(amax_buffer, observed)
     torch.maximum(amax_buffer, observed, out=amax_buffer)
 
 
@@ -264,10 +266,13 @@ def _cast_with_scale(
 
 
 def _scaled(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> Tensor:
-    codes = cpu.cast_with_scale(hp, quant_scale.contiguous(), float8_dtype) if hp.is_cpu else None
+    if not quant_scale.is_contiguous():
+        _check_memory(quant_scale)
+        quant_scale = quant_scale.contiguous()
+    codes = cpu.cast_with_scale(hp, quant_scale, float8_dtype) if hp.is_cpu else None
     if codes is not None:
         return codes
-    _check_memory(hp)
+    _check_memory(hp, quant_scale)
     return scaling.cast_to_float8(hp, quant_scale, float8_dtype)
 
 
@@ -283,17 +288,9 @@ def _cast_with_persistent_scale(
     triton_cast = _triton(hp, float8_dtype)
     if triton_cast is not None:
         return triton_cast.cast_with_persistent_scale(hp, quant_scale, float8_dtype, rows, columns, power_of_2)
-    _check_memory(hp)
+    _check_memory(hp, quant_scale)
     codes, *made = scaling.cast_with_persistent_scale(hp, quant_scale, float8_dtype, power_of_2=power_of_2)
     return *_laid_out(codes, rows, columns), *made
-
-
-def _check_memory(hp: Tensor) -> None:
-    """Raise RuntimeError where the memory of an ordinary tensor was freed: PyTorch's operations would read it."""
-    if torch.compiler.is_dynamo_compiling() or type(hp) not in PLAIN_TYPES or not cpu.has_plain_keys(hp):
-        return
-    if hp.numel() and not hp.untyped_storage().nbytes():
-        raise RuntimeError(f"the memory of a tensor of shape {list(hp.shape)} was freed before it was quantized")
 
 
 def _laid_out(codes: Tensor, rows: bool, columns: bool) -> Codes:
@@ -320,7 +317,10 @@ _library = torch.library.Library("quaver", "FRAGMENT")
 def _define(name: str, arguments: str, results: int, cast: Callable[..., Made], fake: Callable[..., Made]) -> None:
     def tensors(function: Callable[..., Made]) -> Callable[..., tuple[Tensor, ...]]:
         def run(hp: Tensor, *args: Any) -> tuple[Tensor, ...]:
-            made = function(hp if function is fake else hp.contiguous(), *args)
+            if function is not fake:
+                _check_memory(hp)
+                hp = hp.contiguous()
+            made = function(hp, *args)
             return tuple(hp.new_empty(0) if each is None else each for each in made)
 
         return run

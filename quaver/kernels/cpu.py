@@ -81,15 +81,11 @@ def has_plain_keys(tensor: Tensor) -> bool:
     return _dispatch_keys(tensor).raw_repr() in _PLAIN_KEYS
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Whether `tensor` is an ordinary strided CPU tensor with all of its memory; ask `runs_directly` first.
+def has_memory(tensor: Tensor) -> bool:
+    """Whether the storage of a strided tensor holds all of its elements.
 
-    Its dispatch keys are no fake's, sparse, quantized, nested or meta tensor's, negated or conjugated view's, zero
-    tensor's or functorch wrapper's. Its storage may still be too small: FSDP2 frees gathered memory by resizing
-    storages to zero, after which `data_ptr()` is the storage offset.
+    FSDP2 frees gathered memory by resizing storages to zero, after which `data_ptr()` is the storage offset.
     """
-    if type(tensor) not in PLAIN_TYPES or not has_plain_keys(tensor):
-        return False
     elements = tensor.numel()
     if elements and not tensor.is_contiguous():
         elements = 1
@@ -97,6 +93,28 @@ def is_plain(tensor: Tensor) -> bool:
             elements += (n - 1) * stride
     end = (tensor.storage_offset() + elements) * tensor.itemsize
     return elements == 0 or tensor.untyped_storage().nbytes() >= end
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether `tensor` is an ordinary strided CPU tensor with all of its memory; ask `runs_directly` first.
+
+    Its dispatch keys are no fake's, sparse, quantized, nested or meta tensor's, negated or conjugated view's, zero
+    tensor's or functorch wrapper's.
+    """
+    return type(tensor) in PLAIN_TYPES and has_plain_keys(tensor) and has_memory(tensor)
+
+
+def check_memory(*tensors: Tensor | None) -> None:
+    """Raise RuntimeError where the storage of an ordinary CPU tensor is too small: PyTorch would read beyond it."""
+    if torch.compiler.is_dynamo_compiling():
+        return
+    for tensor in tensors:
+        if tensor is None or type(tensor) not in PLAIN_TYPES or not has_plain_keys(tensor) or has_memory(tensor):
+            continue
+        raise RuntimeError(
+            f"the memory of a tensor of shape {list(tensor.shape)} was freed before it was used: its storage has "
+            f"{tensor.untyped_storage().nbytes()} bytes"
+        )
 
 
 def takes(matrix: Tensor, dtype: torch.dtype) -> bool:
@@ -273,8 +291,8 @@ def mm(
     """
     if not (HAS_MM and runs_directly() and is_plain(a) and is_plain(b) and (bias is None or is_plain(bias))):
         return None
-    if not (a_dequant_scale.untyped_storage().nbytes() and b_dequant_scale.untyped_storage().nbytes()):
-        return None  # freed; C refuses the other tensors that are not plain, whose address is 0
+    if not (is_plain(a_dequant_scale) and is_plain(b_dequant_scale)):
+        return None
     (m, k), n = a.shape, b.shape[1]
     if a.dtype not in FLOAT8_KIND or b.dtype not in FLOAT8_KIND or out_dtype not in HP_KIND or b.shape[0] != k:
         return None

@@ -70,6 +70,7 @@ def exact_float8_mm(
     own = None if varies else cpu.mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype)
     if own is not None:
         return own
+    cpu.check_memory(a, b, a_dequant_scale, b_dequant_scale, bias)
     # bfloat16 operands leave room for one scale of the whole result, or for scales that change no mantissa.
     tensorwise = a_dequant_scale.dim() == 0 and b_dequant_scale.dim() == 0
     bfloat16 = (tensorwise or scales_are_powers_of_2) and _bfloat16_pays(a, b, out_dtype)

@@ -6,7 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from quaver import convert_to_float8_training, sync_float8_amax_and_scale_history
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-BATCHES = 4
+BATCHES = 10
 
 
 class Tokens(torch.utils.data.Dataset):

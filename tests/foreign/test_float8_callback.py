@@ -14,13 +14,14 @@ from quaver import (
     sync_float8_amax_and_scale_history,
 )
 from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
-from tests.foreign.llama import BATCHES, batches, llama, optimizer_of
+from tests.foreign.llama import BATCHES, Tokens, batches, llama, optimizer_of
 from tests.foreign.table import proves
 from tests.foreign.test_transformers_trainer import losses_of
 from tests.foreign.test_transformers_trainer import trainer as trainer_of
 
 
 def trainer(folder, model, **options):
+    options = {"per_device_eval_batch_size": 2 * BATCHES, **options}
     return trainer_of(folder, model, [Float8Callback()], max_grad_norm=0.0, **options)
 
 
@@ -98,14 +99,48 @@ def test_adapters_and_the_head_stay_in_high_precision(first):
         assert_float8_training(model)
 
 
-@proves("PEFT", "train")
-def test_lora_trains_with_the_callback(tmp_path):
-    model = peft.get_peft_model(
-        prepare_model_for_float8(llama(), "tensorwise"), peft.LoraConfig(r=4, target_modules=["q_proj"])
-    )
-    run = trainer(tmp_path, model)
+def lora():
+    torch.manual_seed(1)
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"])
+    return peft.get_peft_model(prepare_model_for_float8(llama(), "tensorwise"), adapter)
+
+
+@proves("PEFT", "train", "accumulate", "checkpointing", "evaluate")
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_accumulation_steps": 2, "max_steps": BATCHES // 2}, {"gradient_checkpointing": True}]
+)
+def test_lora_trains_as_in_a_loop_by_hand(tmp_path, options):
+    model, every = lora(), options.get("gradient_accumulation_steps", 1)
+    optimizer, losses = optimizer_of(model), []
+    for index, batch in enumerate(batches()):
+        loss = model(**batch).loss / every
+        loss.backward()
+        losses.append(loss.item())
+        if (index + 1) % every == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    run = trainer(tmp_path, lora(), **options)
     run.train()
-    assert len(losses_of(run)) == BATCHES
+    by_step = torch.tensor(losses).view(-1, every).sum(1).tolist()
+    assert losses_of(run) == pytest.approx(by_step, abs=5e-5)
+    moved = {name for name, p in run.model.named_parameters() if not torch.equal(p, lora().get_parameter(name))}
+    assert moved == {name for name, _ in run.model.named_parameters() if "lora_" in name}
+    (everything,) = torch.utils.data.DataLoader(Tokens(), batch_size=len(Tokens()))
+    with torch.no_grad():
+        by_hand = model.eval()(**everything).loss.item()
+    assert run.evaluate(Tokens())["eval_loss"] == pytest.approx(by_hand, abs=1e-4)
+
+
+@proves("PEFT", "save, resume")
+def test_a_resumed_lora_goes_on_as_before_and_its_adapter_fits_the_unconverted_model(tmp_path):
+    whole = trainer(tmp_path, lora())
+    whole.train()
+    resumed = trainer(tmp_path, lora())
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert losses_of(resumed)[2:] == losses_of(whole)[2:]
+    whole.model.save_pretrained(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(llama(), tmp_path / "adapter")
+    assert all(torch.equal(p, loaded.get_parameter(name)) for name, p in whole.model.named_parameters())
 
 
 def test_a_model_that_was_not_converted_is_refused(tmp_path):

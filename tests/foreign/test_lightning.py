@@ -101,26 +101,69 @@ def test_the_precision_plugin_converts_scales_and_saves(tmp_path, recipe):
     assert resumed.losses == whole.losses[BATCHES:]
 
 
-@proves("Fabric", "train")
-@pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16])
-def test_fabric(autocast_dtype):
+def with_fabric(autocast_dtype=None):
     plugin = Float8FabricPrecision("tensorwise", module_filter_fn=not_the_head, autocast_dtype=autocast_dtype)
-    fabric = Fabric(accelerator="cpu", plugins=[plugin])
-    model = llama()
-    model, optimizer = fabric.setup(model, optimizer_of(model))
+    fabric, model = Fabric(accelerator="cpu", plugins=[plugin]), llama()
+    return fabric, *fabric.setup(model, optimizer_of(model))
+
+
+def loop(model, optimizer, backward, every=1, only=range(BATCHES)):
+    """The losses of some of the batches, an evaluation last."""
     losses = []
-    for batch in fabric.setup_dataloaders(batches()):
-        loss = model(**batch).loss
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    for index, batch in enumerate(batches()):
+        if index in only:
+            loss = model(**batch).loss
+            backward(loss / every)
+            if (index + 1) % every == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+    with torch.inference_mode():
+        return [*losses, model.eval()(**batch).loss.item()]
+
+
+def loop_by_hand(every=1):
+    model = llama("tensorwise")
+    return loop(model, optimizer_of(model), torch.Tensor.backward, every)
+
+
+@proves("Lightning's Trainer", "accumulate", "checkpointing")
+@pytest.mark.parametrize(("every", "checkpointing"), [(2, False), (1, True)])
+def test_accumulation_and_checkpointing(tmp_path, every, checkpointing):
+    module = Module("tensorwise", False)
+    if checkpointing:
+        module.model.gradient_checkpointing_enable({"use_reentrant": False})
+    trainer(tmp_path, BATCHES // every, accumulate_grad_batches=every).fit(module, batches())
+    assert module.losses == loop_by_hand(every)[:-1]
+
+
+@proves("Fabric", "train", "accumulate", "checkpointing", "evaluate")
+@pytest.mark.parametrize(("every", "checkpointing"), [(1, False), (2, False), (1, True)])
+def test_the_losses_of_fabric_are_those_of_a_loop_written_by_hand(every, checkpointing):
+    fabric, model, optimizer = with_fabric()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert loop(model, optimizer, fabric.backward, every) == loop_by_hand(every)
     assert conversion_report(model).float8_flops_fraction > 0.5
-    if autocast_dtype is None:
-        assert losses == train_by_hand(llama("tensorwise"))
-    else:
-        assert losses == pytest.approx(train_by_hand(llama("tensorwise")), rel=0.01)
-        assert losses != train_by_hand(llama("tensorwise"))
+
+
+def test_fabric_with_autocast_differs_by_its_rounding():
+    fabric, model, optimizer = with_fabric(torch.bfloat16)
+    losses, by_hand = loop(model, optimizer, fabric.backward), loop_by_hand()
+    assert losses == pytest.approx(by_hand, rel=0.01)
+    assert losses != by_hand
+
+
+@proves("Fabric", "save, resume")
+def test_a_resumed_fabric_run_goes_on_as_before(tmp_path):
+    fabric, model, optimizer = with_fabric()
+    whole = loop(model, optimizer, fabric.backward, only=range(2))[:2]
+    fabric.save(tmp_path / "state", {"model": model, "optimizer": optimizer})
+    whole += loop(model.train(), optimizer, fabric.backward, only=range(2, BATCHES))
+    assert whole == loop_by_hand()
+    fabric, model, optimizer = with_fabric()
+    fabric.load(tmp_path / "state", {"model": model, "optimizer": optimizer})
+    assert loop(model, optimizer, fabric.backward, only=range(2, BATCHES)) == whole[2:]
 
 
 @refuses(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import textwrap
 
 import pytest
+import torch
 
+import quaver.distributed  # noqa: F401 - registers operations
 from quaver.kernels import cpu
 from tests.isolated import isolated
 
@@ -229,3 +231,133 @@ def test_the_extension_refuses_what_cannot_be():
                 refused(lambda: mm(*good[:at], value, *good[at + 1:]), ValueError if cpu.HAS_MM else RuntimeError)
         """
     )
+
+
+# ---- every registered operation --------------------------------------------------------------------------------------
+
+ROWS, COLUMNS = 600, 400
+
+
+def arguments(schema) -> dict[str, object]:
+    """Ordinary arguments of an operation, by name."""
+    codes = torch.randn(ROWS, COLUMNS).to(torch.float8_e4m3fn)
+    values = {
+        "hp": torch.randn(ROWS, COLUMNS),
+        "codes": codes,
+        "a": codes,
+        "b": codes.t(),
+        "quant_scale": torch.tensor(2.0),
+        "is_initialized": torch.tensor(True),
+        "row_scale": torch.rand(ROWS, 1) + 1,
+        "column_scale": torch.rand(1, COLUMNS) + 1,
+        "a_dequant_scale": torch.rand(ROWS, 1) + 1,
+        "b_dequant_scale": torch.rand(1, ROWS) + 1,
+        "bias": torch.rand(ROWS),
+        "amax_buffer": torch.zeros(2),
+        "observed": torch.ones(2),
+        "float8_dtype": torch.float8_e4m3fn,
+        "out_dtype": torch.bfloat16,
+        "group_name": "none",
+    }
+    ordinary = {"Tensor": torch.ones(3), "bool": False}
+    return {each.name: values[each.name] if each.name in values else ordinary[str(each.type)] for each in schema}
+
+
+def resized(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    tensor.untyped_storage().resize_(size)
+    return tensor
+
+
+def behind_another(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.stack([tensor.float(), tensor.float()]).to(tensor.dtype)[1]
+
+
+def transposed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.t().contiguous().t()
+
+
+WITHOUT_MEMORY = {
+    "freed": lambda tensor: resized(tensor.clone(), 0),
+    "freed, at an offset": lambda tensor: resized(behind_another(tensor), 0),
+    "freed, transposed": lambda tensor: resized(transposed(tensor), 0),
+    "half": lambda tensor: resized(tensor.clone(), tensor.nbytes // 2),
+    "half, transposed": lambda tensor: resized(transposed(tensor), tensor.nbytes // 2),
+    "huge": lambda tensor: tensor.reshape(-1)[:1].expand([1 << 30] * max(tensor.dim(), 2)),
+}
+WITH_MEMORY = {
+    "zero": lambda tensor: torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype),
+    "negated": torch._neg_view,
+    "overlapping": lambda tensor: tensor.as_strided(tensor.shape, [1] * tensor.dim()),
+    "one element": lambda tensor: tensor.reshape(-1)[:1].expand(tensor.shape) if tensor.dim() else tensor,
+    "strided": lambda tensor: torch.stack([tensor.float()] * 2, -1).to(tensor.dtype)[..., 0],
+}
+TORCH_REFUSES = {"codes", "a", "b", "amax_buffer", "is_initialized"}
+"""PyTorch negates no float8 and no booleans, writes into no zero tensor and into no element twice."""
+UNREAD = {("column_major_after", "gradient"), ("wait_for", "waiting"), ("wait_for", "computed")}
+
+
+def hand_to_every_operation(kind: str) -> None:
+    """Each tensor in turn is `kind`. One that has no memory ends in one line, any other in the result of its copy."""
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("quaver::")]
+    assert len(names) >= 9
+    for name in sorted(names):
+        operation = getattr(torch.ops.quaver, name.removeprefix("quaver::"))
+        schema = operation.default._schema.arguments
+        for argument, value in arguments(schema).items():
+            where = operation.__name__, argument
+            if not isinstance(value, torch.Tensor) or where in UNREAD:
+                continue
+            hostile = {**WITHOUT_MEMORY, **WITH_MEMORY}[kind](value)
+            torch.manual_seed(0)
+            given = {**arguments(schema), argument: hostile}
+            message = ""
+            try:
+                results = tensors_of(operation(**given), given)
+            except (RuntimeError, ValueError, NotImplementedError) as error:
+                message = str(error)
+            if message:
+                assert len(message.splitlines()) == 1, (where, message)
+                assert kind in WITHOUT_MEMORY or argument in TORCH_REFUSES, (where, message)
+                continue
+            assert kind in WITH_MEMORY, where
+            torch.manual_seed(0)
+            plain = {**arguments(schema), argument: hostile.clone(memory_format=torch.contiguous_format)}
+            for one, other in zip(results, tensors_of(operation(**plain), plain), strict=True):
+                assert torch.equal(one.float(), other.float()), where
+
+
+def tensors_of(result, given) -> list[torch.Tensor]:
+    """What an operation returned or wrote."""
+    if result is None:
+        return [given["amax_buffer"]]
+    return [result] if isinstance(result, torch.Tensor) else list(result)
+
+
+@pytest.mark.parametrize("kind", [*WITHOUT_MEMORY, *WITH_MEMORY])
+def test_every_operation_takes_or_refuses(kind):
+    isolated(hand_to_every_operation, kind)
+
+
+@pytest.mark.nightly
+def test_more_elements_than_an_int32_counts():
+    """14 GiB, half a minute."""
+    rows, columns = 1 << 16, (1 << 15) + 16
+    hp = torch.ones(rows, columns, dtype=torch.bfloat16)
+    hp[-1] = 2
+    for dim, last in ((None, 448), (1, 448), (0, 448)):
+        codes, quant_scale, _ = cpu.dynamic_cast(hp, torch.float8_e4m3fn, dim)
+        first = codes[0].float() / (quant_scale if dim is None else quant_scale[0])
+        assert torch.equal(first, torch.ones(columns))
+        assert codes[-1].float().unique().tolist() == [last]
+        del codes
+    del hp
+    codes = torch.full((rows, columns), 2.0, dtype=torch.float8_e4m3fn)
+    codes[-1] = 3.0
+    one = torch.tensor(1.0)
+    for b in (torch.ones(columns, 16), torch.ones(16, columns).t()):
+        out = torch.ops.quaver.exact_float8_mm(codes, b.to(codes.dtype), one, one, None, torch.float32, False)
+        assert torch.equal(out[:-1], torch.full((rows - 1, 16), 2.0 * columns))
+        assert torch.equal(out[-1], torch.full((16,), 3.0 * columns))
+    wide = cpu.widen(codes, torch.bfloat16)
+    assert wide[0].unique().tolist() == [2.0]
+    assert wide[-1].unique().tolist() == [3.0]

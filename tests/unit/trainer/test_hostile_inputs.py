@@ -7,17 +7,22 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_data_tokenizers import train_tokenizer
 
 from quaver.cli import main
 from quaver.trainer import run_lock
+from quaver.trainer.config import Data
 from quaver.trainer.config_io import load_config
 from quaver.trainer.data.documents import Account, SourceFile
 from quaver.trainer.data.records import read_records
 from quaver.trainer.data.token_files import DamagedEntryError, check_content, open_entry
+from quaver.trainer.data.tokenizer import load_tokenizer
 from quaver.trainer.errors import CheckpointError
 from quaver.trainer.huggingface.weights import open_safetensors
 from quaver.trainer.metrics import rewound_metrics
@@ -278,3 +283,44 @@ def test_json_lines(examples, tmp_path):
             text.encode()
 
     fuzz(examples, st.lists(lines, max_size=3).map(b"\n".join), read)
+
+
+def damaged(content: bytes) -> st.SearchStrategy[bytes]:
+    """Some bytes of it replaced, in up to three places."""
+    place = st.tuples(st.integers(0, len(content) - 1), st.integers(0, 8), st.binary(max_size=8))
+
+    def replace(places: list[tuple[int, int, bytes]]) -> bytes:
+        changed = content
+        for start, length, new in places:
+            changed = changed[:start] + new + changed[start + length :]
+        return changed
+
+    return st.lists(place, min_size=1, max_size=3).map(replace)
+
+
+@EXAMPLES
+def test_tokenizers(examples, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    train_tokenizer(path, ["<s>", "</s>"], vocab_size=280)
+
+    def read(content: bytes) -> None:
+        path.write_bytes(content)
+        tokenizer = load_tokenizer(Data(tokenizer=str(path)))
+        (tokens,) = tokenizer.encode(["to be or not \n\n to be"])
+        assert all(token < tokenizer.vocab_size for token in tokens)
+
+    fuzz(examples, damaged(path.read_bytes()), read, ValueError)
+
+
+@EXAMPLES
+def test_parquet(examples, tmp_path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["to be", "or not", None, "to be"] * 20}), path)
+
+    def read(content: bytes) -> None:
+        path.write_bytes(content)
+        account = Account(refuse=False)
+        for text in read_records(SourceFile.of("a.parquet", path), "text", account, lambda _: None):
+            assert isinstance(text, str)
+
+    fuzz(examples, damaged(path.read_bytes()), read)
