@@ -55,12 +55,11 @@ class FrozenFloat8Linear(Float8Linear):
     @property
     def weight_dequant_scale(self) -> Tensor:
         """float32, (), [N, 1] or one a block; of the whole weight, also where FSDP2 shards it."""
-        scale: Tensor = local_weight(self).dequant_scale
-        return scale
+        return self._stored().dequant_scale
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
-        local = local_weight(self)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        local = self._stored()
         if keep_vars or not isinstance(local, FrozenFloat8Weight):
             return
         destination[prefix + "weight"] = _as(self.weight, local.data_fp8)
@@ -72,7 +71,7 @@ class FrozenFloat8Linear(Float8Linear):
         state_dict = dict(state_dict)
         weight, scale = state_dict.get(prefix + "weight"), state_dict.pop(prefix + SCALE, None)
         try:
-            if weight is not None and isinstance(local_weight(self), FrozenFloat8Weight):
+            if weight is not None and isinstance(self._stored(), FrozenFloat8Weight):
                 state_dict[prefix + "weight"] = self._loadable(weight, scale)
         except ValueError as error:
             lists[-1].append(f"{prefix}weight: {error}")
@@ -80,17 +79,21 @@ class FrozenFloat8Linear(Float8Linear):
             strict = False
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
+    def _stored(self) -> FrozenFloat8Weight:
+        """The weight, or this rank's shard of it."""
+        return cast(FrozenFloat8Weight, local_weight(self))
+
     def _loadable(self, weight: Tensor, scale: Tensor | None) -> Tensor:
         """What a state_dict holds, as a frozen weight like this linear's."""
-        own, local = local_weight(self), weight.to_local() if isinstance(weight, DTensor) else weight
+        own, local = self._stored(), weight.to_local() if isinstance(weight, DTensor) else weight
         if isinstance(local, FrozenFloat8Weight):
             return weight
         if local.dtype not in FORMATS:
             if scale is not None or own.is_part or local.shape != own.shape:
                 expected = f"expected float8 codes {list(self.weight.shape)} and {SCALE}"
                 raise ValueError(f"{expected}, got {weight.dtype} {list(weight.shape)}")
-            quantized: Tensor = own.clone()
-            quantized.write(local)  # type: ignore[attr-defined]
+            quantized = cast(FrozenFloat8Weight, own.clone())
+            quantized.write(local)
             return quantized
         if scale is None or scale.shape != own.dequant_scale.shape:
             got = "none" if scale is None else str(list(scale.shape))
@@ -215,7 +218,7 @@ def store_float8_weight(
     if not isinstance(linear, Float8Linear):
         to_float8(linear, config)
     linear.weight = nn.Parameter(frozen, requires_grad=False)
-    linear.__class__ = float8_class(linear._converted_from, FrozenFloat8Linear)  # type: ignore[assignment, arg-type]
+    linear.__class__ = float8_class(linear._converted_from, FrozenFloat8Linear)
 
 
 def _resolved(config: Float8LinearConfig | Float8LinearRecipeName | str | None) -> Float8LinearConfig:

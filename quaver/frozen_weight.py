@@ -185,7 +185,7 @@ class FrozenFloat8Weight(Float8Tensor):
         return self.data_fp8.element_size()
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         """Of the codes and the scales."""
         return self.data_fp8.nbytes + self.dequant_scale.nbytes
 
