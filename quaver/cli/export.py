@@ -31,7 +31,7 @@ class Export(Settings):
     """a run of quaver train, a step-... folder of it, or a Hugging Face folder"""
     target: Annotated[str, Positional()]
     """the new folder"""
-    recipe: Annotated[str | None, OneOf(RECIPES, has_aliases=True)] = None
+    recipe: Annotated[str, OneOf(RECIPES, has_aliases=True)] | None = None
     """Whose codes to write; that of the run by default. A Hugging Face folder needs one."""
     format: Annotated[str, OneOf(FORMATS)] = COMPRESSED_TENSORS
     """compressed-tensors keeps the codes of training; the other two quantize again, in blocks of 128 x 128."""

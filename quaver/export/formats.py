@@ -184,9 +184,10 @@ def stored_format(config: dict[str, Any]) -> StoredFormat:
 
 def _strategy_of(group: dict[str, Any]) -> str:
     weights = group.get("weights")
-    got = {name: weights.get(name) for name in ("type", "num_bits", "strategy")} if isinstance(weights, dict) else None
+    weights = weights if isinstance(weights, dict) else {}
+    got = {name: weights.get(name) for name in ("type", "num_bits", "strategy")}
     strategies = ("tensor", "channel", "block")
-    if got is None or (got["type"], got["num_bits"]) != ("float", 8) or got["strategy"] not in strategies:
+    if (got["type"], got["num_bits"]) != ("float", 8) or got["strategy"] not in strategies:
         raise NotImplementedError(
             f"the weights in config.json must be 8-bit floats with one scale per {', '.join(strategies)}, got {got}; "
             "dequantize the model with compressed-tensors"

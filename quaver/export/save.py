@@ -59,9 +59,10 @@ def save_float8(
     """
     folder = Path(folder)
     if config is None:
-        if not hasattr(model, "config") or not hasattr(model.config, "to_dict"):
+        to_dict: Callable[[], dict[str, Any]] | None = getattr(getattr(model, "config", None), "to_dict", None)
+        if to_dict is None:
             raise ValueError("config: expected the content of config.json for a model that is not of transformers")
-        config = model.config.to_dict()
+        config = to_dict()
     tensors = iter_float8_weights(
         model,
         format=format,

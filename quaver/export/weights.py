@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -278,12 +278,14 @@ def _fsdp_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     """The dtypes in which FSDP2 gathers the weights of float8 linears, where those are not the weights' own.
 
     FSDP2 casts a shard to `mp_policy.param_dtype` before the all-gather, so the forward quantizes rounded weights; a
-    float8 all-gather quantizes the shard itself. torch 2.13 has no public way to read the policy of a module.
+    float8 all-gather quantizes the shard itself. torch has no public way to read the policy of a module; torch 2.11
+    has one group of parameters per module, torch 2.13 a list.
     """
     dtypes: dict[int, torch.dtype] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
+            state: Any = module._get_fsdp_state()
+            for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
                 dtype = group.mp_policy.param_dtype
                 dtypes |= {id(each.sharded_param): dtype for each in group.fsdp_params if dtype is not None}
     return {

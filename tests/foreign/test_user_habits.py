@@ -118,9 +118,11 @@ def test_in_place_on_the_output_in_compiled_code(recipe, shape):
 @pytest.mark.parametrize("rows", [0, 6, 4096])
 def test_the_output_is_no_view(recipe, rows):
     """As that of nn.Linear, whose result of more than two dims is a view, too, but one that may be written to."""
-    output = make(recipe)(torch.randn(rows, K, requires_grad=True))
-    assert output._base is None
-    assert output.is_contiguous()
+    linear = make(recipe)
+    for shape in ((rows, K), (2, rows, K)):
+        output = linear(torch.randn(shape, requires_grad=True))
+        assert output._base is None
+        assert output.is_contiguous()
 
 
 @RECIPE

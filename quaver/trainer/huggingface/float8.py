@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from quaver import FilterDecision, Float8LinearConfig, convert_to_float8_training, float8_scaling_state
+from quaver.export.files import listed
 from quaver.export.source import DEFAULT_FILTER, Source, skip_names
 from quaver.trainer.checkpoint import load_state, read_metadata
 from quaver.trainer.checkpoint_folder import RECORD, CheckpointFolder
-from quaver.trainer.config import TrainConfig
-from quaver.trainer.config_io import build_config, load_config
+from quaver.trainer.config import Float8, Parallelism, Training
+from quaver.trainer.config.settings import Settings
+from quaver.trainer.config_io import load_config
 from quaver.trainer.float8 import linear_config
 from quaver.trainer.huggingface.config import hf_config
 from quaver.trainer.huggingface.convert import Export, kept_of_run, open_checkpoint
@@ -23,6 +26,8 @@ from quaver.trainer.huggingface.weights import file_state, read_tensor
 from quaver.trainer.model import Llama
 from quaver.trainer.run_folder import CONFIG
 from quaver.trainer.safe_dcp import CheckpointReader
+
+S = TypeVar("S", bound=Settings)
 
 
 def checkpoint_of(path: Path) -> Path | None:
@@ -57,7 +62,7 @@ def run_source(
             recipe.
     """
     found = open_checkpoint(checkpoint, name)
-    config, converted = _run_config(found), _converted(found)
+    config, converted = _section(found, Float8), _converted(found)
     if recipe is None and not converted:
         raise ValueError(
             f"the model {found.weights.name!r} was trained in high precision: give the recipe whose codes to export, "
@@ -71,7 +76,7 @@ def run_source(
     with torch.device("meta"):
         model = Llama(found.model)
     decide = partial(_as_in_the_run, converted) if converted else skip_names(filter_fqns)
-    float8 = linear_config(config.float8) if recipe is None else Float8LinearConfig.from_recipe_name(recipe)
+    float8 = linear_config(config) if recipe is None else Float8LinearConfig.from_recipe_name(recipe)
     convert_to_float8_training(model, config=float8, module_filter_fn=decide)
     if recipe is None:
         _load_scales(model, CheckpointReader(found.weights))
@@ -111,11 +116,13 @@ class CheckpointWeights(Mapping[str, Tensor]):
         return len(self._like)
 
 
-def _run_config(found: Export) -> TrainConfig:
-    """The settings of the run that decide how its forward reads weights; the defaults for a converted checkpoint."""
-    settings = found.record["config"]
-    sections = ("float8", "parallelism", "training")
-    return build_config({name: settings[name] for name in sections if name in settings})
+def _section(found: Export, kind: type[S]) -> S:
+    """A section of the run's settings; the defaults for a converted checkpoint, which has no run."""
+    settings = found.record["config"].get(kind.section, {})
+    unknown = sorted(settings.keys() - {each.name for each in fields(kind)})
+    if unknown:
+        raise ValueError(f"this version does not know the {kind.section} settings of the checkpoint: {listed(unknown)}")
+    return kind(**settings)
 
 
 def _converted(found: Export) -> dict[str, FilterDecision]:
@@ -140,10 +147,10 @@ def _load_scales(model: nn.Module, reader: CheckpointReader) -> None:
         scaling.load_state_dict(state)
 
 
-def _forward_dtype(found: Export, config: TrainConfig) -> torch.dtype | None:
+def _forward_dtype(found: Export, config: Float8) -> torch.dtype | None:
     """What FSDP2 gathered the weights in; see [Note: precision under FSDP2] in parallelize.py. None: as they are."""
-    data_parallel = found.record["world_size"] // config.parallelism.tensor_parallel_degree
-    if data_parallel == 1 or config.float8.enable_fsdp_float8_all_gather:
+    tensor_parallel = _section(found, Parallelism).tensor_parallel_degree
+    if found.record["world_size"] == tensor_parallel or config.enable_fsdp_float8_all_gather:
         return None
-    dtype: torch.dtype = getattr(torch, config.training.mixed_precision_param)
+    dtype: torch.dtype = getattr(torch, _section(found, Training).mixed_precision_param)
     return dtype

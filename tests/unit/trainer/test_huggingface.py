@@ -29,6 +29,7 @@ from quaver.trainer.manifest import write_manifest
 from quaver.trainer.metrics import read_metrics
 from quaver.trainer.model import Llama
 from quaver.trainer.parallel_dims import ParallelDims
+from tests.command_line import TEXT, TINY
 
 pytestmark = pytest.mark.filterwarnings("error:torch.distributed is disabled")
 
@@ -238,12 +239,10 @@ def test_export_in_shards(hf, tmp_path):
 def float8_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The last checkpoint of a run of two steps in float8 and bfloat16, with tied weights and scaled rope."""
     folder = tmp_path_factory.mktemp("run")
-    (folder / "text.txt").write_text("to be or not to be, that is the question\n" * 100)
-    words = [f"--data={folder / 'text.txt'}", f"--job.dump_folder={folder}", "--job.name=run", "--job.compare"]
-    words += ["--model.dim=64", "--model.n_layers=2", "--model.hidden_dim=48", "--model.tie_word_embeddings"]
+    (folder / "text.txt").write_text(TEXT)
+    words = [*TINY, f"--data={folder / 'text.txt'}", f"--job.dump_folder={folder}", "--job.name=run", "--job.compare"]
+    words += ["--model.dim=64", "--model.tie_word_embeddings", "--training.steps=2", "--lr_scheduler.warmup_steps=1"]
     words += ["--model.rope_scaling_factor=32", "--model.rope_original_max_position=128"]
-    words += ["--training.seq_len=32", "--training.local_batch_size=2"]
-    words += ["--training.device=cpu", "--training.steps=2", "--validation.steps=1", "--lr_scheduler.warmup_steps=1"]
     assert main(["train", *words]) == 0
     return folder / "run" / "checkpoint" / "step-00000002"
 

@@ -50,41 +50,28 @@ def test_finite_finds_nothing_and_leaves_no_hooks_or_gradients():
         assert not any(hooks)
 
 
-@pytest.mark.parametrize("operand", ["first.weight", "first.bias", "second.weight"])
-def test_parameters(operand):
-    net = Net()
+SPOILED = {
+    "first weight": lambda net, x: net.first.weight[0, 3].fill_(torch.inf),
+    "first bias": lambda net, x: net.first.bias[3].fill_(torch.inf),
+    "second weight": lambda net, x: net.second.weight[0, 3].fill_(torch.inf),
+    "first input": lambda net, x: x[1, 2].fill_(torch.inf),
+    # An output and a gradient that overflow from finite operands.
+    "second output": lambda net, x: (net.second.weight.fill_(3e38), net.first.bias.fill_(10.0)),
+    "second grad_weight": lambda net, x: (
+        net.second.weight.zero_(),
+        net.first.weight.zero_(),
+        net.first.bias.fill_(3e38),  # the output is 3e38 each, and the gradient sums four of them
+    ),
+    "first grad_output": lambda net, x: setattr(net, "spoils_backward", True),
+}
+
+
+@pytest.mark.parametrize("found", SPOILED)
+def test_the_first_operand_that_is_not_finite_is_named(found):
+    net, x = Net(), torch.ones(4, 8)
     with torch.no_grad():
-        net.get_parameter(operand).view(-1)[3] = torch.inf
-    assert find(net) == NonFiniteOperand(*operand.split("."))
-
-
-def test_input():
-    x = torch.ones(4, 8)
-    x[1, 2] = torch.inf
-    assert find(Net(), x) == NonFiniteOperand("first", "input")
-
-
-def test_output_overflows_from_finite_operands():
-    net = Net()
-    with torch.no_grad():
-        net.second.weight.fill_(3e38)
-        net.first.bias.fill_(10.0)
-    assert find(net) == NonFiniteOperand("second", "output")
-
-
-def test_backward_comes_after_forward_and_names_the_gradient():
-    net = Net()
-    net.spoils_backward = True
-    assert find(net) == NonFiniteOperand("first", "grad_output")
-
-
-def test_grad_weight_overflows_from_finite_operands():
-    net = Net()
-    with torch.no_grad():
-        net.second.weight.zero_()
-        net.first.weight.zero_()
-        net.first.bias.fill_(3e38)  # output 3e38 each; grad_weight of second sums four of them
-    assert find(net) == NonFiniteOperand("second", "grad_weight")
+        SPOILED[found](net, x)
+    assert find(net, x) == NonFiniteOperand(*found.split())
 
 
 def test_compiled_modules_are_looked_into():

@@ -1,0 +1,263 @@
+"""What transformers' Trainer and Lightning's Trainer do in five scenarios. Prints a table of docs/reliability.md.
+
+    python -m benchmarks.reliability_peers            # a minute
+
+Each trains a small network with a checkpoint every two steps and one kept, in forks of this process. Nothing is
+configured against the scenario: the table says what happens by default.
+"""
+
+import hashlib
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytorch_lightning as lightning
+import torch
+import transformers
+
+FLIPPED = 12
+FOREVER = 10**6
+SAME = "resumes"
+
+
+class Network(torch.nn.Module):
+    """What both train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.net(x) - labels).square().mean()}
+
+
+class Samples(torch.utils.data.Dataset):
+    """A million of them, the same in each run."""
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return dict(zip(("x", "labels"), torch.arange(128).add(index).cos().split(64), strict=True))
+
+
+class Module(lightning.LightningModule):
+    """Network, for Lightning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = Network()
+
+    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        return self.network(**batch)["loss"]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest checkpoint, by the step in its name."""
+    return max(folder.glob("*step*"), key=lambda path: int(path.stem.rpartition("=")[2]), default=None)
+
+
+def train_with_transformers(folder: Path, steps: int) -> torch.nn.Module:
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        save_steps=2,
+        save_total_limit=1,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = transformers.Trainer(model=Network(), args=arguments, train_dataset=Samples())
+    trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
+    return trainer.model
+
+
+def train_with_lightning(folder: Path, steps: int) -> torch.nn.Module:
+    trainer = lightning.Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[lightning.callbacks.ModelCheckpoint(dirpath=folder, every_n_train_steps=2, save_top_k=1)],
+    )
+    module = Module()
+    trainer.fit(module, torch.utils.data.DataLoader(Samples(), batch_size=8), ckpt_path=newest(folder))
+    return module.network
+
+
+class Peer:
+    """Runs of one trainer in a folder of its own."""
+
+    def __init__(self, train: Callable[[Path, int], torch.nn.Module], folder: Path) -> None:
+        self.train, self.folder, self.starts = train, folder, 0
+        self.run("stopped", 2)
+        self.stopped = self.digest("stopped", 6)
+        """The weights after a stop between two steps, which the scenarios are compared with."""
+
+    def start(self, run: str, steps: int, prepare: Callable[[], object] = lambda: None) -> int:
+        self.starts += 1
+        child = os.fork()
+        if child:
+            return child
+        code = 1
+        try:
+            for number, name in ((1, "stdout"), (2, "stderr")):
+                os.dup2(os.open(self.folder / f"{name}{self.starts}", os.O_WRONLY | os.O_CREAT), number)
+            prepare()
+            model = self.train(self.folder / run, steps)
+            content = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+            (self.folder / f"{run}.digest").write_text(hashlib.sha256(content).hexdigest())
+            code = 0
+        finally:
+            if code:
+                traceback.print_exc()
+            os._exit(code)
+
+    def run(self, run: str, steps: int, prepare: Callable[[], object] = lambda: None) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.start(run, steps, prepare), 0)[1])
+
+    def digest(self, run: str, steps: int) -> str:
+        """Run to `steps`; the weights' hash, or the error."""
+        if self.run(run, steps):
+            return self.error(self.starts)
+        return (self.folder / f"{run}.digest").read_text()
+
+    def error(self, start: int) -> str:
+        """The last line on stderr of a run, by its number."""
+        return "error: " + (self.folder / f"stderr{start}").read_text().splitlines()[-1].replace(str(self.folder), "")
+
+    def resumes(self, run: str) -> str:
+        found = self.digest(run, 6)
+        if found.startswith("error"):
+            return found
+        return SAME if found == self.stopped else "resumes with other weights"
+
+    def files(self, run: str) -> list[Path]:
+        """The files of a run, the largest last."""
+        files = [path for path in (self.folder / run).rglob("*") if path.is_file()]
+        return sorted(files, key=lambda path: path.stat().st_size)
+
+
+def stopped(peer: Peer) -> str:
+    return "the weights of a whole run" if peer.stopped == peer.digest("whole", 6) else "other weights than a whole run"
+
+
+def limited(peer: Peer, run: str, action: signal.Handlers) -> str:
+    """A run of two steps, then two with files of half the size that a checkpoint needs; what a third run does."""
+    peer.run(run, 2)
+    limit = peer.files(run)[-1].stat().st_size // 2
+
+    def prepare() -> None:
+        signal.signal(signal.SIGXFSZ, action)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    code = peer.run(run, 4, prepare)
+    assert code, "the limit was not reached"
+    return peer.resumes(run)
+
+
+def killed_inside_a_save(peer: Peer) -> str:
+    return limited(peer, "killed", signal.SIG_DFL)
+
+
+def full_disk(peer: Peer) -> str:
+    return limited(peer, "full", signal.SIG_IGN)
+
+
+def flipped_bits(peer: Peer) -> str:
+    chance, noticed, same = random.Random(1), 0, 0
+    for number in range(FLIPPED):
+        run = f"flipped{number}"
+        peer.run(run, 2)
+        files = peer.files(run)
+        path = files[number % len(files)]
+        content = bytearray(path.read_bytes())
+        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+        path.write_bytes(content)
+        outcome = peer.resumes(run)
+        noticed += outcome.startswith("error")
+        same += outcome == SAME
+    return f"{noticed} of {FLIPPED} noticed, {FLIPPED - noticed - same} train on other weights"
+
+
+def two_writers(peer: Peer) -> str:
+    peer.run("two", 2)
+    children = [peer.start("two", FOREVER) for _ in range(2)]
+    time.sleep(5)
+    ended = [os.waitpid(child, os.WNOHANG)[0] for child in children]
+    errors = [peer.error(peer.starts - 1 + number) for number in range(2) if ended[number]]
+    for child, gone in zip(children, ended, strict=True):
+        if not gone:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    return f"one ends, {errors[0]}" if errors else "both write"
+
+
+class _Code:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return os.mkdir, (os.environ["PEER_MARK"],)
+
+
+def code_in_a_checkpoint(peer: Peer) -> str:
+    mark = peer.folder / "mark"
+    os.environ["PEER_MARK"] = str(mark)
+    peer.run("code", 2)
+    ran = []
+    for path in peer.files("code"):
+        if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
+            shutil.copytree(peer.folder / "code", peer.folder / path.name)
+            torch.save({"state": _Code()}, path, pickle_module=pickle)
+            peer.run("code", 6)
+            if mark.exists():
+                ran.append(path.name)
+                mark.rmdir()
+            shutil.rmtree(peer.folder / "code")
+            (peer.folder / path.name).rename(peer.folder / "code")
+    return f"runs, from {', '.join(ran)}" if ran else "refused"
+
+
+SCENARIOS = {
+    "stopped after two steps, resumed to six": stopped,
+    "killed while it writes a checkpoint": killed_inside_a_save,
+    "the disk is full while it writes a checkpoint": full_disk,
+    f"{FLIPPED} checkpoints with one bit flipped": flipped_bits,
+    "two processes resume one run": two_writers,
+    "code in a pickled file of a checkpoint": code_in_a_checkpoint,
+}
+PEERS = {
+    f"transformers {transformers.__version__}": train_with_transformers,
+    f"Lightning {lightning.__version__}": train_with_lightning,
+}
+
+
+def rows() -> Iterator[str]:
+    yield f"| | {' | '.join(PEERS)} |"
+    yield "|---|---|---|"
+    with tempfile.TemporaryDirectory() as folder:
+        peers = []
+        for number, train in enumerate(PEERS.values()):
+            (Path(folder) / str(number)).mkdir()
+            peers.append(Peer(train, Path(folder) / str(number)))
+        for title, scenario in SCENARIOS.items():
+            yield f"| {title} | {' | '.join(scenario(peer) for peer in peers)} |"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for row in rows():
+        print(row, flush=True)
