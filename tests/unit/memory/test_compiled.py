@@ -12,9 +12,9 @@ from torch._inductor import cpu_vec_isa
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.graph import GraphLowering
 
-from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Case, Size, measure
+from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Size
 from benchmarks.memory_report import RECORD
-from benchmarks.predicted import WITHIN, compare, predict
+from benchmarks.predicted import WITHIN, compare
 from quaver.memory import explain
 from quaver.memory.compiling.compiled import are_kernels_left_out, compiled_graphs, kernels_left_out
 from quaver.memory.compiling.wrapper_code import kernel_operator, rewritten
@@ -80,16 +80,6 @@ def test_a_prediction_is_what_was_measured(ranks, module, precision, checkpointi
     row = compare(measured, Size(**RECORDED["size"]))
     assert row["peak"] == pytest.approx(1, abs=0.001)
     assert row["saved"] == pytest.approx(1, abs=0.001)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_prediction_is_what_is_measured_here(precision):
-    case, size = Case("1 block", precision, "op", compiled=True), Size(sequences=2)
-    prediction = predict(case, size)
-    _, usage = measure(case, size, CPU)
-    assert prediction.step_peak_bytes == pytest.approx(usage.tensor_peak_bytes, rel=WITHIN)
-    assert prediction.saved_by_forward_bytes == pytest.approx(usage.saved_bytes, rel=WITHIN)
 
 
 def test_real_code_is_compiled_after_a_prediction_and_takes_what_was_predicted():

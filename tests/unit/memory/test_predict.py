@@ -143,18 +143,6 @@ def test_a_converted_model_and_autocast():
     assert 0 < scales < 100
 
 
-def test_numbers_that_are_read_are_counted():
-    class Reads(nn.Linear):
-        def forward(self, rows):
-            if not rows.isfinite().all():
-                raise ValueError("a fake tensor is finite")
-            return super().forward(rows) * rows.sum().tolist()
-
-    prediction = explain(Reads(4, 4), (torch.empty(2, 4),))
-    assert prediction.reads == 2
-    assert prediction.to_dict()["reads_answered_by_1"] == 2
-
-
 def test_a_sharded_model_is_refused():
     with pretended_mesh(ParallelDims(shard=2)) as mesh:
         model = fully_shard(_Two("meta"), mesh=mesh)
