@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from quaver.trainer.config import Model
 from quaver.trainer.config_io import load_config, parse_arguments
 from quaver.trainer.data import load_data
 from quaver.trainer.huggingface import weights
-from quaver.trainer.huggingface.config import hf_config, model_from_hf
-from quaver.trainer.huggingface.weights import number_files, open_safetensors
+from quaver.trainer.huggingface.config import model_from_hf
+from quaver.trainer.huggingface.weights import open_safetensors
 from quaver.trainer.manifest import write_manifest
 from quaver.trainer.metrics import read_metrics
 from quaver.trainer.model import Llama
@@ -426,23 +425,6 @@ def test_a_full_disk_leaves_nothing_and_says_so(hf, tmp_path, capsys, monkeypatc
 
 
 # ---- the pieces ------------------------------------------------------------------------------------------------------
-
-
-def test_config_survives_the_way_there_and_back():
-    for model in (Model(), Model(tie_word_embeddings=True, rope_scaling_factor=8.0, rope_high_freq_factor=3.0)):
-        written = json.loads(json.dumps(hf_config(model, dtype="bfloat16", kept={"eos_token_id": 4})))
-        assert model_from_hf(written) == model
-        assert model_from_hf({k: v for k, v in written.items() if k != "rope_parameters"}) == model
-        new = {k: v for k, v in written.items() if k not in ("rope_theta", "rope_scaling")}
-        assert model_from_hf(new) == model
-        assert (written["eos_token_id"], written["bos_token_id"]) == (4, None)
-    assert asdict(model_from_hf({**written, "rope_scaling": {**LLAMA3, "factor": 1.0}}))["rope_scaling_factor"] == 1
-
-
-def test_a_file_holds_at_most_so_many_bytes_or_one_tensor():
-    sizes = {"a": 3, "b": 3, "c": 9, "d": 1, "e": 4, "f": 1}
-    assert number_files(sizes, 5) == {"a": 1, "b": 2, "c": 3, "d": 4, "e": 4, "f": 5}
-    assert set(number_files(sizes, 100).values()) == {1}
 
 
 def test_a_tensor_that_is_stored_twice_or_in_part_is_refused(hf, tmp_path):

@@ -165,11 +165,28 @@ def test_rewinding_takes_later_steps_and_half_a_line_out(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-@pytest.mark.parametrize("damage", ["garbage", "[]", '{"loss": 1}', '{"step": null}', "[" * 100_000, "\x00"])
+DAMAGE = {
+    "garbage": "garbage",
+    "bytes": "\xff\xfe",
+    "NUL": "\x00",
+    "no object": "[]",
+    "no step": '{"run": "bfloat16", "loss": 1}',
+    "no number of a step": '{"step": null}',
+    "an infinite step": '{"step": 1e999, "run": "bfloat16"}',
+    "a negative step": '{"step": -1, "run": "bfloat16"}',
+    "a run that is no name": '{"step": 1, "run": 3}',
+    "a loss that is text": '{"step": 1, "run": "bfloat16", "loss": "low"}',
+    "NaN": '{"step": 1, "run": "bfloat16", "loss": NaN}',
+    "deep nesting": "[" * 100_000,
+    "deep nesting in a step": '{"step": ' + "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_record_is_named_and_no_file_is_changed(tmp_path, damage):
     good, bad = tmp_path / "metrics.jsonl", tmp_path / "float8_scales.jsonl"
     good.write_text('{"step": 1}\n{"step": 2}\n')
-    bad.write_text(f'{{"step": 1}}\n{damage}\n')
+    bad.write_bytes(b'{"step": 1}\n' + DAMAGE[damage].encode("latin-1") + b"\n")
     with pytest.raises(CheckpointError, match="line 2 of .*float8_scales.jsonl' is not a record"):
         rewind(good, bad, step=1)
     assert good.read_text() == '{"step": 1}\n{"step": 2}\n'
