@@ -37,18 +37,17 @@ AMAXES = 1.001
 
 
 class Net(nn.Module):
-    """Blocks of a width, with dropout after each."""
+    """Blocks of a width."""
 
-    def __init__(self, width: int, blocks: int = 1, dropout: float = 0.0) -> None:
+    def __init__(self, width: int, blocks: int = 1) -> None:
         super().__init__()
         shape = Model(dim=width, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=width * 7 // 2)
         self.layers = nn.ModuleList(Block(shape) for _ in range(blocks))
-        self.dropout = dropout
 
     def forward(self, x):
         cos, sin = rope_tables(x.shape[1], x.shape[2] // 4, 1e4, x.device)
         for layer in self.layers:
-            x = nn.functional.dropout(layer(x, cos, sin), self.dropout)
+            x = layer(x, cos, sin)
         return x
 
 

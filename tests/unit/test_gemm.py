@@ -11,7 +11,6 @@ from quaver import gemm
 from quaver.gemm import GemmBackend, backend_for, float8_mm, native_operands
 from quaver.kernels import cpu, exact_mm
 from quaver.kernels.exact_mm import exact_float8_mm
-from quaver.kernels.widen import widen
 from quaver.scaling import dynamic_cast, dynamic_cast_blocks, multiply_scale_
 from tests.reference import assert_matmul_exact
 from tests.thinned import thinned
@@ -198,15 +197,6 @@ def test_the_operation_has_a_faithful_fake():
         args = (a, b, a_scale, b_scale, bias, out_dtype, False)
         # The schema test multiplies every argument, which torch cannot do in float8.
         torch.library.opcheck(torch.ops.quaver.exact_float8_mm, args, test_utils="test_faketensor")
-
-
-@pytest.mark.parametrize("float8_dtype", gemm.FORMATS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("copies", [1, 64])
-def test_widening_is_exact_for_every_code(float8_dtype, dtype, copies):
-    codes = torch.arange(256, dtype=torch.uint8).repeat(copies).view(float8_dtype).view(-1, 16)
-    for layout in (codes, codes.t(), codes[:, ::2]):
-        torch.testing.assert_close(widen(layout, dtype), layout.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(

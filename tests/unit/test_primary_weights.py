@@ -227,19 +227,6 @@ def test_a_checkpoint_resumes_to_the_bit(first, then):
     assert_same_weights(resumed[0], model)
 
 
-def test_masters_are_the_loaded_weights_and_not_rounded_ones():
-    reference = model_of()
-    loaded = {name: value.clone() for name, value in reference.state_dict().items()}
-    model, _ = pair()
-    assert_same_weights(model, reference)
-    model.load_state_dict({name: value * 3 for name, value in loaded.items()})
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, loaded[name] * 3)
-    assert_codes_follow(model)
-    kept = model.state_dict(keep_vars=True)
-    assert kept["0.weight"] is model[0].weight
-
-
 # ---- writes ----------------------------------------------------------------------------------------------------------
 
 
