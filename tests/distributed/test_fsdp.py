@@ -143,14 +143,15 @@ PAIRS = [
     (recipe, *gather, None, PARAM_DTYPES[(i + j) % 2])
     for (i, recipe), (j, gather) in itertools.product(enumerate(RECIPES), enumerate(GATHERS))
 ]
-COMPILED = [("tensorwise", True, True, "inductor", None), ("rowwise", True, False, "aot_eager", torch.bfloat16)]
+COMPILED = [("tensorwise", True, True, "aot_eager", None), ("rowwise", True, False, "aot_eager", torch.bfloat16)]
 
 
-QUICK = [case for case in PAIRS if case[2] or case[0] == "tensorwise"]
-"""Every recipe gathers in float8 with its scales precomputed; one does in every way."""
+PRECOMPUTED = [case for case in PAIRS if case[2]]
+OTHERS = [case for case in PAIRS if not case[2] and case[0] in ("tensorwise", "rowwise_with_gw_hp")]
+"""One recipe of one payload and one of two, all-gathered in high precision and in float8."""
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(4, QUICK), (2, PAIRS[::5])], ids=["4", "2"])
+@pytest.mark.parametrize(("ranks", "cases"), [(4, PRECOMPUTED), (2, OTHERS)], ids=["4", "2"])
 def test_ten_adam_steps_equal_one_process(ranks, cases):
     check_ten_adam_steps(ranks, cases)
 

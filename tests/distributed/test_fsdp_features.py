@@ -308,13 +308,19 @@ def _scales_after(change):
             torch._foreach_mul_(list(model.parameters()), 2.0)
         elif change == "to dtype":
             model.to(torch.bfloat16)
+        elif change == "around, precompute":
+            model.state_dict()["0.up.weight"].to_local().mul_(2)
+            precompute_float8_dynamic_scale_for_fsdp(model)
+        elif change == "around, load":
+            model.state_dict()["0.up.weight"].to_local().mul_(2)
+            model.load_state_dict(model.state_dict())
     full = model.state_dict()["0.up.weight"].full_tensor()
     got = _gathered_scale(model)
     return torch.equal(got, quantized(full, config).last.dequant_scale)
 
 
 CHANGES = ["foreach", "fused", "load", "assign", "in place", "data", "to_local", "transposed", "each row"]
-CHANGES += ["foreach multiply", "to dtype"]
+CHANGES += ["foreach multiply", "to dtype", "around, precompute", "around, load"]
 
 
 def _scales_after_all():

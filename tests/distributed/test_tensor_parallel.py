@@ -456,9 +456,9 @@ class MLP(nn.Module):
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
-def model_of(config, dim=32):
+def model_of(config, blocks=2):
     torch.manual_seed(1)
-    return convert_to_float8_training(nn.Sequential(Block(dim), Block(dim)), config=config)
+    return convert_to_float8_training(nn.Sequential(*(Block(32) for _ in range(blocks))), config=config)
 
 
 def spread_by_torch(model, mesh):

@@ -31,15 +31,15 @@ from tests.distributed.test_tensor_parallel import (
 from tests.reference import PERSISTENT_RECIPES, RECIPES
 
 RECIPE = pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
-STEPS = 4
+STEPS, COMPILED_BLOCKS = 4, 1
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
 
 
-def train_one_process(config, batches, microbatches=1):
+def train_one_process(config, batches, microbatches=1, blocks=2):
     """Losses, and snapshots after each sync. Names of siblings that share an input are those of the first."""
-    model = model_of(config)
+    model = model_of(config, blocks)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses, snapshots = [], []
     for batch in batches:
@@ -113,12 +113,13 @@ def sharing(recipe, **options):
 
 def _train_tp(recipe, compiled=None, use_local_output=False, of_torch=False):
     config, batches = sharing(recipe), [torch.randn(4, 16, 32) for _ in range(STEPS)]
-    model = model_of(config)
+    blocks = COMPILED_BLOCKS if compiled else 2
+    model = model_of(config, blocks)
     model = spread_by_torch(model, tp_mesh()) if of_torch else spread(model, tp_mesh(), use_local_output)
     ranks = dist.get_world_size()
     parts = [part(batch, 1) for batch in batches]
     got = train_ranks(model, parts, divided_by=ranks, compiled=compiled)
-    return got, train_one_process(config, batches)
+    return got, train_one_process(config, batches, blocks=blocks)
 
 
 def _train_2d(recipe, gather_float8, compiled=None, precompute=False, spread=spread):
@@ -126,7 +127,8 @@ def _train_2d(recipe, gather_float8, compiled=None, precompute=False, spread=spr
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     tp_rank, dp_rank = mesh["tp"].get_local_rank(), mesh["dp"].get_local_rank()
     gathering = dataclasses.replace(config, enable_fsdp_float8_all_gather=gather_float8)
-    model = spread(model_of(gathering), mesh["tp"])
+    blocks = COMPILED_BLOCKS if compiled else 2
+    model = spread(model_of(gathering, blocks), mesh["tp"])
     for block in model:
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
@@ -135,7 +137,7 @@ def _train_2d(recipe, gather_float8, compiled=None, precompute=False, spread=spr
     model[0].unshard()
     assert isinstance(model[0].mlp.down.weight.to_local(), Float8Tensor) == gather_float8
     model[0].reshard()
-    return got, train_one_process(config, batches, 2)
+    return got, train_one_process(config, batches, 2, blocks)
 
 
 def assert_same_losses(losses, expected):
@@ -171,12 +173,12 @@ def check_against_one_process(result, what, grad_outputs=1):
             assert value.count_nonzero() == (step + 1 if value.dim() else 1), message
 
 
-def amax_exchanges(recipe, *, weights):
+def amax_exchanges(recipe, *, weights, blocks=2):
     """Maxima in the forward and in the backward of each step; `weights`: how many exchanges all weights take.
 
     Of each block: 4 inputs and 7 grad_outputs are spread over the ranks, of 7 linears.
     """
-    first = (2 * 4 + weights, 2 * 7)
+    first = (4 * blocks + weights, 7 * blocks)
     return [first] + [(0 if recipe == "delayed" else weights, 0)] * (STEPS - 1)
 
 
@@ -245,7 +247,8 @@ def check_compiled(recipe, backend, in_2d):
     ranks, train, options = (4, _train_2d, [True]) if in_2d else (2, _train_tp, [])
     result = run(ranks, train, recipe, *options, backend, timeout=400)[0]
     check_against_one_process(result, backend, 2 if in_2d else 1)
-    (first, *more), of_eager = result[0][2], amax_exchanges(recipe, weights=1 if in_2d else 14)
+    weights = 1 if in_2d else 7 * COMPILED_BLOCKS
+    (first, *more), of_eager = result[0][2], amax_exchanges(recipe, weights=weights, blocks=COMPILED_BLOCKS)
     for step, exchanges in enumerate(more):
         spared = [first[i] - exchanges[i] for i in (0, 1)]
         expected = [of_eager[0][i] - of_eager[step + 1][i] for i in (0, 1)]
