@@ -160,9 +160,6 @@ def assert_equal_states(got, expected):
         torch.testing.assert_close(got[name], expected[name], rtol=0, atol=0, msg=name)
 
 
-# ---- save on some ranks, load on others ------------------------------------------------------------------------------
-
-
 def _save(recipe, path):
     """What is saved, and the losses and the state of the run that goes on."""
     model, optimizer = sharded(recipe)
@@ -237,9 +234,6 @@ def test_a_whole_state_is_loaded_on_4_ranks(recipe):
     run(4, _save_of_one, recipe, {name: value * 3 for name, value in state.items()})
 
 
-# ---- with tensor parallelism -----------------------------------------------------------------------------------------
-
-
 def train_2d(model, optimizer, steps, start=0):
     return train(model, optimizer, steps, start, precompute=True, shape=SHAPE_2D)
 
@@ -281,9 +275,6 @@ def test_tensor_parallel_to_one_process_and_back(recipe, tmp_path):
     run(4, _load_2d, recipe, str(tmp_path / "one"), found_in(model))
 
 
-# ---- no scale outlives its weight ------------------------------------------------------------------------------------
-
-
 def _load_and_forget_load_state_dict(path):
     source, _ = sharded("tensorwise")
     model, optimizer = sharded("tensorwise", other_weights=True)
@@ -298,9 +289,6 @@ def test_a_checkpoint_that_was_read_without_load_state_dict_is_an_error(tmp_path
     with pytest.raises(RanksError, match="written to directly") as error:
         run(2, _load_and_forget_load_state_dict, str(tmp_path))
     assert all("written to directly" in message for message in error.value.messages)
-
-
-# ---- checkpoints that have no scales, or others ----------------------------------------------------------------------
 
 
 def _load_without_scales(path):

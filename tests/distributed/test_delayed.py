@@ -36,9 +36,6 @@ from tests.distributed.test_tensor_parallel_steps import assert_equal, observed_
 STATIC = CastConfig(scaling_type=ScalingType.STATIC)
 
 
-# ---- modules that do not run everywhere ------------------------------------------------------------------------------
-
-
 class Experts(nn.Module):
     """Each rank runs those that it is told to."""
 
@@ -79,8 +76,6 @@ def test_a_module_that_runs_on_one_rank_is_recorded_for_all_and_one_that_runs_no
         assert_equal(later, first)
     assert not any(value.any() for name, value in snapshots[-1].items() if name.startswith("experts.2"))
 
-
-# ---- out of the window -----------------------------------------------------------------------------------------------
 
 WINDOW = DelayedScalingConfig(dynamic_window=(0.25, 1.5))
 
@@ -130,9 +125,6 @@ def test_a_weight_that_left_its_window_is_scaled_dynamically_for_one_step_on_all
     assert 1 <= exchanges[2] <= dynamic
     if how == "fsdp":
         assert exchanges[2] == 1
-
-
-# ---- static scales ---------------------------------------------------------------------------------------------------
 
 
 def static_config(**options):
@@ -217,9 +209,6 @@ def test_static_scales_are_calibrated_with_tensor_parallelism():
         assert exchanges == 0
 
 
-# ---- a compiled sync -------------------------------------------------------------------------------------------------
-
-
 def _compile_the_sync():
     """Each rank trains on its own batch; eager and compiled syncs must leave the same state after each step."""
     model = convert_to_float8_training(make_model(), config=config_of("delayed"))
@@ -237,9 +226,6 @@ def _compile_the_sync():
 
 def test_a_compiled_sync_takes_the_maximum_over_ranks():
     assert run(2, _compile_the_sync) == [1, 1]
-
-
-# ---- ranks that disagree ---------------------------------------------------------------------------------------------
 
 
 def _disagree(how, call):

@@ -62,9 +62,6 @@ def train_step(model, optimizer, batch):
     return mean.item() / dist.get_world_size()
 
 
-# ---- the same numbers ------------------------------------------------------------------------------------------------
-
-
 def _operands_that_differ(recipes, dtype):
     """Names of the recipes and weights whose gathered codes or scales are not the single-process ones."""
     wrong = []
@@ -177,9 +174,6 @@ def _losses_with_and_without(recipe):
 def test_gathering_in_float8_changes_no_bit_of_float32_training(recipe):
     without, with_float8 = run(2, _losses_with_and_without, recipe)[0]
     assert without == with_float8
-
-
-# ---- on the wire -----------------------------------------------------------------------------------------------------
 
 
 def _count(recipe, gather, precompute):

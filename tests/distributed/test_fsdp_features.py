@@ -49,9 +49,6 @@ def losses_of(model, *, precompute=False, steps=STEPS, step=train_step):
     return losses
 
 
-# ---- what FSDP2 can do -----------------------------------------------------------------------------------------------
-
-
 def model_by(how, config):
     """The small model, with FSDP2 used in one particular way."""
     options, model = {}, None
@@ -267,9 +264,6 @@ def test_frozen_weights():
         assert dropped
 
 
-# ---- scales are never stale ------------------------------------------------------------------------------------------
-
-
 def _gathered_scale(model):
     model[0].unshard()
     scale = model[0].up.weight.dequant_scale.clone()
@@ -369,9 +363,6 @@ def test_a_nan_on_one_rank_reaches_all(recipe):
     assert run(2, _nan_on_one_rank, recipe) == [True, True]
 
 
-# ---- ranks that disagree ---------------------------------------------------------------------------------------------
-
-
 def _disagree(how, precompute):
     rank = dist.get_rank()
     layers = 2 if how == "layer" and rank == 1 else 3
@@ -393,9 +384,6 @@ def test_ranks_that_disagree_get_an_error_and_no_hang(how, precompute):
         assert all("ranks disagree about the weights to all-gather in float8: rank" in m for m in error.value.messages)
     else:
         assert any(error.value.messages)
-
-
-# ---- the life of the wrapper -----------------------------------------------------------------------------------------
 
 
 def test_tied_weights_are_refused_and_nothing_is_changed():

@@ -34,9 +34,6 @@ RECIPE = pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
 STEPS, COMPILED_BLOCKS = 4, 1
 
 
-# ---- steps -----------------------------------------------------------------------------------------------------------
-
-
 def train_one_process(config, batches, microbatches=1, blocks=2):
     """Losses, and snapshots after each sync. Names of siblings that share an input are those of the first."""
     model = model_of(config, blocks)
@@ -269,8 +266,6 @@ def test_compiled_steps_by_each_backend(recipe, backend, in_2d):
     check_compiled(recipe, backend, in_2d)
 
 
-# ---- casts -----------------------------------------------------------------------------------------------------------
-
 # quant_scale: not initialized, outside its window, one that fits the outliers, and one that makes them saturate.
 SCALES = [0.0, -3.0, 0.7, 40.0]
 
@@ -343,9 +338,6 @@ def _check_casts_of_both_dtypes():
 def test_sharded_matrices_are_quantized_as_on_one_device(ranks):
     """Codes and scales to the bit, and what was observed; with scales known, unknown, and out of their window."""
     run(ranks, _check_casts_of_both_dtypes)
-
-
-# ---- the module around it --------------------------------------------------------------------------------------------
 
 
 def _backward(model, batch):

@@ -183,9 +183,6 @@ def test_from_float_makes_a_new_module_of_the_same_parameters():
         Float8Linear.from_float(nn.ReLU())
 
 
-# ---- linears that are not quite nn.Linear ----------------------------------------------------------------------------
-
-
 class Module(nn.Module):
     """As torchtitan's: a base class of its own, beside nn.Linear."""
 
@@ -273,9 +270,6 @@ def test_what_cannot_be_converted_is_skipped_and_named(make, reason, caplog):
     model["odd"](torch.randn(2, 16)).sum().backward()
 
 
-# ---- reports ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_report_is_of_the_model_as_it_is():
     model = convert_to_float8_training(Model())
     assert conversion_report(model.blocks[0]).summary().startswith("2 of 2")
@@ -359,9 +353,6 @@ def test_a_linear_made_by_hand_is_prepared_for_the_all_gather():
     delayed = nn.Sequential(Float8Linear(16, 16, config="delayed"))
     assert "cannot run until" in conversion_report(delayed).layers[0].reason
     assert conversion_report(convert_to_float8_training(delayed, config="delayed")).layers[0].reason == ""
-
-
-# ---- wrapped models --------------------------------------------------------------------------------------------------
 
 
 class Adapter(nn.Module):

@@ -67,9 +67,6 @@ def fared(model, name):
     return next(tensor for tensor in float8_scaling_state(model).report() if tensor.name == name)
 
 
-# ---- the rule --------------------------------------------------------------------------------------------------------
-
-
 def transformer_engine(amaxes, config, largest):
     """TransformerEngine's update of one tensor, in NumPy: its scale after each step. It starts at 1, we at 0."""
     history, scale, scales = [0.0] * config.history_len, np.float32(0), []
@@ -142,9 +139,6 @@ def test_headroom_and_powers_of_2():
     assert rounded == [2.0 ** math.floor(math.log2(s)) for s in plain]
 
 
-# ---- cold start ------------------------------------------------------------------------------------------------------
-
-
 @RECIPE
 @pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_first_step_is_that_of_dynamic_scaling(recipe, hp_dtype):
@@ -163,9 +157,6 @@ def test_the_first_step_is_that_of_dynamic_scaling(recipe, hp_dtype):
     assert [tensor.is_dynamic for tensor in float8_scaling_state(module).report()] == [True] * (
         3 - (recipe != "delayed")
     )
-
-
-# ---- signals that stand, grow and jump -------------------------------------------------------------------------------
 
 
 def references(module, input, grad_output):
@@ -274,9 +265,6 @@ def test_a_non_finite_input_reaches_the_output_and_not_the_scale(bad):
     assert fared(module, "input").saturated == 0
     assert (scale_of(module, "input"), history_of(module, "input")) == before
     assert step(module, clean)[0].isfinite().all()
-
-
-# ---- what is recorded, and when --------------------------------------------------------------------------------------
 
 
 def states(model):
@@ -395,9 +383,6 @@ def test_a_module_that_did_not_run_keeps_its_history():
     assert fared(model, "1.input").saturated == 0
 
 
-# ---- reads, casts, kernels -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(not cpu.AVAILABLE, reason="counted by the C extension")
 @pytest.mark.parametrize(
     ("recipe", "cold", "known"),
@@ -459,9 +444,6 @@ def test_a_sync_takes_as_many_operations_for_many_linears_as_for_one(options):
     assert counts[0] <= 46, counts
 
 
-# ---- shared inputs ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(not cpu.AVAILABLE, reason="counted by the C extension")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("names", "casts"), [(("w1", "w3", "w2"), 1), (("a", "b", "c"), 2)])
@@ -489,9 +471,6 @@ def test_siblings_keep_one_float8_input_for_backward():
 
     assert saved(("w1", "w3", "w2")) == 16 * 64 + 16 * 96
     assert saved(("a", "b", "c")) == 2 * 16 * 64 + 16 * 96
-
-
-# ---- the sync that was forgotten -------------------------------------------------------------------------------------
 
 
 def optimizer_steps(model, optimizer, when, steps=4):
@@ -559,9 +538,6 @@ def test_optimizers_of_other_models_do_not_count_but_those_of_adapters_do():
     copied = copy.deepcopy(copied)
     with pytest.warns(RuntimeWarning, match="two optimizer steps"):
         optimizer_steps(copied, torch.optim.SGD(copied.parameters(), lr=1e-3), None)
-
-
-# ---- without a state -------------------------------------------------------------------------------------------------
 
 
 def test_a_linear_without_a_state_says_what_to_do():

@@ -218,9 +218,6 @@ def test_bad_operands(change, message):
         float8_mm(a, b, a_scale, b_scale, out_dtype=torch.float32)
 
 
-# ---- the native backend, without a GPU -----------------------------------------------------------------------------
-
-
 def test_a_cpu_never_takes_the_native_path():
     assert backend_for(torch.device("cpu"), rowwise=False) is GemmBackend.EXACT
     assert gemm.native_failure(0, False) == "no CUDA device" or torch.cuda.is_available()

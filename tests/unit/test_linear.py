@@ -52,9 +52,6 @@ def references(input, weight, grad_output):
     return input @ weight.t(), grad_output @ weight, grad_output.t() @ input
 
 
-# ---- numbers -------------------------------------------------------------------------------------------------------
-
-
 @RECIPE
 @HP
 def test_sqnr_on_gaussian_operands(recipe, hp_dtype):
@@ -109,9 +106,6 @@ def test_sqnr_with_outliers_and_uneven_rows(recipe):
         assert tiles[0] < 20  # one scale for all: the smallest rows are subnormal
     else:
         assert min(tiles) > 27
-
-
-# ---- what is kept, what is read ------------------------------------------------------------------------------------
 
 
 def saved_bytes(step):
@@ -255,9 +249,6 @@ def test_qkv_read_their_input_once(recipe, weight_reads):
     assert reads(lambda: outputs.extend(linear(input) for linear in qkv)) == 2 * M * K + 3 * weight_reads * N * K
 
 
-# ---- sharing never goes wrong --------------------------------------------------------------------------------------
-
-
 @RECIPE
 @pytest.mark.parametrize("change", ["mul_", "copy_", "view", "out"])
 def test_a_changed_input_is_cast_anew(recipe, change):
@@ -342,9 +333,6 @@ def test_a_weight_changed_before_backward_is_an_error():
         module.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
-
-
-# ---- shapes, strides, modes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -466,9 +454,6 @@ def test_one_weight_in_two_modules():
     head(embedding(torch.arange(10))).sum().backward()
     assert embedding.weight.grad is head.weight.grad
     assert head.weight.grad.abs().sum() > 0
-
-
-# ---- refusals ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

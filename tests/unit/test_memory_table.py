@@ -35,9 +35,6 @@ def quick(*most: tuple[str, str]) -> list:
     return [pytest.param(*each, marks=() if each in most else pytest.mark.nightly) for each in every]
 
 
-# ---- what must hold --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("module", "checkpointing"), quick(("attention", "op"), ("ffn", "full"), ("1 block", "none"), ("1 block", "op"))
 )
@@ -74,9 +71,6 @@ def test_sharded_float8_takes_no_more_than_bfloat16(module, checkpointing):
     assert above["tensorwise"] <= (1.03 if module == "attention" else 0.9), above
 
 
-# ---- the accounting --------------------------------------------------------------------------------------------------
-
-
 def test_scratch_is_what_an_operation_frees_before_it_returns():
     query = torch.randn(1, 4, 256, 64)
     with measure_usage(CPU) as measured:
@@ -94,9 +88,6 @@ def test_a_step_that_does_not_repeat_is_refused(problem):
         if problem == "something left":
             measured.mark()
             left.append(torch.empty(1000))
-
-
-# ---- the committed table ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -42,9 +42,6 @@ RECIPE = pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
 STATIC = CastConfig(scaling_type=ScalingType.STATIC)
 
 
-# ---- torch.compile, autocast -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("recipe", "hp_dtype"), list(zip(PERSISTENT_RECIPES, (torch.float32, torch.bfloat16), strict=True))
 )
@@ -129,9 +126,6 @@ def test_autocast_casts_from_the_dtype_that_comes(recipe):
         assert fared(module, "input").amax == input.abs().max().item()
 
 
-# ---- copies ----------------------------------------------------------------------------------------------------------
-
-
 def by_torch_save(model):
     file = io.BytesIO()
     torch.save(model, file)
@@ -185,9 +179,6 @@ def test_a_second_conversion_keeps_the_state_and_new_linears_get_another():
     assert all(t.amax > 0 for t in float8_scaling_state(model).report())
 
 
-# ---- save and load ---------------------------------------------------------------------------------------------------
-
-
 def test_a_checkpoint_without_history_starts_cold_and_says_so(caplog):
     model = convert_to_float8_training(Net(), config=config_of())
     dynamic = convert_to_float8_training(Net())
@@ -238,9 +229,6 @@ def test_wrappers_do_not_change_names():
     assert "0.w1.input.quant_scale" in names
 
 
-# ---- scales that change under a tensor that is used again ------------------------------------------------------------
-
-
 def sync_after_growth(module, input):
     step(module, input * 8)
 
@@ -289,9 +277,6 @@ def test_a_calibration_changes_the_cast_of_a_tensor_that_is_used_again():
         assert torch.equal(module(input), module(input.clone()))
 
 
-# ---- a compiled sync -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "given_layers"),
     [
@@ -331,8 +316,6 @@ def test_a_compiled_sync_tells_ranks_what_is_known_and_counts_as_a_sync():
             optimizer.step()
     assert module.scaling.state.is_initialized.all()
 
-
-# ---- checkpoints of torchao's delayed scaling ------------------------------------------------------------------------
 
 OLD_NAMES = {"input": "x", "weight": "w", "grad_output": "dL_dY"}
 
@@ -398,9 +381,6 @@ def test_buffers_of_torchaos_delayed_scaling_are_dropped_by_a_model_that_scales_
         model.load_state_dict(old | {"0.fp8_other": torch.zeros(1)})
 
 
-# ---- inference mode --------------------------------------------------------------------------------------------------
-
-
 def test_a_state_that_is_made_or_moved_in_inference_mode_can_train():
     module = nn.Linear(64, 32, bias=False)
     with torch.inference_mode():
@@ -409,9 +389,6 @@ def test_a_state_that_is_made_or_moved_in_inference_mode_can_train():
     step(module, torch.randn(4, 64))
     step(module, torch.randn(4, 64))
     assert scale_of(module, "input") > 0
-
-
-# ---- devices ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_state_follows_the_linears_to_their_device():
@@ -449,9 +426,6 @@ def test_a_dtype_change_of_the_model_leaves_the_scales_in_float32():
     module = make().to(torch.bfloat16)
     step(module, torch.randn(4, 64).bfloat16())
     assert {value.dtype for value in states(module).values()} == {torch.float32}
-
-
-# ---- static scales ---------------------------------------------------------------------------------------------------
 
 
 def static_config(**scales):

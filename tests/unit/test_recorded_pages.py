@@ -92,9 +92,6 @@ def test_the_code_for_delayed_scaling_runs(tmp_path, monkeypatch):
     assert all(torch.equal(loaded[key], value) for key, value in expected.items())
 
 
-# ---- the scenarios of docs/scaling.md --------------------------------------------------------------------------------
-
-
 def test_every_picture_is_there_and_shown():
     assert set(re.findall(r"\(images/(scaling_\w+\.png)\)", DOCS["scaling"].read_text())) == set(PICTURES)
     for name in PICTURES:

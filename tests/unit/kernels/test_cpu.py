@@ -95,9 +95,6 @@ def gaussian(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tenso
     return hp.to(dtype)
 
 
-# ---- casts with a given scale --------------------------------------------------------------------------------------
-
-
 @needs_extension
 @pytest.mark.parametrize(
     ("dtype", "float8_dtype", "scale"), thinned((torch.bfloat16, torch.float16), FLOAT8_DTYPES, SCALES)
@@ -145,9 +142,6 @@ def test_scales_of_each_shape(shape: tuple[int, int], dtype: torch.dtype, float8
         quant_scale = torch.rand(scale_shape) * 100
         actual = cpu.cast_with_scale(hp, quant_scale, float8_dtype)
         assert_same_bits(actual, oracle_cast(hp, quant_scale, float8_dtype))
-
-
-# ---- amaxes, scales and the whole cast -----------------------------------------------------------------------------
 
 
 @needs_extension
@@ -207,9 +201,6 @@ def test_both_axes_are_two_casts_from_two_reads(
         torch.set_num_threads(before)
 
 
-# ---- AVX-512 -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def both_ways():
     """Calls a function with the vectors of lookup.h and without them, and asserts that the bits are the same."""
@@ -249,9 +240,6 @@ def test_widening_has_the_same_bits_without_avx512(both_ways, shape, float8_dtyp
                 both_ways(cpu.widen, each, torch.bfloat16, 2.0 ** torch.randint(least, most, scale_shape))
             for value in (0.0, INF, NAN, 2.0**127):
                 both_ways(cpu.widen, each, torch.bfloat16, torch.full(scale_shape, value))
-
-
-# ---- widening ------------------------------------------------------------------------------------------------------
 
 
 @needs_extension
@@ -298,9 +286,6 @@ def test_widen_some_columns(dtype: torch.dtype, threads: int) -> None:
                 assert_same_bits(widen(codes.t(), dtype, scale.t()).t(), expected)
     finally:
         torch.set_num_threads(before)
-
-
-# ---- what is refused, and the way around ---------------------------------------------------------------------------
 
 
 @needs_extension

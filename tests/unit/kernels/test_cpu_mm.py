@@ -87,9 +87,6 @@ def part_of_taller(matrix: Tensor) -> Tensor:
     return part_of_wider(matrix.t()).t()
 
 
-# ---- every size ----------------------------------------------------------------------------------------------------
-
-
 @needs_mm
 @pytest.mark.parametrize(("shape", "formats", "threads"), thinned(SHAPES, FORMATS, (1, 3)), indirect=["threads"])
 def test_every_element_is_the_sum_by_slabs_scaled_once_and_rounded_once(shape, formats, threads):
@@ -156,9 +153,6 @@ def test_empty_matrices(shape):
         assert_same_bits(cpu.mm(a, b, one, one, bias, out_dtype), bias.to(out_dtype).expand(m, n).contiguous())
 
 
-# ---- accuracy ------------------------------------------------------------------------------------------------------
-
-
 @needs_mm
 def test_the_smallest_numbers_are_not_flushed():
     """The dot product takes subnormal operands and sums for 0; no code, product or sum is one."""
@@ -186,9 +180,6 @@ def test_results_round_as_torch_rounds(out_dtype):
     ties = torch.tensor([[1.0, 2.0**-8], [1.0, 3 * 2.0**-8], [-1.0, -(2.0**-8)]]).to(E4M3)
     out = cpu.mm(ties, torch.ones(2, 40).to(E4M3), torch.tensor(1.0), torch.tensor(1.0), None, torch.bfloat16)
     assert out[:, 39].tolist() == [1.0, 1.015625, -1.0]
-
-
-# ---- what is not a number ------------------------------------------------------------------------------------------
 
 
 @needs_mm
@@ -226,9 +217,6 @@ def test_scales_that_are_not_numbers_reach_their_rows_and_columns(bad):
         assert_same_bits(out, (sums_by_slabs(a, b) * (a_scale * b_scale)).to(out_dtype))
         assert not out[3].isfinite().any()
         assert not out[:, 44].isfinite().any()
-
-
-# ---- memory, and where it runs -------------------------------------------------------------------------------------
 
 
 @needs_mm

@@ -216,8 +216,6 @@ def test_the_extension_refuses_what_cannot_be():
     )
 
 
-# ---- every registered operation --------------------------------------------------------------------------------------
-
 ROWS, COLUMNS = 600, 400
 
 

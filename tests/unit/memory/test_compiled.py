@@ -48,9 +48,6 @@ class _Broken(_Block):
         return self.down(hidden.square())
 
 
-# ---- against measurements --------------------------------------------------------------------------------------------
-
-
 def _quick(ranks, module, precision, checkpointing):
     """Whether each run of the tests compares this row with the record; the others are for the night."""
     return (ranks, module, precision, checkpointing) in {
@@ -111,9 +108,6 @@ def _step(model, rows, forward_is_done):
     model.zero_grad(set_to_none=True)
 
 
-# ---- what a report says ----------------------------------------------------------------------------------------------
-
-
 FUSED = "fused_pow_silu (aten.pow.Tensor_Scalar)"
 
 
@@ -155,9 +149,6 @@ def test_layers_that_are_alike_are_compiled_once():
         )  # forward and backward: of the first, whose input has no gradient, and of the rest
     saved = [row for row in prediction.saved_for_backward if row["operator"] == FUSED]
     assert [row["module"] for row in saved] == ["0", "1", "2", "3"]
-
-
-# ---- what is compiled ------------------------------------------------------------------------------------------------
 
 
 def _compiled_in_place(model):
@@ -207,9 +198,6 @@ def test_no_process_is_started(monkeypatch):
     assert explain(model, (torch.empty(3, 64),)).peak_bytes > 0
 
 
-# ---- what is refused, and what is left behind ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [({"mode": "max-autotune"}, "max_autotune"), ({"options": {"cpp_wrapper": True}}, "cpp_wrapper")],
@@ -249,9 +237,6 @@ def test_settings_are_as_before():
     assert compiled_graphs() == 0
 
 
-# ---- a run of the trainer --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_run_that_compiles_is_predicted_as_compiled_code(ranks):
     if ranks > 1 and not SEES_GATHERS:
@@ -268,8 +253,6 @@ def test_a_run_that_compiles_is_predicted_as_compiled_code(ranks):
     weights = [row for row in memory.prediction.at_peak if row["category"] == "float8_weights"]
     assert all(row["of"].startswith(row["module"]) for row in weights)
 
-
-# ---- the rewriting ---------------------------------------------------------------------------------------------------
 
 SOURCE = """
 from torch._inductor.async_compile import AsyncCompile

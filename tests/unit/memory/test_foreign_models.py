@@ -52,9 +52,6 @@ def _square(output):
     return output.float().square().mean()
 
 
-# ---- Hugging Face ----------------------------------------------------------------------------------------------------
-
-
 def _llama(*, width=128, layers=2, **settings):
     heads = width // 32
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers}
@@ -106,9 +103,6 @@ def test_transformers_take_fakes_for_real_tensors_only_meanwhile():
     assert tracing(fake)
 
 
-# ---- plain PyTorch ---------------------------------------------------------------------------------------------------
-
-
 def _layers(*, last=64):
     middle = (nn.LayerNorm(128), nn.GELU(), nn.Dropout(0.1))
     return nn.Sequential(nn.Embedding(VOCABULARY, 64), nn.Linear(64, 128), *middle, nn.Linear(128, last))
@@ -152,9 +146,6 @@ def test_an_autograd_function_of_ones_own():
     prediction = _check(nn.Sequential(nn.Linear(128, 128), _Custom(), _Custom()), (torch.zeros(1024, 128),), _square)
     halves = [row for row in prediction.saved_for_backward if row["dtype"] == "float16"]
     assert sum(row["bytes"] for row in halves) == 2 * 1024 * 128 * 2
-
-
-# ---- what numbers decide ---------------------------------------------------------------------------------------------
 
 
 class _Chooses(nn.Linear):

@@ -81,9 +81,6 @@ def test_casts_are_predicted_without_the_temporaries_of_their_expression():
     assert made_by_casts
 
 
-# ---- explain ---------------------------------------------------------------------------------------------------------
-
-
 class _Two(nn.Module):
     def __init__(self, device=None):
         super().__init__()
@@ -180,9 +177,6 @@ def test_layers_that_are_alike_are_one_row():
         ("10 rows", 7, 1),
         ("model.layers.*.up2", 6, 3),
     ]
-
-
-# ---- ranks -----------------------------------------------------------------------------------------------------------
 
 
 def _measured_on_rank(case):

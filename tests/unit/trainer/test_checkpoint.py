@@ -164,9 +164,6 @@ def test_initial_weights_of_a_run_with_dynamic_scaling(config):
     run_to_end(with_steps(config, 2, "second", initial_load_path=path))
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
-
-
 def test_refusals_are_one_line(config, tmp_path, refused):
     run = run_to_end(with_steps(config, 2))
     path = run.folder.path

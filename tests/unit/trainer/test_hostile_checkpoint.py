@@ -54,9 +54,6 @@ def line_of_resume(run: Path, refused: Callable[..., str]) -> Callable[[], str]:
     return lambda: refused("train", "--resume", run, "--training.steps=3")
 
 
-# ---- the manifest ----------------------------------------------------------------------------------------------------
-
-
 def _flip(path: Path, bit: int) -> None:
     content = bytearray(path.read_bytes())
     content[bit // 8 % len(content)] ^= 1 << bit % 8
@@ -123,9 +120,6 @@ def test_verify_off_loads_what_the_manifest_refuses(run, line_of_resume):
     (newest(run) / "delayed" / "notes.txt").write_text("x")
     assert "notes.txt' is not in manifest.json" in line_of_resume()
     assert main(["train", "--resume", str(run), "--training.steps=3", "--no-checkpoint.verify"]) == 0
-
-
-# ---- pickles ---------------------------------------------------------------------------------------------------------
 
 
 class _Calls:
@@ -292,8 +286,6 @@ def test_fuzzed_metadata_is_refused_or_read(examples, tmp_path):
     invented()
 
 
-# ---- edited JSON -----------------------------------------------------------------------------------------------------
-
 RECORDS: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
     "no progress": ("progress is missing", lambda r: r.pop("progress")),
     "no models": ("models is missing", lambda r: r.pop("models")),
@@ -347,9 +339,6 @@ def test_fuzzed_json_is_refused_or_read(tmp_path):
             assert "\n" not in error
 
     fuzzed()
-
-
-# ---- deleting comes last ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -106,9 +106,6 @@ def test_garbage_inside_metrics_is_one_line_and_leaves_the_run(where, tmp_path, 
     assert main(["train", "--resume", str(run), "--training.steps=2"]) == 0
 
 
-# ---- locks of other hosts --------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(run_lock, "HEARTBEAT_S", 0.05)
@@ -155,8 +152,6 @@ def test_a_holder_touches_its_file_until_it_releases(tmp_path, quick):
     lock.release()
     assert not (tmp_path / HOLDER).exists()
 
-
-# ---- random bytes ----------------------------------------------------------------------------------------------------
 
 EXAMPLES = pytest.mark.parametrize(
     "examples", [150, pytest.param(50_000, marks=[pytest.mark.nightly, pytest.mark.timeout(0)])]

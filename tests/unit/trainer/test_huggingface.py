@@ -120,9 +120,6 @@ def convert(*words: object) -> None:
     assert main(["convert", *map(str, words)]) == 0
 
 
-# ---- import ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_import_and_export_keep_every_bit(hf, variant, tmp_path):
     convert("hf-to-quaver", hf(variant), tmp_path / "out")
@@ -216,9 +213,6 @@ def test_training_begins_with_the_loss_of_the_imported_model(hf, tmp_path, text_
     assert loss == pytest.approx(expected, rel=1e-6)
 
 
-# ---- export ----------------------------------------------------------------------------------------------------------
-
-
 def test_export_in_shards(hf, tmp_path):
     convert("hf-to-quaver", hf("plain"), tmp_path / "out")
     convert("quaver-to-hf", tmp_path / "out", tmp_path / "back", "--dtype=float32", "--max-shard-size=60KB")
@@ -280,8 +274,6 @@ def test_export_copies_the_files_of_a_tokenizer(hf, tmp_path):
     assert (tmp_path / "back" / "tokenizer.json").read_text() == "{} tokenizer.json"
     assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "llama"
 
-
-# ---- what is refused -------------------------------------------------------------------------------------------------
 
 BAD_CONFIGS = {
     "architecture": ({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, "describe a LlamaForCausalLM"),
@@ -422,9 +414,6 @@ def test_a_full_disk_leaves_nothing_and_says_so(hf, tmp_path, capsys, monkeypatc
         assert "cannot write the weights" in line
         assert line.endswith("No space left on device")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
-
-
-# ---- the pieces ------------------------------------------------------------------------------------------------------
 
 
 def test_a_tensor_that_is_stored_twice_or_in_part_is_refused(hf, tmp_path):
