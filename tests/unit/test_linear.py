@@ -12,8 +12,9 @@ from torch import nn
 
 import quaver.linear
 import quaver.quantize
-from quaver import Float8Linear, Float8LinearConfig, convert_to_high_precision, float8_linear
+from quaver import Float8Linear, convert_to_high_precision, float8_linear
 from quaver.kernels import cpu
+from tests.distributed.models import config_of
 from tests.reference import RECIPES, assert_matmul_exact, sqnr_db
 from tests.thinned import thinned
 
@@ -26,12 +27,6 @@ EXPECTED_SQNR_DB = {
     "rowwise_with_gw_hp": (28.5, 28.5, None),
     "rowwise_with_tensorwise_weight": (28.4, 28.5, 28.5),
 }
-
-
-def config_of(recipe, **options):
-    import dataclasses
-
-    return dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), **options)
 
 
 def make(recipe, k=64, n=32, *, bias=False, dtype=torch.bfloat16, **options):

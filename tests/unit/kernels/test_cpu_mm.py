@@ -34,15 +34,6 @@ NAN, INF = float("nan"), float("inf")
 needs_mm = pytest.mark.skipif(not cpu.HAS_MM, reason="quaver's matmul does not run on this CPU")
 
 
-@pytest.fixture(params=[1, 3])
-def threads(request, monkeypatch):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    monkeypatch.setattr(cpu, "_MM_THREADS_PAY_FROM", 1)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 def codes(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Every finite number of a format, subnormals and both zeros included."""
     generator = torch.Generator().manual_seed(seed)
