@@ -71,13 +71,18 @@ def test_bfloat16_parameters(tiny_config):
     assert {parameter.dtype for parameter in run.models[0].model.parameters()} == {torch.bfloat16}
 
 
-def test_both_models_have_equal_weights_and_data_and_differ_only_in_float8(tiny_float8_config, monkeypatch):
+def test_both_models_have_equal_weights_and_data_take_turns_and_differ_only_in_float8(tiny_float8_config, monkeypatch):
     run = prepare(tiny_float8_config)
     assert [each.name for each in run.models] == ["tensorwise", "bfloat16"]
     for (name, ours), (_, theirs) in zip(*(each.model.state_dict().items() for each in run.models), strict=True):
         assert torch.equal(ours, theirs), name
         assert ours.data_ptr() != theirs.data_ptr()
     summary = train(run)
+    turns = [(r["step"], r["run"]) for r in read_metrics(run.folder.metrics) if "loss" in r]
+    first, second = "tensorwise", "bfloat16"
+    assert turns == [
+        (1, first), (1, second), (2, second), (2, first), (3, first), (3, second), (4, second), (4, first)
+    ]  # fmt: skip
     float8, baseline = losses(run), losses(run, "bfloat16")
     assert float8 != baseline
     assert float8 == pytest.approx(baseline, rel=0.05)
@@ -95,15 +100,6 @@ def test_both_models_have_equal_weights_and_data_and_differ_only_in_float8(tiny_
     assert comparison["peak_memory_ratio"] == ours["peak_memory_bytes"] / theirs["peak_memory_bytes"]
     report = json.loads((run.folder.path / "conversion_report.json").read_text())
     assert "lm_head" in json.dumps(report)
-
-
-def test_the_models_take_turns_and_swap_the_first(tiny_float8_config):
-    run = run_to_end(tiny_float8_config)
-    order = [(r["step"], r["run"]) for r in read_metrics(run.folder.metrics) if "loss" in r]
-    first, second = "tensorwise", "bfloat16"
-    assert order == [
-        (1, first), (1, second), (2, second), (2, first), (3, first), (3, second), (4, second), (4, first)
-    ]  # fmt: skip
 
 
 def test_a_second_ctrl_c_ends_at_once(tiny_config, monkeypatch):
