@@ -1,6 +1,7 @@
 """Persistent scales on several ranks: modules that run on some only, windows, calibration, ranks that disagree."""
 
 import copy
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -133,6 +134,17 @@ def static_config(**options):
     )
 
 
+def calibrated(model, batches, divided_by=1):
+    """The scales after a calibration; the weights have grown since."""
+    with calibrate_float8_static_scales(model):
+        for batch in batches:
+            (loss_of(model(batch)) / divided_by).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    return scaling_snapshot(model)
+
+
 def _calibrate(how):
     """Snapshots after a first and a second calibration, and the amax exchanges of a step after each."""
     ranks = dist.get_world_size()
@@ -147,12 +159,7 @@ def _calibrate(how):
         model(of_rank[0])
     result = []
     for index in (0, 2):
-        with calibrate_float8_static_scales(model):
-            for input in of_rank[index : index + 2]:
-                (model(input).square().mean() / (ranks if how == "tp" else 1)).backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.5)
+        calibrated(model, of_rank[index : index + 2], ranks if how == "tp" else 1)
         assert_same_scaling_on_all_ranks(model)
         with CollectiveCounter() as counter, Wire() as wire:
             model(of_rank[0]).square().mean().backward()
@@ -170,14 +177,7 @@ def test_static_scales_are_calibrated_over_all_ranks(how):
     inputs = [batch.chunk(4) for batch in batches(4, 4)]
     results = run(4, _calibrate, how)[0]
     for (snapshot, exchanges), index in zip(results, (0, 2), strict=True):
-        with calibrate_float8_static_scales(model):
-            for parts in inputs[index : index + 2]:
-                for input in parts:
-                    loss_of(model(input)).backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.5)
-        assert_equal(snapshot, scaling_snapshot(model))
+        assert_equal(snapshot, calibrated(model, itertools.chain(*inputs[index : index + 2])))
         assert exchanges == 0
 
 
@@ -187,16 +187,7 @@ def _calibrate_tp():
     torch.manual_seed(5)
     model = model_of(static_config(shared_inputs=sharing("delayed").shared_inputs))
     inputs = [torch.randn(2, 16, 32) for _ in range(4)]
-    expected = []
-    for index in (0, 2):
-        with calibrate_float8_static_scales(model):
-            for input in inputs[index : index + 2]:
-                model(input).square().mean().backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.5)
-        expected.append(scaling_snapshot(model))
-    return result, expected
+    return result, [calibrated(model, inputs[index : index + 2]) for index in (0, 2)]
 
 
 def test_static_scales_are_calibrated_with_tensor_parallelism():

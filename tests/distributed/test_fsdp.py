@@ -62,8 +62,26 @@ def train_step(model, optimizer, batch):
     return mean.item() / dist.get_world_size()
 
 
+def operands_that_differ(model, whole, config):
+    """Names and dims of the weights whose gathered codes or scales are not those of the whole weights."""
+    wrong = []
+    for block in model:
+        block.unshard()
+    for name, module in model.named_modules():
+        if isinstance(module, Float8Linear):
+            gathered, expected = module.weight, quantized(whole.get_submodule(name).weight, config)
+            assert isinstance(gathered, Float8Tensor)
+            for dim, operand in ((1, expected.last), (0, expected.first)):
+                got = gathered.operand(dim)
+                same = torch.equal(got.data.view(torch.uint8), operand.data.view(torch.uint8))
+                if not same or not torch.equal(got.dequant_scale, operand.dequant_scale):
+                    wrong.append((name, dim))
+    for block in model:
+        block.reshard()
+    return wrong
+
+
 def _operands_that_differ(recipes, dtype):
-    """Names of the recipes and weights whose gathered codes or scales are not the single-process ones."""
     wrong = []
     for recipe in recipes:
         config = config_of(recipe, enable_fsdp_float8_all_gather=True)
@@ -75,19 +93,7 @@ def _operands_that_differ(recipes, dtype):
                 with torch.no_grad():  # drops the scales
                     for parameter in model.parameters():
                         parameter.mul_(1.0)
-            for block in model:
-                block.unshard()
-            for name, module in model.named_modules():
-                if isinstance(module, Float8Linear):
-                    gathered, expected = module.weight, quantized(whole.get_submodule(name).weight, config)
-                    assert isinstance(gathered, Float8Tensor)
-                    for dim, operand in ((1, expected.last), (0, expected.first)):
-                        got = gathered.operand(dim)
-                        same = torch.equal(got.data.view(torch.uint8), operand.data.view(torch.uint8))
-                        if not same or not torch.equal(got.dequant_scale, operand.dequant_scale):
-                            wrong.append((recipe, name, dim, precompute))
-            for block in model:
-                block.reshard()
+            wrong += [(recipe, precompute, *which) for which in operands_that_differ(model, whole, config)]
     return wrong
 
 
