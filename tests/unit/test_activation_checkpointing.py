@@ -398,10 +398,6 @@ def test_every_nth_module_is_checkpointed():
     assert chosen == [False, False, True, False, False, True, False]
 
 
-def test_mode_none_changes_nothing():
-    assert type(make(None, "none", width=64).layers[0]) is Block
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

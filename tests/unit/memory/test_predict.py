@@ -13,7 +13,6 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Case, Size, measure
 from benchmarks.predicted import predict
 from quaver import Float8LinearConfig, convert_to_float8_training, float8_scaling_state
-from quaver.kernels import cpu as cpu_casts
 from quaver.memory import TensorBytes, explain
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.faking.gloo_buffers import GlooBuffers
@@ -69,16 +68,6 @@ def test_a_prediction_is_what_is_measured(module, precision, checkpointing):
     there = prediction.report["resident_bytes"]
     assert sum(there.values()) - there["inputs"] == resident_bytes
     assert not dist.is_initialized()
-
-
-def test_casts_are_predicted_without_the_temporaries_of_their_expression():
-    if not cpu_casts.AVAILABLE:
-        pytest.skip(f"casts run in PyTorch here: {cpu_casts.UNAVAILABLE_BECAUSE}")
-    operators = {row["operator"] or "" for row in _predicted(Case("ffn", "rowwise")).at_peak}
-    made_by_casts = {name for name in operators if "quaver::cast" in name}
-    one_operation = ("cast_tensorwise", "cast_rowwise", "cast_with_scale")
-    assert made_by_casts <= {f"quaver::cast (quaver.{name})" for name in one_operation}
-    assert made_by_casts
 
 
 class _Two(nn.Module):

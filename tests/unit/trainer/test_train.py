@@ -12,7 +12,6 @@ from quaver.trainer.config import Float8
 from quaver.trainer.config_io import load_config
 from quaver.trainer.memory import PeakMemory
 from quaver.trainer.metrics import read_metrics, summarize
-from quaver.trainer.run_folder import RunFolder
 from quaver.trainer.train import Run, prepare, train
 from tests.unit.trainer.runs import changed, run_to_end
 
@@ -125,15 +124,6 @@ def test_an_unexpected_error_still_leaves_a_summary(tiny_config, monkeypatch):
     with pytest.raises(RuntimeError, match="a bug"):
         train(run)
     assert json.loads((run.folder.path / "summary.json").read_text())["status"] == "failed"
-
-
-def test_automatic_names_differ(tiny_config):
-    unnamed = changed(tiny_config, job={"name": ""})
-    first, second = RunFolder.open(unnamed), RunFolder.open(unnamed)
-    first.begin(unnamed)
-    assert first.path != second.path
-    assert first.path.name.startswith("bfloat16-")
-    assert load_config(first.path / "config.toml").job.name == ""
 
 
 @pytest.mark.parametrize("exact", [True, False])
