@@ -64,7 +64,8 @@ def run(command: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     if words[:3] == TORCHRUN:
         ranks = int(words[words.index("--nproc-per-node") + 1])
         started = quaver_on_ranks(ranks, words[words.index("quaver.cli") + 1 :], **forked)
-        return max((rank.finished() for rank in started), key=lambda done: done.returncode)
+        finished = [rank.finished() for rank in started]
+        return next((rank for rank in finished if rank.returncode), finished[0])
     if words[0] == PYTHON:
         return Forked(run_script, *words[1:], **forked).finished()
     environment = {**os.environ, **environment}

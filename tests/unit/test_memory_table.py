@@ -1,4 +1,4 @@
-"""The memory table: float8 takes no more than bfloat16, the accounting is exact, and the committed table says so."""
+"""The memory table: float8 takes no more than bfloat16, steps that do not repeat are refused, the table is whole."""
 
 import json
 from dataclasses import replace
