@@ -58,7 +58,7 @@ PHASES = (
     "quaver.trainer.checkpoint._read_back",
     "quaver.trainer.checkpoint_folder.write_manifest",
     "quaver.trainer.checkpoint_folder.sync_all",
-    "quaver.trainer.checkpoint_folder._rename",
+    "quaver.trainer.checkpoint_folder.rename",
     "quaver.trainer.checkpoint_folder.CheckpointFolder.prune",
     "quaver.trainer.checkpoint_folder.shutil.rmtree",
 )
@@ -147,9 +147,10 @@ def kills_in_phases(runs: Runs, tries: int, chance: random.Random) -> str:
     for number in range(tries):
         phase, calls = PHASES[number % len(PHASES)], chance.randint(1, 3)
 
-        def die_in(phase=phase, calls=calls) -> None:
+        original = pkgutil.resolve_name(phase)
+
+        def die_in(phase=phase, calls=calls, original=original) -> None:
             left = iter(range(calls))
-            original = pkgutil.resolve_name(phase)
 
             def die(*arguments, **options):
                 if next(left, None) is None:

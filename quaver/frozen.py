@@ -156,7 +156,7 @@ def freeze_to_float8(
             or inf, is tied, sharded, on the meta device or of another dtype; linears of which only some train.
         TypeError: `config` or `module` is of another type.
     """
-    config = _resolved(config)
+    config = frozen_config(config)
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
     linears = {name: each for name, each in module.named_modules() if isinstance(each, nn.Linear)}
@@ -221,7 +221,8 @@ def store_float8_weight(
     linear.__class__ = float8_class(linear._converted_from, FrozenFloat8Linear)
 
 
-def _resolved(config: Float8LinearConfig | Float8LinearRecipeName | str | None) -> Float8LinearConfig:
+def frozen_config(config: Float8LinearConfig | Float8LinearRecipeName | str | None) -> Float8LinearConfig:
+    """The config of `freeze_to_float8`, from what its `config` may be, and with its errors."""
     config = blockwise_config() if config in (None, "blockwise") else resolve_config(config)
     weight, for_grad_input = config.casts.weight, config.casts.weight_for_grad_input
     if config.has_persistent_scales:

@@ -6,7 +6,6 @@ from rich.table import Table
 
 from quaver.cli.console import make_table, wide_console
 from quaver.cli.errors import bad_input
-from quaver.trainer.config.flags import split_options
 from quaver.trainer.config.settings import AtLeast1, Settings
 from quaver.trainer.config_io import load_config, parse_arguments
 from quaver.trainer.dry_run import DryRun, dry_run
@@ -19,14 +18,13 @@ class DryRunOptions(Settings):
     dry_run: bool = False
     """Print the plan of the run, and train and write nothing."""
     ranks: AtLeast1 = 1
-    """With --dry-run: processes of the run."""
+    """With dry_run: processes of the run."""
 
 
-def dry_run_verb(argv: list[str]) -> int:
-    """Print what `quaver train` with the other words of `argv` would be; 0, or 2 for bad input."""
+def print_dry_run(words: list[str], ranks: int) -> int:
+    """Print what `quaver train` with `words` would be on `ranks` processes; 0, or 2 for bad input."""
     with bad_input():
-        options, words = split_options(DryRunOptions, argv, prog="")
-        result = dry_run(load_config(*parse_arguments(words)), options.ranks)
+        result = dry_run(load_config(*parse_arguments(words)), ranks)
     _print(result)
     return 0
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from quaver.cli.dry_run import DryRunOptions, dry_run_verb
+from quaver.cli.dry_run import DryRunOptions, print_dry_run
 from quaver.cli.errors import (
     BAD_INPUT,
     EXIT_BAD_INPUT,
@@ -14,7 +14,7 @@ from quaver.cli.errors import (
     bad_input,
     print_error,
 )
-from quaver.trainer.config.flags import exit_after_help
+from quaver.trainer.config.flags import exit_after_help, split_options
 from quaver.trainer.config_io import TrainFlags, load_config, parse_arguments
 from quaver.trainer.errors import CheckpointError, NonFiniteError, OutputError
 from quaver.trainer.ranks import Ranks, read_ranks
@@ -39,10 +39,14 @@ def run(argv: list[str]) -> int:
         if ranks.is_first:
             exit_after_help(Train, argv, prog="quaver train [CONFIG.toml]")
         return 0
-    if "--dry-run" in argv or "--dry_run" in argv:
-        return dry_run_verb(argv)
+    with _agreed_input(ranks):
+        options, words = split_options(DryRunOptions, argv, prog="quaver train")
+        if options.ranks != 1 and not options.dry_run:
+            raise ValueError("--ranks is for --dry-run; start a run on many processes with torchrun")
+    if options.dry_run:
+        return print_dry_run(words, options.ranks)
     with _agreed_input(ranks) as told:
-        config_path, flags = parse_arguments(argv)
+        config_path, flags = parse_arguments(words)
         plan = set_up_run(load_config(config_path, flags), ranks)
         told.append(plan.fingerprint)
     try:

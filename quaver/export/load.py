@@ -23,7 +23,7 @@ _CODES = ("F8_E4M3", "F8_E5M2")
 """Dtypes of weights; scales may be F8_E8M0, powers of two."""
 
 
-def load_float8(folder: Path | str, *, dtype: torch.dtype = torch.bfloat16) -> Mapping[str, Tensor]:
+def load_float8(folder: Path | str, *, dtype: torch.dtype = torch.bfloat16) -> Float8Checkpoint:
     """Return the tensors of a float8 checkpoint in high precision: `model.load_state_dict(dict(load_float8(folder)))`.
 
     Each is read and dequantized when it is asked for, so that a loop over the items holds one at a time. The value of a
@@ -45,12 +45,19 @@ def load_float8(folder: Path | str, *, dtype: torch.dtype = torch.bfloat16) -> M
     format = stored_format(read_config(folder))
     stored = StoredTensors(folder)
     check_bundle(folder)
-    return _Dequantized(stored, format, dtype)
+    return Float8Checkpoint(stored, format, dtype)
 
 
-class _Dequantized(Mapping[str, Tensor]):
+class Float8Checkpoint(Mapping[str, Tensor]):
+    """The tensors of a float8 checkpoint by name, in high precision; `load_float8` makes it.
+
+    Attributes:
+        format: how the weights are stored.
+        float8_names: the names of the float8 weights.
+    """
+
     def __init__(self, stored: StoredTensors, format: StoredFormat, dtype: torch.dtype) -> None:
-        self._stored, self._format, self._dtype = stored, format, dtype
+        self._stored, self.format, self._dtype = stored, format, dtype
         self._scale_of = {name: _scale_name(name, format) for name in stored if stored.dtype(name) in _CODES}
         missing = sorted(name for name, scale in self._scale_of.items() if scale not in stored)
         if missing:
@@ -60,6 +67,7 @@ class _Dequantized(Mapping[str, Tensor]):
                 got = f"{stored.dtype(name)} {stored.shape(name)}"
                 raise NotImplementedError(f"{name} must be a matrix of float8_e4m3fn, got {got}")
             format.checked_scale(name, stored.shape(name), stored[scale])
+        self.float8_names = frozenset(self._scale_of)
         modules = {name.removesuffix(".weight") for name in self._scale_of}
         scales = {f"{module}.{leaf}" for module in modules for leaf in _SCALES}
         self._names = [name for name in stored if name not in scales]
@@ -68,13 +76,25 @@ class _Dequantized(Mapping[str, Tensor]):
             raise ValueError(f"scales without a float8 weight: {listed(lost)}; download the checkpoint again")
 
     def __getitem__(self, name: str) -> Tensor:
+        if name in self._scale_of:
+            return dequantize(*self.codes(name), self._dtype)
         tensor = self._stored[name]
-        if name not in self._scale_of:
-            return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
-        if tensor.view(torch.uint8).bitwise_and(0x7F).eq(0x7F).any():
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+    def codes(self, name: str) -> tuple[Tensor, Tensor]:
+        """A float8 weight as it is stored: e4m3 [N, K], and its scale, float32 (), [N, 1] or [N / 128, K / 128]."""
+        codes = self._stored[name]
+        if codes.view(torch.uint8).bitwise_and(0x7F).eq(0x7F).any():
             raise ValueError(f"{name} has a NaN: the model that was exported has diverged")
-        scale = self._format.checked_scale(name, tensor.shape, self._stored[self._scale_of[name]])
-        return dequantize(tensor, scale, self._dtype)
+        return codes, self.format.checked_scale(name, codes.shape, self._stored[self._scale_of[name]])
+
+    def as_stored(self, name: str) -> Tensor:
+        """A tensor in its own dtype."""
+        return self._stored[name]
+
+    def shape(self, name: str) -> list[int]:
+        """The shape of a tensor, without reading it."""
+        return self._stored.shape(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -111,7 +131,7 @@ def import_float8(
         write_json(partial / CONFIG, config)
         for file in copied_files(folder):
             shutil.copyfile(file, partial / file.name)
-    return len(weights._scale_of) if isinstance(weights, _Dequantized) else 0
+    return len(weights.float8_names)
 
 
 _QUANTIZED = ("quantization_config", "compression_config")

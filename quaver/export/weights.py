@@ -5,6 +5,8 @@ they are those of the next training step, to the bit. Two exceptions, whose cost
     one scale per tensor    servers fuse q, k, v and gate, up into one linear with one scale. Such siblings share the
                             smallest of their scales, unless the caller asks for their own.
     blocks                  no recipe trains with them.
+
+The linears of a frozen base (`freeze_to_float8`, `load_frozen`) are written with the codes that they hold.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from quaver.delayed import WRAPPERS
 from quaver.distributed.weight_scales import local_weight
 from quaver.export.files import listed
 from quaver.export.formats import COMPRESSED_TENSORS, FORMATS, FUSED, HIGH_PRECISION, WeightFormat, weight_format
+from quaver.frozen import SCALE, FrozenFloat8Linear
 from quaver.linear import Float8Linear
 from quaver.quantize import WEIGHT, Operand, Quantizer, Scales, cast_pair
 from quaver.scaling import BLOCK_SIZE, PersistentScales, dequantize, dynamic_cast_blocks, to_dequant_scale
@@ -150,21 +153,20 @@ class Float8Weights:
 
     def _quantized(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
         """The codes and scales of linears that share a scale, or of one linear."""
-        weights = [self._forward_weight(name) for name in names]
-        own = [self._quantize(name, weight) for name, weight in zip(names, weights, strict=True)]
-        shared = torch.stack([scales.quant for _, scales in own]).min() if len(names) > 1 else None
+        own = [self._of_forward(name) for name in names]
+        shared = min((each[2] for each in own), key=lambda scales: scales.quant.item()) if len(names) > 1 else None
         format = self.plan.format
-        for name, weight, (operand, scales) in zip(names, weights, own, strict=True):
+        for name, (weight, operand, scales) in zip(names, own, strict=True):
             stored = operand
-            if format.weights == "block":
+            if format.weights == "block" and not self.plan.linears[name].config.casts.weight.is_blockwise:
                 stored = _quantize_blocks(name, weight)
-            elif shared is not None and scales.quant != shared:
-                stored = self._quantize(name, weight, Scales(shared, to_dequant_scale(shared)))[0]
+            elif shared is not None and scales.quant != shared.quant:
+                stored = self._quantize(name, weight, shared)[0]
             if stored is not operand:
                 self.requantized[name] = Requantized(sqnr_db(weight, operand), sqnr_db(weight, stored))
             yield f"{name}.weight", stored.data
             scale = cast(Tensor, stored.dequant_scale)
-            yield f"{name}.{format.scale_name}", scale if scale.dim() else scale.reshape(1)
+            yield f"{name}.{format.scale_name}", scale if scale.dim() else scale.reshape(1).clone()  # may be shared
             if format.is_static:
                 yield f"{name}.input_scale", self._input_scale(name)
 
@@ -187,11 +189,33 @@ class Float8Weights:
             )
         return to_dequant_scale(scale.quant_scale.abs()).reshape(1)  # negative while the scale left its window
 
-    def _forward_weight(self, name: str) -> Tensor:
+    def _of_forward(self, name: str) -> tuple[Tensor, Operand, Scales]:
+        """The weight that the forward reads, the operand of its matmul, and the scales of that."""
+        linear = self.plan.linears[name]
+        if isinstance(linear, FrozenFloat8Linear):
+            codes, dequant = self._codes(name), linear.weight_dequant_scale
+            weight = dequantize(codes, dequant, linear.weight.dtype)
+            return weight, Operand(codes, dequant), Scales(to_dequant_scale(dequant), dequant)
         weight, dtype = self._read(f"{name}.weight"), self._forward_dtypes.get(name)
-        return weight if dtype is None else weight.to(dtype)
+        weight = weight if dtype is None else weight.to(dtype)
+        return weight, *self._quantize(name, weight)
+
+    def _codes(self, name: str) -> Tensor:
+        """The whole weight of a frozen linear, as it is stored."""
+        codes = self._weights[f"{name}.weight"].detach()
+        if isinstance(codes, DTensor):  # gathered as bytes, which every backend can
+            local, mesh, placements = codes.to_local().view(torch.uint8), codes.device_mesh, codes.placements
+            whole = DTensor.from_local(
+                local, mesh, placements, run_check=False, shape=codes.shape, stride=codes.stride()
+            ).full_tensor()
+            self.bytes_moved += whole.nbytes
+            codes = whole.view(codes.dtype)
+        return codes
 
     def _read(self, name: str) -> Tensor:
+        linear = name.removesuffix(".weight")
+        if name.endswith(".weight") and isinstance(self.plan.linears.get(linear), FrozenFloat8Linear):
+            return self._of_forward(linear)[0]
         tensor = self._weights[name].detach()
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
@@ -266,7 +290,12 @@ def _names(model: nn.Module) -> tuple[list[str], list[str]]:
         owners.setdefault(id(parameter), []).append(WRAPPERS.sub("", name))
     again = {name for names in owners.values() for name in names[1:]}
     tied = [name for names in owners.values() if len(names) > 1 for name in names]
-    return [name for name in named_tensors(model) if name not in again], tied
+    scales = {
+        WRAPPERS.sub("", f"{name}.{SCALE}")
+        for name, each in model.named_modules()
+        if isinstance(each, FrozenFloat8Linear)
+    }
+    return [name for name in named_tensors(model) if name not in again | scales], tied
 
 
 def _scales(linear: Float8Linear) -> PersistentScales:

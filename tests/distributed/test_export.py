@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from quaver import Float8LinearConfig
+from quaver import Float8LinearConfig, freeze_to_float8
 from quaver.export import iter_float8_weights, load_float8, save_float8
 from tests.distributed.ranks import run
-from tests.unit.export.models import PROJECTIONS, tiny
+from tests.unit.export.models import PROJECTIONS, Tiny, tiny
 
 GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
 
@@ -41,6 +41,28 @@ def test_codes_are_those_of_the_sharded_forward(gathers_float8, param_dtype, tmp
     results = run(2, _export, tmp_path / "out", gathers_float8, param_dtype)
     assert [result[:2] for result in results] == [(True, whole)] * 2
     assert set(load_float8(tmp_path / "out")) == set(tiny().state_dict())
+
+
+def _export_frozen(config: str) -> bool:
+    """Whether a sharded frozen base has the codes and scales of one process."""
+
+    def frozen():
+        torch.manual_seed(0)
+        return freeze_to_float8(Tiny(256), config, module_filter_fn=lambda module, name: name != "lm_head")
+
+    expected = dict(iter_float8_weights(frozen()))
+    model = frozen()
+    for linear in model.layer.values():
+        fully_shard(linear)
+    weights = iter_float8_weights(fully_shard(model))
+    stored = dict(weights)
+    same = all(torch.equal(stored[name].float(), tensor.float()) for name, tensor in expected.items())
+    return same and stored.keys() == expected.keys() and weights.bytes_moved < 1.5 * weights.bytes_yielded
+
+
+@pytest.mark.parametrize("config", ["blockwise", "tensorwise"])
+def test_a_sharded_frozen_base_is_gathered_in_float8(config):
+    assert run(2, _export_frozen, config) == [True, True]
 
 
 def _fail(folder: Path) -> str:

@@ -1,6 +1,5 @@
-"""From training to serving and back: train in float8, export, load elsewhere, import, with the same logits.
-
-Each step is one command. The next chapter of this story, adapters on the imported weights, belongs at its end.
+"""From training to serving and back: train in float8, export, load elsewhere, import, with the same logits; then
+adapters on the frozen codes, merged and exported. Each step is one command or one call.
 """
 
 import json
@@ -8,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import init_empty_weights
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from quaver import convert_to_float8_training
 from quaver.cli import main
-from quaver.export import load_float8
+from quaver.export import load_float8, load_frozen, save_float8
 from quaver.export.files import StoredTensors
 from quaver.trainer.huggingface.convert import open_checkpoint
 from quaver.trainer.huggingface.float8 import CheckpointWeights, checkpoint_of
@@ -96,6 +97,28 @@ def test_train_export_load_import(runs, tmp_path, capsys):
     again = logits_of(in_float8(trained(checkpoint, "model")))
     assert torch.equal(again, logits_of(in_float8(trained(run, "rowwise"))))
     assert not torch.equal(again, logits_of(dequantized))
+    assert torch.equal(again, logits_of(load_frozen(trained(run, "bfloat16"), exported)))
+
+    with init_empty_weights():
+        base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(exported))
+    load_frozen(base, exported, dtype=torch.float32)
+    torch.testing.assert_close(logits_of(base), again, rtol=1e-4, atol=1e-4)
+    adapted = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear"))
+    optimizer = torch.optim.AdamW((p for p in adapted.parameters() if p.requires_grad), lr=1e-2)
+    losses = []
+    for _ in range(6):
+        losses.append(adapted(input_ids=TOKENS, labels=TOKENS).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0] - 0.1
+    merged = adapted.merge_and_unload()
+    save_float8(merged, tmp_path / "merged")
+    with init_empty_weights():
+        served = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "merged"))
+    load_frozen(served, tmp_path / "merged", dtype=torch.float32)
+    assert torch.equal(logits_of(served), logits_of(merged))
+    assert served(input_ids=TOKENS, labels=TOKENS).loss < losses[0]
 
 
 def test_delayed_scales_and_the_baseline(runs, tmp_path, capsys):
