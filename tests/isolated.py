@@ -108,14 +108,16 @@ def quaver(words: list[str], **surroundings: object) -> Forked:
     return Forked(_main, words, **surroundings)
 
 
-def quaver_on_ranks(ranks: int, words: list[str], *, others: list[str] = ()) -> list[Forked]:
+def quaver_on_ranks(
+    ranks: int, words: list[str], *, others: list[str] = (), environment: dict[str, str] | None = None, **surroundings
+) -> list[Forked]:
     """`quaver WORDS` on several ranks without torchrun; all but rank 0 are given the words of `others`, too."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    launcher = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    launcher = {**(environment or {}), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     return [
-        quaver([*words, *(others if rank else [])], environment={**launcher, "RANK": str(rank)})
+        quaver([*words, *(others if rank else [])], environment={**launcher, "RANK": str(rank)}, **surroundings)
         for rank in range(ranks)
     ]
 

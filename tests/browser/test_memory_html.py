@@ -65,9 +65,6 @@ def test_a_run_that_could_not_be_seen(browser, pages):
     _check_quiet(browser, path)
 
 
-# ---- the timeline ----------------------------------------------------------------------------------------------------
-
-
 def test_hovering_over_the_timeline(browser, pages):
     browser.open(pages / "plain.html")
     tip = browser.one(".tip")
@@ -127,9 +124,6 @@ def test_a_short_peak_among_many_events_is_seen(browser, pages):
         browser.open(pages / "wide.html", width=width)
         top = browser.run("return Math.min(...[...document.querySelectorAll('.area')].map((a) => a.getBBox().y))")
         assert top == pytest.approx(34, abs=0.2)
-
-
-# ---- the breakdown at the peak ---------------------------------------------------------------------------------------
 
 
 def _cell(browser, name):
@@ -199,9 +193,6 @@ def test_layers_unfold(browser, pages):
     browser.one("#peak-icicle input[type=checkbox]").click()
     assert _cell(browser, "0").size["width"] == pytest.approx(_cell(browser, "1").size["width"], abs=1)
     assert not [each for each in browser.all(".cell") if each.text == "*"]
-
-
-# ---- tables ----------------------------------------------------------------------------------------------------------
 
 
 def _column(browser, table, label):

@@ -36,9 +36,6 @@ def run_step(model, batch, microbatches=MICROBATCHES):
     return total
 
 
-# ---- the same numbers ------------------------------------------------------------------------------------------------
-
-
 def losses_of(model, scope, steps=2, precompute=False):
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses = []
@@ -84,9 +81,6 @@ def test_changes_no_bit_of_the_losses(ranks, cases):
         assert len(set(without)) == len(without)
 
 
-# ---- casts and bytes -------------------------------------------------------------------------------------------------
-
-
 def _count(recipe, how, scope, microbatches):
     """Casts of shards, and calls and bytes of collectives, of the microbatches of one step."""
     model = model_by(how, gathering(recipe))
@@ -118,9 +112,6 @@ def test_casts_each_shard_once_and_sends_the_same(recipe, payloads, how):
         if how == "always reshard":
             assert casts == payloads * LINEARS * 2 * microbatches  # forward and backward
         assert sent_once == sent
-
-
-# ---- changes ---------------------------------------------------------------------------------------------------------
 
 
 def _change(change, model, optimizer, state_dict):
@@ -194,9 +185,6 @@ def _changed_before_the_first_all_gather():
 
 def test_a_change_before_the_cast_is_never_stale():
     assert run(2, _changed_before_the_first_all_gather) == [True, True]
-
-
-# ---- the life of the scope -------------------------------------------------------------------------------------------
 
 
 def _life():

@@ -1,6 +1,7 @@
 """Persistent scales on several ranks: modules that run on some only, windows, calibration, ranks that disagree."""
 
 import copy
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -34,9 +35,6 @@ from tests.distributed.test_tensor_parallel import Wire, model_of, part, spread,
 from tests.distributed.test_tensor_parallel_steps import assert_equal, observed_of, sharing
 
 STATIC = CastConfig(scaling_type=ScalingType.STATIC)
-
-
-# ---- modules that do not run everywhere ------------------------------------------------------------------------------
 
 
 class Experts(nn.Module):
@@ -79,8 +77,6 @@ def test_a_module_that_runs_on_one_rank_is_recorded_for_all_and_one_that_runs_no
         assert_equal(later, first)
     assert not any(value.any() for name, value in snapshots[-1].items() if name.startswith("experts.2"))
 
-
-# ---- out of the window -----------------------------------------------------------------------------------------------
 
 WINDOW = DelayedScalingConfig(dynamic_window=(0.25, 1.5))
 
@@ -132,13 +128,21 @@ def test_a_weight_that_left_its_window_is_scaled_dynamically_for_one_step_on_all
         assert exchanges[2] == 1
 
 
-# ---- static scales ---------------------------------------------------------------------------------------------------
-
-
 def static_config(**options):
     return Float8LinearConfig(
         cast_config_input=STATIC, cast_config_weight=STATIC, cast_config_grad_output=STATIC, **options
     )
+
+
+def calibrated(model, batches, divided_by=1):
+    """The scales after a calibration; the weights have grown since."""
+    with calibrate_float8_static_scales(model):
+        for batch in batches:
+            (loss_of(model(batch)) / divided_by).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    return scaling_snapshot(model)
 
 
 def _calibrate(how):
@@ -155,12 +159,7 @@ def _calibrate(how):
         model(of_rank[0])
     result = []
     for index in (0, 2):
-        with calibrate_float8_static_scales(model):
-            for input in of_rank[index : index + 2]:
-                (model(input).square().mean() / (ranks if how == "tp" else 1)).backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.5)
+        calibrated(model, of_rank[index : index + 2], ranks if how == "tp" else 1)
         assert_same_scaling_on_all_ranks(model)
         with CollectiveCounter() as counter, Wire() as wire:
             model(of_rank[0]).square().mean().backward()
@@ -178,14 +177,7 @@ def test_static_scales_are_calibrated_over_all_ranks(how):
     inputs = [batch.chunk(4) for batch in batches(4, 4)]
     results = run(4, _calibrate, how)[0]
     for (snapshot, exchanges), index in zip(results, (0, 2), strict=True):
-        with calibrate_float8_static_scales(model):
-            for parts in inputs[index : index + 2]:
-                for input in parts:
-                    loss_of(model(input)).backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.5)
-        assert_equal(snapshot, scaling_snapshot(model))
+        assert_equal(snapshot, calibrated(model, itertools.chain(*inputs[index : index + 2])))
         assert exchanges == 0
 
 
@@ -195,16 +187,7 @@ def _calibrate_tp():
     torch.manual_seed(5)
     model = model_of(static_config(shared_inputs=sharing("delayed").shared_inputs))
     inputs = [torch.randn(2, 16, 32) for _ in range(4)]
-    expected = []
-    for index in (0, 2):
-        with calibrate_float8_static_scales(model):
-            for input in inputs[index : index + 2]:
-                model(input).square().mean().backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.5)
-        expected.append(scaling_snapshot(model))
-    return result, expected
+    return result, [calibrated(model, inputs[index : index + 2]) for index in (0, 2)]
 
 
 def test_static_scales_are_calibrated_with_tensor_parallelism():
@@ -215,9 +198,6 @@ def test_static_scales_are_calibrated_with_tensor_parallelism():
         for name, value in snapshot.items():
             torch.testing.assert_close(value, of_one[name], rtol=1e-5, atol=0, msg=name)
         assert exchanges == 0
-
-
-# ---- a compiled sync -------------------------------------------------------------------------------------------------
 
 
 def _compile_the_sync():
@@ -237,9 +217,6 @@ def _compile_the_sync():
 
 def test_a_compiled_sync_takes_the_maximum_over_ranks():
     assert run(2, _compile_the_sync) == [1, 1]
-
-
-# ---- ranks that disagree ---------------------------------------------------------------------------------------------
 
 
 def _disagree(how, call):

@@ -32,9 +32,6 @@ LAYERS, LINEARS = 4, 7
 HAS_PERSISTENT_WEIGHTS = {"delayed": True, "delayed_with_dynamic_weight": False}
 
 
-# ---- one step, counted -----------------------------------------------------------------------------------------------
-
-
 def train(
     model,
     *,
@@ -117,9 +114,6 @@ def check_exchanges(exchanged, recipe, what, *, gathers=True, precompute=False, 
         expected = (1 + agreement[0], 4 * LINEARS + agreement[1]) if exchanges else (0, 0)
         assert forward == expected, (what, step)
         assert backward == (0, 0) or what in REDUCE_GRADIENTS, (what, step)
-
-
-# ---- FSDP2 -----------------------------------------------------------------------------------------------------------
 
 
 def _fsdp(recipe, how):
@@ -222,9 +216,6 @@ def _half_of_grad_outputs(snapshot):
         name: value * factors[name.rpartition(".")[2]] if "grad_output" in name else value
         for name, value in snapshot.items()
     }
-
-
-# ---- compiled --------------------------------------------------------------------------------------------------------
 
 
 def _compiled_blocks(recipe, backend, checkpointed, order):

@@ -82,9 +82,6 @@ def same(codes, others):
     return all(codes[name].view(torch.uint8).equal(others[name].view(torch.uint8)) for name in codes)
 
 
-# ---- FSDP2 -----------------------------------------------------------------------------------------------------------
-
-
 def _under_fsdp(config):
     whole = frozen_model(config)
     model = sharded(copy.deepcopy(whole))
@@ -189,9 +186,6 @@ def _state_dicts(config):
 def test_sharded_state_dicts_hold_codes_and_scales():
     for found in run(RANKS, _state_dicts, "blockwise"):
         assert all(found.values()), found
-
-
-# ---- DDP -------------------------------------------------------------------------------------------------------------
 
 
 def _under_ddp(config):

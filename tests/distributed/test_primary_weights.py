@@ -34,9 +34,6 @@ def run_step(model, batch, scope=nullcontext):
     return losses
 
 
-# ---- DDP -------------------------------------------------------------------------------------------------------------
-
-
 def _train_under_ddp(recipe, master_dtype, **options):
     """The losses of three steps, and the weights; `master_dtype` is None for ordinary parameters."""
     model = convert_to_float8_training(make_model(LAYERS), config=recipe)
@@ -96,9 +93,6 @@ def _after_fully_shard():
 
 def test_primary_weights_of_shards_are_refused():
     assert "it is a DTensor; under FSDP2 use cast_weights_once" in run(2, _after_fully_shard)[0]
-
-
-# ---- bytes -----------------------------------------------------------------------------------------------------------
 
 
 def _ddp(dtype, master_dtype=None, scope=nullcontext):

@@ -76,8 +76,6 @@ def assert_part_of(got, whole, dim):
         same_bits(got.dequant_scale, whole.dequant_scale)
 
 
-# ---- casts -----------------------------------------------------------------------------------------------------------
-
 CAST_CASES = [(recipe, {}) for recipe in RECIPES] + [("tensorwise", {"round_scales_to_power_of_2": True})]
 ASKS = [(True, True), (True, False), (False, True)]
 
@@ -138,9 +136,6 @@ def _check_all_gathered_input(config, input, expected):
 @HP
 def test_operands_are_quantized_as_on_one_device(recipe, options, hp_dtype):
     run(2, _check_casts, recipe, options, hp_dtype)
-
-
-# ---- results ---------------------------------------------------------------------------------------------------------
 
 
 class Pair(nn.Module):
@@ -418,9 +413,6 @@ def test_weights_train_where_the_input_needs_no_gradient(recipe):
     run(2, _check_input_without_gradient, recipe)
 
 
-# ---- a model, spread over ranks --------------------------------------------------------------------------------------
-
-
 class Block(nn.Module):
     """Attention-like and feed-forward, residual, on [batch, sequence, dim]."""
 
@@ -456,9 +448,9 @@ class MLP(nn.Module):
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
-def model_of(config, dim=32):
+def model_of(config, blocks=2):
     torch.manual_seed(1)
-    return convert_to_float8_training(nn.Sequential(Block(dim), Block(dim)), config=config)
+    return convert_to_float8_training(nn.Sequential(*(Block(32) for _ in range(blocks))), config=config)
 
 
 def spread_by_torch(model, mesh):
@@ -480,9 +472,6 @@ def spread(model, mesh, use_local_output=False):
     for block in model:
         parallelize_module(block, mesh, styles)
     return model
-
-
-# ---- what crosses the wire -------------------------------------------------------------------------------------------
 
 
 class Wire(TorchDispatchMode):
@@ -621,9 +610,6 @@ def test_a_rowwise_linear_gathers_its_grad_output_as_codes(recipe, trains):
     run(2, _check_rowwise_wire, recipe, trains)
 
 
-# ---- errors ----------------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def raises(kind, *words):
     """Each of `words` is in the message, and no rank is left waiting for another."""
@@ -711,9 +697,6 @@ def _compile_the_prepared_module_itself():
 def test_a_graph_that_ends_after_the_gathering_is_an_error_that_says_so():
     with pytest.raises(RanksError, match="Compile a module around the one that PrepareFloat8ModuleInput"):
         run(2, _compile_the_prepared_module_itself)
-
-
-# ---- the module around it --------------------------------------------------------------------------------------------
 
 
 def _check_module_life(recipe):

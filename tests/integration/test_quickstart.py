@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -11,11 +12,15 @@ from pathlib import Path
 import pytest
 
 from quaver.trainer.metrics import read_metrics
-from tests.isolated import quaver
+from tests.isolated import Forked, quaver, quaver_on_ranks
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "quickstart.md"
-QUAVER = ".venv/bin/quaver "
+QUAVER, PYTHON = ".venv/bin/quaver", ".venv/bin/python"
+TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
+SMALLER = {"seq_len = 256": "seq_len = 64", "n_layers = 4": "n_layers = 1", "\ndim = 256": "\ndim = 64"}
+SMALLER |= {"hidden_dim = 768": "hidden_dim = 192"}
+"""Of the debug model's config: the same commands in a fifth of the time."""
 
 
 def commands() -> list[str]:
@@ -35,16 +40,34 @@ def set_up(clone: Path) -> None:
         path.chmod(0o755)
     (clone / ".venv" / ".base").touch()
     config = clone / "train_configs" / "llama3_debug.toml"
-    short = config.read_text().replace("seq_len = 256", "seq_len = 64")  # the same commands in a third of the time
-    assert short != config.read_text()
-    config.write_text(short)
+    text = config.read_text()
+    for large, small in SMALLER.items():
+        assert text.count(large) == 1
+        text = text.replace(large, small)
+    config.write_text(text)
+
+
+def run_script(path: str) -> None:
+    runpy.run_path(path, run_name="__main__")
 
 
 def run(command: str, folder: Path) -> "subprocess.CompletedProcess[str]":
-    """Run a line of the page; `quaver` itself starts as a fork, without the seconds that its imports take."""
+    """Run a line of the page; `quaver`, its ranks and scripts start as forks, without the seconds that imports take.
+
+    test_train_distributed.py starts torchrun itself.
+    """
+    words = shlex.split(command)
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200"}
-    if command.startswith(QUAVER):
-        return quaver(shlex.split(command)[1:], cwd=folder, environment=environment).finished()
+    forked = {"cwd": folder, "environment": environment}
+    if words[0] == QUAVER:
+        return quaver(words[1:], **forked).finished()
+    if words[:3] == TORCHRUN:
+        ranks = int(words[words.index("--nproc-per-node") + 1])
+        started = quaver_on_ranks(ranks, words[words.index("quaver.cli") + 1 :], **forked)
+        finished = [rank.finished() for rank in started]
+        return next((rank for rank in finished if rank.returncode), finished[0])
+    if words[0] == PYTHON:
+        return Forked(run_script, *words[1:], **forked).finished()
     environment = {**os.environ, **environment}
     options = {"shell": True, "cwd": folder, "env": environment, "timeout": 300}
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)

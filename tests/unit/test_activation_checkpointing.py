@@ -37,18 +37,17 @@ AMAXES = 1.001
 
 
 class Net(nn.Module):
-    """Blocks of a width, with dropout after each."""
+    """Blocks of a width."""
 
-    def __init__(self, width: int, blocks: int = 1, dropout: float = 0.0) -> None:
+    def __init__(self, width: int, blocks: int = 1) -> None:
         super().__init__()
         shape = Model(dim=width, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=width * 7 // 2)
         self.layers = nn.ModuleList(Block(shape) for _ in range(blocks))
-        self.dropout = dropout
 
     def forward(self, x):
         cos, sin = rope_tables(x.shape[1], x.shape[2] // 4, 1e4, x.device)
         for layer in self.layers:
-            x = nn.functional.dropout(layer(x, cos, sin), self.dropout)
+            x = layer(x, cos, sin)
         return x
 
 
@@ -198,9 +197,6 @@ def test_a_checkpointed_module_runs_without_gradients(recipe, mode, without_grad
             assert torch.equal(net(torch.ones(4, 64, 64) * 1.0), expected)
 
 
-# ---- what is kept ------------------------------------------------------------------------------------------------
-
-
 class Calls(TorchDispatchMode):
     """Counts calls of each operation."""
 
@@ -322,9 +318,6 @@ def test_eager_code_on_a_cpu_keeps_matmuls_in_every_precision(recipe, casts):
     assert results <= kept["selective"] - kept["full"] <= results + amaxes
 
 
-# ---- compiled ----------------------------------------------------------------------------------------------------
-
-
 def compiled_step(recipe: str | None, mode: str, budget: float = 1.0) -> tuple[list, int, int, list[torch.Tensor]]:
     """Compile without code generation: the tensors kept, the matmuls of forward and backward, and the results."""
     graphs = []
@@ -381,9 +374,6 @@ def test_a_memory_budget_reaches_the_compiler(memory_budget_restored):
     assert kept[1] <= 0.5 * kept[0]
 
 
-# ---- the modules -------------------------------------------------------------------------------------------------
-
-
 def test_modules_keep_their_names_and_what_they_are():
     plain, net = make("delayed", width=64, blocks=2), make("delayed", "selective", width=64, blocks=2)
     assert [name for name, _ in net.named_modules()] == [name for name, _ in plain.named_modules()]
@@ -408,10 +398,6 @@ def test_every_nth_module_is_checkpointed():
     assert chosen == [False, False, True, False, False, True, False]
 
 
-def test_mode_none_changes_nothing():
-    assert type(make(None, "none", width=64).layers[0]) is Block
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -432,9 +418,6 @@ def test_a_module_is_checkpointed_once():
     net = make(None, "full", width=64)
     with pytest.raises(ValueError, match="CheckpointedBlock is checkpointed already"):
         apply_activation_checkpointing(net.layers)
-
-
-# ---- changes to the policy -------------------------------------------------------------------------------------------
 
 
 def silu_kept(**changes) -> tuple[int, list[torch.Tensor]]:

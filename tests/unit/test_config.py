@@ -118,13 +118,6 @@ def test_the_short_form_is_torchaos():
     assert CastConfig().short_str() == "dyn_ten_default"
 
 
-def test_replace_reaches_both_matmuls_of_an_operand():
-    row = CastConfig(scaling_granularity=ROW)
-    config = dataclasses.replace(Float8LinearConfig(), cast_config_input=row)
-    assert config.casts.input.is_rowwise
-    assert config.casts.input_for_grad_weight.is_rowwise
-
-
 def test_every_field_is_filled_in_and_nothing_that_was_given_changes():
     given = CastConfig()
     config = Float8LinearConfig(cast_config_input=given, cast_config_weight=given, cast_config_grad_output=given)
@@ -174,113 +167,83 @@ def test_configs_are_frozen_and_hashable():
     assert hash(config) == hash(Float8LinearConfig())
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: Float8LinearConfig(cast_config_input=HP),
-            "output: weight is cast to float8 but input stays in high precision",
-        ),
-        (
-            lambda: Float8LinearConfig(cast_config_weight_for_grad_input=HP),
-            "grad_input: grad_output is cast to float8 but weight_for_grad_input stays in high precision",
-        ),
-        (
-            lambda: Float8LinearConfig(cast_config_input_for_grad_weight=HP),
-            "grad_weight: grad_output_for_grad_weight is cast to float8 but input_for_grad_weight stays",
-        ),
-        (
-            lambda: Float8LinearConfig(
-                cast_config_weight=CastConfig(target_dtype=E4M3),
-                cast_config_weight_for_grad_input=CastConfig(target_dtype=E5M2),
-            ),
-            "weight must be cast to one dtype in both of its matmuls, got e4m3 and e5m2",
-        ),
-        (
-            lambda: Float8LinearConfig(cast_config_weight=CastConfig(target_dtype=E5M2)),
-            "grad_input: no hardware multiplies e5m2 by e5m2",
-        ),
-        (lambda: CastConfig(target_dtype=torch.bfloat16), "target_dtype: expected a float8 dtype"),
-        (lambda: CastConfig(scaling_type="dynamic"), "scaling_type: expected ScalingType, got 'dynamic'"),
-        (lambda: CastConfig(scaling_granularity=16), "scaling_granularity: expected ScalingGranularity, got 16"),
-        (lambda: Float8LinearConfig(cast_config_input="e4m3"), "cast_config_input: expected CastConfig, got 'e4m3'"),
-        (lambda: Float8LinearConfig(cast_config_input=None), "cast_config_input: expected CastConfig, got None"),
-        (
-            lambda: Float8LinearConfig(
-                cast_config_weight=HP,
-                cast_config_input=HP,
-                cast_config_weight_for_grad_input=CastConfig(),
-                cast_config_input_for_grad_weight=CastConfig(),
-                enable_fsdp_float8_all_gather=True,
-            ),
-            "enable_fsdp_float8_all_gather: expected the weight in float8 in both of its matmuls, got output high",
-        ),
-        (lambda: Float8LinearConfig(emulate=1), "emulate: expected bool, got 1"),
-        (
-            lambda: Float8LinearConfig(force_recompute_fp8_weight_in_bwd=True, keep_float8_weight_for_backward=True),
-            "force_recompute_fp8_weight_in_bwd: expected a bool, and not True with keep_float8_weight_for_backward",
-        ),
-        (lambda: Float8LinearConfig(force_recompute_fp8_weight_in_bwd="no"), "expected a bool, and not True with keep"),
-        (lambda: Float8LinearConfig(gemm_config_output=True), "gemm_config_output: expected Float8GemmConfig"),
-        (lambda: Float8GemmConfig(use_fast_accum="yes"), "use_fast_accum: expected bool, got 'yes'"),
-    ],
-)
-def test_bad_combinations_fail_when_made_and_say_why(make, message):
+def linear(**options):
+    return lambda: Float8LinearConfig(**options)
+
+
+def cast(*args, **options):
+    return lambda: CastConfig(*args, **options)
+
+
+def delayed(**options):
+    return lambda: DelayedScalingConfig(**options)
+
+
+STATIC = ScalingType.STATIC
+BAD = {
+    "output: weight is cast to float8 but input stays in high precision": linear(cast_config_input=HP),
+    "grad_input: grad_output is cast to float8 but weight_for_grad_input stays in high precision": linear(
+        cast_config_weight_for_grad_input=HP
+    ),
+    "grad_weight: grad_output_for_grad_weight is cast to float8 but input_for_grad_weight stays": linear(
+        cast_config_input_for_grad_weight=HP
+    ),
+    "weight must be cast to one dtype in both of its matmuls, got e4m3 and e5m2": linear(
+        cast_config_weight=CastConfig(target_dtype=E4M3),
+        cast_config_weight_for_grad_input=CastConfig(target_dtype=E5M2),
+    ),
+    "grad_input: no hardware multiplies e5m2 by e5m2": linear(cast_config_weight=CastConfig(target_dtype=E5M2)),
+    "target_dtype: expected a float8 dtype": cast(target_dtype=torch.bfloat16),
+    "scaling_type: expected ScalingType, got 'dynamic'": cast(scaling_type="dynamic"),
+    "scaling_granularity: expected ScalingGranularity, got 16": cast(scaling_granularity=16),
+    "cast_config_input: expected CastConfig, got 'e4m3'": linear(cast_config_input="e4m3"),
+    "cast_config_input: expected CastConfig, got None": linear(cast_config_input=None),
+    "enable_fsdp_float8_all_gather: expected the weight in float8 in both of its matmuls, got output high": linear(
+        cast_config_weight=HP,
+        cast_config_input=HP,
+        cast_config_weight_for_grad_input=CastConfig(),
+        cast_config_input_for_grad_weight=CastConfig(),
+        enable_fsdp_float8_all_gather=True,
+    ),
+    "emulate: expected bool, got 1": linear(emulate=1),
+    "force_recompute_fp8_weight_in_bwd: expected a bool, and not True with keep_float8_weight_for_backward": linear(
+        force_recompute_fp8_weight_in_bwd=True, keep_float8_weight_for_backward=True
+    ),
+    "expected a bool, and not True with keep": linear(force_recompute_fp8_weight_in_bwd="no"),
+    "gemm_config_output: expected Float8GemmConfig": linear(gemm_config_output=True),
+    "use_fast_accum: expected bool, got 'yes'": lambda: Float8GemmConfig(use_fast_accum="yes"),
+    "delayed scaling keeps one scale per tensor: expected tensorwise, got rowwise": cast(ScalingType.DELAYED, ROW),
+    "expected None unless scaling_type is static, got '2.0 with dyn": cast(static_quant_scale=2.0),
+    "a number from 2**-126 to 2**126, got 0.0": cast(STATIC, static_quant_scale=0.0),
+    "a number from 2**-126 to 2**126, got nan": cast(STATIC, static_quant_scale=float("nan")),
+    "static_quant_scale: expected a number, got '2'": cast(STATIC, static_quant_scale="2"),
+    "static_quant_scale: expected a number, got True": cast(STATIC, static_quant_scale=True),
+    "static_scale: expected None next to static_quant_scale, got 2.0": cast(
+        STATIC, static_quant_scale=2.0, static_scale=2.0
+    ),
+    "history_len: expected 1 to 65536 steps, got 0": delayed(history_len=0),
+    "history_len: expected int, got 2.0": delayed(history_len=2.0),
+    "scale_fn_name: expected one of max, most_recent": delayed(scale_fn_name="mean"),
+    "margin: expected 0 to 16 powers of two, got -1": delayed(margin=-1),
+    "headroom: expected a factor of 1 to 65536, got 0.5": delayed(headroom=0.5),
+    "nonfinite_amax: expected one of skip, keep_scale, got 'x'": delayed(nonfinite_amax="x"),
+    "dynamic_window: expected 0 <= low <= 1": delayed(dynamic_window=(2.0, 4.0)),
+    "dynamic_window: expected 0 <= low <= 0.25": delayed(margin=2, dynamic_window=(0.5, 2.0)),
+    "delayed_scaling_config: expected DelayedScalingConf": linear(delayed_scaling_config=None),
+    "shared_inputs: expected a tuple of tuples of names": linear(shared_inputs=("q", "k")),
+    "input has one persistent scale, which serves both of its matmuls": linear(
+        cast_config_input=CastConfig(ScalingType.DELAYED), cast_config_input_for_grad_weight=CastConfig()
+    ),
+    "expected a static_quant_scale that is a power of two": linear(
+        cast_config_weight=CastConfig(STATIC, static_quant_scale=3.0), round_scales_to_power_of_2=True
+    ),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_combinations_fail_when_made_and_say_why(message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        make()
-
-
-KEPT = CastConfig(scaling_type=ScalingType.DELAYED)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: CastConfig(ScalingType.DELAYED, ScalingGranularity.ROWWISE),
-            "delayed scaling keeps one scale per tensor: expected tensorwise, got rowwise",
-        ),
-        (lambda: CastConfig(static_quant_scale=2.0), "expected None unless scaling_type is static, got '2.0 with dyn"),
-        (lambda: CastConfig(ScalingType.STATIC, static_quant_scale=0.0), "a number from 2**-126 to 2**126, got 0.0"),
-        (lambda: CastConfig(ScalingType.STATIC, static_quant_scale=float("nan")), "a number from 2**-126 to 2**126"),
-        (lambda: CastConfig(ScalingType.STATIC, static_quant_scale="2"), "static_quant_scale: expected a number"),
-        (lambda: CastConfig(ScalingType.STATIC, static_quant_scale=True), "static_quant_scale: expected a number"),
-        (
-            lambda: CastConfig(ScalingType.STATIC, static_quant_scale=2.0, static_scale=2.0),
-            "static_scale: expected None next to static_quant_scale, got 2.0",
-        ),
-        (lambda: DelayedScalingConfig(history_len=0), "history_len: expected 1 to 65536 steps, got 0"),
-        (lambda: DelayedScalingConfig(history_len=2.0), "history_len: expected int, got 2.0"),
-        (lambda: DelayedScalingConfig(scale_fn_name="mean"), "scale_fn_name: expected one of max, most_recent"),
-        (lambda: DelayedScalingConfig(margin=-1), "margin: expected 0 to 16 powers of two, got -1"),
-        (lambda: DelayedScalingConfig(headroom=0.5), "headroom: expected a factor of 1 to 65536, got 0.5"),
-        (lambda: DelayedScalingConfig(nonfinite_amax="x"), "nonfinite_amax: expected one of skip, keep_scale, got 'x'"),
-        (lambda: DelayedScalingConfig(dynamic_window=(2.0, 4.0)), "dynamic_window: expected 0 <= low <= 1"),
-        (
-            lambda: DelayedScalingConfig(margin=2, dynamic_window=(0.5, 2.0)),
-            "dynamic_window: expected 0 <= low <= 0.25",
-        ),
-        (
-            lambda: Float8LinearConfig(delayed_scaling_config=None),
-            "delayed_scaling_config: expected DelayedScalingConf",
-        ),
-        (lambda: Float8LinearConfig(shared_inputs=("q", "k")), "shared_inputs: expected a tuple of tuples of names"),
-        (
-            lambda: Float8LinearConfig(cast_config_input=KEPT, cast_config_input_for_grad_weight=CastConfig()),
-            "input has one persistent scale, which serves both of its matmuls",
-        ),
-        (
-            lambda: Float8LinearConfig(
-                cast_config_weight=CastConfig(ScalingType.STATIC, static_quant_scale=3.0),
-                round_scales_to_power_of_2=True,
-            ),
-            "expected a static_quant_scale that is a power of two",
-        ),
-    ],
-)
-def test_bad_kept_scaling_fails_when_made_and_says_why(make, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        make()
+        BAD[message]()
 
 
 def test_a_static_scale_may_be_a_tensor_of_one():

@@ -29,7 +29,7 @@ from quaver.scale_state import ScaleState
 from tests.reference import MAX, PERSISTENT_RECIPES, sqnr_db
 from tests.thinned import thinned
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3 = torch.float8_e4m3fn
 NAN, INF = math.nan, math.inf
 RECIPE = pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
 
@@ -65,9 +65,6 @@ def history_of(model, name):
 
 def fared(model, name):
     return next(tensor for tensor in float8_scaling_state(model).report() if tensor.name == name)
-
-
-# ---- the rule --------------------------------------------------------------------------------------------------------
 
 
 def transformer_engine(amaxes, config, largest):
@@ -142,22 +139,6 @@ def test_headroom_and_powers_of_2():
     assert rounded == [2.0 ** math.floor(math.log2(s)) for s in plain]
 
 
-def test_a_tensor_that_was_not_cast_keeps_its_row():
-    config = DelayedScalingConfig(4)
-    linear_config = replace(Float8LinearConfig.from_recipe_name("delayed"), delayed_scaling_config=config)
-    state = ScaleState([linear_config.casts.input] * 2, linear_config, torch.device("cpu"))
-    for amax in (1.0, 2.0, 3.0):
-        state.amax_buffer[0, 0] = amax
-        if amax == 1.0:
-            state.amax_buffer[1, 0] = amax
-        state.sync(None)
-    assert state.history.tolist() == [[0.0, 1.0, 2.0, 3.0], [0.0, 0.0, 0.0, 1.0]]
-    assert state.quant_scale.tolist() == [pytest.approx(448 / 3), 448.0]
-
-
-# ---- cold start ------------------------------------------------------------------------------------------------------
-
-
 @RECIPE
 @pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_first_step_is_that_of_dynamic_scaling(recipe, hp_dtype):
@@ -176,9 +157,6 @@ def test_the_first_step_is_that_of_dynamic_scaling(recipe, hp_dtype):
     assert [tensor.is_dynamic for tensor in float8_scaling_state(module).report()] == [True] * (
         3 - (recipe != "delayed")
     )
-
-
-# ---- signals that stand, grow and jump -------------------------------------------------------------------------------
 
 
 def references(module, input, grad_output):
@@ -287,9 +265,6 @@ def test_a_non_finite_input_reaches_the_output_and_not_the_scale(bad):
     assert fared(module, "input").saturated == 0
     assert (scale_of(module, "input"), history_of(module, "input")) == before
     assert step(module, clean)[0].isfinite().all()
-
-
-# ---- what is recorded, and when --------------------------------------------------------------------------------------
 
 
 def states(model):
@@ -408,9 +383,6 @@ def test_a_module_that_did_not_run_keeps_its_history():
     assert fared(model, "1.input").saturated == 0
 
 
-# ---- reads, casts, kernels -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(not cpu.AVAILABLE, reason="counted by the C extension")
 @pytest.mark.parametrize(
     ("recipe", "cold", "known"),
@@ -472,9 +444,6 @@ def test_a_sync_takes_as_many_operations_for_many_linears_as_for_one(options):
     assert counts[0] <= 46, counts
 
 
-# ---- shared inputs ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(not cpu.AVAILABLE, reason="counted by the C extension")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("names", "casts"), [(("w1", "w3", "w2"), 1), (("a", "b", "c"), 2)])
@@ -502,9 +471,6 @@ def test_siblings_keep_one_float8_input_for_backward():
 
     assert saved(("w1", "w3", "w2")) == 16 * 64 + 16 * 96
     assert saved(("a", "b", "c")) == 2 * 16 * 64 + 16 * 96
-
-
-# ---- the sync that was forgotten -------------------------------------------------------------------------------------
 
 
 def optimizer_steps(model, optimizer, when, steps=4):
@@ -572,9 +538,6 @@ def test_optimizers_of_other_models_do_not_count_but_those_of_adapters_do():
     copied = copy.deepcopy(copied)
     with pytest.warns(RuntimeWarning, match="two optimizer steps"):
         optimizer_steps(copied, torch.optim.SGD(copied.parameters(), lr=1e-3), None)
-
-
-# ---- without a state -------------------------------------------------------------------------------------------------
 
 
 def test_a_linear_without_a_state_says_what_to_do():

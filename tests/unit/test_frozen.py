@@ -59,9 +59,6 @@ def grads(net, input):
     return output.detach(), input.grad
 
 
-# ---- numbers ---------------------------------------------------------------------------------------------------------
-
-
 @CONFIG
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_both_matmuls_read_the_codes_that_are_stored(config, dtype):
@@ -158,9 +155,6 @@ def test_blockwise_weights_train_too():
         assert compiled(input).equal(output)
         with cast_weights_once(net):
             assert net(input).equal(output)
-
-
-# ---- as a parameter --------------------------------------------------------------------------------------------------
 
 
 @CONFIG
@@ -281,9 +275,6 @@ def test_writing_the_same_values_changes_nothing(config):
         net[0].weight.data = net[0].weight.data
     assert net[0].weight.data_fp8.view(torch.uint8).equal(before)
     assert net[0].weight.requantized_sqnr_db is None
-
-
-# ---- the conversion --------------------------------------------------------------------------------------------------
 
 
 @CONFIG

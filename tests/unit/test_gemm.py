@@ -11,7 +11,6 @@ from quaver import gemm
 from quaver.gemm import GemmBackend, backend_for, float8_mm, native_operands
 from quaver.kernels import cpu, exact_mm
 from quaver.kernels.exact_mm import exact_float8_mm
-from quaver.kernels.widen import widen
 from quaver.scaling import dynamic_cast, dynamic_cast_blocks, multiply_scale_
 from tests.reference import assert_matmul_exact
 from tests.thinned import thinned
@@ -171,16 +170,6 @@ def test_non_finite_values_reach_the_result(bad, out_dtype, size):
     assert out[:3].isfinite().all()
 
 
-@pytest.mark.parametrize("float8_dtype", [E4M3, E5M2])
-def test_codes_that_are_not_numbers_stay_so(float8_dtype):
-    a = torch.ones(128, 128).to(float8_dtype)
-    a.view(torch.uint8)[5, 6] = 0x7F
-    one = torch.tensor(1.0)
-    out = float8_mm(a, torch.ones(128, 128).to(E4M3), one, one, out_dtype=torch.bfloat16)
-    assert out[5].isnan().all()
-    assert out[:5].isfinite().all()
-
-
 def test_float32_matmul_setting_is_restored():
     setting = torch.backends.mkldnn.matmul
     before = setting.fp32_precision
@@ -200,15 +189,6 @@ def test_the_operation_has_a_faithful_fake():
         torch.library.opcheck(torch.ops.quaver.exact_float8_mm, args, test_utils="test_faketensor")
 
 
-@pytest.mark.parametrize("float8_dtype", gemm.FORMATS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("copies", [1, 64])
-def test_widening_is_exact_for_every_code(float8_dtype, dtype, copies):
-    codes = torch.arange(256, dtype=torch.uint8).repeat(copies).view(float8_dtype).view(-1, 16)
-    for layout in (codes, codes.t(), codes[:, ::2]):
-        torch.testing.assert_close(widen(layout, dtype), layout.to(dtype), rtol=0, atol=0, equal_nan=True)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -226,9 +206,6 @@ def test_bad_operands(change, message):
     a, b, a_scale, b_scale = change(a, b, a_scale, b_scale)
     with pytest.raises(ValueError, match=message):
         float8_mm(a, b, a_scale, b_scale, out_dtype=torch.float32)
-
-
-# ---- the native backend, without a GPU -----------------------------------------------------------------------------
 
 
 def test_a_cpu_never_takes_the_native_path():

@@ -12,8 +12,9 @@ from torch import nn
 
 import quaver.linear
 import quaver.quantize
-from quaver import Float8Linear, Float8LinearConfig, convert_to_high_precision, float8_linear
+from quaver import Float8Linear, convert_to_high_precision, float8_linear
 from quaver.kernels import cpu
+from tests.distributed.models import config_of
 from tests.reference import RECIPES, assert_matmul_exact, sqnr_db
 from tests.thinned import thinned
 
@@ -26,12 +27,6 @@ EXPECTED_SQNR_DB = {
     "rowwise_with_gw_hp": (28.5, 28.5, None),
     "rowwise_with_tensorwise_weight": (28.4, 28.5, 28.5),
 }
-
-
-def config_of(recipe, **options):
-    import dataclasses
-
-    return dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), **options)
 
 
 def make(recipe, k=64, n=32, *, bias=False, dtype=torch.bfloat16, **options):
@@ -50,9 +45,6 @@ def run(module, input, grad_output):
 def references(input, weight, grad_output):
     input, weight, grad_output = input.double(), weight.double(), grad_output.double()
     return input @ weight.t(), grad_output @ weight, grad_output.t() @ input
-
-
-# ---- numbers -------------------------------------------------------------------------------------------------------
 
 
 @RECIPE
@@ -109,21 +101,6 @@ def test_sqnr_with_outliers_and_uneven_rows(recipe):
         assert tiles[0] < 20  # one scale for all: the smallest rows are subnormal
     else:
         assert min(tiles) > 27
-
-
-@RECIPE
-@HP
-def test_forward_and_backward_use_one_weight(recipe, hp_dtype):
-    """Recomputed, kept and scoped casts of a weight give the same bits."""
-    input, grad_output = torch.randn(48, 64).to(hp_dtype), torch.randn(48, 32).to(hp_dtype)
-    module = make(recipe, dtype=hp_dtype)
-    keeping = make(recipe, dtype=hp_dtype, keep_float8_weight_for_backward=True)
-    keeping.load_state_dict(module.state_dict())
-    for expected, got in zip(run(module, input, grad_output), run(keeping, input, grad_output), strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=0)
-
-
-# ---- what is kept, what is read ------------------------------------------------------------------------------------
 
 
 def saved_bytes(step):
@@ -267,9 +244,6 @@ def test_qkv_read_their_input_once(recipe, weight_reads):
     assert reads(lambda: outputs.extend(linear(input) for linear in qkv)) == 2 * M * K + 3 * weight_reads * N * K
 
 
-# ---- sharing never goes wrong --------------------------------------------------------------------------------------
-
-
 @RECIPE
 @pytest.mark.parametrize("change", ["mul_", "copy_", "view", "out"])
 def test_a_changed_input_is_cast_anew(recipe, change):
@@ -354,9 +328,6 @@ def test_a_weight_changed_before_backward_is_an_error():
         module.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
-
-
-# ---- shapes, strides, modes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -469,18 +440,6 @@ def test_functional_call(recipe):
     output.sum().backward()
     assert weight.grad is not None
     assert module.weight.grad is None
-
-
-def test_one_weight_in_two_modules():
-    embedding = nn.Embedding(32, 64)
-    head = Float8Linear(64, 32, bias=False)
-    head.weight = embedding.weight
-    head(embedding(torch.arange(10))).sum().backward()
-    assert embedding.weight.grad is head.weight.grad
-    assert head.weight.grad.abs().sum() > 0
-
-
-# ---- refusals ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

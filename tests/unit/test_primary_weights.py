@@ -75,9 +75,6 @@ def assert_codes_follow(model):
             assert torch.equal(operand.dequant_scale, expected.dequant_scale)
 
 
-# ---- the same losses -------------------------------------------------------------------------------------------------
-
-
 @RECIPE
 @pytest.mark.parametrize("compiled", [False, True])
 def test_losses_and_weights_are_those_of_ordinary_parameters(recipe, compiled):
@@ -188,9 +185,6 @@ def test_casts_each_weight_once_per_step(monkeypatch):
     assert len(casts) == 3 * 2
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-
 def saved(model, optimizer):
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file := io.BytesIO())
     return file.getvalue()
@@ -225,22 +219,6 @@ def test_a_checkpoint_resumes_to_the_bit(first, then):
     assert optimizer_of_then.param_groups[0]["lr"] == 2e-2
     assert train(*resumed, range(2, 5)) == expected
     assert_same_weights(resumed[0], model)
-
-
-def test_masters_are_the_loaded_weights_and_not_rounded_ones():
-    reference = model_of()
-    loaded = {name: value.clone() for name, value in reference.state_dict().items()}
-    model, _ = pair()
-    assert_same_weights(model, reference)
-    model.load_state_dict({name: value * 3 for name, value in loaded.items()})
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, loaded[name] * 3)
-    assert_codes_follow(model)
-    kept = model.state_dict(keep_vars=True)
-    assert kept["0.weight"] is model[0].weight
-
-
-# ---- writes ----------------------------------------------------------------------------------------------------------
 
 
 def _write_to_a_view(weight, model):
@@ -295,9 +273,6 @@ def test_the_parameter_answers_as_its_master():
         weight.data = weight.detach().clone().bfloat16()
 
 
-# ---- copies and moves ------------------------------------------------------------------------------------------------
-
-
 def test_copies_are_independent_and_train_on_with_their_optimizer():
     model, optimizer = pair("rowwise")
     train(model, optimizer, range(2))
@@ -327,9 +302,6 @@ def test_a_model_that_is_moved_takes_its_optimizer_along():
     assert isinstance(model[0].weight, Float8PrimaryWeight)
     assert train(model, optimizer) == train(reference, plain)
     assert_same_weights(model, reference)
-
-
-# ---- bfloat16 masters ------------------------------------------------------------------------------------------------
 
 
 def test_stochastic_rounding_keeps_the_expected_value():
@@ -382,9 +354,6 @@ def test_bfloat16_masters_step_in_float32():
     assert state[0]["exp_avg"].dtype is torch.float32
     assert model.state_dict()["0.weight"].dtype is torch.bfloat16
     assert_codes_follow(model)
-
-
-# ---- errors ----------------------------------------------------------------------------------------------------------
 
 
 def _tied():

@@ -48,14 +48,6 @@ def test_another_figure_would_be_noticed(page, name, key):
         fill("no markers", TABLES[page](results))
 
 
-def test_another_prediction_would_be_noticed():
-    rows, roofline = performance.read_rows(), performance.read(performance.ROOFLINE / "roofline.json")
-    before = performance.tables(rows, roofline, {})
-    roofline["totals"][0]["speedup"] *= 2
-    after = performance.tables([{**row, "speedup": "9.99"} for row in rows], roofline, {})
-    assert {name for name in before if before[name] != after[name]} == {"layers", "totals"}
-
-
 @pytest.mark.parametrize("name", performance.COMMANDS)
 def test_a_file_of_measurements_is_whole_and_names_its_machine(name):
     result = performance.read(performance.CPU / f"{name}.json")
@@ -100,9 +92,6 @@ def test_the_code_for_delayed_scaling_runs(tmp_path, monkeypatch):
     assert all(torch.equal(loaded[key], value) for key, value in expected.items())
 
 
-# ---- the scenarios of docs/scaling.md --------------------------------------------------------------------------------
-
-
 def test_every_picture_is_there_and_shown():
     assert set(re.findall(r"\(images/(scaling_\w+\.png)\)", DOCS["scaling"].read_text())) == set(PICTURES)
     for name in PICTURES:
@@ -120,25 +109,3 @@ def test_series_are_those_of_the_recorded_run(scenario, contestant):
     assert measured["sqnr_db"] == pytest.approx(recorded["sqnr_db"], abs=0.05)
     assert measured["used_over_ideal"] == pytest.approx(recorded["used_over_ideal"], rel=1e-3)
     assert measured["saturated"] == pytest.approx(recorded["saturated"], abs=1e-4)
-
-
-def test_what_the_page_says_of_the_scenarios():
-    results = results_of("scaling")
-    assert set(results["scenarios"]) == set(scenarios())
-    stationary = results["stationary"]
-    for result in ("output", "grad_input", "grad_weight"):
-        for dynamic, kept in zip(stationary["tensorwise"][result], stationary["delayed"][result], strict=True):
-            assert abs(dynamic - kept) < 0.3
-    growth = results["scenarios"]["growth"]
-    saturating = [step for step, share in enumerate(growth["delayed, max"]["saturated"]) if share > 1e-3]
-    assert saturating == list(range(10, 20))
-    assert growth["delayed, max"]["sqnr_db"][20] > 31.4
-    assert max(growth["delayed, headroom 2"]["saturated"]) < 1e-4
-    spike = results["scenarios"]["spike_1e6"]
-    lost = {name: [step for step, db in enumerate(series["sqnr_db"]) if db < 1] for name, series in spike.items()}
-    assert lost["dynamic"] == []
-    assert lost["delayed, max"] == list(range(10, 27))
-    assert lost["delayed, most_recent"] == [10, 11]
-    assert lost["delayed, max, window (1/64, 1.5)"] == [10]
-    windowed = growth["delayed, window (0, 1.5)"]["saturated"]
-    assert [step for step, share in enumerate(windowed) if share > 1e-3] == [10]

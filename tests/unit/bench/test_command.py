@@ -51,9 +51,7 @@ BAD_INPUT = {
     "bench linear --device abacus": "--device must be one of auto, cpu, cuda, got 'abacus'",
     "bench cast --shapes 1x2x3": "expected a size such as 1024, rows x columns",
     "bench cast --casts rowise": "--casts must be one of ",
-    "bench cast --output /dev/null/x.json": "--output: cannot write /dev/null/x.json",
     "bench cast --shapes llama-8b --divisor 5000": "expected at most 4096, a width of llama-8b, got 5000",
-    "bench gemm --shapes llama-8b --divisor 5000": "expected at most 4096, a width of llama-8b",
     "bench gemm --shapes 8x8": "expected a size such as 1024",
     "bench gemm --tokens -5": "--tokens must be at least 1, got -5",
     "bench host --size 0": "--size must be at least 1, got 0",
@@ -71,7 +69,6 @@ BAD_INPUT = {
     "bench roofline --config /nowhere.toml": "config file '/nowhere.toml' does not exist",
     "bench roofline --model llama-8b llama-8b": "two models are called llama-8b",
     "bench roofline --device H200 --pictures B200": "--pictures B200: expected devices that are in --device",
-    "bench roofline --measured linear.json": "unknown flag: '--measured'",
     "bench roofline --pictures --output /dev/null/x": "/dev/null/x",
 }
 
@@ -88,11 +85,6 @@ def test_an_unknown_benchmark_is_one_line_with_the_nearest_name(capsys):
     assert capsys.readouterr().err == "quaver: error: unknown benchmark 'gem'; did you mean 'gemm'?\n"
     assert main(["bench", "xyz"]) == 2
     assert "choose from linear, " in capsys.readouterr().err
-
-
-def test_the_verb_profile_is_gone(capsys):
-    assert main(["profile", "block"]) == 2
-    assert "unknown command 'profile'; choose from train, doctor, bench, " in capsys.readouterr().err
 
 
 def test_without_a_name_the_benchmarks_are_listed(capsys):

@@ -36,9 +36,6 @@ def small(llama_8b):
     return predict(RooflineSettings((H200,), ("tensorwise", "delayed"), 16384, (llama_8b,)))
 
 
-# ---- the layers of a model -------------------------------------------------------------------------------------------
-
-
 def test_the_linears_of_llama_3_8b(llama_8b):
     assert llama_8b.layers == (
         Layer("q_proj", 4096, 4096, 32, True, 3),
@@ -85,9 +82,6 @@ def test_layers_of_one_shape_share_a_name(llama_8b):
     assert merged_names(llama_8b) == names
 
 
-# ---- predictions -----------------------------------------------------------------------------------------------------
-
-
 def test_a_models_sum_by_hand():
     layers = (Layer("a", 1024, 2048, 3, True, 2), Layer("b", 1024, 2048, 1, False, 1))
     model = ModelLayers("two", layers, 0.9)
@@ -122,9 +116,6 @@ def test_the_csv_adds_up(small, tmp_path):
         assert float(row["speedup"]) == pytest.approx(float(row["bf16_us"]) / float(row["fp8_us"]), rel=2e-3)
 
 
-# ---- the picture -----------------------------------------------------------------------------------------------------
-
-
 def test_the_picture_marks_the_border(llama_8b):
     settings = RooflineSettings((H200,), ("tensorwise",), 16384, (llama_8b,))
     figure = make_figure(predict(settings), H200)
@@ -142,9 +133,6 @@ def test_the_picture_marks_the_border(llama_8b):
     assert bar.get_title() == "speedup"
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
-
-
 def test_the_command_writes_and_prints(tmp_path, capsys):
     output = tmp_path / "new"
     words = ["bench", "roofline", "--device", "h200", "A100", "--recipes", "all_axiswise", "--model", "llama-8b"]
@@ -156,9 +144,6 @@ def test_the_command_writes_and_prints(tmp_path, capsys):
     assert {row["recipe"] for row in read_rows(output)} == {"rowwise"}
     printed = capsys.readouterr().out
     assert "Predictions from data sheets" in printed
-
-
-# ---- the page --------------------------------------------------------------------------------------------------------
 
 
 def test_the_recorded_predictions_are_the_models(tmp_path):

@@ -25,7 +25,9 @@ INTS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: 
 NAN, INF = float("nan"), float("inf")
 SCALES = [1.0, 2.0**20, 2.0**-9, 0.37, 448 / 3.3, 448e12, 57344e12, 1e-38, 1e-45, 3.4e38, 0.0, -1.5, INF, -INF, NAN]
 
-needs_extension = pytest.mark.skipif(not cpu.AVAILABLE, reason=f"the C extension is off: {cpu.UNAVAILABLE_BECAUSE}")
+pytestmark = needs_extension = pytest.mark.skipif(
+    not cpu.AVAILABLE, reason=f"the C extension is off: {cpu.UNAVAILABLE_BECAUSE}"
+)
 
 
 # The oracle, written out in float64.
@@ -95,10 +97,6 @@ def gaussian(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tenso
     return hp.to(dtype)
 
 
-# ---- casts with a given scale --------------------------------------------------------------------------------------
-
-
-@needs_extension
 @pytest.mark.parametrize(
     ("dtype", "float8_dtype", "scale"), thinned((torch.bfloat16, torch.float16), FLOAT8_DTYPES, SCALES)
 )
@@ -112,19 +110,6 @@ def test_every_16_bit_number_is_cast_as_the_oracle_casts_it(
     assert_same_codes(actual, expected)
 
 
-@needs_extension
-@pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_16_bit_number_with_random_scales(dtype: torch.dtype, float8_dtype: torch.dtype) -> None:
-    hp = every_value(dtype).view(256, 256)
-    for seed in range(8):
-        quant_scale = random_bits((1, 256), torch.float32, seed).nan_to_num(1.0, INF, -INF)
-        for scale in (quant_scale, quant_scale.t(), quant_scale[0, 0]):
-            actual = cpu.cast_with_scale(hp, scale, float8_dtype)
-            assert_same_bits(actual, oracle_cast(hp, scale, float8_dtype))
-
-
-@needs_extension
 @pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
 @pytest.mark.parametrize("scale", SCALES)
 def test_random_float32_bits(float8_dtype: torch.dtype, scale: float) -> None:
@@ -135,7 +120,6 @@ def test_random_float32_bits(float8_dtype: torch.dtype, scale: float) -> None:
     assert_same_codes(actual, expected)
 
 
-@needs_extension
 @pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
 def test_ties_and_their_neighbours(float8_dtype: torch.dtype) -> None:
     values = torch.arange(256, dtype=torch.uint8).view(float8_dtype).float()
@@ -149,7 +133,6 @@ def test_ties_and_their_neighbours(float8_dtype: torch.dtype) -> None:
     assert (actual[1].view(torch.uint8) % 2 == 0).all()
 
 
-@needs_extension
 @pytest.mark.parametrize(("shape", "dtype", "float8_dtype"), thinned([*SHAPES, LARGE], HP_DTYPES, FLOAT8_DTYPES))
 def test_scales_of_each_shape(shape: tuple[int, int], dtype: torch.dtype, float8_dtype: torch.dtype) -> None:
     hp = gaussian(shape, dtype)
@@ -159,33 +142,24 @@ def test_scales_of_each_shape(shape: tuple[int, int], dtype: torch.dtype, float8
         assert_same_bits(actual, oracle_cast(hp, quant_scale, float8_dtype))
 
 
-# ---- amaxes, scales and the whole cast -----------------------------------------------------------------------------
-
-
-@needs_extension
 @pytest.mark.parametrize(
     ("dtype", "float8_dtype", "dim", "power_of_2", "threads"),
     thinned(HP_DTYPES, FLOAT8_DTYPES, (None, 0, 1), (False, True), (1, 3)),
+    indirect=["threads"],
 )
 def test_dynamic_cast(
-    dtype: torch.dtype, float8_dtype: torch.dtype, dim: int | None, power_of_2: bool, threads: int
+    dtype: torch.dtype, float8_dtype: torch.dtype, dim: int | None, power_of_2: bool, threads: None
 ) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for shape in [*SHAPES, LARGE]:
-            for hp in (gaussian(shape, dtype), random_bits(shape, dtype), torch.zeros(shape, dtype=dtype)):
-                amax = oracle_amax(hp, dim)
-                quant_scale, dequant_scale = oracle_scales(amax, float8_dtype, power_of_2)
-                codes, quant, dequant = cpu.dynamic_cast(hp, float8_dtype, dim, power_of_2=power_of_2)
-                assert_same_bits(quant, quant_scale)
-                assert_same_bits(dequant, dequant_scale)
-                assert_same_codes(codes, oracle_cast(hp, quant_scale, float8_dtype))
-    finally:
-        torch.set_num_threads(before)
+    for shape in [*SHAPES, LARGE]:
+        for hp in (gaussian(shape, dtype), random_bits(shape, dtype), torch.zeros(shape, dtype=dtype)):
+            amax = oracle_amax(hp, dim)
+            quant_scale, dequant_scale = oracle_scales(amax, float8_dtype, power_of_2)
+            codes, quant, dequant = cpu.dynamic_cast(hp, float8_dtype, dim, power_of_2=power_of_2)
+            assert_same_bits(quant, quant_scale)
+            assert_same_bits(dequant, dequant_scale)
+            assert_same_codes(codes, oracle_cast(hp, quant_scale, float8_dtype))
 
 
-@needs_extension
 @pytest.mark.parametrize(("dtype", "float8_dtype", "power_of_2"), thinned(HP_DTYPES, FLOAT8_DTYPES, (False, True)))
 def test_scales_of_every_amax(dtype: torch.dtype, float8_dtype: torch.dtype, power_of_2: bool) -> None:
     hp = every_value(dtype).view(256, 256) if dtype is not torch.float32 else random_bits((256, 256), dtype)
@@ -195,31 +169,24 @@ def test_scales_of_every_amax(dtype: torch.dtype, float8_dtype: torch.dtype, pow
         assert_same_bits(one, other)
 
 
-@needs_extension
 @pytest.mark.parametrize(
-    ("dtype", "float8_dtype", "power_of_2", "threads"), thinned(HP_DTYPES, FLOAT8_DTYPES, (False, True), (1, 3))
+    ("dtype", "float8_dtype", "power_of_2", "threads"),
+    thinned(HP_DTYPES, FLOAT8_DTYPES, (False, True), (1, 3)),
+    indirect=["threads"],
 )
 def test_both_axes_are_two_casts_from_two_reads(
-    dtype: torch.dtype, float8_dtype: torch.dtype, power_of_2: bool, threads: int
+    dtype: torch.dtype, float8_dtype: torch.dtype, power_of_2: bool, threads: None
 ) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for shape in [*SHAPES, LARGE]:
-            for hp in (gaussian(shape, dtype), random_bits(shape, dtype)):
-                read_before = cpu.elements_read()
-                made = cpu.dynamic_cast_axes(hp, float8_dtype, power_of_2=power_of_2)
-                assert cpu.elements_read() - read_before == 2 * hp.numel()
-                for dim, (codes, *scales) in ((1, made[:3]), (0, made[3:])):
-                    quant_scale, dequant_scale = oracle_scales(oracle_amax(hp, dim), float8_dtype, power_of_2)
-                    assert_same_bits(scales[0], quant_scale)
-                    assert_same_bits(scales[1], dequant_scale)
-                    assert_same_codes(codes, oracle_cast(hp, quant_scale, float8_dtype))
-    finally:
-        torch.set_num_threads(before)
-
-
-# ---- AVX-512 -------------------------------------------------------------------------------------------------------
+    for shape in [*SHAPES, LARGE]:
+        for hp in (gaussian(shape, dtype), random_bits(shape, dtype)):
+            read_before = cpu.elements_read()
+            made = cpu.dynamic_cast_axes(hp, float8_dtype, power_of_2=power_of_2)
+            assert cpu.elements_read() - read_before == 2 * hp.numel()
+            for dim, (codes, *scales) in ((1, made[:3]), (0, made[3:])):
+                quant_scale, dequant_scale = oracle_scales(oracle_amax(hp, dim), float8_dtype, power_of_2)
+                assert_same_bits(scales[0], quant_scale)
+                assert_same_bits(scales[1], dequant_scale)
+                assert_same_codes(codes, oracle_cast(hp, quant_scale, float8_dtype))
 
 
 @pytest.fixture
@@ -263,10 +230,6 @@ def test_widening_has_the_same_bits_without_avx512(both_ways, shape, float8_dtyp
                 both_ways(cpu.widen, each, torch.bfloat16, torch.full(scale_shape, value))
 
 
-# ---- widening ------------------------------------------------------------------------------------------------------
-
-
-@needs_extension
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
 def test_widen_every_code(float8_dtype: torch.dtype, dtype: torch.dtype) -> None:
@@ -279,7 +242,6 @@ def test_widen_every_code(float8_dtype: torch.dtype, dtype: torch.dtype) -> None
         assert_same_bits(cpu.widen(codes, dtype, scale), codes.to(dtype) * scale.to(dtype))
 
 
-@needs_extension
 @pytest.mark.parametrize(
     ("float8_dtype", "dtype", "shape"), thinned(FLOAT8_DTYPES, (torch.bfloat16, torch.float32), [*SHAPES, LARGE])
 )
@@ -293,29 +255,18 @@ def test_widen_with_scales(float8_dtype: torch.dtype, dtype: torch.dtype, shape:
     assert_same_bits(cpu.widen(codes, torch.float32, any_scale), codes.float() * any_scale)
 
 
-@needs_extension
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("threads", [1, 3])
-def test_widen_some_columns(dtype: torch.dtype, threads: int) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        whole = torch.randint(0, 256, (400, 900), dtype=torch.uint8).view(E4M3)
-        for start, stop in ((0, 512), (7, 500), (3, 4), (5, 5)):
-            codes = whole[:, start:stop]
-            for shape in ((1, stop - start), (400, 1)):
-                scale = 2.0 ** torch.randint(-40, 40, shape)
-                expected = codes.to(dtype) * scale.to(dtype)
-                assert_same_bits(widen(codes, dtype, scale), expected)
-                assert_same_bits(widen(codes.t(), dtype, scale.t()).t(), expected)
-    finally:
-        torch.set_num_threads(before)
+def test_widen_some_columns(dtype: torch.dtype, threads: None) -> None:
+    whole = torch.randint(0, 256, (400, 900), dtype=torch.uint8).view(E4M3)
+    for start, stop in ((0, 512), (7, 500), (3, 4), (5, 5)):
+        codes = whole[:, start:stop]
+        for shape in ((1, stop - start), (400, 1)):
+            scale = 2.0 ** torch.randint(-40, 40, shape)
+            expected = codes.to(dtype) * scale.to(dtype)
+            assert_same_bits(widen(codes, dtype, scale), expected)
+            assert_same_bits(widen(codes.t(), dtype, scale.t()).t(), expected)
 
 
-# ---- what is refused, and the way around ---------------------------------------------------------------------------
-
-
-@needs_extension
 def test_takes() -> None:
     hp = torch.randn(4, 6)
     codes = hp.to(E4M3)

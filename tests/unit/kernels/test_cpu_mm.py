@@ -34,15 +34,6 @@ NAN, INF = float("nan"), float("inf")
 needs_mm = pytest.mark.skipif(not cpu.HAS_MM, reason="quaver's matmul does not run on this CPU")
 
 
-@pytest.fixture(params=[1, 3])
-def threads(request, monkeypatch):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    monkeypatch.setattr(cpu, "_MM_THREADS_PAY_FROM", 1)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 def codes(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Every finite number of a format, subnormals and both zeros included."""
     generator = torch.Generator().manual_seed(seed)
@@ -85,9 +76,6 @@ def part_of_wider(matrix: Tensor) -> Tensor:
 
 def part_of_taller(matrix: Tensor) -> Tensor:
     return part_of_wider(matrix.t()).t()
-
-
-# ---- every size ----------------------------------------------------------------------------------------------------
 
 
 @needs_mm
@@ -156,9 +144,6 @@ def test_empty_matrices(shape):
         assert_same_bits(cpu.mm(a, b, one, one, bias, out_dtype), bias.to(out_dtype).expand(m, n).contiguous())
 
 
-# ---- accuracy ------------------------------------------------------------------------------------------------------
-
-
 @needs_mm
 def test_the_smallest_numbers_are_not_flushed():
     """The dot product takes subnormal operands and sums for 0; no code, product or sum is one."""
@@ -186,9 +171,6 @@ def test_results_round_as_torch_rounds(out_dtype):
     ties = torch.tensor([[1.0, 2.0**-8], [1.0, 3 * 2.0**-8], [-1.0, -(2.0**-8)]]).to(E4M3)
     out = cpu.mm(ties, torch.ones(2, 40).to(E4M3), torch.tensor(1.0), torch.tensor(1.0), None, torch.bfloat16)
     assert out[:, 39].tolist() == [1.0, 1.015625, -1.0]
-
-
-# ---- what is not a number ------------------------------------------------------------------------------------------
 
 
 @needs_mm
@@ -226,9 +208,6 @@ def test_scales_that_are_not_numbers_reach_their_rows_and_columns(bad):
         assert_same_bits(out, (sums_by_slabs(a, b) * (a_scale * b_scale)).to(out_dtype))
         assert not out[3].isfinite().any()
         assert not out[:, 44].isfinite().any()
-
-
-# ---- memory, and where it runs -------------------------------------------------------------------------------------
 
 
 @needs_mm

@@ -121,23 +121,6 @@ def test_tensors_without_memory_of_their_own():
     run(
         """
         mode = FakeTensorMode()
-        for part, size in ((0, 0), (0, 4), (1, 0), (1, 4)):
-            def freed(tensor):
-                tensor = tensor.clone()[part:]  # whose address is then its offset
-                tensor.untyped_storage().resize_(size)
-                return tensor
-            hp, float8 = freed(ones), freed(codes)
-            assert not cpu.takes(hp, E4M3) and not cpu.takes(float8, torch.bfloat16)
-            freed_scale, freed_observed = torch.ones(3, 1)[1:2], torch.zeros(4)[2:]
-            freed_scale.untyped_storage().resize_(0)
-            freed_observed.untyped_storage().resize_(0)
-            for call in list(calls(hp, float8))[:7]:
-                refused(call)
-            refused(lambda: cpu.cast_with_scale(ones, freed_scale, E4M3))
-            refused(lambda: cpu.cast_and_observe(ones, freed_scale, E4M3, False, observed))
-            refused(lambda: cpu.cast_and_observe(ones, scale, E4M3, False, freed_observed))
-            assert cpu.mm(float8, codes.t(), scale, scale, None, torch.float32) is None
-            assert cpu.mm(codes, codes.t(), freed_scale, scale, None, torch.float32) is None
         negated = torch._neg_view(ones)
         for hp in (mode.from_tensor(ones), ones.to("meta"), torch._efficientzerotensor((ROWS, COLUMNS)), negated,
                    ones.to_sparse(), ones.to_sparse_csr(), ones.to_mkldnn(), torch._to_functional_tensor(ones),
@@ -232,8 +215,6 @@ def test_the_extension_refuses_what_cannot_be():
         """
     )
 
-
-# ---- every registered operation --------------------------------------------------------------------------------------
 
 ROWS, COLUMNS = 600, 400
 

@@ -162,17 +162,3 @@ def test_what_was_seen_is_a_maximum_in_which_nan_stays(path):
     assert observe(torch.zeros(3, 3)).tolist() == [0.0, 0.0]
     assert observe(small, bad, large)[0].isnan()
     assert observe(torch.full((1, 1), INF), small)[0] == INF
-
-
-@pytest.mark.skipif(not cpu.AVAILABLE, reason="counted by the C extension")
-@pytest.mark.parametrize("hp_dtype", HP_DTYPES, ids=str)
-def test_a_known_scale_takes_one_read_and_an_unknown_one_two(hp_dtype):
-    hp = torch.randn(64, 96).to(hp_dtype)
-
-    def reads(scale):
-        before = cpu.elements_read()
-        by_the_extension(hp, torch.tensor(scale), E4M3, False)
-        return (cpu.elements_read() - before) / hp.numel()
-
-    assert reads(2.0) == 1
-    assert reads(0.0) == 2

@@ -35,9 +35,6 @@ MODES = {
 }
 
 
-# ---- FLOPs and times -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", ["op", "full"])
 def test_repeated_flops_are_what_torch_counts_more(tiny_config, mode):
     config = replace(tiny_config, activation_checkpoint=MODES[mode], model=replace(tiny_config.model, n_layers=3))
@@ -103,9 +100,6 @@ def test_costs_of_a_step():
     assert (budget.recomputed_flops, budget.modelled_s, budget.step_flops) == (None, None, none.step_flops)
 
 
-# ---- changes ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_words_of_a_change_make_it():
     config = replace(load_config(LLAMA_8B), training=replace(load_config(LLAMA_8B).training, local_batch_size=4))
     _, layout = resolve(config, world_size=8)
@@ -139,9 +133,6 @@ def test_persistent_scales_are_left_behind(tiny_config):
     changes = {change.name: change.config for change in single_changes(config, resolve(config)[1], 2)}
     assert changes["precision: rowwise"].float8 == Float8(recipe_name="rowwise")
     assert changes["precision: bfloat16"].float8 == Float8(enable_float8_linear=False, recipe_name="delayed")
-
-
-# ---- the search ------------------------------------------------------------------------------------------------------
 
 
 class _Peaks:
@@ -245,14 +236,6 @@ def test_least_gathered(tiny_config):
     assert fewer.float8.enable_fsdp_float8_all_gather
     assert least_gathered(replace(change, config=fewer), layout) is None
     assert least_gathered(change, resolve(config)[1]) is None
-
-
-def test_an_unknown_device_is_refused(tiny_config):
-    with pytest.raises(ValueError, match="no data about device 'abacus': expected one of B200, H200"):
-        advise(tiny_config, device="abacus")
-
-
-# ---- sizes -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -127,9 +127,6 @@ def test_a_policy_that_saves_an_unread_tensor():
     assert "first used in backward by amax at tests/unit/memory/test_compare.py:" in row.sentence
 
 
-# ---- hints -----------------------------------------------------------------------------------------------------------
-
-
 def _row(**values):
     about = {"category": "saved_activations", "module": "ffn.w3", "operator": "aten.abs", "of": "ffn.w3.weight"}
     return {**about, "shape": [4096, 16384], "dtype": "bfloat16", "bytes": 1 << 27, "count": 1, **values}
@@ -231,9 +228,6 @@ def test_names_of_operators_and_sizes():
         "134.2 MB",
         "2.5 GB",
     ]
-
-
-# ---- in a terminal ---------------------------------------------------------------------------------------------------
 
 
 def test_lines_for_a_terminal():

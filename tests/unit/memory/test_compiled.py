@@ -12,9 +12,9 @@ from torch._inductor import cpu_vec_isa
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.graph import GraphLowering
 
-from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Case, Size, measure
+from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Size
 from benchmarks.memory_report import RECORD
-from benchmarks.predicted import WITHIN, compare, predict
+from benchmarks.predicted import WITHIN, compare
 from quaver.memory import explain
 from quaver.memory.compiling.compiled import are_kernels_left_out, compiled_graphs, kernels_left_out
 from quaver.memory.compiling.wrapper_code import kernel_operator, rewritten
@@ -48,9 +48,6 @@ class _Broken(_Block):
         return self.down(hidden.square())
 
 
-# ---- against measurements --------------------------------------------------------------------------------------------
-
-
 def _quick(ranks, module, precision, checkpointing):
     """Whether each run of the tests compares this row with the record; the others are for the night."""
     return (ranks, module, precision, checkpointing) in {
@@ -82,16 +79,6 @@ def test_a_prediction_is_what_was_measured(ranks, module, precision, checkpointi
     assert row["saved"] == pytest.approx(1, abs=0.001)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_prediction_is_what_is_measured_here(precision):
-    case, size = Case("1 block", precision, "op", compiled=True), Size(sequences=2)
-    prediction = predict(case, size)
-    _, usage = measure(case, size, CPU)
-    assert prediction.step_peak_bytes == pytest.approx(usage.tensor_peak_bytes, rel=WITHIN)
-    assert prediction.saved_by_forward_bytes == pytest.approx(usage.saved_bytes, rel=WITHIN)
-
-
 def test_real_code_is_compiled_after_a_prediction_and_takes_what_was_predicted():
     """Before a prediction, after it and from a cache a model has kernels; and so it has if it was compiled before."""
     torch.manual_seed(0)
@@ -119,9 +106,6 @@ def _step(model, rows, forward_is_done):
     forward_is_done()
     loss.backward()
     model.zero_grad(set_to_none=True)
-
-
-# ---- what a report says ----------------------------------------------------------------------------------------------
 
 
 FUSED = "fused_pow_silu (aten.pow.Tensor_Scalar)"
@@ -165,9 +149,6 @@ def test_layers_that_are_alike_are_compiled_once():
         )  # forward and backward: of the first, whose input has no gradient, and of the rest
     saved = [row for row in prediction.saved_for_backward if row["operator"] == FUSED]
     assert [row["module"] for row in saved] == ["0", "1", "2", "3"]
-
-
-# ---- what is compiled ------------------------------------------------------------------------------------------------
 
 
 def _compiled_in_place(model):
@@ -217,9 +198,6 @@ def test_no_process_is_started(monkeypatch):
     assert explain(model, (torch.empty(3, 64),)).peak_bytes > 0
 
 
-# ---- what is refused, and what is left behind ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [({"mode": "max-autotune"}, "max_autotune"), ({"options": {"cpp_wrapper": True}}, "cpp_wrapper")],
@@ -259,9 +237,6 @@ def test_settings_are_as_before():
     assert compiled_graphs() == 0
 
 
-# ---- a run of the trainer --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_run_that_compiles_is_predicted_as_compiled_code(ranks):
     if ranks > 1 and not SEES_GATHERS:
@@ -278,8 +253,6 @@ def test_a_run_that_compiles_is_predicted_as_compiled_code(ranks):
     weights = [row for row in memory.prediction.at_peak if row["category"] == "float8_weights"]
     assert all(row["of"].startswith(row["module"]) for row in weights)
 
-
-# ---- the rewriting ---------------------------------------------------------------------------------------------------
 
 SOURCE = """
 from torch._inductor.async_compile import AsyncCompile

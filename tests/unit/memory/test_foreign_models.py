@@ -52,9 +52,6 @@ def _square(output):
     return output.float().square().mean()
 
 
-# ---- Hugging Face ----------------------------------------------------------------------------------------------------
-
-
 def _llama(*, width=128, layers=2, **settings):
     heads = width // 32
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers}
@@ -79,7 +76,6 @@ def _gpt2():
 
 
 HUGGING_FACE = {
-    "llama": _llama,
     "llama, attention in Python, tied": lambda: _llama(attn_implementation="eager", tie_word_embeddings=True),
     "llama, checkpointed": _checkpointed_llama,
     "llama, float8": _float8_llama,
@@ -92,23 +88,9 @@ HUGGING_FACE = {
 def test_hugging_face(name):
     model = HUGGING_FACE[name]()
     prediction = _check(model, (TOKENS,), _next_token)
-    assert prediction.by_category["parameters"] >= 4 * sum(each.numel() for each in model.parameters())
+    parameters = sum(each.numel() for each in model.parameters())  # tied ones once
+    assert prediction.by_category["parameters"] == pytest.approx(4 * parameters, rel=0.01)  # and small buffers
     assert any("layers.1" in module or ".h.1" in module for (module,) in prediction.by("module"))
-
-
-def test_a_large_one_on_the_meta_device():
-    with torch.device("meta"):
-        model = _llama(width=8192, layers=8).bfloat16()
-    parameters = sum(each.numel() for each in model.parameters())
-    assert parameters > 2e9
-    prediction = explain(
-        model, (torch.empty(1, 4096, dtype=torch.int64, device="meta"),), loss=_next_token, optimizer=torch.optim.AdamW
-    )
-    buffers = sum(each.nbytes for each in model.buffers())
-    assert prediction.by_category["parameters"] == 2 * parameters + buffers
-    assert prediction.by_category["optimizer_state"] == pytest.approx(4 * parameters, rel=1e-4)
-    # Of each layer at least: both norms' inputs, and gate, up and their product, in bfloat16.
-    assert prediction.saved_by_forward_bytes > 8 * 4096 * 2 * (2 * 8192 + 3 * 2 * 8192)
 
 
 def test_transformers_take_fakes_for_real_tensors_only_meanwhile():
@@ -119,9 +101,6 @@ def test_transformers_take_fakes_for_real_tensors_only_meanwhile():
             assert not tracing(torch.empty(2))
         fake = torch.empty(2)
     assert tracing(fake)
-
-
-# ---- plain PyTorch ---------------------------------------------------------------------------------------------------
 
 
 def _layers(*, last=64):
@@ -167,25 +146,6 @@ def test_an_autograd_function_of_ones_own():
     prediction = _check(nn.Sequential(nn.Linear(128, 128), _Custom(), _Custom()), (torch.zeros(1024, 128),), _square)
     halves = [row for row in prediction.saved_for_backward if row["dtype"] == "float16"]
     assert sum(row["bytes"] for row in halves) == 2 * 1024 * 128 * 2
-
-
-class _Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 64)
-        self.output = nn.Linear(64, VOCABULARY, bias=False)
-        self.output.weight = self.embedding.weight
-
-    def forward(self, tokens):
-        return self.output(self.embedding(tokens))
-
-
-def test_tied_weights():
-    prediction = _check(_Tied(), (TOKENS,), _square)
-    assert prediction.by_category["parameters"] == 4 * VOCABULARY * 64
-
-
-# ---- what numbers decide ---------------------------------------------------------------------------------------------
 
 
 class _Chooses(nn.Linear):
@@ -258,7 +218,7 @@ class _Split(nn.Linear):
 
 class _Checks(nn.Linear):
     def forward(self, rows):
-        if rows.long().max().item() > 100:
+        if not rows.isfinite().all() or rows.long().max().item() > 100 or rows.sum().tolist() > 100:
             raise ValueError("a number that is read is 1")
         return super().forward(rows)
 
@@ -274,9 +234,9 @@ def test_integers_that_sizes_depend_on_are_found():
         explain(nn.Sequential(_Split(4, 4)), (torch.zeros(9, 4),))
 
 
-def test_integers_that_are_only_checked_do_no_harm():
+def test_numbers_that_are_only_checked_are_counted_and_do_no_harm():
     prediction = explain(nn.Sequential(_Checks(4, 4)), (ROWS,))
-    assert prediction.reads == 1
+    assert prediction.reads == prediction.to_dict()["reads_answered_by_1"] == 3
     assert prediction.notes == ()
     unread = explain(nn.Sequential(nn.Linear(4, 4)), (ROWS,))
     assert prediction.by_category["parameters"] == unread.by_category["parameters"]

@@ -200,9 +200,6 @@ def test_the_parts_of_the_page_are_packaged_and_used():
     assert all(f'"{path.name}"' in source for path in parts)
 
 
-# ---- pictures --------------------------------------------------------------------------------------------------------
-
-
 def test_pictures_are_drawn(tmp_path):
     for prediction in (made(), unseen()):
         image = tmp_path / "timeline.png"

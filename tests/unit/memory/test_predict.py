@@ -13,7 +13,6 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Case, Size, measure
 from benchmarks.predicted import predict
 from quaver import Float8LinearConfig, convert_to_float8_training, float8_scaling_state
-from quaver.kernels import cpu as cpu_casts
 from quaver.memory import TensorBytes, explain
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.faking.gloo_buffers import GlooBuffers
@@ -69,19 +68,6 @@ def test_a_prediction_is_what_is_measured(module, precision, checkpointing):
     there = prediction.report["resident_bytes"]
     assert sum(there.values()) - there["inputs"] == resident_bytes
     assert not dist.is_initialized()
-
-
-def test_casts_are_predicted_without_the_temporaries_of_their_expression():
-    if not cpu_casts.AVAILABLE:
-        pytest.skip(f"casts run in PyTorch here: {cpu_casts.UNAVAILABLE_BECAUSE}")
-    operators = {row["operator"] or "" for row in _predicted(Case("ffn", "rowwise")).at_peak}
-    made_by_casts = {name for name in operators if "quaver::cast" in name}
-    one_operation = ("cast_tensorwise", "cast_rowwise", "cast_with_scale")
-    assert made_by_casts <= {f"quaver::cast (quaver.{name})" for name in one_operation}
-    assert made_by_casts
-
-
-# ---- explain ---------------------------------------------------------------------------------------------------------
 
 
 class _Two(nn.Module):
@@ -143,18 +129,6 @@ def test_a_converted_model_and_autocast():
     assert 0 < scales < 100
 
 
-def test_numbers_that_are_read_are_counted():
-    class Reads(nn.Linear):
-        def forward(self, rows):
-            if not rows.isfinite().all():
-                raise ValueError("a fake tensor is finite")
-            return super().forward(rows) * rows.sum().tolist()
-
-    prediction = explain(Reads(4, 4), (torch.empty(2, 4),))
-    assert prediction.reads == 2
-    assert prediction.to_dict()["reads_answered_by_1"] == 2
-
-
 def test_a_sharded_model_is_refused():
     with pretended_mesh(ParallelDims(shard=2)) as mesh:
         model = fully_shard(_Two("meta"), mesh=mesh)
@@ -192,9 +166,6 @@ def test_layers_that_are_alike_are_one_row():
         ("10 rows", 7, 1),
         ("model.layers.*.up2", 6, 3),
     ]
-
-
-# ---- ranks -----------------------------------------------------------------------------------------------------------
 
 
 def _measured_on_rank(case):

@@ -11,14 +11,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from quaver.activation_checkpointing import apply_activation_checkpointing
-from quaver.kernels import cpu
-from quaver.memory.compiling.compiled import COMPILES_FOR_A_GPU
 from quaver.memory.faking.fakes import fake_tensors
-from quaver.memory.faking.gpu import predicting_for
 from quaver.memory.predict import predict_step
 from quaver.memory.reports.compare import compare
-from quaver.memory.runs.predict import SEES_GATHERS, predict_memory
-from quaver.trainer.config_io import load_config, parse_arguments
+from quaver.memory.runs.predict import SEES_GATHERS
 from quaver.trainer.dry_run import pretended_mesh
 from quaver.trainer.parallel_dims import ParallelDims
 
@@ -28,9 +24,6 @@ DIM, HIDDEN, TOKENS, BFLOAT16 = 4096, 16384, 16, 2
 SAVED = TOKENS * (DIM + HIDDEN) * BFLOAT16
 WEIGHT = DIM * HIDDEN * BFLOAT16
 FAULTY = {"also_keep": ["aten.abs"], "never_keep": ["aten.amax"]}
-
-
-# ---- in plain PyTorch ------------------------------------------------------------------------------------------
 
 
 class ScaledLinear(nn.Linear):
@@ -61,12 +54,10 @@ class Network(nn.Module):
         return self.feed_forward(rows)
 
 
-def _predicted(second, *, compiled=False, **policy):
-    with pretended_mesh(ParallelDims(shard=2)) as mesh, fake_tensors(compiled=compiled) as fakes:
+def _predicted(second, **policy):
+    with pretended_mesh(ParallelDims(shard=2)) as mesh, fake_tensors() as fakes:
         network = Network(second)
         apply_activation_checkpointing([network.feed_forward], preserve_rng_state=False, **policy)
-        if compiled:
-            network.feed_forward.compile(fullgraph=True)
         fully_shard(network.feed_forward, mesh=mesh)
         fully_shard(network, mesh=mesh)
         source = torch.empty(TOKENS, DIM, dtype=torch.bfloat16, requires_grad=True)
@@ -101,65 +92,3 @@ def test_the_tensor_the_policy_and_the_fix_in_own_code():
 
     rows = compare(high, own, label_a="bfloat16", label_b="own policy").at("saved")
     assert [(row.operator, row.difference_bytes) for row in rows] == [("aten.amax", DIM * BFLOAT16)]
-
-
-def test_own_code_compiled():
-    """What the compiled forward returns to its backward."""
-    high, faulty = _predicted(nn.Linear, compiled=True), _predicted(ScaledLinear, compiled=True, **FAULTY)
-    assert high.saved_by_forward_bytes - SAVED in range(16)
-    assert faulty.saved_by_forward_bytes - SAVED - WEIGHT in range(16)
-    (row,) = compare(high, faulty, label_a="bfloat16", label_b="scaled").at("saved")
-    assert (row.of, row.saved_by) == ("feed_forward.w3.weight, unsharded", "compiled graph")
-    assert (row.difference_bytes, row.shape, row.dtype) == (WEIGHT, (DIM, HIDDEN), "bfloat16")
-    assert "abs" in row.operator
-    assert "amax" in row.first_use["operator"]
-
-
-@pytest.mark.nightly
-def test_own_code_compiled_with_amaxes_saved():
-    own = _predicted(ScaledLinear, compiled=True)
-    assert own.saved_by_forward_bytes - SAVED - DIM * BFLOAT16 in range(16)
-    with_both = _predicted(ScaledLinear, compiled=True, also_keep=["aten.abs"])
-    assert with_both.saved_by_forward_bytes == own.saved_by_forward_bytes  # the compiler saves what is read
-
-
-# ---- in the trainer: eager casts are operations, which have no `abs` to keep; compiled for a GPU they are PyTorch ----
-
-RUN = [
-    *("--model.dim", f"{DIM}", "--model.hidden_dim", f"{HIDDEN}", "--model.n_heads", "32", "--model.n_layers", "2"),
-    *(
-        "--training.local_batch_size",
-        "1",
-        "--training.seq_len",
-        f"{TOKENS}",
-        "--activation_checkpoint.mode",
-        "selective",
-    ),
-    *("--float8.enable_float8_linear", "false"),
-]
-ROWWISE = ["--float8.enable_float8_linear", "true", "--float8.recipe_name", "rowwise"]
-KEEP_ABS = [
-    *("--activation_checkpoint.selective_ac_also_keep", "aten.abs"),
-    *("--activation_checkpoint.selective_ac_never_keep", "aten.amax"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _casts_in_pytorch(monkeypatch):
-    monkeypatch.setattr(cpu, "AVAILABLE", False)
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(not COMPILES_FOR_A_GPU, reason="torch 2.11 loses the gradients")
-def test_compiled_for_a_gpu_the_row_names_its_first_reader_and_a_hint():
-    """The kernel that reads it is of many operators, and writes other results first."""
-    words = [*RUN, "--training.compile", "true", "--model.n_layers", "1"]
-    with predicting_for("cuda"):
-        a, b = (
-            predict_memory(load_config(*parse_arguments(each)), 2).prediction
-            for each in (words, [*words, *ROWWISE, *KEEP_ABS])
-        )
-    row = compare(a, b, label_a="bfloat16", label_b="rowwise").at("saved")[0]
-    assert row.saved_by == "compiled graph"
-    assert "first used in backward by amax at quaver/scaling.py" in row.sentence
-    assert "saving the amax instead would cost at most" in row.sentence

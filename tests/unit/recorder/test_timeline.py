@@ -83,9 +83,6 @@ def allocator_growth(step):
     return measured.usage.peak_bytes
 
 
-# ---- bytes by hand ---------------------------------------------------------------------------------------------------
-
-
 def saved_by(linear):
     model = nn.Sequential(Scaled(), linear)
     input = torch.randn(ROWS, COLUMNS, dtype=torch.bfloat16)
@@ -167,9 +164,6 @@ def test_a_resize_by_an_operator_counts():
     assert counted.live_bytes == 2048
 
 
-# ---- sums ------------------------------------------------------------------------------------------------------------
-
-
 def test_sums_names_and_spans_of_a_whole_step():
     model, input = mlp(), torch.randn(ROWS, 64)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
@@ -202,9 +196,6 @@ def test_agrees_with_the_allocator_and_with_the_plain_count():
     report = recorded(model, input, optimizer)
     assert counted.peak_bytes == pytest.approx(growth, abs=UNSEEN_BYTES)
     assert report["peak_bytes"] - sum(report["resident_bytes"].values()) == pytest.approx(growth, abs=UNSEEN_BYTES)
-
-
-# ---- recording changes nothing ---------------------------------------------------------------------------------------
 
 
 def test_shared_casts_stay_shared(monkeypatch):
@@ -249,9 +240,6 @@ def test_a_second_recording_is_refused():
         pass
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-
 class Checkpointed(nn.Module):
     def __init__(self, inner):
         super().__init__()
@@ -277,9 +265,6 @@ def test_a_checkpointed_module_saves_its_input_only():
     assert all(torch.equal(parameter.grad, e) for parameter, e in zip(model.parameters(), expected, strict=True))
 
 
-# ---- compiled code ---------------------------------------------------------------------------------------------------
-
-
 def test_compiled_code_is_not_attributed_nor_compiled_again(tmp_path):
     model, input = mlp(), torch.randn(ROWS, 64)
     model[0].compile(backend="aot_eager", fullgraph=True)
@@ -293,9 +278,6 @@ def test_compiled_code_is_not_attributed_nor_compiled_again(tmp_path):
     assert report["resident_bytes"]["parameters"] == (2 * 64 * 128 + 64 + 128) * FLOAT32_BYTES
     draw_timeline(report, tmp_path / "none.png", title="compiled")
     assert (tmp_path / "none.png").stat().st_size > 1000
-
-
-# ---- ranks -----------------------------------------------------------------------------------------------------------
 
 
 def fsdp_growth():

@@ -1,11 +1,10 @@
-"""`[activation_checkpoint]`: the same losses with less memory, compiled and on two ranks."""
+"""`[activation_checkpoint]`: the same losses with less memory, also on two ranks."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 import torch._functorch.config as compiler_config
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from quaver.trainer.config import ActivationCheckpoint, Float8, Parallelism, TrainConfig
@@ -42,20 +41,6 @@ def test_every_mode_trains_to_the_same_bits_and_full_needs_the_least_memory(reci
         assert all(each.exact for each in peak.values())
         assert peak["none"].peak_bytes > peak["op"].peak_bytes > peak["full"].peak_bytes
         assert peak["none"].peak_bytes > peak["2"].peak_bytes > peak["full"].peak_bytes
-
-
-@pytest.mark.nightly
-def test_checkpointed_blocks_compile(tiny_config, monkeypatch):
-    """Traced as training.compile does, partitioned, but no code generated, whose fusions would round otherwise."""
-
-    def compile_quickly(block: Block, **options: object) -> None:
-        nn.Module.compile(block, backend="aot_eager_decomp_partition", **options)
-
-    monkeypatch.setattr(Block, "compile", compile_quickly)
-    config = replace(changed(tiny_config, training={"compile": True, "steps": 2}), float8=Float8(recipe_name="delayed"))
-    expected = numbers(with_checkpoint(config, "none", ActivationCheckpoint()))
-    for name, checkpoint in (("full", FULL), ("op", BY_POLICY)):
-        assert numbers(with_checkpoint(config, name, checkpoint)) == expected, name
 
 
 def test_a_memory_budget_is_given_to_the_compiler(tiny_config, monkeypatch, memory_budget_restored):

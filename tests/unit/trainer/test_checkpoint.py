@@ -1,20 +1,16 @@
 """Checkpoints in one process: what a folder contains, that a resumed run has the same bits, and what is refused."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from quaver.cli import main
-from quaver.trainer.checkpoint import read_metadata
 from quaver.trainer.checkpoint_folder import RECORD, CheckpointFolder, read_record
 from quaver.trainer.config import Checkpoint, Float8, LRScheduler, TrainConfig
 from quaver.trainer.errors import CheckpointError
 from quaver.trainer.metrics import read_metrics
-from quaver.trainer.safe_dcp import CheckpointReader
 from quaver.trainer.train import Run, prepare, train
 from tests.unit.trainer.runs import changed, numbers, run_to_end
 
@@ -112,18 +108,6 @@ def test_the_record_of_a_checkpoint(config):
     assert [json.loads(line)["from_step"] for line in lines] == [0]
 
 
-def test_state_dicts_are_plain(config):
-    """Under nn.Linear's names, so that they load into a model that is not converted."""
-    run = run_to_end(with_steps(config, 2))
-    path = checkpoints(run).complete(2)
-    saved = {name: read_metadata(CheckpointReader(path / name)).state_dict_metadata for name in ("delayed", "bfloat16")}
-    of_float8, of_bfloat16 = (
-        {key for key in found if key.startswith(("model.", "optimizer."))} for found in saved.values()
-    )
-    assert of_float8 == of_bfloat16
-    assert saved["delayed"]["model.model.layers.0.mlp.up_proj.weight"].properties.dtype is torch.float32
-
-
 def test_a_partial_checkpoint_does_not_count(config):
     run = run_to_end(with_steps(config, 4))
     folder = checkpoints(run)
@@ -180,9 +164,6 @@ def test_initial_weights_of_a_run_with_dynamic_scaling(config):
     run_to_end(with_steps(config, 2, "second", initial_load_path=path))
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
-
-
 def test_refusals_are_one_line(config, tmp_path, refused):
     run = run_to_end(with_steps(config, 2))
     path = run.folder.path
@@ -194,18 +175,6 @@ def test_refusals_are_one_line(config, tmp_path, refused):
     assert "disabled or async on a device" in refused("train", "--checkpoint.async_mode=async_with_pinned_mem")
     assert "takes the config of the run folder" in refused("train", str(path / "config.toml"), *resume)
     assert "is not a run folder" in refused("train", *resume, f"--job.dump_folder={path}", "--job.name=checkpoint")
-
-
-def test_a_damaged_checkpoint_is_named(config, refused):
-    run = run_to_end(with_steps(config, 4))
-    shard = next((checkpoints(run).complete(4) / "delayed").glob("*.distcp"))
-    os.truncate(shard, shard.stat().st_size // 2)
-    line = refused("train", "--resume", str(run.folder.path), "--training.steps=6")
-    assert str(checkpoints(run).complete(4) / "delayed") in line
-    (checkpoints(run).complete(4) / RECORD).write_text("{")
-    line = refused("train", "--resume", str(run.folder.path), "--training.steps=6")
-    assert "is damaged" in line
-    assert main(["train", "--resume", str(run.folder.path), "--checkpoint.load_step=2"]) == 0
 
 
 def test_a_failed_write_keeps_every_checkpoint(config, monkeypatch):

@@ -3,14 +3,12 @@
 import math
 import re
 from dataclasses import FrozenInstanceError
-from pathlib import Path
 
 import pytest
 
 from quaver.trainer.config import TrainConfig, Training
 from quaver.trainer.config_io import load_config, parse_arguments, read_toml, write_config
 
-REPOSITORY = Path(__file__).parents[3]
 DELAYED = ["--float8.recipe_name", "delayed"]
 
 
@@ -67,31 +65,17 @@ def test_flags(words, read):
     assert read(from_words(*words))
 
 
-def test_the_file_may_stand_after_flags(tmp_path):
-    path, flags = parse_arguments(["--compare", "a.toml", "--training.steps", "3"])
-    assert path == Path("a.toml")
-    assert flags == {"job": {"compare": True}, "training": {"steps": 3}}
-
-
-def test_a_written_config_reads_back_equal(tmp_path):
-    config = from_words("--compare", "--training.steps", "3", "--float8.filter_fqns", "a", "b", "--data", "x")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--compare", "--training.steps", "3", "--float8.filter_fqns", "a", "b", "--data", "x"],
+        *([*DELAYED, "--float8.delayed_dynamic_window", *window] for window in [(), ("0.5", "1"), ("0", "inf")]),
+    ],
+)
+def test_a_written_config_reads_back_equal(tmp_path, words):
+    config = from_words(*words)
     write_config(config, tmp_path / "c.toml")
     assert load_config(tmp_path / "c.toml") == config
-
-
-@pytest.mark.parametrize("given", [(), ("0.5", "1"), ("0", "inf")])
-def test_a_window_reads_back_equal(tmp_path, given):
-    config = from_words(*DELAYED, "--float8.delayed_dynamic_window", *given)
-    write_config(config, tmp_path / "c.toml")
-    assert load_config(tmp_path / "c.toml") == config
-    assert config.float8.delayed_dynamic_window == tuple(map(float, given))
-
-
-def test_the_configs_of_the_repository_load():
-    paths = list((REPOSITORY / "train_configs").glob("*.toml"))
-    assert paths
-    for path in paths:
-        load_config(path)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +84,7 @@ def test_the_configs_of_the_repository_load():
         (["--training.stepz", "3"], "unknown flag: 'training.stepz'; did you mean 'training.steps'"),
         (["--steps", "3"], "unknown flag: 'steps'; did you mean 'training.steps'|'validation.steps'"),
         (["--training.steps", "abc"], "training.steps must be an integer, got 'abc'"),
-        (["--training.steps", "1.5"], "training.steps must be an integer, got '1.5'"),
-        (["--training.steps"], "--training.steps needs a value: an integer"),
         (["--training.steps", "--compare"], "--training.steps needs a value"),
-        (["--training.compile=maybe"], "training.compile must be true or false, got 'maybe'"),
         (["--optimizer.lr", "fast"], "optimizer.lr must be a number, got 'fast'"),
         (["a.toml", "b.toml"], "unexpected argument 'b.toml'"),
         (["-x"], "unexpected argument '-x'"),

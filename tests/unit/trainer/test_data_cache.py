@@ -184,17 +184,6 @@ def test_a_damaged_entry_is_made_again(damage, text_folder, load, kept, builds, 
     assert len(builds) == 2
 
 
-def test_a_token_above_the_vocabulary_is_made_again(tmp_path, text_folder, load, kept, builds, capsys):
-    from test_data_tokenizers import train_tokenizer
-
-    train_tokenizer(tmp_path / "tokenizer.json", ["<s>", "</s>"])
-    settings = {"cache_folder": kept, "tokenizer": str(tmp_path / "tokenizer.json")}
-    tokens = load(text_folder, **settings).train.tokens.copy()
-    _rewrite(entry_folder(kept), "train.tokens", lambda found: b"\xff" * len(found))
-    assert np.array_equal(load(text_folder, **settings).train.tokens, tokens)
-    assert len(builds) == 2
-
-
 @pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="only root can give a folder to another user")
 def test_a_folder_of_another_user_is_refused_unless_it_is_read_only(text_folder, load, kept, builds, monkeypatch):
     load(text_folder, cache_folder=kept)

@@ -73,16 +73,6 @@ def test_ranks_never_overlap_and_an_epoch_leaves_nothing_out(numbered):
     assert 0 < extra < 12
 
 
-def test_a_step_across_the_end_of_an_epoch_takes_the_next_one_on(numbered):
-    count = numbered.train.sequence_count(16)
-    step = windows(numbered.step_batches(TRAINING, count - 5))
-    one_by_one = replace(TRAINING, local_batch_size=1, global_batch_size=1)
-    expected = [windows(numbered.step_batches(one_by_one, count - 5 + number))[0] for number in range(12)]
-    assert step == expected
-    assert len(set(step[:5])) == 5
-    assert len(set(step[5:])) == 7
-
-
 def test_resuming_mid_epoch_goes_on_as_if_nothing_had_happened(numbered, load, tmp_path):
     """With other batch shapes too: the count of consumed sequences is all there is to know."""
     through = [window for step in range(6) for window in windows(numbered.step_batches(TRAINING, 12 * step))]

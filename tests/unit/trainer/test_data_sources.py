@@ -173,12 +173,6 @@ def test_parquet_without_pyarrow_names_what_to_install(tmp_path, load, monkeypat
         load(tmp_path)
 
 
-def test_nothing_but_corrupt_data_says_what_was_wrong(tmp_path, load):
-    write_jsonl(tmp_path / "a.jsonl", TEXTS, "content")
-    with pytest.raises(ValueError, match=r"holds no text.* 200 corrupt were skipped, the first at a.jsonl:1: .*'text'"):
-        load(tmp_path / "a.jsonl")
-
-
 def test_a_field_is_refused_where_there_are_none(text_folder, load):
     with pytest.raises(ValueError, match=r"data.field must be its default, 'text', unless data.path has JSONL"):
         load(text_folder, field="content")

@@ -95,6 +95,7 @@ def test_cutting_a_long_text_into_pieces_changes_no_token(hf_file, tmp_path, loa
     ("name", "content", "error", "message"),
     [
         ("none.json", None, FileNotFoundError, "does not exist; give bytes, a tokenizer.json or its folder"),
+        (".", None, FileNotFoundError, "a folder without a tokenizer.json"),
         ("a.json", b"{}", ValueError, "is not a tokenizer of Hugging Face"),
         ("a.json", b"\xff", ValueError, "is not a tokenizer of Hugging Face"),
         ("tokenizer.model", b"aGk= 0\n", ValueError, "got '.*model'; the tokenizer.json of the same model"),
@@ -105,11 +106,6 @@ def test_files_that_are_no_tokenizers(name, content, error, message, tmp_path):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(error, match=message):
         load_tokenizer(Data(tokenizer=str(tmp_path / name)))
-
-
-def test_a_folder_without_a_tokenizer(tmp_path):
-    with pytest.raises(FileNotFoundError, match="a folder without a tokenizer.json"):
-        load_tokenizer(Data(tokenizer=str(tmp_path)))
 
 
 def test_a_missing_package_is_named(hf_file, monkeypatch):

@@ -16,7 +16,6 @@ from quaver.trainer.errors import NonFiniteError
 from quaver.trainer.float8_scales import saturation_summary, scales_record
 from quaver.trainer.memory import storage_bytes
 from quaver.trainer.metrics import read_metrics
-from quaver.trainer.model import Block
 from quaver.trainer.train import Run, prepare, train
 from tests.unit.trainer.runs import changed, run_to_end
 
@@ -141,27 +140,6 @@ def test_a_nonfinite_step_is_repeated_with_the_scales_it_had_and_leaves_its_line
 def scales(run: Run) -> torch.Tensor:
     state = run.models[0].scaling.state_dict()
     return torch.stack([value for name, value in state.items() if name.endswith("quant_scale")]).clone()
-
-
-@pytest.mark.nightly
-def test_compiled_blocks_are_not_compiled_again_after_the_first_step(delayed_config, monkeypatch):
-    compile_block = Block.compile
-    monkeypatch.setattr(Block, "compile", lambda self, **options: compile_block(self, backend="aot_eager", **options))
-    torch.compiler.reset()
-    compiled = prepare(changed(delayed_config, job={"name": "compiled"}, training={"compile": True}))
-    eager = prepare(changed(delayed_config, job={"name": "eager"}))
-    for step in range(1, 5):
-        with torch._dynamo.config.patch(error_on_recompile=step > 1):
-            consumed = step * compiled.config.training.step_batch_size
-            results = [
-                run.models[0].train_step(step, run.data.step_batches(run.config.training, consumed))
-                for run in (compiled, eager)
-            ]
-        assert results[0].loss == pytest.approx(results[1].loss, rel=2e-3)
-    ours, theirs = (run.models[0].scaling.report() for run in (compiled, eager))
-    assert not any(tensor.is_dynamic for tensor in ours)
-    assert [tensor.amax for tensor in ours] == pytest.approx([tensor.amax for tensor in theirs], rel=0.1)
-    torch.compiler.reset()
 
 
 def test_persistent_scales_are_resident_memory(delayed_config, tiny_config):

@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from quaver.trainer.config import Model
 from quaver.trainer.config_io import load_config, parse_arguments
 from quaver.trainer.data import load_data
 from quaver.trainer.huggingface import weights
-from quaver.trainer.huggingface.config import hf_config, model_from_hf
-from quaver.trainer.huggingface.weights import number_files, open_safetensors
+from quaver.trainer.huggingface.config import model_from_hf
+from quaver.trainer.huggingface.weights import open_safetensors
 from quaver.trainer.manifest import write_manifest
 from quaver.trainer.metrics import read_metrics
 from quaver.trainer.model import Llama
@@ -121,9 +120,6 @@ def convert(*words: object) -> None:
     assert main(["convert", *map(str, words)]) == 0
 
 
-# ---- import ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_import_and_export_keep_every_bit(hf, variant, tmp_path):
     convert("hf-to-quaver", hf(variant), tmp_path / "out")
@@ -217,9 +213,6 @@ def test_training_begins_with_the_loss_of_the_imported_model(hf, tmp_path, text_
     assert loss == pytest.approx(expected, rel=1e-6)
 
 
-# ---- export ----------------------------------------------------------------------------------------------------------
-
-
 def test_export_in_shards(hf, tmp_path):
     convert("hf-to-quaver", hf("plain"), tmp_path / "out")
     convert("quaver-to-hf", tmp_path / "out", tmp_path / "back", "--dtype=float32", "--max-shard-size=60KB")
@@ -281,8 +274,6 @@ def test_export_copies_the_files_of_a_tokenizer(hf, tmp_path):
     assert (tmp_path / "back" / "tokenizer.json").read_text() == "{} tokenizer.json"
     assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "llama"
 
-
-# ---- what is refused -------------------------------------------------------------------------------------------------
 
 BAD_CONFIGS = {
     "architecture": ({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, "describe a LlamaForCausalLM"),
@@ -423,26 +414,6 @@ def test_a_full_disk_leaves_nothing_and_says_so(hf, tmp_path, capsys, monkeypatc
         assert "cannot write the weights" in line
         assert line.endswith("No space left on device")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
-
-
-# ---- the pieces ------------------------------------------------------------------------------------------------------
-
-
-def test_config_survives_the_way_there_and_back():
-    for model in (Model(), Model(tie_word_embeddings=True, rope_scaling_factor=8.0, rope_high_freq_factor=3.0)):
-        written = json.loads(json.dumps(hf_config(model, dtype="bfloat16", kept={"eos_token_id": 4})))
-        assert model_from_hf(written) == model
-        assert model_from_hf({k: v for k, v in written.items() if k != "rope_parameters"}) == model
-        new = {k: v for k, v in written.items() if k not in ("rope_theta", "rope_scaling")}
-        assert model_from_hf(new) == model
-        assert (written["eos_token_id"], written["bos_token_id"]) == (4, None)
-    assert asdict(model_from_hf({**written, "rope_scaling": {**LLAMA3, "factor": 1.0}}))["rope_scaling_factor"] == 1
-
-
-def test_a_file_holds_at_most_so_many_bytes_or_one_tensor():
-    sizes = {"a": 3, "b": 3, "c": 9, "d": 1, "e": 4, "f": 1}
-    assert number_files(sizes, 5) == {"a": 1, "b": 2, "c": 3, "d": 4, "e": 4, "f": 5}
-    assert set(number_files(sizes, 100).values()) == {1}
 
 
 def test_a_tensor_that_is_stored_twice_or_in_part_is_refused(hf, tmp_path):

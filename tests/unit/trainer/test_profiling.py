@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from quaver import Float8Linear, Float8LinearConfig
+from quaver import Float8Linear
 from quaver.kernels import cpu
 from quaver.phases import phase, watch_phases
 from quaver.trainer.config import Profiling as ProfilingConfig
@@ -25,28 +25,10 @@ CPU = torch.device("cpu")
 PHASES = ("quaver::amax", "quaver::cast", "quaver::gemm")
 
 
-class Block(nn.Module):
-    def __init__(self, recipe="tensorwise"):
-        super().__init__()
-        config = Float8LinearConfig.from_recipe_name(recipe)
-        self.up = Float8Linear(64, 96, dtype=torch.bfloat16, config=config)
-        self.down = nn.Linear(96, 64, dtype=torch.bfloat16)
-
-    def forward(self, input):
-        return self.down(self.up(input).relu())
-
-
-class Model(nn.Module):
-    def __init__(self, recipe="tensorwise"):
-        super().__init__()
-        self.first = nn.Linear(64, 64, dtype=torch.bfloat16)
-        self.blocks = nn.ModuleList([Block(recipe)])
-
-    def forward(self, input):
-        hidden = self.first(input)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return hidden
+def make(recipe="tensorwise"):
+    up = Float8Linear(64, 96, dtype=torch.bfloat16, config=recipe)
+    first, down = (nn.Linear(size, 64, dtype=torch.bfloat16) for size in (64, 96))
+    return nn.Sequential(first, up, nn.ReLU(), down)
 
 
 def train_step(model, optimizer=None):
@@ -79,7 +61,7 @@ def test_which_steps_of_which_model_write_which_files(tmp_path):
         enable_memory_snapshot=True,
         memory_snapshot_step=2,
     )
-    models = {name: Model() for name in ("tensorwise", "bfloat16")}
+    models = {name: make() for name in ("tensorwise", "bfloat16")}
     optimizers = {name: torch.optim.AdamW(model.parameters()) for name, model in models.items()}
     with Profiling(config, tmp_path, Ranks(1, 1, 2), CPU) as profiling:
         for step in range(1, 9):
@@ -96,7 +78,7 @@ def test_which_steps_of_which_model_write_which_files(tmp_path):
 
 
 def test_nothing_is_done_or_left_where_nothing_is_asked(tmp_path):
-    model, before = Model(), signal.getsignal(signal.SIGUSR1)
+    model, before = make(), signal.getsignal(signal.SIGUSR1)
     with Profiling(TrainConfig(), tmp_path, Ranks(), CPU) as profiling:
         assert signal.getsignal(signal.SIGUSR1) == before
         for step in range(1, 13):
@@ -107,7 +89,7 @@ def test_nothing_is_done_or_left_where_nothing_is_asked(tmp_path):
 
 def test_a_file_that_cannot_be_written_is_an_output_error(tmp_path):
     (tmp_path / "profile_trace").write_text("in the way")
-    model = Model()
+    model = make()
     config = config_of(tmp_path, enable_profiling=True, profile_freq=1, profiler_warmup=0)
     with (
         Profiling(config, tmp_path, Ranks(), CPU) as profiling,
@@ -118,7 +100,7 @@ def test_a_file_that_cannot_be_written_is_an_output_error(tmp_path):
 
 
 def test_errors_of_the_step_itself_pass_through_unchanged(tmp_path):
-    model = Model()
+    model = make()
     config = config_of(
         tmp_path,
         enable_profiling=True,
@@ -140,7 +122,7 @@ def test_how_often_each_phase_appears_for_one_linear(tmp_path, monkeypatch, reci
     if pure:
         monkeypatch.setattr(cpu, "AVAILABLE", False)
     config = config_of(tmp_path, enable_profiling=True, profile_freq=1, profiler_warmup=0)
-    model = Model(recipe)
+    model = make(recipe)
     optimizer = torch.optim.SGD(model.parameters())
     with Profiling(config, tmp_path, Ranks(), CPU) as profiling, profiling.step(1, recipe, model, optimizer):
         train_step(model)
@@ -192,7 +174,7 @@ def test_a_phase_that_raises_is_closed():
 def test_sigusr1_asks_for_the_next_step_of_each_model(tmp_path):
     before = signal.getsignal(signal.SIGUSR1)
     config = config_of(tmp_path, enable_memory_snapshot=True, memory_snapshot_step=0)
-    model = Model()
+    model = make()
     optimizer = torch.optim.SGD(model.parameters())
     with Profiling(config, tmp_path, Ranks(), CPU) as profiling:
         for step in range(1, 6):
@@ -214,7 +196,7 @@ def test_cuda_snapshots_at_a_step_when_asked_and_when_out_of_memory(tmp_path, mo
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda file: Path(file).write_bytes(b"snapshot"))
     device = torch.device("cuda", 0)
     config = config_of(tmp_path, enable_memory_snapshot=True, memory_snapshot_step=2)
-    model = Model()
+    model = make()
     optimizer = torch.optim.SGD(model.parameters())
     with Profiling(config, tmp_path, Ranks(), device) as profiling:
         assert [history["max_entries"] > 0 for history in histories] == [True]

@@ -1,0 +1,18 @@
+"""Threads for the C extension."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from quaver.kernels import cpu
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """So many threads of torch, which quaver's matmul uses for matrices of any size."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    monkeypatch.setattr(cpu, "_MM_THREADS_PAY_FROM", 1)
+    yield
+    torch.set_num_threads(before)
