@@ -158,8 +158,11 @@ class Float8Weights:
         format = self.plan.format
         for name, (weight, operand, scales) in zip(names, own, strict=True):
             stored = operand
-            if format.weights == "block" and not self.plan.linears[name].config.casts.weight.is_blockwise:
-                stored = _quantize_blocks(name, weight)
+            if format.weights == "block":
+                _check_blocks(name, weight)
+                if not self.plan.linears[name].config.casts.weight.is_blockwise:
+                    codes, _, dequant_scale = dynamic_cast_blocks(weight, torch.float8_e4m3fn)
+                    stored = Operand(codes, dequant_scale)
             elif shared is not None and scales.quant != shared.quant:
                 stored = self._quantize(name, weight, shared)[0]
             if stored is not operand:
@@ -225,14 +228,12 @@ class Float8Weights:
         return tensor
 
 
-def _quantize_blocks(name: str, weight: Tensor) -> Operand:
+def _check_blocks(name: str, weight: Tensor) -> None:
     if any(size % BLOCK_SIZE for size in weight.shape):
         raise ValueError(
             f"{name} must be a multiple of the block of {BLOCK_SIZE} x {BLOCK_SIZE}, got {list(weight.shape)}; export "
             "in another format, or filter the linear out"
         )
-    codes, _, dequant_scale = dynamic_cast_blocks(weight, torch.float8_e4m3fn)
-    return Operand(codes, dequant_scale)
 
 
 def sqnr_db(hp: Tensor, operand: Operand) -> float:

@@ -87,6 +87,13 @@ def test_other_formats(tmp_path):
     assert given.layer["q_proj"].config.casts.input.is_rowwise
 
 
+def test_blocks_at_an_edge_are_refused():
+    """No loader takes blocks that are smaller than 128 x 128."""
+    model = freeze_to_float8(Tiny(64), "blockwise", module_filter_fn=not_the_head)
+    with pytest.raises(ValueError, match=r"layer.q_proj must be a multiple of the block of 128 x 128, got \[64, 64\]"):
+        dict(iter_float8_weights(model))
+
+
 class Buffered(Tiny):
     def __init__(self):
         super().__init__(128)
