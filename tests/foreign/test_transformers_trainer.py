@@ -19,7 +19,6 @@ def trainer(folder, model, callbacks=(), **options):
     model = llama(model) if isinstance(model, str) else model
     arguments = TrainingArguments(
         output_dir=str(folder),
-        per_device_train_batch_size=2,
         learning_rate=1e-3,
         lr_scheduler_type="constant",
         logging_steps=1,
@@ -27,7 +26,7 @@ def trainer(folder, model, callbacks=(), **options):
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
-        **{"max_steps": BATCHES, **options},
+        **{"max_steps": BATCHES, "per_device_train_batch_size": 2, **options},
     )
     data = {"train_dataset": Tokens(), "eval_dataset": Tokens()}
     return InOrder(model=model, args=arguments, callbacks=list(callbacks), **data)
