@@ -67,7 +67,7 @@ def test_every_command_is_understood(part):
 
 
 def test_a_part_that_fails_or_takes_too_long_is_named_and_the_others_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "GRACE_S", 5)  # a busy machine takes seconds to start and to interrupt Python
+    monkeypatch.setattr(gpu, "GRACE_S", 40)  # a busy machine takes seconds to start and to interrupt Python
     saves_at_interrupt = "import time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('saved')"
     todo = [
         gpu.Part("good", ["-c", "print('fine')"], 10),
@@ -77,7 +77,7 @@ def test_a_part_that_fails_or_takes_too_long_is_named_and_the_others_run(tmp_pat
     ]
     start = time.monotonic()
     outcomes = gpu.run_all(todo, tmp_path)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 60
     assert [outcome["failure"] for outcome in outcomes.values()][:2] == ["", "exit code 3"]
     assert outcomes["slow"]["failure"].startswith("stopped after ")
     assert "saved" in (tmp_path / "gpu_slow.log").read_text()
