@@ -385,12 +385,12 @@ def _is_running(pid: int) -> bool:
 
 PARTS = {
     "phases": (kills_in_phases, 110),
-    "random": (kills_at_random, 60),
+    "random": (kills_at_random, 80),
     "signals": (signals, 12),
     "disks": (full_disks, 20),
     "damage": (damage, 60),
     "inputs": (bad_inputs, 300),
-    "ranks": (two_ranks, 6),
+    "ranks": (two_ranks, 8),
 }
 
 

@@ -1,4 +1,4 @@
-"""transformers' Trainer, PEFT, Fabric and Lightning on two ranks: the losses of torch's DDP in a loop written by hand."""
+"""transformers' Trainer, PEFT, Fabric and Lightning under DDP: the losses of a loop written by hand."""
 
 import os
 from contextlib import contextmanager
