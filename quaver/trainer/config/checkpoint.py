@@ -23,10 +23,10 @@ class Checkpoint(Settings, section="checkpoint"):
     keep_latest_k: NotNegative = 3
     """How many of the newest checkpoints stay on disk; 0 for all."""
     async_mode: Annotated[str, OneOf(ASYNC_MODES)] = "async"
-    """Training waits until a checkpoint is written (disabled) or copied to host memory (async), which page-locked
-    memory makes faster on CUDA (async_with_pinned_mem)."""
+    """Wait until a checkpoint is written (disabled) or copied to host memory (async; on CUDA faster with
+    async_with_pinned_mem)."""
     resume: Annotated[str, OneOf(RESUME_POLICIES)] = "never"
-    """never: refuse a run folder that has files. auto: resume from the last checkpoint, if any (needs job.name). must:
+    """never: refuse a run folder with files. auto: resume from the last checkpoint, if any (needs job.name). must:
     refuse to start without one."""
     load_step: int = -1
     """The step to resume from; -1 for the newest. The next save removes newer checkpoints."""

@@ -28,7 +28,7 @@ class Float8(Settings, section="float8"):
     """Final steps, validation included, with every linear in high precision. Not with tensor parallelism or float8
     all-gather."""
     auto_filter: bool = False
-    """Keep a linear in high precision where a cost model predicts no gain on this GPU (an H100 if there is none)."""
+    """Keep linears in high precision where a cost model predicts no gain on this GPU (an H100 if there is none)."""
     emulate: bool = False
     """Use the exact emulation even where the device multiplies float8."""
     fused_producers: bool = True
@@ -38,8 +38,8 @@ class Float8(Settings, section="float8"):
     precompute_float8_dynamic_scale_for_fsdp: bool = False
     """Compute the scales of all gathered weights after each optimizer step, with one collective."""
     cast_weights_once: bool = False
-    """Quantize the shards of gathered weights once per step, not for every all-gather; their codes take memory until
-    its end. A run in one process always casts once."""
+    """Quantize gathered shards once per step, not for every all-gather; codes take memory until its end. One
+    process always casts once."""
     delayed_history_len: int = 16
     """Length of the history of amaxes, in steps."""
     delayed_scale_fn_name: str = "max"
@@ -49,11 +49,10 @@ class Float8(Settings, section="float8"):
     delayed_headroom: float = 1.0
     """Growth from one step to the next that does not saturate, as a factor."""
     delayed_nonfinite_amax: str = "skip"
-    """An inf or NaN leaves the history as it is (skip), or is remembered and freezes the scale meanwhile
-    (keep_scale)."""
+    """An inf or NaN leaves the history as it is (skip), or freezes the scale while remembered (keep_scale)."""
     delayed_dynamic_window: tuple[float, ...] = ()
-    """Low and high: if a tensor's scale over its ideal scale leaves this range, the tensor is scaled dynamically for
-    one step; empty for never."""
+    """Low and high: outside this range of its scale over its ideal scale a tensor is scaled dynamically for one
+    step; empty for never."""
     enable_amax_init: bool = True
     """Accepted from older configs; changes nothing."""
     enable_pre_and_post_forward: bool = True

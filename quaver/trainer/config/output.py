@@ -57,7 +57,7 @@ class Profiling(Settings, section="profiling"):
     """Traces and memory snapshots of single steps, in the run folder, by every rank."""
 
     enable_profiling: bool = False
-    """Write traces in which the float8 phases have names, for Perfetto or chrome://tracing."""
+    """Write traces with named float8 phases, for Perfetto or chrome://tracing."""
     save_traces_folder: str = "profile_trace"
     """Folder of the traces inside the run folder."""
     profile_freq: AtLeast1 = 10
@@ -67,7 +67,7 @@ class Profiling(Settings, section="profiling"):
     profiler_active: AtLeast1 = 1
     """Steps that are traced, one file each."""
     enable_memory_snapshot: bool = False
-    """Write the memory of a step: the allocator's history on CUDA, the live tensors on CPU. SIGUSR1 writes another."""
+    """Write a step's memory: the allocator's history on CUDA, live tensors on CPU. SIGUSR1 writes another."""
     save_memory_snapshot_folder: str = "memory_snapshot"
     """Folder of those files inside the run folder."""
     memory_snapshot_step: NotNegative = 3

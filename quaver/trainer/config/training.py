@@ -28,8 +28,7 @@ class Training(Settings, section="training"):
     local_batch_size: AtLeast1 = 8
     """Sequences in one forward and backward of one data-parallel rank."""
     global_batch_size: int = -1
-    """Sequences in one optimizer step over all ranks, by gradient accumulation; -1 for one local batch per
-    data-parallel rank."""
+    """Sequences in one optimizer step, by gradient accumulation; -1 for one local batch per data-parallel rank."""
     max_norm: Annotated[float, Gt(0)] = 1.0
     """Gradients are clipped to this norm."""
     compile: bool = False
@@ -85,13 +84,13 @@ class ActivationCheckpoint(Settings, section="activation_checkpoint"):
     mode: Annotated[str, OneOf(CHECKPOINT_MODES)] = "none"
     """Which blocks recompute what; see docs/memory.md."""
     selective_ac_option: str = "op"
-    """selective: op saves the results worth saving in every block; a number n recomputes every n-th block in full."""
+    """selective: op saves the results worth saving in every block; a number n recomputes every n-th block."""
     selective_ac_also_keep: tuple[str, ...] = ()
     """selective with op: more operators with saved results, such as aten.silu."""
     selective_ac_never_keep: tuple[str, ...] = ()
     """selective with op: operators without saved results, such as aten.amax."""
     memory_budget: Share = 0.5
-    """memory_budget: the share of what could be saved that the compiler saves; 0 for the inputs of blocks only."""
+    """memory_budget: share of what could be saved that the compiler saves; 0 for inputs of blocks only."""
 
     def check(self) -> None:
         """Refuse settings of another mode, and operators that torch does not have."""
@@ -184,5 +183,4 @@ class Comm(Settings, section="comm"):
     train_timeout_seconds: Annotated[int, Ge(1), Le(MOST_SECONDS)] = 300
     """Seconds after which a collective that waits ends the run with an error."""
     watchdog_seconds: Annotated[int, Ge(0), Le(MOST_SECONDS)] = 120
-    """Seconds after which every rank of a stuck step writes its stacks to stacks-rank<n>.txt in the run folder; 0
-    never. The first step has ten times as long."""
+    """Seconds after which a stuck step writes stacks-rank<n>.txt, ten times as long in the first step; 0 never."""
