@@ -3,10 +3,20 @@
 from quaver.export import save_float8, load_float8, iter_float8_weights
 save_float8(model, "out")                             # codes and scales of the training forward
 model.load_state_dict(dict(load_float8("out")))       # dequantized, to train on
+load_frozen(model, "out")                             # the codes themselves, for adapters to train on
 """
 
+from quaver.export.frozen import load_frozen
 from quaver.export.load import import_float8, load_float8
 from quaver.export.save import save_float8
 from quaver.export.weights import Float8Weights, Requantized, iter_float8_weights
 
-__all__ = ["Float8Weights", "Requantized", "import_float8", "iter_float8_weights", "load_float8", "save_float8"]
+__all__ = [
+    "Float8Weights",
+    "Requantized",
+    "import_float8",
+    "iter_float8_weights",
+    "load_float8",
+    "load_frozen",
+    "save_float8",
+]

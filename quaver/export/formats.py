@@ -14,7 +14,8 @@ DeepSeek's checkpoints) `<linear>.weight_scale_inv`. Static activations add `<li
 names, shapes and dtypes that compressed-tensors 0.20 and transformers 5.23 write, and that the CompressedTensorsW8A8Fp8
 of vLLM (its main branch, October 2025) and of SGLang register.
 
-No recipe trains with blocks: the two block formats quantize the weights again.
+No recipe trains with blocks: the two block formats quantize the weights again, but for those that `freeze_to_float8`
+stored in blocks. Under a blockwise config compressed-tensors is compressed-tensors-block.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def weight_format(format: str, config: Float8LinearConfig) -> WeightFormat:
     for name, cast in (("weight", weight), ("input", input)):
         if not cast.is_disabled and cast.float8_dtype is not torch.float8_e4m3fn:
             raise NotImplementedError(f"{name}: checkpoints hold codes in e4m3, got {cast}; export with another recipe")
-    if format != COMPRESSED_TENSORS:
+    if format != COMPRESSED_TENSORS or weight.is_blockwise:
         return WeightFormat(FP8 if format == FP8 else COMPRESSED_TENSORS, "block", "group", False)
     return WeightFormat(format, "channel" if weight.is_rowwise else "tensor", _strategy(input), input.is_persistent)
 
@@ -128,6 +129,8 @@ class StoredFormat:
     """The leaf name of a weight's scale."""
     strategies: frozenset[str]
     """The strategies of its weights: channel, tensor, block."""
+    has_rows: bool
+    """Whether activations are quantized by token, or by groups of one, and not by tensor."""
 
     def checked_scale(self, name: str, shape: Sequence[int], scale: torch.Tensor) -> torch.Tensor:
         """Return the scale of the weight `name` [N, K] in the shape that `scaling.dequantize` takes; float32.
@@ -170,7 +173,9 @@ def stored_format(config: dict[str, Any]) -> StoredFormat:
     method = quantization.get("quant_method")
     if method == FP8:
         size = quantization.get("weight_block_size")
-        return StoredFormat(_SCALE_NAMES[FP8], frozenset(["tensor" if size is None else _block(size)]))
+        return StoredFormat(
+            _SCALE_NAMES[FP8], frozenset(["tensor" if size is None else _block(size)]), size is not None
+        )
     if method != COMPRESSED_TENSORS:
         raise NotImplementedError(
             f"quant_method in config.json must be {COMPRESSED_TENSORS!r} or {FP8!r}, got {method!r}; "
@@ -179,7 +184,10 @@ def stored_format(config: dict[str, Any]) -> StoredFormat:
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict) or not groups or not all(isinstance(each, dict) for each in groups.values()):
         raise ValueError("config_groups in config.json must be an object of groups; download it again")
-    return StoredFormat(_SCALE_NAMES[method], frozenset(_strategy_of(group) for group in groups.values()))
+    inputs = [group.get("input_activations") for group in groups.values()]
+    has_rows = any(isinstance(each, dict) and each.get("strategy") != "tensor" for each in inputs)
+    strategies = frozenset(_strategy_of(group) for group in groups.values())
+    return StoredFormat(_SCALE_NAMES[method], strategies, has_rows)
 
 
 def _strategy_of(group: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ they are those of the next training step, to the bit. Two exceptions, whose cost
     one scale per tensor    servers fuse q, k, v and gate, up into one linear with one scale. Such siblings share the
                             smallest of their scales, unless the caller asks for their own.
     blocks                  no recipe trains with them.
+A frozen float8 weight is written as it is stored, where the format has its granularity.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from quaver.delayed import WRAPPERS
 from quaver.distributed.weight_scales import local_weight
 from quaver.export.files import listed
 from quaver.export.formats import COMPRESSED_TENSORS, FORMATS, FUSED, HIGH_PRECISION, WeightFormat, weight_format
+from quaver.frozen import SCALE, FrozenFloat8Linear
+from quaver.frozen_weight import FrozenFloat8Weight
 from quaver.linear import Float8Linear
 from quaver.quantize import WEIGHT, Operand, Quantizer, Scales, cast_pair
 from quaver.scaling import BLOCK_SIZE, PersistentScales, dequantize, dynamic_cast_blocks, to_dequant_scale
@@ -152,14 +155,14 @@ class Float8Weights:
         """The codes and scales of linears that share a scale, or of one linear."""
         weights = [self._forward_weight(name) for name in names]
         own = [self._quantize(name, weight) for name, weight in zip(names, weights, strict=True)]
-        shared = torch.stack([scales.quant for _, scales in own]).min() if len(names) > 1 else None
+        shared = min((cast(Scales, scales) for _, scales in own), key=_quant) if len(names) > 1 else None
         format = self.plan.format
         for name, weight, (operand, scales) in zip(names, weights, own, strict=True):
             stored = operand
             if format.weights == "block":
-                stored = _quantize_blocks(name, weight)
-            elif shared is not None and scales.quant != shared:
-                stored = self._quantize(name, weight, Scales(shared, to_dequant_scale(shared)))[0]
+                stored = self._in_blocks(name, weight, operand)
+            elif shared is not None and cast(Scales, scales).quant != shared.quant:
+                stored = self._requantize(name, weight, Scales(shared.quant, shared.dequant.clone()))[0]
             if stored is not operand:
                 self.requantized[name] = Requantized(sqnr_db(weight, operand), sqnr_db(weight, stored))
             yield f"{name}.weight", stored.data
@@ -168,15 +171,33 @@ class Float8Weights:
             if format.is_static:
                 yield f"{name}.input_scale", self._input_scale(name)
 
-    def _quantize(self, name: str, weight: Tensor, scales: Scales | None = None) -> tuple[Operand, Scales]:
-        """The operand of the forward's matmul, and the scales that it was quantized with."""
+    def _quantize(self, name: str, weight: Tensor) -> tuple[Operand, Scales | None]:
+        """The operand of the forward's matmul, and the scales that it was quantized with; None for those of blocks."""
+        linear = self.plan.linears[name]
+        if isinstance(linear, FrozenFloat8Linear):
+            codes, scale = linear.weight.data_fp8, linear.weight_dequant_scale
+            return Operand(codes, scale), Scales(to_dequant_scale(scale), scale)
+        return self._requantize(name, weight)
+
+    def _requantize(self, name: str, weight: Tensor, scales: Scales | None = None) -> tuple[Operand, Scales | None]:
         linear = self.plan.linears[name]
         quantizer = Quantizer(cast_pair(linear.config, WEIGHT, weight.dtype), _scales(linear).weight)
         operands = quantizer(weight, last=True, first=False, scales=scales)
-        used = operands.row_scales or operands.tensor_scales
-        if operands.last is None or used is None:
+        if operands.last is None:
             raise RuntimeError(f"{name}: the quantizer made no operand for the forward")
-        return operands.last, used
+        return operands.last, operands.row_scales or operands.tensor_scales
+
+    def _in_blocks(self, name: str, weight: Tensor, operand: Operand) -> Operand:
+        """`operand` itself where the config has blocks, or the weight quantized again."""
+        if any(size % BLOCK_SIZE for size in weight.shape):
+            raise ValueError(
+                f"{name} must be a multiple of the block of {BLOCK_SIZE} x {BLOCK_SIZE}, got {list(weight.shape)}; "
+                "export in another format, or filter the linear out"
+            )
+        if self.plan.linears[name].config.casts.weight.is_blockwise:
+            return operand
+        codes, _, dequant_scale = dynamic_cast_blocks(weight, torch.float8_e4m3fn)
+        return Operand(codes, dequant_scale)
 
     def _input_scale(self, name: str) -> Tensor:
         scale = _scales(self.plan.linears[name]).input
@@ -188,11 +209,16 @@ class Float8Weights:
         return to_dequant_scale(scale.quant_scale.abs()).reshape(1)  # negative while the scale left its window
 
     def _forward_weight(self, name: str) -> Tensor:
+        linear = self.plan.linears[name]
+        if isinstance(linear, FrozenFloat8Linear):
+            return dequantize(linear.weight.data_fp8, linear.weight_dequant_scale)
         weight, dtype = self._read(f"{name}.weight"), self._forward_dtypes.get(name)
         return weight if dtype is None else weight.to(dtype)
 
     def _read(self, name: str) -> Tensor:
         tensor = self._weights[name].detach()
+        if isinstance(tensor, FrozenFloat8Weight):
+            tensor = tensor.to_high_precision()
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
             self.bytes_moved += tensor.nbytes
@@ -201,14 +227,8 @@ class Float8Weights:
         return tensor
 
 
-def _quantize_blocks(name: str, weight: Tensor) -> Operand:
-    if any(size % BLOCK_SIZE for size in weight.shape):
-        raise ValueError(
-            f"{name} must be a multiple of the block of {BLOCK_SIZE} x {BLOCK_SIZE}, got {list(weight.shape)}; export "
-            "in another format, or filter the linear out"
-        )
-    codes, _, dequant_scale = dynamic_cast_blocks(weight, torch.float8_e4m3fn)
-    return Operand(codes, dequant_scale)
+def _quant(scales: Scales) -> float:
+    return scales.quant.item()
 
 
 def sqnr_db(hp: Tensor, operand: Operand) -> float:
@@ -225,6 +245,9 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
     report = conversion_report(model)
     if not linears:
         raise ValueError("no linear of the model is in float8; convert it, or give a recipe")
+    sharded = [name for name, each in linears.items() if getattr(local_weight(each), "is_part", False)]
+    if sharded:
+        raise NotImplementedError(f"frozen float8 weights are exported whole, got shards: {listed(sharded)}")
     configs = {str(each.config): weight_format(format, each.config) for each in linears.values()}
     if len(set(configs.values())) > 1:
         raise NotImplementedError(
@@ -255,8 +278,17 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of `model` without the names of wrappers; a sharded weight is a plain DTensor."""
-    return {WRAPPERS.sub("", name): tensor for name, tensor in model.state_dict().items()}
+    """The state dict of `model` without the names of wrappers; a sharded weight is a plain DTensor.
+
+    A frozen float8 weight is one tensor: itself.
+    """
+    tensors = model.state_dict()
+    for name, module in model.named_modules():
+        if isinstance(module, FrozenFloat8Linear):
+            dot = name and f"{name}."
+            del tensors[f"{dot}{SCALE}"]
+            tensors[f"{dot}weight"] = module.weight
+    return {WRAPPERS.sub("", name): tensor for name, tensor in tensors.items()}
 
 
 def _names(model: nn.Module) -> tuple[list[str], list[str]]:

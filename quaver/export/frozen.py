@@ -1,0 +1,146 @@
+"""`load_frozen`: the codes of a float8 checkpoint become the frozen base of a model, as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from quaver.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName, ScalingGranularity
+from quaver.convert import FilterDecision, convert_to_float8_training, obstacle_of, owners_of_weights
+from quaver.export.files import listed
+from quaver.export.formats import StoredFormat
+from quaver.export.load import Float8Checkpoint
+from quaver.formats import E4M3
+from quaver.frozen import blockwise_config, obstacle_to_storing, store_float8_weight
+from quaver.linear import Float8Linear
+
+_LEFT_OUT = "in high precision in the checkpoint"
+
+
+def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
+    """Load a float8 checkpoint into `model`, in place, with its codes and scales as frozen float8 weights.
+
+        with accelerate.init_empty_weights():                             # the meta device, but for buffers
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        load_frozen(model, folder)
+
+    Nothing is quantized again: the weights are the checkpoint's to the bit, and so is a forward that quantizes
+    activations as quaver's recipe does. Activations are quantized by row where the checkpoint says by token or by
+    group, and otherwise by tensor, always dynamically: a stored input_scale is not used. Tensors in high precision are
+    loaded in the dtype of the model. All but an error of the disk is found before the model changes. As after
+    `freeze_to_float8`, frozen weights do not train, and `conversion_report(model)` lists each layer.
+
+    Args:
+        model: in high precision, on any device, or on the meta device, from where it moves to the CPU. Its names are
+            those of the checkpoint. Not sharded, compiled or with adapters yet.
+        folder: as for `load_float8`.
+    Returns:
+        `model`.
+    Raises:
+        As `load_float8`.
+        ValueError: names or shapes of the model and of the checkpoint differ; a float8 weight belongs to no nn.Linear,
+            is tied, or converted to float8 already; a scale is not above 0; a buffer that the checkpoint lacks is on
+            the meta device.
+        NotImplementedError: the checkpoint has scales of several granularities.
+    """
+    checkpoint = Float8Checkpoint(Path(folder), torch.float32)
+    tensors = model.state_dict(keep_vars=True)
+    linears = {name.removesuffix(".weight"): name for name in checkpoint.float8_names}
+    problem = next(_problems(model, tensors, checkpoint, linears), None)
+    if problem is not None:
+        raise ValueError(problem)
+    config = _config(checkpoint)
+    convert_to_float8_training(
+        model,
+        config=config,
+        module_filter_fn=lambda linear, name: name in linears or FilterDecision(False, _LEFT_OUT),
+    )
+    for name, stored in linears.items():
+        linear = model.get_submodule(name)
+        weight = linear.weight
+        device = torch.device("cpu") if weight.is_meta else weight.device
+        codes, scale = (tensor.to(device, copy=True) for tensor in checkpoint.codes_and_scale(stored))  # not the file
+        store_float8_weight(linear, codes, scale, config=config, dtype=weight.dtype)  # type: ignore[arg-type]
+    _load_others(model, tensors, {name: checkpoint[name] for name in checkpoint if name not in linears.values()})
+    return model
+
+
+def _config(checkpoint: Float8Checkpoint) -> Float8LinearConfig:
+    """How the forward that the checkpoint describes quantizes; gradients as in the recipe with these weights."""
+    format = checkpoint.format
+    (weights,) = format.strategies
+    power_of_2 = all(torch.frexp(checkpoint.scale(name))[0].eq(0.5).all() for name in checkpoint.float8_names)
+    if weights == "block":
+        return blockwise_config(power_of_2=power_of_2)
+    if weights == "tensor" and not format.has_rows:
+        return Float8LinearConfig.from_recipe_name(Float8LinearRecipeName.TENSORWISE)
+    rowwise = Float8LinearConfig.from_recipe_name(Float8LinearRecipeName.ROWWISE)
+    granularity = ScalingGranularity.ROWWISE if weights == "channel" else ScalingGranularity.TENSORWISE
+    weight = CastConfig(scaling_granularity=granularity, target_dtype=E4M3.dtype)
+    return replace(rowwise, cast_config_weight=weight, round_scales_to_power_of_2=power_of_2)
+
+
+def _problems(
+    model: nn.Module, tensors: dict[str, Tensor], checkpoint: Float8Checkpoint, linears: dict[str, str]
+) -> Iterator[str]:
+    """Why the checkpoint cannot be loaded, the first reason first; the codes are read last."""
+    _check_one_granularity(checkpoint.format)
+    modules, owners = dict(model.named_modules()), owners_of_weights(model)
+    wrong = [name for name, stored in linears.items() if not isinstance(modules.get(name), nn.Linear)]
+    if wrong:
+        yield f"float8 weights of the checkpoint belong to no nn.Linear of the model: {listed(wrong)}"
+    unknown = [name for name in checkpoint if name not in tensors]
+    loaded = {id(tensors[name]) for name in checkpoint if name in tensors}
+    missing = [name for name, tensor in tensors.items() if id(tensor) not in loaded]
+    if unknown or missing:
+        lists = (("the model lacks", unknown), ("the checkpoint lacks", missing))
+        differences = [f"{what} {listed(names)}" for what, names in lists if names]
+        yield f"names differ: {', '.join(differences)}; make the model from the config.json of the checkpoint"
+    for name in checkpoint:
+        if checkpoint.shape(name) != list(tensors[name].shape):
+            yield f"{name}: expected {list(tensors[name].shape)}, as the model has, got {checkpoint.shape(name)}"
+    on_meta = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in checkpoint]
+    if on_meta:
+        yield (
+            f"buffers that no checkpoint has are on the meta device: {listed(on_meta)}; make the model in accelerate's "
+            "init_empty_weights(), which leaves buffers where they are"
+        )
+    for name, stored in linears.items():
+        linear = modules[name]
+        if isinstance(linear, Float8Linear):
+            yield f"{name} is converted to float8 already; call convert_to_high_precision first"
+        elif isinstance(linear, nn.Linear) and (obstacle := obstacle_of(linear, include_subclasses=False)):
+            yield f"{name} cannot be stored in float8: {obstacle}"
+        elif isinstance(linear, nn.Linear) and (obstacle := obstacle_to_storing(name, linear, owners)):
+            yield obstacle
+        elif not (checkpoint.codes_and_scale(stored)[1] > 0).all():
+            yield f"the scale of {stored} must be above 0; download the checkpoint again"
+
+
+def _check_one_granularity(format: StoredFormat) -> None:
+    if len(format.strategies) > 1:
+        found = ", ".join(sorted(format.strategies))
+        raise NotImplementedError(
+            f"the weights in config.json must have scales of one granularity, got {found}; use load_float8, which "
+            "dequantizes them, and freeze_to_float8"
+        )
+
+
+@torch.no_grad()
+def _load_others(model: nn.Module, tensors: dict[str, Tensor], loaded: dict[str, Tensor]) -> None:
+    """Copy into parameters and buffers; those on the meta device are replaced, tied ones everywhere."""
+    made: dict[int, Tensor] = {}
+    for name, tensor in loaded.items():
+        old = tensors[name]
+        if not old.is_meta:
+            old.copy_(tensor)
+            continue
+        new = tensor.to(old.dtype, copy=True)
+        made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+    for module in model.modules():
+        for own in (module._parameters, module._buffers):
+            own.update({leaf: made[id(old)] for leaf, old in own.items() if id(old) in made})  # type: ignore[misc]
