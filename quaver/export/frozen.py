@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,8 @@ def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
         NotImplementedError: the checkpoint has scales of several granularities.
     """
     checkpoint = Float8Checkpoint(Path(folder), torch.float32)
+    if any(each.is_meta for each in model.parameters()) and callable(tie := getattr(model, "tie_weights", None)):
+        tie()  # transformers tied them when it made the model, and init_empty_weights made parameters of its own
     tensors = model.state_dict(keep_vars=True)
     linears = {name.removesuffix(".weight"): name for name in checkpoint.float8_names}
     problem = next(_problems(model, tensors, checkpoint, linears), None)
@@ -60,11 +63,11 @@ def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
         module_filter_fn=lambda linear, name: name in linears or FilterDecision(False, _LEFT_OUT),
     )
     for name, stored in linears.items():
-        linear = model.get_submodule(name)
+        linear = cast(nn.Linear, model.get_submodule(name))
         weight = linear.weight
         device = torch.device("cpu") if weight.is_meta else weight.device
         codes, scale = (tensor.to(device, copy=True) for tensor in checkpoint.codes_and_scale(stored))  # not the file
-        store_float8_weight(linear, codes, scale, config=config, dtype=weight.dtype)  # type: ignore[arg-type]
+        store_float8_weight(linear, codes, scale, config=config, dtype=weight.dtype)
     _load_others(model, tensors, {name: checkpoint[name] for name in checkpoint if name not in linears.values()})
     return model
 

@@ -175,7 +175,7 @@ class Float8Weights:
         """The operand of the forward's matmul, and the scales that it was quantized with; None for those of blocks."""
         linear = self.plan.linears[name]
         if isinstance(linear, FrozenFloat8Linear):
-            codes, scale = linear.weight.data_fp8, linear.weight_dequant_scale
+            codes, scale = _frozen_operand(linear)
             return Operand(codes, scale), Scales(to_dequant_scale(scale), scale)
         return self._requantize(name, weight)
 
@@ -211,7 +211,7 @@ class Float8Weights:
     def _forward_weight(self, name: str) -> Tensor:
         linear = self.plan.linears[name]
         if isinstance(linear, FrozenFloat8Linear):
-            return dequantize(linear.weight.data_fp8, linear.weight_dequant_scale)
+            return dequantize(*_frozen_operand(linear))
         weight, dtype = self._read(f"{name}.weight"), self._forward_dtypes.get(name)
         return weight if dtype is None else weight.to(dtype)
 
@@ -225,6 +225,10 @@ class Float8Weights:
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise ValueError(f"{name} has an inf or a NaN: the model has diverged; export an earlier checkpoint")
         return tensor
+
+
+def _frozen_operand(linear: FrozenFloat8Linear) -> tuple[Tensor, Tensor]:
+    return cast(FrozenFloat8Weight, linear.weight).data_fp8, linear.weight_dequant_scale
 
 
 def _quant(scales: Scales) -> float:

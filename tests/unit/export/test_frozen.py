@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from accelerate import init_empty_weights
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -137,6 +138,23 @@ def test_tied_parameters_stay_tied(tmp_path):
     load_frozen(frozen, tmp_path / "out")
     assert frozen.lm_head.weight is frozen.embed_tokens.weight
     assert logits(frozen).equal(logits(model))
+
+
+def test_ties_that_init_empty_weights_undid_are_made_again(tmp_path):
+    class Tied(Tiny):
+        def tie_weights(self):  # as models of transformers have it
+            self.lm_head.weight = self.embed_tokens.weight
+
+    model = Tied(32)
+    model.tie_weights()
+    save_float8(convert_to_float8_training(model, module_filter_fn=not_the_head), tmp_path / "out", config={})
+    with init_empty_weights():
+        frozen = Tied(32)
+        frozen.tie_weights()
+    assert frozen.lm_head.weight is not frozen.embed_tokens.weight
+    load_frozen(frozen, tmp_path / "out")
+    assert frozen.lm_head.weight is frozen.embed_tokens.weight
+    assert logits(frozen).isfinite().all()
 
 
 def test_the_base_does_not_depend_on_the_files(exported, tmp_path):
