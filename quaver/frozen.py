@@ -156,7 +156,7 @@ def freeze_to_float8(
             or inf, is tied, sharded, on the meta device or of another dtype; linears of which only some train.
         TypeError: `config` or `module` is of another type.
     """
-    config = frozen_config(config)
+    config = _resolved(config)
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
     linears = {name: each for name, each in module.named_modules() if isinstance(each, nn.Linear)}
@@ -221,8 +221,7 @@ def store_float8_weight(
     linear.__class__ = float8_class(linear._converted_from, FrozenFloat8Linear)
 
 
-def frozen_config(config: Float8LinearConfig | Float8LinearRecipeName | str | None) -> Float8LinearConfig:
-    """The config of `freeze_to_float8`, from what its `config` may be, and with its errors."""
+def _resolved(config: Float8LinearConfig | Float8LinearRecipeName | str | None) -> Float8LinearConfig:
     config = blockwise_config() if config in (None, "blockwise") else resolve_config(config)
     weight, for_grad_input = config.casts.weight, config.casts.weight_for_grad_input
     if config.has_persistent_scales:
@@ -245,17 +244,25 @@ def _problems(chosen: dict[str, nn.Linear], owners: dict[int, list[str]]) -> Ite
         )
     for name, linear in chosen.items():
         weight = linear.weight
-        tied = [owner for owner in owners.get(id(weight), []) if owner != name]
-        if type(weight) is not nn.Parameter:
-            yield f"the weight of {name} is a {type(weight).__name__}; freeze before fully_shard and other wrappers"
+        if problem := obstacle_to_storing(name, linear, owners):
+            yield problem
         elif weight.is_meta:
             yield f"the weight of {name} is on the meta device; load it first"
-        elif weight.dtype not in HP_DTYPES:
-            yield f"the weight of {name}: expected {', '.join(map(str, HP_DTYPES))}, got {weight.dtype}"
-        elif tied:
-            yield (
-                f"the weight of {name} is tied to {', '.join(tied)}, so it cannot be stored in float8; untie them, or "
-                "filter the layer out (module_filter_fn)"
-            )
         elif not bool(amax(weight.detach()).isfinite()):
             yield f"the weight of {name} holds NaN or inf"
+
+
+def obstacle_to_storing(name: str, linear: nn.Linear, owners: dict[int, list[str]]) -> str:
+    """Why the weight of `linear` cannot be replaced with float8 codes; "" where it can."""
+    weight = linear.weight
+    tied = [owner for owner in owners.get(id(weight), []) if owner != name]
+    if type(weight) is not nn.Parameter:
+        return f"the weight of {name} is a {type(weight).__name__}; freeze before fully_shard and other wrappers"
+    if weight.dtype not in HP_DTYPES:
+        return f"the weight of {name}: expected {', '.join(map(str, HP_DTYPES))}, got {weight.dtype}"
+    if tied:
+        return (
+            f"the weight of {name} is tied to {', '.join(tied)}, so it cannot be stored in float8; untie them, or "
+            "filter the layer out (module_filter_fn)"
+        )
+    return ""

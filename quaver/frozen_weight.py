@@ -108,7 +108,7 @@ class FrozenFloat8Weight(Float8Tensor):
 
     @property
     def has_power_of_2_scales(self) -> bool:
-        return has_power_of_2_scales(self.dequant_scale)
+        return not bool(self.dequant_scale.view(torch.int32).bitwise_and(_MANTISSA).any())
 
     @property
     def granularity(self) -> str:
@@ -290,11 +290,6 @@ class FrozenFloat8Weight(Float8Tensor):
             if isinstance(each, cls):  # a value that was only read is written back unchanged
                 each.write(values[id(each)])
         return args[0] if weight is not None else out
-
-
-def has_power_of_2_scales(scale: Tensor) -> bool:
-    """Whether all scales, positive float32 of any shape, are powers of two."""
-    return not bool(scale.view(torch.int32).bitwise_and(_MANTISSA).any())
 
 
 def _rebuild(state: tuple[Any, ...], is_parameter: bool) -> FrozenFloat8Weight:

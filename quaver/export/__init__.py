@@ -3,7 +3,7 @@
 from quaver.export import save_float8, load_float8, iter_float8_weights
 save_float8(model, "out")                             # codes and scales of the training forward
 model.load_state_dict(dict(load_float8("out")))       # dequantized, to train on
-load_frozen(model, "out")                             # frozen with these codes, for adapters
+load_frozen(model, "out")                             # the codes themselves, for adapters to train on
 """
 
 from quaver.export.frozen import load_frozen

@@ -5,7 +5,6 @@
                                 rowwise_with_tensorwise_weight  one scale               dynamic, per token
                                 tensorwise                      one scale               dynamic, per tensor
                                 delayed, static                 one scale               static, per tensor
-                                blocks of a frozen base         a scale per 128 x 128   dynamic, per 128 of a token
     compressed-tensors-block    any                             a scale per 128 x 128   dynamic, per 128 of a token
     fp8                         any                             a scale per 128 x 128   dynamic, per 128 of a token
 
@@ -15,8 +14,8 @@ DeepSeek's checkpoints) `<linear>.weight_scale_inv`. Static activations add `<li
 names, shapes and dtypes that compressed-tensors 0.20 and transformers 5.23 write, and that the CompressedTensorsW8A8Fp8
 of vLLM (its main branch, October 2025) and of SGLang register.
 
-No recipe trains with blocks: the two block formats quantize the weights again. The blocks of a frozen base
-(`freeze_to_float8`) are written as they are.
+No recipe trains with blocks: the two block formats quantize the weights again, but for those that `freeze_to_float8`
+stored in blocks. Under a blockwise config compressed-tensors is compressed-tensors-block.
 """
 
 from __future__ import annotations
@@ -130,8 +129,8 @@ class StoredFormat:
     """The leaf name of a weight's scale."""
     strategies: frozenset[str]
     """The strategies of its weights: channel, tensor, block."""
-    scales_tokens: bool
-    """Whether each token of an activation has a scale of its own."""
+    has_rows: bool
+    """Whether activations are quantized by token, or by groups of one, and not by tensor."""
 
     def checked_scale(self, name: str, shape: Sequence[int], scale: torch.Tensor) -> torch.Tensor:
         """Return the scale of the weight `name` [N, K] in the shape that `scaling.dequantize` takes; float32.
@@ -185,11 +184,10 @@ def stored_format(config: dict[str, Any]) -> StoredFormat:
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict) or not groups or not all(isinstance(each, dict) for each in groups.values()):
         raise ValueError("config_groups in config.json must be an object of groups; download it again")
-    activations = [group.get("input_activations") for group in groups.values()]
-    scales_tokens = any(isinstance(each, dict) and each.get("strategy") != "tensor" for each in activations)
-    return StoredFormat(
-        _SCALE_NAMES[method], frozenset(_strategy_of(group) for group in groups.values()), scales_tokens
-    )
+    inputs = [group.get("input_activations") for group in groups.values()]
+    has_rows = any(isinstance(each, dict) and each.get("strategy") != "tensor" for each in inputs)
+    strategies = frozenset(_strategy_of(group) for group in groups.values())
+    return StoredFormat(_SCALE_NAMES[method], strategies, has_rows)
 
 
 def _strategy_of(group: dict[str, Any]) -> str:

@@ -1,140 +1,149 @@
-"""Loads a float8 checkpoint as a frozen base: the codes of the file are the codes that the linears multiply with."""
+"""`load_frozen`: the codes of a float8 checkpoint become the frozen base of a model, as they are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from quaver.config import Float8LinearConfig, Float8LinearRecipeName
-from quaver.convert import obstacle_of, owners_of_weights
+from quaver.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName, ScalingGranularity
+from quaver.convert import FilterDecision, convert_to_float8_training, obstacle_of, owners_of_weights
 from quaver.export.files import listed
-from quaver.export.load import Float8Checkpoint, load_float8
-from quaver.frozen import blockwise_config, frozen_config, store_float8_weight
-from quaver.frozen_weight import has_power_of_2_scales
+from quaver.export.formats import StoredFormat
+from quaver.export.load import Float8Checkpoint
+from quaver.formats import E4M3
+from quaver.frozen import blockwise_config, obstacle_to_storing, store_float8_weight
 from quaver.linear import Float8Linear
 
+_LEFT_OUT = "in high precision in the checkpoint"
 
-def load_frozen(
-    model: nn.Module,
-    folder: Path | str,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    config: Float8LinearConfig | Float8LinearRecipeName | str | None = None,
-) -> nn.Module:
-    """Load a float8 checkpoint into `model`, in place, and freeze its float8 weights with the codes of the file.
 
-    Nothing is quantized: an export of a model computes the logits of the exported model's forward, to the bit, if its
-    activations are scaled alike. Adapters then train on top of it, as on `freeze_to_float8`'s base.
+def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
+    """Load a float8 checkpoint into `model`, in place, with its codes and scales as frozen float8 weights.
 
-        with accelerate.init_empty_weights():
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        with accelerate.init_empty_weights():                             # the meta device, but for buffers
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         load_frozen(model, folder)
 
+    Nothing is quantized again: the weights are the checkpoint's to the bit, and so is a forward that quantizes
+    activations as quaver's recipe does. Activations are quantized by row where the checkpoint says by token or by
+    group, and otherwise by tensor, always dynamically: a stored input_scale is not used. Tensors in high precision are
+    loaded in the dtype of the model. All but an error of the disk is found before the model changes. As after
+    `freeze_to_float8`, frozen weights do not train, and `conversion_report(model)` lists each layer.
+
     Args:
-        model: the architecture of the checkpoint, in high precision, with its names. Its weights may be on the meta
-            device, and are then made on the CPU; buffers that no checkpoint holds must not be.
+        model: in high precision, on any device, or on the meta device, from where it moves to the CPU. Its names are
+            those of the checkpoint. Not sharded, compiled or with adapters yet.
         folder: as for `load_float8`.
-        dtype: of the tensors in high precision, and the one that the frozen weights present, where `model` is on the
-            meta device; elsewhere tensors keep their dtype.
-        config: how activations and gradients are cast. By default as the scales of the weights are: "rowwise",
-            "tensorwise", "rowwise_with_tensorwise_weight" where tokens have scales, or blockwise; scales are powers of
-            two if those of all weights are.
     Returns:
         `model`.
     Raises:
         As `load_float8`.
-        ValueError: names or shapes of the checkpoint are not those of the model, a float8 weight is tied or belongs to
-            no nn.Linear, or buffers are on the meta device. The model is then as it was.
+        ValueError: names or shapes of the model and of the checkpoint differ; a float8 weight belongs to no nn.Linear,
+            is tied, or converted to float8 already; a scale is not above 0; a buffer that the checkpoint lacks is on
+            the meta device.
+        NotImplementedError: the checkpoint has scales of several granularities.
     """
-    checkpoint = load_float8(folder, dtype=dtype)
-    linears = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
-    problem = next(_problems(model, linears, checkpoint), None)
+    checkpoint = Float8Checkpoint(Path(folder), torch.float32)
+    if any(each.is_meta for each in model.parameters()) and callable(tie := getattr(model, "tie_weights", None)):
+        tie()  # transformers tied them when it made the model, and init_empty_weights made parameters of its own
+    tensors = model.state_dict(keep_vars=True)
+    linears = {name.removesuffix(".weight"): name for name in checkpoint.float8_names}
+    problem = next(_problems(model, tensors, checkpoint, linears), None)
     if problem is not None:
-        raise ValueError(f"{str(folder)!r} does not fit the model: {problem}")
-    stored = {name: checkpoint.codes(name) for name in checkpoint if name in checkpoint.float8_names}
-    power_of_2 = all(has_power_of_2_scales(scale) for _, scale in stored.values())
-    given = None if config is None else frozen_config(config)
-    for name, (codes, scale) in stored.items():
-        linear = linears[name.removesuffix(".weight")]
-        made = given or _config_for(scale, checkpoint, power_of_2)
-        presented = dtype if linear.weight.is_meta else linear.weight.dtype
-        device = torch.device("cpu") if linear.weight.is_meta else linear.weight.device
-        store_float8_weight(linear, codes.to(device), scale.to(device), config=made, dtype=presented)
-    _load_others(model, checkpoint)
+        raise ValueError(problem)
+    config = _config(checkpoint)
+    convert_to_float8_training(
+        model,
+        config=config,
+        module_filter_fn=lambda linear, name: name in linears or FilterDecision(False, _LEFT_OUT),
+    )
+    for name, stored in linears.items():
+        linear = cast(nn.Linear, model.get_submodule(name))
+        weight = linear.weight
+        device = torch.device("cpu") if weight.is_meta else weight.device
+        codes, scale = (tensor.to(device, copy=True) for tensor in checkpoint.codes_and_scale(stored))  # not the file
+        store_float8_weight(linear, codes, scale, config=config, dtype=weight.dtype)
+    _load_others(model, tensors, {name: checkpoint[name] for name in checkpoint if name not in linears.values()})
     return model
 
 
-def _problems(model: nn.Module, linears: dict[str, nn.Linear], checkpoint: Float8Checkpoint) -> Iterator[str]:
-    """Why the checkpoint cannot be loaded."""
-    owners = owners_of_weights(model)
-    for name in sorted(checkpoint.float8_names):
-        linear = linears.get(name.removesuffix(".weight"))
-        if linear is None:
-            yield f"the float8 weight {name} belongs to no nn.Linear of the model; dequantize it (load_float8)"
-            return
-        if isinstance(linear, Float8Linear) or type(linear.weight) is not nn.Parameter:
-            yield f"{name}: expected an nn.Linear in high precision, got {type(linear).__name__}"
-        elif obstacle_of(linear, False):
-            yield f"{name}: {obstacle_of(linear, False)}"
-        if len(owners[id(linear.weight)]) > 1:
-            yield f"the float8 weight {name} is tied to {', '.join(owners[id(linear.weight)])}; untie them"
-    tensors, parameters = model.state_dict(keep_vars=True), dict(model.named_parameters())
-    missing = sorted(set(tensors) - set(checkpoint) - _tied_to(model, set(checkpoint)))
-    unknown = sorted(set(checkpoint) - set(tensors))
-    if missing or unknown:
-        yield f"tensors that it lacks: {listed(missing) or 'none'}; that the model lacks: {listed(unknown) or 'none'}"
-    for name in sorted(set(checkpoint) & set(tensors)):
-        if list(tensors[name].shape) != checkpoint.shape(name):
-            yield f"{name}: expected {list(tensors[name].shape)}, got {checkpoint.shape(name)}"
-    left = sorted(name for name, each in model.named_buffers() if each.is_meta and name not in checkpoint)
-    if left:
-        yield (
-            f"it has no values for buffers on the meta device: {listed(left)}; make the model on the CPU, or with "
-            "accelerate's init_empty_weights, which leaves buffers where they are"
-        )
-    if any(each.is_meta for each in parameters.values()) and not all(each.is_meta for each in parameters.values()):
-        yield "some parameters are on the meta device and others are not"
-
-
-def _tied_to(model: nn.Module, names: set[str]) -> set[str]:
-    """The names of parameters that are those of `names` under another name."""
-    owners: dict[int, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), set()).add(name)
-    return {name for tied in owners.values() if tied & names for name in tied}
-
-
-def _config_for(scale: Tensor, checkpoint: Float8Checkpoint, power_of_2: bool) -> Float8LinearConfig:
-    """How activations are cast for a weight with this scale."""
-    if scale.dim() and "block" in checkpoint.format.strategies:
+def _config(checkpoint: Float8Checkpoint) -> Float8LinearConfig:
+    """How the forward that the checkpoint describes quantizes; gradients as in the recipe with these weights."""
+    format = checkpoint.format
+    (weights,) = format.strategies
+    power_of_2 = all(torch.frexp(checkpoint.scale(name))[0].eq(0.5).all() for name in checkpoint.float8_names)
+    if weights == "block":
         return blockwise_config(power_of_2=power_of_2)
-    if scale.dim():
-        recipe = "rowwise"
-    else:
-        recipe = "rowwise_with_tensorwise_weight" if checkpoint.format.scales_tokens else "tensorwise"
-    config = frozen_config(recipe)
-    return config if power_of_2 else replace(config, round_scales_to_power_of_2=False)
+    if weights == "tensor" and not format.has_rows:
+        return Float8LinearConfig.from_recipe_name(Float8LinearRecipeName.TENSORWISE)
+    rowwise = Float8LinearConfig.from_recipe_name(Float8LinearRecipeName.ROWWISE)
+    granularity = ScalingGranularity.ROWWISE if weights == "channel" else ScalingGranularity.TENSORWISE
+    weight = CastConfig(scaling_granularity=granularity, target_dtype=E4M3.dtype)
+    return replace(rowwise, cast_config_weight=weight, round_scales_to_power_of_2=power_of_2)
+
+
+def _problems(
+    model: nn.Module, tensors: dict[str, Tensor], checkpoint: Float8Checkpoint, linears: dict[str, str]
+) -> Iterator[str]:
+    """Why the checkpoint cannot be loaded, the first reason first; the codes are read last."""
+    _check_one_granularity(checkpoint.format)
+    modules, owners = dict(model.named_modules()), owners_of_weights(model)
+    wrong = [name for name, stored in linears.items() if not isinstance(modules.get(name), nn.Linear)]
+    if wrong:
+        yield f"float8 weights of the checkpoint belong to no nn.Linear of the model: {listed(wrong)}"
+    unknown = [name for name in checkpoint if name not in tensors]
+    loaded = {id(tensors[name]) for name in checkpoint if name in tensors}
+    missing = [name for name, tensor in tensors.items() if id(tensor) not in loaded]
+    if unknown or missing:
+        lists = (("the model lacks", unknown), ("the checkpoint lacks", missing))
+        differences = [f"{what} {listed(names)}" for what, names in lists if names]
+        yield f"names differ: {', '.join(differences)}; make the model from the config.json of the checkpoint"
+    for name in checkpoint:
+        if checkpoint.shape(name) != list(tensors[name].shape):
+            yield f"{name}: expected {list(tensors[name].shape)}, as the model has, got {checkpoint.shape(name)}"
+    on_meta = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in checkpoint]
+    if on_meta:
+        yield (
+            f"buffers that no checkpoint has are on the meta device: {listed(on_meta)}; make the model in accelerate's "
+            "init_empty_weights(), which leaves buffers where they are"
+        )
+    for name, stored in linears.items():
+        linear = modules[name]
+        if isinstance(linear, Float8Linear):
+            yield f"{name} is converted to float8 already; call convert_to_high_precision first"
+        elif isinstance(linear, nn.Linear) and (obstacle := obstacle_of(linear, include_subclasses=False)):
+            yield f"{name} cannot be stored in float8: {obstacle}"
+        elif isinstance(linear, nn.Linear) and (obstacle := obstacle_to_storing(name, linear, owners)):
+            yield obstacle
+        elif not (checkpoint.codes_and_scale(stored)[1] > 0).all():
+            yield f"the scale of {stored} must be above 0; download the checkpoint again"
+
+
+def _check_one_granularity(format: StoredFormat) -> None:
+    if len(format.strategies) > 1:
+        found = ", ".join(sorted(format.strategies))
+        raise NotImplementedError(
+            f"the weights in config.json must have scales of one granularity, got {found}; use load_float8, which "
+            "dequantizes them, and freeze_to_float8"
+        )
 
 
 @torch.no_grad()
-def _load_others(model: nn.Module, checkpoint: Float8Checkpoint) -> None:
-    """The tensors in high precision; those on the meta device become tensors of the checkpoint."""
-    others = [name for name in checkpoint if name not in checkpoint.float8_names]
-    owners: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(name)
-    tensors = model.state_dict(keep_vars=True)
-    for name in others:
-        tensor = tensors[name]
-        if not tensor.is_meta:
-            tensor.copy_(checkpoint.as_stored(name))
+def _load_others(model: nn.Module, tensors: dict[str, Tensor], loaded: dict[str, Tensor]) -> None:
+    """Copy into parameters and buffers; those on the meta device are replaced, tied ones everywhere."""
+    made: dict[int, Tensor] = {}
+    for name, tensor in loaded.items():
+        old = tensors[name]
+        if not old.is_meta:
+            old.copy_(tensor)
             continue
-        made = checkpoint[name]
-        made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-        for owner in owners.get(id(tensor), [name]):  # tied parameters stay tied
-            parent, _, leaf = owner.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, made)
+        new = tensor.to(old.dtype, copy=True)
+        made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+    for module in model.modules():
+        for own in (module._parameters, module._buffers):
+            own.update({leaf: made[id(old)] for leaf, old in own.items() if id(old) in made})  # type: ignore[misc]

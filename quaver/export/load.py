@@ -23,7 +23,7 @@ _CODES = ("F8_E4M3", "F8_E5M2")
 """Dtypes of weights; scales may be F8_E8M0, powers of two."""
 
 
-def load_float8(folder: Path | str, *, dtype: torch.dtype = torch.bfloat16) -> Float8Checkpoint:
+def load_float8(folder: Path | str, *, dtype: torch.dtype = torch.bfloat16) -> Mapping[str, Tensor]:
     """Return the tensors of a float8 checkpoint in high precision: `model.load_state_dict(dict(load_float8(folder)))`.
 
     Each is read and dequantized when it is asked for, so that a loop over the items holds one at a time. The value of a
@@ -39,25 +39,27 @@ def load_float8(folder: Path | str, *, dtype: torch.dtype = torch.bfloat16) -> F
             its block.
         NotImplementedError: the checkpoint has another format.
     """
-    if dtype not in HP_DTYPES:
-        raise ValueError(f"dtype: expected one of {', '.join(map(str, HP_DTYPES))}, got {dtype}")
-    folder = Path(folder)
-    format = stored_format(read_config(folder))
-    stored = StoredTensors(folder)
-    check_bundle(folder)
-    return Float8Checkpoint(stored, format, dtype)
+    return Float8Checkpoint(Path(folder), dtype)
 
 
 class Float8Checkpoint(Mapping[str, Tensor]):
-    """The tensors of a float8 checkpoint by name, in high precision; `load_float8` makes it.
+    """What `load_float8` returns, with the codes and the scales of the float8 weights.
 
     Attributes:
-        format: how the weights are stored.
-        float8_names: the names of the float8 weights.
+        format: how the folder stores them.
+        float8_names: the names of the weights that are stored in float8.
     """
 
-    def __init__(self, stored: StoredTensors, format: StoredFormat, dtype: torch.dtype) -> None:
-        self._stored, self.format, self._dtype = stored, format, dtype
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        if dtype not in HP_DTYPES:
+            raise ValueError(f"dtype: expected one of {', '.join(map(str, HP_DTYPES))}, got {dtype}")
+        self.format: StoredFormat = stored_format(read_config(folder))
+        self._stored, self._dtype = StoredTensors(folder), dtype
+        check_bundle(folder)
+        self._check()
+
+    def _check(self) -> None:
+        stored, format = self._stored, self.format
         self._scale_of = {name: _scale_name(name, format) for name in stored if stored.dtype(name) in _CODES}
         missing = sorted(name for name, scale in self._scale_of.items() if scale not in stored)
         if missing:
@@ -67,33 +69,37 @@ class Float8Checkpoint(Mapping[str, Tensor]):
                 got = f"{stored.dtype(name)} {stored.shape(name)}"
                 raise NotImplementedError(f"{name} must be a matrix of float8_e4m3fn, got {got}")
             format.checked_scale(name, stored.shape(name), stored[scale])
-        self.float8_names = frozenset(self._scale_of)
         modules = {name.removesuffix(".weight") for name in self._scale_of}
         scales = {f"{module}.{leaf}" for module in modules for leaf in _SCALES}
         self._names = [name for name in stored if name not in scales]
+        self.float8_names = list(self._scale_of)
         lost = sorted(name for name in self._names if name.endswith(tuple(f".{leaf}" for leaf in _SCALES)))
         if lost:
             raise ValueError(f"scales without a float8 weight: {listed(lost)}; download the checkpoint again")
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._scale_of:
-            return dequantize(*self.codes(name), self._dtype)
+            return dequantize(*self.codes_and_scale(name), self._dtype)
         tensor = self._stored[name]
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
-    def codes(self, name: str) -> tuple[Tensor, Tensor]:
-        """A float8 weight as it is stored: e4m3 [N, K], and its scale, float32 (), [N, 1] or [N / 128, K / 128]."""
+    def codes_and_scale(self, name: str) -> tuple[Tensor, Tensor]:
+        """The float8 codes [N, K] of a weight and its dequant_scale: float32, (), [N, 1] or one a block of 128 x 128.
+
+        Raises:
+            ValueError: a code is NaN.
+        """
         codes = self._stored[name]
         if codes.view(torch.uint8).bitwise_and(0x7F).eq(0x7F).any():
             raise ValueError(f"{name} has a NaN: the model that was exported has diverged")
-        return codes, self.format.checked_scale(name, codes.shape, self._stored[self._scale_of[name]])
+        return codes, self.scale(name)
 
-    def as_stored(self, name: str) -> Tensor:
-        """A tensor in its own dtype."""
-        return self._stored[name]
+    def scale(self, name: str) -> Tensor:
+        """The dequant_scale of a float8 weight."""
+        return self.format.checked_scale(name, self._stored.shape(name), self._stored[self._scale_of[name]])
 
     def shape(self, name: str) -> list[int]:
-        """The shape of a tensor, without reading it."""
+        """The shape of a tensor, from the header of its file."""
         return self._stored.shape(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -122,7 +128,7 @@ def import_float8(
     """
     folder, out = Path(folder), Path(out)
     check_new(out)
-    weights = load_float8(folder, dtype=dtype)
+    weights = Float8Checkpoint(folder, dtype)
     config = {name: value for name, value in read_config(folder).items() if name not in _QUANTIZED}
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
     config.pop("dtype", None)

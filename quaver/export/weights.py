@@ -178,10 +178,12 @@ class Float8Weights:
         linear = self.plan.linears[name]
         quantizer = Quantizer(cast_pair(linear.config, WEIGHT, weight.dtype), _scales(linear).weight)
         operands = quantizer(weight, last=True, first=False, scales=scales)
-        used = operands.row_scales or operands.tensor_scales
-        if operands.last is None or used is None:
+        if operands.last is None or operands.last.dequant_scale is None:
             raise RuntimeError(f"{name}: the quantizer made no operand for the forward")
-        return operands.last, used
+        dequant = operands.last.dequant_scale
+        return operands.last, operands.row_scales or operands.tensor_scales or Scales(
+            to_dequant_scale(dequant), dequant
+        )
 
     def _input_scale(self, name: str) -> Tensor:
         scale = _scales(self.plan.linears[name]).input

@@ -1,159 +1,298 @@
-"""A float8 checkpoint as a frozen base: the codes of the file, the logits of the exported forward, what is refused."""
+"""`load_frozen`: the codes of an export become a frozen base, with the exporter's logits, and are exported again."""
+
+import json
+import math
 
 import pytest
 import torch
+from accelerate import init_empty_weights
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from quaver import FrozenFloat8Linear, convert_to_float8_training, freeze_to_float8
+from quaver import (
+    FrozenFloat8Linear,
+    conversion_report,
+    convert_to_float8_training,
+    convert_to_high_precision,
+    freeze_to_float8,
+    sync_float8_amax_and_scale_history,
+)
 from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
-from tests.unit.export.models import PROJECTIONS, Tiny, tiny
+from quaver.frozen import blockwise_config
+from tests.unit.export.models import PROJECTIONS, Tiny, saved, tiny
 
 TOKENS = torch.arange(40).view(2, 20)
-TRAINED = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "rowwise_with_tensorwise_weight")
-FROZEN = ("blockwise", "tensorwise", "rowwise")
+CONFIGS = {
+    "rowwise": "rowwise",
+    "tensorwise": "tensorwise",
+    "mixed": "rowwise_with_tensorwise_weight",
+    "blockwise": blockwise_config(),
+    "float32 blocks": blockwise_config(power_of_2=False),
+}
 
 
 def not_the_head(module, name):
-    return name != "lm_head"
-
-
-def other(size=128):
-    """A model with other weights than `tiny`."""
-    torch.manual_seed(1)
-    return Tiny(size)
-
-
-def exported(model, folder, **options):
-    save_float8(model, folder, config={}, share_fused_scales=False, **options)
-    return folder
+    return "lm_head" not in name
 
 
 def logits(model):
     with torch.no_grad():
-        return model.eval()(TOKENS)
+        return model(TOKENS)
 
 
-def codes_of(model):
-    return {name: model.layer[name].weight.data_fp8.view(torch.uint8) for name in PROJECTIONS}
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """Return the folder of an export with the codes of training, made once."""
+    root = tmp_path_factory.mktemp("export")
+
+    def folder(config):
+        path = root / config
+        return path if path.exists() else saved(path, CONFIGS[config], 128, share_fused_scales=False)
+
+    return folder
 
 
-@pytest.mark.parametrize("recipe", TRAINED)
-def test_logits_are_those_of_the_exported_forward(recipe, tmp_path):
-    model = tiny(recipe, 128)
-    folder = exported(model, tmp_path / "out")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_an_export_imported_frozen_has_the_logits_of_the_exporter(config, device, exported):
+    with torch.device(device):
+        model = Tiny(128)
+    assert load_frozen(model, exported(config)) is model
+    assert logits(model).equal(logits(tiny(CONFIGS[config], 128)))
+    assert sum(isinstance(module, FrozenFloat8Linear) for module in model.modules()) == len(PROJECTIONS)
+    assert not any(tensor.is_meta for tensor in model.state_dict().values())
+    reasons = {layer.name: layer.reason for layer in conversion_report(model).layers}
+    assert reasons["lm_head"] == "in high precision in the checkpoint"
+    assert reasons["layer.q_proj"].startswith("frozen, stored in ")
+    again = dict(iter_float8_weights(model, share_fused_scales=False))
+    stored = load_file(exported(config) / "model.safetensors")
+    assert again.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert again[name].dtype is tensor.dtype
+        assert again[name].view(torch.uint8).equal(tensor.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_other_dtypes(dtype, tmp_path):
+    model = tiny("rowwise", 128).to(dtype)
+    save_float8(model, tmp_path / "out", config={})
     with torch.device("meta"):
-        on_meta = Tiny(128)
-    for loaded in (load_frozen(other(), folder), load_frozen(on_meta, folder, dtype=torch.float32)):
-        assert torch.equal(logits(loaded), logits(model))
-        assert all(isinstance(loaded.layer[name], FrozenFloat8Linear) for name in PROJECTIONS)
-        assert loaded.layer["q_proj"].bias.requires_grad
-        assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+        frozen = Tiny(128).to(dtype)
+    load_frozen(frozen, tmp_path / "out")
+    assert {parameter.dtype for parameter in frozen.parameters()} == {dtype}
+    assert logits(frozen).equal(logits(model))
 
 
-@pytest.mark.parametrize("config", FROZEN)
-def test_a_frozen_base_is_exported_with_the_codes_that_it_holds(config, tmp_path):
-    torch.manual_seed(0)
-    model = freeze_to_float8(Tiny(128), config, module_filter_fn=not_the_head)
-    loaded = load_frozen(other(), exported(model, tmp_path / "out"))
-    assert torch.equal(logits(loaded), logits(model))
-    for name, codes in codes_of(model).items():
-        assert torch.equal(codes_of(loaded)[name], codes)
-    control = dict(iter_float8_weights(model, format="high-precision"))
-    assert set(control) == set(other().state_dict())
-    assert torch.equal(control["layer.k_proj.weight"], model.layer["k_proj"].weight.to_high_precision())
+def test_a_deepseek_style_folder(tmp_path):
+    """fp8 with weight_scale_inv: blocks that a training recipe does not have, and scales in bfloat16."""
+    folder = saved(tmp_path / "out", "rowwise", 128, format="fp8")
+    frozen = load_frozen(Tiny(128), folder)
+    reference = freeze_to_float8(
+        convert_to_high_precision(tiny(size=128)), blockwise_config(power_of_2=False), module_filter_fn=not_the_head
+    )
+    assert logits(frozen).equal(logits(reference))
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file({n: t.bfloat16() if n.endswith("_inv") else t for n, t in tensors.items()}, path)
+    (folder / "quaver_export.json").unlink()
+    frozen = load_frozen(Tiny(128), folder)
+    values = load_float8(folder, dtype=torch.float32)
+    for name in PROJECTIONS:
+        weight = frozen.layer[name].weight
+        assert weight.data_fp8.view(torch.uint8).equal(tensors[f"layer.{name}.weight"].view(torch.uint8))
+        assert weight.to_high_precision().equal(values[f"layer.{name}.weight"])
 
 
-def test_fused_linears_of_a_frozen_base_share_a_scale(tmp_path):
-    torch.manual_seed(0)
-    model = freeze_to_float8(Tiny(128), "tensorwise", module_filter_fn=not_the_head)
-    weights = iter_float8_weights(model)
-    stored = dict(weights)
-    assert len({stored[f"layer.{name}.weight_scale"].item() for name in ("q_proj", "k_proj", "v_proj")}) == 1
-    largest = max(model.layer[name].weight_dequant_scale.item() for name in ("q_proj", "k_proj", "v_proj"))
-    assert stored["layer.q_proj.weight_scale"].item() == largest
-    assert len(weights.requantized) == 3  # two of q, k, v, and one of gate, up
+def test_float32_scales_per_row_as_llm_compressor_writes(exported, tmp_path):
+    tensors = load_file(exported("rowwise") / "model.safetensors")
+    save_file({n: t * 1.1 if "scale" in n else t for n, t in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((exported("rowwise") / "config.json").read_bytes())
+    frozen = load_frozen(Tiny(128), tmp_path)
+    assert not frozen.layer["q_proj"].config.round_scales_to_power_of_2
+    assert load_frozen(Tiny(128), exported("rowwise")).layer["q_proj"].config.round_scales_to_power_of_2
+    for name in PROJECTIONS:
+        values = load_float8(tmp_path, dtype=torch.float32)[f"layer.{name}.weight"]
+        assert frozen.layer[name].weight.to_high_precision().equal(values)
+    assert logits(frozen).isfinite().all()
 
 
-def test_other_formats(tmp_path):
-    """Blocks with float32 scales, as of DeepSeek's checkpoints: the values of the dequantized weights."""
-    for format in ("fp8", "compressed-tensors-block"):
-        folder = exported(tiny("rowwise", 128), tmp_path / format, format=format)
-        loaded = load_frozen(other(), folder)
-        for name in PROJECTIONS:
-            expected = load_float8(folder, dtype=torch.float32)[f"layer.{name}.weight"]
-            assert torch.equal(loaded.layer[name].weight.to_high_precision(), expected)
-            assert loaded.layer[name].config.round_scales_to_power_of_2 is False
-    given = load_frozen(other(), exported(tiny("rowwise", 128), tmp_path / "rows"), config="rowwise")
-    assert given.layer["q_proj"].config.casts.input.is_rowwise
+def test_delayed_exports_are_quantized_dynamically(tmp_path):
+    model = tiny("delayed_with_dynamic_weight", 32)
+    model(TOKENS).sum().backward()
+    sync_float8_amax_and_scale_history(model)
+    save_float8(model, tmp_path / "out", config={}, share_fused_scales=False)
+    frozen = load_frozen(Tiny(32), tmp_path / "out")
+    assert logits(frozen).equal(logits(tiny("tensorwise", 32)))
 
 
-def test_blocks_at_an_edge_are_refused():
-    """No loader takes blocks that are smaller than 128 x 128."""
-    model = freeze_to_float8(Tiny(64), "blockwise", module_filter_fn=not_the_head)
-    with pytest.raises(ValueError, match=r"layer.q_proj must be a multiple of the block of 128 x 128, got \[64, 64\]"):
-        dict(iter_float8_weights(model))
+def test_tied_parameters_stay_tied(tmp_path):
+    def tied():
+        model = Tiny(32)
+        model.lm_head.weight = model.embed_tokens.weight
+        return model
 
-
-class Buffered(Tiny):
-    def __init__(self):
-        super().__init__(128)
-        self.register_buffer("angles", torch.ones(4), persistent=False)
-
-
-def renamed():
-    model = other()
-    model.layer["other"] = model.layer.pop("q_proj")
-    return model
-
-
-def without_linear():
-    model = other()
-    model.layer["q_proj"] = nn.Bilinear(1, 1, 1)
-    return model
-
-
-def tied():
-    model = other()
-    model.layer["k_proj"].weight = model.layer["q_proj"].weight
-    return model
-
-
-def on_meta(make):
+    model = convert_to_float8_training(tied(), config="rowwise", module_filter_fn=not_the_head)
+    save_float8(model, tmp_path / "out", config={})
     with torch.device("meta"):
-        return make()
+        frozen = tied()
+    load_frozen(frozen, tmp_path / "out")
+    assert frozen.lm_head.weight is frozen.embed_tokens.weight
+    assert logits(frozen).equal(logits(model))
 
 
-REFUSED = {
-    "another size": (lambda: other(64), "embed_tokens.weight: expected"),
-    "another name": (renamed, "layer.q_proj.weight belongs to no nn.Linear of the model"),
-    "another module": (without_linear, "layer.q_proj.weight belongs to no nn.Linear of the model"),
-    "a converted model": (
-        lambda: convert_to_float8_training(other()),
-        "expected an nn.Linear in high precision, got Float8Linear",
-    ),
-    "tied weights": (tied, "is tied to"),
-    "buffers without values": (lambda: on_meta(Buffered), "buffers on the meta device: angles"),
-    "a part on the meta device": (
-        lambda: other().to_empty(device="cpu") and _with_a_meta_head(),
-        "some parameters are on the meta device",
-    ),
+def test_ties_that_init_empty_weights_undid_are_made_again(tmp_path):
+    class Tied(Tiny):
+        def tie_weights(self):  # as models of transformers have it
+            self.lm_head.weight = self.embed_tokens.weight
+
+    model = Tied(32)
+    model.tie_weights()
+    save_float8(convert_to_float8_training(model, module_filter_fn=not_the_head), tmp_path / "out", config={})
+    with init_empty_weights():
+        frozen = Tied(32)
+        frozen.tie_weights()
+    assert frozen.lm_head.weight is not frozen.embed_tokens.weight
+    load_frozen(frozen, tmp_path / "out")
+    assert frozen.lm_head.weight is frozen.embed_tokens.weight
+    assert logits(frozen).isfinite().all()
+
+
+def test_the_base_does_not_depend_on_the_files(exported, tmp_path):
+    (tmp_path / "copy").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "copy" / name).write_bytes((exported("rowwise") / name).read_bytes())
+    frozen = load_frozen(Tiny(128), tmp_path / "copy")
+    for tensor in frozen.state_dict().values():
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    before = logits(frozen)
+    with (tmp_path / "copy" / "model.safetensors").open("r+b") as file:
+        file.write(bytes(200_000))
+    assert logits(frozen).equal(before)
+
+
+# ---- export of a frozen base -----------------------------------------------------------------------------------------
+
+
+def test_merged_weights_are_exported_as_they_are_stored(exported, tmp_path):
+    frozen = load_frozen(Tiny(128), exported("tensorwise"))
+    with torch.no_grad():
+        for index, name in enumerate(PROJECTIONS):
+            frozen.layer[name].weight += 0.01 * (index + 1)
+    for share in (False, True):
+        written = save_float8(frozen, tmp_path / str(share), config={}, share_fused_scales=share)
+        again = load_frozen(Tiny(128), tmp_path / str(share))
+        assert logits(again).equal(logits(frozen)) is not share
+        assert len(written.requantized) == (3 if share else 0)
+        assert all(each.training_db == math.inf and 25 < each.stored_db < 40 for each in written.requantized.values())
+    second = iter_float8_weights(again)
+    assert len(dict(second)) == 17
+    assert not second.requantized
+
+
+def test_a_frozen_base_in_other_formats(exported):
+    frozen = load_frozen(Tiny(128), exported("rowwise")).to(torch.bfloat16)
+    plain = dict(iter_float8_weights(frozen, format="high-precision"))
+    assert plain.keys() == Tiny(128).state_dict().keys()
+    assert {tensor.dtype for tensor in plain.values()} == {torch.bfloat16}
+    blocks = iter_float8_weights(frozen, format="fp8")
+    assert list(dict(blocks)["layer.q_proj.weight_scale_inv"].shape) == [1, 1]
+    assert len(blocks.requantized) == len(PROJECTIONS)
+    kept = iter_float8_weights(load_frozen(Tiny(128), exported("blockwise")), format="fp8")
+    scale = load_file(exported("blockwise") / "model.safetensors")["layer.q_proj.weight_scale"]
+    assert dict(kept)["layer.q_proj.weight_scale_inv"].equal(scale)
+    assert not kept.requantized
+    with pytest.raises(ValueError, match=r"must be a multiple of the block of 128 x 128, got \[32, 32\]"):
+        dict(iter_float8_weights(tiny(blockwise_config(), 32)))
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+def _float64():
+    return Tiny(128).double()
+
+
+def _no_linear():
+    model = Tiny(128)
+    model.layer["q_proj"] = nn.Conv1d(1, 1, 1)
+    return model
+
+
+def _tied():
+    model = Tiny(128)
+    model.layer["o_proj"].weight = model.layer["up_proj"].weight
+    return model
+
+
+def _more():
+    model = Tiny(128)
+    model.more = nn.Linear(2, 2)
+    return model
+
+
+def _fewer():
+    model = Tiny(128)
+    del model.norm
+    return model
+
+
+def _buffer():
+    model = Tiny(128)
+    model.register_buffer("frequencies", torch.ones(2, device="meta"), persistent=False)
+    return model
+
+
+MODELS = {
+    "dtype": (_float64, "the weight of layer.gate_proj: expected torch.float32.*got torch.float64"),
+    "no linear": (_no_linear, "belong to no nn.Linear of the model: layer.q_proj"),
+    "tied": (_tied, "the weight of layer.o_proj is tied to layer.up_proj|layer.up_proj is tied to layer.o_proj"),
+    "missing": (_more, "names differ: the checkpoint lacks more.weight, more.bias; make the model from the config"),
+    "unknown": (_fewer, r"names differ: the model lacks norm.bias, norm.weight"),
+    "shape": (lambda: Tiny(32), r"expected \[50, 32\], as the model has, got \[50, 128\]"),
+    "buffer": (_buffer, "on the meta device: frequencies; make the model in accelerate's init_empty_weights"),
+    "converted": (lambda: tiny("delayed", 128), "is converted to float8 already; call convert_to_high_precision first"),
+    "frozen": (lambda: freeze_to_float8(Tiny(128)), "is converted to float8 already"),
 }
 
 
-def _with_a_meta_head():
-    model = other()
-    model.lm_head.to_empty(device="meta")
-    return model
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_model_that_does_not_fit_stays_as_it_was(case, tmp_path):
-    make, message = REFUSED[case]
+@pytest.mark.parametrize("case", MODELS)
+def test_a_model_that_does_not_fit_stays_as_it_was(case, exported):
+    make, message = MODELS[case]
     model = make()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(ValueError, match=message) as refused:
-        load_frozen(model, exported(tiny("rowwise", 128), tmp_path / "out"))
-    assert "\n" not in str(refused.value)
-    assert not any(isinstance(module, FrozenFloat8Linear) for module in model.modules())
-    for name, tensor in model.state_dict().items():
-        assert tensor.is_meta or torch.equal(tensor, before[name])
+    before = [(type(module), *module._parameters.values()) for module in model.modules()]
+    values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        load_frozen(model, exported("rowwise"))
+    after = [(type(module), *module._parameters.values()) for module in model.modules()]
+    assert all(a is b for old, new in zip(before, after, strict=True) for a, b in zip(old, new, strict=True))
+    assert all(
+        tensor.view(torch.uint8).equal(values[name].view(torch.uint8)) for name, tensor in model.state_dict().items()
+    )
+
+
+def test_a_checkpoint_that_does_not_fit(exported, tmp_path):
+    stored, config = load_file(exported("rowwise") / "model.safetensors"), exported("rowwise") / "config.json"
+    nan = torch.full((128, 128), torch.nan).to(torch.float8_e4m3fn)
+    mixed = json.loads(config.read_text())
+    groups = mixed["quantization_config"]["config_groups"]
+    groups["group_1"] = {"weights": {**groups["group_0"]["weights"], "strategy": "tensor"}}
+    for number, (change, content, error, message) in enumerate(
+        [
+            ({"layer.v_proj.weight": nan}, None, ValueError, "layer.v_proj.weight has a NaN"),
+            (
+                {"layer.v_proj.weight_scale": torch.zeros(128, 1)},
+                None,
+                ValueError,
+                "layer.v_proj.weight must be above 0",
+            ),
+            ({}, mixed, NotImplementedError, "scales of one granularity, got channel, tensor; use load_float8"),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        save_file({**stored, **change}, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(content) if content else config.read_text())
+        model = Tiny(128)
+        with pytest.raises(error, match=message):
+            load_frozen(model, folder)
+        assert type(model.layer["gate_proj"]) is nn.Linear

@@ -1,15 +1,16 @@
 """`quaver import` and `load_float8`: the dequantized values of the codes; bad input is one line and leaves nothing."""
 
 import json
+import re
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quaver import convert_to_high_precision
+from quaver import FrozenFloat8Linear, convert_to_high_precision
 from quaver.cli import main
-from quaver.export import iter_float8_weights, load_float8, save_float8
-from tests.unit.export.models import saved, tiny
+from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
+from tests.unit.export.models import Tiny, saved, tiny
 
 
 @pytest.mark.parametrize("format", ["compressed-tensors", "compressed-tensors-block", "fp8"])
@@ -100,6 +101,14 @@ BAD = {
         "layer.q_proj.weight must be a matrix of float8_e4m3fn, got F8_E5M2 [32, 32]",
     ),
     "outside": (point_outside, "../away.safetensors', which is not there"),
+    "no weights": (
+        lambda f: (f / "model.safetensors").unlink(),
+        "must have model.safetensors, or shards and model.saf",
+    ),
+    "half": (
+        lambda f: split(f, "b.safetensors"),
+        "b.safetensors', which is not there; download it again",
+    ),
     "short": (lambda f: cut(f / "model.safetensors"), "is damaged"),
 }
 
@@ -107,6 +116,14 @@ BAD = {
 def rename_scales(folder):
     path = folder / "model.safetensors"
     save_file({name.replace("weight_scale", "weight_scale_inv"): t for name, t in load_file(path).items()}, path)
+
+
+def split(folder, missing):
+    """A download that stopped before its last file."""
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    names = dict.fromkeys(load_file(folder / "a.safetensors"), "a.safetensors")
+    index = {"weight_map": {**names, "more.weight": missing}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def cut(path):
@@ -128,6 +145,10 @@ def test_bad_input_is_one_line_and_leaves_nothing(case, exported, tmp_path, caps
     spoil(folder)
     assert message in refused(capsys, "import", folder, tmp_path / "out")
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+    model = Tiny()
+    with pytest.raises((OSError, ValueError, NotImplementedError), match=re.escape(message)):
+        load_frozen(model, folder)
+    assert not any(isinstance(module, FrozenFloat8Linear) for module in model.modules())
 
 
 def refused(capsys, *words):
