@@ -46,6 +46,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write `value` to `path`, indented. Raises ValueError for an inf or a NaN."""
     path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
