@@ -1,12 +1,18 @@
-"""What transformers' Trainer and Lightning's Trainer do in five scenarios. Prints a table of docs/reliability.md.
+"""What other trainers do in six scenarios. Prints a table of docs/reliability.md.
 
     python -m benchmarks.reliability_peers            # a minute
 
-Each trains a small network with a checkpoint every two steps and one kept, in forks of this process. Nothing is
-configured against the scenario: the table says what happens by default.
+transformers' Trainer, Lightning's Trainer, and torchtitan's CheckpointManager if torchtitan 0.2 can be imported: its
+trainer needs a GPU, so a loop drives the manager. torchtitan pins an older `datasets`; install it apart with
+`pip install --no-deps --target DIR torchtitan==0.2.2 torchdata==0.11.0 tomli einops` and set PYTHONPATH=DIR.
+
+Each trains a small network with a checkpoint every two steps and one kept (torchtitan keeps at least two), in forks of
+this process. Nothing is configured against the scenario: the table says what happens by default.
 """
 
 import hashlib
+import importlib.metadata
+import importlib.util
 import os
 import pickle
 import random
@@ -97,6 +103,47 @@ def train_with_lightning(folder: Path, steps: int) -> torch.nn.Module:
     module = Module()
     trainer.fit(module, torch.utils.data.DataLoader(Samples(), batch_size=8), ckpt_path=newest(folder))
     return module.network
+
+
+def train_with_torchtitan(folder: Path, steps: int) -> torch.nn.Module:
+    import torch.distributed as dist
+    from torchtitan.components.checkpoint import CheckpointManager
+    from torchtitan.components.lr_scheduler import LRSchedulersContainer
+    from torchtitan.components.optimizer import OptimizersContainer
+    from torchtitan.config.job_config import Checkpoint
+
+    class Progress:
+        step = 0
+
+        def state_dict(self) -> dict[str, object]:
+            return {"step": self.step}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.step = state["step"]
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model, progress, data = Network(), Progress(), Samples()
+    optimizers = OptimizersContainer([model], torch.optim.AdamW, {"lr": 1e-3})
+    manager = CheckpointManager(
+        dataloader=None,
+        model_parts=[model],
+        optimizers=optimizers,
+        lr_schedulers=LRSchedulersContainer(optimizers, lambda step: 1.0),
+        states={"train_state": progress},
+        checkpoint_config=Checkpoint(enable=True, interval=2, keep_latest_k=2),
+        sd_adapter=None,
+        base_folder=str(folder),
+    )
+    manager.load()
+    while progress.step < steps:
+        batch = torch.utils.data.default_collate([data[progress.step * 8 + number] for number in range(8)])
+        optimizers.zero_grad()
+        model(**batch)["loss"].backward()
+        optimizers.step()
+        progress.step += 1
+        manager.save(progress.step)
+    manager.close()
+    return model
 
 
 class Peer:
@@ -218,9 +265,12 @@ def code_in_a_checkpoint(peer: Peer) -> str:
     peer.run("code", 2)
     ran = []
     for path in peer.files("code"):
-        if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
+        if path.suffix in (".pt", ".pth", ".bin", ".ckpt") or path.name == ".metadata":
             shutil.copytree(peer.folder / "code", peer.folder / path.name)
-            torch.save({"state": _Code()}, path, pickle_module=pickle)
+            if path.name == ".metadata":  # pickled without torch.save
+                path.write_bytes(pickle.dumps(_Code()))
+            else:
+                torch.save({"state": _Code()}, path, pickle_module=pickle)
             peer.run("code", 6)
             if mark.exists():
                 ran.append(path.name)
@@ -242,11 +292,13 @@ PEERS = {
     f"transformers {transformers.__version__}": train_with_transformers,
     f"Lightning {lightning.__version__}": train_with_lightning,
 }
+if importlib.util.find_spec("torchtitan"):
+    PEERS[f"torchtitan {importlib.metadata.version('torchtitan')}"] = train_with_torchtitan
 
 
 def rows() -> Iterator[str]:
     yield f"| | {' | '.join(PEERS)} |"
-    yield "|---|---|---|"
+    yield "|---" * (len(PEERS) + 1) + "|"
     with tempfile.TemporaryDirectory() as folder:
         peers = []
         for number, train in enumerate(PEERS.values()):
