@@ -13,22 +13,30 @@ from tests.foreign.table import proves, refuses
 
 
 def accelerator_on(strategy, mixed_precision, **options):
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState
-    from accelerate.utils import DistributedType
 
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision, **options)
-    if strategy == "FSDP2":  # which Accelerate ignores on CPUs, unless it is told so afterwards
-        accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
-        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-            cpu_ram_efficient_loading=False,
-        )
+    if strategy == "FSDP2":
+        make_fsdp2(accelerator)
     return accelerator
+
+
+def make_fsdp2(accelerator):
+    """Let Accelerate shard: it ignores FSDP2 on CPUs, unless it is told so afterwards."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        cpu_ram_efficient_loading=False,
+    )
 
 
 def full(state_dict):

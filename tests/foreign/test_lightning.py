@@ -1,5 +1,6 @@
 """Lightning's Trainer on a converted model: the losses of a loop written by hand, validation, checkpoints."""
 
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -29,9 +30,10 @@ class Module(lightning.LightningModule):
             convert_to_float8_training(self.model, config=self.recipe, module_filter_fn=not_the_head)
 
     def training_step(self, batch, index):
-        loss = self.model(**batch).loss
-        self.losses.append(loss.item())
-        return loss
+        return self.model(**batch).loss
+
+    def on_train_batch_end(self, outputs, batch, index):
+        self.losses.append(outputs["loss"].item() * self.trainer.accumulate_grad_batches)
 
     def validation_step(self, batch, index):
         self.log("validation", self.model(**batch).loss)
@@ -79,6 +81,17 @@ def test_precisions_and_checkpoints(tmp_path, precision):
     assert any(isinstance(each, Float8Linear) for each in resumed.modules())
 
 
+@proves("Lightning's Trainer", "compile")
+@pytest.mark.nightly
+def test_a_compiled_module_trains_as_before(tmp_path):
+    plugin = Float8Precision("rowwise", module_filter_fn=not_the_head, autocast_dtype=None)
+    module = Module(None, False)
+    compiled = torch.compile(module, backend="aot_eager")
+    trainer(tmp_path, BATCHES, plugins=[plugin]).fit(compiled, batches())
+    assert sum(isinstance(each, Float8Linear) for each in module.modules()) == 14
+    assert module.losses == pytest.approx(train_by_hand(llama("rowwise")), rel=1e-4)
+
+
 @proves("Lightning's Trainer", "save, resume")
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 def test_the_precision_plugin_converts_scales_and_saves(tmp_path, recipe):
@@ -101,9 +114,9 @@ def test_the_precision_plugin_converts_scales_and_saves(tmp_path, recipe):
     assert resumed.losses == whole.losses[BATCHES:]
 
 
-def with_fabric(autocast_dtype=None):
+def with_fabric(autocast_dtype=None, prepare=lambda model: model):
     plugin = Float8FabricPrecision("tensorwise", module_filter_fn=not_the_head, autocast_dtype=autocast_dtype)
-    fabric, model = Fabric(accelerator="cpu", plugins=[plugin]), llama()
+    fabric, model = Fabric(accelerator="cpu", plugins=[plugin]), prepare(llama())
     return fabric, *fabric.setup(model, optimizer_of(model))
 
 
@@ -145,6 +158,17 @@ def test_the_losses_of_fabric_are_those_of_a_loop_written_by_hand(every, checkpo
         model.gradient_checkpointing_enable({"use_reentrant": False})
     assert loop(model, optimizer, fabric.backward, every) == loop_by_hand(every)
     assert conversion_report(model).float8_flops_fraction > 0.5
+
+
+@proves("Fabric", "compile")
+@pytest.mark.nightly
+def test_a_model_compiled_before_or_after_fabric_trains_as_before():
+    for compiles_first in (True, False):
+        compiled = partial(torch.compile, backend="aot_eager")
+        fabric, model, optimizer = with_fabric(prepare=compiled if compiles_first else lambda model: model)
+        model = model if compiles_first else compiled(model)
+        assert conversion_report(model).float8_flops_fraction > 0.5
+        assert loop(model, optimizer, fabric.backward) == pytest.approx(loop_by_hand(), rel=1e-4)
 
 
 def test_fabric_with_autocast_differs_by_its_rounding():

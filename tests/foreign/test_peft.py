@@ -8,6 +8,7 @@ import torch
 
 from quaver import Float8Linear, conversion_report, convert_to_float8_training, convert_to_high_precision
 from tests.foreign.llama import Tokens, llama, not_the_head, train_by_hand
+from tests.foreign.table import proves
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"]}
 
@@ -78,3 +79,11 @@ def test_other_adapters_train(kind):
     assert all(loss > 0 for loss in train_by_hand(model))
     after = [p for p in model.parameters() if p.requires_grad]
     assert any(not torch.equal(new, old) for new, old in zip(after, before, strict=True))
+
+
+@proves("PEFT", "compile")
+@pytest.mark.nightly
+def test_compilation_changes_no_loss():
+    eager, compiled = (adapted("rowwise", "convert, then adapt") for _ in range(2))
+    losses = train_by_hand(torch.compile(compiled, backend="aot_eager", fullgraph=True))
+    assert losses == pytest.approx(train_by_hand(eager), rel=1e-4)

@@ -121,8 +121,10 @@ def test_wrong_usage_ends_in_one_line(arguments):
 # ---- Accelerate ------------------------------------------------------------------------------------------------------
 
 
-def train_with_accelerate(strategy, recipe):
+def train_with_accelerate(strategy, recipe, variant, folder):
     """Losses of Accelerate's fp8 and of quaver's conversion by hand, and the names of the weights that moved.
+
+    An evaluation follows the ten steps, and then the last five again, from the state that was saved before them.
 
     `recipe` None: Accelerate's own config, which asks for a float8 all-gather also without FSDP2.
     """
@@ -144,33 +146,63 @@ def train_with_accelerate(strategy, recipe):
             all_gather = recipe is None and strategy == "FSDP2"
             by_hand = replace(config or Float8LinearConfig(), enable_fsdp_float8_all_gather=all_gather)
             convert_to_float8_training(model, config=by_hand, module_filter_fn=lambda _, name: name not in ends)  # noqa: B023
-        accelerator = accelerator_on(strategy, **options)
+        if variant == "checkpointing":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        accumulated = 5 if variant == "accumulate" else 1
+        accelerator = accelerator_on(strategy, **options, gradient_accumulation_steps=accumulated)
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        model, optimizer = accelerator.prepare(model, optimizer_of(model))
-        plain = accelerator.unwrap_model(model)
+        compiled = torch.compile(model, backend="aot_eager") if variant == "compile" else model
+        prepared, optimizer = accelerator.prepare(compiled, optimizer_of(model))
+        plain = accelerator.unwrap_model(prepared, keep_torch_compile=False)
         assert_float8_training(plain, optimizer.optimizer)
-        losses = []
-        for batch in batches():
-            rank = accelerator.process_index
-            loss = model(**{name: part[rank : rank + 1] for name, part in batch.items()}).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+        rank, losses = accelerator.process_index, []
+        parts = [{name: part[rank : rank + 1] for name, part in batch.items()} for batch in batches()]
+
+        def step(part, accelerator=accelerator, model=prepared, optimizer=optimizer):
+            with accelerator.accumulate(model):
+                loss = model(**part).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss.item()
+
+        state = str(folder / str(by_accelerate))
+        losses = [step(part) for part in parts[:5]]
+        accelerator.save_state(state)
+        losses += [step(part) for part in parts[5:]]
         after = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in plain.named_parameters()}
         moved = {name for name in before if not torch.equal(before[name], after[name].detach())}
-        results.append((losses, moved, sorted(float8_names(plain) - {"lm_head"}), set(before)))
+        if variant != "compile":  # it would compile again
+            with torch.inference_mode():
+                losses.append(prepared.eval()(**parts[0]).loss.item())
+            prepared.train()
+        accelerator.load_state(state)
+        again = [step(part) for part in parts[5:]]
+        results.append((losses, again, moved, sorted(float8_names(plain) - {"lm_head"}), set(before)))
     return results
 
 
-@proves("Accelerate, mixed_precision=fp8", "train", "DDP", "FSDP2, float8 gather")
-@pytest.mark.parametrize(("strategy", "recipe"), [("DDP", None), ("DDP", "rowwise"), ("FSDP2", None)])
-def test_accelerates_fp8_trains_as_a_conversion_by_hand(strategy, recipe):
+@proves("Accelerate, mixed_precision=fp8", "train", "DDP", "FSDP2", "FSDP2, float8 gather", "save, resume", "evaluate")
+@proves("Accelerate, mixed_precision=fp8", "accumulate", "checkpointing", "compile")
+@pytest.mark.parametrize(
+    ("strategy", "recipe", "variant"),
+    [
+        ("DDP", None, "train"),
+        ("DDP", "rowwise", "accumulate"),
+        pytest.param("DDP", "tensorwise", "checkpointing", marks=pytest.mark.nightly),
+        pytest.param("DDP", "rowwise", "compile", marks=pytest.mark.nightly),
+        ("FSDP2", None, "train"),
+        pytest.param("FSDP2", "rowwise", "train", marks=pytest.mark.nightly),
+    ],
+)
+def test_accelerates_fp8_trains_as_a_conversion_by_hand(tmp_path, strategy, recipe, variant):
     """On ranks of their own, because the names stay replaced."""
-    for by_accelerate, by_hand in run(2, train_with_accelerate, strategy, recipe, collective_timeout=60):
+    for results in run(2, train_with_accelerate, strategy, recipe, variant, tmp_path, collective_timeout=60):
+        by_accelerate, by_hand = results
         assert by_accelerate == by_hand
-        losses, moved, float8, names = by_accelerate
-        assert losses[-1] < losses[0]
+        losses, again, moved, float8, names = by_accelerate
+        assert losses[9] < losses[0]
+        assert again == losses[5:10]
         assert moved == names
         assert len(float8) == 13
 

@@ -1,22 +1,54 @@
-"""transformers' Trainer, PEFT, Fabric and Lightning under DDP: the losses of a loop written by hand."""
+"""transformers' Trainer, PEFT, Fabric and Lightning under DDP and FSDP2: the losses of a loop written by hand."""
 
 import os
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from quaver import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
+from quaver.distributed.fsdp import Float8AllGatherWeight
 from tests.distributed.ranks import run
-from tests.foreign.llama import batches, llama, optimizer_of
+from tests.foreign.llama import batches, llama, not_the_head, optimizer_of
 from tests.foreign.table import proves
 
+WAYS = [("DDP", False), ("FSDP2", False), ("FSDP2", True)]
+"""Strategy, and whether weights are gathered in float8."""
 
-def by_hand(model, rank, clip=None):
+
+def replicated(model):
+    return DistributedDataParallel(model)
+
+
+def sharded(model, mesh=None):
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def rowwise(float8_all_gather):
+    return replace(Float8LinearConfig.from_recipe_name("rowwise"), enable_fsdp_float8_all_gather=float8_all_gather)
+
+
+def converted(float8_all_gather):
+    return convert_to_float8_training(llama(), config=rowwise(float8_all_gather), module_filter_fn=not_the_head)
+
+
+def is_distributed_as(strategy, float8_all_gather, model):
+    shards = [weight.to_local() for weight in model.parameters() if isinstance(weight, DTensor)]
+    is_gathered_in_float8 = any(isinstance(shard, Float8AllGatherWeight) for shard in shards)
+    return bool(shards) == (strategy == "FSDP2") and is_gathered_in_float8 == float8_all_gather
+
+
+def by_hand(model, rank, clip=None, distribute=replicated):
     """The losses of this rank."""
+    model = distribute(model)
     optimizer, losses = optimizer_of(model), []
-    model = DistributedDataParallel(model)
     for batch in batches():
         loss = model(**{name: part[rank : rank + 1] for name, part in batch.items()}).loss
         loss.backward()
@@ -24,6 +56,7 @@ def by_hand(model, rank, clip=None):
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
+        precompute_float8_dynamic_scale_for_fsdp(model)
         losses.append(loss.item())
     return losses
 
@@ -41,93 +74,137 @@ def as_torchrun_starts_a_rank():
         yield rank
 
 
-def with_the_trainer(folder):
+def with_the_trainer(folder, strategy, float8_all_gather):
     """The losses that it logs, means over the ranks, and those of this rank by hand."""
+    from quaver.integrations.transformers import Float8Callback
+    from tests.foreign.test_accelerate import make_fsdp2
     from tests.foreign.test_transformers_trainer import losses_of, trainer
 
     with as_torchrun_starts_a_rank() as rank:
-        trained = trainer(folder, "rowwise", per_device_train_batch_size=1)
+        trained = trainer(folder, converted(float8_all_gather), [Float8Callback()], per_device_train_batch_size=1)
+        if strategy == "FSDP2":
+            make_fsdp2(trained.accelerator)
+            trained.is_fsdp_enabled = True
         trained.train()
-    return losses_of(trained), by_hand(llama("rowwise"), rank, clip=1.0)
+    assert is_distributed_as(strategy, float8_all_gather, trained.model)
+    distribute = sharded if strategy == "FSDP2" else replicated
+    return losses_of(trained), by_hand(converted(float8_all_gather), rank, clip=1.0, distribute=distribute)
 
 
-@proves("transformers' Trainer", "DDP")
-def test_the_trainer(tmp_path):
-    (logged, first), (_, second) = run(2, with_the_trainer, tmp_path)
+@proves("transformers' Trainer", "DDP", "FSDP2", "FSDP2, float8 gather")
+@pytest.mark.parametrize(("strategy", "float8_all_gather"), WAYS)
+def test_the_trainer(tmp_path, strategy, float8_all_gather):
+    (logged, first), (_, second) = run(2, with_the_trainer, tmp_path, strategy, float8_all_gather)
     assert logged == pytest.approx([(a + b) / 2 for a, b in zip(first, second, strict=True)], abs=1e-4)
 
 
-def with_adapters():
+def with_adapters(strategy, float8_all_gather):
     """The losses of this rank with Accelerate and by hand."""
     from tests.foreign.test_accelerate import accelerator_on
     from tests.foreign.test_peft import adapted
 
-    accelerator, losses = accelerator_on("DDP", "no"), []
+    accelerator, losses = accelerator_on(strategy, "no"), []
     rank = accelerator.process_index
-    model, optimizer = (made := adapted("rowwise", "convert, then adapt")), optimizer_of(made)
+    made, plain = (adapted(rowwise(float8_all_gather), "convert, then adapt") for _ in range(2))
+    model, optimizer = made, optimizer_of(made)
     model, optimizer = accelerator.prepare(model, optimizer)
     for batch in batches():
         loss = model(**{name: part[rank : rank + 1] for name, part in batch.items()}).loss
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
+        precompute_float8_dynamic_scale_for_fsdp(model)
         losses.append(loss.item())
-    return losses, by_hand(adapted("rowwise", "convert, then adapt"), rank)
+    assert is_distributed_as(strategy, float8_all_gather, model)
+
+    def distribute(model):
+        if strategy == "DDP":
+            return replicated(model)
+        for layer in model.get_base_model().model.layers:
+            fully_shard(layer)
+        return fully_shard(model)
+
+    return losses, by_hand(plain, rank, distribute=distribute)
 
 
-@proves("PEFT", "DDP")
-def test_adapters():
-    for by_accelerate, expected in run(2, with_adapters):
+@proves("PEFT", "DDP", "FSDP2", "FSDP2, float8 gather")
+@pytest.mark.parametrize(("strategy", "float8_all_gather"), WAYS)
+def test_adapters(strategy, float8_all_gather):
+    for by_accelerate, expected in run(2, with_adapters, strategy, float8_all_gather):
         assert by_accelerate == expected
 
 
-def with_fabric():
+def with_fabric(strategy, float8_all_gather):
     """The losses of this rank with Fabric and by hand."""
     from lightning_fabric import Fabric
     from lightning_fabric.plugins.environments import TorchElasticEnvironment
+    from lightning_fabric.strategies import ModelParallelStrategy
 
     from quaver.integrations.lightning import Float8FabricPrecision
-    from tests.foreign.llama import not_the_head
 
-    precision = Float8FabricPrecision("rowwise", module_filter_fn=not_the_head, autocast_dtype=None)
+    config = rowwise(float8_all_gather)
+    precision = Float8FabricPrecision(config, module_filter_fn=not_the_head, autocast_dtype=None)
+    how, losses = "ddp", []
+    if strategy == "FSDP2":
+        parallelize = lambda model, mesh: sharded(model, mesh["data_parallel"])  # noqa: E731
+        how = ModelParallelStrategy(parallelize, data_parallel_size=2, tensor_parallel_size=1)
     with as_torchrun_starts_a_rank() as rank:
-        plugins = [precision, TorchElasticEnvironment()]
-        fabric, losses = Fabric(accelerator="cpu", devices=2, strategy="ddp", plugins=plugins), []
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=how, plugins=[precision, TorchElasticEnvironment()])
         fabric.launch()
-        model, optimizer = (made := llama()), optimizer_of(made)
-        model, optimizer = fabric.setup(model, optimizer)
+        model = fabric.setup_module(llama())
+        optimizer = fabric.setup_optimizers(optimizer_of(model))
         for batch in batches():
             loss = model(**{name: part[rank : rank + 1] for name, part in batch.items()}).loss
             fabric.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-    return losses, by_hand(llama("rowwise"), rank)
+    assert is_distributed_as(strategy, float8_all_gather, model)
+    distribute = sharded if strategy == "FSDP2" else replicated
+    return losses, by_hand(converted(float8_all_gather), rank, distribute=distribute)
 
 
-@proves("Fabric", "DDP")
-def test_fabric():
-    for by_the_library, expected in run(2, with_fabric):
+@proves("Fabric", "DDP", "FSDP2", "FSDP2, float8 gather")
+@pytest.mark.parametrize(("strategy", "float8_all_gather"), WAYS)
+def test_fabric(strategy, float8_all_gather):
+    for by_the_library, expected in run(2, with_fabric, strategy, float8_all_gather):
         assert by_the_library == expected
 
 
-def with_lightning(folder):
+def with_lightning(folder, strategy, float8_all_gather):
     """The losses of this rank with Lightning's Trainer and by hand."""
     from lightning_fabric.plugins.environments import TorchElasticEnvironment
+    from pytorch_lightning.strategies import ModelParallelStrategy
 
     from tests.foreign.test_lightning import Module, trainer
 
-    module = Module("rowwise", False)
+    class ShardedModule(Module):
+        def configure_model(self):
+            if strategy == "FSDP2" and not self.is_sharded:
+                self.model = sharded(converted(float8_all_gather), self.device_mesh["data_parallel"])
+                self.is_sharded = True
+
+        def on_train_batch_end(self, *args):
+            super().on_train_batch_end(*args)
+            precompute_float8_dynamic_scale_for_fsdp(self)
+
+        is_sharded = False
+
+    module = ShardedModule("rowwise", False)
     with as_torchrun_starts_a_rank() as rank:
         parts = [{name: part[rank : rank + 1] for name, part in batch.items()} for batch in batches()]
-        options = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
+        how = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1) if strategy == "FSDP2" else "ddp"
+        options = {"devices": 2, "strategy": how, "use_distributed_sampler": False}
         trainer(folder, len(parts), plugins=[TorchElasticEnvironment()], **options).fit(
             module, torch.utils.data.DataLoader(parts, batch_size=None), []
         )
-    return module.losses, by_hand(llama("rowwise"), rank)
+    assert is_distributed_as(strategy, float8_all_gather, module)
+    distribute = sharded if strategy == "FSDP2" else replicated
+    return module.losses, by_hand(converted(float8_all_gather), rank, distribute=distribute)
 
 
-@proves("Lightning's Trainer", "DDP")
-def test_lightnings_trainer(tmp_path):
-    for by_the_library, expected in run(2, with_lightning, tmp_path):
+@proves("Lightning's Trainer", "DDP", "FSDP2", "FSDP2, float8 gather")
+@pytest.mark.parametrize(("strategy", "float8_all_gather"), WAYS)
+def test_lightnings_trainer(tmp_path, strategy, float8_all_gather):
+    for by_the_library, expected in run(2, with_lightning, tmp_path, strategy, float8_all_gather):
         assert by_the_library == expected

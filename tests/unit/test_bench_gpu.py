@@ -67,13 +67,14 @@ def test_every_command_is_understood(part):
 
 
 def test_a_part_that_fails_or_takes_too_long_is_named_and_the_others_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "GRACE_S", 10)  # a busy machine takes seconds to start and to interrupt Python
+    monkeypatch.setattr(gpu, "GRACE_S", 10)  # a busy machine takes seconds to interrupt Python
+    words = ["-I", "-S", "-c"]  # and to start it, unless it starts without site-packages
     saves_at_interrupt = "import time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('saved')"
     todo = [
-        gpu.Part("good", ["-c", "print('fine')"], 20),
-        gpu.Part("bad", ["-c", "raise SystemExit(3)"], 0),
-        gpu.Part("slow", ["-c", saves_at_interrupt], 0),
-        gpu.Part("last", ["-c", "print('still here')"], 10),
+        gpu.Part("good", [*words, "print('fine')"], 20),
+        gpu.Part("bad", [*words, "raise SystemExit(3)"], 0),
+        gpu.Part("slow", [*words, saves_at_interrupt], 0),
+        gpu.Part("last", [*words, "print('still here')"], 10),
     ]
     start = time.monotonic()
     outcomes = gpu.run_all(todo, tmp_path)
