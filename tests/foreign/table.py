@@ -24,6 +24,7 @@ FEATURES = (
 )
 LIBRARIES = (
     "transformers' Trainer",
+    "TRL",
     "PEFT",
     "Accelerate",
     "Accelerate, mixed_precision=fp8",

@@ -1,0 +1,121 @@
+"""TRL's SFTTrainer and DPOTrainer on a converted model."""
+
+import copy
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from quaver import Float8Linear
+from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
+from tests.foreign.llama import BATCHES, Tokens, llama, train_by_hand
+from tests.foreign.table import proves
+from tests.foreign.test_transformers_trainer import losses_of
+
+WORDS = [f"w{number}" for number in range(126)]
+
+
+def tokenizer():
+    model = WordLevel({word: number for number, word in enumerate([*WORDS, "<pad>", "<eos>"])}, unk_token="<pad>")
+    made = Tokenizer(model)
+    made.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
+
+
+def tokens():
+    samples = Tokens()
+    return Dataset.from_list([{k: v.tolist() for k, v in samples[number].items()} for number in range(len(samples))])
+
+
+def settings(folder):
+    return {
+        "output_dir": str(folder),
+        "max_steps": BATCHES,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+
+
+def moved(model, before):
+    return {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
+
+
+def weights(model):
+    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+
+@proves("TRL", "train", "checkpointing")
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_sft_has_the_losses_of_a_loop_written_by_hand(tmp_path, gradient_checkpointing):
+    class InOrder(SFTTrainer):
+        def _get_train_sampler(self, *args):
+            return None
+
+    model = llama("rowwise")
+    before = weights(model)
+    options = {"gradient_checkpointing": gradient_checkpointing, "loss_type": "nll", "max_length": None}
+    arguments = SFTConfig(**settings(tmp_path), **options)
+    trained = InOrder(
+        model, arguments, train_dataset=tokens(), processing_class=tokenizer(), callbacks=[Float8Callback()]
+    )
+    trained.train()
+    assert losses_of(trained) == pytest.approx(train_by_hand(llama("rowwise"), clip=1.0), abs=1e-4)
+    assert moved(model, before) == set(before)
+
+
+def test_sft_adds_adapters_to_a_converted_model(tmp_path):
+    model = prepare_model_for_float8(llama(), "rowwise")
+    trained = SFTTrainer(
+        model,
+        SFTConfig(**settings(tmp_path)),
+        train_dataset=tokens(),
+        processing_class=tokenizer(),
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "up_proj"]),
+        callbacks=[Float8Callback()],
+    )
+    before = weights(trained.model)
+    trained.train()
+    assert sum(isinstance(module, Float8Linear) for module in trained.model.modules()) == 14
+    assert moved(trained.model, before) == {name for name in before if "lora_" in name}
+
+
+@proves("TRL", "evaluate")
+@pytest.mark.parametrize("has_reference", [False, True])
+def test_dpo_learns_which_answer_was_chosen(tmp_path, has_reference):
+    model = prepare_model_for_float8(llama(), "rowwise")
+    before = weights(model)
+    pairs = [
+        {"prompt": " ".join(WORDS[n : n + 8]), "chosen": " w1 w2 w3 w4", "rejected": " w5 w6 w7 w8"}
+        for n in range(2 * BATCHES)
+    ]
+    arguments = DPOConfig(**settings(tmp_path), precompute_ref_log_probs=not has_reference)
+    data = Dataset.from_list(pairs)
+    trained = DPOTrainer(
+        model,
+        copy.deepcopy(model) if has_reference else None,
+        args=arguments,
+        train_dataset=data,
+        eval_dataset=data,
+        processing_class=tokenizer(),
+        callbacks=[Float8Callback()],
+    )
+    trained.train()
+    assert sum(isinstance(module, Float8Linear) for module in model.modules()) == 14
+    assert moved(model, before) == set(before)
+    losses = losses_of(trained)
+    assert losses[0] == pytest.approx(0.6931, abs=1e-3)
+    assert losses[-1] < losses[0]
+    assert trained.evaluate()["eval_rewards/accuracies"] == 1.0
