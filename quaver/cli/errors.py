@@ -16,9 +16,14 @@ BAD_INPUT = (ValueError, NotImplementedError, OSError, MissingDeviceError)
 
 
 def print_error(message: object) -> None:
-    """Print `message` as one line on stderr, unless stderr is closed; the exit code stays the same."""
+    """Print `message` as one line on stderr, unless stderr is closed; the exit code stays the same.
+
+    A name in it may come from a stranger's file: control characters, which terminals obey, are escaped.
+    """
+    line = " ".join(str(message).split())
+    line = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in line)
     with suppress(OSError):
-        print("quaver: error: " + " ".join(str(message).split()), file=sys.stderr, flush=True)
+        print(f"quaver: error: {line}", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quaver.convert import ConversionReport
-from quaver.export.files import listed, read_json_object, write_json
+from quaver.export.files import check_names, listed, read_json_object, write_json
 from quaver.export.folders import file_threads
 
 RECORD = "quaver_export.json"
@@ -55,6 +55,7 @@ def check_bundle(folder: Path) -> None:
     digests = read_json_object(path).get("sha256")
     if not isinstance(digests, dict) or not all(Path(name).name == name for name in digests):
         raise ValueError(f"{str(path)!r} has no sha256 of the files; download it again")
+    check_names(digests, path)
     missing = sorted(name for name in digests if not (folder / name).is_file())
     if missing:
         raise FileNotFoundError(f"{str(folder)!r} lacks files that {RECORD} names: {listed(missing)}")

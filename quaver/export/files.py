@@ -69,6 +69,7 @@ class StoredTensors(Mapping[str, Tensor]):
         self._opened = {file: _open(file) for file in sorted(set(index.values()) if index else {single_file(folder)})}
         stored = [(name, file) for file, opened in self._opened.items() for name in opened.keys()]  # noqa: SIM118
         self._file = dict(stored)
+        check_names(self._file, folder)
         check_index(folder, index, self._file)
         if len(stored) != len(self._file):
             twice = sorted(name for name, file in stored if self._file[name] != file)
@@ -108,12 +109,23 @@ def read_index(folder: Path) -> dict[str, Path] | None:
         files = {str(name): folder / file for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} has no weight_map from tensors to files; download it again") from error
+    check_names(files, path)
     for file in sorted(set(files.values())):
         if file.parent != folder or not file.is_file():  # a name with .. would read outside of the folder
             raise FileNotFoundError(f"{str(path)!r} names {str(file)!r}, which is not there; download it again")
     if not files:
         raise ValueError(f"{str(path)!r} names no tensors; download it again")
     return files
+
+
+def check_names(names: Iterable[str], path: Path) -> None:
+    """Raise ValueError if a name in the file or folder `path` has line breaks or control characters.
+
+    Names stand in error messages and in the names of modules; a stranger chose these.
+    """
+    for name in names:
+        if not name.isprintable():
+            raise ValueError(f"{str(path)!r} has the name {name!r}, which is not printable; download it again")
 
 
 def check_index(folder: Path, index: dict[str, Path] | None, stored: dict[str, Path]) -> None:
