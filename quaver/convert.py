@@ -14,6 +14,7 @@ from typing import Any, SupportsIndex, cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
 from quaver.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
@@ -79,11 +80,14 @@ class ConversionReport:
     Attributes:
         config: the configs of the float8 linears, one a line.
         notes: what the user should know about these configs.
+        convolutions: how many convolutions the model has. They stay in high precision, and `float8_flops_fraction` does
+            not count them, because their FLOPs depend on the size of the input.
     """
 
     config: str
     layers: list[LayerReport] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    convolutions: int = 0
 
     @property
     def converted(self) -> list[LayerReport]:
@@ -108,9 +112,11 @@ class ConversionReport:
 
     def summary(self) -> str:
         """One line."""
+        plural = "s" if self.convolutions > 1 else ""
+        uncounted = f"; {self.convolutions} convolution{plural} in high precision" if self.convolutions else ""
         return (
             f"{len(self.converted)} of {len(self.layers)} matmul weights in float8, "
-            f"{self.float8_flops_fraction:.1%} of their FLOPs"
+            f"{self.float8_flops_fraction:.1%} of their FLOPs{uncounted}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -239,7 +245,8 @@ def conversion_report(module: nn.Module) -> ConversionReport:
         else:
             reason = said or obstacle_of(child, False) or "not converted, or new since the conversion"
         layers.append(LayerReport(name, child.in_features, child.out_features, converted, reason))
-    return ConversionReport("\n".join(configs), layers, list(notes))
+    convolutions = sum(isinstance(each, _ConvNd) for each in module.modules())
+    return ConversionReport("\n".join(configs), layers, list(notes), convolutions)
 
 
 # ---- the decision ----------------------------------------------------------------------------------------------------

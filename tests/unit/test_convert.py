@@ -456,6 +456,13 @@ def test_the_report_has_every_linear_and_why():
         assert name in str(report)
 
 
+def test_convolutions_are_named_because_the_share_of_flops_leaves_them_out():
+    model = convert_to_float8_training(nn.Sequential(nn.Conv2d(16, 16, 3), nn.Flatten(), nn.Linear(16, 16)))
+    assert conversion_report(model).summary() == (
+        "1 of 1 matmul weights in float8, 100.0% of their FLOPs; 1 convolution in high precision"
+    )
+
+
 def test_a_filter_may_say_why():
     model = convert_to_float8_training(
         Model(), module_filter_fn=lambda module, name: FilterDecision(name == "head", f"because {name}")
