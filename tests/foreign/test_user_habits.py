@@ -9,6 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 from quaver import Float8LinearConfig, convert_to_float8_training, sync_float8_amax_and_scale_history
 from quaver.kernels import cpu
@@ -576,3 +577,13 @@ def check_transform(recipe, transform, gradients_on):
 def test_transforms_are_right_or_refused(recipe, transform, gradients_on):
     """A result near nn.Linear's, or one clear error; the module works as before afterwards."""
     isolated(check_transform, recipe, transform, gradients_on)
+
+
+@RECIPE
+def test_the_flop_counter_counts_what_it_counts_in_high_precision(recipe):
+    counted = []
+    for model in (nn.Linear(32, 48), convert_to_float8_training(nn.Linear(32, 48), config=recipe)):
+        with FlopCounterMode(display=False) as counter:
+            model(torch.randn(16, 32, requires_grad=True)).sum().backward()
+        counted.append(counter.get_total_flops())
+    assert counted[0] == counted[1] == 3 * 2 * 16 * 32 * 48
