@@ -111,6 +111,11 @@ class _Split(TypedDict):
     ends: _Part
 
 
+class _Splits(TypedDict):
+    train: _Split
+    validation: _Split
+
+
 class _About(TypedDict):
     """The content of entry.json."""
 
@@ -124,7 +129,7 @@ class _About(TypedDict):
     empty: NotNegative
     corrupt: NotNegative
     corrupt_places: list[str]
-    splits: dict[Literal["train", "validation"], _Split]
+    splits: _Splits
 
 
 _ABOUT = TypeAdapter(_About)

@@ -226,7 +226,8 @@ def test_token_cache(examples, tmp_path, text_folder, load):
     (folder,) = (path for path in (tmp_path / "kept").iterdir() if path.is_dir())
     about = json.loads((folder / "entry.json").read_text())
     edited = with_keys(*about).map(lambda changes: json.dumps({**about, **changes}).encode())
-    split = with_keys("tokens", "ends").map(lambda found: json.dumps({**about, "splits": {"train": found}}).encode())
+    splits = st.dictionaries(st.sampled_from(["train", "validation", "x"]), with_keys("tokens", "ends"))
+    split = splits.map(lambda found: json.dumps({**about, "splits": found}).encode())
 
     def read(content: bytes) -> None:
         (folder / "entry.json").write_bytes(content)
