@@ -17,11 +17,11 @@ class Checkpoint(Settings, section="checkpoint"):
     enable: bool = True
     """Save every interval steps, after the last step, and on Ctrl-C or SIGTERM."""
     folder: str = "checkpoint"
-    """Folder of the checkpoints inside the run folder."""
+    """Their folder in the run folder."""
     interval: AtLeast1 = 500
     """Steps between two checkpoints."""
     keep_latest_k: NotNegative = 3
-    """How many of the newest checkpoints stay on disk; 0 for all."""
+    """Checkpoints that stay on disk; 0 for all."""
     async_mode: Annotated[str, OneOf(ASYNC_MODES)] = "async"
     """Wait until a checkpoint is written (disabled) or copied to host memory (async; on CUDA faster with
     async_with_pinned_mem)."""
@@ -31,7 +31,7 @@ class Checkpoint(Settings, section="checkpoint"):
     load_step: int = -1
     """The step to resume from; -1 for the newest. The next save removes newer checkpoints."""
     verify: bool = True
-    """Compare every file of a checkpoint with its manifest before loading it: size and xxh3_128."""
+    """Compare size and xxh3_128 of every file with the manifest before loading."""
     initial_load_path: str = ""
     """Initial weights: a step-... folder, or the output of quaver convert hf-to-quaver."""
 

@@ -26,15 +26,15 @@ class Training(Settings, section="training"):
     seq_len: AtLeast1 = 256
     """Tokens in one sequence."""
     local_batch_size: AtLeast1 = 8
-    """Sequences in one forward and backward of one data-parallel rank."""
+    """Sequences in one forward of a data-parallel rank."""
     global_batch_size: int = -1
-    """Sequences in one optimizer step, by gradient accumulation; -1 for one local batch per data-parallel rank."""
+    """Sequences in one optimizer step, by gradient accumulation; -1: one local batch per data-parallel rank."""
     max_norm: Annotated[float, Gt(0)] = 1.0
     """Gradients are clipped to this norm."""
     compile: bool = False
     """Compile each transformer block with torch.compile."""
     seed: int = 0
-    """Seed of the initial weights and of the order of the data."""
+    """Seed of initial weights and data order."""
     dtype: Dtype = "float32"
     """Dtype of parameters, gradients and optimizer state: float32 or bfloat16."""
     mixed_precision_param: Dtype = "bfloat16"
@@ -42,11 +42,11 @@ class Training(Settings, section="training"):
     device: Annotated[str, OneOf(DEVICES)] = "auto"
     """auto (CUDA if there is one), cpu or cuda."""
     nonfinite: Annotated[str, OneOf(("stop", "skip"))] = "stop"
-    """At an inf or NaN loss or gradient norm: stop the run, or skip the update and say where it began."""
+    """At an inf or NaN loss or gradient norm: stop, or skip the update."""
     max_nonfinite_steps: AtLeast1 = 10
     """nonfinite = skip: steps in a row that are skipped before the run ends."""
     deterministic: bool = False
-    """Use only algorithms that repeat to the bit, as CPUs do anyway (short: --deterministic)."""
+    """Only algorithms that repeat to the bit; CPUs always do (short: --deterministic)."""
 
     def check(self) -> None:
         """Refuse what autocast cannot do, batches that do not divide, and settings that nothing reads."""
@@ -86,9 +86,9 @@ class ActivationCheckpoint(Settings, section="activation_checkpoint"):
     selective_ac_option: str = "op"
     """selective: op saves the results worth saving in every block; a number n recomputes every n-th block."""
     selective_ac_also_keep: tuple[str, ...] = ()
-    """selective with op: more operators with saved results, such as aten.silu."""
+    """op: more operators with saved results, such as aten.silu."""
     selective_ac_never_keep: tuple[str, ...] = ()
-    """selective with op: operators without saved results, such as aten.amax."""
+    """op: operators without saved results, such as aten.amax."""
     memory_budget: Share = 0.5
     """memory_budget: share of what could be saved that the compiler saves; 0 for inputs of blocks only."""
 
@@ -116,7 +116,7 @@ class Optimizer(Settings, section="optimizer"):
     """AdamW. Matrices, the embedding among them, are decayed; norms and biases are not."""
 
     lr: FiniteNotNegative = 3e-3
-    """Highest learning rate, reached when the warm-up ends."""
+    """Learning rate after the warm-up."""
     beta1: _Beta = 0.9
     """Decay of the running mean of the gradient."""
     beta2: _Beta = 0.95
@@ -126,8 +126,7 @@ class Optimizer(Settings, section="optimizer"):
     weight_decay: FiniteNotNegative = 0.1
     """Decoupled weight decay of matrices."""
     implementation: Annotated[str, OneOf(("auto", "fused", "foreach", "for-loop"))] = "auto"
-    """fused: one kernel over all parameters. foreach: one per operation. for-loop: one per operation and parameter.
-    auto: fused."""
+    """fused (one kernel), foreach (one per operation) or for-loop (one per parameter, too); auto is fused."""
 
 
 @dataclass(frozen=True)
@@ -162,9 +161,9 @@ class Parallelism(Settings, section="parallelism"):
     """How the ranks of torchrun share the work; the product of the degrees is their number."""
 
     data_parallel_replicate_degree: AtLeast1 = 1
-    """Groups of ranks that each hold a whole copy of the weights (HSDP)."""
+    """Copies of the weights, each on a group of ranks (HSDP)."""
     data_parallel_shard_degree: int = -1
-    """Ranks over which FSDP2 shards each copy; -1 for all that remain."""
+    """Ranks over which FSDP2 shards a copy; -1 for the rest."""
     tensor_parallel_degree: AtLeast1 = 1
     """Ranks that share each linear and, between linears, the sequence."""
     fsdp_reshard_after_forward: Annotated[str, OneOf(("default", "always", "never"))] = "default"
@@ -181,6 +180,6 @@ class Comm(Settings, section="comm"):
     """Communication between ranks."""
 
     train_timeout_seconds: Annotated[int, Ge(1), Le(MOST_SECONDS)] = 300
-    """Seconds after which a collective that waits ends the run with an error."""
+    """Seconds until a waiting collective ends the run with an error."""
     watchdog_seconds: Annotated[int, Ge(0), Le(MOST_SECONDS)] = 120
-    """Seconds after which a stuck step writes stacks-rank<n>.txt, ten times as long in the first step; 0 never."""
+    """Seconds until a stuck step writes stacks-rank<n>.txt, ten times that in the first step; 0 never."""
