@@ -25,7 +25,7 @@ class Data(Settings, section="data"):
     tokenizer: str = BYTES
     """bytes (256 tokens), a Hugging Face tokenizer.json, or a folder with one."""
     eos_token: str = ""
-    """The token that ends a document; empty for the tokenizer's own."""
+    """Token that ends a document; empty for the tokenizer's own."""
     cache_folder: str = ""
     """Cache of tokens; empty for quaver/tokens in $XDG_CACHE_HOME or ~/.cache."""
     document_mask: bool = False

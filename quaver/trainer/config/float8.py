@@ -12,23 +12,22 @@ DELAYED_RECIPES = ", ".join(name for name in RECIPES if Float8LinearConfig.from_
 
 @dataclass(frozen=True)
 class Float8(Settings, section="float8"):
-    """Which linears compute in float8, and how. The delayed_* settings belong to the delayed recipes."""
+    """Which linears compute in float8, and how. delayed_*: for the delayed recipes."""
 
     enable_float8_linear: bool = True
     """Convert linears to float8; false trains in bfloat16."""
     recipe_name: Annotated[str, OneOf(RECIPES, has_aliases=True)] = "tensorwise"
     """How operands are scaled; see docs/scaling.md."""
     filter_fqns: tuple[str, ...] = ("lm_head",)
-    """Linears whose full name contains one of these stay in high precision."""
+    """Names, or parts, of linears that stay in high precision."""
     skip_first_layers: NotNegative = 0
-    """First blocks that stay in high precision."""
+    """First blocks in high precision."""
     skip_last_layers: NotNegative = 0
-    """Last blocks that stay in high precision."""
+    """Last blocks in high precision."""
     last_steps_high_precision: NotNegative = 0
-    """Final steps, validation included, with every linear in high precision. Not with tensor parallelism or float8
-    all-gather."""
+    """Final steps, with their validation, in high precision. Not with tensor parallelism or float8 all-gather."""
     auto_filter: bool = False
-    """Skip linears that a cost model predicts to gain nothing on this GPU (without one: an H100)."""
+    """Skip linears that gain nothing on this GPU (without one, an H100), by a cost model."""
     emulate: bool = False
     """Use the exact matmul even on float8 hardware."""
     fused_producers: bool = True
@@ -36,14 +35,13 @@ class Float8(Settings, section="float8"):
     enable_fsdp_float8_all_gather: bool = False
     """FSDP2 gathers weights in float8: half the bytes of bfloat16."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
-    """Compute the scales of all gathered weights in one collective after each optimizer step."""
+    """Compute the scales of these weights in one collective after each optimizer step."""
     cast_weights_once: bool = False
-    """Quantize shards once per step, not for every all-gather; codes stay in memory until its end. One process
-    always does so."""
+    """Quantize shards once per step, not per all-gather, and hold the codes meanwhile. One process always does so."""
     delayed_history_len: int = 16
     """Steps in the history of amaxes."""
     delayed_scale_fn_name: str = "max"
-    """Scale to the max of the remembered amaxes, or to the most_recent."""
+    """Scale to the max of the history, or to the most_recent amax."""
     delayed_margin: int = 0
     """Powers of two left below the format's largest number."""
     delayed_headroom: float = 1.0

@@ -33,13 +33,13 @@ class Metrics(Settings, section="metrics"):
     float8_scales_freq: NotNegative = 1
     """Delayed recipes: steps between two lines of float8_scales.jsonl; 0 never."""
     loss_spike_deviations: FiniteNotNegative = 6.0
-    """A loss this many robust standard deviations above the median of the last 64 is a spike; 0 never."""
+    """A loss so many robust deviations above the median of the last 64 is a spike; 0 never."""
     enable_tensorboard: bool = False
-    """Write TensorBoard events too (pip install 'quaver[tensorboard]')."""
+    """Write TensorBoard events (pip install 'quaver[tensorboard]')."""
     save_tb_folder: str = "tb"
     """Their folder in the run folder."""
     enable_wandb: bool = False
-    """Log to Weights & Biases too (pip install 'quaver[wandb]'); WANDB_MODE=offline keeps it local."""
+    """Log to Weights & Biases (pip install 'quaver[wandb]'); WANDB_MODE=offline keeps it local."""
     wandb_project: str = "quaver"
     """Project of the run."""
 
@@ -53,22 +53,22 @@ class Metrics(Settings, section="metrics"):
 
 @dataclass(frozen=True)
 class Profiling(Settings, section="profiling"):
-    """Traces and memory snapshots of single steps, in the run folder, by every rank."""
+    """Traces and memory snapshots of single steps, by every rank."""
 
     enable_profiling: bool = False
     """Write traces with named float8 phases, for Perfetto or chrome://tracing."""
     save_traces_folder: str = "profile_trace"
-    """Their folder in the run folder."""
+    """Folder of the traces in the run folder."""
     profile_freq: AtLeast1 = 10
     """Trace the last profiler_active of every so many steps."""
     profiler_warmup: NotNegative = 3
-    """Steps that are recorded and discarded before them."""
+    """Steps recorded before them and discarded."""
     profiler_active: AtLeast1 = 1
     """Steps that are traced, one file each."""
     enable_memory_snapshot: bool = False
     """Write a step's memory: allocator history on CUDA, live tensors on CPU. SIGUSR1 writes another."""
     save_memory_snapshot_folder: str = "memory_snapshot"
-    """Their folder in the run folder."""
+    """Folder of the snapshots in the run folder."""
     memory_snapshot_step: NotNegative = 3
     """The step to write; 0 for only on SIGUSR1 or when CUDA runs out of memory."""
 

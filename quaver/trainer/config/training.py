@@ -28,7 +28,7 @@ class Training(Settings, section="training"):
     local_batch_size: AtLeast1 = 8
     """Sequences in one forward of a data-parallel rank."""
     global_batch_size: int = -1
-    """Sequences in one optimizer step, by gradient accumulation; -1: one local batch per data-parallel rank."""
+    """Sequences in one optimizer step, by accumulation; -1: one local batch per data-parallel rank."""
     max_norm: Annotated[float, Gt(0)] = 1.0
     """Gradients are clipped to this norm."""
     compile: bool = False
@@ -36,15 +36,15 @@ class Training(Settings, section="training"):
     seed: int = 0
     """Seed of initial weights and data order."""
     dtype: Dtype = "float32"
-    """Dtype of parameters, gradients and optimizer state: float32 or bfloat16."""
+    """Parameters, gradients, optimizer state: float32 or bfloat16."""
     mixed_precision_param: Dtype = "bfloat16"
-    """Dtype that autocast computes in; no autocast if equal to dtype."""
+    """Autocast's dtype; no autocast if equal to dtype."""
     device: Annotated[str, OneOf(DEVICES)] = "auto"
     """auto (CUDA if there is one), cpu or cuda."""
     nonfinite: Annotated[str, OneOf(("stop", "skip"))] = "stop"
     """At an inf or NaN loss or gradient norm: stop, or skip the update."""
     max_nonfinite_steps: AtLeast1 = 10
-    """nonfinite = skip: steps in a row that are skipped before the run ends."""
+    """skip: steps in a row before the run ends."""
     deterministic: bool = False
     """Only algorithms that repeat to the bit; CPUs always do (short: --deterministic)."""
 
@@ -79,18 +79,18 @@ class Training(Settings, section="training"):
 
 @dataclass(frozen=True)
 class ActivationCheckpoint(Settings, section="activation_checkpoint"):
-    """What transformer blocks save for backward; the rest is recomputed, to the same bits."""
+    """What blocks save for backward; the rest is recomputed, to the same bits."""
 
     mode: Annotated[str, OneOf(CHECKPOINT_MODES)] = "none"
-    """Which blocks recompute what; see docs/memory.md."""
+    """Which blocks recompute what; see docs/trainer.md."""
     selective_ac_option: str = "op"
-    """selective: op saves the results worth saving in every block; a number n recomputes every n-th block."""
+    """selective: op saves the costly results of every block; a number n recomputes every n-th block."""
     selective_ac_also_keep: tuple[str, ...] = ()
     """op: more operators with saved results, such as aten.silu."""
     selective_ac_never_keep: tuple[str, ...] = ()
     """op: operators without saved results, such as aten.amax."""
     memory_budget: Share = 0.5
-    """memory_budget: share of what could be saved that the compiler saves; 0 for inputs of blocks only."""
+    """memory_budget: share of results that the compiler saves; 0 for inputs of blocks only."""
 
     def check(self) -> None:
         """Refuse settings of another mode, and operators that torch does not have."""
@@ -113,7 +113,7 @@ class ActivationCheckpoint(Settings, section="activation_checkpoint"):
 
 @dataclass(frozen=True)
 class Optimizer(Settings, section="optimizer"):
-    """AdamW. Matrices, the embedding among them, are decayed; norms and biases are not."""
+    """AdamW. Matrices and the embedding are decayed; norms and biases are not."""
 
     lr: FiniteNotNegative = 3e-3
     """Learning rate after the warm-up."""
@@ -136,11 +136,11 @@ class LRScheduler(Settings, section="lr_scheduler"):
     warmup_steps: NotNegative = 20
     """Steps of linear warm-up; may exceed training.steps."""
     schedule: Annotated[str, OneOf(("cosine", "linear", "wsd", "constant"))] = "cosine"
-    """After the warm-up: cosine or linear decay, wsd (warm-up, stable, decay) or constant."""
+    """cosine or linear decay, wsd (stable, then decay) or constant."""
     decay_ratio: Annotated[float, Gt(0), Le(1)] = 0.1
-    """wsd: share of the steps in the final decay; at least one step."""
+    """wsd: share of the steps in the decay; at least one step."""
     decay_type: Annotated[str, OneOf(("linear", "sqrt", "cosine"))] = "linear"
-    """wsd: shape of the final decay: linear, sqrt (1 - sqrt, steep at first) or cosine."""
+    """wsd: linear, sqrt (1 - sqrt, steep at first) or cosine."""
     min_lr_factor: Share = 0.1
     """Share of optimizer.lr at the last step."""
 
@@ -158,7 +158,7 @@ class LRScheduler(Settings, section="lr_scheduler"):
 
 @dataclass(frozen=True)
 class Parallelism(Settings, section="parallelism"):
-    """How the ranks of torchrun share the work; the product of the degrees is their number."""
+    """How ranks share the work; the degrees multiply to their number."""
 
     data_parallel_replicate_degree: AtLeast1 = 1
     """Copies of the weights, each on a group of ranks (HSDP)."""
@@ -167,7 +167,7 @@ class Parallelism(Settings, section="parallelism"):
     tensor_parallel_degree: AtLeast1 = 1
     """Ranks that share each linear and, between linears, the sequence."""
     fsdp_reshard_after_forward: Annotated[str, OneOf(("default", "always", "never"))] = "default"
-    """When FSDP2 frees gathered weights after the forward; default: all but the first that backward needs."""
+    """When FSDP2 frees gathered weights after the forward; default: all but those that backward needs first."""
 
     def check(self) -> None:
         """Refuse a shard degree that is no number of ranks."""
