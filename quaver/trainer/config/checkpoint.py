@@ -25,8 +25,8 @@ class Checkpoint(Settings, section="checkpoint"):
     async_mode: Annotated[str, OneOf(ASYNC_MODES)] = "async"
     """Wait until a checkpoint is written (disabled) or in host memory (async; async_with_pinned_mem on CUDA)."""
     resume: Annotated[str, OneOf(RESUME_POLICIES)] = "never"
-    """never: refuse a run folder with files. auto: resume, if there is a checkpoint (needs job.name). must: refuse
-    to start without one."""
+    """never: refuse a run folder with files. auto: resume if there is a checkpoint (needs job.name). must: refuse to
+    start without."""
     load_step: int = -1
     """The step to resume from; -1 for the newest. The next save removes newer checkpoints."""
     verify: bool = True

@@ -25,7 +25,7 @@ class Float8(Settings, section="float8"):
     skip_last_layers: NotNegative = 0
     """Last blocks in high precision."""
     last_steps_high_precision: NotNegative = 0
-    """Final steps, with their validation, in high precision. Not with tensor parallelism or float8 all-gather."""
+    """Final steps in high precision. Not with tensor parallelism or float8 all-gather."""
     auto_filter: bool = False
     """Skip linears that gain nothing on this GPU (without one, an H100), by a cost model."""
     emulate: bool = False
@@ -37,7 +37,7 @@ class Float8(Settings, section="float8"):
     precompute_float8_dynamic_scale_for_fsdp: bool = False
     """Compute the scales of these weights in one collective after each optimizer step."""
     cast_weights_once: bool = False
-    """Quantize shards once per step, not per all-gather, and hold the codes meanwhile. One process always does so."""
+    """Quantize shards once per step and hold the codes meanwhile. One process always does so."""
     delayed_history_len: int = 16
     """Steps in the history of amaxes."""
     delayed_scale_fn_name: str = "max"
@@ -49,7 +49,7 @@ class Float8(Settings, section="float8"):
     delayed_nonfinite_amax: str = "skip"
     """An inf or NaN is left out of the history (skip), or freezes the scale while in it (keep_scale)."""
     delayed_dynamic_window: tuple[float, ...] = ()
-    """Low and high: a tensor with scale / ideal scale outside is scaled dynamically for one step; empty for never."""
+    """Low and high: outside this scale / ideal scale a tensor is scaled dynamically for a step; empty for never."""
     enable_amax_init: bool = True
     """Accepted from older configs; changes nothing."""
     enable_pre_and_post_forward: bool = True

@@ -56,7 +56,7 @@ class Profiling(Settings, section="profiling"):
     """Traces and memory snapshots of single steps, by every rank."""
 
     enable_profiling: bool = False
-    """Write traces with named float8 phases, for Perfetto or chrome://tracing."""
+    """Write traces for Perfetto or chrome://tracing."""
     save_traces_folder: str = "profile_trace"
     """Folder of the traces in the run folder."""
     profile_freq: AtLeast1 = 10
@@ -66,11 +66,11 @@ class Profiling(Settings, section="profiling"):
     profiler_active: AtLeast1 = 1
     """Steps that are traced, one file each."""
     enable_memory_snapshot: bool = False
-    """Write a step's memory: allocator history on CUDA, live tensors on CPU. SIGUSR1 writes another."""
+    """Write a step's allocator history (CUDA) or live tensors (CPU). SIGUSR1 writes another."""
     save_memory_snapshot_folder: str = "memory_snapshot"
     """Folder of the snapshots in the run folder."""
     memory_snapshot_step: NotNegative = 3
-    """The step to write; 0 for only on SIGUSR1 or when CUDA runs out of memory."""
+    """The step to write; 0: only on SIGUSR1 or when CUDA runs out of memory."""
 
     def check(self) -> None:
         """Refuse settings of a disabled profiler, too short a period, and folders outside of the run folder."""

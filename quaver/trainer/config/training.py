@@ -28,7 +28,7 @@ class Training(Settings, section="training"):
     local_batch_size: AtLeast1 = 8
     """Sequences in one forward of a data-parallel rank."""
     global_batch_size: int = -1
-    """Sequences in one optimizer step, by accumulation; -1: one local batch per data-parallel rank."""
+    """Sequences in one optimizer step; -1: one local batch per data-parallel rank."""
     max_norm: Annotated[float, Gt(0)] = 1.0
     """Gradients are clipped to this norm."""
     compile: bool = False
@@ -182,4 +182,4 @@ class Comm(Settings, section="comm"):
     train_timeout_seconds: Annotated[int, Ge(1), Le(MOST_SECONDS)] = 300
     """Seconds until a waiting collective ends the run with an error."""
     watchdog_seconds: Annotated[int, Ge(0), Le(MOST_SECONDS)] = 120
-    """Seconds until a stuck step writes stacks-rank<n>.txt, ten times that in the first step; 0 never."""
+    """Seconds until a stuck step writes stacks-rank<n>.txt (first step: ten times that); 0 never."""
