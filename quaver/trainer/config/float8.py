@@ -33,7 +33,7 @@ class Float8(Settings, section="float8"):
     fused_producers: bool = True
     """RMSNorm and SwiGLU before float8 linears save only their inputs."""
     enable_fsdp_float8_all_gather: bool = False
-    """FSDP2 gathers weights in float8: half the bytes of bfloat16."""
+    """FSDP2 gathers weights in float8."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
     """Compute the scales of these weights in one collective after each optimizer step."""
     cast_weights_once: bool = False

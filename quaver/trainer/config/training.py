@@ -90,7 +90,7 @@ class ActivationCheckpoint(Settings, section="activation_checkpoint"):
     selective_ac_never_keep: tuple[str, ...] = ()
     """op: operators without saved results, such as aten.amax."""
     memory_budget: Share = 0.5
-    """memory_budget: share of results that the compiler saves; 0 for inputs of blocks only."""
+    """Share of results that the compiler saves; 0 for inputs of blocks only."""
 
     def check(self) -> None:
         """Refuse settings of another mode, and operators that torch does not have."""
