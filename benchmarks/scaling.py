@@ -53,11 +53,16 @@ _PARALLEL = {
 
 
 def _all_reduces_table(results: dict[str, Any]) -> str:
-    rows = []
-    for row in results["all_reduces"]:
-        calls = [row["all_reduces"][phase] for phase in ("forward", "backward", "sync", "precompute")]
-        rows.append([_PARALLEL[row["parallel"]], f"`{row['recipe']}`", *calls, row["bytes"]])
-    return markdown(["layout", "recipe", "forward", "backward", "sync", "precompute", "bytes"], rows)
+    """A line for each layout, a column for each recipe; in a cell the all-reduces by phase and their bytes."""
+    recipes = list(dict.fromkeys(row["recipe"] for row in results["all_reduces"]))
+    cells = {(row["parallel"], row["recipe"]): _all_reduces_cell(row) for row in results["all_reduces"]}
+    rows = [[name, *(cells[parallel, recipe] for recipe in recipes)] for parallel, name in _PARALLEL.items()]
+    return markdown(["layout", *(f"`{recipe}`" for recipe in recipes)], rows)
+
+
+def _all_reduces_cell(row: dict[str, Any]) -> str:
+    calls = [f"{phase} {count}" for phase, count in row["all_reduces"].items() if count]
+    return ", ".join([*calls, f"{row['bytes']} bytes"]) if calls else "none"
 
 
 def _json(results: dict[str, Any]) -> str:

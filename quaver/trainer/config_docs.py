@@ -9,8 +9,8 @@ from quaver.trainer.config.settings import Settings, choices_of, default_of, hel
 
 HEAD = """# Configuration
 
-Every setting of `quaver train`, as a key of the TOML file (`[section]`, `name = value`) or as a flag
-(`--section.name value`; flags win). `python -m quaver.trainer.config_docs` writes this page.
+Every setting of `quaver train`: a key of the TOML file (`[section]`, `name = value`) or a flag
+(`--section.name value`; flags win).
 """
 
 

@@ -2,7 +2,7 @@
 
 Dynamo traces, AOTAutograd partitions forward and backward, and Inductor lowers, fuses, schedules and plans buffers as
 in a run. Only the Python wrapper code that Inductor writes is rewritten: its kernels do nothing, and no cache stores it
-(quaver/memory/compiling/inductor.py). docs/design/0007-predicting-compiled-code.md has the alternatives.
+(quaver/memory/compiling/inductor.py). docs/design/0001-decisions.md has the alternatives.
 
 [Note: reset] Code compiled here guards on fake tensors and is useless to real ones, so Dynamo is reset at the end. It
 can only reset everything: code compiled earlier in the process is compiled again, from Inductor's caches, at its next

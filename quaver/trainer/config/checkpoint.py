@@ -12,28 +12,27 @@ RESUME_POLICIES = ("never", "auto", "must")
 
 @dataclass(frozen=True)
 class Checkpoint(Settings, section="checkpoint"):
-    """Checkpoints, published atomically, and the weights that a run begins with."""
+    """Checkpoints, and the weights that a run begins with."""
 
     enable: bool = True
     """Save every interval steps, after the last step, and on Ctrl-C or SIGTERM."""
     folder: str = "checkpoint"
-    """Folder of the checkpoints inside the run folder."""
+    """Folder of the checkpoints in the run folder."""
     interval: AtLeast1 = 500
     """Steps between two checkpoints."""
     keep_latest_k: NotNegative = 3
-    """How many of the newest checkpoints stay on disk; 0 for all."""
+    """Newest checkpoints that stay on disk; 0 for all."""
     async_mode: Annotated[str, OneOf(ASYNC_MODES)] = "async"
-    """Wait until a checkpoint is written (disabled) or copied to host memory (async; on CUDA faster with
-    async_with_pinned_mem)."""
+    """Wait until a checkpoint is written (disabled) or in host memory (async; async_with_pinned_mem on CUDA)."""
     resume: Annotated[str, OneOf(RESUME_POLICIES)] = "never"
-    """never: refuse a run folder with files. auto: resume from the last checkpoint, if any (needs job.name). must:
-    refuse to start without one."""
+    """never: refuse a run folder with files. auto: resume if there is a checkpoint (needs job.name). must: refuse to
+    start without."""
     load_step: int = -1
     """The step to resume from; -1 for the newest. The next save removes newer checkpoints."""
     verify: bool = True
-    """Compare every file of a checkpoint with its manifest before loading it: size and xxh3_128."""
+    """Compare size and xxh3_128 of every file with the manifest before loading."""
     initial_load_path: str = ""
-    """Initial weights: a step-... folder, or the output of quaver convert hf-to-quaver."""
+    """Initial weights: a step-... folder, or one from quaver convert hf-to-quaver."""
 
     def check(self) -> None:
         """Refuse a folder that is a path, and settings that nothing would read."""

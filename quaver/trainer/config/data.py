@@ -21,11 +21,11 @@ class Data(Settings, section="data"):
     field: str = "text"
     """The JSONL field or Parquet column that holds the text."""
     on_corrupt: Annotated[str, OneOf(("skip", "refuse"))] = "skip"
-    """What happens to records that cannot be read: skip or refuse."""
+    """Unreadable records: skip or refuse."""
     tokenizer: str = BYTES
     """bytes (256 tokens), a Hugging Face tokenizer.json, or a folder with one."""
     eos_token: str = ""
-    """The token that ends a document; empty for the tokenizer's own."""
+    """Token that ends a document; empty for the tokenizer's own."""
     cache_folder: str = ""
     """Cache of tokens; empty for quaver/tokens in $XDG_CACHE_HOME or ~/.cache."""
     document_mask: bool = False
@@ -43,7 +43,7 @@ class Data(Settings, section="data"):
 
 @dataclass(frozen=True)
 class Validation(Settings, section="validation"):
-    """The same sequences of the validation split, every time."""
+    """Always the same sequences of the validation split."""
 
     freq: AtLeast1 = 50
     """Steps between two validations; the last step always has one."""

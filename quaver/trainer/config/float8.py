@@ -12,47 +12,44 @@ DELAYED_RECIPES = ", ".join(name for name in RECIPES if Float8LinearConfig.from_
 
 @dataclass(frozen=True)
 class Float8(Settings, section="float8"):
-    """Which linears compute in float8, and how. The delayed_* settings belong to the delayed recipes."""
+    """Which linears compute in float8, and how. delayed_*: for the delayed recipes."""
 
     enable_float8_linear: bool = True
     """Convert linears to float8; false trains in bfloat16."""
     recipe_name: Annotated[str, OneOf(RECIPES, has_aliases=True)] = "tensorwise"
     """How operands are scaled; see docs/scaling.md."""
     filter_fqns: tuple[str, ...] = ("lm_head",)
-    """Linears whose full name contains one of these stay in high precision."""
+    """Names, or parts, of linears that stay in high precision."""
     skip_first_layers: NotNegative = 0
-    """Transformer blocks at the input that stay in high precision."""
+    """First blocks in high precision."""
     skip_last_layers: NotNegative = 0
-    """Transformer blocks at the output that stay in high precision."""
+    """Last blocks in high precision."""
     last_steps_high_precision: NotNegative = 0
-    """Final steps, validation included, with every linear in high precision. Not with tensor parallelism or float8
-    all-gather."""
+    """Final steps in high precision. Not with tensor parallelism or float8 all-gather."""
     auto_filter: bool = False
-    """Keep linears in high precision where a cost model predicts no gain on this GPU (an H100 if there is none)."""
+    """Skip linears that gain nothing on this GPU (without one, an H100), by a cost model."""
     emulate: bool = False
-    """Use the exact emulation even where the device multiplies float8."""
+    """Use the exact matmul even on float8 hardware."""
     fused_producers: bool = True
-    """RMSNorm and SwiGLU before float8 linears save only their inputs; eager on float8 GPUs, they write float8."""
+    """RMSNorm and SwiGLU before float8 linears save only their inputs."""
     enable_fsdp_float8_all_gather: bool = False
-    """FSDP2 gathers weights in float8: half the bytes of bfloat16."""
+    """FSDP2 gathers weights in float8."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
-    """Compute the scales of all gathered weights after each optimizer step, with one collective."""
+    """Compute the scales of these weights in one collective after each optimizer step."""
     cast_weights_once: bool = False
-    """Quantize gathered shards once per step, not for every all-gather; codes take memory until its end. One
-    process always casts once."""
+    """Quantize shards once per step and hold the codes meanwhile. One process always does so."""
     delayed_history_len: int = 16
-    """Length of the history of amaxes, in steps."""
+    """Steps in the history of amaxes."""
     delayed_scale_fn_name: str = "max"
-    """Scale to the max of the remembered amaxes, or to the most_recent."""
+    """Scale to the max of the history, or to the most_recent amax."""
     delayed_margin: int = 0
-    """Powers of two left below the largest number of the format."""
+    """Powers of two left below the format's largest number."""
     delayed_headroom: float = 1.0
-    """Growth from one step to the next that does not saturate, as a factor."""
+    """Factor by which a tensor may grow in a step without saturating."""
     delayed_nonfinite_amax: str = "skip"
-    """An inf or NaN leaves the history as it is (skip), or freezes the scale while remembered (keep_scale)."""
+    """An inf or NaN is left out of the history (skip), or freezes the scale while in it (keep_scale)."""
     delayed_dynamic_window: tuple[float, ...] = ()
-    """Low and high: outside this range of its scale over its ideal scale a tensor is scaled dynamically for one
-    step; empty for never."""
+    """Low and high: outside this scale / ideal scale a tensor is scaled dynamically for a step; empty for never."""
     enable_amax_init: bool = True
     """Accepted from older configs; changes nothing."""
     enable_pre_and_post_forward: bool = True

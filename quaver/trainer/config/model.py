@@ -24,7 +24,7 @@ class Model(Settings, section="model"):
     """Shape of the Llama 3 style model."""
 
     vocab_size: AtLeast1 = 256
-    """Rows of the embedding: at least the tokens of data.tokenizer."""
+    """At least the tokens of data.tokenizer."""
     dim: AtLeast1 = 256
     """Width of the residual stream."""
     n_layers: AtLeast1 = 4
@@ -32,7 +32,7 @@ class Model(Settings, section="model"):
     n_heads: AtLeast1 = 4
     """Query heads, of dim / n_heads each."""
     n_kv_heads: AtLeast1 = 2
-    """Key and value heads, each shared by n_heads / n_kv_heads query heads."""
+    """Key and value heads, shared by n_heads / n_kv_heads query heads each."""
     hidden_dim: AtLeast1 = 768
     """Width inside the feed-forward network."""
     norm_eps: FiniteNotNegative = 1e-5
@@ -40,15 +40,15 @@ class Model(Settings, section="model"):
     rope_theta: Annotated[float, AllowInfNan(False), Gt(0)] = 500000.0
     """Base of the rotary frequencies."""
     rope_scaling_factor: Annotated[float, AllowInfNan(False), Ge(1)] = 1.0
-    """Llama 3.1's (8) or 3.2's (32) division of low rotary frequencies; 1 for none."""
+    """Divides low rotary frequencies: 8 in Llama 3.1, 32 in 3.2; 1 for none."""
     rope_low_freq_factor: Annotated[float, AllowInfNan(False), Gt(0)] = 1.0
-    """Divide frequencies with fewer turns than this in rope_original_max_position positions."""
+    """Divide frequencies with fewer turns in rope_original_max_position."""
     rope_high_freq_factor: FiniteNotNegative = 4.0
-    """Leave frequencies with more turns than this; divide those between by part of the factor."""
+    """Leave frequencies with more turns; between the two, divide by part of the factor."""
     rope_original_max_position: AtLeast1 = 8192
     """Context length before the scaling."""
     tie_word_embeddings: bool = False
-    """Use the token embedding as the output projection too."""
+    """The token embedding is the output projection too."""
 
     def check(self) -> None:
         """Refuse heads that do not divide evenly, and rotary settings that nothing reads."""

@@ -8,10 +8,10 @@ from quaver.trainer.config.settings import AtLeast1, FiniteNotNegative, NotNegat
 
 @dataclass(frozen=True)
 class Job(Settings, section="job"):
-    """Where the run is written, and whether a bfloat16 baseline trains with it."""
+    """The run folder, and the bfloat16 baseline."""
 
     name: str = ""
-    """Folder of the run inside dump_folder; empty for one named by recipe and time."""
+    """The run's folder in dump_folder; empty: named by recipe and time."""
     dump_folder: str = "runs"
     """Folder of all runs."""
     compare: bool = False
@@ -29,20 +29,19 @@ class Metrics(Settings, section="metrics"):
     """What is printed and logged; metrics.jsonl always has every step."""
 
     log_freq: AtLeast1 = 10
-    """Steps between two printed lines where no terminal shows a progress bar."""
+    """Steps between two printed lines without a terminal."""
     float8_scales_freq: NotNegative = 1
-    """Delayed recipes: steps between two lines of float8_scales.jsonl (scale, amax and saturation per tensor); 0
-    never."""
+    """Delayed recipes: steps between two lines of float8_scales.jsonl; 0 never."""
     loss_spike_deviations: FiniteNotNegative = 6.0
-    """A loss this many robust standard deviations above the median of the last 64 is a spike; 0 never."""
+    """A loss so many robust deviations above the median of the last 64 is a spike; 0 never."""
     enable_tensorboard: bool = False
-    """Write TensorBoard events too (pip install 'quaver[tensorboard]')."""
+    """Write TensorBoard events (pip install 'quaver[tensorboard]')."""
     save_tb_folder: str = "tb"
-    """Their folder inside the run folder."""
+    """Their folder in the run folder."""
     enable_wandb: bool = False
-    """Log to Weights & Biases too (pip install 'quaver[wandb]'); WANDB_MODE=offline keeps it local."""
+    """Log to Weights & Biases (pip install 'quaver[wandb]'); WANDB_MODE=offline keeps it local."""
     wandb_project: str = "quaver"
-    """Project of the run there."""
+    """Project of the run."""
 
     def check(self) -> None:
         """Refuse names that no logger would read."""
@@ -54,24 +53,24 @@ class Metrics(Settings, section="metrics"):
 
 @dataclass(frozen=True)
 class Profiling(Settings, section="profiling"):
-    """Traces and memory snapshots of single steps, in the run folder, by every rank."""
+    """Traces and memory snapshots of single steps, by every rank."""
 
     enable_profiling: bool = False
-    """Write traces with named float8 phases, for Perfetto or chrome://tracing."""
+    """Write traces for Perfetto or chrome://tracing."""
     save_traces_folder: str = "profile_trace"
-    """Folder of the traces inside the run folder."""
+    """Folder of the traces in the run folder."""
     profile_freq: AtLeast1 = 10
     """Trace the last profiler_active of every so many steps."""
     profiler_warmup: NotNegative = 3
-    """Steps before those that the profiler records and discards."""
+    """Steps recorded before them and discarded."""
     profiler_active: AtLeast1 = 1
     """Steps that are traced, one file each."""
     enable_memory_snapshot: bool = False
-    """Write a step's memory: the allocator's history on CUDA, live tensors on CPU. SIGUSR1 writes another."""
+    """Write a step's allocator history (CUDA) or live tensors (CPU). SIGUSR1 writes another."""
     save_memory_snapshot_folder: str = "memory_snapshot"
-    """Folder of those files inside the run folder."""
+    """Folder of the snapshots in the run folder."""
     memory_snapshot_step: NotNegative = 3
-    """The step to write; 0 for only on SIGUSR1 or when CUDA runs out of memory."""
+    """The step to write; 0: only on SIGUSR1 or when CUDA runs out of memory."""
 
     def check(self) -> None:
         """Refuse settings of a disabled profiler, too short a period, and folders outside of the run folder."""

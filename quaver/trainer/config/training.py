@@ -26,27 +26,27 @@ class Training(Settings, section="training"):
     seq_len: AtLeast1 = 256
     """Tokens in one sequence."""
     local_batch_size: AtLeast1 = 8
-    """Sequences in one forward and backward of one data-parallel rank."""
+    """Sequences in one forward of a data-parallel rank."""
     global_batch_size: int = -1
-    """Sequences in one optimizer step, by gradient accumulation; -1 for one local batch per data-parallel rank."""
+    """Sequences in one optimizer step; -1: one local batch per data-parallel rank."""
     max_norm: Annotated[float, Gt(0)] = 1.0
     """Gradients are clipped to this norm."""
     compile: bool = False
     """Compile each transformer block with torch.compile."""
     seed: int = 0
-    """Seed of the initial weights and of the order of the data."""
+    """Seed of initial weights and data order."""
     dtype: Dtype = "float32"
-    """Dtype of parameters, gradients and optimizer state: float32 or bfloat16."""
+    """Parameters, gradients, optimizer state: float32 or bfloat16."""
     mixed_precision_param: Dtype = "bfloat16"
-    """Dtype that autocast computes in; no autocast if equal to dtype."""
+    """Autocast's dtype; no autocast if equal to dtype."""
     device: Annotated[str, OneOf(DEVICES)] = "auto"
     """auto (CUDA if there is one), cpu or cuda."""
     nonfinite: Annotated[str, OneOf(("stop", "skip"))] = "stop"
-    """At an inf or NaN loss or gradient norm: stop the run, or skip the update and say where it began."""
+    """At an inf or NaN loss or gradient norm: stop, or skip the update."""
     max_nonfinite_steps: AtLeast1 = 10
-    """nonfinite = skip: steps in a row that are skipped before the run ends."""
+    """skip: steps in a row before the run ends."""
     deterministic: bool = False
-    """Use only algorithms that repeat to the bit, as CPUs do anyway (short: --deterministic)."""
+    """Only algorithms that repeat to the bit; CPUs always do (short: --deterministic)."""
 
     def check(self) -> None:
         """Refuse what autocast cannot do, batches that do not divide, and settings that nothing reads."""
@@ -79,18 +79,18 @@ class Training(Settings, section="training"):
 
 @dataclass(frozen=True)
 class ActivationCheckpoint(Settings, section="activation_checkpoint"):
-    """What transformer blocks save for backward; the rest is recomputed, to the same bits."""
+    """What blocks save for backward; the rest is recomputed, to the same bits."""
 
     mode: Annotated[str, OneOf(CHECKPOINT_MODES)] = "none"
-    """Which blocks recompute what; see docs/memory.md."""
+    """Which blocks recompute what; see docs/trainer.md."""
     selective_ac_option: str = "op"
-    """selective: op saves the results worth saving in every block; a number n recomputes every n-th block."""
+    """selective: op saves the costly results of every block; a number n recomputes every n-th block."""
     selective_ac_also_keep: tuple[str, ...] = ()
-    """selective with op: more operators with saved results, such as aten.silu."""
+    """op: more operators with saved results, such as aten.silu."""
     selective_ac_never_keep: tuple[str, ...] = ()
-    """selective with op: operators without saved results, such as aten.amax."""
+    """op: operators without saved results, such as aten.amax."""
     memory_budget: Share = 0.5
-    """memory_budget: share of what could be saved that the compiler saves; 0 for inputs of blocks only."""
+    """Share of results that the compiler saves; 0 for inputs of blocks only."""
 
     def check(self) -> None:
         """Refuse settings of another mode, and operators that torch does not have."""
@@ -113,10 +113,10 @@ class ActivationCheckpoint(Settings, section="activation_checkpoint"):
 
 @dataclass(frozen=True)
 class Optimizer(Settings, section="optimizer"):
-    """AdamW. Matrices, the embedding among them, are decayed; norms and biases are not."""
+    """AdamW. Matrices and the embedding are decayed; norms and biases are not."""
 
     lr: FiniteNotNegative = 3e-3
-    """Highest learning rate, reached when the warm-up ends."""
+    """Learning rate after the warm-up."""
     beta1: _Beta = 0.9
     """Decay of the running mean of the gradient."""
     beta2: _Beta = 0.95
@@ -126,8 +126,7 @@ class Optimizer(Settings, section="optimizer"):
     weight_decay: FiniteNotNegative = 0.1
     """Decoupled weight decay of matrices."""
     implementation: Annotated[str, OneOf(("auto", "fused", "foreach", "for-loop"))] = "auto"
-    """fused: one kernel over all parameters. foreach: one per operation. for-loop: one per operation and parameter.
-    auto: fused."""
+    """fused (one kernel), foreach (one per operation) or for-loop (one per parameter, too); auto is fused."""
 
 
 @dataclass(frozen=True)
@@ -137,11 +136,11 @@ class LRScheduler(Settings, section="lr_scheduler"):
     warmup_steps: NotNegative = 20
     """Steps of linear warm-up; may exceed training.steps."""
     schedule: Annotated[str, OneOf(("cosine", "linear", "wsd", "constant"))] = "cosine"
-    """After the warm-up: cosine or linear decay, wsd (warm-up, stable, decay) or constant."""
+    """cosine or linear decay, wsd (stable, then decay) or constant."""
     decay_ratio: Annotated[float, Gt(0), Le(1)] = 0.1
-    """wsd: share of the steps in the final decay; at least one step."""
+    """wsd: share of the steps in the decay; at least one step."""
     decay_type: Annotated[str, OneOf(("linear", "sqrt", "cosine"))] = "linear"
-    """wsd: shape of the final decay: linear, sqrt (1 - sqrt, steep at first) or cosine."""
+    """wsd: linear, sqrt (1 - sqrt, steep at first) or cosine."""
     min_lr_factor: Share = 0.1
     """Share of optimizer.lr at the last step."""
 
@@ -159,16 +158,16 @@ class LRScheduler(Settings, section="lr_scheduler"):
 
 @dataclass(frozen=True)
 class Parallelism(Settings, section="parallelism"):
-    """How the ranks of torchrun share the work; the product of the degrees is their number."""
+    """How ranks share the work; the degrees multiply to their number."""
 
     data_parallel_replicate_degree: AtLeast1 = 1
-    """Groups of ranks that each hold a whole copy of the weights (HSDP)."""
+    """Copies of the weights, each on a group of ranks (HSDP)."""
     data_parallel_shard_degree: int = -1
-    """Ranks over which FSDP2 shards each copy; -1 for all that remain."""
+    """Ranks over which FSDP2 shards a copy; -1 for the rest."""
     tensor_parallel_degree: AtLeast1 = 1
     """Ranks that share each linear and, between linears, the sequence."""
     fsdp_reshard_after_forward: Annotated[str, OneOf(("default", "always", "never"))] = "default"
-    """When FSDP2 frees gathered weights after the forward; default: all but the first that backward needs."""
+    """When FSDP2 frees gathered weights after the forward; default: all but those that backward needs first."""
 
     def check(self) -> None:
         """Refuse a shard degree that is no number of ranks."""
@@ -181,6 +180,6 @@ class Comm(Settings, section="comm"):
     """Communication between ranks."""
 
     train_timeout_seconds: Annotated[int, Ge(1), Le(MOST_SECONDS)] = 300
-    """Seconds after which a collective that waits ends the run with an error."""
+    """Seconds until a waiting collective ends the run with an error."""
     watchdog_seconds: Annotated[int, Ge(0), Le(MOST_SECONDS)] = 120
-    """Seconds after which a stuck step writes stacks-rank<n>.txt, ten times as long in the first step; 0 never."""
+    """Seconds until a stuck step writes stacks-rank<n>.txt (first step: ten times that); 0 never."""
