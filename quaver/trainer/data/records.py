@@ -95,7 +95,7 @@ def _read_parquet(file: SourceFile, field: str, account: Account, advance: Advan
                     continue
                 if account.is_text(place, value):
                     yield value
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the latter for the name of a column
         if getattr(error, "errno", None) is not None:  # the system's error, not pyarrow's for a page without meaning
             raise
         reason = str(error).partition("\n")[0]
