@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -182,7 +183,8 @@ def kills_at_random(runs: Runs, tries: int, chance: random.Random) -> str:
 def signals(runs: Runs, tries: int, chance: random.Random) -> str:
     newest = 0
     for number in range(tries):
-        child = runs.start(runs.words("signals", "--training.steps=1000000"))
+        not_by_nohup = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
+        child = runs.start(runs.words("signals", "--training.steps=1000000"), not_by_nohup)
         metrics, size = runs.path("signals") / "metrics.jsonl", len(_content(runs.path("signals") / "metrics.jsonl"))
         while len(_content(metrics)) <= size:
             time.sleep(0.01)
