@@ -1,4 +1,4 @@
-"""Delayed scaling with data parallelism: the scales of one process on every rank, exchanged only while unknown."""
+"""Steps with data parallelism: losses and persistent scales of one process, exchanged only while unknown."""
 
 import contextlib
 import itertools
@@ -22,7 +22,7 @@ from tests.distributed.models import (
     scaling_snapshot,
     single_process,
 )
-from tests.distributed.ranks import run
+from tests.distributed.ranks import on_ranks, run
 from tests.distributed.test_fsdp import part_of, shard_model
 from tests.distributed.test_fsdp_features import model_by
 from tests.reference import PERSISTENT_RECIPES
@@ -166,7 +166,9 @@ def test_every_way_to_use_fsdp2_by_every_recipe(recipe, ranks):
     check_ways(recipe, ranks, WAYS + MORE_WAYS)
 
 
-def _accumulate(recipe):
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", *PERSISTENT_RECIPES])
+@on_ranks(2)
+def test_accumulated_gradients(recipe):
     """Two microbatches a step, gradients reduced after the second only."""
     model = _fsdp(recipe, "plain")
 
@@ -176,29 +178,24 @@ def _accumulate(recipe):
         yield
         model.set_requires_gradient_sync(True)
 
-    return train(model, accumulate=2, no_sync=no_sync)
+    accumulated = train(model, accumulate=2, no_sync=no_sync)
+    losses, snapshots = single_process(config_of(recipe), STEPS, 4)
+    expected = losses, [_half_of_grad_outputs(snapshot) for snapshot in snapshots]
+    check_against_one_process(accumulated, expected, 4, "accumulated")
+    if recipe in PERSISTENT_RECIPES:
+        check_exchanges(accumulated[2], recipe, "accumulated")
+    else:  # dynamic scales of weights, which are still known in the second microbatch
+        assert [forward[0] for forward, *_ in accumulated[2]] == [2, *[1] * (STEPS - 1)]
 
 
-def _freeze(recipe):
+@pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
+@on_ranks(2)
+def test_frozen_weights(recipe):
     model = make_model()
     for block in model[:2]:
         block.up.weight.requires_grad_(False)
     model = shard_model(config_of(recipe, enable_fsdp_float8_all_gather=True), model=model)
-    return train(model)
-
-
-def _accumulate_and_freeze(recipe):
-    return _accumulate(recipe), _freeze(recipe)
-
-
-@pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
-def test_accumulated_gradients_and_frozen_weights(recipe):
-    accumulated, frozen = run(2, _accumulate_and_freeze, recipe)[0]
-    losses, snapshots = single_process(config_of(recipe), STEPS, 4)
-    expected = losses, [_half_of_grad_outputs(snapshot) for snapshot in snapshots]
-    check_against_one_process(accumulated, expected, 4, "accumulated")
-    check_exchanges(accumulated[2], recipe, "accumulated")
-    losses, snapshots, exchanged = frozen
+    losses, snapshots, exchanged = train(model)
     assert losses[-1] < losses[0]
     sync = [step[1] for step in exchanged]
     assert sync[1:] == [(1, 8 * LINEARS * (3 if HAS_PERSISTENT_WEIGHTS[recipe] else 2))] * (STEPS - 1)
