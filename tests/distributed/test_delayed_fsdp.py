@@ -178,7 +178,9 @@ def test_accumulated_gradients(recipe):
         yield
         model.set_requires_gradient_sync(True)
 
-    accumulated = train(model, accumulate=2, no_sync=no_sync)
+    with CollectiveCounter() as counter:
+        accumulated = train(model, accumulate=2, no_sync=no_sync)
+    assert counter.calls["reduce_scatter"] == LAYERS * STEPS
     losses, snapshots = single_process(config_of(recipe), STEPS, 4)
     expected = losses, [_half_of_grad_outputs(snapshot) for snapshot in snapshots]
     check_against_one_process(accumulated, expected, 4, "accumulated")
