@@ -19,11 +19,13 @@ import tempfile
 import time
 import traceback
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from tests.isolated import forkserver
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+AFTER_A_FAILURE_S = 20.0
 
 _pools = {}
 
@@ -107,17 +109,19 @@ class _Pool:
         for connection in self.connections:
             connection.send((function.__module__, function.__qualname__, arguments))
         deadline = time.monotonic() + timeout
-        results, messages = [], []
-        for connection in self.connections:
-            if not connection.poll(max(0.0, deadline - time.monotonic())):
-                result, message = None, f"no answer within {timeout} s"
-            else:
+        results = [None] * len(self.connections)
+        messages = [f"no answer within {timeout} s"] * len(self.connections)
+        pending = set(self.connections)
+        while pending and (ready := wait(pending, max(0.0, deadline - time.monotonic()))):
+            for connection in ready:
+                pending.remove(connection)
+                rank = self.connections.index(connection)
                 try:
-                    result, message = connection.recv()
+                    results[rank], messages[rank] = connection.recv()
                 except EOFError:
-                    result, message = None, "the process died"
-            results.append(result)
-            messages.append(message)
+                    messages[rank] = "the process died"
+                if messages[rank]:  # the other ranks may wait for it
+                    deadline = min(deadline, time.monotonic() + AFTER_A_FAILURE_S)
         if any(messages):
             raise RanksError(messages, function)
         return results
