@@ -230,20 +230,6 @@ def _compiled_blocks(recipe, backend, checkpointed, order):
     return shard_model(None, model=model)
 
 
-def _train_compiled(recipe, backend, cases):
-    result = []
-    for checkpointed, autocast, order in cases:
-        both = []
-        for of_case in (None, backend):
-            torch.compiler.reset()
-            counters.clear()
-            model = _compiled_blocks(recipe, of_case, checkpointed, order)
-            both.append(train(model, autocast=autocast, compiled=of_case is not None)[:2])
-            assert bool(counters["stats"]["unique_graphs"]) == (of_case is not None)
-        result.append(both)
-    return result
-
-
 COMPILED = [
     (checkpointed, autocast, order)
     for checkpointed, autocast, order in itertools.product(
@@ -253,25 +239,34 @@ COMPILED = [
 ]
 
 
-def check_compiled(recipe, backend, cases, rtol):
-    for case, (eager, compiled) in zip(cases, run(2, _train_compiled, recipe, backend, cases)[0], strict=True):
-        assert compiled[0] == pytest.approx(eager[0], rel=rtol), case
-        for step, (snapshot, of_eager) in enumerate(zip(compiled[1], eager[1], strict=True)):
-            for name, value in snapshot.items():
-                torch.testing.assert_close(value, of_eager[name], rtol=rtol, atol=0, msg=f"{case} {step} {name}")
+def check_compiled(recipe, backend, case, rtol):
+    checkpointed, autocast, order = case
+    results = []
+    for of_case in (None, backend):
+        torch.compiler.reset()
+        counters.clear()
+        model = _compiled_blocks(recipe, of_case, checkpointed, order)
+        results.append(train(model, autocast=autocast, compiled=of_case is not None))
+        assert bool(counters["stats"]["unique_graphs"]) == (of_case is not None)
+    eager, compiled = results
+    assert compiled[0] == pytest.approx(eager[0], rel=rtol)
+    for step, (snapshot, of_eager) in enumerate(zip(compiled[1], eager[1], strict=True)):
+        for name, value in snapshot.items():
+            torch.testing.assert_close(value, of_eager[name], rtol=rtol, atol=0, msg=f"{step} {name}")
 
 
-@pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
-def test_compiled_blocks_under_autocast_and_checkpointing(recipe):
+@pytest.mark.parametrize(("recipe", "case"), [("delayed", COMPILED[-2]), ("delayed_with_dynamic_weight", COMPILED[-1])])
+@on_ranks(2)
+def test_compiled_blocks_under_autocast_and_checkpointing(recipe, case):
     """One graph serves the step without a history and those with one; the codes are those of eager code."""
-    cases = {"delayed": COMPILED[-2:-1], "delayed_with_dynamic_weight": COMPILED[-1:]}
-    check_compiled(recipe, "aot_eager", cases[recipe], 1e-6)
+    check_compiled(recipe, "aot_eager", case, 1e-6)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
 @pytest.mark.parametrize("case", COMPILED)
+@on_ranks(2)
 def test_compiled_blocks_by_each_backend(recipe, case):
     """Inductor computes gelu and the norm in another order than eager code: 3e-7 seen, and 1e-5 as in test_fsdp.py."""
-    check_compiled(recipe, "aot_eager", [case], 1e-6)
-    check_compiled(recipe, "inductor", [case], 1e-5)
+    check_compiled(recipe, "aot_eager", case, 1e-6)
+    check_compiled(recipe, "inductor", case, 1e-5)

@@ -331,22 +331,11 @@ def test_features_that_ranks_do_not_divide(recipe, layouts):
     parallelize_module(rowwise, tp_mesh(), Float8RowwiseParallel())
     input, grad_output = torch.randn(2, 16, 32), torch.randn(2, 16, 13)
     expected = step(reference, input.clone().requires_grad_(), [grad_output])
-    whole = layouts.get("output_layouts") == Replicate()
-    got = step(module, input.clone().requires_grad_(), [grad_output if whole else part(grad_output, 2)])
-    outputs = got[0] if whole else [torch.cat(all_parts(got[0][0], 13), 2)]
-    torch.testing.assert_close((outputs, *got[1:]), expected, rtol=1e-5, atol=1e-5)
+    dim = None if layouts else 2
+    got = step(module, input.clone().requires_grad_(), [part_or_whole(grad_output, dim)])
+    expected = ([part_or_whole(output, dim) for output in expected[0]], *expected[1:])
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(rowwise(part(grad_output, 2)), down(grad_output), rtol=1e-5, atol=1e-5)
-
-
-def all_parts(local, features):
-    """Every rank's part of the last dim, of different lengths."""
-    ranks = dist.get_world_size()
-    parts = [torch.empty(*local.shape[:-1], n.numel()) for n in torch.empty(features).chunk(ranks)]
-    for rank, received in enumerate(parts):
-        if rank == dist.get_rank():
-            received.copy_(local)
-        dist.broadcast(received, rank)
-    return parts
 
 
 @pytest.mark.parametrize("where", ["weight", "input", "grad_output"])
