@@ -26,7 +26,7 @@ MICROBATCHES = 2
 
 def run_step(model, batch, scope=nullcontext):
     losses = []
-    with scope(model) if scope is cast_weights_once else scope():
+    with scope(model):
         for microbatch in batch.chunk(MICROBATCHES):
             loss = loss_of(model(part_of(microbatch)))
             loss.backward()
@@ -150,7 +150,7 @@ def _measure(make):
     optimizer.zero_grad()
     precompute_float8_dynamic_scale_for_fsdp(model)
     with counted_casts() as shapes:
-        with scope(model) if scope is cast_weights_once else scope():
+        with scope(model):
             run_step(model, second.to(dtype))
             taken = bytes_of(linear)
         optimizer.step()
