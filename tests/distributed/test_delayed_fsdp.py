@@ -22,7 +22,7 @@ from tests.distributed.models import (
     scaling_snapshot,
     single_process,
 )
-from tests.distributed.ranks import on_ranks, run
+from tests.distributed.ranks import on_ranks
 from tests.distributed.test_fsdp import part_of, shard_model
 from tests.distributed.test_fsdp_features import model_by
 from tests.reference import PERSISTENT_RECIPES
@@ -136,15 +136,15 @@ WAYS = ["plain", "precomputed", "hsdp", "cpu offload", "checkpointed, reentrant"
 MORE_WAYS = ["keep gathered", "always reshard", "meta", "checkpointed"]
 
 
-def _train_in_ways(recipe, ways):
-    return [train(_fsdp(recipe, how), precompute=how == "precomputed") for how in ways]
-
-
-def check_ways(recipe, ranks, ways):
-    config = config_of(recipe)
-    for how, got in zip(ways, run(ranks, _train_in_ways, recipe, ways)[0], strict=True):
-        options = {"param_dtype": torch.bfloat16, "float8_gather": True} if how == "mixed precision" else {}
-        check_against_one_process(got, single_process(config, STEPS, ranks, **options), ranks, how)
+def check_ways(recipe, ways):
+    ranks, config = dist.get_world_size(), config_of(recipe)
+    expected = dict.fromkeys(ways, single_process(config, STEPS, ranks))
+    if "mixed precision" in ways:
+        options = {"param_dtype": torch.bfloat16, "float8_gather": True}
+        expected["mixed precision"] = single_process(config, STEPS, ranks, **options)
+    for how in ways:
+        got = train(_fsdp(recipe, how), precompute=how == "precomputed")
+        check_against_one_process(got, expected[how], ranks, how)
         check_exchanges(got[2], recipe, how, gathers=how != "high precision", precompute=how == "precomputed")
         if how == "plain":
             assert [gathers for *_, gathers in got[2]] == [gathered_bytes(ranks)] * STEPS
@@ -154,16 +154,18 @@ def check_ways(recipe, ranks, ways):
     ("recipe", "ranks", "ways"),
     [("delayed", 4, WAYS), ("delayed", 2, WAYS[:1]), ("delayed_with_dynamic_weight", 2, WAYS[:2] + WAYS[-2:-1])],
 )
+@on_ranks()
 def test_every_way_to_use_fsdp2(recipe, ranks, ways):
     """On 4 ranks the weights of 18, 42 and 3 rows have shards of two sizes, and one that is empty."""
-    check_ways(recipe, ranks, ways)
+    check_ways(recipe, ways)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
 @pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks()
 def test_every_way_to_use_fsdp2_by_every_recipe(recipe, ranks):
-    check_ways(recipe, ranks, WAYS + MORE_WAYS)
+    check_ways(recipe, WAYS + MORE_WAYS)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", *PERSISTENT_RECIPES])
