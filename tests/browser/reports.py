@@ -27,12 +27,10 @@ class _Block(nn.Module):
 class _Model(nn.Module):
     def __init__(self, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_Block() for _ in range(layers))
+        self.layers = nn.Sequential(*(_Block() for _ in range(layers)))
 
     def forward(self, rows):
-        for layer in self.layers:
-            rows = layer(rows)
-        return rows
+        return self.layers(rows)
 
 
 def predicted(*, layers: int = 3, rows: int = 2048) -> dict:

@@ -200,6 +200,10 @@ def _column(browser, table, label):
     return browser.texts(f"#{table} tbody td:nth-child({labels.index(label) + 1})")
 
 
+def _pairs(browser, table, label):
+    return dict(zip(_column(browser, table, "what"), _column(browser, table, label), strict=True))
+
+
 def test_sorting_and_filtering_a_table(browser, pages):
     browser.open(pages / "wide.html")
     table, section = "saved-table", "#saved-rows"
@@ -247,13 +251,7 @@ def test_the_difference(browser, pages):
     assert more.rect["x"] == pytest.approx(half, abs=1)
     assert less.rect["width"] == pytest.approx(2 * more.rect["width"], abs=1)
     assert HOSTILE.split()[0] in _column(browser, "compare-saved-table", "in")[0]
-    sums = dict(
-        zip(
-            _column(browser, "categories-table", "what"),
-            _column(browser, "categories-table", "difference"),
-            strict=True,
-        )
-    )
+    sums = _pairs(browser, "categories-table", "difference")
     assert sums["saved activations"] == "\u221240.00 MiB"
     assert sums["sum at the peak"] == "\u221250.00 MiB"
     browser.all("#saved-rows input[type=radio]")[1].click()
@@ -268,9 +266,7 @@ def test_advice_and_measurement(browser, pages):
     (marked,) = browser.all("#advice-table tr.marked")
     assert "500 GFLOP (+25.0%)" in marked.text
     assert marked.find_element("css selector", "code").text == "--activation_checkpoint.mode full"
-    ratios = dict(
-        zip(_column(browser, "measured-table", "what"), _column(browser, "measured-table", "ratio"), strict=True)
-    )
+    ratios = _pairs(browser, "measured-table", "ratio")
     assert ratios["parameters"] == "1.000"
     assert ratios["saved activations"] == f"{80 / 105:.3f}"
     assert ratios["sum at the peak"] == "0.800"

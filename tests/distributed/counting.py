@@ -1,44 +1,57 @@
-"""Counts collectives and the bytes that one rank receives or sends by them."""
+"""Counts collectives, and the bytes of the tensor that one rank gathers, reduces or scatters by them."""
 
 from collections import Counter
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_KINDS = ("all_gather", "allgather", "reduce_scatter", "all_reduce", "allreduce")
+from quaver.tensor import Float8Tensor
+
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """`calls` and `bytes` by kind: all_gather (bytes from all ranks), reduce_scatter and all_reduce (bytes in).
+    """`collectives` are (kind, dtype, bytes) in order; bytes of an all_gather are those from all ranks together.
 
-    `dtypes` holds those of the tensors gathered; `operations` counts everything else that ran.
+    `operations` counts everything else that ran.
     """
 
     def __init__(self):
         super().__init__()
-        self.calls, self.bytes, self.dtypes, self.operations = Counter(), Counter(), Counter(), Counter()
+        self.collectives, self.operations = [], Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor | Float8Tensor) for kind in types):
+            return NotImplemented  # the operations on the tensors inside come here again
         out = func(*args, **(kwargs or {}))
-        name = func._schema.name.split("::")[1]
-        kind = next((kind for kind in _KINDS if kind in name), None)
-        if kind is not None and "c10d" in func._schema.name:
-            kind = kind.replace("allg", "all_g").replace("allr", "all_r")
-            tensor = _gathered(name, args, out) if kind == "all_gather" else _first(args)
-            self.calls[kind] += 1
-            self.bytes[kind] += tensor.numel() * tensor.itemsize
-            if kind == "all_gather":
-                self.dtypes[tensor.dtype] += 1
+        namespace, name = func._schema.name.split("::")
+        name = name.replace("allgather", "all_gather").replace("allreduce", "all_reduce").lstrip("_")
+        kind = next((kind for kind in _KINDS if name.startswith(kind)), None)
+        if kind is not None and "c10d" in namespace:
+            in_place = namespace == "c10d"  # its first argument is what is gathered into
+            tensor = _first(args if in_place or kind != "all_gather" else out)
+            self.collectives.append((kind, tensor.dtype, tensor.numel() * tensor.itemsize))
         else:
             self.operations[str(func)] += 1
         return out
+
+    def of(self, kind):
+        """The (dtype, bytes) of each collective of this kind, in order."""
+        return [collective[1:] for collective in self.collectives if collective[0] == kind]
+
+    @property
+    def calls(self):
+        """How many collectives of each kind."""
+        return Counter(kind for kind, *_ in self.collectives)
+
+    @property
+    def bytes(self):
+        """The bytes of each kind."""
+        return Counter({kind: sum(size for _, size in self.of(kind)) for kind in self.calls})
 
 
 def _first(value):
     while not isinstance(value, torch.Tensor):
         value = value[0]
     return value
-
-
-def _gathered(name, args, out):
-    return args[0] if name.startswith("_allgather_base") else _first(out)

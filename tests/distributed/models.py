@@ -47,10 +47,10 @@ def make_model(layers=3, dim=DIM, hidden=HIDDEN):
     return model
 
 
-def batches(steps, ranks, seed=1):
-    """One global batch [ranks * TOKENS, DIM] for each step; rank r takes the r-th part of it."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(ranks * TOKENS, DIM, generator=generator) for _ in range(steps)]
+def batches(steps, ranks, dim=DIM):
+    """One global batch [ranks * TOKENS, dim] for each step; rank r takes the r-th part of it."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(ranks * TOKENS, dim, generator=generator) for _ in range(steps)]
 
 
 def loss_of(output):

@@ -1,6 +1,7 @@
 """Runs a function on every rank of a gloo process group, in processes that serve one test after another.
 
     results = run(4, function, *arguments)        # function(*arguments) on 4 ranks; one result per rank, in rank order
+    @on_ranks(4) before `def test_...`            # the body of the test runs on each of 4 ranks
 
 The function is defined at the top level of a module; its arguments and results can be pickled. Each pytest process has
 one pool of ranks per world size. A call has a time limit, and so has each collective in it. After a failure the pool is
@@ -8,19 +9,23 @@ replaced, because the collectives of its ranks may be out of step.
 """
 
 import atexit
+import functools
 import gc
 import importlib
+import inspect
 import os
 import sys
 import tempfile
 import time
 import traceback
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from tests.isolated import forkserver
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+AFTER_A_FAILURE_S = 20.0
 
 _pools = {}
 
@@ -56,6 +61,35 @@ def run(world_size, function, *arguments, timeout=180.0, collective_timeout=None
         raise
 
 
+def on_ranks(world_size=None, **options):
+    """Make a test whose body runs on each rank, with pytest's arguments.
+
+    Args:
+        world_size: the number of ranks; None for the test's argument `ranks`.
+        options: of `run`.
+    """
+
+    def decorate(function):
+        @functools.wraps(function)
+        def test(**arguments):
+            named = inspect.signature(function).parameters
+            run(world_size or arguments["ranks"], function, *(arguments[name] for name in named), **options)
+
+        test.on_each_rank = function
+        return test
+
+    return decorate
+
+
+def refusal(function, *arguments):
+    """The message of the error that `function` must raise; called on each rank, where it leaves the pool as it is."""
+    try:
+        function(*arguments)
+    except BaseException as error:  # noqa: BLE001 - the test compares its message
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
 class _Pool:
     def __init__(self, world_size, collective_timeout):
         context = forkserver()
@@ -75,17 +109,19 @@ class _Pool:
         for connection in self.connections:
             connection.send((function.__module__, function.__qualname__, arguments))
         deadline = time.monotonic() + timeout
-        results, messages = [], []
-        for connection in self.connections:
-            if not connection.poll(max(0.0, deadline - time.monotonic())):
-                result, message = None, f"no answer within {timeout} s"
-            else:
+        results = [None] * len(self.connections)
+        messages = [f"no answer within {timeout} s"] * len(self.connections)
+        pending = set(self.connections)
+        while pending and (ready := wait(pending, max(0.0, deadline - time.monotonic()))):
+            for connection in ready:
+                pending.remove(connection)
+                rank = self.connections.index(connection)
                 try:
-                    result, message = connection.recv()
+                    results[rank], messages[rank] = connection.recv()
                 except EOFError:
-                    result, message = None, "the process died"
-            results.append(result)
-            messages.append(message)
+                    messages[rank] = "the process died"
+                if messages[rank]:  # the other ranks may wait for it
+                    deadline = min(deadline, time.monotonic() + AFTER_A_FAILURE_S)
         if any(messages):
             raise RanksError(messages, function)
         return results
@@ -119,6 +155,7 @@ def _serve(rank, world_size, store, collective_timeout, connection):
             return
         try:
             call = getattr(importlib.import_module(module), name)
+            call = getattr(call, "on_each_rank", call)
             gc.collect()
             gc.freeze()  # as in tests/conftest.py
             torch.manual_seed(0)

@@ -10,18 +10,14 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import quaver.distributed.fsdp as fsdp
-from quaver import (
-    cast_weights_once,
-    convert_to_float8_training,
-    float8_scaling_state,
-    sync_float8_amax_and_scale_history,
-)
+from quaver import cast_weights_once, convert_to_float8_training
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from tests.distributed.counting import CollectiveCounter
-from tests.distributed.models import LEARNING_RATE, assert_same_scaling_on_all_ranks, batches, loss_of, make_model
-from tests.distributed.ranks import run
+from tests.distributed.models import batches, loss_of, make_model
+from tests.distributed.ranks import on_ranks
+from tests.distributed.test_delayed_fsdp import train
 from tests.distributed.test_fsdp import part_of, shard_model, world_mesh
-from tests.distributed.test_fsdp_features import gathering, model_by
+from tests.distributed.test_fsdp_features import change_weights, gathering, model_by
 
 MICROBATCHES = 2
 LINEARS = 7
@@ -34,29 +30,6 @@ def run_step(model, batch, microbatches=MICROBATCHES):
         loss.backward()
         total += loss.item()
     return total
-
-
-def losses_of(model, scope, steps=2, precompute=False):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    losses = []
-    for batch in batches(steps, MICROBATCHES * dist.get_world_size()):
-        with scope(model):
-            losses.append(run_step(model, batch))
-        sync_float8_amax_and_scale_history(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        if precompute:
-            precompute_float8_dynamic_scale_for_fsdp(model)
-    if float8_scaling_state(model):
-        assert_same_scaling_on_all_ranks(model)
-    return losses
-
-
-def _losses_without_and_with(cases):
-    return [
-        [losses_of(model_by(how, gathering(recipe)), scope, precompute=recipe == "rowwise") for scope in SCOPES]
-        for recipe, how in cases
-    ]
 
 
 SCOPES = (contextlib.nullcontext, cast_weights_once)
@@ -75,9 +48,12 @@ NIGHTLY = [("tensorwise", "plain"), ("rowwise", "mixed precision"), ("tensorwise
     [(1, CASES[::3]), (4, CASES), pytest.param(4, NIGHTLY, marks=pytest.mark.nightly)],
     ids=["1", "4", "nightly"],
 )
+@on_ranks()
 def test_changes_no_bit_of_the_losses(ranks, cases):
-    for without, with_scope in run(ranks, _losses_without_and_with, cases)[0]:
-        assert without == with_scope
+    for recipe, how in cases:
+        options = {"steps": 2, "accumulate": MICROBATCHES, "precompute": recipe == "rowwise"}
+        without, scoped = (train(model_by(how, gathering(recipe)), scope=scope, **options)[0] for scope in SCOPES)
+        assert without == scoped
         assert len(set(without)) == len(without)
 
 
@@ -103,10 +79,11 @@ def _count(recipe, how, scope, microbatches):
 
 @pytest.mark.parametrize(("recipe", "payloads"), [("tensorwise", 1), ("rowwise", 2)])
 @pytest.mark.parametrize("how", ["always reshard", "checkpointed"])
+@on_ranks(2)
 def test_casts_each_shard_once_and_sends_the_same(recipe, payloads, how):
     for microbatches in (1, 3):
-        casts, *sent = run(2, _count, recipe, how, SCOPES[0], microbatches)[0]
-        casts_once, *sent_once = run(2, _count, recipe, how, SCOPES[1], microbatches)[0]
+        casts, *sent = _count(recipe, how, SCOPES[0], microbatches)
+        casts_once, *sent_once = _count(recipe, how, SCOPES[1], microbatches)
         assert casts_once == payloads * LINEARS
         assert casts > casts_once
         if how == "always reshard":
@@ -114,63 +91,36 @@ def test_casts_each_shard_once_and_sends_the_same(recipe, payloads, how):
         assert sent_once == sent
 
 
-def _change(change, model, optimizer, state_dict):
-    weight = model[0].up.weight
-    with torch.no_grad():
-        if change == "step":
-            optimizer.step()
-        elif change == "load":
-            model.load_state_dict(state_dict)
-        elif change == "assign":
-            model.load_state_dict(state_dict, assign=True)
-        elif change == "in place":
-            weight.mul_(2)
-        elif change == "each row":
-            for row in weight.to_local():
-                row.mul_(2)
-        elif change == "around":
-            model.state_dict()["0.up.weight"].to_local().mul_(2)
-        elif change == "to dtype":
-            model.to(torch.bfloat16)
+ERRORS = dict.fromkeys(("step", "load", "in place", "each row", "around"), "changed")
+ERRORS |= dict.fromkeys(("assign", "to dtype"), "replaced")
 
 
-CHANGES = {"step": "changed", "load": "changed", "assign": "replaced", "in place": "changed"}
-CHANGES |= {"each row": "changed", "around": "changed", "to dtype": "replaced"}
-
-
-def _messages_after(optimizer_options):
-    """For each change, what the next all-gather raises, and what the exit raises where there is none."""
-    messages = {}
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
+@on_ranks(2)
+def test_a_change_inside_is_an_error_at_the_next_all_gather_or_at_the_exit(options):
     batch = batches(1, dist.get_world_size())[0]
-    for change in CHANGES:
+    for change in ERRORS:
         for gathers_again in (True, False):
             model = shard_model(gathering("tensorwise"))
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **optimizer_options)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
             state_dict = copy.deepcopy(model.state_dict())
-            with pytest.raises(RuntimeError) as error, cast_weights_once(model):
+            message = f"was {ERRORS[change]} inside cast_weights_once; leave the scope"
+            with pytest.raises(RuntimeError, match=message), cast_weights_once(model):
                 run_step(model, batch, 1)
-                _change(change, model, optimizer, state_dict)
+                change_weights(change, model, optimizer, state_dict)
                 if gathers_again:
                     with contextlib.suppress(StopIteration):
                         model(part_of(batch))
                         pytest.fail(f"{change}: the all-gather went through")
-            messages[change, gathers_again] = str(error.value)
             model.load_state_dict(state_dict)
             with cast_weights_once(model):
                 run_step(model, batch, 1)
-    return messages
 
 
-@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
-def test_a_change_inside_is_an_error_at_the_next_all_gather_and_at_the_exit(options):
-    for messages in run(2, _messages_after, options):
-        for (change, _), message in messages.items():
-            assert f"was {CHANGES[change]} inside cast_weights_once; leave the scope" in message, change
-
-
-def _changed_before_the_first_all_gather():
+@on_ranks(2)
+def test_a_change_before_the_cast_is_never_stale():
     """A write around the parameter that precedes the cast is read by the cast; one through it is an error."""
-    model, batch = shard_model(gathering("tensorwise")), batches(1, dist.get_world_size())[0]
+    model, batch = shard_model(gathering("tensorwise")), batches(1, 2)[0]
     with torch.no_grad():
         state_dict = model.state_dict()
         with cast_weights_once(model):
@@ -180,14 +130,11 @@ def _changed_before_the_first_all_gather():
             model[1].up.weight.mul_(2)
             model(part_of(batch))
         model[1].up.weight.div_(2)
-        return scoped.equal(model(part_of(batch)))
+        assert scoped.equal(model(part_of(batch)))
 
 
-def test_a_change_before_the_cast_is_never_stale():
-    assert run(2, _changed_before_the_first_all_gather) == [True, True]
-
-
-def _life():
+@on_ranks(2)
+def test_leaves_nothing_behind():
     model, batch = shard_model(gathering("rowwise"), reshard_after_forward=False), batches(1, 2)[0]
     states = [module.gathering for module in model.modules() if getattr(module, "gathering", None)]
     expected = model(part_of(batch))
@@ -209,20 +156,12 @@ def _life():
     with pytest.raises(ZeroDivisionError), cast_weights_once(model):
         raise ZeroDivisionError
     assert len(states) == LINEARS
-    return all(state.prepared is None for state in states)
+    assert all(state.prepared is None for state in states)
 
 
-def test_leaves_nothing_behind():
-    assert run(2, _life) == [True, True]
-
-
-def _in_high_precision():
-    """Weights that are gathered in high precision are left alone."""
+@on_ranks(2)
+def test_weights_gathered_in_high_precision_are_left_alone():
     model = convert_to_float8_training(make_model(), config="tensorwise")
     fully_shard(model, mesh=world_mesh())
     with cast_weights_once(model):
-        return run_step(model, batches(1, MICROBATCHES * 2)[0])
-
-
-def test_weights_gathered_in_high_precision_are_left_alone():
-    run(2, _in_high_precision)
+        run_step(model, batches(1, MICROBATCHES * 2)[0])

@@ -29,7 +29,7 @@ from quaver import (
 )
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from tests.distributed.models import assert_same_scaling_on_all_ranks, config_of, make_model, scaling_snapshot
-from tests.distributed.ranks import RanksError, run
+from tests.distributed.ranks import on_ranks, run
 from tests.distributed.test_tensor_parallel import model_of, spread
 from tests.distributed.test_tensor_parallel_steps import assert_equal
 from tests.reference import PERSISTENT_RECIPES, RECIPES
@@ -42,26 +42,30 @@ def these(*quick):
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 BEFORE, AFTER = 3, 3
-SHAPE_2D = (2, 4, 32)
+SHAPES = {"fsdp": (6, 18), "fsdp and tp": (2, 4, 32)}
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def sharded(recipe, *, gather=True, other_weights=False, layout="fsdp"):
-    """Return a model in `layout` and an optimizer without state; a checkpoint must replace the other weights.
-
-    "fsdp": shards of 18 and 42 rows, and of 3, which is less than 4 ranks have. "fsdp and tp": 2 x 2.
-    """
+def one_process(recipe, *, gather=True, other_weights=False, layout="fsdp"):
+    """Return the model of a layout, and an optimizer without state; a checkpoint must replace the other weights."""
     config = config_of(recipe, enable_fsdp_float8_all_gather=gather)
+    by_rows = layout == "fsdp"
+    model = convert_to_float8_training(make_model(layers=2), config=config) if by_rows else model_of(config)
+    if other_weights:
+        make_other(model)
+    return model, optimizer_of(model)
+
+
+def sharded(recipe, *, layout="fsdp", **options):
+    """Shards of 18 and 42 rows, and of 3, which is less than 4 ranks have; "fsdp and tp": 2 x 2."""
+    model, _ = one_process(recipe, layout=layout, **options)
     if layout == "fsdp":
-        model = convert_to_float8_training(make_model(layers=2), config=config)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     else:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = spread(model_of(config), mesh["tp"])
+        model = spread(model, mesh["tp"])
         mesh = mesh["dp"]
-    if other_weights:
-        make_other(model)
     for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -78,15 +82,7 @@ def optimizer_of(model):
     return torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 
-def one_process(recipe, *, gather=True, other_weights=False):
-    config = config_of(recipe, enable_fsdp_float8_all_gather=gather)
-    model = convert_to_float8_training(make_model(layers=2), config=config)
-    if other_weights:
-        make_other(model)
-    return model, optimizer_of(model)
-
-
-def train(model, optimizer, steps, start=0, *, precompute=False, shape=(6, 18)):
+def train(model, optimizer, steps, start=0, *, precompute=False, shape=SHAPES["fsdp"]):
     """The losses of steps `start` to `start + steps`, each with a batch of another size; every rank takes the same."""
     losses = []
     for step in range(start, start + steps):
@@ -160,31 +156,40 @@ def assert_equal_states(got, expected):
         torch.testing.assert_close(got[name], expected[name], rtol=0, atol=0, msg=name)
 
 
-def _save(recipe, path):
-    """What is saved, and the losses and the state of the run that goes on."""
-    model, optimizer = sharded(recipe)
-    train(model, optimizer, BEFORE, precompute=True)
+def _save(recipe, path, layout="fsdp"):
+    """What is saved, and the losses and the state of the run that goes on.
+
+    With "fsdp and tp" gate and up have names that share nothing, so one of them casts the input of both.
+    """
+    model, optimizer = sharded(recipe, layout=layout)
+    train(model, optimizer, BEFORE, precompute=True, shape=SHAPES[layout])
     state = state_of(model, optimizer)
     assert_plain(state, is_sharded=True)
-    assert state["model"].keys() == make_model(layers=2).state_dict().keys()
+    assert state["model"].keys() == one_process(recipe, layout=layout)[0].state_dict().keys()
     save(model, optimizer, path)
     full, saved = state_of(model, optimizer, FULL), found_in(model)
     if dist.get_rank() == 0:  # the only rank that gets it
         assert_plain(full, is_sharded=False)
         assert_equal_states(full["model"], saved[0])
-    return saved, train(model, optimizer, AFTER, BEFORE), found_in(model)
+    return saved, train(model, optimizer, AFTER, BEFORE, shape=SHAPES[layout]), found_in(model)
 
 
-def _load_and_go_on(recipe, path, make, gather, saved, losses, then):
-    model, optimizer = make(recipe, gather=gather, other_weights=True)
+def _load_and_go_on(recipe, path, make, gather, saved, losses=None, then=None, layout="fsdp"):
+    model, optimizer = make(recipe, gather=gather, other_weights=True, layout=layout)
     if recipe in RECIPES or not gather:  # over scales and moments of other weights; once into a state that has none
-        train(model, optimizer, 1, precompute=gather)
+        train(model, optimizer, 1, precompute=gather, shape=SHAPES[layout])
     load(model, optimizer, path)
     assert_found(model, saved)
-    assert train(model, optimizer, AFTER, BEFORE) == losses
-    assert_found(model, then)
+    if losses is not None:
+        assert train(model, optimizer, AFTER, BEFORE, shape=SHAPES[layout]) == losses
+        assert_found(model, then)
     if make is sharded and recipe in PERSISTENT_RECIPES:
         assert_same_scaling_on_all_ranks(model)
+    return model, optimizer
+
+
+def _load_on_ranks(*arguments):
+    _load_and_go_on(*arguments)
 
 
 @pytest.mark.parametrize("recipe", [*these("tensorwise", "rowwise"), *PERSISTENT_RECIPES])  # one payload and two
@@ -194,7 +199,7 @@ def test_saved_on_4_ranks_loaded_on_2_and_1(recipe, tmp_path):
     saved, *then = run(4, _save, recipe, path)[0]
     assert all((value[-BEFORE:] > 0).all() for name, value in saved[1].items() if name.endswith("history"))
     for ranks, gather in ((2, True), (4, False)):
-        run(ranks, _load_and_go_on, recipe, path, sharded, gather, saved, *then)
+        run(ranks, _load_on_ranks, recipe, path, sharded, gather, saved, *then)
     for gather in (True, False):
         _load_and_go_on(recipe, path, one_process, gather, saved, *then)
     plain = make_model(layers=2)
@@ -209,11 +214,14 @@ def test_saved_on_1_process_and_continued_on_2_ranks(tmp_path):
     train(model, optimizer, BEFORE)
     save(model, optimizer, path)
     saved, losses = found_in(model), train(model, optimizer, AFTER, BEFORE)
-    run(2, _load_and_go_on, "delayed", path, sharded, True, saved, losses, found_in(model))
+    run(2, _load_on_ranks, "delayed", path, sharded, True, saved, losses, found_in(model))
 
 
-def _save_of_one(recipe, state):
-    """Load the full state of an unconverted model from every rank, and from rank 0 alone."""
+@pytest.mark.parametrize("recipe", these("rowwise"))
+@on_ranks(4)
+def test_a_whole_state_is_loaded_on_4_ranks(recipe):
+    """That of an unconverted model, from every rank, and from rank 0 alone."""
+    state = {name: value * 3 for name, value in make_model(layers=2).state_dict().items()}
     for options in (
         StateDictOptions(full_state_dict=True),
         StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
@@ -228,109 +236,64 @@ def _save_of_one(recipe, state):
         assert train(model, optimizer_of(model), 2) == train(fresh, optimizer_of(fresh), 2)
 
 
-@pytest.mark.parametrize("recipe", these("rowwise"))
-def test_a_whole_state_is_loaded_on_4_ranks(recipe):
-    state = make_model(layers=2).state_dict()
-    run(4, _save_of_one, recipe, {name: value * 3 for name, value in state.items()})
-
-
-def train_2d(model, optimizer, steps, start=0):
-    return train(model, optimizer, steps, start, precompute=True, shape=SHAPE_2D)
-
-
-def _save_2d(recipe, path):
-    """gate and up have names that share nothing here, so one of them casts the input of both."""
-    model, optimizer = sharded(recipe, layout="fsdp and tp")
-    train_2d(model, optimizer, BEFORE)
-    state = state_of(model, optimizer)
-    assert_plain(state, is_sharded=True)
-    assert state["model"].keys() == model_of(config_of(recipe)).state_dict().keys()
-    save(model, optimizer, path)
-    saved, losses = found_in(model), train_2d(model, optimizer, AFTER, BEFORE)
-    _load_2d(recipe, path, saved, losses)
+def _save_2d(recipe, path, layout):
+    """What is saved; a loss is that of a rank's part of the sequence, so the same ranks compare theirs."""
+    saved, *then = _save(recipe, path, layout)
+    _load_and_go_on(recipe, path, sharded, True, saved, *then, layout)
     return saved
-
-
-def _load_2d(recipe, path, saved, losses=None):
-    model, optimizer = sharded(recipe, layout="fsdp and tp", other_weights=True)
-    if recipe in RECIPES:
-        train_2d(model, optimizer, 1)
-    load(model, optimizer, path)
-    assert_found(model, saved)
-    then = train_2d(model, optimizer, AFTER, BEFORE)
-    assert losses is None or then == losses
 
 
 @pytest.mark.parametrize("recipe", [*these("rowwise"), "delayed"])
 def test_tensor_parallel_to_one_process_and_back(recipe, tmp_path):
-    saved = run(4, _save_2d, recipe, str(tmp_path / "2d"))[0]
+    layout, path = "fsdp and tp", str(tmp_path / "2d")
+    saved = run(4, _save_2d, recipe, path, layout)[0]
     for gather in (True, False):
-        model = model_of(config_of(recipe, enable_fsdp_float8_all_gather=gather))
-        make_other(model)
-        optimizer = optimizer_of(model)
-        load(model, optimizer, str(tmp_path / "2d"))
-        assert_found(model, saved)
-    train_2d(model, optimizer, 1, BEFORE)
+        model, optimizer = _load_and_go_on(recipe, path, one_process, gather, saved, None, None, layout)
+    train(model, optimizer, 1, BEFORE, precompute=True, shape=SHAPES[layout])
     save(model, optimizer, str(tmp_path / "one"))
-    run(4, _load_2d, recipe, str(tmp_path / "one"), found_in(model))
+    run(4, _load_on_ranks, recipe, str(tmp_path / "one"), sharded, True, found_in(model), None, None, layout)
 
 
-def _load_and_forget_load_state_dict(path):
+@on_ranks(2)
+def test_a_checkpoint_that_was_read_without_load_state_dict_is_an_error(tmp_path):
+    """dcp.load writes into the tensors of the state_dict; the error asks for the load_state_dict that must follow."""
     source, _ = sharded("tensorwise")
     model, optimizer = sharded("tensorwise", other_weights=True)
     train(model, optimizer, 1, precompute=True)
-    dcp.save(source.state_dict(), checkpoint_id=path)
-    dcp.load(model.state_dict(), checkpoint_id=path)
-    train(model, optimizer, 1)
+    dcp.save(source.state_dict(), checkpoint_id=tmp_path)
+    dcp.load(model.state_dict(), checkpoint_id=tmp_path)
+    with pytest.raises(RuntimeError, match="written to directly"):
+        train(model, optimizer, 1)
 
 
-def test_a_checkpoint_that_was_read_without_load_state_dict_is_an_error(tmp_path):
-    """dcp.load writes into the tensors of the state_dict; the error asks for the load_state_dict that must follow."""
-    with pytest.raises(RanksError, match="written to directly") as error:
-        run(2, _load_and_forget_load_state_dict, str(tmp_path))
-    assert all("written to directly" in message for message in error.value.messages)
-
-
-def _load_without_scales(path):
-    """A checkpoint of a run that scaled dynamically."""
-    source, source_optimizer = sharded("tensorwise")
-    train(source, source_optimizer, BEFORE)
-    dcp.save(state_of(source, source_optimizer), checkpoint_id=path)
-    model, optimizer = sharded("delayed", other_weights=True)
-    try:
-        load(model, optimizer, path)
-    except CheckpointException as error:
-        message = str(error)
-    load(model, optimizer, path, planner=DefaultLoadPlanner(allow_partial_load=True))
-    cold = not any(value.any() for value in scaling_snapshot(model).values())
-    # The first step without a history is a dynamic one.
-    dynamic = train(source, source_optimizer, 1, BEFORE)
-    return message, cold, train(model, optimizer, 1, BEFORE) == dynamic
-
-
+@on_ranks(2)
 def test_a_checkpoint_without_scales_starts_as_a_new_model(tmp_path):
     """torch.distributed.checkpoint refuses it unless it is told that entries may be missing."""
-    for message, cold, same in run(2, _load_without_scales, str(tmp_path)):
-        assert "Missing key" in message
-        assert "float8" in message
-        assert cold
-        assert same
+    source, source_optimizer = sharded("tensorwise")
+    train(source, source_optimizer, BEFORE)
+    dcp.save(state_of(source, source_optimizer), checkpoint_id=tmp_path)
+    model, optimizer = sharded("delayed", other_weights=True)
+    with pytest.raises(CheckpointException, match="(?s)Missing key.*float8"):
+        load(model, optimizer, tmp_path)
+    load(model, optimizer, tmp_path, planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert not any(value.any() for value in scaling_snapshot(model).values())
+    # The first step without a history is a dynamic one.
+    assert train(model, optimizer, 1, BEFORE) == train(source, source_optimizer, 1, BEFORE)
 
 
-def _load_scales_into_dynamic(path):
-    """The other way round: what the model does not ask for is left where it is."""
+@on_ranks(2)
+def test_torch_refuses_a_history_of_another_length(tmp_path):
+    """What a model with dynamic scales does not ask for is left where it is.
+
+    load_state_dict itself takes the newest entries of a history; when this fails, torch's checkpoints do as well.
+    """
     source, source_optimizer = sharded("delayed")
     train(source, source_optimizer, BEFORE)
-    save(source, source_optimizer, path)
+    save(source, source_optimizer, tmp_path)
     model, optimizer = sharded("tensorwise", other_weights=True)
-    load(model, optimizer, path)
+    load(model, optimizer, tmp_path)
     assert_equal_states(get_model_state_dict(model), get_model_state_dict(source))
     shorter = config_of("delayed", delayed_scaling_config=DelayedScalingConfig(history_len=2))
     other = convert_to_float8_training(make_model(layers=2), config=shorter)
-    dcp.load({"float8": float8_scaling_state(other)}, checkpoint_id=path)
-
-
-def test_torch_refuses_a_history_of_another_length(tmp_path):
-    """load_state_dict itself takes the newest entries; when this fails, torch's checkpoints do as well."""
-    with pytest.raises(RanksError, match="(?i)size mismatch"):
-        run(2, _load_scales_into_dynamic, str(tmp_path))
+    with pytest.raises(CheckpointException, match="(?i)size mismatch"):
+        dcp.load({"float8": float8_scaling_state(other)}, checkpoint_id=tmp_path)

@@ -1,5 +1,7 @@
 """DistributedDataParallel and FSDP1 around a converted model equal one process that takes the ranks' parts in turn."""
 
+import contextlib
+
 import pytest
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -8,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from quaver import cast_weights_once, convert_to_float8_training
 from tests.distributed.models import Block, config_of, make_model, single_process
-from tests.distributed.ranks import RanksError, run
+from tests.distributed.ranks import on_ranks, refusal
 from tests.distributed.test_delayed_fsdp import STEPS, check_against_one_process, check_exchanges, train
 from tests.reference import PERSISTENT_RECIPES, RECIPES
 
@@ -30,10 +32,6 @@ def wrapped(recipe, how):
     return torch.compile(model, backend="aot_eager") if how == "compiled DDP" else model
 
 
-def _train(recipe, wrappers):
-    return [train(wrapped(recipe, how), compiled="compiled" in how) for how in wrappers]
-
-
 @pytest.mark.parametrize(
     ("recipe", "wrappers"),
     [
@@ -47,29 +45,28 @@ def _train(recipe, wrappers):
         ),
     ],
 )
+@on_ranks(2)
 def test_steps_equal_one_process(recipe, wrappers):
     expected = single_process(config_of(recipe), STEPS, 2)
-    for how, got in zip(wrappers, run(2, _train, recipe, wrappers)[0], strict=True):
+    for how in wrappers:
+        got = train(wrapped(recipe, how), compiled="compiled" in how)
         check_against_one_process(got, expected, 2, how)
         if recipe in PERSISTENT_RECIPES:
             check_exchanges(got[2], recipe, how, gathers=False)
 
 
-def _accumulate(recipe, scoped):
-    scope = {"scope": cast_weights_once} if scoped else {}
-    models = [wrapped(recipe, how) for how in ("DDP", "FSDP1")]
-    return [train(model, accumulate=2, no_sync=model.no_sync, **scope) for model in models]
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("scoped", [False, True])
-def test_accumulated_gradients(recipe, scoped):
+@pytest.mark.parametrize("scope", [contextlib.nullcontext, cast_weights_once])
+@on_ranks(2)
+def test_accumulated_gradients(recipe, scope):
     """With weights cast once; under FSDP1 the scope leaves sharded weights alone."""
     expected = single_process(config_of(recipe), STEPS, 4)
-    for got in run(2, _accumulate, recipe, scoped)[0]:
-        check_against_one_process(got, expected, 4, "accumulated")
+    for how in ("DDP", "FSDP1"):
+        model = wrapped(recipe, how)
+        got = train(model, accumulate=2, no_sync=model.no_sync, scope=scope)
+        check_against_one_process(got, expected, 4, how)
 
 
+@on_ranks(2)
 def test_fsdp1_refuses_weights_to_gather():
-    with pytest.raises(RanksError, match="fully_shard"):
-        run(2, _train, "tensorwise", ["FSDP1, weights to gather"])
+    assert "fully_shard" in refusal(lambda: train(wrapped("tensorwise", "FSDP1, weights to gather")))

@@ -1,5 +1,6 @@
 """Persistent scales on several ranks: modules that run on some only, windows, calibration, ranks that disagree."""
 
+import contextlib
 import copy
 import itertools
 from dataclasses import replace
@@ -29,9 +30,9 @@ from tests.distributed.models import (
     make_model,
     scaling_snapshot,
 )
-from tests.distributed.ranks import run
+from tests.distributed.ranks import on_ranks, refusal
 from tests.distributed.test_fsdp import part_of, shard_model
-from tests.distributed.test_tensor_parallel import Wire, model_of, part, spread, tp_mesh
+from tests.distributed.test_tensor_parallel import model_of, part, spread, tp_mesh
 from tests.distributed.test_tensor_parallel_steps import assert_equal, observed_of, sharing
 
 STATIC = CastConfig(scaling_type=ScalingType.STATIC)
@@ -48,28 +49,21 @@ class Experts(nn.Module):
         return sum(self.experts[index](input) for index in chosen)
 
 
-def _route():
+@on_ranks(2)
+def test_a_module_that_runs_on_one_rank_is_recorded_for_all_and_one_that_runs_nowhere_keeps_its_scale():
     """Expert 0 runs on rank 0, expert 1 in the first step only, expert 2 never."""
-    torch.manual_seed(0)
     model = convert_to_float8_training(Experts(), config=config_of("delayed"))
     rank = dist.get_rank()
-    snapshots, seen = [], []
+    snapshots = []
     for step in range(3):
         chosen = ([0] if rank == 0 else []) + ([1] if step == 0 else [])
         if chosen:
             loss_of(model(torch.full((TOKENS, DIM), float(2 + step + rank)), chosen)).backward()
-        seen.append(observed_of(model)[:, 0])
+        seen = observed_of(model)[:3, 0]
+        assert ((seen > 0) if rank == 0 else (seen == -1)).all()
         sync_float8_amax_and_scale_history(model)
         assert_same_scaling_on_all_ranks(model)
         snapshots.append(scaling_snapshot(model))
-    return snapshots, seen
-
-
-def test_a_module_that_runs_on_one_rank_is_recorded_for_all_and_one_that_runs_nowhere_keeps_its_scale():
-    (snapshots, on_0), (_, on_1) = run(2, _route)
-    for step in range(3):
-        assert (on_0[step][:3] > 0).all()
-        assert (on_1[step][:3] == -1).all()
         assert snapshots[step]["experts.0.input.amax_history"][-1] == 2 + step
     first, *more = ({n: v for n, v in s.items() if n.startswith("experts.1")} for s in snapshots)
     assert first["experts.1.input.amax_history"].tolist() == [0.0] * 15 + [3.0]  # of rank 1, the larger
@@ -85,47 +79,35 @@ def is_dynamic(model):
     return [name for name, value in scaling_snapshot(model).items() if name.endswith("quant_scale") and value < 0]
 
 
-def _leave_the_window(how):
-    """A weight that grows 3 times, by an update of every rank, is scaled dynamically for one step; on all ranks.
-
-    Returns for each step the names that are scaled dynamically in the next, the amax exchanges of its forward, and
-    whether the weight's codes are those of its own amax.
-    """
+@pytest.mark.parametrize(("how", "ranks", "name"), [("fsdp", 4, "1.up.weight"), ("tp", 2, "1.mlp.up.weight")])
+@on_ranks()
+def test_a_weight_that_left_its_window_is_scaled_dynamically_for_one_step_on_all_ranks(how, ranks, name):
+    """The weight grows 3 times, by an update of every rank."""
     config = config_of("delayed", delayed_scaling_config=WINDOW, enable_fsdp_float8_all_gather=how == "fsdp")
     if how == "fsdp":
         model = shard_model(config)
-        batch, weight = part_of(batches(1, dist.get_world_size())[0]), model[1].up.weight
+        batch = part_of(batches(1, ranks)[0])
     else:
         model = spread(model_of(replace(config, shared_inputs=sharing("delayed").shared_inputs)), tp_mesh())
-        batch, weight = part(torch.randn(2, 16, 32), 1), model[1].mlp.up.weight
-    result = []
+        batch = part(torch.randn(2, 16, 32), 1)
+    dynamic, exchanges = [], []  # after each step: what the next scales dynamically; the exchanges of its forward
     for step in range(5):
-        with CollectiveCounter() as counter, Wire() as wire:
+        with CollectiveCounter() as counter:
             loss = model(batch).square().mean()
         loss.backward()
-        exchanges = counter.calls["all_reduce"] if how == "fsdp" else len(wire.of("all_reduce"))
         if step == 1:
             with torch.no_grad():
-                weight.mul_(3.0)
+                model.get_parameter(name).mul_(3.0)
         sync_float8_amax_and_scale_history(model)
         assert_same_scaling_on_all_ranks(model)
-        result.append((is_dynamic(model), exchanges))
-    return result
-
-
-@pytest.mark.parametrize(("how", "ranks", "name"), [("fsdp", 4, "1.up.weight"), ("tp", 2, "1.mlp.up.weight")])
-def test_a_weight_that_left_its_window_is_scaled_dynamically_for_one_step_on_all_ranks(how, ranks, name):
-    first, *more = run(ranks, _leave_the_window, how)[0]
-    assert first[1] > 0
-    names = [[found for found in dynamic if found == f"{name}.quant_scale"] for dynamic, _ in more]
+        dynamic.append(is_dynamic(model))
+        exchanges.append(counter.calls["all_reduce"])
     # It grows after step 1, is seen in step 2, and step 3 is dynamic.
-    assert names == [[], [f"{name}.quant_scale"], [], []]
-    exchanges = [exchanged for _, exchanged in more]
-    assert exchanges[:2] == [0, 0]
-    dynamic = len([found for found in more[1][0] if how == "tp" or "weight" in found])
-    assert 1 <= exchanges[2] <= dynamic
-    if how == "fsdp":
-        assert exchanges[2] == 1
+    assert [f"{name}.quant_scale" in names for names in dynamic[1:]] == [False, True, False, False]
+    assert exchanges[0] > 0
+    assert exchanges[1:3] == [0, 0]
+    known_late = len([found for found in dynamic[2] if how == "tp" or "weight" in found])
+    assert 1 <= exchanges[3] <= (known_late if how == "tp" else 1)
 
 
 def static_config(**options):
@@ -161,10 +143,10 @@ def _calibrate(how):
     for index in (0, 2):
         calibrated(model, of_rank[index : index + 2], ranks if how == "tp" else 1)
         assert_same_scaling_on_all_ranks(model)
-        with CollectiveCounter() as counter, Wire() as wire:
+        with CollectiveCounter() as counter:
             model(of_rank[0]).square().mean().backward()
-        exchanges = len([1 for dtype, _ in wire.of("all_reduce") if dtype is torch.int32])
-        result.append((scaling_snapshot(model), exchanges if how == "tp" else counter.calls["all_reduce"]))
+        exchanges = [dtype for dtype, _ in counter.of("all_reduce") if dtype is torch.int32 or how != "tp"]
+        result.append((scaling_snapshot(model), len(exchanges)))
     before = scaling_snapshot(model)
     sync_float8_amax_and_scale_history(model)
     assert_equal(scaling_snapshot(model), before)
@@ -172,35 +154,33 @@ def _calibrate(how):
 
 
 @pytest.mark.parametrize("how", ["fsdp", "high precision"])
+@on_ranks(4)
 def test_static_scales_are_calibrated_over_all_ranks(how):
     model = convert_to_float8_training(make_model(), config=static_config())
     inputs = [batch.chunk(4) for batch in batches(4, 4)]
-    results = run(4, _calibrate, how)[0]
-    for (snapshot, exchanges), index in zip(results, (0, 2), strict=True):
+    for (snapshot, exchanges), index in zip(_calibrate(how), (0, 2), strict=True):
         assert_equal(snapshot, calibrated(model, itertools.chain(*inputs[index : index + 2])))
         assert exchanges == 0
 
 
-def _calibrate_tp():
+@on_ranks(2)
+def test_static_scales_are_calibrated_with_tensor_parallelism():
+    """Scales of one process within the rounding of float32 sums; and no exchange after it."""
     torch.manual_seed(5)
     result = _calibrate("tp")
     torch.manual_seed(5)
     model = model_of(static_config(shared_inputs=sharing("delayed").shared_inputs))
     inputs = [torch.randn(2, 16, 32) for _ in range(4)]
-    return result, [calibrated(model, inputs[index : index + 2]) for index in (0, 2)]
-
-
-def test_static_scales_are_calibrated_with_tensor_parallelism():
-    """Scales of one process within the rounding of float32 sums; and no exchange after it."""
-    result, expected = run(2, _calibrate_tp)[0]
-    for (snapshot, exchanges), of_one in zip(result, expected, strict=True):
+    for (snapshot, exchanges), index in zip(result, (0, 2), strict=True):
+        of_one = calibrated(model, inputs[index : index + 2])
         assert snapshot.keys() == of_one.keys()
         for name, value in snapshot.items():
             torch.testing.assert_close(value, of_one[name], rtol=1e-5, atol=0, msg=name)
         assert exchanges == 0
 
 
-def _compile_the_sync():
+@on_ranks(2)
+def test_a_compiled_sync_takes_the_maximum_over_ranks():
     """Each rank trains on its own batch; eager and compiled syncs must leave the same state after each step."""
     model = convert_to_float8_training(make_model(), config=config_of("delayed"))
     twin = copy.deepcopy(model)
@@ -212,48 +192,28 @@ def _compile_the_sync():
             step(each)
         assert_equal(scaling_snapshot(twin), scaling_snapshot(model))
         assert_same_scaling_on_all_ranks(twin)
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-def test_a_compiled_sync_takes_the_maximum_over_ranks():
-    assert run(2, _compile_the_sync) == [1, 1]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def _disagree(how, call):
-    """Rank 1 differs; returns the message of each rank."""
-    other = dist.get_rank() == 1
-    config = config_of("delayed")
+    """Rank 1 differs."""
+    other, config = dist.get_rank() == 1, config_of("delayed") if call == "sync" else static_config()
     if how == "config" and other:
-        config = replace(config, delayed_scaling_config=DelayedScalingConfig(history_len=8))
-    elif how == "recipe" and other:
-        config = config_of("delayed_with_dynamic_weight")
-    elif how == "none" and other:
-        config = config_of("tensorwise")
-    if call == "calibrate":
-        config = replace(static_config(), **({"round_scales_to_power_of_2": True} if how == "config" and other else {}))
-        if how == "none" and other:
-            config = config_of("tensorwise")
+        changed = {"delayed_scaling_config": DelayedScalingConfig(history_len=8)}
+        config = replace(config, **(changed if call == "sync" else {"round_scales_to_power_of_2": True}))
+    elif how != "layer" and other:
+        config = config_of(how)
     model = convert_to_float8_training(make_model(2 if how == "layer" and other else 3), config=config)
-    batch = batches(1, 1)[0]
-    try:
-        if call == "sync":
-            loss_of(model(batch)).backward()
-            sync_float8_amax_and_scale_history(model)
-        else:
-            with calibrate_float8_static_scales(model):
-                loss_of(model(batch)).backward()
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return None
+    with calibrate_float8_static_scales(model) if call == "calibrate" else contextlib.nullcontext():
+        loss_of(model(batches(1, 1)[0])).backward()
+    sync_float8_amax_and_scale_history(model)
 
 
-def _disagree_in_every_way():
-    messages = {("sync", how): _disagree(how, "sync") for how in ("config", "recipe", "layer", "none")}
-    return messages | {("calibrate", how): _disagree(how, "calibrate") for how in ("config", "layer", "none")}
-
-
+@on_ranks(2, timeout=60, collective_timeout=10)
 def test_ranks_that_disagree_get_an_error_and_no_hang():
-    for messages in run(2, _disagree_in_every_way, timeout=60, collective_timeout=10):
-        for how, message in messages.items():
-            assert message is not None, how
-            assert "ranks disagree about the tensors with persistent scales: rank" in message, how
+    for how, call in (
+        *((how, "sync") for how in ("config", "delayed_with_dynamic_weight", "layer", "tensorwise")),
+        *((how, "calibrate") for how in ("config", "layer", "tensorwise")),
+    ):
+        message = refusal(_disagree, how, call)
+        assert "ranks disagree about the tensors with persistent scales: rank" in message, (how, call, message)

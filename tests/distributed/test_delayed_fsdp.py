@@ -1,4 +1,4 @@
-"""Delayed scaling with data parallelism: the scales of one process on every rank, exchanged only while unknown."""
+"""Steps with data parallelism: losses and persistent scales of one process, exchanged only while unknown."""
 
 import contextlib
 import itertools
@@ -22,7 +22,7 @@ from tests.distributed.models import (
     scaling_snapshot,
     single_process,
 )
-from tests.distributed.ranks import run
+from tests.distributed.ranks import on_ranks
 from tests.distributed.test_fsdp import part_of, shard_model
 from tests.distributed.test_fsdp_features import model_by
 from tests.reference import PERSISTENT_RECIPES
@@ -136,15 +136,15 @@ WAYS = ["plain", "precomputed", "hsdp", "cpu offload", "checkpointed, reentrant"
 MORE_WAYS = ["keep gathered", "always reshard", "meta", "checkpointed"]
 
 
-def _train_in_ways(recipe, ways):
-    return [train(_fsdp(recipe, how), precompute=how == "precomputed") for how in ways]
-
-
-def check_ways(recipe, ranks, ways):
-    config = config_of(recipe)
-    for how, got in zip(ways, run(ranks, _train_in_ways, recipe, ways)[0], strict=True):
-        options = {"param_dtype": torch.bfloat16, "float8_gather": True} if how == "mixed precision" else {}
-        check_against_one_process(got, single_process(config, STEPS, ranks, **options), ranks, how)
+def check_ways(recipe, ways):
+    ranks, config = dist.get_world_size(), config_of(recipe)
+    expected = dict.fromkeys(ways, single_process(config, STEPS, ranks))
+    if "mixed precision" in ways:
+        options = {"param_dtype": torch.bfloat16, "float8_gather": True}
+        expected["mixed precision"] = single_process(config, STEPS, ranks, **options)
+    for how in ways:
+        got = train(_fsdp(recipe, how), precompute=how == "precomputed")
+        check_against_one_process(got, expected[how], ranks, how)
         check_exchanges(got[2], recipe, how, gathers=how != "high precision", precompute=how == "precomputed")
         if how == "plain":
             assert [gathers for *_, gathers in got[2]] == [gathered_bytes(ranks)] * STEPS
@@ -154,19 +154,23 @@ def check_ways(recipe, ranks, ways):
     ("recipe", "ranks", "ways"),
     [("delayed", 4, WAYS), ("delayed", 2, WAYS[:1]), ("delayed_with_dynamic_weight", 2, WAYS[:2] + WAYS[-2:-1])],
 )
+@on_ranks()
 def test_every_way_to_use_fsdp2(recipe, ranks, ways):
     """On 4 ranks the weights of 18, 42 and 3 rows have shards of two sizes, and one that is empty."""
-    check_ways(recipe, ranks, ways)
+    check_ways(recipe, ways)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
 @pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks()
 def test_every_way_to_use_fsdp2_by_every_recipe(recipe, ranks):
-    check_ways(recipe, ranks, WAYS + MORE_WAYS)
+    check_ways(recipe, WAYS + MORE_WAYS)
 
 
-def _accumulate(recipe):
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", *PERSISTENT_RECIPES])
+@on_ranks(2)
+def test_accumulated_gradients(recipe):
     """Two microbatches a step, gradients reduced after the second only."""
     model = _fsdp(recipe, "plain")
 
@@ -176,29 +180,26 @@ def _accumulate(recipe):
         yield
         model.set_requires_gradient_sync(True)
 
-    return train(model, accumulate=2, no_sync=no_sync)
+    with CollectiveCounter() as counter:
+        accumulated = train(model, accumulate=2, no_sync=no_sync)
+    assert counter.calls["reduce_scatter"] == LAYERS * STEPS
+    losses, snapshots = single_process(config_of(recipe), STEPS, 4)
+    expected = losses, [_half_of_grad_outputs(snapshot) for snapshot in snapshots]
+    check_against_one_process(accumulated, expected, 4, "accumulated")
+    if recipe in PERSISTENT_RECIPES:
+        check_exchanges(accumulated[2], recipe, "accumulated")
+    else:  # dynamic scales of weights, which are still known in the second microbatch
+        assert [forward[0] for forward, *_ in accumulated[2]] == [2, *[1] * (STEPS - 1)]
 
 
-def _freeze(recipe):
+@pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
+@on_ranks(2)
+def test_frozen_weights(recipe):
     model = make_model()
     for block in model[:2]:
         block.up.weight.requires_grad_(False)
     model = shard_model(config_of(recipe, enable_fsdp_float8_all_gather=True), model=model)
-    return train(model)
-
-
-def _accumulate_and_freeze(recipe):
-    return _accumulate(recipe), _freeze(recipe)
-
-
-@pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
-def test_accumulated_gradients_and_frozen_weights(recipe):
-    accumulated, frozen = run(2, _accumulate_and_freeze, recipe)[0]
-    losses, snapshots = single_process(config_of(recipe), STEPS, 4)
-    expected = losses, [_half_of_grad_outputs(snapshot) for snapshot in snapshots]
-    check_against_one_process(accumulated, expected, 4, "accumulated")
-    check_exchanges(accumulated[2], recipe, "accumulated")
-    losses, snapshots, exchanged = frozen
+    losses, snapshots, exchanged = train(model)
     assert losses[-1] < losses[0]
     sync = [step[1] for step in exchanged]
     assert sync[1:] == [(1, 8 * LINEARS * (3 if HAS_PERSISTENT_WEIGHTS[recipe] else 2))] * (STEPS - 1)
@@ -231,20 +232,6 @@ def _compiled_blocks(recipe, backend, checkpointed, order):
     return shard_model(None, model=model)
 
 
-def _train_compiled(recipe, backend, cases):
-    result = []
-    for checkpointed, autocast, order in cases:
-        both = []
-        for of_case in (None, backend):
-            torch.compiler.reset()
-            counters.clear()
-            model = _compiled_blocks(recipe, of_case, checkpointed, order)
-            both.append(train(model, autocast=autocast, compiled=of_case is not None)[:2])
-            assert bool(counters["stats"]["unique_graphs"]) == (of_case is not None)
-        result.append(both)
-    return result
-
-
 COMPILED = [
     (checkpointed, autocast, order)
     for checkpointed, autocast, order in itertools.product(
@@ -254,25 +241,34 @@ COMPILED = [
 ]
 
 
-def check_compiled(recipe, backend, cases, rtol):
-    for case, (eager, compiled) in zip(cases, run(2, _train_compiled, recipe, backend, cases)[0], strict=True):
-        assert compiled[0] == pytest.approx(eager[0], rel=rtol), case
-        for step, (snapshot, of_eager) in enumerate(zip(compiled[1], eager[1], strict=True)):
-            for name, value in snapshot.items():
-                torch.testing.assert_close(value, of_eager[name], rtol=rtol, atol=0, msg=f"{case} {step} {name}")
+def check_compiled(recipe, backend, case, rtol):
+    checkpointed, autocast, order = case
+    results = []
+    for of_case in (None, backend):
+        torch.compiler.reset()
+        counters.clear()
+        model = _compiled_blocks(recipe, of_case, checkpointed, order)
+        results.append(train(model, autocast=autocast, compiled=of_case is not None))
+        assert bool(counters["stats"]["unique_graphs"]) == (of_case is not None)
+    eager, compiled = results
+    assert compiled[0] == pytest.approx(eager[0], rel=rtol)
+    for step, (snapshot, of_eager) in enumerate(zip(compiled[1], eager[1], strict=True)):
+        for name, value in snapshot.items():
+            torch.testing.assert_close(value, of_eager[name], rtol=rtol, atol=0, msg=f"{step} {name}")
 
 
-@pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
-def test_compiled_blocks_under_autocast_and_checkpointing(recipe):
+@pytest.mark.parametrize(("recipe", "case"), [("delayed", COMPILED[-2]), ("delayed_with_dynamic_weight", COMPILED[-1])])
+@on_ranks(2)
+def test_compiled_blocks_under_autocast_and_checkpointing(recipe, case):
     """One graph serves the step without a history and those with one; the codes are those of eager code."""
-    cases = {"delayed": COMPILED[-2:-1], "delayed_with_dynamic_weight": COMPILED[-1:]}
-    check_compiled(recipe, "aot_eager", cases[recipe], 1e-6)
+    check_compiled(recipe, "aot_eager", case, 1e-6)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
 @pytest.mark.parametrize("case", COMPILED)
+@on_ranks(2)
 def test_compiled_blocks_by_each_backend(recipe, case):
     """Inductor computes gelu and the norm in another order than eager code: 3e-7 seen, and 1e-5 as in test_fsdp.py."""
-    check_compiled(recipe, "aot_eager", [case], 1e-6)
-    check_compiled(recipe, "inductor", [case], 1e-5)
+    check_compiled(recipe, "aot_eager", case, 1e-6)
+    check_compiled(recipe, "inductor", case, 1e-5)

@@ -1,7 +1,5 @@
 """All ranks export a sharded model together, with the codes of its forward; rank 0 writes, or all ranks fail."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,14 +7,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from quaver import Float8LinearConfig, freeze_to_float8
 from quaver.export import iter_float8_weights, load_float8, save_float8
-from tests.distributed.ranks import run
+from tests.distributed.ranks import on_ranks
 from tests.unit.export.models import PROJECTIONS, Tiny, tiny
 
 GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
 
 
-def _export(folder: Path, gathers_float8: bool, param_dtype: torch.dtype | None) -> tuple[bool, int, int]:
-    """Whether the codes are those of a single process whose weights are in `param_dtype`; bytes moved and yielded."""
+@pytest.mark.parametrize(("gathers_float8", "param_dtype"), [(False, None), (False, torch.bfloat16), (True, None)])
+@on_ranks(2)
+def test_codes_are_those_of_the_sharded_forward(gathers_float8, param_dtype, tmp_path):
+    """They are those of a single process whose weights are in `param_dtype`; each byte moves once."""
     expected = tiny("tensorwise")
     if param_dtype is not None:
         for name in PROJECTIONS:
@@ -27,24 +27,18 @@ def _export(folder: Path, gathers_float8: bool, param_dtype: torch.dtype | None)
     for linear in model.layer.values():
         fully_shard(linear, **({"mp_policy": policy} if policy else {}))
     fully_shard(model)
-    weights = save_float8(model, folder, config={}, share_fused_scales=False)
+    weights = save_float8(model, tmp_path / "out", config={}, share_fused_scales=False)
     stored = dict(iter_float8_weights(model, share_fused_scales=False))
-    same = stored.keys() == expected.keys() and all(
-        torch.equal(stored[name].float(), tensor.float()) for name, tensor in expected.items()
-    )
-    return same, weights.bytes_moved, weights.bytes_yielded
-
-
-@pytest.mark.parametrize(("gathers_float8", "param_dtype"), [(False, None), (False, torch.bfloat16), (True, None)])
-def test_codes_are_those_of_the_sharded_forward(gathers_float8, param_dtype, tmp_path):
-    whole = sum(tensor.nbytes for tensor in tiny().state_dict().values())
-    results = run(2, _export, tmp_path / "out", gathers_float8, param_dtype)
-    assert [result[:2] for result in results] == [(True, whole)] * 2
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name].float(), tensor.float()) for name, tensor in expected.items())
+    assert weights.bytes_moved == sum(tensor.nbytes for tensor in tiny().state_dict().values())
+    dist.barrier()
     assert set(load_float8(tmp_path / "out")) == set(tiny().state_dict())
 
 
-def _export_frozen(config: str) -> bool:
-    """Whether a sharded frozen base has the codes and scales of one process."""
+@pytest.mark.parametrize("config", ["blockwise", "tensorwise"])
+@on_ranks(2)
+def test_a_sharded_frozen_base_is_gathered_in_float8(config):
 
     def frozen():
         torch.manual_seed(0)
@@ -56,26 +50,17 @@ def _export_frozen(config: str) -> bool:
         fully_shard(linear)
     weights = iter_float8_weights(fully_shard(model))
     stored = dict(weights)
-    same = all(torch.equal(stored[name].float(), tensor.float()) for name, tensor in expected.items())
-    return same and stored.keys() == expected.keys() and weights.bytes_moved < 1.5 * weights.bytes_yielded
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name].float(), tensor.float()) for name, tensor in expected.items())
+    assert weights.bytes_moved < 1.5 * weights.bytes_yielded
 
 
-@pytest.mark.parametrize("config", ["blockwise", "tensorwise"])
-def test_a_sharded_frozen_base_is_gathered_in_float8(config):
-    assert run(2, _export_frozen, config) == [True, True]
-
-
-def _fail(folder: Path) -> str:
-    model = fully_shard(tiny())
-    try:
-        save_float8(model, folder, config={})
-    except (FileExistsError, RuntimeError) as error:
-        return f"{dist.get_rank()} {type(error).__name__} {error}"
-    return ""
-
-
+@on_ranks(2)
 def test_all_ranks_fail_together(tmp_path):
-    first, second = run(2, _fail, tmp_path)
-    assert first.startswith("0 FileExistsError")
-    assert second.startswith("1 RuntimeError rank 0 could not export")
-    assert "exists already" in second
+    error, message = (
+        (FileExistsError, "exists already")
+        if dist.get_rank() == 0
+        else (RuntimeError, "^rank 0 could not export.*exists already")
+    )
+    with pytest.raises(error, match=message):
+        save_float8(fully_shard(tiny()), tmp_path, config={})

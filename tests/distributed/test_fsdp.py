@@ -23,7 +23,7 @@ from tests.distributed.models import (
     quantized,
     single_process_losses,
 )
-from tests.distributed.ranks import run
+from tests.distributed.ranks import on_ranks, run
 from tests.reference import RECIPES
 
 ONE_PAYLOAD = ("tensorwise", "tensorwise_power_of_2", "rowwise_with_tensorwise_weight")
@@ -81,27 +81,19 @@ def operands_that_differ(model, whole, config):
     return wrong
 
 
-def _operands_that_differ(recipes, dtype):
-    wrong = []
-    for recipe in recipes:
-        config = config_of(recipe, enable_fsdp_float8_all_gather=True)
-        model, whole = shard_model(config, model=make_model().to(dtype)), make_model().to(dtype)
-        for precompute in (True, False):
-            if precompute:
-                precompute_float8_dynamic_scale_for_fsdp(model)
-            else:
-                with torch.no_grad():  # drops the scales
-                    for parameter in model.parameters():
-                        parameter.mul_(1.0)
-            wrong += [(recipe, precompute, *which) for which in operands_that_differ(model, whole, config)]
-    return wrong
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks()
 def test_codes_and_scales_are_those_of_one_process(ranks, dtype):
-    for wrong in run(ranks, _operands_that_differ, (*ONE_PAYLOAD, *TWO_PAYLOADS), dtype):
-        assert wrong == []
+    for recipe, precompute in itertools.product((*ONE_PAYLOAD, *TWO_PAYLOADS), [True, False]):
+        config = config_of(recipe, enable_fsdp_float8_all_gather=True)
+        model, whole = shard_model(config, model=make_model().to(dtype)), make_model().to(dtype)
+        precompute_float8_dynamic_scale_for_fsdp(model)
+        if not precompute:
+            with torch.no_grad():  # drops the scales
+                for parameter in model.parameters():
+                    parameter.mul_(1.0)
+        assert operands_that_differ(model, whole, config) == [], (recipe, precompute)
 
 
 def _losses(cases, steps):
@@ -171,14 +163,10 @@ def test_ten_adam_steps_widest(ranks, case):
     check_ten_adam_steps(ranks, [case])
 
 
-def _losses_with_and_without(recipe):
-    """Float8 all-gather changes nothing but bytes where parameters are float32."""
-    return [_losses([(recipe, gather, False, False, None)], 5)[0] for gather in (False, True)]
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
+@on_ranks(2)
 def test_gathering_in_float8_changes_no_bit_of_float32_training(recipe):
-    without, with_float8 = run(2, _losses_with_and_without, recipe)[0]
+    without, with_float8 = _losses([(recipe, gather, False, False, None) for gather in (False, True)], 5)
     assert without == with_float8
 
 
@@ -193,8 +181,7 @@ def _count(recipe, gather, precompute):
     if precompute:
         precompute_float8_dynamic_scale_for_fsdp(model)
     train_step(model, optimizer, first)
-    counter = CollectiveCounter()
-    with counter:
+    with CollectiveCounter() as counter:
         if precompute:
             precompute_float8_dynamic_scale_for_fsdp(model)
         loss_of(model(part_of(second))).backward()
@@ -204,13 +191,14 @@ def _count(recipe, gather, precompute):
         group = "last" if name.startswith("3.") else "blocks"
         kind = "weights" if name.endswith("weight") and parameter.dim() == 2 else "others"
         elements[group, kind] += math.ceil(parameter.shape[0] / ranks) * ranks * parameter[0].numel()
-    return dict(counter.calls), dict(counter.bytes), elements
+    return counter.calls, counter.bytes, elements
 
 
 @pytest.mark.parametrize(("ranks", "precompute"), [(2, False), (4, True)])
+@on_ranks()
 def test_bytes_and_collectives_of_a_step(ranks, precompute):
     for recipe in (*ONE_PAYLOAD, *TWO_PAYLOADS):
-        calls, sent, elements = run(ranks, _count, recipe, True, precompute)[0]
+        calls, sent, elements = _count(recipe, True, precompute)
         # Each of the 4 groups is gathered for the forward and for the backward, except where torch lets the root's
         # group, which has the last linear, stay for the backward.
         assert calls["all_gather"] in (7, 8)
@@ -220,49 +208,40 @@ def test_bytes_and_collectives_of_a_step(ranks, precompute):
         assert sent["all_gather"] == sum(
             gathers[name] * (casts * elements[name, "weights"] + 4 * elements[name, "others"]) for name in gathers
         )
-        calls_hp, sent_hp, _ = run(ranks, _count, recipe, False, False)[0]
+        calls_hp, sent_hp, _ = _count(recipe, False, False)
         assert calls_hp == {name: n for name, n in calls.items() if name != "all_reduce"}
         assert sent_hp["all_gather"] == sum(4 * gathers[group] * n for (group, _), n in elements.items())
 
 
-def _unsharded_bytes(recipe):
-    """Bytes per element of an unsharded weight's codes before and after reshard, and whether it is sharded then."""
-    model = shard_model(config_of(recipe, enable_fsdp_float8_all_gather=True))
-    block = model[0]
+@pytest.mark.parametrize(("recipe", "casts"), [("tensorwise", 1), ("rowwise", 2)])
+@on_ranks(2)
+def test_an_unsharded_weight_takes_one_byte_per_element_and_cast_until_reshard(recipe, casts):
+    block = shard_model(config_of(recipe, enable_fsdp_float8_all_gather=True))[0]
     block.unshard()
     weight = block.up.weight
     storages = {t.untyped_storage() for t in (weight.data_fp8, weight.first_data_fp8)}
-    before = sum(storage.nbytes() for storage in storages) / weight.numel()
+    assert sum(storage.nbytes() for storage in storages) == casts * weight.numel()
     block.reshard()
-    return before, sum(storage.nbytes() for storage in storages), isinstance(block.up.weight, DTensor)
-
-
-@pytest.mark.parametrize(("recipe", "casts"), [("tensorwise", 1), ("rowwise", 2)])
-def test_an_unsharded_weight_takes_one_byte_per_element_and_cast_until_reshard(recipe, casts):
-    assert run(2, _unsharded_bytes, recipe) == [(casts, 0, True)] * 2
-
-
-def _operations_of_precompute(counts):
-    result = []
-    for layers in counts:
-        model = torch.nn.Sequential(*[torch.nn.Linear(16, 16, bias=False) for _ in range(layers)])
-        convert_to_float8_training(model, config=config_of("tensorwise", enable_fsdp_float8_all_gather=True))
-        fully_shard(model, mesh=world_mesh())
-        precompute_float8_dynamic_scale_for_fsdp(model)
-        counter = CollectiveCounter()
-        with counter:
-            precompute_float8_dynamic_scale_for_fsdp(model)
-        kernels = {name: n for name, n in counter.operations.items() if not any(view in name for view in _VIEWS)}
-        result.append((dict(counter.calls), kernels))
-    return result
+    assert sum(storage.nbytes() for storage in storages) == 0
+    assert isinstance(block.up.weight, DTensor)
 
 
 _VIEWS = ("view", "split", "alias", "detach", "narrow", "slice", "as_strided")
 
 
+@on_ranks(2, timeout=300)
 def test_the_cost_of_precompute_does_not_grow_with_the_model():
     """Kernels (operations that are no views) and collectives for 1, 10, 100 and 1000 linears."""
-    one, *more = run(2, _operations_of_precompute, [1, 10, 100, 1000], timeout=300)[0]
-    assert one[0] == {"all_reduce": 1}
-    assert all(other == one for other in more), (one, more)
-    assert sum(one[1].values()) < 20
+    costs = []
+    for layers in (1, 10, 100, 1000):
+        model = torch.nn.Sequential(*[torch.nn.Linear(16, 16, bias=False) for _ in range(layers)])
+        convert_to_float8_training(model, config=config_of("tensorwise", enable_fsdp_float8_all_gather=True))
+        fully_shard(model, mesh=world_mesh())
+        precompute_float8_dynamic_scale_for_fsdp(model)
+        with CollectiveCounter() as counter:
+            precompute_float8_dynamic_scale_for_fsdp(model)
+        kernels = {name: n for name, n in counter.operations.items() if not any(view in name for view in _VIEWS)}
+        costs.append((counter.calls, kernels))
+    assert all(cost == costs[0] for cost in costs), costs
+    assert costs[0][0] == {"all_reduce": 1}
+    assert sum(costs[0][1].values()) < 20

@@ -3,6 +3,7 @@
 import copy
 import functools
 import io
+import itertools
 import pickle
 
 import numpy as np
@@ -17,7 +18,6 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from quaver import convert_to_float8_training, convert_to_high_precision
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.distributed.fsdp import Float8AllGatherWeight
-from tests.distributed.counting import CollectiveCounter
 from tests.distributed.models import (
     DIM,
     LEARNING_RATE,
@@ -28,7 +28,7 @@ from tests.distributed.models import (
     quantized,
     single_process_losses,
 )
-from tests.distributed.ranks import RanksError, run
+from tests.distributed.ranks import RanksError, on_ranks, refusal, run
 from tests.distributed.test_fsdp import operands_that_differ, part_of, shard_model, train_step
 from tests.reference import RECIPES
 
@@ -52,10 +52,8 @@ def losses_of(model, *, precompute=False, steps=STEPS, step=train_step):
 def model_by(how, config):
     """The small model, with FSDP2 used in one particular way."""
     options, model = {}, None
-    if how == "keep gathered":
-        options["reshard_after_forward"] = False
-    elif how == "always reshard":
-        options["reshard_after_forward"] = True
+    if how in ("keep gathered", "always reshard"):
+        options["reshard_after_forward"] = how == "always reshard"
     elif how == "hsdp":
         shape = (2, dist.get_world_size() // 2)
         options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
@@ -148,195 +146,139 @@ WAYS = ["plain", "keep gathered", "always reshard", "hsdp", "cpu offload", "meta
 WAYS += ["checkpointed by op", *ODD_STEPS]
 
 
-def _all_ways(recipe, ways):
-    return [_losses_with(how, recipe) for how in ways]
-
-
 def check_ways(recipe, ways):
     expected = single_process_losses(config_of(recipe), STEPS, 4, float8_gather=True)
-    for how, losses in zip(ways, run(4, _all_ways, recipe, ways)[0], strict=True):
-        assert losses == pytest.approx(expected, rel=1e-5), how
+    for how in ways:
+        assert _losses_with(how, recipe) == pytest.approx(expected, rel=1e-5), how
 
 
 @pytest.mark.parametrize(
     ("recipe", "ways"),
     [("tensorwise", WAYS), ("rowwise", WAYS[1::2]), ("rowwise_with_gw_hp", WAYS[::3]), (RECIPES[-1], WAYS[2::4])],
 )
+@on_ranks(4)
 def test_every_way_to_use_fsdp_trains_alike(recipe, ways):
     check_ways(recipe, ways)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("recipe", RECIPES)
+@on_ranks(4)
 def test_every_way_to_use_fsdp_by_every_recipe(recipe):
     check_ways(recipe, WAYS)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_shards_of_the_other_dim_and_a_group_of_one_rank(ranks):
-    assert run(ranks, _codes_of_columns) == [[]] * ranks
-    expected = single_process_losses(config_of("rowwise"), STEPS, ranks)
-    if ranks == 1:
-        assert run(1, _losses_with, "plain", "rowwise")[0] == pytest.approx(expected, rel=1e-5)
-
-
-def _codes_of_columns():
+@on_ranks()
+def test_shards_of_the_other_dim(ranks):
     model = shard_model(gathering("rowwise"), model=make_model(hidden=40), shard_placement_fn=_shard_columns)
-    return operands_that_differ(model, make_model(hidden=40), gathering("rowwise"))
+    assert operands_that_differ(model, make_model(hidden=40), gathering("rowwise")) == []
 
 
-def _int_reshard():
-    model = shard_model(gathering("tensorwise"), reshard_after_forward=2)
-    losses_of(model, steps=1)
+@on_ranks(1)
+def test_a_group_of_one_rank():
+    expected = single_process_losses(config_of("rowwise"), STEPS, 1)
+    assert _losses_with("plain", "rowwise") == pytest.approx(expected, rel=1e-5)
 
 
+@on_ranks(4)
 def test_torch_refuses_an_int_reshard_after_forward_for_extended_tensors():
     """Its own limit; when this fails, torch has lifted it and docs/distributed.md can say so."""
-    with pytest.raises(RanksError, match="in to_sharded_post_forward(.|\n)*only Tensors of floating point dtype"):
-        run(4, _int_reshard)
+    message = refusal(losses_of, shard_model(gathering("tensorwise"), reshard_after_forward=2))
+    assert "only Tensors of floating point dtype" in message
 
 
-def _accumulate(recipe):
-    """Losses of two steps of two microbatches, gradients reduced after the second only; gathers of a microbatch."""
-    model = shard_model(gathering(recipe))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    ranks, losses = dist.get_world_size(), []
-    for batch in batches(2, 2 * ranks):
-        total = 0.0
-        for index, half in enumerate(batch.chunk(2)):
-            model.set_requires_gradient_sync(index == 1)
-            counter = CollectiveCounter()
-            with counter:
-                loss = loss_of(model(part_of(half))) / 2
-                loss.backward()
-            assert counter.calls["all_reduce"] == (1 if index == 0 and losses else counter.calls["all_reduce"])
-            assert counter.calls["all_reduce"] == 0 or index == 0  # scales are still known in the second
-            assert (counter.calls["reduce_scatter"] > 0) == (index == 1)
-            total += loss.item()
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = torch.tensor(total)
-        dist.all_reduce(mean)
-        losses.append(mean.item() / ranks)
-    return losses
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_gradient_accumulation(recipe):
-    expected = single_process_losses(config_of(recipe), 2, 4)
-    assert run(2, _accumulate, recipe)[0] == pytest.approx(expected, rel=1e-5)
-
-
-def _frozen():
-    """A model with frozen weights trains what is left, and computes their scales once."""
-    config = gathering("tensorwise")
+@on_ranks(2)
+def test_frozen_weights():
+    """The model trains what is left, and computes the scales of what is frozen once."""
     model = make_model()
     for block in model[:2]:
         block.up.weight.requires_grad_(False)
-    model = shard_model(config, model=model)
+    model = shard_model(gathering("tensorwise"), model=model)
     before = model[0].up.weight.to_local().plain().clone()
     losses = losses_of(model)
+    assert losses[-1] < losses[0]
     frozen, trained = model[0].up.weight, model[0].down.weight
-    return (
-        losses,
-        frozen.grad is None and torch.equal(frozen.to_local().plain(), before),
-        frozen._local_tensor.scales() is not None,
-        trained._local_tensor.scales() is None,
-    )
+    assert frozen.grad is None
+    assert torch.equal(frozen.to_local().plain(), before)
+    assert frozen._local_tensor.scales() is not None
+    assert trained._local_tensor.scales() is None
 
 
-def test_frozen_weights():
-    for losses, unchanged, still_known, dropped in run(2, _frozen):
-        assert losses[-1] < losses[0]
-        assert unchanged
-        assert still_known
-        assert dropped
+def change_weights(how, model, optimizer, state_dict):
+    """Change the first block's up.weight, and maybe others, in one of the `CHANGES`."""
+    weight = model[0].up.weight
+    with torch.no_grad():
+        if how == "step":
+            optimizer.step()
+        elif how in ("load", "assign"):
+            model.load_state_dict(state_dict, assign=how == "assign")
+        elif how == "in place":
+            weight.mul_(2)
+        elif how == "data":
+            weight.data.mul_(2)
+        elif how == "to_local":
+            weight.to_local().mul_(2)
+        elif how == "transposed":
+            weight.to_local().t().mul_(2)
+        elif how == "each row":
+            for row in weight.to_local():
+                row.mul_(2)
+        elif how == "foreach multiply":
+            torch._foreach_mul_(list(model.parameters()), 2.0)
+        elif how == "to dtype":
+            model.to(torch.bfloat16)
+        elif how == "around":
+            model.state_dict()["0.up.weight"].to_local().mul_(2)
 
 
-def _gathered_scale(model):
-    model[0].unshard()
-    scale = model[0].up.weight.dequant_scale.clone()
-    model[0].reshard()
-    return scale
+CHANGES = ["step", "load", "assign", "in place", "data", "to_local", "transposed", "each row", "foreach multiply"]
+CHANGES += ["to dtype", "around"]
 
 
-def _scales_after(change):
-    """The scale in use after `change`, that of the weights as they then are, and the collectives that it took."""
-    config = gathering("tensorwise")
-    model = shard_model(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=change != "fused", fused=change == "fused")
+def _is_scale_stale(how, afterwards, optimizer_options):
+    """Whether the scale that is used after a change, and after what follows it, is not that of the weights."""
+    model = shard_model(gathering("tensorwise"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **optimizer_options)
     loss_of(model(part_of(batches(1, dist.get_world_size())[0]))).backward()
     double = {name: value * 2 for name, value in model.state_dict().items()}
     precompute_float8_dynamic_scale_for_fsdp(model)
-    weight = model[0].up.weight
-    with torch.no_grad():
-        if change in ("foreach", "fused"):
-            optimizer.step()
-        elif change == "load":
-            model.load_state_dict(double)
-        elif change == "assign":
-            model.load_state_dict(double, assign=True)
-        elif change == "in place":
-            weight.mul_(2)
-        elif change == "data":
-            weight.data.mul_(2)
-        elif change == "to_local":
-            weight.to_local().mul_(2)
-        elif change == "transposed":
-            weight.to_local().t().mul_(2)
-        elif change == "each row":
-            for row in weight.to_local():
-                row.mul_(2)
-        elif change == "foreach multiply":
-            torch._foreach_mul_(list(model.parameters()), 2.0)
-        elif change == "to dtype":
-            model.to(torch.bfloat16)
-        elif change == "around, precompute":
-            model.state_dict()["0.up.weight"].to_local().mul_(2)
-            precompute_float8_dynamic_scale_for_fsdp(model)
-        elif change == "around, load":
-            model.state_dict()["0.up.weight"].to_local().mul_(2)
-            model.load_state_dict(model.state_dict())
+    change_weights(how, model, optimizer, double)
+    if afterwards == "precompute":
+        precompute_float8_dynamic_scale_for_fsdp(model)
+    elif afterwards == "load":
+        model.load_state_dict(model.state_dict())
     full = model.state_dict()["0.up.weight"].full_tensor()
-    got = _gathered_scale(model)
-    return torch.equal(got, quantized(full, config).last.dequant_scale)
-
-
-CHANGES = ["foreach", "fused", "load", "assign", "in place", "data", "to_local", "transposed", "each row"]
-CHANGES += ["foreach multiply", "to dtype", "around, precompute", "around, load"]
-
-
-def _scales_after_all():
-    return [change for change in CHANGES if not _scales_after(change)]
+    model[0].unshard()
+    scale = model[0].up.weight.dequant_scale
+    return not torch.equal(scale, quantized(full, gathering("tensorwise")).last.dequant_scale)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks()
 def test_a_precomputed_scale_is_not_used_after_the_weight_changes(ranks):
-    assert run(ranks, _scales_after_all) == [[]] * ranks
+    cases = [(how, None, {"foreach": True}) for how in CHANGES if how != "around"]  # "around" alone is an error
+    cases += [("step", None, {"fused": True}), *(("around", then, {}) for then in ("precompute", "load"))]
+    assert [case for case in cases if _is_scale_stale(*case)] == []
 
 
-def _write_around():
+@on_ranks(2)
+def test_a_write_around_the_parameter_is_an_error_and_not_a_stale_scale():
     """A write into a state_dict's tensor after precompute, which no operation on the parameter shows."""
-    model = shard_model(gathering("tensorwise"))
+    model, input = shard_model(gathering("tensorwise")), part_of(batches(1, 2)[0])
     state_dict = model.state_dict()
     precompute_float8_dynamic_scale_for_fsdp(model)
     state_dict["0.up.weight"].to_local().mul_(2)
-    try:
-        model(part_of(batches(1, dist.get_world_size())[0]))
-    except RuntimeError as error:
-        message = str(error)
+    message = refusal(model, input)
+    assert "was written to directly" in message
+    assert "precompute_float8_dynamic_scale_for_fsdp" in message
     precompute_float8_dynamic_scale_for_fsdp(model)
-    return message, torch.isfinite(model(part_of(batches(1, dist.get_world_size())[0]))).all().item()
+    assert torch.isfinite(model(input)).all()
 
 
-def test_a_write_around_the_parameter_is_an_error_and_not_a_stale_scale():
-    for message, works_again in run(2, _write_around):
-        assert "was written to directly" in message
-        assert "precompute_float8_dynamic_scale_for_fsdp" in message
-        assert works_again
-
-
-def _nan_on_one_rank(recipe):
+@pytest.mark.parametrize("recipe", RECIPES)
+@on_ranks(2)
+def test_a_nan_on_one_rank_reaches_all(recipe):
     model = shard_model(gathering(recipe))
     with torch.no_grad():
         local = model[0].up.weight.to_local()
@@ -344,35 +286,31 @@ def _nan_on_one_rank(recipe):
             local[0, 0] = float("nan")
         else:
             local.mul_(1.0)
-    return model(part_of(batches(1, dist.get_world_size())[0])).isnan().any().item()
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_nan_on_one_rank_reaches_all(recipe):
-    assert run(2, _nan_on_one_rank, recipe) == [True, True]
+    assert model(part_of(batches(1, 2)[0])).isnan().any()
 
 
 def _disagree(how, precompute):
-    rank = dist.get_rank()
-    layers = 2 if how == "layer" and rank == 1 else 3
-    recipe = "rowwise" if how == "recipe" and rank == 1 else "tensorwise"
-    gather = not (how == "flag" and rank == 1)
-    model = make_model(layers)
-    model = shard_model(config_of(recipe, enable_fsdp_float8_all_gather=gather), model=model)
+    other = dist.get_rank() == 1
+    recipe = "rowwise" if how == "recipe" and other else "tensorwise"
+    config = config_of(recipe, enable_fsdp_float8_all_gather=not (how == "flag" and other))
+    model = shard_model(config, model=make_model(2 if how == "layer" and other else 3))
     if precompute:
         precompute_float8_dynamic_scale_for_fsdp(model)
     model(part_of(batches(1, dist.get_world_size())[0]))
 
 
-@pytest.mark.parametrize("precompute", [True, False])
-@pytest.mark.parametrize("how", ["layer", "recipe", "flag"])
-def test_ranks_that_disagree_get_an_error_and_no_hang(how, precompute):
-    with pytest.raises(RanksError) as error:
-        run(2, _disagree, how, precompute, timeout=60, collective_timeout=3)
-    if (how, precompute) != ("flag", False):  # without float8 all-gather a rank joins no check
-        assert all("ranks disagree about the weights to all-gather in float8: rank" in m for m in error.value.messages)
-    else:
-        assert any(error.value.messages)
+@on_ranks(2, timeout=60, collective_timeout=3)
+def test_ranks_that_disagree_get_an_error_and_no_hang():
+    for way in itertools.product(["layer", "recipe", "flag"], [True, False]):
+        if way != ("flag", False):
+            message = refusal(_disagree, *way)
+            assert "ranks disagree about the weights to all-gather in float8: rank" in message, (way, message)
+
+
+def test_a_rank_without_float8_all_gather_is_an_error_and_no_hang():
+    """It joins no check of the weights; the collectives of the ranks do not match, or end by their time limit."""
+    with pytest.raises(RanksError):
+        run(2, _disagree, "flag", False, timeout=60, collective_timeout=3)
 
 
 def test_tied_weights_are_refused_and_nothing_is_changed():
@@ -476,7 +414,8 @@ def test_a_weight_to_all_gather_answers_as_its_tensor():
     assert torch.equal(weight.wrapped, before.wrapped - 1)
 
 
-def _check_shards():
+@on_ranks(2)
+def test_a_shard_answers_as_its_tensor():
     model = shard_model(gathering("tensorwise"))
     for _ in range(2):  # before and after FSDP2 pads the shards
         for weight in (model[0].up.weight, model[-1].weight):
@@ -484,32 +423,13 @@ def _check_shards():
             if local.numel():
                 check_behaves_as(local.detach(), local.plain().detach())
                 assert local.data_ptr() == weight._local_tensor.data_ptr()
-        loss_of(model(part_of(batches(1, dist.get_world_size())[0]))).backward()
+        loss_of(model(part_of(batches(1, 2)[0]))).backward()
 
 
-def test_a_shard_answers_as_its_tensor():
-    run(2, _check_shards)
-
-
-def _convert_back():
+@on_ranks(2)
+def test_what_sharded_models_refuse():
     model = shard_model(gathering("tensorwise"))
-    try:
+    with pytest.raises(RuntimeError, match="cannot be converted back"):
         convert_to_high_precision(model)
-    except RuntimeError as error:
-        return str(error)
-
-
-def test_converting_back_after_fully_shard_is_refused():
-    assert "cannot be converted back" in run(2, _convert_back)[0]
-
-
-def _call_a_part():
-    model = shard_model(gathering("tensorwise"))
-    try:
+    with pytest.raises(RuntimeError, match="call the module that was given to it"):
         model[0].up(torch.randn(2, DIM))
-    except RuntimeError as error:
-        return str(error)
-
-
-def test_calling_a_part_of_an_fsdp_module_says_what_to_call():
-    assert "call the module that was given to it" in run(2, _call_a_part)[0]

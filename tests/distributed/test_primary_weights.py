@@ -17,7 +17,7 @@ from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.distributed.weight_scales import all_gather_state
 from quaver.primary_weights import Float8PrimaryWeight
 from tests.distributed.models import DIM, HIDDEN, LEARNING_RATE, batches, config_of, loss_of, make_model
-from tests.distributed.ranks import run
+from tests.distributed.ranks import on_ranks
 from tests.distributed.test_fsdp import part_of, shard_model
 
 LAYERS = 3
@@ -26,7 +26,7 @@ MICROBATCHES = 2
 
 def run_step(model, batch, scope=nullcontext):
     losses = []
-    with scope(model) if scope is cast_weights_once else scope():
+    with scope(model):
         for microbatch in batch.chunk(MICROBATCHES):
             loss = loss_of(model(part_of(microbatch)))
             loss.backward()
@@ -52,47 +52,30 @@ def _train_under_ddp(recipe, master_dtype, **options):
     return losses, model.state_dict()
 
 
-def _check_ddp(recipe, options):
+@pytest.mark.parametrize(
+    ("recipe", "options"), [("tensorwise", {}), ("rowwise", {"gradient_as_bucket_view": True, "static_graph": True})]
+)
+@on_ranks(2)
+def test_ddp_broadcasts_masters_and_trains_as_with_ordinary_parameters(recipe, options):
     expected, weights = _train_under_ddp(recipe, None, **options)
     losses, masters = _train_under_ddp(recipe, torch.float32, **options)
     assert losses == expected
     torch.testing.assert_close(masters, weights, rtol=0, atol=0)
     losses, masters = _train_under_ddp(recipe, torch.bfloat16, **options)
-    return losses, {name: value.float() for name, value in masters.items()}
+    gathered = [None, None]
+    dist.all_gather_object(gathered, (losses, masters))
+    assert gathered[0][0] != gathered[1][0]
+    torch.testing.assert_close(gathered[0][1], gathered[1][1], rtol=0, atol=0)  # ranks round alike
 
 
-@pytest.mark.parametrize(
-    ("recipe", "options"), [("tensorwise", {}), ("rowwise", {"gradient_as_bucket_view": True, "static_graph": True})]
-)
-def test_ddp_broadcasts_masters_and_trains_as_with_ordinary_parameters(recipe, options):
-    one, other = run(2, _check_ddp, recipe, options)
-    assert one[0] != other[0]
-    torch.testing.assert_close(one[1], other[1], rtol=0, atol=0)  # ranks round alike
-
-
-def _after_ddp():
+@on_ranks(2)
+def test_wrapped_models_are_refused():
     model = convert_to_float8_training(make_model(LAYERS), config="tensorwise")
-    replicas = DistributedDataParallel(model)
-    try:
-        use_float8_primary_weights(replicas, torch.optim.AdamW(model.parameters()))
-    except ValueError as error:
-        return str(error)
-
-
-def test_primary_weights_after_ddp_are_refused():
-    assert "in DistributedDataParallel; call use_float8_primary_weights before" in run(2, _after_ddp)[0]
-
-
-def _after_fully_shard():
+    with pytest.raises(ValueError, match="in DistributedDataParallel; call use_float8_primary_weights before"):
+        use_float8_primary_weights(DistributedDataParallel(model), torch.optim.AdamW(model.parameters()))
     model = shard_model(config_of("tensorwise"))
-    try:
+    with pytest.raises(ValueError, match="it is a DTensor; under FSDP2 use cast_weights_once"):
         use_float8_primary_weights(model, torch.optim.AdamW(model.parameters()))
-    except ValueError as error:
-        return str(error)
-
-
-def test_primary_weights_of_shards_are_refused():
-    assert "it is a DTensor; under FSDP2 use cast_weights_once" in run(2, _after_fully_shard)[0]
 
 
 def _ddp(dtype, master_dtype=None, scope=nullcontext):
@@ -167,7 +150,7 @@ def _measure(make):
     optimizer.zero_grad()
     precompute_float8_dynamic_scale_for_fsdp(model)
     with counted_casts() as shapes:
-        with scope(model) if scope is cast_weights_once else scope():
+        with scope(model):
             run_step(model, second.to(dtype))
             taken = bytes_of(linear)
         optimizer.step()
@@ -184,12 +167,9 @@ def _measure(make):
     return [*taken, sum(taken), gathered, casts]
 
 
-def _measure_all():
-    return {layout: _measure(make) for layout, make in LAYOUTS.items()}
-
-
+@on_ranks(2)
 def test_the_documented_bytes_are_those_of_each_layout():
-    rows = run(2, _measure_all)[0]
+    rows = {layout: _measure(make) for layout, make in LAYOUTS.items()}
     page = (Path(__file__).parents[2] / "docs" / "primary-weights.md").read_text()
     counted = [f"| {' | '.join([*layout, *(f'{number:g}' for number in row)])} |" for layout, row in rows.items()]
     documented = [line for line in page.splitlines() if line.startswith(("| float", "| bfloat"))]

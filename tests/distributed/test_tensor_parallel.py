@@ -13,20 +13,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from quaver import Float8LinearConfig, cast_weights_once, convert_to_float8_training
-from quaver.distributed import (
-    Float8ColwiseParallel,
-    Float8RowwiseParallel,
-    PrepareFloat8ModuleInput,
-)
+from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 from quaver.distributed.linear_sharding import AllGatherInput, is_all_gathered_in_float8
 from quaver.linear import Float8Linear
 from quaver.quantize import GRAD_OUTPUT, INPUT, WEIGHT, cast_pair
 from quaver.tensor import Float8Tensor
+from tests.distributed.counting import CollectiveCounter
 from tests.distributed.models import config_of, quantized
-from tests.distributed.ranks import RanksError, run
+from tests.distributed.ranks import on_ranks, refusal, run
 from tests.reference import RECIPES
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
@@ -94,7 +90,10 @@ def check_quantizer(make, local, expected, dim):
             assert_part_of(got.first, expected.first, dim)
 
 
-def _check_casts(recipe, options, hp_dtype):
+@pytest.mark.parametrize(("recipe", "options"), CAST_CASES)
+@HP
+@on_ranks(2)
+def test_operands_are_quantized_as_on_one_device(recipe, options, hp_dtype):
     config = config_of(recipe, **options)
     colwise, rowwise = Float8ColwiseParallel(), Float8RowwiseParallel()
     weight = uneven_magnitudes(40, 48).to(hp_dtype)
@@ -130,12 +129,6 @@ def _check_all_gathered_input(config, input, expected):
         assert isinstance(whole, Float8Tensor)
         assert_part_of(whole.operand(1), expected.last, None)
         assert_part_of(whole.operand(0), expected.first, None)
-
-
-@pytest.mark.parametrize(("recipe", "options"), CAST_CASES)
-@HP
-def test_operands_are_quantized_as_on_one_device(recipe, options, hp_dtype):
-    run(2, _check_casts, recipe, options, hp_dtype)
 
 
 class Pair(nn.Module):
@@ -250,7 +243,7 @@ def assert_close(got, expected, size, what):
         assert relative < 2**-7, f"{what}: off by {relative:.3g}"
 
 
-def _check_results(name, recipe, hp_dtype, compiled):
+def _check_results(name, recipe, hp_dtype, compiled, input_grad=True):
     arrangement = arrangements()[name]
     config = config_of(recipe)
     reference = arrangement.module(64, 48, hp_dtype, config)
@@ -262,11 +255,11 @@ def _check_results(name, recipe, hp_dtype, compiled):
     input = (torch.randn(2, 32, 64) * torch.logspace(-1, 0, 64)).to(hp_dtype)
     linears = [child for child in reference.modules() if isinstance(child, Float8Linear)]
     grad_outputs = [(torch.randn(2, 32, 48) * torch.logspace(0, -1, 48)).to(hp_dtype) for _ in linears]
-    expected = step(reference, input.clone().requires_grad_(), grad_outputs)
+    expected = step(reference, input.clone().requires_grad_(input_grad), grad_outputs)
     # A hook of the compiled module itself would be a graph of its own, and a Float8Tensor cannot leave a graph.
     call = torch.compile(nn.Sequential(module), fullgraph=True, backend=compiled) if compiled else module
     parts = [part_or_whole(grad_output, arrangement.output_dim) for grad_output in grad_outputs]
-    local_input = part_or_whole(input, arrangement.input_dim).clone().requires_grad_()
+    local_input = part_or_whole(input, arrangement.input_dim).clone().requires_grad_(input_grad)
     got = step(call, local_input, parts, arrangement.dtensor)
     if compiled:
         got[2].update({key.removeprefix("_orig_mod.0."): got[2].pop(key) for key in list(got[2])})
@@ -280,7 +273,10 @@ def _check_results(name, recipe, hp_dtype, compiled):
     pairs = list(zip(grad_outputs, linears, strict=True))
     size = sum(grad_output.double().abs() @ linear.weight.double().abs() for grad_output, linear in pairs)
     dim = arrangement.input_dim
-    assert_close(got[1], part_or_whole(expected[1], dim), part_or_whole(size, dim), "grad_input")
+    if input_grad:
+        assert_close(got[1], part_or_whole(expected[1], dim), part_or_whole(size, dim), "grad_input")
+    else:
+        assert got[1] is expected[1] is None
     rows = input.double().abs().flatten(0, 1)
     for key, linear_grad_output in zip("ab", grad_outputs, strict=False):
         columns = linear_grad_output.double().abs().flatten(0, 1)
@@ -290,16 +286,14 @@ def _check_results(name, recipe, hp_dtype, compiled):
     assert got[2].keys() == expected[2].keys()
 
 
-def _check_results_of_all(name):
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+@on_ranks(2)
+def test_equals_one_device(name):
+    """Output, grad_input and the gradients of weights and biases, each rank's part; `assert_close` says how closely."""
     for recipe in RECIPES:
         for hp_dtype in (torch.float32, torch.bfloat16):
             _check_results(name, recipe, hp_dtype, None)
-
-
-@pytest.mark.parametrize("name", ARRANGEMENTS)
-def test_equals_one_device(name):
-    """Output, grad_input and the gradients of weights and biases, each rank's part; `assert_close` says how closely."""
-    run(2, _check_results_of_all, name)
+        _check_results(name, recipe, torch.float32, None, input_grad=False)  # as of a model's first linear
 
 
 COMPILED = [
@@ -324,8 +318,11 @@ def test_compiled_equals_one_device_for_all(name, recipe, hp_dtype):
     run(2, _check_results, name, recipe, hp_dtype, "inductor")
 
 
-def _check_uneven_features(recipe, layouts):
-    """13 features on 2 ranks, 7 and 6; whole outputs are put together from unequal parts."""
+@RECIPE
+@pytest.mark.parametrize("layouts", [{}, {"output_layouts": Replicate()}], ids=["parts", "whole"])
+@on_ranks(2)
+def test_features_that_ranks_do_not_divide(recipe, layouts):
+    """13 features on 2 ranks, 7 and 6; the tolerance is that of a float32 sum in another order, of numbers about 1."""
     config = config_of(recipe)
     reference = One(32, 13, torch.float32, config)
     down = Float8Linear(13, 32, config=config)
@@ -334,32 +331,17 @@ def _check_uneven_features(recipe, layouts):
     parallelize_module(rowwise, tp_mesh(), Float8RowwiseParallel())
     input, grad_output = torch.randn(2, 16, 32), torch.randn(2, 16, 13)
     expected = step(reference, input.clone().requires_grad_(), [grad_output])
-    whole = layouts.get("output_layouts") == Replicate()
-    got = step(module, input.clone().requires_grad_(), [grad_output if whole else part(grad_output, 2)])
-    outputs = got[0] if whole else [torch.cat(all_parts(got[0][0], 13), 2)]
-    torch.testing.assert_close((outputs, *got[1:]), expected, rtol=1e-5, atol=1e-5)
+    dim = None if layouts else 2
+    got = step(module, input.clone().requires_grad_(), [part_or_whole(grad_output, dim)])
+    expected = ([part_or_whole(output, dim) for output in expected[0]], *expected[1:])
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(rowwise(part(grad_output, 2)), down(grad_output), rtol=1e-5, atol=1e-5)
 
 
-def all_parts(local, features):
-    """Every rank's part of the last dim, of different lengths."""
-    ranks = dist.get_world_size()
-    parts = [torch.empty(*local.shape[:-1], n.numel()) for n in torch.empty(features).chunk(ranks)]
-    for rank, received in enumerate(parts):
-        if rank == dist.get_rank():
-            received.copy_(local)
-        dist.broadcast(received, rank)
-    return parts
-
-
-@RECIPE
-@pytest.mark.parametrize("layouts", [{}, {"output_layouts": Replicate()}], ids=["parts", "whole"])
-def test_features_that_ranks_do_not_divide(recipe, layouts):
-    """The tolerance is that of a float32 sum in another order; the magnitudes are about 1."""
-    run(2, _check_uneven_features, recipe, layouts)
-
-
-def _check_non_finite(where):
+@pytest.mark.parametrize("where", ["weight", "input", "grad_output"])
+@on_ranks(2)
+def test_what_is_not_finite_on_one_rank_reaches_all_that_it_reaches_on_one_device(where):
+    """NaN for NaN; the rest within the rounding of float32 sums in another order."""
     for recipe, value in itertools.product(RECIPES, [float("nan"), float("inf"), float("-inf")]):
         _check_non_finite_value(recipe, value, where)
 
@@ -387,30 +369,6 @@ def _check_non_finite_value(recipe, value, where):
             expected[2],
         )
         torch.testing.assert_close(got, expected_parts, rtol=1e-5, atol=1e-5, equal_nan=True)
-
-
-@pytest.mark.parametrize("where", ["weight", "input", "grad_output"])
-def test_what_is_not_finite_on_one_rank_reaches_all_that_it_reaches_on_one_device(where):
-    """NaN for NaN; the rest within the rounding of float32 sums in another order."""
-    run(2, _check_non_finite, where)
-
-
-def _check_input_without_gradient(recipe):
-    """The first linear of a model: its input needs no gradient, its weight does."""
-    for name in ("prepared", "prepared, local", "colwise by sequence", "colwise"):
-        arrangement = arrangements()[name]
-        reference = arrangement.module(32, 16, torch.float32, config_of(recipe))
-        module = copy.deepcopy(reference)
-        parallelize_module(module, tp_mesh(), arrangement.styles)
-        input, grad_outputs = torch.randn(2, 8, 32), [torch.randn(2, 8, 16) for _ in range(2)]
-        expected = step(reference, input, grad_outputs)
-        got = step(module, part_or_whole(input, arrangement.input_dim), [part(g, 2) for g in grad_outputs])
-        torch.testing.assert_close(got[2], expected[2], rtol=1e-5, atol=1e-5)
-
-
-@RECIPE
-def test_weights_train_where_the_input_needs_no_gradient(recipe):
-    run(2, _check_input_without_gradient, recipe)
 
 
 class Block(nn.Module):
@@ -474,31 +432,6 @@ def spread(model, mesh, use_local_output=False):
     return model
 
 
-class Wire(TorchDispatchMode):
-    """The collectives that this rank takes part in, in order: kind, dtype, and the bytes of the whole tensor.
-
-    Bytes are those of what is reduced, scattered, or together gathered.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.collectives = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor | Float8Tensor) for kind in types):
-            return NotImplemented  # what it does inside comes here again
-        namespace, name = func._schema.name.split("::")
-        kind = next((kind for kind in ("all_gather", "reduce_scatter", "all_reduce") if name.startswith(kind)), None)
-        if namespace.startswith("_c10d") and kind is not None:
-            tensor = args[0]
-            times = dist.get_world_size() if kind == "all_gather" else 1
-            self.collectives.append((kind, tensor.dtype, tensor.numel() * tensor.itemsize * times))
-        return func(*args, **(kwargs or {}))
-
-    def of(self, kind):
-        return [collective[1:] for collective in self.collectives if collective[0] == kind]
-
-
 M, K, N = 2 * 16, 64, 48
 U8, I32, F32 = torch.uint8, torch.int32, torch.float32
 
@@ -528,15 +461,22 @@ def amaxes(recipe, rows, columns, first_too=True):
     return [(I32, 4 * length)] if length else []
 
 
-def _check_colwise_wire(recipe, linears, use_local_output):
+@pytest.mark.parametrize(
+    ("recipe", "use_local_output"),  # a linear reads from a DTensor, and not from a local one, that grad_input is a sum
+    [case for case in itertools.product(RECIPES, [False, True]) if case != ("rowwise_with_gw_hp", True)],
+)
+@pytest.mark.parametrize("linears", [1, 3])
+@on_ranks(2)
+def test_one_gather_serves_all_linears_that_share_an_input(recipe, linears, use_local_output):
+    """The input is gathered once and grad_input is scattered once; amaxes, of 4 bytes each, are reduced per linear."""
     config = config_of(recipe)
     module = Sharing(linears, config)
     styles = {"": prepare(use_local_output), "linears.*": Float8ColwiseParallel()}
     parallelize_module(module, tp_mesh(), styles)
     input = torch.randn(2, 8, K, requires_grad=True)
-    with Wire() as forward:
+    with CollectiveCounter() as forward:
         output = module(input)
-    with Wire() as backward:
+    with CollectiveCounter() as backward:
         output.sum().backward()
     of_weight = [(I32, 4)] * linears if config.casts.weight == Float8LinearConfig().casts.weight else []
     assert forward.of("all_gather") == payloads(recipe, M, K)
@@ -547,28 +487,21 @@ def _check_colwise_wire(recipe, linears, use_local_output):
     assert backward.of("all_gather") == []
     assert backward.of("all_reduce") == [of_grad_output, *of_weight] * linears
     assert backward.of("reduce_scatter") == [(F32, M * K * 4)]
-    with Wire() as forward, torch.no_grad():
+    with CollectiveCounter() as forward, torch.no_grad():
         module(input)
     assert forward.of("all_gather") == payloads(recipe, M, K, first_too=False)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "use_local_output"),  # a linear reads from a DTensor, and not from a local one, that grad_input is a sum
-    [case for case in itertools.product(RECIPES, [False, True]) if case != ("rowwise_with_gw_hp", True)],
-)
-@pytest.mark.parametrize("linears", [1, 3])
-def test_one_gather_serves_all_linears_that_share_an_input(recipe, linears, use_local_output):
-    """The input is gathered once and grad_input is scattered once; amaxes, of 4 bytes each, are reduced per linear."""
-    run(2, _check_colwise_wire, recipe, linears, use_local_output)
-
-
-def _check_colwise_wire_by_sequence(recipe, trains):
+@RECIPE
+@pytest.mark.parametrize("trains", [True, False])
+@on_ranks(2)
+def test_a_colwise_linear_gathers_its_own_input_as_codes(recipe, trains):
     linear = Float8Linear(K, N, bias=False, config=config_of(recipe))
     parallelize_module(linear, tp_mesh(), Float8ColwiseParallel(input_layouts=Shard(1)))
     linear.weight.requires_grad_(trains)
-    with Wire() as forward:
+    with CollectiveCounter() as forward:
         output = linear(torch.randn(2, 8, K, requires_grad=True))
-    with Wire() as backward:
+    with CollectiveCounter() as backward:
         output.sum().backward()
     assert forward.of("all_gather") == payloads(recipe, M, K, first_too=trains)
     assert backward.of("all_gather") == []
@@ -577,17 +510,14 @@ def _check_colwise_wire_by_sequence(recipe, trains):
 
 @RECIPE
 @pytest.mark.parametrize("trains", [True, False])
-def test_a_colwise_linear_gathers_its_own_input_as_codes(recipe, trains):
-    run(2, _check_colwise_wire_by_sequence, recipe, trains)
-
-
-def _check_rowwise_wire(recipe, trains):
+@on_ranks(2)
+def test_a_rowwise_linear_gathers_its_grad_output_as_codes(recipe, trains):
     linear = Float8Linear(K, N, bias=False, config=config_of(recipe))
     parallelize_module(linear, tp_mesh(), Float8RowwiseParallel(output_layouts=Shard(1)))
     linear.weight.requires_grad_(trains)
-    with Wire() as forward:
+    with CollectiveCounter() as forward:
         output = linear(torch.randn(2, 16, K // 2, requires_grad=True))
-    with Wire() as backward:
+    with CollectiveCounter() as backward:
         output.sum().backward()
     assert forward.of("all_gather") == []
     of_input = (I32, 4) if recipe == "tensorwise" else (I32, 4 * M)
@@ -604,12 +534,6 @@ def _check_rowwise_wire(recipe, trains):
     assert backward.of("reduce_scatter") == []
 
 
-@RECIPE
-@pytest.mark.parametrize("trains", [True, False])
-def test_a_rowwise_linear_gathers_its_grad_output_as_codes(recipe, trains):
-    run(2, _check_rowwise_wire, recipe, trains)
-
-
 @contextlib.contextmanager
 def raises(kind, *words):
     """Each of `words` is in the message, and no rank is left waiting for another."""
@@ -619,7 +543,8 @@ def raises(kind, *words):
     assert all(word in message for word in words), message
 
 
-def _check_errors_when_applied():
+@on_ranks(2)
+def test_errors_when_a_style_is_applied():
     mesh, mesh_2d = tp_mesh(), init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     for style in (Float8ColwiseParallel(), Float8RowwiseParallel()):
         name = type(style).__name__
@@ -646,10 +571,6 @@ def _check_errors_when_applied():
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def test_errors_when_a_style_is_applied():
-    run(2, _check_errors_when_applied)
-
-
 class UsesItsInput(Pair):
     def forward(self, input):
         return self.a(input * 2)
@@ -660,7 +581,8 @@ class ReadsItsInput(Pair):
         return self.a(input.to_high_precision()), self.a(input)
 
 
-def _check_errors_when_called():
+@on_ranks(2)
+def test_errors_when_a_module_is_called():
     mesh = tp_mesh()
     by_sequence = parallelize_module(Float8Linear(16, 16), mesh, Float8ColwiseParallel(input_layouts=Shard(1)))
     with raises(ValueError, "sharded along its features"):
@@ -685,21 +607,16 @@ def _check_errors_when_called():
     torch.testing.assert_close(read, given)  # its values lie on the codes, so a second cast changes nothing
 
 
-def test_errors_when_a_module_is_called():
-    run(2, _check_errors_when_called)
-
-
-def _compile_the_prepared_module_itself():
-    module = parallelize_module(Pair(16, 16, F32, None), tp_mesh(), arrangements()["prepared"].styles)
-    torch.compile(module, backend="aot_eager")(torch.randn(2, 4, 16, requires_grad=True))
-
-
+@on_ranks(2)
 def test_a_graph_that_ends_after_the_gathering_is_an_error_that_says_so():
-    with pytest.raises(RanksError, match="Compile a module around the one that PrepareFloat8ModuleInput"):
-        run(2, _compile_the_prepared_module_itself)
+    module = parallelize_module(Pair(16, 16, F32, None), tp_mesh(), arrangements()["prepared"].styles)
+    message = refusal(torch.compile(module, backend="aot_eager"), torch.randn(2, 4, 16, requires_grad=True))
+    assert "Compile a module around the one that PrepareFloat8ModuleInput" in message
 
 
-def _check_module_life(recipe):
+@RECIPE
+@on_ranks(2)
+def test_a_model_is_copied_saved_and_scoped_as_any_other(recipe):
     config = config_of(recipe)
     plain, model = model_of(config), spread(model_of(config), tp_mesh())
     batch = torch.randn(2, 8, 32)
@@ -727,12 +644,8 @@ def _check_module_life(recipe):
     assert all(linear._prepared_weight is None for linear in twin.modules() if isinstance(linear, Float8Linear))
 
 
-@RECIPE
-def test_a_model_is_copied_saved_and_scoped_as_any_other(recipe):
-    run(2, _check_module_life, recipe)
-
-
-def _check_one_style_for_several_modules():
+@on_ranks(2)
+def test_one_style_for_several_modules():
     """A style may be applied many times, to modules of other configs."""
     module = nn.Sequential(Pair(32, 32, F32, config_of("rowwise")), Pair(32, 32, F32, config_of("tensorwise")))
     reference, style = copy.deepcopy(module), prepare(False)
@@ -745,11 +658,9 @@ def _check_one_style_for_several_modules():
             torch.testing.assert_close(got, part(whole, 2), rtol=1e-5, atol=1e-5)
 
 
-def test_one_style_for_several_modules():
-    run(2, _check_one_style_for_several_modules)
-
-
-def _check_saved_weight(recipe):
+@RECIPE
+@on_ranks(2)
+def test_a_float8_weight_saved_for_backward_changes_no_bit(recipe):
     """Saved for backward, the float8 weight has the scales of the whole one."""
     weight = uneven_magnitudes(48, 64)
     for name in ("prepared", "rowwise"):
@@ -764,8 +675,3 @@ def _check_saved_weight(recipe):
             input = part(torch.randn(2, 8, 64), arrangement.input_dim).requires_grad_()
             results.append(step(module, input, [part_or_whole(g, arrangement.output_dim) for g in grad_outputs]))
         torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
-
-
-@RECIPE
-def test_a_float8_weight_saved_for_backward_changes_no_bit(recipe):
-    run(2, _check_saved_weight, recipe)

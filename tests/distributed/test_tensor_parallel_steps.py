@@ -1,6 +1,7 @@
 """Steps with tensor and sequence parallelism equal one process; delayed scales exchange no amax once they are known."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -15,10 +16,10 @@ from quaver import convert_to_float8_training, float8_scaling_state, sync_float8
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, precompute_float8_dynamic_scale_for_fsdp
 from quaver.quantize import GRAD_OUTPUT, INPUT, WEIGHT, cast_pair
 from quaver.tensor import Float8Tensor
+from tests.distributed.counting import CollectiveCounter
 from tests.distributed.models import assert_same_scaling_on_all_ranks, config_of, quantized, scaling_snapshot
-from tests.distributed.ranks import run
+from tests.distributed.ranks import on_ranks, run
 from tests.distributed.test_tensor_parallel import (
-    Wire,
     assert_part_of,
     model_of,
     part,
@@ -88,7 +89,7 @@ class Exchanges:
     def __init__(self, profiled):
         self.profiled = profiled
         activities = [torch.profiler.ProfilerActivity.CPU]
-        self.counter = torch.profiler.profile(activities=activities) if profiled else Wire()
+        self.counter = torch.profiler.profile(activities=activities) if profiled else CollectiveCounter()
 
     def __enter__(self):
         self.counter.__enter__()
@@ -174,7 +175,8 @@ def amax_exchanges(recipe, *, weights, blocks=2):
 
     Of each block: 4 inputs and 7 grad_outputs are spread over the ranks, of 7 linears.
     """
-    first = (4 * blocks + weights, 7 * blocks)
+    agreement = 1 if weights == 1 else 0  # that the ranks gather alike, which FSDP2 checks once
+    first = (4 * blocks + weights + agreement, 7 * blocks)
     return [first] + [(0 if recipe == "delayed" else weights, 0)] * (STEPS - 1)
 
 
@@ -247,10 +249,7 @@ def check_compiled(recipe, backend, in_2d):
     (first, *more), of_eager = result[0][2], amax_exchanges(recipe, weights=weights, blocks=COMPILED_BLOCKS)
     for step, exchanges in enumerate(more):
         spared = [first[i] - exchanges[i] for i in (0, 1)]
-        expected = [of_eager[0][i] - of_eager[step + 1][i] for i in (0, 1)]
-        if in_2d:  # in the first step FSDP2 also checks that the ranks agree
-            expected[0] += 1
-        assert spared == expected
+        assert spared == [of_eager[0][i] - of_eager[step + 1][i] for i in (0, 1)]
 
 
 def test_compiled_steps_equal_one_process_and_are_not_compiled_again():
@@ -285,38 +284,40 @@ def _set_scale(linear, quant_scale):
     return linear.persistent_scales(torch.device("cpu"), recording=True)
 
 
-def _check_casts(hp_dtype):
+STYLES = [
+    (Float8ColwiseParallel(), {WEIGHT: (0, 0), INPUT: (None, None), GRAD_OUTPUT: (2, 1)}),
+    (Float8RowwiseParallel(), {WEIGHT: (1, 1), INPUT: (2, 1), GRAD_OUTPUT: (None, None)}),
+    (Float8RowwiseParallel(output_layouts=Shard(1)), {WEIGHT: (1, 1), INPUT: (2, 1), GRAD_OUTPUT: (1, None)}),
+]
+"""Of each operand, the dim that a rank has a part of: in the tensor, and in the matrix that is multiplied."""
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_ranks()
+def test_sharded_matrices_are_quantized_as_on_one_device(ranks, hp_dtype):
+    """Codes and scales to the bit, and what was observed; with scales known, unknown, and out of their window."""
     whole = {
         WEIGHT: uneven_magnitudes(40, 48).to(hp_dtype),
         INPUT: uneven_magnitudes(3, 16, 48).to(hp_dtype),
         GRAD_OUTPUT: uneven_magnitudes(3, 16, 40).to(hp_dtype),
     }
-    for quant_scale in SCALES:
-        for style, weight_dim, input_dim, grad_dim in (
-            (Float8ColwiseParallel(), 0, None, 2),
-            (Float8RowwiseParallel(), 1, 2, None),
-            (Float8RowwiseParallel(output_layouts=Shard(1)), 1, 2, 1),
+    for quant_scale, (style, dims) in itertools.product(SCALES, STYLES):
+        linear, reference = _linear("delayed", style), _linear("delayed")
+        scales, of_one = _set_scale(linear, quant_scale), _set_scale(reference, quant_scale)
+        config, sharding = linear.config, linear.sharding
+        casts = {operand: cast_pair(config, operand, hp_dtype) for operand in whole}
+        local = {key: hp if dims[key][0] is None else part(hp, dims[key][0]) for key, hp in whole.items()}
+        for key, quantizer, persistent in (
+            (WEIGHT, sharding.weight_quantizer(casts[WEIGHT], scales.weight), of_one.weight),
+            (INPUT, sharding.input_quantizer(local[INPUT], casts[INPUT], scales.input), of_one.input),
+            (GRAD_OUTPUT, sharding.grad_output_quantizer(casts[GRAD_OUTPUT], scales.grad_output), of_one.grad_output),
         ):
-            linear, reference = _linear("delayed", style), _linear("delayed")
-            scales, of_one = _set_scale(linear, quant_scale), _set_scale(reference, quant_scale)
-            config, sharding = linear.config, linear.sharding
-            casts = {operand: cast_pair(config, operand, hp_dtype) for operand in whole}
-            dims = {WEIGHT: weight_dim, INPUT: input_dim, GRAD_OUTPUT: grad_dim}
-            local = {key: hp if dims[key] is None else part(hp, dims[key]) for key, hp in whole.items()}
-            quantizers = {
-                WEIGHT: sharding.weight_quantizer(casts[WEIGHT], scales.weight),
-                INPUT: sharding.input_quantizer(local[INPUT], casts[INPUT], scales.input),
-                GRAD_OUTPUT: sharding.grad_output_quantizer(casts[GRAD_OUTPUT], scales.grad_output),
-            }
-            persistent = {WEIGHT: of_one.weight, INPUT: of_one.input, GRAD_OUTPUT: of_one.grad_output}
-            for key, quantizer in quantizers.items():
-                got = quantizer(local[key], last=True, first=True)
-                expected = quantized(whole[key], config, key, persistent[key])
-                by_tokens = dims[key] == 1 and key == GRAD_OUTPUT  # then it has been all-gathered
-                dim = None if by_tokens else {None: None, 0: 0, 1: 1, 2: 1}[dims[key]]
-                assert_part_of(got.last, expected.last, dim)
-                assert_part_of(got.first, expected.first, dim)
-            _check_observed(observed_by(linear), observed_by(reference), quant_scale)
+            got = quantizer(local[key], last=True, first=True)
+            expected = quantized(whole[key], config, key, persistent)
+            assert_part_of(got.last, expected.last, dims[key][1])
+            assert_part_of(got.first, expected.first, dims[key][1])
+        _check_observed(observed_by(linear), observed_by(reference), quant_scale)
 
 
 def _check_observed(parts, whole, quant_scale):
@@ -328,35 +329,25 @@ def _check_observed(parts, whole, quant_scale):
     assert bool((whole[:2, 1] > 0).all()) == (quant_scale == 40.0)
 
 
-def _check_casts_of_both_dtypes():
-    for hp_dtype in (torch.float32, torch.bfloat16):
-        _check_casts(hp_dtype)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_sharded_matrices_are_quantized_as_on_one_device(ranks):
-    """Codes and scales to the bit, and what was observed; with scales known, unknown, and out of their window."""
-    run(ranks, _check_casts_of_both_dtypes)
-
-
 def _backward(model, batch):
     loss = model(part(batch, 1)).square().mean()
     loss.backward()
     return loss.item()
 
 
-def _check_exchanges_after_a_reset_and_a_load():
+@on_ranks(2)
+def test_ranks_exchange_amaxes_after_a_reset_and_not_after_a_load():
     model, batch = spread(model_of(sharing("delayed")), tp_mesh()), torch.randn(2, 16, 32)
     _backward(model, batch)
     sync_float8_amax_and_scale_history(model)
     known, expected = scaling_snapshot(model), _backward(model, batch)
     float8_scaling_state(model).reset()  # as in a new model: all ranks exchange amaxes again
-    with Wire() as wire:
+    with CollectiveCounter() as wire:
         _backward(model, batch)
     exchanges = sum(dtype is torch.int32 for dtype, _ in wire.of("all_reduce"))
     assert exchanges == sum(amax_exchanges("delayed", weights=14)[0])
     float8_scaling_state(model).load_state_dict(known)
-    with Wire() as wire:
+    with CollectiveCounter() as wire:
         assert _backward(model, batch) == expected
     assert not any(dtype is torch.int32 for dtype, _ in wire.of("all_reduce"))
 
@@ -374,7 +365,3 @@ def assert_equal(got, expected):
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(got[name], value), name
-
-
-def test_ranks_exchange_amaxes_after_a_reset_and_not_after_a_load():
-    run(2, _check_exchanges_after_a_reset_and_a_load)

@@ -1,4 +1,4 @@
-"""The trainer on a GPU: checkpoints that go on to the bit, snapshots, traces, memory in the records."""
+"""The trainer on a GPU: checkpoints that go on to the bit, snapshots, traces, and memory as the allocator counts it."""
 
 import json
 import pickle
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from quaver.cli import main
+from quaver.trainer.memory import measure_peak
 from quaver.trainer.metrics import read_metrics
 
 pytestmark = pytest.mark.gpu
@@ -68,3 +69,14 @@ def test_compiled_blocks_train_and_go_on(where, tmp_path):
     assert main(["train", f"--resume={tmp_path / 'runs' / 'a'}", "--training.steps=5"]) == 0
     assert [step for step, *_ in numbers(tmp_path / "runs" / "a")] == [1, 2, 3, 4, 5]
     assert all(torch.tensor(loss).isfinite() for _, loss, _ in numbers(tmp_path / "runs" / "a"))
+
+
+def test_growth_is_added_to_what_is_resident_and_others_do_not_count():
+    device = torch.device("cuda")
+    other = torch.zeros(1 << 20, device=device)
+    own = torch.zeros(2 << 20, device=device)
+    with measure_peak([own], device=device, countable=False) as peak:
+        torch.zeros(4 << 20, device=device)
+    assert peak.peak_bytes == 4 * (6 << 20)
+    assert peak.source == "torch.cuda.max_memory_allocated"
+    assert other.numel() == 1 << 20

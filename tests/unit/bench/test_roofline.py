@@ -8,13 +8,7 @@ import pytest
 from benchmarks.performance import DEVICES, DOCS, read, read_rows
 from benchmarks.performance import ROOFLINE as FOLDER
 from benchmarks.record import ROOT
-from quaver.bench.roofline import (
-    RooflineSettings,
-    merged_names,
-    predict,
-    recipes_of,
-    specs_of,
-)
+from quaver.bench.roofline import RooflineSettings, merged_names, predict, recipes_of, specs_of
 from quaver.bench.roofline_layers import Layer, ModelLayers, layers_of_config, layers_of_model
 from quaver.bench.roofline_map import make_figure
 from quaver.cli import main
@@ -75,11 +69,6 @@ def test_a_configs_filters_decide_what_is_in_float8(tmp_path):
     assert (counts["k_proj", False], counts["lm_head", False]) == (4, 1)
     assert ("k_proj", True) not in counts
     assert "k" not in ",".join(merged_names(model)).split(",")
-
-
-def test_layers_of_one_shape_share_a_name(llama_8b):
-    names = {"q,o": (4096, 4096), "k,v": (4096, 1024), "gate,up": (4096, 14336), "down": (14336, 4096)}
-    assert merged_names(llama_8b) == names
 
 
 def test_a_models_sum_by_hand():

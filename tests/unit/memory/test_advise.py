@@ -3,6 +3,7 @@
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -150,14 +151,7 @@ class _Peaks:
 
     def predict(self, config, ranks):
         self.asked.append(config)
-        peak_bytes = self.bytes(config)
-
-        class Memory:
-            class prediction:
-                pass
-
-        Memory.prediction.peak_bytes = peak_bytes
-        return Memory
+        return SimpleNamespace(prediction=SimpleNamespace(peak_bytes=self.bytes(config)))
 
 
 @pytest.fixture

@@ -30,12 +30,10 @@ class _Layer(nn.Module):
 class _Net(nn.Module):
     def __init__(self, activation, layers):
         super().__init__()
-        self.layers = nn.ModuleList(_Layer(activation) for _ in range(layers))
+        self.layers = nn.Sequential(*(_Layer(activation) for _ in range(layers)))
 
     def forward(self, rows):
-        for layer in self.layers:
-            rows = layer(rows)
-        return rows
+        return self.layers(rows)
 
 
 def _explained(activation=torch.relu, layers=3, checkpoint=None):
@@ -113,18 +111,13 @@ def test_a_policy_that_saves_an_unread_tensor():
     def wasteful(rows):
         return torch.relu(rows) * rows.detach().abs().amax()
 
-    wise = {"mode": "selective"}
-    a, b = (_explained(wasteful, checkpoint=each) for each in (wise, {**wise, "also_keep": ["aten.abs"]}))
+    a, b = (_explained(wasteful, checkpoint={"mode": "selective", "also_keep": kept}) for kept in ([], ["aten.abs"]))
     row = _compared(a, b).at("saved")[0]
     assert (row.operator, row.saved_by, row.difference_bytes) == ("aten.abs", "selective policy", 3 * HIDDEN_BYTES)
     assert row.first_use is None  # its amax is saved, too
     assert row.sentence.endswith(
         "saved by the selective policy; no operator of the backward reads it: the policy need not save it"
     )
-    c = _explained(wasteful, checkpoint={**wise, "also_keep": ["aten.abs"], "never_keep": ["aten.amax"]})
-    row = _compared(a, c).at("saved")[0]
-    assert row.first_use["operator"] == "aten.amax"
-    assert "first used in backward by amax at tests/unit/memory/test_compare.py:" in row.sentence
 
 
 def _row(**values):
@@ -180,13 +173,6 @@ def test_every_cast_operation_is_known_as_one(name):
     codes = torch.zeros(4, 4, dtype=torch.float8_e4m3fn)
     recorder.meet(codes, operator)
     assert recorder.log[-1].allocation.category == "float8_weights"
-
-
-def test_what_the_reduction_costs_is_read_off_the_other_run():
-    row = _row(first_use=AMAX)
-    amax = _row(operator="aten.amax", shape=[4096, 1], bytes=8192)
-    elsewhere = _row(operator="aten.amax", shape=[4096, 1], bytes=8192, module="ffn.w1", of="ffn.w1.weight")
-    assert hint_of(row, Saved([row], [amax, elsewhere])).endswith("as the other run does, costs 8.192 kB")
 
 
 def test_float8_and_widened_copies_of_saved_tensors():

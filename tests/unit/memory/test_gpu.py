@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import quaver.gemm
 from benchmarks.memory_modules import Case, Size, _step, build
@@ -24,21 +23,12 @@ from quaver.trainer.float8 import fuse_producers
 from quaver.trainer.model import FeedForward, RMSNorm
 from quaver.trainer.optimizer import build_optimizer
 from quaver.trainer.parallel_dims import ParallelDims
+from tests.distributed.counting import CollectiveCounter
 
 CPU = torch.device("cpu")
 SIZE = Size(sequences=2)
 TOKENS = SIZE.sequences * SIZE.seq_len
 on_ranks = pytest.mark.skipif(not SEES_GATHERS, reason="torch 2.11 hides gathers")
-
-
-class Operations(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.counts[str(func).removesuffix(".default")] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def predicted(module, recipe, checkpointing, ranks=1):
@@ -136,11 +126,11 @@ def test_a_linear_casts_and_multiplies_as_on_a_gpu(recipe, cast, least):
         linear = torch.nn.Linear(64, 128, bias=False, dtype=torch.bfloat16)
         linear = convert_to_float8_training(linear, config=recipe)
         input = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
-        with Operations() as seen:
+        with CollectiveCounter() as seen:
             linear(input).sum().backward()
-    assert seen.counts[f"quaver.{cast}"] >= least
-    assert seen.counts["aten._scaled_mm"] == 3
-    assert seen.counts["aten.abs"] == seen.counts["quaver.exact_float8_mm"] == 0
+    assert seen.operations[f"quaver.{cast}.default"] >= least
+    assert seen.operations["aten._scaled_mm.default"] == 3
+    assert seen.operations["aten.abs.default"] == seen.operations["quaver.exact_float8_mm.default"] == 0
 
 
 def test_all_is_put_back_afterwards():

@@ -31,10 +31,6 @@ MEASUREMENTS = 2
 """On ranks: when gloo's threads release their buffers is chance, and can only add; the least of so many counts."""
 
 
-def _predicted(case):
-    return predict(case, SIZE)
-
-
 def _check(prediction, usage: Usage):
     assert prediction.step_peak_bytes == pytest.approx(usage.tensor_peak_bytes, rel=WITHIN)
     assert prediction.saved_by_forward_bytes == pytest.approx(usage.saved_bytes, rel=WITHIN)
@@ -62,7 +58,7 @@ ROWS = [
 @pytest.mark.parametrize(("module", "precision", "checkpointing"), ROWS)
 def test_a_prediction_is_what_is_measured(module, precision, checkpointing):
     case = Case(module, precision, checkpointing)
-    prediction = _predicted(case)
+    prediction = predict(case, SIZE)
     resident_bytes, usage = measure(case, SIZE, CPU)
     _check(prediction, usage)
     there = prediction.report["resident_bytes"]
@@ -179,7 +175,7 @@ def _measured_on_rank(case):
 def test_ranks_that_are_pretended_take_what_ranks_take(precision):
     case = Case("1 block", precision, "full", ranks=2)
     measured = run_on_ranks(2, _measured_on_rank, case)
-    _check(_predicted(case), Usage(0, *(max(of_ranks) for of_ranks in zip(*measured, strict=True))))
+    _check(predict(case, SIZE), Usage(0, *(max(of_ranks) for of_ranks in zip(*measured, strict=True))))
 
 
 def test_what_gloo_copies_is_counted():

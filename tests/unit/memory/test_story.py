@@ -4,6 +4,8 @@ A feed-forward of 4096 x 16384 under FSDP2, 16 tokens, bfloat16. Its policy save
 results of `abs`, too, saves the magnitudes of a whole gathered weight, of which the backward reads one number a row.
 """
 
+from collections import OrderedDict
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -35,28 +37,16 @@ class ScaledLinear(nn.Linear):
         return F.linear(rows, self.weight / largest) * largest.t()
 
 
-class FeedForward(nn.Module):
-    def __init__(self, second):
-        super().__init__()
-        self.w1 = nn.Linear(DIM, HIDDEN, bias=False, dtype=torch.bfloat16)
-        self.w3 = second(HIDDEN, DIM, bias=False, dtype=torch.bfloat16)
-
-    def forward(self, rows):
-        return self.w3(F.silu(self.w1(rows)))
-
-
-class Network(nn.Module):
-    def __init__(self, second):
-        super().__init__()
-        self.feed_forward = FeedForward(second)
-
-    def forward(self, rows):
-        return self.feed_forward(rows)
+def _network(second):
+    first = nn.Linear(DIM, HIDDEN, bias=False, dtype=torch.bfloat16)
+    last = second(HIDDEN, DIM, bias=False, dtype=torch.bfloat16)
+    feed_forward = nn.Sequential(OrderedDict(w1=first, silu=nn.SiLU(), w3=last))
+    return nn.Sequential(OrderedDict(feed_forward=feed_forward))
 
 
 def _predicted(second, **policy):
     with pretended_mesh(ParallelDims(shard=2)) as mesh, fake_tensors() as fakes:
-        network = Network(second)
+        network = _network(second)
         apply_activation_checkpointing([network.feed_forward], preserve_rng_state=False, **policy)
         fully_shard(network.feed_forward, mesh=mesh)
         fully_shard(network, mesh=mesh)

@@ -1,7 +1,6 @@
 """The origin of a row of a memory report: source line, operand, the mechanism that saved it, its first reader."""
 
 import inspect
-import json
 import re
 
 import torch
@@ -12,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from quaver import Float8Linear
 from quaver.activation_checkpointing import apply_activation_checkpointing
 from quaver.memory import record_timeline
-from tests.distributed.ranks import run
+from tests.distributed.ranks import on_ranks
 
 ROWS, WIDTH = 32, 64
 HERE = "tests/unit/recorder/test_origins.py"
@@ -71,12 +70,10 @@ def test_what_cpp_nodes_make_in_the_backward_has_the_line_of_their_forward():
             return (input * 2).exp()
 
     watched = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), Weighs())
-    sources = set()
     with record_timeline(watched) as timeline:
         watched(torch.randn(ROWS, WIDTH)).sum().backward()
-    for entry in timeline._recorder.log:
-        if entry.allocation.phase == "backward":
-            sources.add(entry.allocation.line)
+    allocations = [entry.allocation for entry in timeline._recorder.log]
+    sources = {each.line for each in allocations if each.phase == "backward"}
     (line,) = lines_of(Weighs, "exp()")
     assert f"backward of {line}" in sources
     assert not any(re.match(HERE, source) for source in sources)  # the call of `backward` explains nothing
@@ -118,9 +115,10 @@ def test_what_a_checkpoint_a_policy_and_other_code_saved():
     assert (row["operator"], row["first_use"]) == ("aten.add.Tensor", None)
 
 
-def sharded_rows(world_size, folder):
+@on_ranks(2)
+def test_gathered_weights_have_names_and_buffers_of_collectives_a_category():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.SiLU(), nn.Linear(WIDTH, 1, bias=False))
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = init_device_mesh("cpu", (2,))
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -129,19 +127,9 @@ def sharded_rows(world_size, folder):
             model(torch.randn(ROWS, WIDTH)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    rows = [
-        (entry.allocation.category, entry.allocation.communicates, entry.allocation.parameter, entry.size_bytes)
-        for entry in timeline._recorder.log
-    ]
-    if torch.distributed.get_rank() == 0:
-        (folder / "rows.json").write_text(json.dumps([rows, timeline.report()["columns"]]))
-
-
-def test_gathered_weights_have_names_and_buffers_of_collectives_a_category(tmp_path):
-    run(2, sharded_rows, 2, tmp_path)
-    rows, columns = json.loads((tmp_path / "rows.json").read_text())
-    assert "communication" in columns
-    gathered = {(name, size) for category, _, name, size in rows if category == "gathered_weights" and size}
+    assert "communication" in timeline.report()["columns"]
+    log = [(entry.allocation, entry.size_bytes) for entry in timeline._recorder.log if entry.size_bytes]
+    gathered = {(each.parameter, size) for each, size in log if each.category == "gathered_weights"}
     assert gathered == {("0.weight", WIDTH * WIDTH * 4), ("2.weight", 2 * WIDTH * 4)}  # one row, and one of padding
-    sizes = {size for category, communicates, _, size in rows if communicates and category is None and size}
+    sizes = {size for each, size in log if each.communicates and each.category is None}
     assert WIDTH * WIDTH * 4 in sizes  # what is gathered into, and what is reduced

@@ -5,13 +5,15 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import quaver.quantize
 from quaver import Float8Linear, Float8LinearConfig
 from quaver.memory import CATEGORIES, TensorBytes, draw_timeline, record_timeline
 from quaver.recorder.allocator import measure_usage
-from tests.distributed.ranks import run
+from tests.distributed.ranks import on_ranks
 
 CPU = torch.device("cpu")
 ROWS, COLUMNS, OUT = 32, 64, 96
@@ -83,12 +85,14 @@ def allocator_growth(step):
     return measured.usage.peak_bytes
 
 
-def saved_by(linear):
-    model = nn.Sequential(Scaled(), linear)
-    input = torch.randn(ROWS, COLUMNS, dtype=torch.bfloat16)
+def recorded_sum(model, input):
     with record_timeline(model) as timeline:
         model(input).sum().backward()
-    report = timeline.report()
+    return timeline.report()
+
+
+def saved_by(linear):
+    report = recorded_sum(nn.Sequential(Scaled(), linear), torch.randn(ROWS, COLUMNS, dtype=torch.bfloat16))
     return report["saved_bytes"], [row for row in report["saved_for_backward"] if row["saved_in"] == "1"]
 
 
@@ -186,18 +190,6 @@ def test_sums_names_and_spans_of_a_whole_step():
     assert json.loads(json.dumps(report, allow_nan=False)) == report
 
 
-def test_agrees_with_the_allocator_and_with_the_plain_count():
-    model, input = mlp(), torch.randn(ROWS, 64)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    train_step(model, input, optimizer)
-    growth = allocator_growth(lambda: train_step(model, input, optimizer))
-    with TensorBytes() as counted:
-        train_step(model, input, optimizer)
-    report = recorded(model, input, optimizer)
-    assert counted.peak_bytes == pytest.approx(growth, abs=UNSEEN_BYTES)
-    assert report["peak_bytes"] - sum(report["resident_bytes"].values()) == pytest.approx(growth, abs=UNSEEN_BYTES)
-
-
 def test_shared_casts_stay_shared(monkeypatch):
     calls = []
     cast = quaver.quantize.cast_tensorwise
@@ -252,16 +244,12 @@ class Checkpointed(nn.Module):
 def test_a_checkpointed_module_saves_its_input_only():
     model = nn.Sequential(nn.Linear(64, 64), Checkpointed(mlp()))
     input = torch.randn(ROWS, 64)
-    train_step(model, input)
+    model(input).sum().backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    with record_timeline(model) as timeline:
-        model(input).sum().backward()
-    report = timeline.report()
+    report = recorded_sum(model, input)
     assert report["saved_bytes"] == ROWS * 64 * FLOAT32_BYTES
     assert "recompute" in [phase for phase, _, _ in report["spans"]]
-    model.zero_grad()
-    recorded(model, input)
     assert all(torch.equal(parameter.grad, e) for parameter, e in zip(model.parameters(), expected, strict=True))
 
 
@@ -280,12 +268,8 @@ def test_compiled_code_is_not_attributed_nor_compiled_again(tmp_path):
     assert (tmp_path / "none.png").stat().st_size > 1000
 
 
-def fsdp_growth():
-    """Growth of one step under FSDP2: the allocator's, the plain count's, and the report."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(0)
+@on_ranks(2)
+def test_fsdp_on_two_ranks_agrees_with_the_allocator():
     mesh = init_device_mesh("cpu", (2,))
     model = nn.Sequential(Block(), Block())
     for block in model:
@@ -296,27 +280,21 @@ def fsdp_growth():
     for _ in range(2):
         train_step(model, input, optimizer)
 
-    def step():
-        train_step(model, input, optimizer)
-
     def counted():
         with TensorBytes() as tensors:
-            step()
+            train_step(model, input, optimizer)
         return tensors.peak_bytes, tensors.live_bytes
 
     # The least of several: gloo's threads may hold a buffer a little longer.
-    growth = min(allocator_growth(step) for _ in range(3))
+    growth = min(allocator_growth(lambda: train_step(model, input, optimizer)) for _ in range(3))
     reports = [recorded(model, input, optimizer) for _ in range(3)]
-    return growth, min(counted() for _ in range(3)), min(reports, key=lambda report: report["peak_bytes"])
-
-
-def test_fsdp_on_two_ranks_agrees_with_the_allocator():
-    for growth, (counted, left), report in run(2, fsdp_growth):
-        assert counted == pytest.approx(growth, abs=UNSEEN_BYTES)
-        assert left == 0
-        assert report["peak_bytes"] - sum(report["resident_bytes"].values()) == pytest.approx(growth, abs=UNSEEN_BYTES)
-        block = (2 * 64 * 128 + 64 + 128) * FLOAT32_BYTES
-        assert report["resident_bytes"]["parameters"] == block  # half of two blocks
-        assert max(column(report, "gathered_weights")) in (block, 2 * block)
-        assert column(report, "gathered_weights")[-1] == 0
-        assert report["resident_bytes"]["inputs"] == pytest.approx(256 * 64 * FLOAT32_BYTES, abs=UNSEEN_BYTES)
+    report = min(reports, key=lambda report: report["peak_bytes"])
+    peak_bytes, left_bytes = min(counted() for _ in range(3))
+    assert peak_bytes == pytest.approx(growth, abs=UNSEEN_BYTES)
+    assert left_bytes == 0
+    assert report["peak_bytes"] - sum(report["resident_bytes"].values()) == pytest.approx(growth, abs=UNSEEN_BYTES)
+    block = (2 * 64 * 128 + 64 + 128) * FLOAT32_BYTES
+    assert report["resident_bytes"]["parameters"] == block  # half of two blocks
+    assert max(column(report, "gathered_weights")) in (block, 2 * block)
+    assert column(report, "gathered_weights")[-1] == 0
+    assert report["resident_bytes"]["inputs"] == pytest.approx(256 * 64 * FLOAT32_BYTES, abs=UNSEEN_BYTES)
