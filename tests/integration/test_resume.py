@@ -54,40 +54,6 @@ def has_steps(run: Path, number: int = 3) -> bool:
     return metrics.exists() and metrics.read_bytes().count(b"\n") >= number
 
 
-@pytest.mark.nightly
-def test_killed_at_random_moments(where, tmp_path):
-    """Every checkpoint can be resumed from, none is lost, and the run has the bits of one that was not killed."""
-    run, chance = tmp_path / "runs" / "killed", random.Random(1)
-    metrics = run / "metrics.jsonl"
-    words = ["train", *where, "--job.name=killed", "--checkpoint.resume=auto", "--checkpoint.interval=2"]
-    words += ["--checkpoint.keep_latest_k=2"]
-    newest, kills, while_writing = 0, 0, 0
-    while kills < 100:
-        size = metrics.stat().st_size if metrics.exists() else 0
-        process = quaver([*words, "--training.steps=1000000"])
-        if chance.random() < 0.25:  # while it starts, reads the checkpoint, and rewinds the metrics
-            time.sleep(chance.uniform(0.0, 0.6))
-        else:
-            wait_for(lambda size=size: metrics.exists() and metrics.stat().st_size > size, process)
-            time.sleep(chance.uniform(0.0, 0.3))
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
-        kills += 1
-        while_writing += any((run / "checkpoint").glob(".step-*.partial"))
-        steps = checkpoints(run).steps()
-        assert not newest or (steps and steps[-1] >= newest), f"the checkpoint of step {newest} was lost: {steps}"
-        newest = steps[-1] if steps else 0
-    assert newest >= kills // 2, (newest, kills)
-    assert while_writing >= 2, "hardly a kill hit a write"
-
-    assert main([*words, f"--training.steps={newest + 5}"]) == 0
-    assert len(checkpoints(run).steps()) <= 2
-    assert not list((run / "checkpoint").glob(".step-*"))
-    assert main(["train", *where, "--job.name=whole", f"--training.steps={newest + 5}"]) == 0
-    assert numbers(run) == numbers(tmp_path / "runs" / "whole")
-
-
 def test_two_ranks_killed_at_a_random_step(where, tmp_path):
     """FSDP2 with a float8 all-gather; then one process resumes from what two wrote."""
     gather = ["--float8.enable_fsdp_float8_all_gather", "--training.global_batch_size=4"]

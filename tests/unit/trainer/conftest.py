@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from quaver.trainer.config import (
+    Checkpoint,
     Data,
     Float8,
     Job,
+    LRScheduler,
     Metrics,
     Model,
     TrainConfig,
@@ -58,3 +60,10 @@ def load() -> Callable[..., TokenData]:
 @pytest.fixture
 def tiny_float8_config(tiny_config: TrainConfig) -> TrainConfig:
     return replace(tiny_config, job=replace(tiny_config.job, compare=True), float8=Float8(recipe_name="tensorwise"))
+
+
+@pytest.fixture
+def resumable_config(tiny_config: TrainConfig) -> TrainConfig:
+    """Checkpoints after steps 2 and 4, and a learning rate that is independent of training.steps."""
+    schedule = LRScheduler(schedule="constant", warmup_steps=2)
+    return replace(tiny_config, lr_scheduler=schedule, checkpoint=Checkpoint(interval=2, keep_latest_k=0))

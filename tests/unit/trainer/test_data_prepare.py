@@ -57,19 +57,5 @@ def test_places_of_corrupt_items_are_listed(config, text_folder, capsys):
     assert "left out     0 empty, 1 corrupt\n  latin.txt: not UTF-8" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--data.tokenizer", "none"], "data.tokenizer 'none' does not exist"),
-        (["--data.on_corrupt", "ask"], "data.on_corrupt must be one of skip, refuse, got 'ask'"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(words, message, config, refused):
-    assert message in refused("prepare-data", config, *words)
-
-
-def test_help(capsys):
-    assert main(["prepare-data", "--help"]) == 0
-    assert "usage: quaver prepare-data [CONFIG.toml]" in capsys.readouterr().out
-    assert main(["--help"]) == 0
-    assert "prepare-data" in capsys.readouterr().out
+def test_bad_input_is_one_line_and_exit_code_2(config, refused):
+    assert "data.tokenizer 'none' does not exist" in refused("prepare-data", config, "--data.tokenizer=none")

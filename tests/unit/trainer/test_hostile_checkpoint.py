@@ -4,7 +4,6 @@ import io
 import json
 import os
 import pickle
-import pickletools
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,14 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from quaver.cli import main
-from quaver.trainer.checkpoint import load_state, read_metadata
+from quaver.trainer.checkpoint import load_state
 from quaver.trainer.checkpoint_folder import ABANDONS, CheckpointFolder, read_record
-from quaver.trainer.config import Checkpoint, Float8, TrainConfig
+from quaver.trainer.config import Checkpoint, TrainConfig
 from quaver.trainer.errors import CheckpointError
 from quaver.trainer.manifest import MANIFEST, check_manifest, write_manifest
 from quaver.trainer.safe_dcp import METADATA, CheckpointReader
@@ -73,9 +70,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a link": (SHARD, lambda step: ((step / SHARD).rename(step.parent / "x"), (step / SHARD).symlink_to("../../x"))),
     "edited record": ("checkpoint.json", lambda step: (step / "checkpoint.json").open("a").write(" ")),
     "no manifest": (MANIFEST, lambda step: (step / MANIFEST).unlink()),
-    "empty manifest": (MANIFEST, lambda step: (step / MANIFEST).write_text("")),
     "another manifest": (MANIFEST, lambda step: (step / MANIFEST).write_text('{"format": 1, "files": {"a": 3}}')),
-    "nested manifest": (MANIFEST, lambda step: (step / MANIFEST).write_text("[" * 100_000)),
 }
 
 
@@ -130,8 +125,6 @@ HOSTILE = {
     "bytes of 2**60": lambda marker: b"\x80\x05\x96" + (2**60).to_bytes(8, "little") + b"x.",
     "a nested tuple as a key": lambda marker: b"\x80\x04})" + b"\x85" * 1_000_000 + b"Ns.",
     "nested lists": lambda marker: b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".",
-    "no end": lambda marker: b"\x80\x04}",
-    "nothing": lambda marker: b"",
 }
 
 
@@ -214,69 +207,11 @@ def test_edited_metadata_is_one_line(edit, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def _fuzz(examples: int) -> Callable[[Any], Any]:
-    return settings(max_examples=examples, deadline=None, derandomize=examples < 1000)
-
-
-def _metadata_of(folder: Path) -> bytes:
-    if not (folder / METADATA).exists():
-        state = {"a": torch.ones(4, 5), "b": {"c": 3, "d": [torch.ones(2), 1.5]}}
-        torch.distributed.checkpoint.save(state, checkpoint_id=folder)
-        shutil.copy(folder / METADATA, folder / "original")
-    return (folder / "original").read_bytes()
-
-
-def _check_metadata(folder: Path, content: bytes) -> None:
-    (folder / METADATA).write_bytes(content)
-    assert "\n" not in _error_of(lambda: read_metadata(CheckpointReader(folder)), CheckpointError)
-
-
-def _error_of(action: Callable[[], object], kind: type[Exception]) -> str:
-    """Return the text of the only error that `action` may raise, or an empty one."""
-    try:
-        action()
-    except kind as error:
-        return str(error)
-    return ""
-
-
-def _check_mutated_metadata(folder: Path, changes: list[tuple[int, int]], cut: int) -> None:
-    content = bytearray(_metadata_of(folder))
-    for place, value in changes:
-        content[place % len(content)] = value
-    _check_metadata(folder, bytes(content[: len(content) - cut]))
-
-
-MUTATIONS = (st.lists(st.tuples(st.integers(0, 10**5), st.integers(0, 255)), max_size=4), st.integers(0, 3))
-OPCODES = st.lists(st.sampled_from([op.code.encode("latin1") for op in pickletools.opcodes]) | st.binary(max_size=5))
-
-
-@pytest.mark.parametrize("examples", [300, pytest.param(100_000, marks=[pytest.mark.nightly, pytest.mark.timeout(0)])])
-def test_fuzzed_metadata_is_refused_or_read(examples, tmp_path):
-    _metadata_of(tmp_path)
-
-    @_fuzz(examples)
-    @given(*MUTATIONS)
-    def mutated(changes: list[tuple[int, int]], cut: int) -> None:
-        _check_mutated_metadata(tmp_path, changes, cut)
-
-    @_fuzz(examples)
-    @given(OPCODES)
-    def invented(opcodes: list[bytes]) -> None:
-        _check_metadata(tmp_path, b"\x80\x04" + b"".join(opcodes) + b".")
-
-    mutated()
-    invented()
-
-
 RECORDS: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
     "no progress": ("progress is missing", lambda r: r.pop("progress")),
-    "no models": ("models is missing", lambda r: r.pop("models")),
     "an empty list of models": ("models: ", lambda r: r.update(models=[])),
     "a model that is a path": ("models.0: ", lambda r: r.update(models=["../x"])),
-    "a number as models": ("models: ", lambda r: r.update(models=3)),
     "a negative step": ("progress.step: ", lambda r: r["progress"].update(step=-1)),
-    "a step that is text": ("progress.step: ", lambda r: r["progress"].update(step="2")),
     "another step": ("progress.step 1, expected 2", lambda r: r["progress"].update(step=1)),
     "NaN": ("progress.recent_losses.delayed.0: ", lambda r: r["progress"].update(recent_losses={"delayed": [1e999]})),
     "negative skips": ("progress.skipped_steps.", lambda r: r["progress"].update(skipped_steps={"delayed": -1})),
@@ -302,33 +237,9 @@ def test_an_edited_record_is_one_line_that_names_the_field(edit, run, line_of_re
     assert str(newest(run)) in line
 
 
-def test_fuzzed_json_is_refused_or_read(tmp_path):
-    values = st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-        max_leaves=8,
-    )
-    keys = ("format", "models", "world_size", "progress", "config", "data", "files", "bytes", "step")
-    objects = st.dictionaries(st.sampled_from(keys), values)
-    texts = (values | objects).map(json.dumps).map(str.encode)
-
-    @settings(max_examples=200, deadline=None, derandomize=True)
-    @given(texts | st.binary(max_size=40) | st.integers(1, 10**5).map(lambda depth: b'{"format":' * depth))
-    def fuzzed(content: bytes) -> None:
-        for name, read in (("checkpoint.json", read_record), (MANIFEST, check_manifest)):
-            (tmp_path / name).write_bytes(content)
-            error = _error_of(lambda read=read: read(tmp_path), ValueError)
-            assert name in error
-            assert "\n" not in error
-
-    fuzzed()
-
-
 @pytest.fixture
 def config(tiny_config: TrainConfig) -> TrainConfig:
-    checkpoint = Checkpoint(interval=1, keep_latest_k=0, async_mode="disabled")
-    training = replace(tiny_config.training, steps=4)
-    return replace(tiny_config, float8=Float8(enable_float8_linear=False), training=training, checkpoint=checkpoint)
+    return replace(tiny_config, checkpoint=Checkpoint(interval=1, keep_latest_k=0, async_mode="disabled"))
 
 
 RENAMES = 12

@@ -313,7 +313,6 @@ BAD_TENSORS: dict[str, tuple[dict[str, Tensor | None], str]] = {
     "bias": ({"lm_head.bias": torch.zeros(300)}, "has tensors that a Llama does not have: lm_head.bias"),
     "norm_shape": ({NORM: torch.ones(65)}, "model.norm.weight must be [64], is [65]"),
     "float8": ({NORM: torch.ones(64).to(torch.float8_e4m3fn)}, "float32, bfloat16 or float16, got torch.float8_e4m3fn"),
-    "float64": ({NORM: torch.ones(64, dtype=torch.float64)}, "float32, bfloat16 or float16, got torch.float64"),
 }
 
 

@@ -168,7 +168,6 @@ def test_rewinding_takes_later_steps_and_half_a_line_out(tmp_path):
 DAMAGE = {
     "garbage": "garbage",
     "bytes": "\xff\xfe",
-    "NUL": "\x00",
     "no object": "[]",
     "no step": '{"run": "bfloat16", "loss": 1}',
     "no number of a step": '{"step": null}',
@@ -178,7 +177,6 @@ DAMAGE = {
     "a loss that is text": '{"step": 1, "run": "bfloat16", "loss": "low"}',
     "NaN": '{"step": 1, "run": "bfloat16", "loss": NaN}',
     "deep nesting": "[" * 100_000,
-    "deep nesting in a step": '{"step": ' + "[" * 100_000,
 }
 
 

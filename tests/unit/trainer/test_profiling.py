@@ -22,6 +22,7 @@ from quaver.trainer.profiling import Profiling
 from quaver.trainer.ranks import Ranks
 
 CPU = torch.device("cpu")
+EVERY_STEP = {"enable_profiling": True, "profile_freq": 1, "profiler_warmup": 0}
 PHASES = ("quaver::amax", "quaver::cast", "quaver::gemm")
 
 
@@ -38,8 +39,8 @@ def train_step(model, optimizer=None):
         optimizer.zero_grad()
 
 
-def config_of(tmp_path: Path, steps: int = 20, **profiling) -> TrainConfig:
-    return TrainConfig(training=Training(steps=steps, device="cpu"), profiling=ProfilingConfig(**profiling))
+def config_of(**profiling) -> TrainConfig:
+    return TrainConfig(training=Training(steps=20, device="cpu"), profiling=ProfilingConfig(**profiling))
 
 
 def files_in(folder: Path) -> list[str]:
@@ -53,7 +54,6 @@ def ranges(file: Path) -> list[dict]:
 
 def test_which_steps_of_which_model_write_which_files(tmp_path):
     config = config_of(
-        tmp_path,
         enable_profiling=True,
         profile_freq=4,
         profiler_warmup=1,
@@ -90,7 +90,7 @@ def test_nothing_is_done_or_left_where_nothing_is_asked(tmp_path):
 def test_a_file_that_cannot_be_written_is_an_output_error(tmp_path):
     (tmp_path / "profile_trace").write_text("in the way")
     model = make()
-    config = config_of(tmp_path, enable_profiling=True, profile_freq=1, profiler_warmup=0)
+    config = config_of(**EVERY_STEP)
     with (
         Profiling(config, tmp_path, Ranks(), CPU) as profiling,
         pytest.raises(OutputError, match=r"cannot write .*profile_trace"),
@@ -101,14 +101,7 @@ def test_a_file_that_cannot_be_written_is_an_output_error(tmp_path):
 
 def test_errors_of_the_step_itself_pass_through_unchanged(tmp_path):
     model = make()
-    config = config_of(
-        tmp_path,
-        enable_profiling=True,
-        profile_freq=1,
-        profiler_warmup=0,
-        enable_memory_snapshot=True,
-        memory_snapshot_step=1,
-    )
+    config = config_of(**EVERY_STEP, enable_memory_snapshot=True, memory_snapshot_step=1)
     with Profiling(config, tmp_path, Ranks(), CPU) as profiling, pytest.raises(FileNotFoundError, match="mine"):  # noqa: SIM117
         with profiling.step(1, "tensorwise", model, torch.optim.SGD(model.parameters())):
             raise FileNotFoundError("mine")
@@ -121,7 +114,7 @@ def test_errors_of_the_step_itself_pass_through_unchanged(tmp_path):
 def test_how_often_each_phase_appears_for_one_linear(tmp_path, monkeypatch, recipe, casts, amaxes, pure):
     if pure:
         monkeypatch.setattr(cpu, "AVAILABLE", False)
-    config = config_of(tmp_path, enable_profiling=True, profile_freq=1, profiler_warmup=0)
+    config = config_of(**EVERY_STEP)
     model = make(recipe)
     optimizer = torch.optim.SGD(model.parameters())
     with Profiling(config, tmp_path, Ranks(), CPU) as profiling, profiling.step(1, recipe, model, optimizer):
@@ -173,7 +166,7 @@ def test_a_phase_that_raises_is_closed():
 
 def test_sigusr1_asks_for_the_next_step_of_each_model(tmp_path):
     before = signal.getsignal(signal.SIGUSR1)
-    config = config_of(tmp_path, enable_memory_snapshot=True, memory_snapshot_step=0)
+    config = config_of(enable_memory_snapshot=True, memory_snapshot_step=0)
     model = make()
     optimizer = torch.optim.SGD(model.parameters())
     with Profiling(config, tmp_path, Ranks(), CPU) as profiling:
@@ -195,7 +188,7 @@ def test_cuda_snapshots_at_a_step_when_asked_and_when_out_of_memory(tmp_path, mo
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: histories.append(options))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda file: Path(file).write_bytes(b"snapshot"))
     device = torch.device("cuda", 0)
-    config = config_of(tmp_path, enable_memory_snapshot=True, memory_snapshot_step=2)
+    config = config_of(enable_memory_snapshot=True, memory_snapshot_step=2)
     model = make()
     optimizer = torch.optim.SGD(model.parameters())
     with Profiling(config, tmp_path, Ranks(), device) as profiling:

@@ -85,14 +85,6 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(tiny_config, monkeypatch):
     assert run.progress.step == 5
 
 
-def test_stop_is_the_default(tiny_config, monkeypatch):
-    run = prepare(tiny_config)
-    spoil(run, monkeypatch, {2})
-    with pytest.raises(NonFiniteError, match="step 2"):
-        train(run)
-    assert not run.checkpoints.folder.steps(), "a run that stopped must not look like one to go on from"
-
-
 def test_a_step_that_is_stuck_leaves_its_stack(tmp_path, capsys):
     path = tmp_path / "stacks-rank0.txt"
 

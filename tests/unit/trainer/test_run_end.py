@@ -4,27 +4,20 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from quaver.cli import main
-from quaver.trainer.config import Checkpoint, LRScheduler, TrainConfig
+from quaver.trainer.config import TrainConfig
 from quaver.trainer.train import prepare, train
 from quaver.trainer.trained_model import TrainedModel
 
 
 @pytest.fixture
-def config(tiny_config: TrainConfig) -> TrainConfig:
-    schedule = LRScheduler(schedule="constant", warmup_steps=2)
-    return replace(tiny_config, lr_scheduler=schedule, checkpoint=Checkpoint(interval=2, keep_latest_k=0))
-
-
-@pytest.fixture
-def folder(config: TrainConfig) -> Path:
+def folder(resumable_config: TrainConfig) -> Path:
     """A run of four steps."""
-    run = prepare(config)
+    run = prepare(resumable_config)
     train(run)
     return run.folder.path
 
@@ -66,17 +59,17 @@ def closed_pipe() -> int:
 
 
 @pytest.mark.parametrize("open_bad", [closed_pipe, lambda: os.open("/dev/full", os.O_WRONLY)], ids=["pipe", "full"])
-def test_a_run_goes_on_without_its_stdout(config, monkeypatch, capsys, open_bad):
+def test_a_run_goes_on_without_its_stdout(resumable_config, monkeypatch, capsys, open_bad):
     with os.fdopen(open_bad(), "w") as bad:
         monkeypatch.setattr("sys.stdout", bad)
-        run = prepare(config)
+        run = prepare(resumable_config)
         assert train(run)["status"] == "finished"
     assert checkpoints(run.folder.path) == ["step-00000002", "step-00000004"]
     assert "the run continues without display" in error_line(capsys)
 
 
-def test_a_closed_terminal_ends_the_run_with_a_checkpoint(config, at_step):
-    run = prepare(config)
+def test_a_closed_terminal_ends_the_run_with_a_checkpoint(resumable_config, at_step):
+    run = prepare(resumable_config)
 
     def close_terminal() -> None:
         os.kill(os.getpid(), signal.SIGHUP)  # the shell
@@ -91,11 +84,11 @@ def test_a_closed_terminal_ends_the_run_with_a_checkpoint(config, at_step):
     assert checkpoints(run.folder.path) == ["step-00000002", "step-00000003"]
 
 
-def test_nohup_is_respected(config, at_step):
+def test_nohup_is_respected(resumable_config, at_step):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         at_step(3, lambda: os.kill(os.getpid(), signal.SIGHUP))
-        assert train(prepare(config))["status"] == "finished"
+        assert train(prepare(resumable_config))["status"] == "finished"
     finally:
         signal.signal(signal.SIGHUP, before)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from quaver.cli import main
-from quaver.trainer.config import Checkpoint, Float8, LRScheduler, TrainConfig
+from quaver.trainer.config import Float8, TrainConfig
 from quaver.trainer.metrics import read_metrics
 from quaver.trainer.run_lock import HOLDER, RunLock
 from quaver.trainer.train import prepare, train
@@ -23,14 +23,8 @@ from tests.unit.trainer.runs import changed, run_to_end
 
 
 @pytest.fixture
-def config(tiny_config: TrainConfig) -> TrainConfig:
-    """A delayed run with checkpoints after steps 2 and 4, whose learning rate is independent of training.steps."""
-    return replace(
-        tiny_config,
-        float8=Float8(recipe_name="delayed", delayed_history_len=3),
-        lr_scheduler=LRScheduler(schedule="constant", warmup_steps=2),
-        checkpoint=Checkpoint(interval=2, keep_latest_k=0),
-    )
+def config(resumable_config: TrainConfig) -> TrainConfig:
+    return replace(resumable_config, float8=Float8(recipe_name="delayed", delayed_history_len=3))
 
 
 def resumed(config: TrainConfig, steps: int) -> TrainConfig:
@@ -63,19 +57,12 @@ def held(folder: Path) -> Iterator[Forked]:
     holder.communicate()
 
 
-def test_a_second_resume_is_refused_and_changes_nothing(config, refused):
-    folder = run_to_end(config).folder.path
-    with held(folder) as holder:
-        before = digest(folder)
-        line = refused("train", "--resume", str(folder), "--training.steps=6", "--checkpoint.interval=5")
-        assert f"process {holder.pid} on host {platform.node()}" in line
-        assert digest(folder) == before
-
-
-def test_a_run_holds_its_lock_until_it_has_ended(config, refused):
+def test_a_run_holds_its_lock_until_it_has_ended_and_a_second_resume_changes_nothing(config, refused):
     first = prepare(config)
-    line = refused("train", "--resume", first.folder.path, "--checkpoint.resume=auto")
-    assert f"process {os.getpid()} on host" in line
+    before = digest(first.folder.path)
+    line = refused("train", "--resume", first.folder.path, "--checkpoint.resume=auto", "--training.steps=6")
+    assert f"process {os.getpid()} on host {platform.node()}" in line
+    assert digest(first.folder.path) == before
     train(first)
     assert first.checkpoints.folder.steps() == [2, 4]
     assert not (first.folder.path / HOLDER).exists()

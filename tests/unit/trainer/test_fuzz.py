@@ -1,0 +1,217 @@
+"""Random and damaged bytes in every file that quaver reads: they are read, or refused with an error of one line."""
+
+import json
+import pickletools
+from collections.abc import Callable
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import tomli_w
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_data_tokenizers import train_tokenizer
+
+from quaver.trainer.checkpoint import read_metadata
+from quaver.trainer.checkpoint_folder import RECORD, read_record
+from quaver.trainer.config import Data
+from quaver.trainer.config_io import load_config
+from quaver.trainer.data.documents import Account, SourceFile
+from quaver.trainer.data.records import read_records
+from quaver.trainer.data.token_files import DamagedEntryError, check_content, open_entry
+from quaver.trainer.data.tokenizer import load_tokenizer
+from quaver.trainer.errors import CheckpointError
+from quaver.trainer.huggingface.weights import open_safetensors
+from quaver.trainer.manifest import MANIFEST, check_manifest
+from quaver.trainer.metrics import rewound_metrics
+from quaver.trainer.safe_dcp import METADATA, CheckpointReader
+
+EXAMPLES = pytest.mark.parametrize(
+    "examples", [150, pytest.param(50_000, marks=[pytest.mark.nightly, pytest.mark.timeout(0)])]
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def with_keys(*keys: str) -> st.SearchStrategy[dict[str, object]]:
+    return st.dictionaries(st.sampled_from(keys), VALUES)
+
+
+def nested(text: str, most: int = 100_000) -> st.SearchStrategy[bytes]:
+    return st.integers(1, most).map(lambda depth: text.encode() * depth)
+
+
+def fuzz(examples: int, contents: st.SearchStrategy[bytes], read: Callable[[bytes], object], *expected: type) -> None:
+    """`read` may raise what is `expected`, with one line."""
+
+    @settings(max_examples=examples, deadline=None, derandomize=examples < 1000)
+    @given(contents)
+    def one(content: bytes) -> None:
+        message = ""
+        try:
+            read(content)
+        except expected as error:
+            message = str(error)
+        assert len(message.splitlines()) <= 1
+
+    one()
+
+
+@EXAMPLES
+def test_toml(examples, tmp_path):
+    path = tmp_path / "config.toml"
+    known = [(f"{section}", name) for section, name in (("model", "dim"), ("training", "steps"), ("data", "path"))]
+    plain = st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5) | st.lists(st.integers())
+    sections = st.dictionaries(
+        st.sampled_from([section for section, _ in known]),
+        st.dictionaries(st.sampled_from([name for _, name in known]), plain, max_size=2),
+    )
+    texts = sections.map(tomli_w.dumps).map(lambda text: text.encode("utf-8", "replace"))
+
+    deep = nested("[", 2000) | nested("a.", 2000) | st.integers(1, 2000).map(lambda depth: b"a = " + b"[" * depth)
+
+    def read(content: bytes) -> None:
+        path.write_bytes(content)
+        load_config(path)
+
+    fuzz(examples, texts | st.binary(max_size=40) | deep, read, ValueError)
+
+
+@EXAMPLES
+def test_metrics(examples, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = with_keys("step", "run", "loss").map(json.dumps).map(str.encode) | st.binary(max_size=20) | nested("[")
+
+    def read(content: bytes) -> None:
+        path.write_bytes(content)
+        with rewound_metrics([path], 3):
+            pass
+
+    fuzz(examples, st.lists(lines, max_size=3).map(b"\n".join), read, CheckpointError)
+
+
+@EXAMPLES
+def test_token_cache(examples, tmp_path, text_folder, load):
+    load(text_folder, cache_folder=str(tmp_path / "kept"))
+    (folder,) = (path for path in (tmp_path / "kept").iterdir() if path.is_dir())
+    about = json.loads((folder / "entry.json").read_text())
+    edited = with_keys(*about).map(lambda changes: json.dumps({**about, **changes}).encode())
+    splits = st.dictionaries(st.sampled_from(["train", "validation", "x"]), with_keys("tokens", "ends"))
+    split = splits.map(lambda found: json.dumps({**about, "splits": found}).encode())
+
+    def read(content: bytes) -> None:
+        (folder / "entry.json").write_bytes(content)
+        entry = open_entry(folder)
+        check_content(folder, entry, entry.about["vocab_size"])
+
+    fuzz(examples, edited | split | st.binary(max_size=40) | nested('{"splits":'), read, DamagedEntryError)
+
+
+@EXAMPLES
+def test_hugging_face_index(examples, tmp_path):
+    (tmp_path / "a.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
+    names = st.sampled_from(["a.safetensors", "../a.safetensors", "/etc/passwd", "", ".", "a\0b"]) | VALUES
+    maps = st.dictionaries(st.text(max_size=5), names, max_size=3)
+    indices = (maps | VALUES).map(lambda found: json.dumps({"weight_map": found}).encode())
+
+    def read(content: bytes) -> None:
+        (tmp_path / "model.safetensors.index.json").write_bytes(content)
+        open_safetensors(tmp_path)
+
+    contents = indices | st.binary(max_size=40) | nested('{"weight_map":')
+    fuzz(examples, contents, read, ValueError, OSError, CheckpointError)
+
+
+@EXAMPLES
+def test_json_lines(examples, tmp_path):
+    path = tmp_path / "a.jsonl"
+    lines = with_keys("text", "other").map(json.dumps).map(str.encode) | st.binary(max_size=20) | nested('{"text":')
+
+    def read(content: bytes) -> None:
+        path.write_bytes(content)
+        account = Account(refuse=False)
+        for text in read_records(SourceFile.of("a.jsonl", path), "text", account, lambda _: None):
+            assert isinstance(text, str)
+            text.encode()
+
+    fuzz(examples, st.lists(lines, max_size=3).map(b"\n".join), read)
+
+
+def damaged(content: bytes) -> st.SearchStrategy[bytes]:
+    """Some bytes of it replaced, in up to three places."""
+    place = st.tuples(st.integers(0, len(content) - 1), st.integers(0, 8), st.binary(max_size=8))
+
+    def replace(places: list[tuple[int, int, bytes]]) -> bytes:
+        changed = content
+        for start, length, new in places:
+            changed = changed[:start] + new + changed[start + length :]
+        return changed
+
+    return st.lists(place, min_size=1, max_size=3).map(replace)
+
+
+@EXAMPLES
+def test_tokenizers(examples, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    train_tokenizer(path, ["<s>", "</s>"], vocab_size=280)
+
+    def read(content: bytes) -> None:
+        path.write_bytes(content)
+        tokenizer = load_tokenizer(Data(tokenizer=str(path)))
+        (tokens,) = tokenizer.encode(["to be or not \n\n to be"])
+        assert all(token < tokenizer.vocab_size for token in tokens)
+
+    fuzz(examples, damaged(path.read_bytes()), read, ValueError)
+
+
+@EXAMPLES
+def test_parquet(examples, tmp_path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["to be", "or not", None, "to be"] * 20}), path)
+
+    def read(content: bytes) -> None:
+        path.write_bytes(content)
+        account = Account(refuse=False)
+        for text in read_records(SourceFile.of("a.parquet", path), "text", account, lambda _: None):
+            assert isinstance(text, str)
+
+    fuzz(examples, damaged(path.read_bytes()), read)
+
+
+OPCODES = st.lists(st.sampled_from([op.code.encode("latin1") for op in pickletools.opcodes]) | st.binary(max_size=5))
+
+
+@EXAMPLES
+def test_metadata_of_a_checkpoint(examples, tmp_path):
+    path = tmp_path / METADATA
+    state = {"a": torch.ones(4, 5), "b": {"c": 3, "d": [torch.ones(2), 1.5]}}
+    torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path)
+    invented = OPCODES.map(lambda opcodes: b"\x80\x04" + b"".join(opcodes) + b".")
+
+    def read(content: bytes) -> None:
+        path.write_bytes(content)
+        read_metadata(CheckpointReader(tmp_path))
+
+    for contents in (damaged(path.read_bytes()), invented):
+        fuzz(2 * examples, contents, read, CheckpointError)
+
+
+@EXAMPLES
+@pytest.mark.parametrize(("name", "read"), [(RECORD, read_record), (MANIFEST, check_manifest)])
+def test_json_of_a_checkpoint(examples, name, read, tmp_path):
+    known = with_keys("format", "models", "world_size", "progress", "config", "data", "files", "bytes", "step")
+    texts = (VALUES | known).map(json.dumps).map(str.encode)
+
+    (tmp_path / "stray").touch()  # which no manifest names
+
+    def refuse(content: bytes) -> None:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=name) as error:
+            read(tmp_path)
+        raise error.value
+
+    fuzz(examples, texts | st.binary(max_size=40) | nested('{"format":'), refuse, ValueError)
