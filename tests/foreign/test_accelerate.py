@@ -12,7 +12,7 @@ from tests.foreign.llama import batches, llama, not_the_head, optimizer_of
 from tests.foreign.table import proves, refuses
 
 
-def accelerator_on(strategy, mixed_precision, **options):
+def accelerator_on(strategy, mixed_precision, state_dict_type=None, **options):
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -20,11 +20,11 @@ def accelerator_on(strategy, mixed_precision, **options):
         state._reset_state()
     accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision, **options)
     if strategy == "FSDP2":
-        make_fsdp2(accelerator)
+        make_fsdp2(accelerator, state_dict_type)
     return accelerator
 
 
-def make_fsdp2(accelerator):
+def make_fsdp2(accelerator, state_dict_type=None):
     """Let Accelerate shard: it ignores FSDP2 on CPUs, unless it is told so afterwards."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.state import PartialState
@@ -36,6 +36,7 @@ def make_fsdp2(accelerator):
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         cpu_ram_efficient_loading=False,
+        state_dict_type=state_dict_type,
     )
 
 
@@ -150,13 +151,13 @@ def test_the_losses_of_a_loop_written_by_hand(variant):
         assert by_hand[-1] < by_hand[0]
 
 
-def save_and_resume(strategy, float8_all_gather, folder):
+def save_and_resume(strategy, float8_all_gather, state_dict_type, folder):
     """The last losses of a whole run, and of one that loads its state in the middle."""
     config = replace(Float8LinearConfig.from_recipe_name("tensorwise"), enable_fsdp_float8_all_gather=float8_all_gather)
     both = []
     for resumed in (False, True):
         model = convert_to_float8_training(llama(), config=config, module_filter_fn=not_the_head)
-        accelerator = accelerator_on(strategy, "no")
+        accelerator = accelerator_on(strategy, "no", state_dict_type)
         model, optimizer = accelerator.prepare(model, optimizer_of(model))
         losses = []
         for index, batch in enumerate(batches()):
@@ -177,7 +178,10 @@ def save_and_resume(strategy, float8_all_gather, folder):
 
 
 @proves("Accelerate", "save, resume")
-@pytest.mark.parametrize(("strategy", "float8_all_gather"), [("DDP", False), ("FSDP2", True)])
-def test_a_resumed_run_goes_on_as_before(strategy, float8_all_gather, tmp_path):
-    for whole, resumed in run(2, save_and_resume, strategy, float8_all_gather, str(tmp_path)):
+@pytest.mark.parametrize(
+    ("strategy", "float8_all_gather", "state_dict_type"),
+    [("DDP", False, None), ("FSDP2", True, "SHARDED_STATE_DICT"), ("FSDP2", True, "FULL_STATE_DICT")],
+)
+def test_a_resumed_run_goes_on_as_before(strategy, float8_all_gather, state_dict_type, tmp_path):
+    for whole, resumed in run(2, save_and_resume, strategy, float8_all_gather, state_dict_type, str(tmp_path)):
         assert resumed == whole

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
@@ -90,6 +90,8 @@ def test_a_file_of_a_float8_checkpoint(examples, name, tmp_path):
         message = error_of(lambda: dict(load_float8(tmp_path)))
         assert "\n" not in message
 
+    if name == "quaver_export.json":
+        one = example(b'{"sha256": {"\\n": null}}')(one)
     assert set(dict(load_float8(tmp_path))) == {"a.weight", "norm.weight"}
     one()
 

@@ -9,6 +9,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from quaver.memory.reports.html import MOST_COLUMNS, embedded_json, write_html
@@ -122,6 +124,14 @@ def test_json_in_a_page_reads_back():
     assert not set("<>&\u2028\u2029") & set(text)
     with pytest.raises(ValueError, match="not JSON compliant"):
         embedded_json([float("nan")])
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.dictionaries(st.text(), st.lists(st.text() | st.integers() | st.none())))
+def test_any_names_read_back_from_a_page(value):
+    text = embedded_json(value)
+    assert json.loads(text) == value
+    assert not set("<>&\u2028\u2029") & set(text)
 
 
 def test_what_a_page_says_is_what_was_predicted(tmp_path):

@@ -2,14 +2,14 @@
 
 import json
 import pickletools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 import tomli_w
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_data_tokenizers import train_tokenizer
 
@@ -45,8 +45,17 @@ def nested(text: str, most: int = 100_000) -> st.SearchStrategy[bytes]:
     return st.integers(1, most).map(lambda depth: text.encode() * depth)
 
 
-def fuzz(examples: int, contents: st.SearchStrategy[bytes], read: Callable[[bytes], object], *expected: type) -> None:
-    """`read` may raise what is `expected`, with one line."""
+def fuzz(
+    examples: int,
+    contents: st.SearchStrategy[bytes],
+    read: Callable[[bytes], object],
+    *expected: type,
+    corpus: Iterable[bytes] = (),
+) -> None:
+    """`read` may raise what is `expected`, with one line.
+
+    `corpus`: contents that once failed, tried each time.
+    """
 
     @settings(max_examples=examples, deadline=None, derandomize=examples < 1000)
     @given(contents)
@@ -58,6 +67,8 @@ def fuzz(examples: int, contents: st.SearchStrategy[bytes], read: Callable[[byte
             message = str(error)
         assert len(message.splitlines()) <= 1
 
+    for content in corpus:
+        one = example(content)(one)
     one()
 
 
@@ -108,7 +119,9 @@ def test_token_cache(examples, tmp_path, text_folder, load):
         entry = open_entry(folder)
         check_content(folder, entry, entry.about["vocab_size"])
 
-    fuzz(examples, edited | split | st.binary(max_size=40) | nested('{"splits":'), read, DamagedEntryError)
+    corpus = [json.dumps({**about, "splits": {}}).encode()]
+    contents = edited | split | st.binary(max_size=40) | nested('{"splits":')
+    fuzz(examples, contents, read, DamagedEntryError, corpus=corpus)
 
 
 @EXAMPLES
@@ -123,7 +136,8 @@ def test_hugging_face_index(examples, tmp_path):
         open_safetensors(tmp_path)
 
     contents = indices | st.binary(max_size=40) | nested('{"weight_map":')
-    fuzz(examples, contents, read, ValueError, OSError, CheckpointError)
+    corpus = [b'{"weight_map": {"\\r0": "a.safetensors"}}']
+    fuzz(examples, contents, read, ValueError, OSError, CheckpointError, corpus=corpus)
 
 
 @EXAMPLES
@@ -179,7 +193,9 @@ def test_parquet(examples, tmp_path):
         for text in read_records(SourceFile.of("a.parquet", path), "text", account, lambda _: None):
             assert isinstance(text, str)
 
-    fuzz(examples, damaged(path.read_bytes()), read)
+    content = path.read_bytes()
+    corpus = [content[:122] + b"\x00\x80" + content[124:]]  # the name of the column
+    fuzz(examples, damaged(content), read, corpus=corpus)
 
 
 OPCODES = st.lists(st.sampled_from([op.code.encode("latin1") for op in pickletools.opcodes]) | st.binary(max_size=5))
