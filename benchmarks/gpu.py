@@ -88,9 +88,7 @@ def main(names: list[str]) -> int:
 
 def run_all(todo: list[Part], results: Path) -> dict[str, dict]:
     """Run every part until its deadline, the sum of the seconds up to it; returns seconds and failure ("") by name."""
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # which a shell ignores for commands with &
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores for commands with &
     outcomes = {}
     deadline = time.monotonic()
     for part in todo:
