@@ -65,12 +65,12 @@ class StoredTensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, folder: Path) -> None:
-        index = read_index(folder)
-        self._opened = {file: _open(file) for file in sorted(set(index.values()) if index else {single_file(folder)})}
+        index = _read_index(folder)
+        self._opened = {file: _open(file) for file in sorted(set(index.values()) if index else {_single_file(folder)})}
         stored = [(name, file) for file, opened in self._opened.items() for name in opened.keys()]  # noqa: SIM118
         self._file = dict(stored)
         check_names(self._file, folder)
-        check_index(folder, index, self._file)
+        _check_index(folder, index, self._file)
         if len(stored) != len(self._file):
             twice = sorted(name for name, file in stored if self._file[name] != file)
             raise ValueError(f"{str(folder)!r} has tensors in two files: {listed(twice)}; download it again")
@@ -94,7 +94,7 @@ class StoredTensors(Mapping[str, Tensor]):
         return str(self._opened[self._file[name]].get_slice(name).get_dtype())
 
 
-def read_index(folder: Path) -> dict[str, Path] | None:
+def _read_index(folder: Path) -> dict[str, Path] | None:
     """Return the file of each tensor as the index names it; None if one file has all.
 
     Raises:
@@ -128,14 +128,14 @@ def check_names(names: Iterable[str], path: Path) -> None:
             raise ValueError(f"{str(path)!r} has the name {name!r}, which is not printable; download it again")
 
 
-def check_index(folder: Path, index: dict[str, Path] | None, stored: dict[str, Path]) -> None:
+def _check_index(folder: Path, index: dict[str, Path] | None, stored: dict[str, Path]) -> None:
     """Raise ValueError if an index places tensors in other files than they are stored in."""
     if index is not None and index != stored:
         differing = sorted(name for name in {*index, *stored} if index.get(name) != stored.get(name))
         raise ValueError(f"{str(folder / INDEX)!r} and the files it names differ: {listed(differing)}")
 
 
-def single_file(folder: Path) -> Path:
+def _single_file(folder: Path) -> Path:
     """Return the one safetensors file of a folder without an index. Raises FileNotFoundError."""
     if (folder / SINGLE).is_file():
         return folder / SINGLE
@@ -147,12 +147,6 @@ def single_file(folder: Path) -> Path:
             "or save it with save_pretrained, which writes safetensors"
         )
     return found[0]
-
-
-def check_header(file: Path) -> None:
-    """Raise ValueError if `file` is no whole safetensors file."""
-    with _open(file):
-        pass
 
 
 def _open(file: Path) -> Any:
@@ -187,7 +181,10 @@ class SafetensorsWriter:
     def _flush(self) -> None:
         file = self._folder / f"{len(self._written)}.partial"
         try:
+            file.touch()
+            mode = file.stat().st_mode
             save_file(self._pending, file, metadata={"format": "pt"})
+            file.chmod(mode)  # safetensors writes a temporary file that only its owner may read
         except (SafetensorError, OSError) as error:
             raise NotWrittenError(f"cannot write the weights to {str(file.parent)!r}: {error}") from error
         self._written.append(list(self._pending))

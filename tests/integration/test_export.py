@@ -19,7 +19,7 @@ from quaver.cli import main
 from quaver.export import load_float8, load_frozen, save_float8
 from quaver.export.files import StoredTensors
 from quaver.trainer.huggingface.convert import open_checkpoint
-from quaver.trainer.huggingface.float8 import CheckpointWeights, checkpoint_of
+from quaver.trainer.huggingface.float8 import checkpoint_of
 from quaver.trainer.model import Llama
 from tests.isolated import quaver
 
@@ -63,7 +63,7 @@ def trained(run: Path, name: str) -> Llama:
     """The model of a run's last checkpoint, in high precision."""
     found = open_checkpoint(checkpoint_of(run), name)
     model = Llama(found.model)
-    model.load_state_dict(dict(CheckpointWeights(found)))
+    model.load_state_dict(dict(found.tensors()))
     return model.eval()
 
 

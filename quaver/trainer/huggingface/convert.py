@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,10 @@ from typing import Any
 import tomli_w
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from quaver.export.bundle import tokenizer_files
-from quaver.export.files import listed, read_config
+from quaver.export.files import StoredTensors, listed, read_config, write_tensors
 from quaver.export.folders import check_new, new_folder
 from quaver.trainer.checkpoint import read_metadata
 from quaver.trainer.checkpoint_folder import (
@@ -39,18 +39,16 @@ from quaver.trainer.huggingface.config import KEPT, hf_config, model_from_hf
 from quaver.trainer.huggingface.weights import (
     EMBEDDING,
     HEAD,
-    copy_weights,
+    CheckpointWeights,
     file_state,
     meta_state,
-    open_safetensors,
-    read_tensor,
-    write_safetensors,
+    write_weights,
 )
 from quaver.trainer.run_folder import provenance
 from quaver.trainer.safe_dcp import CheckpointReader
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes of weights that are imported."""
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""The dtypes of weights that are imported, by their names in a safetensors file."""
 
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Buffers that old versions of transformers saved; they follow from the config."""
@@ -64,6 +62,10 @@ class Export:
     model: Model
     record: dict[str, Any]
 
+    def tensors(self) -> CheckpointWeights:
+        """Its weights by their names in Hugging Face's files."""
+        return CheckpointWeights(self.weights, self.model)
+
 
 def import_hf(folder: Path, out: Path, dtype: str = "float32") -> Model:
     """Write the Hugging Face model in `folder` as the new checkpoint `out`; memory holds one tensor at a time.
@@ -73,18 +75,15 @@ def import_hf(folder: Path, out: Path, dtype: str = "float32") -> Model:
     Raises:
         FileExistsError: `out` exists.
         OSError: a file is missing or cannot be read, or `out` cannot be made.
-        ValueError, CheckpointError: the files are damaged or do not fit.
+        ValueError: the files are damaged or do not fit.
         NotImplementedError: quaver's Llama does not support the model.
-        OutputError: the weights cannot be written.
+        NotWrittenError: the weights cannot be written.
     """
     check_new(out)
     config = read_config(folder)
     model = model_from_hf(config)
-    reader = open_safetensors(folder)
-    _check_tensors(reader, model, folder)
-    stored = {f"model.{name}": name for name in meta_state(model)}
-    if model.tie_word_embeddings:
-        stored[f"model.{HEAD}"] = EMBEDDING
+    weights = StoredTensors(folder)
+    _check_tensors(weights, model, folder)
     record = {
         "format": FORMAT,
         "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -96,9 +95,7 @@ def import_hf(folder: Path, out: Path, dtype: str = "float32") -> Model:
         "huggingface": {"folder": str(folder.resolve()), "dtype": dtype, **_kept(config)},
     }
     with new_folder(out) as partial:
-        # A file for each tensor: torch holds all tensors of a file until it is written. new_folder syncs.
-        writer = FileSystemWriter(partial / "model", single_file_per_rank=False, sync_files=False)
-        copy_weights(reader, writer, {"model": meta_state(model, getattr(torch, dtype))}, stored)
+        write_weights(weights, partial / "model", model, getattr(torch, dtype))
         toml = "# Written by quaver convert hf-to-quaver.\n" + tomli_w.dumps({"model": asdict(model)})
         (partial / "model.toml").write_text(toml, encoding="utf-8")
         write_record(partial, record)
@@ -118,32 +115,29 @@ def export_hf(
 
     Args:
         dtype: float32 or bfloat16; of the written weights, rounded to nearest even.
-        max_shard_bytes: a file holds at most so much, or one tensor; memory holds it twice.
+        max_shard_bytes: a file holds at most so much, or one tensor; memory holds one file.
         tokenizer: a folder with tokenizer files to copy.
     Raises:
         FileExistsError: `out` exists.
         OSError: this is not a checkpoint, `tokenizer` has no tokenizer, or `out` cannot be made.
         ValueError: the checkpoint has no such model, or tensors are missing or have other shapes than its config says.
         CheckpointError: its files are damaged.
-        OutputError: the weights cannot be written.
+        NotWrittenError: the weights cannot be written.
     """
     check_new(out)
     copied = tokenizer_files(tokenizer) if tokenizer else []
     found = open_checkpoint(checkpoint, name)
-    state = file_state(found.model, getattr(torch, dtype))
-    stored = {each: f"model.{each}" for each in state}
     config = hf_config(found.model, dtype=dtype, kept=kept_of_run(found))
     with new_folder(out) as partial:
-        reader = CheckpointReader(found.weights)
-        write_safetensors(reader, partial, state, stored, max_shard_bytes)
+        rounded = ((each, tensor.to(getattr(torch, dtype))) for each, tensor in found.tensors().items())
+        write_tensors(rounded, partial, max_shard_bytes)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for file in copied:
             shutil.copyfile(file, partial / file.name)
     return found
 
 
-def _check_tensors(reader: FileSystemReader, model: Model, folder: Path) -> None:
-    stored: dict[str, Any] = read_metadata(reader).state_dict_metadata
+def _check_tensors(stored: StoredTensors, model: Model, folder: Path) -> None:
     known = meta_state(model)
     unexpected = sorted(name for name in stored if name not in known and not _DERIVED.fullmatch(name))
     if unexpected:
@@ -151,32 +145,25 @@ def _check_tensors(reader: FileSystemReader, model: Model, folder: Path) -> None
     expected = file_state(model)
     if HEAD in stored:
         expected[HEAD] = known[HEAD]
-    _check_shapes(reader, expected)
+    _check_shapes({name: stored.shape(name) for name in stored}, expected, folder)
     for name in expected:
-        dtype = stored[name].properties.dtype
-        if dtype not in _DTYPES:
-            raise NotImplementedError(f"{name} must be float32, bfloat16 or float16, got {dtype}; dequantize the model")
-    if model.tie_word_embeddings and HEAD in stored:
-        head, embedding = (read_tensor(reader, name, known[name]) for name in (HEAD, EMBEDDING))
-        if not torch.equal(head, embedding):
-            raise ValueError(
-                f"config.json says tie_word_embeddings, but {HEAD} and {EMBEDDING} differ; say false there to keep both"
-            )
+        if stored.dtype(name) not in _DTYPES:
+            got = stored.dtype(name)
+            raise NotImplementedError(f"{name} must be float32, bfloat16 or float16, got {got}; dequantize the model")
+    if model.tie_word_embeddings and HEAD in stored and not torch.equal(stored[HEAD], stored[EMBEDDING]):
+        raise ValueError(
+            f"config.json says tie_word_embeddings, but {HEAD} and {EMBEDDING} differ; say false there to keep both"
+        )
 
 
-def _check_shapes(reader: FileSystemReader, expected: dict[str, Tensor], prefix: str = "") -> None:
-    stored = {
-        key: list(value.size)
-        for key, value in read_metadata(reader).state_dict_metadata.items()
-        if isinstance(value, TensorStorageMetadata)
-    }
+def _check_shapes(stored: Mapping[str, list[int]], expected: Mapping[str, Tensor], folder: Path) -> None:
     wrong = [
-        f"{name} must be {list(tensor.shape)}, is {stored.get(prefix + name, 'missing')}"
+        f"{name} must be {list(tensor.shape)}, is {stored.get(name, 'missing')}"
         for name, tensor in expected.items()
-        if stored.get(prefix + name) != list(tensor.shape)
+        if stored.get(name) != list(tensor.shape)
     ]
     if wrong:
-        raise ValueError(f"{str(reader.path)!r} does not have the tensors that its config requires: {listed(wrong)}")
+        raise ValueError(f"{str(folder)!r} does not have the tensors that its config requires: {listed(wrong)}")
 
 
 def open_checkpoint(checkpoint: Path, name: str | None) -> Export:
@@ -191,7 +178,13 @@ def open_checkpoint(checkpoint: Path, name: str | None) -> Export:
     if unknown:
         raise ValueError(f"{str(checkpoint)!r} has model settings that this version does not know: {listed(unknown)}")
     found = Export(checkpoint / (name or names[0]), build_config({"model": settings}).model, record)
-    _check_shapes(CheckpointReader(found.weights), file_state(found.model), "model.")
+    stored = read_metadata(CheckpointReader(found.weights)).state_dict_metadata
+    shapes = {
+        name.removeprefix("model."): list(each.size)
+        for name, each in stored.items()
+        if isinstance(each, TensorStorageMetadata)
+    }
+    _check_shapes(shapes, file_state(found.model), found.weights)
     return found
 
 

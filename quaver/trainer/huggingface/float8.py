@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from quaver import FilterDecision, Float8LinearConfig, convert_to_float8_training, float8_scaling_state
 from quaver.export.files import listed
@@ -22,7 +22,6 @@ from quaver.trainer.config_io import load_config
 from quaver.trainer.float8 import linear_config
 from quaver.trainer.huggingface.config import hf_config
 from quaver.trainer.huggingface.convert import Export, kept_of_run, open_checkpoint
-from quaver.trainer.huggingface.weights import file_state, read_tensor
 from quaver.trainer.model import Llama
 from quaver.trainer.run_folder import CONFIG
 from quaver.trainer.safe_dcp import CheckpointReader
@@ -84,36 +83,17 @@ def run_source(
 
     def high_precision_model() -> nn.Module:
         loaded = Llama(found.model)
-        loaded.load_state_dict(dict(CheckpointWeights(found)), strict=False)  # a tied weight is stored once
+        loaded.load_state_dict(dict(found.tensors()), strict=False)  # a tied weight is stored once
         return loaded
 
     return Source(
         model=model,
-        weights=CheckpointWeights(found),
+        weights=found.tensors(),
         config=hf_config(found.model, dtype="bfloat16", kept=kept_of_run(found)),
         high_precision_model=high_precision_model,
         about={"source": f"{checkpoint.name}/{found.weights.name} of quaver train", "step": progress["step"]},
         forward_dtype=_forward_dtype(found, config),
     )
-
-
-class CheckpointWeights(Mapping[str, Tensor]):
-    """The weights of a checkpoint by their names in Hugging Face's files; each is read when it is asked for."""
-
-    def __init__(self, found: Export) -> None:
-        self._reader = CheckpointReader(found.weights)
-        stored: dict[str, Any] = read_metadata(self._reader).state_dict_metadata
-        dtypes = {name: stored[f"model.{name}"].properties.dtype for name in file_state(found.model)}
-        self._like = {name: tensor.to(dtypes[name]) for name, tensor in file_state(found.model).items()}
-
-    def __getitem__(self, name: str) -> Tensor:
-        return read_tensor(self._reader, f"model.{name}", self._like[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._like)
-
-    def __len__(self) -> int:
-        return len(self._like)
 
 
 def _section(found: Export, kind: type[S]) -> S:

@@ -39,6 +39,8 @@ def test_import_writes_a_folder_to_train_from(tmp_path, capsys):
     assert (tmp_path / "hp" / "tokenizer.json").exists()
     index = json.loads((tmp_path / "hp" / "model.safetensors.index.json").read_text())["weight_map"]
     files = sorted((tmp_path / "hp").glob("*.safetensors"))
+    modes = {file.stat().st_mode for file in (*files, tmp_path / "hp" / "config.json")}
+    assert len(modes) == 1, "safetensors alone writes files that only their owner may read"
     stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
     expected = load_float8(folder, dtype=torch.float32)
     assert stored.keys() == index.keys() == expected.keys()

@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_data_tokenizers import train_tokenizer
 
+from quaver.export.files import StoredTensors
 from quaver.trainer.checkpoint import read_metadata
 from quaver.trainer.checkpoint_folder import RECORD, read_record
 from quaver.trainer.config import Data
@@ -22,7 +23,6 @@ from quaver.trainer.data.records import read_records
 from quaver.trainer.data.token_files import DamagedEntryError, check_content, open_entry
 from quaver.trainer.data.tokenizer import load_tokenizer
 from quaver.trainer.errors import CheckpointError
-from quaver.trainer.huggingface.weights import open_safetensors
 from quaver.trainer.manifest import MANIFEST, check_manifest
 from quaver.trainer.metrics import rewound_metrics
 from quaver.trainer.safe_dcp import METADATA, CheckpointReader
@@ -133,7 +133,7 @@ def test_hugging_face_index(examples, tmp_path):
 
     def read(content: bytes) -> None:
         (tmp_path / "model.safetensors.index.json").write_bytes(content)
-        open_safetensors(tmp_path)
+        StoredTensors(tmp_path)
 
     contents = indices | st.binary(max_size=40) | nested('{"weight_map":')
     corpus = [b'{"weight_map": {"\\r0": "a.safetensors"}}']
