@@ -267,6 +267,8 @@ def obstacle_of(linear: nn.Linear, include_subclasses: bool) -> str:
         return "its weight is no parameter but computed (weight_norm, spectral_norm, pruning) or flattened (FSDP1)"
     if cls.forward is not nn.Linear.forward and not include_subclasses:
         return f"subclass {cls.__name__} of nn.Linear overrides forward (include_subclasses=True replaces its forward)"
+    if isinstance(linear, nn.LazyLinear):
+        return "a LazyLinear without a shape: run a forward, or initialize_parameters, before the conversion"
     if linear.in_features == 0 or linear.out_features == 0:
         return "shape: a feature dimension is 0"
     taken = [name for name in OWN_ATTRIBUTES if hasattr(linear, name)]

@@ -251,6 +251,7 @@ def with_attribute():
         (lambda: nn.utils.spectral_norm(nn.Linear(16, 16)), "its weight is no parameter but computed"),
         (lambda: prune.l1_unstructured(nn.Linear(16, 16), "weight", 0.5), "its weight is no parameter but computed"),
         (lambda: Scaled(16, 16), "subclass Scaled of nn.Linear overrides forward"),
+        (lambda: nn.LazyLinear(16), "a LazyLinear without a shape: run a forward"),
         (with_attribute, "attributes of its own that Float8Linear needs: config"),
     ],
 )
