@@ -37,7 +37,7 @@ class Export(Settings):
     """Convert a checkpoint into a folder that transformers' from_pretrained loads."""
 
     checkpoint: Annotated[str, Positional()]
-    """a step-... folder of a run, or the output of hf-to-quaver"""
+    """a run of quaver train, a step-... folder of it, or the output of hf-to-quaver"""
     out: Annotated[str, Positional()]
     """the new folder"""
     model: str | None = None

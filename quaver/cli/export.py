@@ -18,7 +18,8 @@ from quaver.trainer.config.flags import parse_options
 from quaver.trainer.config.float8 import RECIPES
 from quaver.trainer.config.settings import NotNegative, OneOf, Positional, Settings, expanded
 from quaver.trainer.errors import CheckpointError
-from quaver.trainer.huggingface.float8 import checkpoint_of, run_source
+from quaver.trainer.huggingface.convert import checkpoint_of
+from quaver.trainer.huggingface.float8 import run_source
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ def load_config(path: Path | None, flags: Sections | None = None) -> TrainConfig
 def read_toml(path: Path) -> Sections:
     """Return the sections of a TOML file, their names and keys checked, their values not yet."""
     if not path.is_file():
-        raise FileNotFoundError(f"config file {str(path)!r} does not exist; give the path of a TOML file")
+        what = "is a folder; give its config.toml" if path.is_dir() else "does not exist; give the path of a TOML file"
+        raise FileNotFoundError(f"config file {str(path)!r} {what}")
     try:
         sections = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -18,8 +18,7 @@ from quaver import convert_to_float8_training
 from quaver.cli import main
 from quaver.export import load_float8, load_frozen, save_float8
 from quaver.export.files import StoredTensors
-from quaver.trainer.huggingface.convert import open_checkpoint
-from quaver.trainer.huggingface.float8 import checkpoint_of
+from quaver.trainer.huggingface.convert import checkpoint_of, open_checkpoint
 from quaver.trainer.model import Llama
 from tests.isolated import quaver
 

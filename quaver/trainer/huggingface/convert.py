@@ -28,13 +28,15 @@ from quaver.export.folders import check_new, new_folder
 from quaver.trainer.checkpoint import read_metadata
 from quaver.trainer.checkpoint_folder import (
     FORMAT,
+    RECORD,
+    CheckpointFolder,
     Progress,
     check_checkpoint,
     read_record,
     write_record,
 )
 from quaver.trainer.config import Model
-from quaver.trainer.config_io import build_config
+from quaver.trainer.config_io import build_config, load_config
 from quaver.trainer.huggingface.config import KEPT, hf_config, model_from_hf
 from quaver.trainer.huggingface.weights import (
     EMBEDDING,
@@ -44,7 +46,7 @@ from quaver.trainer.huggingface.weights import (
     meta_state,
     write_weights,
 )
-from quaver.trainer.run_folder import provenance
+from quaver.trainer.run_folder import CONFIG, provenance
 from quaver.trainer.safe_dcp import CheckpointReader
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -114,6 +116,7 @@ def export_hf(
     """Write the model `name` of `checkpoint`, or its first, as the new folder `out`.
 
     Args:
+        checkpoint: a checkpoint, or a run, whose last one is taken.
         dtype: float32 or bfloat16; of the written weights, rounded to nearest even.
         max_shard_bytes: a file holds at most so much, or one tensor; memory holds one file.
         tokenizer: a folder with tokenizer files to copy.
@@ -126,7 +129,7 @@ def export_hf(
     """
     check_new(out)
     copied = tokenizer_files(tokenizer) if tokenizer else []
-    found = open_checkpoint(checkpoint, name)
+    found = open_checkpoint(checkpoint_of(checkpoint) or checkpoint, name)
     config = hf_config(found.model, dtype=dtype, kept=kept_of_run(found))
     with new_folder(out) as partial:
         rounded = ((each, tensor.to(getattr(torch, dtype))) for each, tensor in found.tensors().items())
@@ -186,6 +189,25 @@ def open_checkpoint(checkpoint: Path, name: str | None) -> Export:
     }
     _check_shapes(shapes, file_state(found.model), found.weights)
     return found
+
+
+def checkpoint_of(path: Path) -> Path | None:
+    """The checkpoint that `path` is, or the last one of the run that it is; None if it is neither.
+
+    Raises:
+        FileNotFoundError: the run has no complete checkpoint.
+    """
+    if (path / RECORD).is_file():
+        return path
+    if not (path / CONFIG).is_file():
+        return None
+    folder = CheckpointFolder(path / load_config(path / CONFIG).checkpoint.folder)
+    steps = folder.steps() if folder.path.is_dir() else []
+    if not steps:
+        raise FileNotFoundError(
+            f"the run {str(path)!r} has no complete checkpoint; set checkpoint.interval and resume it"
+        )
+    return folder.complete(steps[-1])
 
 
 def _kept(config: dict[str, Any]) -> dict[str, Any]:

@@ -15,37 +15,15 @@ from quaver import FilterDecision, Float8LinearConfig, convert_to_float8_trainin
 from quaver.export.files import listed
 from quaver.export.source import DEFAULT_FILTER, Source, skip_names
 from quaver.trainer.checkpoint import load_state, read_metadata
-from quaver.trainer.checkpoint_folder import RECORD, CheckpointFolder
 from quaver.trainer.config import Float8, Parallelism, Training
 from quaver.trainer.config.settings import Settings
-from quaver.trainer.config_io import load_config
 from quaver.trainer.float8 import linear_config
 from quaver.trainer.huggingface.config import hf_config
 from quaver.trainer.huggingface.convert import Export, kept_of_run, open_checkpoint
 from quaver.trainer.model import Llama
-from quaver.trainer.run_folder import CONFIG
 from quaver.trainer.safe_dcp import CheckpointReader
 
 S = TypeVar("S", bound=Settings)
-
-
-def checkpoint_of(path: Path) -> Path | None:
-    """The checkpoint that `path` is, or the last one of the run that it is; None if it is neither.
-
-    Raises:
-        FileNotFoundError: the run has no complete checkpoint.
-    """
-    if (path / RECORD).is_file():
-        return path
-    if not (path / CONFIG).is_file():
-        return None
-    folder = CheckpointFolder(path / load_config(path / CONFIG).checkpoint.folder)
-    steps = folder.steps() if folder.path.is_dir() else []
-    if not steps:
-        raise FileNotFoundError(
-            f"the run {str(path)!r} has no complete checkpoint; set checkpoint.interval and resume it"
-        )
-    return folder.complete(steps[-1])
 
 
 def run_source(

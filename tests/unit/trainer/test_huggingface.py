@@ -243,7 +243,7 @@ def float8_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_export_of_a_float8_run(float8_run, tmp_path, capsys):
     convert("quaver-to-hf", float8_run, tmp_path / "first", "--dtype=float32")
-    convert("quaver-to-hf", float8_run, tmp_path / "baseline", "--model=bfloat16")
+    convert("quaver-to-hf", float8_run.parents[1], tmp_path / "baseline", "--model=bfloat16")
     assert "the model tensorwise of step 2 in float32" in capsys.readouterr().out
 
     assert HEAD not in load_file(tmp_path / "first" / "model.safetensors")
