@@ -11,41 +11,28 @@ from torch import nn
 
 from benchmarks import distributed, performance, scaling
 from benchmarks.record import fill
-from benchmarks.scaling_numerics import fare, scenarios
-from benchmarks.scaling_pictures import PICTURES
+from benchmarks.scaling import PICTURES, fare, scenarios
 from quaver.cli.bench import VERBS
 from tests.distributed.ranks import run
 
-RESULTS = {"distributed": distributed.RESULTS, "scaling": scaling.RECORD}
-TABLES = {"distributed": distributed.tables, "scaling": scaling.tables}
-DOCS = {"distributed": distributed.DOCS, "scaling": scaling.DOCS, "performance": performance.DOCS}
-
-
-def results_of(page):
-    return json.loads(RESULTS[page].read_text())
-
 
 def code_of(page):
-    return "\n".join(re.findall(r"```python\n(.*?)```", DOCS[page].read_text(), re.DOTALL))
+    return "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 
 
-@pytest.mark.parametrize("page", DOCS)
+@pytest.mark.parametrize("page", [distributed, performance])
 def test_the_tables_are_those_of_the_recorded_run(page):
-    text = DOCS[page].read_text(encoding="utf-8")
-    tables = performance.recorded() if page == "performance" else TABLES[page](results_of(page))
-    assert fill(text, tables) == text, f"run python -m benchmarks.{page} --update-docs"
+    text = page.DOCS.read_text(encoding="utf-8")
+    tables = performance.recorded() if page is performance else distributed.tables(json.loads(page.RESULTS.read_text()))
+    assert fill(text, tables) == text, f"run python -m {page.__name__} --update-docs"
 
 
-@pytest.mark.parametrize(
-    ("page", "name", "key"),
-    [("distributed", "fsdp", "unsharded_bytes_per_element"), ("scaling", "all_reduces", "bytes")],
-)
-def test_another_figure_would_be_noticed(page, name, key):
-    results, text = results_of(page), DOCS[page].read_text()
-    results[name][0][key] += 1
-    assert fill(text, TABLES[page](results)) != text
-    with pytest.raises(ValueError, match=f"table: {name}"):
-        fill("no markers", TABLES[page](results))
+def test_another_figure_would_be_noticed():
+    results, text = json.loads(distributed.RESULTS.read_text()), distributed.DOCS.read_text()
+    results["fsdp"][0]["unsharded_bytes_per_element"] += 1
+    assert fill(text, distributed.tables(results)) != text
+    with pytest.raises(ValueError, match="table: fsdp"):
+        fill("no markers", distributed.tables(results))
 
 
 @pytest.mark.parametrize("name", performance.COMMANDS)
@@ -63,7 +50,7 @@ def test_a_file_of_measurements_is_whole_and_names_its_machine(name):
 def test_the_arithmetic_for_llama_3_8b():
     shapes = distributed.linear_shapes(**distributed.LLAMA_3_8B)
     elements = sum(n * k for n, k in shapes)
-    assert f"the {elements:,} linear weights" in DOCS["distributed"].read_text()
+    assert f"the {elements:,} linear weights" in distributed.DOCS.read_text()
     assert distributed.scale_bytes("tensorwise", shapes) == 4 * 7 * 32
 
 
@@ -74,14 +61,14 @@ def _run_code(code):
 
 def test_the_code_for_ranks_runs():
     """Without the compiler, which would take most of the time."""
-    code = code_of("distributed")
+    code = code_of(distributed.DOCS)
     assert code.count("fully_shard(") > 4
     run(2, _run_code, code)
 
 
 def test_the_code_for_delayed_scaling_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code = code_of("scaling")
+    code = code_of(scaling.DOCS)
     assert code.count("sync_float8_amax_and_scale_history(") == 1
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="two optimizer steps without")
@@ -93,7 +80,7 @@ def test_the_code_for_delayed_scaling_runs(tmp_path, monkeypatch):
 
 
 def test_every_picture_is_there_and_shown():
-    assert set(re.findall(r"\(images/(scaling_\w+\.png)\)", DOCS["scaling"].read_text())) == set(PICTURES)
+    assert set(re.findall(r"\(images/(scaling_\w+\.png)\)", scaling.DOCS.read_text())) == set(PICTURES)
     for name in PICTURES:
         assert (scaling.IMAGES / name).read_bytes().startswith(b"\x89PNG")
 
@@ -105,7 +92,7 @@ def test_every_picture_is_there_and_shown():
 def test_series_are_those_of_the_recorded_run(scenario, contestant):
     planned = scenarios()[scenario]
     measured = fare(planned.deviations, planned.contestants[contestant])
-    recorded = results_of("scaling")["scenarios"][scenario][contestant]
+    recorded = json.loads(scaling.RECORD.read_text())["scenarios"][scenario][contestant]
     assert measured["sqnr_db"] == pytest.approx(recorded["sqnr_db"], abs=0.05)
     assert measured["used_over_ideal"] == pytest.approx(recorded["used_over_ideal"], rel=1e-3)
     assert measured["saturated"] == pytest.approx(recorded["saturated"], abs=1e-4)
