@@ -194,6 +194,14 @@ def _count(recipe, gather, precompute):
     return counter.calls, counter.bytes, elements
 
 
+LINEAR_WEIGHTS = [p.shape for name, p in make_model().named_parameters() if name.endswith("weight") and p.dim() == 2]
+
+
+def scales_of(recipe, rows, columns):
+    """Of the casts of a weight for both of its matmuls."""
+    return {"rowwise": rows + columns, "rowwise_with_gw_hp": rows + 1}.get(recipe, 1)
+
+
 @pytest.mark.parametrize(("ranks", "precompute"), [(2, False), (4, True)])
 @on_ranks()
 def test_bytes_and_collectives_of_a_step(ranks, precompute):
@@ -203,6 +211,7 @@ def test_bytes_and_collectives_of_a_step(ranks, precompute):
         # group, which has the last linear, stay for the backward.
         assert calls["all_gather"] in (7, 8)
         assert calls["all_reduce"] == 1, recipe  # all scales of the model
+        assert sent["all_reduce"] == 4 * sum(scales_of(recipe, *weight) for weight in LINEAR_WEIGHTS), recipe
         gathers = {"blocks": 2, "last": calls["all_gather"] - 6}
         casts = 2 if recipe in TWO_PAYLOADS else 1
         assert sent["all_gather"] == sum(
