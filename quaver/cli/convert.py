@@ -4,12 +4,10 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from quaver.cli.dispatch import find_verb
-from quaver.cli.errors import EXIT_BAD_INPUT, EXIT_NOT_WRITTEN, bad_input, print_error
-from quaver.export.files import NotWrittenError
+from quaver.cli.errors import bad_input
 from quaver.recorder.byte_sizes import parse_bytes
 from quaver.trainer.config.flags import parse_options
 from quaver.trainer.config.settings import OneOf, Positional, Settings, expanded
-from quaver.trainer.errors import CheckpointError
 from quaver.trainer.huggingface.convert import export_hf, import_hf
 from quaver.trainer.huggingface.weights import file_state
 
@@ -57,11 +55,7 @@ def run(argv: list[str]) -> int:
     if isinstance(way, int):
         return way
     with bad_input():
-        try:
-            (_import if way == "hf-to-quaver" else _export)(argv[1:])
-        except (CheckpointError, NotWrittenError) as error:
-            print_error(error)
-            return EXIT_NOT_WRITTEN if isinstance(error, NotWrittenError) else EXIT_BAD_INPUT
+        (_import if way == "hf-to-quaver" else _export)(argv[1:])
     return 0
 
 

@@ -1,10 +1,12 @@
-"""Bad input becomes one line on stderr and exit code 2."""
+"""Bad input becomes one line on stderr and exit code 2, and a result that cannot be written exit code 4."""
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from quaver.devices import MissingDeviceError
+from quaver.export.files import NotWrittenError
+from quaver.trainer.errors import CheckpointError
 
 EXIT_BAD_INPUT = 2
 EXIT_NONFINITE = 3
@@ -28,11 +30,11 @@ def print_error(message: object) -> None:
 
 @contextmanager
 def bad_input() -> Iterator[None]:
-    """Turn bad input inside the block into one line on stderr and SystemExit(2)."""
+    """Turn bad input inside the block into one line on stderr and SystemExit(2); weights not written into 4."""
     try:
         yield
     except BrokenPipeError:  # the reader of --help has closed the pipe
         raise
-    except BAD_INPUT as error:
+    except (*BAD_INPUT, CheckpointError) as error:
         print_error(error)
-        raise SystemExit(EXIT_BAD_INPUT) from error
+        raise SystemExit(EXIT_NOT_WRITTEN if isinstance(error, NotWrittenError) else EXIT_BAD_INPUT) from error

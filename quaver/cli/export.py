@@ -6,10 +6,10 @@ from typing import Annotated
 
 import torch
 
-from quaver.cli.errors import EXIT_BAD_INPUT, EXIT_NOT_WRITTEN, bad_input, print_error
+from quaver.cli.errors import bad_input
 from quaver.export import Float8Weights, save_float8
 from quaver.export.bundle import tokenizer_files
-from quaver.export.files import NotWrittenError
+from quaver.export.files import CONFIG
 from quaver.export.folders import check_new
 from quaver.export.formats import COMPRESSED_TENSORS, FORMATS
 from quaver.export.source import DEFAULT_FILTER, Source, huggingface_source
@@ -17,7 +17,6 @@ from quaver.recorder.byte_sizes import parse_bytes
 from quaver.trainer.config.flags import parse_options
 from quaver.trainer.config.float8 import RECIPES
 from quaver.trainer.config.settings import NotNegative, OneOf, Positional, Settings, expanded
-from quaver.trainer.errors import CheckpointError
 from quaver.trainer.huggingface.convert import checkpoint_of
 from quaver.trainer.huggingface.float8 import run_source
 
@@ -58,12 +57,8 @@ def run(argv: list[str]) -> int:
     with bad_input():
         options = parse_options(Export, argv, prog="quaver export SOURCE TARGET")
         target = expanded(options.target)
-        try:
-            check_new(target)
-            written = _save(options, _source(options), target)
-        except (NotWrittenError, CheckpointError) as error:
-            print_error(error)
-            return EXIT_NOT_WRITTEN if isinstance(error, NotWrittenError) else EXIT_BAD_INPUT
+        check_new(target)
+        written = _save(options, _source(options), target)
     plan = written.plan
     print(f"{target}: {len(plan.linears)} float8 weights of the recipe {plan.recipe} in the format {options.format}")
     if not written.requantized:
@@ -83,6 +78,11 @@ def _source(options: Export) -> Source:
     if checkpoint is not None:
         return run_source(checkpoint, name=options.model, recipe=options.recipe, filter_fqns=options.filter_fqns)
     options.require_default("model", unless="SOURCE is a run or a checkpoint")
+    if not (path / CONFIG).is_file():
+        raise FileNotFoundError(
+            f"SOURCE must be a run, a step-... folder of it, or a Hugging Face folder, got {str(path)!r}, which has "
+            f"neither config.toml nor {CONFIG}"
+        )
     if options.recipe is None:
         raise ValueError(
             f"--recipe must be one of {', '.join(RECIPES)} for a Hugging Face folder; {str(path)!r} is one"

@@ -5,9 +5,8 @@ from typing import Annotated
 
 import torch
 
-from quaver.cli.errors import EXIT_NOT_WRITTEN, bad_input, print_error
+from quaver.cli.errors import bad_input
 from quaver.export import import_float8
-from quaver.export.files import NotWrittenError
 from quaver.recorder.byte_sizes import parse_bytes
 from quaver.trainer.config.flags import parse_options
 from quaver.trainer.config.settings import OneOf, Positional, Settings, expanded
@@ -33,10 +32,6 @@ def run(argv: list[str]) -> int:
         options = parse_options(Import, argv, prog="quaver import SOURCE TARGET")
         target, limit = expanded(options.target), parse_bytes(options.max_shard_size, "--max-shard-size")
         dtype = getattr(torch, options.dtype)
-        try:
-            count = import_float8(expanded(options.source), target, dtype=dtype, max_shard_bytes=limit)
-        except NotWrittenError as error:
-            print_error(error)
-            return EXIT_NOT_WRITTEN
+        count = import_float8(expanded(options.source), target, dtype=dtype, max_shard_bytes=limit)
     print(f"{target}: {count} float8 weights dequantized to {options.dtype}")
     return 0

@@ -157,8 +157,9 @@ def test_delayed_scales_and_the_baseline(runs, tmp_path, capsys):
         ): "--format must be one of compressed-tensors, compressed-tensors-block, fp8",
         (*baseline[:2], "x", "--recipe=int8"): "unknown recipe 'int8'",
         (*baseline[:2], "x", "--tokenizer=."): "must have files of a tokenizer",
-        ("export", ".", "x"): "--recipe must be one of tensorwise, rowwise",
-        ("export", ".", "x", "--recipe=rowwise"): "has no config.json; give the folder of a Hugging Face model",
+        ("export", str(tmp_path / "blocks"), "x"): "--recipe must be one of tensorwise, rowwise",
+        ("export", ".", "x"): "'.', which has neither config.toml nor config.json",
+        ("export", "nowhere", "x", "--recipe=rowwise"): "SOURCE must be a run, a step-... folder of it, or a Hugging",
         ("export", ".", str(tmp_path / "blocks")): "exists already",
     }.items():
         with pytest.raises(SystemExit, match="2"):
