@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import matplotlib.patheffects
+import matplotlib.style
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import BoundaryNorm
@@ -30,7 +30,7 @@ _OUTLINE = [matplotlib.patheffects.withStroke(linewidth=2.2, foreground="white")
 
 def draw_map(roofline: Roofline, spec: DeviceSpec, image: Path) -> None:
     """Write a PNG of the predictions for `spec`: the same bytes for the same predictions and versions."""
-    with matplotlib.rc_context({"font.size": 9, "axes.titlesize": 10}):
+    with matplotlib.style.context(["default", {"font.size": 9, "axes.titlesize": 10}]):
         make_figure(roofline, spec).savefig(image, dpi=110, metadata={"Software": None})
 
 

@@ -31,6 +31,8 @@ def main(argv: list[str] | None = None) -> int:
         argv: words after the program's name; those of the process when None.
     """
     words = sys.argv[1:] if argv is None else argv
+    if sys.stdout is None:  # closed by the shell, as a daemon's may be
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be Unicode
     if words[:1] == ["--version"]:

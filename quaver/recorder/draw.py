@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+import matplotlib.style
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -38,7 +38,7 @@ _NARROWEST_LABEL = 0.05
 
 def draw_timeline(report: dict[str, Any], image: Path, *, title: str) -> None:
     """Write a PNG of the timeline of `report` (`Timeline.report`), or of the reason why it has none."""
-    with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+    with matplotlib.style.context(["default", {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}]):
         figure = Figure(figsize=(10, 5), layout="constrained")
         FigureCanvasAgg(figure)
         figure.suptitle(title, fontsize=10, parse_math=False)

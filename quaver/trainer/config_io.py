@@ -42,7 +42,7 @@ def read_toml(path: Path) -> Sections:
         what = "is a folder; give its config.toml" if path.is_dir() else "does not exist; give the path of a TOML file"
         raise FileNotFoundError(f"config file {str(path)!r} {what}")
     try:
-        sections = tomllib.loads(path.read_text(encoding="utf-8"))
+        sections = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors of Windows write a BOM
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"config file {str(path)!r} is not valid TOML: {error}") from error
     for section, values in sections.items():

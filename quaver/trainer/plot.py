@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+import matplotlib.style
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -17,15 +17,18 @@ COLORS = ("#d1495b", "#30638e")
 
 
 def draw_curves(metrics: Path, image: Path, *, title: str) -> None:
-    """Write a PNG with the losses of every model, the gap between two, and tokens/s, as far as the run came."""
+    """Write a PNG with the losses of every model, the gap between two, and tokens/s, as far as the run came.
+
+    The user's matplotlibrc has no effect: one that needs LaTeX would end the run here.
+    """
     records = read_metrics(metrics)
     names = list(dict.fromkeys(record["run"] for record in records if "run" in record))
     panels = 3 if len(names) == 2 else 2
-    with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+    with matplotlib.style.context(["default", {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}]):
         figure = Figure(figsize=(4.6 * panels, 3.8), layout="constrained")
         FigureCanvasAgg(figure)
         axes = list(figure.subplots(1, panels))
-        figure.suptitle(title, fontsize=10)
+        figure.suptitle(title, fontsize=10, parse_math=False)
         _draw_losses(axes.pop(0), records, names)
         if len(names) == 2:
             _draw_gap(axes.pop(0), records, names)

@@ -69,6 +69,11 @@ def test_compiled_blocks_train_alike(where, tmp_path, recipe):
     assert "exact" not in compiled["runs"][recipe]["peak_memory_source"]
 
 
+def test_a_closed_standard_output(where, monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)  # as Python has it after `>&-` in a shell
+    assert main(["train", *TINY, *where, "--training.steps=2"]) == 0
+
+
 def test_a_diverging_run_stops_with_one_line(where, tmp_path, capsys):
     flags = ["--optimizer.lr", "1e38", "--lr_scheduler.warmup_steps", "0", "--training.steps", "20"]
     assert main(["train", *TINY, *where, *flags]) == 3

@@ -1,5 +1,6 @@
 """`quaver memory [CONFIG.toml] [options] [--section.field value ...]`."""
 
+import os
 import shlex
 import sys
 from dataclasses import dataclass
@@ -69,9 +70,13 @@ class Options(Settings):
             raise ValueError("--measure measures on training.device, and predicts for it: expected no --device with it")
         if self.time_on is not None and not (self.advise or self.fit):
             raise ValueError("--time-on models the time of what --advise or --fit tries: expected one of them")
-        for flag, path in (("output", self.output), ("html", self.html), ("png", self.png)):
-            if path is not None:
-                writable(Path(path), f"--{flag}")
+        if self.png is not None and not self.png.endswith(".png"):
+            raise ValueError(f"--png must be a file whose name ends with .png, got {self.png!r}")
+        files = {flag: path for flag in ("output", "html", "png") if (path := getattr(self, flag)) is not None}
+        for flag, path in files.items():
+            writable(Path(path), f"--{flag}")
+            if list(files.values()).count(path) > 1 and path != os.devnull:
+                raise ValueError(f"--{flag} must be a file that no other option names, got {path!r}")
 
 
 @dataclass

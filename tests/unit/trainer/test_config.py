@@ -125,7 +125,7 @@ def test_bad_toml(tmp_path, toml, message):
 
 def test_the_config_of_an_older_run_loads(tmp_path):
     path = tmp_path / "config.toml"
-    path.write_text("[metrics]\nplot_float8_scales = false\nlog_freq = 3\n")
+    path.write_text("\ufeff[metrics]\r\nplot_float8_scales = false\r\nlog_freq = 3\r\n")  # edited on Windows
     assert load_config(path).metrics.log_freq == 3
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import matplotlib
 import pytest
 from matplotlib.figure import Figure
 
@@ -19,7 +20,7 @@ def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Figu
 
     def draw(function: Callable[..., None], records: list[dict]) -> Figure:
         (tmp_path / "records.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
-        function(tmp_path / "records.jsonl", tmp_path / "image.png", title="a run")
+        function(tmp_path / "records.jsonl", tmp_path / "image.png", title="a run $x_{$")
         assert (tmp_path / "image.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
         return figures[-1]
 
@@ -40,6 +41,11 @@ def test_panels_of_curves(drawn, runs):
     figure = drawn(draw_curves, [record for name, steps in runs.items() for record in losses(name, steps)])
     gap = ["Loss gap of tensorwise to bfloat16 (%)"] if len(runs) == 2 else []
     assert titles(figure) == ["Loss (nats per token)", *gap, "Tokens per second"]
+
+
+def test_a_matplotlibrc_that_needs_latex_has_no_effect(drawn):
+    with matplotlib.rc_context({"text.usetex": True}):
+        drawn(draw_curves, losses("tensorwise", 5))
 
 
 def test_smoothing_keeps_a_straight_line_and_halves_noise():
