@@ -104,7 +104,7 @@ def fake_tensors(*, compiled: bool = False, estimate: bool = False) -> Iterator[
         if is_for_a_gpu():
             stack.enter_context(as_on_a_gpu())
         fakes = stack.enter_context(Fakes())
-        stack.enter_context(without_tracing_in_transformers())
+        stack.enter_context(_without_tracing_in_transformers())
         fakes.assumptions = Assumptions() if estimate else None
         try:
             yield fakes
@@ -116,7 +116,7 @@ def fake_tensors(*, compiled: bool = False, estimate: bool = False) -> Iterator[
             raise depends_on(fakes.integer_reads, error) from error
 
 
-def without_tracing_in_transformers() -> AbstractContextManager[Any]:
+def _without_tracing_in_transformers() -> AbstractContextManager[Any]:
     """If transformers is imported, have it take fake tensors for real ones inside the block.
 
     transformers (5.23) takes fake tensors for tracing, and then builds attention masks that a training step does not

@@ -48,9 +48,9 @@ def test_two_settings_are_compared(tmp_path, capsys):
     assert largest["sentence"] in " ".join(printed.split("\n"))
 
 
-def test_a_page_and_a_picture(tmp_path, capsys):
+def test_a_page_a_picture_and_a_measurement(tmp_path, capsys):
     page, picture = tmp_path / "page.html", tmp_path / "step.png"
-    files = ["--html", str(page), "--png", str(picture)]
+    files = ["--html", str(page), "--png", str(picture), "--measure"]
     printed, written = ask(capsys, tmp_path, *SMALL, *files, "--vs", "--float8.recipe_name rowwise")
     html = page.read_text()
     assert "llama3_debug in tensorwise, 1 rank" in html
@@ -58,10 +58,6 @@ def test_a_page_and_a_picture(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert f"saved {picture}" in printed
     assert written["comparison"]["label_b"] == "--float8.recipe_name rowwise"
-
-
-def test_measured_and_predicted(tmp_path, capsys):
-    printed, written = ask(capsys, tmp_path, *SMALL, "--measure")
     assert "device     a CPU" in printed
     assert written["measured"]["peak_bytes"] == pytest.approx(written["peak_bytes"], rel=0.01)
     assert f"{written['measured']['peak_bytes']:,}" in printed

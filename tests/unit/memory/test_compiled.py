@@ -3,6 +3,7 @@
 import ast
 import json
 import subprocess
+import textwrap
 from itertools import product
 
 import pytest
@@ -17,11 +18,13 @@ from benchmarks.memory_report import RECORD
 from benchmarks.predicted import WITHIN, compare
 from quaver.memory import explain
 from quaver.memory.compiling.compiled import are_kernels_left_out, compiled_graphs
+from quaver.memory.compiling.compiled_rows import CompiledRows, CompiledTracker
 from quaver.memory.compiling.wrapper_code import kernel_operator, rewritten
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.predict import predict_step
 from quaver.memory.runs.predict import SEES_GATHERS, predict_memory
 from quaver.recorder.allocator import measure_usage
+from quaver.recorder.recorder import Recorder
 from quaver.trainer.config import Model, TrainConfig
 from quaver.trainer.config.training import Training
 from tests.unit.memory.models import CPU, Block
@@ -137,6 +140,18 @@ def test_rows_of_compiled_code_say_what_made_them_and_who_keeps_them():
     assert uses == {"aten.mm"}  # of the second weight's gradient
 
 
+def test_what_a_graph_saved_is_released_when_its_backward_ends():
+    recorder, held = Recorder(tracker := CompiledTracker(nn.Identity()), []), torch.zeros(4)
+    rows = CompiledRows(recorder, tracker)
+    rows.saved([held, 3])
+    rows.saved([held])
+    for saved in (1, 0):
+        rows.backward_begins([held, torch.zeros(4)])
+        assert recorder.log[-1].saved == saved + 1
+        rows.backward_ends()
+        assert recorder.log[-1].saved == saved
+
+
 def test_layers_that_are_alike_are_compiled_once():
     with fake_tensors(compiled=True) as fakes:
         model = nn.Sequential(*(_compiled() for _ in range(4)))
@@ -217,26 +232,30 @@ def test_a_run_that_compiles_is_predicted_as_compiled_code(ranks):
     assert all(row["of"].startswith(row["module"]) for row in weights)
 
 
-SOURCE = """
-from torch._inductor.async_compile import AsyncCompile
-async_compile = AsyncCompile()
-cpp_fused_add_0 = async_compile.cpp_pybinding([], '''code''')
-
-class Runner:
-    def call(self, args):
-        primals_1, = args
-        args.clear()
-        assert_size_stride(primals_1, (4,), (1,), 'input')
-        buf0 = empty_strided_cpu((4,), (1,), torch.float32)
-        buf1 = reinterpret_tensor(buf0, (2,), (1,), 2)  # alias
-        cpp_fused_add_0(primals_1, buf1)
-        buf2 = torch.ops.aten.neg.default(buf0)
-        buf3 = buf2
-        del buf2
-        buf4 = reinterpret_tensor(buf0, (2, 2), (2, 1), 0); del buf0  # reuse
-        extern_kernels.mm(buf3, buf3, out=buf4)
-        return (buf4, buf3, )
-"""
+STATEMENTS = [
+    ("", "received(args)"),
+    ("primals_1, = args", "primals_1, = args"),
+    ("args.clear()", "args.clear()"),
+    ("assert_size_stride(primals_1, (4,), (1,), 'input')", "assert_size_stride(primals_1, (4,), (1,), 'input')"),
+    (
+        "buf0 = empty_strided_cpu((4,), (1,), torch.float32)",
+        "buf0 = made_0.allocate((4,), (1,), torch.float32, {'primals_1': primals_1})",
+    ),
+    ("buf1 = reinterpret_tensor(buf0, (2,), (1,), 2)  # alias", "buf1 = reinterpret_tensor(buf0, (2,), (1,), 2)"),
+    ("cpp_fused_add_0(primals_1, buf1)", "made_1.call(cpp_fused_add_0, primals_1, buf1)"),
+    ("buf2 = torch.ops.aten.neg.default(buf0)", "buf2 = made_2.call(torch.ops.aten.neg.default, buf0)"),
+    ("buf3 = buf2", "buf3 = buf2"),
+    ("del buf2", "del buf2"),
+    (
+        "buf4 = reinterpret_tensor(buf0, (2, 2), (2, 1), 0); del buf0  # reuse",
+        "buf4 = layout_of(reinterpret_tensor(buf0, (2, 2), (2, 1), 0))\n"
+        "del buf0\n"
+        "buf4 = made_3.allocate(*buf4, {'buf3': buf3})",
+    ),
+    ("extern_kernels.mm(buf3, buf3, out=buf4)", "made_4.call(extern_kernels.mm, buf3, buf3, out=buf4)"),
+    ("return (buf4, buf3, )", "return returned((buf4, buf3))"),
+]
+"""Of Inductor's wrapper code, and what each becomes."""
 
 
 def test_each_statement_is_rewritten_as_promised():
@@ -246,31 +265,11 @@ def test_each_statement_is_rewritten_as_promised():
         asked.append((buffer, kernel))
         return f"made_{len(asked) - 1}"
 
-    code = ast.unparse(rewritten(SOURCE, maker_of))
-    body = [line.strip().removeprefix("return ") for line in code.partition("def call")[2].splitlines()[1:]]
-    promised = [
-        "received(args)",
-        "(primals_1,) = args",
-        "args.clear()",
-        "assert_size_stride(primals_1, (4,), (1,), 'input')",
-        "buf0 = made_0.allocate((4,), (1,), torch.float32, {'primals_1': primals_1})",
-        "buf1 = reinterpret_tensor(buf0, (2,), (1,), 2)",
-        "made_1.call(cpp_fused_add_0, primals_1, buf1)",
-        "buf2 = made_2.call(torch.ops.aten.neg.default, buf0)",
-        "buf3 = buf2",
-        "del buf2",
-        "buf4 = layout_of(reinterpret_tensor(buf0, (2, 2), (2, 1), 0))",
-        "del buf0",
-        "buf4 = made_3.allocate(*buf4, {'buf3': buf3})",
-        "made_4.call(extern_kernels.mm, buf3, buf3, out=buf4)",
-        "return returned((buf4, buf3))",
-    ]
-    assert body == ast.unparse(ast.parse("\n".join(promised).replace("return ", ""))).splitlines()
+    before, after = zip(*STATEMENTS, strict=True)
+    head = "from torch._inductor.async_compile import AsyncCompile\ndef call(self, args):\n"
+    code = ast.unparse(rewritten(head + textwrap.indent("\n".join(before), "    "), maker_of))
+    assert textwrap.dedent(code.partition("\n")[2]) == ast.unparse(ast.parse("\n".join(after)))
     assert asked == [("buf0", "fused_add"), ("buf0", "fused_add"), ("buf2", ""), ("buf4", ""), ("buf4", "")]
     assert "import" not in code
-
-
-def test_names_of_kernels():
-    assert kernel_operator("cpp_fused_abs_amax_12") == "fused_abs_amax"
-    assert kernel_operator("triton_poi_fused_add_0") == "fused_add"
-    assert kernel_operator("assert_size_stride") == ""
+    kernels = {"cpp_fused_abs_amax_12": "fused_abs_amax", "triton_poi_fused_add_0": "fused_add", "assert_size": ""}
+    assert {name: kernel_operator(name) for name in kernels} == kernels

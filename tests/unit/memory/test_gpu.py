@@ -150,7 +150,9 @@ def test_compiled_code_saves_no_copy_of_a_gathered_weight(recipe):
 @on_ranks
 @pytest.mark.parametrize("compiled", ["false", pytest.param("true", marks=pytest.mark.nightly)])
 def test_tensor_parallel_runs(compiled):
-    words = f"--parallelism.tensor_parallel_degree 2 --training.compile {compiled}"
+    float8 = "--float8.enable_fsdp_float8_all_gather true --float8.precompute_float8_dynamic_scale_for_fsdp true"
+    words = f"{float8} --parallelism.tensor_parallel_degree 2 --training.compile {compiled}"
     on_gpu, on_cpu = (_run(words, 4, device) for device in ("cuda", "cpu"))
     assert on_gpu.by_category["parameters"] == on_cpu.by_category["parameters"]
+    assert on_cpu.by_category["gathered_weights"] > 0
     assert on_gpu.peak_bytes == pytest.approx(on_cpu.peak_bytes, rel=0.2)

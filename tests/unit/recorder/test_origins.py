@@ -83,9 +83,9 @@ def test_a_float8_cast_is_of_the_parameter_by_its_name():
 
 def test_layers_that_are_alike_are_one_row():
     names = ["model.layers.0.up2", "model.layers.1.up2", "10 rows"]
-    rows = [{"module": name, "bytes": size, "count": 1, "shape": [2]} for size, name in enumerate(names, 5)]
+    rows = [{"module": name, "bytes": size, "count": 2, "shape": [2]} for size, name in enumerate(names, 5)]
     merged = [(row["module"], row["bytes"], row["count"]) for row in merged_layers(rows)]
-    assert merged == [("model.layers.*.up2", 11, 2), ("10 rows", 7, 1)]
+    assert merged == [("model.layers.*.up2", 11, 4), ("10 rows", 7, 2)]
 
 
 def test_what_a_checkpoint_a_policy_and_other_code_saved():
