@@ -115,6 +115,14 @@ def test_areas_are_as_high_as_their_bytes(browser, pages):
     }
 
 
+def test_a_short_peak_among_many_events_is_seen(browser, pages):
+    """Of 100,000 events one has the peak: it is drawn at its height, in a window of any width."""
+    for width in (400, 1600):
+        browser.open(pages / "wide.html", width=width)
+        top = browser.run("return Math.min(...[...document.querySelectorAll('.area')].map((a) => a.getBBox().y))")
+        assert top == pytest.approx(34, abs=0.2)
+
+
 def _cell(browser, name):
     (cell,) = [each for each in browser.all(".cell") if each.get_attribute("aria-label").startswith(f"{name}, ")]
     return cell

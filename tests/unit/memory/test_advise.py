@@ -189,6 +189,7 @@ def test_the_fastest_that_fits(peaks, fit_bytes, settings, peak_bytes, change):
     assert not [row for row in advice.rows if row.fits and row.cost.modelled_s * 1.02 < best.cost.modelled_s]
     assert load_config(*parse_arguments([str(LLAMA_8B), *shlex.split(best.words)]))
     assert ("--parallelism.fsdp_reshard_after_forward always" in best.words) == ("gathered" in change)
+    assert (best.words == "") == (change == AS_CONFIGURED)
 
 
 def test_every_setting_is_predicted_once_as_the_run_is(peaks):
