@@ -40,9 +40,6 @@ from quaver.recorder.allocator import no_garbage_collection
 from quaver.recorder.recorder import CATEGORIES
 from quaver.recorder.timeline import record_timeline
 
-_CPU = torch.device("cpu")
-"""The device of all fake tensors, also in predictions for a GPU (gpu.py)."""
-
 
 @dataclass(frozen=True)
 class Prediction:
@@ -94,7 +91,8 @@ class Prediction:
     @property
     def phase_of_peak(self) -> str:
         """The phase of the peak."""
-        return next((name for name, begin, end in self.report["spans"] if begin < self._event <= end), "other")
+        event = self.report["peak_event"]
+        return next((name for name, begin, end in self.report["spans"] if begin < event <= end), "other")
 
     def by(self, *keys: str) -> dict[tuple[str, ...], int]:
         """Bytes at the peak by one or more columns of `at_peak`, such as "category" or "module"; the largest first."""
@@ -127,10 +125,6 @@ class Prediction:
             "report": {key: value for key, value in self.report.items() if key not in left_out},
         }
 
-    @property
-    def _event(self) -> int:
-        return int(self.report["peak_event"])
-
 
 def explain(
     model: nn.Module,
@@ -161,14 +155,14 @@ def explain(
     """
     compiled = has_compiled_code(model)
     with predicting_for(device), fake_tensors(compiled=compiled, estimate=estimate) as fakes:
-        fake = fake_copy(_plain(model), fakes, _CPU)
+        fake = fake_copy(_plain(model), fakes)
         if compiled:
             recompile(fake, model)
-        arguments = fake_copies(inputs, fakes, _CPU)
+        arguments = fake_copies(inputs, fakes)
         made = None if optimizer is None else optimizer(fake.parameters())
 
         def step() -> None:
-            with torch.autocast(_CPU.type, dtype=autocast, enabled=autocast is not None):
+            with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
                 output = (loss or _sum)(fake(*arguments))
             _check_loss(output)
             output.backward()

@@ -17,7 +17,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ MARK = "forward is done"
 _NO_OPERATION = ("aten::empty", "aten::resize_", "aten::new_empty", "autograd::", "FSDP::")
 """Prefixes of ranges that only allocate for the operation around them."""
 
+_COLLECTIVES = ("c10d::", "gloo:", "FSDP::")
 _FLOAT8_MATMULS = ("quaver::gemm", "quaver::exact_float8_mm")
 _CONVERTERS = frozenset(("aten::to", "aten::_to_copy", "aten::copy_", "aten::empty_strided", "aten::empty_like"))
 _ELEMENTWISE = frozenset(
@@ -39,24 +40,20 @@ _ELEMENTWISE = frozenset(
 
 @dataclass
 class Block:
-    """One allocation, with the profiler's ranges around it, innermost first."""
+    """One allocation."""
 
     size_bytes: int
-    ranges: tuple[str, ...]
     born_ns: int
     returns_ns: float
     """When the operation that requested it returned."""
+    is_of_collective: bool
+    """Whether a process group may hold it: its own buffer, or one that FSDP2 sends or receives."""
     dies_ns: float = math.inf
 
     @property
     def is_scratch(self) -> bool:
         """[Note: scratch]"""
         return self.dies_ns <= self.returns_ns
-
-    @property
-    def is_of_collective(self) -> bool:
-        """Whether a process group may hold it: its own buffer, or one that FSDP2 sends or receives."""
-        return any(name.startswith(("c10d::", "gloo:", "FSDP::")) for name in self.ranges)
 
 
 @dataclass
@@ -68,8 +65,6 @@ class Usage:
     """The peak without scratch; None on a GPU, whose allocator does not report it."""
     saved_bytes: int = 0
     """Alive at the mark: what the forward saved for backward."""
-    at_mark: list[Block] = field(default_factory=list, repr=False)
-    """Allocations alive at the mark, the largest first; empty on a GPU."""
 
 
 class Measured:
@@ -150,10 +145,8 @@ def _usage_of(nodes: list[Any], may_leave: bool) -> Usage:
     # A gloo thread holds its last buffer until its next work.
     left = [block for block in _alive(blocks, math.inf) if not block.is_of_collective]
     _check_one_step(len(marks), 0 if may_leave else _sum(left))
-    at_peak, at_mark = _alive(blocks, _time_of_peak(blocks)), _alive(blocks, marks[0])
     tensors = [block for block in blocks if not block.is_scratch]
-    tensor_peak = _alive(tensors, _time_of_peak(tensors))
-    return Usage(_sum(at_peak), _sum(tensor_peak), _sum(at_mark), at_mark)
+    return Usage(_peak_bytes(blocks), _peak_bytes(tensors), _sum(_alive(blocks, marks[0])))
 
 
 def _sum(blocks: list[Block]) -> int:
@@ -187,8 +180,7 @@ def _blocks(nodes: list[Any]) -> list[Block]:
         if event.ptr in live:
             live.pop(event.ptr).dies_ns = node.start_time_ns
         if event.alloc_size > 0:
-            ranges, returns_ns = _surroundings(node)
-            block = live[event.ptr] = Block(event.alloc_size, ranges, node.start_time_ns, returns_ns)
+            block = live[event.ptr] = Block(event.alloc_size, node.start_time_ns, *_surroundings(node))
             blocks.append(block)
     return blocks
 
@@ -204,8 +196,8 @@ def _release_unseen(live: dict[int, Block], size_bytes: int, now_ns: int) -> Non
                 return
 
 
-def _surroundings(node: Any) -> tuple[tuple[str, ...], float]:
-    """The ranges around an allocation, innermost first, and when the operation that requested it returned.
+def _surroundings(node: Any) -> tuple[float, bool]:
+    """When the operation that requested an allocation returned, and whether it was inside a collective.
 
     Operations and quaver's phases have a namespace in their names; autograd nodes have none. The innermost operation
     counts, except that a float8 matmul owns everything inside, and an elementwise operation its operands' conversions.
@@ -215,33 +207,21 @@ def _surroundings(node: Any) -> tuple[tuple[str, ...], float]:
         around.append(node)
     operations = [each for each in around if "::" in each.name and not each.name.startswith(_NO_OPERATION)]
     matmuls = [each for each in operations if each.name in _FLOAT8_MATMULS]
-    asked = (matmuls or _without_conversions(operations))[:1]
-    return tuple(each.name for each in around), asked[0].end_time_ns if asked else -math.inf
+    converting = list(itertools.dropwhile(lambda each: each.name in _CONVERTERS, operations))[:1]
+    elementwise = [each for each in converting if each.name in _ELEMENTWISE]
+    asked = matmuls or elementwise or operations
+    is_of_collective = any(each.name.startswith(_COLLECTIVES) for each in around)
+    return asked[0].end_time_ns if asked else -math.inf, is_of_collective
 
 
-def _without_conversions(operations: list[Any]) -> list[Any]:
-    """The operations from the innermost on, or from the elementwise one that converts an operand."""
-    around = itertools.dropwhile(lambda each: each.name in _CONVERTERS, operations)
-    found = list(around)
-    return found if found and found[0].name in _ELEMENTWISE else operations
-
-
-def _time_of_peak(blocks: list[Block]) -> float:
-    """The first moment at which most bytes are alive."""
+def _peak_bytes(blocks: list[Block]) -> int:
+    """The most bytes alive at any moment."""
     steps: list[tuple[float, int]] = [(block.born_ns, block.size_bytes) for block in blocks]
-    steps += [(block.dies_ns, -block.size_bytes) for block in blocks if block.dies_ns < math.inf]
-    live = highest = 0
-    when = -math.inf
-    for time_ns, size_bytes in sorted(steps):  # releases first at equal times
-        live += size_bytes
-        if live > highest:
-            highest, when = live, time_ns
-    return when
+    steps += [(block.dies_ns, -block.size_bytes) for block in blocks]
+    sums = itertools.accumulate(size_bytes for _, size_bytes in sorted(steps))  # releases first at equal times
+    return max(sums, default=0)
 
 
 def _alive(blocks: list[Block], time_ns: float) -> list[Block]:
-    """The allocations alive at a moment, the largest first."""
-    alive = [
-        each for each in blocks if each.born_ns <= time_ns and (time_ns < each.dies_ns or each.dies_ns == math.inf)
-    ]
-    return sorted(alive, key=lambda block: -block.size_bytes)
+    """The allocations alive at a moment."""
+    return [each for each in blocks if each.born_ns <= time_ns and (time_ns < each.dies_ns or each.dies_ns == math.inf)]

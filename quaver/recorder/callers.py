@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 _COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
@@ -18,7 +19,9 @@ _BACKEND = "quaver.memory.faking.gloo_buffers", "copy_of"
 
 _CHECKPOINT = "torch.utils.checkpoint"
 _ENGINE = "torch.autograd.graph", "_engine_run_backward"
-_PASSED_OVER = ("torch.", "quaver.recorder.", "quaver.memory.", "contextlib", "functools")
+
+NOT_THE_MODELS = ("torch.", "quaver.recorder.", "quaver.memory.", "contextlib", "functools")
+"""Prefixes of Python modules that are not the model's code."""
 
 
 class Caller(NamedTuple):
@@ -37,18 +40,24 @@ def caller() -> Caller:
     communicates = under_policy = False
     frame = sys._getframe(1)
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name.startswith(_PASSED_OVER):
+        name = module_of(frame)
+        if name.startswith(NOT_THE_MODELS):
             function = frame.f_code.co_name
             communicates = communicates or name == _COLLECTIVES or (name, function) == _BACKEND
             under_policy = under_policy or (name == _CHECKPOINT and function == "__torch_dispatch__")
             if (name, function) == _ENGINE:
                 break
-        elif name not in ("", "torch"):  # code that torch generates at run time has no module name
+        elif name:  # code that torch generates at run time has no module name
             line = f"{end_of_path(frame.f_code.co_filename, name)}:{frame.f_lineno}"
             return Caller(line, communicates, under_policy)
         frame = frame.f_back  # type: ignore[assignment]
     return Caller("", communicates, under_policy)
+
+
+def module_of(frame: FrameType) -> str:
+    """The name of the Python module whose code a frame runs; "torch." for torch itself."""
+    name = frame.f_globals.get("__name__", "")
+    return "torch." if name == "torch" else str(name)
 
 
 @cache

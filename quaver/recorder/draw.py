@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ COLORS = {
 """P. Tol's muted scheme for colour-blind readers; neighbours in the stack also differ in lightness. The tenth colour is
 from his older scheme."""
 
-MOST_POINTS = 3000
+MOST_COLUMNS = 1500
 """Columns of a timeline at most; of neighbouring events that share one, the highest is drawn."""
 SPANS = {"forward": "#f2f2f2", "backward": "#d9d9d9", "recompute": "#c4c4c4", "optimizer": "#e6e0d4"}
 _NARROWEST_LABEL = 0.05
@@ -50,7 +52,7 @@ def draw_timeline(report: dict[str, Any], image: Path, *, title: str) -> None:
 
 
 def _draw(figure: Figure, report: dict[str, Any]) -> None:
-    rows = column_maxima(report["timeline"], MOST_POINTS, keep=[report["peak_event"]])
+    rows = column_maxima(report["timeline"], MOST_COLUMNS, keep=[report["peak_event"]])
     events, series = rows[:, 0], rows[:, 2:].T
     peak_bytes = report["peak_bytes"]
     unit_bytes, unit = unit_of(peak_bytes)
@@ -90,14 +92,9 @@ def _mark_spans(axis: Any, spans: list[list[Any]], last_event: float) -> None:
 
 def _joined(spans: list[list[Any]]) -> list[list[Any]]:
     """The spans with recomputations merged into backward, and neighbours of one phase merged."""
-    joined: list[list[Any]] = []
-    for phase, begin, end in spans:
-        phase = "backward" if phase == "recompute" else phase
-        if joined and joined[-1][0] == phase:
-            joined[-1][2] = end
-        else:
-            joined.append([phase, begin, end])
-    return joined
+    renamed = [("backward" if phase == "recompute" else phase, begin, end) for phase, begin, end in spans]
+    groups = [(phase, list(same)) for phase, same in groupby(renamed, key=itemgetter(0))]
+    return [[phase, same[0][1], same[-1][2]] for phase, same in groups]
 
 
 def _mark_peak(axis: Any, event: int, height: float, unit: str, last_event: float) -> None:

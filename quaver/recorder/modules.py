@@ -93,12 +93,6 @@ class ModuleTracker:
         """Report compiled code to `recorder` inside the block; here nothing."""
         return nullcontext()
 
-    def entered(self, name: str) -> None:
-        """Called when the forward of a module begins, before its other hooks."""
-
-    def left(self, name: str, output: Any) -> None:
-        """Called when the forward of a module ends, after its other hooks; `output` is None if it raised."""
-
     @property
     def current(self) -> str:
         """The module in which code runs now; `OUTSIDE` for none."""
@@ -136,11 +130,9 @@ class ModuleTracker:
         def enter(_: nn.Module, inputs: Any) -> None:
             self.stack.append(name)
             self._mark()
-            self.entered(name)
 
         def leave(_: nn.Module, inputs: Any, output: Any) -> None:
             if self.stack and self.stack[-1] == name:
-                self.left(name, output)
                 self.stack.pop()
                 self._mark()
 

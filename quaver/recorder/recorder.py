@@ -58,6 +58,8 @@ class Use(NamedTuple):
 class Allocation:
     """One storage, from its allocation to its release."""
 
+    key: int
+    """Of the storage; after its release another may have it."""
     operator: str | None
     """The operator that allocated it; None if it is older than the recording."""
     module: str
@@ -138,8 +140,8 @@ class Recorder(StorageWatch):
                     allocation.module = module or allocation.module
                     allocation.parameter = parameter or allocation.parameter
 
-    def save(self, part: Tensor) -> int:
-        """Autograd saved the plain tensor `part` for backward; returns the key with which to `release` it."""
+    def save(self, part: Tensor) -> Allocation:
+        """Autograd saved the plain tensor `part` for backward; returns what to `release`."""
         key = part.untyped_storage()._cdata
         # A result of a DTensor's operators, which no mode sees; a collective's own buffer is never saved.
         unseen = self._left_alone.pop(key, None) is not None
@@ -147,12 +149,12 @@ class Recorder(StorageWatch):
         allocation = self._live[key]
         allocation.saved_in = allocation.saved_in or self._modules.current
         self._change_saved(key, 1)
-        return key
+        return allocation
 
-    def release(self, key: int) -> None:
+    def release(self, allocation: Allocation) -> None:
         """Autograd dropped a saved tensor of this storage."""
-        if key in self._live:
-            self._change_saved(key, -1)
+        if self._live.get(allocation.key) is allocation:
+            self._change_saved(allocation.key, -1)
 
     def _change_saved(self, key: int, more: int) -> None:
         self._saved[key] = self._saved.get(key, 0) + more
@@ -163,12 +165,13 @@ class Recorder(StorageWatch):
     def storage_appeared(self, key: int, size_bytes: int, tensor: Tensor | None, operator: str | None) -> None:
         shape, dtype = ((), "") if tensor is None else _looks(tensor)
         if operator is None:
-            allocation = Allocation(None, OUTSIDE, BEFORE, shape, dtype, category="inputs")
+            allocation = Allocation(key, None, OUTSIDE, BEFORE, shape, dtype, category="inputs")
             self.initial[allocation] = size_bytes
             self._live[key] = allocation
             return
         called = caller()
         allocation = Allocation(
+            key,
             operator.removesuffix(".default"),
             self._modules.current,
             self.spans[-1][0],
@@ -203,7 +206,7 @@ class Recorder(StorageWatch):
         self._follow_phase()
         phase = self.spans[-1][0]
         reads = not operator.is_view and operator.namespace != "prim"
-        for allocation, tensor in ((self._allocation_of(tensor), tensor) for tensor in tensors):
+        for allocation, tensor in ((self.allocation_of(tensor), tensor) for tensor in tensors):
             if allocation is None:
                 continue
             if allocation.category == "gathered_weights" and not allocation.parameter:
@@ -247,13 +250,14 @@ class Recorder(StorageWatch):
         line = self._modules.line_of_node()
         return f"backward of {line}" if line else ""
 
-    def _allocation_of(self, tensor: Tensor) -> Allocation | None:
+    def allocation_of(self, tensor: Tensor) -> Allocation | None:
         """The allocation of the first storage inside `tensor`."""
         part = next(plain_parts(tensor), None)
         return None if part is None else self._live.get(part.untyped_storage()._cdata)
 
     def _largest(self, tensors: list[Tensor]) -> Allocation | None:
-        keys = [key for tensor in tensors for key in _keys(tensor) if key in self._live]
+        keys = [part.untyped_storage()._cdata for tensor in tensors for part in plain_parts(tensor)]
+        keys = [key for key in keys if key in self._live]
         return self._live[max(keys, key=self._sizes.__getitem__)] if keys else None
 
     def _name_gathered(self, allocation: Allocation, tensor: Tensor) -> None:
@@ -296,8 +300,3 @@ def _name_weight_cast(allocation: Allocation, tensor: Tensor | None) -> None:
 
 def _looks(tensor: Tensor) -> tuple[tuple[int, ...], str]:
     return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-
-
-def _keys(tensor: Tensor) -> list[int]:
-    """The keys of the storages inside `tensor`."""
-    return [part.untyped_storage()._cdata for part in plain_parts(tensor)]

@@ -37,24 +37,26 @@ def report_of(recorder: Recorder, note: str = "", compiled: Collection[str] = ()
     totals = [sum(row[2:]) for row in timeline]
     saved_event = _saved_peak(recorder)
     peak_event = _first_of_largest(totals)
-    report = {
+    saved = [(each, now) for each, now in _state_at(recorder, saved_event).items() if _is_saved(each, now[1])]
+    rows = _ranked(_saved_row(each, *now, compiled) for each, now in saved)
+    report: dict[str, Any] = {
         "schema": SCHEMA,
         "exact": not note,
         "note": note,
-        "peak_bytes": None if note else totals[peak_event],
-        "peak_event": None if note else peak_event,
+        "peak_bytes": totals[peak_event],
+        "peak_event": peak_event,
         "resident_bytes": dict(zip(CATEGORIES, timeline[0][2:], strict=True)),
-        "at_peak": [] if note else _ranked(_row(each, *now) for each, now in _state_at(recorder, peak_event).items()),
+        "at_peak": _ranked(_row(each, *now) for each, now in _state_at(recorder, peak_event).items()),
+        "saved_bytes": sum(row["bytes"] for row in rows if row["category"] not in NOT_FOR_BACKWARD),
+        "saved_event": saved_event,
+        "saved_for_backward": rows,
+        "spans": _spans(recorder),
+        "columns": ["event", "t_us", *CATEGORIES],
+        "timeline": timeline,
     }
-    saved = [(each, now) for each, now in _state_at(recorder, saved_event).items() if _is_saved(each, now[1])]
-    rows = _ranked(_saved_row(each, *now, compiled) for each, now in saved)
-    saved_bytes = sum(row["bytes"] for row in rows if row["category"] not in NOT_FOR_BACKWARD)
-    report["saved_bytes"] = None if note else saved_bytes
-    report["saved_event"] = None if note else saved_event
-    report["saved_for_backward"] = rows
-    report["spans"] = [] if note else _spans(recorder)
-    report["columns"] = ["event", "t_us", *CATEGORIES]
-    report["timeline"] = [] if note else timeline
+    if note:
+        report |= dict.fromkeys(("peak_bytes", "peak_event", "saved_bytes", "saved_event"))
+        report |= {"at_peak": [], "spans": [], "timeline": []}
     return report
 
 
@@ -162,14 +164,17 @@ def _name_of(allocation: Allocation) -> str:
 
 def _ranked(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows, equal ones merged with their count and the sum of their bytes, the largest first."""
+    return _merged((repr(row), row) for row in rows)
+
+
+def _merged(keyed: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The rows, those with equal keys merged, the largest first; changes the rows."""
     merged: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        key = str(row)
-        if key in merged:
-            merged[key]["bytes"] += row["bytes"]
-            merged[key]["count"] += 1
-        else:
-            merged[key] = dict(row)
+    for key, row in keyed:
+        first = merged.setdefault(key, row)
+        if first is not row:
+            first["bytes"] += row["bytes"]
+            first["count"] += row["count"]
     return sorted(merged.values(), key=lambda row: -row["bytes"])
 
 
@@ -188,16 +193,8 @@ def merged_layers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     Args:
         rows: with "module", "bytes", "count" and other columns; bytes and counts are summed.
     """
-    merged: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        row = {name: _without_numbers(name, value) for name, value in row.items()}
-        key = repr([(name, value) for name, value in row.items() if name not in ("bytes", "count")])
-        if key in merged:
-            merged[key]["bytes"] += row["bytes"]
-            merged[key]["count"] += row["count"]
-        else:
-            merged[key] = row
-    return sorted(merged.values(), key=lambda row: -row["bytes"])
+    folded = [{name: _without_numbers(name, value) for name, value in row.items()} for row in rows]
+    return _merged((repr({**row, "bytes": 0, "count": 0}), row) for row in folded)
 
 
 def _without_numbers(name: str, value: Any) -> Any:

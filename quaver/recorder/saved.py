@@ -20,14 +20,14 @@ from quaver.recorder.storages import plain_parts
 class _Saved:
     """Stands in for a saved tensor: holds the same storage, and releases it in the record when autograd drops it."""
 
-    __slots__ = ("keys", "recorder", "tensor", "version")
+    __slots__ = ("allocations", "recorder", "tensor", "version")
 
     def __init__(self, tensor: Tensor, recorder: Recorder) -> None:
         # A node that saves its own output would keep itself alive. A leaf is saved as it is, as autograd does.
         self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
         self.version = tensor._version if _counts_versions(tensor) else None
         self.recorder = recorder
-        self.keys = [recorder.save(part) for part in plain_parts(self.tensor)]
+        self.allocations = [recorder.save(part) for part in plain_parts(self.tensor)]
 
     def unpack(self) -> Tensor:
         """The saved tensor.
@@ -44,23 +44,15 @@ class _Saved:
         return self.tensor
 
     def __del__(self) -> None:
-        for key in self.keys:
-            self.recorder.release(key)
+        for allocation in self.allocations:
+            self.recorder.release(allocation)
 
 
 def record_saved_tensors(recorder: Recorder) -> AbstractContextManager[None]:
     """Record what autograd saves and drops, for graphs that are built inside the block."""
-
     # between compiled frames torch.compile would otherwise compile the hooks
-    @torch.compiler.disable
-    def pack(tensor: Tensor) -> _Saved:
-        return _Saved(tensor, recorder)
-
-    @torch.compiler.disable
-    def unpack(saved: _Saved) -> Tensor:
-        return saved.unpack()
-
-    return saved_tensors_hooks(pack, unpack)
+    pack = torch.compiler.disable(lambda tensor: _Saved(tensor, recorder))
+    return saved_tensors_hooks(pack, torch.compiler.disable(_Saved.unpack))
 
 
 def _counts_versions(tensor: Tensor) -> bool:

@@ -19,6 +19,8 @@ from torch import Tensor, UntypedStorage
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from quaver.recorder.callers import module_of
+
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 _LIFT = torch.ops.aten.lift_fresh.default
 """The first operator on a tensor that torch.tensor created from Python numbers."""
@@ -206,9 +208,9 @@ def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
 def _called_by_torch_distributed() -> bool:
     """Whether torch.distributed called the operator that is being dispatched, as in `Work.wait`."""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
+    while frame is not None and module_of(frame).startswith(_BETWEEN):
         frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None and frame.f_globals.get("__name__", "").startswith("torch.distributed.")
+    return frame is not None and module_of(frame).startswith("torch.distributed.")
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -4,40 +4,21 @@ import copy
 import random
 
 import torch
-from torch import nn
 
 from quaver.memory import explain
 from quaver.recorder.recorder import CATEGORIES
+from tests.unit.memory.models import stack
 
 HOSTILE = "</script><script>document.title='taken'</script><!-- &amp; \"'` {{data}} \u2028"
 """A name that is markup, ends a script, opens a comment, is a placeholder, and breaks a line of JavaScript."""
 MIB = 2**20
 
 
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(256, 1024, bias=False)
-        self.down = nn.Linear(1024, 256, bias=False)
-
-    def forward(self, rows):
-        return rows + self.down(torch.relu(self.up(rows)))
-
-
-class _Model(nn.Module):
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(_Block() for _ in range(layers)))
-
-    def forward(self, rows):
-        return self.layers(rows)
-
-
 def predicted(*, layers: int = 3, rows: int = 2048) -> dict:
     """A real prediction of a small model."""
     inputs = (torch.empty(rows, 256, device="meta"),)
     with torch.device("meta"):
-        model = _Model(layers)
+        model = stack(layers=layers, width=256, hidden=1024)
     return explain(model, inputs, optimizer=torch.optim.AdamW).to_dict(timeline=True)
 
 

@@ -1,4 +1,4 @@
-"""The page of a memory report in a real browser: what it shows, does and asks for."""
+"""The page of a memory report in a real browser: what it shows, what it requests, and its accessibility."""
 
 import pytest
 
@@ -6,19 +6,28 @@ from tests.browser.browser import ActionChains, Keys, hover
 from tests.browser.reports import HOSTILE
 
 
-def _check_quiet(browser, path):
-    assert browser.logged() == []
-    assert {url for url in browser.requested() if not url.startswith("data:")} == {path.as_uri()}
+def _shown(browser):
+    """The sections that are visible."""
+    return [each.get_attribute("id") for each in browser.all("main > section") if each.is_displayed()]
 
 
-@pytest.mark.parametrize("name", ["full", "real"])
-def test_a_page_says_nothing_to_the_console_and_asks_for_nothing(browser, pages, name):
+ALL = ["timeline", "compare", "advice", "measured", "peak", "saved"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sections"),
+    [("full", ALL), ("real", ["timeline", "peak", "saved"]), ("blind", ["compare", "measured"])],
+)
+def test_a_page_says_nothing_to_the_console_and_asks_for_nothing(browser, pages, name, sections):
     path = pages / f"{name}.html"
     browser.open(path)
-    assert browser.one("h1").text.startswith(name)
-    assert browser.all(".icicle .cell")
-    _check_quiet(browser, path)
+    assert _shown(browser) == sections
+    assert browser.texts("#contents a") == browser.texts("main > section:not([hidden]) > h2")
+    assert bool(browser.all(".icicle .cell")) == ("peak" in sections)
+    assert browser.logged() == []
+    assert {url for url in browser.requested() if not url.startswith("data:")} == {path.as_uri()}
     # the script in a hostile name was shown, and did not run
+    assert browser.one("h1").text.startswith(name)
     assert browser.driver.title.startswith(name)
     assert browser.run("return document.scripts.length") == 2
 
@@ -42,27 +51,15 @@ def test_the_headline(browser, pages):
     assert peak.text == "100.0 MiB"
     assert peak.get_attribute("title") == "104,857,600 bytes"
     assert "in the backward of </script>" in browser.one("#headline").text
-    assert browser.one("#other-peak").text == f"second: 50.00 MiB, \u221250.00 MiB against {_shown(f'first {HOSTILE}')}"
+    against = " ".join(f"first {HOSTILE}".split())  # as HTML shows spaces and line separators
+    assert browser.one("#other-peak").text == f"second: 50.00 MiB, \u221250.00 MiB against {against}"
     facts = dict(zip(browser.texts("#facts dt"), browser.texts("#facts dd"), strict=True))
     assert facts["stays between steps"] == "6.000 MiB"
     assert facts["saved by the first forward for its backward"] == "80.00 MiB"
     assert any("</script><script>" in note for note in browser.texts("#notes li"))
-    assert browser.texts("#contents a") == browser.texts("main h2")
-
-
-def _shown(text):
-    """As HTML shows spaces and line separators."""
-    return " ".join(text.split())
-
-
-def test_a_run_that_could_not_be_seen(browser, pages):
-    path = pages / "blind.html"
-    browser.open(path)
+    browser.open(pages / "blind.html")
     assert browser.one("#headline").text == "No peak is known: compiled code: not attributed"
-    shown = [each.get_attribute("id") for each in browser.all("main > section") if each.is_displayed()]
-    assert shown == ["compare", "measured"]
     assert _column(browser, "categories-table", "what") == ["between steps"]
-    _check_quiet(browser, path)
 
 
 def test_hovering_over_the_timeline(browser, pages):
@@ -174,21 +171,15 @@ def test_the_breakdown_by_keyboard(browser, pages):
     assert [each.get_attribute("tabindex") for each in browser.all(".cell")].count("0") == 1
 
 
-def test_a_part_shows_all_its_fields(browser, pages):
+def test_a_part_shows_all_its_fields_and_layers_unfold(browser, pages):
     browser.open(pages / "plain.html")
     leaf = next(each for each in browser.all(".cell") if each.text.startswith("quaver.exact_float8_mm"))
     ActionChains(browser.driver).move_to_element(leaf).perform()
     panel = dict(zip(browser.texts(".panel dt"), browser.texts(".panel dd"), strict=True))
-    assert panel["operator"] == "quaver.exact_float8_mm"
-    assert panel["bytes"] == "41,943,040 = 40.00 MiB"
-    assert panel["shape"] == "2048 \u00d7 768"
-    assert panel["source"] == "quaver/gemm.py:106"
-    assert panel["of"] == "model.layers.*.mlp.gate_proj.weight"
+    wanted = {"operator": "quaver.exact_float8_mm", "bytes": "41,943,040 = 40.00 MiB", "shape": "2048 \u00d7 768"}
+    wanted |= {"source": "quaver/gemm.py:106", "of": "model.layers.*.mlp.gate_proj.weight"}
+    assert wanted.items() <= panel.items()
     assert any("</script>" in each.get_attribute("aria-label") for each in browser.all(".cell"))
-
-
-def test_layers_unfold(browser, pages):
-    browser.open(pages / "plain.html")
     assert [_cell(browser, "*").text] == ["*"]
     browser.one("#peak-icicle input[type=checkbox]").click()
     assert _cell(browser, "0").size["width"] == pytest.approx(_cell(browser, "1").size["width"], abs=1)
@@ -272,8 +263,111 @@ def test_advice_and_measurement(browser, pages):
     assert ratios["sum at the peak"] == "0.800"
 
 
-def test_a_page_without_them_does_not_show_them(browser, pages):
-    browser.open(pages / "plain.html")
-    shown = [each.get_attribute("id") for each in browser.all("main > section") if each.is_displayed()]
-    assert shown == ["timeline", "peak", "saved"]
-    assert browser.texts("#contents a") == ["Live bytes over the step", "Alive at the peak", "Saved for backward"]
+# ---- accessibility ---------------------------------------------------------------------------------------------------
+
+READABLE = 4.5
+"""The contrast that WCAG's level AA asks of text."""
+
+CONTRASTS = """
+const shades = ['forward', 'backward', 'optimizer', 'other'].map((name) => ['ink', `shade-${name}`]);
+for (const [ink, shade] of [...shades, ['quiet', 'ground']]) {
+  const box = document.createElement('p');
+  box.textContent = `${ink} on ${shade}`;
+  Object.assign(box.style, {color: `var(--${ink})`, backgroundColor: `var(--${shade})`});
+  document.body.append(box);
+}
+const numbers = (color) => color.match(/[\\d.]+/g).map(Number);
+function luminance(color) {
+  const parts = numbers(color).slice(0, 3).map((value) => value / 255);
+  const [r, g, b] = parts.map((part) => part <= .04045 ? part / 12.92 : ((part + .055) / 1.055) ** 2.4);
+  return .2126 * r + .7152 * g + .0722 * b;
+}
+function ground(element) {
+  const color = getComputedStyle(element).backgroundColor;
+  return numbers(color)[3] === undefined ? color : ground(element.parentElement);
+}
+const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [];
+while (walker.nextNode()) {
+  const element = walker.currentNode.parentElement;
+  if (!walker.currentNode.data.trim() || !element.getClientRects().length || element.closest('svg')) continue;
+  const [a, b] = [luminance(getComputedStyle(element).color), luminance(ground(element))].sort((x, y) => y - x);
+  found.push([(a + .05) / (b + .05), walker.currentNode.data.trim().slice(0, 40)]);
+}
+return found;
+"""
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_text_can_be_read(browser, pages, dark):
+    browser.open(pages / "full.html", dark=dark)
+    browser.one("#peak-details summary").click()
+    hover(browser, 2)
+    ground = browser.run("return getComputedStyle(document.body).backgroundColor")
+    assert (ground == "rgb(255, 255, 255)") is not dark
+    contrasts = browser.run(CONTRASTS)
+    assert len(contrasts) > 300
+    assert [each for each in contrasts if each[0] < READABLE] == []
+
+
+@pytest.mark.parametrize(("name", "width"), [("full", 400), ("wide", 400), ("real", 1600)])
+def test_nothing_is_wider_than_the_window(browser, pages, name, width):
+    browser.open(pages / f"{name}.html", width=width)
+    browser.one("#peak-details summary").click()
+    hover(browser, 2)
+    assert browser.run("return document.documentElement.scrollWidth") == width
+    wider = browser.run(
+        "return [...document.querySelectorAll('body *')].filter((each) => !each.closest('.scroll, .icicle, svg, .skip')"
+        " && each.getBoundingClientRect().right > innerWidth + 1).map((each) => each.outerHTML.slice(0, 80))"
+    )
+    assert wider == []
+    if width == 400:  # nor does a table have to be scrolled
+        assert browser.run(
+            "return [...document.querySelectorAll('.scroll')].every((each) => each.scrollWidth <= each.clientWidth)"
+        )
+
+
+def test_everything_has_an_accessible_name(browser, pages):
+    browser.open(pages / "full.html")
+    nameless = browser.run(
+        "const which = 'input, select, button, .plot, .scroll, nav, section, [role=tree]';"
+        "return [...document.querySelectorAll(which)].filter((each) => !(each.getAttribute('aria-label')"
+        " || each.getAttribute('aria-labelledby') || each.textContent.trim()"
+        " || (each.labels && each.labels.length))).map((each) => each.outerHTML.slice(0, 80))"
+    )
+    assert nameless == []
+    ids = browser.run("return [...document.querySelectorAll('[id]')].map((each) => each.id)")
+    assert len(ids) == len(set(ids))
+    tables = "[...document.querySelectorAll('table:not(.tip table)')]"
+    assert browser.run(f"return {tables}.every((table) => table.caption || table.getAttribute('aria-labelledby'))")
+    assert browser.run("return [...document.querySelectorAll('thead th')].every((th) => th.scope === 'col')")
+
+
+def test_the_focus_is_visible(browser, pages):
+    browser.open(pages / "full.html")
+    visited = set()
+    for _ in range(40):
+        ActionChains(browser.driver).send_keys(Keys.TAB).perform()
+        style, what = browser.run(
+            "const e = document.activeElement, s = getComputedStyle(e);"
+            "return [s.outlineStyle + ' ' + s.outlineWidth, e.tagName + e.className]"
+        )
+        assert style == "solid 3px", what
+        visited.add(what.split()[0])
+    assert {"A", "Askip", "DIVplot", "DIVscroll", "BUTTON", "INPUT"} <= visited
+
+
+def test_it_prints(browser, pages):
+    browser.open(pages / "full.html")
+    printed = browser.driver.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"]
+    assert len(printed) > 20_000
+    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    try:
+        assert not browser.one("#saved-filter").is_displayed()
+        assert browser.one("#saved-table").is_displayed()
+        too_wide = (
+            "return [...document.querySelectorAll('.scroll')].filter((each) => each.scrollWidth > each.clientWidth)"
+        )
+        browser.show(720)  # about the width of A4 within its margins
+        assert browser.run(f"{too_wide}.length") == 0
+    finally:
+        browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})

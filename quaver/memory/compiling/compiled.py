@@ -23,6 +23,7 @@ from torch._dynamo import trace_rules
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.external_utils import wrap_inline
+from torch._dynamo.utils import counters
 from torch.torch_version import TorchVersion
 
 from quaver.memory.faking.gloo_buffers import GlooBuffers
@@ -35,8 +36,7 @@ COMPILES_FOR_A_GPU = TorchVersion(torch.__version__) >= "2.13"
 _STANCE = "fail_on_recompile"
 _MOST_STEPS = 4
 
-_compiled_graphs: list[int] | None = None
-"""While kernels are left out: a list of one number, that of compiled graphs."""
+_kernels_left_out = False
 
 
 @contextmanager
@@ -54,13 +54,13 @@ def kernels_left_out() -> Iterator[None]:
         )
     from quaver.memory.compiling.inductor import write_no_kernels  # slow to import
 
-    global _compiled_graphs
+    global _kernels_left_out
     torch.compiler.reset()
     with ExitStack() as stack:
-        stack.enter_context(write_no_kernels(_count))
+        stack.enter_context(write_no_kernels())
         for mode in (StorageWatch, GlooBuffers):  # else Dynamo runs eager code under them
             stack.enter_context(patch.object(mode, "ignore_compile_internals", classmethod(lambda cls: True)))
-        _compiled_graphs = [0]
+        _kernels_left_out = True
         try:
             yield
         except BackendCompilerFailed as error:
@@ -68,27 +68,22 @@ def kernels_left_out() -> Iterator[None]:
                 raise
             raise NotImplementedError(str(error.inner_exception)) from error
         finally:
-            _compiled_graphs = None
+            _kernels_left_out = False
             torch.compiler.reset()
-
-
-def _count() -> None:
-    if _compiled_graphs is not None:
-        _compiled_graphs[0] += 1
 
 
 def are_kernels_left_out() -> bool:
     """Whether torch.compile generates code without kernels now, which reports its buffers."""
-    return _compiled_graphs is not None
+    return _kernels_left_out
 
 
 def compiled_graphs() -> int:
-    """The number of graphs compiled since kernels are left out; 0 if they are not."""
-    return 0 if _compiled_graphs is None else _compiled_graphs[0]
+    """The number of graphs that Dynamo compiled in this process."""
+    return counters["stats"]["unique_graphs"]
 
 
 def warm_up(step: Callable[[], None]) -> None:
-    """Run a step, and if kernels are left out more steps until one compiles nothing.
+    """Run steps until one compiles nothing.
 
     Raises:
         NotImplementedError: each of _MOST_STEPS steps compiles something.
@@ -148,8 +143,7 @@ def recompile(copy: nn.Module, model: nn.Module) -> None:
     for name, module in model.named_modules():
         compiled = module._compiled_call_impl
         if compiled is not None:
-            wrap = _wrapper_of(compiled)
-            copies[name]._compiled_call_impl = wrap(copies[name]._call_impl)
+            copies[name]._compiled_call_impl = _wrapper_of(compiled)(copies[name]._call_impl)
 
 
 def _wrapper_of(compiled: Callable[..., Any]) -> Callable[..., Any]:

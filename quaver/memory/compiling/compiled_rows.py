@@ -5,16 +5,16 @@ Only code that was compiled without kernels (compiled.py) reports its buffers; c
 
 from __future__ import annotations
 
-import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 
 from quaver.memory.compiling.makers import follow
 from quaver.recorder.modules import ModuleTracker, visible_modules
-from quaver.recorder.recorder import Recorder
+from quaver.recorder.recorder import Allocation, Recorder
 from quaver.recorder.storages import plain_parts
 
 
@@ -83,36 +83,28 @@ class CompiledRows:
 
     def __init__(self, recorder: Recorder, tracker: CompiledTracker) -> None:
         self._recorder, self.inside = recorder, tracker.inside
-        self._saved: dict[int, list[weakref.ref[UntypedStorage]]] = {}
-        self._given_back: list[list[tuple[int, weakref.ref[UntypedStorage]]]] = []
+        self._saved: Counter[Allocation] = Counter()
+        self._given_back: list[list[Allocation]] = []
 
     def saved(self, tensors: Sequence[Any]) -> None:
         """A compiled forward returned these for its backward."""
-        for part in _parts(tensors):
-            storage = part.untyped_storage()
-            key = self._recorder.save(part)
-            others = [each for each in self._saved.get(key, []) if each() is storage]  # else the key has a new owner
-            self._saved[key] = [*others, weakref.ref(storage)]
+        self._saved.update(self._recorder.save(part) for part in _parts(tensors))
 
     def backward_begins(self, tensors: Sequence[Any]) -> None:
         """A compiled backward receives these, some of which a forward saved."""
         given = []
         for part in _parts(tensors):
-            storage = part.untyped_storage()
-            saved = [each for each in self._saved.get(storage._cdata, []) if each() is storage]
-            if saved:
-                given.append((storage._cdata, saved.pop()))
-                self._saved[storage._cdata] = saved
+            allocation = self._recorder.allocation_of(part)
+            if allocation is not None and self._saved[allocation]:
+                self._saved[allocation] -= 1
+                given.append(allocation)
         self._given_back.append(given)
 
     def backward_ends(self) -> None:
         """The compiled backward that began last dropped its arguments."""
-        for key, storage in self._given_back.pop():
-            if storage() is not None:
-                self._recorder.release(key)
+        for allocation in self._given_back.pop():
+            self._recorder.release(allocation)
 
 
 def _parts(tensors: Sequence[Any]) -> Iterator[Tensor]:
-    for tensor in tensors:
-        if isinstance(tensor, Tensor):
-            yield from plain_parts(tensor)
+    return (part for tensor in tensors if isinstance(tensor, Tensor) for part in plain_parts(tensor))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +18,7 @@ from torch._guards import TracingContext
 from torch._inductor import cpu_vec_isa
 from torch._inductor.graph import GraphLowering
 
-from quaver.memory.compiling.makers import Maker, followers, kernel, node_of, readers_of
+from quaver.memory.compiling.makers import Maker, follower, kernel, node_of, readers_of
 from quaver.memory.compiling.wrapper_code import LAYOUT_OF, RECEIVED, RETURNED, rewritten
 from quaver.memory.faking.gpu import is_for_a_gpu
 
@@ -35,13 +34,11 @@ _REFUSED = ("cpp_wrapper", "memory_planning", "max_autotune", "max_autotune_gemm
 
 
 @contextmanager
-def write_no_kernels(count: Callable[[], None]) -> Iterator[None]:
+def write_no_kernels() -> Iterator[None]:
     """Let Inductor write code without kernels inside the block, without its caches.
 
     The code is for a CPU; if predictions are for a GPU, it materializes the results that code for a GPU does.
 
-    Args:
-        count: called for each compiled graph.
     Raises:
         NotImplementedError: wrapped in Inductor's error, for settings or devices that cannot be followed.
     """
@@ -52,8 +49,7 @@ def write_no_kernels(count: Callable[[], None]) -> Iterator[None]:
         stack.enter_context(patch.object(GraphLowering, "run", _checked(GraphLowering.run)))
         if is_for_a_gpu():  # decides which results are materialized, not inlined
             stack.enter_context(patch.object(torch._inductor.ir, "is_cpu", lambda _: False))
-        lines = partial(_module_without_kernels, count)
-        stack.enter_context(patch.object(GraphLowering, "_compile_to_module_lines", lambda *given: lines(*given)))
+        stack.enter_context(patch.object(GraphLowering, "_compile_to_module_lines", _module_without_kernels))
         # its checks start a C++ compiler for each instruction set; buffers do not depend on vectorization
         stack.enter_context(patch.object(cpu_vec_isa, "valid_vec_isa_list", list))
         yield
@@ -69,13 +65,13 @@ class _NoCompiler:
         return lambda *source, **options: kernel
 
 
-def _module_without_kernels(count: Callable[[], None], graph: Any, wrapper_code: Any) -> ModuleType:
+def _module_without_kernels(graph: Any, wrapper_code: Any) -> ModuleType:
     """Replaces `GraphLowering._compile_to_module_lines`: turns the wrapper code into a module with its `call`."""
     module = ModuleType("quaver.memory.compiled_code")
     module.__file__ = f"<{graph.graph_id}: no kernels>"
     names = vars(module)
-    ends, readers = _Ends(graph), readers_of(graph)
-    names |= {"AsyncCompile": _NoCompiler, RECEIVED: ends.received, RETURNED: ends.returned, LAYOUT_OF: _layout_of}
+    readers = readers_of(graph)
+    names |= {"AsyncCompile": _NoCompiler, LAYOUT_OF: _layout_of, **_ends(graph)}
 
     def maker_of(buffer: str, operator: str) -> str:
         name = f"made_{len(names)}"
@@ -85,35 +81,31 @@ def _module_without_kernels(count: Callable[[], None], graph: Any, wrapper_code:
     exec(compile(rewritten(wrapper_code.value, maker_of), module.__file__, "exec"), names)
     names["reinterpret_tensor"] = _reinterpret
     names |= graph.constants | graph.torchbind_constants | getattr(graph, "opaque_value_type_classes", {})
-    count()
     return module
 
 
-class _Ends:
-    """Reports to followers what a forward saves for its backward, until the backward returns."""
+def _ends(graph: Any) -> dict[str, Callable[..., Any]]:
+    """Functions that get the arguments and the results of compiled code, and report what a forward saves for its
+    backward, until the backward returns."""
+    context = TracingContext.try_get()
+    is_backward, metadata = graph.is_backward, None if context is None else context.fw_metadata
+    saved_from: int | None = None
+    if metadata is not None and not (is_backward or graph.is_inference):
+        saved_from = len(metadata.tokens) + metadata.num_forward_returns
 
-    def __init__(self, graph: Any) -> None:
-        self._is_backward = graph.is_backward
-        context = TracingContext.try_get()
-        metadata = None if context is None else context.fw_metadata
-        self._saved_from: int | None = None
-        if metadata is not None and not (graph.is_backward or graph.is_inference):
-            self._saved_from = len(metadata.tokens) + metadata.num_forward_returns
+    def received(arguments: list[Any]) -> None:
+        if is_backward and (rows := follower()):
+            rows.backward_begins(arguments)
 
-    def received(self, arguments: list[Any]) -> None:
-        """Called with the arguments of compiled code."""
-        if self._is_backward:
-            for follower in followers():
-                follower.backward_begins(arguments)
-
-    def returned(self, results: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Called with the results of compiled code."""
-        for follower in followers():
-            if self._is_backward:
-                follower.backward_ends()
-            elif self._saved_from is not None:
-                follower.saved(results[self._saved_from :])
+    def returned(results: tuple[Any, ...]) -> tuple[Any, ...]:
+        rows = follower()
+        if rows and is_backward:
+            rows.backward_ends()
+        elif rows and saved_from is not None:
+            rows.saved(results[saved_from:])
         return results
+
+    return {RECEIVED: received, RETURNED: returned}
 
 
 def _checked(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ import builtins
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -35,23 +35,23 @@ _RNG_STATE_BYTES = torch.get_rng_state().numel()
 _CALL = (lambda function, args, kwargs: function(*args, **kwargs)).__code__
 
 
-_followers: list[Any] = []
-"""CompiledRows objects (compiled_rows.py), which receive events that a `StorageWatch` does not see."""
+_follower: Any = None
 
 
 @contextmanager
-def follow(follower: Any) -> Iterator[None]:
-    """Report compiled code to `follower` inside the block."""
-    _followers.append(follower)
+def follow(rows: Any) -> Iterator[None]:
+    """Report compiled code to `rows`, a CompiledRows object (compiled_rows.py), inside the block."""
+    global _follower
+    _follower = rows
     try:
         yield
     finally:
-        _followers.remove(follower)
+        _follower = None
 
 
-def followers() -> tuple[Any, ...]:
-    """The followers of open `follow` blocks."""
-    return tuple(_followers)
+def follower() -> Any:
+    """The CompiledRows object of the open `follow` block; None outside. Only one recording can be open."""
+    return _follower
 
 
 def kernel(*args: Any) -> None:
@@ -87,7 +87,7 @@ class Maker:
                 return self._in_line(_report_call, (self, args), {})
             if isinstance(function, HigherOrderOperator):
                 return self._in_line(_call_without_rng, (function, *args), kwargs)
-            if _is_cast(function):
+            if isinstance(function, OpOverload) and str(function).startswith(CAST_PREFIX):  # as in eager code
                 return phase("quaver::cast")(lambda *args: self._in_line(function, args, kwargs))(*args)
             return self._in_line(function, args, kwargs)
 
@@ -117,13 +117,8 @@ class Maker:
         return self.operator
 
 
-@contextmanager
-def _inside(module: str) -> Iterator[None]:
-    if not _followers:
-        yield
-        return
-    with _followers[-1].inside(module):
-        yield
+def _inside(module: str) -> AbstractContextManager[None]:
+    return nullcontext() if _follower is None else _follower.inside(module)
 
 
 def _report_call(maker: Maker, args: tuple[Any, ...]) -> None:
@@ -155,11 +150,6 @@ def _only_fakes() -> Iterator[list[StorageWatch]]:
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
     return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
-
-
-def _is_cast(function: Callable[..., Any]) -> bool:
-    """Whether this casts to float8; in eager code that is a phase, "quaver::cast" (quaver/phases.py)."""
-    return isinstance(function, OpOverload) and str(function).startswith(CAST_PREFIX)
 
 
 def _call_without_rng(function: HigherOrderOperator, *args: Any, **kwargs: Any) -> Any:

@@ -67,7 +67,7 @@ class _Rewriter(ast.NodeTransformer):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         node.body = list(self._body(node.body))
         if self._is_entry:
-            node.body.insert(0, ast.Expr(_call(_variable(RECEIVED), [_variable(node.args.args[-1].arg)])))
+            node.body[:0] = _statements(f"{RECEIVED}({node.args.args[-1].arg})")
         return node
 
     def visit_Expr(self, node: ast.Expr) -> ast.Expr:
@@ -79,15 +79,15 @@ class _Rewriter(ast.NodeTransformer):
         target, value = _name(node.targets[0]), node.value
         if isinstance(value, ast.Call) and _BUFFER.fullmatch(target):
             if _name(value.func) == _ALLOCATE:
-                value.func = _attribute(self._maker(target), "allocate")
-                value.args.append(self._read_for(target))
+                layout = ", ".join(map(ast.unparse, value.args))
+                node.value = _expression(f"{self._maker(target)}.allocate({layout}, {self._read_for(target)})")
             elif _name(value.func) != _REINTERPRET:
                 node.value = self._called(target, value)
         return node
 
     def visit_Return(self, node: ast.Return) -> ast.Return:
         if self._is_entry and node.value is not None:
-            node.value = _call(_variable(RETURNED), [node.value])
+            node.value = _expression(f"{RETURNED}({ast.unparse(node.value)})")
         return node
 
     def _body(self, statements: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -101,25 +101,23 @@ class _Rewriter(ast.NodeTransformer):
             self._assigned |= _targets(statement) - {old}
             is_deletion_of_reused = bool(old)
 
-    def _renewed(self, statement: Any, old: str) -> Iterator[ast.stmt]:
+    def _renewed(self, statement: Any, old: str) -> list[ast.stmt]:
         """Note the layout of the new buffer, release the old one, and allocate."""
-        new = _name(statement.targets[0])
-        yield _assignment(new, _call(_variable(LAYOUT_OF), [statement.value]))
-        yield ast.Delete([ast.Name(old, ast.Del())])
+        new, view = _name(statement.targets[0]), ast.unparse(statement.value)
         self._assigned.discard(old)
-        layout = ast.Starred(_variable(new), ast.Load())
-        yield _assignment(new, _call(_attribute(self._maker(new), "allocate"), [layout, self._read_for(new)]))
+        allocated = f"{self._maker(new)}.allocate(*{new}, {self._read_for(new)})"
+        return _statements(f"{new} = {LAYOUT_OF}({view})\ndel {old}\n{new} = {allocated}")
 
     def _called(self, written: str, call: ast.Call) -> ast.Call:
         maker = self._maker_of(written, kernel_operator(_name(call.func)))
-        return ast.Call(_attribute(maker, "call"), [call.func, *call.args], call.keywords)
+        return ast.Call(_expression(f"{maker}.call"), [call.func, *call.args], call.keywords)
 
-    def _read_for(self, buffer: str) -> ast.Dict:
-        """The arguments, as far as they exist yet, of the call that writes to `buffer` first."""
+    def _read_for(self, buffer: str) -> str:
+        """A dict of the arguments, as far as they exist yet, of the call that writes to `buffer` first."""
         call = self._writes.get(buffer)
         arguments = [] if call is None else [*call.args, *(each.value for each in call.keywords)]
         names = list(dict.fromkeys(name for name in _names(arguments) if name in self._assigned))
-        return ast.Dict([ast.Constant(name) for name in names], [_variable(name) for name in names])
+        return f"{{{', '.join(f'{name!r}: {name}' for name in names)}}}"
 
     def _maker(self, buffer: str) -> str:
         call = self._writes.get(buffer)
@@ -193,17 +191,9 @@ def _name(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _variable(name: str) -> ast.Name:
-    return ast.Name(name, ast.Load())
+def _statements(source: str) -> list[ast.stmt]:
+    return ast.parse(source).body
 
 
-def _attribute(name: str, attribute: str) -> ast.Attribute:
-    return ast.Attribute(_variable(name), attribute, ast.Load())
-
-
-def _assignment(name: str, value: ast.expr) -> ast.Assign:
-    return ast.Assign([ast.Name(name, ast.Store())], value, lineno=0)
-
-
-def _call(function: ast.expr, arguments: list[ast.expr]) -> ast.Call:
-    return ast.Call(function, arguments, [])
+def _expression(source: str) -> ast.expr:
+    return ast.parse(source, mode="eval").body

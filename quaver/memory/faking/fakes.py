@@ -104,7 +104,7 @@ def fake_tensors(*, compiled: bool = False, estimate: bool = False) -> Iterator[
         if is_for_a_gpu():
             stack.enter_context(as_on_a_gpu())
         fakes = stack.enter_context(Fakes())
-        stack.enter_context(without_tracing_in_transformers())
+        stack.enter_context(_without_tracing_in_transformers())
         fakes.assumptions = Assumptions() if estimate else None
         try:
             yield fakes
@@ -116,7 +116,7 @@ def fake_tensors(*, compiled: bool = False, estimate: bool = False) -> Iterator[
             raise depends_on(fakes.integer_reads, error) from error
 
 
-def without_tracing_in_transformers() -> AbstractContextManager[Any]:
+def _without_tracing_in_transformers() -> AbstractContextManager[Any]:
     """If transformers is imported, have it take fake tensors for real ones inside the block.
 
     transformers (5.23) takes fake tensors for tracing, and then builds attention masks that a training step does not
@@ -128,25 +128,25 @@ def without_tracing_in_transformers() -> AbstractContextManager[Any]:
     return patch.object(module, "is_fake_tensor", lambda tensor: False)
 
 
-def fake_copy(model: Module, fakes: Fakes, device: torch.device) -> Module:
-    """A copy of `model` with fake parameters and buffers on `device`, also of those on the meta device.
+def fake_copy(model: Module, fakes: Fakes) -> Module:
+    """A copy of `model` with fake parameters and buffers on the CPU (gpu.py), also of those on the meta device.
 
     Nothing of the model's size is allocated, and the model does not change.
     """
     tensors = [each for each in (*model.parameters(), *model.buffers()) if type(each) in PLAIN_TYPES]
-    memo: dict[int, Any] = {id(each): _fake(each, fakes, device) for each in tensors}
+    memo: dict[int, Any] = {id(each): _fake(each, fakes) for each in tensors}
     with FakeCopyMode(fakes):  # for subclasses, and tensors that are neither parameter nor buffer
         return copy.deepcopy(model, memo)
 
 
-def fake_copies(values: Any, fakes: Fakes, device: torch.device) -> Any:
-    """The same nest of lists, tuples and dicts with fake tensors on `device`."""
-    return tree_map_only(Tensor, lambda tensor: _fake(tensor, fakes, device), values)
+def fake_copies(values: Any, fakes: Fakes) -> Any:
+    """The same nest of lists, tuples and dicts with fake tensors on the CPU."""
+    return tree_map_only(Tensor, lambda tensor: _fake(tensor, fakes), values)
 
 
-def _fake(tensor: Tensor, fakes: Fakes, device: torch.device) -> Tensor:
+def _fake(tensor: Tensor, fakes: Fakes) -> Tensor:
     with fakes, torch.no_grad():
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)

@@ -8,7 +8,7 @@ operator and its place in the model's code.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from traceback import walk_stack, walk_tb
 from types import FrameType
 from typing import Any
@@ -17,12 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
-from quaver.recorder.callers import end_of_path
-
-_aten = torch.ops.aten
-
-_NOT_THE_MODELS = ("torch.", "quaver.memory.", "quaver.recorder.", "contextlib", "functools")
-"""Prefixes of Python modules that are not the model's code."""
+from quaver.recorder.callers import NOT_THE_MODELS, end_of_path, module_of
 
 
 def refusal(error: Exception) -> NotImplementedError:
@@ -53,23 +48,18 @@ class Assumptions:
     """Results for operators, with a note for each.
 
     Attributes:
-        notes: each assumption, and how often it was made.
+        notes: each assumption once.
     """
 
     def __init__(self) -> None:
-        self.notes: dict[str, int] = {}
+        self.notes: list[str] = []
 
     def largest_result(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The largest possible results of `operator`; None if they have no bound."""
-        bound = _LARGEST.get(operator)
-        if bound is None:
+        if operator not in _LARGEST:
             return None
-        given = operator._schema.arguments
-        named = {argument.name: value for argument, value in zip(given, args, strict=False)} | kwargs
-        named = {argument.name: argument.default_value for argument in given if argument.has_default_value()} | named
-        result = bound(named)
-        sizes = [list(each.shape) for each in (result if isinstance(result, tuple) else (result,)) if each.numel()]
-        self._note(f"{operator} gives its largest possible result, {' and '.join(map(str, sizes))}")
+        result = _LARGEST[operator](*args, **kwargs)
+        self._note(f"{operator} gives its largest possible result, {list(result.shape)}")
         return result
 
     def like_first_tensor(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -85,36 +75,21 @@ class Assumptions:
     def _note(self, words: str) -> None:
         place = place_here()
         note = f"estimate: {words}" + (f", in {place}" if place else "")
-        self.notes[note] = self.notes.get(note, 0) + 1
+        if note not in self.notes:
+            self.notes.append(note)
 
 
-def _nonzero(given: dict[str, Any]) -> Tensor:
-    tensor = given["self"]
+def _nonzero(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.numel(), tensor.dim(), dtype=torch.int64, device=tensor.device)
 
 
-def _masked_select(given: dict[str, Any]) -> Tensor:
-    shape = torch.broadcast_shapes(given["self"].shape, given["mask"].shape)
-    return given["self"].new_empty(shape.numel())
+def _masked_select(tensor: Tensor, mask: Tensor) -> Tensor:
+    return tensor.new_empty(torch.broadcast_shapes(tensor.shape, mask.shape).numel())
 
 
-def _unique(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Values, inverse and counts; those that were not asked for are empty."""
-    tensor, dim = given["self"], given.get("dim")
-    whole = dim is None
-    most = tensor.numel() if whole else tensor.shape[dim]
-    inverse = (tensor.shape if whole else (most,)) if given["return_inverse"] else (0,)
-    counts = (most,) if given["return_counts"] else (0,)
-    values = tensor.new_empty((most,) if whole else tensor.shape)
-    return values, tensor.new_empty(inverse, dtype=torch.int64), tensor.new_empty(counts, dtype=torch.int64)
-
-
-_LARGEST = {
-    _aten.nonzero.default: _nonzero,
-    _aten.masked_select.default: _masked_select,
-    _aten._unique2.default: _unique,
-    _aten.unique_dim.default: _unique,
-    _aten.unique_consecutive.default: _unique,
+_LARGEST: dict[Any, Callable[..., Tensor]] = {
+    torch.ops.aten.nonzero.default: _nonzero,
+    torch.ops.aten.masked_select.default: _masked_select,
 }
 
 
@@ -131,11 +106,11 @@ def place_here() -> str:
 
 def _place(frames: list[tuple[FrameType, int]]) -> str:
     """The place of these frames with their lines, outermost first."""
-    outside = [(frame, line) for frame, line in frames if not _name(frame).startswith(_NOT_THE_MODELS)]
+    outside = [(frame, line) for frame, line in frames if not module_of(frame).startswith(NOT_THE_MODELS)]
     if not outside:
         return ""
     frame, line = outside[-1]
-    where = f"{end_of_path(frame.f_code.co_filename, _name(frame))}:{line}"
+    where = f"{end_of_path(frame.f_code.co_filename, module_of(frame))}:{line}"
     module = _module_name([each.f_locals.get("self") for each, _ in frames if each.f_code.co_name == "forward"])
     return f"module {module} ({where})" if module else where
 
@@ -143,15 +118,6 @@ def _place(frames: list[tuple[FrameType, int]]) -> str:
 def _module_name(owners: list[Any]) -> str:
     """The name of the innermost of these nested modules in the outermost; a root is named by its class."""
     modules = [each for each in owners if isinstance(each, nn.Module)]
-    if not modules:
-        return ""
-    for module in reversed(modules):
-        name = next((name for name, each in modules[0].named_modules() if each is module), None)
-        if name is not None:
-            return name or type(module).__name__
-    return type(modules[-1]).__name__
-
-
-def _name(frame: FrameType) -> str:
-    name = frame.f_globals.get("__name__", "")
-    return "torch." if name == "torch" else str(name)
+    named = modules[0].named_modules() if modules else ()
+    names = {id(each): name or type(each).__name__ for name, each in named}
+    return next((names[id(each)] for each in reversed(modules) if id(each) in names), "")

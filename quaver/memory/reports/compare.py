@@ -19,12 +19,7 @@ from quaver.memory.predict import Prediction
 from quaver.memory.reports.pitfalls import Row, Saved, hint_of, is_operator, short_operator, si
 from quaver.recorder.report import NOT_FOR_BACKWARD, merged_layers
 
-_SAVED_BY = {
-    "autograd": "saved by autograd",
-    "selective policy": "saved by the selective policy",
-    "checkpoint": "saved by the checkpoint",
-    "compiled graph": "saved by the compiled graph",
-}
+_NOT_A_NAME = ("selective policy", "checkpoint", "compiled graph")
 
 
 @dataclass(frozen=True)
@@ -94,7 +89,8 @@ class Difference:
         yield f"{each}{self.dtype} ({', '.join(map(str, self.shape))})" if self.dtype else f"{count} tensors"
         if self.source:
             yield f"made at {self.source}"
-        yield _SAVED_BY.get(self.saved_by, "saved by other code") if self.at == "saved" else "alive at the peak"
+        saved_by = f"{'the ' if self.saved_by in _NOT_A_NAME else ''}{self.saved_by or 'other code'}"
+        yield f"saved by {saved_by}" if self.at == "saved" else "alive at the peak"
         if self.first_use is not None:
             line = self.first_use.get("source")
             at = f" at {line}" if line else ""
@@ -125,8 +121,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able dict."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {**values, "rows": [row.to_dict() for row in self.rows]}
+        return vars(self) | {"rows": [row.to_dict() for row in self.rows]}
 
 
 def compare(a: Prediction, b: Prediction, *, label_a: str, label_b: str) -> Comparison:

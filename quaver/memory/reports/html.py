@@ -16,10 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from quaver.recorder.draw import COLORS, column_maxima
-
-MOST_COLUMNS = 1500
-"""Columns of the timeline at most; of neighbouring events that share one, the highest is drawn."""
+from quaver.recorder.draw import COLORS, MOST_COLUMNS, column_maxima
 
 _SCRIPTS = ("words.js", "rows.js", "timeline.js", "icicle.js", "table.js", "compare.js", "main.js")
 _NOT_SHOWN = ("report", "config", "against")

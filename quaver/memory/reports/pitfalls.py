@@ -156,9 +156,8 @@ def _found(operator: str | None) -> Any:
 
 def _keeps_shape(operator: str | None) -> bool:
     """Whether the result has as many elements as the largest operand."""
-    name = short_operator(operator)
     is_cast = inner_operator(operator).startswith(CAST_PREFIX)
-    return is_cast or _is_pointwise(operator) or name in _CONVERSIONS
+    return is_cast or _is_pointwise(operator) or short_operator(operator) in _CONVERSIONS
 
 
 def _itemsize(dtype: str) -> int:

@@ -130,8 +130,9 @@ class _Search:
     def fastest_that_fits(self) -> int | None:
         """Try combinations, the fastest first; returns the row of the first that fits."""
         changes = [Change(AS_CONFIGURED, self._config), *combinations(self._config, self._batch)]
-        by_config = {change.config: change for change in reversed(changes)}
-        for number, change in enumerate(_fastest_first([(each, self._cost(each)) for each in by_config.values()])):
+        by_config = {change.config: change for change in reversed(changes) if change.config is not None}
+        costs = [(change, self._cost(config)) for config, change in by_config.items()]
+        for number, change in enumerate(_fastest_first(costs)):
             if number == MOST_TRIED:
                 self.notes.append(f"only the {MOST_TRIED} fastest combinations were tried")
                 break
@@ -165,7 +166,7 @@ class _Search:
         self._progress(name)
         peak_bytes = predict_memory(config, self._ranks).prediction.peak_bytes
         configured = self.rows[0].peak_bytes if self.rows else peak_bytes
-        cost = step_cost(*resolve(config, rank=0, world_size=self._ranks), self._spec)
+        cost = self._cost(config)
         fits = None if self._fit_bytes is None else peak_bytes <= self._fit_bytes
         self._tried[config] = len(self.rows)
         difference = peak_bytes - (configured or 0)
@@ -176,11 +177,10 @@ class _Search:
         self.rows.append(Row(name, words, None, None, None, f"not possible: {reason}", None))
         return len(self.rows) - 1
 
-    def _cost(self, change: Change) -> StepCost | None:
+    def _cost(self, config: TrainConfig) -> StepCost | None:
         """The cost; None if the trainer refuses the setting, which its prediction then reports."""
         try:
-            config = change.config
-            return None if config is None else step_cost(*resolve(config, rank=0, world_size=self._ranks), self._spec)
+            return step_cost(*resolve(config, rank=0, world_size=self._ranks), self._spec)
         except (ValueError, NotImplementedError):
             return None
 
@@ -190,13 +190,14 @@ def _fastest_first(changes: list[tuple[Change, StepCost | None]]) -> list[Change
     known = [
         (cost.modelled_s or float(cost.step_flops), place) for place, (_, cost) in enumerate(changes) if cost is not None
     ]
-    groups: list[tuple[float, list[int]]] = []
+    groups: list[list[int]] = []
+    slowest = -1.0
     for time, place in sorted(known):
-        if groups and time <= groups[-1][0] * EQUALLY_FAST:
-            groups[-1][1].append(place)
-        else:
-            groups.append((time, [place]))
-    in_order = [place for _, group in groups for place in sorted(group, key=lambda i: (_number_of(changes[i][0]), i))]
+        if time > slowest:
+            groups.append([])
+            slowest = time * EQUALLY_FAST
+        groups[-1].append(place)
+    in_order = [place for group in groups for place in sorted(group, key=lambda i: (_number_of(changes[i][0]), i))]
     return [changes[place][0] for place in in_order]
 
 

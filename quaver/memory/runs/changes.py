@@ -77,14 +77,9 @@ def words_of(config: TrainConfig, changed: TrainConfig) -> str:
     for section, values in after.items():
         for name, value in values.items():
             if value != before[section][name]:
-                words += [f"--{section}.{name}", *_words_of_value(value)]
+                parts = value if isinstance(value, (tuple, list)) else [value]
+                words += [f"--{section}.{name}", *(str(each).lower() if isinstance(each, bool) else str(each) for each in parts)]
     return shlex.join(words)
-
-
-def _words_of_value(value: Any) -> list[str]:
-    if isinstance(value, bool):
-        return [str(value).lower()]
-    return [str(each) for each in value] if isinstance(value, (tuple, list)) else [str(value)]
 
 
 def _change(config: TrainConfig, name: str, edits: list[Edit]) -> Change:

@@ -53,9 +53,7 @@ class RunMemory:
     @property
     def notes(self) -> list[str]:
         """What the prediction leaves out of the run."""
-        notes = []
-        if self.config.job.compare:
-            notes.append(COMPARED)
+        notes = [COMPARED] if self.config.job.compare else []
         if self.config.float8.last_steps_high_precision:
             notes.append("float8.last_steps_high_precision: those steps are not predicted")
         return notes
@@ -63,9 +61,8 @@ class RunMemory:
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able dict."""
         about = {"trained_in": self.name, "parameters": self.parameters, "mesh": self.layout.mesh}
-        counts = {"ranks": self.layout.world_size, "micro_batches": self.micro_batches}
-        settings = {"config": asdict(self.config), "notes": self.notes}
-        return {**about, **counts, **settings, **self.prediction.to_dict()}
+        about |= {"ranks": self.layout.world_size, "micro_batches": self.micro_batches}
+        return {**about, "config": asdict(self.config), "notes": self.notes, **self.prediction.to_dict()}
 
 
 def predict_memory(config: TrainConfig, ranks: int = 1) -> RunMemory:

@@ -157,6 +157,9 @@ def checkpointed_blocks(config: TrainConfig) -> int:
     return blocks if checkpoint.mode == "full" else 0
 
 
+_COUNTED = ("seq_len", "local_batch_size", "dtype", "mixed_precision_param")
+
+
 def _one_block(config: TrainConfig) -> TrainConfig:
     """A run of one checkpointed block in high precision, on one rank and eager; FLOPs do not depend on the precision."""
     checkpoint, training = config.activation_checkpoint, config.training
@@ -164,12 +167,7 @@ def _one_block(config: TrainConfig) -> TrainConfig:
         checkpoint = ActivationCheckpoint(mode="full")
     return TrainConfig(
         model=replace(config.model, n_layers=1),
-        training=Training(
-            seq_len=training.seq_len,
-            local_batch_size=training.local_batch_size,
-            dtype=training.dtype,
-            mixed_precision_param=training.mixed_precision_param,
-        ),
+        training=Training(**{name: getattr(training, name) for name in _COUNTED}),
         activation_checkpoint=checkpoint,
         float8=Float8(enable_float8_linear=False),
         data=Data(document_mask=config.data.document_mask),

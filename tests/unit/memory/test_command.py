@@ -36,32 +36,22 @@ def test_8_ranks(device, tmp_path, capsys):
     assert any("_scaled_mm" in operator for operator in operators) == (device == "cuda")
 
 
-def test_two_settings_are_compared(tmp_path, capsys):
-    vs = "--activation_checkpoint.mode full"
-    words = [*SMALL, "--device", "cpu", "--top", "2"]
-    printed, written = ask(capsys, tmp_path, *words, "--vs", vs)
+def test_two_settings_a_page_a_picture_and_a_measurement(tmp_path, capsys):
+    page, picture, vs = tmp_path / "page.html", tmp_path / "step.png", "--activation_checkpoint.mode full"
+    files = ["--html", str(page), "--png", str(picture), "--measure", "--top", "2"]
+    printed, written = ask(capsys, tmp_path, *SMALL, *files, "--vs", vs)
     assert f"other      {vs}" in printed
+    assert written["comparison"]["label_b"] == vs
     assert written["other"]["saved_by_forward_bytes"] < written["saved_by_forward_bytes"]
     assert f"{written['other']['peak_bytes'] - written['peak_bytes']:+,}" in printed
     largest = next(row for row in written["comparison"]["rows"] if row["at"] == "saved")
     assert largest["difference_bytes"] < 0
     assert largest["sentence"] in " ".join(printed.split("\n"))
-
-
-def test_a_page_and_a_picture(tmp_path, capsys):
-    page, picture = tmp_path / "page.html", tmp_path / "step.png"
-    files = ["--html", str(page), "--png", str(picture)]
-    printed, written = ask(capsys, tmp_path, *SMALL, *files, "--vs", "--float8.recipe_name rowwise")
     html = page.read_text()
     assert "llama3_debug in tensorwise, 1 rank" in html
-    assert "--float8.recipe_name rowwise" in html
+    assert vs in html
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert f"saved {picture}" in printed
-    assert written["comparison"]["label_b"] == "--float8.recipe_name rowwise"
-
-
-def test_measured_and_predicted(tmp_path, capsys):
-    printed, written = ask(capsys, tmp_path, *SMALL, "--measure")
     assert "device     a CPU" in printed
     assert written["measured"]["peak_bytes"] == pytest.approx(written["peak_bytes"], rel=0.01)
     assert f"{written['measured']['peak_bytes']:,}" in printed

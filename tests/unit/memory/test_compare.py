@@ -14,31 +14,12 @@ from quaver.memory.reports.compare import compare
 from quaver.memory.reports.pitfalls import Saved, hint_of, inner_operator, is_operator, short_operator, si
 from quaver.recorder.modules import ModuleTracker
 from quaver.recorder.recorder import Recorder
+from tests.unit.memory.models import stack
 
 
-class _Layer(nn.Module):
-    def __init__(self, activation):
-        super().__init__()
-        self.up = nn.Linear(64, 256, bias=False)
-        self.down = nn.Linear(256, 64, bias=False)
-        self.activation = activation
-
-    def forward(self, rows):
-        return self.down(self.activation(self.up(rows)))
-
-
-class _Net(nn.Module):
-    def __init__(self, activation, layers):
-        super().__init__()
-        self.layers = nn.Sequential(*(_Layer(activation) for _ in range(layers)))
-
-    def forward(self, rows):
-        return self.layers(rows)
-
-
-def _explained(activation=torch.relu, layers=3, checkpoint=None):
-    model = _Net(activation, layers)
-    if checkpoint is not None:
+def _explained(activation=torch.relu, layers=3, **checkpoint):
+    model = stack(activation, layers)
+    if checkpoint:
         apply_activation_checkpointing(model.layers, preserve_rng_state=False, **checkpoint)
     return explain(model, (torch.empty(128, 64),))
 
@@ -50,56 +31,59 @@ def _compared(a, b):
 HIDDEN_BYTES = 128 * 256 * 4
 
 
-def test_nothing_differs_from_itself():
-    prediction = _explained()
-    comparison = _compared(prediction, _explained())
-    assert comparison.rows == ()
-    assert comparison.peak_a == comparison.peak_b == prediction.peak_bytes
+@pytest.fixture(scope="module")
+def relu():
+    return _explained()
 
 
-def test_what_one_saves_more_is_named_and_counted_per_layer():
+@pytest.fixture(scope="module")
+def silu():
+    return _explained(nn.functional.silu)
+
+
+def test_what_one_saves_more_is_named_and_counted_per_layer_both_ways(relu, silu):
     """silu saves its input, relu its result, which is saved anyway: as the input of the next matmul."""
-    comparison = _compared(_explained(), _explained(nn.functional.silu))
-    row = comparison.at("saved")[0]
+    there, back = _compared(relu, silu), _compared(silu, relu)
+    row = there.at("saved")[0]
     assert (row.module, row.operator, row.shape, row.dtype) == ("layers.*.up", "aten.mm", (128, 256), "float32")
     assert (row.count_a, row.count_b, row.layers) == (0, 3, 3)
-    assert row.difference_bytes == 3 * HIDDEN_BYTES
-    assert row.per_layer_bytes == HIDDEN_BYTES
+    assert (row.difference_bytes, row.per_layer_bytes) == (3 * HIDDEN_BYTES, HIDDEN_BYTES)
     assert row.sentence.startswith("+131.1 kB (+131,072 bytes) per layer x 3: `mm` of ")
     assert "float32 (128, 256)" in row.sentence
     assert "saved by autograd" in row.sentence
-    assert comparison.saved_b - comparison.saved_a == pytest.approx(3 * HIDDEN_BYTES, abs=8)
-
-
-def test_the_order_and_the_other_way_round():
-    a, b = _explained(), _explained(nn.functional.silu)
-    there, back = _compared(a, b), _compared(b, a)
+    assert there.saved_b - there.saved_a == pytest.approx(3 * HIDDEN_BYTES, abs=8)
+    assert back.at("saved")[0].difference_bytes == -3 * HIDDEN_BYTES
+    assert back.at("saved")[0].sentence.startswith("-131.1 kB (-131,072 bytes) per layer x 3: `mm`")
+    assert len(back.rows) == len(there.rows)
     sizes = [abs(row.difference_bytes) for row in there.rows]
     assert sizes == sorted(sizes, reverse=True)
-    row = back.at("saved")[0]
-    assert row.difference_bytes == -3 * HIDDEN_BYTES
-    assert row.sentence.startswith("-131.1 kB (-131,072 bytes) per layer x 3: `mm`")
-    assert len(back.rows) == len(there.rows)
-    assert sum(row.difference_bytes for row in there.at("peak")) == b.peak_bytes - a.peak_bytes
-    assert sum(row.difference_bytes for row in there.at("saved")) == b.saved_bytes - a.saved_bytes
+    assert sum(row.difference_bytes for row in there.at("peak")) == silu.peak_bytes - relu.peak_bytes
+    assert sum(row.difference_bytes for row in there.at("saved")) == silu.saved_bytes - relu.saved_bytes
     written = json.loads(json.dumps(there.to_dict()))
     assert (written["label_a"], written["label_b"]) == ("one", "other")
     assert written["rows"][0]["difference_bytes"] == written["rows"][0]["bytes_b"] - written["rows"][0]["bytes_a"]
 
 
-def test_the_same_tensor_made_another_way_is_no_difference():
-    comparison = _compared(_explained(torch.relu), _explained(torch.tanh))  # both save their results
-    assert comparison.at("saved") == ()
+def test_what_makes_no_difference(relu):
+    """Nothing; another operator whose result is saved as well; of two operands of one size, which a row names."""
+    same = _compared(relu, _explained())
+    assert same.rows == ()
+    assert same.peak_a == same.peak_b == relu.peak_bytes
+    assert _compared(relu, _explained(torch.tanh)).at("saved") == ()
+    report = dict(relu.report)
+    for name in ("at_peak", "saved_for_backward"):
+        report[name] = [
+            {**row, "of": "aten.mul.Tensor" if row["of"] == "aten.relu" else row["of"]} for row in report[name]
+        ]
+    assert report != relu.report
+    assert _compared(relu, replace(relu, report=report)).rows == ()
 
 
-def test_fewer_layers_are_a_difference_of_bytes_only():
-    row = _compared(_explained(layers=3), _explained(layers=2)).at("saved")[0]
+def test_fewer_layers_are_a_difference_of_bytes_only_and_one_has_its_own_name(relu):
+    row = _compared(relu, _explained(layers=2)).at("saved")[0]
     assert (row.count_a, row.count_b, row.layers) == (3, 2, 3)
     assert row.difference_bytes == -HIDDEN_BYTES
     assert "393.2 kB in all became 262.1 kB" in row.sentence
-
-
-def test_one_module_has_its_own_name():
     row = _compared(_explained(layers=1), _explained(nn.functional.silu, layers=1)).at("saved")[0]
     assert row.module == "layers.0.up"
     assert " per layer" not in row.sentence
@@ -111,7 +95,7 @@ def test_a_policy_that_saves_an_unread_tensor():
     def wasteful(rows):
         return torch.relu(rows) * rows.detach().abs().amax()
 
-    a, b = (_explained(wasteful, checkpoint={"mode": "selective", "also_keep": kept}) for kept in ([], ["aten.abs"]))
+    a, b = (_explained(wasteful, mode="selective", also_keep=kept) for kept in ([], ["aten.abs"]))
     row = _compared(a, b).at("saved")[0]
     assert (row.operator, row.saved_by, row.difference_bytes) == ("aten.abs", "selective policy", 3 * HIDDEN_BYTES)
     assert row.first_use is None  # its amax is saved, too
@@ -155,24 +139,20 @@ def test_hints_of_single_rows(row, hint):
 CASTS = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("quaver::cast_"))
 
 
-def test_all_casts_are_registered_under_one_prefix():
+def test_all_casts_are_known_by_their_prefix():
+    """A weight's float8 codes have a category of their own, and a hint says that the backward can cast again."""
     assert {"cast_tensorwise", "cast_rowwise", "cast_with_scale"} <= {name.partition("::")[2] for name in CASTS}
     others = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("quaver::")]
     assert not [name for name in others if "cast" in name and name not in CASTS]
-
-
-@pytest.mark.parametrize("name", CASTS)
-def test_every_cast_operation_is_known_as_one(name):
-    """A weight's float8 codes have a category of their own, and a hint says that the backward can cast again."""
-    operator = name.replace("::", ".")
-    row = _row(of="ffn.w3.weight, unsharded", operator=operator, dtype="float8_e4m3fn")
-    assert "compute it again there" in hint_of(row, Saved([row], []))
     recorder, weight = Recorder(ModuleTracker(nn.Identity()), []), torch.zeros(4, 4)
     recorder.name("parameters", [weight], parameter="weight")
-    recorder.operator_called(getattr(torch.ops.quaver, operator.partition(".")[2]).default, [weight])
-    codes = torch.zeros(4, 4, dtype=torch.float8_e4m3fn)
-    recorder.meet(codes, operator)
-    assert recorder.log[-1].allocation.category == "float8_weights"
+    for operator in (name.replace("::", ".") for name in CASTS):
+        row = _row(of="ffn.w3.weight, unsharded", operator=operator, dtype="float8_e4m3fn")
+        assert "compute it again there" in hint_of(row, Saved([row], []))
+        recorder.operator_called(getattr(torch.ops.quaver, operator.partition(".")[2]).default, [weight])
+        codes = torch.zeros(4, 4, dtype=torch.float8_e4m3fn)
+        recorder.meet(codes, operator)
+        assert recorder.log[-1].allocation.category == "float8_weights", operator
 
 
 def test_float8_and_widened_copies_of_saved_tensors():
@@ -185,18 +165,6 @@ def test_float8_and_widened_copies_of_saved_tensors():
     for alone in (codes, wide, _row(operator="aten._to_copy", of="aten.silu")):
         assert hint_of(alone, Saved([alone], [])) == ""
     assert hint_of(codes, Saved([codes, {**source, "module": "another"}], [])) == ""
-
-
-def test_which_operand_a_row_names_does_not_matter():
-    """Of two of one size a report may name either."""
-    prediction = _explained()
-    report = dict(prediction.report)
-    for name in ("at_peak", "saved_for_backward"):
-        report[name] = [
-            {**row, "of": "aten.mul.Tensor" if row["of"] == "aten.relu" else row["of"]} for row in report[name]
-        ]
-    assert report != prediction.report
-    assert _compared(prediction, replace(prediction, report=report)).rows == ()
 
 
 def test_names_of_operators_and_sizes():
@@ -216,8 +184,8 @@ def test_names_of_operators_and_sizes():
     ]
 
 
-def test_lines_for_a_terminal():
-    comparison = _compared(_explained(), _explained(nn.functional.silu))
+def test_lines_for_a_terminal(relu, silu):
+    comparison = _compared(relu, silu)
     lines = list(comparison_lines(comparison, top=1))
     assert lines[0] == "first      one"
     peak = f"{si(comparison.peak_a)} ({comparison.peak_a:,} bytes)"
@@ -227,5 +195,5 @@ def test_lines_for_a_terminal():
     assert f"    {comparison.at('saved')[0].sentence}" in lines
     left = comparison.at("peak")[1:]
     assert f"    and {len(left)} more rows, {sum(row.difference_bytes for row in left):+,} bytes in all" in lines
-    same = list(comparison_lines(_compared(_explained(), _explained())))
+    same = list(comparison_lines(_compared(relu, relu)))
     assert [line for line in same if line.endswith(": nothing")] == same[-3:-2] + same[-1:]

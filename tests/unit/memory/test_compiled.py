@@ -3,6 +3,7 @@
 import ast
 import json
 import subprocess
+import textwrap
 from itertools import product
 
 import pytest
@@ -16,49 +17,55 @@ from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Size
 from benchmarks.memory_report import RECORD
 from benchmarks.predicted import WITHIN, compare
 from quaver.memory import explain
-from quaver.memory.compiling.compiled import are_kernels_left_out, compiled_graphs, kernels_left_out
+from quaver.memory.compiling.compiled import are_kernels_left_out, compiled_graphs
+from quaver.memory.compiling.compiled_rows import CompiledRows, CompiledTracker
 from quaver.memory.compiling.wrapper_code import kernel_operator, rewritten
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.predict import predict_step
 from quaver.memory.runs.predict import SEES_GATHERS, predict_memory
 from quaver.recorder.allocator import measure_usage
+from quaver.recorder.recorder import Recorder
 from quaver.trainer.config import Model, TrainConfig
 from quaver.trainer.config.training import Training
+from tests.unit.memory.models import CPU, Block
 
-CPU = torch.device("cpu")
 ROWS = 512
 FILE = "tests/unit/memory/test_compiled.py"
 RECORDED = json.loads(RECORD.read_text())
 
 
-class _Block(nn.Module):
+class _Squaring(Block):
+    """One line of code for all that is compiled; without biases."""
+
     def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(64, 128, bias=False)
-        self.down = nn.Linear(128, 64, bias=False)
+        super().__init__(hidden=128)
 
     def forward(self, rows):
         return self.down(nn.functional.silu(self.up(rows)).square())
 
 
-class _Broken(_Block):
+class _Broken(_Squaring):
     def forward(self, rows):
         hidden = nn.functional.silu(self.up(rows))
         torch._dynamo.graph_break()
         return self.down(hidden.square())
 
 
-def _quick(ranks, module, precision, checkpointing):
-    """Whether each run of the tests compares this row with the record; the others are for the night."""
-    return (ranks, module, precision, checkpointing) in {
-        (1, "ffn", "rowwise", "none"),
-        (1, "attention", "bfloat16", "op"),  # whose recomputation is given the state of the random numbers
-        (2, "linear", "tensorwise", "full"),
-    }
+def _compiled(kind=_Squaring, **options):
+    model = kind()
+    model.compile(**options)
+    return model
 
+
+QUICK = {
+    (1, "ffn", "rowwise", "none"),
+    (1, "attention", "bfloat16", "op"),  # whose recomputation is given the state of the random numbers
+    (2, "linear", "tensorwise", "full"),
+}
+"""The rows of the record that each run of the tests compares; the others are for the night."""
 
 CASES = [
-    pytest.param(*case, marks=() if _quick(*case) else pytest.mark.nightly)
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.nightly)
     for case in product((1, 2), ("linear", "attention", "ffn", "1 block"), PRECISIONS, CHECKPOINTING)
     if case != (2, "attention", "rowwise", "none")  # where gloo's threads kept a buffer in both measured steps
     # recorded when a lone float8 linear was left out of its checkpoint
@@ -82,7 +89,7 @@ def test_a_prediction_is_what_was_measured(ranks, module, precision, checkpointi
 def test_real_code_is_compiled_after_a_prediction_and_takes_what_was_predicted():
     """Before a prediction, after it and from a cache a model has kernels; and so it has if it was compiled before."""
     torch.manual_seed(0)
-    model, rows = _Block(), torch.randn(ROWS, 64)
+    model, rows = _Squaring(), torch.randn(ROWS, 64)
     expected = model(rows).detach()
     model.compile(fullgraph=True)
     torch.testing.assert_close(model(rows), expected)
@@ -90,7 +97,7 @@ def test_real_code_is_compiled_after_a_prediction_and_takes_what_was_predicted()
     prediction = explain(model, (rows,))
     assert len(PyCodeCache.modules) == loaded
     torch.testing.assert_close(model(rows), expected)
-    fresh = _Block()
+    fresh = _Squaring()
     fresh.load_state_dict(model.state_dict())
     fresh.compile(fullgraph=True)
     _step(fresh, rows, lambda: None)
@@ -113,9 +120,7 @@ FUSED = "fused_pow_silu (aten.pow.Tensor_Scalar)"
 
 def test_rows_of_compiled_code_say_what_made_them_and_who_keeps_them():
     """The graph keeps its input, the first product, for silu, and the square, for the second weight's gradient."""
-    model = nn.Sequential(_Block(), _Block())
-    for block in model:
-        block.compile(fullgraph=True)
+    model = nn.Sequential(_compiled(fullgraph=True), _compiled(fullgraph=True))
     prediction = explain(model, (torch.empty(ROWS, 64),), optimizer=torch.optim.AdamW)
     saved = [row for row in prediction.saved_for_backward if row["category"] == "saved_activations"]
     assert {row["saved_by"] for row in saved} == {"compiled graph"}
@@ -127,9 +132,7 @@ def test_rows_of_compiled_code_say_what_made_them_and_who_keeps_them():
         ("aten.mm", "aten.mm", "1.up", "1", 4 * ROWS * 128),
         (FUSED, "aten.mm", "1", "1", 4 * ROWS * 128),
     }
-    lines = {row["source"] for row in saved}
-    first = _Block.forward.__code__.co_firstlineno
-    assert lines == {f"{FILE}:{first + 1}"}
+    assert {row["source"] for row in saved} == {f"{FILE}:{_Squaring.forward.__code__.co_firstlineno + 1}"}
     assert sum(prediction.by_category.values()) == prediction.peak_bytes
     assert prediction.phase_of_peak == "backward"
     assert {row["phase"] for row in prediction.at_peak} == {"before", "forward", "backward"}
@@ -137,51 +140,44 @@ def test_rows_of_compiled_code_say_what_made_them_and_who_keeps_them():
     assert uses == {"aten.mm"}  # of the second weight's gradient
 
 
+def test_what_a_graph_saved_is_released_when_its_backward_ends():
+    recorder, held = Recorder(tracker := CompiledTracker(nn.Identity()), []), torch.zeros(4)
+    rows = CompiledRows(recorder, tracker)
+    rows.saved([held, 3])
+    rows.saved([held])
+    for saved in (1, 0):
+        rows.backward_begins([held, torch.zeros(4)])
+        assert recorder.log[-1].saved == saved + 1
+        rows.backward_ends()
+        assert recorder.log[-1].saved == saved
+
+
 def test_layers_that_are_alike_are_compiled_once():
     with fake_tensors(compiled=True) as fakes:
-        model = nn.Sequential(*(_Block() for _ in range(4)))
-        for block in model:
-            block.compile(fullgraph=True)
-        rows = torch.randn(ROWS, 64)
+        model = nn.Sequential(*(_compiled() for _ in range(4)))
+        rows, before = torch.randn(ROWS, 64), compiled_graphs()
         prediction = predict_step(lambda: _step(model, rows, lambda: None), model, None, fakes)
-        # forward and backward: of the first, whose input has no gradient, and of the rest
-        assert compiled_graphs() == 4
+        assert compiled_graphs() - before == 2  # the first, whose input has no gradient, and the rest
     saved = [row for row in prediction.saved_for_backward if row["operator"] == FUSED]
     assert [row["module"] for row in saved] == ["0", "1", "2", "3"]
 
 
-def _compiled_in_place(model):
-    model.compile()
-    return model
-
-
-@pytest.mark.parametrize("compiled_model", [_compiled_in_place, torch.compile])
-def test_a_compiled_model_keeps_less_than_an_eager_one(compiled_model):
-    model, inputs = _Block(), (torch.empty(ROWS, 64),)
-    eager = explain(model, inputs)
-    compiled = explain(compiled_model(model), inputs)
-    less_bytes = eager.saved_by_forward_bytes - compiled.saved_by_forward_bytes
-    assert less_bytes == pytest.approx(4 * ROWS * 128, abs=64)  # silu's result
+def test_what_each_way_to_compile_saves():
+    """Compiled code computes silu again. Breaks in graphs, dynamic shapes and other backends change what is saved."""
+    inputs, hidden_bytes = (torch.empty(ROWS, 64),), 4 * ROWS * 128
+    eager, whole = explain(_Squaring(), inputs), explain(_compiled(), inputs)
+    for model, more_bytes in (
+        (_compiled(), 0),
+        (torch.compile(_Squaring()), 0),
+        (_compiled(_Broken), hidden_bytes),
+        (_compiled(backend="eager"), hidden_bytes),
+    ):
+        saved_bytes = explain(model, inputs).saved_by_forward_bytes
+        assert saved_bytes - whole.saved_by_forward_bytes == pytest.approx(more_bytes, abs=64)
+    assert eager.saved_by_forward_bytes - whole.saved_by_forward_bytes == pytest.approx(hidden_bytes, abs=64)
+    dynamic = explain(_compiled(dynamic=True), inputs)
+    assert dynamic.step_peak_bytes == pytest.approx(whole.step_peak_bytes, rel=WITHIN)
     assert not are_kernels_left_out()
-
-
-def test_code_with_a_graph_break_and_with_sizes_that_may_change():
-    model, inputs = _Block(), (torch.empty(ROWS, 64),)
-    model.compile()
-    whole = explain(model, inputs)
-    model.compile(dynamic=True)
-    assert explain(model, inputs).step_peak_bytes == pytest.approx(whole.step_peak_bytes, rel=WITHIN)
-    broken = _Broken()
-    broken.compile()
-    more_bytes = explain(broken, inputs).saved_by_forward_bytes - whole.saved_by_forward_bytes
-    assert more_bytes == pytest.approx(4 * ROWS * 128, abs=64)
-
-
-def test_other_backends_run_as_they_are():
-    model, inputs = _Block(), (torch.empty(ROWS, 64),)
-    eager = explain(model, inputs)
-    model.compile(backend="eager")
-    assert explain(model, inputs).saved_by_forward_bytes == eager.saved_by_forward_bytes
 
 
 def test_no_process_is_started(monkeypatch):
@@ -190,27 +186,10 @@ def test_no_process_is_started(monkeypatch):
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
     monkeypatch.setattr("os.posix_spawn", refuse)
-    model = _Block()
-    model.compile()
-    assert explain(model, (torch.empty(3, 64),)).peak_bytes > 0
+    assert explain(_compiled(), (torch.empty(3, 64),)).peak_bytes > 0
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [({"mode": "max-autotune"}, "max_autotune"), ({"options": {"cpp_wrapper": True}}, "cpp_wrapper")],
-    ids=["max-autotune", "cpp_wrapper"],
-)
-def test_code_that_cannot_be_followed_is_refused(options, named):
-    run, model = GraphLowering.run, _Block()
-    model.compile(**options)
-    with pytest.raises(NotImplementedError, match=f"default kernels in Python code, got {named}") as caught:
-        explain(model, (torch.empty(3, 64),))
-    assert "\n" not in str(caught.value)
-    assert GraphLowering.run is run
-    assert not are_kernels_left_out()
-
-
-class _Restless(_Block):
+class _Restless(_Squaring):
     tag = ""
 
     def forward(self, rows):
@@ -218,20 +197,22 @@ class _Restless(_Block):
         return super().forward(rows) * len(self.tag)
 
 
-def test_a_model_that_is_compiled_in_each_step_is_refused():
-    model = _Restless()
-    model.compile()
-    with pytest.raises(NotImplementedError, match="a step that compiles nothing after 4 others"):
-        explain(model, (torch.empty(3, 64),))
-
-
-def test_settings_are_as_before():
-    before = torch._inductor.config.fx_graph_cache, cpu_vec_isa.valid_vec_isa_list
-    with kernels_left_out():
-        assert are_kernels_left_out()
-        assert not torch._inductor.config.fx_graph_cache
-    assert (torch._inductor.config.fx_graph_cache, cpu_vec_isa.valid_vec_isa_list) == before
-    assert compiled_graphs() == 0
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "max-autotune"}, "default kernels in Python code, got max_autotune"),
+        ({"options": {"cpp_wrapper": True}}, "default kernels in Python code, got cpp_wrapper"),
+        ({"kind": _Restless}, "a step that compiles nothing after 4 others"),
+    ],
+    ids=["max-autotune", "cpp_wrapper", "compiled in each step"],
+)
+def test_what_is_refused_and_that_settings_are_as_before(options, message):
+    before = GraphLowering.run, torch._inductor.config.fx_graph_cache, cpu_vec_isa.valid_vec_isa_list
+    with pytest.raises(NotImplementedError, match=message) as caught:
+        explain(_compiled(**options), (torch.empty(3, 64),))
+    assert "\n" not in str(caught.value)
+    assert (GraphLowering.run, torch._inductor.config.fx_graph_cache, cpu_vec_isa.valid_vec_isa_list) == before
+    assert not are_kernels_left_out()
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])
@@ -251,26 +232,30 @@ def test_a_run_that_compiles_is_predicted_as_compiled_code(ranks):
     assert all(row["of"].startswith(row["module"]) for row in weights)
 
 
-SOURCE = """
-from torch._inductor.async_compile import AsyncCompile
-async_compile = AsyncCompile()
-cpp_fused_add_0 = async_compile.cpp_pybinding([], '''code''')
-
-class Runner:
-    def call(self, args):
-        primals_1, = args
-        args.clear()
-        assert_size_stride(primals_1, (4,), (1,), 'input')
-        buf0 = empty_strided_cpu((4,), (1,), torch.float32)
-        buf1 = reinterpret_tensor(buf0, (2,), (1,), 2)  # alias
-        cpp_fused_add_0(primals_1, buf1)
-        buf2 = torch.ops.aten.neg.default(buf0)
-        buf3 = buf2
-        del buf2
-        buf4 = reinterpret_tensor(buf0, (2, 2), (2, 1), 0); del buf0  # reuse
-        extern_kernels.mm(buf3, buf3, out=buf4)
-        return (buf4, buf3, )
-"""
+STATEMENTS = [
+    ("", "received(args)"),
+    ("primals_1, = args", "primals_1, = args"),
+    ("args.clear()", "args.clear()"),
+    ("assert_size_stride(primals_1, (4,), (1,), 'input')", "assert_size_stride(primals_1, (4,), (1,), 'input')"),
+    (
+        "buf0 = empty_strided_cpu((4,), (1,), torch.float32)",
+        "buf0 = made_0.allocate((4,), (1,), torch.float32, {'primals_1': primals_1})",
+    ),
+    ("buf1 = reinterpret_tensor(buf0, (2,), (1,), 2)  # alias", "buf1 = reinterpret_tensor(buf0, (2,), (1,), 2)"),
+    ("cpp_fused_add_0(primals_1, buf1)", "made_1.call(cpp_fused_add_0, primals_1, buf1)"),
+    ("buf2 = torch.ops.aten.neg.default(buf0)", "buf2 = made_2.call(torch.ops.aten.neg.default, buf0)"),
+    ("buf3 = buf2", "buf3 = buf2"),
+    ("del buf2", "del buf2"),
+    (
+        "buf4 = reinterpret_tensor(buf0, (2, 2), (2, 1), 0); del buf0  # reuse",
+        "buf4 = layout_of(reinterpret_tensor(buf0, (2, 2), (2, 1), 0))\n"
+        "del buf0\n"
+        "buf4 = made_3.allocate(*buf4, {'buf3': buf3})",
+    ),
+    ("extern_kernels.mm(buf3, buf3, out=buf4)", "made_4.call(extern_kernels.mm, buf3, buf3, out=buf4)"),
+    ("return (buf4, buf3, )", "return returned((buf4, buf3))"),
+]
+"""Of Inductor's wrapper code, and what each becomes."""
 
 
 def test_each_statement_is_rewritten_as_promised():
@@ -280,31 +265,11 @@ def test_each_statement_is_rewritten_as_promised():
         asked.append((buffer, kernel))
         return f"made_{len(asked) - 1}"
 
-    code = ast.unparse(rewritten(SOURCE, maker_of))
-    body = [line.strip().removeprefix("return ") for line in code.partition("def call")[2].splitlines()[1:]]
-    promised = [
-        "received(args)",
-        "(primals_1,) = args",
-        "args.clear()",
-        "assert_size_stride(primals_1, (4,), (1,), 'input')",
-        "buf0 = made_0.allocate((4,), (1,), torch.float32, {'primals_1': primals_1})",
-        "buf1 = reinterpret_tensor(buf0, (2,), (1,), 2)",
-        "made_1.call(cpp_fused_add_0, primals_1, buf1)",
-        "buf2 = made_2.call(torch.ops.aten.neg.default, buf0)",
-        "buf3 = buf2",
-        "del buf2",
-        "buf4 = layout_of(reinterpret_tensor(buf0, (2, 2), (2, 1), 0))",
-        "del buf0",
-        "buf4 = made_3.allocate(*buf4, {'buf3': buf3})",
-        "made_4.call(extern_kernels.mm, buf3, buf3, out=buf4)",
-        "return returned((buf4, buf3))",
-    ]
-    assert body == ast.unparse(ast.parse("\n".join(promised).replace("return ", ""))).splitlines()
+    before, after = zip(*STATEMENTS, strict=True)
+    head = "from torch._inductor.async_compile import AsyncCompile\ndef call(self, args):\n"
+    code = ast.unparse(rewritten(head + textwrap.indent("\n".join(before), "    "), maker_of))
+    assert textwrap.dedent(code.partition("\n")[2]) == ast.unparse(ast.parse("\n".join(after)))
     assert asked == [("buf0", "fused_add"), ("buf0", "fused_add"), ("buf2", ""), ("buf4", ""), ("buf4", "")]
     assert "import" not in code
-
-
-def test_names_of_kernels():
-    assert kernel_operator("cpp_fused_abs_amax_12") == "fused_abs_amax"
-    assert kernel_operator("triton_poi_fused_add_0") == "fused_add"
-    assert kernel_operator("assert_size_stride") == ""
+    kernels = {"cpp_fused_abs_amax_12": "fused_abs_amax", "triton_poi_fused_add_0": "fused_add", "assert_size": ""}
+    assert {name: kernel_operator(name) for name in kernels} == kernels

@@ -5,42 +5,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quaver import Float8LinearConfig, convert_to_float8_training
+from quaver import convert_to_float8_training
 from quaver.memory import explain
-from quaver.memory.faking.fakes import fake_tensors, without_tracing_in_transformers
-from quaver.recorder.allocator import measure_usage
+from tests.unit.memory.models import check_explained
 
 transformers = pytest.importorskip("transformers")
 
-WITHIN = 0.03
-"""Of a measurement: what predictions are to keep."""
 VOCABULARY = 512
 TOKENS = torch.arange(128).reshape(2, 64) % VOCABULARY
-
-
-def _measured(model, inputs, loss):
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step(mark):
-        output = loss(model(*inputs))
-        mark()
-        output.backward()
-        del output
-        optimizer.step()
-        model.zero_grad(set_to_none=True)
-
-    step(lambda: None)
-    with measure_usage(torch.device("cpu")) as measured:
-        step(measured.mark)
-    return measured.usage
-
-
-def _check(model, inputs, loss, **options):
-    prediction = explain(model, inputs, loss=loss, optimizer=torch.optim.AdamW, **options)
-    usage = _measured(model, inputs, loss)
-    assert prediction.step_peak_bytes == pytest.approx(usage.tensor_peak_bytes, rel=WITHIN)
-    assert prediction.saved_by_forward_bytes == pytest.approx(usage.saved_bytes, rel=WITHIN)
-    return prediction
 
 
 def _next_token(output):
@@ -60,8 +32,7 @@ def _llama(*, width=128, layers=2, **settings):
 
 
 def _float8_llama():
-    model, config = _llama(), Float8LinearConfig.from_recipe_name("rowwise")
-    return convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "lm_head")
+    return convert_to_float8_training(_llama(), config="rowwise", module_filter_fn=lambda _, name: name != "lm_head")
 
 
 def _checkpointed_llama():
@@ -75,47 +46,10 @@ def _gpt2():
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 
-HUGGING_FACE = {
-    "llama, attention in Python, tied": lambda: _llama(attn_implementation="eager", tie_word_embeddings=True),
-    "llama, checkpointed": _checkpointed_llama,
-    "llama, float8": _float8_llama,
-    "gpt2": _gpt2,
-}
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("name", HUGGING_FACE)
-def test_hugging_face(name):
-    model = HUGGING_FACE[name]()
-    prediction = _check(model, (TOKENS,), _next_token)
-    parameters = sum(each.numel() for each in model.parameters())  # tied ones once
-    assert prediction.by_category["parameters"] == pytest.approx(4 * parameters, rel=0.01)  # and small buffers
-    assert any("layers.1" in module or ".h.1" in module for (module,) in prediction.by("module"))
-
-
-def test_transformers_take_fakes_for_real_tensors_only_meanwhile():
-    tracing = transformers.utils.import_utils.is_tracing
-    with fake_tensors():
-        assert not tracing(torch.empty(2))
-        with without_tracing_in_transformers():  # nested
-            assert not tracing(torch.empty(2))
-        fake = torch.empty(2)
-    assert tracing(fake)
-
-
-def _layers(*, last=64):
+def _layers(recipe=None):
     middle = (nn.LayerNorm(128), nn.GELU(), nn.Dropout(0.1))
-    return nn.Sequential(nn.Embedding(VOCABULARY, 64), nn.Linear(64, 128), *middle, nn.Linear(128, last))
-
-
-@pytest.mark.parametrize("recipe", [None, "tensorwise"])
-def test_plain_layers(recipe):
-    model = _layers()
-    if recipe is not None:
-        convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
-    prediction = _check(model, (TOKENS.repeat(16, 1),), _square)
-    modules = {module for (module,) in prediction.by("module")}
-    assert {"0", "1", "2", "5"} <= modules
+    model = nn.Sequential(nn.Embedding(VOCABULARY, 64), nn.Linear(64, 128), *middle, nn.Linear(128, 64))
+    return model if recipe is None else convert_to_float8_training(model, config=recipe)
 
 
 class _Squares(torch.autograd.Function):
@@ -133,24 +67,57 @@ class _Squares(torch.autograd.Function):
         return 2 * rows * (grad @ weight.t()), rows.square().t() @ grad
 
 
-class _Custom(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(128, 128))
-
+class _Custom(nn.Linear):
     def forward(self, rows):
         return _Squares.apply(rows, self.weight)
 
 
-def test_an_autograd_function_of_ones_own():
-    prediction = _check(nn.Sequential(nn.Linear(128, 128), _Custom(), _Custom()), (torch.zeros(1024, 128),), _square)
-    halves = [row for row in prediction.saved_for_backward if row["dtype"] == "float16"]
-    assert sum(row["bytes"] for row in halves) == 2 * 1024 * 128 * 2
+class _Of(nn.Linear):
+    """A linear of what a function makes of its input."""
 
+    def __init__(self, function, inputs=4, outputs=4):
+        super().__init__(inputs, outputs)
+        self.function = function
 
-class _Chooses(nn.Linear):
     def forward(self, rows):
-        return super().forward(rows[rows[:, 0] > 0])
+        return super().forward(self.function(rows))
+
+
+def _chosen(rows):
+    return rows[rows[:, 0] > 0]
+
+
+LONG, ONES = TOKENS.repeat(16, 1), torch.ones(1024, 64)
+MODELS = {
+    "llama, attention in Python, tied": (
+        lambda: _llama(attn_implementation="eager", tie_word_embeddings=True),
+        *(TOKENS, _next_token, "layers.1"),
+    ),
+    "llama, checkpointed": (_checkpointed_llama, TOKENS, _next_token, "layers.1"),
+    "llama, float8": (_float8_llama, TOKENS, _next_token, "layers.1"),
+    "gpt2": (_gpt2, TOKENS, _next_token, ".h.1"),
+    "plain layers": (_layers, LONG, _square, "5"),
+    "plain layers, float8": (lambda: _layers("tensorwise"), LONG, _square, "5"),
+    "an autograd function": (
+        lambda: nn.Sequential(nn.Linear(64, 64), _Custom(64, 64, False), _Custom(64, 64, False)),
+        *(ONES, _square, "2"),
+    ),
+    # where all rows are chosen, the assumption is what happens
+    "an estimate": (lambda: nn.Sequential(_Of(_chosen, 64, 256), nn.Linear(256, 32)), ONES, _square, "0"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prediction_is_what_is_measured(name):
+    build, inputs, loss, module = MODELS[name]
+    model = build()
+    prediction = check_explained(model, (inputs,), loss, estimate=name == "an estimate")
+    parameters = sum(each.numel() for each in model.parameters())  # tied ones once
+    assert prediction.by_category["parameters"] == pytest.approx(4 * parameters, rel=0.01)  # and small buffers
+    assert any(module in name for (name,) in prediction.by("module"))
+    halves = [row["bytes"] for row in prediction.saved_for_backward if row["dtype"] == "float16"]
+    assert sum(halves) == (2 * 1024 * 64 * 2 if name == "an autograd function" else 0)
 
 
 class _InBackward(torch.autograd.Function):
@@ -165,94 +132,60 @@ class _InBackward(torch.autograd.Function):
         return grad * torch.masked_select(rows, rows > 0).sum()
 
 
-class _Late(nn.Linear):
-    def forward(self, rows):
-        return _InBackward.apply(super().forward(rows))
-
-
-ROWS = torch.zeros(8, 4)
+LIBRARY = torch.library.Library("quaver_tests_foreign", "FRAGMENT")
+LIBRARY.define("odd(Tensor rows) -> Tensor")
+LIBRARY.impl("odd", torch.clone, "CPU")
+PLACE = r"in module 1 \(\w+.*\.py:\d+\)"
 
 
 @pytest.mark.parametrize(
-    ("kind", "place"),
+    ("function", "refusal", "assumption"),
     [
-        (_Chooses, r"aten\.nonzero\.default in module 0 \(\w+.*\.py:\d+\)"),
-        (_Late, r"aten\.masked_select\.default in .*models\.py:\d+"),
+        (_chosen, rf"do not depend on values, got aten\.nonzero\.default {PLACE}", "gives its largest possible result"),
+        (
+            _InBackward.apply,
+            r"do not depend on values, got aten\.masked_select\.default in .*models\.py:\d+",
+            "gives its largest possible result",
+        ),
+        (
+            lambda rows: rows[: (rows[:, 0] > 0).sum().item()],
+            f"other sizes for another integer read {PLACE}",
+            "sizes depend on an integer that was assumed to be 1, read in module 1",
+        ),
+        (
+            lambda rows: torch.cat(rows.split(rows[:, 0].long().tolist())),
+            rf"got an error \(split_with_sizes .*\) read {PLACE}",
+            None,  # an error remains one
+        ),
+        (
+            lambda rows: rows * torch.ops.quaver_tests_foreign.odd(rows.detach()).sum(),
+            rf"quaver_tests_foreign\.odd.* {PLACE}.* torch.library.register_fake",
+            "odd.default, which has no fake implementation, gives results like its first tensor",
+        ),
     ],
+    ids=["rows chosen", "values chosen in backward", "a length", "lengths", "an unknown operator"],
 )
-def test_a_size_that_numbers_decide_is_refused_with_its_place_or_estimated(kind, place):
-    model = nn.Sequential(kind(4, 4), nn.Linear(4, 4))
-    with pytest.raises(NotImplementedError, match=f"do not depend on values, got {place}") as refused:
-        explain(model, (ROWS,))
+def test_what_values_decide_is_refused_with_its_place_or_estimated(function, refusal, assumption):
+    model = nn.Sequential(nn.Linear(4, 4), _Of(function))
+    with pytest.raises(NotImplementedError, match=refusal) as refused:
+        explain(model, (torch.zeros(9, 4),))
     assert "\n" not in str(refused.value)
-    prediction = explain(model, (ROWS,), estimate=True)
-    assert len(prediction.notes) == 1
-    assert "gives its largest possible result" in prediction.notes[0]
-    assert list(prediction.notes) == prediction.to_dict()["assumptions"]
-
-
-def test_an_estimate_is_what_the_largest_choice_takes():
-    """Where all rows are chosen, the assumption is what happens."""
-    _check(nn.Sequential(_Chooses(64, 256), nn.Linear(256, 32)), (torch.ones(1024, 64),), _square, estimate=True)
-
-
-class _Length(nn.Linear):
-    def forward(self, rows):
-        return super().forward(rows[: (rows[:, 0] > 0).sum().item()])
-
-
-class _Split(nn.Linear):
-    def forward(self, rows):
-        return torch.cat([super(_Split, self).forward(part) for part in rows.split(rows[:, 0].long().tolist())])
-
-
-class _Checks(nn.Linear):
-    def forward(self, rows):
-        if not rows.isfinite().all() or rows.long().max().item() > 100 or rows.sum().tolist() > 100:
-            raise ValueError("a number that is read is 1")
-        return super().forward(rows)
-
-
-def test_integers_that_sizes_depend_on_are_found():
-    with pytest.raises(
-        NotImplementedError, match=r"other sizes for another integer read in module 0 \(\w+.*\.py:\d+\)"
-    ):
-        explain(nn.Sequential(_Length(4, 4)), (ROWS,))
-    estimate = explain(nn.Sequential(_Length(4, 4)), (ROWS,), estimate=True)
-    assert "sizes depend on an integer that was assumed to be 1, read in module 0" in estimate.notes[0]
-    with pytest.raises(NotImplementedError, match=r"got an error \(split_with_sizes .*\) read in module 0"):
-        explain(nn.Sequential(_Split(4, 4)), (torch.zeros(9, 4),))
+    if assumption is not None:
+        prediction = explain(model, (torch.zeros(9, 4),), estimate=True)
+        (note,) = prediction.to_dict()["assumptions"]
+        assert assumption in note
 
 
 def test_numbers_that_are_only_checked_are_counted_and_do_no_harm():
-    prediction = explain(nn.Sequential(_Checks(4, 4)), (ROWS,))
-    assert prediction.reads == prediction.to_dict()["reads_answered_by_1"] == 3
+    def checked(rows):
+        if not rows.isfinite().all() or rows.long().max().item() > 100 or rows.sum().tolist() > 100:
+            raise ValueError("a number that is read is 1")
+        return rows
+
+    prediction = explain(nn.Sequential(_Of(checked)), (torch.zeros(8, 4),))
+    assert prediction.to_dict()["reads_answered_by_1"] == 3
     assert prediction.notes == ()
-    unread = explain(nn.Sequential(nn.Linear(4, 4)), (ROWS,))
-    assert prediction.by_category["parameters"] == unread.by_category["parameters"]
-
-
-@pytest.fixture
-def unknown_operator():
-    library = torch.library.Library("quaver_tests_foreign", "FRAGMENT")
-    library.define("odd(Tensor rows) -> Tensor")
-    library.impl("odd", torch.clone, "CPU")
-    yield torch.ops.quaver_tests_foreign.odd
-    library._destroy()
-
-
-def test_an_operator_without_a_fake_implementation(unknown_operator):
-    class Odd(nn.Linear):
-        def forward(self, rows):
-            return super().forward(rows) * unknown_operator(rows.detach()).sum()
-
-    model = nn.Sequential(Odd(4, 4))
-    with pytest.raises(
-        NotImplementedError, match=r"quaver_tests_foreign\.odd.* in module 0 .* torch.library.register_fake"
-    ):
-        explain(model, (ROWS,))
-    prediction = explain(model, (ROWS,), estimate=True)
-    assert "odd.default, which has no fake implementation, gives results like its first tensor" in prediction.notes[0]
+    assert prediction.by_category["parameters"] == 4 * (4 * 4 + 4)
 
 
 def test_other_errors_stay_what_they_are():

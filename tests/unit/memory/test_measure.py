@@ -1,6 +1,7 @@
-"""Measured steps against their predictions."""
+"""Runs of the trainer: the predicted memory against measured steps, and on ranks that are pretended."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,22 +13,23 @@ from quaver.memory.runs.measure import MOST_RANKS, measure_memory, side_by_side
 from quaver.memory.runs.predict import SEES_GATHERS, predict_memory
 from quaver.trainer.config import ActivationCheckpoint, Data, Float8, Optimizer, Parallelism, Training
 from quaver.trainer.config_io import load_config
-from tests.unit.trainer.runs import changed
+from tests.unit.trainer.runs import changed, run_to_end
 
 CONFIGS = Path(__file__).parents[3] / "train_configs"
 WITHIN = 0.01
+ALL = {"peak", "between steps", "saved for backward"}
+on_ranks = pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
 
 
-def _ratios(predicted, measured):
-    return {row["what"]: row["ratio"] for row in side_by_side(predicted, measured)}
+def _check(predicted, measured, names=ALL):
+    ratios = {row["what"]: row["ratio"] for row in side_by_side(predicted, measured)}
+    assert {name: ratios[name] for name in names} == pytest.approx(dict.fromkeys(names, 1), rel=WITHIN)
 
 
 def test_the_debug_model_is_measured_as_it_is_predicted():
     config = load_config(CONFIGS / "llama3_debug.toml")
     predicted, measured = predict_memory(config), measure_memory(config)
-    ratios = _ratios(predicted, measured)
-    assert {"parameters", "optimizer state", "saved activations", "peak", "saved for backward"} <= set(ratios)
-    assert all(ratio == pytest.approx(1, rel=WITHIN) for ratio in ratios.values())
+    _check(predicted, measured, ALL | {"parameters", "optimizer state", "saved activations"})
     # The allocator's log has the same peak.
     assert measured.allocator_tensor_peak_bytes == pytest.approx(measured.prediction.peak_bytes, rel=1e-4)
     assert measured.allocator_peak_bytes >= measured.allocator_tensor_peak_bytes
@@ -39,30 +41,44 @@ def test_the_debug_model_is_measured_as_it_is_predicted():
 
 
 MICRO_BATCHES = Training(seq_len=32, local_batch_size=2, global_batch_size=8, device="cpu")
+FULL = ActivationCheckpoint(mode="full")
+GATHERS_FLOAT8 = Float8(enable_fsdp_float8_all_gather=True, precompute_float8_dynamic_scale_for_fsdp=True)
+SPLIT = {"float8": Float8(recipe_name="rowwise"), "parallelism": Parallelism(tensor_parallel_degree=2)}
+night = [pytest.mark.nightly, on_ranks]
 
 
 @pytest.mark.parametrize(
-    "section",
+    ("ranks", "section"),
     [
-        {"training": MICRO_BATCHES, "data": Data(document_mask=True)},
-        {"float8": Float8(recipe_name="delayed"), "optimizer": Optimizer(implementation="foreach")},
-        {"float8": Float8(recipe_name="rowwise"), "activation_checkpoint": ActivationCheckpoint(mode="full")},
+        (1, {"training": MICRO_BATCHES, "data": Data(document_mask=True)}),
+        (1, {"float8": Float8(recipe_name="delayed"), "optimizer": Optimizer(implementation="foreach")}),
+        (1, {"float8": Float8(recipe_name="rowwise"), "activation_checkpoint": FULL}),
+        # spawned processes take 12 s; test_predict.py compares a prediction with ranks in each run
+        pytest.param(2, {"float8": GATHERS_FLOAT8}, marks=night),
+        pytest.param(2, {**SPLIT, "activation_checkpoint": FULL}, marks=night),
     ],
-    ids=lambda section: " ".join(section),
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
 )
-def test_settings_of_a_run(tiny_config, section):
+def test_settings_of_a_run(tiny_config, ranks, section):
     config = replace(tiny_config, **section)
-    predicted, measured = predict_memory(config), measure_memory(config)
-    assert measured.micro_batches == predicted.micro_batches
-    ratios = _ratios(predicted, measured)
-    assert ratios["peak"] == pytest.approx(1, rel=WITHIN)
-    assert ratios["between steps"] == pytest.approx(1, rel=WITHIN)
+    predicted, measured = predict_memory(config, ranks), measure_memory(config, ranks)
+    assert (measured.micro_batches, measured.layout.mesh) == (predicted.micro_batches, predicted.layout.mesh)
+    _check(predicted, measured, ALL if ranks > 1 else {"peak", "between steps"})
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_trainer_reports_the_predicted_peak(tiny_float8_config):
+    config = changed(tiny_float8_config, job={"compare": False})
+    prediction = predict_memory(config).prediction
+    (model,) = run_to_end(config).models
+    assert model.peak.exact
+    inputs = prediction.report["resident_bytes"]["inputs"]
+    assert prediction.peak_bytes - inputs == pytest.approx(model.peak.peak_bytes, rel=0.03)
 
 
 def test_compiled_code_is_measured_by_the_allocator(tiny_float8_config):
     config = changed(tiny_float8_config, job={"compare": False})
-    compiled = changed(config, training={"compile": True})
-    eager, measured = measure_memory(config), measure_memory(compiled)
+    eager, measured = measure_memory(config), measure_memory(changed(config, training={"compile": True}))
     assert any("training.compile" in note for note in measured.notes)
     assert not any("training.compile" in note for note in eager.notes)
     assert measured.prediction.peak_bytes == measured.allocator_tensor_peak_bytes
@@ -70,35 +86,36 @@ def test_compiled_code_is_measured_by_the_allocator(tiny_float8_config):
     there = measured.prediction.report["resident_bytes"]
     assert there["parameters"] == eager.prediction.by_category["parameters"]
     assert there["optimizer_state"] == eager.prediction.by_category["optimizer_state"]
-    ratios = _ratios(eager, measured)
+    ratios = {row["what"]: row["ratio"] for row in side_by_side(eager, measured)}
     assert ratios["saved activations"] is None
     assert 0.5 < ratios["peak"] < 2
+    table = side_by_side_table(side_by_side(eager, measured))
+    cells = [list(column.cells) for column in table.columns]
+    assert cells[0][-3:] == ["peak", "between steps", "saved for backward"]
+    assert cells[2][0] == cells[3][0] == ""
+    assert cells[3][-3] == f"{ratios['peak']:.4f}"
 
 
-ON_RANKS = {
-    "dp_shard": {
-        "float8": Float8(enable_fsdp_float8_all_gather=True, precompute_float8_dynamic_scale_for_fsdp=True),
-    },
-    "tp": {
-        "float8": Float8(recipe_name="rowwise"),
-        "parallelism": Parallelism(tensor_parallel_degree=2),
-        "activation_checkpoint": ActivationCheckpoint(mode="full"),
-    },
-}
+@on_ranks
+def test_more_ranks_hold_less_each(tiny_config):
+    delayed = Float8(recipe_name="delayed")
+    gathered = replace(delayed, enable_fsdp_float8_all_gather=True)
+    hybrid = Parallelism(data_parallel_replicate_degree=2, data_parallel_shard_degree=8)
+    one = predict_memory(replace(tiny_config, float8=delayed)).prediction.by_category
+    many = predict_memory(replace(tiny_config, float8=gathered, parallelism=hybrid), 16).prediction.by_category
+    assert many["parameters"] == pytest.approx(one["parameters"] / 8, rel=0.1)
+    assert many["optimizer_state"] == pytest.approx(2 * many["parameters"], rel=0.05)
+    assert many["gathered_weights"] > 0
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
-@pytest.mark.parametrize("dim", ON_RANKS)
-def test_ranks_are_started_and_the_first_is_measured(tiny_config, dim):
-    """Two processes are spawned, which takes 12 s; test_predict.py compares a prediction with ranks in each run."""
-    config = replace(tiny_config, **ON_RANKS[dim])
-    measured = measure_memory(config, 2)
-    assert measured.layout.mesh == {dim: 2}
-    ratios = _ratios(predict_memory(config, 2), measured)
-    assert ratios["peak"] == pytest.approx(1, rel=WITHIN)
-    assert ratios["saved for backward"] == pytest.approx(1, rel=WITHIN)
-    assert not torch.distributed.is_initialized()
+def test_llama_8b_on_8_ranks_takes_less_than_a_minute():
+    start = time.monotonic()
+    prediction = predict_memory(load_config(CONFIGS / "llama3_8b.toml"), 8).prediction
+    assert time.monotonic() - start < 60
+    assert prediction.by_category["parameters"] == pytest.approx(4 * 8_030_261_248 / 8, rel=0.001)
+    # Logits in float32, their log-softmax and its gradient, of 8192 tokens, are the largest tensors at the peak.
+    assert (prediction.at_peak[0]["shape"], prediction.at_peak[0]["dtype"]) == ([8192, 128256], "float32")
 
 
 def test_what_is_refused(tiny_config):
@@ -107,18 +124,6 @@ def test_what_is_refused(tiny_config):
     split = replace(tiny_config, parallelism=Parallelism(tensor_parallel_degree=2))
     with pytest.raises(ValueError, match=r"parallelism\.tensor_parallel_degree"):
         measure_memory(split, 3)
-
-
-def test_the_table(tiny_config):
-    memory = predict_memory(tiny_config)
-    rows = side_by_side(memory, memory)
-    rows[0] |= {"measured_bytes": None, "ratio": None}
-    table = side_by_side_table(rows)
-    assert table.row_count == len(rows)
-    cells = [list(column.cells) for column in table.columns]
-    assert cells[0][-3:] == ["peak", "between steps", "saved for backward"]
-    assert cells[2][0] == ""
-    assert cells[3][-1] == "1.0000"
 
 
 @pytest.mark.gpu

@@ -12,28 +12,20 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Case, Size, measure
 from benchmarks.predicted import predict
-from quaver import Float8LinearConfig, convert_to_float8_training, float8_scaling_state
+from quaver import convert_to_float8_training, float8_scaling_state
 from quaver.memory import TensorBytes, explain
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.faking.gloo_buffers import GlooBuffers
 from quaver.memory.runs.predict import SEES_GATHERS
 from quaver.recorder.allocator import Usage
-from quaver.recorder.report import merged_layers
 from quaver.trainer.dry_run import pretended_mesh
 from quaver.trainer.parallel_dims import ParallelDims
 from tests.distributed.ranks import run as run_on_ranks
+from tests.unit.memory.models import CPU, Block, check
 
-CPU = torch.device("cpu")
 SIZE = Size(sequences=2)
-WITHIN = 0.03
-"""Of a measurement: what predictions are to keep."""
 MEASUREMENTS = 2
 """On ranks: when gloo's threads release their buffers is chance, and can only add; the least of so many counts."""
-
-
-def _check(prediction, usage: Usage):
-    assert prediction.step_peak_bytes == pytest.approx(usage.tensor_peak_bytes, rel=WITHIN)
-    assert prediction.saved_by_forward_bytes == pytest.approx(usage.saved_bytes, rel=WITHIN)
 
 
 QUICK = {
@@ -60,31 +52,22 @@ def test_a_prediction_is_what_is_measured(module, precision, checkpointing):
     case = Case(module, precision, checkpointing)
     prediction = predict(case, SIZE)
     resident_bytes, usage = measure(case, SIZE, CPU)
-    _check(prediction, usage)
+    check(prediction, usage)
     there = prediction.report["resident_bytes"]
     assert sum(there.values()) - there["inputs"] == resident_bytes
     assert not dist.is_initialized()
 
 
-class _Two(nn.Module):
-    def __init__(self, device=None):
-        super().__init__()
-        self.first = nn.Linear(64, 256, bias=False, device=device)
-        self.second = nn.Linear(256, 32, bias=False, device=device)
-
-    def forward(self, rows):
-        return self.second(torch.relu(self.first(rows)))
-
-
 ROWS_BYTES = 128 * 4
 """Of one column of the inputs below, 128 rows of float32."""
-WEIGHT_BYTES = 4 * (64 * 256 + 256 * 32)
+WEIGHT_BYTES = 4 * 2 * 64 * 256
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_step_by_arithmetic(device):
     """All that autograd saves is an input of a matmul, and one of them also relu's result."""
-    model = _Two(device)
+    with torch.device(device):
+        model = Block()
     weights = [weight.detach().clone() for weight in model.parameters()]
     prediction = explain(model, (torch.empty(128, 64, device=device),), optimizer=torch.optim.Adam)
     assert prediction.by_category["parameters"] == WEIGHT_BYTES
@@ -93,12 +76,11 @@ def test_a_step_by_arithmetic(device):
     # relu's result is saved; the output has been read by the loss, but is alive until the loss's function returns
     assert prediction.saved_by_forward_bytes - 256 * ROWS_BYTES in (4, 8)
     saved = {(row["module"], tuple(row["shape"])) for row in prediction.saved_for_backward}
-    assert ("_Two", (128, 256)) in saved
+    assert ("Block", (128, 256)) in saved
     # relu's result, its gradient, and the result of relu's backward
     assert prediction.step_peak_bytes >= 3 * 256 * ROWS_BYTES
     assert prediction.phase_of_peak == "backward"
-    assert sum(prediction.by_category.values()) == prediction.peak_bytes
-    assert sum(prediction.by("module").values()) == prediction.peak_bytes
+    assert sum(prediction.by_category.values()) == sum(prediction.by("module").values()) == prediction.peak_bytes
     assert all(weight.grad is None for weight in model.parameters())
     if device == "cpu":
         assert all(torch.equal(was, now) for was, now in zip(weights, model.parameters(), strict=True))
@@ -117,7 +99,7 @@ def test_a_converted_model_and_autocast():
     """Two linears keep their inputs, in bfloat16 or in float8; the output's sum keeps nothing."""
     high = nn.Sequential(nn.Linear(64, 256, bias=False), nn.Linear(256, 32, bias=False))
     predictions = [explain(high, (torch.empty(4096, 64),), autocast=torch.bfloat16)]
-    convert_to_float8_training(high, config=Float8LinearConfig.from_recipe_name("tensorwise"))
+    convert_to_float8_training(high, config="tensorwise")
     predictions.append(explain(high, (torch.empty(4096, 64),), autocast=torch.bfloat16))
     elements = 4096 * (64 + 256)
     assert predictions[0].saved_bytes == 2 * (elements + 256 * 32)  # autocast's copy of the second weight, too
@@ -125,21 +107,8 @@ def test_a_converted_model_and_autocast():
     assert 0 < scales < 100
 
 
-def test_a_sharded_model_is_refused():
-    with pretended_mesh(ParallelDims(shard=2)) as mesh:
-        model = fully_shard(_Two("meta"), mesh=mesh)
-        with pytest.raises(NotImplementedError, match="expected a model on one device, got first.weight with"):
-            explain(model, (torch.empty(2, 64),))
-
-
-def test_a_module_wrapped_by_torch_compile_is_refused_inside_of_a_model():
-    inputs = (torch.empty(128, 64),)
-    with pytest.raises(NotImplementedError, match="wrapped by torch.compile, got 0; use 0.compile()"):
-        explain(nn.Sequential(torch.compile(nn.Linear(64, 64))), inputs)
-
-
 def test_persistent_scales_are_copied():
-    model = convert_to_float8_training(_Two(), config=Float8LinearConfig.from_recipe_name("delayed"))
+    model = convert_to_float8_training(Block(), config="delayed")
     state = float8_scaling_state(model).state_dict()
     before = {name: value.clone() for name, value in state.items()}
     prediction = explain(model, (torch.empty(128, 64),))
@@ -147,21 +116,28 @@ def test_persistent_scales_are_copied():
     assert all(torch.equal(before[name], value) for name, value in state.items())
 
 
-def test_a_loss_that_is_none():
-    with pytest.raises(ValueError, match=r"a loss of one number that depends on a parameter, got \[2, 4\]"):
-        explain(nn.Linear(4, 4), (torch.empty(2, 4),), loss=lambda output: output)
-    with pytest.raises(ValueError, match="expected a model that returns a tensor, got tuple"):
-        explain(nn.LSTM(4, 4), (torch.empty(2, 4),))
+def _sharded():
+    with pretended_mesh(ParallelDims(shard=2)) as mesh, torch.device("meta"):
+        return fully_shard(Block(), mesh=mesh)
 
 
-def test_layers_that_are_alike_are_one_row():
-    rows = [{"module": f"model.layers.{i}.up2", "bytes": i + 1, "count": 1, "shape": [2]} for i in range(3)]
-    rows.append({"module": "10 rows", "bytes": 7, "count": 1, "shape": [2]})
-    merged = merged_layers(rows)
-    assert [(row["module"], row["bytes"], row["count"]) for row in merged] == [
-        ("10 rows", 7, 1),
-        ("model.layers.*.up2", 6, 3),
-    ]
+@pytest.mark.parametrize(
+    ("build", "loss", "message"),
+    [
+        (_sharded, None, "expected a model on one device, got up.weight with"),
+        (
+            lambda: nn.Sequential(torch.compile(nn.Linear(64, 64))),
+            None,
+            r"wrapped by torch.compile, got 0; use 0.compile\(\)",
+        ),
+        (Block, lambda output: output, r"a loss of one number that depends on a parameter, got \[2, 64\]"),
+        (lambda: nn.LSTM(64, 4), None, "expected a model that returns a tensor, got tuple"),
+    ],
+    ids=["sharded", "wrapped", "no loss", "no tensor"],
+)
+def test_what_is_refused(build, loss, message):
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        explain(build(), (torch.empty(2, 64),), loss=loss)
 
 
 def _measured_on_rank(case):
@@ -175,7 +151,7 @@ def _measured_on_rank(case):
 def test_ranks_that_are_pretended_take_what_ranks_take(precision):
     case = Case("1 block", precision, "full", ranks=2)
     measured = run_on_ranks(2, _measured_on_rank, case)
-    _check(predict(case, SIZE), Usage(0, *(max(of_ranks) for of_ranks in zip(*measured, strict=True))))
+    check(predict(case, SIZE), Usage(0, *(max(of_ranks) for of_ranks in zip(*measured, strict=True))))
 
 
 def test_what_gloo_copies_is_counted():

@@ -37,18 +37,14 @@ class ScaledLinear(nn.Linear):
         return F.linear(rows, self.weight / largest) * largest.t()
 
 
-def _network(second):
-    first = nn.Linear(DIM, HIDDEN, bias=False, dtype=torch.bfloat16)
-    last = second(HIDDEN, DIM, bias=False, dtype=torch.bfloat16)
-    feed_forward = nn.Sequential(OrderedDict(w1=first, silu=nn.SiLU(), w3=last))
-    return nn.Sequential(OrderedDict(feed_forward=feed_forward))
-
-
 def _predicted(second, **policy):
     with pretended_mesh(ParallelDims(shard=2)) as mesh, fake_tensors() as fakes:
-        network = _network(second)
-        apply_activation_checkpointing([network.feed_forward], preserve_rng_state=False, **policy)
-        fully_shard(network.feed_forward, mesh=mesh)
+        first = nn.Linear(DIM, HIDDEN, bias=False, dtype=torch.bfloat16)
+        last = second(HIDDEN, DIM, bias=False, dtype=torch.bfloat16)
+        feed_forward = nn.Sequential(OrderedDict(w1=first, silu=nn.SiLU(), w3=last))
+        network = nn.Sequential(OrderedDict(feed_forward=feed_forward))
+        apply_activation_checkpointing([feed_forward], preserve_rng_state=False, **policy)
+        fully_shard(feed_forward, mesh=mesh)
         fully_shard(network, mesh=mesh)
         source = torch.empty(TOKENS, DIM, dtype=torch.bfloat16, requires_grad=True)
 

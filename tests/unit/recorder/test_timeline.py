@@ -14,10 +14,11 @@ from quaver import Float8Linear, Float8LinearConfig
 from quaver.memory import CATEGORIES, TensorBytes, draw_timeline, record_timeline
 from quaver.recorder.allocator import measure_usage
 from tests.distributed.ranks import on_ranks
+from tests.unit.memory.models import CPU, Block, stack
 
-CPU = torch.device("cpu")
 ROWS, COLUMNS, OUT = 32, 64, 96
 BFLOAT16_BYTES, FLOAT32_BYTES = 2, 4
+BLOCK_BYTES = 2 * 64 * 256 * FLOAT32_BYTES
 UNSEEN_BYTES = 32
 """Python numbers that C++ wraps in tensors, which no operator returns."""
 
@@ -46,20 +47,6 @@ class Attention(nn.Module):
         return sum(linear(shared) for linear in self.linears)
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.act, self.down = nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64)
-
-    def forward(self, input):
-        return self.down(self.act(self.up(input)))
-
-
-def mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(Block(), nn.SiLU())
-
-
 def train_step(model, input, optimizer=None):
     model(input).float().square().mean().backward()
     if optimizer:
@@ -73,42 +60,24 @@ def recorded(model, input, optimizer=None):
     return timeline.report()
 
 
+def gradients(model):
+    """Copies, and none are left on the model."""
+    copies = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    return copies
+
+
 def column(report, category):
     return [row[2 + CATEGORIES.index(category)] for row in report["timeline"]]
 
 
-def allocator_growth(step):
-    """The highest sum of `step` in the log of torch's CPU allocator, operators or not."""
-    with measure_usage(CPU, may_leave=True) as measured:
-        measured.mark()
-        step()
-    return measured.usage.peak_bytes
-
-
-def recorded_sum(model, input):
-    with record_timeline(model) as timeline:
-        model(input).sum().backward()
-    return timeline.report()
-
-
-def saved_by(linear):
-    report = recorded_sum(nn.Sequential(Scaled(), linear), torch.randn(ROWS, COLUMNS, dtype=torch.bfloat16))
-    return report["saved_bytes"], [row for row in report["saved_for_backward"] if row["saved_in"] == "1"]
-
-
-def test_what_a_linear_saves_in_bfloat16_by_hand():
-    saved_bytes, rows = saved_by(nn.Linear(COLUMNS, OUT, bias=False, dtype=torch.bfloat16))
-    assert saved_bytes == ROWS * COLUMNS * BFLOAT16_BYTES
-    activation, weight = sorted(rows, key=lambda row: row["category"], reverse=True)
-    assert activation["category"] == "saved_activations"
-    assert (activation["operator"], activation["module"]) == ("aten.mul.Tensor", "0")
-    assert (activation["shape"], activation["dtype"]) == ([ROWS, COLUMNS], "bfloat16")
-    assert (weight["category"], weight["bytes"], weight["module"]) == ("parameters", OUT * COLUMNS * 2, "1")
+LINEAR = {"bias": False, "dtype": torch.bfloat16}
 
 
 @pytest.mark.parametrize(
     ("recipe", "expected"),
     [
+        (None, ROWS * COLUMNS * BFLOAT16_BYTES),
         # the input's codes and dequant_scale; the weight's two scales
         ("tensorwise", ROWS * COLUMNS + 3 * FLOAT32_BYTES),
         # scales along the rows, one a column; the weight is cast anew
@@ -117,14 +86,24 @@ def test_what_a_linear_saves_in_bfloat16_by_hand():
         ("rowwise_with_gw_hp", ROWS * COLUMNS * BFLOAT16_BYTES + 2 * FLOAT32_BYTES),
     ],
 )
-def test_what_a_linear_saves_in_float8_by_hand(recipe, expected):
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    saved_bytes, rows = saved_by(Float8Linear(COLUMNS, OUT, bias=False, dtype=torch.bfloat16, config=config))
-    assert saved_bytes == expected
-    if recipe != "rowwise_with_gw_hp":
-        codes = max((row for row in rows if row["category"] == "saved_activations"), key=lambda row: row["bytes"])
-        assert codes["operator"].startswith("quaver::cast")
-        assert (codes["bytes"], codes["dtype"], codes["module"]) == (ROWS * COLUMNS, "float8_e4m3fn", "1")
+def test_what_a_linear_saves_by_hand(recipe, expected):
+    config = recipe and Float8LinearConfig.from_recipe_name(recipe)
+    linear = Float8Linear(COLUMNS, OUT, config=config, **LINEAR) if recipe else nn.Linear(COLUMNS, OUT, **LINEAR)
+    model, input = nn.Sequential(Scaled(), linear), torch.randn(ROWS, COLUMNS, dtype=torch.bfloat16)
+    with record_timeline(model) as timeline:
+        model(input).sum().backward()
+    report = timeline.report()
+    assert report["saved_bytes"] == expected
+    rows = [row for row in report["saved_for_backward"] if row["saved_in"] == "1"]
+    saved = max((row for row in rows if row["category"] == "saved_activations"), key=lambda row: row["bytes"])
+    looks = saved["operator"], saved["module"], saved["dtype"], saved["shape"]
+    if recipe in (None, "rowwise_with_gw_hp"):
+        assert looks == ("aten.mul.Tensor", "0", "bfloat16", [ROWS, COLUMNS])
+    else:
+        assert looks == (f"quaver::cast (quaver.cast_{recipe})", "1", "float8_e4m3fn", [ROWS, COLUMNS])
+    if recipe is None:
+        weights = [(row["bytes"], row["module"]) for row in rows if row["category"] == "parameters"]
+        assert weights == [(OUT * COLUMNS * BFLOAT16_BYTES, "1")]
 
 
 def test_every_event_by_hand():
@@ -158,18 +137,15 @@ def test_a_storage_that_is_emptied_and_filled_again_by_hand():
         assert counted.live_bytes == -2048
         gathered.untyped_storage().resize_(4096)
     assert (counted.live_bytes, counted.peak_bytes) == (2048, 2048)
+    with TensorBytes() as counted:
+        grown = torch.zeros(256)
+        grown.resize_(512)  # an operator
+    assert counted.live_bytes == 2048
     assert "resize_" not in vars(torch.UntypedStorage)
 
 
-def test_a_resize_by_an_operator_counts():
-    with TensorBytes() as counted:
-        grown = torch.zeros(256)
-        grown.resize_(512)
-    assert counted.live_bytes == 2048
-
-
 def test_sums_names_and_spans_of_a_whole_step():
-    model, input = mlp(), torch.randn(ROWS, 64)
+    model, input = stack(), torch.randn(ROWS, 64)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     first = recorded(model, input, optimizer)
     report = recorded(model, input, optimizer)
@@ -190,80 +166,64 @@ def test_sums_names_and_spans_of_a_whole_step():
     assert json.loads(json.dumps(report, allow_nan=False)) == report
 
 
-def test_shared_casts_stay_shared(monkeypatch):
+def test_recording_changes_nothing(monkeypatch):
+    """Shared casts stay shared, gradients are the same bits, and all hooks are gone."""
     calls = []
     cast = quaver.quantize.cast_tensorwise
     monkeypatch.setattr(quaver.quantize, "cast_tensorwise", lambda *args: calls.append(1) or cast(*args))
     model, input = Attention(), torch.randn(ROWS, 64, dtype=torch.bfloat16)
     train_step(model, input)
-    without = len(calls)
-    with TensorBytes() as counted:
+    without, expected = len(calls), gradients(model)
+    recorded(model, input)
+    assert all(map(torch.equal, gradients(model), expected))
+    train_step(model, input)
+    with TensorBytes() as counted:  # gradients are added to others, here and in what is recorded
         train_step(model, input)
     report = recorded(model, input)
-    assert len(calls) == 3 * without
+    assert len(calls) == 5 * without
     assert report["peak_bytes"] - sum(report["resident_bytes"].values()) == counted.peak_bytes
-
-
-def test_gradients_are_the_same_bits_and_all_hooks_are_gone():
-    model, input = Attention(), torch.randn(ROWS, 64, dtype=torch.bfloat16)
-    train_step(model, input)
-    expected = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    recorded(model, input)
-    assert all(torch.equal(parameter.grad, e) for parameter, e in zip(model.parameters(), expected, strict=True))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_a_saved_tensor_that_was_written_to_is_still_an_error():
+def test_what_is_still_an_error():
     model = nn.Sequential(nn.Sigmoid(), nn.Linear(8, 8))
     with record_timeline(model), pytest.raises(RuntimeError, match="modified by an inplace operation"):
         hidden = model[0](torch.randn(4, 8, requires_grad=True))
         out = model[1](hidden)
         hidden.detach().add_(1)
         out.sum().backward()
-
-
-def test_a_second_recording_is_refused():
-    model = mlp()
     with record_timeline(model), pytest.raises(RuntimeError, match="only one recording"):  # noqa: SIM117
         with record_timeline(model):
             pass
-    with record_timeline(model):
-        pass
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
+class Checkpointed(Block):
     def forward(self, input):
-        return checkpoint(self.inner, input, use_reentrant=False)
+        return checkpoint(super().forward, input, use_reentrant=False)
 
 
 def test_a_checkpointed_module_saves_its_input_only():
-    model = nn.Sequential(nn.Linear(64, 64), Checkpointed(mlp()))
-    input = torch.randn(ROWS, 64)
-    model(input).sum().backward()
-    expected = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    report = recorded_sum(model, input)
-    assert report["saved_bytes"] == ROWS * 64 * FLOAT32_BYTES
+    model, input = nn.Sequential(nn.Linear(64, 64), Checkpointed()), torch.randn(ROWS, 64)
+    train_step(model, input)
+    expected = gradients(model)
+    report = recorded(model, input)
+    saved = [(row["saved_by"], row["bytes"]) for row in report["saved_for_backward"] if row["operator"] == "aten.addmm"]
+    assert saved == [("checkpoint", ROWS * 64 * FLOAT32_BYTES)]
     assert "recompute" in [phase for phase, _, _ in report["spans"]]
-    assert all(torch.equal(parameter.grad, e) for parameter, e in zip(model.parameters(), expected, strict=True))
+    assert all(map(torch.equal, gradients(model), expected))
 
 
 def test_compiled_code_is_not_attributed_nor_compiled_again(tmp_path):
-    model, input = mlp(), torch.randn(ROWS, 64)
+    model, input = nn.Sequential(Block()), torch.randn(ROWS, 64)
     model[0].compile(backend="aot_eager", fullgraph=True)
     train_step(model, input)
     with torch._dynamo.config.patch(error_on_recompile=True):
         report = recorded(model, input)
         train_step(model, input)
     assert (report["exact"], report["note"]) == (False, "compiled code: not attributed")
-    assert report["peak_bytes"] is None
-    assert report["timeline"] == report["at_peak"] == report["saved_for_backward"] == []
-    assert report["resident_bytes"]["parameters"] == (2 * 64 * 128 + 64 + 128) * FLOAT32_BYTES
+    assert report["peak_bytes"] is report["peak_event"] is report["saved_bytes"] is report["saved_event"] is None
+    assert report["timeline"] == report["spans"] == report["at_peak"] == report["saved_for_backward"] == []
+    assert report["resident_bytes"]["parameters"] == BLOCK_BYTES
     draw_timeline(report, tmp_path / "none.png", title="compiled")
     assert (tmp_path / "none.png").stat().st_size > 1000
 
@@ -280,21 +240,25 @@ def test_fsdp_on_two_ranks_agrees_with_the_allocator():
     for _ in range(2):
         train_step(model, input, optimizer)
 
+    def growth():
+        with measure_usage(CPU, may_leave=True) as measured:
+            measured.mark()
+            train_step(model, input, optimizer)
+        return measured.usage.peak_bytes
+
     def counted():
         with TensorBytes() as tensors:
             train_step(model, input, optimizer)
         return tensors.peak_bytes, tensors.live_bytes
 
     # The least of several: gloo's threads may hold a buffer a little longer.
-    growth = min(allocator_growth(lambda: train_step(model, input, optimizer)) for _ in range(3))
-    reports = [recorded(model, input, optimizer) for _ in range(3)]
-    report = min(reports, key=lambda report: report["peak_bytes"])
+    allocated = min(growth() for _ in range(3))
+    report = min((recorded(model, input, optimizer) for _ in range(3)), key=lambda report: report["peak_bytes"])
     peak_bytes, left_bytes = min(counted() for _ in range(3))
-    assert peak_bytes == pytest.approx(growth, abs=UNSEEN_BYTES)
+    assert peak_bytes == pytest.approx(allocated, abs=UNSEEN_BYTES)
     assert left_bytes == 0
-    assert report["peak_bytes"] - sum(report["resident_bytes"].values()) == pytest.approx(growth, abs=UNSEEN_BYTES)
-    block = (2 * 64 * 128 + 64 + 128) * FLOAT32_BYTES
-    assert report["resident_bytes"]["parameters"] == block  # half of two blocks
-    assert max(column(report, "gathered_weights")) in (block, 2 * block)
+    assert report["peak_bytes"] - sum(report["resident_bytes"].values()) == pytest.approx(allocated, abs=UNSEEN_BYTES)
+    assert report["resident_bytes"]["parameters"] == BLOCK_BYTES  # half of two blocks
+    assert max(column(report, "gathered_weights")) in (BLOCK_BYTES, 2 * BLOCK_BYTES)
     assert column(report, "gathered_weights")[-1] == 0
     assert report["resident_bytes"]["inputs"] == pytest.approx(256 * 64 * FLOAT32_BYTES, abs=UNSEEN_BYTES)
