@@ -90,6 +90,8 @@ def test_advice_and_what_fits(tmp_path, capsys):
         (["--vs", "nowhere.toml"], "config file 'nowhere.toml' does not exist"),
         (["--output", "/dev/null/x.json"], "--output: cannot write /dev/null/x.json"),
         (["--html", "/dev/null/x.html"], "--html: cannot write /dev/null/x.html"),
+        (["--png", "peak.gif"], "--png must be a file whose name ends with .png, got 'peak.gif'"),
+        (["--html", "runs/memory.json"], "--output must be a file that no other option names, got 'runs/memory.json'"),
         (["--fit", "much"], "--fit: expected a size above 0 such as 80GiB, 80GB, 512MiB or plain bytes, got 'much'"),
         (["--device", "tpu"], "--device"),
         (["--device", "cuda", "--measure"], "--measure measures on training.device, and predicts for it"),
