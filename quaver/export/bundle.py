@@ -18,6 +18,7 @@ from quaver.export.folders import file_threads
 
 RECORD = "quaver_export.json"
 CARD = "README.md"
+GENERATION = "generation_config.json"
 
 _TOKENIZER = ("tokenizer*", "*_tokens*.json", "vocab.json", "merges.txt", "chat_template.jinja")
 
@@ -32,7 +33,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 def copied_files(folder: Path) -> list[Path]:
     """The files of a model that do not depend on its weights: of the tokenizer and of the generation config."""
-    patterns = (*_TOKENIZER, "generation_config.json")
+    patterns = (*_TOKENIZER, GENERATION)
     return sorted(file for pattern in patterns for file in folder.glob(pattern) if file.is_file())
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quaver.export.bundle import write_bundle
+from quaver.export.bundle import GENERATION, write_bundle
 from quaver.export.files import CONFIG, SafetensorsWriter, write_json
 from quaver.export.folders import new_folder
 from quaver.export.formats import COMPRESSED_TENSORS
@@ -43,7 +43,8 @@ def save_float8(
     Args:
         model, format, weights, dtype, forward_dtype, share_fused_scales: as for `iter_float8_weights`. For a sharded
             model all ranks call this, and rank 0 writes.
-        config: the config.json without its quantization_config; by default that of a transformers model.
+        config: the config.json without its quantization_config; by default that of a transformers model, whose
+            generation config is written too.
         max_shard_bytes: a file holds at most so much, or one tensor; memory holds one file.
         about: what the record of the bundle says about the origin: "source", "step".
         files: other files to copy, such as the tokenizer's.
@@ -74,8 +75,10 @@ def save_float8(
     plan = tensors.plan
     is_sharded = any(isinstance(each, DTensor) for each in model.parameters())
     config = {**config, "quantization_config": plan.format.quantization_config(plan.ignore)}
-    if dtype is not None:
-        config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    stored = dtype if dtype is not None or config.get(key) else getattr(model, "dtype", None)
+    if stored is not None:
+        config[key] = str(stored).removeprefix("torch.")
     partial, writer = folder, SafetensorsWriter(folder, max_shard_bytes)
 
     def begin() -> None:
@@ -86,6 +89,9 @@ def save_float8(
     def finish() -> None:
         writer.close()
         write_json(partial / CONFIG, config)
+        generation = getattr(model, "generation_config", None)
+        if generation is not None:
+            generation.to_json_file(partial / GENERATION)  # `files` may have the one of the model's folder
         for file in files:
             shutil.copyfile(file, partial / file.name)
         logits = None

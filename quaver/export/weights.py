@@ -83,10 +83,11 @@ def iter_float8_weights(
         share_fused_scales: give fused linears one scale where scales are per tensor. Without it codes are those of
             training, and a server that fuses quantizes them again.
     Raises (when called):
-        ValueError: no linear is float8, a float8 weight is tied, or a weight is missing.
+        ValueError: no linear is float8, a float8 weight is tied, a weight is missing, or PEFT's adapters are not
+            merged.
         NotImplementedError: no format holds the recipe, or linears have different ones.
     Raises (in the iteration):
-        ValueError: a weight is not finite, or the scale of an input is unknown.
+        ValueError: a weight is not finite or on the meta device, or the scale of an input is unknown.
     """
     return Float8Weights(model, format, weights, dtype, forward_dtype, share_fused_scales)
 
@@ -222,6 +223,11 @@ class Float8Weights:
         if name.endswith(".weight") and isinstance(self.plan.linears.get(linear), FrozenFloat8Linear):
             return self._of_forward(linear)[0]
         tensor = self._weights[name].detach()
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device, where Accelerate's offload leaves weights, too: load the model whole "
+                "before the export, or give its tensors as `weights`"
+            )
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
             self.bytes_moved += tensor.nbytes
@@ -258,6 +264,11 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
             f"the float8 linears must have one recipe, got {'; '.join(configs)}; export them alone"
         )
     names, tied = _names(model)
+    if hasattr(model, "get_base_model") or any(".base_layer." in name for name in names):
+        raise ValueError(
+            "the model has adapters of PEFT, under names that no server loads; export model.merge_and_unload(), or "
+            "model.get_base_model() where the adapters are prompts"
+        )
     both = [name for name in tied if name.removesuffix(".weight") in linears]
     if both:
         raise ValueError(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -140,3 +141,24 @@ def test_a_hugging_face_folder_is_exported_and_imported(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["export", str(tmp_path / "out"), str(tmp_path / "again"), "--recipe=rowwise"])
     assert "is quantized already; expected a model in high precision" in capsys.readouterr().err
+
+
+def test_what_else_save_pretrained_would_write(tmp_path):
+    """The generation config, and the dtype of a model that was cast after it was made; a user's own dtype stays."""
+    model = convert_to_float8_training(llama().to(torch.float16), config="rowwise", module_filter_fn=not_the_head)
+    model.generation_config.max_new_tokens = 3
+    save_float8(model, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["max_new_tokens"] == 3
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["dtype"] == "float16"
+    save_float8(model, tmp_path / "own", config={**model.config.to_dict(), "dtype": "bfloat16"})
+    assert json.loads((tmp_path / "own" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("adapters", [LoraConfig(target_modules=["q_proj"]), PromptTuningConfig(num_virtual_tokens=2)])
+def test_adapters_that_are_not_merged_are_refused(adapters, tmp_path):
+    adapters.task_type = "CAUSAL_LM"
+    model = convert_to_float8_training(llama(), config="rowwise", module_filter_fn=not_the_head)
+    with pytest.raises(ValueError, match=r"adapters of PEFT.* export model.merge_and_unload\(\)"):
+        save_float8(get_peft_model(model, adapters), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -170,3 +170,5 @@ def test_what_no_format_holds_is_refused():
     convert_to_float8_training(tied, config="rowwise")
     with pytest.raises(ValueError, match=r"tied weight cannot be stored in float8: .*lm_head.weight"):
         iter_float8_weights(tied)
+    with pytest.raises(ValueError, match="embed_tokens.weight is on the meta device, where Accelerate's offload"):
+        dict(iter_float8_weights(tiny().to("meta")))
