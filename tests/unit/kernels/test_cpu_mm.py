@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from quaver.kernels import cpu
+from tests.reference import assert_same_bits
 from tests.thinned import thinned
-from tests.unit.kernels.test_cpu import assert_same_bits, needs_extension
+from tests.unit.kernels.test_cpu import needs_extension
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OUT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
