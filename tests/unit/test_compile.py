@@ -130,38 +130,32 @@ def test_dynamic_shapes(recipe):
 
 
 @pytest.mark.parametrize(
-    ("float8_dtype", "dim", "power_of_2"), thinned((E4M3, torch.float8_e5m2), (None, 0, 1), (False, True))
+    ("float8_dtype", "dims", "power_of_2"),
+    thinned((E4M3, torch.float8_e5m2), ((), (0,), (1,), (1, 0)), (False, True)),
 )
-def test_codes_are_eagers_also_behind_a_fused_producer(float8_dtype, dim, power_of_2):
-    """The cast reads the bfloat16 tensor that eager code would read, not what its producer had in float32."""
+def test_codes_are_eagers_also_behind_a_fused_producer(float8_dtype, dims, power_of_2):
+    """The cast reads the bfloat16 tensor that eager code would read, not what its producer had in float32.
 
-    def produce_and_cast(x):
+    Casts along both dims are one operation, with the codes of two.
+    """
+
+    def produce_and_cast(x, dims):
         hp = x * 1.7
-        if dim is None:
+        if not dims:
             codes, _, quant_scale, dequant_scale = cast_tensorwise(hp, float8_dtype, True, False, power_of_2)
             return codes, quant_scale, dequant_scale, cast_with_scale(hp, float8_dtype, quant_scale, None)[0]
-        made = cast_rowwise(hp, float8_dtype, dim == 1, dim == 0, power_of_2)
-        codes, quant_scale, dequant_scale = made[:3] if dim == 1 else made[3:]
-        scales = (quant_scale, None) if dim == 1 else (None, quant_scale)
-        return codes, quant_scale, dequant_scale, cast_with_scale(hp, float8_dtype, *scales)[1 - dim]
+        made, results = cast_rowwise(hp, float8_dtype, 1 in dims, 0 in dims, power_of_2), ()
+        for dim in dims:
+            codes, quant_scale, dequant_scale = made[:3] if dim == 1 else made[3:]
+            scales = (quant_scale, None) if dim == 1 else (None, quant_scale)
+            results += codes, quant_scale, dequant_scale, cast_with_scale(hp, float8_dtype, *scales)[1 - dim]
+        return results
 
     x = torch.randn(120, 200).bfloat16()
-    compiled = torch.compile(produce_and_cast, fullgraph=True)
-    for expected, got in zip(produce_and_cast(x), compiled(x), strict=True):
+    compiled = torch.compile(produce_and_cast, fullgraph=True)(x, dims)
+    separate = [each for dim in dims for each in produce_and_cast(x, (dim,))] or produce_and_cast(x, ())
+    for expected, eager, got in zip(separate, produce_and_cast(x, dims), compiled, strict=True):
         assert got.float().equal(expected.float())  # every float8 value is a float32 value
-
-
-@pytest.mark.parametrize("power_of_2", [False, True])
-def test_casts_along_both_dims_are_one_operation_and_eagers_codes(power_of_2):
-    def produce_and_cast(x):
-        return cast_rowwise(x * 1.7, E4M3, True, True, power_of_2)
-
-    x = torch.randn(120, 200).bfloat16()
-    compiled = torch.compile(produce_and_cast, fullgraph=True)
-    rows, columns = (cast_rowwise(x * 1.7, E4M3, rows, not rows, power_of_2) for rows in (True, False))
-    separate = (*rows[:3], *columns[3:])
-    for expected, eager, got in zip(separate, produce_and_cast(x), compiled(x), strict=True):
-        assert got.float().equal(expected.float())
         assert eager.float().equal(expected.float())
 
 

@@ -360,7 +360,14 @@ def _tied():
     return nn.ModuleList([model, embedding])
 
 
+def _scheduled():
+    model, optimizer = ordinary()
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return model, optimizer
+
+
 ERRORS = [
+    (_scheduled, {}, "a scheduler was made for it"),
     (lambda: (m := nn.Linear(16, 16), adamw(m.parameters())), {}, "got none; convert the model"),
     (lambda: (m := model_of("delayed"), adamw(m.parameters())), {}, "0.weight cannot .* delayed_with_dynamic_weight"),
     (lambda: (m := _tied(), adamw(m.parameters())), {}, "it is tied: 0.0.weight, 1.weight"),
@@ -376,13 +383,6 @@ def test_what_cannot_be_is_refused_and_nothing_is_changed(make, options, message
     with pytest.raises((ValueError, TypeError), match=message):
         use_float8_primary_weights(model, optimizer, **options)
     assert [type(parameter) for parameter in model.parameters()] == before
-
-
-def test_a_scheduler_that_was_made_before_is_refused():
-    model, optimizer = ordinary()
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with pytest.raises(ValueError, match="a scheduler was made for it"):
-        use_float8_primary_weights(model, optimizer)
 
 
 def test_a_weight_that_was_replaced_is_an_error_and_not_untrained():
