@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,9 +26,7 @@ INTS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: 
 NAN, INF = float("nan"), float("inf")
 SCALES = [1.0, 2.0**20, 2.0**-9, 0.37, 448 / 3.3, 448e12, 57344e12, 1e-38, 1e-45, 3.4e38, 0.0, -1.5, INF, -INF, NAN]
 
-pytestmark = needs_extension = pytest.mark.skipif(
-    not cpu.AVAILABLE, reason=f"the C extension is off: {cpu.UNAVAILABLE_BECAUSE}"
-)
+pytestmark = pytest.mark.skipif(not cpu.AVAILABLE, reason=f"the C extension is off: {cpu.UNAVAILABLE_BECAUSE}")
 
 
 def random_bits(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -192,6 +192,13 @@ def test_takes() -> None:
     assert not cpu.takes(hp, torch.float8_e4m3fnuz)
     assert not cpu.takes(codes, torch.float16)
     assert not cpu.takes(hp, torch.bfloat16)
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="asks Linux")
+def test_the_matmul_runs_where_the_cpu_has_bfloat16_vectors_and_no_tiles():
+    flags = set(re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[1].split())
+    vectors = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx512_bf16"} <= flags
+    assert (vectors and "amx_bf16" not in flags) == cpu.HAS_MM
 
 
 def _load_again(value: str, available: bool) -> None:
