@@ -207,39 +207,25 @@ def fake_step(recipe: str | None, mode: str) -> tuple[int, Calls, Calls]:
     return max(kept, 0), forward, backward
 
 
+RECOMPUTED_MATMULS = {"none": 0, "selective": 3, "full": 6}
+"""A recomputation ends before the last of 7 matmuls, whose result nothing reads."""
+
+
 @pytest.fixture(scope="module")
-def bfloat16_bytes() -> dict[str, int]:
-    return {mode: fake_step(None, mode)[0] for mode in ("none", "selective", "full")}
+def bfloat16_steps() -> dict[str, tuple[int, Calls, Calls]]:
+    return {mode: fake_step(None, mode) for mode in RECOMPUTED_MATMULS}
 
 
-@pytest.mark.parametrize("recipe", FLOAT8)
-def test_float8_keeps_no_more_than_bfloat16_and_less_from_mode_to_mode(recipe, bfloat16_bytes):
-    kept = {mode: fake_step(recipe, mode)[0] for mode in bfloat16_bytes}
-    assert kept["none"] > 3 * kept["selective"] > 100 * kept["full"]
-    for mode, expected in bfloat16_bytes.items():
-        assert kept[mode] <= AMAXES * expected, mode
-
-
-@pytest.mark.parametrize(
-    # grad_input and grad_weight are 14. A recomputation ends before the last matmul, whose result nothing reads.
-    ("recipe", "mode", "matmuls"),
-    [
-        (None, "none", 14),
-        (None, "selective", 14 + 3),
-        (None, "full", 14 + 6),
-        ("tensorwise", "none", 14),
-        ("tensorwise", "selective", 14 + 3),
-        ("tensorwise", "full", 14 + 6),
-        ("rowwise", "selective", 14 + 3),
-    ],
-)
-def test_what_is_recomputed(recipe, mode, matmuls):
+@pytest.mark.parametrize("recipe", [None, *FLOAT8])
+def test_each_mode_keeps_no_more_than_in_bfloat16_and_recomputes_as_many_matmuls(recipe, bfloat16_steps):
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    _, forward, backward = fake_step(recipe, mode)
-    assert forward.matmuls == 7
-    assert backward.matmuls == matmuls
-    if mode == "selective":  # a call that a policy answers is no call
-        assert backward.counts[flash] == 0
+    steps = {mode: fake_step(recipe, mode) for mode in RECOMPUTED_MATMULS} if recipe else bfloat16_steps
+    kept = {mode: step[0] for mode, step in steps.items()}
+    assert kept["none"] > 3 * kept["selective"] > 100 * kept["full"]
+    for mode, (_, forward, backward) in steps.items():
+        assert kept[mode] <= AMAXES * bfloat16_steps[mode][0], mode
+        assert (forward.matmuls, backward.matmuls) == (7, 14 + RECOMPUTED_MATMULS[mode]), mode  # two gradients of each
+    assert steps["selective"][2].counts[flash] == 0  # a call that a policy answers is no call
 
 
 @pytest.mark.parametrize("recipe", [None, "tensorwise"])
