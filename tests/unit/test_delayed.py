@@ -28,7 +28,7 @@ from quaver.kernels import cpu
 from quaver.scale_state import ScaleState
 from tests.reference import MAX, PERSISTENT_RECIPES, sqnr_db
 from tests.thinned import thinned
-from tests.unit.test_linear import saved_bytes
+from tests.unit.test_linear import references, saved_bytes
 
 E4M3 = torch.float8_e4m3fn
 NAN, INF = math.nan, math.inf
@@ -153,11 +153,6 @@ def test_the_first_step_is_that_of_dynamic_scaling(recipe, hp_dtype, autocast):
     assert dynamic_operands == [True] * (3 - (recipe != "delayed"))
 
 
-def references(module, input, grad_output):
-    x, w, g = input.double(), module.weight.detach().double(), grad_output.double()
-    return [x @ w.t(), g @ w, g.t() @ x]
-
-
 @RECIPE
 def test_stationary_data_has_the_sqnr_of_dynamic_scaling(recipe):
     module, dynamic = make(512, 512, recipe=recipe), convert_to_float8_training(nn.Linear(512, 512, bias=False))
@@ -166,7 +161,9 @@ def test_stationary_data_has_the_sqnr_of_dynamic_scaling(recipe):
         torch.manual_seed(seed)
         input, grad_output = torch.randn(512, 512), torch.randn(512, 512)
         delayed, expected = step(module, input, grad_output), step(dynamic, input, grad_output)
-        for got, other, reference in zip(delayed, expected, references(module, input, grad_output), strict=True):
+        for got, other, reference in zip(
+            delayed, expected, references(input, module.weight.detach(), grad_output), strict=True
+        ):
             if seed:
                 assert not torch.equal(got, other)
             assert sqnr_db(reference, got) > sqnr_db(reference, other) - 0.3

@@ -391,10 +391,10 @@ def test_autocast(recipe, autocast_dtype, input_dtype):
     assert sqnr_db(expected_input.grad, input.grad) > 18
 
 
-def by_torch_save(object):
+def by_torch_save(object, *, weights_only=False):
     torch.save(object, file := io.BytesIO())
     file.seek(0)
-    return torch.load(file, weights_only=False)
+    return torch.load(file, weights_only=weights_only)
 
 
 COPIES = [copy.deepcopy, lambda object: pickle.loads(pickle.dumps(object)), by_torch_save]
