@@ -38,10 +38,38 @@ def reference_codes(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) 
     return clamped.astype(ML_DTYPE[float8_dtype]).view(np.uint8)
 
 
-def reference_quant_scale(amax: float, float8_dtype: torch.dtype, *, power_of_2: bool = False) -> float:
-    """The scale of one finite amax, in Python's exact arithmetic on doubles."""
-    scale = np.float32(min(MAX[float8_dtype] / amax if amax else math.inf, MAX[float8_dtype] / 1e-12))
-    return 2.0 ** (math.frexp(float(scale))[1] - 1) if power_of_2 else float(scale)
+def reference_amax(hp: Tensor, dim: int | None = None) -> Tensor:
+    """NaN where one is; 0 where there is no element."""
+    if hp.numel() == 0:
+        return hp.sum(dim, keepdim=dim is not None)
+    return hp.abs().amax() if dim is None else hp.abs().amax(dim, keepdim=True)
+
+
+def reference_scales(amax: Tensor, float8_dtype: torch.dtype, *, power_of_2: bool = False) -> tuple[Tensor, Tensor]:
+    """The quant_scale and the dequant_scale of each amax: float32, each rounded once from float64."""
+    largest = MAX[float8_dtype]
+    quant_scale = (largest / amax.double()).clamp(max=largest / 1e-12).float()
+    if power_of_2:
+        below = torch.exp2(torch.frexp(quant_scale)[1].double() - 1).float()
+        quant_scale = torch.where((quant_scale > 0) & quant_scale.isfinite(), below, quant_scale)
+    return quant_scale, (1.0 / quant_scale.double()).float()
+
+
+def reference_cast(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> Tensor:
+    """A saturating cast, whose one product is defined to be rounded to float32."""
+    return (hp.float() * quant_scale).clamp(-MAX[float8_dtype], MAX[float8_dtype]).to(float8_dtype)
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor, *, nan_bits: bool = False) -> None:
+    """Equal shapes, dtypes and bits; of NaNs only that they are, unless `nan_bits`.
+
+    A NaN times a NaN may have the sign of either.
+    """
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    nan, bits = expected.float().isnan(), {1: torch.uint8, 2: torch.int16, 4: torch.int32}[expected.itemsize]
+    assert actual.float().isnan().equal(nan)
+    wrong = (actual.view(bits) != expected.view(bits)) & (nan_bits or ~nan)
+    assert not wrong.any(), f"{int(wrong.sum())} differ, first at {wrong.nonzero()[0].tolist()}"
 
 
 def ulp(reference: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,5 +1,6 @@
 """Activation checkpointing: the same bits, the matmuls computed again, and the bytes kept, in each mode and recipe."""
 
+import contextlib
 import copy
 import gc
 from collections import Counter
@@ -15,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from quaver import (
-    Float8Linear,
     Float8LinearConfig,
     convert_to_float8_training,
     float8_scaling_state,
@@ -60,13 +60,14 @@ def make(recipe: str | None, mode: str = "none", option: str = "op", **shape) ->
     return net
 
 
-def train(net: nn.Module, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Two steps under autocast; every output, gradient and kept scale."""
+def train(net: nn.Module, *, dtype=torch.float32, autocast=True, offload=False) -> list[torch.Tensor]:
+    """Two steps; every output, gradient and kept scale. With `offload` a recomputation gets its input as a copy."""
     results = []
     for seed in range(2):
         torch.manual_seed(seed)
         source = torch.randn(2, 64, 64, dtype=dtype, requires_grad=True)
-        with torch.autocast("cpu", torch.bfloat16):
+        saved = torch.autograd.graph.save_on_cpu() if offload else contextlib.nullcontext()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), saved:
             output = net(source * 1.5)
         output.square().mean().backward()
         results += [output, source.grad, *(parameter.grad.clone() for parameter in net.parameters())]
@@ -84,54 +85,6 @@ def casts(request, monkeypatch):
         monkeypatch.setattr(cpu, "AVAILABLE", False)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "mode_and_option", "casts"), thinned([None, *FLOAT8], MODES, CASTS), indirect=["casts"]
-)
-def test_checkpointing_changes_no_bit(recipe, mode_and_option, casts):
-    mode, option = mode_and_option
-    expected = train(make(recipe, width=64, blocks=2))
-    results = train(make(recipe, mode, option, width=64, blocks=2))
-    assert all(torch.equal(a, b) for a, b in zip(expected, results, strict=True))
-
-
-def test_dropout_inside_a_block_is_repeated():
-    torch.manual_seed(0)
-    plain = nn.Sequential(Float8Linear(32, 32), nn.Dropout(0.5), Float8Linear(32, 32))
-    checkpointed = copy.deepcopy(plain)
-    apply_activation_checkpointing([checkpointed])
-    input = torch.randn(16, 32)
-    for net in (plain, checkpointed):
-        torch.manual_seed(5)
-        net(input).sum().backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), checkpointed.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_an_input_that_was_cast_before_the_block_gets_no_other_tensors_amax(recipe, casts):
-    """[Note: what a policy counts]"""
-
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before = nn.Linear(64, 256, bias=False)
-            self.block = nn.Sequential(nn.Linear(64, 256, bias=False), nn.SiLU(), nn.Linear(256, 256, bias=False))
-
-        def forward(self, x):
-            x = x * 100
-            return self.before(x) * self.block(x)
-
-    torch.manual_seed(0)
-    plain = convert_to_float8_training(Two(), config=Float8LinearConfig.from_recipe_name(recipe))
-    checkpointed = copy.deepcopy(plain)
-    apply_activation_checkpointing([checkpointed.block])
-    input = torch.randn(256, 64, requires_grad=True)
-    for net in (plain, checkpointed):
-        with torch.autograd.graph.save_on_cpu():  # offloading: the recomputation gets its input as another object
-            output = net(input)
-        output.sum().backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), checkpointed.parameters(), strict=True))
-
-
 class Readers(nn.Module):
     """Two linears that read the module's own input, one of them through a view, and one that reads their product."""
 
@@ -145,43 +98,60 @@ class Readers(nn.Module):
         return self.last(self.first(x) * self.second(x.flatten(0, 1)).view(*x.shape[:-1], -1))
 
 
-@pytest.mark.parametrize(
-    ("recipe", "dtype", "mode", "casts"),
-    thinned(FLOAT8, (torch.bfloat16, torch.float32), ("full", "selective"), CASTS),
-    indirect=["casts"],
-)
-def test_linears_that_read_the_modules_own_input_recompute_the_same_bits(recipe, dtype, mode, casts):
-    plain = convert_to_float8_training(Readers(), config=recipe)
-    checkpointed = copy.deepcopy(plain)
-    apply_activation_checkpointing([checkpointed], mode=mode)
-    assert all(torch.equal(a, b) for a, b in zip(train(plain, dtype), train(checkpointed, dtype), strict=True))
+class CastBefore(nn.Module):
+    """The block's input was cast before the block, and must not get another tensor's amax [Note: what a policy counts].
+
+    Only the block is checkpointed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(64, 256, bias=False)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(64, 256, bias=False), nn.SiLU(), nn.Linear(256, 256))])
+
+    def forward(self, x):
+        x = x * 100
+        return self.before(x) * self.layers[0](x)
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("recipe", FLOAT8)
-def test_a_checkpoint_inside_may_read_the_input_of_the_one_around(recipe, mode):
-    """It is computed again on its own, where nobody says what the one around keeps."""
+class Nested(nn.Module):
+    """A checkpoint inside reads the input of the one around, and is computed again on its own."""
 
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(64, 1024), nn.Linear(1024, 64)
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 1024), nn.Linear(1024, 64)
 
-        def forward(self, x):
-            def inner(x):
-                return self.second(self.first(x).sin())
+    def forward(self, x):
+        def inner(x):
+            return self.second(self.first(x).sin())
 
-            return inner(x) + checkpoint(inner, x, use_reentrant=False, preserve_rng_state=False)
+        return inner(x) + checkpoint(inner, x, use_reentrant=False, preserve_rng_state=False)
 
-    config, results = Float8LinearConfig.from_recipe_name(recipe), []
-    for each in ("none", mode):
-        torch.manual_seed(0)
-        net = convert_to_float8_training(Nested(), config=config)
-        apply_activation_checkpointing([net], mode=each)
-        source = torch.randn(256, 64, requires_grad=True)
-        net(source * 1.5).square().sum().backward()
-        results.append([source.grad, *(parameter.grad for parameter in net.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+MODULES = {
+    "blocks": (lambda: Net(64, blocks=2), [{}]),
+    "dropout": (lambda: nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64)), [{}]),
+    "own input": (Readers, [{"dtype": torch.float32}, {"dtype": torch.bfloat16}]),
+    "cast before": (CastBefore, [{"autocast": False, "offload": True}]),
+    "nested": (Nested, [{"autocast": False}]),
+}
+"""How to make a module, and the ways to train it."""
+
+
+@pytest.mark.parametrize("recipe", [None, *FLOAT8])
+@pytest.mark.parametrize("module", MODULES)
+def test_checkpointing_changes_no_bit(module, recipe, casts):
+    make_module, ways = MODULES[module]
+    torch.manual_seed(1)
+    plain = make_module()
+    if recipe:
+        convert_to_float8_training(plain, config=recipe)
+    for way in ways:
+        expected = train(copy.deepcopy(plain), **way)
+        for mode, option in MODES:
+            net = copy.deepcopy(plain)
+            apply_activation_checkpointing(getattr(net, "layers", [net]), mode=mode, selective_ac_option=option)
+            assert all(torch.equal(a, b) for a, b in zip(expected, train(net, **way), strict=True)), (mode, option)
 
 
 @pytest.mark.parametrize(
@@ -237,39 +207,25 @@ def fake_step(recipe: str | None, mode: str) -> tuple[int, Calls, Calls]:
     return max(kept, 0), forward, backward
 
 
+RECOMPUTED_MATMULS = {"none": 0, "selective": 3, "full": 6}
+"""A recomputation ends before the last of 7 matmuls, whose result nothing reads."""
+
+
 @pytest.fixture(scope="module")
-def bfloat16_bytes() -> dict[str, int]:
-    return {mode: fake_step(None, mode)[0] for mode in ("none", "selective", "full")}
+def bfloat16_steps() -> dict[str, tuple[int, Calls, Calls]]:
+    return {mode: fake_step(None, mode) for mode in RECOMPUTED_MATMULS}
 
 
-@pytest.mark.parametrize("recipe", FLOAT8)
-def test_float8_keeps_no_more_than_bfloat16_and_less_from_mode_to_mode(recipe, bfloat16_bytes):
-    kept = {mode: fake_step(recipe, mode)[0] for mode in bfloat16_bytes}
-    assert kept["none"] > 3 * kept["selective"] > 100 * kept["full"]
-    for mode, expected in bfloat16_bytes.items():
-        assert kept[mode] <= AMAXES * expected, mode
-
-
-@pytest.mark.parametrize(
-    # grad_input and grad_weight are 14. A recomputation ends before the last matmul, whose result nothing reads.
-    ("recipe", "mode", "matmuls"),
-    [
-        (None, "none", 14),
-        (None, "selective", 14 + 3),
-        (None, "full", 14 + 6),
-        ("tensorwise", "none", 14),
-        ("tensorwise", "selective", 14 + 3),
-        ("tensorwise", "full", 14 + 6),
-        ("rowwise", "selective", 14 + 3),
-    ],
-)
-def test_what_is_recomputed(recipe, mode, matmuls):
+@pytest.mark.parametrize("recipe", [None, *FLOAT8])
+def test_each_mode_keeps_no_more_than_in_bfloat16_and_recomputes_as_many_matmuls(recipe, bfloat16_steps):
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    _, forward, backward = fake_step(recipe, mode)
-    assert forward.matmuls == 7
-    assert backward.matmuls == matmuls
-    if mode == "selective":  # a call that a policy answers is no call
-        assert backward.counts[flash] == 0
+    steps = {mode: fake_step(recipe, mode) for mode in RECOMPUTED_MATMULS} if recipe else bfloat16_steps
+    kept = {mode: step[0] for mode, step in steps.items()}
+    assert kept["none"] > 3 * kept["selective"] > 100 * kept["full"]
+    for mode, (_, forward, backward) in steps.items():
+        assert kept[mode] <= AMAXES * bfloat16_steps[mode][0], mode
+        assert (forward.matmuls, backward.matmuls) == (7, 14 + RECOMPUTED_MATMULS[mode]), mode  # two gradients of each
+    assert steps["selective"][2].counts[flash] == 0  # a call that a policy answers is no call
 
 
 @pytest.mark.parametrize("recipe", [None, "tensorwise"])
@@ -405,6 +361,11 @@ def test_every_nth_module_is_checkpointed():
         ({"selective_ac_option": "0"}, "selective_ac_option must be"),
         ({"selective_ac_option": "-1"}, "selective_ac_option must be"),
         ({"mode": "memory_budget", "memory_budget": 1.5}, "memory_budget must be from 0 to 1, got 1.5"),
+        *(
+            ({**how, **changes}, "also_keep and never_keep must be empty unless mode is selective")
+            for how in ({"mode": "full"}, {"mode": "none"}, {"selective_ac_option": "1"})
+            for changes in ({"also_keep": ["aten.abs"]}, {"never_keep": ["aten.amax"]})
+        ),
     ],
 )
 def test_bad_arguments(arguments, message):
@@ -454,10 +415,3 @@ def test_operators_by_name():
         with pytest.raises(ValueError, match="expected the name of an operator that torch knows") as raised:
             checkpointing.named_operations([name])
         assert repr(name) in str(raised.value)
-
-
-@pytest.mark.parametrize("how", [{"mode": "full"}, {"mode": "none"}, {"selective_ac_option": "1"}])
-@pytest.mark.parametrize("changes", [{"also_keep": ["aten.abs"]}, {"never_keep": ["aten.amax"]}])
-def test_changes_without_a_policy_are_refused(how, changes):
-    with pytest.raises(ValueError, match="also_keep and never_keep must be empty unless mode is selective"):
-        apply_activation_checkpointing([nn.Linear(2, 2)], **how, **changes)

@@ -1,57 +1,102 @@
 """torch.compile: whole graphs, no recompilation, eager's codes, float8 kept for backward."""
 
+import contextlib
+import copy
+
 import pytest
 import torch
 from torch import nn
 
-from quaver import Float8Linear, Float8LinearConfig, cast_weights_once, float8_linear
+from quaver import (
+    Float8LinearConfig,
+    cast_weights_once,
+    convert_to_float8_training,
+    float8_linear,
+    float8_scaling_state,
+    sync_float8_amax_and_scale_history,
+)
 from quaver.kernels.cast import cast_rowwise, cast_tensorwise, cast_with_scale
-from tests.reference import RECIPES, sqnr_db
+from tests.reference import PERSISTENT_RECIPES, RECIPES, sqnr_db
 from tests.thinned import thinned
-from tests.unit.test_linear import make, run
+from tests.unit.test_delayed import Net, assert_same_states, config_of, states
+from tests.unit.test_linear import make, run, saved_bytes
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 E4M3 = torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize(
-    ("recipe", "hp_dtype", "bias"), thinned(RECIPES, (torch.float32, torch.bfloat16), (False, True), together=1)
+    ("recipe", "hp_dtype", "bias"),
+    thinned((*RECIPES, *PERSISTENT_RECIPES), (torch.float32, torch.bfloat16), (False, True), together=1),
 )
 def test_one_linear_agrees_with_eager(recipe, hp_dtype, bias):
-    """The same codes go into the same exact matmul, so a result differs by nothing but the order of its sums."""
-    module = make(recipe, 96, 160, dtype=hp_dtype, bias=bias)
-    input, grad_output = torch.randn(128, 96).to(hp_dtype), torch.randn(128, 160).to(hp_dtype)
-    expected = run(module, input, grad_output)
-    got = run(torch.compile(module, fullgraph=True), input, grad_output)
-    for e, g in zip((expected[0], expected[1], *expected[2]), (got[0], got[1], *got[2]), strict=True):
-        torch.testing.assert_close(g, e, rtol=2 * torch.finfo(hp_dtype).eps, atol=1e-3 * e.abs().max().item())
-        assert sqnr_db(e, g) > 50
+    """The same codes go into the same exact matmul, so a result differs by nothing but the order of its sums.
+
+    All that persistent scales record is the same.
+    """
+    module = convert_to_float8_training(nn.Linear(96, 160, bias=bias, dtype=hp_dtype), config=recipe)
+    twin = copy.deepcopy(module)
+    compiled = torch.compile(twin, fullgraph=True)
+    for factor in (1.0, 3.0, 0.1, 1.0) if recipe in PERSISTENT_RECIPES else (1.0,):
+        input, grad_output = torch.randn(128, 96).to(hp_dtype) * factor, torch.randn(128, 160).to(hp_dtype)
+        expected, got = (run(each, input, grad_output) for each in (module, compiled))
+        for e, g in zip((*expected[:2], *expected[2]), (*got[:2], *got[2]), strict=True):
+            torch.testing.assert_close(g, e, rtol=2 * torch.finfo(hp_dtype).eps, atol=1e-3 * e.abs().max().item())
+            assert sqnr_db(e, g) > 50
+        for each in (module, twin):
+            sync_float8_amax_and_scale_history(each)
+        assert_same_states(states(module), states(twin))
+        assert float8_scaling_state(module).report() == float8_scaling_state(twin).report()
 
 
-@RECIPE
-def test_no_recompilation_from_step_to_step_or_microbatch_to_microbatch(recipe):
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    model = nn.Sequential(Float8Linear(64, 96, config=config), nn.SiLU(), Float8Linear(96, 64, config=config))
-    compiled = torch.compile(model, fullgraph=True, backend="inductor" if recipe == "tensorwise" else "aot_eager")
+@pytest.mark.parametrize(
+    ("recipe", "how", "by_layer", "backend"),
+    [
+        ("tensorwise", None, False, "inductor"),
+        *((recipe, None, False, "aot_eager") for recipe in RECIPES[1:]),
+        ("delayed", "non-reentrant", True, "aot_eager"),
+        ("delayed", None, False, "inductor"),
+        ("delayed_with_dynamic_weight", None, True, "aot_eager"),
+        pytest.param("delayed_with_dynamic_weight", "non-reentrant", False, "aot_eager", marks=pytest.mark.nightly),
+    ],
+)
+def test_no_recompilation_from_the_cold_start_on(recipe, how, by_layer, backend):
+    """Updates, autocast, microbatches, recomputation and scopes included; one graph serves all layers by themselves."""
+    model = convert_to_float8_training(Net(how), config=config_of(recipe))
+    reference = copy.deepcopy(model)
+    if by_layer:
+        for layer in model.layers:
+            layer.compile(fullgraph=True, backend=backend)
+        forward = model
+    else:
+        forward = torch.compile(model, fullgraph=True, backend=backend)
 
-    def step(scoped):
+    def train_step(model, forward, seed, scope=contextlib.nullcontext):
         model.zero_grad()
-        for _ in range(2):
-            if scoped:
-                with cast_weights_once(model):
-                    compiled(torch.randn(32, 64)).sum().backward()
-            else:
-                compiled(torch.randn(32, 64)).sum().backward()
+        torch.manual_seed(seed)
+        losses = []
+        with scope(model):
+            for _ in range(2):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = forward((torch.randn(32, 64) * (seed + 1)).requires_grad_()).square().mean()
+                loss.backward()
+                losses.append(loss.item())
+        sync_float8_amax_and_scale_history(model)
         with torch.no_grad():
             for p in model.parameters():
-                p.sub_(0.1 * p.grad)
+                p.sub_(0.01 * p.grad)
+        return losses
 
-    step(False)
-    step(True)
+    scopes = [contextlib.nullcontext] if recipe in PERSISTENT_RECIPES else [contextlib.nullcontext, cast_weights_once]
+    torch._dynamo.utils.counters.clear()
+    compiled = [train_step(model, forward, 0, scope) for scope in scopes]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(scopes)  # rows of a layer are tensors
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for _ in range(3):
-            step(True)
-            step(False)
+        compiled += [train_step(model, forward, seed, scope) for seed in range(1, 4) for scope in scopes]
+    eager = [train_step(reference, reference, seed) for seed in range(4) for _ in scopes]
+    torch.testing.assert_close(torch.tensor(compiled), torch.tensor(eager), rtol=1e-2, atol=0)
+    for name, scale in states(model).items():
+        torch.testing.assert_close(scale, states(reference)[name], rtol=0.3, atol=0)
 
 
 def test_qkv_share_one_float8_input_in_compiled_code():
@@ -65,22 +110,13 @@ def test_qkv_share_one_float8_input_in_compiled_code():
         normed = torch.nn.functional.rms_norm(hidden, (k,))
         return [float8_linear(normed, w, config=config) for w in weights]
 
-    kept = {}
-
-    def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    hidden = torch.randn(m, k, dtype=torch.bfloat16, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        outputs = qkv(hidden)
-    by_dtype = {}
-    for tensor in kept.values():
-        if tensor.numel() == m * k:
-            by_dtype[tensor.dtype] = by_dtype.get(tensor.dtype, 0) + 1
-    assert by_dtype.get(E4M3, 0) <= 1
-    assert by_dtype.get(torch.bfloat16, 0) <= 1  # `hidden`, which rms_norm keeps in any case
-    assert torch.float32 not in by_dtype
+    hidden, outputs = torch.randn(m, k, dtype=torch.bfloat16, requires_grad=True), []
+    kept = saved_bytes(lambda: outputs.extend(qkv(hidden)))
+    assert kept.get(E4M3, 0) <= m * k + 3 * 64 * k
+    assert (
+        kept.get(torch.bfloat16, 0) <= 2 * m * k + 3 * weights[0].nbytes
+    )  # `hidden`, which rms_norm keeps in any case
+    assert kept.get(torch.float32, 0) < 4 * m * k
     sum(o.sum() for o in outputs).backward()
 
 
@@ -94,38 +130,32 @@ def test_dynamic_shapes(recipe):
 
 
 @pytest.mark.parametrize(
-    ("float8_dtype", "dim", "power_of_2"), thinned((E4M3, torch.float8_e5m2), (None, 0, 1), (False, True))
+    ("float8_dtype", "dims", "power_of_2"),
+    thinned((E4M3, torch.float8_e5m2), ((), (0,), (1,), (1, 0)), (False, True)),
 )
-def test_codes_are_eagers_also_behind_a_fused_producer(float8_dtype, dim, power_of_2):
-    """The cast reads the bfloat16 tensor that eager code would read, not what its producer had in float32."""
+def test_codes_are_eagers_also_behind_a_fused_producer(float8_dtype, dims, power_of_2):
+    """The cast reads the bfloat16 tensor that eager code would read, not what its producer had in float32.
 
-    def produce_and_cast(x):
+    Casts along both dims are one operation, with the codes of two.
+    """
+
+    def produce_and_cast(x, dims):
         hp = x * 1.7
-        if dim is None:
+        if not dims:
             codes, _, quant_scale, dequant_scale = cast_tensorwise(hp, float8_dtype, True, False, power_of_2)
             return codes, quant_scale, dequant_scale, cast_with_scale(hp, float8_dtype, quant_scale, None)[0]
-        made = cast_rowwise(hp, float8_dtype, dim == 1, dim == 0, power_of_2)
-        codes, quant_scale, dequant_scale = made[:3] if dim == 1 else made[3:]
-        scales = (quant_scale, None) if dim == 1 else (None, quant_scale)
-        return codes, quant_scale, dequant_scale, cast_with_scale(hp, float8_dtype, *scales)[1 - dim]
+        made, results = cast_rowwise(hp, float8_dtype, 1 in dims, 0 in dims, power_of_2), ()
+        for dim in dims:
+            codes, quant_scale, dequant_scale = made[:3] if dim == 1 else made[3:]
+            scales = (quant_scale, None) if dim == 1 else (None, quant_scale)
+            results += codes, quant_scale, dequant_scale, cast_with_scale(hp, float8_dtype, *scales)[1 - dim]
+        return results
 
     x = torch.randn(120, 200).bfloat16()
-    compiled = torch.compile(produce_and_cast, fullgraph=True)
-    for expected, got in zip(produce_and_cast(x), compiled(x), strict=True):
+    compiled = torch.compile(produce_and_cast, fullgraph=True)(x, dims)
+    separate = [each for dim in dims for each in produce_and_cast(x, (dim,))] or produce_and_cast(x, ())
+    for expected, eager, got in zip(separate, produce_and_cast(x, dims), compiled, strict=True):
         assert got.float().equal(expected.float())  # every float8 value is a float32 value
-
-
-@pytest.mark.parametrize("power_of_2", [False, True])
-def test_casts_along_both_dims_are_one_operation_and_eagers_codes(power_of_2):
-    def produce_and_cast(x):
-        return cast_rowwise(x * 1.7, E4M3, True, True, power_of_2)
-
-    x = torch.randn(120, 200).bfloat16()
-    compiled = torch.compile(produce_and_cast, fullgraph=True)
-    rows, columns = (cast_rowwise(x * 1.7, E4M3, rows, not rows, power_of_2) for rows in (True, False))
-    separate = (*rows[:3], *columns[3:])
-    for expected, eager, got in zip(separate, produce_and_cast(x), compiled(x), strict=True):
-        assert got.float().equal(expected.float())
         assert eager.float().equal(expected.float())
 
 

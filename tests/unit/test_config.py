@@ -21,42 +21,43 @@ from quaver import (
     float8_linear,
 )
 from quaver.config import resolve_config
-from tests.reference import RECIPES
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROW, TENSOR = ScalingGranularity.ROWWISE, ScalingGranularity.TENSORWISE
 HP = CastConfig(scaling_type=ScalingType.DISABLED)
+BLOCKS = CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE)
 
 
-def test_recipes_match_the_published_table():
-    tensorwise, rowwise, gw_hp, shared = configs = [Float8LinearConfig.from_recipe_name(name) for name in RECIPES]
-    assert [(c.scaling_granularity, c.float8_dtype) for c in tensorwise.casts] == [(TENSOR, E4M3)] * 4 + [
-        (TENSOR, E5M2)
-    ] * 2
-    assert [(c.scaling_granularity, c.float8_dtype) for c in rowwise.casts] == [(ROW, E4M3)] * 6
-    casts = gw_hp.casts
-    for cast in (casts.input, casts.weight, casts.grad_output):
-        assert (cast.scaling_granularity, cast.float8_dtype) == (ROW, E4M3)
-    assert (casts.weight_for_grad_input.scaling_granularity, casts.weight_for_grad_input.float8_dtype) == (TENSOR, E4M3)
-    assert casts.input_for_grad_weight.is_disabled
-    assert casts.grad_output_for_grad_weight.is_disabled
-    weight = (shared.casts.weight, shared.casts.weight_for_grad_input)
-    assert [(c.scaling_granularity, c.float8_dtype) for c in weight] == [(TENSOR, E4M3)] * 2
-    assert [shared.casts[i] for i in (0, 1, 4, 5)] == [rowwise.casts[i] for i in (0, 1, 4, 5)]
-    assert [c.round_scales_to_power_of_2 for c in configs] == [False, True, True, True]
-    for config in configs:
-        assert config.gemm_config_output.use_fast_accum
-        assert not config.gemm_config_grad_input.use_fast_accum
-        assert not config.gemm_config_grad_weight.use_fast_accum
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_knows_its_name(name):
+@pytest.mark.parametrize(
+    ("name", "casts", "powers_of_2"),
+    [
+        ("tensorwise", "i:dyn_ten_e4m3,w:dyn_ten_e4m3,go:dyn_ten_e5m2", False),
+        ("rowwise", "i:dyn_axs_e4m3,w:dyn_axs_e4m3,go:dyn_axs_e4m3", True),
+        (
+            "rowwise_with_gw_hp",
+            "i:dyn_axs_e4m3,w:dyn_axs_e4m3,go:dyn_axs_e4m3,i_gw:dis_ten_e4m3,w_gi:dyn_ten_e4m3,go_gw:dis_ten_e4m3",
+            True,
+        ),
+        ("rowwise_with_tensorwise_weight", "i:dyn_axs_e4m3,w:dyn_ten_e4m3,go:dyn_axs_e4m3", True),
+    ],
+)
+def test_recipes_match_the_published_table_in_torchaos_short_form(name, casts, powers_of_2):
     config = Float8LinearConfig.from_recipe_name(name)
-    assert config.recipe_name is Float8LinearRecipeName(name)
+    assert config.short_str() == casts
+    assert casts in repr(Float8Linear(16, 16, config=config))
+    assert config.round_scales_to_power_of_2 is powers_of_2
+    assert config.gemm_config_output.use_fast_accum
+    assert not config.gemm_config_grad_input.use_fast_accum
+    assert not config.gemm_config_grad_weight.use_fast_accum
     assert config == Float8LinearConfig.from_recipe_name(Float8LinearRecipeName(name))
-    assert dataclasses.replace(config, emulate=True).recipe_name is Float8LinearRecipeName(name)
-    assert dataclasses.replace(config, round_scales_to_power_of_2=name == "tensorwise").recipe_name is None
+    assert config.recipe_name is replace(config, emulate=True).recipe_name is Float8LinearRecipeName(name)
+    assert replace(config, round_scales_to_power_of_2=not powers_of_2).recipe_name is None
+
+
+def test_the_short_form_of_a_cast():
+    assert [kind.short_str() for kind in ScalingType] == ["dyn", "del", "sta", "dis"]
+    assert [granularity.short_str() for granularity in ScalingGranularity] == ["ten", "axs", "blk"]
+    assert CastConfig().short_str() == "dyn_ten_default"
 
 
 def test_a_recipes_config_is_the_callers_own():
@@ -105,19 +106,6 @@ def test_a_linear_and_the_function_take_a_recipes_name():
     assert compiled(input, linear.weight).equal(float8_linear(input, linear.weight, config="rowwise"))
 
 
-def test_the_short_form_is_torchaos():
-    assert [kind.short_str() for kind in ScalingType] == ["dyn", "del", "sta", "dis"]
-    assert [granularity.short_str() for granularity in ScalingGranularity] == ["ten", "axs", "blk"]
-    short = {name: Float8LinearConfig.from_recipe_name(name).short_str() for name in RECIPES}
-    assert short["tensorwise"] == "i:dyn_ten_e4m3,w:dyn_ten_e4m3,go:dyn_ten_e5m2"
-    assert short["rowwise"] == "i:dyn_axs_e4m3,w:dyn_axs_e4m3,go:dyn_axs_e4m3"
-    assert short["rowwise_with_gw_hp"] == (
-        "i:dyn_axs_e4m3,w:dyn_axs_e4m3,go:dyn_axs_e4m3,i_gw:dis_ten_e4m3,w_gi:dyn_ten_e4m3,go_gw:dis_ten_e4m3"
-    )
-    assert short["tensorwise"] in repr(Float8Linear(16, 16))
-    assert CastConfig().short_str() == "dyn_ten_default"
-
-
 def test_every_field_is_filled_in_and_nothing_that_was_given_changes():
     given = CastConfig()
     config = Float8LinearConfig(cast_config_input=given, cast_config_weight=given, cast_config_grad_output=given)
@@ -129,6 +117,7 @@ def test_every_field_is_filled_in_and_nothing_that_was_given_changes():
         operand = name.partition("_for_")[0]
         assert getattr(config, f"cast_config_{name}") == getattr(config, f"cast_config_{operand}")
         assert getattr(config, f"cast_config_{name}") == getattr(config.casts, name)
+    assert Float8LinearConfig(cast_config_weight=BLOCKS).casts.weight_for_grad_input.is_blockwise
 
 
 def test_replace_derives_what_was_filled_in_and_keeps_what_was_given():
@@ -234,6 +223,15 @@ BAD = {
     "input has one persistent scale, which serves both of its matmuls": linear(
         cast_config_input=CastConfig(ScalingType.DELAYED), cast_config_input_for_grad_weight=CastConfig()
     ),
+    "input: blocks of 128 x 128 scale weights": linear(cast_config_input=BLOCKS),
+    "grad_output: blocks of 128 x 128 scale weights": linear(cast_config_grad_output=BLOCKS),
+    "one blockwise cast serves both of its matmuls, got dynamic blockwise": linear(
+        cast_config_weight=BLOCKS, cast_config_weight_for_grad_input=CastConfig(scaling_granularity=ROW)
+    ),
+    "one blockwise cast serves both of its matmuls, got dynamic tensorwise": linear(
+        cast_config_weight=CastConfig(), cast_config_weight_for_grad_input=BLOCKS
+    ),
+    "shards would cut blocks": linear(cast_config_weight=BLOCKS, enable_fsdp_float8_all_gather=True),
     "expected a static_quant_scale that is a power of two": linear(
         cast_config_weight=CastConfig(STATIC, static_quant_scale=3.0), round_scales_to_power_of_2=True
     ),

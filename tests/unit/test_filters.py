@@ -33,25 +33,26 @@ def test_recipes_rank_by_what_they_read_and_multiply():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "apart", "together"),
+    ("recipe", "microbatches", "bytes_per_element", "kernels"),
     [
-        ("tensorwise", (6, 8, 6), (6, 6, 6)),
-        ("rowwise", (6, 6, 6), (6, 6, 6)),
-        ("rowwise_with_gw_hp", (3, 6, 3), (3, 6, 3)),
-        ("rowwise_with_tensorwise_weight", (6, 8, 6), (6, 6, 6)),
-        ("delayed", (4, 6, 4), (4, 4, 4)),
-        ("delayed_with_dynamic_weight", (4, 8, 4), (4, 6, 4)),
+        ("tensorwise", None, (6, 8, 6), (2, 3, 2)),
+        ("tensorwise", 1, (6, 6, 6), (2, 2, 2)),
+        ("rowwise", None, (6, 6, 6), (2, 2, 2)),
+        ("rowwise", 1, (6, 6, 6), (2, 2, 2)),
+        ("rowwise_with_gw_hp", None, (3, 6, 3), (1, 3, 1)),
+        ("rowwise_with_gw_hp", 1, (3, 6, 3), (1, 3, 1)),
+        ("rowwise_with_tensorwise_weight", None, (6, 8, 6), (2, 3, 2)),
+        ("rowwise_with_tensorwise_weight", 1, (6, 6, 6), (2, 2, 2)),
+        ("delayed", None, (4, 6, 4), (2, 3, 2)),
+        ("delayed", 1, (4, 4, 4), (2, 2, 2)),
+        ("delayed_with_dynamic_weight", None, (4, 8, 4), (2, 3, 2)),
+        ("delayed_with_dynamic_weight", 1, (4, 6, 4), (2, 2, 2)),
     ],
 )
-def test_bytes_of_the_casts(recipe, apart, together):
-    assert tuple(casts.bytes_per_element for casts in recipe_casts(recipe)) == apart
-    assert tuple(casts.bytes_per_element for casts in recipe_casts(recipe, microbatches=1)) == together
-
-
-def test_kernels_of_the_casts():
-    assert [casts.kernels for casts in recipe_casts("tensorwise")] == [2, 3, 2]
-    assert [casts.kernels for casts in recipe_casts("rowwise", microbatches=1)] == [2, 2, 2]
-    assert [casts.kernels for casts in recipe_casts("rowwise_with_gw_hp")] == [1, 3, 1]
+def test_bytes_and_kernels_of_the_casts(recipe, microbatches, bytes_per_element, kernels):
+    casts = recipe_casts(recipe, microbatches=microbatches)
+    assert tuple(each.bytes_per_element for each in casts) == bytes_per_element
+    assert tuple(each.kernels for each in casts) == kernels
 
 
 def test_casts_are_divided_between_those_who_share_them():
@@ -141,22 +142,18 @@ def test_auto_filter_skips_small_layers_and_says_its_estimate():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "device", "message"),
+    ("recipe", "options", "message"),
     [
-        ("rowise", None, "unknown recipe 'rowise': expected one of tensorwise"),
-        ("rowwise", "A100", "A100 does not multiply float8"),
-        ("rowwise", "abacus", "no data about device 'abacus'"),
-        ("rowwise", torch.device("cpu"), "no data about device 'cpu'"),
+        ("rowise", {}, "unknown recipe 'rowise': expected one of tensorwise"),
+        ("rowwise", {"device": "A100"}, "A100 does not multiply float8"),
+        ("rowwise", {"device": "abacus"}, "no data about device 'abacus'"),
+        ("rowwise", {"device": torch.device("cpu")}, "no data about device 'cpu'"),
+        ("rowwise", {"skip": "head"}, r"skip: expected a tuple of names, got 'head'; give \('head',\)"),
     ],
 )
-def test_bad_arguments(recipe, device, message):
+def test_bad_arguments(recipe, options, message):
     with pytest.raises(ValueError, match=message):
-        auto_filter_for_recipe(recipe, device=device)
-
-
-def test_names_to_skip_are_a_tuple():
-    with pytest.raises(ValueError, match=r"skip: expected a tuple of names, got 'head'; give \('head',\)"):
-        auto_filter_for_recipe("rowwise", skip="head")
+        auto_filter_for_recipe(recipe, **options)
 
 
 def test_device_names():

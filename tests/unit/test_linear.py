@@ -139,28 +139,20 @@ def test_bytes_kept_for_backward(recipe):
 
 
 @RECIPE
-def test_qkv_keep_their_input_once(recipe):
-    m, k = 256, 64
-    config = config_of(recipe)
-    qkv = [Float8Linear(k, 32, bias=False, dtype=torch.bfloat16, config=config) for _ in range(3)]
-    input = torch.randn(m, k).bfloat16().requires_grad_()
-    kept = saved_bytes(lambda: [linear(input) for linear in qkv])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_qkv_keep_their_input_once(recipe, autocast):
+    """grad_weight in high precision needs the input in autocast's dtype: one copy for three linears."""
+    m, k, dtype = 256, 64, torch.float32 if autocast else torch.bfloat16
+    qkv = [make(recipe, k, dtype=dtype) for _ in range(3)]
+    input = torch.randn(m, k, dtype=dtype, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        kept = saved_bytes(lambda: [linear(input) for linear in qkv])
     if recipe == "rowwise_with_gw_hp":
-        assert kept[torch.bfloat16] == 2 * m * k + 3 * 2 * k * 32
+        weights = sum(linear.weight.nbytes for linear in qkv)
+        assert kept[torch.bfloat16] == 2 * m * k + (0 if autocast else weights)
         assert E4M3 not in kept
     else:
         assert kept[E4M3] == m * k
-
-
-def test_qkv_keep_their_converted_input_once_under_autocast():
-    """grad_weight in high precision needs the input in autocast's dtype: one copy for three linears."""
-    m, k = 256, 64
-    config = config_of("rowwise_with_gw_hp")
-    qkv = [Float8Linear(k, 32, bias=False, config=config) for _ in range(3)]
-    input = torch.randn(m, k, requires_grad=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        kept = saved_bytes(lambda: [linear(input) for linear in qkv])
-    assert kept[torch.bfloat16] == 2 * m * k
 
 
 @RECIPE
@@ -210,30 +202,25 @@ M, K, N = 48, 32, 16
 # both axes of the input take two reads together. The backward casts the weight again.
 @needs_counts
 @pytest.mark.parametrize(
-    ("recipe", "input_weight_grad_output", "without_gradients"),
+    ("recipe", "options", "input_weight_grad_output", "without_gradients"),
     [
-        ("tensorwise", (2, 3, 2), (2, 2, 0)),
-        ("rowwise", (2, 3, 3), (1, 1, 0)),
-        ("rowwise_with_gw_hp", (1, 2, 1), (1, 1, 0)),
-        ("rowwise_with_tensorwise_weight", (2, 3, 3), (1, 2, 0)),
+        ("tensorwise", {}, (2, 3, 2), (2, 2, 0)),
+        ("tensorwise", {"keep_float8_weight_for_backward": True}, (2, 2, 2), (2, 2, 0)),
+        ("rowwise", {}, (2, 3, 3), (1, 1, 0)),
+        ("rowwise_with_gw_hp", {}, (1, 2, 1), (1, 1, 0)),
+        ("rowwise_with_tensorwise_weight", {}, (2, 3, 3), (1, 2, 0)),
     ],
 )
-def test_reads_of_one_step(recipe, input_weight_grad_output, without_gradients):
+def test_reads_of_one_step(recipe, options, input_weight_grad_output, without_gradients):
     def elements(times):
         return sum(count * size for count, size in zip(times, (M * K, N * K, M * N), strict=True))
 
-    input, grad_output, module = torch.randn(M, K).bfloat16(), torch.randn(M, N).bfloat16(), make(recipe, K, N)
+    module = make(recipe, K, N, **options)
+    input, grad_output = torch.randn(M, K).bfloat16(), torch.randn(M, N).bfloat16()
     assert reads(lambda: run(module, input, grad_output)) == elements(input_weight_grad_output)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             assert reads(lambda: module(input.clone())) == elements(without_gradients)
-
-
-@needs_counts
-def test_a_float8_weight_saved_for_backward_is_read_for_one_cast():
-    module = make("tensorwise", K, N, keep_float8_weight_for_backward=True)
-    input, grad_output = torch.randn(M, K).bfloat16(), torch.randn(M, N).bfloat16()
-    assert reads(lambda: run(module, input, grad_output)) == 2 * (M * K + N * K + M * N)
 
 
 @needs_counts
@@ -245,20 +232,21 @@ def test_qkv_read_their_input_once(recipe, weight_reads):
 
 
 @RECIPE
-@pytest.mark.parametrize("change", ["mul_", "copy_", "view", "out"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.mul_(3),
+        lambda x: x.copy_(torch.randn(48, 32)),
+        lambda x: x.view(-1)[5].fill_(100.0),
+        lambda x: torch.add(torch.ones(48, 32), 1, out=x),
+    ],
+    ids=["mul_", "copy_", "view", "out"],
+)
 def test_a_changed_input_is_cast_anew(recipe, change):
-    config = config_of(recipe)
-    first, second = (Float8Linear(32, 16, bias=False, config=config) for _ in range(2))
+    first, second = (make(recipe, 32, 16, dtype=torch.float32) for _ in range(2))
     input = torch.randn(48, 32)
     kept = first(input)
-    if change == "mul_":
-        input.mul_(3)
-    elif change == "copy_":
-        input.copy_(torch.randn(48, 32))
-    elif change == "view":
-        input.view(-1)[5] = 100.0
-    else:
-        torch.add(torch.ones(48, 32), 1, out=input)
+    change(input)
     assert second(input).equal(second(input.clone()))
     del kept
 
@@ -403,22 +391,23 @@ def test_autocast(recipe, autocast_dtype, input_dtype):
     assert sqnr_db(expected_input.grad, input.grad) > 18
 
 
+def by_torch_save(object, *, weights_only=False):
+    torch.save(object, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
+
+
+COPIES = [copy.deepcopy, lambda object: pickle.loads(pickle.dumps(object)), by_torch_save]
+
+
 @RECIPE
-def test_copies_and_pickles(recipe):
+@pytest.mark.parametrize("copied", [copy.copy, *COPIES])
+def test_copies_and_pickles(recipe, copied):
     module = make(recipe, bias=True)
-    input = torch.randn(16, 64).bfloat16()
-    buffer = io.BytesIO()
-    torch.save(module, buffer)
-    buffer.seek(0)
-    for twin in (
-        copy.deepcopy(module),
-        copy.copy(module),
-        pickle.loads(pickle.dumps(module)),
-        torch.load(buffer, weights_only=False),
-    ):
-        assert type(twin) is Float8Linear
-        assert twin.config == module.config
-        assert twin(input).equal(module(input))
+    twin, input = copied(module), torch.randn(16, 64).bfloat16()
+    assert type(twin) is Float8Linear
+    assert twin.config == module.config
+    assert twin(input).equal(module(input))
 
 
 def test_state_dict_is_that_of_nn_linear():

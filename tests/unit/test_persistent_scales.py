@@ -1,8 +1,6 @@
-"""Persistent scales with everything around them: compile, autocast, copies, checkpoints, devices; and static scales."""
+"""Persistent scales with everything around them: copies, checkpoints, devices, a compiled sync; and static scales."""
 
 import copy
-import io
-import pickle
 import warnings
 from dataclasses import replace
 
@@ -23,7 +21,7 @@ from quaver import (
     scale_state,
     sync_float8_amax_and_scale_history,
 )
-from tests.reference import PERSISTENT_RECIPES, sqnr_db
+from tests.reference import sqnr_db
 from tests.thinned import thinned
 from tests.unit.test_delayed import (
     Ffn,
@@ -32,108 +30,16 @@ from tests.unit.test_delayed import (
     config_of,
     fared,
     make,
-    references,
     scale_of,
     states,
     step,
 )
+from tests.unit.test_linear import COPIES, references
 
-RECIPE = pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
 STATIC = CastConfig(scaling_type=ScalingType.STATIC)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "hp_dtype"), list(zip(PERSISTENT_RECIPES, (torch.float32, torch.bfloat16), strict=True))
-)
-def test_compiled_casts_record_and_scale_as_eager_ones(recipe, hp_dtype):
-    """A linear alone has no arithmetic that a compiler could order otherwise: all that is recorded is the same."""
-    module = make(96, 160, recipe=recipe, dtype=hp_dtype, bias=True)
-    twin = copy.deepcopy(module)
-    compiled = torch.compile(twin, fullgraph=True)
-    for factor in (1.0, 3.0, 0.1, 1.0):
-        input, grad_output = torch.randn(128, 96).to(hp_dtype) * factor, torch.randn(128, 160).to(hp_dtype)
-        expected = step(module, input, grad_output)
-        twin.zero_grad()
-        x = input.clone().requires_grad_()
-        output = compiled(x)
-        output.backward(grad_output)
-        sync_float8_amax_and_scale_history(twin)
-        assert_same_states(states(module), states(twin))
-        assert float8_scaling_state(module).report() == float8_scaling_state(twin).report()
-        for got, want in zip((output, x.grad, *(p.grad for p in twin.parameters())), expected, strict=True):
-            torch.testing.assert_close(
-                got, want, rtol=2 * torch.finfo(hp_dtype).eps, atol=1e-3 * want.abs().max().item()
-            )
-
-
-@pytest.mark.parametrize(
-    ("recipe", "how", "by_layer", "backend"),
-    [
-        ("delayed", "non-reentrant", True, "aot_eager"),
-        ("delayed", None, False, "inductor"),
-        ("delayed_with_dynamic_weight", None, True, "aot_eager"),
-        pytest.param("delayed_with_dynamic_weight", "non-reentrant", False, "aot_eager", marks=pytest.mark.nightly),
-    ],
-)
-def test_no_recompilation_from_the_cold_start_on(recipe, how, by_layer, backend):
-    """Autocast, microbatches and recomputation included; one graph serves all layers where layers are compiled."""
-    model = convert_to_float8_training(Net(how), config=config_of(recipe))
-    reference = copy.deepcopy(model)
-    if by_layer:
-        for layer in model.layers:
-            layer.compile(fullgraph=True, backend=backend)
-        forward = model
-    else:
-        forward = torch.compile(model, fullgraph=True, backend=backend)
-
-    def train_step(model, forward, seed):
-        model.zero_grad()
-        torch.manual_seed(seed)
-        losses = []
-        for _ in range(2):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = forward((torch.randn(32, 64) * (seed + 1)).requires_grad_()).square().mean()
-            loss.backward()
-            losses.append(loss.item())
-        sync_float8_amax_and_scale_history(model)
-        return losses
-
-    torch._dynamo.utils.counters.clear()
-    compiled = [train_step(model, forward, 0)]
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # rows of a layer are tensors, not numbers
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        compiled += [train_step(model, forward, seed) for seed in range(1, 4)]
-    eager = [train_step(reference, reference, seed) for seed in range(4)]
-    torch.testing.assert_close(torch.tensor(compiled), torch.tensor(eager), rtol=1e-2, atol=0)
-    for name, scale in states(model).items():
-        torch.testing.assert_close(scale, states(reference)[name], rtol=0.3, atol=0)
-
-
-@RECIPE
-def test_autocast_casts_from_the_dtype_that_comes(recipe):
-    module, dynamic = make(recipe=recipe, bias=True), convert_to_float8_training(nn.Linear(64, 32))
-    dynamic.load_state_dict(module.state_dict())
-    for seed in range(3):
-        torch.manual_seed(seed)
-        input = torch.randn(16, 64)
-        with torch.autocast("cpu", torch.bfloat16):
-            output = module(input)
-            expected = dynamic(input)
-        assert output.dtype is torch.bfloat16
-        assert sqnr_db(expected.detach(), output.detach()) > (100 if seed == 0 else 20)
-        output.sum().backward()
-        sync_float8_amax_and_scale_history(module)
-        assert fared(module, "input").amax == input.abs().max().item()
-
-
-def by_torch_save(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), by_torch_save])
+@pytest.mark.parametrize("way", COPIES)
 def test_a_copy_has_a_state_of_its_own_which_its_linears_share(way):
     model = convert_to_float8_training(Net(), config=config_of())
     step(model, torch.randn(8, 64))
@@ -229,35 +135,27 @@ def test_wrappers_do_not_change_names():
     assert "0.w1.input.quant_scale" in names
 
 
-def sync_after_growth(module, input):
-    step(module, input * 8)
-
-
-def load_others(module, input):
-    float8_scaling_state(module).load_state_dict({name: value / 3 for name, value in states(module).items()})
-
-
-def copy_into_the_views(module, input):
-    """What torch.distributed.checkpoint does."""
-    float8_scaling_state(module).state_dict()["input.quant_scale"].div_(3)
-
-
-def reset(module, input):
-    float8_scaling_state(module).reset()
-
-
-def load_model(module, input):
-    module.load_state_dict(old_checkpoint(module, {"input": [1.0, 20.0], "weight": [0.5], "grad_output": [1.0]}))
-
-
 def compiled_sync(module, input):
     step(module, input * 8, sync=False)
     torch.compile(sync_float8_amax_and_scale_history, fullgraph=True)(module)
 
 
-@pytest.mark.parametrize(
-    "change", [sync_after_growth, load_others, copy_into_the_views, reset, load_model, compiled_sync]
-)
+CHANGES = {
+    "sync after growth": lambda module, input: step(module, input * 8),
+    "compiled sync": compiled_sync,
+    "load": lambda module, input: float8_scaling_state(module).load_state_dict(
+        {name: value / 3 for name, value in states(module).items()}
+    ),
+    # What torch.distributed.checkpoint does.
+    "copy into the views": lambda module, input: float8_scaling_state(module).state_dict()["input.quant_scale"].div_(3),
+    "reset": lambda module, input: float8_scaling_state(module).reset(),
+    "load the model": lambda module, input: module.load_state_dict(
+        old_checkpoint(module, {"input": [1.0, 20.0], "weight": [0.5], "grad_output": [1.0]})
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_tensor_that_is_used_again_is_cast_with_the_scale_of_now(change):
     module, input = make(), torch.randn(16, 64)
     step(module, input * 1.7)
@@ -516,36 +414,27 @@ SCALING = {
 }
 
 
-@pytest.mark.parametrize(("input", "weight", "grad_output"), thinned(SCALING, SCALING, SCALING))
-def test_every_operand_may_be_scaled_in_its_own_way(input, weight, grad_output):
+@pytest.mark.parametrize(
+    ("input", "weight", "grad_output", "hp_grad_weight"), thinned(SCALING, SCALING, SCALING, (False, True))
+)
+def test_every_operand_may_be_scaled_in_its_own_way(input, weight, grad_output, hp_grad_weight):
     kinds = [input, weight, grad_output]
     casts = dict(zip(("cast_config_input", "cast_config_weight", "cast_config_grad_output"), kinds, strict=True))
-    config = Float8LinearConfig(**{operand: SCALING[kind] for operand, kind in casts.items()})
-    module = convert_to_float8_training(nn.Linear(256, 256, bias=False), config=config)
+    options = {operand: SCALING[kind] for operand, kind in casts.items()}
+    if hp_grad_weight:
+        hp = CastConfig(ScalingType.DISABLED)
+        options |= {"cast_config_input_for_grad_weight": hp, "cast_config_grad_output_for_grad_weight": hp}
+    module = convert_to_float8_training(nn.Linear(256, 256, bias=False), config=Float8LinearConfig(**options))
     if "static" in kinds:
         with calibrate_float8_static_scales(module):
             step(module, torch.randn(256, 256), torch.randn(256, 256), sync=False)
+    decibels = 28, 24, 100 if hp_grad_weight else 24
     for _ in range(2):
         input, grad_output = torch.randn(256, 256), torch.randn(256, 256)
         results = step(module, input, grad_output)
-        for got, reference, least in zip(results, references(module, input, grad_output), (28, 24, 24), strict=True):
+        for got, reference, least in zip(
+            results, references(input, module.weight.detach(), grad_output), decibels, strict=True
+        ):
             assert sqnr_db(reference, got) > least
     assert len(float8_scaling_state(module)) == 3 - kinds.count("dynamic")
     assert sum(name.endswith("history") for name in states(module)) == kinds.count("delayed")
-
-
-def test_high_precision_in_one_matmul_and_delayed_in_the_other():
-    delayed, hp = CastConfig(ScalingType.DELAYED), CastConfig(ScalingType.DISABLED)
-    config = Float8LinearConfig(
-        cast_config_input=delayed,
-        cast_config_weight=delayed,
-        cast_config_grad_output=delayed,
-        cast_config_input_for_grad_weight=hp,
-        cast_config_grad_output_for_grad_weight=hp,
-    )
-    module = convert_to_float8_training(nn.Linear(256, 256, bias=False), config=config)
-    for _ in range(2):
-        input, grad_output = torch.randn(256, 256), torch.randn(256, 256)
-        results = step(module, input, grad_output)
-        for got, reference, least in zip(results, references(module, input, grad_output), (28, 24, 100), strict=True):
-            assert sqnr_db(reference, got) > least

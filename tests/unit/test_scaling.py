@@ -1,6 +1,10 @@
-"""amax -> scale -> cast: exhaustive where the domain is finite, against ml_dtypes, eager and compiled."""
+"""amax -> scale -> cast: exhaustive where the domain is finite, against ml_dtypes, eager and compiled.
+
+Blocks of 128 x 128 against the formulas of torchao (to the bit), transformers and DeepGEMM.
+"""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,8 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quaver.scaling import EPS, amax, amax_to_quant_scale, cast_to_float8, dynamic_cast, to_dequant_scale
-from tests.reference import MAX, every_value, reference_codes, reference_quant_scale, sqnr_db
+from quaver.scaling import (
+    EPS,
+    amax,
+    amax_to_quant_scale,
+    block_amax,
+    cast_to_float8,
+    dequantize,
+    dynamic_cast,
+    dynamic_cast_blocks,
+    multiply_scale_,
+    to_dequant_scale,
+)
+from tests.reference import MAX, every_value, reference_codes, reference_scales, sqnr_db
 from tests.thinned import thinned
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -18,12 +33,8 @@ HP_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HP = pytest.mark.parametrize("hp_dtype", HP_DTYPES, ids=str)
 
 
-def as_bytes(codes: torch.Tensor) -> np.ndarray:
-    return codes.view(torch.uint8).numpy()
-
-
-def is_nan(codes: torch.Tensor) -> torch.Tensor:
-    return codes.float().isnan()
+def as_bytes(codes: torch.Tensor) -> torch.Tensor:
+    return codes.view(torch.uint8)
 
 
 @FLOAT8
@@ -33,9 +44,9 @@ def test_every_16_bit_input_casts_like_ml_dtypes(hp_dtype, float8_dtype, scale):
     hp, quant_scale = every_value(hp_dtype), torch.tensor(scale)
     codes = cast_to_float8(hp, quant_scale, float8_dtype)
     nan = hp.isnan()
-    assert is_nan(codes).equal(nan)
+    assert codes.float().isnan().equal(nan)
     reference = reference_codes(hp, quant_scale, float8_dtype)
-    np.testing.assert_array_equal(as_bytes(codes)[~nan.numpy()], reference[~nan.numpy()])
+    assert as_bytes(codes)[~nan].equal(torch.from_numpy(reference)[~nan])
 
 
 @FLOAT8
@@ -45,10 +56,9 @@ def test_every_16_bit_amax_has_its_scale(hp_dtype, float8_dtype, power_of_2):
     amaxes = every_value(hp_dtype)
     amaxes = amaxes[~amaxes.signbit() & amaxes.isfinite()]
     scales = amax_to_quant_scale(amaxes, float8_dtype, power_of_2=power_of_2)
-    reference = [reference_quant_scale(a, float8_dtype, power_of_2=power_of_2) for a in amaxes.tolist()]
-    np.testing.assert_array_equal(scales.numpy(), np.array(reference, np.float32))
-    in_double = (1.0 / scales.double()).float()
-    assert to_dequant_scale(scales).equal(in_double)
+    quant_scales, dequant_scales = reference_scales(amaxes, float8_dtype, power_of_2=power_of_2)
+    assert scales.equal(quant_scales)
+    assert to_dequant_scale(scales).equal(dequant_scales)
 
 
 @FLOAT8
@@ -57,7 +67,7 @@ def test_every_16_bit_amax_has_its_scale(hp_dtype, float8_dtype, power_of_2):
 def test_any_float32_amax_has_its_scale(float8_dtype, value):
     for power_of_2 in (False, True):
         scale = amax_to_quant_scale(torch.tensor(value), float8_dtype, power_of_2=power_of_2)
-        assert scale.item() == reference_quant_scale(value, float8_dtype, power_of_2=power_of_2)
+        assert scale.equal(reference_scales(torch.tensor(value), float8_dtype, power_of_2=power_of_2)[0])
         codes, _, dequant_scale = dynamic_cast(torch.tensor([value, -value]), float8_dtype, power_of_2=power_of_2)
         assert codes.float().isfinite().all()
         assert dequant_scale.isfinite()
@@ -100,12 +110,12 @@ def test_rowwise_is_tensorwise_row_by_row(hp_dtype, float8_dtype, shape):
     hp = (torch.randn(shape) * torch.logspace(-3, 3, shape[-1])).to(hp_dtype)
     for dim in range(-len(shape), len(shape)):
         codes, _, dequant_scale = dynamic_cast(hp, float8_dtype, dim)
-        rows, code_rows = hp.movedim(dim, -1), codes.view(torch.uint8).movedim(dim, -1)
+        rows, code_rows = hp.movedim(dim, -1), as_bytes(codes).movedim(dim, -1)
         scale_rows = dequant_scale.movedim(dim, -1)
         assert dequant_scale.shape == tuple(1 if i == dim % len(shape) else n for i, n in enumerate(shape))
         for index in np.ndindex(rows.shape[:-1]):
             expected, _, expected_scale = dynamic_cast(rows[index], float8_dtype)
-            assert code_rows[index].equal(expected.view(torch.uint8))
+            assert code_rows[index].equal(as_bytes(expected))
             assert scale_rows[index].item() == expected_scale.item()
 
 
@@ -128,7 +138,7 @@ def test_strides_do_not_matter(hp_dtype):
         for dim in (None, 0, 1):
             codes, _, scale = dynamic_cast(view, E4M3, dim)
             expected, _, expected_scale = dynamic_cast(view.contiguous(), E4M3, dim)
-            assert codes.view(torch.uint8).equal(expected.view(torch.uint8))
+            assert as_bytes(codes).equal(as_bytes(expected))
             assert scale.equal(expected_scale)
 
 
@@ -153,7 +163,7 @@ def test_compiled_code_gives_the_same_bits(hp_dtype, float8_dtype, dim, power_of
         codes, _, scale = dynamic_cast(hp, float8_dtype, dim, power_of_2=power_of_2)
         compiled_codes, _, compiled_scale = compiled(hp, float8_dtype, dim, power_of_2=power_of_2)
         assert compiled_scale.equal(scale)
-        assert compiled_codes.view(torch.uint8).equal(codes.view(torch.uint8))
+        assert as_bytes(compiled_codes).equal(as_bytes(codes))
 
 
 def test_compiled_casts_and_scales_agree_on_every_bfloat16():
@@ -170,15 +180,138 @@ def test_compiled_casts_and_scales_agree_on_every_bfloat16():
             assert got.view(torch.uint8).equal(expected.view(torch.uint8))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn])
-def test_only_high_precision_is_cast(dtype):
-    with pytest.raises(ValueError, match="expected a tensor of torch.float32"):
-        amax(torch.zeros(4).to(dtype))
-
-
 @pytest.mark.parametrize(("float8_dtype", "decibels"), [(E4M3, 31.5), (E5M2, 25.6)])
 @pytest.mark.parametrize("dim", [None, 1])
 def test_sqnr_of_a_cast(float8_dtype, decibels, dim):
     hp = torch.randn(1024, 1024)
     codes, _, scale = dynamic_cast(hp, float8_dtype, dim)
     assert sqnr_db(hp, codes.double() * scale.double()) == pytest.approx(decibels, abs=0.3)
+
+
+def weight(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A different magnitude in each block, an outlier, and a block of zeros where there is more than one."""
+    magnitude = torch.logspace(-6, 3, rows).view(-1, 1) * torch.logspace(-2, 2, columns)
+    made = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + columns)) * magnitude
+    made[0, 0] = 1000
+    if rows > 128:
+        made[128:, :128] = 0
+    return made.to(dtype)
+
+
+def torchao_cast(hp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """torchao/prototype/blockwise_fp8_training/kernels.py: s = float32(448 / float64 amax); stores 1 / s."""
+    blocks = hp.view(hp.shape[0] // 128, 128, hp.shape[1] // 128, 128)
+    amax = blocks.abs().amax((1, 3), keepdim=True).to(torch.float64).clamp(min=1e-12)
+    quant_scale = (448.0 / amax).to(torch.float32)
+    return (blocks * quant_scale).clamp(-448, 448).to(E4M3).view(hp.shape), (1.0 / quant_scale)[:, 0, :, 0]
+
+
+def deepgemm_cast(hp: torch.Tensor, *, ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """deep_gemm/utils/math.py, per_block_cast_to_fp8: sf = amax / 448; y = x * (1 / sf)."""
+    blocks = hp.float().view(hp.shape[0] // 128, 128, hp.shape[1] // 128, 128)
+    sf = blocks.abs().amax((1, 3), keepdim=True).clamp(1e-4) / 448
+    if ue8m0:
+        bits = sf.view(torch.int32)
+        exponent = ((bits >> 23) & 0xFF) + ((bits & 0x7FFFFF) != 0).int()
+        sf = (exponent.clamp(1, 254) << 23).view(torch.float32)
+    return (blocks * (1 / sf)).to(E4M3).view(hp.shape), sf[:, 0, :, 0]
+
+
+def transformers_cast(hp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    config = SimpleNamespace(weight_block_size=(128, 128), scale_fmt=None)
+    made = fp8.Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"a.weight": hp})
+    return made["a.weight"], made["a.weight_scale_inv"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_equals_torchao_to_the_bit(dtype):
+    hp = weight(384, 256, dtype)
+    theirs, their_scale = torchao_cast(hp)
+    codes, quant_scale, dequant_scale = dynamic_cast_blocks(hp, E4M3)
+    assert as_bytes(codes).equal(as_bytes(theirs))
+    zeros = hp.view(3, 128, 2, 128).abs().amax((1, 3)) == 0
+    assert zeros.sum() == 2
+    assert quant_scale[zeros].eq(1).all()
+    assert dequant_scale[zeros].eq(1).all()
+    assert dequant_scale[~zeros].equal(their_scale[~zeros])
+
+
+@pytest.mark.parametrize("theirs", [transformers_cast, deepgemm_cast])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_transformers_and_deepgemm_differ_at_rounding_boundaries_alone(theirs, dtype):
+    hp = weight(256, 384, dtype)
+    hp[128:, :128] = 1
+    their_codes, their_scale = theirs(hp)
+    codes, _, dequant_scale = dynamic_cast_blocks(hp, E4M3)
+    ulps = (dequant_scale.view(torch.int32) - their_scale.view(torch.int32)).abs()
+    apart = (as_bytes(codes).int() - as_bytes(their_codes).int()).abs()
+    assert ulps.max() <= 1
+    assert apart.max() <= 1
+    assert (apart > 0).float().mean() < 1e-3
+
+
+def test_powers_of_two_are_those_of_deepgemm():
+    hp = weight(256, 384)
+    hp[128:, :128] = 1
+    theirs, their_scale = deepgemm_cast(hp, ue8m0=True)
+    codes, _, dequant_scale = dynamic_cast_blocks(hp, E4M3, power_of_2=True)
+    assert dequant_scale.equal(their_scale)
+    assert as_bytes(codes).equal(as_bytes(theirs))
+
+
+def test_transformers_dequantizes_to_the_same_bits():
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    codes, _, dequant_scale = dynamic_cast_blocks(weight(256, 384), E4M3)
+    assert dequantize(codes, dequant_scale).equal(fp8.Fp8Dequantize(None)._dequantize_one(codes, dequant_scale))
+
+
+@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (128, 128), (129, 127), (300, 513), (5, 400), (0, 128), (128, 0)], ids=str)
+def test_each_block_is_a_tensorwise_cast_of_it(shape, power_of_2):
+    hp = weight(*shape) if shape[0] * shape[1] else torch.empty(shape)
+    codes, quant_scale, dequant_scale = dynamic_cast_blocks(hp.t().contiguous().t(), E4M3, power_of_2=power_of_2)
+    assert codes.is_contiguous()
+    assert quant_scale.shape == dequant_scale.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
+    for row in range(quant_scale.shape[0]):
+        for column in range(quant_scale.shape[1]):
+            at = slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128)
+            if not hp[at].any():
+                assert quant_scale[row, column] == 1
+                assert not as_bytes(codes)[at].any()
+                continue
+            block, quant, dequant = dynamic_cast(hp[at], E4M3, power_of_2=power_of_2)
+            assert as_bytes(codes)[at].equal(as_bytes(block))
+            assert (quant_scale[row, column], dequant_scale[row, column]) == (quant, dequant)
+            assert dequantize(codes, dequant_scale)[at].equal(dequantize(block, dequant))
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_non_finite_values_make_their_block_nan_and_no_other(value):
+    hp = weight(200, 200)
+    hp[150, 3] = value
+    codes, _, dequant_scale = dynamic_cast_blocks(hp, E4M3)
+    nan = dequantize(codes, dequant_scale).isnan()
+    assert nan[128:, :128].all()
+    assert nan.sum() == 72 * 128
+
+
+def test_every_granularity_dequantizes():
+    codes = torch.randn(130, 5).to(E4M3)
+    for scale in (torch.tensor(3.0), torch.rand(130, 1), torch.rand(1, 5)):
+        assert dequantize(codes, scale).equal(codes.float() * scale)
+    assert dequantize(codes, torch.tensor([[2.0], [4.0]]))[127:129].equal(
+        codes[127:129].float() * torch.tensor([[2], [4]])
+    )
+
+
+def test_bad_input_says_what_was_expected():
+    for dtype in (torch.float64, torch.int32, torch.float8_e4m3fn):
+        with pytest.raises(ValueError, match="expected a tensor of torch.float32"):
+            amax(torch.zeros(4).to(dtype))
+    with pytest.raises(ValueError, match="expected a matrix of torch.float32.*got torch.int32"):
+        block_amax(torch.ones(2, 2, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"expected a matrix.*of \[2\]"):
+        dynamic_cast_blocks(torch.ones(2), E4M3)
+    with pytest.raises(ValueError, match=r"\[2, 1\] \(128 x 128 blocks\) for a matrix of \[130, 5\], got \[3, 1\]"):
+        multiply_scale_(torch.ones(130, 5), torch.ones(3, 1))

@@ -1,6 +1,7 @@
 """Float8Tensor: what was cast elsewhere, given to a linear; and clear errors for everything else."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -30,9 +31,10 @@ def as_float8_input(input, config):
     return whole.view(input.shape)
 
 
-def results(input, weight, config, grad):
+def results(input, weight, config, grad, *, compiled=False):
     input, weight = input.detach().requires_grad_(), weight.detach().requires_grad_()
-    output = float8_linear(input, weight, config=config)
+    linear = functools.partial(float8_linear, config=config)
+    output = (torch.compile(linear, fullgraph=True) if compiled else linear)(input, weight)
     output.backward(grad)
     return output.detach(), input.grad, weight.grad
 
@@ -59,15 +61,7 @@ def test_a_linear_takes_an_input_that_was_cast_before(recipe, compiled):
     config = config_of(recipe)
     input, weight, grad = torch.randn(2, 6, 20), torch.randn(28, 20), torch.randn(2, 6, 28)
     expected = results(input, weight, config, grad)
-    run = torch.compile(results, fullgraph=True) if compiled else results
-    if compiled:  # backward() itself is not traced
-        whole = as_float8_input(input, config).requires_grad_()
-        leaf = weight.clone().requires_grad_()
-        output = torch.compile(lambda x, w: float8_linear(x, w, config=config), fullgraph=True)(whole, leaf)
-        output.backward(grad)
-        got = output.detach(), whole.grad, leaf.grad
-    else:
-        got = run(as_float8_input(input, config), weight, config, grad)
+    got = results(as_float8_input(input, config), weight, config, grad, compiled=compiled)
     for want, have in zip(expected, got, strict=True):
         torch.testing.assert_close(have, want, rtol=1e-6, atol=1e-6)
 

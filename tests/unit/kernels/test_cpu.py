@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from quaver.formats import FORMATS
 from quaver.kernels import cpu
 from quaver.kernels.widen import widen
 from tests.isolated import isolated
-from tests.reference import every_value
+from tests.reference import assert_same_bits, every_value, reference_amax, reference_cast, reference_scales
 from tests.thinned import thinned
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -25,56 +26,7 @@ INTS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: 
 NAN, INF = float("nan"), float("inf")
 SCALES = [1.0, 2.0**20, 2.0**-9, 0.37, 448 / 3.3, 448e12, 57344e12, 1e-38, 1e-45, 3.4e38, 0.0, -1.5, INF, -INF, NAN]
 
-pytestmark = needs_extension = pytest.mark.skipif(
-    not cpu.AVAILABLE, reason=f"the C extension is off: {cpu.UNAVAILABLE_BECAUSE}"
-)
-
-
-# The oracle, written out in float64.
-
-
-def oracle_amax(hp: Tensor, dim: int | None) -> Tensor:
-    if hp.numel() == 0:
-        rows, columns = hp.shape
-        return hp.new_zeros({None: (), 1: (rows, 1), 0: (1, columns)}[dim])
-    return hp.abs().amax() if dim is None else hp.abs().amax(dim, keepdim=True)
-
-
-def oracle_scales(amax: Tensor, float8_dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor]:
-    largest = FORMATS[float8_dtype].max
-    quant_scale = (largest / amax.double()).clamp(max=largest / 1e-12).float()
-    if power_of_2:
-        cleared = quant_scale.view(torch.int32).bitwise_and(-(1 << 23)).view(torch.float32)
-        quant_scale = torch.where(quant_scale.isnan(), quant_scale, cleared)
-    return quant_scale, (1.0 / quant_scale.double()).float()
-
-
-def oracle_cast(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> Tensor:
-    largest = FORMATS[float8_dtype].max
-    return (hp.float() * quant_scale).clamp(-largest, largest).to(float8_dtype)
-
-
-def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
-    """Equal shapes, dtypes and bits; of float NaNs, only that they are."""
-    assert actual.shape == expected.shape
-    assert actual.dtype is expected.dtype
-    if actual.dtype in FLOAT8_DTYPES:
-        actual, expected = actual.view(torch.uint8), expected.view(torch.uint8)
-    else:
-        assert torch.equal(actual.isnan(), expected.isnan())
-        ints = INTS[actual.dtype]
-        nan = expected.isnan()
-        actual, expected = actual.view(ints).masked_fill(nan, 0), expected.view(ints).masked_fill(nan, 0)
-    wrong = (actual != expected).nonzero()
-    assert len(wrong) == 0, f"{len(wrong)} differ, first at {wrong[0].tolist()}"
-
-
-def assert_same_codes(actual: Tensor, expected: Tensor) -> None:
-    """As `assert_same_bits`, but of NaN codes only that they are: a NaN times a NaN may have the sign of either."""
-    nan = expected.float().isnan()
-    assert torch.equal(actual.float().isnan(), nan)
-    zero = torch.zeros((), dtype=torch.uint8)
-    assert torch.equal(actual.view(torch.uint8).where(~nan, zero), expected.view(torch.uint8).where(~nan, zero))
+pytestmark = pytest.mark.skipif(not cpu.AVAILABLE, reason=f"the C extension is off: {cpu.UNAVAILABLE_BECAUSE}")
 
 
 def random_bits(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -97,27 +49,18 @@ def gaussian(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tenso
     return hp.to(dtype)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "float8_dtype", "scale"), thinned((torch.bfloat16, torch.float16), FLOAT8_DTYPES, SCALES)
-)
-def test_every_16_bit_number_is_cast_as_the_oracle_casts_it(
+def every_number(dtype: torch.dtype) -> Tensor:
+    """Every 16-bit number; for float32 random bits."""
+    return random_bits((512, 1024), dtype) if dtype is torch.float32 else every_value(dtype).view(256, 256)
+
+
+@pytest.mark.parametrize(("dtype", "float8_dtype", "scale"), thinned(HP_DTYPES, FLOAT8_DTYPES, SCALES))
+def test_every_number_is_cast_as_the_reference_casts_it(
     dtype: torch.dtype, float8_dtype: torch.dtype, scale: float
 ) -> None:
-    hp, quant_scale = every_value(dtype).view(256, 256), torch.tensor(scale)
-    actual, expected = (cast(hp, quant_scale, float8_dtype) for cast in (cpu.cast_with_scale, oracle_cast))
-    if scale == scale:
-        assert_same_bits(actual, expected)
-    assert_same_codes(actual, expected)
-
-
-@pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
-@pytest.mark.parametrize("scale", SCALES)
-def test_random_float32_bits(float8_dtype: torch.dtype, scale: float) -> None:
-    hp, quant_scale = random_bits((512, 1024), torch.float32), torch.tensor(scale)
-    actual, expected = (cast(hp, quant_scale, float8_dtype) for cast in (cpu.cast_with_scale, oracle_cast))
-    if scale == scale:
-        assert_same_bits(actual, expected)
-    assert_same_codes(actual, expected)
+    hp, quant_scale = every_number(dtype), torch.tensor(scale)
+    actual, expected = (cast(hp, quant_scale, float8_dtype) for cast in (cpu.cast_with_scale, reference_cast))
+    assert_same_bits(actual, expected, nan_bits=scale == scale)
 
 
 @pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
@@ -127,7 +70,7 @@ def test_ties_and_their_neighbours(float8_dtype: torch.dtype) -> None:
     ties = (values[1:] + values[:-1]) / 2
     around = torch.stack([ties.nextafter(torch.tensor(-INF)), ties, ties.nextafter(torch.tensor(INF))])
     actual = cpu.cast_with_scale(around, torch.tensor(1.0), float8_dtype)
-    assert_same_bits(actual, oracle_cast(around, torch.tensor(1.0), float8_dtype))
+    assert_same_bits(actual, reference_cast(around, torch.tensor(1.0), float8_dtype))
     assert torch.equal(actual[0].float(), values[:-1])
     assert torch.equal(actual[2].float(), values[1:])
     assert (actual[1].view(torch.uint8) % 2 == 0).all()
@@ -139,54 +82,31 @@ def test_scales_of_each_shape(shape: tuple[int, int], dtype: torch.dtype, float8
     for scale_shape in ((), (shape[0], 1), (1, shape[1])):
         quant_scale = torch.rand(scale_shape) * 100
         actual = cpu.cast_with_scale(hp, quant_scale, float8_dtype)
-        assert_same_bits(actual, oracle_cast(hp, quant_scale, float8_dtype))
+        assert_same_bits(actual, reference_cast(hp, quant_scale, float8_dtype))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "float8_dtype", "dim", "power_of_2", "threads"),
-    thinned(HP_DTYPES, FLOAT8_DTYPES, (None, 0, 1), (False, True), (1, 3)),
+    ("dtype", "float8_dtype", "dims", "power_of_2", "threads"),
+    thinned(HP_DTYPES, FLOAT8_DTYPES, ([None], [0], [1], [1, 0]), (False, True), (1, 3)),
     indirect=["threads"],
 )
 def test_dynamic_cast(
-    dtype: torch.dtype, float8_dtype: torch.dtype, dim: int | None, power_of_2: bool, threads: None
+    dtype: torch.dtype, float8_dtype: torch.dtype, dims: list[int | None], power_of_2: bool, threads: None
 ) -> None:
-    for shape in [*SHAPES, LARGE]:
-        for hp in (gaussian(shape, dtype), random_bits(shape, dtype), torch.zeros(shape, dtype=dtype)):
-            amax = oracle_amax(hp, dim)
-            quant_scale, dequant_scale = oracle_scales(amax, float8_dtype, power_of_2)
-            codes, quant, dequant = cpu.dynamic_cast(hp, float8_dtype, dim, power_of_2=power_of_2)
-            assert_same_bits(quant, quant_scale)
-            assert_same_bits(dequant, dequant_scale)
-            assert_same_codes(codes, oracle_cast(hp, quant_scale, float8_dtype))
-
-
-@pytest.mark.parametrize(("dtype", "float8_dtype", "power_of_2"), thinned(HP_DTYPES, FLOAT8_DTYPES, (False, True)))
-def test_scales_of_every_amax(dtype: torch.dtype, float8_dtype: torch.dtype, power_of_2: bool) -> None:
-    hp = every_value(dtype).view(256, 256) if dtype is not torch.float32 else random_bits((256, 256), dtype)
-    one_a_row = hp.reshape(-1, 1)
-    _, *actual = cpu.dynamic_cast(one_a_row, float8_dtype, 1, power_of_2=power_of_2)
-    for one, other in zip(actual, oracle_scales(one_a_row.abs(), float8_dtype, power_of_2), strict=True):
-        assert_same_bits(one, other)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "float8_dtype", "power_of_2", "threads"),
-    thinned(HP_DTYPES, FLOAT8_DTYPES, (False, True), (1, 3)),
-    indirect=["threads"],
-)
-def test_both_axes_are_two_casts_from_two_reads(
-    dtype: torch.dtype, float8_dtype: torch.dtype, power_of_2: bool, threads: None
-) -> None:
-    for shape in [*SHAPES, LARGE]:
-        for hp in (gaussian(shape, dtype), random_bits(shape, dtype)):
-            read_before = cpu.elements_read()
+    """Of the matrix, its rows or its columns; of both axes from two reads."""
+    inputs = [random_of(shape, dtype) for shape in [*SHAPES, LARGE] for random_of in (gaussian, random_bits)]
+    for hp in (*inputs, torch.zeros(3, 5, dtype=dtype), every_number(dtype).reshape(-1, 1)):
+        read_before = cpu.elements_read()
+        if len(dims) == 1:
+            made = cpu.dynamic_cast(hp, float8_dtype, *dims, power_of_2=power_of_2)
+        else:
             made = cpu.dynamic_cast_axes(hp, float8_dtype, power_of_2=power_of_2)
             assert cpu.elements_read() - read_before == 2 * hp.numel()
-            for dim, (codes, *scales) in ((1, made[:3]), (0, made[3:])):
-                quant_scale, dequant_scale = oracle_scales(oracle_amax(hp, dim), float8_dtype, power_of_2)
-                assert_same_bits(scales[0], quant_scale)
-                assert_same_bits(scales[1], dequant_scale)
-                assert_same_codes(codes, oracle_cast(hp, quant_scale, float8_dtype))
+        for dim, (codes, *scales) in zip(dims, (made[:3], made[3:]), strict=False):
+            expected = reference_scales(reference_amax(hp, dim), float8_dtype, power_of_2=power_of_2)
+            for one, other in zip(scales, expected, strict=True):
+                assert_same_bits(one, other)
+            assert_same_bits(codes, reference_cast(hp, expected[0], float8_dtype))
 
 
 @pytest.fixture
@@ -230,29 +150,18 @@ def test_widening_has_the_same_bits_without_avx512(both_ways, shape, float8_dtyp
                 both_ways(cpu.widen, each, torch.bfloat16, torch.full(scale_shape, value))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
-def test_widen_every_code(float8_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    codes = torch.arange(256, dtype=torch.uint8).view(float8_dtype).repeat(3, 1)
-    assert_same_bits(cpu.widen(codes, dtype), codes.to(dtype))
-    for exponent in range(-55, 56):
-        scale = torch.tensor(2.0**exponent)
+@pytest.mark.parametrize(("float8_dtype", "dtype"), thinned(FLOAT8_DTYPES, (torch.bfloat16, torch.float32)))
+def test_widen(float8_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    every_code, scales = torch.arange(256, dtype=torch.uint8).repeat(3, 1), 2.0 ** torch.arange(-55, 56)
+    cases = [(every_code, scale) for scale in (*scales, *torch.tensor([0.0, INF, NAN, 2.0**119, 2.0**-110]))]
+    for rows, columns in [*SHAPES, LARGE]:
+        codes = torch.randint(0, 256, (rows, columns), dtype=torch.uint8)
+        cases += [(codes, 2.0 ** torch.randint(-40, 40, shape)) for shape in ((), (rows, 1), (1, columns))]
+        cases += [(codes, torch.rand(rows, 1))] if dtype is torch.float32 else []
+    for codes, scale in cases:
+        codes = codes.view(float8_dtype)
+        assert_same_bits(cpu.widen(codes, dtype), codes.to(dtype))
         assert_same_bits(cpu.widen(codes, dtype, scale), codes.to(dtype) * scale.to(dtype))
-    for scale in torch.tensor([0.0, INF, NAN, 2.0**119, 2.0**-110]):
-        assert_same_bits(cpu.widen(codes, dtype, scale), codes.to(dtype) * scale.to(dtype))
-
-
-@pytest.mark.parametrize(
-    ("float8_dtype", "dtype", "shape"), thinned(FLOAT8_DTYPES, (torch.bfloat16, torch.float32), [*SHAPES, LARGE])
-)
-def test_widen_with_scales(float8_dtype: torch.dtype, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    codes = torch.randint(0, 256, shape, dtype=torch.uint8).view(float8_dtype)
-    assert_same_bits(cpu.widen(codes, dtype), codes.to(dtype))
-    for scale_shape in ((), (shape[0], 1), (1, shape[1])):
-        scale = 2.0 ** torch.randint(-40, 40, scale_shape)
-        assert_same_bits(cpu.widen(codes, dtype, scale), codes.to(dtype) * scale.to(dtype))
-    any_scale = torch.rand(shape[0], 1)
-    assert_same_bits(cpu.widen(codes, torch.float32, any_scale), codes.float() * any_scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -283,6 +192,13 @@ def test_takes() -> None:
     assert not cpu.takes(hp, torch.float8_e4m3fnuz)
     assert not cpu.takes(codes, torch.float16)
     assert not cpu.takes(hp, torch.bfloat16)
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="asks Linux")
+def test_the_matmul_runs_where_the_cpu_has_bfloat16_vectors_and_no_tiles():
+    flags = set(re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[1].split())
+    vectors = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx512_bf16"} <= flags
+    assert (vectors and "amx_bf16" not in flags) == cpu.HAS_MM
 
 
 def _load_again(value: str, available: bool) -> None:

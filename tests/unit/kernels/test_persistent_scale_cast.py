@@ -12,7 +12,7 @@ from quaver.formats import FORMATS
 from quaver.kernels import cpu
 from quaver.kernels.cast import cast_with_persistent_scale
 from quaver.scaling import PersistentScale
-from tests.reference import MAX, every_value
+from tests.reference import MAX, assert_same_bits, every_value, reference_amax, reference_scales
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HP_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -22,30 +22,19 @@ NAN, INF = math.nan, math.inf
 
 def oracle(hp: Tensor, quant_scale: float, float8_dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, ...]:
     """In float64, but for the one product that is defined to be rounded to float32."""
-    amax = hp.double().abs().max().item() if hp.numel() else 0.0
-    if hp.isnan().any():
-        amax = NAN
-    quant = torch.tensor(quant_scale)
+    amax, quant = reference_amax(hp.float()), torch.tensor(quant_scale)
     if not quant_scale > 0:
-        largest = MAX[float8_dtype] / 1e-12
-        quant = torch.tensor(MAX[float8_dtype] / amax if amax else largest).clamp(max=largest)
-        if power_of_2 and quant.isfinite() and quant > 0:
-            quant = torch.tensor(2.0 ** (math.frexp(quant.item())[1] - 1))
+        quant, _ = reference_scales(amax, float8_dtype, power_of_2=power_of_2)
     scaled = hp.float() * quant
     finite = hp.isfinite() & ~scaled.isnan()
     codes = torch.where(finite, scaled.clamp(-MAX[float8_dtype], MAX[float8_dtype]), NAN).to(float8_dtype)
     saturated = (finite & (scaled.double().abs() > SATURATES_ABOVE[float8_dtype])).sum()
-    return codes, quant, (1 / quant.double()).float(), torch.tensor([amax, float(saturated)])
+    return codes, quant, (1 / quant.double()).float(), torch.stack([amax, saturated.float()])
 
 
 def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    for g, e in zip(got, expected, strict=True):
-        assert g.dtype is e.dtype
-        assert g.shape == e.shape
-        g, e = g.float(), e.float()
-        assert torch.equal(g.isnan(), e.isnan())
-        assert torch.equal(g.nan_to_num(), e.nan_to_num())
-        assert torch.equal(torch.signbit(g[~g.isnan()]), torch.signbit(e[~e.isnan()]))
+    for one, other in zip(got, expected, strict=True):
+        assert_same_bits(one, other)
 
 
 def by_pytorch(hp, quant_scale, float8_dtype, power_of_2):

@@ -105,38 +105,24 @@ def interpreter():
         yield call
 
 
+SOME = [(torch.float32, E4M3), (torch.bfloat16, E5M2), (torch.float16, E4M3)]
+OTHERS = [(torch.float32, E5M2), (torch.bfloat16, E4M3), (torch.float16, E5M2)]
+AT_NIGHT = [*((_every_value, *dtypes) for dtypes in OTHERS), (_shapes, *OTHERS[2])]
+
+
 @pytest.mark.parametrize(
-    ("hp_dtype", "float8_dtype"),
+    "check",
     [
-        pytest.param(hp, float8, marks=() if (hp is torch.bfloat16) == (float8 is E5M2) else pytest.mark.nightly)
-        for hp, float8 in itertools.product((torch.float32, torch.bfloat16, torch.float16), (E4M3, E5M2))
+        *((_every_value, *dtypes) for dtypes in SOME),
+        *((check, *dtypes) for check in (_unusual_amaxes, _shapes) for dtypes in OTHERS[:2]),
+        (_rows_of_every_width,),
+        (_saturated_elements_are_counted,),
+        *(pytest.param(check, marks=pytest.mark.nightly) for check in AT_NIGHT),
     ],
-    ids=str,
+    ids=lambda check: "-".join(str(getattr(each, "__name__", each)) for each in check),
 )
-def test_every_value(interpreter, hp_dtype, float8_dtype):
-    interpreter(_every_value, hp_dtype, float8_dtype)
-
-
-@pytest.mark.parametrize(("hp_dtype", "float8_dtype"), [(torch.float32, E5M2), (torch.bfloat16, E4M3)], ids=str)
-def test_unusual_amaxes(interpreter, hp_dtype, float8_dtype):
-    interpreter(_unusual_amaxes, hp_dtype, float8_dtype)
-
-
-@pytest.mark.parametrize(
-    ("hp_dtype", "float8_dtype"),
-    [(torch.float32, E5M2), (torch.bfloat16, E4M3), pytest.param(torch.float16, E5M2, marks=pytest.mark.nightly)],
-    ids=str,
-)
-def test_shapes(interpreter, hp_dtype, float8_dtype):
-    interpreter(_shapes, hp_dtype, float8_dtype)
-
-
-def test_rows_of_every_width(interpreter):
-    interpreter(_rows_of_every_width)
-
-
-def test_saturated_elements_are_counted(interpreter):
-    interpreter(_saturated_elements_are_counted)
+def test_casts_have_the_oracles_bits(interpreter, check):
+    interpreter(*check)
 
 
 @pytest.mark.parametrize(
