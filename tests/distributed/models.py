@@ -107,25 +107,57 @@ def single_process(config, steps, ranks, *, param_dtype=None, float8_gather=Fals
     if compiled:
         for block in model:
             block.compile(fullgraph=True, backend=compiled)
+
+    def backward(part):
+        used = _used_parameters(model, config, param_dtype or torch.float32, float8_gather)
+        output = torch.func.functional_call(model, used, part if param_dtype is None else part.to(param_dtype))
+        loss = loss_of(output) / ranks
+        loss.backward()
+        for name, parameter in model.named_parameters():
+            grad = used[name].grad.float()
+            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+        return loss
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    return train_in_parts(model, optimizer, batches(steps, ranks), ranks, backward)
+
+
+def train_in_parts(model, optimizer, batches, parts, backward=None):
+    """The losses, and `scaling_snapshot` after each step's sync, of one process that takes parts one after another.
+
+    Args:
+        backward: of a part; returns its loss, divided by the parts.
+    """
+
+    def plain(part):
+        loss = loss_of(model(part)) / parts
+        loss.backward()
+        return loss
+
     losses, snapshots = [], []
-    for batch in batches(steps, ranks):
-        total = 0.0
-        for part in batch.chunk(ranks):
-            used = _used_parameters(model, config, param_dtype or torch.float32, float8_gather)
-            output = torch.func.functional_call(model, used, part if param_dtype is None else part.to(param_dtype))
-            loss = loss_of(output) / ranks
-            loss.backward()
-            total += loss.item()
-            for name, parameter in model.named_parameters():
-                grad = used[name].grad.float()
-                parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+    for batch in batches:
+        losses.append(sum((backward or plain)(part).item() for part in batch.chunk(parts)))
         optimizer.step()
         optimizer.zero_grad()
         sync_float8_amax_and_scale_history(model)
-        losses.append(total)
         snapshots.append(scaling_snapshot(model))
     return losses, snapshots
+
+
+def assert_same_snapshots(snapshots, expected, rtol_of_step, what, grad_outputs=1):
+    """After each step: histories and scales, each recorded once a step.
+
+    Args:
+        grad_outputs: by what the ranks' amaxes are larger, where a rank does not divide its loss by the ranks.
+    """
+    for step, (snapshot, of_one) in enumerate(zip(snapshots, expected, strict=True)):
+        assert snapshot.keys() == of_one.keys()
+        for name, value in snapshot.items():
+            factor, message = 1.0, f"{what} {step} {name}"
+            if "grad_output" in name:
+                factor = grad_outputs if name.endswith("history") else 1 / grad_outputs
+            torch.testing.assert_close(value, of_one[name] * factor, rtol=rtol_of_step(step), atol=0, msg=message)
+            assert value.count_nonzero() == (step + 1 if value.dim() else 1), message
 
 
 def _used_parameters(model, config, dtype, float8_gather):

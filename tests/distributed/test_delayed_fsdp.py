@@ -15,6 +15,7 @@ from tests.distributed.counting import CollectiveCounter
 from tests.distributed.models import (
     LEARNING_RATE,
     assert_same_scaling_on_all_ranks,
+    assert_same_snapshots,
     batches,
     config_of,
     loss_of,
@@ -91,16 +92,7 @@ def check_against_one_process(got, expected, ranks, what):
     (losses, snapshots, _), (expected_losses, expected_snapshots) = got, expected
     assert losses[0] == pytest.approx(expected_losses[0], rel=1e-6), what
     assert losses == pytest.approx(expected_losses, rel=1e-5), what
-    for step, (snapshot, of_one) in enumerate(zip(snapshots, expected_snapshots, strict=True)):
-        assert snapshot.keys() == of_one.keys()
-        for name, value in snapshot.items():
-            factor = 1.0
-            if "grad_output" in name:
-                factor = ranks if name.endswith("history") else 1 / ranks
-            tolerance = 0 if step == 0 else 1e-6
-            torch.testing.assert_close(
-                value, of_one[name] * factor, rtol=tolerance, atol=0, msg=f"{what} {step} {name}"
-            )
+    assert_same_snapshots(snapshots, expected_snapshots, lambda step: 1e-6 if step else 0, what, ranks)
 
 
 def check_exchanges(exchanged, recipe, what, *, gathers=True, precompute=False, tensors=None):
@@ -252,9 +244,7 @@ def check_compiled(recipe, backend, case, rtol):
         assert bool(counters["stats"]["unique_graphs"]) == (of_case is not None)
     eager, compiled = results
     assert compiled[0] == pytest.approx(eager[0], rel=rtol)
-    for step, (snapshot, of_eager) in enumerate(zip(compiled[1], eager[1], strict=True)):
-        for name, value in snapshot.items():
-            torch.testing.assert_close(value, of_eager[name], rtol=rtol, atol=0, msg=f"{step} {name}")
+    assert_same_snapshots(compiled[1], eager[1], lambda step: rtol, "compiled")
 
 
 @pytest.mark.parametrize(("recipe", "case"), [("delayed", COMPILED[-2]), ("delayed_with_dynamic_weight", COMPILED[-1])])

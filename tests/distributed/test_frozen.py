@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from quaver import Float8ColwiseParallel, convert_to_high_precision, freeze_to_float8
 from quaver.frozen_weight import FrozenFloat8Weight
 from tests.distributed.counting import CollectiveCounter
-from tests.distributed.models import LEARNING_RATE, batches, loss_of, make_model
+from tests.distributed.models import LEARNING_RATE, batches, make_model, train_in_parts
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_fsdp import shard_model, train_step
 
@@ -36,17 +36,8 @@ def optimizer_of(model):
 
 
 def one_process(config):
-    model, losses = frozen_model(config), []
-    optimizer = optimizer_of(model)
-    for batch in batches(STEPS, RANKS, DIM):
-        losses.append(0.0)
-        for part in batch.chunk(RANKS):
-            loss = loss_of(model(part)) / RANKS
-            loss.backward()
-            losses[-1] += loss.item()
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    model = frozen_model(config)
+    return train_in_parts(model, optimizer_of(model), batches(STEPS, RANKS, DIM), RANKS)[0]
 
 
 def train(model):

@@ -3,17 +3,11 @@
 import contextlib
 import copy
 import dataclasses
-import functools
 import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
-
 from quaver import Float8LinearConfig, cast_weights_once, convert_to_float8_training
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 from quaver.distributed.linear_sharding import AllGatherInput, is_all_gathered_in_float8
@@ -24,6 +18,10 @@ from tests.distributed.counting import CollectiveCounter
 from tests.distributed.models import config_of, quantized
 from tests.distributed.ranks import on_ranks, refusal, run
 from tests.reference import RECIPES
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 HP = pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -72,52 +70,77 @@ def assert_part_of(got, whole, dim):
         same_bits(got.dequant_scale, whole.dequant_scale)
 
 
-CAST_CASES = [(recipe, {}) for recipe in RECIPES] + [("tensorwise", {"round_scales_to_power_of_2": True})]
 ASKS = [(True, True), (True, False), (False, True)]
+STYLES = [
+    (Float8ColwiseParallel(), {WEIGHT: (0, 0), INPUT: (None, None), GRAD_OUTPUT: (2, 1)}),
+    (Float8RowwiseParallel(), {WEIGHT: (1, 1), INPUT: (2, 1), GRAD_OUTPUT: (None, None)}),
+    (Float8RowwiseParallel(output_layouts=Shard(1)), {WEIGHT: (1, 1), INPUT: (2, 1), GRAD_OUTPUT: (1, None)}),
+]
+"""Of each operand, the dim that a rank has a part of: in the tensor, and in the matrix that is multiplied."""
+# quant_scale: not initialized, outside its window, one that fits the outliers, and one that makes them saturate.
+SCALES = [0.0, -3.0, 0.7, 40.0]
+QUANTIZERS = {WEIGHT: "weight", INPUT: "input", GRAD_OUTPUT: "grad_output"}
+CAST_CASES = [(2, recipe, {}) for recipe in (*RECIPES, "delayed")] + [(4, "delayed", {})]
+CAST_CASES += [(2, "tensorwise", {"round_scales_to_power_of_2": True})]
 
 
-def parallelized(config, style, hp_dtype=torch.float32):
-    return parallelize_module(Float8Linear(48, 40, bias=False, dtype=hp_dtype, config=config), tp_mesh(), style)
+def _linear(config, quant_scale, style=None):
+    """A linear, and its persistent scales; each has the value that is given, as if a sync had set it."""
+    model = nn.Sequential(nn.Linear(48, 40, bias=False))
+    convert_to_float8_training(model, config=config)
+    if style is not None:
+        parallelize_module(model, tp_mesh(), {"0": style})
+    linear = model[0]
+    if quant_scale is None:
+        return linear, dict.fromkeys(QUANTIZERS)
+    linear.scaling.state.quant_scale.fill_(quant_scale)
+    linear.scaling.state.was_loaded()
+    scales = linear.persistent_scales(torch.device("cpu"), recording=True)
+    return linear, {operand: getattr(scales, name) for operand, name in QUANTIZERS.items()}
 
 
-def check_quantizer(make, local, expected, dim):
-    """What a fresh quantizer makes, for either matmul and for both, is this rank's part of `expected`, to the bit."""
-    for last, first in ASKS:
-        got = make()(local, last=last, first=first)
-        if last:
-            assert_part_of(got.last, expected.last, dim)
-        if first:
-            assert_part_of(got.first, expected.first, dim)
-
-
-@pytest.mark.parametrize(("recipe", "options"), CAST_CASES)
+@pytest.mark.parametrize(("ranks", "recipe", "options"), CAST_CASES)
 @HP
-@on_ranks(2)
-def test_operands_are_quantized_as_on_one_device(recipe, options, hp_dtype):
+@on_ranks()
+def test_operands_are_quantized_as_on_one_device(ranks, recipe, options, hp_dtype):
+    """Codes and scales to the bit, for either matmul and for both.
+
+    Persistent scales are known, unknown, and out of their window; what they observe is that of one device, too.
+    """
     config = config_of(recipe, **options)
-    colwise, rowwise = Float8ColwiseParallel(), Float8RowwiseParallel()
-    weight = uneven_magnitudes(40, 48).to(hp_dtype)
-    grad_output = uneven_magnitudes(3, 16, 40).to(hp_dtype)
-    input = uneven_magnitudes(3, 16, 48).to(hp_dtype)
-    expected = {operand: quantized(hp, config, operand) for operand, hp in ((WEIGHT, weight), (INPUT, input))}
-    of_grad_output = quantized(grad_output, config, GRAD_OUTPUT)
-    for style in (colwise, rowwise):
-        sharding = parallelized(config, style, hp_dtype).sharding
-        casts = cast_pair(config, WEIGHT, hp_dtype)
-        make = functools.partial(sharding.weight_quantizer, casts, None)
-        check_quantizer(make, part(weight, sharding.weight_dim), expected[WEIGHT], sharding.weight_dim)
-    rowwise_input, casts = part(input, 2), cast_pair(config, INPUT, hp_dtype)
-    make = functools.partial(parallelized(config, rowwise).sharding.input_quantizer, rowwise_input, casts, None)
-    check_quantizer(make, rowwise_input, expected[INPUT], 1)
-    for style, local, dim in (
-        (colwise, part(grad_output, 2), 1),
-        (rowwise, grad_output, None),
-        (Float8RowwiseParallel(output_layouts=Shard(1)), part(grad_output, 1), None),
-    ):
-        sharding, casts = parallelized(config, style, hp_dtype).sharding, cast_pair(config, GRAD_OUTPUT, hp_dtype)
-        check_quantizer(functools.partial(sharding.grad_output_quantizer, casts, None), local, of_grad_output, dim)
-    if is_all_gathered_in_float8(config):
-        _check_all_gathered_input(config, input, expected[INPUT])
+    whole = {
+        WEIGHT: uneven_magnitudes(40, 48).to(hp_dtype),
+        INPUT: uneven_magnitudes(3, 16, 48).to(hp_dtype),
+        GRAD_OUTPUT: uneven_magnitudes(3, 16, 40).to(hp_dtype),
+    }
+    for quant_scale, (style, dims) in itertools.product(SCALES if recipe == "delayed" else [None], STYLES):
+        linear, scales = _linear(config, quant_scale, style)
+        reference, of_one = _linear(config, quant_scale)
+        for operand, hp in whole.items():
+            dim, dim_of_matrix = dims[operand]
+            local, casts = part_or_whole(hp, dim), cast_pair(config, operand, hp_dtype)
+            input = (local,) if operand == INPUT else ()
+            make = getattr(linear.sharding, f"{QUANTIZERS[operand]}_quantizer")
+            expected = quantized(hp, config, operand, of_one[operand])
+            for last, first in ASKS:
+                got = make(*input, casts, scales[operand])(local, last=last, first=first)
+                if last:
+                    assert_part_of(got.last, expected.last, dim_of_matrix)
+                if first:
+                    assert_part_of(got.first, expected.first, dim_of_matrix)
+        if quant_scale is not None:
+            _check_observed(linear.scaling.state.amax_buffer, reference.scaling.state.amax_buffer, quant_scale)
+    if recipe != "delayed" and is_all_gathered_in_float8(config):
+        _check_all_gathered_input(config, whole[INPUT], quantized(whole[INPUT], config, INPUT))
+
+
+def _check_observed(parts, whole, quant_scale):
+    """The largest amax of the parts is that of the whole; where elements of the whole saturate, some of a part do."""
+    of_ranks = parts.clone()
+    dist.all_reduce(of_ranks, dist.ReduceOp.MAX)
+    assert torch.equal(of_ranks[:, 0], whole[:, 0])
+    assert torch.equal(of_ranks[:, 1] > 0, whole[:, 1] > 0)
+    assert bool((whole[:2, 1] > 0).all()) == (quant_scale == 40.0)
 
 
 def _check_all_gathered_input(config, input, expected):

@@ -1,32 +1,31 @@
 """Steps with tensor and sequence parallelism equal one process; delayed scales exchange no amax once they are known."""
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import parallelize_module
 
-from quaver import convert_to_float8_training, float8_scaling_state, sync_float8_amax_and_scale_history
-from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, precompute_float8_dynamic_scale_for_fsdp
-from quaver.quantize import GRAD_OUTPUT, INPUT, WEIGHT, cast_pair
+from quaver import float8_scaling_state, sync_float8_amax_and_scale_history
+from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.tensor import Float8Tensor
 from tests.distributed.counting import CollectiveCounter
-from tests.distributed.models import assert_same_scaling_on_all_ranks, config_of, quantized, scaling_snapshot
+from tests.distributed.models import (
+    assert_same_scaling_on_all_ranks,
+    assert_same_snapshots,
+    config_of,
+    scaling_snapshot,
+    train_in_parts,
+)
 from tests.distributed.ranks import on_ranks, run
 from tests.distributed.test_tensor_parallel import (
-    assert_part_of,
     model_of,
     part,
     spread,
     spread_by_torch,
     tp_mesh,
-    uneven_magnitudes,
 )
 from tests.reference import PERSISTENT_RECIPES, RECIPES
 
@@ -37,19 +36,7 @@ STEPS, COMPILED_BLOCKS = 4, 1
 def train_one_process(config, batches, microbatches=1, blocks=2):
     """Losses, and snapshots after each sync. Names of siblings that share an input are those of the first."""
     model = model_of(config, blocks)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    losses, snapshots = [], []
-    for batch in batches:
-        losses.append(0.0)
-        for microbatch in batch.chunk(microbatches):
-            loss = model(microbatch).square().mean() / microbatches
-            loss.backward()
-            losses[-1] += loss.item()
-        optimizer.step()
-        optimizer.zero_grad()
-        sync_float8_amax_and_scale_history(model)
-        snapshots.append(scaling_snapshot(model))
-    return losses, snapshots
+    return train_in_parts(model, torch.optim.Adam(model.parameters(), lr=1e-2), batches, microbatches)
 
 
 def train_ranks(model, parts, *, divided_by, compiled=None, precompute=False):
@@ -158,16 +145,7 @@ def check_against_one_process(result, what, grad_outputs=1):
     """
     (losses, snapshots, _), (expected_losses, expected_snapshots) = result
     assert_same_losses(losses, expected_losses)
-    for step, (snapshot, of_one) in enumerate(zip(snapshots, expected_snapshots, strict=True)):
-        assert snapshot.keys() == of_one.keys()
-        for name, value in snapshot.items():
-            factor = 1.0
-            if "grad_output" in name:
-                factor = grad_outputs if name.endswith("history") else 1 / grad_outputs
-            message = f"{what} {step} {name}"
-            rtol = 1e-5 if step < 2 else 0.25
-            torch.testing.assert_close(value, of_one[name] * factor, rtol=rtol, atol=0, msg=message)
-            assert value.count_nonzero() == (step + 1 if value.dim() else 1), message
+    assert_same_snapshots(snapshots, expected_snapshots, lambda step: 1e-5 if step < 2 else 0.25, what, grad_outputs)
 
 
 def amax_exchanges(recipe, *, weights, blocks=2):
@@ -264,71 +242,6 @@ def test_compiled_steps_by_each_backend(recipe, backend, in_2d):
     check_compiled(recipe, backend, in_2d)
 
 
-# quant_scale: not initialized, outside its window, one that fits the outliers, and one that makes them saturate.
-SCALES = [0.0, -3.0, 0.7, 40.0]
-
-
-def _linear(recipe, style=None):
-    model = nn.Sequential(nn.Linear(48, 40, bias=False))
-    convert_to_float8_training(model, config=config_of(recipe))
-    if style is not None:
-        parallelize_module(model, tp_mesh(), {"0": style})
-    return model[0]
-
-
-def _set_scale(linear, quant_scale):
-    """Give all of the linear's persistent scales this value, as a sync would."""
-    state = linear.scaling.state
-    state.quant_scale.fill_(quant_scale)
-    state.was_loaded()
-    return linear.persistent_scales(torch.device("cpu"), recording=True)
-
-
-STYLES = [
-    (Float8ColwiseParallel(), {WEIGHT: (0, 0), INPUT: (None, None), GRAD_OUTPUT: (2, 1)}),
-    (Float8RowwiseParallel(), {WEIGHT: (1, 1), INPUT: (2, 1), GRAD_OUTPUT: (None, None)}),
-    (Float8RowwiseParallel(output_layouts=Shard(1)), {WEIGHT: (1, 1), INPUT: (2, 1), GRAD_OUTPUT: (1, None)}),
-]
-"""Of each operand, the dim that a rank has a part of: in the tensor, and in the matrix that is multiplied."""
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16], ids=str)
-@on_ranks()
-def test_sharded_matrices_are_quantized_as_on_one_device(ranks, hp_dtype):
-    """Codes and scales to the bit, and what was observed; with scales known, unknown, and out of their window."""
-    whole = {
-        WEIGHT: uneven_magnitudes(40, 48).to(hp_dtype),
-        INPUT: uneven_magnitudes(3, 16, 48).to(hp_dtype),
-        GRAD_OUTPUT: uneven_magnitudes(3, 16, 40).to(hp_dtype),
-    }
-    for quant_scale, (style, dims) in itertools.product(SCALES, STYLES):
-        linear, reference = _linear("delayed", style), _linear("delayed")
-        scales, of_one = _set_scale(linear, quant_scale), _set_scale(reference, quant_scale)
-        config, sharding = linear.config, linear.sharding
-        casts = {operand: cast_pair(config, operand, hp_dtype) for operand in whole}
-        local = {key: hp if dims[key][0] is None else part(hp, dims[key][0]) for key, hp in whole.items()}
-        for key, quantizer, persistent in (
-            (WEIGHT, sharding.weight_quantizer(casts[WEIGHT], scales.weight), of_one.weight),
-            (INPUT, sharding.input_quantizer(local[INPUT], casts[INPUT], scales.input), of_one.input),
-            (GRAD_OUTPUT, sharding.grad_output_quantizer(casts[GRAD_OUTPUT], scales.grad_output), of_one.grad_output),
-        ):
-            got = quantizer(local[key], last=True, first=True)
-            expected = quantized(whole[key], config, key, persistent)
-            assert_part_of(got.last, expected.last, dims[key][1])
-            assert_part_of(got.first, expected.first, dims[key][1])
-        _check_observed(observed_by(linear), observed_by(reference), quant_scale)
-
-
-def _check_observed(parts, whole, quant_scale):
-    """The largest amax of the parts is that of the whole; where elements of the whole saturate, some of a part do."""
-    of_ranks = parts.clone()
-    dist.all_reduce(of_ranks, dist.ReduceOp.MAX)
-    assert torch.equal(of_ranks[:, 0], whole[:, 0])
-    assert torch.equal(of_ranks[:, 1] > 0, whole[:, 1] > 0)
-    assert bool((whole[:2, 1] > 0).all()) == (quant_scale == 40.0)
-
-
 def _backward(model, batch):
     loss = model(part(batch, 1)).square().mean()
     loss.backward()
@@ -350,10 +263,6 @@ def test_ranks_exchange_amaxes_after_a_reset_and_not_after_a_load():
     with CollectiveCounter() as wire:
         assert _backward(model, batch) == expected
     assert not any(dtype is torch.int32 for dtype, _ in wire.of("all_reduce"))
-
-
-def observed_by(linear):
-    return linear.scaling.state.amax_buffer
 
 
 def observed_of(model):

@@ -3,7 +3,7 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quaver import convert_to_float8_training, sync_float8_amax_and_scale_history
+from quaver import convert_to_float8_training
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 BATCHES = 10
@@ -39,17 +39,40 @@ def optimizer_of(model):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.0)
 
 
-def train_by_hand(model, clip=None, sync=False):
-    """The losses of a step with each batch; `sync`: delayed scales follow after each step."""
-    optimizer, losses = optimizer_of(model), []
-    for batch in batches():
+def clip(model):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def train_by_hand(
+    model,
+    optimizer=None,
+    backward=torch.Tensor.backward,
+    *,
+    rank=None,
+    every=1,
+    before=lambda model: None,
+    after=lambda model: None,
+    only=range(BATCHES),
+):
+    """The losses of the batches in `only`, whose gradients are accumulated over `every` of them.
+
+    Args:
+        rank: which of two takes its sequence of each batch; None for both sequences.
+        before: called with the model before each step of the optimizer.
+        after: called with the model after it.
+    """
+    optimizer, losses = optimizer or optimizer_of(model), []
+    for index, batch in enumerate(batches()):
+        if index not in only:
+            continue
+        if rank is not None:
+            batch = {name: part[rank : rank + 1] for name, part in batch.items()}
         loss = model(**batch).loss
-        loss.backward()
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        if sync:
-            sync_float8_amax_and_scale_history(model)
+        backward(loss / every)
+        if (index + 1) % every == 0:
+            before(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            after(model)
         losses.append(loss.item())
     return losses

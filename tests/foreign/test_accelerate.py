@@ -2,13 +2,14 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from quaver import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
 from tests.distributed.ranks import RanksError, run
-from tests.foreign.llama import batches, llama, not_the_head, optimizer_of
+from tests.foreign.llama import BATCHES, batches, llama, not_the_head, optimizer_of, train_by_hand
 from tests.foreign.table import proves, refuses
 
 
@@ -55,17 +56,14 @@ def train(strategy, recipe, float8_all_gather=False, mixed_precision="no", dtype
     accelerator = accelerator_on(strategy, mixed_precision)
     before = full(model.state_dict())
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
-    losses = []
-    for batch in batches():
-        rank = accelerator.process_index
-        loss = model(**{name: part[rank : rank + 1] for name, part in batch.items()}).loss
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if float8_all_gather:
-            precompute_float8_dynamic_scale_for_fsdp(model)
-        losses.append(loss.item())
+    losses = train_by_hand(
+        model,
+        optimizer,
+        accelerator.backward,
+        rank=accelerator.process_index,
+        before=lambda model: accelerator.clip_grad_norm_(model.parameters(), 1.0),
+        after=precompute_float8_dynamic_scale_for_fsdp,
+    )
     after = full(accelerator.unwrap_model(model).state_dict())
     return losses, {name for name in before if not torch.equal(before[name], after[name])}
 
@@ -152,28 +150,20 @@ def test_the_losses_of_a_loop_written_by_hand(variant):
 
 
 def save_and_resume(strategy, float8_all_gather, state_dict_type, folder):
-    """The last losses of a whole run, and of one that loads its state in the middle."""
+    """The losses of a whole run after its state was saved, and of one that loads it."""
     config = replace(Float8LinearConfig.from_recipe_name("tensorwise"), enable_fsdp_float8_all_gather=float8_all_gather)
     both = []
     for resumed in (False, True):
         model = convert_to_float8_training(llama(), config=config, module_filter_fn=not_the_head)
         accelerator = accelerator_on(strategy, "no", state_dict_type)
         model, optimizer = accelerator.prepare(model, optimizer_of(model))
-        losses = []
-        for index, batch in enumerate(batches()):
-            if index == 2 and resumed:
-                accelerator.load_state(folder)
-            elif index == 2:
-                accelerator.save_state(folder)
-            if index < 2 and resumed:
-                continue
-            rank = accelerator.process_index
-            loss = model(**{name: part[rank : rank + 1] for name, part in batch.items()}).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        both.append(losses[-2:])
+        steps = partial(train_by_hand, model, optimizer, accelerator.backward, rank=accelerator.process_index)
+        if resumed:
+            accelerator.load_state(folder)
+        else:
+            steps(only=range(2))
+            accelerator.save_state(folder)
+        both.append(steps(only=range(2, BATCHES)))
     return both
 
 

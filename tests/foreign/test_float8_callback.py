@@ -14,7 +14,7 @@ from quaver import (
     sync_float8_amax_and_scale_history,
 )
 from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
-from tests.foreign.llama import BATCHES, Tokens, batches, llama, optimizer_of
+from tests.foreign.llama import BATCHES, Tokens, llama, optimizer_of, train_by_hand
 from tests.foreign.table import proves
 from tests.foreign.test_transformers_trainer import losses_of
 from tests.foreign.test_transformers_trainer import trainer as trainer_of
@@ -25,21 +25,10 @@ def trainer(folder, model, **options):
     return trainer_of(folder, model, [Float8Callback()], max_grad_norm=0.0, **options)
 
 
-def delayed_by_hand():
-    model = prepare_model_for_float8(llama(), "delayed")
-    optimizer, losses = optimizer_of(model), []
-    for batch in batches():
-        loss = model(**batch).loss
-        loss.backward()
-        sync_float8_amax_and_scale_history(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, float8_scaling_state(model).state_dict()
-
-
 def test_delayed_scales_follow_and_a_resumed_run_has_them(tmp_path):
-    losses, scales = delayed_by_hand()
+    model = prepare_model_for_float8(llama(), "delayed")
+    losses = train_by_hand(model, before=sync_float8_amax_and_scale_history)
+    scales = float8_scaling_state(model).state_dict()
     run = trainer(tmp_path, prepare_model_for_float8(llama(), "delayed"))
     run.train()
     assert losses_of(run) == pytest.approx(losses, abs=5e-5)
@@ -111,17 +100,10 @@ def lora():
 )
 def test_lora_trains_as_in_a_loop_by_hand(tmp_path, options):
     model, every = lora(), options.get("gradient_accumulation_steps", 1)
-    optimizer, losses = optimizer_of(model), []
-    for index, batch in enumerate(batches()):
-        loss = model(**batch).loss / every
-        loss.backward()
-        losses.append(loss.item())
-        if (index + 1) % every == 0:
-            optimizer.step()
-            optimizer.zero_grad()
+    losses = train_by_hand(model, every=every)
     run = trainer(tmp_path, lora(), **options)
     run.train()
-    by_step = torch.tensor(losses).view(-1, every).sum(1).tolist()
+    by_step = torch.tensor(losses).view(-1, every).mean(1).tolist()
     assert losses_of(run) == pytest.approx(by_step, abs=5e-5)
     moved = {name for name, p in run.model.named_parameters() if not torch.equal(p, lora().get_parameter(name))}
     assert moved == {name for name, _ in run.model.named_parameters() if "lora_" in name}

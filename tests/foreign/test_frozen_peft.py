@@ -5,12 +5,12 @@ import copy
 import peft
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
 
 from quaver import FrozenFloat8Linear, conversion_report, freeze_to_float8
 from quaver.formats import FORMATS
 from quaver.frozen_weight import FrozenFloat8Weight
 from tests.foreign.llama import Tokens, batches, llama, not_the_head, optimizer_of, train_by_hand
+from tests.foreign.test_transformers_trainer import losses_of, trainer
 from tests.reference import sqnr_db
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]}
@@ -136,25 +136,16 @@ def test_saved_adapters_load_on_a_base_frozen_anew(tmp_path):
 def test_trainer_trains_as_a_loop_by_hand(tmp_path):
     by_hand, model = adapted("blockwise"), adapted("blockwise")
     losses = train_by_hand(by_hand)
-    arguments = TrainingArguments(
+    run = trainer(
         tmp_path,
-        per_device_train_batch_size=2,
-        num_train_epochs=1,
-        logging_steps=1,
-        learning_rate=1e-3,
-        lr_scheduler_type="constant",
+        model,
+        optimizers=(optimizer_of(model), None),
         max_grad_norm=0,
-        use_cpu=True,
-        report_to=[],
-        save_strategy="epoch",
         gradient_checkpointing=True,
         gradient_checkpointing_kwargs={"use_reentrant": False},
     )
-    trainer = Trainer(model, arguments, train_dataset=Tokens(), optimizers=(optimizer_of(model), None))
-    trainer._get_train_sampler = lambda *_: None
-    trainer.train()
-    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert logged == pytest.approx(losses, abs=2e-4)  # logged with four digits
+    run.train()
+    assert losses_of(run) == pytest.approx(losses, abs=2e-4)  # logged with four digits
     assert list(tmp_path.glob("checkpoint-*/adapter_model.safetensors"))
 
 

@@ -6,7 +6,13 @@ from unittest import mock
 import pytest
 import torch
 
-from quaver import Float8Linear, conversion_report, convert_to_float8_training, float8_scaling_state
+from quaver import (
+    Float8Linear,
+    conversion_report,
+    convert_to_float8_training,
+    float8_scaling_state,
+    sync_float8_amax_and_scale_history,
+)
 from tests.foreign.llama import BATCHES, batches, llama, not_the_head, optimizer_of, train_by_hand
 from tests.foreign.table import proves, refuses
 
@@ -102,7 +108,7 @@ def test_the_precision_plugin_converts_scales_and_saves(tmp_path, recipe):
     run = trainer(tmp_path, BATCHES, plugins=[plugin()])
     run.fit(module, batches(), batches())
     model = llama(recipe)
-    assert module.losses == train_by_hand(model, sync=recipe == "delayed")
+    assert module.losses == train_by_hand(model, after=sync_float8_amax_and_scale_history)
     scales = float8_scaling_state(module.model).state_dict()
     for name, scale in float8_scaling_state(model).state_dict().items():
         assert torch.equal(scale, scales[name])
@@ -122,17 +128,10 @@ def with_fabric(autocast_dtype=None, prepare=lambda model: model):
 
 def loop(model, optimizer, backward, every=1, only=range(BATCHES)):
     """The losses of some of the batches, an evaluation last."""
-    losses = []
-    for index, batch in enumerate(batches()):
-        if index in only:
-            loss = model(**batch).loss
-            backward(loss / every)
-            if (index + 1) % every == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-            losses.append(loss.item())
+    losses = train_by_hand(model, optimizer, backward, every=every, only=only)
+    *_, last = batches()
     with torch.inference_mode():
-        return [*losses, model.eval()(**batch).loss.item()]
+        return [*losses, model.eval()(**last).loss.item()]
 
 
 def loop_by_hand(every=1):

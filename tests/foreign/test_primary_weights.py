@@ -4,40 +4,22 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from transformers import LlamaForCausalLM, TrainingArguments
+from transformers import LlamaForCausalLM
 
 from quaver import use_float8_primary_weights
 from quaver.integrations.transformers import Float8Callback
 from quaver.primary_weights import Float8PrimaryWeight
-from tests.foreign.llama import BATCHES, Tokens, batches, llama, optimizer_of
-from tests.foreign.test_transformers_trainer import InOrder
+from tests.foreign.llama import BATCHES, batches, llama, optimizer_of
+from tests.foreign.test_transformers_trainer import trainer as trainer_of
 
 
 def trainer(folder, *, primary, **options):
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=2,
-        learning_rate=1e-3,
-        warmup_steps=2,
-        lr_scheduler_type="linear",
-        max_steps=BATCHES,
-        save_steps=2,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        **options,
-    )
     model = llama("tensorwise")
     optimizer = optimizer_of(model)
     if primary:
         optimizer = use_float8_primary_weights(model, optimizer)
-    return InOrder(
-        model=model,
-        args=arguments,
-        train_dataset=Tokens(),
-        callbacks=[Float8Callback()],
-        optimizers=(optimizer, None),
-    )
+    options = {"warmup_steps": 2, "lr_scheduler_type": "linear", **options}
+    return trainer_of(folder, model, [Float8Callback()], (optimizer, None), **options)
 
 
 def assert_same(state_dict, expected):

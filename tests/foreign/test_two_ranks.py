@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from quaver import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
 from quaver.distributed.fsdp import Float8AllGatherWeight
 from tests.distributed.ranks import run
-from tests.foreign.llama import batches, llama, not_the_head, optimizer_of
+from tests.foreign.llama import batches, clip, llama, not_the_head, optimizer_of, train_by_hand
 from tests.foreign.table import proves
 
 WAYS = [("DDP", False), ("FSDP2", False), ("FSDP2", True)]
@@ -45,20 +45,10 @@ def is_distributed_as(strategy, float8_all_gather, model):
     return bool(shards) == (strategy == "FSDP2") and is_gathered_in_float8 == float8_all_gather
 
 
-def by_hand(model, rank, clip=None, distribute=replicated):
+def by_hand(model, rank, distribute=replicated, **options):
     """The losses of this rank."""
-    model = distribute(model)
-    optimizer, losses = optimizer_of(model), []
-    for batch in batches():
-        loss = model(**{name: part[rank : rank + 1] for name, part in batch.items()}).loss
-        loss.backward()
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        precompute_float8_dynamic_scale_for_fsdp(model)
-        losses.append(loss.item())
-    return losses
+    after = precompute_float8_dynamic_scale_for_fsdp
+    return train_by_hand(distribute(model), rank=rank, after=after, **options)
 
 
 @contextmanager
@@ -88,7 +78,7 @@ def with_the_trainer(folder, strategy, float8_all_gather):
         trained.train()
     assert is_distributed_as(strategy, float8_all_gather, trained.model)
     distribute = sharded if strategy == "FSDP2" else replicated
-    return losses_of(trained), by_hand(converted(float8_all_gather), rank, clip=1.0, distribute=distribute)
+    return losses_of(trained), by_hand(converted(float8_all_gather), rank, distribute, before=clip)
 
 
 @proves("transformers' Trainer", "DDP", "FSDP2", "FSDP2, float8 gather")
@@ -103,18 +93,13 @@ def with_adapters(strategy, float8_all_gather):
     from tests.foreign.test_accelerate import accelerator_on
     from tests.foreign.test_peft import adapted
 
-    accelerator, losses = accelerator_on(strategy, "no"), []
+    accelerator = accelerator_on(strategy, "no")
     rank = accelerator.process_index
     made, plain = (adapted(rowwise(float8_all_gather), "convert, then adapt") for _ in range(2))
     model, optimizer = made, optimizer_of(made)
     model, optimizer = accelerator.prepare(model, optimizer)
-    for batch in batches():
-        loss = model(**{name: part[rank : rank + 1] for name, part in batch.items()}).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        precompute_float8_dynamic_scale_for_fsdp(model)
-        losses.append(loss.item())
+    after = precompute_float8_dynamic_scale_for_fsdp
+    losses = train_by_hand(model, optimizer, accelerator.backward, rank=rank, after=after)
     assert is_distributed_as(strategy, float8_all_gather, model)
 
     def distribute(model):
@@ -144,7 +129,7 @@ def with_fabric(strategy, float8_all_gather):
 
     config = rowwise(float8_all_gather)
     precision = Float8FabricPrecision(config, module_filter_fn=not_the_head, autocast_dtype=None)
-    how, losses = "ddp", []
+    how = "ddp"
     if strategy == "FSDP2":
         parallelize = lambda model, mesh: sharded(model, mesh["data_parallel"])  # noqa: E731
         how = ModelParallelStrategy(parallelize, data_parallel_size=2, tensor_parallel_size=1)
@@ -153,12 +138,7 @@ def with_fabric(strategy, float8_all_gather):
         fabric.launch()
         model = fabric.setup_module(llama())
         optimizer = fabric.setup_optimizers(optimizer_of(model))
-        for batch in batches():
-            loss = model(**{name: part[rank : rank + 1] for name, part in batch.items()}).loss
-            fabric.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+        losses = train_by_hand(model, optimizer, fabric.backward, rank=rank)
     assert is_distributed_as(strategy, float8_all_gather, model)
     distribute = sharded if strategy == "FSDP2" else replicated
     return losses, by_hand(converted(float8_all_gather), rank, distribute=distribute)
