@@ -1,6 +1,6 @@
 """What FSDP2 sends between ranks in float8 and in bfloat16: collectives and their bytes, counted on a CPU.
 
-    python -m benchmarks.distributed [--ranks 2] [--output benchmarks/results/distributed.json] [--update-docs]
+    python -m benchmarks.distributed --update-docs
 
 Starts gloo processes; counts do not depend on the machine or the backend. All figures are rank 0's. The bytes of a
 collective are those of its whole tensor: the output of an all-gather, the input of a reduce-scatter or an all-reduce.
@@ -11,12 +11,8 @@ The model is a stack of blocks with Llama 3 8B's proportions at 1/16 of its widt
 projection are left out, because they never travel in float8.
 """
 
-import argparse
-import json
-import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.record import ROOT, markdown, on_ranks, provenance, show
+from benchmarks.record import ROOT, make_page, markdown, on_ranks, page_parser, provenance
 from quaver import Float8LinearConfig, Float8LinearRecipeName, convert_to_float8_training
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.tensor import Float8Tensor
@@ -42,7 +38,7 @@ RECIPES = tuple(
 )
 LAYERS, DIM, KV, HIDDEN, HEAD = 4, 256, 64, 896, 16
 LLAMA_3_8B = {"layers": 32, "dim": 4096, "kv": 1024, "hidden": 14336}
-BATCH, SEQUENCE = 2, 64
+BATCH, SEQUENCE, RANKS = 2, 64, 2
 
 _KINDS = {"all_gather": "all_gather", "allgather": "all_gather", "reduce_scatter": "reduce_scatter"}
 _KINDS |= {"all_reduce": "all_reduce", "allreduce": "all_reduce"}
@@ -217,12 +213,12 @@ def count(mesh: DeviceMesh) -> list[dict[str, Any]]:
     return [count_fsdp(mesh, *case) for case in FSDP_CASES]
 
 
-def measure(ranks: int) -> dict[str, Any]:
-    """All tables' figures, from `ranks` processes started for it."""
+def measure() -> dict[str, Any]:
+    """The table's figures, from RANKS processes started for it."""
     return {
-        "environment": provenance("distributed", threads=1, backend="gloo", ranks=ranks),
+        "environment": provenance("distributed", threads=1, backend="gloo", ranks=RANKS),
         "model": {"layers": LAYERS, "dim": DIM, "kv": KV, "hidden": HIDDEN, "batch": BATCH, "sequence": SEQUENCE},
-        "fsdp": on_ranks(ranks, count)[0],
+        "fsdp": on_ranks(RANKS, count)[0],
     }
 
 
@@ -254,20 +250,9 @@ def _gathered_as(row: dict[str, Any]) -> str:
     return f"float8, `{row['recipe']}`" if row["recipe"] else row["param_dtype"].removeprefix("torch.")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, choices=(2, 4))
-    parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
-    parser.add_argument("--update-docs", action="store_true", help=f"rewrite the tables of {DOCS.relative_to(ROOT)}")
-    options = parser.parse_args()
-    if options.update_docs and options.ranks != 2:
-        parser.error("the page describes 2 ranks; --update-docs needs --ranks 2")
-    results = measure(options.ranks)
-    show(tables(results), DOCS, update=options.update_docs)
-    if options.output is not None:
-        options.output.write_text(json.dumps(results, indent=2) + "\n")
-    return 0
+def main() -> None:
+    make_page(page_parser(__doc__).parse_args(), measure, RESULTS, tables, DOCS)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

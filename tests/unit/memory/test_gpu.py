@@ -9,20 +9,17 @@ from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensor
 
 import quaver.gemm
-from benchmarks.memory_modules import Case, Size, _step, build
+from benchmarks.memory_modules import Case, Size, predict
 from quaver import Float8LinearConfig, convert_to_float8_training
 from quaver.memory.compiling.compiled import COMPILES_FOR_A_GPU
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.faking.gpu import as_on_a_gpu, predicting_for
-from quaver.memory.predict import explain, predict_step
+from quaver.memory.predict import explain
 from quaver.memory.runs.predict import SEES_GATHERS, predict_memory
-from quaver.trainer.config import Model, Optimizer
+from quaver.trainer.config import Model
 from quaver.trainer.config_io import load_config, parse_arguments
-from quaver.trainer.dry_run import pretended_mesh
 from quaver.trainer.float8 import fuse_producers
 from quaver.trainer.model import FeedForward, RMSNorm
-from quaver.trainer.optimizer import build_optimizer
-from quaver.trainer.parallel_dims import ParallelDims
 from tests.distributed.counting import CollectiveCounter
 
 CPU = torch.device("cpu")
@@ -32,13 +29,8 @@ on_ranks = pytest.mark.skipif(not SEES_GATHERS, reason="torch 2.11 hides gathers
 
 
 def predicted(module, recipe, checkpointing, ranks=1):
-    case = Case(module, recipe, checkpointing, ranks=ranks)
-    with pretended_mesh(ParallelDims(shard=ranks)) as mesh, fake_tensors() as fakes, as_on_a_gpu():
-        subject = build(case, SIZE, CPU, mesh)
-        optimizer = build_optimizer(subject, Optimizer())
-        dtype = torch.float32 if "block" in module else torch.bfloat16
-        source = torch.randn(SIZE.sequences, SIZE.seq_len, SIZE.dim, dtype=dtype, requires_grad=True)
-        return predict_step(lambda: _step(subject, optimizer, source, lambda: None), subject, optimizer, fakes)
+    with as_on_a_gpu():
+        return predict(Case(module, recipe, checkpointing, ranks=ranks), SIZE)
 
 
 @pytest.mark.parametrize(
