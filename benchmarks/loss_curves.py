@@ -8,7 +8,6 @@ from the checkpoints in --runs. The second command makes the table and the pictu
 docs/results.md again from the recorded figures.
 """
 
-import argparse
 import itertools
 import json
 import shlex
@@ -21,7 +20,7 @@ import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.record import ROOT, markdown, provenance, run_quaver, show
+from benchmarks.record import ROOT, make_page, markdown, page_parser, provenance, run_quaver
 
 RECORD = ROOT / "benchmarks" / "results" / "loss_curves.json"
 DOCS = ROOT / "docs" / "results.md"
@@ -148,19 +147,18 @@ def draw(results: dict[str, Any], image: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = page_parser(__doc__)
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps of each model")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of weights and of the order of samples")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "loss_curves", help="folder of the runs")
-    parser.add_argument("--recorded", action="store_true", help="use the recorded figures; measure nothing")
-    parser.add_argument("--update-docs", action="store_true", help=f"rewrite {DOCS.relative_to(ROOT)} and its picture")
     options = parser.parse_args()
-    results = (
-        json.loads(RECORD.read_text()) if options.recorded else measure(options.steps, options.seeds, options.runs)
+    results = make_page(
+        options,
+        lambda: measure(options.steps, options.seeds, options.runs),
+        RECORD,
+        lambda r: {"losses": table(r)},
+        DOCS,
     )
-    if not options.recorded:
-        RECORD.write_text(json.dumps(results) + "\n")
-    show({"losses": table(results)}, DOCS, update=options.update_docs)
     if options.update_docs:
         draw(results, PICTURE)
 

@@ -3,37 +3,56 @@
     python -m benchmarks.memory --update-docs              all 288 rows, into benchmarks/results/memory.{json,md}
     python -m benchmarks.memory --only linear eager        the rows that all of these words describe, to the terminal
     python -m benchmarks.memory --recorded --update-docs   the page again, from the recorded rows
+    python -m benchmarks.memory --predict [--only ...]     the recorded rows as quaver.memory predicts them
 
 Rows are modules x precisions x checkpointing x ranks x eager or compiled; words for --only are theirs, such as
 "1 block", rowwise, full, "2 ranks", compiled. Runs on a CPU, or on a GPU where there is one, and starts its processes
-itself; with more ranks than GPUs, rows on several ranks are left out.
+itself; with more ranks than GPUs, rows on several ranks are left out. Exits with 1 if a peak is above PROMISED of
+bfloat16's, or a prediction off by more than WITHIN.
 
-memory_modules.py says what is measured, quaver/recorder/allocator.py how, memory_report.py makes the page.
+memory_modules.py says what is measured, quaver/recorder/allocator.py how.
 """
 
-import argparse
 import itertools
 import json
 import os
 import sys
 import time
 import warnings
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from typing import Any
 
 import torch
 
-from benchmarks.memory_modules import CHECKPOINTING, MODULES, PRECISIONS, Case, Size, measure
-from benchmarks.memory_report import PAGE, PROMISED, RECORD, exceptions, name_of, page, tables
-from benchmarks.record import on_ranks, provenance
+from benchmarks.memory_modules import CHECKPOINTING, MODULES, PRECISIONS, Case, Size, measure, predict
+from benchmarks.record import ROOT, make_page, markdown, on_ranks, page_parser, provenance
 
-RANKS = (1, 2)
+RECORD = ROOT / "benchmarks" / "results" / "memory.json"
+PAGE = ROOT / "benchmarks" / "results" / "memory.md"
+BASELINE = PRECISIONS[0]
+HEADINGS = {
+    (1, False): "One process, eager",
+    (1, True): "One process, compiled",
+    (2, False): "FSDP2 on 2 ranks, eager",
+    (2, True): "FSDP2 on 2 ranks, compiled",
+}
+PROMISED = 1.01
+"""The promise: a float8 module or model peaks at no more than this times bfloat16. A lone linear is only reported."""
+WITHIN = 0.03
+"""Of what was measured: how far a predicted peak may be from it."""
+NAMED = 0.001
+"""Predictions that differ by more are listed."""
+A_FEW_BYTES = 64
+
+_VIEW_WARNING = r"FSDP2-wrapped module \(\w+\) returned a view tensor"  # all left alone
+
+Row = dict[str, Any]
 
 
 def cases(words: list[str]) -> list[Case]:
     """All cases that every one of `words` describes, bfloat16 before the recipes that are compared with it."""
-    product = itertools.product(RANKS, (False, True), MODULES, CHECKPOINTING, PRECISIONS)
-    made = [Case(module, precision, mode, ranks, compiled) for ranks, compiled, module, mode, precision in product]
+    product = itertools.product(HEADINGS, MODULES, CHECKPOINTING, PRECISIONS)
+    made = [Case(module, precision, mode, *where) for where, module, mode, precision in product]
     return [case for case in made if set(words) <= words_of(case)]
 
 
@@ -41,6 +60,11 @@ def words_of(case: Case) -> set[str]:
     """What --only may call the case."""
     ranks = "1 rank" if case.ranks == 1 else f"{case.ranks} ranks"
     return {case.module, case.precision, case.checkpointing, ranks, "compiled" if case.compiled else "eager"}
+
+
+def case_of(row: Row) -> Case:
+    """The case of a row, which has its fields."""
+    return Case(**{key: row[key] for key in Case.__dataclass_fields__})
 
 
 def measure_all(chosen: list[Case], size: Size, device_type: str) -> list[dict[str, Any]]:
@@ -63,7 +87,7 @@ def _largest(of_ranks: tuple[dict[str, Any], ...]) -> dict[str, Any]:
 
 
 def _measure_cases(mesh: Any, chosen: list[Case], size: Size, device_type: str) -> list[dict[str, Any]]:
-    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view tensor")  # all left alone
+    warnings.filterwarnings("ignore", message=_VIEW_WARNING)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     rank = 0 if mesh is None else mesh.get_rank()
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
@@ -72,7 +96,7 @@ def _measure_cases(mesh: Any, chosen: list[Case], size: Size, device_type: str) 
         start = time.monotonic()
         rows.append(measure_row(case, size, device, mesh))
         if rank == 0:
-            print(f"{', '.join(map(str, asdict(case).values()))}: {time.monotonic() - start:.1f} s", file=sys.stderr)
+            print(f"{', '.join(map(str, astuple(case)))}: {time.monotonic() - start:.1f} s", file=sys.stderr)
     return rows
 
 
@@ -89,49 +113,145 @@ def measure_row(case: Case, size: Size, device: torch.device, mesh: Any = None) 
     }
 
 
-def results_of(rows: list[dict[str, Any]], size: Size, device_type: str, seconds: float) -> dict[str, Any]:
-    """The rows, the sizes and the provenance."""
-    about = provenance("memory", device_type, threads=1, minutes=round(seconds / 60, 1))
-    return {"environment": about, "size": asdict(size), "rows": rows}
+def baseline_of(row: Row, rows: list[Row]) -> Row:
+    """The bfloat16 row that is like `row` otherwise."""
+    wanted = replace(case_of(row), precision=BASELINE)
+    return next(each for each in rows if case_of(each) == wanted)
 
 
-def as_json(results: dict[str, Any]) -> str:
-    """Indented, with each row on one line."""
-    rows = ",\n".join(f"    {json.dumps(row)}" for row in results["rows"])
-    head = json.dumps({**results, "rows": []}, indent=2)
-    return head.replace('"rows": []', f'"rows": [\n{rows}\n  ]') + "\n"
+def name_of(row: Row) -> str:
+    """A row in words."""
+    ranks = "1 process" if row["ranks"] == 1 else f"FSDP2 on {row['ranks']} ranks"
+    how = "compiled" if row["compiled"] else "eager"
+    return f"{row['module']}, {row['precision']}, checkpointing {row['checkpointing']}, {ranks}, {how}"
+
+
+def peak_of(row: Row) -> int:
+    """What a step adds at its highest point: without scratch where that is known, all of it elsewhere."""
+    tensors: int | None = row["added_tensor_peak_bytes"]
+    everything: int = row["added_peak_bytes"]
+    return everything if tensors is None else tensors
+
+
+def exceptions(rows: list[Row]) -> list[Row]:
+    """The float8 rows, lone linears aside, whose peak breaks the promise."""
+    promised = (row for row in rows if row["precision"] != BASELINE and row["module"] != "linear")
+    return [row for row in promised if ratios(row, rows)["peak"] > PROMISED]
+
+
+def ratios(row: Row, rows: list[Row]) -> dict[str, Any]:
+    """Of `row` to its bfloat16 row: the peak, the peak with scratch, and the bytes saved for backward."""
+    base = baseline_of(row, rows)
+    return {
+        "peak": peak_of(row) / peak_of(base),
+        "peak_with_scratch": row["added_peak_bytes"] / base["added_peak_bytes"],
+        "saved": row["saved_bytes"] / base["saved_bytes"],
+    }
+
+
+def tables(results: Row) -> dict[str, str]:
+    """The tables of the page by name: one for each way to run that is among the rows."""
+    rows, about = results["rows"], results["environment"]
+    changed = " with changes that were not committed" if about["uncommitted_changes_in_quaver"] else ""
+    made = {
+        "provenance": f"Measured on {about['date']} in {about['minutes']:.0f} minutes by `{about['command']}`: "
+        f"{about['device']}, {about['threads']} thread, Python {about['python']}, torch {about['torch']}, "
+        f"commit {about['commit']}{changed}."
+    }
+    made |= {HEADINGS[where]: _table(here, rows) for where, here in _by_heading(rows)}
+    above = [
+        f"- {name_of(row)}: {peak_of(row):,} bytes, bfloat16 {peak_of(baseline_of(row, rows)):,}"
+        for row in exceptions(rows)
+    ]
+    return made | {f"above {PROMISED}": "\n".join(above or ["none"])}
+
+
+def _by_heading(rows: list[Row]) -> list[tuple[tuple[int, bool], list[Row]]]:
+    found = [(where, [row for row in rows if (row["ranks"], row["compiled"]) == where]) for where in HEADINGS]
+    return [(where, here) for where, here in found if here]
+
+
+def _table(here: list[Row], rows: list[Row]) -> str:
+    head = ["module", "checkpointing", "bfloat16 peak, MB", "saved, MB"]
+    head += [f"`{name}` {figure}" for name in PRECISIONS[1:] for figure in ("peak", "saved")]
+    lines: list[list[str]] = []
+    for row in here:
+        if row["precision"] == BASELINE:
+            peak, saved = (f"{figure / 1e6:.2f}" for figure in (peak_of(row), row["saved_bytes"]))
+            lines.append([row["module"], row["checkpointing"], peak, saved])
+        else:
+            lines[-1] += _shares(row, rows)
+    return markdown(head, lines)
+
+
+def _shares(row: Row, rows: list[Row]) -> list[str]:
+    of = ratios(row, rows)
+    differs = abs(of["peak_with_scratch"] - of["peak"]) >= 0.005
+    scratch = f" ({of['peak_with_scratch']:.2f})" if differs else ""
+    return [f"{of['peak']:.3f}{scratch}", f"{of['saved']:.3f}"]
+
+
+def compare(measured: Row, size: Size) -> Row:
+    """A row of the memory table, with what is predicted and what that is of the measurement."""
+    case, start = case_of(measured), time.monotonic()
+    prediction = predict(case, size)
+    print(f"{', '.join(map(str, astuple(case)))}: {time.monotonic() - start:.1f} s", file=sys.stderr)
+    return {
+        **asdict(case),
+        "measured_peak_bytes": measured["added_tensor_peak_bytes"],
+        "predicted_peak_bytes": prediction.step_peak_bytes,
+        "peak": prediction.step_peak_bytes / measured["added_tensor_peak_bytes"],
+        "saved": prediction.saved_by_forward_bytes / measured["saved_bytes"],
+    }
+
+
+def predict_all(chosen: list[Case]) -> bool:
+    """Compare recorded rows with their predictions, and print a summary; returns whether all peaks are WITHIN."""
+    warnings.filterwarnings("ignore", message=_VIEW_WARNING)
+    record = json.loads(RECORD.read_text())
+    rows = [compare(row, Size(**record["size"])) for row in record["rows"] if case_of(row) in chosen]
+    lines = []
+    for where, here in _by_heading(rows):
+        same = sum(abs(row["predicted_peak_bytes"] - row["measured_peak_bytes"]) <= A_FEW_BYTES for row in here)
+        lines.append([HEADINGS[where], len(here), _range(here, "peak"), same, _range(here, "saved")])
+    print("Predicted over measured\n")
+    print(markdown(["rows", "number", "peak", f"peaks within {A_FEW_BYTES} bytes", "saved"], lines))
+    for row in rows:
+        if abs(row["peak"] - 1) > NAMED:
+            measured, predicted = row["measured_peak_bytes"], row["predicted_peak_bytes"]
+            print(f"{name_of(row)}: measured {measured:,}, predicted {predicted:,}, {row['peak']:.3f}")
+    return all(abs(row["peak"] - 1) <= WITHIN for row in rows)
+
+
+def _range(rows: list[Row], figure: str) -> str:
+    return f"{min(row[figure] for row in rows):.3f} to {max(row[figure] for row in rows):.3f}"
+
+
+def results_of(chosen: list[Case]) -> Row:
+    """The measured rows, the sizes and the provenance."""
+    device_type, start = "cuda" if torch.cuda.is_available() else "cpu", time.monotonic()
+    rows = measure_all(chosen, Size(), device_type)
+    minutes = round((time.monotonic() - start) / 60, 1)
+    about = provenance("memory", device_type, threads=1, minutes=minutes)
+    return {"environment": about, "size": asdict(Size()), "rows": rows}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--only", nargs="+", default=[], metavar="WORD", help="measure the rows that all words describe"
-    )
-    parser.add_argument("--recorded", action="store_true", help=f"read {RECORD.name}; measure nothing")
-    parser.add_argument("--update-docs", action="store_true", help=f"write {RECORD.name} and {PAGE.name}")
+    parser = page_parser(__doc__)
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="the rows that all words describe")
+    parser.add_argument("--predict", action="store_true", help=f"predict the rows of {RECORD.name}; measure nothing")
     options = parser.parse_args()
     chosen = cases(options.only)
     if not chosen:
         parser.error(f"no row is described by {' and '.join(options.only)}; see the top of benchmarks/memory.py")
-    if not all(replace(case, precision=PRECISIONS[0]) in chosen for case in chosen):
+    if (options.only or options.predict) and (options.recorded or options.update_docs):
+        parser.error("--recorded and --update-docs are for all measured rows: leave out --only and --predict")
+    if options.predict:
+        return not predict_all(chosen)
+    if not all(replace(case, precision=BASELINE) in chosen for case in chosen):
         parser.error("--only compares with bfloat16: leave out words that name a recipe")
-    if options.only and (options.recorded or options.update_docs):
-        parser.error("--only measures a part, and the page is of all rows: leave out --recorded and --update-docs")
-    if options.recorded:
-        results = json.loads(RECORD.read_text())
-    else:
-        device_type, start = "cuda" if torch.cuda.is_available() else "cpu", time.monotonic()
-        rows = measure_all(chosen, Size(), device_type)
-        results = results_of(rows, Size(), device_type, time.monotonic() - start)
-        if options.update_docs:
-            RECORD.write_text(as_json(results))
-    print(tables(results["rows"]))
-    if options.update_docs:
-        PAGE.write_text(page(results))
-    over = exceptions(results["rows"])
-    for row in over:
-        print(f"above {PROMISED} of bfloat16: {name_of(row)}", file=sys.stderr)
-    return bool(over)
+    rows = make_page(options, lambda: results_of(chosen), RECORD, tables, PAGE)["rows"]
+    return bool(exceptions(rows))
 
 
 if __name__ == "__main__":

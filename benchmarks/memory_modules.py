@@ -25,12 +25,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from quaver import Float8LinearConfig, convert_to_float8_training
 from quaver.activation_checkpointing import apply_activation_checkpointing
+from quaver.memory.faking.fakes import fake_tensors
+from quaver.memory.predict import Prediction, predict_step
 from quaver.recorder.allocator import Usage, measure_usage
 from quaver.trainer.config import Model, Optimizer
+from quaver.trainer.dry_run import pretended_mesh
 from quaver.trainer.float8 import fuse_producers
 from quaver.trainer.memory import storage_bytes
 from quaver.trainer.model import Attention, Block, FeedForward, rope_tables
 from quaver.trainer.optimizer import build_optimizer
+from quaver.trainer.parallel_dims import ParallelDims
 
 PRECISIONS = ("bfloat16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
 CHECKPOINTING = ("none", "full", "op")
@@ -63,6 +67,9 @@ class Case:
     checkpointing: str = "none"
     ranks: int = 1
     compiled: bool = False
+
+
+Step = Callable[..., None]
 
 
 class Subject(nn.Module):
@@ -130,25 +137,51 @@ def build(case: Case, size: Size, device: torch.device, mesh: DeviceMesh | None)
     return subject
 
 
+def prepare(case: Case, size: Size, device: torch.device, mesh: DeviceMesh | None) -> tuple[Subject, Any, Step]:
+    """The case's model, its optimizer, and a training step; see [Note: a module inside a network].
+
+    The step calls its argument between forward and backward.
+    """
+    subject = build(case, size, device, mesh)
+    optimizer = build_optimizer(subject, Optimizer())
+    dtype = torch.float32 if "block" in case.module else torch.bfloat16
+    source = torch.randn(size.sequences, size.seq_len, size.dim, device=device, dtype=dtype, requires_grad=True)
+
+    def step(forward_is_done: Callable[[], object] = lambda: None) -> None:
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = subject(source * 1.5).mul(1 / source.numel()).sum()
+        forward_is_done()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        source.grad = None
+
+    return subject, optimizer, step
+
+
 def measure(case: Case, size: Size, device: torch.device, mesh: DeviceMesh | None = None) -> tuple[int, Usage]:
     """Bytes of parameters, buffers and optimizer state, and what a training step after another adds to them.
 
     With `mesh`, the least of STEPS_ON_RANKS steps: when the collectives' threads release their buffers is chance, and
     can only add.
     """
-    subject = build(case, size, device, mesh)
-    optimizer = build_optimizer(subject, Optimizer())
-    dtype = torch.float32 if "block" in case.module else torch.bfloat16
-    source = torch.randn(size.sequences, size.seq_len, size.dim, device=device, dtype=dtype, requires_grad=True)
-    _step(subject, optimizer, source, lambda: None)
+    subject, optimizer, step = prepare(case, size, device, mesh)
+    step()
     usages = []
     for _ in range(1 if mesh is None else STEPS_ON_RANKS):
         with measure_usage(device) as measured:
-            _step(subject, optimizer, source, measured.mark)
+            step(measured.mark)
         usages.append(measured.usage)
     state = chain.from_iterable(each.values() for each in optimizer.state.values())
     resident: Any = chain(subject.parameters(), subject.buffers(), (each for each in state if isinstance(each, Tensor)))
     return storage_bytes(resident), _least(usages)
+
+
+def predict(case: Case, size: Size) -> Prediction:
+    """A training step of the case on the first of its ranks, on a CPU; nothing runs, and no kernel is compiled."""
+    with pretended_mesh(ParallelDims(shard=case.ranks)) as mesh, fake_tensors(compiled=case.compiled) as fakes:
+        subject, optimizer, step = prepare(case, size, torch.device("cpu"), mesh)
+        return predict_step(step, subject, optimizer, fakes)
 
 
 def _least(usages: list[Usage]) -> Usage:
@@ -157,16 +190,3 @@ def _least(usages: list[Usage]) -> Usage:
     lowest = min(usages, key=lambda usage: usage.peak_bytes)
     saved = min(usage.saved_bytes for usage in usages)
     return replace(lowest, tensor_peak_bytes=min(tensor_peaks, default=None), saved_bytes=saved)
-
-
-def _step(
-    subject: Subject, optimizer: torch.optim.Optimizer, source: Tensor, forward_is_done: Callable[[], None]
-) -> None:
-    """One training step; see [Note: a module inside a network]."""
-    with torch.autocast(source.device.type, torch.bfloat16):
-        loss = subject(source * 1.5).mul(1 / source.numel()).sum()
-    forward_is_done()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    source.grad = None

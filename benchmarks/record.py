@@ -1,7 +1,9 @@
 """Shared by the benchmark scripts: processes that serve as ranks, the provenance of figures, tables in a page."""
 
+import argparse
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -98,3 +100,33 @@ def show(tables: dict[str, str], page: Path, *, update: bool) -> None:
         print(f"{name}\n{table}\n")
     if update:
         page.write_text(fill(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
+
+
+def page_parser(doc: str | None) -> argparse.ArgumentParser:
+    """The options of a script that measures, records its figures and fills the tables of a page."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recorded", action="store_true", help="take the recorded figures; measure nothing")
+    parser.add_argument("--update-docs", action="store_true", help="record what was measured, and rewrite the page")
+    return parser
+
+
+def make_page(
+    options: argparse.Namespace,
+    measure: Callable[[], dict[str, Any]],
+    record: Path,
+    tables: Callable[[dict[str, Any]], dict[str, str]],
+    page: Path,
+) -> dict[str, Any]:
+    """Measure, or read the record; show the tables; record and fill the page as `page_parser`'s options say."""
+    results: dict[str, Any] = json.loads(record.read_text()) if options.recorded else measure()
+    if options.update_docs and not options.recorded:
+        write_results(record, results)
+    show(tables(results), page, update=options.update_docs)
+    return results
+
+
+def write_results(file: Path, results: dict[str, Any]) -> None:
+    """Write indented JSON, with each list or object that holds no other on one line."""
+    innermost = re.compile(r"[\[{][^][{}]*[]}]")
+    text = json.dumps(results, indent=2)
+    file.write_text(innermost.sub(lambda found: " ".join(found.group().split()), text) + "\n")

@@ -11,7 +11,6 @@ nothing is timed, so the figures do not depend on the machine.
 import argparse
 import json
 import math
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 from torch import Tensor, nn
 
-from benchmarks.record import ROOT, provenance
+from benchmarks.record import ROOT, provenance, write_results
 from quaver import (
     CastConfig,
     DelayedScalingConfig,
@@ -263,12 +262,6 @@ def draw(results: dict[str, Any], folder: Path) -> None:
             plt.close(figure)
 
 
-def _json(results: dict[str, Any]) -> str:
-    """Indented, with each series on one line."""
-    series = re.compile(r"\[[^][{}]*\]")
-    return series.sub(lambda found: " ".join(found.group().split()), json.dumps(results, indent=2)) + "\n"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recorded", action="store_true", help=f"read {RECORD.relative_to(ROOT)}; measure nothing")
@@ -276,7 +269,7 @@ def main() -> int:
         results = json.loads(RECORD.read_text())
     else:
         results = measure()
-        RECORD.write_text(_json(results))
+        write_results(RECORD, results)
     draw(results, IMAGES)
     return 0
 

@@ -8,6 +8,11 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+
 from quaver import Float8LinearConfig, cast_weights_once, convert_to_float8_training
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 from quaver.distributed.linear_sharding import AllGatherInput, is_all_gathered_in_float8
@@ -18,10 +23,6 @@ from tests.distributed.counting import CollectiveCounter
 from tests.distributed.models import config_of, quantized
 from tests.distributed.ranks import on_ranks, refusal, run
 from tests.reference import RECIPES
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 HP = pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.memory import cases, measure_row
-from benchmarks.memory_modules import PRECISIONS, Case, Size
-from benchmarks.memory_report import PAGE, PROMISED, RECORD, exceptions, name_of, page, ratios
-from benchmarks.predicted import predict
+from benchmarks.memory import PAGE, PROMISED, RECORD, case_of, cases, exceptions, measure_row, name_of, ratios, tables
+from benchmarks.memory_modules import PRECISIONS, Case, Size, predict
+from benchmarks.record import fill
 from quaver.recorder.allocator import measure_usage
 
 CPU = torch.device("cpu")
@@ -96,13 +95,9 @@ def recorded() -> dict:
 
 
 def test_the_committed_table_is_whole(recorded):
-    rows = recorded["rows"]
-    keys = ("module", "precision", "checkpointing", "ranks", "compiled")
-    assert [tuple(row[key] for key in keys) for row in rows] == [
-        tuple(getattr(case, key) for key in keys) for case in cases([])
-    ]
-    assert len(rows) == 288
-    assert PAGE.read_text() == page(recorded)
+    assert [case_of(row) for row in recorded["rows"]] == cases([])
+    assert len(recorded["rows"]) == 288
+    assert fill(PAGE.read_text(), tables(recorded)) == PAGE.read_text()
 
 
 def test_what_the_committed_table_shows_to_hold(recorded):

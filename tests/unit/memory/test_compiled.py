@@ -13,9 +13,8 @@ from torch._inductor import cpu_vec_isa
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.graph import GraphLowering
 
+from benchmarks.memory import RECORD, WITHIN, compare
 from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Size
-from benchmarks.memory_report import RECORD
-from benchmarks.predicted import WITHIN, compare
 from quaver.memory import explain
 from quaver.memory.compiling.compiled import are_kernels_left_out, compiled_graphs
 from quaver.memory.compiling.compiled_rows import CompiledRows, CompiledTracker

@@ -9,8 +9,7 @@ from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensor
 
 import quaver.gemm
-from benchmarks.memory_modules import Case, Size
-from benchmarks.predicted import predict
+from benchmarks.memory_modules import Case, Size, predict
 from quaver import convert_to_float8_training
 from quaver.memory.compiling.compiled import COMPILES_FOR_A_GPU
 from quaver.memory.faking.fakes import fake_tensors

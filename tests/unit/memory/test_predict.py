@@ -10,8 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Case, Size, measure
-from benchmarks.predicted import predict
+from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Case, Size, measure, predict
 from quaver import convert_to_float8_training, float8_scaling_state
 from quaver.memory import TensorBytes, explain
 from quaver.memory.faking.fakes import fake_tensors
