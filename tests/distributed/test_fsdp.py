@@ -55,10 +55,14 @@ def train_step(model, optimizer, batch):
     """One step on this rank's part; the mean loss over ranks."""
     loss = loss_of(model(part_of(batch)))
     loss.backward()
+    return finish_step(loss, optimizer)
+
+
+def finish_step(loss, optimizer):
+    """The mean loss over ranks."""
     optimizer.step()
     optimizer.zero_grad()
-    mean = loss.detach().clone()
-    dist.all_reduce(mean)
+    dist.all_reduce(mean := loss.detach().clone())
     return mean.item() / dist.get_world_size()
 
 

@@ -29,7 +29,7 @@ from tests.distributed.models import (
     single_process_losses,
 )
 from tests.distributed.ranks import RanksError, on_ranks, refusal, run
-from tests.distributed.test_fsdp import operands_that_differ, part_of, shard_model, train_step
+from tests.distributed.test_fsdp import finish_step, operands_that_differ, part_of, shard_model, train_step
 from tests.reference import RECIPES
 
 STEPS = 3
@@ -89,7 +89,7 @@ def _two_forwards(model, optimizer, batch):
     losses = [loss_of(model(part_of(batch))) for _ in range(2)]
     for loss in losses:
         (loss / 2).backward()
-    return _finish(losses[0], optimizer)
+    return finish_step(losses[0], optimizer)
 
 
 def _retained_graph(model, optimizer, batch):
@@ -97,7 +97,7 @@ def _retained_graph(model, optimizer, batch):
     loss.backward(retain_graph=True)
     optimizer.zero_grad()
     loss.backward()
-    return _finish(loss, optimizer)
+    return finish_step(loss, optimizer)
 
 
 def _after_exceptions(model, optimizer, batch):
@@ -112,13 +112,6 @@ def _after_exceptions(model, optimizer, batch):
     hook.remove()
     model(part_of(batch))
     return train_step(model, optimizer, batch)
-
-
-def _finish(loss, optimizer):
-    optimizer.step()
-    optimizer.zero_grad()
-    dist.all_reduce(mean := loss.detach().clone())
-    return mean.item() / dist.get_world_size()
 
 
 ODD_STEPS = {

@@ -246,6 +246,20 @@ def step(module, input, grad_outputs, dtensor=False):
     )
 
 
+def step_on_parts(arrangement, module, input, grad_outputs, input_grad=True):
+    """`step` on this rank's parts of the input and of the gradients."""
+    parts = [part_or_whole(grad_output, arrangement.output_dim) for grad_output in grad_outputs]
+    local_input = part_or_whole(input, arrangement.input_dim).clone().requires_grad_(input_grad)
+    return step(module, local_input, parts, arrangement.dtensor)
+
+
+def parts_of(arrangement, of_one_device):
+    """This rank's parts of what `step` returned on one device; gradients of parameters are whole."""
+    outputs, grad_input, gradients = of_one_device
+    outputs = [part_or_whole(output, arrangement.output_dim) for output in outputs]
+    return outputs, grad_input if grad_input is None else part_or_whole(grad_input, arrangement.input_dim), gradients
+
+
 def assert_close(got, expected, size, what):
     """Within the rounding of sums that are taken in another order.
 
@@ -282,9 +296,8 @@ def _check_results(name, recipe, hp_dtype, compiled, input_grad=True):
     expected = step(reference, input.clone().requires_grad_(input_grad), grad_outputs)
     # A hook of the compiled module itself would be a graph of its own, and a Float8Tensor cannot leave a graph.
     call = torch.compile(nn.Sequential(module), fullgraph=True, backend=compiled) if compiled else module
-    parts = [part_or_whole(grad_output, arrangement.output_dim) for grad_output in grad_outputs]
-    local_input = part_or_whole(input, arrangement.input_dim).clone().requires_grad_(input_grad)
-    got = step(call, local_input, parts, arrangement.dtensor)
+    expected = parts_of(arrangement, expected)
+    got = step_on_parts(arrangement, call, input, grad_outputs, input_grad)
     if compiled:
         got[2].update({key.removeprefix("_orig_mod.0."): got[2].pop(key) for key in list(got[2])})
 
@@ -292,13 +305,11 @@ def _check_results(name, recipe, hp_dtype, compiled, input_grad=True):
     if linears[0].bias is not None:
         sizes[0] = sizes[0] + linears[0].bias.double().abs()
     for got_output, whole, size in zip(got[0], expected[0], sizes, strict=True):
-        dim = arrangement.output_dim
-        assert_close(got_output, part_or_whole(whole, dim), part_or_whole(size, dim), "output")
+        assert_close(got_output, whole, part_or_whole(size, arrangement.output_dim), "output")
     pairs = list(zip(grad_outputs, linears, strict=True))
     size = sum(grad_output.double().abs() @ linear.weight.double().abs() for grad_output, linear in pairs)
-    dim = arrangement.input_dim
     if input_grad:
-        assert_close(got[1], part_or_whole(expected[1], dim), part_or_whole(size, dim), "grad_input")
+        assert_close(got[1], expected[1], part_or_whole(size, arrangement.input_dim), "grad_input")
     else:
         assert got[1] is expected[1] is None
     rows = input.double().abs().flatten(0, 1)
@@ -348,16 +359,14 @@ def test_compiled_equals_one_device_for_all(name, recipe, hp_dtype):
 def test_features_that_ranks_do_not_divide(recipe, layouts):
     """13 features on 2 ranks, 7 and 6; the tolerance is that of a float32 sum in another order, of numbers about 1."""
     config = config_of(recipe)
-    reference = One(32, 13, torch.float32, config)
-    down = Float8Linear(13, 32, config=config)
+    arrangement = Arrangement(One, {"a": Float8ColwiseParallel(**layouts)}, None, None if layouts else 2)
+    reference, down = One(32, 13, torch.float32, config), Float8Linear(13, 32, config=config)
     module, rowwise = copy.deepcopy(reference), copy.deepcopy(down)
-    parallelize_module(module, tp_mesh(), {"a": Float8ColwiseParallel(**layouts)})
+    parallelize_module(module, tp_mesh(), arrangement.styles)
     parallelize_module(rowwise, tp_mesh(), Float8RowwiseParallel())
     input, grad_output = torch.randn(2, 16, 32), torch.randn(2, 16, 13)
-    expected = step(reference, input.clone().requires_grad_(), [grad_output])
-    dim = None if layouts else 2
-    got = step(module, input.clone().requires_grad_(), [part_or_whole(grad_output, dim)])
-    expected = ([part_or_whole(output, dim) for output in expected[0]], *expected[1:])
+    expected = parts_of(arrangement, step(reference, input.clone().requires_grad_(), [grad_output]))
+    got = step_on_parts(arrangement, module, input, [grad_output])
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(rowwise(part(grad_output, 2)), down(grad_output), rtol=1e-5, atol=1e-5)
 
@@ -385,14 +394,8 @@ def _check_non_finite_value(recipe, value, where):
         parallelize_module(module, tp_mesh(), arrangement.styles)
         expected = step(reference, input.clone().requires_grad_(), grad_outputs)
         assert any(grad.isnan().any() for grad in (*expected[0], expected[1], *expected[2].values()))
-        parts = [part_or_whole(grad_output, arrangement.output_dim) for grad_output in grad_outputs]
-        got = step(module, part_or_whole(input, arrangement.input_dim).clone().requires_grad_(), parts)
-        expected_parts = (
-            [part_or_whole(output, arrangement.output_dim) for output in expected[0]],
-            part_or_whole(expected[1], arrangement.input_dim),
-            expected[2],
-        )
-        torch.testing.assert_close(got, expected_parts, rtol=1e-5, atol=1e-5, equal_nan=True)
+        got = step_on_parts(arrangement, module, input, grad_outputs)
+        torch.testing.assert_close(got, parts_of(arrangement, expected), rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 class Block(nn.Module):
@@ -435,10 +438,8 @@ def model_of(config, blocks=2):
     return convert_to_float8_training(nn.Sequential(*(Block(32) for _ in range(blocks))), config=config)
 
 
-def spread_by_torch(model, mesh):
-    """With torch's own styles."""
-    colwise, rowwise = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(1))
-    whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+def spread_by(model, mesh, colwise, rowwise, whole):
+    """Spread each block with these styles."""
     styles = {"attention": whole, "mlp": whole, "mlp.down": rowwise, "mlp.gate": colwise, "mlp.up": colwise}
     styles |= {f"attention.{name}": colwise for name in "qkv"} | {"attention.o": rowwise}
     for block in model:
@@ -446,14 +447,15 @@ def spread_by_torch(model, mesh):
     return model
 
 
+def spread_by_torch(model, mesh):
+    """With torch's own styles."""
+    whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    return spread_by(model, mesh, ColwiseParallel(), RowwiseParallel(output_layouts=Shard(1)), whole)
+
+
 def spread(model, mesh, use_local_output=False):
-    colwise, rowwise = Float8ColwiseParallel(), Float8RowwiseParallel(output_layouts=Shard(1))
-    styles = {"attention": prepare(use_local_output), "mlp": prepare(use_local_output), "mlp.down": rowwise}
-    styles |= {f"attention.{name}": colwise for name in "qkv"} | {"attention.o": rowwise}
-    styles |= {"mlp.gate": colwise, "mlp.up": colwise}
-    for block in model:
-        parallelize_module(block, mesh, styles)
-    return model
+    rowwise = Float8RowwiseParallel(output_layouts=Shard(1))
+    return spread_by(model, mesh, Float8ColwiseParallel(), rowwise, prepare(use_local_output))
 
 
 M, K, N = 2 * 16, 64, 48
@@ -467,6 +469,15 @@ class Sharing(nn.Module):
 
     def forward(self, input):
         return torch.stack([linear(input) for linear in self.linears])
+
+
+def wire_of(module, input):
+    """What crosses the wire in a forward and in its backward."""
+    with CollectiveCounter() as forward:
+        output = module(input)
+    with CollectiveCounter() as backward:
+        output.sum().backward()
+    return forward, backward
 
 
 def payloads(recipe, rows, columns, first_too=True):
@@ -498,10 +509,7 @@ def test_one_gather_serves_all_linears_that_share_an_input(recipe, linears, use_
     styles = {"": prepare(use_local_output), "linears.*": Float8ColwiseParallel()}
     parallelize_module(module, tp_mesh(), styles)
     input = torch.randn(2, 8, K, requires_grad=True)
-    with CollectiveCounter() as forward:
-        output = module(input)
-    with CollectiveCounter() as backward:
-        output.sum().backward()
+    forward, backward = wire_of(module, input)
     of_weight = [(I32, 4)] * linears if config.casts.weight == Float8LinearConfig().casts.weight else []
     assert forward.of("all_gather") == payloads(recipe, M, K)
     assert forward.of("all_reduce") == amaxes(recipe, M, K) + of_weight
@@ -523,10 +531,7 @@ def test_a_colwise_linear_gathers_its_own_input_as_codes(recipe, trains):
     linear = Float8Linear(K, N, bias=False, config=config_of(recipe))
     parallelize_module(linear, tp_mesh(), Float8ColwiseParallel(input_layouts=Shard(1)))
     linear.weight.requires_grad_(trains)
-    with CollectiveCounter() as forward:
-        output = linear(torch.randn(2, 8, K, requires_grad=True))
-    with CollectiveCounter() as backward:
-        output.sum().backward()
+    forward, backward = wire_of(linear, torch.randn(2, 8, K, requires_grad=True))
     assert forward.of("all_gather") == payloads(recipe, M, K, first_too=trains)
     assert backward.of("all_gather") == []
     assert backward.of("reduce_scatter") == [(F32, M * K * 4)]
@@ -539,10 +544,7 @@ def test_a_rowwise_linear_gathers_its_grad_output_as_codes(recipe, trains):
     linear = Float8Linear(K, N, bias=False, config=config_of(recipe))
     parallelize_module(linear, tp_mesh(), Float8RowwiseParallel(output_layouts=Shard(1)))
     linear.weight.requires_grad_(trains)
-    with CollectiveCounter() as forward:
-        output = linear(torch.randn(2, 16, K // 2, requires_grad=True))
-    with CollectiveCounter() as backward:
-        output.sum().backward()
+    forward, backward = wire_of(linear, torch.randn(2, 16, K // 2, requires_grad=True))
     assert forward.of("all_gather") == []
     of_input = (I32, 4) if recipe == "tensorwise" else (I32, 4 * M)
     of_weight = (I32, 4) if recipe in ("tensorwise", "rowwise_with_tensorwise_weight") else (I32, 4 * N)
@@ -696,6 +698,5 @@ def test_a_float8_weight_saved_for_backward_changes_no_bit(recipe):
             module.a.weight.data.copy_(weight)
             parallelize_module(module, tp_mesh(), arrangement.styles)
             grad_outputs = [torch.randn(2, 8, 48)] * (2 if arrangement.module is Pair else 1)
-            input = part(torch.randn(2, 8, 64), arrangement.input_dim).requires_grad_()
-            results.append(step(module, input, [part_or_whole(g, arrangement.output_dim) for g in grad_outputs]))
+            results.append(step_on_parts(arrangement, module, torch.randn(2, 8, 64), grad_outputs))
         torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)

@@ -438,31 +438,6 @@ def test_a_tensor_that_is_read_again_after_a_sync_gets_the_new_scale(recipe):
         del output
 
 
-def elements_read_by(function):
-    before = cpu.elements_read()
-    function()
-    return cpu.elements_read() - before
-
-
-@pytest.mark.skipif(not cpu.AVAILABLE, reason="the C extension counts what is read")
-@RECIPE
-def test_q_k_and_v_quantize_their_input_once_until_it_changes(recipe):
-    model = convert(nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in ("q", "k", "v")}), recipe)
-    input, outputs = torch.randn(512, 8), []
-    reads = [elements_read_by(lambda name=name: outputs.append(model[name](input))) for name in ("q", "k", "v")]
-    assert reads[1] == reads[2] <= reads[0]
-    if recipe != "rowwise_with_gw_hp":  # which saves no codes
-        assert reads[1] < reads[0]
-    if recipe in ("tensorwise", "delayed"):
-        assert reads[1] < input.numel()  # the weight only
-    input.mul_(2)
-    assert elements_read_by(lambda: outputs.append(model["q"](input))) == reads[0]
-    assert outputs[-1].equal(model["q"](input.clone()))
-    with torch.no_grad():
-        input[3, 4] = 50.0
-    assert model["k"](input).equal(model["k"](input.clone()))
-
-
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_a_write_through_data_is_undetectable_so_cached_codes_of_the_old_values_may_be_read(recipe):
     """As for tensors that autograd saved: a version counter does not see it. Either values, and never a mixture."""
