@@ -59,11 +59,7 @@ def save_float8(
         As `iter_float8_weights`.
     """
     folder = Path(folder)
-    if config is None:
-        to_dict: Callable[[], dict[str, Any]] | None = getattr(getattr(model, "config", None), "to_dict", None)
-        if to_dict is None:
-            raise ValueError("config: expected the content of config.json for a model that is not of transformers")
-        config = to_dict()
+    config = config if config is not None else _own_config(model)
     tensors = iter_float8_weights(
         model,
         format=format,
@@ -89,11 +85,7 @@ def save_float8(
     def finish() -> None:
         writer.close()
         write_json(partial / CONFIG, config)
-        generation = getattr(model, "generation_config", None)
-        if generation is not None:
-            generation.to_json_file(partial / GENERATION)  # `files` may have the one of the model's folder
-        for file in files:
-            shutil.copyfile(file, partial / file.name)
+        _write_others(model, partial, files)
         logits = None
         if high_precision_model is not None:
             logits = _measured(high_precision_model(), partial, measure_tokens)
@@ -108,6 +100,22 @@ def save_float8(
             _on_first_rank(lambda name=name, tensor=tensor: writer.add(name, tensor), is_sharded)  # type: ignore[misc]
         _on_first_rank(finish, is_sharded)
     return tensors
+
+
+def _own_config(model: nn.Module) -> dict[str, Any]:
+    to_dict: Callable[[], dict[str, Any]] | None = getattr(getattr(model, "config", None), "to_dict", None)
+    if to_dict is None:
+        raise ValueError("config: expected the content of config.json for a model that is not of transformers")
+    return to_dict()
+
+
+def _write_others(model: nn.Module, folder: Path, files: Sequence[Path]) -> None:
+    """Write the generation config of a transformers model, and copy `files`, which may have another one."""
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.to_json_file(folder / GENERATION)
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
 
 
 def _on_first_rank(action: Callable[[], None], is_sharded: bool) -> None:
