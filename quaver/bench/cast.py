@@ -25,7 +25,7 @@ from quaver.bench.harness import Rotation, time_alternating
 from quaver.bench.options import OperandOptions, Shapes
 from quaver.bench.peer import torchao_cast
 from quaver.bench.results import Result, Row
-from quaver.bench.shapes import Shape, parse_matrices
+from quaver.bench.shapes import Shape
 from quaver.config import CastConfig, Float8LinearConfig
 from quaver.formats import FORMATS
 from quaver.gemm import GemmBackend, along_contracted, backend_for
@@ -86,10 +86,7 @@ class Cast(Shapes, OperandOptions):
     casts: tuple[Annotated[str, OneOf(tuple(KINDS))], ...] = tuple(KINDS)
     """Kinds of casts."""
 
-    def parse_shapes(self) -> list[Shape]:
-        """The matrices. Raises ValueError for other text."""
-        return parse_matrices(self.shapes, tokens=self.tokens, divisor=self.divisor)
-
+    are_matrices = True
     fields = (
         *("matrix", "cast", "library", "mode", "median", "spread", "floor_bytes_per_element", "gb_per_s"),
         *("share_of_copy", "same_codes"),

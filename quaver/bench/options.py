@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 
 from quaver.bench.results import Result, Row, environment, writable
-from quaver.bench.shapes import Shape, parse_linears
+from quaver.bench.shapes import Shape, parse_shapes
 from quaver.config import Float8LinearConfig
 from quaver.devices import resolve_device
 from quaver.formats import HP_DTYPES
@@ -145,6 +145,9 @@ class Shapes(Settings):
     divisor: AtLeast1 = 1
     """Divide K and N of a model's linears by this."""
 
+    are_matrices: ClassVar[bool] = False
+    """Whether the shapes are those of one operand."""
+
     def check(self) -> None:
         """Refuse text that is not a shape."""
         super().check()
@@ -152,7 +155,7 @@ class Shapes(Settings):
 
     def parse_shapes(self) -> list[Shape]:
         """The shapes. Raises ValueError for other text."""
-        return parse_linears(self.shapes, tokens=self.tokens, divisor=self.divisor)
+        return parse_shapes(self.shapes, tokens=self.tokens, divisor=self.divisor, matrices=self.are_matrices)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from quaver.trainer.config import Model
@@ -46,48 +45,28 @@ def model_of(name: str, *, divisor: int = 1) -> Model:
     )
 
 
-def parse_linears(text: str, *, tokens: int, divisor: int = 1) -> list[Shape]:
+def parse_shapes(text: str, *, tokens: int, divisor: int = 1, matrices: bool = False) -> list[Shape]:
     """Read "1024" (a cube), "512x1024x4096" (M x K x N), "llama-8b" (its linears), or several separated by commas.
 
     Args:
         tokens: M of the linears of a model.
         divisor: divides K and N of a model's linears, to fit a small machine.
+        matrices: read "1024" (a square), "512x4096" (rows x columns), "llama-8b" (the inputs of its linears).
     Raises:
         ValueError: anything else, with the choices; or a divisor above a width of the model.
     """
-
-    def of_model(name: str) -> list[Shape]:
-        layers = _linears(name).items()
-        return [
-            Shape(
-                (tokens, _divided(name, k, divisor), _divided(name, n, divisor)),
-                f"{scaled_name(name, divisor)} {layer}",
-            )
-            for layer, (k, n) in layers
-        ]
-
-    return _parse(text, "shape", 3, "M x K x N such as 512x1024x4096", of_model)
-
-
-def parse_matrices(text: str, *, tokens: int, divisor: int = 1) -> list[Shape]:
-    """Read "1024" (a square), "512x4096" (rows x columns), "llama-8b" (the inputs of its linears), or several.
-
-    The arguments and errors are those of `parse_linears`.
-    """
-
-    def of_model(name: str) -> list[Shape]:
-        widths = dict.fromkeys(_divided(name, k, divisor) for k, _ in _linears(name).values())
-        return [Shape((tokens, width), f"{scaled_name(name, divisor)} input") for width in widths]
-
-    return _parse(text, "matrix", 2, "rows x columns such as 512x4096", of_model)
-
-
-def _parse(text: str, what: str, count: int, form: str, of_model: Callable[[str], list[Shape]]) -> list[Shape]:
+    what, form, count = "shape", "M x K x N such as 512x1024x4096", 3
+    if matrices:
+        what, form, count = "matrix", "rows x columns such as 512x4096", 2
     parsed: list[Shape] = []
     for word in (each.strip().lower() for each in text.split(",")):
         numbers = word.split("x")
         if word in MODELS:
-            parsed += of_model(word)
+            for layer, widths in _linears(word).items():
+                sizes = (_divided(word, width, divisor) for width in widths[: count - 1])
+                shape = Shape((tokens, *sizes), f"{scaled_name(word, divisor)} {'input' if matrices else layer}")
+                if shape not in parsed:  # inputs of one width
+                    parsed.append(shape)
         elif len(numbers) in (1, count) and all(number.isdecimal() and int(number) for number in numbers):
             parsed.append(Shape(tuple(map(int, (numbers * count)[:count]))))
         else:

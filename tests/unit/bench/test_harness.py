@@ -10,7 +10,7 @@ import torch
 from quaver.bench import gemm, harness
 from quaver.bench.harness import Rotation, last_level_cache_bytes, time_alternating
 from quaver.bench.results import environment, writable
-from quaver.bench.shapes import Shape, parse_linears, parse_matrices
+from quaver.bench.shapes import Shape, parse_shapes
 from quaver.cli import main
 
 CPU = torch.device("cpu")
@@ -54,25 +54,25 @@ def test_a_rotation_is_larger_than_the_cache_and_takes_turns():
 
 
 def test_parsed_shapes_and_matrices():
-    assert parse_linears("64, 8x16x32", tokens=1) == [Shape((64, 64, 64)), Shape((8, 16, 32))]
-    layers = [str(layer) for layer in parse_linears("llama-70b", tokens=512, divisor=8)]
+    assert parse_shapes("64, 8x16x32", tokens=1) == [Shape((64, 64, 64)), Shape((8, 16, 32))]
+    layers = [str(layer) for layer in parse_shapes("llama-70b", tokens=512, divisor=8)]
     assert layers == [
         "512 x 1024 x 1024 (llama-70b/8 q,o)",
         "512 x 1024 x 128 (llama-70b/8 k,v)",
         "512 x 1024 x 3584 (llama-70b/8 gate,up)",
         "512 x 3584 x 1024 (llama-70b/8 down)",
     ]
-    assert parse_matrices("64, 8x32", tokens=1) == [Shape((64, 64)), Shape((8, 32))]
-    names = [str(matrix) for matrix in parse_matrices("llama-8b", tokens=16, divisor=4)]
+    assert parse_shapes("64, 8x32", tokens=1, matrices=True) == [Shape((64, 64)), Shape((8, 32))]
+    names = [str(matrix) for matrix in parse_shapes("llama-8b", tokens=16, divisor=4, matrices=True)]
     assert names == ["16 x 1024 (llama-8b/4 input)", "16 x 3584 (llama-8b/4 input)"]
 
 
 @pytest.mark.parametrize("text", ["llama-9b", "1x2x3x4", "0", "axbxc", ""])
 def test_shapes_that_mean_nothing(text):
     with pytest.raises(ValueError, match="shape .*: expected a size such as 1024, M x K x N .* llama-8b, llama-70b"):
-        parse_linears(text, tokens=1)
+        parse_shapes(text, tokens=1)
     with pytest.raises(ValueError, match="matrix .*: expected a size such as 1024, rows x columns .* llama-70b"):
-        parse_matrices(text, tokens=1)
+        parse_shapes(text, tokens=1, matrices=True)
 
 
 def test_an_output_is_checked_and_not_created(tmp_path):
