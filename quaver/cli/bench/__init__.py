@@ -2,13 +2,18 @@
 
 import importlib
 import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 from quaver.bench.options import BenchOptions
 from quaver.bench.results import Result, save, table_of, title_of
 from quaver.cli.console import make_table, wide_console
 from quaver.cli.dispatch import find_verb
-from quaver.cli.errors import EXIT_INTERRUPTED, bad_input
-from quaver.trainer.config.flags import parse_options
+from quaver.cli.errors import EXIT_INTERRUPTED, EXIT_NONFINITE, bad_input, print_error
+from quaver.trainer.config.flags import parse_options, split_options
+from quaver.trainer.config_io import load_config, parse_arguments
+from quaver.trainer.errors import NonFiniteError
 
 VERBS = {
     "linear": "one linear, forward and backward",
@@ -20,28 +25,33 @@ VERBS = {
     "host": "what a tiny linear costs the host: time, operations, kernels",
 }
 
+DEFAULT_CONFIG = Path("train_configs/llama3_debug.toml")
+"""Of `quaver bench train`."""
+
 WIDTH = 160
 """Columns of the tables where the terminal has fewer."""
 
 
 def run(argv: list[str]) -> int:
-    """Run the benchmark that `argv` begins with; 0 when done, 2 for bad input, 130 after Ctrl-C."""
+    """Run the benchmark that `argv` begins with, save its result, and print it as a table with a note below.
+
+    Returns:
+        0 when done, 2 for bad input, 3 for a non-finite loss, 130 after Ctrl-C.
+    """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch 2.13's profiler prints lines of its own
     usage = "quaver bench VERB [options]      quaver bench VERB --help"
     verb = find_verb(VERBS, argv, kind="benchmark", usage=usage)
     if isinstance(verb, int):
         return verb
-    if verb in ("roofline", "train"):
-        return importlib.import_module(f"{__name__}.{verb}").run(argv[1:])
+    if verb == "roofline":
+        return importlib.import_module(f"{__name__}.roofline").run(argv[1:])
     with bad_input():
-        kind = getattr(importlib.import_module(f"quaver.bench.{verb}"), verb.capitalize())
-        options = parse_options(kind, argv[1:], prog=f"quaver bench {verb}")
-        options.prepare()
-    return finish(options, options.measure())
-
-
-def finish(options: BenchOptions, result: Result) -> int:
-    """Save a result, print it as a table with a note below, and say where it was saved; 0, or 130 after Ctrl-C."""
+        options, measure = _prepared(verb, argv[1:])
+    try:
+        result = measure()
+    except NonFiniteError as error:
+        print_error(error)
+        return EXIT_NONFINITE
     save(result, options.result_file)
     titles, rows = table_of(result["rows"], options.fields)
     console = wide_console(WIDTH)
@@ -49,3 +59,19 @@ def finish(options: BenchOptions, result: Result) -> int:
     console.print(options.note(result))
     console.print(f"saved {options.result_file}" + ("" if result["complete"] else ": interrupted, not complete"))
     return 0 if result["complete"] else EXIT_INTERRUPTED
+
+
+def _prepared(verb: str, words: list[str]) -> tuple[BenchOptions, Callable[[], Result]]:
+    """The options of a benchmark, and the call that measures."""
+    kind = getattr(importlib.import_module(f"quaver.bench.{verb}"), verb.capitalize())
+    if verb != "train":
+        options = parse_options(kind, words, prog=f"quaver bench {verb}")
+        options.prepare()
+        return options, options.measure
+    options, run_words = split_options(kind, words, prog="quaver bench train [CONFIG.toml]")
+    path, flags = parse_arguments(run_words)
+    if options.device != "auto":
+        flags.setdefault("training", {})["device"] = options.device
+    config = load_config(path or DEFAULT_CONFIG, flags)
+    options.prepare()
+    return options, partial(options.measure_steps, options.set_up(config))
