@@ -19,10 +19,10 @@ from quaver.cli.memory.views import (
 )
 from quaver.devices import resolve_device
 from quaver.memory.faking.gpu import predicting_for
-from quaver.memory.reports.compare import Comparison, compare
+from quaver.memory.reports.compare import compare
 from quaver.memory.reports.html import write_html
-from quaver.memory.runs.advise import Advice, advise
-from quaver.memory.runs.measure import MeasuredMemory, measure_memory, side_by_side
+from quaver.memory.runs.advise import advise
+from quaver.memory.runs.measure import measure_memory, side_by_side
 from quaver.memory.runs.predict import RunMemory, predict_memory
 from quaver.recorder.byte_sizes import parse_bytes
 from quaver.recorder.draw import draw_timeline
@@ -79,17 +79,6 @@ class Options(Settings):
                 raise ValueError(f"--{flag} must be a file that no other option names, got {path!r}")
 
 
-@dataclass
-class _Answer:
-    """What was found."""
-
-    memory: RunMemory
-    other: RunMemory | None = None
-    comparison: Comparison | None = None
-    advice: Advice | None = None
-    measured: MeasuredMemory | None = None
-
-
 def run(argv: list[str]) -> int:
     """Print and write the predicted memory of a training step; 0, or 2 for bad input."""
     with bad_input():
@@ -97,45 +86,46 @@ def run(argv: list[str]) -> int:
         config = load_config(*parse_arguments(words))
         trained_on = resolve_device(config.training.device).type if options.measure else "cuda"
         device = options.device or trained_on
-        answer = _answer(options, words, config, device)
-    memory, other, comparison = answer.memory, answer.other, answer.comparison
+        memory, found = _predict(options, words, config, device)
     views = [*prediction_views(memory, device, options.top)]
-    if other is not None and comparison is not None:
-        views += comparison_views(comparison, memory.prediction, other.prediction, options.top)
-    if answer.advice is not None:
-        views += [advice_table(answer.advice), *advice_summary(answer.advice)]
-    if answer.measured is not None:
-        views.append(side_by_side_table(side_by_side(memory, answer.measured)))
+    if "comparison" in found:
+        views += comparison_views(found["comparison"], memory.prediction, found["other"].prediction, options.top)
+    if "advice" in found:
+        views += [advice_table(found["advice"]), *advice_summary(found["advice"])]
+    if "measured" in found:
+        views.append(side_by_side_table(side_by_side(memory, found["measured"])))
     console = wide_console(_WIDTH)
     for view in views:
         console.print(view, soft_wrap=isinstance(view, str))
     config_file = next((word for word in words if not word.startswith("--")), "defaults")
     title = f"{Path(config_file).stem} in {memory.name}, {options.ranks} rank{'s' * (options.ranks > 1)}"
-    for file in _write(answer, options, title):
+    for file in _write(memory, found, options, title):
         print(f"saved {file}")
     return 0
 
 
-def _answer(options: Options, words: list[str], config: TrainConfig, device: str) -> _Answer:
+def _predict(options: Options, words: list[str], config: TrainConfig, device: str) -> tuple[RunMemory, dict[str, Any]]:
+    """The prediction; and by its name in the JSON what else was asked for: other and comparison, advice, measured."""
     fit_bytes = None if options.fit is None else parse_bytes(options.fit, "--fit")
     other_words = shlex.split(options.vs or "")
     if options.vs is not None:  # flags over the first run's words, or all words of the other run
         is_over = not other_words or other_words[0].startswith("--")
         other_config = load_config(*parse_arguments([*words, *other_words] if is_over else other_words))
+    found: dict[str, Any] = {}
     with predicting_for(device):
         _tell("predicting a step")
-        answer = _Answer(predict_memory(config, options.ranks))
+        memory = predict_memory(config, options.ranks)
         if options.vs is not None:
             _tell("predicting a step of the other run")
-            answer.other = predict_memory(other_config, options.ranks)
-            predictions = answer.memory.prediction, answer.other.prediction
-            answer.comparison = compare(*predictions, label_a="as given", label_b=" ".join(other_words))
+            other = predict_memory(other_config, options.ranks)
+            labels = {"label_a": "as given", "label_b": " ".join(other_words)}
+            found |= {"other": other, "comparison": compare(memory.prediction, other.prediction, **labels)}
         if options.advise or fit_bytes is not None:
-            answer.advice = advise(config, options.ranks, fit_bytes=fit_bytes, device=options.time_on, progress=_tell)
+            found["advice"] = advise(config, options.ranks, fit_bytes=fit_bytes, device=options.time_on, progress=_tell)
     if options.measure:
         _tell("training to measure")
-        answer.measured = measure_memory(config, options.ranks)
-    return answer
+        found["measured"] = measure_memory(config, options.ranks)
+    return memory, found
 
 
 def _tell(what: str) -> None:
@@ -143,19 +133,18 @@ def _tell(what: str) -> None:
     print(f"... {what}", file=sys.stderr, flush=True)
 
 
-def _write(answer: _Answer, options: Options, title: str) -> list[Path]:
+def _write(memory: RunMemory, found: dict[str, Any], options: Options, title: str) -> list[Path]:
     """Write what was asked for, and return the files."""
-    parts = {name: getattr(answer, name) for name in ("other", "comparison", "advice", "measured")}
-    more = {name: part.to_dict() for name, part in parts.items() if part is not None}
+    more = {name: part.to_dict() for name, part in found.items()}
     files = [Path(options.output)]
-    save(answer.memory.to_dict() | more, files[0])
+    save(memory.to_dict() | more, files[0])
     if options.html is not None:
-        pages = {name: _whole(parts[name]) for name in ("other", "measured") if name in more}
+        pages = {name: _whole(found[name]) for name in ("other", "measured") if name in found}
         files.append(Path(options.html))
-        write_html(files[-1], title=title, prediction=_whole(answer.memory), **(more | pages))
+        write_html(files[-1], title=title, prediction=_whole(memory), **(more | pages))
     if options.png is not None:
         files.append(Path(options.png))
-        draw_timeline(answer.memory.prediction.report, files[-1], title=title)
+        draw_timeline(memory.prediction.report, files[-1], title=title)
     return files
 
 
