@@ -1,7 +1,6 @@
 """`quaver bench VERB`: parses the options of a benchmark, runs it, saves its result and prints a table."""
 
 import importlib
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -38,7 +37,6 @@ def run(argv: list[str]) -> int:
     Returns:
         0 when done, 2 for bad input, 3 for a non-finite loss, 130 after Ctrl-C.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch 2.13's profiler prints lines of its own
     usage = "quaver bench VERB [options]      quaver bench VERB --help"
     verb = find_verb(VERBS, argv, kind="benchmark", usage=usage)
     if isinstance(verb, int):
