@@ -38,7 +38,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until `device` has done its queued work, so that a clock read now tells the truth."""
+    """Wait until `device` has done its queued work, so that the clock includes it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -177,8 +177,8 @@ def test_a_float8_all_gather_starts_with_the_bits_of_one_process(on_two, referen
     ours, one = (numbers(references / name, "loss")[0] for name in ("all_gather", "one_tensorwise"))
     assert ours == pytest.approx(one, rel=1e-7)
     records = read_metrics(references / "all_gather" / "metrics.jsonl")
-    twin = [record["loss"] for record in records if record["run"] == "float32" and "loss" in record]
-    assert twin == pytest.approx(numbers(references / "one_hp", "loss"), rel=EXACT)
+    baseline = [record["loss"] for record in records if record["run"] == "float32" and "loss" in record]
+    assert baseline == pytest.approx(numbers(references / "one_hp", "loss"), rel=EXACT)
 
 
 def test_the_amaxes_of_ranks_are_those_of_one_process(on_two, on_four, references):

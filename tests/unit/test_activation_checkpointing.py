@@ -382,7 +382,7 @@ def test_a_module_is_checkpointed_once():
 
 
 def silu_kept(**changes) -> tuple[int, list[torch.Tensor]]:
-    """How many results of silu a block's forward leaves to its backward, beside the gradients."""
+    """How many results of silu a block's forward saves for its backward, gradients not counted."""
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(64, 256, bias=False), nn.SiLU(), nn.Linear(256, 64, bias=False))
     apply_activation_checkpointing([block], **changes)

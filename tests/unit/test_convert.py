@@ -166,7 +166,7 @@ def test_from_float_makes_a_new_module_of_the_same_parameters():
 
 
 class Module(nn.Module):
-    """As torchtitan's: a base class of its own, beside nn.Linear."""
+    """A base class next to nn.Linear, as torchtitan has."""
 
     def init_weights(self, std):
         nn.init.normal_(self.weight, std=std)

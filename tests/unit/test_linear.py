@@ -404,10 +404,10 @@ COPIES = [copy.deepcopy, lambda object: pickle.loads(pickle.dumps(object)), by_t
 @pytest.mark.parametrize("copied", [copy.copy, *COPIES])
 def test_copies_and_pickles(recipe, copied):
     module = make(recipe, bias=True)
-    twin, input = copied(module), torch.randn(16, 64).bfloat16()
-    assert type(twin) is Float8Linear
-    assert twin.config == module.config
-    assert twin(input).equal(module(input))
+    clone, input = copied(module), torch.randn(16, 64).bfloat16()
+    assert type(clone) is Float8Linear
+    assert clone.config == module.config
+    assert clone(input).equal(module(input))
 
 
 def test_state_dict_is_that_of_nn_linear():

@@ -38,7 +38,7 @@ def quick(*most: tuple[str, str]) -> list:
     ("module", "checkpointing"), quick(("attention", "op"), ("ffn", "full"), ("1 block", "none"), ("1 block", "op"))
 )
 def test_float8_takes_no_more_than_bfloat16(module, checkpointing):
-    """But for attention that is checkpointed by itself: linears save codes beside its input (docs/design/0008)."""
+    """Except attention checkpointed by itself: its linears save codes in addition to its input (docs/design/0008)."""
     rows = rows_of(module, checkpointing)
     if (module, checkpointing) in {("attention", "full"), ("attention", "op")}:
         assert max(ratios(row, rows)["peak"] for row in rows) <= {"full": 1.02, "op": 1.12}[checkpointing]

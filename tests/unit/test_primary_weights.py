@@ -278,9 +278,9 @@ def test_copies_are_independent_and_train_on_with_their_optimizer():
     copies = [copied((model, optimizer)) for copied in (copy.deepcopy, by_torch_save)]
     alone = copy.deepcopy(model)
     expected = train(model, optimizer, range(2, 4))
-    for twin, of_twin in copies:
-        assert train(twin, of_twin, range(2, 4)) == expected
-        assert_same_weights(twin, model)
+    for copied_model, its_optimizer in copies:
+        assert train(copied_model, its_optimizer, range(2, 4)) == expected
+        assert_same_weights(copied_model, model)
     assert isinstance(alone[0].weight, Float8PrimaryWeight)
     assert not torch.equal(alone[0].weight, model[0].weight)
     average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)

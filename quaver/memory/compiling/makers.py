@@ -1,8 +1,8 @@
 """Attributes the buffers of compiled code to operators, modules and source lines, as Inductor's graph has them.
 
 Each allocation and call in the rewritten wrapper code (wrapper_code.py) goes through a `Maker`. It reports a buffer
-under the name of the kernel that writes it, calls operators from a frame at the model's source line, and tells
-followers the module. Fused kernels do nothing.
+under the name of the kernel that writes it, calls operators from a frame at the model's source line, and
+reports the module to followers. Fused kernels do nothing.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ def test_what_it_takes():
 
 
 def test_a_sum_of_a_million_numbers_is_as_exact_as_pytorchs():
-    """A single chain of float32 additions loses 3e-4 here: what is added is small beside the sum."""
+    """A single chain of float32 additions loses 3e-4 here: each term is small relative to the sum."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.rand(shape, generator=generator).to(E4M3) for shape in ((4, 1 << 20), (1 << 20, 32)))
     one = torch.tensor(1.0)

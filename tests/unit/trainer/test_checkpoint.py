@@ -34,14 +34,14 @@ def checkpoints(run: Run) -> CheckpointFolder:
 def everything(run: Run) -> dict[str, torch.Tensor]:
     """Return weights, moments, step counters, scales and histories of every model."""
     found = {}
-    for twin in run.models:
-        for name, value in twin.model.state_dict().items():
-            found[f"{twin.name} {name}"] = value
-        for index, state in enumerate(twin.optimizer.state.values()):
+    for model in run.models:
+        for name, value in model.model.state_dict().items():
+            found[f"{model.name} {name}"] = value
+        for index, state in enumerate(model.optimizer.state.values()):
             for name, value in state.items():
-                found[f"{twin.name} {index} {name}"] = value
-        for name, value in twin.scaling.state_dict().items():
-            found[f"{twin.name} {name}"] = value
+                found[f"{model.name} {index} {name}"] = value
+        for name, value in model.scaling.state_dict().items():
+            found[f"{model.name} {name}"] = value
     return found
 
 

@@ -242,7 +242,7 @@ def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path, text_folder, 
 
 
 def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path, kept):
-    """A limit on the size of files stands for the disk: writes fail in the same way."""
+    """A limit on the file size stands in for a full disk: writes fail in the same way."""
     (tmp_path / "text").mkdir()
     for name in "abc":
         (tmp_path / "text" / f"{name}.txt").write_text("x" * 3_000_000)
