@@ -55,7 +55,8 @@ def torchao_cast(float8_dtype: torch.dtype, dim: int | None, *, power_of_2: bool
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    logging.getLogger("torchao").setLevel(logging.ERROR)
+    for name in ("torchao", "torch.utils._pytree"):  # torch 2.13 warns of how torchao 0.18 registers its enums
+        logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
