@@ -15,12 +15,12 @@ import importlib
 import inspect
 import os
 import sys
-import tempfile
 import time
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import wait
-from pathlib import Path
+
+from torch.distributed import TCPStore
 
 from tests.isolated import forkserver
 
@@ -93,12 +93,12 @@ def refusal(function, *arguments):
 class _Pool:
     def __init__(self, world_size, collective_timeout):
         context = forkserver()
-        self.store = Path(tempfile.mkdtemp()) / "store"
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on any free port
         self.connections, self.processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, world_size, str(self.store), collective_timeout, theirs), daemon=True
+                target=_serve, args=(rank, world_size, self.store.port, collective_timeout, theirs), daemon=True
             )
             process.start()
             theirs.close()
@@ -139,15 +139,14 @@ def _close_all():
         pool.close()
 
 
-def _serve(rank, world_size, store, collective_timeout, connection):
+def _serve(rank, world_size, port, collective_timeout, connection):
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=collective_timeout
-    )
+    store = TCPStore("127.0.0.1", port, timeout=collective_timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=collective_timeout)
     while True:
         try:
             module, name, arguments = connection.recv()

@@ -61,7 +61,7 @@ def test_every_mix_of_granularities(casts, power_of_2, operands):
         torch.testing.assert_close(other, got, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("in_float8", itertools.product((False, True), repeat=3), ids=str)
+@pytest.mark.parametrize("in_float8", [*itertools.product((False, True), repeat=3)], ids=str)
 @pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_any_matmul_may_stay_in_high_precision(in_float8, hp_dtype, autocast, operands):
