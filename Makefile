@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Python compiles what it imports: compiling all that is installed takes pip twice as long.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 # Test processes; each runs torch on one thread. A file's tests run in one of them, because they share fixtures that take
 # a minute and processes that serve as ranks. Folders with slow files come first, small files fill the end.
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
