@@ -16,11 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 from benchmarks.record import ROOT, make_page, markdown, page_parser, provenance, run_quaver
+from quaver.recorder.figure import figure_of
 
 RECORD = ROOT / "benchmarks" / "results" / "loss_curves.json"
 DOCS = ROOT / "docs" / "results.md"
@@ -122,9 +119,7 @@ def mean(curves: list[list[float]]) -> list[float]:
 def draw(results: dict[str, Any], image: Path) -> None:
     """Validation losses, and their gap to bfloat16."""
     curves = results["curves"]
-    with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(9.6, 3.8), layout="constrained")
-        FigureCanvasAgg(figure)
+    with figure_of(image, (9.6, 3.8)) as figure:
         losses, differences = figure.subplots(1, 2)
         for name, of_seeds in curves.items():
             is_bfloat16 = name in (REFERENCE, CONTROL)
@@ -143,7 +138,6 @@ def draw(results: dict[str, Any], image: Path) -> None:
         for axis in (losses, differences):
             axis.grid(alpha=0.3, linewidth=0.5)
         losses.legend(frameon=False)
-        figure.savefig(image, dpi=150)
 
 
 def main() -> None:

@@ -8,12 +8,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import matplotlib.style
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from quaver.recorder.byte_sizes import unit_of
+from quaver.recorder.figure import figure_of
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -40,15 +39,11 @@ _NARROWEST_LABEL = 0.05
 
 def draw_timeline(report: dict[str, Any], image: Path, *, title: str) -> None:
     """Write a PNG of the timeline of `report` (`Timeline.report`), or of the reason why it has none."""
-    with matplotlib.style.context(["default", {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}]):
-        figure = Figure(figsize=(10, 5), layout="constrained")
-        FigureCanvasAgg(figure)
-        figure.suptitle(title, fontsize=10, parse_math=False)
+    with figure_of(image, (10, 5), title=title) as figure:
         if report["timeline"]:
             _draw(figure, report)
         else:
             figure.text(0.5, 0.5, f"no timeline: {report['note']}", ha="center")
-        figure.savefig(image, dpi=150)
 
 
 def _draw(figure: Figure, report: dict[str, Any]) -> None:

@@ -4,10 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import matplotlib.style
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
+from quaver.recorder.figure import figure_of
 from quaver.trainer.metrics import WARMUP_STEPS, read_metrics
 
 Record = dict[str, Any]
@@ -17,23 +14,16 @@ COLORS = ("#d1495b", "#30638e")
 
 
 def draw_curves(metrics: Path, image: Path, *, title: str) -> None:
-    """Write a PNG with the losses of every model, the gap between two, and tokens/s, as far as the run came.
-
-    The user's matplotlibrc has no effect: one that needs LaTeX would end the run here.
-    """
+    """Write a PNG with the losses of every model, the gap between two, and tokens/s, as far as the run came."""
     records = read_metrics(metrics)
     names = list(dict.fromkeys(record["run"] for record in records if "run" in record))
     panels = 3 if len(names) == 2 else 2
-    with matplotlib.style.context(["default", {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}]):
-        figure = Figure(figsize=(4.6 * panels, 3.8), layout="constrained")
-        FigureCanvasAgg(figure)
+    with figure_of(image, (4.6 * panels, 3.8), title=title) as figure:
         axes = list(figure.subplots(1, panels))
-        figure.suptitle(title, fontsize=10, parse_math=False)
         _draw_losses(axes.pop(0), records, names)
         if len(names) == 2:
             _draw_gap(axes.pop(0), records, names)
         _draw_speed(axes.pop(0), records, names)
-        figure.savefig(image, dpi=150)
 
 
 def _draw_losses(axis: Any, records: list[Record], names: list[str]) -> None:

@@ -78,7 +78,8 @@ def words_of(config: TrainConfig, changed: TrainConfig) -> str:
         for name, value in values.items():
             if value != before[section][name]:
                 parts = value if isinstance(value, (tuple, list)) else [value]
-                words += [f"--{section}.{name}", *(str(each).lower() if isinstance(each, bool) else str(each) for each in parts)]
+                words.append(f"--{section}.{name}")
+                words += (str(each).lower() if isinstance(each, bool) else str(each) for each in parts)
     return shlex.join(words)
 
 
