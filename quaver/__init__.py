@@ -13,10 +13,9 @@ from quaver.config import (
     ScalingGranularity,
     ScalingType,
 )
+from quaver.conversion_report import ConversionReport, conversion_report
 from quaver.convert import (
-    ConversionReport,
     FilterDecision,
-    conversion_report,
     convert_to_float8_training,
     convert_to_high_precision,
 )

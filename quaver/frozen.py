@@ -25,13 +25,12 @@ from quaver.config import (
     ScalingGranularity,
     resolve_config,
 )
+from quaver.conversion_report import obstacle_of, owners_of_weights
 from quaver.convert import (
     FilterDecision,
     ModuleFilter,
     convert_to_float8_training,
     float8_class,
-    obstacle_of,
-    owners_of_weights,
     to_float8,
 )
 from quaver.distributed.weight_scales import local_weight

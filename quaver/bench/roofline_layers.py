@@ -10,7 +10,7 @@ import torch
 
 from quaver.bench.shapes import MODELS
 from quaver.config import SHARED_INPUTS
-from quaver.convert import LayerReport
+from quaver.conversion_report import LayerReport
 from quaver.trainer.config import Float8, Model
 from quaver.trainer.config_io import load_config
 from quaver.trainer.float8 import convert_model

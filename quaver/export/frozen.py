@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from quaver.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName, ScalingGranularity
-from quaver.convert import FilterDecision, convert_to_float8_training, obstacle_of, owners_of_weights
+from quaver.conversion_report import obstacle_of, owners_of_weights
+from quaver.convert import FilterDecision, convert_to_float8_training
 from quaver.export.files import listed
 from quaver.export.formats import StoredFormat
 from quaver.export.load import Float8Checkpoint

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from quaver.convert import ConversionReport, conversion_report
+from quaver.conversion_report import ConversionReport, conversion_report
 from quaver.delayed import WRAPPERS
 from quaver.distributed.weight_scales import local_weight
 from quaver.export.files import listed

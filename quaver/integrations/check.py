@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import nn
 from torch.optim import Optimizer
 
-from quaver.convert import conversion_report, unfinished
+from quaver.conversion_report import conversion_report, unfinished
 from quaver.linear import Float8Linear
 
 

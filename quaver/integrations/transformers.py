@@ -19,7 +19,8 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from quaver.config import Float8LinearConfig, Float8LinearRecipeName
-from quaver.convert import FilterDecision, ModuleFilter, conversion_report, convert_to_float8_training
+from quaver.conversion_report import conversion_report
+from quaver.convert import FilterDecision, ModuleFilter, convert_to_float8_training
 from quaver.delayed import float8_scaling_state, sync_float8_amax_and_scale_history
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.gemm import ALIGNMENT

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from quaver.convert import ConversionReport
+from quaver.conversion_report import ConversionReport
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.data.source import Source, find_source
 from quaver.trainer.data.tokenizer import check_vocabulary, load_tokenizer

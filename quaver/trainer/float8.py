@@ -16,7 +16,7 @@ from quaver import (
     conversion_report,
     convert_to_float8_training,
 )
-from quaver.convert import ConversionReport
+from quaver.conversion_report import ConversionReport
 from quaver.trainer.config import Float8
 from quaver.trainer.model import Block, FeedForward, Llama, RMSNorm
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from quaver.convert import ConversionReport
+from quaver.conversion_report import ConversionReport
 from quaver.devices import resolve_device
 from quaver.trainer.checkpoint_folder import read_record
 from quaver.trainer.config import TrainConfig, require

@@ -1,0 +1,228 @@
+"""`conversion_report`: every matmul weight of a model, whether its matmuls run in float8, and why not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils import parametrize
+
+from quaver.config import Float8LinearConfig
+from quaver.distributed.fsdp import is_all_gather_weight
+from quaver.distributed.weight_scales import local_weight
+from quaver.formats import FORMATS
+from quaver.frozen_weight import FrozenFloat8Weight
+from quaver.linear import OWN_ATTRIBUTES, Float8Linear
+from quaver.scale_state import LinearScales
+
+FILTER_REASON = "_float8_filter_reason"
+"""The attribute of a linear that holds the filter's reason; a report computes everything else when it is made."""
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One matmul weight of the model: whether its matmuls run in float8, and why (or why not).
+
+    Attributes:
+        name: of the linear, or of the parameter where the weight belongs to another module.
+        in_features, out_features: the last two dims of the weight; it may be a stack of such matrices.
+    """
+
+    name: str
+    in_features: int
+    out_features: int
+    converted: bool
+    reason: str
+
+    @property
+    def flops_per_token(self) -> int:
+        """Of the three matmuls with one [out_features, in_features] matrix, a multiply and an add counted apart."""
+        return 6 * self.in_features * self.out_features
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """Every matmul weight of a model, converted or skipped and why.
+
+    Attributes:
+        config: the configs of the float8 linears, one a line.
+        notes: what the user should know about these configs.
+        convolutions: how many convolutions the model has. They stay in high precision, and `float8_flops_fraction` does
+            not count them, because their FLOPs depend on the size of the input.
+    """
+
+    config: str
+    layers: list[LayerReport] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    convolutions: int = 0
+
+    @property
+    def converted(self) -> list[LayerReport]:
+        return [layer for layer in self.layers if layer.converted]
+
+    @property
+    def skipped(self) -> list[LayerReport]:
+        return [layer for layer in self.layers if not layer.converted]
+
+    @property
+    def float8_flops_fraction(self) -> float:
+        """The share of the matmul FLOPs with these weights that runs in float8 linears."""
+        total = sum(layer.flops_per_token for layer in self.layers)
+        return sum(layer.flops_per_token for layer in self.converted) / total if total else 0.0
+
+    def why_nothing(self) -> str:
+        """One line, for a model of which nothing was converted."""
+        if not self.layers:
+            return "nothing to convert: the module has no nn.Linear"
+        reasons = [f"{layer.name}: {layer.reason}" for layer in self.layers]
+        return f"nothing to convert: all {len(reasons)} matmul weights were skipped ({first_names(reasons, '; ')})"
+
+    def summary(self) -> str:
+        """One line."""
+        plural = "s" if self.convolutions > 1 else ""
+        uncounted = f"; {self.convolutions} convolution{plural} in high precision" if self.convolutions else ""
+        return (
+            f"{len(self.converted)} of {len(self.layers)} matmul weights in float8, "
+            f"{self.float8_flops_fraction:.1%} of their FLOPs{uncounted}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "float8_flops_fraction": self.float8_flops_fraction}
+
+    def __str__(self) -> str:
+        width = max((len(layer.name) for layer in self.layers), default=4)
+        rows = [
+            f"{layer.name:<{width}}  {layer.in_features:>6} -> {layer.out_features:<6}  "
+            f"{'float8' if layer.converted else 'skipped':<7}  {layer.reason}".rstrip()
+            for layer in self.layers
+        ]
+        return "\n".join([self.summary(), self.config, *self.notes, *rows])
+
+
+def conversion_report(module: nn.Module) -> ConversionReport:
+    """What of `module` runs in float8 now: every matmul weight, converted or skipped and why.
+
+    It is computed from the modules as they are at the call: it holds for wrapped models (under the wrapper's names),
+    submodules, copies, and layers that were replaced or made by hand. Weights of modules other than `nn.Linear` are
+    found by shape and name: 2-D and 3-D parameters but those of embeddings, convolutions, norms and the like.
+    """
+    layers: list[LayerReport] = []
+    configs: dict[str, None] = {}
+    notes: dict[str, None] = {}
+    scale_owners: dict[tuple[int, int], str] = {}
+    owners = owners_of_weights(module)
+    for name, child in module.named_modules():
+        if not isinstance(child, nn.Linear):
+            layers += _other_matmul_weights(child, name, owners)
+            continue
+        converted, said = isinstance(child, Float8Linear), vars(child).get(FILTER_REASON, "")
+        if isinstance(child, Float8Linear):
+            configs[str(child.config)] = None
+            notes.update(dict.fromkeys(_notes(child.config)))
+            tied = [owner for owner in owners.get(id(child._parameters.get("weight")), []) if owner != name]
+            ties = f"weight tied to {', '.join(tied)}" if tied else ""
+            shares = _shared_input_scale(child, name, scale_owners)
+            reason = "; ".join(filter(None, [said, ties, shares, _stored(child), *unfinished(child)]))
+        else:
+            reason = said or obstacle_of(child, False) or "not converted, or new since the conversion"
+        layers.append(LayerReport(name, child.in_features, child.out_features, converted, reason))
+    convolutions = sum(isinstance(each, _ConvNd) for each in module.modules())
+    return ConversionReport("\n".join(configs), layers, list(notes), convolutions)
+
+
+# ---- one linear ------------------------------------------------------------------------------------------------------
+
+
+def obstacle_of(linear: nn.Linear, include_subclasses: bool) -> str:
+    """Why `linear` cannot be converted; "" where it can, or is."""
+    cls = type(linear)
+    if isinstance(linear, Float8Linear):
+        return ""
+    if "forward" in vars(linear):
+        return "its forward was replaced on the instance (by an Accelerate hook or a tp_plan, say): convert before that"
+    if isinstance(linear, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "its parent reads the weight without calling the module (nn.MultiheadAttention)"
+    if parametrize.is_parametrized(linear):
+        return "it is parametrized (torch.nn.utils.parametrize): remove the parametrization first"
+    if linear._parameters.get("weight") is None:
+        return "its weight is no parameter but computed (weight_norm, spectral_norm, pruning) or flattened (FSDP1)"
+    if cls.forward is not nn.Linear.forward and not include_subclasses:
+        return f"subclass {cls.__name__} of nn.Linear overrides forward (include_subclasses=True replaces its forward)"
+    if isinstance(linear, nn.LazyLinear):
+        return "a LazyLinear without a shape: run a forward, or initialize_parameters, before the conversion"
+    if linear.in_features == 0 or linear.out_features == 0:
+        return "shape: a feature dimension is 0"
+    taken = [name for name in OWN_ATTRIBUTES if hasattr(linear, name)]
+    return f"it has attributes of its own that Float8Linear needs: {', '.join(taken)}" if taken else ""
+
+
+def _stored(linear: Float8Linear) -> str:
+    """How a frozen weight is stored, and what an adapter that was merged into it lost."""
+    weight = local_weight(linear)
+    if not isinstance(weight, FrozenFloat8Weight):
+        return ""
+    merged = weight.requantized_sqnr_db
+    written = "" if merged is None else f", quantized again after a write at {merged:.1f} dB SQNR"
+    return f"frozen, stored in {weight.granularity} {FORMATS[weight.data_fp8.dtype].name}{written}"
+
+
+def unfinished(linear: Float8Linear) -> Iterator[str]:
+    """What keeps a Float8Linear from doing what its config says."""
+    if "forward" in vars(linear):
+        yield "its forward was replaced on the instance after the conversion: float8 only if that calls the original"
+    if linear.config.enable_fsdp_float8_all_gather and not is_all_gather_weight(linear):
+        yield "gathered in high precision until convert_to_float8_training has prepared its weight"
+    if linear.config.has_persistent_scales and linear.scaling is None:
+        yield "cannot run until convert_to_float8_training has made the state of its scales"
+
+
+def _notes(config: Float8LinearConfig) -> Iterator[str]:
+    if config.enable_fsdp_float8_all_gather and any(cast.is_rowwise for cast in config.casts[2:4]):
+        yield (
+            "enable_fsdp_float8_all_gather: both casts of a row-wise weight are gathered, 2 bytes per element as in "
+            "bfloat16; the row-wise recipe for FSDP2 is rowwise_with_tensorwise_weight (1 byte)"
+        )
+
+
+def _shared_input_scale(linear: Float8Linear, name: str, owners: dict[tuple[int, int], str]) -> str:
+    """Says which linear before it has the persistent scale of its input, if one has."""
+    if not isinstance(linear.scaling, LinearScales) or linear.scaling.rows[0] is None:
+        return ""
+    owner = owners.setdefault((id(linear.scaling.state), linear.scaling.rows[0]), name)
+    return "" if owner == name else f"input scale of {owner}"
+
+
+_NO_MATMULS = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd, parametrize.ParametrizationList)
+_NO_WEIGHTS = re.compile("norm|embed|bias|token|position|scale", re.IGNORECASE)
+
+
+def _other_matmul_weights(module: nn.Module, name: str, owners: dict[int, list[str]]) -> Iterator[LayerReport]:
+    """The parameters of a module other than nn.Linear that matmuls read, by their shape and name."""
+    kind = type(module).__name__
+    for leaf, parameter in module.named_parameters(recurse=False):
+        tied = any(owner != name for owner in owners.get(id(parameter), []))
+        if isinstance(module, _NO_MATMULS) or _NO_WEIGHTS.search(f"{kind}.{leaf}") or tied:
+            continue
+        if not nn.parameter.is_lazy(parameter) and parameter.dim() in (2, 3) and min(parameter.shape) > 1:
+            out_features, in_features = parameter.shape[-2:]
+            reason = f"{parameter.dim()}-D parameter of {kind}, which is no nn.Linear"
+            yield LayerReport(f"{name}.{leaf}".lstrip("."), in_features, out_features, False, reason)
+
+
+def owners_of_weights(module: nn.Module) -> dict[int, list[str]]:
+    """The names of the modules that hold each parameter called `weight`, by the parameter's id."""
+    owners: dict[int, list[str]] = {}
+    for name, child in module.named_modules(remove_duplicate=False):
+        weight = child._parameters.get("weight")
+        if weight is not None:
+            owners.setdefault(id(weight), []).append(name)
+    return owners
+
+
+def first_names(names: list[str], separator: str = ", ") -> str:
+    return separator.join(names[:3] + [f"and {len(names) - 3} more"] * (len(names) > 3))
