@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
+from quaver.active_experts import ActiveExperts
 from quaver.config import Float8LinearConfig
 from quaver.distributed.fsdp import is_all_gather_weight
 from quaver.distributed.weight_scales import local_weight
@@ -30,6 +31,8 @@ class LayerReport:
     Attributes:
         name: of the linear, or of the parameter where the weight belongs to another module.
         in_features, out_features: the last two dims of the weight; it may be a stack of such matrices.
+        matrices_per_token: with how many such matrices of this weight a token is multiplied. 1; of a stack of experts
+            the active ones; of one expert in a list of E, of which k are active, the mean k / E.
     """
 
     name: str
@@ -37,11 +40,19 @@ class LayerReport:
     out_features: int
     converted: bool
     reason: str
+    matrices_per_token: float = 1.0
 
     @property
-    def flops_per_token(self) -> int:
-        """Of the three matmuls with one [out_features, in_features] matrix, a multiply and an add counted apart."""
-        return 6 * self.in_features * self.out_features
+    def flops_per_token(self) -> float:
+        """Of the three matmuls with each [out_features, in_features] matrix, a multiply and an add counted apart."""
+        return 6 * self.in_features * self.out_features * self.matrices_per_token
+
+    def row(self, width: int) -> str:
+        """One line, with `width` characters for the name."""
+        shape = f"{self.in_features:>6} -> {self.out_features:<6}"
+        matrices = "" if self.matrices_per_token == 1 else f"{self.matrices_per_token:g} a token  "
+        kind = "float8" if self.converted else "skipped"
+        return f"{self.name:<{width}}  {shape}  {kind:<7}  {matrices}{self.reason}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -50,7 +61,7 @@ class ConversionReport:
 
     Attributes:
         config: the configs of the float8 linears, one a line.
-        notes: what the user should know about these configs.
+        notes: what the user should know about these configs, and about mixtures of experts whose FLOPs are a guess.
         convolutions: how many convolutions the model has. They stay in high precision, and `float8_flops_fraction` does
             not count them, because their FLOPs depend on the size of the input.
     """
@@ -96,11 +107,7 @@ class ConversionReport:
 
     def __str__(self) -> str:
         width = max((len(layer.name) for layer in self.layers), default=4)
-        rows = [
-            f"{layer.name:<{width}}  {layer.in_features:>6} -> {layer.out_features:<6}  "
-            f"{'float8' if layer.converted else 'skipped':<7}  {layer.reason}".rstrip()
-            for layer in self.layers
-        ]
+        rows = [layer.row(width) for layer in self.layers]
         return "\n".join([self.summary(), self.config, *self.notes, *rows])
 
 
@@ -115,10 +122,10 @@ def conversion_report(module: nn.Module) -> ConversionReport:
     configs: dict[str, None] = {}
     notes: dict[str, None] = {}
     scale_owners: dict[tuple[int, int], str] = {}
-    owners = owners_of_weights(module)
+    owners, experts = owners_of_weights(module), ActiveExperts(module)
     for name, child in module.named_modules():
         if not isinstance(child, nn.Linear):
-            layers += _other_matmul_weights(child, name, owners)
+            layers += _other_matmul_weights(child, name, owners, experts)
             continue
         converted, said = isinstance(child, Float8Linear), vars(child).get(FILTER_REASON, "")
         if isinstance(child, Float8Linear):
@@ -130,9 +137,10 @@ def conversion_report(module: nn.Module) -> ConversionReport:
             reason = "; ".join(filter(None, [said, ties, shares, _stored(child), *unfinished(child)]))
         else:
             reason = said or obstacle_of(child, False) or "not converted, or new since the conversion"
-        layers.append(LayerReport(name, child.in_features, child.out_features, converted, reason))
+        shape = child.in_features, child.out_features
+        layers.append(LayerReport(name, *shape, converted, reason, experts.of_linear(name)))
     convolutions = sum(isinstance(each, _ConvNd) for each in module.modules())
-    return ConversionReport("\n".join(configs), layers, list(notes), convolutions)
+    return ConversionReport("\n".join(configs), layers, [*notes, *_guesses(experts)], convolutions)
 
 
 # ---- one linear ------------------------------------------------------------------------------------------------------
@@ -189,6 +197,14 @@ def _notes(config: Float8LinearConfig) -> Iterator[str]:
         )
 
 
+def _guesses(experts: ActiveExperts) -> Iterator[str]:
+    if experts.unknown:
+        yield (
+            f"unknown how many of the experts or matrices in {first_names(experts.unknown)} a token takes: the share "
+            "of FLOPs counts one; num_experts_per_tok in the model's config, or top_k of the router, would say it"
+        )
+
+
 def _shared_input_scale(linear: Float8Linear, name: str, owners: dict[tuple[int, int], str]) -> str:
     """Says which linear before it has the persistent scale of its input, if one has."""
     if not isinstance(linear.scaling, LinearScales) or linear.scaling.rows[0] is None:
@@ -201,7 +217,9 @@ _NO_MATMULS = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd, parametri
 _NO_WEIGHTS = re.compile("norm|embed|bias|token|position|scale", re.IGNORECASE)
 
 
-def _other_matmul_weights(module: nn.Module, name: str, owners: dict[int, list[str]]) -> Iterator[LayerReport]:
+def _other_matmul_weights(
+    module: nn.Module, name: str, owners: dict[int, list[str]], experts: ActiveExperts
+) -> Iterator[LayerReport]:
     """The parameters of a module other than nn.Linear that matmuls read, by their shape and name."""
     kind = type(module).__name__
     for leaf, parameter in module.named_parameters(recurse=False):
@@ -211,7 +229,9 @@ def _other_matmul_weights(module: nn.Module, name: str, owners: dict[int, list[s
         if not nn.parameter.is_lazy(parameter) and parameter.dim() in (2, 3) and min(parameter.shape) > 1:
             out_features, in_features = parameter.shape[-2:]
             reason = f"{parameter.dim()}-D parameter of {kind}, which is no nn.Linear"
-            yield LayerReport(f"{name}.{leaf}".lstrip("."), in_features, out_features, False, reason)
+            full_name = f"{name}.{leaf}".lstrip(".")
+            uses = experts.of_stack(full_name, module, len(parameter)) if parameter.dim() == 3 else 1.0
+            yield LayerReport(full_name, in_features, out_features, False, reason, uses)
 
 
 def owners_of_weights(module: nn.Module) -> dict[int, list[str]]:

@@ -138,3 +138,143 @@ def test_a_filter_may_say_why():
     layers = {layer.name: layer for layer in conversion_report(model).layers}
     assert layers["head"].reason == "because head; weight tied to embed"
     assert layers["blocks.0.0"].reason == "because blocks.0.0"
+
+
+class Mlp(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, width, bias=False), nn.Linear(width, 16, bias=False)
+
+
+class ListOfExperts(nn.Module):
+    """As DeepSeek's own code has them: a list of MLPs, shared ones, and a router."""
+
+    def __init__(self, experts=8, **settings):
+        super().__init__()
+        self.gate = nn.Module()
+        self.experts = nn.ModuleList(Mlp() for _ in range(experts))
+        self.shared_experts = nn.ModuleList(Mlp() for _ in range(2))
+        self.head = nn.Linear(16, 48, bias=False)
+        vars(self).update(settings)
+
+
+def share_of_experts(model, *, converted=()):
+    """The share of FLOPs in float8 where only the layers whose names have one of these words are converted."""
+    convert_to_float8_training(model, module_filter_fn=lambda module, name: any(word in name for word in converted))
+    return conversion_report(model)
+
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "active", "expert_flops", "shared_flops"),
+    [
+        ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48}, 2, 3 * 32 * 48, 0),
+        ("Qwen3Moe", {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 24}, 4, 3 * 32 * 24, 0),
+        ("GptOss", {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}, 3, 3 * 32 * 48, 0),
+        (
+            "HunYuanMoEV1",
+            {"num_experts": 8, "moe_topk": 2, "intermediate_size": 48, "head_dim": 16},
+            2,
+            3 * 32 * 48,
+            3 * 32 * 48,
+        ),
+        (
+            "DeepseekV3",
+            {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_shared_experts": 2, "moe_intermediate_size": 24}
+            | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0} | LATENT,
+            4,
+            3 * 32 * 24,
+            3 * 32 * 48,
+        ),
+    ],
+)  # fmt: skip
+def test_the_active_experts_of_transformers_models_are_counted(name, settings, active, expert_flops, shared_flops):
+    config = getattr(transformers, f"{name}Config")(**SIZES, **settings)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    report = share_of_experts(model, converted=["lm_head"])
+    assert report.notes == []
+    of_experts = [layer for layer in report.layers if ".experts." in layer.name]
+    assert {layer.matrices_per_token for layer in of_experts} == {active}
+    assert sum(layer.flops_per_token for layer in of_experts) == 2 * active * 6 * expert_flops
+    of_shared = [layer for layer in report.layers if ".shared_" in layer.name]
+    assert sum(layer.flops_per_token for layer in of_shared) == 2 * 6 * shared_flops
+    total = sum(layer.flops_per_token for layer in report.layers)
+    assert report.float8_flops_fraction == pytest.approx(6 * 32 * 64 / total)
+    assert f"skipped  {active} a token  3-D parameter of {name}Experts" in str(report)
+
+
+class Config:
+    def __init__(self, **settings):
+        vars(self).update(settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "active"),
+    [
+        ({"config": Config(num_experts_per_tok=2)}, 2),
+        ({"config": Config(num_experts_per_token=3)}, 3),
+        ({"config": Config(experts_per_token=2)}, 2),
+        ({"config": Config(moe_topk=2)}, 2),
+        ({"config": Config(moe_k=4)}, 4),
+        ({"config": Config(top_k=4)}, 4),
+        ({"config": Config(top_k=4, model_type="t5")}, None),  # a setting of generation
+        ({"config": Config(moe_topk=[2, 2])}, None),
+        ({"config": Config(num_experts_per_tok=9)}, None),
+        ({"config": Config(text_config=Config(num_experts_per_tok=2))}, 2),
+        ({"config": Config(num_experts_per_tok=2), "top_k": 3}, 3),  # what the block says is nearer
+        ({"top_k": 2}, 2),
+        ({}, None),
+    ],
+)
+def test_the_active_experts_of_a_list_are_counted(settings, active):
+    report = share_of_experts(ListOfExperts(**settings), converted=["experts"])
+    expert, head = 2 * 16 * 32, 16 * 48
+    in_float8 = (active or 1) * expert + 2 * expert
+    assert report.float8_flops_fraction == pytest.approx(in_float8 / (in_float8 + head))
+    layers = {layer.name: layer for layer in report.layers}
+    assert layers["experts.3.up"].matrices_per_token == (active or 1) / 8
+    assert layers["shared_experts.0.up"].matrices_per_token == 1
+    assert ("unknown how many of the experts or matrices in experts a token takes: " in str(report)) is (active is None)
+
+
+def test_a_router_says_how_many_experts_are_active():
+    model = ListOfExperts()
+    model.gate.top_k = 2
+    nested = nn.ModuleDict({"wrapped": nn.Sequential(model)})
+    layers = {layer.name: layer for layer in conversion_report(nested).layers}
+    assert layers["wrapped.0.experts.0.up"].matrices_per_token == 2 / 8
+
+
+def matrices_per_token(report):
+    return {layer.name: layer.matrices_per_token for layer in report.layers}
+
+
+def test_experts_without_a_count_are_said_to_be_unknown(caplog):
+    model = nn.ModuleDict({"experts": Experts(), "other": nn.Linear(16, 16)})
+    report = conversion_report(convert_to_float8_training(model))
+    assert matrices_per_token(report)["experts.w1"] == 1
+    for text in (caplog.text, str(report), str(report.to_dict()["notes"])):
+        assert "unknown how many of the experts or matrices in experts.w1 a token takes: " in text
+    model.shared_experts = model.pop("experts")
+    report = conversion_report(model)
+    assert matrices_per_token(report)["shared_experts.w1"] == 4
+    assert matrices_per_token(report)["shared_experts.bilinear.weight"] == 24
+    assert report.notes == []
+
+
+def test_a_stack_that_is_no_mixture_of_experts_takes_no_count_of_the_model():
+    model = nn.Module()
+    model.config, model.heads = Config(num_experts_per_tok=2), nn.Parameter(torch.randn(4, 16, 16))
+    report = conversion_report(model)
+    assert report.layers[0].matrices_per_token == 1
+    assert "heads" in report.notes[0]

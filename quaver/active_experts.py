@@ -1,0 +1,97 @@
+"""How many experts of a mixture each token takes, as the router, the block or the config of the model says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+_COUNTS = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+    "top_k_experts",
+    "num_selected_experts",
+)
+"""What configs of Hugging Face models call the number of active experts."""
+
+_SHARED = re.compile("shared", re.IGNORECASE)
+_EXPERTS = re.compile("expert|moe", re.IGNORECASE)
+_ROUTER = re.compile("router|gate$", re.IGNORECASE)
+
+
+class ActiveExperts:
+    """How many matrices of each weight a token is multiplied with.
+
+    Experts are linears in a ModuleList or ModuleDict called `experts` or the like, or 3-D parameters [E, .., ..].
+    Shared experts always run.
+
+    Attributes:
+        unknown: the weights for which nothing says how many experts are active; one is counted.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.unknown: list[str] = []
+        self._model = model
+        self._in_lists: dict[str, float] = {}
+        for name, module in model.named_modules():
+            leaf = name.rpartition(".")[2]
+            is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 1
+            if is_list and _EXPERTS.search(leaf) and not _SHARED.search(leaf):
+                experts = len(module)  # type: ignore[arg-type]
+                self._in_lists[name] = self._active(name, name, experts) / experts
+
+    def of_linear(self, name: str) -> float:
+        """1; for a linear of one of E experts, of which a token takes k, the mean k / E."""
+        parts = name.split(".")
+        owners = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+        return next((self._in_lists[owner] for owner in owners if owner in self._in_lists), 1.0)
+
+    def of_stack(self, name: str, module: nn.Module, matrices: int) -> float:
+        """Of a 3-D parameter of `module`, called `name` in the model, with so many matrices."""
+        owner = name.rpartition(".")[0]
+        if isinstance(module, nn.Bilinear) or _SHARED.search(owner):
+            return float(matrices)
+        if not _EXPERTS.search(f"{name} {type(module).__name__}"):
+            self.unknown.append(name)
+            return 1.0
+        return self._active(name, owner, matrices)
+
+    def _active(self, name: str, path: str, experts: int) -> float:
+        """The nearest count that is stated at `path` or above it."""
+        parts = path.split(".") if path else []
+        for length in range(len(parts), -1, -1):
+            module = self._model.get_submodule(".".join(parts[:length]))
+            for source, names in _sources(module):
+                for count in (getattr(source, each, None) for each in names):
+                    if type(count) is int and 0 < count <= experts:
+                        return float(count)
+        self.unknown.append(name)
+        return 1.0
+
+
+def _sources(module: nn.Module) -> Iterator[tuple[object, tuple[str, ...]]]:
+    """What may state a count for the experts in `module`, and the names of the count there."""
+    with_top_k = (*_COUNTS, "top_k")
+    yield module, with_top_k
+    for name, child in module.named_children():
+        if _ROUTER.search(name):
+            yield child, with_top_k
+    for config in _configs(getattr(module, "config", None)):
+        # `top_k` of a config of transformers is a setting of generation, 50 by default before its release 5.
+        yield config, (_COUNTS if hasattr(config, "model_type") else with_top_k)
+
+
+def _configs(config: Any) -> Iterator[object]:
+    """`config` and those that it holds, such as `text_config`."""
+    if config is None or not hasattr(config, "__dict__"):
+        return
+    yield config
+    for held in vars(config).values():
+        if type(held).__name__.endswith("Config"):
+            yield from _configs(held)
