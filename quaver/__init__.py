@@ -37,6 +37,7 @@ from quaver.frozen import FrozenFloat8Linear, freeze_to_float8
 from quaver.integrations.check import assert_float8_training
 from quaver.linear import Float8Linear, float8_linear
 from quaver.primary_weights import use_float8_primary_weights
+from quaver.slow_paths import error_on_slow_path
 from quaver.weight_scope import cast_weights_once
 
 __version__ = "0.1.0"
@@ -65,6 +66,7 @@ __all__ = [
     "conversion_report",
     "convert_to_float8_training",
     "convert_to_high_precision",
+    "error_on_slow_path",
     "float8_linear",
     "float8_scaling_state",
     "freeze_to_float8",

@@ -43,7 +43,7 @@ class ActiveExperts:
             leaf = name.rpartition(".")[2]
             is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 1
             if is_list and _EXPERTS.search(leaf) and not _SHARED.search(leaf):
-                experts = len(module)  # type: ignore[arg-type]
+                experts = len(module)
                 self._in_lists[name] = self._active(name, name, experts) / experts
 
     def of_linear(self, name: str) -> float:

@@ -4,7 +4,8 @@ Outside it has the shape and the dtype of the high-precision weight, so that PEF
 Inside it has one byte per element and the scales of its granularity: (), [N, 1] or one a block of 128 x 128. Both
 matmuls of a linear read the same codes.
 
-    reads       an op on the weight runs on its dequantized values
+    reads       an op on the weight runs on its dequantized values, the whole of them; but for copies and checks of the
+                values, that is said once (slow_paths.py)
     writes      an in-place op, or an assignment to `.data`, runs on the dequantized values and quantizes the result
                 again with scales of its own: merging an adapter loses what float8 cannot hold. `requantized_sqnr_db` is
                 the signal-to-noise ratio of the last such write. Writing the values that it has changes nothing.
@@ -28,11 +29,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from quaver.formats import FORMATS, HP_DTYPES
 from quaver.quantize import Operand
 from quaver.scaling import BLOCK_SIZE, block_counts, dequantize, dynamic_cast, dynamic_cast_blocks
+from quaver.slow_paths import say_once
 from quaver.tensor import Float8Tensor
 
 if TYPE_CHECKING:
@@ -279,6 +281,13 @@ class FrozenFloat8Weight(Float8Tensor):
                 f"{func}: a frozen float8 weight has no views in high precision, since a write to one would be lost; "
                 "call to_high_precision() first"
             )
+        if func not in _READS and not (weight is not None and func._schema.is_mutable):
+            read = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
+            say_once(
+                f"{func} on a frozen weight",
+                f"{func} dequantizes a whole frozen float8 weight, {list(read.shape)}, to {read.dtype}: it does not "
+                "run on float8 codes, as the forward and backward of a FrozenFloat8Linear do",
+            )
         values = {id(each): each.to_high_precision() for each in args if isinstance(each, cls)}
         args_hp, kwargs_hp = tree_map_only(
             cls, lambda each: values[id(each)] if id(each) in values else each.to_high_precision(), (args, kwargs)
@@ -339,3 +348,8 @@ _ROWS: dict[Any, Any] = {
     aten.view.default: lambda weight, args: weight.is_part,
 }
 """Ops that FSDP2 calls on the rows of a weight, and when they are such."""
+_READS = frozenset(
+    {aten.copy_.default, aten.view.default, aten.equal.default, aten.eq.Tensor, aten.abs.default, aten.isnan.default}
+)
+"""Ops that are expected to read the values: copies (DistributedDataParallel's broadcast among them) and checks such as
+`isfinite`, by which PEFT merges safely."""

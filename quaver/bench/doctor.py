@@ -17,6 +17,7 @@ from quaver.gemm import native_failure
 from quaver.kernels import cpu
 from quaver.kernels.exact_mm import has_bfloat16_units
 from quaver.linear import Float8Linear
+from quaver.slow_paths import error_on_slow_path, slow_paths
 
 _SIZE = 64
 _ENOUGH_DB = 20.0  # a wrong result has about 0 dB, the coarsest recipe about 24
@@ -29,6 +30,8 @@ Finding = dict[str, str]
 def diagnose(*, try_compile: bool = True) -> dict[str, Any]:
     """Try everything; `ok` when every recipe runs on every device found, one way or the other. JSON-able.
 
+    `slow_paths` are what ran more slowly than this machine could, in sentences; they raise no error here.
+
     Args:
         try_compile: try torch.compile, which takes some seconds.
     """
@@ -37,9 +40,10 @@ def diagnose(*, try_compile: bool = True) -> dict[str, Any]:
         for index in range(torch.cuda.device_count()):
             major, minor = torch.cuda.get_device_capability(index)
             devices[f"cuda:{index}"] = f"{torch.cuda.get_device_name(index)}, capability {major}.{minor}"
-    recipes = [try_recipe(recipe, torch.device(device)) for device in devices for recipe in Float8LinearRecipeName]
-    found = {"versions": _versions(), "devices": devices, "recipes": recipes}
-    compiles = _try_compile() if try_compile else "not tried"
+    with error_on_slow_path(False):
+        recipes = [try_recipe(recipe, torch.device(device)) for device in devices for recipe in Float8LinearRecipeName]
+        compiles = _try_compile() if try_compile else "not tried"
+    found = {"versions": _versions(), "devices": devices, "recipes": recipes, "slow_paths": slow_paths()}
     return {**found, "compile": compiles, "ok": all(each["verdict"] != "impossible" for each in recipes)}
 
 

@@ -34,4 +34,6 @@ def run(argv: list[str]) -> int:
         columns = ("device", "recipe", "float8 matmul", "how")
         rows = [each.values() for each in found["recipes"]]
         console.print(make_table(None, columns, rows=rows, wrapped=columns))
+        for slow_path in found["slow_paths"]:
+            console.print(f"slow path: {slow_path}", soft_wrap=True)
     return 0 if found["ok"] else 1

@@ -39,6 +39,7 @@ from quaver.kernels import cpu
 from quaver.kernels.cpu import check_memory as _check_memory
 from quaver.phases import phase
 from quaver.scaling import PLAIN_TYPES, PersistentScale
+from quaver.slow_paths import say_once
 
 Codes = tuple[Tensor | None, Tensor | None]
 """Row codes and column codes, float8 [R, C]; None for what was not asked for."""
@@ -63,8 +64,14 @@ def _triton(hp: Tensor, float8_dtype: torch.dtype) -> Any:
     """The module of the Triton kernels if they take `hp`, else None."""
     if not hp.is_cuda or torch.compiler.is_dynamo_compiling():
         return None
-    from quaver.kernels import triton_cast  # imports triton, which PyTorch for CPUs comes without
+    from quaver.kernels import triton_blocks, triton_cast  # import triton, which PyTorch for CPUs comes without
 
+    if triton_blocks.UNAVAILABLE_BECAUSE is not None:
+        say_once(
+            "casts without Triton",
+            "float8 casts on the GPU run in PyTorch, in several passes over memory, because Triton cannot be imported: "
+            f"{triton_blocks.UNAVAILABLE_BECAUSE}",
+        )
     return triton_cast if triton_cast.takes(hp, float8_dtype) else None
 
 

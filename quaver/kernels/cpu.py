@@ -28,10 +28,13 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from quaver.scaling import PLAIN_TYPES
+from quaver.slow_paths import say_once
+
+_PURE_PYTORCH = os.environ.get("QUAVER_PURE_PYTORCH", "") not in ("", "0")
 
 
 def _load() -> tuple[Any, str | None]:
-    if os.environ.get("QUAVER_PURE_PYTORCH", "") not in ("", "0"):
+    if _PURE_PYTORCH:
         return None, "QUAVER_PURE_PYTORCH is set"
     try:
         return importlib.import_module("quaver._cpu"), None
@@ -117,12 +120,24 @@ def check_memory(*tensors: Tensor | None) -> None:
         )
 
 
+def say_unavailable() -> None:
+    """Say once that casts on this CPU run in PyTorch, unless QUAVER_PURE_PYTORCH asked for it."""
+    if not _PURE_PYTORCH:
+        say_once(
+            "casts without the C extension",
+            f"float8 casts on the CPU run in PyTorch, up to 10 times slower: {UNAVAILABLE_BECAUSE}",
+        )
+
+
 def takes(matrix: Tensor, dtype: torch.dtype) -> bool:
     """Whether these functions take `matrix`, hp or float8, to `dtype`, here and now. Do not ask while compiling.
 
     hp is contiguous; of codes each row need only be contiguous in itself.
     """
-    if not (AVAILABLE and runs_directly() and is_plain(matrix) and (matrix.dtype, dtype) in _CONVERSIONS):
+    if not (runs_directly() and is_plain(matrix) and (matrix.dtype, dtype) in _CONVERSIONS):
+        return False
+    if not AVAILABLE:
+        say_unavailable()
         return False
     if matrix.dim() != 2 or matrix.is_contiguous():
         return matrix.dim() == 2

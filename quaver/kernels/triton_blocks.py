@@ -24,11 +24,13 @@ from torch import Tensor
 from quaver.formats import HP_DTYPES, format_of
 from quaver.scaling import EPS, PLAIN_TYPES
 
+UNAVAILABLE_BECAUSE: str | None = None
+"""Why Triton cannot be imported."""
 try:
     import triton
     import triton.language as tl
-except ImportError:  # PyTorch for CPUs comes without it
-    triton = None
+except ImportError as error:  # PyTorch for CPUs comes without it
+    triton, UNAVAILABLE_BECAUSE = None, str(error)
 
 INTERPRETED = triton is not None and bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on CPU tensors: TRITON_INTERPRET was 1 when triton was imported."""
