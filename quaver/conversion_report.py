@@ -19,6 +19,7 @@ from quaver.formats import FORMATS
 from quaver.frozen_weight import FrozenFloat8Weight
 from quaver.linear import OWN_ATTRIBUTES, Float8Linear
 from quaver.scale_state import LinearScales
+from quaver.slow_paths import slow_paths
 
 FILTER_REASON = "_float8_filter_reason"
 """The attribute of a linear that holds the filter's reason; a report computes everything else when it is made."""
@@ -33,6 +34,8 @@ class LayerReport:
         in_features, out_features: the last two dims of the weight; it may be a stack of such matrices.
         matrices_per_token: with how many such matrices of this weight a token is multiplied. 1; of a stack of experts
             the active ones; of one expert in a list of E, of which k are active, the mean k / E.
+        backend: what the float8 matmuls ran on so far: "native", "exact", "native and exact" or "not run yet"; "" for
+            skipped layers.
     """
 
     name: str
@@ -41,6 +44,7 @@ class LayerReport:
     converted: bool
     reason: str
     matrices_per_token: float = 1.0
+    backend: str = ""
 
     @property
     def flops_per_token(self) -> float:
@@ -52,7 +56,7 @@ class LayerReport:
         shape = f"{self.in_features:>6} -> {self.out_features:<6}"
         matrices = "" if self.matrices_per_token == 1 else f"{self.matrices_per_token:g} a token  "
         kind = "float8" if self.converted else "skipped"
-        return f"{self.name:<{width}}  {shape}  {kind:<7}  {matrices}{self.reason}".rstrip()
+        return f"{self.name:<{width}}  {shape}  {kind:<7}  {self.backend:<11}  {matrices}{self.reason}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,8 @@ class ConversionReport:
 
     Attributes:
         config: the configs of the float8 linears, one a line.
-        notes: what the user should know about these configs, and about mixtures of experts whose FLOPs are a guess.
+        notes: what the user should know about these configs, and about mixtures of experts whose FLOPs are a guess,
+            and the slow paths that this process took (slow_paths.py).
         convolutions: how many convolutions the model has. They stay in high precision, and `float8_flops_fraction` does
             not count them, because their FLOPs depend on the size of the input.
     """
@@ -138,9 +143,11 @@ def conversion_report(module: nn.Module) -> ConversionReport:
         else:
             reason = said or obstacle_of(child, False) or "not converted, or new since the conversion"
         shape = child.in_features, child.out_features
-        layers.append(LayerReport(name, *shape, converted, reason, experts.of_linear(name)))
+        backend = child.backend if isinstance(child, Float8Linear) else ""
+        layers.append(LayerReport(name, *shape, converted, reason, experts.of_linear(name), backend))
     convolutions = sum(isinstance(each, _ConvNd) for each in module.modules())
-    return ConversionReport("\n".join(configs), layers, [*notes, *_guesses(experts)], convolutions)
+    said = slow_paths() if configs else []
+    return ConversionReport("\n".join(configs), layers, [*notes, *_guesses(experts), *said], convolutions)
 
 
 # ---- one linear ------------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from quaver.distributed.fsdp import (
 from quaver.distributed.weight_scales import local_weight
 from quaver.frozen_weight import FrozenFloat8Weight
 from quaver.linear import OWN_ATTRIBUTES, Float8Linear
+from quaver.slow_paths import slow_paths
 
 logger = logging.getLogger(__name__)
 
@@ -192,8 +193,10 @@ def _check_way_back(linear: Float8Linear, name: str, has_ddp: bool) -> None:
 
 def _tell(report: ConversionReport, found: bool, missed: dict[str, list[str]]) -> None:
     logger.info(report.summary())
+    said = slow_paths()
     for note in report.notes:
-        logger.warning(note)
+        if note not in said:  # it was logged when it happened
+            logger.warning(note)
     for obstacle, names in missed.items():
         logger.warning("%d linears stay in high precision (%s): %s", len(names), first_names(names), obstacle)
     if not found:
@@ -219,6 +222,7 @@ def _to_linear(linear: Float8Linear) -> nn.Linear:
     linear.__class__ = linear._converted_from  # type: ignore[assignment]
     for name in OWN_ATTRIBUTES:
         delattr(linear, name)
+    vars(linear).pop("_backend", None)
     return linear
 
 

@@ -425,6 +425,12 @@ class Float8Linear(nn.Linear):
             )
         return NO_PERSISTENT_SCALES
 
+    @property
+    def backend(self) -> str:
+        """What multiplied so far: "not run yet", "native", "exact" or "native and exact"; see gemm.py."""
+        backend: str = self.__dict__.get("_backend", "not run yet")
+        return backend
+
     def extra_repr(self) -> str:
         recipe = self.config.recipe_name
         name = f"recipe={recipe.value}, " if recipe else ""

@@ -10,24 +10,33 @@ from torch.optim import Optimizer
 
 from quaver.conversion_report import conversion_report, unfinished
 from quaver.linear import Float8Linear
+from quaver.slow_paths import slow_paths
 
 
-def assert_float8_training(model: nn.Module, optimizer: Optimizer | None = None, *, allow_frozen: bool = False) -> None:
+def assert_float8_training(
+    model: nn.Module, optimizer: Optimizer | None = None, *, allow_frozen: bool = False, require_native: bool = False
+) -> None:
     """Raise if `model` does not train in float8 as its conversion says.
 
-    Call it when model and optimizer are complete, after any wrapper (DDP, `fully_shard`, PEFT) was applied.
+    Call it when model and optimizer are complete, after any wrapper (DDP, `fully_shard`, PEFT) was applied; with
+    `require_native` after a step.
 
     Args:
         model: the model that trains, or a wrapper around it.
         optimizer: its optimizer; None to check the model alone.
         allow_frozen: whether float8 linears may have weights without gradients, as under LoRA. One float8 linear must
             still take part in training: its weight, or one that its gradients reach, has to require gradients.
+        require_native: whether the float8 linears that are on a GPU must have multiplied natively, each of them, in
+            all matmuls so far (`Float8Linear.backend`). A CPU always multiplies exactly, and is not asked.
     Raises:
         RuntimeError: with one line for each problem: torchao has converted linears; no linear is in float8; a float8
             linear whose forward was replaced, or that its conversion did not finish; its weight requires no gradient,
-            or is not in the optimizer; the optimizer holds a parameter twice, or one that the model does not have.
+            or is not in the optimizer; the optimizer holds a parameter twice, or one that the model does not have;
+            with `require_native`, a float8 linear on a GPU multiplied exactly or has not run.
     """
     problems = [*_problems_of_the_model(model, allow_frozen)]
+    if require_native:
+        problems += _problems_of_the_backend(model)
     if optimizer is not None:
         problems += _problems_of_the_optimizer(model, optimizer)
     if problems:
@@ -59,6 +68,17 @@ def _problems_of_the_model(model: nn.Module, allow_frozen: bool) -> Iterator[str
         yield f"weights that require no gradient: {_some(frozen)}"
     if not any(parameter.requires_grad for parameter in model.parameters()):
         yield "no parameter of the model requires a gradient"
+
+
+def _problems_of_the_backend(model: nn.Module) -> Iterator[str]:
+    on_gpu = [(name, linear) for name, linear in _float8_linears(model) if linear.weight.device.type != "cpu"]
+    exact = [name for name, linear in on_gpu if "exact" in linear.backend]
+    if exact:
+        reasons = "".join(f"; {reason}" for reason in slow_paths())
+        yield f"float8 linears that multiply exactly on a GPU, not natively: {_some(exact)}{reasons}"
+    idle = [name for name, linear in on_gpu if linear.backend == "not run yet"]
+    if idle:
+        yield f"float8 linears that have not run yet, so nothing is known of their matmuls: {_some(idle)}"
 
 
 def _problems_of_the_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
