@@ -16,18 +16,22 @@ the kernels (foreach, fused) that the optimizer has for them.
 
 [Note: bfloat16 masters] A bfloat16 has 8 bits of precision, so most updates of a late training step are smaller than
 half its spacing, and rounding to nearest loses them. The step therefore runs on float32 copies, which are rounded up
-or down with probabilities that keep the expected value. The random bits follow from a step count in the param groups:
-ranks round alike, and a resumed run rounds as the first would have.
+or down with probabilities that keep the expected value. The random bits follow from a count of the steps in the param
+groups, which starts at a number drawn from torch's default generator: the same `torch.manual_seed` gives the same bits,
+and a resumed run rounds as the first would have. All ranks start at rank 0's number, so they round alike however they
+were seeded.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -40,7 +44,10 @@ from quaver.tensor import Float8Tensor, WrappedTensor, written
 aten = torch.ops.aten
 
 _ROUNDINGS = "stochastic_roundings"
-"""The entry of a param group that counts its steps; see [Note: bfloat16 masters]."""
+"""The entry of the first param group that counts the steps, from a random start; see [Note: bfloat16 masters].
+
+Checkpoints of earlier versions, whose count starts at 0, go on from theirs.
+"""
 
 
 class Float8PrimaryWeight(Float8Tensor, WrappedTensor):
@@ -214,6 +221,8 @@ class Float8PrimaryOptimizer(Optimizer):
     def __init__(self, inner: Optimizer, primaries: list[Primary], master_dtype: torch.dtype) -> None:
         """Use `use_float8_primary_weights`."""
         self.inner, self.primaries, self._rounds = inner, primaries, master_dtype is torch.bfloat16
+        if self._rounds:
+            inner.param_groups[0][_ROUNDINGS] = _first_rounding()
         weights = {id(primary.master): primary.weight for primary in primaries}
         groups = [{**group, "params": [weights.get(id(p), p) for p in group["params"]]} for group in inner.param_groups]
         self._is_made = self._is_stepping = False
@@ -236,8 +245,7 @@ class Float8PrimaryOptimizer(Optimizer):
             else:
                 result = self.inner.step(lambda: self._evaluate(closure))
             if self._rounds:
-                first = self.inner.param_groups[0]
-                first[_ROUNDINGS] = first.get(_ROUNDINGS, 0) + 1
+                self.inner.param_groups[0][_ROUNDINGS] += 1
         return result
 
     def state_dict(self) -> dict[str, Any]:
@@ -280,13 +288,13 @@ class Float8PrimaryOptimizer(Optimizer):
             yield
         finally:
             self._is_stepping = False
+            _copy_options(self.inner.param_groups, self.param_groups)
             if self._rounds:
                 self._round()
             for primary in self.primaries:
                 primary.master.grad = None
                 primary.weight.quantize()
             self.state = self.inner.state
-            _copy_options(self.inner.param_groups, self.param_groups)
 
     def _check_weights(self) -> None:
         if hasattr(self.inner.step, "_wrapped_by_lr_sched"):
@@ -321,11 +329,19 @@ class Float8PrimaryOptimizer(Optimizer):
 
     def _round(self) -> None:
         """Make float32 masters bfloat16 ones; exact for those that did not change."""
-        roundings = self.inner.param_groups[0].get(_ROUNDINGS, 0)
+        roundings = self.param_groups[0][_ROUNDINGS]  # the inner optimizer may have loaded ordinary param groups
         for index, primary in enumerate(self.primaries):
-            generator = torch.Generator(primary.master.device)
-            generator.manual_seed(roundings * len(self.primaries) + index)
+            seed = hashlib.blake2b(f"{roundings} {index}".encode(), digest_size=8).digest()
+            generator = torch.Generator(primary.master.device).manual_seed(int.from_bytes(seed))
             primary.master.data = round_stochastically(primary.master.data, generator)
+
+
+def _first_rounding() -> int:
+    """Where the count of steps starts: drawn on every rank, so that their generators advance alike; rank 0's."""
+    start = [int(torch.randint(2**62, (), device="cpu"))]
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(start, src=0)
+    return start[0]
 
 
 def _copy_options(source: list[dict[str, Any]], to: list[dict[str, Any]]) -> None:
@@ -361,7 +377,9 @@ def use_float8_primary_weights(
         model: a converted model, in place: each such weight becomes a `Float8PrimaryWeight`, a new parameter.
         optimizer: made with the model's parameters. Weights that it does not hold stay as they are.
         master_dtype: float32, or bfloat16 with stochastic rounding. It is the dtype that the parameters show and that
-            gradients have. The state of the optimizer is float32 in both cases.
+            gradients have. The state of the optimizer is float32 in both cases. bfloat16 draws a number from torch's
+            default generator, which seeds all roundings, and with a process group it is a collective: every rank must
+            call this, and gets rank 0's number.
     Returns:
         The optimizer to use. It saves and loads as `optimizer` does; the model's state dict holds the masters.
     Raises:

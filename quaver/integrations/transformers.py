@@ -151,6 +151,9 @@ class Float8Callback(TrainerCallback):
         if self._has_scales and state.is_world_process_zero:
             torch.save(float8_scaling_state(of_trainer["model"]).state_dict(), _checkpoint(args, state) / SCALES_FILE)
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
+        self._scope.close()  # a callback may stop training within a step, and the Trainer then loads the best weights
+
     def on_train_end(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
         self._scope.close()
 

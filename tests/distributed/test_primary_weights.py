@@ -42,6 +42,7 @@ def _train_under_ddp(recipe, master_dtype, **options):
             parameter.mul_(1 + dist.get_rank())  # DDP has to broadcast
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     if master_dtype is not None:
+        torch.manual_seed(dist.get_rank())
         optimizer = use_float8_primary_weights(model, optimizer, master_dtype=master_dtype)
     replicas = DistributedDataParallel(model, **options)
     losses = []
@@ -65,7 +66,8 @@ def test_ddp_broadcasts_masters_and_trains_as_with_ordinary_parameters(recipe, o
     gathered = [None, None]
     dist.all_gather_object(gathered, (losses, masters))
     assert gathered[0][0] != gathered[1][0]
-    torch.testing.assert_close(gathered[0][1], gathered[1][1], rtol=0, atol=0)  # ranks round alike
+    # Ranks round alike, however they were seeded.
+    torch.testing.assert_close(gathered[0][1], gathered[1][1], rtol=0, atol=0)
 
 
 @on_ranks(2)

@@ -17,15 +17,20 @@ class InOrder(Trainer):
 def trainer(folder, model, callbacks=(), optimizers=(None, None), **options):
     """On a model, or on a Llama converted with the recipe of that name."""
     model = llama(model) if isinstance(model, str) else model
+    defaults = {
+        "max_steps": BATCHES,
+        "save_steps": 2,
+        "per_device_train_batch_size": 2,
+        "lr_scheduler_type": "constant",
+    }
     arguments = TrainingArguments(
         output_dir=str(folder),
         learning_rate=1e-3,
         logging_steps=1,
-        save_steps=2,
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
-        **{"max_steps": BATCHES, "per_device_train_batch_size": 2, "lr_scheduler_type": "constant", **options},
+        **(defaults | options),
     )
     data = {"train_dataset": Tokens(), "eval_dataset": Tokens()}
     return InOrder(model=model, args=arguments, callbacks=list(callbacks), optimizers=optimizers, **data)

@@ -319,6 +319,7 @@ def test_bfloat16_masters_follow_updates_below_their_spacing():
     """1000 updates of 2^-12 on weights of 1, whose spacing is 2^-7: to nearest, none would move."""
     results = []
     for _ in range(2):
+        torch.manual_seed(7)
         model = convert_to_float8_training(nn.Sequential(nn.Linear(32, 32, bias=False)), config="tensorwise")
         nn.init.ones_(model[0].weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=2**-12)
@@ -333,6 +334,61 @@ def test_bfloat16_masters_follow_updates_below_their_spacing():
     # Of 1024 weights, each the sum of 1000 roundings with a deviation under half a spacing each.
     deviation = 2**-8 * 1000**0.5 / 1024**0.5
     assert results[0].double().mean().item() == pytest.approx(1 - 1000 * 2**-12, abs=4 * deviation)
+
+
+def _bf16_pair_of_ones(seed):
+    model, optimizer = ordinary()
+    torch.manual_seed(seed)
+    optimizer = use_float8_primary_weights(model, optimizer, master_dtype=torch.bfloat16)
+    for primary in optimizer.primaries:
+        nn.init.ones_(primary.weight)
+    return model, optimizer
+
+
+def _steps_on_ones(optimizer, steps):
+    """Masters after equal updates of about a spacing: what the rounding makes of them."""
+    for _ in range(steps):
+        for primary in optimizer.primaries:
+            primary.weight.grad = torch.ones_like(primary.weight)
+        optimizer.step()
+    return [primary.weight.detach().clone() for primary in optimizer.primaries]
+
+
+def _resumed(seed, saved=lambda state: state):
+    """Two steps, a checkpoint whose optimizer part `saved` changes, and two steps of a new pair with another seed."""
+    model, optimizer = _bf16_pair_of_ones(seed)
+    _steps_on_ones(optimizer, 2)
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    model, optimizer = _bf16_pair_of_ones(100 * seed)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(saved(state))
+    return _steps_on_ones(optimizer, 2)
+
+
+def _are_equal(masters, others):
+    return [torch.equal(a, b) for a, b in zip(masters, others, strict=True)]
+
+
+def test_bfloat16_masters_round_by_torchs_seed_and_a_resumed_run_as_the_first_would_have():
+    expected, again, other = (_steps_on_ones(_bf16_pair_of_ones(seed)[1], 4) for seed in (3, 3, 4))
+    assert all(_are_equal(again, expected))
+    assert not any(_are_equal(other, expected))
+    assert all(_are_equal(_resumed(3), expected))
+
+
+@pytest.mark.parametrize("count", [None, 2])
+def test_optimizer_checkpoints_without_a_random_start_load(count):
+    """Of ordinary parameters, without a count; of an earlier version, which counts from 0."""
+
+    def without(state):
+        first = state["param_groups"][0]
+        del first["stochastic_roundings"]
+        first |= {} if count is None else {"stochastic_roundings": count}
+        return state
+
+    again, resumed, other = (_resumed(seed, without) for seed in (3, 3, 4))
+    assert all(_are_equal(again, resumed))
+    assert not any(_are_equal(other, resumed))
 
 
 def test_bfloat16_masters_step_in_float32():
