@@ -3,7 +3,7 @@
 import peft
 import pytest
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from quaver import (
     Float8Linear,
@@ -69,6 +69,24 @@ def test_accumulation_quantizes_each_weight_once_and_changes_no_loss(tmp_path, m
     each.remove_callback(Float8Callback)
     each.train()
     assert losses_of(once) == losses_of(each)
+
+
+class StopInTheMiddle(TrainerCallback):
+    """Stops between the two microbatches of the fourth step."""
+
+    def on_substep_end(self, args, state, control, **of_trainer):
+        control.should_training_stop = state.global_step == 3
+
+
+def test_a_run_that_stops_within_a_step_ends_with_the_weights_of_its_best_checkpoint(tmp_path):
+    options = {"gradient_accumulation_steps": 2, "max_steps": 6, "eval_steps": 2, "eval_strategy": "steps"}
+    model = prepare_model_for_float8(llama(), "delayed")
+    run = trainer(tmp_path, model, load_best_model_at_end=True, **options)
+    run.add_callback(StopInTheMiddle())
+    run.train()
+    assert run.state.global_step == 3
+    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert all(linear._prepared_weight is None for linear in model.modules() if isinstance(linear, Float8Linear))
 
 
 @pytest.mark.parametrize("first", ["convert", "adapt"])
