@@ -75,15 +75,13 @@ def scenarios() -> dict[str, Scenario]:
     both = {"dynamic": Float8LinearConfig(), "delayed, max": delayed()}
     most_recent = {"delayed, most_recent": delayed(scale_fn_name="most_recent")}
     headroom = {"delayed, headroom 2": delayed(headroom=2.0)}
-    window = {"delayed, window (0, 1.5)": delayed(dynamic_window=(0.0, 1.5))}
-    spike_window = {"delayed, max, window (1/64, 1.5)": delayed(dynamic_window=(1 / 64, 1.5))}
     growth = [2.0 ** min(max(step - EVENT + 1, 0), GROWING_STEPS) for step in range(STEPS)]
     spikes = [[size if step == EVENT else 1.0 for step in range(STEPS)] for size in (1e3, 1e6)]
     drifts = [[factor**step for step in range(DRIFT_STEPS)] for factor in (DRIFT_UP, DRIFT_DOWN)]
     return {
-        "growth": Scenario(growth, {**both, **headroom, **window, "static": STATIC}),
-        "spike_1e3": Scenario(spikes[0], {**both, **most_recent, **spike_window}),
-        "spike_1e6": Scenario(spikes[1], {**both, **most_recent, **spike_window}),
+        "growth": Scenario(growth, {**both, **headroom, "static": STATIC}),
+        "spike_1e3": Scenario(spikes[0], {**both, **most_recent}),
+        "spike_1e6": Scenario(spikes[1], {**both, **most_recent}),
         "drift_up": Scenario(drifts[0], {**both, "static": STATIC}),
         "drift_down": Scenario(drifts[1], {**both, "static": STATIC}),
     }
@@ -171,15 +169,11 @@ def measure() -> dict[str, Any]:
     return {"environment": provenance("scaling"), "linear": shape, "scenarios": fared, "wrong_scales": wrong_scales()}
 
 
-_DELAYED: dict[str, Any] = {"color": "tab:blue"}
-_WINDOW: dict[str, Any] = {"color": "tab:orange", "marker": "o", "markersize": 4, "linestyle": "none"}
 _STYLE: dict[str, dict[str, Any]] = {
     "dynamic": {"color": "0.55", "linewidth": 4, "zorder": 1},
-    "delayed, max": _DELAYED,
+    "delayed, max": {"color": "tab:blue"},
     "delayed, most_recent": {"color": "tab:green", "linestyle": (0, (5, 2))},
     "delayed, headroom 2": {"color": "tab:purple", "linestyle": (0, (4, 1, 1, 1))},
-    "delayed, window (0, 1.5)": _WINDOW,
-    "delayed, max, window (1/64, 1.5)": _WINDOW,
     "static": {"color": "tab:red", "linestyle": (0, (1, 1))},
     "e4m3, Gaussian": {"color": "tab:blue"},
     "e5m2, Gaussian": {"color": "tab:green", "linestyle": (0, (5, 2))},

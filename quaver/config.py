@@ -167,10 +167,6 @@ class DelayedScalingConfig:
         headroom: the factor by which a tensor may grow from one step to the next before it saturates.
         nonfinite_amax: what an inf or a NaN amax does to the history. "skip": nothing. "keep_scale": the amax enters
             the history, and the scale stays unchanged for as long as the history holds it.
-        dynamic_window: (low, high), or None for never. After a step in which the ratio of a tensor's delayed scale
-            (used or not) to the scale of its own amax was outside, the tensor is scaled dynamically for one step. A
-            ratio above 1 saturates; one of 1 / 2**n leaves n powers of two of the format unused. (The rule itself aims
-            at 1 / (headroom * 2**margin), and lies below it for as long as the history holds a larger amax.)
     Raises:
         ValueError: a field of the wrong type or out of range.
     """
@@ -180,7 +176,6 @@ class DelayedScalingConfig:
     margin: int = 0
     headroom: float = 1.0
     nonfinite_amax: str = "skip"
-    dynamic_window: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         for name in ("history_len", "margin"):
@@ -192,12 +187,6 @@ class DelayedScalingConfig:
         _check(0 <= self.margin <= 16, "margin", "0 to 16 powers of two", self.margin)
         is_number = isinstance(self.headroom, int | float) and not isinstance(self.headroom, bool)
         _check(is_number and 1 <= self.headroom <= 65536, "headroom", "a factor of 1 to 65536", self.headroom)
-        if self.dynamic_window is not None:
-            window = self.dynamic_window
-            _check(isinstance(window, tuple) and len(window) == 2, "dynamic_window", "a pair or None", window)
-            target = 1 / (self.headroom * 2**self.margin)
-            expected = f"0 <= low <= {target:g} (1 / (headroom * 2**margin)) <= high"
-            _check(0 <= window[0] <= target <= window[1], "dynamic_window", expected, window)
 
 
 _SCALE_FNS = ("max", "most_recent")

@@ -173,7 +173,7 @@ class TensorScaling(NamedTuple):
     """What its casts multiplied by: the scale of its amax where it was scaled dynamically. The scale that it has if it
     was not cast."""
     is_dynamic: bool
-    """Whether it was scaled dynamically: without a history, or after it had left its window."""
+    """Whether it was scaled dynamically, for want of a history."""
     amax: float
     """-1 if it was not cast."""
     used_over_ideal: float
@@ -198,9 +198,8 @@ class Float8ScalingState:
         """`<linear>.<operand>.quant_scale` () and, with delayed scaling, `<linear>.<operand>.amax_history` [H].
 
         Views, float32: what is copied into them (as torch.distributed.checkpoint does) is loaded. Equal on every rank
-        after a sync, so it loads into any number of ranks. A scale is negative while it is outside its window. It has
-        neither static scales that the config gives nor the amaxes since the last sync: save between a sync and the next
-        forward.
+        after a sync, so it loads into any number of ranks. It has neither static scales that the config gives nor the
+        amaxes since the last sync: save between a sync and the next forward.
         """
         return entries_of(self._rows)
 
@@ -253,7 +252,7 @@ def float8_scaling_state(model: nn.Module) -> Float8ScalingState:
 def _fit(name: str, scale: float, amax: float, saturated: float, format_max: float) -> TensorScaling:
     is_dynamic = not scale > 0
     if amax < 0:
-        return TensorScaling(name, abs(scale), is_dynamic, amax, float("nan"), 0)
+        return TensorScaling(name, scale, is_dynamic, amax, float("nan"), 0)
     used = format_max / max(amax, scaling.EPS) if is_dynamic else scale
     ratio = 1.0 if is_dynamic else scale * amax / format_max
     return TensorScaling(name, used, is_dynamic, amax, ratio, int(saturated))

@@ -2,7 +2,7 @@
 
 One `ScaleState` holds T rows for the linears of one conversion. A row is one operand (input, weight or grad_output).
 
-    quant_scale [T]      what casts multiply by; 0 while it is unknown, negative while it is outside `dynamic_window`
+    quant_scale [T]      what casts multiply by; 0 while it is unknown
     amax_buffer [T, 2]   largest amax and most saturated elements since the last sync; -1 before the first cast
     history     [T, H]   the amaxes of the last H steps, newest last, 0 where there is none
 
@@ -12,8 +12,8 @@ syncs, so a recomputation has the bits of its forward. The sync, once a step aft
 ranks, appends it to the history and computes the next scales (`DelayedScalingConfig` has the formula). A row that no
 rank cast in this step stays as it is.
 
-[Note: cold start] While a row's scale is unknown, each cast uses the scale of its own amax; so do the casts of one step
-after a scale left its `dynamic_window`. The cast decides on the device, so nothing is recompiled.
+[Note: cold start] While a row's scale is unknown, each cast uses the scale of its own amax. The cast decides on the
+device, so nothing is recompiled.
 
 [Note: no buffers] Rows are not module buffers: state dicts are nn.Linear's, DDP broadcasts nothing, and FSDP manages
 nothing. `float8_scaling_state(model)` saves and loads them under names of their own.
@@ -50,8 +50,6 @@ OPERANDS = ("input", "weight", "grad_output")
 
 _NOT_CAST = -1.0
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
-_ROUNDING = 2.0**-20
-"""More than rounding can change a ratio of two scales by."""
 _NOT_COPIED = ("views", "_persistent", "trained_modules", "_trained_by", "_stepped")
 """Attributes of a `ScaleState` that its copies start without."""
 
@@ -144,28 +142,19 @@ class ScaleState:
         config = self.delayed_config
         observed = all_reduce_amax(self.amax_buffer, group)
         amax = observed[:, 0]
-        finite = amax.isfinite()
         remembered = self.is_delayed & ~(amax < 0)  # NaN is remembered, too
         if config.nonfinite_amax == "skip":
-            remembered &= finite
+            remembered &= amax.isfinite()
         shifted = torch.cat([self.history[:, 1:], amax.unsqueeze(1)], 1)
         self.history.copy_(torch.where(remembered.unsqueeze(1), shifted, self.history))
         largest = self.history.amax(1) if config.scale_fn_name == "max" else self.history[:, -1]
         usable = remembered & (largest > 0) & largest.isfinite()
         scale = next_scale(largest, self.format_max, config, self.power_of_2)
-        scale = torch.where(usable, scale, self.quant_scale.abs())
-        if config.dynamic_window is not None:
-            low, high = config.dynamic_window
-            ratio = self.quant_scale.abs() * amax / self.format_max  # also while the row is scaled dynamically
-            left = (ratio < low * (1 - _ROUNDING)) | (ratio > high * (1 + _ROUNDING))
-            scale = torch.where(left & usable & finite & (amax > 0) & (self.quant_scale != 0), -scale, scale)
         self.last_step.copy_(torch.cat([self.quant_scale.unsqueeze(1), observed], 1))
-        self.quant_scale.copy_(scale)
+        self.quant_scale.copy_(torch.where(usable, scale, self.quant_scale))
         self.reset_amax_buffer()
         # Waits for the device. With an outdated copy, ranks would exchange amaxes for a scale that is known.
-        if self.host_decides and (
-            config.dynamic_window is not None or torch.compiler.is_compiling() or not self.is_initialized.all()
-        ):
+        if self.host_decides and (torch.compiler.is_compiling() or not self.is_initialized.all()):
             self.refresh_is_initialized()
         self.was_synced = True
 
@@ -320,7 +309,8 @@ def entries_of(named_rows: Iterable[NamedRow]) -> dict[str, Tensor]:
 def load_rows(named_rows: Sequence[NamedRow], given: Mapping[str, Any]) -> int:
     """Copy `given` into `entries_of(named_rows)`, and zeros (a cold start) into those that it lacks. Returns how many.
 
-    A history of another length keeps its newest amaxes.
+    A history of another length keeps its newest amaxes. A negative scale, which earlier versions wrote for a tensor
+    that was to be scaled dynamically for one step, is unknown.
 
     Raises:
         ValueError: an entry that is not a tensor of the right number of dims; nothing is then loaded.
@@ -334,7 +324,7 @@ def load_rows(named_rows: Sequence[NamedRow], given: Mapping[str, Any]) -> int:
         source = given.get(name, view.new_zeros(()))
         if view.dim() and source.dim() and len(source) != len(view):
             source = torch.cat([view.new_zeros(len(view)), source.to(view.device)])[-len(view) :]
-        view.copy_(source)
+        view.copy_(source.clamp(min=0))
     for state in {id(state): state for _, state, _ in named_rows}.values():
         state.was_loaded()
     return sum(name not in given for name in entries)

@@ -188,12 +188,12 @@ class Float8Weights:
 
     def _input_scale(self, name: str) -> Tensor:
         scale = _scales(self.plan.linears[name]).input
-        if scale is None or not scale.quant_scale.abs() > 0:
+        if scale is None or not scale.quant_scale > 0:
             raise ValueError(
                 f"the scale of the input of {name} is unknown: train a step, or calibrate, before the export; or give "
                 "a recipe with dynamic scaling"
             )
-        return to_dequant_scale(scale.quant_scale.abs()).reshape(1)  # negative while the scale left its window
+        return to_dequant_scale(scale.quant_scale).reshape(1)
 
     def _of_forward(self, name: str) -> tuple[Tensor, Operand, Scales]:
         """The weight that the forward reads, the operand of its matmul, and the scales of that."""

@@ -19,7 +19,7 @@ from quaver.trainer.config.settings import expanded, hints_of
 
 Sections = dict[str, dict[str, Any]]
 
-REMOVED = {"metrics.plot_float8_scales": False}
+REMOVED = {"metrics.plot_float8_scales": False, "float8.delayed_dynamic_window": []}
 """Settings of earlier versions and their defaults, which the config.toml of an older run has."""
 
 

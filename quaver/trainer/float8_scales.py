@@ -5,7 +5,7 @@
      "amax":            {...},   of the step, over all ranks
      "used_over_ideal": {...},   quant_scale / the scale that maps amax to the format's largest number
      "saturated":       {...},   elements, the most in one cast on one rank; only of tensors that saturated
-     "dynamic":         [...],   tensors scaled dynamically: without a history, or after leaving the window
+     "dynamic":         [...],   tensors scaled dynamically, for want of a history
      "nonfinite":       [...]}   tensors with an inf or a NaN, which have no amax
 
 A tensor is named `<linear>.<operand>`; an input that linears share has the name of the first one. Tensors that were not

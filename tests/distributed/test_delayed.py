@@ -72,44 +72,6 @@ def test_a_module_that_runs_on_one_rank_is_recorded_for_all_and_one_that_runs_no
     assert not any(value.any() for name, value in snapshots[-1].items() if name.startswith("experts.2"))
 
 
-WINDOW = DelayedScalingConfig(dynamic_window=(0.25, 1.5))
-
-
-def is_dynamic(model):
-    return [name for name, value in scaling_snapshot(model).items() if name.endswith("quant_scale") and value < 0]
-
-
-@pytest.mark.parametrize(("how", "ranks", "name"), [("fsdp", 4, "1.up.weight"), ("tp", 2, "1.mlp.up.weight")])
-@on_ranks()
-def test_a_weight_that_left_its_window_is_scaled_dynamically_for_one_step_on_all_ranks(how, ranks, name):
-    """The weight grows 3 times, by an update of every rank."""
-    config = config_of("delayed", delayed_scaling_config=WINDOW, enable_fsdp_float8_all_gather=how == "fsdp")
-    if how == "fsdp":
-        model = shard_model(config)
-        batch = part_of(batches(1, ranks)[0])
-    else:
-        model = spread(model_of(replace(config, shared_inputs=sharing("delayed").shared_inputs)), tp_mesh())
-        batch = part(torch.randn(2, 16, 32), 1)
-    dynamic, exchanges = [], []  # after each step: what the next scales dynamically; the exchanges of its forward
-    for step in range(5):
-        with CollectiveCounter() as counter:
-            loss = model(batch).square().mean()
-        loss.backward()
-        if step == 1:
-            with torch.no_grad():
-                model.get_parameter(name).mul_(3.0)
-        sync_float8_amax_and_scale_history(model)
-        assert_same_scaling_on_all_ranks(model)
-        dynamic.append(is_dynamic(model))
-        exchanges.append(counter.calls["all_reduce"])
-    # It grows after step 1, is seen in step 2, and step 3 is dynamic.
-    assert [f"{name}.quant_scale" in names for names in dynamic[1:]] == [False, True, False, False]
-    assert exchanges[0] > 0
-    assert exchanges[1:3] == [0, 0]
-    known_late = len([found for found in dynamic[2] if how == "tp" or "weight" in found])
-    assert 1 <= exchanges[3] <= (known_late if how == "tp" else 1)
-
-
 def static_config(**options):
     return Float8LinearConfig(
         cast_config_input=STATIC, cast_config_weight=STATIC, cast_config_grad_output=STATIC, **options

@@ -78,7 +78,7 @@ STYLES = [
     (Float8RowwiseParallel(output_layouts=Shard(1)), {WEIGHT: (1, 1), INPUT: (2, 1), GRAD_OUTPUT: (1, None)}),
 ]
 """Of each operand, the dim that a rank has a part of: in the tensor, and in the matrix that is multiplied."""
-# quant_scale: not initialized, outside its window, one that fits the outliers, and one that makes them saturate.
+# quant_scale: unknown, negative as in older checkpoints, one that fits the outliers, one that makes them saturate.
 SCALES = [0.0, -3.0, 0.7, 40.0]
 QUANTIZERS = {WEIGHT: "weight", INPUT: "input", GRAD_OUTPUT: "grad_output"}
 CAST_CASES = [(2, recipe, {}) for recipe in (*RECIPES, "delayed")] + [(4, "delayed", {})]
@@ -106,7 +106,7 @@ def _linear(config, quant_scale, style=None):
 def test_operands_are_quantized_as_on_one_device(ranks, recipe, options, hp_dtype):
     """Codes and scales to the bit, for either matmul and for both.
 
-    Persistent scales are known, unknown, and out of their window; what they observe is that of one device, too.
+    Persistent scales are known and unknown; what they observe is that of one device, too.
     """
     config = config_of(recipe, **options)
     whole = {

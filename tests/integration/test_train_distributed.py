@@ -37,7 +37,7 @@ ALL_GATHER = ["--float8.enable_fsdp_float8_all_gather", "--float8.precompute_flo
 REPLICATE = ["--parallelism.data_parallel_replicate_degree=2"]
 TENSOR = ["--parallelism.tensor_parallel_degree=2"]
 DELAYED = ["--float8.recipe_name=delayed"]
-DELAYED_DYNAMIC_WEIGHT = ["--float8.recipe_name=delayed_with_dynamic_weight", "--float8.delayed_dynamic_window=0.5,1.0"]
+DELAYED_DYNAMIC_WEIGHT = ["--float8.recipe_name=delayed_with_dynamic_weight"]
 MASKED = ["--data.document_mask"]
 MIXED = ["--float8.filter_fqns=lm_head,k_proj,layers.1.mlp", *MASKED]
 EXACT, FLOAT8 = 2e-6, 1e-5

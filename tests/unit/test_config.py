@@ -216,8 +216,6 @@ BAD = {
     "margin: expected 0 to 16 powers of two, got -1": delayed(margin=-1),
     "headroom: expected a factor of 1 to 65536, got 0.5": delayed(headroom=0.5),
     "nonfinite_amax: expected one of skip, keep_scale, got 'x'": delayed(nonfinite_amax="x"),
-    "dynamic_window: expected 0 <= low <= 1": delayed(dynamic_window=(2.0, 4.0)),
-    "dynamic_window: expected 0 <= low <= 0.25": delayed(margin=2, dynamic_window=(0.5, 2.0)),
     "delayed_scaling_config: expected DelayedScalingConf": linear(delayed_scaling_config=None),
     "shared_inputs: expected a tuple of tuples of names": linear(shared_inputs=("q", "k")),
     "input has one persistent scale, which serves both of its matmuls": linear(

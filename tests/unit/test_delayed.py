@@ -192,42 +192,6 @@ def test_scales_follow_the_amaxes_one_step_late(options, factors, used_over_idea
         assert (tensor.saturated > 0) == (expected > 464 / 448)
 
 
-@pytest.mark.parametrize(
-    ("factors", "dynamic"),
-    [
-        # The persistent scale is still small in the step after the jump back, and fits again when the history forgot.
-        ([1, 1, 100, 1, 1, 1, 1, 1], [0, 3, 4, 5, 6]),
-        ([1, 1, 100, 100, 100], [0, 3]),
-        ([1, 5, 25, 125, 125, 125], [0, 2, 3, 4]),  # for as long as it grows, and a step more
-        ([1, 0.001, 0.001, 0.001, 0.001, 0.001], [0, 2, 3, 4]),
-        ([1, 3, 1, 0.2, 2, 0.1], [0]),  # never outside
-    ],
-)
-def test_a_tensor_is_dynamic_in_the_step_after_each_in_which_its_scale_left_the_window(factors, dynamic):
-    module, clean = make(dynamic_window=(0.015, 4.0), history_len=3), torch.randn(64, 64)
-    twin = convert_to_float8_training(nn.Linear(64, 32, bias=False))
-    twin.load_state_dict(module.state_dict())
-    found = []
-    for number, factor in enumerate(factors):
-        got, expected = step(module, clean * factor)[0], step(twin, clean * factor)[0]
-        if fared(module, "input").is_dynamic:
-            found.append(number)
-            assert fared(module, "input").saturated == 0
-            assert torch.equal(got, expected)
-    assert found == dynamic
-
-
-@pytest.mark.parametrize("operand", ["input", "grad_output"])
-@pytest.mark.parametrize("options", [{}, {"headroom": 3.0}, {"margin": 2}], ids=str)
-def test_rounding_takes_no_scale_out_of_a_narrow_window(operand, options):
-    target = 1 / (options.get("headroom", 1.0) * 2 ** options.get("margin", 0))
-    config = DelayedScalingConfig(dynamic_window=(target, target), **options)
-    cast = getattr(Float8LinearConfig.from_recipe_name("delayed").casts, operand)
-    for amax in torch.rand(100).tolist():
-        scales, _ = run_rule([amax] * 3, config, cast=cast)
-        assert scales[0] == scales[1] == scales[2] > 0
-
-
 @pytest.mark.parametrize("bad", [INF, NAN])
 def test_a_non_finite_input_reaches_the_output_and_not_the_scale(bad):
     module, clean = make(), torch.randn(8, 64)
@@ -409,7 +373,7 @@ class CountOperations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("options", [{}, {"dynamic_window": (0.1, 2.0)}, {"scale_fn_name": "most_recent"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"scale_fn_name": "most_recent"}], ids=str)
 def test_a_sync_takes_as_many_operations_for_many_linears_as_for_one(options):
     counts = []
     for linears in (1, 10, 100):

@@ -179,7 +179,6 @@ def test_a_calibration_changes_the_cast_of_a_tensor_that_is_used_again():
     ("options", "given_layers"),
     [
         ({}, True),
-        ({"dynamic_window": (0.1, 2.0)}, False),
         ({"scale_fn_name": "most_recent", "nonfinite_amax": "keep_scale", "margin": 1}, False),
     ],
 )
@@ -213,6 +212,27 @@ def test_a_compiled_sync_tells_ranks_what_is_known_and_counts_as_a_sync():
             sync(module)
             optimizer.step()
     assert module.scaling.state.is_initialized.all()
+
+
+def test_a_negative_scale_of_an_earlier_version_is_unknown():
+    """It meant: scale this tensor dynamically for one step, and then by its history."""
+    module, twin, input = make(), make(), torch.randn(8, 64)
+    twin.load_state_dict(module.state_dict())
+    for each in (module, twin):
+        step(each, input)
+    saved = {name: -value if name == "input.quant_scale" else value for name, value in states(module).items()}
+    float8_scaling_state(module).load_state_dict(saved)
+    assert scale_of(module, "input") == 0
+    step(module, input * 3)
+    step(twin, input * 3)
+    assert fared(module, "input").is_dynamic
+    assert fared(module, "input").saturated == 0 < fared(twin, "input").saturated
+    assert_same_states(states(module), states(twin))
+    for view in float8_scaling_state(module).state_dict().values():  # torch.distributed.checkpoint loads into these
+        view.neg_() if view.dim() == 0 else None
+    step(module, input * 3)
+    assert fared(module, "input").is_dynamic
+    assert scale_of(module, "input") > 0
 
 
 OLD_NAMES = {"input": "x", "weight": "w", "grad_output": "dL_dY"}

@@ -48,8 +48,6 @@ class Float8(Settings, section="float8"):
     """Factor by which a tensor may grow in a step without saturating."""
     delayed_nonfinite_amax: str = "skip"
     """An inf or NaN is left out of the history (skip), or freezes the scale while in it (keep_scale)."""
-    delayed_dynamic_window: tuple[float, ...] = ()
-    """Low and high: outside this scale / ideal scale a tensor is scaled dynamically for a step; empty for never."""
     enable_amax_init: bool = True
     """Accepted from older configs; changes nothing."""
     enable_pre_and_post_forward: bool = True
@@ -96,14 +94,12 @@ class Float8(Settings, section="float8"):
         """
         values = {each.name: getattr(self, f"delayed_{each.name}") for each in fields(DelayedScalingConfig)}
         try:
-            return DelayedScalingConfig(**{**values, "dynamic_window": values["dynamic_window"] or None})
+            return DelayedScalingConfig(**values)
         except ValueError as error:
             name, _, expected = str(error).partition(": expected ")
             raise ValueError(f"float8.delayed_{name} must be {expected}") from error
 
     def _check_delayed_scaling(self) -> None:
-        window = self.delayed_dynamic_window
-        self.require(len(window) in (0, 2), "delayed_dynamic_window", "two numbers, low and high, or empty")
         self.delayed_scaling_config  # noqa: B018 - raises ValueError
         if self.has_persistent_scales:
             return

@@ -121,7 +121,7 @@ def test_what_the_trainer_refuses_is_said(tiny_config):
 
 
 def test_persistent_scales_are_left_behind(tiny_config):
-    float8 = Float8(recipe_name="delayed", delayed_margin=1, delayed_dynamic_window=(0.25, 1.0))
+    float8 = Float8(recipe_name="delayed", delayed_margin=1)
     config = replace(tiny_config, float8=float8, metrics=replace(tiny_config.metrics, float8_scales_freq=3))
     changes = {change.name: change.config for change in single_changes(config, resolve(config)[1], 2)}
     assert changes["precision: rowwise"].float8 == Float8(recipe_name="rowwise")

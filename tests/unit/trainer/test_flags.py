@@ -86,8 +86,6 @@ def test_an_attached_list_does_not_take_the_words_after_it():
     path, flags = parse_arguments(["--validation.freq=2", "--float8.filter_fqns=2,x", "a.toml"])
     assert str(path) == "a.toml"
     assert flags["float8"] == {"filter_fqns": ["2", "x"]}
-    _, flags = parse_arguments(["--validation.freq=2", "--float8.delayed_dynamic_window", "2", "4"])
-    assert flags["float8"] == {"delayed_dynamic_window": [2.0, 4.0]}
 
 
 def test_the_help_prints_each_flag_once_with_choices_and_default(capsys):

@@ -164,12 +164,11 @@ def test_settings_reach_the_linears(delayed_config):
         delayed_margin=1,
         delayed_headroom=1.25,
         delayed_nonfinite_amax="keep_scale",
-        delayed_dynamic_window=(0.25, 1.5),
         enable_amax_init=False,
         enable_pre_and_post_forward=False,
     )
     linears = [module for module in prepare(config).models[0].model.modules() if isinstance(module, Float8Linear)]
-    expected = DelayedScalingConfig(4, "most_recent", 1, 1.25, "keep_scale", (0.25, 1.5))
+    expected = DelayedScalingConfig(4, "most_recent", 1, 1.25, "keep_scale")
     for linear in linears:
         assert linear.config.delayed_scaling_config == expected
         assert not linear.config.enable_amax_init

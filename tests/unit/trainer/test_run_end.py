@@ -126,9 +126,6 @@ def test_a_removed_run_folder_ends_the_run_with_one_line(folder, capsys, at_step
 def test_a_number_that_no_checkpoint_could_record_is_refused(folder, refused):
     line = refused("train", "--resume", folder, "--training.max_norm=1e999")
     assert "training.max_norm must be finite, got inf" in line
-    words = ["--float8.enable_float8_linear", "--float8.recipe_name=delayed"]
-    line = refused("train", "--resume", folder, *words, "--float8.delayed_dynamic_window=0.5,inf")
-    assert "float8.delayed_dynamic_window must be finite, got (0.5, inf)" in line
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "notes"])
