@@ -214,9 +214,9 @@ def _guesses(experts: ActiveExperts) -> Iterator[str]:
 
 def _shared_input_scale(linear: Float8Linear, name: str, owners: dict[tuple[int, int], str]) -> str:
     """Says which linear before it has the persistent scale of its input, if one has."""
-    if not isinstance(linear.scaling, LinearScales) or linear.scaling.rows[0] is None:
+    if not isinstance(linear.scaling, LinearScales) or linear.scaling.slots[0] is None:
         return ""
-    owner = owners.setdefault((id(linear.scaling.state), linear.scaling.rows[0]), name)
+    owner = owners.setdefault((id(linear.scaling.state), linear.scaling.slots[0]), name)
     return "" if owner == name else f"input scale of {owner}"
 
 

@@ -21,12 +21,11 @@ from quaver.linear import Float8Linear
 from quaver.scale_state import (
     OPERANDS,
     LinearScales,
-    NamedRow,
+    NamedSlot,
     ScaleState,
     all_reduce_amax,
     entries_of,
-    from_torchao_buffers,
-    load_rows,
+    load_slots,
     next_scale,
 )
 
@@ -46,19 +45,19 @@ def add_persistent_scales(
         for operand, pair in zip(OPERANDS, pairs, strict=True)
     }
     casts: list[CastConfig] = []
-    row_of: dict[tuple[str, str], int] = {}
-    rows_of: list[list[int | None]] = []
+    slot_of: dict[tuple[str, str], int] = {}
+    slots_of: list[list[int | None]] = []
     for name, _ in named_linears:
         keys = [(owners.get(name, name), "input"), (name, "weight"), (name, "grad_output")]
         for key in keys:
             cast = cast_of[key[1]]
-            if cast is not None and key not in row_of:
-                row_of[key] = len(casts)
+            if cast is not None and key not in slot_of:
+                slot_of[key] = len(casts)
                 casts.append(cast)
-        rows_of.append([row_of.get(key) for key in keys])
+        slots_of.append([slot_of.get(key) for key in keys])
     device = named_linears[0][1].weight.device
     state = ScaleState(casts, config, torch.device("cpu") if device.type == "meta" else device)
-    for (_, linear), (input, weight, grad_output) in zip(named_linears, rows_of, strict=True):
+    for (_, linear), (input, weight, grad_output) in zip(named_linears, slots_of, strict=True):
         linear.scaling = LinearScales(state, (input, weight, grad_output))
     state.trained_modules.add(model)
 
@@ -129,21 +128,21 @@ def calibrate_float8_static_scales(model: nn.Module, *, group: ProcessGroup | No
     group = group or _every_rank()
     if group is not None:
         _check_once(model, states, group)
-    named = [(name, state, row) for name, state, row in _named_rows(model) if row in state.calibrated_rows]
+    named = [(name, state, slot) for name, state, slot in named_slots(model) if slot in state.calibrated_slots]
     if not named:
         raise ValueError("nothing to calibrate: the model has no ScalingType.STATIC cast without a static_quant_scale")
     before = [(state.quant_scale.clone(), state.amax_buffer.clone()) for state in states]
     try:
         for state in states:
-            state.quant_scale[state.calibrated_rows] = 0
+            state.quant_scale[state.calibrated_slots] = 0
             state.was_loaded()
             state.calibrating = True
         yield
         amaxes = [all_reduce_amax(state.amax_buffer, group)[:, 0] for state in states]
-        _check_measured({name: float(amaxes[states.index(state)][row]) for name, state, row in named})
+        _check_measured({name: float(amaxes[states.index(state)][slot]) for name, state, slot in named})
         for (scales, _), amax, state in zip(before, amaxes, states, strict=True):
-            rows = state.calibrated_rows
-            scales[rows] = next_scale(amax[rows], state.format_max[rows], state.delayed_config, state.power_of_2)
+            slots = state.calibrated_slots
+            scales[slots] = next_scale(amax[slots], state.format_max[slots], state.delayed_config, state.power_of_2)
     finally:
         for (scales, amax_buffer), state in zip(before, states, strict=True):
             state.calibrating = False
@@ -188,11 +187,11 @@ class Float8ScalingState:
     """The persistent scales of a model by name: a `Stateful` of torch.distributed.checkpoint."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._rows = _named_rows(model)
+        self._slots = named_slots(model)
         self._states = _states(model.modules())
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._slots)
 
     def state_dict(self) -> dict[str, Tensor]:
         """`<linear>.<operand>.quant_scale` () and, with delayed scaling, `<linear>.<operand>.amax_history` [H].
@@ -201,10 +200,10 @@ class Float8ScalingState:
         after a sync, so it loads into any number of ranks. It has neither static scales that the config gives nor the
         amaxes since the last sync: save between a sync and the next forward.
         """
-        return entries_of(self._rows)
+        return entries_of(self._slots)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict`, or the state dict of a model of torchao 0.9 with its `fp8_*` buffers.
+        """Load a `state_dict`. `quaver.compat.delayed_buffers` reads the buffers of torchao 0.9.
 
         Tensors that it does not have start cold, and the log says so; entries for tensors that the model does not have
         are ignored. A history of another length keeps its newest entries.
@@ -212,18 +211,18 @@ class Float8ScalingState:
         Raises:
             ValueError: an entry that is not a tensor of the right number of dims; nothing is then loaded.
         """
-        missing = load_rows(self._rows, {**from_torchao_buffers(self._rows, state_dict), **state_dict})
+        missing = load_slots(self._slots, state_dict)
         if missing:
             logger.warning(
                 "%d of %d entries of persistent scales are not in the checkpoint: their tensors are scaled dynamically "
                 "until the first sync (static scales must be calibrated)",
                 missing,
-                len(entries_of(self._rows)),
+                len(entries_of(self._slots)),
             )
 
     def reset(self) -> None:
         """Forget every history and every measured scale, as for weights of another origin."""
-        load_rows(self._rows, {})
+        load_slots(self._slots, {})
 
     def forget_observed(self) -> None:
         """Forget the amaxes since the last sync, as of a step that is skipped: no scale will follow from them."""
@@ -234,7 +233,7 @@ class Float8ScalingState:
         """How each scale fitted in the last synced step. Waits for the device."""
         steps = {id(state): torch.cat([state.last_step, state.format_max.unsqueeze(1)], 1) for state in self._states}
         values = {key: step.tolist() for key, step in steps.items()}
-        return [_fit(name, *values[id(state)][row]) for name, state, row in self._rows]
+        return [_fit(name, *values[id(state)][slot]) for name, state, slot in self._slots]
 
 
 def float8_scaling_state(model: nn.Module) -> Float8ScalingState:
@@ -261,9 +260,9 @@ def _fit(name: str, scale: float, amax: float, saturated: float, format_max: flo
 WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 
-def _named_rows(model: nn.Module) -> list[NamedRow]:
-    """Each row once, as `<linear>.<operand>` of the first linear that has it."""
-    found: dict[tuple[int, int], NamedRow] = {}
+def named_slots(model: nn.Module) -> list[NamedSlot]:
+    """Each slot once, as `<linear>.<operand>` of the first linear that has it."""
+    found: dict[tuple[int, int], NamedSlot] = {}
     in_ddp: list[str] = []
     for fqn, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
@@ -273,8 +272,8 @@ def _named_rows(model: nn.Module) -> list[NamedRow]:
             for wrapper in in_ddp:
                 if prefix.startswith(wrapper):
                     prefix = wrapper.removesuffix("module.") + prefix.removeprefix(wrapper)
-            for name, state, row in module.scaling.named_rows(WRAPPERS.sub("", prefix)):
-                found.setdefault((id(state), row), (name, state, row))
+            for name, state, slot in module.scaling.named_slots(WRAPPERS.sub("", prefix)):
+                found.setdefault((id(state), slot), (name, state, slot))
     return list(found.values())
 
 
@@ -299,7 +298,7 @@ def _check_once(model: nn.Module, states: list[ScaleState], group: ProcessGroup)
     """Check that the ranks agree. A rank whose model has no persistent scales checks, too."""
     if _checked.get(model) == states:
         return
-    lines = [f"{name} {state.casts[row]}" for name, state, row in _named_rows(model)]
+    lines = [f"{name} {state.casts[slot]}" for name, state, slot in named_slots(model)]
     lines += [f"{state.delayed_config}, powers of two: {state.power_of_2}" for state in states]
     device = states[0].device if states else next((p.device for p in model.parameters()), torch.device("cpu"))
     check_ranks_agree(lines, group, device, what="the tensors with persistent scales")

@@ -57,7 +57,7 @@ from quaver.quantize import (
     cast_pair,
     clear_cached_operands,
 )
-from quaver.scale_state import LinearScales, load_torchao_buffers
+from quaver.scale_state import LinearScales
 from quaver.scaling import NO_PERSISTENT_SCALES, PersistentScales
 from quaver.tensor import Float8Tensor, WrappedTensor
 
@@ -441,10 +441,6 @@ class Float8Linear(nn.Linear):
         if self.scaling is not None:
             self.scaling.follow(self.weight.device)
         return self
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        load_torchao_buffers(self.scaling, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -1,6 +1,6 @@
 """The persistent scales of a model: the state of delayed and static scaling, and the rule that updates it.
 
-One `ScaleState` holds T rows for the linears of one conversion. A row is one operand (input, weight or grad_output).
+One `ScaleState` holds T slots for the linears of one conversion. A slot is one operand (input, weight, grad_output).
 
     quant_scale [T]      what casts multiply by; 0 while it is unknown
     amax_buffer [T, 2]   largest amax and most saturated elements since the last sync; -1 before the first cast
@@ -9,13 +9,13 @@ One `ScaleState` holds T rows for the linears of one conversion. A row is one op
 Casts read quant_scale and update amax_buffer by a maximum, in the read that they make anyway. A maximum is idempotent,
 so recomputation, microbatches and modules that run several times need no bookkeeping. No scale changes between two
 syncs, so a recomputation has the bits of its forward. The sync, once a step after the backward, takes the maximum over
-ranks, appends it to the history and computes the next scales (`DelayedScalingConfig` has the formula). A row that no
+ranks, appends it to the history and computes the next scales (`DelayedScalingConfig` has the formula). A slot that no
 rank cast in this step stays as it is.
 
-[Note: cold start] While a row's scale is unknown, each cast uses the scale of its own amax. The cast decides on the
+[Note: cold start] While a slot's scale is unknown, each cast uses the scale of its own amax. The cast decides on the
 device, so nothing is recompiled.
 
-[Note: no buffers] Rows are not module buffers: state dicts are nn.Linear's, DDP broadcasts nothing, and FSDP manages
+[Note: no buffers] Slots are not module buffers: state dicts are nn.Linear's, DDP broadcasts nothing, and FSDP manages
 nothing. `float8_scaling_state(model)` saves and loads them under names of their own.
 
 [Note: stale scales] Every change of a scale writes `quant_scale` in place or replaces it. All views share its version
@@ -26,8 +26,6 @@ object with the same `quant_scale._version`.
 from __future__ import annotations
 
 import functools
-import logging
-import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -43,8 +41,6 @@ from quaver import scaling
 from quaver.config import CastConfig, DelayedScalingConfig, Float8LinearConfig, ScalingType
 from quaver.formats import FORMATS
 from quaver.scaling import PersistentScale, PersistentScales
-
-logger = logging.getLogger(__name__)
 
 OPERANDS = ("input", "weight", "grad_output")
 
@@ -68,23 +64,23 @@ class ScaleState:
 
     @torch.inference_mode(False)
     def __init__(self, casts: Sequence[CastConfig], config: Float8LinearConfig, device: torch.device) -> None:
-        """`casts`: one for each row."""
+        """`casts`: one for each slot."""
         self.casts = tuple(casts)
         self.delayed_config = config.delayed_scaling_config
         self.power_of_2 = config.round_scales_to_power_of_2
-        self.calibrated_rows = [
-            row
-            for row, cast in enumerate(casts)
+        self.calibrated_slots = [
+            slot
+            for slot, cast in enumerate(casts)
             if cast.scaling_type is ScalingType.STATIC and cast.static_quant_scale is None
         ]
         options: dict[str, Any] = {"dtype": torch.float32, "device": device}
-        rows = len(casts)
+        slots = len(casts)
         self.quant_scale = torch.tensor([cast.static_quant_scale or 0.0 for cast in casts], **options)
-        self.amax_buffer = torch.empty(rows, 2, **options)
-        self.history = torch.zeros(rows, self.delayed_config.history_len, **options)
+        self.amax_buffer = torch.empty(slots, 2, **options)
+        self.history = torch.zeros(slots, self.delayed_config.history_len, **options)
         self.format_max = torch.tensor([FORMATS[cast.float8_dtype].max for cast in casts], **options)
         self.is_delayed = torch.tensor([cast.scaling_type is ScalingType.DELAYED for cast in casts], device=device)
-        self.is_initialized = torch.zeros(rows, dtype=torch.bool, device="cpu")
+        self.is_initialized = torch.zeros(slots, dtype=torch.bool, device="cpu")
         self.calibrating = False
         self.host_decides = False
         self.was_synced = False
@@ -115,14 +111,14 @@ class ScaleState:
     def device(self) -> torch.device:
         return self.quant_scale.device
 
-    def persistent_scale(self, row: int | None, *, record: bool) -> PersistentScale | None:
-        """The view of one row. The same object each time: linears that share a row share its casts by identity."""
-        if row is None:
+    def persistent_scale(self, slot: int | None, *, record: bool) -> PersistentScale | None:
+        """The view of one slot. The same object each time: linears that share a slot share its casts by identity."""
+        if slot is None:
             return None
-        if (row, record) not in self._persistent:
-            buffer = self.amax_buffer[row] if record else None
-            self._persistent[row, record] = PersistentScale(self.quant_scale[row], buffer, self.is_initialized[row])
-        return self._persistent[row, record]
+        if (slot, record) not in self._persistent:
+            buffer = self.amax_buffer[slot] if record else None
+            self._persistent[slot, record] = PersistentScale(self.quant_scale[slot], buffer, self.is_initialized[slot])
+        return self._persistent[slot, record]
 
     @torch.inference_mode(False)
     def to(self, device: torch.device) -> None:
@@ -135,7 +131,7 @@ class ScaleState:
             views.refresh()
 
     def sync(self, group: ProcessGroup | None) -> None:
-        """Compute the next scales of the delayed rows: a fixed number of kernels, and one all-reduce with a group.
+        """Compute the next scales of the delayed slots: a fixed number of kernels, and one all-reduce with a group.
 
         Traceable without graph breaks: it reads no tensor on the host, except where `host_decides` in eager code.
         """
@@ -190,25 +186,25 @@ class ScaleState:
         self._stepped.add(optimizer)
 
     def was_loaded(self) -> None:
-        """Bring the host's flags up to date after rows were written."""
-        missing = self.quant_scale[self.calibrated_rows] <= 0
+        """Bring the host's flags up to date after slots were written."""
+        missing = self.quant_scale[self.calibrated_slots] <= 0
         self.uncalibrated = missing.numel() > 0 and bool(missing.any())  # fake tensors have no value to ask for
         self.reset_amax_buffer()
         self.refresh_is_initialized()
 
 
 class LinearScales:
-    """The rows of one linear, as its persistent scales."""
+    """The slots of one linear, as its persistent scales."""
 
-    def __init__(self, state: ScaleState, rows: tuple[int | None, int | None, int | None]) -> None:
-        self.state, self.rows = state, rows
+    def __init__(self, state: ScaleState, slots: tuple[int | None, int | None, int | None]) -> None:
+        self.state, self.slots = state, slots
         state.views.append(self)
         self.refresh()
 
     def refresh(self) -> None:
         """Take new views of the state."""
         self.recorded, self.unrecorded = (
-            PersistentScales(*(self.state.persistent_scale(row, record=record) for row in self.rows))
+            PersistentScales(*(self.state.persistent_scale(slot, record=record) for slot in self.slots))
             for record in (True, False)
         )
 
@@ -223,10 +219,10 @@ class LinearScales:
             )
         return self.recorded if recording or state.calibrating else self.unrecorded
 
-    def named_rows(self, prefix: str = "") -> list[NamedRow]:
-        """The rows of this linear as `<prefix><operand>`."""
-        rows = zip(OPERANDS, self.rows, strict=True)
-        return [(f"{prefix}{operand}", self.state, row) for operand, row in rows if row is not None]
+    def named_slots(self, prefix: str = "") -> list[NamedSlot]:
+        """The slots of this linear as `<prefix><operand>`."""
+        slots = zip(OPERANDS, self.slots, strict=True)
+        return [(f"{prefix}{operand}", self.state, slot) for operand, slot in slots if slot is not None]
 
     def belongs_to(self, linear: nn.Module) -> None:
         self.state.trained_modules.add(linear)
@@ -243,7 +239,7 @@ class LinearScales:
             self.state.to(device)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LinearScales, (self.state, self.rows)  # views of the copy's state, not copies of views
+        return LinearScales, (self.state, self.slots)  # views of the copy's state, not copies of views
 
 
 def next_scale(amax: Tensor, format_max: Tensor, config: DelayedScalingConfig, power_of_2: bool) -> Tensor:
@@ -290,24 +286,24 @@ def _has_no_learning_rate(group: dict[str, Any]) -> bool:
     return rate is not None and float(rate) == 0
 
 
-NamedRow = tuple[str, ScaleState, int]
+NamedSlot = tuple[str, ScaleState, int]
 
 
-def entries_of(named_rows: Iterable[NamedRow]) -> dict[str, Tensor]:
+def entries_of(named_slots: Iterable[NamedSlot]) -> dict[str, Tensor]:
     """`<name>.quant_scale` () and `<name>.amax_history` [H] as views; nothing where the config gives the scale."""
     entries: dict[str, Tensor] = {}
-    for name, state, row in named_rows:
-        is_delayed = state.casts[row].scaling_type is ScalingType.DELAYED
-        if is_delayed or row in state.calibrated_rows:
-            entries[f"{name}.quant_scale"] = state.quant_scale[row]
+    for name, state, slot in named_slots:
+        is_delayed = state.casts[slot].scaling_type is ScalingType.DELAYED
+        if is_delayed or slot in state.calibrated_slots:
+            entries[f"{name}.quant_scale"] = state.quant_scale[slot]
         if is_delayed:
-            entries[f"{name}.amax_history"] = state.history[row]
+            entries[f"{name}.amax_history"] = state.history[slot]
     return entries
 
 
 @torch.no_grad()
-def load_rows(named_rows: Sequence[NamedRow], given: Mapping[str, Any]) -> int:
-    """Copy `given` into `entries_of(named_rows)`, and zeros (a cold start) into those that it lacks. Returns how many.
+def load_slots(named_slots: Sequence[NamedSlot], given: Mapping[str, Any]) -> int:
+    """Copy `given` into `entries_of(named_slots)`, and zeros (a cold start) into those that it lacks. Returns how many.
 
     A history of another length keeps its newest amaxes. A negative scale, which earlier versions wrote for a tensor
     that was to be scaled dynamically for one step, is unknown.
@@ -315,7 +311,7 @@ def load_rows(named_rows: Sequence[NamedRow], given: Mapping[str, Any]) -> int:
     Raises:
         ValueError: an entry that is not a tensor of the right number of dims; nothing is then loaded.
     """
-    entries = entries_of(named_rows)
+    entries = entries_of(named_slots)
     for name, view in entries.items():
         dims = given[name].dim() if isinstance(given.get(name), Tensor) else "no tensor"
         if name in given and dims != view.dim():
@@ -325,52 +321,6 @@ def load_rows(named_rows: Sequence[NamedRow], given: Mapping[str, Any]) -> int:
         if view.dim() and source.dim() and len(source) != len(view):
             source = torch.cat([view.new_zeros(len(view)), source.to(view.device)])[-len(view) :]
         view.copy_(source.clamp(min=0))
-    for state in {id(state): state for _, state, _ in named_rows}.values():
+    for state in {id(state): state for _, state, _ in named_slots}.values():
         state.was_loaded()
     return sum(name not in given for name in entries)
-
-
-_TORCHAO_BUFFER = re.compile(r"fp8_(amax|scale)_\w+")
-_FLOAT8_EXPERIMENTAL_NAMES = {"input": "x", "weight": "w", "grad_output": "dL_dY"}
-
-
-def from_torchao_buffers(named_rows: Sequence[NamedRow], state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The `fp8_*` buffers of torchao 0.9 and float8_experimental in a state dict, as entries for `load_rows`.
-
-    torchao puts the newest amax first. It may cast to another format, so the scale is computed from the history.
-    Operands that it never cast, or scaled dynamically, have buffers with a scale of 1: they start cold.
-    """
-    entries: dict[str, Tensor] = {}
-    for name, state, row in named_rows:
-        operand = name.rpartition(".")[2]
-        prefix = name.removesuffix(operand)
-        for old in (operand, _FLOAT8_EXPERIMENTAL_NAMES[operand]):
-            history = state_dict.get(f"{prefix}fp8_amax_history_{old}")
-            scale = state_dict.get(f"{prefix}fp8_scale_{old}")
-            if history is not None and scale is not None:
-                history = torch.where((scale != 1) & history.isfinite(), history, 0).flip(0).to(state.quant_scale)
-                quant_scale = next_scale(history.max(), state.format_max[row], state.delayed_config, state.power_of_2)
-                entries[f"{name}.quant_scale"] = torch.where(history.max() > 0, quant_scale, 0)
-                entries[f"{name}.amax_history"] = history
-    return entries
-
-
-def load_torchao_buffers(scales: object, state_dict: dict[str, Any], prefix: str) -> None:
-    """Move the `fp8_*` buffers of a linear out of a state dict into its rows; drop them where it has no rows.
-
-    Args:
-        scales: the linear's `scaling`.
-        state_dict, prefix: as `nn.Module._load_from_state_dict` has them.
-    """
-    keys = [key for key in state_dict if key.startswith(prefix) and _TORCHAO_BUFFER.fullmatch(key[len(prefix) :])]
-    buffers = {key[len(prefix) :]: state_dict.pop(key) for key in keys}
-    if buffers and isinstance(scales, LinearScales):
-        named_rows = scales.named_rows()
-        load_rows(named_rows, from_torchao_buffers(named_rows, buffers))
-    elif buffers:
-        _log_dropped_buffers()
-
-
-@functools.cache
-def _log_dropped_buffers() -> None:
-    logger.warning("dropped the fp8_* buffers of a checkpoint of delayed scaling: the model has no persistent scales")

@@ -18,9 +18,10 @@ from quaver import (
     convert_to_float8_training,
     convert_to_high_precision,
     float8_scaling_state,
-    scale_state,
     sync_float8_amax_and_scale_history,
 )
+from quaver.compat.delayed_buffers import load_delayed_buffers
+from tests.foreign.test_delayed_buffers import old_checkpoint
 from tests.reference import sqnr_db
 from tests.thinned import thinned
 from tests.unit.test_delayed import (
@@ -149,8 +150,8 @@ CHANGES = {
     # What torch.distributed.checkpoint does.
     "copy into the views": lambda module, input: float8_scaling_state(module).state_dict()["input.quant_scale"].div_(3),
     "reset": lambda module, input: float8_scaling_state(module).reset(),
-    "load the model": lambda module, input: module.load_state_dict(
-        old_checkpoint(module, {"input": [1.0, 20.0], "weight": [0.5], "grad_output": [1.0]})
+    "load of torchao's": lambda module, input: load_delayed_buffers(
+        module, old_checkpoint(module, {"input": [1.0, 20.0], "weight": [0.5], "grad_output": [1.0]})
     ),
 }
 
@@ -233,70 +234,6 @@ def test_a_negative_scale_of_an_earlier_version_is_unknown():
     step(module, input * 3)
     assert fared(module, "input").is_dynamic
     assert scale_of(module, "input") > 0
-
-
-OLD_NAMES = {"input": "x", "weight": "w", "grad_output": "dL_dY"}
-
-
-def old_checkpoint(module, amaxes, *, prefix="", short=False, shape=(1,)):
-    """A state dict with the buffers of torchao 0.9: the newest amax first, a scale of 1 for what was never cast."""
-    entries = {f"{prefix}{name}": value.clone() for name, value in module.state_dict().items()}
-    largest = 448.0  # torchao's default format of every operand; quaver's grad_output is e5m2
-    for operand, short_name in OLD_NAMES.items():
-        name, seen = short_name if short else operand, amaxes.get(operand)
-        history = torch.zeros(4) if seen is None else torch.tensor((seen + [0.0] * 4)[:4])
-        entries[f"{prefix}fp8_amax_{name}"] = torch.full(shape, largest if seen is None else seen[0])
-        entries[f"{prefix}fp8_amax_history_{name}"] = history
-        entries[f"{prefix}fp8_scale_{name}"] = torch.full(shape, 1.0 if seen is None else largest / max(seen))
-    return entries
-
-
-AMAXES = {"input": [3.0, 7.0, 2.0], "weight": [0.25], "grad_output": [1.0, 0.5]}
-
-
-@pytest.mark.parametrize("options", [{}, {"short": True, "shape": ()}], ids=["torchao", "float8_experimental"])
-def test_buffers_of_torchaos_delayed_scaling_load_into_the_model(options):
-    module = make(bias=True)
-    old = old_checkpoint(module, AMAXES, **options)
-    keys = list(old)
-    assert not any(module.load_state_dict(old, strict=True))
-    assert list(old) == keys
-    assert scale_of(module, "input") == 448 / 7
-    assert scale_of(module, "weight") == 448 / 0.25
-    assert scale_of(module, "grad_output") == 57344
-    assert states(module)["input.amax_history"].tolist() == [0.0] * 13 + [2.0, 7.0, 3.0]
-    step(module, torch.full((4, 64), 0.1))
-    assert fared(module, "input").quant_scale == 448 / 7
-    assert not fared(module, "weight").is_dynamic
-    assert states(module)["input.amax_history"].tolist()[-4:] == pytest.approx([2.0, 7.0, 3.0, 0.1])
-
-
-def test_buffers_of_torchaos_delayed_scaling_load_into_the_scaling_state(caplog):
-    source = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
-    old = {}
-    for index, linear in enumerate(source):
-        old |= old_checkpoint(linear, AMAXES if index else {"weight": [float("nan")]}, prefix=f"{index}.")
-    models = [convert_to_float8_training(copy.deepcopy(source), config=config_of(history_len=2)) for _ in range(2)]
-    float8_scaling_state(models[0]).load_state_dict(old)
-    models[1].load_state_dict(old)
-    assert_same_states(states(models[0]), states(models[1]))
-    assert caplog.messages == []
-    assert states(models[0])["1.input.amax_history"].tolist() == [7.0, 3.0]
-    assert not any(value.any() for name, value in states(models[0]).items() if name.startswith("0."))  # never cast
-
-
-def test_buffers_of_torchaos_delayed_scaling_are_dropped_by_a_model_that_scales_dynamically(caplog):
-    scale_state._log_dropped_buffers.cache_clear()
-    model = convert_to_float8_training(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)))
-    old = {}
-    for index, linear in enumerate(model):
-        old |= old_checkpoint(linear, AMAXES, prefix=f"{index}.")
-    assert not any(model.load_state_dict(old, strict=True))
-    assert [record.message for record in caplog.records] == [
-        "dropped the fp8_* buffers of a checkpoint of delayed scaling: the model has no persistent scales"
-    ]
-    with pytest.raises(RuntimeError, match="fp8_other"):
-        model.load_state_dict(old | {"0.fp8_other": torch.zeros(1)})
 
 
 def test_a_state_that_is_made_or_moved_in_inference_mode_can_train():

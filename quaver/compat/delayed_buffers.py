@@ -1,0 +1,63 @@
+"""Checkpoints of torchao 0.9's delayed scaling, which hold its scales as buffers of the linears (`fp8_*`).
+
+    model.load_state_dict(load_delayed_buffers(model, torch.load("torchao_0.9.pt")))
+
+torchao itself refuses these buffers since 0.10, and so does `load_state_dict` of a quaver model: they are unexpected
+keys.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver.delayed import WRAPPERS, float8_scaling_state, named_slots
+from quaver.scale_state import next_scale
+
+logger = logging.getLogger(__name__)
+
+_BUFFER = re.compile(r"(.*\.)?fp8_(amax|amax_history|scale)_(input|weight|grad_output|x|w|dL_dY)")
+_FLOAT8_EXPERIMENTAL_NAMES = {"input": "x", "weight": "w", "grad_output": "dL_dY"}
+
+
+def load_delayed_buffers(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Load the `fp8_*` buffers of a whole state dict into the persistent scales of `model`, and return the rest.
+
+    The buffers are those of torchao 0.9 and of float8_experimental. torchao puts the newest amax first. It may cast to
+    another format, so scales are computed from the histories. Operands that it never cast, or scaled dynamically, have
+    buffers with a scale of 1: they start cold. A model without delayed scaling gets nothing, and the log says so.
+
+    Returns:
+        A new dict for `model.load_state_dict`, without these buffers.
+    """
+    rest = {key: value for key, value in state_dict.items() if not _BUFFER.fullmatch(key)}
+    if len(rest) == len(state_dict):
+        return dict(state_dict)
+    entries = _entries(model, {WRAPPERS.sub("", key): value for key, value in state_dict.items() if key not in rest})
+    if entries:
+        float8_scaling_state(model).load_state_dict(entries)
+    else:
+        logger.warning("dropped the fp8_* buffers of a checkpoint of delayed scaling: the model has no scale for them")
+    return rest
+
+
+def _entries(model: nn.Module, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The buffers as entries of `Float8ScalingState.load_state_dict`."""
+    entries: dict[str, Tensor] = {}
+    for name, state, slot in named_slots(model):
+        operand = name.rpartition(".")[2]
+        prefix = name.removesuffix(operand)
+        for old in (operand, _FLOAT8_EXPERIMENTAL_NAMES[operand]):
+            history = buffers.get(f"{prefix}fp8_amax_history_{old}")
+            scale = buffers.get(f"{prefix}fp8_scale_{old}")
+            if history is not None and scale is not None:
+                history = torch.where((scale != 1) & history.isfinite(), history, 0).flip(0).to(state.quant_scale)
+                quant_scale = next_scale(history.max(), state.format_max[slot], state.delayed_config, state.power_of_2)
+                entries[f"{name}.quant_scale"] = torch.where(history.max() > 0, quant_scale, 0)
+                entries[f"{name}.amax_history"] = history
+    return entries
