@@ -59,7 +59,6 @@ def add_persistent_scales(
     state = ScaleState(casts, config, torch.device("cpu") if device.type == "meta" else device)
     for (_, linear), (input, weight, grad_output) in zip(named_linears, slots_of, strict=True):
         linear.scaling = LinearScales(state, (input, weight, grad_output))
-    state.trained_modules.add(model)
 
 
 def input_owners(named_sizes: Iterable[tuple[str, int]], config: Float8LinearConfig) -> dict[str, str]:
@@ -85,9 +84,9 @@ def sync_float8_amax_and_scale_history(
 ) -> None:
     """Compute the delayed scales of the next step from the amaxes of this one. Call it once a step, after the backward.
 
-    It may come before or after `optimizer.step()`. Two steps of one optimizer without a sync between raise a
-    RuntimeWarning. Models without delayed scaling are left alone. `torch.compile(fullgraph=True)` traces it, to the
-    same bits.
+    It may come before or after `optimizer.step()`. A loop that forgets it gets a RuntimeWarning after 1,000 forwards
+    ([Note: a forgotten sync] in scale_state.py). Models without delayed scaling are left alone.
+    `torch.compile(fullgraph=True)` traces it, to the same bits.
 
     Args:
         model: the module that was given to `convert_to_float8_training`, or a module around or inside it.

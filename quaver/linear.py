@@ -442,10 +442,5 @@ class Float8Linear(nn.Linear):
             self.scaling.follow(self.weight.device)
         return self
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if self.scaling is not None:
-            self.scaling.belongs_to(self)
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_prepared_weight": None, "gathering": None}  # they belong to a scope or a model

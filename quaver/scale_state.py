@@ -15,6 +15,10 @@ rank cast in this step stays as it is.
 [Note: cold start] While a slot's scale is unknown, each cast uses the scale of its own amax. The cast decides on the
 device, so nothing is recompiled.
 
+[Note: a forgotten sync] A forward cannot know that an optimizer has stepped. The state counts the training forwards
+since the last sync and warns at a number that no step's microbatches come near. Until the first sync nothing saturates,
+because each cast uses the scale of its own amax. Forwards of compiled code are not counted.
+
 [Note: no buffers] Slots are not module buffers: state dicts are nn.Linear's, DDP broadcasts nothing, and FSDP manages
 nothing. `float8_scaling_state(model)` saves and loads them under names of their own.
 
@@ -25,17 +29,14 @@ object with the same `quant_scale._version`.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from quaver import scaling
 from quaver.config import CastConfig, DelayedScalingConfig, Float8LinearConfig, ScalingType
@@ -46,7 +47,9 @@ OPERANDS = ("input", "weight", "grad_output")
 
 _NOT_CAST = -1.0
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
-_NOT_COPIED = ("views", "_persistent", "trained_modules", "_trained_by", "_stepped")
+_FORWARDS_WITHOUT_SYNC = 1000
+"""The number of a linear's training forwards without a sync that is warned of: more than the microbatches of a step."""
+_NOT_COPIED = ("views", "_persistent")
 """Attributes of a `ScaleState` that its copies start without."""
 
 
@@ -59,7 +62,7 @@ class ScaleState:
         is_initialized: bool [T] on the CPU, a copy of quant_scale > 0. Read only where ranks decide on the host.
         uncalibrated: whether a static scale has not been measured.
         calibrating: whether static scales are being measured.
-        trained_modules: the model or modules of it; an optimizer with one of their parameters trains it.
+        forwards_since_sync: training forwards of all its linears; see [Note: a forgotten sync].
     """
 
     @torch.inference_mode(False)
@@ -79,12 +82,12 @@ class ScaleState:
         self.amax_buffer = torch.empty(slots, 2, **options)
         self.history = torch.zeros(slots, self.delayed_config.history_len, **options)
         self.format_max = torch.tensor([FORMATS[cast.float8_dtype].max for cast in casts], **options)
+        self.has_delayed = any(cast.scaling_type is ScalingType.DELAYED for cast in casts)
         self.is_delayed = torch.tensor([cast.scaling_type is ScalingType.DELAYED for cast in casts], device=device)
         self.is_initialized = torch.zeros(slots, dtype=torch.bool, device="cpu")
         self.calibrating = False
         self.host_decides = False
-        self.was_synced = False
-        self.warned = False
+        self.forwards_since_sync = 0
         self.was_loaded()
         self.last_step = torch.cat([self.quant_scale.unsqueeze(1), self.amax_buffer], 1)
         self._start()
@@ -92,13 +95,6 @@ class ScaleState:
     def _start(self) -> None:
         self.views: list[LinearScales] = []
         self._persistent: dict[tuple[int, bool], PersistentScale] = {}
-        self.trained_modules: WeakSet[nn.Module] = WeakSet()
-        self._trained_by: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
-        self._stepped: WeakSet[Optimizer] = WeakSet()
-        """The optimizers that have stepped since the last sync."""
-        if any(cast.scaling_type is ScalingType.DELAYED for cast in self.casts):
-            _register_step_hook()
-            _delayed.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
@@ -152,7 +148,7 @@ class ScaleState:
         # Waits for the device. With an outdated copy, ranks would exchange amaxes for a scale that is known.
         if self.host_decides and (torch.compiler.is_compiling() or not self.is_initialized.all()):
             self.refresh_is_initialized()
-        self.was_synced = True
+        self.forwards_since_sync = 0
 
     def reset_amax_buffer(self) -> None:
         self.amax_buffer.fill_(_NOT_CAST)
@@ -160,30 +156,16 @@ class ScaleState:
     def refresh_is_initialized(self) -> None:
         self.is_initialized.copy_(self.quant_scale > 0)
 
-    def after_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Warn once when an optimizer of this model steps twice without a sync between.
-
-        Without a sync nothing fails, but tensors that outgrow their scales saturate. A forward cannot count steps:
-        compiled code runs no Python, and a step may have many microbatches.
-        """
-        if optimizer not in self._trained_by:
-            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            parameters = (parameter for module in self.trained_modules for parameter in module.parameters())
-            self._trained_by[optimizer] = any(id(parameter) in held for parameter in parameters)
-        if self.warned or not self._trained_by[optimizer]:
-            return
-        if self.was_synced:
-            self._stepped.clear()
-            self.was_synced = False
-        if optimizer in self._stepped:
-            self.warned = True
+    def count_forward(self) -> None:
+        """Count a training forward of one linear, and warn at `_FORWARDS_WITHOUT_SYNC` of each."""
+        self.forwards_since_sync += 1
+        if self.forwards_since_sync == _FORWARDS_WITHOUT_SYNC * len(self.views) and self.has_delayed:
             warnings.warn(
-                "two optimizer steps without sync_float8_amax_and_scale_history(model) between them: delayed scales "
-                "do not change until it is called. Call it once a step, after the backward",
+                f"{_FORWARDS_WITHOUT_SYNC} training forwards without sync_float8_amax_and_scale_history(model): "
+                "delayed scales do not change until it is called. Call it once a step, after the backward",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        self._stepped.add(optimizer)
 
     def was_loaded(self) -> None:
         """Bring the host's flags up to date after slots were written."""
@@ -217,15 +199,16 @@ class LinearScales:
                 "this model has static scales that were never measured: run a few batches inside "
                 "calibrate_float8_static_scales(model), load them, or give CastConfig.static_quant_scale"
             )
-        return self.recorded if recording or state.calibrating else self.unrecorded
+        if not (recording or state.calibrating):
+            return self.unrecorded
+        if not torch.compiler.is_compiling():
+            state.count_forward()
+        return self.recorded
 
     def named_slots(self, prefix: str = "") -> list[NamedSlot]:
         """The slots of this linear as `<prefix><operand>`."""
         slots = zip(OPERANDS, self.slots, strict=True)
         return [(f"{prefix}{operand}", self.state, slot) for operand, slot in slots if slot is not None]
-
-    def belongs_to(self, linear: nn.Module) -> None:
-        self.state.trained_modules.add(linear)
 
     def host_decides(self) -> None:
         self.state.host_decides = True
@@ -263,29 +246,6 @@ def all_reduce_amax(amax_buffer: Tensor, group: ProcessGroup | None) -> Tensor:
     return torch.where(bits < 0, _NOT_CAST, bits.view(torch.float32))
 
 
-_delayed: WeakSet[ScaleState] = WeakSet()
-
-
-@functools.cache
-def _register_step_hook() -> None:
-    register_optimizer_step_post_hook(_after_optimizer_step)
-
-
-def _after_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling() or all(_has_no_learning_rate(group) for group in optimizer.param_groups):
-        return
-    for state in list(_delayed):
-        state.after_optimizer_step(optimizer)
-
-
-def _has_no_learning_rate(group: dict[str, Any]) -> bool:
-    """Whether the step changes nothing; torch.distributed.checkpoint makes one to create an optimizer's state."""
-    rate = group.get("lr")
-    if isinstance(rate, Tensor) and not rate.is_cpu:
-        return False  # the host does not wait for the device
-    return rate is not None and float(rate) == 0
-
-
 NamedSlot = tuple[str, ScaleState, int]
 
 
@@ -303,7 +263,7 @@ def entries_of(named_slots: Iterable[NamedSlot]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_slots(named_slots: Sequence[NamedSlot], given: Mapping[str, Any]) -> int:
-    """Copy `given` into `entries_of(named_slots)`, and zeros (a cold start) into those that it lacks. Returns how many.
+    """Copy `given` into `entries_of(named_slots)`, and zeros (a cold start) into those it lacks. Returns how many.
 
     A history of another length keeps its newest amaxes. A negative scale, which earlier versions wrote for a tensor
     that was to be scaled dynamically for one step, is unknown.

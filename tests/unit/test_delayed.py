@@ -10,18 +10,20 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from quaver import (
+    CastConfig,
     DelayedScalingConfig,
     Float8Linear,
     Float8LinearConfig,
+    ScalingType,
     cast_weights_once,
     convert_to_float8_training,
     float8_linear,
     float8_scaling_state,
+    scale_state,
     sync_float8_amax_and_scale_history,
 )
 from quaver.kernels import cpu
@@ -406,58 +408,48 @@ def test_siblings_that_read_one_input_cast_and_save_it_once(names, casts, compil
     assert len(float8_scaling_state(model)) == 9 - (casts == 1)
 
 
-def optimizer_steps(model, optimizer, when, steps=4):
-    for _ in range(steps):
-        model(torch.randn(4, 64)).sum().backward()
-        if when == "before":
-            sync_float8_amax_and_scale_history(model)
-        optimizer.step()
-        if when == "after":
-            sync_float8_amax_and_scale_history(model)
+@pytest.fixture
+def few_forwards(monkeypatch):
+    """The forwards without a sync that are warned of."""
+    monkeypatch.setattr(scale_state, "_FORWARDS_WITHOUT_SYNC", 3)
+    return 3
 
 
-def _adapted():
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    convert_to_float8_training(model, config=config_of(), module_filter_fn=lambda _, name: name == "0")
-    model[0].requires_grad_(False)
-    return model, model[1]
+@pytest.mark.parametrize("several", [False, True])
+def test_a_forgotten_sync_is_said_once(several, few_forwards):
+    model = copy.deepcopy(convert_to_float8_training(Net(), config=config_of())) if several else make()
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(few_forwards - 1):
+                step(model, torch.randn(4, 64), sync=False)
+        with pytest.warns(RuntimeWarning, match="3 training forwards without sync_float8_amax_and_scale_hist"):
+            step(model, torch.randn(4, 64), sync=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(2 * few_forwards):
+                step(model, torch.randn(4, 64), sync=False)
+        sync_float8_amax_and_scale_history(model)
 
 
-@pytest.mark.parametrize("of", [lambda: (make(),) * 2, _adapted, lambda: (copy.deepcopy(make()),) * 2])
-def test_forgetting_the_sync_is_said_once(of):
-    model, trained = of()
-    optimizer = torch.optim.SGD(trained.parameters(), lr=1e-3)
-    with pytest.warns(RuntimeWarning, match="two optimizer steps without sync_float8_amax_and_scale_history") as said:
-        optimizer_steps(model, optimizer, None)
-    assert len(said) == 1
-
-
-def test_what_does_not_forget_the_sync():
-    """One before or after the optimizer; optimizers of other models; several of one model."""
-    module, other = make(bias=True), nn.Linear(4, 4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for when in ("before", "after"):
-            optimizer_steps(module, torch.optim.AdamW(module.parameters()), when)
-        optimizer_steps(module, torch.optim.SGD(other.parameters(), lr=0.1), None)
-        optimizers = [torch.optim.SGD([parameter], lr=1e-3) for parameter in module.parameters()]
-        for _ in range(3):
-            step(module, torch.randn(4, 64))
-            for optimizer in optimizers:
-                optimizer.step()
-
-
-def test_a_step_that_makes_an_optimizers_state_does_not_count():
-    """torch.distributed.checkpoint takes one, with a learning rate of 0, for an optimizer without a state."""
+def test_what_is_no_forgotten_sync(few_forwards):
+    """Steps with one, compiled or not; evaluation; and models whose scales no sync changes."""
     module = make()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-    step(module, torch.randn(4, 64))
+    syncs = sync_float8_amax_and_scale_history, torch.compile(sync_float8_amax_and_scale_history, backend="aot_eager")
+    static = replace(CastConfig(), scaling_type=ScalingType.STATIC, static_quant_scale=2.0)
+    never = convert_to_float8_training(nn.Linear(64, 64), config=Float8LinearConfig(cast_config_input=static))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        get_optimizer_state_dict(module, optimizer)
-        optimizer.step()
-    with pytest.warns(RuntimeWarning, match="two optimizer steps"):
-        optimizer.step()
+        for sync in syncs * few_forwards:
+            step(module, torch.randn(4, 64), sync=False)
+            step(never, torch.randn(4, 64), sync=False)
+            sync(module)
+        with torch.no_grad():
+            for _ in range(2 * few_forwards):
+                module(torch.randn(4, 64))
+        module.eval()
+        for _ in range(2 * few_forwards):
+            step(module, torch.randn(4, 64), sync=False)
 
 
 def test_a_linear_without_a_state_says_what_to_do():
