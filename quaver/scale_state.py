@@ -15,6 +15,10 @@ rank cast in this step stays as it is.
 [Note: cold start] While a slot's scale is unknown, each cast uses the scale of its own amax. The cast decides on the
 device, so nothing is recompiled.
 
+[Note: who records] Casts record amaxes for a forward in training mode with gradients. A weight that is quantized before
+the forward (by `cast_weights_once`, or for an all-gather) may serve evaluation and training alike, so that cast records
+into a buffer of its own, and each forward that trains takes its maximum into amax_buffer.
+
 [Note: a forgotten sync] A forward cannot know that an optimizer has stepped. The state counts the training forwards
 since the last sync and warns at a number that no step's microbatches come near. Until the first sync nothing saturates,
 because each cast uses the scale of its own amax. Forwards of compiled code are not counted.
@@ -41,6 +45,7 @@ from torch.distributed import ProcessGroup
 from quaver import scaling
 from quaver.config import CastConfig, DelayedScalingConfig, Float8LinearConfig, ScalingType
 from quaver.formats import FORMATS
+from quaver.kernels.cast import record
 from quaver.scaling import PersistentScale, PersistentScales
 
 OPERANDS = ("input", "weight", "grad_output")
@@ -180,6 +185,8 @@ class LinearScales:
 
     def __init__(self, state: ScaleState, slots: tuple[int | None, int | None, int | None]) -> None:
         self.state, self.slots = state, slots
+        self.weight_observed: Tensor | None = None
+        """float32 [2], as `PersistentScale.amax_buffer`: what a cast of the weight before the forward observed."""
         state.views.append(self)
         self.refresh()
 
@@ -191,6 +198,7 @@ class LinearScales:
         )
 
     def scales(self, *, recording: bool, device: torch.device) -> PersistentScales:
+        """The scales of casts on `device`. `recording`: for a forward that trains; see [Note: who records]."""
         state = self.state
         if device != state.device:
             self.follow(device)
@@ -199,11 +207,28 @@ class LinearScales:
                 "this model has static scales that were never measured: run a few batches inside "
                 "calibrate_float8_static_scales(model), load them, or give CastConfig.static_quant_scale"
             )
-        if not (recording or state.calibrating):
+        if not recording:
             return self.unrecorded
+        if self.recorded.weight is not None and self.weight_observed is not None:
+            record(self.recorded.weight, self.weight_observed)
         if not torch.compiler.is_compiling():
             state.count_forward()
         return self.recorded
+
+    def observe_weight(self, device: torch.device, observed: Tensor | None = None) -> PersistentScale | None:
+        """The weight's scale for a cast before the forward, None where it is dynamic; see [Note: who records].
+
+        Args:
+            observed: `weight_observed` of an earlier cast of the same weight, for this cast to add to.
+        """
+        scale = self.scales(recording=False, device=device).weight
+        if scale is None:
+            return None
+        if observed is None:
+            with torch.inference_mode(False):  # a later forward may train
+                observed = scale.quant_scale.new_full((2,), _NOT_CAST)
+        self.weight_observed = observed
+        return scale._replace(amax_buffer=observed)
 
     def named_slots(self, prefix: str = "") -> list[NamedSlot]:
         """The slots of this linear as `<prefix><operand>`."""

@@ -5,7 +5,9 @@ change a weight (`.data`, a kernel that writes in place, an optimizer that bypas
 not to change the weights, and a change that torch can see is an error.
 
 A whole weight is quantized at the entry. A shard that FSDP2 all-gathers in float8 is quantized for its first all-gather
-in the scope, because its scale takes a collective; later all-gathers send the same codes.
+in the scope, because its scale takes a collective; later all-gathers send the same codes. The mode of the model at that
+moment does not matter: with a persistent scale, each forward that trains records what the cast observed
+([Note: who records] in scale_state.py).
 """
 
 from __future__ import annotations
@@ -110,8 +112,8 @@ def cast_weights_once(model: nn.Module) -> Iterator[None]:
         raise RuntimeError("cast_weights_once is already open for this model; leave it before entering again")
     try:
         for module in whole:
-            scale = module.persistent_scales(module.weight.device).weight
-            with torch.no_grad():
+            scale = None if module.scaling is None else module.scaling.observe_weight(module.weight.device)
+            with torch.no_grad(), torch.inference_mode(False):  # a later forward may train
                 module._prepared_weight = PreparedWeight(module.weight, module.config, scale)
         for module in gathered:
             all_gather_state(module).prepared = PreparedShard(module)
@@ -126,6 +128,8 @@ def cast_weights_once(model: nn.Module) -> Iterator[None]:
     finally:
         for module in whole:
             module._prepared_weight = None
+            if module.scaling is not None:
+                module.scaling.weight_observed = None
         for module in gathered:
             all_gather_state(module).prepared = None
 

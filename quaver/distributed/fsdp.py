@@ -51,7 +51,6 @@ from quaver.distributed.weight_scales import (
     all_gather_state,
     current_shard,
     local_weight,
-    persistent_scale,
     whole_scales,
 )
 from quaver.frozen_weight import FrozenFloat8Weight
@@ -68,12 +67,16 @@ _COPIES = frozenset({aten._pin_memory.default, aten._to_copy.default, aten.clone
 class ScaleBox:
     """The scales of one shard, shared by all views of it."""
 
-    __slots__ = ("computed_from", "scales", "writes")
+    __slots__ = ("computed_from", "observed", "scales", "writes")
 
     def __init__(self) -> None:
         self.scales: WholeScales | None = None
         self.computed_from: tuple[Tensor, int] | None = None
         """The plain tensor that the scales were computed from, and its version then."""
+        self.observed: Tensor | None = None
+        """`LinearScales.weight_observed` of the all-gathers since the last write. It is replaced after a write only:
+        forwards that read it may be queued on their stream, and an all-gather waits for these after an optimizer step.
+        """
         self.writes = 0
         """How often a write dropped the scales, or would have."""
 
@@ -162,8 +165,11 @@ class Float8AllGatherWeight(WrappedTensor):
         return prepared.all_gather_inputs(lambda: self._make_inputs(mesh, module))
 
     def _make_inputs(self, mesh: DeviceMesh, module: Float8Linear) -> AllGatherInputs:
-        config, scale = module.config, persistent_scale(module)
+        config, scale = module.config, None
         shard = current_shard(module)._replace(local=self.wrapped)  # on the device of the mesh, also if offloaded
+        if module.scaling is not None:
+            scale = module.scaling.observe_weight(shard.device, self.box.observed)
+            self.box.observed = module.scaling.weight_observed
         float8_dtype = config.casts.weight.float8_dtype
         scales: WholeScales
         if scale is not None and scale.is_initialized:  # equal on every rank, so nothing is exchanged
@@ -173,7 +179,7 @@ class Float8AllGatherWeight(WrappedTensor):
         else:
             scales = whole_scales(module)
             codes = [_quantize(shard, of_cast.quant, float8_dtype) for of_cast in scales]
-            if scale is not None and scale.amax_buffer is not None:
+            if scale is not None:
                 record_amax(scale, matrix_amax(shard.local, None))
         payloads = [_payload(shard, code) for code in codes]
         if len(payloads) > 1 and mesh.size() == 1:
@@ -268,7 +274,7 @@ class Float8AllGatherWeight(WrappedTensor):
         if func._schema.is_mutable:
             if not _is_padding_copy(func, args):
                 for weight in written(func, args, kwargs, cls):
-                    weight.box.scales = None
+                    weight.box.scales = weight.box.observed = None
                     weight.box.writes += 1
             return args[0] if isinstance(out, Tensor) and isinstance(args[0], cls) else out
         if _is_view(func):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from quaver import convert_to_float8_training, sync_float8_amax_and_scale_history
+from quaver import cast_weights_once, convert_to_float8_training, sync_float8_amax_and_scale_history
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from tests.distributed.counting import CollectiveCounter
 from tests.distributed.models import (
@@ -182,6 +182,47 @@ def test_accumulated_gradients(recipe):
         check_exchanges(accumulated[2], recipe, "accumulated")
     else:  # dynamic scales of weights, which are still known in the second microbatch
         assert [forward[0] for forward, *_ in accumulated[2]] == [2, *[1] * (STEPS - 1)]
+
+
+def _train_with_evaluations(how, scope, evaluates):
+    """Losses, and scales after each step. The model is evaluated before each step and within it, with other inputs."""
+    model, losses, snapshots = _fsdp("delayed", how), [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+
+    def evaluate(batch):
+        if evaluates:
+            model.eval()
+            with torch.no_grad():
+                model(3 * part_of(batch))
+            model.train()
+
+    for batch in batches(STEPS, dist.get_world_size()):
+        evaluate(batch)
+        with scope(model):
+            for _ in range(2):
+                evaluate(batch)
+                loss = loss_of(model(part_of(batch)))
+                loss.backward()
+                losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        sync_float8_amax_and_scale_history(model)
+        snapshots.append(scaling_snapshot(model))
+    return losses, snapshots
+
+
+@pytest.mark.parametrize("scope", [contextlib.nullcontext, cast_weights_once])
+@pytest.mark.parametrize("how", ["plain", "keep gathered"])
+@on_ranks(2)
+def test_evaluations_change_no_scale(how, scope):
+    """An evaluation may leave weights unsharded, or codes in the scope, which the next forward then trains with."""
+    (losses, snapshots), (expected, expected_snapshots) = (
+        _train_with_evaluations(how, scope, evaluates) for evaluates in (True, False)
+    )
+    assert losses == expected
+    for got, wanted in zip(snapshots, expected_snapshots, strict=True):
+        assert all(torch.equal(got[name], value) for name, value in wanted.items())
+    assert all(value[-STEPS:].all() for name, value in snapshots[-1].items() if name.endswith("weight.amax_history"))
 
 
 @pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)

@@ -71,6 +71,29 @@ def test_accumulation_quantizes_each_weight_once_and_changes_no_loss(tmp_path, m
     assert losses_of(once) == losses_of(each)
 
 
+def scales_of(run):
+    return float8_scaling_state(run.model).state_dict()
+
+
+@proves("transformers' Trainer", "accumulate", "evaluate")
+@pytest.mark.parametrize("recipe", ["delayed", "delayed_with_dynamic_weight"])
+def test_evaluations_change_neither_losses_nor_scales(tmp_path, recipe):
+    """After an evaluation `on_step_begin` finds the model in eval mode. A resumed run does not."""
+    options = {"gradient_accumulation_steps": 2, "max_steps": 8, "save_steps": 6, "eval_steps": 6}
+    runs = {}
+    for evaluates in (True, False):
+        model = prepare_model_for_float8(llama(), recipe)
+        strategy = {"eval_strategy": "steps", "eval_on_start": True} if evaluates else {}
+        runs[evaluates] = trainer(tmp_path / str(evaluates), model, **options, **strategy)
+        runs[evaluates].train()
+    resumed = trainer(tmp_path / "True", prepare_model_for_float8(llama(), recipe), **options, eval_strategy="steps")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "True" / "checkpoint-6"))
+    for run in (runs[False], resumed):
+        assert losses_of(run) == losses_of(runs[True])
+        for name, scale in scales_of(runs[True]).items():
+            assert torch.equal(scales_of(run)[name], scale), name
+
+
 class StopInTheMiddle(TrainerCallback):
     """Stops between the two microbatches of the fourth step."""
 

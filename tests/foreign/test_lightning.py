@@ -56,8 +56,7 @@ def trainer(folder, steps, **options):
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        val_check_interval=2,
-        **options,
+        **{"val_check_interval": 2, **options},
     )
 
 
@@ -96,6 +95,24 @@ def test_a_compiled_module_trains_as_before(tmp_path):
     trainer(tmp_path, BATCHES, plugins=[plugin]).fit(compiled, batches())
     assert sum(isinstance(each, Float8Linear) for each in module.modules()) == 14
     assert module.losses == pytest.approx(train_by_hand(llama("rowwise")), rel=1e-4)
+
+
+@proves("Lightning's Trainer", "accumulate", "evaluate")
+@pytest.mark.parametrize("every", [2, 3])
+def test_validation_within_and_between_accumulated_steps_changes_no_scale(tmp_path, every):
+    """It runs in eval and inference mode, under the plugin's autocast."""
+    runs = {}
+    for validates in (True, False):
+        module = Module(None, False)
+        options = {"val_check_interval": every} if validates else {"val_check_interval": 2, "limit_val_batches": 0}
+        plugin = Float8Precision("delayed", module_filter_fn=not_the_head)
+        trainer(tmp_path, BATCHES // 2, plugins=[plugin], accumulate_grad_batches=2, **options).fit(
+            module, batches(), batches()
+        )
+        runs[validates] = module.losses, float8_scaling_state(module.model).state_dict()
+    assert runs[True][0] == runs[False][0]
+    for name, scale in runs[False][1].items():
+        assert torch.equal(runs[True][1][name], scale), name
 
 
 @proves("Lightning's Trainer", "save, resume")

@@ -1,5 +1,6 @@
 """Delayed scaling on one device: the rule, what is recorded when, and what becomes of signals that move."""
 
+import contextlib
 import copy
 import itertools
 import math
@@ -362,6 +363,42 @@ def test_a_weight_in_a_scope_or_saved_for_backward_is_read_once():
     before = cpu.elements_read()
     step(kept, torch.randn(16, 64))
     assert cpu.elements_read() - before == 32 * 64 + 16 * 64 + 16 * 32
+
+
+def _in_eval(module):
+    module.eval()
+    return contextlib.nullcontext()
+
+
+ENTRIES = {
+    "training": lambda module: contextlib.nullcontext(),
+    "eval": _in_eval,
+    "no_grad": lambda module: torch.no_grad(),
+    "inference_mode": lambda module: torch.inference_mode(),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_scope_records_what_trains_in_it_whatever_the_mode_at_its_entry(entry, compiled):
+    """After an evaluation transformers' Trainer begins a step in eval mode."""
+    torch.compiler.reset()
+    module, input = make(64, 32), torch.randn(16, 64)
+    run = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
+    for factor, trains in ((1.0, True), (3.0, True), (5.0, False)):
+        with torch.no_grad():
+            module.weight.mul_(factor)
+        with contextlib.ExitStack() as scope:
+            with ENTRIES[entry](module):
+                scope.enter_context(cast_weights_once(module))
+            for mode in (False, trains):
+                module.train(mode)
+                run(input).sum().backward()
+        sync_float8_amax_and_scale_history(module)
+        history = states(module)["weight.amax_history"]
+        assert (fared(module, "weight").amax == module.weight.abs().max().item()) == trains
+        assert (fared(module, "weight").amax == -1) != trains
+    assert (history > 0).sum() == 2
 
 
 class CountOperations(TorchDispatchMode):
