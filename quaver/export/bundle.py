@@ -97,6 +97,11 @@ def _card(record: dict[str, Any], report: ConversionReport) -> Iterator[str]:
             yield f"| {name} | {_decibels(each['training_db'])} | {_decibels(each['stored_db'])} |"
     else:
         yield "- Codes and scales are those of the training forward, to the bit."
+    if record["ragged"]:
+        yield (
+            f"- Last blocks are cut, because a dimension is no multiple of 128: {listed(record['ragged'])}. Servers "
+            "need a multiple of 128 inputs; transformers dequantizes such weights in compressed-tensors, not in fp8."
+        )
     yield ""
     yield "## Logits"
     yield ""

@@ -9,10 +9,10 @@
     fp8                         any                             a scale per 128 x 128   dynamic, per 128 of a token
 
 A float8 weight `<linear>.weight`, e4m3 [N, K], comes with its scale, float32: [N, 1] per row, [1] per tensor,
-[N / 128, K / 128] per block; value = code * scale. It is called `<linear>.weight_scale`, in fp8 (the format of
-DeepSeek's checkpoints) `<linear>.weight_scale_inv`. Static activations add `<linear>.input_scale`, [1]. These are the
-names, shapes and dtypes that compressed-tensors 0.20 and transformers 5.23 write, and that the CompressedTensorsW8A8Fp8
-of vLLM (its main branch, October 2025) and of SGLang register.
+[ceil(N / 128), ceil(K / 128)] per block; value = code * scale. It is called `<linear>.weight_scale`, in fp8 (the format
+of DeepSeek's checkpoints) `<linear>.weight_scale_inv`. Static activations add `<linear>.input_scale`, [1]. These are
+the names, shapes and dtypes that compressed-tensors 0.20 and transformers 5.23 write, and that the
+CompressedTensorsW8A8Fp8 of vLLM (its main branch, October 2025) and of SGLang register.
 
 No recipe trains with blocks: the two block formats quantize the weights again, but for those that `freeze_to_float8`
 stored in blocks. Under a blockwise config compressed-tensors is compressed-tensors-block.
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from quaver.config import CastConfig, Float8LinearConfig
-from quaver.scaling import BLOCK_SIZE
+from quaver.scaling import BLOCK_SIZE, block_counts
 
 COMPRESSED_TENSORS = "compressed-tensors"
 BLOCKS = "compressed-tensors-block"
@@ -136,22 +136,16 @@ class StoredFormat:
         """Return the scale of the weight `name` [N, K] in the shape that `scaling.dequantize` takes; float32.
 
         Raises:
-            ValueError: the scale has another shape than the format requires or is not finite, or the weight is no
-                multiple of the block.
+            ValueError: the scale has another shape than the format requires or is not finite.
         """
         if not scale.float().isfinite().all():
             raise ValueError(f"the scale of {name} has an inf or a NaN: the model that was exported has diverged")
         rows, columns = shape
         shapes: dict[str, list[list[int]]] = {"tensor": [[], [1], [1, 1]], "channel": [[rows, 1], [rows]]}
-        shapes["block"] = [[rows // BLOCK_SIZE, columns // BLOCK_SIZE]]
+        shapes["block"] = [list(block_counts(rows, columns))]
         found = [each for each in sorted(self.strategies) if list(scale.shape) in shapes[each]]
-        if "block" in self.strategies and (rows % BLOCK_SIZE or columns % BLOCK_SIZE):
-            raise ValueError(
-                f"{name} must be a multiple of the block of {BLOCK_SIZE} x {BLOCK_SIZE}, got {list(shape)}; "
-                "quantize it with a scale per row, or leave it in high precision"
-            )
         if not found:
-            expected = " or ".join(str(shapes[each][-1 if each == "block" else 0]) for each in sorted(self.strategies))
+            expected = " or ".join(str(shapes[each][0]) for each in sorted(self.strategies))
             raise ValueError(
                 f"the scale of {name} must be {expected}, got {list(scale.shape)}; download the checkpoint again"
             )

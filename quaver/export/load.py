@@ -35,8 +35,7 @@ def load_float8(folder: Path | str, *, dtype: torch.dtype = torch.bfloat16) -> M
         dtype: float32, bfloat16 or float16.
     Raises:
         OSError: a file is missing, or the index names one outside of the folder.
-        ValueError: a file is damaged; a scale is missing, not finite or of another shape; a weight is no multiple of
-            its block.
+        ValueError: a file is damaged; a scale is missing, not finite or of another shape.
         NotImplementedError: the checkpoint has another format.
     """
     return Float8Checkpoint(Path(folder), dtype)

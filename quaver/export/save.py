@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quaver.export.bundle import GENERATION, write_bundle
-from quaver.export.files import CONFIG, SafetensorsWriter, write_json
+from quaver.export.files import CONFIG, SafetensorsWriter, listed, write_json
 from quaver.export.folders import new_folder
-from quaver.export.formats import COMPRESSED_TENSORS
+from quaver.export.formats import COMPRESSED_TENSORS, FP8
 from quaver.export.load import load_float8
 from quaver.export.weights import Float8Weights, iter_float8_weights
+
+logger = logging.getLogger(__name__)
 
 
 def save_float8(
@@ -79,6 +82,12 @@ def save_float8(
 
     def begin() -> None:
         nonlocal partial, writer
+        if plan.ragged and plan.format.method == FP8:
+            logger.warning(
+                "%s: a dimension is no multiple of 128, and transformers 5.23, without a GPU or with dequantize=True, "
+                "refuses such fp8 weights or reads wrong values; it reads those of the format compressed-tensors-block",
+                listed(plan.ragged),
+            )
         partial = stack.enter_context(new_folder(folder))
         writer = SafetensorsWriter(partial, max_shard_bytes)
 
@@ -91,7 +100,8 @@ def save_float8(
             logits = _measured(high_precision_model(), partial, measure_tokens)
         costs = {name: _without_inf(each._asdict()) for name, each in tensors.requantized.items()}
         record = {"format": format, "recipe": plan.recipe, **(about or {}), "requantized": costs}
-        write_bundle(partial, {**record, "logits": logits, "bytes": writer.total_bytes}, plan.report)
+        record |= {"ragged": plan.ragged, "logits": logits, "bytes": writer.total_bytes}
+        write_bundle(partial, record, plan.report)
         stack.close()
 
     with ExitStack() as stack:

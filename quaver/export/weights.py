@@ -53,6 +53,8 @@ class Plan:
     ignore: list[str]
     """The modules whose matrices stay in high precision."""
     format: WeightFormat
+    ragged: list[str]
+    """The linears whose last blocks are cut, because a dimension is no multiple of 128; none without blocks."""
     recipe: str
     report: ConversionReport
 
@@ -160,7 +162,6 @@ class Float8Weights:
         for name, (weight, operand, scales) in zip(names, own, strict=True):
             stored = operand
             if format.weights == "block":
-                _check_blocks(name, weight)
                 if not self.plan.linears[name].config.casts.weight.is_blockwise:
                     codes, _, dequant_scale = dynamic_cast_blocks(weight, torch.float8_e4m3fn)
                     stored = Operand(codes, dequant_scale)
@@ -236,14 +237,6 @@ class Float8Weights:
         return tensor
 
 
-def _check_blocks(name: str, weight: Tensor) -> None:
-    if any(size % BLOCK_SIZE for size in weight.shape):
-        raise ValueError(
-            f"{name} must be a multiple of the block of {BLOCK_SIZE} x {BLOCK_SIZE}, got {list(weight.shape)}; export "
-            "in another format, or filter the linear out"
-        )
-
-
 def sqnr_db(hp: Tensor, operand: Operand) -> float:
     """The signal to quantization noise ratio of an operand's dequantized values; inf where they are equal."""
     values = dequantize(operand.data, cast(Tensor, operand.dequant_scale))
@@ -286,10 +279,15 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
         for name in names
         if dims.get(name, 2) >= 2 and name.removesuffix(".weight") not in linears
     }
-    config = next(iter(linears.values())).config
+    config, stored = next(iter(linears.values())).config, next(iter(configs.values()))
     recipe = config.recipe_name.value if config.recipe_name else str(config)
     tied_modules = {name.rpartition(".")[0] for name in tied}
-    return Plan(linears, names, sorted(ignore | tied_modules), next(iter(configs.values())), recipe, report)
+    ragged = [
+        name
+        for name, each in linears.items()
+        if stored.weights == "block" and any(size % BLOCK_SIZE for size in each.weight.shape)
+    ]
+    return Plan(linears, names, sorted(ignore | tied_modules), stored, ragged, recipe, report)
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

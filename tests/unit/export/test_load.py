@@ -88,7 +88,7 @@ BAD = {
     "NaN": (lambda f: change_tensors(f, layer__q_proj__weight=NAN), "layer.q_proj.weight has a NaN"),
     "block": (
         lambda f: change_config(f, quant_method="fp8", weight_block_size=[128, 128]) or rename_scales(f),
-        "layer.gate_proj.weight must be a multiple of the block of 128 x 128, got [32, 32]",
+        "the scale of layer.gate_proj.weight must be [1, 1], got [32, 1]; download the checkpoint again",
     ),
     "block size": (
         lambda f: change_config(f, quant_method="fp8", weight_block_size=[64, 64]),

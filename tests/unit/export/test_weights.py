@@ -111,8 +111,6 @@ def test_blocks_are_quantized_again_and_the_cost_is_stated():
     assert tensors["layer.q_proj.weight_scale_inv"].shape == (1, 1)
     assert set(exported.requantized) == {f"layer.{name}" for name in PROJECTIONS}
     assert all(25 < cost.stored_db < cost.training_db + 3 for cost in exported.requantized.values())
-    with pytest.raises(ValueError, match=r"layer.q_proj must be a multiple of the block of 128 x 128, got \[32, 32\]"):
-        dict(iter_float8_weights(tiny(), format="compressed-tensors-block"))
 
 
 def test_high_precision_is_the_control():

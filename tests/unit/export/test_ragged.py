@@ -1,0 +1,111 @@
+"""Weights whose last blocks are cut, as DeepSeek-V3's `kv_a_proj_with_mqa` (576 x 7168): every way out and back in."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from quaver import freeze_to_float8
+from quaver.cli import main
+from quaver.export import load_float8, load_frozen, save_float8
+from quaver.frozen import blockwise_config
+
+ROWS, COLUMNS = 192, 200
+SCALE = {"fp8": "weight_scale_inv", "compressed-tensors-block": "weight_scale"}
+FORMAT = pytest.mark.parametrize("format", SCALE)
+
+
+def ragged():
+    """Two linears, the first ROWS x COLUMNS, with another magnitude in each row and column; always the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(COLUMNS, ROWS), nn.Linear(ROWS, 8, bias=False))
+    with torch.no_grad():
+        weight = model[0].weight
+        weight.mul_(torch.logspace(-1, 1, ROWS)[:, None]).mul_(torch.logspace(1, -1, COLUMNS))
+    return model
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.linspace(-1, 1, 3 * COLUMNS).view(3, COLUMNS))
+
+
+def expanded(scale, shape):
+    return scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    root = tmp_path_factory.mktemp("export")
+
+    def folder(format):
+        if not (root / format).exists():
+            model = freeze_to_float8(ragged(), blockwise_config(power_of_2=False))
+            save_float8(model, root / format, config={}, format=format)
+        return root / format
+
+    return folder
+
+
+@FORMAT
+def test_codes_and_scales_are_stored_as_they_are_frozen(format, exported):
+    frozen = freeze_to_float8(ragged(), blockwise_config(power_of_2=False))
+    stored = load_file(exported(format) / "model.safetensors")
+    for name, counts in (("0", (2, 2)), ("1", (1, 2))):
+        weight, scale = frozen[int(name)].weight, stored[f"{name}.{SCALE[format]}"]
+        assert scale.shape == counts
+        assert scale.unique().numel() == scale.numel()
+        assert scale.equal(weight.dequant_scale)
+        assert stored[f"{name}.weight"].view(torch.uint8).equal(weight.data_fp8.view(torch.uint8))
+
+
+@FORMAT
+def test_values_are_codes_times_the_scales_of_their_blocks(format, exported, tmp_path):
+    stored = load_file(exported(format) / "model.safetensors")
+    loaded = load_float8(exported(format), dtype=torch.float32)
+    assert main(["import", str(exported(format)), str(tmp_path / "hp"), "--dtype=float32"]) == 0
+    imported = load_file(tmp_path / "hp" / "model.safetensors")
+    for name in ("0.weight", "1.weight"):
+        codes, scale = stored[name], stored[name.replace("weight", SCALE[format])]
+        values = codes.float() * expanded(scale, codes.shape)
+        assert loaded[name].equal(values)
+        assert imported[name].equal(values)
+
+
+@FORMAT
+def test_a_frozen_base_has_the_logits_of_the_exporter(format, exported):
+    expected = logits(freeze_to_float8(ragged(), blockwise_config(power_of_2=False)))
+    assert logits(load_frozen(ragged(), exported(format))).equal(expected)
+
+
+@FORMAT
+def test_the_codes_of_training_are_quantized_again_in_blocks(format, tmp_path):
+    for recipe in ("rowwise", "tensorwise"):
+        written = save_float8(freeze_to_float8(ragged(), recipe), tmp_path / recipe, config={}, format=format)
+        assert set(written.requantized) == {"0", "1"}
+        assert all(each.stored_db > 20 for each in written.requantized.values())
+        assert load_file(tmp_path / recipe / "model.safetensors")[f"0.{SCALE[format]}"].shape == (2, 2)
+
+
+@FORMAT
+def test_the_export_says_which_weights_are_ragged(format, exported, tmp_path, caplog):
+    save_float8(freeze_to_float8(ragged()), tmp_path / "out", config={}, format=format)
+    said = [record.getMessage() for record in caplog.records if record.name == "quaver.export.save"]
+    assert len(said) == (format == "fp8")  # transformers reads these wrong without a GPU
+    assert all(line.startswith("0, 1: a dimension is no multiple of 128") for line in said)
+    assert json.loads((tmp_path / "out" / "quaver_export.json").read_text())["ragged"] == ["0", "1"]
+    assert "Last blocks are cut, because a dimension is no multiple of 128: 0, 1." in (
+        tmp_path / "out" / "README.md"
+    ).read_text(encoding="utf-8")
+
+
+@FORMAT
+def test_scales_of_whole_blocks_alone_are_refused(format, exported, tmp_path):
+    tensors = load_file(exported(format) / "model.safetensors")
+    tensors[f"0.{SCALE[format]}"] = torch.ones(ROWS // 128, COLUMNS // 128)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((exported(format) / "config.json").read_bytes())
+    with pytest.raises(ValueError, match=r"the scale of 0.weight must be \[2, 2\], got \[1, 1\]"):
+        load_float8(tmp_path)
