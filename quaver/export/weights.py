@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -74,14 +74,15 @@ def iter_float8_weights(
             engine.load_weights([(name, tensor)])
 
     Args:
-        model: converted to float8; plain, or sharded by FSDP2 or tensor parallelism. All ranks iterate together: each
-            gathers one whole weight at a time (the weights of fused linears together).
+        model: converted to float8; plain, or sharded by FSDP2 or tensor parallelism. All ranks iterate together, and
+            no forward runs meanwhile: each gathers one whole weight at a time (the weights of fused linears together),
+            or, where FSDP2 shards float8 linears, the weights of one FSDPModule.
         format: "compressed-tensors", "compressed-tensors-block" or "fp8" (see formats.py); "high-precision" for the
             plain tensors, which is the control.
         weights: the tensors by name, where `model` is on the meta device; the model's own by default.
         dtype: of the tensors that stay in high precision; their own by default.
-        forward_dtype: the dtype in which the forward reads the weights, where that is not their own. FSDP2's
-            `mp_policy.param_dtype` is found in a sharded model.
+        forward_dtype: the dtype in which the forward reads the weights, where that is not their own. Not needed for the
+            own tensors of a model that FSDP2 shards: `unshard()` gathers them as for the forward.
         share_fused_scales: give fused linears one scale where scales are per tensor. Without it codes are those of
             training, and a server that fuses quantizes them again.
     Raises (when called):
@@ -99,7 +100,8 @@ class Float8Weights:
 
     Attributes:
         bytes_yielded: of the tensors so far.
-        bytes_moved: of the whole tensors that were gathered from shards so far; 0 for a model that is not sharded.
+        bytes_moved: of the whole tensors that were gathered from shards so far, in the dtype of the forward for the
+            float8 linears of FSDP2; 0 for a model that is not sharded.
         requantized: the linears that are stored with other codes than those of training.
     """
 
@@ -122,9 +124,9 @@ class Float8Weights:
         self._weights = weights if weights is not None else named_tensors(model)
         self._dtype = dtype
         self._shares = share_fused_scales and self.plan.format.weights == "tensor"
-        self._forward_dtypes = (
-            {name: forward_dtype for name in self.plan.linears} if forward_dtype else _fsdp_dtypes(model)
-        )
+        self._forward_dtype = forward_dtype
+        self._fsdp_modules = {} if forward_dtype or weights is not None else _fsdp_modules(model, self.plan.linears)
+        self._gathered: dict[str, Tensor] = {}
         self._tensors = self._run()
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -203,9 +205,31 @@ class Float8Weights:
             codes, dequant = self._codes(name), linear.weight_dequant_scale
             weight = dequantize(codes, dequant, linear.weight.dtype)
             return weight, Operand(codes, dequant), Scales(to_dequant_scale(dequant), dequant)
-        weight, dtype = self._read(f"{name}.weight"), self._forward_dtypes.get(name)
-        weight = weight if dtype is None else weight.to(dtype)
+        if name in self._fsdp_modules:
+            weight = self._unsharded(name)
+        else:
+            weight = self._read(f"{name}.weight")
+            weight = weight if self._forward_dtype is None else weight.to(self._forward_dtype)
         return weight, *self._quantize(name, weight)
+
+    def _unsharded(self, name: str) -> Tensor:
+        """The weight as FSDP2 gathers it for the forward, in `mp_policy.param_dtype`, which has no public reader.
+
+        The first linear of an FSDPModule gathers the weights of all of them; each is taken once.
+        """
+        if name not in self._gathered:
+            module = self._fsdp_modules[name]
+            sharded = list(module.parameters())
+            module.unshard()
+            try:
+                gathered = [new for old, new in zip(sharded, module.parameters(), strict=True) if new is not old]
+                self.bytes_moved += sum(each.nbytes for each in gathered)
+                for each in (each for each, owner in self._fsdp_modules.items() if owner is module):
+                    weight = self.plan.linears[each].weight.detach()  # a DTensor still under tensor parallelism
+                    self._gathered[each] = weight.full_tensor() if isinstance(weight, DTensor) else weight.clone()
+            finally:
+                module.reshard()
+        return _finite(f"{name}.weight", self._gathered.pop(name))
 
     def _codes(self, name: str) -> Tensor:
         """The whole weight of a frozen linear, as it is stored."""
@@ -232,9 +256,13 @@ class Float8Weights:
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
             self.bytes_moved += tensor.nbytes
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise ValueError(f"{name} has an inf or a NaN: the model has diverged; export an earlier checkpoint")
-        return tensor
+        return _finite(name, tensor)
+
+
+def _finite(name: str, tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point() and not tensor.isfinite().all():
+        raise ValueError(f"{name} has an inf or a NaN: the model has diverged; export an earlier checkpoint")
+    return tensor
 
 
 def sqnr_db(hp: Tensor, operand: Operand) -> float:
@@ -315,24 +343,17 @@ def _scales(linear: Float8Linear) -> PersistentScales:
     return linear.persistent_scales(weight.device, recording=False)
 
 
-def _fsdp_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """The dtypes in which FSDP2 gathers the weights of float8 linears, where those are not the weights' own.
-
-    FSDP2 casts a shard to `mp_policy.param_dtype` before the all-gather, so the forward quantizes rounded weights; a
-    float8 all-gather quantizes the shard itself. torch has no public way to read the policy of a module; torch 2.11
-    has one group of parameters per module, torch 2.13 a list.
-    """
-    dtypes: dict[int, torch.dtype] = {}
-    for module in model.modules():
+def _fsdp_modules(model: nn.Module, linears: Mapping[str, Float8Linear]) -> dict[str, FSDPModule]:
+    """The module whose `unshard()` gathers a linear's weight in high precision, by the names of such linears."""
+    innermost: dict[int, FSDPModule] = {}
+    for module in model.modules():  # parents come before their children
         if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
-                dtype = group.mp_policy.param_dtype
-                dtypes |= {id(each.sharded_param): dtype for each in group.fsdp_params if dtype is not None}
+            innermost |= dict.fromkeys(map(id, cast(nn.Module, module).modules()), module)
     return {
-        WRAPPERS.sub("", name): dtypes[id(linear.weight)]
-        for name, linear in model.named_modules()
-        if isinstance(linear, Float8Linear)
-        and id(linear.weight) in dtypes
+        name: innermost[id(linear)]
+        for name, linear in linears.items()
+        if id(linear) in innermost
+        and isinstance(linear.weight, DTensor)
+        and not isinstance(linear, FrozenFloat8Linear)
         and not isinstance(local_weight(linear), WrappedTensor)
     }

@@ -3,9 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
-from quaver import Float8LinearConfig, freeze_to_float8
+from quaver import Float8ColwiseParallel, Float8LinearConfig, Float8RowwiseParallel, freeze_to_float8
 from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
 from quaver.frozen import blockwise_config
 from tests.distributed.ranks import on_ranks
@@ -14,33 +17,66 @@ from tests.unit.export.models import PROJECTIONS, Tiny, tiny
 GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
 
 
-def sharded(model):
+def sharded(model, **options):
     for linear in model.layer.values():
-        fully_shard(linear)
+        fully_shard(linear, **options)
     return fully_shard(model)
+
+
+def rounded(model, dtype):
+    """`model` with the weights of its float8 linears in `dtype`, as FSDP2 gathers them."""
+    for name in PROJECTIONS:
+        model.layer[name].weight.data = model.layer[name].weight.data.to(dtype)
+    return model
 
 
 @pytest.mark.parametrize(("gathers_float8", "param_dtype"), [(False, None), (False, torch.bfloat16), (True, None)])
 @on_ranks(2)
 def test_codes_are_those_of_the_sharded_forward(gathers_float8, param_dtype, tmp_path):
-    """They are those of a single process whose weights are in `param_dtype`; each byte moves once."""
-    expected = tiny("tensorwise")
-    if param_dtype is not None:
-        for name in PROJECTIONS:
-            expected.layer[name].weight.data = expected.layer[name].weight.data.to(param_dtype)
-    expected = dict(iter_float8_weights(expected, share_fused_scales=False))
+    """They are those of a single process whose weights are in `param_dtype`; each weight moves once."""
+    whole = rounded(tiny("tensorwise"), param_dtype or torch.float32)
+    expected = dict(iter_float8_weights(whole, share_fused_scales=False))
     model = tiny(GATHERED if gathers_float8 else "tensorwise")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if param_dtype or gathers_float8 else None
-    for linear in model.layer.values():
-        fully_shard(linear, **({"mp_policy": policy} if policy else {}))
-    fully_shard(model)
+    sharded(model, **({"mp_policy": policy} if policy else {}))
     weights = save_float8(model, tmp_path / "out", config={}, share_fused_scales=False)
     stored = dict(iter_float8_weights(model, share_fused_scales=False))
     assert stored.keys() == expected.keys()
     assert all(torch.equal(stored[name].float(), tensor.float()) for name, tensor in expected.items())
-    assert weights.bytes_moved == sum(tensor.nbytes for tensor in tiny().state_dict().values())
+    bias = whole.layer["q_proj"].bias  # which FSDP2 gathers with the weight, and which is written in its own dtype
+    again = 0 if gathers_float8 else bias.numel() * whole.layer["q_proj"].weight.itemsize
+    assert weights.bytes_moved == again + sum(tensor.nbytes for tensor in whole.state_dict().values())
     dist.barrier()
     assert set(load_float8(tmp_path / "out")) == set(tiny().state_dict())
+
+
+@on_ranks(2)
+def test_an_export_leaves_the_model_sharded_at_every_tensor():
+    """Two linears fused into one module by FSDP2, the others in the root's; training goes on between the tensors."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = tiny("rowwise")
+    fully_shard([model.layer["q_proj"], model.layer["v_proj"]], mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    expected = dict(iter_float8_weights(rounded(tiny("rowwise"), torch.bfloat16)))
+    weights, stored = iter_float8_weights(model), {}
+    for name, tensor in weights:
+        stored[name] = tensor
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name].float(), tensor.float()) for name, tensor in expected.items())
+
+
+@on_ranks(4)
+def test_codes_of_a_model_in_tensor_parallel_and_sharded_parts():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    model = tiny("rowwise")
+    parallelize_module(model.layer, mesh["tp"], {"q_proj": Float8ColwiseParallel(), "o_proj": Float8RowwiseParallel()})
+    sharded(model, mesh=mesh["fsdp"], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    expected = dict(iter_float8_weights(rounded(tiny("rowwise"), torch.bfloat16)))
+    stored = dict(iter_float8_weights(model))
+    assert stored.keys() == expected.keys()
+    for name in ("layer.q_proj.weight", "layer.o_proj.weight", "layer.k_proj.weight"):
+        assert torch.equal(stored[name].float(), expected[name].float()), name
 
 
 @pytest.mark.parametrize("config", ["blockwise", "tensorwise"])
