@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from quaver import Float8LinearConfig, convert_to_float8_training
-from quaver.activation_checkpointing import apply_activation_checkpointing
+from quaver.checkpointing import apply_activation_checkpointing
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.predict import Prediction, predict_step
 from quaver.recorder.allocator import Usage, measure_usage

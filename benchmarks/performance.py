@@ -17,8 +17,8 @@ from typing import Any
 
 from benchmarks.record import ROOT, markdown, run_quaver, show
 from quaver.config import Float8LinearRecipeName
-from quaver.devices import DEVICE_SPECS
-from quaver.filters import MATMUL_SHARES, recipe_casts
+from quaver.roofline.cost import MATMUL_SHARES, recipe_casts
+from quaver.roofline.device_specs import DEVICE_SPECS
 
 DOCS = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"

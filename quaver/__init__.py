@@ -32,11 +32,11 @@ from quaver.distributed import (
     PrepareFloat8ModuleInput,
     precompute_float8_dynamic_scale_for_fsdp,
 )
-from quaver.filters import auto_filter_for_recipe
 from quaver.frozen import FrozenFloat8Linear, freeze_to_float8
 from quaver.integrations.check import assert_float8_training
 from quaver.linear import Float8Linear, float8_linear
 from quaver.primary_weights import use_float8_primary_weights
+from quaver.roofline.auto_filter import auto_filter_for_recipe
 from quaver.slow_paths import error_on_slow_path
 from quaver.weight_scope import cast_weights_once
 

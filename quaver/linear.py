@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
-from quaver.checkpoint_early_stop import save
-from quaver.checkpoint_early_stop import saved as saved_tensors
+from quaver.checkpointing.early_stop import save
+from quaver.checkpointing.early_stop import saved as saved_tensors
 from quaver.compile_hints import add_dependency, materialize
 from quaver.config import Float8GemmConfig, Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.formats import HP_DTYPES

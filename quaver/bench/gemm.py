@@ -25,8 +25,8 @@ from quaver.bench.options import BenchOptions, Shapes
 from quaver.bench.results import BFLOAT16, Result, Row
 from quaver.bench.shapes import Shape
 from quaver.config import CastConfig, Float8LinearConfig
-from quaver.devices import PeakFlops, device_spec, peak_flops
 from quaver.gemm import GemmBackend, along_contracted, backend_for, float8_mm
+from quaver.roofline.device_specs import PeakFlops, device_spec, peak_flops
 from quaver.scaling import dynamic_cast
 from quaver.trainer.config.settings import OneOf
 
@@ -86,7 +86,7 @@ class Gemm(Shapes, BenchOptions):
         return rows
 
     def note(self, result: Result) -> str:
-        no_peak = "unknown: quaver/devices.py has no data sheet for this device"
+        no_peak = "unknown: quaver/roofline/device_specs.py has no data sheet for this device"
         return f"peak: {no_peak if result['peak'] == 'unknown' else result['peak']}"
 
 

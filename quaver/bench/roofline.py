@@ -1,4 +1,4 @@
-"""The roofline of float8 linears (quaver/filters.py) for whole models, devices and recipes.
+"""The roofline of float8 linears (quaver/roofline/cost.py) for whole models, devices and recipes.
 
     predict(settings).write(folder)      roofline.csv: a row per layer; roofline.json: settings, constants, models
 
@@ -18,8 +18,8 @@ from typing import Any
 
 from quaver.bench.roofline_layers import ModelLayers
 from quaver.config import Float8LinearRecipeName
-from quaver.devices import DEVICE_SPECS, DeviceSpec, find_device_spec
-from quaver.filters import KERNEL_LAUNCH_S, MATMUL_SHARES, MEMORY_SHARE, LinearCost, LinearTime, linear_cost
+from quaver.roofline.cost import KERNEL_LAUNCH_S, MATMUL_SHARES, MEMORY_SHARE, LinearCost, LinearTime, linear_cost
+from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec, find_device_spec
 
 LINEAR_SHARES = (0.6, 0.7, 0.8, 0.9)
 """Shares of a step's time for which Amdahl's law is written out."""

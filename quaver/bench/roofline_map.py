@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from quaver.bench.roofline import Roofline
-from quaver.devices import DeviceSpec
-from quaver.filters import linear_cost
+from quaver.roofline.cost import linear_cost
+from quaver.roofline.device_specs import DeviceSpec
 
 TOKENS, SIZES = (2**9, 2**17), (2**9, 2**15)
 """The ends of the axes: M, and K = N."""

@@ -10,9 +10,9 @@ from torch import nn
 
 from quaver import Float8Linear
 from quaver.config import CastConfig
-from quaver.devices import PeakFlops
 from quaver.gemm import GemmBackend, backend_for
 from quaver.kernels.exact_mm import has_bfloat16_units
+from quaver.roofline.device_specs import PeakFlops
 from quaver.trainer.config import Model
 from quaver.trainer.model import Llama, training_flops_per_token
 

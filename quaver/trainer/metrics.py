@@ -14,7 +14,8 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from quaver.devices import PeakFlops, describe
+from quaver.devices import describe
+from quaver.roofline.device_specs import PeakFlops
 from quaver.trainer.config import Metrics, TrainConfig
 from quaver.trainer.config.settings import NotNegative
 from quaver.trainer.errors import CheckpointError, OutputError

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from quaver import Float8Linear
-from quaver.activation_checkpointing import apply_activation_checkpointing
+from quaver.checkpointing import apply_activation_checkpointing
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.model import Block, Llama

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from quaver.devices import PeakFlops, peak_flops
+from quaver.roofline.device_specs import PeakFlops, peak_flops
 from quaver.trainer.checkpoint import Checkpointer, load_weights
 from quaver.trainer.checkpoint_folder import Progress
 from quaver.trainer.config import TrainConfig

@@ -10,7 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from quaver import Float8Linear, Float8LinearConfig
 from quaver import linear as quaver_linear
-from quaver.activation_checkpointing import MATMULS
+from quaver.checkpointing.policy import MATMULS
 from quaver.compile_hints import add_dependency
 
 FLOAT8 = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]

@@ -17,7 +17,7 @@ from quaver.bench.roofline_map import draw_map
 from quaver.bench.shapes import MODELS
 from quaver.cli.console import make_table, wide_console
 from quaver.cli.errors import bad_input
-from quaver.devices import DEVICE_SPECS
+from quaver.roofline.device_specs import DEVICE_SPECS
 from quaver.trainer.config.flags import parse_options
 from quaver.trainer.config.float8 import RECIPES
 from quaver.trainer.config.settings import AtLeast1, NotNegative, OneOf, Settings

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
-from quaver.devices import DEVICE_SPECS, DeviceSpec, device_spec, find_device_spec
+from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec, device_spec, find_device_spec
 from quaver.memory.runs.changes import Change, combinations, least_gathered, single_changes, words_of
 from quaver.memory.runs.predict import predict_memory
 from quaver.memory.runs.step_time import StepCost, step_cost

@@ -1,7 +1,7 @@
 """The FLOPs and the modelled time of a training step, to order settings by speed.
 
     step       micro-batches * (linears + attention + recomputation)
-    linears    quaver.filters: three matmuls each, casts and launches, for this rank's share
+    linears    quaver.roofline: three matmuls each, casts and launches, for this rank's share
     attention  2 matmuls of every query with every key, forward and backward, at the rate of bfloat16 matmuls
     recompute  each recomputed linear's first matmul and its casts; attention as above
 
@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from quaver import Float8Linear
-from quaver.activation_checkpointing import selected_every
-from quaver.devices import DeviceSpec
-from quaver.filters import MATMUL_SHARES, LinearTime, linear_cost
+from quaver.checkpointing.policy import selected_every
+from quaver.roofline.device_specs import DeviceSpec
+from quaver.roofline.cost import MATMUL_SHARES, LinearTime, linear_cost
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.recorder.modules import ModuleTracker
 from quaver.trainer.trained_model import autocast_of

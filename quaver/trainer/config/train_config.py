@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from quaver.activation_checkpointing import selected_every
+from quaver.checkpointing.policy import selected_every
 from quaver.trainer.config.checkpoint import Checkpoint
 from quaver.trainer.config.data import Data, Validation
 from quaver.trainer.config.float8 import DELAYED_RECIPES, Float8

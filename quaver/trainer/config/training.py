@@ -5,8 +5,8 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from quaver.activation_checkpointing import MODES as CHECKPOINT_MODES
-from quaver.activation_checkpointing import named_operations, selected_every
+from quaver.checkpointing import MODES as CHECKPOINT_MODES
+from quaver.checkpointing.policy import named_operations, selected_every
 from quaver.trainer.config.settings import AtLeast1, FiniteNotNegative, NotNegative, OneOf, Settings, Share
 
 DEVICES = ("auto", "cpu", "cuda")

@@ -5,7 +5,7 @@ import torch
 
 from quaver.bench.gemm import GRANULARITIES, Gemm, Matmul, matmuls_of, share_of_peak
 from quaver.bench.shapes import Shape
-from quaver.devices import PeakFlops
+from quaver.roofline.device_specs import PeakFlops
 
 CPU = torch.device("cpu")
 SHAPE = Shape((32, 48, 64))

@@ -12,8 +12,8 @@ from quaver.bench.roofline import RooflineSettings, merged_names, predict, recip
 from quaver.bench.roofline_layers import Layer, ModelLayers, layers_of_config, layers_of_model
 from quaver.bench.roofline_map import make_figure
 from quaver.cli import main
-from quaver.devices import find_device_spec
-from quaver.filters import linear_cost
+from quaver.roofline.cost import linear_cost
+from quaver.roofline.device_specs import find_device_spec
 
 H200 = find_device_spec("H200")
 RECIPES = ("tensorwise", "rowwise", "delayed")

@@ -11,12 +11,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from quaver.cli.memory.views import advice_summary
-from quaver.devices import find_device_spec
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.runs.advise import AS_CONFIGURED, advise
 from quaver.memory.runs.changes import combinations, least_gathered, single_changes, words_of
 from quaver.memory.runs.step_time import checkpointed_blocks, recomputed_flops, step_cost
 from quaver.recorder.byte_sizes import parse_bytes
+from quaver.roofline.device_specs import find_device_spec
 from quaver.trainer.config import ActivationCheckpoint, Float8, Parallelism, Training
 from quaver.trainer.config_io import load_config, parse_arguments
 from quaver.trainer.loss import next_token_loss

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from quaver.activation_checkpointing import apply_activation_checkpointing
+from quaver.checkpointing import apply_activation_checkpointing
 from quaver.cli.memory.views import comparison_lines
 from quaver.memory import explain
 from quaver.memory.reports.compare import compare

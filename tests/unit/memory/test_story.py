@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from quaver.activation_checkpointing import apply_activation_checkpointing
+from quaver.checkpointing import apply_activation_checkpointing
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.predict import predict_step
 from quaver.memory.reports.compare import compare

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from quaver import Float8Linear
-from quaver.activation_checkpointing import apply_activation_checkpointing
+from quaver.checkpointing import apply_activation_checkpointing
 from quaver.memory import record_timeline
 from quaver.recorder.report import merged_layers
 from tests.distributed.ranks import on_ranks

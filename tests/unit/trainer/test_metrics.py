@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quaver.devices import PeakFlops
+from quaver.roofline.device_specs import PeakFlops
 from quaver.trainer.config import Metrics, TrainConfig
 from quaver.trainer.config_docs import configuration_page
 from quaver.trainer.errors import CheckpointError

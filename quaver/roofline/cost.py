@@ -1,4 +1,4 @@
-"""`auto_filter_for_recipe`, the filter that converts only linears that gain, and the roofline that it estimates with.
+"""The time of one linear, forward and backward, predicted from FLOPs, bytes and launches.
 
 A linear of M tokens, K inputs and N outputs is three matmuls, forward and backward. Float8 adds casts:
 
@@ -27,17 +27,11 @@ matmul; communication; the state of delayed scaling (once a step for the whole m
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-from torch import nn
-
 from quaver.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName
-from quaver.convert import FilterDecision
-from quaver.devices import DEVICE_SPECS, DeviceSpec, device_spec, find_device_spec
-from quaver.gemm import ALIGNMENT
+from quaver.roofline.device_specs import DeviceSpec
 
 
 class MatmulShares(NamedTuple):
@@ -238,60 +232,3 @@ def _matmul_s(rows: int, contracted: int, columns: int, float8: bool, spec: Devi
     read = (rows + columns) * contracted * (1 if float8 else 2)
     moved_s = (read + 2 * rows * columns) / (spec.memory_gb_per_s * 1e9 * MEMORY_SHARE)
     return max(2 * rows * contracted * columns / (tflops * 1e12), moved_s)
-
-
-def auto_filter_for_recipe(
-    recipe: Float8LinearRecipeName | str,
-    *,
-    tokens: int = 8192,
-    device: str | torch.device | None = None,
-    skip: tuple[str, ...] = (),
-    min_speedup: float = 1.05,
-) -> Callable[[nn.Module, str], FilterDecision]:
-    """A filter for `convert_to_float8_training` that skips linears too small to gain, and says its estimate.
-
-    Args:
-        recipe: a recipe's name.
-        tokens: rows of the linears' inputs per forward, on one device.
-        device: what the training will run on: a name such as "H100" or a torch.device. None for this machine's GPU if
-            it is known, else H100: on a laptop the question is about the cluster.
-        skip: names to leave in high precision whatever they gain; a layer matches if one is a part of its name.
-        min_speedup: convert from this predicted speedup on.
-    Raises:
-        ValueError: an unknown recipe or device, or one that does not multiply float8.
-    """
-    recipe = Float8LinearRecipeName(recipe)
-    if isinstance(skip, str):
-        raise ValueError(f"skip: expected a tuple of names, got {skip!r}; give ({skip!r},)")
-    spec = _spec_of(device)
-    if spec.float8_tflops is None:
-        raise ValueError(f"{spec.name} does not multiply float8, so no layer gains")
-    linear_cost(tokens, 16, 16, recipe, spec)  # raises now for arguments that would fail at every layer
-
-    def decide(module: nn.Module, name: str) -> FilterDecision:
-        matched = next((part for part in skip if part in name), None)
-        if matched is not None:
-            return FilterDecision(False, f"filter: name contains {matched!r}")
-        if not isinstance(module, nn.Linear):
-            return FilterDecision(False, "not a linear")
-        k, n = module.in_features, module.out_features
-        if k % ALIGNMENT or n % ALIGNMENT:
-            return FilterDecision(False, f"shape: {k} x {n} is not a multiple of {ALIGNMENT}, padding would cost more")
-        speedup = linear_cost(tokens, k, n, recipe, spec).speedup
-        estimate = f"estimated {speedup:.2f}x on {spec.name} at {tokens} tokens"
-        return FilterDecision(speedup >= min_speedup, estimate)
-
-    return decide
-
-
-def _spec_of(device: str | torch.device | None) -> DeviceSpec:
-    if isinstance(device, str):
-        spec = find_device_spec(device)
-    elif device is not None:
-        spec = device_spec(device)
-    else:
-        spec = (device_spec(torch.device("cuda")) if torch.cuda.is_available() else None) or find_device_spec("H100")
-    if spec is None:
-        names = ", ".join(spec.name for spec in DEVICE_SPECS if spec.float8_tflops is not None)
-        raise ValueError(f"no data about device {str(device)!r}: name one of {names}")
-    return spec

@@ -21,8 +21,8 @@ from quaver import (
     float8_scaling_state,
     sync_float8_amax_and_scale_history,
 )
-from quaver import activation_checkpointing as checkpointing
-from quaver.activation_checkpointing import MATMULS, apply_activation_checkpointing
+from quaver.checkpointing import policy as checkpointing
+from quaver.checkpointing.policy import MATMULS, apply_activation_checkpointing
 from quaver.kernels import cpu
 from quaver.trainer.config import Model
 from quaver.trainer.memory import TensorBytes

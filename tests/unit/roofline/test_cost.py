@@ -1,14 +1,11 @@
-"""The automatic filter, and the roofline that it estimates with."""
+"""The predicted time of a linear."""
 
 from dataclasses import astuple, replace
 
 import pytest
-import torch
-from torch import nn
 
-from quaver import auto_filter_for_recipe, conversion_report, convert_to_float8_training
-from quaver.devices import DEVICE_SPECS, find_device_spec, peak_flops
-from quaver.filters import KERNEL_LAUNCH_S, MATMUL_SHARES, MEMORY_SHARE, linear_cost, recipe_casts
+from quaver.roofline.cost import KERNEL_LAUNCH_S, MATMUL_SHARES, MEMORY_SHARE, linear_cost, recipe_casts
+from quaver.roofline.device_specs import DEVICE_SPECS, find_device_spec
 from tests.reference import PERSISTENT_RECIPES, RECIPES
 
 H100 = find_device_spec("NVIDIA H100 80GB HBM3")
@@ -117,57 +114,3 @@ def test_a_number_below_1_is_refused(name):
     numbers = {"tokens": 16, "in_features": 16, "out_features": 16, name: 0}
     with pytest.raises(ValueError, match=f"{name}: expected 1 or more, got 0"):
         linear_cost(**numbers, recipe="tensorwise", spec=H100)
-
-
-def test_auto_filter_skips_small_layers_and_says_its_estimate():
-    with torch.device("meta"):
-        model = nn.ModuleDict(
-            {
-                "tiny": nn.Linear(64, 64),
-                "big": nn.Linear(8192, 8192),
-                "odd": nn.Linear(8192, 8190),
-                "head": nn.Linear(8192, 8192),
-            }
-        )
-    convert_to_float8_training(
-        model, module_filter_fn=auto_filter_for_recipe("tensorwise", device="H200", skip=("head",))
-    )
-    layers = {layer.name: layer for layer in conversion_report(model).layers}
-    assert [name for name, layer in layers.items() if layer.converted] == ["big"]
-    for name in ("tiny", "big"):
-        assert layers[name].reason.startswith("estimated ")
-        assert layers[name].reason.endswith("x on H200 at 8192 tokens")
-    assert "not a multiple of 16" in layers["odd"].reason
-    assert "contains 'head'" in layers["head"].reason
-
-
-@pytest.mark.parametrize(
-    ("recipe", "options", "message"),
-    [
-        ("rowise", {}, "unknown recipe 'rowise': expected one of tensorwise"),
-        ("rowwise", {"device": "A100"}, "A100 does not multiply float8"),
-        ("rowwise", {"device": "abacus"}, "no data about device 'abacus'"),
-        ("rowwise", {"device": torch.device("cpu")}, "no data about device 'cpu'"),
-        ("rowwise", {"skip": "head"}, r"skip: expected a tuple of names, got 'head'; give \('head',\)"),
-    ],
-)
-def test_bad_arguments(recipe, options, message):
-    with pytest.raises(ValueError, match=message):
-        auto_filter_for_recipe(recipe, **options)
-
-
-def test_device_names():
-    assert find_device_spec("NVIDIA H200").name == "H200"
-    assert find_device_spec("AMD Instinct MI300X").name == "MI300X"
-    assert find_device_spec("Some GPU") is None
-    assert {spec.name for spec in DEVICE_SPECS} == {"H100", "H200", "B200", "A100", "L40S", "MI300X"}
-    assert all(find_device_spec(spec.name) is spec for spec in DEVICE_SPECS)
-    assert find_device_spec("A100").float8_tflops is None
-    assert H100.float8_tflops > 1.9 * H100.bfloat16_tflops
-
-
-def test_peak_of_a_cpu_is_measured_and_says_so():
-    peak = peak_flops(torch.device("cpu"))
-    assert min(peak.flops_per_s, peak.float32_flops_per_s) > 1e8
-    assert peak.float8_flops_per_s is None
-    assert peak.source.startswith("unknown device; measured")

@@ -1,0 +1,71 @@
+"""`auto_filter_for_recipe`: the filter that converts only the linears that the cost model expects to gain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from quaver.config import Float8LinearRecipeName
+from quaver.convert import FilterDecision
+from quaver.gemm import ALIGNMENT
+from quaver.roofline.cost import linear_cost
+from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec, device_spec, find_device_spec
+
+
+def auto_filter_for_recipe(
+    recipe: Float8LinearRecipeName | str,
+    *,
+    tokens: int = 8192,
+    device: str | torch.device | None = None,
+    skip: tuple[str, ...] = (),
+    min_speedup: float = 1.05,
+) -> Callable[[nn.Module, str], FilterDecision]:
+    """A filter for `convert_to_float8_training` that skips linears too small to gain, and says its estimate.
+
+    Args:
+        recipe: a recipe's name.
+        tokens: rows of the linears' inputs per forward, on one device.
+        device: what the training will run on: a name such as "H100" or a torch.device. None for this machine's GPU if
+            it is known, else H100: on a laptop the question is about the cluster.
+        skip: names to leave in high precision whatever they gain; a layer matches if one is a part of its name.
+        min_speedup: convert from this predicted speedup on.
+    Raises:
+        ValueError: an unknown recipe or device, or one that does not multiply float8.
+    """
+    recipe = Float8LinearRecipeName(recipe)
+    if isinstance(skip, str):
+        raise ValueError(f"skip: expected a tuple of names, got {skip!r}; give ({skip!r},)")
+    spec = _spec_of(device)
+    if spec.float8_tflops is None:
+        raise ValueError(f"{spec.name} does not multiply float8, so no layer gains")
+    linear_cost(tokens, 16, 16, recipe, spec)  # raises now for arguments that would fail at every layer
+
+    def decide(module: nn.Module, name: str) -> FilterDecision:
+        matched = next((part for part in skip if part in name), None)
+        if matched is not None:
+            return FilterDecision(False, f"filter: name contains {matched!r}")
+        if not isinstance(module, nn.Linear):
+            return FilterDecision(False, "not a linear")
+        k, n = module.in_features, module.out_features
+        if k % ALIGNMENT or n % ALIGNMENT:
+            return FilterDecision(False, f"shape: {k} x {n} is not a multiple of {ALIGNMENT}, padding would cost more")
+        speedup = linear_cost(tokens, k, n, recipe, spec).speedup
+        estimate = f"estimated {speedup:.2f}x on {spec.name} at {tokens} tokens"
+        return FilterDecision(speedup >= min_speedup, estimate)
+
+    return decide
+
+
+def _spec_of(device: str | torch.device | None) -> DeviceSpec:
+    if isinstance(device, str):
+        spec = find_device_spec(device)
+    elif device is not None:
+        spec = device_spec(device)
+    else:
+        spec = (device_spec(torch.device("cuda")) if torch.cuda.is_available() else None) or find_device_spec("H100")
+    if spec is None:
+        names = ", ".join(spec.name for spec in DEVICE_SPECS if spec.float8_tflops is not None)
+        raise ValueError(f"no data about device {str(device)!r}: name one of {names}")
+    return spec

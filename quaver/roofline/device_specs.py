@@ -1,0 +1,103 @@
+"""What devices can do: peaks of data sheets, or what large matmuls reach here.
+
+Data sheets, dense rates without sparsity: NVIDIA A100 80GB SXM, L40S, H100 SXM5, H200 SXM, B200 (HGX, per GPU);
+AMD Instinct MI300X.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from quaver.devices import synchronize
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """One kind of accelerator. `float8_tflops` is None where the hardware does not multiply float8."""
+
+    name: str
+    bfloat16_tflops: float
+    float8_tflops: float | None
+    memory_gb_per_s: float
+
+
+DEVICE_SPECS = (
+    DeviceSpec("B200", 2250.0, 4500.0, 8000.0),
+    DeviceSpec("H200", 989.4, 1978.9, 4800.0),
+    DeviceSpec("H100", 989.4, 1978.9, 3350.0),
+    DeviceSpec("A100", 312.0, None, 2039.0),
+    DeviceSpec("L40S", 362.05, 733.0, 864.0),
+    DeviceSpec("MI300X", 1307.4, 2614.9, 5300.0),
+)
+
+
+def find_device_spec(name: str) -> DeviceSpec | None:
+    """The spec of a device by its name or a part of it ("NVIDIA H100 80GB HBM3", "h100"); None if it is unknown."""
+    words = name.lower()
+    return next((spec for spec in DEVICE_SPECS if spec.name.lower() in words), None)
+
+
+def device_spec(device: torch.device) -> DeviceSpec | None:
+    """The spec of a device of this machine; None for CPUs and unknown devices."""
+    return find_device_spec(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+@dataclass(frozen=True)
+class PeakFlops:
+    """Matmul rates in FLOP/s, and where the numbers come from.
+
+    `flops_per_s` is of bfloat16. The others are None where they are not known: `float8_flops_per_s` where nothing
+    multiplies float8, and `float32_flops_per_s` of data sheets, because the rate depends on torch's settings.
+    """
+
+    flops_per_s: float
+    source: str
+    float8_flops_per_s: float | None = None
+    float32_flops_per_s: float | None = None
+
+    def seconds(self, flops: dict[str, int]) -> float | None:
+        """The least time for so many FLOPs of each precision; None where a peak is not known."""
+        rates = {
+            "bfloat16": self.flops_per_s,
+            "float8": self.float8_flops_per_s,
+            "float32": self.float32_flops_per_s,
+        }
+        known = {precision: rates.get(precision) for precision, count in flops.items() if count}
+        if any(rate is None for rate in known.values()):
+            return None
+        return sum(flops[precision] / rate for precision, rate in known.items() if rate is not None)
+
+
+@functools.cache
+def peak_flops(device: torch.device) -> PeakFlops:
+    """The peaks of `device`: those of its data sheet; of an unknown one, what large matmuls reach here.
+
+    A measured rate is no peak: `source` says "unknown device", and shares of it say how near the model comes to a
+    plain matmul here.
+    """
+    spec = device_spec(device)
+    if spec is not None:
+        float8 = spec.float8_tflops * 1e12 if spec.float8_tflops else None
+        return PeakFlops(spec.bfloat16_tflops * 1e12, f"data sheet of {spec.name}, bfloat16 dense", float8)
+    size = 1024
+    source = f"unknown device; measured: {size} x {size} x {size}, {torch.get_num_threads()} threads"
+    bfloat16, float32 = (
+        2 * size**3 / _median_matmul_s(device, size, dtype) for dtype in (torch.bfloat16, torch.float32)
+    )
+    return PeakFlops(bfloat16, source, float32_flops_per_s=float32)
+
+
+def _median_matmul_s(device: torch.device, size: int, dtype: torch.dtype) -> float:
+    a = torch.randn(size, size, dtype=dtype, device=device)
+    times = []
+    for _ in range(12):
+        start = time.perf_counter()
+        torch.mm(a, a)
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])

@@ -1,0 +1,44 @@
+"""The filter that skips linears too small to gain."""
+
+import pytest
+import torch
+from torch import nn
+
+from quaver import auto_filter_for_recipe, conversion_report, convert_to_float8_training
+
+
+def test_auto_filter_skips_small_layers_and_says_its_estimate():
+    with torch.device("meta"):
+        model = nn.ModuleDict(
+            {
+                "tiny": nn.Linear(64, 64),
+                "big": nn.Linear(8192, 8192),
+                "odd": nn.Linear(8192, 8190),
+                "head": nn.Linear(8192, 8192),
+            }
+        )
+    convert_to_float8_training(
+        model, module_filter_fn=auto_filter_for_recipe("tensorwise", device="H200", skip=("head",))
+    )
+    layers = {layer.name: layer for layer in conversion_report(model).layers}
+    assert [name for name, layer in layers.items() if layer.converted] == ["big"]
+    for name in ("tiny", "big"):
+        assert layers[name].reason.startswith("estimated ")
+        assert layers[name].reason.endswith("x on H200 at 8192 tokens")
+    assert "not a multiple of 16" in layers["odd"].reason
+    assert "contains 'head'" in layers["head"].reason
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "message"),
+    [
+        ("rowise", {}, "unknown recipe 'rowise': expected one of tensorwise"),
+        ("rowwise", {"device": "A100"}, "A100 does not multiply float8"),
+        ("rowwise", {"device": "abacus"}, "no data about device 'abacus'"),
+        ("rowwise", {"device": torch.device("cpu")}, "no data about device 'cpu'"),
+        ("rowwise", {"skip": "head"}, r"skip: expected a tuple of names, got 'head'; give \('head',\)"),
+    ],
+)
+def test_bad_arguments(recipe, options, message):
+    with pytest.raises(ValueError, match=message):
+        auto_filter_for_recipe(recipe, **options)
