@@ -19,6 +19,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch.autograd import profiler
 
+from quaver.torch_private.profiler import named_range as profiler_range
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -36,7 +38,7 @@ _watched: list[OpenPhase] | None = None
 
 def named_range(name: str) -> AbstractContextManager[Any]:
     """A range in the trace of whatever profiler runs; not an operation, so that no tracer or dispatch mode sees it."""
-    return torch._C._profiler._RecordFunctionFast(name)
+    return profiler_range(name)
 
 
 def phase(name: str) -> Callable[[Function], Function]:

@@ -36,9 +36,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from quaver.formats import FORMATS, HP_DTYPES, format_of
+from quaver.torch_private.dispatch import without_dispatch_modes
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 """The types of a tensor that is neither fake nor another subclass."""
@@ -56,7 +56,7 @@ _MANTISSA_CLEARED = -(1 << 23)  # keeps sign and exponent of a float32
 
 # A 0-dim tensor costs half of what a Python number costs, per call, as an operand of an eager operation.
 # Plain float32 tensors even if this is imported under a fake mode, a meta device or bfloat16 as the default dtype.
-with _disable_current_modes():
+with without_dispatch_modes():
     _MAX = {dtype: torch.tensor(fmt.max, dtype=torch.float32, device="cpu") for dtype, fmt in FORMATS.items()}
     _LARGEST_QUANT_SCALE = {
         dtype: torch.tensor(fmt.max / EPS, dtype=torch.float32, device="cpu") for dtype, fmt in FORMATS.items()

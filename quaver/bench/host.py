@@ -17,7 +17,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,6 +25,7 @@ from quaver.bench.linear import LinearOptions
 from quaver.bench.results import Result, Row, contestant_rows
 from quaver.bench.shapes import Shape
 from quaver.devices import synchronize
+from quaver.torch_private.profiler import DeviceType
 from quaver.trainer.config.settings import AtLeast1
 
 

@@ -16,6 +16,7 @@ import torch
 
 from quaver.bench.harness import Timing
 from quaver.kernels.exact_mm import has_bfloat16_units
+from quaver.torch_private.hardware import has_amx_tiles
 from quaver.trainer.run_folder import git_revision
 
 BFLOAT16 = "bfloat16"
@@ -110,7 +111,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def _cpu_name() -> str:
     features = torch.backends.cpu.get_cpu_capability()
-    units = " with AMX" if torch.cpu._is_amx_tile_supported() else ""
+    units = " with AMX" if has_amx_tiles() else ""
     if not has_bfloat16_units("cpu"):
         units = " without bfloat16 instructions"
     return f"{platform.machine()} CPU, {features}{units}"

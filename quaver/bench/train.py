@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
-import torch
-
 from quaver.bench.harness import Timing
 from quaver.bench.options import BenchOptions, Recipes
 from quaver.bench.results import Result, Row
+from quaver.torch_private.compiler import recompile_limit
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.config.settings import NotNegative
 from quaver.trainer.initialize import allocate, initialize
@@ -84,7 +83,7 @@ class Train(Recipes, BenchOptions):
         """
         plan, planned = subject
         config, tokens = plan.config, plan.config.training.step_tokens
-        recompiles = torch._dynamo.config.patch(recompile_limit=_MOST_COMPILED_VARIANTS)
+        recompiles = recompile_limit(_MOST_COMPILED_VARIANTS)
         with recompiles, determinism(config.training.deterministic):
             models = _models_of(plan, planned)
             names = ", ".join(model.name for model in models)

@@ -8,8 +8,7 @@ Measured on this package's eager linears: docs/design/0008-what-earns-its-place.
 
 So under a checkpoint's hooks, `save` calls them itself. Everywhere else it is `ctx.save_for_backward`.
 
-Private API: `torch._C._autograd._top_saved_tensors_default_hooks` (torch 2.11 to 2.13). This file can go when PyTorch
-packs the tensors of `save_for_backward` at the call.
+This file can go when PyTorch packs the tensors of `save_for_backward` at the call.
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_keep_graph = torch._C._autograd._get_current_graph_task_keep_graph
+from quaver.torch_private.autograd import backward_keeps_graph, top_saved_tensors_hooks
 
 
 def save(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
     """Save `tensors` for backward; under a checkpoint that recomputes and needs no more, this raises to stop it."""
-    hooks = None if torch.compiler.is_compiling() else _top_hooks(True)
+    hooks = None if torch.compiler.is_compiling() else top_saved_tensors_hooks(True)
     if hooks is None or getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint":
         ctx.holds_packed = False
         ctx.save_for_backward(*tensors)
@@ -45,6 +43,6 @@ def saved(ctx: Any) -> Sequence[Any]:
         raise RuntimeError("the first backward freed this graph; give it retain_graph=True to go backward again")
     tensors = [None if packed is None else ctx.unpack(packed) for packed in ctx.packed]
     # The hooks hold the checkpoint's inputs, and autograd holds ctx until the whole backward ends.
-    if not _keep_graph():
+    if not backward_keeps_graph():
         ctx.packed = ctx.unpack = None
     return tensors

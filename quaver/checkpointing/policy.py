@@ -32,10 +32,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import quaver.kernels.exact_mm  # noqa: F401 - defines quaver::exact_float8_mm
+from quaver.torch_private.dispatch import OpOverload, OpOverloadPacket
 
 MODES = ("none", "full", "selective", "memory_budget")
 
@@ -254,6 +254,6 @@ def _checkpointed_class(
 def _set_memory_budget(memory_budget: float) -> None:
     if not 0 <= memory_budget <= 1:
         raise ValueError(f"memory_budget must be from 0 to 1, got {memory_budget}")
-    import torch._functorch.config as compiler_config
+    from quaver.torch_private.compiler import set_activation_memory_budget  # imports the compiler
 
-    compiler_config.activation_memory_budget = memory_budget
+    set_activation_memory_budget(memory_budget)

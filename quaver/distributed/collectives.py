@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# torch 2.13 has new names for these two, and warns of the old ones at each call. The old can go with torch 2.12.
-_ALL_GATHER = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
-_REDUCE_SCATTER = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+from quaver.torch_private import collectives as functional
 
 
 def max_over_ranks(amaxes: Tensor, group: ProcessGroup) -> Tensor:
@@ -23,14 +20,14 @@ def max_over_ranks(amaxes: Tensor, group: ProcessGroup) -> Tensor:
     Backends lose a NaN in a maximum of floats. As integers, IEEE magnitudes order alike, with the NaNs on top.
     """
     # The mask clears a sign; without an operation here torch's compiler (2.13) hands the collective a view of floats.
-    bits = funcol.all_reduce(amaxes.view(torch.int32).bitwise_and(0x7FFFFFFF), "max", group)
-    return funcol.wait_tensor(bits).view(torch.float32)
+    bits = functional.all_reduce(amaxes.view(torch.int32).bitwise_and(0x7FFFFFFF), "max", group)
+    return functional.wait_tensor(bits).view(torch.float32)
 
 
 def all_gather(local: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """The `local` of every rank of `group`, in rank order along `dim`; any dtype, one shape on every rank."""
     payload = local.contiguous().view(torch.uint8) if local.itemsize == 1 else local.contiguous()
-    parts = funcol.wait_tensor(_ALL_GATHER(payload, 0, group)).view(local.dtype)
+    parts = functional.wait_tensor(functional.all_gather_single(payload, 0, group)).view(local.dtype)
     if dim == 0:
         return parts
     # torch gathers along other dims too, but the compiler of 2.11 does not trace the function that joins the parts.
@@ -39,9 +36,9 @@ def all_gather(local: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 def reduce_scatter(whole: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """This rank's part along `dim` of the sum over the ranks of `group`."""
-    return funcol.wait_tensor(_REDUCE_SCATTER(whole.contiguous(), "sum", dim, group))
+    return functional.wait_tensor(functional.reduce_scatter_single(whole.contiguous(), "sum", dim, group))
 
 
 def all_reduce(whole: Tensor, group: ProcessGroup) -> Tensor:
     """The sum over the ranks of `group`, a new tensor."""
-    return funcol.wait_tensor(funcol.all_reduce(whole.contiguous(), "sum", group))
+    return functional.wait_tensor(functional.all_reduce(whole.contiguous(), "sum", group))

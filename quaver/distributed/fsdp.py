@@ -36,7 +36,6 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -58,6 +57,9 @@ from quaver.kernels.cast import cast_with_persistent_scale, cast_with_scale, mat
 from quaver.linear import Float8Linear
 from quaver.quantize import Operand, Scales
 from quaver.tensor import Float8Tensor, WrappedTensor, written
+from quaver.torch_private.dispatch import skip_torch_function
+from quaver.torch_private.dtensor import local_tensor, set_local_tensor
+from quaver.torch_private.versions import keep_versions, version_of
 
 aten = torch.ops.aten
 
@@ -127,7 +129,7 @@ class Float8AllGatherWeight(WrappedTensor):
 
     def remember(self, scales: WholeScales) -> None:
         """Keep the scales of the whole weight until the shard is written to."""
-        self.box.scales, self.box.computed_from = scales, (self.wrapped, self.wrapped._version)
+        self.box.scales, self.box.computed_from = scales, (self.wrapped, version_of(self.wrapped))
 
     def scales(self) -> WholeScales | None:
         """The scales of the whole weight, None if they are unknown or the shard was written to since.
@@ -139,8 +141,8 @@ class Float8AllGatherWeight(WrappedTensor):
         if box.scales is not None and box.computed_from is not None:
             tensor, version = box.computed_from
             if tensor is not self.wrapped:  # padded since
-                box.computed_from = self.wrapped, self.wrapped._version
-            elif version != tensor._version:
+                box.computed_from = self.wrapped, version_of(self.wrapped)
+            elif version != version_of(tensor):
                 raise RuntimeError(
                     "the shard of a float8 weight was written to directly (through a state_dict?) after its scale was "
                     "computed. After such a write call model.load_state_dict, or "
@@ -209,10 +211,10 @@ class Float8AllGatherWeight(WrappedTensor):
         if out is None:
             vector = scales[0].dequant.new_empty(sum(lengths))
         else:
-            unsharded = cast(Float8Tensor, out._local_tensor if isinstance(out, DTensor) else out)
+            unsharded = cast(Float8Tensor, local_tensor(out))
             vector = unsharded.dequant_scale.as_strided((sum(lengths),), (1,), 0)
         operands = []
-        with torch.no_grad(), _unsafe_preserve_version_counter(vector):  # as that of the codes
+        with torch.no_grad(), keep_versions(vector):  # as that of the codes
             for code, part, of_cast in zip(codes, vector.split(lengths), scales, strict=True):
                 operands.append(Operand(code, part.view(of_cast.dequant.shape).copy_(of_cast.dequant)))
         if unsharded is None:
@@ -262,7 +264,7 @@ class Float8AllGatherWeight(WrappedTensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Float8AllGatherWeight({self.wrapped})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = skip_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -365,7 +367,7 @@ def restore_plain_weight(linear: Float8Linear) -> None:
     weight = linear.weight
     if isinstance(weight, FrozenFloat8Weight):
         linear.weight = nn.Parameter(weight.to_high_precision(), requires_grad=False)
-    if isinstance(weight, DTensor) and isinstance(weight._local_tensor, Float8AllGatherWeight):
+    if isinstance(weight, DTensor) and isinstance(local_tensor(weight), Float8AllGatherWeight):
         raise RuntimeError("a weight that fully_shard all-gathers in float8 cannot be converted back; convert before")
     if isinstance(weight, Float8AllGatherWeight):
         linear.weight = nn.Parameter(weight.wrapped, requires_grad=weight.requires_grad)
@@ -378,8 +380,8 @@ def restore_plain_weight(linear: Float8Linear) -> None:
 def _wrap(linear: Float8Linear) -> None:
     weight = linear.weight
     if isinstance(weight, DTensor):
-        if not isinstance(weight._local_tensor, Float8AllGatherWeight):
-            weight._local_tensor = Float8AllGatherWeight(weight._local_tensor)
+        if not isinstance(local_tensor(weight), Float8AllGatherWeight):
+            set_local_tensor(weight, Float8AllGatherWeight(local_tensor(weight)))
     elif not isinstance(weight, Float8AllGatherWeight):
         linear.weight = nn.Parameter(Float8AllGatherWeight(weight.detach()), requires_grad=weight.requires_grad)
 
@@ -397,7 +399,7 @@ def _unwrap_in_state_dict(linear: nn.Module, state_dict: dict[str, Any], prefix:
         return
     if isinstance(weight, Float8AllGatherWeight):
         state_dict[prefix + "weight"] = local_weight(linear).wrapped.detach()
-    elif isinstance(weight, DTensor) and isinstance(weight._local_tensor, Float8AllGatherWeight):
+    elif isinstance(weight, DTensor) and isinstance(local_tensor(weight), Float8AllGatherWeight):
         state_dict[prefix + "weight"] = DTensor.from_local(
             # of the weight itself: an alias of it would not move its version counter
             local_weight(linear).wrapped.detach(),

@@ -32,6 +32,7 @@ from quaver.linear import Float8Linear
 from quaver.quantize import Scales, scales_of
 from quaver.scaling import PersistentScale
 from quaver.tensor import WrappedTensor
+from quaver.torch_private.dtensor import local_tensor
 
 if TYPE_CHECKING:
     from quaver.distributed.fsdp import Float8AllGatherWeight
@@ -203,7 +204,7 @@ class AllGatherState:
 def local_weight(linear: Float8Linear) -> Float8AllGatherWeight:
     """The weight of `linear`, or this rank's shard of it, that FSDP2 all-gathers in float8."""
     weight = linear.weight
-    return cast("Float8AllGatherWeight", weight._local_tensor if isinstance(weight, DTensor) else weight)
+    return cast("Float8AllGatherWeight", local_tensor(weight))
 
 
 def all_gather_state(linear: Float8Linear) -> AllGatherState:
@@ -229,7 +230,7 @@ def persistent_scale(linear: Float8Linear) -> PersistentScale | None:
 def _is_sharded(linear: Float8Linear) -> bool:
     """Whether FSDP2 holds the weight of `linear` sharded, to be all-gathered in float8."""
     weight = linear.weight
-    if not isinstance(weight, DTensor) or not isinstance(weight._local_tensor, WrappedTensor):
+    if not isinstance(weight, DTensor) or not isinstance(local_tensor(weight), WrappedTensor):
         return False
     return linear.sharding is None or weight.device_mesh.ndim > linear.sharding.mesh.ndim
 

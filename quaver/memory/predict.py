@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -39,6 +38,7 @@ from quaver.memory.faking.gpu import is_for_a_gpu, predicting_for
 from quaver.recorder.allocator import no_garbage_collection
 from quaver.recorder.recorder import CATEGORIES
 from quaver.recorder.timeline import record_timeline
+from quaver.torch_private.compiler import OptimizedModule
 
 
 @dataclass(frozen=True)

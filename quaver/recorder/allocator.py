@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
+
+from quaver.torch_private.profiler import EventType
 
 MARK = "forward is done"
 
@@ -168,7 +169,7 @@ def _blocks(nodes: list[Any]) -> list[Block]:
     blocks: list[Block] = []
     live: dict[int, Block] = {}
     sum_before: int | None = None
-    events = [node for node in nodes if node.typed[0] == _EventType.Allocation]
+    events = [node for node in nodes if node.typed[0] == EventType.Allocation]
     for node in sorted(events, key=lambda node: node.start_time_ns):
         event = node.typed[1]
         if event.device.type != "cpu" or not event.alloc_size:

@@ -13,9 +13,10 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-_COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
+from quaver.torch_private.fsdp import COLLECTIVES_MODULE
+
 _BACKEND = "quaver.memory.faking.gloo_buffers", "copy_of"
-"""The code that allocates buffers for FSDP2's collectives, and for the simulated gloo backend."""
+"""The code that allocates buffers for the simulated gloo backend."""
 
 _CHECKPOINT = "torch.utils.checkpoint"
 _ENGINE = "torch.autograd.graph", "_engine_run_backward"
@@ -43,7 +44,7 @@ def caller() -> Caller:
         name = module_of(frame)
         if name.startswith(NOT_THE_MODELS):
             function = frame.f_code.co_name
-            communicates = communicates or name == _COLLECTIVES or (name, function) == _BACKEND
+            communicates = communicates or name == COLLECTIVES_MODULE or (name, function) == _BACKEND
             under_policy = under_policy or (name == _CHECKPOINT and function == "__torch_dispatch__")
             if (name, function) == _ENGINE:
                 break

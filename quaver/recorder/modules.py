@@ -15,11 +15,12 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 
 from quaver.recorder.storages import plain_parts
+from quaver.torch_private.autograd import current_node, next_sequence_number, sequence_number
+from quaver.torch_private.compiler import OptimizedModule
+from quaver.torch_private.memory import storage_key
 
 OUTSIDE = ""
 """The name of no module."""
@@ -98,12 +99,12 @@ class ModuleTracker:
         """The module in which code runs now; `OUTSIDE` for none."""
         if self.stack:
             return self.stack[-1]
-        node = torch._C._current_autograd_node()
+        node = current_node()
         return OUTSIDE if node is None else self.module_of(node)
 
     def module_of(self, node: Any) -> str:
         """The module whose forward created an autograd node; of AccumulateGrad, the owner of the parameter."""
-        number = node._sequence_nr()
+        number = sequence_number(node)
         if number >= _NO_NUMBER:
             return self._owners.get(id(getattr(node, "variable", None)), OUTSIDE)
         place = bisect_right(self._numbers, number)
@@ -113,18 +114,18 @@ class ModuleTracker:
         """The name of the current module's own parameter with the storage `key`; empty for none."""
         module = self._modules.get(self.current)
         for name, parameter in () if module is None else module.named_parameters(recurse=False):
-            if any(part.untyped_storage()._cdata == key for part in plain_parts(parameter)):
+            if any(storage_key(part.untyped_storage()) == key for part in plain_parts(parameter)):
                 return f"{self.current}.{name}"
         return ""
 
     def called_from(self, line: str) -> None:
         """The forward called an operator from `line`, which is also the line of the node just created, if any."""
-        self._lines.setdefault(torch._C._autograd._get_sequence_nr() - 1, line)
+        self._lines.setdefault(next_sequence_number() - 1, line)
 
     def line_of_node(self) -> str:
         """The forward's line that created the autograd node that runs; empty where it is unknown."""
-        node = torch._C._current_autograd_node()
-        return "" if node is None else self._lines.get(node._sequence_nr(), "")
+        node = current_node()
+        return "" if node is None else self._lines.get(sequence_number(node), "")
 
     def _watch(self, name: str, module: nn.Module) -> None:
         def enter(_: nn.Module, inputs: Any) -> None:
@@ -141,5 +142,5 @@ class ModuleTracker:
         self._undo.callback(module.register_forward_hook(leave, always_call=True).remove)
 
     def _mark(self) -> None:
-        self._numbers.append(torch._C._autograd._get_sequence_nr())
+        self._numbers.append(next_sequence_number())
         self._names.append(self.stack[-1] if self.stack else OUTSIDE)

@@ -19,6 +19,8 @@ from quaver.phases import OpenPhase
 from quaver.recorder.callers import caller
 from quaver.recorder.modules import OUTSIDE, ModuleTracker
 from quaver.recorder.storages import StorageWatch, plain_parts
+from quaver.torch_private.autograd import current_node
+from quaver.torch_private.memory import storage_key
 
 CATEGORIES = (
     "parameters",
@@ -134,7 +136,7 @@ class Recorder(StorageWatch):
         for tensor in tensors:
             self.meet(tensor)
             for part in plain_parts(tensor):
-                allocation = self._live[part.untyped_storage()._cdata]
+                allocation = self._live[storage_key(part.untyped_storage())]
                 if allocation.category in (None, "inputs"):
                     allocation.category = category
                     allocation.module = module or allocation.module
@@ -142,7 +144,7 @@ class Recorder(StorageWatch):
 
     def save(self, part: Tensor) -> Allocation:
         """Autograd saved the plain tensor `part` for backward; returns what to `release`."""
-        key = part.untyped_storage()._cdata
+        key = storage_key(part.untyped_storage())
         # A result of a DTensor's operators, which no mode sees; a collective's own buffer is never saved.
         unseen = self._left_alone.pop(key, None) is not None
         self.meet(part, "torch.distributed" if unseen else None)
@@ -241,7 +243,7 @@ class Recorder(StorageWatch):
     def _phase(self) -> str:
         if self.in_optimizer:
             return "optimizer"
-        if torch._C._current_autograd_node() is not None:
+        if current_node() is not None:
             return "recompute" if self._modules.stack else "backward"
         # the loss runs after the model's forward
         return "forward" if self._modules.stack or self.spans[-1][0] == "forward" else "other"
@@ -253,17 +255,17 @@ class Recorder(StorageWatch):
     def allocation_of(self, tensor: Tensor) -> Allocation | None:
         """The allocation of the first storage inside `tensor`."""
         part = next(plain_parts(tensor), None)
-        return None if part is None else self._live.get(part.untyped_storage()._cdata)
+        return None if part is None else self._live.get(storage_key(part.untyped_storage()))
 
     def _largest(self, tensors: list[Tensor]) -> Allocation | None:
-        keys = [part.untyped_storage()._cdata for tensor in tensors for part in plain_parts(tensor)]
+        keys = [storage_key(part.untyped_storage()) for tensor in tensors for part in plain_parts(tensor)]
         keys = [key for key in keys if key in self._live]
         return self._live[max(keys, key=self._sizes.__getitem__)] if keys else None
 
     def _name_gathered(self, allocation: Allocation, tensor: Tensor) -> None:
         """FSDP2 resizes a gathered weight's storage, which has no shape or name: take those of its first reader."""
         part = next(plain_parts(tensor))
-        allocation.parameter = self._modules.parameter_of(part.untyped_storage()._cdata)
+        allocation.parameter = self._modules.parameter_of(storage_key(part.untyped_storage()))
         if allocation.parameter:
             allocation.module = self._modules.current
             allocation.shape, allocation.dtype = _looks(part)

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from quaver.recorder.recorder import Recorder
 from quaver.recorder.storages import plain_parts
+from quaver.torch_private.versions import version_of
 
 
 class _Saved:
@@ -25,7 +26,7 @@ class _Saved:
     def __init__(self, tensor: Tensor, recorder: Recorder) -> None:
         # A node that saves its own output would keep itself alive. A leaf is saved as it is, as autograd does.
         self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
-        self.version = tensor._version if _counts_versions(tensor) else None
+        self.version = version_of(tensor) if _counts_versions(tensor) else None
         self.recorder = recorder
         self.allocations = [recorder.save(part) for part in plain_parts(self.tensor)]
 
@@ -35,10 +36,10 @@ class _Saved:
         Raises:
             RuntimeError: it was written to in place; autograd checks this itself only without hooks.
         """
-        if self.version is not None and self.tensor._version != self.version:
+        if self.version is not None and version_of(self.tensor) != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {self.tensor._version}; "
+                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {version_of(self.tensor)}; "
                 f"expected version {self.version} instead"
             )
         return self.tensor

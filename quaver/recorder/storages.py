@@ -16,10 +16,12 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from quaver.recorder.callers import module_of
+from quaver.torch_private.dispatch import fake_mode_is_on
+from quaver.torch_private.memory import storage_key
+from quaver.torch_private.tracing import FakeTensor
 
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 _LIFT = torch.ops.aten.lift_fresh.default
@@ -77,7 +79,7 @@ class StorageWatch(TorchDispatchMode):
         self._sizes.clear()
 
     def __enter__(self) -> Any:
-        self._among_fakes = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        self._among_fakes = fake_mode_is_on()
         self._resizes = self._with_resizes_reported()
         self._resizes.__enter__()
         return super().__enter__()
@@ -105,7 +107,7 @@ class StorageWatch(TorchDispatchMode):
         return result
 
     def _meet_storage(self, storage: UntypedStorage, tensor: Tensor | None, operator: str | None) -> None:
-        key, size_bytes = storage._cdata, storage.nbytes()
+        key, size_bytes = storage_key(storage), storage.nbytes()
         if key in self._left_alone:
             return
         with self._lock:
@@ -121,7 +123,7 @@ class StorageWatch(TorchDispatchMode):
         """Whether this is a collective's buffer, allocated out of sight and first seen when it is waited for."""
         if self._among_fakes:  # torch's fake process group allocates none
             return False
-        key = tensor.untyped_storage()._cdata if tensor.layout is torch.strided and not tensor.is_meta else None
+        key = storage_key(tensor.untyped_storage()) if tensor.layout is torch.strided and not tensor.is_meta else None
         if key is None or key in self._sizes or key in self._left_alone:
             return key in self._left_alone
         if func.namespace != "aten" or not _called_by_torch_distributed():
@@ -148,7 +150,7 @@ class StorageWatch(TorchDispatchMode):
     def _was_resized(self, storage: UntypedStorage, before_bytes: int) -> None:
         if storage.device.type == "meta" and not self._among_fakes:
             return
-        key = storage._cdata
+        key = storage_key(storage)
         if key not in self._sizes:
             self._sizes[key] = before_bytes
             self._references[key] = weakref.ref(storage, partial(self._is_gone, key))

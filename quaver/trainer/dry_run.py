@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from quaver.conversion_report import ConversionReport
+from quaver.torch_private.fake_ranks import FakeStore
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.data.source import Source, find_source
 from quaver.trainer.data.tokenizer import check_vocabulary, load_tokenizer

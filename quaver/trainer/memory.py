@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quaver.recorder.storages import TensorBytes
+from quaver.torch_private.memory import storage_key
 from quaver.trainer.ranks import plain_tensors
 
 
@@ -59,7 +60,7 @@ def measure_peak(resident: Iterable[Tensor], *, device: torch.device, countable:
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the distinct storages behind `tensors`; of a DTensor, those of this rank."""
     plain = [each for tensor in tensors for each in plain_tensors(tensor)]
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in plain}
+    storages = {storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in plain}
     return sum(storages.values())
 
 

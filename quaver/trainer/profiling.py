@@ -24,6 +24,7 @@ from quaver import Float8Linear
 from quaver.recorder.draw import draw_timeline
 from quaver.recorder.timeline import record_timeline
 from quaver.scale_state import LinearScales
+from quaver.torch_private.memory import dump_snapshot, record_memory_history
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.errors import OutputError
 from quaver.trainer.process import Requests, snapshot_signals
@@ -101,7 +102,7 @@ class Profiling:
     def _write_cuda_snapshot(self, step: int, name: str, ending: str) -> None:
         file = self._file(self._config.profiling.save_memory_snapshot_folder, step, name, ending)
         with _output(file):
-            torch.cuda.memory._dump_snapshot(str(file))
+            dump_snapshot(str(file))
 
     @contextmanager
     def _cpu_timeline(self, step: int, name: str, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
@@ -130,11 +131,11 @@ class Profiling:
 
 @contextmanager
 def _recorded_history(device: torch.device) -> Iterator[None]:
-    torch.cuda.memory._record_memory_history(max_entries=MAX_HISTORY_ENTRIES, device=device)
+    record_memory_history(max_entries=MAX_HISTORY_ENTRIES, device=device)
     try:
         yield
     finally:
-        torch.cuda.memory._record_memory_history(enabled=None, device=device)
+        record_memory_history(enabled=None, device=device)
 
 
 @contextmanager

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from quaver.devices import MissingDeviceError
+from quaver.torch_private.collectives import AsyncCollectiveTensor
 
 STORE_TIMEOUT_S = 300
 """How long a rank waits for the others to check their input; imports from a cold disk are slow."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -30,6 +30,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem
+
+from quaver.torch_private.checkpoint import StorageInfo
 
 METADATA = ".metadata"
 
@@ -194,7 +196,7 @@ def _metadata(found: Any) -> Metadata:
         offset = index.get("offset")
         at = MetadataIndex(_text(index["fqn"]), None if offset is None else _shape(offset))
         begin, length = _shape((place["offset"], place["length"]))
-        places[at] = _StorageInfo(_text(place["relative_path"]), begin, length)
+        places[at] = StorageInfo(_text(place["relative_path"]), begin, length)
     return Metadata(tensors, storage_data=places)
 
 

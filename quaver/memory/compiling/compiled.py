@@ -20,7 +20,6 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch._dynamo import trace_rules
-from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.utils import counters
@@ -30,6 +29,7 @@ from quaver.memory.faking.gloo_buffers import GlooBuffers
 from quaver.memory.faking.gpu import is_for_a_gpu
 from quaver.recorder.modules import is_compiled
 from quaver.recorder.storages import StorageWatch
+from quaver.torch_private.compiler import OptimizedModule
 
 COMPILES_FOR_A_GPU = TorchVersion(torch.__version__) >= "2.13"
 """Whether compiled code preserves gradients of fake tensors that report a GPU: not in 2.11; 2.12 was not tried."""

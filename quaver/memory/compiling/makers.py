@@ -18,14 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from quaver.phases import phase
 from quaver.recorder.recorder import CAST_PREFIX
 from quaver.recorder.storages import StorageWatch
+from quaver.torch_private.dispatch import HigherOrderOperator, OpOverload, dispatch_modes, without_dispatch_modes
+from quaver.torch_private.tracing import FakeTensorMode
 
 _LINE = re.compile(r'File "(.+)", line (\d+), in ')
 _STEPS = re.compile(r"(?:\._modules)?\[['\"]?([^\]'\"]+)['\"]?\]")
@@ -142,9 +141,9 @@ def _report_buffer(maker: Maker, tensor: Tensor, reads: Sequence[Any]) -> None:
 @contextmanager
 def _only_fakes() -> Iterator[list[StorageWatch]]:
     """Turn off all dispatch modes but the fake tensors' inside the block; yields the StorageWatch modes among them."""
-    modes = _get_current_dispatch_mode_stack()
+    modes = dispatch_modes()
     fakes = next((mode for mode in modes if isinstance(mode, FakeTensorMode)), None)
-    with _disable_current_modes(), fakes or nullcontext():
+    with without_dispatch_modes(), fakes or nullcontext():
         yield [mode for mode in modes if isinstance(mode, StorageWatch)]
 
 

@@ -18,10 +18,10 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 import quaver.gemm
 from quaver.gemm import GemmBackend
+from quaver.torch_private.tracing import FakeTensor
 
 DEVICES = ("cpu", "cuda")
 

@@ -11,9 +11,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 
 from quaver.recorder.recorder import CAST_PREFIX
+from quaver.torch_private.dispatch import OpOverload, OpOverloadPacket
 
 Row = dict[str, Any]
 """A row of a report's `saved_for_backward` (docs/profiling.md); unknown values are missing or None."""

@@ -20,6 +20,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from quaver.torch_private.autograd import current_node
+from quaver.torch_private.dispatch import overload_packet
 from quaver import Float8Linear
 from quaver.checkpointing.policy import selected_every
 from quaver.roofline.device_specs import DeviceSpec
@@ -203,7 +205,7 @@ class _Recomputed(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self._tracker.stack and torch._C._current_autograd_node() is not None:
+        if self._tracker.stack and current_node() is not None:
             flops = _flops(func, args, kwargs or {}, result)
             if flops:
                 module = self._tracker.stack[-1]
@@ -213,8 +215,8 @@ class _Recomputed(TorchDispatchMode):
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """FLOPs of one operator, as torch.utils.flop_counter has them, and of the CPU's attention, which it leaves out."""
-    if func._overloadpacket is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+    if overload_packet(func) is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
         sequences, heads, queries, size = args[0].shape
         return 4 * sequences * heads * queries * args[1].shape[2] * size
-    count = flop_registry.get(func._overloadpacket)
+    count = flop_registry.get(overload_packet(func))
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))

@@ -185,8 +185,8 @@ def test_sigusr1_asks_for_the_next_step_of_each_model(tmp_path):
 
 def test_cuda_snapshots_at_a_step_when_asked_and_when_out_of_memory(tmp_path, monkeypatch):
     histories = []
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: histories.append(options))
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda file: Path(file).write_bytes(b"snapshot"))
+    monkeypatch.setattr("quaver.trainer.profiling.record_memory_history", lambda **options: histories.append(options))
+    monkeypatch.setattr("quaver.trainer.profiling.dump_snapshot", lambda file: Path(file).write_bytes(b"snapshot"))
     device = torch.device("cuda", 0)
     config = config_of(enable_memory_snapshot=True, memory_snapshot_step=2)
     model = make()

@@ -1,0 +1,33 @@
+"""What autograd does now.
+
+- `backward_keeps_graph()`: torch._C._autograd._get_current_graph_task_keep_graph, the `retain_graph` of the backward
+  that runs. No replacement.
+- `top_saved_tensors_hooks(ignore_is_tracing)`: torch._C._autograd._top_saved_tensors_default_hooks, the innermost
+  (pack, unpack) or None. Goes when PyTorch packs the tensors of `save_for_backward` at the call.
+- `current_node()`: torch._C._current_autograd_node, the node whose backward runs, else None. No replacement.
+- `next_sequence_number()`: torch._C._autograd._get_sequence_nr, of the node that is created next on this thread.
+  `sequence_number(node)`: Node._sequence_nr. Both can go with torch.autograd.graph.node_creation_hook, torch 2.14.
+- `forward_ad_level()`: torch.autograd.forward_ad._current_level, -1 outside of `dual_level`. No replacement.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+backward_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+current_node = torch._C._current_autograd_node
+next_sequence_number = torch._C._autograd._get_sequence_nr
+
+
+def sequence_number(node: Any) -> int:
+    """The number of an autograd node: those of one thread grow in the order of their creation."""
+    return int(node._sequence_nr())
+
+
+def forward_ad_level() -> int:
+    """The level of forward-mode autodiff; -1 outside of it."""
+    return int(forward_ad._current_level)

@@ -1,0 +1,58 @@
+"""What an operator meets on its way to a kernel. No replacements.
+
+- `count_dispatch_modes()`: torch._C._len_torch_dispatch_stack, how many TorchDispatchModes are on.
+  `dispatch_mode_at(index)`: torch._C._get_dispatch_stack_at, the innermost one last.
+  `dispatch_modes()`: torch.utils._python_dispatch._get_current_dispatch_mode_stack, the list of them.
+- `count_function_modes()`: torch._C._len_torch_function_stack, how many TorchFunctionModes are on.
+- `innermost_transform()`: torch._C._functorch.peek_interpreter_stack, vmap, grad, jvp or functionalize, else None.
+- `without_dispatch_modes()`: torch.utils._python_dispatch._disable_current_modes, a context in which no mode is on.
+- `fake_mode_is_on()`: torch._C._get_dispatch_mode of torch._C._TorchDispatchModeKey.FAKE.
+- `dispatch_keys(tensor)`: torch._C._dispatch_keys, with `DispatchKey` and `DispatchKeySet`.
+- `skip_torch_function`: torch._C._disabled_torch_function_impl, as `__torch_function__` of a tensor subclass.
+- `OpOverload`, `OpOverloadPacket`, `HigherOrderOperator` of torch._ops: torch.ops.aten.mm.default, torch.ops.aten.mm,
+  and operators that take functions. `overload_packet(overload)`: OpOverload._overloadpacket.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+__all__ = [
+    "DispatchKey",
+    "DispatchKeySet",
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "count_dispatch_modes",
+    "count_function_modes",
+    "dispatch_keys",
+    "dispatch_mode_at",
+    "dispatch_modes",
+    "fake_mode_is_on",
+    "innermost_transform",
+    "overload_packet",
+    "skip_torch_function",
+    "without_dispatch_modes",
+]
+
+count_dispatch_modes = torch._C._len_torch_dispatch_stack
+count_function_modes = torch._C._len_torch_function_stack
+dispatch_mode_at = torch._C._get_dispatch_stack_at
+innermost_transform = torch._C._functorch.peek_interpreter_stack
+dispatch_keys = torch._C._dispatch_keys
+skip_torch_function = torch._C._disabled_torch_function_impl
+dispatch_modes = _get_current_dispatch_mode_stack
+without_dispatch_modes = _disable_current_modes
+
+
+def fake_mode_is_on() -> bool:
+    """Whether a FakeTensorMode is among the dispatch modes."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def overload_packet(overload: OpOverload) -> OpOverloadPacket:
+    """torch.ops.aten.mm of torch.ops.aten.mm.default."""
+    return overload._overloadpacket

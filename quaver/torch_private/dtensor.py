@@ -1,0 +1,21 @@
+"""The local tensor of a DTensor: the object itself.
+
+- `local_tensor(tensor)`: DTensor._local_tensor. The public DTensor.to_local() returns a view of a parameter, and with
+  gradients the result of an autograd function. No replacement.
+- `set_local_tensor(tensor, local)`: assigns it. No replacement.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, which other tensors are themselves."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
+    """Replace this rank's part by another tensor of its shape."""
+    tensor._local_tensor = local

@@ -1,0 +1,16 @@
+"""Instructions of the CPU, and the float8 matmul of GPUs.
+
+- `has_amx_tiles()`, `has_avx512_bfloat16()`: torch.cpu._is_amx_tile_supported and _is_avx512_bf16_supported. Both read
+  the public torch.cpu.get_capabilities(), and can go when PyTorch documents its keys.
+- `onednn_has_bfloat16()`: torch.ops.mkldnn._is_mkldnn_bf16_supported. No replacement.
+- `scaled_mm(...)`: torch._scaled_mm. torch.nn.functional.scaled_mm is public since torch 2.10, and not timed here.
+"""
+
+from __future__ import annotations
+
+import torch
+
+has_amx_tiles = torch.cpu._is_amx_tile_supported
+has_avx512_bfloat16 = torch.cpu._is_avx512_bf16_supported
+onednn_has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported
+scaled_mm = torch._scaled_mm

@@ -1,0 +1,15 @@
+"""Version counters, which in-place operations raise. Numpy buffers, `.data`, shared memory and captured graphs do not.
+
+- `version_of(tensor)`: Tensor._version. RuntimeError for inference tensors. No replacement.
+- `keep_versions(tensors)`: torch.autograd.grad_mode._unsafe_preserve_version_counter, a context in which writes do not
+  count. No replacement.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+version_of = attrgetter("_version")
+keep_versions = _unsafe_preserve_version_counter

@@ -1,0 +1,366 @@
+"""The private names of PyTorch exist, do what quaver relies on, and stand in quaver/torch_private alone."""
+
+import importlib
+import pkgutil
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint
+from torch import nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import quaver
+from quaver import torch_private
+from quaver.torch_private import (
+    autograd,
+    checkpoint,
+    collectives,
+    compiler,
+    dispatch,
+    dtensor,
+    fake_ranks,
+    fsdp,
+    hardware,
+    memory,
+    profiler,
+    tracing,
+    versions,
+)
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def mesh():
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=fake_ranks.FakeStore())
+    yield init_device_mesh("cpu", (2,))
+    torch.distributed.destroy_process_group()
+
+
+# ---- autograd --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("retain_graph", [True, False])
+def test_a_node_knows_itself_and_whether_its_graph_is_kept(retain_graph):
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    first = autograd.next_sequence_number()
+    z = y * 3
+    y.register_hook(lambda _: seen.append((autograd.current_node(), autograd.backward_keeps_graph())))
+    assert autograd.sequence_number(z.grad_fn) == first == autograd.next_sequence_number() - 1
+    assert autograd.sequence_number(y.grad_fn) == first - 1
+    assert autograd.current_node() is None
+    z.sum().backward(retain_graph=retain_graph)
+    assert seen == [(y.grad_fn, retain_graph)]
+
+
+def test_leaves_are_created_after_every_node():
+    """quaver.recorder.modules tells AccumulateGrad by its number."""
+    leaf = torch.ones(2, requires_grad=True)
+    accumulate = (leaf * 1).grad_fn.next_functions[0][0]
+    assert autograd.sequence_number(accumulate) == 2**64 - 1
+
+
+def test_the_hooks_of_saved_tensors_on_top():
+    assert autograd.top_saved_tensors_hooks(True) is None
+    outer, inner = (lambda t: t, lambda t: t), (lambda t: t, lambda t: t)
+    with saved_tensors_hooks(*outer), saved_tensors_hooks(*inner):
+        assert autograd.top_saved_tensors_hooks(True) == inner
+
+
+def test_the_level_of_forward_mode_autodiff():
+    assert autograd.forward_ad_level() == -1
+    with forward_ad.dual_level():
+        assert autograd.forward_ad_level() == 0
+
+
+# ---- dispatch and tracing --------------------------------------------------------------------------------------------
+
+
+def test_the_stacks_of_modes():
+    assert dispatch.count_dispatch_modes() == dispatch.count_function_modes() == 0
+    with Mode() as outer, Mode() as inner, FunctionMode():
+        assert (dispatch.count_dispatch_modes(), dispatch.count_function_modes()) == (2, 1)
+        assert dispatch.dispatch_mode_at(1) is inner
+        assert dispatch.dispatch_modes() == [outer, inner]
+        with dispatch.without_dispatch_modes():
+            assert dispatch.count_dispatch_modes() == 0
+        assert dispatch.count_dispatch_modes() == 2
+
+
+def test_fakes():
+    assert not dispatch.fake_mode_is_on()
+    with tracing.FakeTensorMode():
+        assert dispatch.fake_mode_is_on()
+        assert isinstance(torch.ones(2), tracing.FakeTensor)
+
+
+def test_the_innermost_transform():
+    seen = []
+    assert dispatch.innermost_transform() is None
+
+    def f(x):
+        seen.append(dispatch.innermost_transform())
+        return x.sum()
+
+    for transform in (torch.func.vmap, torch.func.grad):
+        transform(f)(torch.ones(2))
+    torch.func.jvp(f, (torch.ones(2),), (torch.ones(2),))
+    torch.func.functionalize(f)(torch.ones(2))
+    assert len(seen) == 4
+    assert None not in seen
+
+
+def test_dispatch_keys_tell_ordinary_tensors():
+    def keys(tensor):
+        return dispatch.dispatch_keys(tensor).raw_repr()
+
+    ordinary = dispatch.DispatchKeySet(dispatch.DispatchKey.CPU)
+    for key in ("AutocastCPU", "ADInplaceOrView", "AutogradCPU"):
+        ordinary = ordinary | dispatch.DispatchKeySet(getattr(dispatch.DispatchKey, key))
+    x = torch.ones(2, 2)
+    assert keys(x) == keys(nn.Parameter(x)) == keys(x.t()) == ordinary.raw_repr()
+    for other in (x.to_sparse(), x.to("meta"), torch._neg_view(x), torch._efficientzerotensor(2)):
+        assert keys(other) != ordinary.raw_repr()
+
+
+def test_a_subclass_without_torch_function_reaches_its_dispatch_as_itself():
+    class Plain(torch.Tensor):
+        __torch_function__ = dispatch.skip_torch_function
+
+    assert type(torch.ones(2).as_subclass(Plain) + 1) is torch.Tensor
+
+
+def test_operators():
+    add = torch.ops.aten.add
+    assert isinstance(add, dispatch.OpOverloadPacket)
+    assert isinstance(add.Tensor, dispatch.OpOverload)
+    assert dispatch.overload_packet(add.Tensor) is add
+    assert isinstance(torch.ops.higher_order.cond, dispatch.HigherOrderOperator)
+
+
+def test_the_jit_tracer():
+    seen = []
+
+    def f(x):
+        seen.append(tracing.is_jit_tracing())
+        return x + 1
+
+    f(torch.ones(2))
+    torch.jit.trace(f, torch.ones(2), check_trace=False)
+    assert seen == [False, True]
+
+
+def test_the_tracing_context_of_the_compiler():
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append(tracing.current_tracing_context())
+        return graph
+
+    assert tracing.current_tracing_context() is None
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert len(seen) == 1
+    assert seen[0] is not None
+
+
+# ---- the compiler ----------------------------------------------------------------------------------------------------
+
+
+def test_compiled_modules_and_settings():
+    linear = nn.Linear(2, 2)
+    assert isinstance(torch.compile(linear, backend="eager"), compiler.OptimizedModule)
+    with compiler.functorch_config.patch(activation_memory_budget=1.0):
+        compiler.set_activation_memory_budget(0.5)
+        assert compiler.functorch_config.activation_memory_budget == 0.5
+    before = compiler.dynamo_config.recompile_limit
+    with compiler.recompile_limit(before + 1):
+        assert compiler.dynamo_config.recompile_limit == before + 1
+    assert compiler.dynamo_config.recompile_limit == before
+
+
+# ---- versions, DTensor, FSDP2, collectives ---------------------------------------------------------------------------
+
+
+def test_version_counters():
+    x = torch.ones(2)
+    before = versions.version_of(x)
+    x.add_(1)
+    assert versions.version_of(x) == versions.version_of(x.detach()) == before + 1
+    with versions.keep_versions(x):
+        x.add_(1)
+    assert versions.version_of(x) == before + 1
+    with torch.inference_mode():
+        inference = torch.ones(2)
+    with pytest.raises(RuntimeError, match="version counter"):
+        versions.version_of(inference)
+
+
+def test_the_local_tensor_of_a_dtensor_is_the_object_itself(mesh):
+    local = torch.ones(2)
+    assert dtensor.local_tensor(local) is local
+    distributed = nn.Parameter(DTensor.from_local(local, mesh, [Replicate()]))
+    part = dtensor.local_tensor(distributed)
+    assert part.data_ptr() == local.data_ptr()
+    assert dtensor.local_tensor(distributed) is part
+    other = torch.zeros(2)
+    dtensor.set_local_tensor(distributed, other)
+    assert dtensor.local_tensor(distributed) is other
+
+
+def test_fsdp2_allocates_in_its_collectives(mesh):
+    """The recorder finds buffers of collectives by the name of the Python module that allocates them."""
+    allocating = set()
+
+    class Frames(Mode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            frame = sys._getframe(1)
+            while frame is not None:
+                allocating.add((str(func), frame.f_globals.get("__name__")))
+                frame = frame.f_back
+            return func(*args, **(kwargs or {}))
+
+    model = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh)
+    with Frames():
+        model(torch.ones(2, 4)).sum().backward()
+    assert {"aten.empty.memory_format"} <= {name for name, module in allocating if module == fsdp.COLLECTIVES_MODULE}
+
+
+def test_functional_collectives(mesh):
+    group = mesh.get_group()
+    x = torch.ones(4)
+    for result, length in (
+        (collectives.all_reduce(x, "sum", group), 4),
+        (collectives.all_gather_single(x, 0, group), 8),
+        (collectives.reduce_scatter_single(x, "sum", 0, group), 2),
+    ):
+        assert isinstance(result, collectives.AsyncCollectiveTensor)
+        waited = collectives.wait_tensor(result)
+        assert type(waited) is torch.Tensor
+        assert waited.shape == (length,)
+
+
+def test_metadata_of_a_checkpoint_says_where_its_tensors_are(tmp_path):
+    torch.distributed.checkpoint.save({"weight": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    (place,) = torch.distributed.checkpoint.FileSystemReader(tmp_path).read_metadata().storage_data.values()
+    assert place == checkpoint.StorageInfo(place.relative_path, place.offset, place.length)
+
+
+# ---- profiler, memory, hardware --------------------------------------------------------------------------------------
+
+
+def test_ranges_and_events_of_the_profiler():
+    recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True, with_stack=True)
+    with recorded as profiled, profiler.named_range("here"):
+        torch.ones(1000).add_(1)
+    assert "here" in {event.name for event in profiled.events()}
+    assert {event.device_type for event in profiled.events()} == {profiler.DeviceType.CPU}
+    assert profiler.DeviceType.CUDA != profiler.DeviceType.CPU
+    nodes, found = list(profiled.profiler.kineto_results.experimental_event_tree()), []
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children
+        found += [node.typed[1].alloc_size] if node.typed[0] == profiler.EventType.Allocation else []
+    assert 4000 in found
+
+
+def test_keys_of_storages():
+    x, y = torch.ones(4), torch.ones(4)
+    assert memory.storage_key(x.untyped_storage()) == memory.storage_key(x[2:].untyped_storage())
+    assert memory.storage_key(x.untyped_storage()) != memory.storage_key(y.untyped_storage())
+
+
+def test_questions_to_the_cpu():
+    answers = hardware.has_amx_tiles(), hardware.has_avx512_bfloat16(), hardware.onednn_has_bfloat16()
+    assert {type(answer) for answer in answers} == {bool}
+
+
+def test_the_scaled_matmul_takes_these_arguments():
+    a = torch.ones(16, 32).to(torch.float8_e4m3fn)
+    b = torch.ones(16, 32).to(torch.float8_e4m3fn).t()
+    scale = torch.tensor(0.5)
+    options = {"bias": None, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+    assert hardware.scaled_mm(a, b, scale_a=scale, scale_b=scale, **options).unique().item() == 8
+
+
+# ---- all of them -----------------------------------------------------------------------------------------------------
+
+FILES = [module.name for module in pkgutil.iter_modules(torch_private.__path__)]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_each_name_stands_in_the_first_lines_of_its_file(file):
+    module = importlib.import_module(f"quaver.torch_private.{file}")
+    assert f"| `{file}` |" in torch_private.__doc__
+    source = Path(module.__file__).read_text()
+    defined = set(re.findall(r"^(?:def )?(\w+)(?: = |\()", source, re.M)) | set(getattr(module, "__all__", ()))
+    assert defined - {"__all__"}
+    for name in defined - {"__all__"}:
+        assert f"`{name}" in module.__doc__, name
+
+
+PRIVATE = re.compile(
+    r"\btorch\.(?:[a-z]\w*\.)*_[A-Za-z]\w*|\b_guards\.\w+|\bforward_ad\._\w+|"
+    r"\b\w+\._(?:local_tensor|cdata|overloadpacket|sequence_nr|version|get_fsdp_state|fsdp_param_groups?)\b"
+)
+DOCUMENTED = re.compile(
+    r"\btorch\.(?:utils\._pytree|utils\._python_dispatch|_foreach_\w+|ops\.\w+\._\w+)|\bself\._version"
+)
+"""Operators and modules that are private in name only, and an attribute of quaver's own."""
+
+ELSEWHERE = {
+    "memory/compiling": "replaces parts of Inductor",
+    "memory/faking": "replaces parts of fake tensors",
+    "phases.py": "reads the profiler's flag",
+}
+TO_CONVERT = {
+    "convert.py",
+    "export/weights.py",
+    "frozen_weight.py",
+    "gemm.py",
+    "kernels/cast.py",
+    "kernels/cpu.py",
+    "kernels/exact_mm.py",
+    "linear.py",
+    "primary_weights.py",
+    "quantize.py",
+    "scale_state.py",
+    "tensor.py",
+    "weight_scope.py",
+}
+"""Files that have private names until they are next rewritten."""
+
+
+def private_names(path):
+    code = re.sub(r'""".*?"""|#[^\n]*|"[^"\n]*"', "", path.read_text(), flags=re.S)
+    names = {match[0] for match in PRIVATE.finditer(code) if not DOCUMENTED.match(match[0])}
+    imported = re.findall(r"^\s*from torch[\w.]* import ([^(\n]+|\([^)]*\))", code, re.M)
+    return names | {name for line in imported for name in re.findall(r"\b_[A-Za-z]\w+", line)}
+
+
+def test_private_names_stand_nowhere_else():
+    root = Path(quaver.__file__).parent
+    found = {}
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if not name.startswith(("torch_private/", *ELSEWHERE)) and private_names(path):
+            found[name] = private_names(path)
+    assert {name: found[name] for name in found if name not in TO_CONVERT} == {}
