@@ -28,7 +28,7 @@ on scales with the other ranks, and reduces the output.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ from quaver.config import Float8GemmConfig, Float8LinearConfig, Float8LinearReci
 from quaver.formats import HP_DTYPES
 from quaver.gemm import along_contracted_after, unchecked_float8_mm
 from quaver.phases import phase
+from quaver.prepared_weight import PreparedWeight
 from quaver.quantize import (
     GRAD_OUTPUT,
     INPUT,
@@ -60,9 +61,6 @@ from quaver.quantize import (
 from quaver.scale_state import LinearScales
 from quaver.scaling import NO_PERSISTENT_SCALES, PersistentScales
 from quaver.tensor import Float8Tensor, WrappedTensor
-
-if TYPE_CHECKING:
-    from quaver.weight_scope import PreparedWeight
 
 
 class LinearArgs(NamedTuple):

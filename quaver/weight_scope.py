@@ -14,34 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from quaver.config import Float8LinearConfig
 from quaver.distributed.fsdp import AllGatherInputs, Float8AllGatherWeight, ScaleBox, is_all_gather_weight
 from quaver.distributed.weight_scales import all_gather_state, local_weight
 from quaver.linear import Float8Linear
-from quaver.quantize import WEIGHT, Quantizer, cast_pair
-from quaver.scaling import PersistentScale
-
-
-class PreparedWeight:
-    """A weight quantized by `cast_weights_once` while its scope is open, and a check that it does not change."""
-
-    def __init__(self, weight: Tensor, config: Float8LinearConfig, scale: PersistentScale | None) -> None:
-        casts = cast_pair(config, WEIGHT, weight.dtype)
-        self.operands = Quantizer(casts, scale)(weight, last=True, first=True)
-        self._weight = weight
-        self._version = weight._version
-
-    def check(self, weight: Tensor) -> None:
-        """Raise RuntimeError if `weight` is not the tensor that was quantized, or was written to since."""
-        if weight is not self._weight:
-            raise _changed(weight, "replaced")
-        if weight._version != self._version:
-            raise _changed(weight, "changed")
+from quaver.prepared_weight import PreparedWeight, changed_inside_scope
 
 
 class PreparedShard:
@@ -60,7 +42,7 @@ class PreparedShard:
         """What FSDP2 all-gathers: made by `quantize` in the first call, the same in all others."""
         self.check()
         if self._inputs is None:
-            wrapped = local_weight(self._linear).wrapped
+            wrapped = cast(Float8AllGatherWeight, local_weight(self._linear)).wrapped
             self._cast_from = wrapped, wrapped._version
             self._inputs = quantize()
         return self._inputs
@@ -76,17 +58,10 @@ class PreparedShard:
             if self._box is None:
                 self._box, self._writes = weight.box, weight.box.writes
             if weight.box is not self._box:
-                raise _changed(self._linear.weight, "replaced")
+                raise changed_inside_scope(self._linear.weight, "replaced")
         written = self._box is not None and self._box.writes != self._writes
         if written or (self._cast_from is not None and self._cast_from[0]._version != self._cast_from[1]):
-            raise _changed(self._linear.weight, "changed")
-
-
-def _changed(weight: Tensor, how: str) -> RuntimeError:
-    return RuntimeError(
-        f"a weight of shape {list(weight.shape)} was {how} inside cast_weights_once; "
-        "leave the scope before you change weights"
-    )
+            raise changed_inside_scope(self._linear.weight, "changed")
 
 
 @contextmanager

@@ -398,11 +398,11 @@ def _unwrap_in_state_dict(linear: nn.Module, state_dict: dict[str, Any], prefix:
     if not isinstance(linear, Float8Linear) or isinstance(weight, nn.Parameter):  # keep_vars asks for the parameters
         return
     if isinstance(weight, Float8AllGatherWeight):
-        state_dict[prefix + "weight"] = local_weight(linear).wrapped.detach()
+        state_dict[prefix + "weight"] = cast(Float8AllGatherWeight, local_weight(linear)).wrapped.detach()
     elif isinstance(weight, DTensor) and isinstance(local_tensor(weight), Float8AllGatherWeight):
         state_dict[prefix + "weight"] = DTensor.from_local(
             # of the weight itself: an alias of it would not move its version counter
-            local_weight(linear).wrapped.detach(),
+            cast(Float8AllGatherWeight, local_weight(linear)).wrapped.detach(),
             weight.device_mesh,
             weight.placements,
             run_check=False,

@@ -11,9 +11,9 @@ parallelism sharded takes a second maximum, over that mesh axis. If all do, both
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -34,15 +34,33 @@ from quaver.scaling import PersistentScale
 from quaver.tensor import WrappedTensor
 from quaver.torch_private.dtensor import local_tensor
 
-if TYPE_CHECKING:
-    from quaver.distributed.fsdp import Float8AllGatherWeight
-    from quaver.weight_scope import PreparedShard
-
 _SHAPES: dict[int | None, tuple[int, ...]] = {None: (), 0: (1, -1), 1: (-1, 1)}
 """The shape of scales that reduce a dim; None for both."""
 
 WholeScales = Sequence[Scales]
 """The scales of one weight [N, K], one for each cast, in the order of `scale_dims`: (), [1, K] or [N, 1]."""
+
+
+class AllGatherWeight(Protocol):
+    """A weight, or this rank's shard of it, that FSDP2 all-gathers in float8 (`Float8AllGatherWeight`)."""
+
+    wrapped: Tensor
+
+    def scales(self) -> WholeScales | None:
+        """The scales of the whole weight, None if they are unknown."""
+
+    def remember(self, scales: WholeScales) -> None:
+        """Keep the scales of the whole weight until the shard is written to."""
+
+
+class PreparedInputs(Protocol):
+    """What a rank all-gathers while a `cast_weights_once` is open."""
+
+    def all_gather_inputs(self, quantize: Callable[[], Any]) -> Any:
+        """Made by `quantize` in the first call, the same in all others."""
+
+    def check(self) -> None:
+        """Raise RuntimeError if the shard was changed since."""
 
 
 class Shard(NamedTuple):
@@ -197,14 +215,17 @@ class AllGatherState:
     hooks: tuple[RemovableHandle, ...] = ()
     shard: tuple[Tensor, Shard] | None = None
     """A sharded weight and its `Shard` without `local`, because asking DTensor for every all-gather is slow."""
-    prepared: PreparedShard | None = None
+    prepared: PreparedInputs | None = None
     """Set while a `cast_weights_once` is open."""
 
 
-def local_weight(linear: Float8Linear) -> Float8AllGatherWeight:
-    """The weight of `linear`, or this rank's shard of it, that FSDP2 all-gathers in float8."""
-    weight = linear.weight
-    return cast("Float8AllGatherWeight", local_tensor(weight))
+def local_weight(linear: Float8Linear) -> Tensor:
+    """The weight of `linear`, or this rank's shard of it."""
+    return local_tensor(linear.weight)
+
+
+def _all_gather_weight(linear: Float8Linear) -> AllGatherWeight:
+    return cast(AllGatherWeight, local_weight(linear))
 
 
 def all_gather_state(linear: Float8Linear) -> AllGatherState:
@@ -216,7 +237,7 @@ def all_gather_state(linear: Float8Linear) -> AllGatherState:
 
 def current_shard(linear: Float8Linear) -> Shard:
     """This rank's shard of the weight of `linear`."""
-    state, local = all_gather_state(linear), local_weight(linear).wrapped
+    state, local = all_gather_state(linear), _all_gather_weight(linear).wrapped
     if state.shard is None or state.shard[0] is not linear.weight:
         state.shard = linear.weight, shard_of(linear.weight, local.new_empty(0))  # keep no memory alive
     return state.shard[1]._replace(local=local)
@@ -248,7 +269,7 @@ def whole_scales(linear: Float8Linear) -> WholeScales:
 
     If they are unknown, they are computed in one collective with those of every sibling that has none.
     """
-    known = local_weight(linear).scales()
+    known = _all_gather_weight(linear).scales()
     if known is not None:
         return known
     own, key = current_shard(linear), _collective_key(linear)
@@ -256,13 +277,13 @@ def whole_scales(linear: Float8Linear) -> WholeScales:
     stale = [
         (name, each)
         for name, each in siblings.named
-        if _needs_scales(each) and local_weight(each).scales() is None and _collective_key(each) == key
+        if _needs_scales(each) and _all_gather_weight(each).scales() is None and _collective_key(each) == key
     ]
     if own.fsdp_group not in siblings.checked:
         check_ranks_agree(_describe(stale), own.fsdp_group, own.device, what=_WHAT)
         siblings.checked.add(own.fsdp_group)
     _compute_and_remember([each for _, each in stale])
-    return cast(WholeScales, local_weight(linear).scales())
+    return cast(WholeScales, _all_gather_weight(linear).scales())
 
 
 def _collective_key(linear: Float8Linear) -> tuple[Any, ...]:
@@ -275,7 +296,7 @@ def _compute_and_remember(linears: Sequence[Float8Linear]) -> None:
     with torch.no_grad():
         scales = compute_whole_scales([current_shard(each) for each in linears], [each.config for each in linears])
     for linear, of_weight in zip(linears, scales, strict=True):
-        local_weight(linear).remember(of_weight)
+        _all_gather_weight(linear).remember(of_weight)
 
 
 _WHAT = "the weights to all-gather in float8"
