@@ -72,6 +72,8 @@ def exact_float8_mm(
     if own is not None:
         return own
     cpu.check_memory(a, b, a_dequant_scale, b_dequant_scale, bias)
+    if a.is_cpu and not varies and max(a.numel(), b.numel()) < UNITS_PAY_FROM:
+        return _small_mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype, scales_are_powers_of_2)
     # bfloat16 operands leave room for one scale of the whole result, or for scales that change no mantissa.
     tensorwise = a_dequant_scale.dim() == 0 and b_dequant_scale.dim() == 0
     bfloat16 = (tensorwise or scales_are_powers_of_2) and _bfloat16_pays(a, b, out_dtype)
@@ -92,6 +94,32 @@ def exact_float8_mm(
     return out
 
 
+def _small_mm(
+    a: Tensor,
+    b: Tensor,
+    a_dequant_scale: Tensor,
+    b_dequant_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    scales_are_powers_of_2: bool,
+) -> Tensor:
+    """The float32 matmul of what follows for small operands, whose time is that of the calls: as few as can be."""
+    wide, left = [], []
+    for codes, scale in ((a, a_dequant_scale), (b, b_dequant_scale)):
+        if scales_are_powers_of_2 and scale.dim():
+            wide.append(codes.float().mul_(scale))
+        else:
+            wide.append(codes.float())
+            left.append(scale)
+    sums = a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
+    torch.mm(*wide, out=sums)  # autocast would give a plain torch.mm other operands
+    for scale in left:
+        sums.mul_(scale)
+    if bias is not None:
+        sums.add_(bias)
+    return sums.to(out_dtype)
+
+
 def varies_along_contracted(b: Tensor, b_dequant_scale: Tensor) -> bool:
     """Whether b [K, N] has scales along K, one a row [K, 1] or one a block; see the note at the top."""
     return b_dequant_scale.dim() > 0 and tuple(b_dequant_scale.shape) != (1, b.shape[1])
@@ -109,8 +137,6 @@ class _Wide(NamedTuple):
 
     data: Tensor
     scale_left: Tensor | None
-    is_bfloat16_valued: bool = True
-    """Whether every element is a bfloat16 number, whatever the dtype."""
 
 
 def _widened(
@@ -119,7 +145,7 @@ def _widened(
     """Times the scales where they vary along the contracted dim, and the row scales where that is exact."""
     if varies:
         wide = multiply_scale_(widen(codes, dtype), dequant_scale.to(dtype))
-        return _Wide(wide, None, is_bfloat16_valued=scales_are_powers_of_2)
+        return _Wide(wide, None)
     if scales_are_powers_of_2 and dequant_scale.dim():
         return _Wide(widen(codes, dtype, dequant_scale), None)
     return _Wide(widen(codes, dtype), dequant_scale)
@@ -168,28 +194,13 @@ def _bfloat16_mm(a: _Wide, b: _Wide, bias: Tensor | None, out: Tensor) -> Tensor
 def _float32_mm(a: _Wide, b: _Wide, bias: Tensor | None, out: Tensor) -> Tensor:
     """out = RN(scales * (a @ b) + bias), in float32 up to the end."""
     sums = out if out.dtype is torch.float32 and out.is_contiguous() else torch.empty_like(out, dtype=torch.float32)
-    if a.is_bfloat16_valued and b.is_bfloat16_valued:
-        _mm_of_bfloat16_numbers(a.data, b.data, sums)
-    else:
-        torch.mm(a.data, b.data, out=sums)
+    torch.mm(a.data, b.data, out=sums)
     for scale in (a.scale_left, b.scale_left):
         if scale is not None:
             sums.mul_(scale)
     if bias is not None:
         sums.add_(bias)
     return out if sums is out else out.copy_(sums)
-
-
-def _mm_of_bfloat16_numbers(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out = a @ b in float32, on bfloat16 units where a CPU has them."""
-    setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = setting.fp32_precision
-    try:
-        if a.is_cpu and max(a.numel(), b.numel()) >= UNITS_PAY_FROM and has_bfloat16_units("cpu"):
-            setting.fp32_precision = "bf16"
-        torch.mm(a, b, out=out)
-    finally:
-        setting.fp32_precision = before
 
 
 _library = torch.library.Library("quaver", "FRAGMENT")
