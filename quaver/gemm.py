@@ -18,18 +18,19 @@ appended, and add nothing); with row-wise scales a bfloat16 result and a scale f
 from __future__ import annotations
 
 import enum
-import functools
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from quaver.config import Float8LinearConfig
 from quaver.formats import E5M2, FORMATS
 from quaver.kernels.cast import runs_as_operation
 from quaver.kernels.exact_mm import exact_float8_mm, varies_along_contracted
 from quaver.phases import phase
 from quaver.scaling import block_counts
+from quaver.slow_paths import say_once
 
 ALIGNMENT = 16
 """What the contracted and output dims of a native float8 matmul are multiples of."""
@@ -166,22 +167,82 @@ def _backend_of(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: 
 
 @torch.compiler.assume_constant_result
 def _native_works(device_index: int, rowwise: bool) -> bool:
-    return native_failure(device_index, rowwise) is None
+    failure = native_failure(device_index, rowwise)
+    if failure is not None:
+        kind = "row-wise" if rowwise else "tensor-wise"
+        say_once(
+            f"exact matmuls on cuda:{device_index}, {kind}",
+            f"cuda:{device_index} multiplies float8 with {kind} scales exactly, which is slower: {failure}",
+        )
+    return failure is None
 
 
-@functools.cache
+_native_failures: dict[tuple[int, bool], str | None] = {}
+"""What probes found out about the hardware, by device and whether scales are row-wise."""
+
+
 def native_failure(device_index: int, rowwise: bool) -> str | None:
-    """Why this CUDA (or ROCm) device cannot multiply float8 natively, found by trying; None if it can."""
-    if not torch.cuda.is_available():
-        return "no CUDA device"
-    # The first call may come inside a forward. A dispatch mode (a selective checkpoint, say) must not see these
-    # operations, because the recomputation will not repeat them.
-    with _disable_current_modes():
-        return probe_native_mm(torch.device("cuda", device_index), rowwise)
+    """Why this CUDA (or ROCm) device cannot multiply float8 natively, found by trying; None if it can.
+
+    Only verdicts about the hardware are remembered.
+
+    Raises:
+        RuntimeError: the probe failed for another reason, such as too little memory, or would have to run while a CUDA
+            graph is captured. The next call tries again.
+    """
+    key = device_index, rowwise
+    if key not in _native_failures:
+        if not torch.cuda.is_available():
+            return "no CUDA device"
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "the first float8 matmul on a device tries out its float8 units, which a CUDA graph cannot capture; "
+                "run a step before the capture"
+            )
+        # The first call may come inside a forward. A dispatch mode (a selective checkpoint, say) must not see these
+        # operations, because the recomputation will not repeat them.
+        with _disable_current_modes():
+            _native_failures[key] = probe_native_mm(torch.device("cuda", device_index), rowwise)
+    return _native_failures[key]
+
+
+_NOT_THE_HARDWARE = (
+    "out of memory",
+    "alloc_failed",
+    "captur",
+    "illegal memory access",
+    "launch failure",
+    "interrupted",
+)
+"""Words of CUDA's errors that say nothing about what the hardware can multiply."""
+
+
+def backends_of(config: Float8LinearConfig, device: torch.device) -> str:
+    """What the float8 matmuls of a linear run on: "native", "exact" or "native and exact".
+
+    "high precision" where the config disables them all.
+    """
+    casts = config.casts
+    pairs = (
+        (casts.input, casts.weight),
+        (casts.grad_output, casts.weight_for_grad_input),
+        (casts.grad_output_for_grad_weight, casts.input_for_grad_weight),
+    )
+    found = {
+        GemmBackend.EXACT
+        if any(cast.is_blockwise for cast in pair)
+        else backend_for(device, rowwise=any(cast.is_rowwise for cast in pair), emulate=config.emulate)
+        for pair in pairs
+        if not pair[0].is_disabled
+    }
+    names = [backend.value for backend in GemmBackend if backend in found]
+    return " and ".join(names) or "high precision"
 
 
 def probe_native_mm(device: torch.device, rowwise: bool) -> str | None:
     """Multiply on `device` and compare; the error's first line, None if the product is right.
+
+    An error that is not about the hardware is raised.
 
     Dtypes and devices are explicit: the verdict must not depend on torch's defaults at the first call.
     """
@@ -197,6 +258,8 @@ def probe_native_mm(device: torch.device, rowwise: bool) -> str | None:
             out = _native_mm(a_fp8, b_fp8, a_scale.to(device), b_scale.to(device), None, torch.bfloat16, False)
             wrong = (out.float().cpu() - expected).abs().max() > expected.abs().max() * 2**-7
         except (RuntimeError, ValueError, NotImplementedError) as error:
+            if any(words in str(error).lower() for words in _NOT_THE_HARDWARE):
+                raise
             return str(error).splitlines()[0]
         if wrong:
             return f"a 32 x 32 matmul with {'row-wise' if rowwise else 'tensor-wise'} scales gave a wrong result"

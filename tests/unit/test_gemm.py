@@ -12,6 +12,7 @@ from quaver.gemm import GemmBackend, backend_for, float8_mm, native_operands
 from quaver.kernels import cpu, exact_mm
 from quaver.kernels.exact_mm import exact_float8_mm
 from quaver.scaling import dynamic_cast, dynamic_cast_blocks, multiply_scale_
+from quaver.slow_paths import error_on_slow_path
 from tests.reference import assert_matmul_exact
 from tests.thinned import thinned
 
@@ -256,3 +257,66 @@ def test_native_call_passes_torchs_checks_for_a_gpu(scaling, out_dtype, bias_dty
             torch._scaled_mm(a, b, torch.empty((), device="meta"), torch.empty((), device="meta"))
     assert out.shape == (m, n)
     assert out.dtype is out_dtype
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: operation not permitted when stream is capturing"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+    ],
+)
+def test_a_probe_that_fails_for_a_passing_reason_raises_and_is_tried_again(error, gpu_probe):
+    probe = gpu_probe([error])
+    with pytest.raises(RuntimeError, match=r"memory|ALLOC|captur"):
+        gemm.native_failure(0, False)
+    assert gemm.native_failure(0, False) is None
+    assert gemm.native_failure(0, False) is None
+    assert probe == ["failed", "multiplied", "multiplied"]  # of two formats, once
+
+
+def test_a_verdict_about_the_hardware_is_remembered_and_said_once(gpu_probe, caplog):
+    probe = gpu_probe([RuntimeError("torch._scaled_mm is only supported on compute capability >= 9.0\nat line 1")])
+    for _ in range(3):
+        assert gemm.backend_for(torch.device("cuda", 0), rowwise=True) is gemm.GemmBackend.EXACT
+    assert probe == ["failed"]
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1
+    assert "row-wise scales exactly" in said[0]
+    assert said[0].endswith("compute capability >= 9.0")
+    with error_on_slow_path(), pytest.raises(RuntimeError, match="only supported"):
+        gemm.backend_for(torch.device("cuda", 0), rowwise=True)
+
+
+def test_no_probe_runs_while_a_graph_is_captured(gpu_probe, monkeypatch):
+    probe = gpu_probe([])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="run a step before the capture"):
+        gemm.native_failure(0, False)
+    assert probe == []
+
+
+@pytest.fixture
+def gpu_probe(monkeypatch):
+    """A GPU whose native matmul raises the given errors, one a call, and is then right."""
+
+    def install(errors):
+        calls = []
+
+        def native_mm(a, b, a_scale, b_scale, *options):
+            calls.append("failed" if errors else "multiplied")
+            if errors:
+                raise errors.pop()
+            return ((a.float() * a_scale) @ (b.float() * b_scale)).bfloat16()
+
+        monkeypatch.setattr(gemm, "_native_failures", {})
+        monkeypatch.setattr(gemm, "_native_mm", native_mm)
+        monkeypatch.setattr(gemm, "probe_native_mm", lambda device, rowwise: real_probe(torch.device("cpu"), rowwise))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        return calls
+
+    real_probe = gemm.probe_native_mm
+    return install
