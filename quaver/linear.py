@@ -40,7 +40,7 @@ from quaver.checkpointing.early_stop import saved as saved_tensors
 from quaver.compile_hints import add_dependency, materialize
 from quaver.config import Float8GemmConfig, Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.formats import HP_DTYPES
-from quaver.gemm import along_contracted_after, unchecked_float8_mm
+from quaver.gemm import along_contracted_after, backends_of, unchecked_float8_mm
 from quaver.phases import phase
 from quaver.prepared_weight import PreparedWeight
 from quaver.quantize import (
@@ -73,6 +73,8 @@ class LinearArgs(NamedTuple):
     weight_operands: Operands | None
     """The weight's operands, if it was quantized before the linear runs."""
     sharding: LinearSharding | None
+    reader: int
+    """The id of the linear while it records gradients, else 0; see [Note: sharing an activation] in quantize.py."""
 
 
 # ---- the three matmuls -----------------------------------------------------------------------------------------------
@@ -218,8 +220,8 @@ def _input_quantizer(input: Tensor, args: LinearArgs) -> Quantizer:
             raise RuntimeError("this linear reads its input in high precision too, and was given a quantized one")
         return PreparedOperands(input.operands(), casts)
     if args.sharding is not None:
-        return args.sharding.input_quantizer(input, casts, args.scales.input)
-    return cached_quantizer(input, casts, args.scales.input)
+        return args.sharding.input_quantizer(input, casts, args.scales.input, args.reader)
+    return cached_quantizer(input, casts, args.scales.input, args.reader)
 
 
 def _weight_quantizer(args: LinearArgs) -> Quantizer:
@@ -283,6 +285,7 @@ def _linear(
     scales: PersistentScales,
     weight_operands: Operands | None,
     sharding: LinearSharding | None,
+    linear: Float8Linear | None = None,
 ) -> Tensor:
     if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
@@ -292,12 +295,15 @@ def _linear(
     if input.dtype not in HP_DTYPES:
         raise ValueError(f"expected an input of {', '.join(map(str, HP_DTYPES))}, got {input.dtype}")
     hp_dtype = compute_dtype("cpu" if input.is_cpu else input.device.type, input.dtype)
-    args = LinearArgs(config, hp_dtype, scales, weight_operands, sharding)
+    reader = 0 if linear is None or torch.compiler.is_compiling() or not torch.is_grad_enabled() else id(linear)
+    args = LinearArgs(config, hp_dtype, scales, weight_operands, sharding, reader)
     # A Function without jvp refuses forward-mode autodiff.
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         output = cast(Tensor, _Float8Linear.apply(input, weight, bias, args))
     else:
         output = _multiply(*_quantize(input, weight, args, False, False)[:2], bias, args, input.shape[:-1])
+    if linear is not None and not torch.compiler.is_compiling() and "_backend" not in linear.__dict__:
+        linear.__dict__["_backend"] = backends_of(config, input.device)
     if output.dim() == input.dim():
         return output
     # As for F.linear, the result must not be a view: autograd forbids in-place operations on a view that a Function
@@ -386,10 +392,10 @@ class Float8Linear(nn.Linear):
             scales = self.persistent_scales(input.device)
         prepared = self._prepared_weight
         if prepared is None:
-            return _linear(input, weight, self.bias, self.config, scales, None, None)
+            return _linear(input, weight, self.bias, self.config, scales, None, None, self)
         if not torch.compiler.is_compiling():
             prepared.check(weight)
-        return _linear(input, weight, self.bias, self.config, scales, prepared.operands, None)
+        return _linear(input, weight, self.bias, self.config, scales, prepared.operands, None, self)
 
     def forward_sharded(self, input: Tensor, sharding: LinearSharding | None) -> Tensor:
         """`forward` of this rank's part of a linear that `sharding` shards, on local tensors."""
@@ -403,7 +409,7 @@ class Float8Linear(nn.Linear):
             operands = weight.operands()
         elif isinstance(weight, WrappedTensor):
             weight = weight.plain()
-        output = _linear(input, weight, bias, self.config, scales, operands, sharding)
+        output = _linear(input, weight, bias, self.config, scales, operands, sharding, self)
         return output if bias_after_reduction is None else output + bias_after_reduction.to(output.dtype)
 
     def persistent_scales(self, device: torch.device, *, recording: bool | None = None) -> PersistentScales:
@@ -426,7 +432,10 @@ class Float8Linear(nn.Linear):
 
     @property
     def backend(self) -> str:
-        """What multiplied so far: "not run yet", "native", "exact" or "native and exact"; see gemm.py."""
+        """What multiplied in the eager forwards: "native", "exact" or "native and exact"; see gemm.py.
+
+        "not run yet" before it. A forward that was compiled does not tell.
+        """
         backend: str = self.__dict__.get("_backend", "not run yet")
         return backend
 
@@ -437,9 +446,12 @@ class Float8Linear(nn.Linear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Float8Linear:
         super()._apply(fn, recurse)
+        self.__dict__.pop("_backend", None)  # it may run on another device now
         if self.scaling is not None:
             self.scaling.follow(self.weight.device)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_prepared_weight": None, "gathering": None}  # they belong to a scope or a model
+        state = {**self.__dict__, "_prepared_weight": None, "gathering": None}  # they belong to a scope or a model
+        state.pop("_backend", None)  # a copy has not run
+        return state

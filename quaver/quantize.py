@@ -15,16 +15,24 @@ Four quantizers share this interface:
     TensorParallelQuantizer          the same scales for a matrix that ranks share (distributed/)
     PreparedOperands                 operands that were quantized before: by an all-gather, or `cast_weights_once`
 
-[Note: sharing an activation] The cache holds the operands of one activation, the last one quantized. A hit depends on
-what was called in which order, never on what the garbage collector left alive: the entry goes when another activation
-is quantized, when the backward of a linear begins, or when the activation dies. It serves the same tensor object at the
-same version, under the same dispatch mode. So under selective checkpointing the forward and its recomputation, each
-under a mode of its own, issue the same operations. Dynamo traces no cache; a compiler removes equal operations itself.
-Inference mode has none either, because autograd cannot save what was made there.
+[Note: sharing an activation] q, k and v read one activation, which is quantized once for all of them. What was
+quantized is remembered only while all of these hold:
+
+    gradients are recorded. In evaluation nothing is remembered.
+    a module that holds several Float8Linears runs its forward. The conversion puts hooks on it (`share_inputs`), and
+        the end of that forward forgets. A linear that is called by itself remembers nothing.
+    the linear is another one than those that the entry has served: a linear that is called twice quantizes twice.
+    it is the same tensor object at the same version, under the same dispatch mode, with the same casts and scale.
+
+Version counters miss writes through numpy, `.data`, shared memory or a captured graph, so the counter alone would not
+do. Such a write between the linears of one forward, by that forward itself, is the one that is still missed. Under
+selective checkpointing the forward and its recomputation, each under a mode of its own, issue the same operations.
+Dynamo traces no cache; a compiler removes equal operations itself.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any, NamedTuple, Protocol
 
@@ -217,8 +225,8 @@ class LinearSharding(Protocol):
     def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """This rank's part of weight and bias, differentiably, and the bias to add to the reduced output."""
 
-    def input_quantizer(self, input: Tensor, casts: CastPair, scale: PersistentScale | None) -> Quantizer:
-        """For this rank's part of the input."""
+    def input_quantizer(self, input: Tensor, casts: CastPair, scale: PersistentScale | None, reader: int) -> Quantizer:
+        """For this rank's part of the input; `reader` is as for `cached_quantizer`."""
 
     def weight_quantizer(self, casts: CastPair, scale: PersistentScale | None) -> Quantizer:
         """For this rank's part of the weight."""
@@ -261,10 +269,13 @@ class _Entry(NamedTuple):
     scale: PersistentScale | None
     scale_version: int
     operands: Operands
+    readers: frozenset[int]
+    """The linears that were given these operands, by id; they live while their parent's forward runs."""
 
-    def serves(self, activation: Tensor, quantizer: Quantizer, dispatch_mode: Any) -> bool:
+    def serves(self, activation: Tensor, quantizer: CachedQuantizer, dispatch_mode: Any) -> bool:
         return (
             self.activation() is activation
+            and quantizer.reader not in self.readers
             and self.version == activation._version
             and (None if self.dispatch_mode is None else self.dispatch_mode()) is dispatch_mode
             and self.scale is quantizer.scale
@@ -278,37 +289,64 @@ def _version_of(scale: PersistentScale | None) -> int:
     return -1 if scale is None else scale.quant_scale._version
 
 
-_entry: _Entry | None = None
+class _Shared(threading.local):
+    """What this thread remembers: nothing while `depth`, the number of open forwards of parents, is 0."""
+
+    depth: int = 0
+    entry: _Entry | None = None
 
 
-def _clear_if(activation: weakref.ref[Tensor]) -> None:
-    entry = _entry
-    if entry is not None and entry.activation is activation:
-        clear_cached_operands()
+_shared = _Shared()
+
+
+def open_shared_input(*call: object) -> None:
+    """A forward pre-hook of a module that holds several Float8Linears."""
+    if not torch.compiler.is_compiling():
+        _shared.depth += 1
+        _shared.entry = None
+
+
+def close_shared_input(*call: object) -> None:
+    """The forward hook that goes with `open_shared_input`; it is called after an error, too."""
+    if not torch.compiler.is_compiling():
+        _shared.depth = max(_shared.depth - 1, 0)
+        _shared.entry = None
 
 
 def clear_cached_operands() -> None:
     """Drop the entry; called when the backward of a linear begins."""
-    global _entry
-    _entry = None
+    _shared.entry = None
+
+
+def _clear_if(activation: weakref.ref[Tensor]) -> None:
+    entry = _shared.entry
+    if entry is not None and entry.activation is activation:
+        clear_cached_operands()
 
 
 class CachedQuantizer(Quantizer):
-    """Quantizes an activation once for the linears that read it one after another."""
+    """Quantizes an activation once for the linears that read it one after another.
 
-    __slots__ = ()
+    Args:
+        reader: the id of the linear.
+    """
+
+    __slots__ = ("reader",)
+
+    def __init__(self, casts: CastPair, scale: PersistentScale | None, reader: int) -> None:
+        super().__init__(casts, scale)
+        self.reader = reader
 
     def __call__(self, hp: Tensor, *, last: bool, first: bool, scales: Scales | None = None) -> Operands:
         """See `Quantizer`; `hp` is the activation itself."""
-        global _entry
-        mode = _innermost_dispatch_mode()
-        known = Operands(None, None)
-        entry = _entry  # read once: another thread may replace it
+        mode, known, readers = _innermost_dispatch_mode(), Operands(None, None), frozenset((self.reader,))
+        entry = _shared.entry
         if entry is not None and entry.serves(hp, self, mode):
-            known = entry.operands
+            known, readers = entry.operands, entry.readers | readers
             if (not last or known.last is not None) and (not first or known.first is not None):
+                _shared.entry = entry._replace(readers=readers)
                 return known
-        _entry = None  # its memory goes before more is taken
+        _shared.entry = entry = None  # its memory goes before more is taken
         made = merged(
             known,
             super().__call__(
@@ -319,19 +357,25 @@ class CachedQuantizer(Quantizer):
             ),
         )
         weak_mode = None if mode is None else weakref.ref(mode)
-        version = _version_of(self.scale)
-        _entry = _Entry(weakref.ref(hp, _clear_if), hp._version, weak_mode, self.casts, self.scale, version, made)
+        _shared.entry = _Entry(
+            *(weakref.ref(hp, _clear_if), hp._version, weak_mode),
+            *(self.casts, self.scale, _version_of(self.scale), made, readers),
+        )
         return made
 
 
-def cached_quantizer(activation: Tensor, casts: CastPair, scale: PersistentScale | None = None) -> Quantizer:
-    """The quantizer of an activation; a `CachedQuantizer` where [Note: sharing an activation] allows it."""
-    if torch.compiler.is_dynamo_compiling() or activation.is_inference() or torch.is_inference_mode_enabled():
+def cached_quantizer(activation: Tensor, casts: CastPair, scale: PersistentScale | None, reader: int) -> Quantizer:
+    """The quantizer of an activation; a `CachedQuantizer` where [Note: sharing an activation] allows it.
+
+    Args:
+        reader: the id of the linear if it records gradients, else 0.
+    """
+    if torch.compiler.is_dynamo_compiling() or not (reader and _shared.depth) or activation.is_inference():
         return Quantizer(casts, scale)
     # Autograd saves this activation for backward, so an entry would outlive its readers.
     if casts.first.is_disabled and activation.dtype is casts.hp_dtype:
         return Quantizer(casts, scale)
-    return CachedQuantizer(casts, scale)
+    return CachedQuantizer(casts, scale, reader)
 
 
 def _innermost_dispatch_mode() -> Any:

@@ -57,8 +57,8 @@ class ColwiseSharding(_Sharding):
     def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return local_part(weight), None if bias is None else local_part(bias), None
 
-    def input_quantizer(self, input: Tensor, casts: CastPair, scale: PersistentScale | None) -> Quantizer:
-        return cached_quantizer(input, casts, scale)
+    def input_quantizer(self, input: Tensor, casts: CastPair, scale: PersistentScale | None, reader: int) -> Quantizer:
+        return cached_quantizer(input, casts, scale, reader)
 
     def grad_output_quantizer(self, casts: CastPair, scale: PersistentScale | None) -> Quantizer:
         return TensorParallelQuantizer(casts, scale, self.group, 1)
@@ -83,7 +83,7 @@ class RowwiseSharding(_Sharding):
         partial = None if self.sequence_dim is None else [Partial()]
         return local_part(weight), None, cast(DTensor, bias).to_local(grad_placements=partial)
 
-    def input_quantizer(self, input: Tensor, casts: CastPair, scale: PersistentScale | None) -> Quantizer:
+    def input_quantizer(self, input: Tensor, casts: CastPair, scale: PersistentScale | None, reader: int) -> Quantizer:
         return TensorParallelQuantizer(casts, scale, self.group, 1)
 
     def grad_output_quantizer(self, casts: CastPair, scale: PersistentScale | None) -> Quantizer:
