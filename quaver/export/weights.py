@@ -223,11 +223,7 @@ class Float8Weights:
             sharded = list(parameters())
             module.unshard()
             try:
-                gathered = [
-                    new
-                    for old, new in zip(sharded, parameters(), strict=True)
-                    if new is not old
-                ]
+                gathered = [new for old, new in zip(sharded, parameters(), strict=True) if new is not old]
                 self.bytes_moved += sum(each.nbytes for each in gathered)
                 for each in (each for each, owner in self._fsdp_modules.items() if owner is module):
                     weight = self.plan.linears[each].weight.detach()  # a DTensor still under tensor parallelism
