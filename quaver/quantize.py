@@ -358,8 +358,14 @@ class CachedQuantizer(Quantizer):
         )
         weak_mode = None if mode is None else weakref.ref(mode)
         _shared.entry = _Entry(
-            *(weakref.ref(hp, _clear_if), hp._version, weak_mode),
-            *(self.casts, self.scale, _version_of(self.scale), made, readers),
+            weakref.ref(hp, _clear_if),
+            hp._version,
+            weak_mode,
+            self.casts,
+            self.scale,
+            _version_of(self.scale),
+            made,
+            readers,
         )
         return made
 
