@@ -176,9 +176,8 @@ def record(scale: PersistentScale, observed: Tensor) -> None:
     """Update the amax buffer of a persistent scale with what one cast observed (float32 [2]), by a maximum."""
     if scale.amax_buffer is None:
         return
-    observed = observed.detach()
     if torch.compiler.is_compiling():
-        scale.amax_buffer.copy_(torch.maximum(scale.amax_buffer, observed))
+        scale.amax_buffer.copy_(torch.maximum(scale.amax_buffer, observed.detach()))
     elif cpu.runs_directly():
         _update_amax_buffer(scale.amax_buffer, observed)
     else:
@@ -203,7 +202,7 @@ def matrix_amax(hp: Tensor, dim: int | None) -> Tensor:
 
 def _update_amax_buffer(amax_buffer: Tensor, observed: Tensor) -> None:
     _check_memory(amax_buffer, observed)
-    torch.maximum(amax_buffer, observed, out=amax_buffer)
+    torch.maximum(amax_buffer, observed.detach(), out=amax_buffer)  # make_fx drops the detach of a caller
 
 
 # ---- the implementations ---------------------------------------------------------------------------------------------

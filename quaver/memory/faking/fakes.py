@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
+import torch.distributed.tensor
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -105,6 +106,7 @@ def fake_tensors(*, compiled: bool = False, estimate: bool = False) -> Iterator[
             stack.enter_context(as_on_a_gpu())
         fakes = stack.enter_context(Fakes())
         stack.enter_context(_without_tracing_in_transformers())
+        stack.enter_context(_without_tracing_in_dtensors())
         fakes.assumptions = Assumptions() if estimate else None
         try:
             yield fakes
@@ -126,6 +128,17 @@ def _without_tracing_in_transformers() -> AbstractContextManager[Any]:
     if not hasattr(module, "is_fake_tensor"):
         return nullcontext()
     return patch.object(module, "is_fake_tensor", lambda tensor: False)
+
+
+def _without_tracing_in_dtensors() -> AbstractContextManager[Any]:
+    """Have DTensors of torch 2.11 take fake tensors for real ones inside the block.
+
+    They take them for tracing, which skips the cache of shapes: each operator, and so the optimizer's, would allocate
+    its unsharded operands. This can go with torch 2.11; torch 2.13 asks no more.
+    """
+    if not hasattr(torch.distributed.tensor._dispatch, "_are_we_tracing"):
+        return nullcontext()
+    return patch.object(torch.distributed.tensor._dispatch, "_are_we_tracing", lambda: False)
 
 
 def fake_copy(model: Module, fakes: Fakes) -> Module:
