@@ -6,7 +6,6 @@ import functools
 import logging
 import types
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -35,7 +34,6 @@ from quaver.distributed.fsdp import (
 from quaver.distributed.weight_scales import local_weight
 from quaver.frozen_weight import FrozenFloat8Weight
 from quaver.linear import OWN_ATTRIBUTES, Float8Linear
-from quaver.quantize import close_shared_input, open_shared_input
 from quaver.slow_paths import slow_paths
 
 logger = logging.getLogger(__name__)
@@ -109,7 +107,6 @@ def convert_to_float8_training(
             _check_can_convert(linear, name, config, [x for x in owners.get(id(linear.weight), []) if x != name])
             chosen.append((name, linear))
     _convert(module, chosen, config)
-    share_inputs(module)
     for linear, reason in reasons:
         vars(linear).pop(FILTER_REASON, None)
         vars(linear).update({FILTER_REASON: reason} if reason else {})
@@ -139,7 +136,6 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
             linear.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), namespace)
     for each in module.modules():
         vars(each).pop(FILTER_REASON, None)
-        _remove_hooks(each)
     return module
 
 
@@ -178,36 +174,6 @@ def _convert(module: nn.Module, chosen: list[tuple[str, nn.Linear]], config: Flo
         if config.enable_fsdp_float8_all_gather:
             make_all_gather_weights(plain)
         undo.pop_all()
-
-
-def share_inputs(module: nn.Module) -> None:
-    """Let linears with one parent share the cast of their input; see [Note: sharing an activation] in quantize.py.
-
-    The parent of a linear is the nearest module around it that runs a forward and holds another Float8Linear: with an
-    adapter's module around each linear it is still the attention or the feed-forward.
-    """
-    modules = dict(module.named_modules())
-    paths = [_path(name) for name, each in modules.items() if isinstance(each, Float8Linear)]
-    held = Counter(ancestor for path in paths for ancestor in path)
-    for path in paths:
-        runs = (name for name in path if not isinstance(modules[name], nn.ModuleList | nn.ModuleDict))
-        parent = next((modules[name] for name in runs if held[name] > 1), None)
-        if parent is not None and open_shared_input not in parent._forward_pre_hooks.values():
-            parent.register_forward_pre_hook(open_shared_input)
-            parent.register_forward_hook(close_shared_input, always_call=True)
-
-
-def _path(name: str) -> list[str]:
-    """The names of the modules around `name`, the nearest first."""
-    parts = name.split(".")
-    return [".".join(parts[:length]) for length in reversed(range(len(parts)))] if name else []
-
-
-def _remove_hooks(module: nn.Module) -> None:
-    for hooks, own in ((module._forward_pre_hooks, open_shared_input), (module._forward_hooks, close_shared_input)):
-        for key in [key for key, hook in hooks.items() if hook is own]:
-            del hooks[key]
-            module._forward_hooks_always_called.pop(key, None)
 
 
 def _check_way_back(linear: Float8Linear, name: str, has_ddp: bool) -> None:

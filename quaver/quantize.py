@@ -15,24 +15,18 @@ Four quantizers share this interface:
     TensorParallelQuantizer          the same scales for a matrix that ranks share (distributed/)
     PreparedOperands                 operands that were quantized before: by an all-gather, or `cast_weights_once`
 
-[Note: sharing an activation] q, k and v read one activation, which is quantized once for all of them. What was
-quantized is remembered only while all of these hold:
-
-    gradients are recorded. In evaluation nothing is remembered.
-    a module that holds several Float8Linears runs its forward. The conversion puts hooks on it (`share_inputs`), and
-        the end of that forward forgets. A linear that is called by itself remembers nothing.
-    the linear is another one than those that the entry has served: a linear that is called twice quantizes twice.
-    it is the same tensor object at the same version, under the same dispatch mode, with the same casts and scale.
-
-Version counters miss writes through numpy, `.data`, shared memory or a captured graph, so the counter alone would not
-do. Such a write between the linears of one forward, by that forward itself, is the one that is still missed. Under
-selective checkpointing the forward and its recomputation, each under a mode of its own, issue the same operations.
-Dynamo traces no cache; a compiler removes equal operations itself.
+[Note: sharing an activation] q, k and v read one activation, which is quantized once for all of them. The cache holds
+the operands of the last activation that a linear quantized while it recorded gradients. In evaluation there is no
+cache. Each linear is served once: one that is called twice quantizes twice, because version counters miss writes
+through numpy, `.data`, shared memory or a captured graph. Such a write between two linears that read one activation is
+still missed. The entry goes when another activation is quantized, when the backward of a linear begins, or when the
+activation dies. It serves the same tensor object at the same version, under the same dispatch mode. So under selective
+checkpointing the forward and its recomputation, each under a mode of its own, issue the same operations. Dynamo traces
+no cache; a compiler removes equal operations itself.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import Any, NamedTuple, Protocol
 
@@ -270,7 +264,7 @@ class _Entry(NamedTuple):
     scale_version: int
     operands: Operands
     readers: frozenset[int]
-    """The linears that were given these operands, by id; they live while their parent's forward runs."""
+    """The linears that were given these operands, by id."""
 
     def serves(self, activation: Tensor, quantizer: CachedQuantizer, dispatch_mode: Any) -> bool:
         return (
@@ -289,39 +283,19 @@ def _version_of(scale: PersistentScale | None) -> int:
     return -1 if scale is None else scale.quant_scale._version
 
 
-class _Shared(threading.local):
-    """What this thread remembers: nothing while `depth`, the number of open forwards of parents, is 0."""
-
-    depth: int = 0
-    entry: _Entry | None = None
+_entry: _Entry | None = None
 
 
-_shared = _Shared()
-
-
-def open_shared_input(*call: object) -> None:
-    """A forward pre-hook of a module that holds several Float8Linears."""
-    if not torch.compiler.is_compiling():
-        _shared.depth += 1
-        _shared.entry = None
-
-
-def close_shared_input(*call: object) -> None:
-    """The forward hook that goes with `open_shared_input`; it is called after an error, too."""
-    if not torch.compiler.is_compiling():
-        _shared.depth = max(_shared.depth - 1, 0)
-        _shared.entry = None
+def _clear_if(activation: weakref.ref[Tensor]) -> None:
+    entry = _entry
+    if entry is not None and entry.activation is activation:
+        clear_cached_operands()
 
 
 def clear_cached_operands() -> None:
     """Drop the entry; called when the backward of a linear begins."""
-    _shared.entry = None
-
-
-def _clear_if(activation: weakref.ref[Tensor]) -> None:
-    entry = _shared.entry
-    if entry is not None and entry.activation is activation:
-        clear_cached_operands()
+    global _entry
+    _entry = None
 
 
 class CachedQuantizer(Quantizer):
@@ -339,14 +313,15 @@ class CachedQuantizer(Quantizer):
 
     def __call__(self, hp: Tensor, *, last: bool, first: bool, scales: Scales | None = None) -> Operands:
         """See `Quantizer`; `hp` is the activation itself."""
+        global _entry
         mode, known, readers = _innermost_dispatch_mode(), Operands(None, None), frozenset((self.reader,))
-        entry = _shared.entry
+        entry = _entry  # read once: another thread may replace it
         if entry is not None and entry.serves(hp, self, mode):
             known, readers = entry.operands, entry.readers | readers
             if (not last or known.last is not None) and (not first or known.first is not None):
-                _shared.entry = entry._replace(readers=readers)
+                _entry = entry._replace(readers=readers)
                 return known
-        _shared.entry = entry = None  # its memory goes before more is taken
+        _entry = entry = None  # its memory goes before more is taken
         made = merged(
             known,
             super().__call__(
@@ -357,7 +332,7 @@ class CachedQuantizer(Quantizer):
             ),
         )
         weak_mode = None if mode is None else weakref.ref(mode)
-        _shared.entry = _Entry(
+        _entry = _Entry(
             weakref.ref(hp, _clear_if),
             hp._version,
             weak_mode,
@@ -376,7 +351,7 @@ def cached_quantizer(activation: Tensor, casts: CastPair, scale: PersistentScale
     Args:
         reader: the id of the linear if it records gradients, else 0.
     """
-    if torch.compiler.is_dynamo_compiling() or not (reader and _shared.depth) or activation.is_inference():
+    if torch.compiler.is_dynamo_compiling() or not reader or activation.is_inference():
         return Quantizer(casts, scale)
     # Autograd saves this activation for backward, so an entry would outlive its readers.
     if casts.first.is_disabled and activation.dtype is casts.hp_dtype:

@@ -35,7 +35,6 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import quaver.kernels.exact_mm  # noqa: F401 - defines quaver::exact_float8_mm
-from quaver.quantize import close_shared_input, open_shared_input
 from quaver.torch_private.dispatch import OpOverload, OpOverloadPacket
 
 MODES = ("none", "full", "selective", "memory_budget")
@@ -239,13 +238,7 @@ def _checkpointed_class(
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         def block(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return cls.forward(self, *args, **kwargs)
-            open_shared_input()  # the recomputation does not call the module, whose hooks would do this
-            try:
-                return cls.forward(self, *args, **kwargs)
-            finally:
-                close_shared_input()
+            return cls.forward(self, *args, **kwargs)
 
         if torch.compiler.is_compiling():
             return checkpoint(block, *args, context_fn=compiled_contexts, **options, **kwargs)

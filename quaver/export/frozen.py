@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quaver.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName, ScalingGranularity
 from quaver.conversion_report import obstacle_of, owners_of_weights
-from quaver.convert import FilterDecision, convert_to_float8_training, share_inputs
+from quaver.convert import FilterDecision, convert_to_float8_training
 from quaver.export.files import listed
 from quaver.export.formats import StoredFormat
 from quaver.export.load import Float8Checkpoint
@@ -69,7 +69,6 @@ def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
         device = torch.device("cpu") if weight.is_meta else weight.device
         codes, scale = (tensor.to(device, copy=True) for tensor in checkpoint.codes_and_scale(stored))  # not the file
         store_float8_weight(linear, codes, scale, config=config, dtype=weight.dtype)
-    share_inputs(model)
     _load_others(model, tensors, {name: checkpoint[name] for name in checkpoint if name not in linears.values()})
     return model
 

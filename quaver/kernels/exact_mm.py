@@ -72,8 +72,6 @@ def exact_float8_mm(
     if own is not None:
         return own
     cpu.check_memory(a, b, a_dequant_scale, b_dequant_scale, bias)
-    if a.is_cpu and not varies and max(a.numel(), b.numel()) < UNITS_PAY_FROM:
-        return _small_mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype, scales_are_powers_of_2)
     # bfloat16 operands leave room for one scale of the whole result, or for scales that change no mantissa.
     tensorwise = a_dequant_scale.dim() == 0 and b_dequant_scale.dim() == 0
     bfloat16 = (tensorwise or scales_are_powers_of_2) and _bfloat16_pays(a, b, out_dtype)
@@ -92,32 +90,6 @@ def exact_float8_mm(
         multiply(*operands, panel_bias, out.narrow(dim, start, length))
         del panel, operands  # before the next is widened
     return out
-
-
-def _small_mm(
-    a: Tensor,
-    b: Tensor,
-    a_dequant_scale: Tensor,
-    b_dequant_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    scales_are_powers_of_2: bool,
-) -> Tensor:
-    """The float32 matmul of what follows for small operands, whose time is that of the calls: as few as can be."""
-    wide, left = [], []
-    for codes, scale in ((a, a_dequant_scale), (b, b_dequant_scale)):
-        if scales_are_powers_of_2 and scale.dim():
-            wide.append(codes.float().mul_(scale))
-        else:
-            wide.append(codes.float())
-            left.append(scale)
-    sums = a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
-    torch.mm(*wide, out=sums)  # autocast would give a plain torch.mm other operands
-    for scale in left:
-        sums.mul_(scale)
-    if bias is not None:
-        sums.add_(bias)
-    return sums.to(out_dtype)
 
 
 def varies_along_contracted(b: Tensor, b_dequant_scale: Tensor) -> bool:
