@@ -332,7 +332,7 @@ ELSEWHERE = {
     "phases.py": "reads the profiler's flag",
 }
 TO_CONVERT = {
-    "convert.py",
+    "conversion_report.py",
     "export/weights.py",
     "frozen_weight.py",
     "gemm.py",
