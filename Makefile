@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Python compiles what it imports: compiling all that is installed takes pip twice as long.
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+CONSTRAINTS := constraints.txt
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint $(CONSTRAINTS)
 # Test processes; each runs torch on one thread. A file's tests run in one of them, because they share fixtures that take
 # a minute and processes that serve as ranks. Folders with slow files come first, small files fill the end.
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
@@ -12,6 +13,8 @@ CONFIG ?= train_configs/llama3_debug.toml
 # One of `quaver bench`'s.
 BENCH ?= linear
 ARGS ?=
+# The oldest and the newest PyTorch that the tests pass on; constraints.txt has the one in between.
+TORCHES := 2.11.0 2.14.1
 
 # torch throws C++ exceptions, which AddressSanitizer must find in libstdc++ when it is loaded.
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g
@@ -24,7 +27,8 @@ help:
 	@echo "make train   set up, train a small Llama in float8 and in bfloat16 on real text, compare and plot"
 	@echo "make test    set up, run the tests"
 	@echo "make minutes run the tests, print the minutes of each folder and the slowest files and tests"
-	@echo "make nightly run the tests of the widest products of parameters"
+	@echo "make nightly run the tests of the widest products of parameters, and test-torch-$(firstword $(TORCHES)) and -$(lastword $(TORCHES))"
+	@echo "make test-torch-VERSION  run the tests on that PyTorch, in a virtual environment of its own (6 GB on Linux)"
 	@echo "make sanitize run the tests of the kernels with the C extension under AddressSanitizer and UBSan (gcc)"
 	@echo "make lint    set up, check style, types and layers"
 	@echo "make bench   set up with torchao, time one linear against bfloat16 and torchao; BENCH=cast or another of"
@@ -41,8 +45,16 @@ minutes: $(VENV)/.dev
 	$(PYTEST) --junitxml=$(VENV)/tests.xml $(ARGS)
 	$(BIN)/python tests/minutes.py $(VENV)/tests.xml
 
-nightly: $(VENV)/.dev sanitize
+nightly: $(VENV)/.dev sanitize $(TORCHES:%=test-torch-%)
 	$(PYTEST) -m nightly $(ARGS)
+
+test-torch-%: $(VENV)/torch-%/constraints.txt
+	$(MAKE) test VENV=$(VENV)/torch-$* CONSTRAINTS=$< ARGS="tests/unit tests/distributed tests/foreign $(ARGS)"
+
+.PRECIOUS: $(VENV)/torch-%/constraints.txt
+$(VENV)/torch-%/constraints.txt: constraints.txt
+	mkdir -p $(@D)
+	sed 's/^torch==.*/torch==$*/' constraints.txt > $@
 
 sanitize: $(VENV)/.dev
 	rm -rf $(SANITIZED)
@@ -75,7 +87,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "quaver needs Python 3.11 or newer; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.base: $(VENV)/bin/python pyproject.toml setup.py $(wildcard quaver/csrc/*) constraints.txt
+$(VENV)/.base: $(VENV)/bin/python pyproject.toml setup.py $(wildcard quaver/csrc/*) $(CONSTRAINTS)
 	@echo "installing quaver into $(VENV) (once)"
 	$(PIP) --editable .
 	touch $@
