@@ -120,11 +120,11 @@ def test_operands_are_quantized_as_on_one_device(ranks, recipe, options, hp_dtyp
         for operand, hp in whole.items():
             dim, dim_of_matrix = dims[operand]
             local, casts = part_or_whole(hp, dim), cast_pair(config, operand, hp_dtype)
-            input = (local,) if operand == INPUT else ()
+            input = {"input": local, "reader": 0} if operand == INPUT else {}
             make = getattr(linear.sharding, f"{QUANTIZERS[operand]}_quantizer")
             expected = quantized(hp, config, operand, of_one[operand])
             for last, first in ASKS:
-                got = make(*input, casts, scales[operand])(local, last=last, first=first)
+                got = make(casts=casts, scale=scales[operand], **input)(local, last=last, first=first)
                 if last:
                     assert_part_of(got.last, expected.last, dim_of_matrix)
                 if first:
