@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Iterator
 from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import NamedTuple
 
@@ -90,6 +91,7 @@ class CastConfig:
 
     # Attributes, not properties: every forward of every linear reads them.
     is_disabled: bool = field(init=False, repr=False, compare=False)
+    is_tensorwise: bool = field(init=False, repr=False, compare=False)
     is_rowwise: bool = field(init=False, repr=False, compare=False)
     is_blockwise: bool = field(init=False, repr=False, compare=False)
     is_persistent: bool = field(init=False, repr=False, compare=False)
@@ -97,6 +99,8 @@ class CastConfig:
 
     def __post_init__(self, static_scale: float | torch.Tensor | None) -> None:
         object.__setattr__(self, "is_disabled", self.scaling_type is ScalingType.DISABLED)
+        is_tensorwise = not self.is_disabled and self.scaling_granularity is ScalingGranularity.TENSORWISE
+        object.__setattr__(self, "is_tensorwise", is_tensorwise)
         object.__setattr__(self, "is_rowwise", self.scaling_granularity is ScalingGranularity.ROWWISE)
         object.__setattr__(self, "is_blockwise", self.scaling_granularity is ScalingGranularity.BLOCKWISE)
         object.__setattr__(self, "is_persistent", self.scaling_type in (ScalingType.DELAYED, ScalingType.STATIC))
@@ -247,23 +251,69 @@ class Float8LinearRecipeName(enum.Enum):
 
 
 class OperandCasts(NamedTuple):
-    """How each operand is quantized for each of its two matmuls."""
+    """How one operand is quantized for each of its two matmuls; quantize.py has the picture of the two directions."""
 
-    input: CastConfig
-    input_for_grad_weight: CastConfig
-    weight: CastConfig
-    weight_for_grad_input: CastConfig
-    grad_output: CastConfig
-    grad_output_for_grad_weight: CastConfig
+    row: CastConfig
+    """For the matmul whose dot products run along the operand's rows: it contracts the last dim."""
+    column: CastConfig
+    """For the matmul whose dot products run along the operand's columns: it contracts the first dim."""
+    power_of_2: bool
+    """Whether quant_scales are rounded down to powers of two."""
+
+    is_one: bool
+    """Whether both directions are cast alike, so that one read of the operand can serve both."""
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether both directions are float8."""
+        return not (self.row.is_disabled or self.column.is_disabled)
+
+
+class LinearCasts(NamedTuple):
+    """The casts of the three operands. Each matmul reads two of them: see `MATMULS`."""
+
+    input: OperandCasts
+    weight: OperandCasts
+    grad_output: OperandCasts
+
+    def of(self, operand: str, direction: str) -> CastConfig:
+        """`casts.<operand>.<direction>`."""
+        cast: CastConfig = getattr(getattr(self, operand), direction)
+        return cast
+
+    def every(self) -> tuple[CastConfig, ...]:
+        """All six, row before column."""
+        return tuple(cast for operand in self for cast in operand[:2])
+
+
+class MatmulOptions(NamedTuple):
+    """How one matmul of a linear runs, for `gemm.mm`."""
+
+    use_fast_accum: bool = False
+    """On float8 hardware only: fewer bits in Hopper's partial sums."""
+    scales_are_powers_of_2: bool = False
+    """A promise that every scale is one; the exact backend is then faster."""
+    emulate: bool = False
+    """Take the exact backend wherever this runs."""
+    pad: bool = False
+    """Bring K and N to multiples of 16 on the exact backend too. The result is the same."""
+
+
+class LinearMatmuls(NamedTuple):
+    """The options of the three matmuls."""
+
+    output: MatmulOptions
+    grad_input: MatmulOptions
+    grad_weight: MatmulOptions
 
 
 @dataclass(frozen=True)
 class Float8LinearConfig:
     """How a `Float8Linear` computes its three matmuls:
 
-        output      = input       @ weight.t()     input, weight
-        grad_input  = grad_output @ weight         grad_output, weight_for_grad_input
-        grad_weight = grad_output.t() @ input      grad_output_for_grad_weight, input_for_grad_weight
+        output      = input       @ weight.t()     casts.input.row,          casts.weight.row
+        grad_input  = grad_output @ weight         casts.grad_output.row,    casts.weight.column
+        grad_weight = grad_output.t() @ input      casts.grad_output.column, casts.input.column
 
     Args:
         cast_config_input, cast_config_weight, cast_config_grad_output: each operand's cast. After construction their
@@ -321,8 +371,10 @@ class Float8LinearConfig:
 
     _derived: tuple[CastConfig, ...] = field(default=(), repr=False, compare=False, kw_only=True)
     """The casts that were filled in: `dataclasses.replace` hands them over, and __post_init__ derives them anew."""
-    casts: OperandCasts = field(init=False, repr=False, compare=False)
-    """The six casts by operand."""
+    casts: LinearCasts = field(init=False, repr=False, compare=False)
+    """The casts by operand and direction."""
+    matmuls: LinearMatmuls = field(init=False, repr=False, compare=False)
+    """The options of the three matmuls."""
     has_persistent_scales: bool = field(init=False, repr=False, compare=False)
     """Whether any operand has a scale that is known before the operand is: delayed or static."""
 
@@ -345,22 +397,26 @@ class Float8LinearConfig:
             _check(fits, "force_recompute_fp8_weight_in_bwd", expected, forced)
             object.__setattr__(self, "keep_float8_weight_for_backward", not forced)
         casts = self._resolve_casts()
-        for matmul, left, right in _MATMULS:
+        for matmul, (left, right) in MATMULS.items():
             _check_matmul(matmul, casts, left, right)
         _check_blocks(casts, self.enable_fsdp_float8_all_gather)
         if self.round_scales_to_power_of_2:
             _check_powers_of_2(casts)
-        if self.enable_fsdp_float8_all_gather and (casts.weight.is_disabled or casts.weight_for_grad_input.is_disabled):
+        if self.enable_fsdp_float8_all_gather and not casts.weight.is_float8:
             raise ValueError(
                 "enable_fsdp_float8_all_gather: expected the weight in float8 in both of its matmuls, got output "
-                f"{casts.weight}, grad_input {casts.weight_for_grad_input}; gather in high precision instead"
+                f"{casts.weight.row}, grad_input {casts.weight.column}; gather in high precision instead"
             )
         object.__setattr__(self, "casts", casts)
-        object.__setattr__(self, "has_persistent_scales", any(cast.is_persistent for cast in casts))
+        gemms = self.gemm_config_output, self.gemm_config_grad_input, self.gemm_config_grad_weight
+        options = self.round_scales_to_power_of_2, self.emulate, self.pad_inner_dim
+        matmuls = LinearMatmuls(*(MatmulOptions(gemm.use_fast_accum, *options) for gemm in gemms))
+        object.__setattr__(self, "matmuls", matmuls)
+        object.__setattr__(self, "has_persistent_scales", any(cast.is_persistent for cast in casts.every()))
 
-    def _resolve_casts(self) -> OperandCasts:
+    def _resolve_casts(self) -> LinearCasts:
         """Fill in the `cast_config_*` fields."""
-        casts: list[CastConfig] = []
+        casts: list[OperandCasts] = []
         derived: tuple[CastConfig, ...] = ()
         for operand, other_matmul, default_dtype in _OPERANDS:
             name, other_name = f"cast_config_{operand}", f"cast_config_{operand}_for_{other_matmul}"
@@ -370,10 +426,10 @@ class Float8LinearConfig:
             cast, other = _resolve(operand, getattr(self, name), given, default_dtype)
             object.__setattr__(self, name, cast)
             object.__setattr__(self, other_name, other)
-            casts += cast, other
+            casts.append(OperandCasts(cast, other, self.round_scales_to_power_of_2, cast == other))
             derived += () if given else (other,)
         object.__setattr__(self, "_derived", derived)
-        return OperandCasts(*casts)
+        return LinearCasts(*casts)
 
     @staticmethod
     def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> Float8LinearConfig:
@@ -384,25 +440,25 @@ class Float8LinearConfig:
     def recipe_name(self) -> Float8LinearRecipeName | None:
         """The recipe whose casts and scales these are, whatever the other options; None if there is none."""
         for recipe, config in _RECIPES.items():
-            if (self.casts, self.round_scales_to_power_of_2) == (config.casts, config.round_scales_to_power_of_2):
+            if self.casts == config.casts:
                 return recipe
         return None
 
     def short_str(self) -> str:
         """torchao's short form, "i:dyn_ten_e4m3,w:dyn_ten_e4m3,go:dyn_ten_e5m2"; "w_gi:" and so on where unlike."""
-        input, input_gw, weight, weight_gi, grad_output, grad_output_gw = self.casts
-        parts = [("i", input), ("w", weight), ("go", grad_output)]
-        others = [("i_gw", input_gw, input), ("w_gi", weight_gi, weight), ("go_gw", grad_output_gw, grad_output)]
-        parts += [(name, other) for name, other, cast in others if other != cast]
-        return ",".join(f"{name}:{cast.short_str()}" for name, cast in parts)
+        short = {"input": ("i", "i_gw"), "weight": ("w", "w_gi"), "grad_output": ("go", "go_gw")}
+        named = [(names, getattr(self.casts, operand)) for operand, names in short.items()]
+        parts = [f"{names[0]}:{cast.row.short_str()}" for names, cast in named]
+        parts += [f"{names[1]}:{cast.column.short_str()}" for names, cast in named if not cast.is_one]
+        return ",".join(parts)
 
     def __str__(self) -> str:
         matmuls = [
-            f"{matmul}: {left} {getattr(self.casts, left)} x {right} {getattr(self.casts, right)}"
-            for matmul, left, right in _MATMULS
+            f"{matmul}: {_name(*left)} {self.casts.of(*left)} x {_name(*right)} {self.casts.of(*right)}"
+            for matmul, (left, right) in MATMULS.items()
         ]
         scales = f"scales {'power of two' if self.round_scales_to_power_of_2 else 'float32'}"
-        is_delayed = any(cast.scaling_type is ScalingType.DELAYED for cast in self.casts)
+        is_delayed = any(cast.scaling_type is ScalingType.DELAYED for cast in self.casts.every())
         return "; ".join([*matmuls, scales, *([str(self.delayed_scaling_config)] if is_delayed else [])])
 
 
@@ -411,13 +467,20 @@ _OPERANDS = (
     ("weight", "grad_input", E4M3.dtype),
     ("grad_output", "grad_weight", E5M2.dtype),
 )
-"""Operand, the second matmul that reads it, and its default dtype."""
+"""Operand, the matmul that reads it by columns, and its default dtype."""
 
-_MATMULS = (
-    ("output", "input", "weight"),
-    ("grad_input", "grad_output", "weight_for_grad_input"),
-    ("grad_weight", "grad_output_for_grad_weight", "input_for_grad_weight"),
-)
+MATMULS = {
+    "output": (("input", "row"), ("weight", "row")),
+    "grad_input": (("grad_output", "row"), ("weight", "column")),
+    "grad_weight": (("grad_output", "column"), ("input", "column")),
+}
+"""Each matmul's left and right operand, and the direction in which it reads them."""
+
+
+def _name(operand: str, direction: str) -> str:
+    """A cast's name in the fields of `Float8LinearConfig`: "weight", "weight_for_grad_input"."""
+    others = {name: other for name, other, _ in _OPERANDS}
+    return operand if direction == "row" else f"{operand}_for_{others[operand]}"
 
 
 def _make_recipes() -> dict[Float8LinearRecipeName, Float8LinearConfig]:
@@ -476,39 +539,46 @@ def _resolve(
     return replace(cast, target_dtype=dtype), replace(other, target_dtype=dtype)
 
 
-def _check_powers_of_2(casts: OperandCasts) -> None:
+def _named(casts: LinearCasts) -> Iterator[tuple[str, CastConfig]]:
+    for operand, *_ in _OPERANDS:
+        for direction in ("row", "column"):
+            yield _name(operand, direction), casts.of(operand, direction)
+
+
+def _check_powers_of_2(casts: LinearCasts) -> None:
     expected = "a static_quant_scale that is a power of two, since round_scales_to_power_of_2 is on"
-    for operand, cast in casts._asdict().items():
+    for name, cast in _named(casts):
         scale = cast.static_quant_scale
-        _check(scale is None or math.frexp(scale)[0] == 0.5, f"cast_config_{operand}", expected, scale)
+        _check(scale is None or math.frexp(scale)[0] == 0.5, f"cast_config_{name}", expected, scale)
 
 
-def _check_blocks(casts: OperandCasts, float8_all_gather: bool) -> None:
-    for operand, cast in casts._asdict().items():
-        if cast.is_blockwise and operand not in ("weight", "weight_for_grad_input"):
-            raise ValueError(f"{operand}: blocks of 128 x 128 scale weights; expected tensorwise or rowwise")
-    weight, for_grad_input = casts.weight, casts.weight_for_grad_input
-    if (weight.is_blockwise or for_grad_input.is_blockwise) and weight != for_grad_input:
+def _check_blocks(casts: LinearCasts, float8_all_gather: bool) -> None:
+    for name, cast in _named(casts):
+        if cast.is_blockwise and not name.startswith("weight"):
+            raise ValueError(f"{name}: blocks of 128 x 128 scale weights; expected tensorwise or rowwise")
+    weight = casts.weight
+    is_blockwise = weight.row.is_blockwise or weight.column.is_blockwise
+    if is_blockwise and not weight.is_one:
         raise ValueError(
-            f"weight: one blockwise cast serves both of its matmuls, got {weight} for output, {for_grad_input} for "
+            f"weight: one blockwise cast serves both of its matmuls, got {weight.row} for output, {weight.column} for "
             "grad_input"
         )
-    if weight.is_blockwise and float8_all_gather:
+    if is_blockwise and float8_all_gather:
         raise ValueError(
             "enable_fsdp_float8_all_gather: expected a weight scaled tensorwise or rowwise, got blockwise: shards "
             "would cut blocks; freeze_to_float8 gathers blockwise weights that do not train"
         )
 
 
-def _check_matmul(matmul: str, casts: OperandCasts, left_name: str, right_name: str) -> None:
-    left, right = getattr(casts, left_name), getattr(casts, right_name)
-    if left.is_disabled != right.is_disabled:
-        fp8, hp = (left_name, right_name) if right.is_disabled else (right_name, left_name)
+def _check_matmul(matmul: str, casts: LinearCasts, left: tuple[str, str], right: tuple[str, str]) -> None:
+    (left_name, left_cast), (right_name, right_cast) = ((_name(*each), casts.of(*each)) for each in (left, right))
+    if left_cast.is_disabled != right_cast.is_disabled:
+        fp8, hp = (left_name, right_name) if right_cast.is_disabled else (right_name, left_name)
         raise ValueError(
             f"{matmul}: {fp8} is cast to float8 but {hp} stays in high precision; a matmul needs both operands in the "
             "same precision"
         )
-    if not left.is_disabled and left.target_dtype == right.target_dtype == E5M2.dtype:
+    if not left_cast.is_disabled and left_cast.target_dtype == right_cast.target_dtype == E5M2.dtype:
         raise ValueError(f"{matmul}: no hardware multiplies e5m2 by e5m2; make {left_name} or {right_name} e4m3")
 
 

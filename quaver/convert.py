@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 import types
+import typing
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, SupportsIndex, cast
+from typing import Any, SupportsIndex
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -212,7 +213,7 @@ def to_float8(linear: nn.Linear, config: Float8LinearConfig) -> Float8Linear:
     """Turn `linear` itself into a Float8Linear: same object, parameters, hooks and attributes."""
     converted_from = type(linear)
     linear.__class__ = float8_class(converted_from, Float8Linear)  # type: ignore[arg-type]
-    float8 = cast(Float8Linear, linear)
+    float8 = typing.cast(Float8Linear, linear)
     float8.set_up(config, converted_from)
     return float8
 

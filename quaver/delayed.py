@@ -39,10 +39,9 @@ def add_persistent_scales(
     if not config.has_persistent_scales or not named_linears:
         return
     owners = input_owners([(name, linear.in_features) for name, linear in named_linears], config)
-    pairs = (config.casts[0:2], config.casts[2:4], config.casts[4:6])
     cast_of = {
-        operand: next((cast for cast in pair if cast.is_persistent), None)
-        for operand, pair in zip(OPERANDS, pairs, strict=True)
+        operand: next((cast for cast in (casts.row, casts.column) if cast.is_persistent), None)
+        for operand, casts in zip(OPERANDS, config.casts, strict=True)
     }
     casts: list[CastConfig] = []
     slot_of: dict[tuple[str, str], int] = {}

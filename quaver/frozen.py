@@ -10,9 +10,10 @@ inside the exact matmul (gemm.py): a second cast would give the backward other w
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ from quaver.distributed.weight_scales import local_weight
 from quaver.formats import E4M3, FORMATS, HP_DTYPES
 from quaver.frozen_weight import FrozenFloat8Weight
 from quaver.linear import Float8Linear
-from quaver.quantize import WEIGHT, Operand, Quantizer, cast_pair
+from quaver.quantize import Quantizer, present
 from quaver.scaling import amax
 
 SCALE = "weight_dequant_scale"
@@ -80,7 +81,7 @@ class FrozenFloat8Linear(Float8Linear):
 
     def _stored(self) -> FrozenFloat8Weight:
         """The weight, or this rank's shard of it."""
-        return cast(FrozenFloat8Weight, local_weight(self))
+        return typing.cast(FrozenFloat8Weight, local_weight(self))
 
     def _loadable(self, weight: Tensor, scale: Tensor | None) -> Tensor:
         """What a state_dict holds, as a frozen weight like this linear's."""
@@ -91,7 +92,7 @@ class FrozenFloat8Linear(Float8Linear):
             if scale is not None or own.is_part or local.shape != own.shape:
                 expected = f"expected float8 codes {list(self.weight.shape)} and {SCALE}"
                 raise ValueError(f"{expected}, got {weight.dtype} {list(weight.shape)}")
-            quantized = cast(FrozenFloat8Weight, own.clone())
+            quantized = typing.cast(FrozenFloat8Weight, own.clone())
             quantized.write(local)
             return quantized
         if scale is None or scale.shape != own.dequant_scale.shape:
@@ -180,9 +181,9 @@ def freeze_to_float8(
     )
     for linear in chosen.values():
         weight = linear.weight
-        quantizer = Quantizer(cast_pair(config, WEIGHT, weight.dtype))
-        codes, scale = cast(Operand, quantizer(weight.detach(), last=True, first=False).last)
-        store_float8_weight(linear, codes, cast(Tensor, scale), config=config, dtype=weight.dtype)
+        quantizer = Quantizer(config.casts.weight, weight.dtype)
+        codes, scale, _ = present(quantizer(weight.detach(), row=True, column=False).row)
+        store_float8_weight(linear, codes, typing.cast(Tensor, scale), config=config, dtype=weight.dtype)
         del weight  # its memory goes before the next is quantized
     return module
 
@@ -202,7 +203,7 @@ def store_float8_weight(
         ValueError: operands that do not fit each other, the linear or the config.
     """
     frozen = FrozenFloat8Weight.from_codes(codes, dequant_scale, dtype)
-    expected = config.casts.weight.scaling_granularity.name.lower()
+    expected = config.casts.weight.row.scaling_granularity.name.lower()
     if frozen.shape != linear.weight.shape or (frozen.granularity != expected and dequant_scale.numel() > 1):
         got = f"{frozen.granularity} {list(frozen.shape)}"
         raise ValueError(f"expected a {expected} weight of {list(linear.weight.shape)}, got {got}")
@@ -222,13 +223,13 @@ def store_float8_weight(
 
 def _resolved(config: Float8LinearConfig | Float8LinearRecipeName | str | None) -> Float8LinearConfig:
     config = blockwise_config() if config in (None, "blockwise") else resolve_config(config)
-    weight, for_grad_input = config.casts.weight, config.casts.weight_for_grad_input
+    weight = config.casts.weight
     if config.has_persistent_scales:
         raise ValueError(f"freeze_to_float8 scales dynamically: expected no delayed or static scaling, got {config}")
-    if weight != for_grad_input or weight.is_disabled:
+    if not weight.is_one or weight.row.is_disabled:
         raise ValueError(
-            f"freeze_to_float8 stores a weight once: expected one float8 cast for both of its matmuls, got {weight} "
-            f"for output, {for_grad_input} for grad_input"
+            "freeze_to_float8 stores a weight once: expected one float8 cast for both of its matmuls, got "
+            f"{weight.row} for output, {weight.column} for grad_input"
         )
     return replace(config, enable_fsdp_float8_all_gather=False)
 

@@ -24,7 +24,8 @@ import copy
 import functools
 import logging
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+import typing
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from quaver.formats import FORMATS, HP_DTYPES
-from quaver.quantize import Operand
+from quaver.gemm import Operand
 from quaver.scaling import BLOCK_SIZE, block_counts, dequantize, dynamic_cast, dynamic_cast_blocks
 from quaver.slow_paths import say_once
 from quaver.tensor import Float8Tensor
@@ -92,7 +93,7 @@ class FrozenFloat8Weight(Float8Tensor):
                 f"got {dequant_scale.dtype} of {list(dequant_scale.shape)}"
             )
         operand = Operand(codes.detach(), dequant_scale.detach())
-        return cast(FrozenFloat8Weight, cls.from_operands(operand, operand, dtype))
+        return typing.cast(FrozenFloat8Weight, cls.from_operands(operand, operand, dtype))
 
     def like(
         self,
@@ -104,7 +105,7 @@ class FrozenFloat8Weight(Float8Tensor):
     ) -> FrozenFloat8Weight:
         """A weight of other codes, and of other scales where they are given."""
         operand = Operand(codes, self.dequant_scale if dequant_scale is None else dequant_scale)
-        made = cast(FrozenFloat8Weight, self.from_operands(operand, operand, dtype or self.dtype))
+        made = typing.cast(FrozenFloat8Weight, self.from_operands(operand, operand, dtype or self.dtype))
         made.is_part, made.requantized_sqnr_db = self.is_part or part, self.requantized_sqnr_db
         return made
 
@@ -203,7 +204,7 @@ class FrozenFloat8Weight(Float8Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> FrozenFloat8Weight:
         if id(self) not in memo:
             memo[id(self)] = _rebuild(copy.deepcopy(self._state(), memo), hasattr(self, "_is_param"))
-        return cast(FrozenFloat8Weight, memo[id(self)])
+        return typing.cast(FrozenFloat8Weight, memo[id(self)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (self._state(), hasattr(self, "_is_param"))
@@ -253,7 +254,7 @@ class FrozenFloat8Weight(Float8Tensor):
         codes = all_gather_outputs[0].view(-1)[: size.numel()].view(size).view(float8_dtype)
         if out is None:
             return FrozenFloat8Weight.from_codes(codes, scale, param_dtype), ()
-        unsharded = cast(FrozenFloat8Weight, getattr(out, "_local_tensor", out))
+        unsharded = typing.cast(FrozenFloat8Weight, getattr(out, "_local_tensor", out))
         unsharded.set_operands(Operand(codes, scale), Operand(codes, scale))
         return None
 
@@ -304,9 +305,9 @@ class FrozenFloat8Weight(Float8Tensor):
 def _rebuild(state: tuple[Any, ...], is_parameter: bool) -> FrozenFloat8Weight:
     codes, scale, dtype, is_part, sqnr_db = state
     operand = Operand(codes, scale)
-    weight = cast(FrozenFloat8Weight, FrozenFloat8Weight.from_operands(operand, operand, dtype))
+    weight = typing.cast(FrozenFloat8Weight, FrozenFloat8Weight.from_operands(operand, operand, dtype))
     if is_parameter:
-        weight = cast(FrozenFloat8Weight, nn.Parameter(weight, requires_grad=False))
+        weight = typing.cast(FrozenFloat8Weight, nn.Parameter(weight, requires_grad=False))
     weight.is_part, weight.requantized_sqnr_db = is_part, sqnr_db
     return weight
 

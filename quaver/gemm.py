@@ -18,19 +18,20 @@ appended, and add nothing); with row-wise scales a bfloat16 result and a scale f
 from __future__ import annotations
 
 import enum
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from quaver.config import Float8LinearConfig
+from quaver.config import MATMULS, Float8LinearConfig, MatmulOptions
 from quaver.formats import E5M2, FORMATS
-from quaver.kernels.cast import runs_as_operation
+from quaver.kernels.cast import column_major_after
 from quaver.kernels.exact_mm import exact_float8_mm, varies_along_contracted
 from quaver.phases import phase
 from quaver.scaling import block_counts
 from quaver.slow_paths import say_once
+from quaver.torch_private.dispatch import without_dispatch_modes
 
 ALIGNMENT = 16
 """What the contracted and output dims of a native float8 matmul are multiples of."""
@@ -41,6 +42,21 @@ class GemmBackend(enum.Enum):
 
     NATIVE = "native"
     EXACT = "exact"
+
+
+class Operand(NamedTuple):
+    """One operand of one matmul: float8 codes with their scales, or a matrix in high precision without."""
+
+    data: Tensor
+    dequant_scale: Tensor | None
+    """float32: (), the matrix's with the contracted dim 1, or blocks'."""
+    quant_scale: Tensor | None = None
+    """The scale that the codes were made with, where it is known."""
+
+    def t(self) -> Operand:
+        """The transposed operand; scales of rows, columns or blocks are transposed with it."""
+        dequant = self.dequant_scale
+        return Operand(self.data.t(), dequant if dequant is None or dequant.dim() == 0 else dequant.t())
 
 
 def float8_mm(
@@ -65,67 +81,39 @@ def float8_mm(
         b_dequant_scale: float32, (), [1, N], [K, 1], or [ceil(K / 128), ceil(N / 128)] for 128 x 128 blocks.
         out_dtype: float32, bfloat16 or float16.
         bias: [N] in a high-precision dtype, added before the last rounding where the backend can.
-        use_fast_accum: NATIVE only: fewer bits in Hopper's partial sums.
-        scales_are_powers_of_2: a promise that every scale is one; the exact backend is then faster.
-        emulate: take the exact backend wherever this runs.
-        pad: bring K and N to multiples of 16 on the exact backend too. The result is the same.
+        use_fast_accum, scales_are_powers_of_2, emulate, pad: see `MatmulOptions` in config.py.
     Returns:
         [M, N] in out_dtype.
     Raises:
         ValueError: shapes, dtypes or scale shapes that do not fit.
     """
     _check_operands(a, b, a_dequant_scale, b_dequant_scale)
-    return _float8_mm_phase(
-        a,
-        b,
-        a_dequant_scale,
-        b_dequant_scale,
-        out_dtype,
-        bias,
-        use_fast_accum,
-        scales_are_powers_of_2,
-        emulate,
-        pad,
-    )
+    options = MatmulOptions(use_fast_accum, scales_are_powers_of_2, emulate, pad)
+    return mm(Operand(a, a_dequant_scale), Operand(b, b_dequant_scale), options, out_dtype, bias)
 
 
-def unchecked_float8_mm(
-    a: Tensor,
-    b: Tensor,
-    a_dequant_scale: Tensor,
-    b_dequant_scale: Tensor,
-    out_dtype: torch.dtype,
-    bias: Tensor | None,
-    use_fast_accum: bool,
-    scales_are_powers_of_2: bool,
-    emulate: bool,
-    pad: bool,
-) -> Tensor:
-    """`float8_mm` for operands that were made to fit."""
-    if a.numel() == 0 or b.numel() == 0:
-        out = torch.zeros((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
-        return out if bias is None else out + bias.to(out_dtype)
-    if not a.is_cpu and _backend_of(a, b, a_dequant_scale, b_dequant_scale, emulate) is GemmBackend.NATIVE:
-        return _native_mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype, use_fast_accum)
-    exact_mm = exact_float8_mm if _calls_directly(a) else torch.ops.quaver.exact_float8_mm
-    if not pad:
-        return exact_mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype, scales_are_powers_of_2)
-    columns = b.shape[1]
-    a, b, b_dequant_scale = _padded(a, b, b_dequant_scale)
-    bias = bias if bias is None else F.pad(bias, (0, b.shape[1] - columns))
-    out = exact_mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype, scales_are_powers_of_2)
-    return out if out.shape[1] == columns else out[:, :columns].contiguous()  # autograd.Functions return no views
+@phase("quaver::gemm")
+def mm(a: Operand, b: Operand, options: MatmulOptions, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """a [M, K] @ b [K, N] + bias [N] -> [M, N] in out_dtype, for operands that fit.
 
-
-_float8_mm_phase = phase("quaver::gemm")(unchecked_float8_mm)
-
-
-def _calls_directly(a: Tensor) -> bool:
-    """Whether the exact matmul runs without the dispatcher, which costs microseconds.
-
-    Under a dispatch mode, such as that of a selective checkpoint, it is one operation, as `mm` is.
+    If one of them has no scale, both are in high precision.
     """
-    return a.is_cpu and not runs_as_operation(a)
+    if a.dequant_scale is None or b.dequant_scale is None:
+        b_hp = b.data if b.data.dtype is out_dtype else b.data.to(out_dtype)  # quantized in the weight's dtype
+        return torch.mm(a.data, b_hp) if bias is None else torch.addmm(bias.to(out_dtype), a.data, b_hp)
+    if a.data.numel() == 0 or b.data.numel() == 0:
+        out = torch.zeros((a.data.shape[0], b.data.shape[1]), dtype=out_dtype, device=a.data.device)
+        return out if bias is None else out + bias.to(out_dtype)
+    tensors = a.data, b.data, a.dequant_scale, b.dequant_scale
+    if not a.data.is_cpu and _backend_of(*tensors, options.emulate) is GemmBackend.NATIVE:
+        return _native_mm(*tensors, bias, out_dtype, options.use_fast_accum)
+    if not options.pad:
+        return exact_float8_mm(*tensors, bias, out_dtype, options.scales_are_powers_of_2)
+    columns = b.data.shape[1]
+    a_data, b_data, b_scale = _padded(a.data, b.data, b.dequant_scale)
+    bias = bias if bias is None else F.pad(bias, (0, b_data.shape[1] - columns))
+    out = exact_float8_mm(a_data, b_data, a.dequant_scale, b_scale, bias, out_dtype, options.scales_are_powers_of_2)
+    return out if out.shape[1] == columns else out[:, :columns].contiguous()  # autograd.Functions return no views
 
 
 def _check_operands(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor) -> None:
@@ -201,7 +189,7 @@ def native_failure(device_index: int, rowwise: bool) -> str | None:
             )
         # The first call may come inside a forward. A dispatch mode (a selective checkpoint, say) must not see these
         # operations, because the recomputation will not repeat them.
-        with _disable_current_modes():
+        with without_dispatch_modes():
             _native_failures[key] = probe_native_mm(torch.device("cuda", device_index), rowwise)
     return _native_failures[key]
 
@@ -222,12 +210,7 @@ def backends_of(config: Float8LinearConfig, device: torch.device) -> str:
 
     "high precision" where the config disables them all.
     """
-    casts = config.casts
-    pairs = (
-        (casts.input, casts.weight),
-        (casts.grad_output, casts.weight_for_grad_input),
-        (casts.grad_output_for_grad_weight, casts.input_for_grad_weight),
-    )
+    pairs = [[config.casts.of(*cast) for cast in operands] for operands in MATMULS.values()]
     found = {
         GemmBackend.EXACT
         if any(cast.is_blockwise for cast in pair)
@@ -274,19 +257,20 @@ def reads_along_contracted(device: torch.device, emulate: bool = False) -> bool:
     return backend_for(device, rowwise=False, emulate=emulate) is GemmBackend.NATIVE
 
 
-def along_contracted(codes: Tensor, dim: int, *, emulate: bool = False) -> Tensor:
-    """`codes` [.., ..] in the layout that the matmul contracting `dim` reads on this device.
+def laid_out_for_rows(codes: Tensor, *, emulate: bool = False) -> Tensor:
+    """Row codes in the layout that this device multiplies: the native backend reads rows that are contiguous."""
+    return codes if codes.is_cpu or not reads_along_contracted(codes.device, emulate) else codes.contiguous()
 
-    The native backend reads both operands along the contracted dim, so what is saved for backward is best saved in that
-    layout. The exact backend takes any.
-    """
+
+def laid_out_for_columns(codes: Tensor, *, emulate: bool = False) -> Tensor:
+    """Column codes in the layout that this device multiplies: the native backend reads columns that are contiguous."""
     if codes.is_cpu or not reads_along_contracted(codes.device, emulate):
         return codes
-    return codes.contiguous() if dim == 1 else codes.t().contiguous().t()
+    return codes.t().contiguous().t()
 
 
-def along_contracted_after(codes: Tensor, gradient: Tensor, *, emulate: bool = False) -> Tensor:
-    """`along_contracted` of a prepared weight's codes [N, K] for grad_input, ordered after `gradient`.
+def laid_out_for_columns_after(codes: Tensor, gradient: Tensor, *, emulate: bool = False) -> Tensor:
+    """`laid_out_for_columns` of the codes [N, K] of a weight that was quantized before, ordered after `gradient`.
 
     For compiled code. The codes were quantized before the graph, so no cast can be fused with the copy, and Inductor
     would otherwise make the copy in the forward and save it. Eager code copies when it multiplies.
@@ -295,7 +279,7 @@ def along_contracted_after(codes: Tensor, gradient: Tensor, *, emulate: bool = F
         return codes
     if not reads_along_contracted(codes.device, emulate):
         return codes
-    laid_out: Tensor = torch.ops.quaver.column_major_after(codes, gradient)
+    laid_out: Tensor = column_major_after(codes, gradient)
     return laid_out
 
 

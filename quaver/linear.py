@@ -4,15 +4,15 @@
     grad_input  [M, K] = grad_output   [M, N] @ weight     [N, K]               contracts N
     grad_weight [N, K] = grad_output.t() [N, M] @ input    [M, K]               contracts M
 
-Each matmul has its own two operands, and each operand enters two matmuls, which contract different dims (quantize.py).
-Tensorwise, the two operands of a matrix share codes and scale; rowwise, each has scales along its contracted dim.
+Each matmul has two operands, and each matrix is the operand of two matmuls: one reads it along its rows, the other
+along its columns (quantize.py has the picture).
 
 Saved for backward:
-    input     the float8 operand of grad_weight, M * K bytes and its scale; in high precision where the recipe computes
+    input     its column operand, M * K bytes in float8 and a scale; in high precision where the recipe computes
               grad_weight in high precision; nothing if the weight is frozen.
-    weight    the parameter itself, no copy, and its tensorwise scale; backward quantizes it again. The float8 operand
-              of grad_input where the weight was quantized before the linear ran (an all-gather, `cast_weights_once`) or
-              with `keep_float8_weight_for_backward`. Nothing if the input needs no gradient.
+    weight    the parameter itself, no copy, and its tensorwise scale; backward quantizes it again. Its column operand
+              where the weight was quantized before the linear ran (an all-gather, `cast_weights_once`) or with
+              `keep_float8_weight_for_backward`. Nothing if the input needs no gradient.
 
 Reads for an amax: input and grad_output once each, weight once; rowwise once per direction. In rowwise_with_gw_hp the
 tensorwise scale of the weight is the smallest of its row scales, so it costs no read.
@@ -27,40 +27,35 @@ on scales with the other ranks, and reduces the output.
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
 
 from quaver.checkpointing.early_stop import save
 from quaver.checkpointing.early_stop import saved as saved_tensors
 from quaver.compile_hints import add_dependency, materialize
-from quaver.config import Float8GemmConfig, Float8LinearConfig, Float8LinearRecipeName, resolve_config
+from quaver.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.formats import HP_DTYPES
-from quaver.gemm import along_contracted_after, backends_of, unchecked_float8_mm
-from quaver.phases import phase
+from quaver.gemm import Operand, backends_of, laid_out_for_columns_after, mm
 from quaver.prepared_weight import PreparedWeight
 from quaver.quantize import (
-    GRAD_OUTPUT,
-    INPUT,
-    WEIGHT,
     LinearSharding,
-    Operand,
     Operands,
-    PreparedOperands,
     Quantizer,
     Scales,
     as_matrix,
     cached_quantizer,
-    cast_pair,
     clear_cached_operands,
+    present,
 )
 from quaver.scale_state import LinearScales
 from quaver.scaling import NO_PERSISTENT_SCALES, PersistentScales
 from quaver.tensor import Float8Tensor, WrappedTensor
+from quaver.torch_private.autograd import forward_ad_level
+from quaver.torch_private.tracing import FakeTensor
 
 
 class LinearArgs(NamedTuple):
@@ -80,15 +75,30 @@ class LinearArgs(NamedTuple):
 # ---- the three matmuls -----------------------------------------------------------------------------------------------
 
 
+class _SavedWeight(NamedTuple):
+    """What grad_input reads of the weight; None where the input needs no gradient."""
+
+    hp: Tensor | None = None
+    """The parameter, which backward quantizes again, with the tensorwise scales that the forward used:"""
+    quant_scale: Tensor | None = None
+    dequant_scale: Tensor | None = None
+    """Also that of `data`."""
+    data: Tensor | None = None
+    """Or its column operand."""
+
+
 class _Float8Linear(torch.autograd.Function):
     """`output` forward, `grad_input`, `grad_weight` and the bias's gradient backward."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, args: LinearArgs) -> Tensor:
-        input_q, weight_q, saved = _quantize(input, weight, args, *ctx.needs_input_grad[:2])
+        needs_grad_input, needs_grad_weight = ctx.needs_input_grad[:2]
+        input_q = _quantize_input(input, args, needs_grad_weight)
+        weight_row, saved_weight = _quantize_weight(weight, args, needs_grad_input)
+        saved_input = present(input_q.column)[:2] if needs_grad_weight else (None, None)
         ctx.args, ctx.input_shape, ctx.bias_dtype = args, input.shape, None if bias is None else bias.dtype
-        save(ctx, saved)
-        return _multiply(input_q, weight_q, bias, args, input.shape[:-1])
+        save(ctx, [*saved_input, *saved_weight])
+        return _output(present(input_q.row), weight_row, bias, args, input.shape)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -99,100 +109,99 @@ class _Float8Linear(torch.autograd.Function):
         return *_NoSecondDerivative.apply(*(g if g is None else g.detach().requires_grad_() for g in grads)), None
 
 
-def _quantize(
-    input: Tensor, weight: Tensor, args: LinearArgs, needs_grad_input: bool, needs_grad_weight: bool
-) -> tuple[Operand, Operand, list[Tensor | None]]:
-    """The operands of `output`, and five tensors to save: the input's operand, and the weight with its scales."""
-    config, weight_quantizer = args.config, _weight_quantizer(args)
-    input_q = _input_quantizer(input, args)(input, last=True, first=needs_grad_weight)
-    saves_weight_fp8 = needs_grad_input and _saves_weight_fp8(args)
-    weight_q = weight_quantizer(weight, last=True, first=saves_weight_fp8)
-    saved: list[Tensor | None] = [None] * 5
-    if needs_grad_weight:
-        saved[0:2] = _wanted(input_q.first)
-    if saves_weight_fp8:
-        saved[2:4] = _wanted(weight_q.first)
-    elif needs_grad_input:
-        saved[2] = weight
-        if not (config.casts.weight_for_grad_input.is_rowwise or config.casts.weight_for_grad_input.is_disabled):
-            saved[3:5] = weight_quantizer.tensor_scales(weight_q) or (None, None)
-    return _wanted(input_q.last), _wanted(weight_q.last), saved
-
-
-def _multiply(input: Operand, weight: Operand, bias: Tensor | None, args: LinearArgs, leading: torch.Size) -> Tensor:
-    """The output [M, N]; under tensor parallelism it may be [*leading, N], sharded."""
-    output = _gemm(input, weight.t(), args.config.gemm_config_output, args, bias)
-    return output if args.sharding is None else args.sharding.reduce_output(output, leading)
+def _output(input: Operand, weight: Operand, bias: Tensor | None, args: LinearArgs, input_shape: torch.Size) -> Tensor:
+    """output [M, N] = input [M, K] @ weight.t() [K, N]; under tensor parallelism perhaps [*leading, N], sharded."""
+    output = mm(input, weight.t(), args.config.matmuls.output, args.hp_dtype, bias)
+    return output if args.sharding is None else args.sharding.reduce_output(output, input_shape[:-1])
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     args: LinearArgs = ctx.args
-    config = args.config
+    matmuls, cast = args.config.matmuls, args.config.casts.grad_output
     needs_grad_input, needs_grad_weight, needs_grad_bias = ctx.needs_input_grad[:3]
-    input_first, input_scale, weight, *weight_scales = saved_tensors(ctx)
+    tensors = saved_tensors(ctx)
+    saved_input, saved_weight = Operand(*tensors[:2]), _SavedWeight(*tensors[2:])
+    del tensors
     if not torch.compiler.is_compiling():
         ctx.maybe_clear_saved_tensors()  # autograd then holds none of them, unless the graph is retained
         clear_cached_operands()
     quantizer = _grad_output_quantizer(args)
     # One read makes both row-wise casts. On a CPU it is spared only where the codes of one need not be alive meanwhile.
-    apart = grad_output.is_cpu and config.casts.grad_output_for_grad_weight.is_rowwise and args.sharding is None
-    last, first = quantizer(grad_output, last=needs_grad_input and not apart, first=needs_grad_weight)[:2]
-    if last is not None and last.dequant_scale is not None:
-        materialize(grad_output, last.dequant_scale)
+    apart = grad_output.is_cpu and cast.column.is_rowwise and args.sharding is None
+    row, column = quantizer(grad_output, row=needs_grad_input and not apart, column=needs_grad_weight)
+    if row is not None and row.dequant_scale is not None:
+        materialize(grad_output, row.dequant_scale)
     grad_input = grad_weight = grad_bias = None
     if needs_grad_bias:
         grad_bias = as_matrix(grad_output).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-    if first is not None:
-        grad_weight = _gemm(first.t(), Operand(input_first, input_scale), config.gemm_config_grad_weight, args)
-    del input_first, first
+    if (
+        column is not None and saved_input.data is not None
+    ):  # grad_weight [N, K] = grad_output.t() [N, M] @ input [M, K]
+        input = Operand(saved_input.data, saved_input.dequant_scale)
+        grad_weight = mm(column.t(), input, matmuls.grad_weight, args.hp_dtype)
+        del input
+    del saved_input, column
     if needs_grad_input and apart:
-        last = quantizer(grad_output, last=True, first=False).last
-    if last is not None:
-        if grad_weight is not None and last.dequant_scale is not None:
-            add_dependency(last.dequant_scale, grad_weight)
-        weight_op = _weight_for_grad_input(args, weight, weight_scales, last)
-        grad_input = _gemm(last, weight_op, config.gemm_config_grad_input, args).view(ctx.input_shape)
+        row = quantizer(grad_output, row=True, column=False).row
+    if row is not None:  # grad_input [M, K] = grad_output [M, N] @ weight [N, K]
+        if grad_weight is not None and row.dequant_scale is not None:
+            add_dependency(row.dequant_scale, grad_weight)
+        weight = _weight_for_grad_input(args, saved_weight, row)
+        grad_input = mm(row, weight, matmuls.grad_input, args.hp_dtype).view(ctx.input_shape)
     return grad_input, grad_weight, grad_bias
 
 
-def _weight_for_grad_input(args: LinearArgs, weight: Tensor, scales: list[Tensor], grad_output: Operand) -> Operand:
-    """The weight's operand of grad_input, from what the forward saved."""
-    if _saves_weight_fp8(args):
-        if scales[0] is None:
-            return Operand(weight, None)
-        data = along_contracted_after(weight, grad_output.data, emulate=args.config.emulate)
-        return Operand(data, scales[0])
-    known = None if scales[0] is None else Scales(*scales)
-    return _wanted(_weight_quantizer(args)(weight, last=False, first=True, scales=known).first)
+# ---- the operands ----------------------------------------------------------------------------------------------------
 
 
-def _saves_weight_fp8(args: LinearArgs) -> bool:
-    return args.weight_operands is not None or args.config.keep_float8_weight_for_backward
+def _quantize_input(input: Tensor, args: LinearArgs, needs_grad_weight: bool) -> Operands:
+    """The input's row operand, for output, and its column operand, for grad_weight."""
+    casts, scale = args.config.casts.input, args.scales.input
+    if isinstance(input, Float8Tensor):
+        if not casts.is_float8:
+            raise RuntimeError("this linear reads its input in high precision too, and was given a quantized one")
+        return input.operands()
+    of_input = cached_quantizer if args.sharding is None else args.sharding.input_quantizer
+    return of_input(input, casts, args.hp_dtype, scale, args.reader)(input, row=True, column=needs_grad_weight)
 
 
-@phase("quaver::gemm")
-def _gemm(a: Operand, b: Operand, gemm: Float8GemmConfig, args: LinearArgs, bias: Tensor | None = None) -> Tensor:
-    """a [M, K] @ b [K, N] + bias [N] -> [M, N] in hp_dtype."""
-    config, hp_dtype = args.config, args.hp_dtype
-    if a.dequant_scale is None or b.dequant_scale is None:
-        b_hp = b.data if b.data.dtype is hp_dtype else b.data.to(hp_dtype)  # prepared in the weight's dtype
-        return torch.mm(a.data, b_hp) if bias is None else torch.addmm(bias.to(hp_dtype), a.data, b_hp)
-    return unchecked_float8_mm(
-        a.data,
-        b.data,
-        a.dequant_scale,
-        b.dequant_scale,
-        hp_dtype,
-        bias,
-        gemm.use_fast_accum,
-        config.round_scales_to_power_of_2,
-        config.emulate,
-        config.pad_inner_dim,
-    )
+def _quantize_weight(weight: Tensor, args: LinearArgs, needs_grad_input: bool) -> tuple[Operand, _SavedWeight]:
+    """The weight's row operand, for output, and what to save of it."""
+    keeps_codes = args.weight_operands is not None or args.config.keep_float8_weight_for_backward
+    quantizer, operands = _weight_quantizer(args), args.weight_operands
+    if operands is None:
+        operands = quantizer(weight, row=True, column=needs_grad_input and keeps_codes)
+    saved = _SavedWeight()
+    if needs_grad_input and keeps_codes:
+        column = present(operands.column)
+        saved = _SavedWeight(data=column.data, dequant_scale=column.dequant_scale)
+    elif needs_grad_input:
+        scales = quantizer.scales_for(args.config.casts.weight.column, operands)
+        saved = _SavedWeight(weight) if scales is None else _SavedWeight(weight, *scales)
+    return present(operands.row), saved
 
 
-def _wanted(operand: Operand | None) -> Operand:
-    return cast(Operand, operand)
+def _weight_for_grad_input(args: LinearArgs, saved: _SavedWeight, grad_output: Operand) -> Operand:
+    """The weight's column operand, for grad_input."""
+    if saved.data is not None:
+        if saved.dequant_scale is None:
+            return Operand(saved.data, None)
+        data = laid_out_for_columns_after(saved.data, grad_output.data, emulate=args.config.emulate)
+        return Operand(data, saved.dequant_scale)
+    scales = None
+    if saved.quant_scale is not None and saved.dequant_scale is not None:
+        scales = Scales(saved.quant_scale, saved.dequant_scale)
+    return present(_weight_quantizer(args)(typing.cast(Tensor, saved.hp), row=False, column=True, scales=scales).column)
+
+
+def _weight_quantizer(args: LinearArgs) -> Quantizer:
+    of_weight = Quantizer if args.sharding is None else args.sharding.weight_quantizer
+    return of_weight(args.config.casts.weight, args.hp_dtype, args.scales.weight)
+
+
+def _grad_output_quantizer(args: LinearArgs) -> Quantizer:
+    of_grad_output = Quantizer if args.sharding is None else args.sharding.grad_output_quantizer
+    return of_grad_output(args.config.casts.grad_output, args.hp_dtype, args.scales.grad_output)
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -208,36 +217,6 @@ class _NoSecondDerivative(torch.autograd.Function):
             "a Float8Linear has no second derivative: quantization is piecewise constant. "
             "Call convert_to_high_precision(model) before double backward"
         )
-
-
-# ---- which quantizers ------------------------------------------------------------------------------------------------
-
-
-def _input_quantizer(input: Tensor, args: LinearArgs) -> Quantizer:
-    casts = cast_pair(args.config, INPUT, args.hp_dtype)
-    if isinstance(input, Float8Tensor):
-        if casts.last.is_disabled or casts.first.is_disabled:
-            raise RuntimeError("this linear reads its input in high precision too, and was given a quantized one")
-        return PreparedOperands(input.operands(), casts)
-    if args.sharding is not None:
-        return args.sharding.input_quantizer(input, casts, args.scales.input, args.reader)
-    return cached_quantizer(input, casts, args.scales.input, args.reader)
-
-
-def _weight_quantizer(args: LinearArgs) -> Quantizer:
-    casts = cast_pair(args.config, WEIGHT, args.hp_dtype)
-    if args.weight_operands is not None:
-        return PreparedOperands(args.weight_operands, casts)
-    if args.sharding is not None:
-        return args.sharding.weight_quantizer(casts, args.scales.weight)
-    return Quantizer(casts, args.scales.weight)
-
-
-def _grad_output_quantizer(args: LinearArgs) -> Quantizer:
-    casts = cast_pair(args.config, GRAD_OUTPUT, args.hp_dtype)
-    if args.sharding is not None:
-        return args.sharding.grad_output_quantizer(casts, args.scales.grad_output)
-    return Quantizer(casts, args.scales.grad_output)
 
 
 # ---- as a function ---------------------------------------------------------------------------------------------------
@@ -298,10 +277,11 @@ def _linear(
     reader = 0 if linear is None or torch.compiler.is_compiling() or not torch.is_grad_enabled() else id(linear)
     args = LinearArgs(config, hp_dtype, scales, weight_operands, sharding, reader)
     # A Function without jvp refuses forward-mode autodiff.
-    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
-        output = cast(Tensor, _Float8Linear.apply(input, weight, bias, args))
+    if torch.is_grad_enabled() or forward_ad_level() >= 0:
+        output: Tensor = _Float8Linear.apply(input, weight, bias, args)
     else:
-        output = _multiply(*_quantize(input, weight, args, False, False)[:2], bias, args, input.shape[:-1])
+        input_row, weight_row = _quantize_input(input, args, False).row, _quantize_weight(weight, args, False)[0]
+        output = _output(present(input_row), weight_row, bias, args, input.shape)
     if linear is not None and not torch.compiler.is_compiling() and "_backend" not in linear.__dict__:
         linear.__dict__["_backend"] = backends_of(config, input.device)
     if output.dim() == input.dim():

@@ -12,9 +12,10 @@ the names that the compiler gave them. docs/profiling.md has the nanoseconds.
 from __future__ import annotations
 
 import functools
+import typing
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.autograd import profiler
@@ -56,7 +57,7 @@ def phase(name: str) -> Callable[[Function], Function]:
             with _open(name, args):
                 return function(*args)
 
-        return cast(Function, in_phase)
+        return typing.cast(Function, in_phase)
 
     return decorate
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from quaver.config import Float8LinearConfig
-from quaver.quantize import WEIGHT, Quantizer, cast_pair
+from quaver.quantize import Quantizer
 from quaver.scaling import PersistentScale
 from quaver.torch_private.versions import version_of
 
@@ -14,8 +14,7 @@ class PreparedWeight:
     """The operands of a weight while the scope is open, and a check that it does not change."""
 
     def __init__(self, weight: Tensor, config: Float8LinearConfig, scale: PersistentScale | None) -> None:
-        casts = cast_pair(config, WEIGHT, weight.dtype)
-        self.operands = Quantizer(casts, scale)(weight, last=True, first=True)
+        self.operands = Quantizer(config.casts.weight, weight.dtype, scale)(weight, row=True, column=True)
         self._weight = weight
         self._version = version_of(weight)
 

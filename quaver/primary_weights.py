@@ -26,9 +26,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import typing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,8 +38,9 @@ from torch.optim import Optimizer
 
 from quaver.config import Float8LinearConfig
 from quaver.formats import HP_DTYPES
+from quaver.gemm import Operand
 from quaver.linear import Float8Linear
-from quaver.quantize import WEIGHT, Operand, Operands, Quantizer, cast_pair
+from quaver.quantize import Operands, Quantizer, present
 from quaver.tensor import Float8Tensor, WrappedTensor, written
 
 aten = torch.ops.aten
@@ -72,7 +74,7 @@ class Float8PrimaryWeight(Float8Tensor, WrappedTensor):
     ) -> Float8PrimaryWeight:
         """Use `of`."""
         new = Float8Tensor.__new__(cls, last, first, dtype) if master is None else cls.around(master)
-        return cast(Float8PrimaryWeight, new)
+        return typing.cast(Float8PrimaryWeight, new)
 
     def __init__(
         self,
@@ -83,7 +85,7 @@ class Float8PrimaryWeight(Float8Tensor, WrappedTensor):
         config: Float8LinearConfig | None = None,
     ) -> None:
         super().__init__(last, first, dtype)
-        self.wrapped, self.config = cast(Tensor, master), cast(Float8LinearConfig, config)
+        self.wrapped, self.config = typing.cast(Tensor, master), typing.cast(Float8LinearConfig, config)
         self._quantized = self._versions()
 
     @staticmethod
@@ -101,13 +103,9 @@ class Float8PrimaryWeight(Float8Tensor, WrappedTensor):
     @torch.no_grad()
     def quantize(self) -> None:
         """Bring the codes up to date with the master."""
-        last, first = _quantize(self.wrapped, self.config)
-        pairs = [(self.operand(1), last)]
-        if self.first_data_fp8 is not self.data_fp8:
-            pairs.append((self.operand(0), first))
-        for to, made in pairs:
-            to.data.copy_(made.data)
-            cast(Tensor, to.dequant_scale).copy_(cast(Tensor, made.dequant_scale))
+        for to, made in zip(super().operands(), _quantize(self.wrapped, self.config), strict=True):
+            present(to).data.copy_(made.data)
+            typing.cast(Tensor, present(to).dequant_scale).copy_(typing.cast(Tensor, made.dequant_scale))
         self._quantized = self._versions()
 
     def _versions(self) -> tuple[int, int]:
@@ -136,7 +134,7 @@ class Float8PrimaryWeight(Float8Tensor, WrappedTensor):
             copied = _rebuild(copy.deepcopy(self.wrapped, memo), self.config, self.requires_grad, _is_parameter(self))
             copied.grad = copy.deepcopy(self.grad, memo)
             memo[id(self)] = copied
-        return cast(Float8PrimaryWeight, memo[id(self)])
+        return typing.cast(Float8PrimaryWeight, memo[id(self)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (self.wrapped, self.config, self.requires_grad, _is_parameter(self))
@@ -168,18 +166,19 @@ class Float8PrimaryWeight(Float8Tensor, WrappedTensor):
 
     def _alias(self) -> Float8PrimaryWeight:
         """A tensor of the same codes and the same master."""
-        alias = Float8PrimaryWeight(self.operand(1), self.operand(0), self.dtype, self.wrapped, self.config)
+        row, column = super().operands()
+        alias = Float8PrimaryWeight(present(row), column, self.dtype, self.wrapped, self.config)
         alias._quantized = self._quantized
         return alias
 
 
 def _quantize(master: Tensor, config: Float8LinearConfig) -> tuple[Operand, Operand]:
     """The operands of `output` and of `grad_input`; one object where one cast serves both."""
-    casts = cast_pair(config, WEIGHT, master.dtype)
-    shared = not (casts.last.is_rowwise or casts.first.is_rowwise)
-    operands = Quantizer(casts)(master.detach(), last=True, first=not shared)
-    last = cast(Operand, operands.last)
-    return last, last if shared else cast(Operand, operands.first)
+    casts = config.casts.weight
+    shared = not (casts.row.is_rowwise or casts.column.is_rowwise)
+    operands = Quantizer(casts, master.dtype)(master.detach(), row=True, column=not shared)
+    row = present(operands.row)
+    return row, row if shared else present(operands.column)
 
 
 def _is_parameter(weight: Tensor) -> bool:
@@ -192,7 +191,7 @@ def _rebuild(
     weight: Tensor = Float8PrimaryWeight.of(master, config)
     if is_parameter:
         weight = nn.Parameter(weight, requires_grad)
-    return cast(Float8PrimaryWeight, weight.requires_grad_(requires_grad))
+    return typing.cast(Float8PrimaryWeight, weight.requires_grad_(requires_grad))
 
 
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
@@ -418,9 +417,9 @@ def _obstacle(model: nn.Module, linear: Float8Linear) -> str:
     casts = linear.config.casts
     if type(linear.weight) is not nn.Parameter or linear.weight.shape != (linear.out_features, linear.in_features):
         return f"it is a {type(linear.weight).__name__}; under FSDP2 use cast_weights_once"
-    if casts.weight.is_disabled or casts.weight_for_grad_input.is_disabled:
+    if not casts.weight.is_float8:
         return "one of its matmuls runs in high precision"
-    if casts.weight.is_persistent:
+    if casts.weight.row.is_persistent:
         return "its scale is delayed or static; the recipe delayed_with_dynamic_weight scales weights dynamically"
     owners = [
         other for other, parameter in model.named_parameters(remove_duplicate=False) if parameter is linear.weight
@@ -429,14 +428,14 @@ def _obstacle(model: nn.Module, linear: Float8Linear) -> str:
 
 
 def _make_primary(name: str, linear: Float8Linear, master_dtype: torch.dtype) -> Primary:
-    master = cast(nn.Parameter, linear.weight)
+    master = typing.cast(nn.Parameter, linear.weight)
     grad, master.grad = master.grad, None
     master.data = master.data.to(master_dtype)
     weight = nn.Parameter(Float8PrimaryWeight.of(master, linear.config), master.requires_grad)
     weight.grad = None if grad is None else grad.to(master_dtype)
     linear.weight = weight
     linear.register_state_dict_post_hook(_master_in_state_dict)
-    return Primary(name, linear, cast(Float8PrimaryWeight, weight), master)
+    return Primary(name, linear, typing.cast(Float8PrimaryWeight, weight), master)
 
 
 def _master_in_state_dict(linear: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:

@@ -108,7 +108,7 @@ def amax(hp: Tensor, dim: int | None = None) -> Tensor:
     if hp.numel() == 0:
         shape = () if dim is None else [1 if i == dim % hp.dim() else n for i, n in enumerate(hp.shape)]
         return hp.new_zeros(shape)
-    if hp.numel() >= _BITS_PAY_FROM and runs_eagerly_on_cpu(hp):
+    if runs_eagerly_on_cpu(hp) and hp.numel() >= _BITS_PAY_FROM:
         return _amax_of_bits(hp, dim)
     magnitude = hp.abs()
     return magnitude.amax() if dim is None else magnitude.amax(dim, keepdim=True)

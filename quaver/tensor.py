@@ -5,19 +5,22 @@ parallelism hands an all-gathered activation to a module's forward; both were qu
 the tensor has the shape and dtype of the high-precision one, and gradients in high precision; inside, it has codes and
 scales, which `Float8Linear` takes out. A linear on one device never sees one.
 
-A matrix enters two matmuls, one that contracts its last dim and one that contracts its first. Where one cast serves
-both (tensorwise), the two operands are one.
+A matrix is the operand of two matmuls, along its rows and along its columns (quantize.py). Where one cast serves both
+(tensorwise), the two operands are one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from quaver.quantize import Operand, Operands
+from quaver.gemm import Operand
+from quaver.quantize import Operands
+from quaver.torch_private.dispatch import skip_torch_function
+from quaver.torch_private.tracing import current_tracing_context
 
 aten = torch.ops.aten
 
@@ -47,7 +50,8 @@ class WrappedTensor(Tensor):
 
     def plain(self) -> Tensor:
         """The plain tensor inside, differentiably."""
-        return cast(Tensor, _Plain.apply(self))
+        plain: Tensor = _Plain.apply(self)
+        return plain
 
     # torch answers or refuses the next five for a subclass by its own storage, which is empty.
 
@@ -56,7 +60,7 @@ class WrappedTensor(Tensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         # The compiler identifies tensors by their storage, and would alias this one with `wrapped`.
-        if torch._guards.TracingContext.try_get() is not None:
+        if current_tracing_context() is not None:
             return super().untyped_storage()
         return self.wrapped.untyped_storage()
 
@@ -99,70 +103,59 @@ class Float8Tensor(Tensor):
     """Quantized operands with the shape and dtype of the tensor that they came from.
 
     Attributes:
-        data_fp8, dequant_scale: the operand of the matmul that contracts the last dim.
-            float8 [..., K]; float32 () or [..., 1].
-        first_data_fp8, first_dequant_scale: that of the matmul that contracts the first dim of the matrix [rows, K].
-            float8 [..., K]; float32 () or [1, K]. The same objects as above where one cast serves both; None where
-            the tensor was not quantized for it.
+        data_fp8, dequant_scale: the row operand of the matrix [rows, K]. float8 [..., K]; float32 () or [..., 1].
+        column_data_fp8, column_dequant_scale: its column operand. float8 [..., K]; float32 () or [1, K]. The same
+            objects as above where one cast serves both; None where the tensor was not quantized for it.
     """
 
     data_fp8: Tensor
     dequant_scale: Tensor
-    first_data_fp8: Tensor | None
-    first_dequant_scale: Tensor | None
+    column_data_fp8: Tensor | None
+    column_dequant_scale: Tensor | None
 
     @staticmethod
-    def __new__(cls, last: Operand, first: Operand | None, dtype: torch.dtype) -> Float8Tensor:
+    def __new__(cls, row: Operand, column: Operand | None, dtype: torch.dtype) -> Float8Tensor:
         """Use `from_operands`."""
-        data = last.data
+        data = row.data
         return Tensor._make_wrapper_subclass(
             cls, data.shape, strides=data.stride(), dtype=dtype, device=data.device, requires_grad=False
         )
 
-    def __init__(self, last: Operand, first: Operand | None, dtype: torch.dtype) -> None:
-        self.set_operands(last, first)
+    def __init__(self, row: Operand, column: Operand | None, dtype: torch.dtype) -> None:
+        self.set_operands(row, column)
 
     @classmethod
-    def from_operands(cls, last: Operand, first: Operand | None, dtype: torch.dtype) -> Float8Tensor:
-        """The tensor of `dtype` that `last` and `first` were quantized from; every Float8Tensor is made here.
+    def from_operands(cls, row: Operand, column: Operand | None, dtype: torch.dtype) -> Float8Tensor:
+        """The tensor of `dtype` that `row` and `column` were quantized from; every Float8Tensor is made here.
 
         Raises:
             ValueError: an operand that is not float8, or without a scale, or two of different shapes.
         """
-        for operand in (last, first):
+        for operand in (row, column):
             if operand is not None and (operand.dequant_scale is None or operand.data.itemsize != 1):
                 raise ValueError(f"expected float8 data with a scale, got {operand.data.dtype}")
-        if first is not None and first.data.shape != last.data.shape:
-            raise ValueError(f"expected two casts of one tensor, got {list(last.data.shape)}, {list(first.data.shape)}")
-        return cls(last, first, dtype)
+        if column is not None and column.data.shape != row.data.shape:
+            raise ValueError(f"expected two casts of one tensor, got {list(row.data.shape)}, {list(column.data.shape)}")
+        return cls(row, column, dtype)
 
-    def set_operands(self, last: Operand, first: Operand | None) -> None:
+    def set_operands(self, row: Operand, column: Operand | None) -> None:
         """Replace codes and scales by others of the same shape."""
-        self.data_fp8, self.dequant_scale = last.data, _scale(last)
-        if first is None:
-            self.first_data_fp8 = self.first_dequant_scale = None
+        self.data_fp8, self.dequant_scale = row.data, _scale(row)
+        if column is None:
+            self.column_data_fp8 = self.column_dequant_scale = None
         else:
-            self.first_data_fp8, self.first_dequant_scale = first.data, _scale(first)
-
-    def operand(self, contracted_dim: int) -> Operand:
-        """The matrix [rows, K] as an operand of the matmul that contracts its dim `contracted_dim`, 0 or 1.
-
-        Raises:
-            RuntimeError: it was not quantized for that matmul.
-        """
-        if contracted_dim == 1:
-            scale = self.dequant_scale
-            return Operand(_rows(self.data_fp8), scale if scale.dim() == 0 else scale.reshape(-1, scale.shape[-1]))
-        if self.first_data_fp8 is None:
-            raise RuntimeError("this Float8Tensor was not quantized for a matmul that contracts its rows")
-        return Operand(_rows(self.first_data_fp8), self.first_dequant_scale)
+            self.column_data_fp8, self.column_dequant_scale = column.data, _scale(column)
 
     def operands(self) -> Operands:
-        """Both operands; None for one that it was not quantized for."""
-        return Operands(self.operand(1), None if self.first_data_fp8 is None else self.operand(0))
+        """Both operands of the matrix [rows, K]; None for the column operand if it was not quantized for that."""
+        scale = self.dequant_scale
+        row = Operand(_rows(self.data_fp8), scale if scale.dim() == 0 else scale.reshape(-1, scale.shape[-1]))
+        if self.column_data_fp8 is None:
+            return Operands(row, None)
+        return Operands(row, Operand(_rows(self.column_data_fp8), self.column_dequant_scale))
 
     def to_high_precision(self) -> Tensor:
-        """The dequantized values of the codes for the last dim, in the tensor's dtype. Not differentiable."""
+        """The dequantized values of the row codes, in the tensor's dtype. Not differentiable."""
         with torch.no_grad():
             return (self.data_fp8.float() * self.dequant_scale).to(self.dtype)
 
@@ -170,26 +163,27 @@ class Float8Tensor(Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, str]]:
         names = ["data_fp8", "dequant_scale"]
-        if self.first_data_fp8 is None:
+        if self.column_data_fp8 is None:
             return names, (self.dtype, "none")
-        if self.first_data_fp8 is self.data_fp8:
+        if self.column_data_fp8 is self.data_fp8:
             return names, (self.dtype, "shared")
-        return [*names, "first_data_fp8", "first_dequant_scale"], (self.dtype, "own")
+        return [*names, "column_data_fp8", "column_dequant_scale"], (self.dtype, "own")
 
     @classmethod
     def __tensor_unflatten__(
         cls, inner: dict[str, Tensor], meta: tuple[torch.dtype, str], outer_size: object, outer_stride: object
     ) -> Float8Tensor:
-        dtype, first = meta
-        last = Operand(inner["data_fp8"], inner["dequant_scale"])
-        firsts = {"none": None, "shared": last}
-        own = Operand(inner["first_data_fp8"], inner["first_dequant_scale"]) if first == "own" else None
-        return cls.from_operands(last, firsts.get(first, own), dtype)
+        dtype, which = meta
+        row = Operand(inner["data_fp8"], inner["dequant_scale"])
+        column = row if which == "shared" else None
+        if which == "own":
+            column = Operand(inner["column_data_fp8"], inner["column_dequant_scale"])
+        return cls.from_operands(row, column, dtype)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Float8Tensor(shape={list(self.shape)}, {self.data_fp8.dtype} for {self.dtype}, device={self.device})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = skip_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -217,18 +211,18 @@ def _rows(data: Tensor) -> Tensor:
 def _map(
     tensor: Float8Tensor, of_data: Callable[[Tensor], Tensor], of_scale: Callable[[Tensor], Tensor]
 ) -> Float8Tensor:
-    """Rebuild with `of_data` applied to the codes and `of_scale` to the last dim's scale; shared codes stay shared.
+    """Rebuild with `of_data` applied to the codes and `of_scale` to the row operand's scale; shared codes stay shared.
 
-    The scales of the first dim are one per column, which no operation here moves.
+    The column operand's scales are one per column, which no operation here moves.
     """
-    last = Operand(of_data(tensor.data_fp8), of_scale(tensor.dequant_scale))
-    if tensor.first_data_fp8 is None:
-        first = None
-    elif tensor.first_data_fp8 is tensor.data_fp8:
-        first = last
+    row = Operand(of_data(tensor.data_fp8), of_scale(tensor.dequant_scale))
+    if tensor.column_data_fp8 is None:
+        column = None
+    elif tensor.column_data_fp8 is tensor.data_fp8:
+        column = row
     else:
-        first = Operand(of_data(tensor.first_data_fp8), tensor.first_dequant_scale)
-    return Float8Tensor.from_operands(last, first, tensor.dtype)
+        column = Operand(of_data(tensor.column_data_fp8), tensor.column_dequant_scale)
+    return Float8Tensor.from_operands(row, column, tensor.dtype)
 
 
 def _alias(func: Any, tensor: Float8Tensor) -> Tensor:

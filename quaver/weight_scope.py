@@ -12,9 +12,9 @@ moment does not matter: with a persistent scale, each forward that trains record
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ class PreparedShard:
         """What FSDP2 all-gathers: made by `quantize` in the first call, the same in all others."""
         self.check()
         if self._inputs is None:
-            wrapped = cast(Float8AllGatherWeight, local_weight(self._linear)).wrapped
+            wrapped = typing.cast(Float8AllGatherWeight, local_weight(self._linear)).wrapped
             self._cast_from = wrapped, wrapped._version
             self._inputs = quantize()
         return self._inputs

@@ -28,8 +28,8 @@ from quaver.bench.results import Result, Row
 from quaver.bench.shapes import Shape
 from quaver.config import CastConfig, Float8LinearConfig
 from quaver.formats import FORMATS
-from quaver.gemm import GemmBackend, along_contracted, backend_for
-from quaver.quantize import INPUT, Quantizer, cast_pair
+from quaver.gemm import GemmBackend, backend_for, laid_out_for_columns, laid_out_for_rows
+from quaver.quantize import Quantizer
 from quaver.scaling import PersistentScale, amax, cast_with_persistent_scale, dynamic_cast
 from quaver.trainer.config.settings import OneOf
 
@@ -55,7 +55,7 @@ class CastKind:
 
     @property
     def cast(self) -> CastConfig:
-        return self.config.casts.input
+        return self.config.casts.input.row
 
     @property
     def scale_dims(self) -> tuple[int | None, ...]:
@@ -140,8 +140,8 @@ def contestants_of(kind: CastKind, source: Tensor, with_torchao: bool) -> dict[t
         scale = PersistentScale(quant_scale, torch.zeros(2, device=source.device), torch.tensor(True))
 
     def ours(hp: Tensor) -> tuple[Tensor, ...]:
-        made = Quantizer(cast_pair(config, INPUT, hp.dtype), scale)(hp, last=1 in dims, first=0 in dims)
-        return tuple(part for operand in made[:2] if operand is not None for part in operand if part is not None)
+        made = Quantizer(config.casts.input, hp.dtype, scale)(hp, row=1 in dims, column=0 in dims)
+        return tuple(part for operand in made if operand is not None for part in operand[:2] if part is not None)
 
     def plain(hp: Tensor, dim: int | None) -> tuple[Tensor, ...]:
         if scale is not None:
@@ -167,7 +167,10 @@ def _in_layouts(kind: CastKind, cast_along: Callable[[Tensor, int | None], tuple
     def cast(hp: Tensor) -> tuple[Tensor, ...]:
         made = [cast_along(hp, dim) for dim in scale_dims]
         codes = [each[0] for each in made] * (len(dims) // len(made))
-        layouts = [along_contracted(each, dim) for each, dim in zip(codes, dims, strict=True)]
+        layouts = [
+            laid_out_for_rows(each) if dim == 1 else laid_out_for_columns(each)
+            for each, dim in zip(codes, dims, strict=True)
+        ]
         return (*layouts, *(scale for each in made for scale in each[1:]))
 
     return cast

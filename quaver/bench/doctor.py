@@ -72,7 +72,9 @@ def _verdict(config: Float8LinearConfig, device: torch.device) -> tuple[str, str
 
 def _backend(config: Float8LinearConfig, device: torch.device) -> tuple[str, str]:
     if device.type == "cuda":
-        failures = {native_failure(device.index or 0, cast.is_rowwise) for cast in config.casts if not cast.is_disabled}
+        failures = {
+            native_failure(device.index or 0, cast.is_rowwise) for cast in config.casts.every() if not cast.is_disabled
+        }
         reasons = failures - {None}
         if not reasons:
             return "native", "float8 tensor cores"

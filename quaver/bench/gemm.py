@@ -24,8 +24,8 @@ from quaver.bench.harness import Rotation, time_alternating
 from quaver.bench.options import BenchOptions, Shapes
 from quaver.bench.results import BFLOAT16, Result, Row
 from quaver.bench.shapes import Shape
-from quaver.config import CastConfig, Float8LinearConfig
-from quaver.gemm import GemmBackend, along_contracted, backend_for, float8_mm
+from quaver.config import MATMULS, Float8LinearConfig
+from quaver.gemm import GemmBackend, backend_for, float8_mm, laid_out_for_columns, laid_out_for_rows
 from quaver.roofline.device_specs import PeakFlops, device_spec, peak_flops
 from quaver.scaling import dynamic_cast
 from quaver.trainer.config.settings import OneOf
@@ -100,8 +100,6 @@ class Matmul:
 
     name: str
     sizes: tuple[int, int, int]
-    casts: tuple[str, str]
-    """The casts of the left and the right operand, by their names in `OperandCasts`."""
     transposed: tuple[bool, bool]
     """Whether the left and the right operand are transposed views."""
 
@@ -118,12 +116,12 @@ class Matmul:
         """The operands in float8, in the layout that the backend reads."""
         config = Float8LinearConfig.from_recipe_name(granularity)
         made = []
-        for hp, name, dim in zip(self.hp_operands(device), self.casts, (1, 0), strict=True):
-            cast: CastConfig = getattr(config.casts, name)
+        for hp, operand, dim in zip(self.hp_operands(device), MATMULS[self.name], (1, 0), strict=True):
+            cast = config.casts.of(*operand)
             scale_dim = dim if cast.is_rowwise else None
             power_of_2 = config.round_scales_to_power_of_2
             codes, _, dequant = dynamic_cast(hp.contiguous(), cast.float8_dtype, scale_dim, power_of_2=power_of_2)
-            made.append((along_contracted(codes, dim), dequant))
+            made.append((laid_out_for_rows(codes) if dim == 1 else laid_out_for_columns(codes), dequant))
         (a, a_scale), (b, b_scale) = made
         return a, b, a_scale, b_scale
 
@@ -132,9 +130,9 @@ def matmuls_of(shape: Shape) -> list[Matmul]:
     """The three matmuls of a linear."""
     m, k, n = shape.sizes
     return [
-        Matmul("output", (m, k, n), ("input", "weight"), (False, True)),
-        Matmul("grad_input", (m, n, k), ("grad_output", "weight_for_grad_input"), (False, False)),
-        Matmul("grad_weight", (n, m, k), ("grad_output_for_grad_weight", "input_for_grad_weight"), (True, False)),
+        Matmul("output", (m, k, n), (False, True)),
+        Matmul("grad_input", (m, n, k), (False, False)),
+        Matmul("grad_weight", (n, m, k), (True, False)),
     ]
 
 

@@ -30,8 +30,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import typing
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -53,9 +54,10 @@ from quaver.distributed.weight_scales import (
     whole_scales,
 )
 from quaver.frozen_weight import FrozenFloat8Weight
+from quaver.gemm import Operand
 from quaver.kernels.cast import cast_with_persistent_scale, cast_with_scale, matrix_amax, record_amax
 from quaver.linear import Float8Linear
-from quaver.quantize import Operand, Scales
+from quaver.quantize import Scales
 from quaver.tensor import Float8Tensor, WrappedTensor, written
 from quaver.torch_private.dispatch import skip_torch_function
 from quaver.torch_private.dtensor import local_tensor, set_local_tensor
@@ -120,7 +122,7 @@ class Float8AllGatherWeight(WrappedTensor):
     def __new__(
         cls, wrapped: Tensor, box: ScaleBox | None = None, padding: _Padding | None = None
     ) -> Float8AllGatherWeight:
-        return cast(Float8AllGatherWeight, cls.around(wrapped))
+        return typing.cast(Float8AllGatherWeight, cls.around(wrapped))
 
     def __init__(self, wrapped: Tensor, box: ScaleBox | None = None, padding: _Padding | None = None) -> None:
         self.wrapped = wrapped
@@ -172,12 +174,14 @@ class Float8AllGatherWeight(WrappedTensor):
         if module.scaling is not None:
             scale = module.scaling.observe_weight(shard.device, self.box.observed)
             self.box.observed = module.scaling.weight_observed
-        float8_dtype = config.casts.weight.float8_dtype
+        float8_dtype = config.casts.weight.row.float8_dtype
         scales: WholeScales
         if scale is not None and scale.is_initialized:  # equal on every rank, so nothing is exchanged
             power_of_2 = config.round_scales_to_power_of_2
-            code, _, *used = cast_with_persistent_scale(shard.local, scale, float8_dtype, True, False, power_of_2)
-            codes, scales = [code], [Scales(*used)]
+            code, quant, dequant, *_ = cast_with_persistent_scale(
+                shard.local, scale, float8_dtype, True, False, power_of_2
+            )
+            codes, scales = [code], [Scales(quant, dequant)]
         else:
             scales = whole_scales(module)
             codes = [_quantize(shard, of_cast.quant, float8_dtype) for of_cast in scales]
@@ -211,7 +215,7 @@ class Float8AllGatherWeight(WrappedTensor):
         if out is None:
             vector = scales[0].dequant.new_empty(sum(lengths))
         else:
-            unsharded = cast(Float8Tensor, local_tensor(out))
+            unsharded = typing.cast(Float8Tensor, local_tensor(out))
             vector = unsharded.dequant_scale.as_strided((sum(lengths),), (1,), 0)
         operands = []
         with torch.no_grad(), keep_versions(vector):  # as that of the codes
@@ -247,7 +251,7 @@ class Float8AllGatherWeight(WrappedTensor):
             copied = _rebuild(copy.deepcopy(self.wrapped, memo), self.requires_grad, hasattr(self, "_is_param"))
             copied.grad = copy.deepcopy(self.grad, memo)
             memo[id(self)] = copied
-        return cast(Float8AllGatherWeight, memo[id(self)])
+        return typing.cast(Float8AllGatherWeight, memo[id(self)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (self.wrapped, self.requires_grad, hasattr(self, "_is_param"))
@@ -291,7 +295,7 @@ def _rebuild(wrapped: Tensor, requires_grad: bool, is_parameter: bool) -> Float8
     weight: Tensor = Float8AllGatherWeight(wrapped)
     if is_parameter:
         weight = nn.Parameter(weight, requires_grad)
-    return cast(Float8AllGatherWeight, weight.requires_grad_(requires_grad))
+    return typing.cast(Float8AllGatherWeight, weight.requires_grad_(requires_grad))
 
 
 torch.serialization.add_safe_globals([_rebuild])
@@ -330,7 +334,7 @@ def _quantize(shard: Shard, quant_scale: Tensor, float8_dtype: torch.dtype) -> T
     scale = shard.part(quant_scale)
     by_column = scale.dim() == 2 and scale.shape[0] == 1 != shard.local.shape[0]
     codes = cast_with_scale(shard.local, float8_dtype, None if by_column else scale, scale if by_column else None)
-    return cast(Tensor, codes[by_column])
+    return typing.cast(Tensor, codes[by_column])
 
 
 # ---- conversion: state dicts hold plain tensors ----------------------------------------------------------------------
@@ -372,7 +376,7 @@ def restore_plain_weight(linear: Float8Linear) -> None:
     if isinstance(weight, Float8AllGatherWeight):
         linear.weight = nn.Parameter(weight.wrapped, requires_grad=weight.requires_grad)
     if linear.gathering is not None:
-        for hook in cast(AllGatherState, linear.gathering).hooks:
+        for hook in typing.cast(AllGatherState, linear.gathering).hooks:
             hook.remove()
         linear.gathering = None
 
@@ -398,11 +402,11 @@ def _unwrap_in_state_dict(linear: nn.Module, state_dict: dict[str, Any], prefix:
     if not isinstance(linear, Float8Linear) or isinstance(weight, nn.Parameter):  # keep_vars asks for the parameters
         return
     if isinstance(weight, Float8AllGatherWeight):
-        state_dict[prefix + "weight"] = cast(Float8AllGatherWeight, local_weight(linear)).wrapped.detach()
+        state_dict[prefix + "weight"] = typing.cast(Float8AllGatherWeight, local_weight(linear)).wrapped.detach()
     elif isinstance(weight, DTensor) and isinstance(local_tensor(weight), Float8AllGatherWeight):
         state_dict[prefix + "weight"] = DTensor.from_local(
             # of the weight itself: an alias of it would not move its version counter
-            cast(Float8AllGatherWeight, local_weight(linear)).wrapped.detach(),
+            typing.cast(Float8AllGatherWeight, local_weight(linear)).wrapped.detach(),
             weight.device_mesh,
             weight.placements,
             run_check=False,

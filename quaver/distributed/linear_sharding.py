@@ -9,8 +9,9 @@ Only an input that several linears share is all-gathered outside, by `AllGatherI
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +19,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from quaver.config import Float8LinearConfig
+from quaver.config import Float8LinearConfig, OperandCasts
 from quaver.distributed.collectives import all_reduce, reduce_scatter
 from quaver.distributed.tensor_parallel_quantizer import GatheringQuantizer, TensorParallelQuantizer
+from quaver.gemm import Operand
 from quaver.linear import Float8Linear, compute_dtype
-from quaver.quantize import INPUT, CastPair, Operand, Quantizer, cached_quantizer, cast_pair
+from quaver.quantize import Quantizer, cached_quantizer, present
 from quaver.scaling import PersistentScale
 from quaver.tensor import Float8Tensor
 
@@ -38,8 +40,8 @@ class _Sharding:
         self.mesh = mesh
         self.group = mesh.get_group()
 
-    def weight_quantizer(self, casts: CastPair, scale: PersistentScale | None) -> Quantizer:
-        return TensorParallelQuantizer(casts, scale, self.group, self.weight_dim)
+    def weight_quantizer(self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None) -> Quantizer:
+        return TensorParallelQuantizer(casts, hp_dtype, scale, self.group, self.weight_dim)
 
     def __deepcopy__(self, memo: object) -> _Sharding:
         return self  # groups cannot be copied
@@ -57,11 +59,15 @@ class ColwiseSharding(_Sharding):
     def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return local_part(weight), None if bias is None else local_part(bias), None
 
-    def input_quantizer(self, input: Tensor, casts: CastPair, scale: PersistentScale | None, reader: int) -> Quantizer:
-        return cached_quantizer(input, casts, scale, reader)
+    def input_quantizer(
+        self, input: Tensor, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, reader: int
+    ) -> Quantizer:
+        return cached_quantizer(input, casts, hp_dtype, scale, reader)
 
-    def grad_output_quantizer(self, casts: CastPair, scale: PersistentScale | None) -> Quantizer:
-        return TensorParallelQuantizer(casts, scale, self.group, 1)
+    def grad_output_quantizer(
+        self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None
+    ) -> Quantizer:
+        return TensorParallelQuantizer(casts, hp_dtype, scale, self.group, 1)
 
     def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
         return output
@@ -81,15 +87,19 @@ class RowwiseSharding(_Sharding):
             return local_part(weight), None, None
         # Added to the sum, so that it counts once; a rank's tokens give a part of its gradient.
         partial = None if self.sequence_dim is None else [Partial()]
-        return local_part(weight), None, cast(DTensor, bias).to_local(grad_placements=partial)
+        return local_part(weight), None, typing.cast(DTensor, bias).to_local(grad_placements=partial)
 
-    def input_quantizer(self, input: Tensor, casts: CastPair, scale: PersistentScale | None, reader: int) -> Quantizer:
-        return TensorParallelQuantizer(casts, scale, self.group, 1)
+    def input_quantizer(
+        self, input: Tensor, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, reader: int
+    ) -> Quantizer:
+        return TensorParallelQuantizer(casts, hp_dtype, scale, self.group, 1)
 
-    def grad_output_quantizer(self, casts: CastPair, scale: PersistentScale | None) -> Quantizer:
+    def grad_output_quantizer(
+        self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None
+    ) -> Quantizer:
         if self.sequence_dim is None:
-            return Quantizer(casts, scale)
-        return GatheringQuantizer(casts, scale, self.group, self.sequence_dim)
+            return Quantizer(casts, hp_dtype, scale)
+        return GatheringQuantizer(casts, hp_dtype, scale, self.group, self.sequence_dim)
 
     def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
         if self.sequence_dim is None:
@@ -119,7 +129,7 @@ def forward_on_dtensors(linear: Float8Linear, input: Tensor) -> Tensor:
     if isinstance(input, DTensor):
         # redistribute() would sum the gradient for each linear that shares the input, even where it moves nothing.
         whole = input if input.placements[0] == Replicate() else input.redistribute(placements=[Replicate()])
-        input = cast(Tensor, PartOfSum.apply(whole))
+        input = typing.cast(Tensor, PartOfSum.apply(whole))
     output = linear.forward_sharded(input, sharding)
     # Ranks may have unlike numbers of features.
     shape = torch.Size([*output.shape[:-1], linear.out_features])
@@ -130,7 +140,7 @@ def forward_on_dtensors(linear: Float8Linear, input: Tensor) -> Tensor:
 
 def _derived_sharding(linear: Float8Linear, input: Tensor) -> ColwiseSharding | RowwiseSharding:
     """The sharding of a linear whose weight torch's own ColwiseParallel or RowwiseParallel distributed."""
-    weight = cast(DTensor, linear.weight)
+    weight = typing.cast(DTensor, linear.weight)
     placement = weight.placements[0] if weight.device_mesh.ndim == 1 else None
     if not isinstance(input, DTensor) or placement not in (Shard(0), Shard(1)):
         raise RuntimeError(
@@ -189,13 +199,13 @@ class _AllGatherFloat8(torch.autograd.Function):
         scale = None
         if quant_scale is not None and is_initialized is not None:
             scale = PersistentScale(quant_scale, amax_buffer, is_initialized)
-        quantizer = GatheringQuantizer(cast_pair(config, INPUT, dtype), scale, group, dim)
-        last_op, first_op = quantizer(local, last=True, first=for_grad_weight)[:2]
+        quantizer = GatheringQuantizer(config.casts.input, dtype, scale, group, dim)
+        row, column = quantizer(local, row=True, column=for_grad_weight)
         shape = [*local.shape]
         shape[dim] *= group.size()
         whole = Float8Tensor.from_operands(
-            _shaped(cast(Operand, last_op), shape),
-            None if first_op is None else _shaped(first_op, shape),
+            _shaped(present(row), shape),
+            None if column is None else _shaped(column, shape),
             local.dtype,
         )
         return DTensor.from_local(whole, mesh, [Replicate()], run_check=False) if as_dtensor else whole
@@ -240,7 +250,7 @@ class PartOfSum(torch.autograd.Function):
 
 def is_all_gathered_in_float8(config: Float8LinearConfig) -> bool:
     """Whether the input is all-gathered as codes: not if one of its matmuls reads it in high precision."""
-    return not (config.casts.input.is_disabled or config.casts.input_for_grad_weight.is_disabled)
+    return config.casts.input.is_float8
 
 
 class AllGatherInput:
@@ -248,13 +258,15 @@ class AllGatherInput:
 
     def __init__(self, layout: Placement, mesh: DeviceMesh, linear: Float8Linear, *, as_dtensor: bool) -> None:
         """`linear`: the first of those that read the input; its config says how to cast, and its scale is used."""
-        dim, config = cast(Shard, layout).dim, linear.config
+        dim, config = typing.cast(Shard, layout).dim, linear.config
         self._linear = linear
         if dim == -1:
             raise ValueError(f"expected an input that is whole or sharded along its tokens, got {layout} (features)")
 
         def all_gather_float8(local: Tensor, for_grad_weight: bool, *scale: Tensor | None) -> Tensor:
-            return cast(Tensor, _AllGatherFloat8.apply(local, dim, mesh, config, as_dtensor, for_grad_weight, *scale))
+            return typing.cast(
+                Tensor, _AllGatherFloat8.apply(local, dim, mesh, config, as_dtensor, for_grad_weight, *scale)
+            )
 
         # Dynamo would trace the backward with a gradient of the type of the result, a Float8Tensor. In the graph as one
         # call, it is traced by the autograd that runs it, with the gradient that comes.

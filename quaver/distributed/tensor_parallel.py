@@ -18,7 +18,8 @@ What crosses the wire, T ranks, an activation of M tokens by K features:
 from __future__ import annotations
 
 import copy
-from typing import Any, cast
+import typing
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ from quaver.tensor import Float8Tensor
 
 def _float8_linear(style: object, module: nn.Module) -> Float8Linear:
     if isinstance(module, Float8Linear) and (
-        module.config.casts.weight.is_blockwise or isinstance(module.weight, Float8Tensor)
+        module.config.casts.weight.row.is_blockwise or isinstance(module.weight, Float8Tensor)
     ):
         raise NotImplementedError(
             f"{type(style).__name__}: expected a weight in high precision that is scaled tensorwise or rowwise, got "
@@ -94,13 +95,13 @@ class Float8ColwiseParallel(ColwiseParallel):
     ) -> Tensor:
         input, all_gather_input = inputs[0], mod.sharding.all_gather_input
         if isinstance(local_part(input), Float8Tensor):
-            return cast(Tensor, input)
+            return typing.cast(Tensor, input)
         if not isinstance(input, DTensor):
             input = DTensor.from_local(input, device_mesh, input_layouts, run_check=False)
         if all_gather_input is None or input.placements[0] == Replicate():
-            return cast(Tensor, input)
+            return typing.cast(Tensor, input)
         local = input.redistribute(placements=input_layouts).to_local()
-        return cast(Tensor, all_gather_input(local, for_grad_weight=mod.weight.requires_grad, linear=mod))
+        return typing.cast(Tensor, all_gather_input(local, for_grad_weight=mod.weight.requires_grad, linear=mod))
 
 
 class Float8RowwiseParallel(RowwiseParallel):
@@ -182,10 +183,10 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 f"PrepareFloat8ModuleInput: the Float8Linears of {type(module).__name__} have several configs; name "
                 "the one whose input is prepared with fwd_config_submodule_fqn"
             )
-        if self.float8_dtype not in (None, config.casts.input.float8_dtype):
+        if self.float8_dtype not in (None, config.casts.input.row.float8_dtype):
             raise ValueError(
                 f"PrepareFloat8ModuleInput: float8_dtype is {self.float8_dtype}, but the config quantizes inputs to "
-                f"{config.casts.input.float8_dtype}"
+                f"{config.casts.input.row.float8_dtype}"
             )
         return linears[0]
 

@@ -12,17 +12,16 @@ traced. So to a compiler this cast is one operation.
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from quaver.config import CastConfig, OperandCasts
 from quaver.distributed.collectives import all_gather, max_over_ranks
-from quaver.gemm import along_contracted
+from quaver.gemm import Operand, laid_out_for_columns, laid_out_for_rows
 from quaver.kernels.cast import cast_with_persistent_scale, cast_with_scale, matrix_amax, record, record_amax
 from quaver.kernels.cpu import check_memory
-from quaver.quantize import CastPair, Operand, Operands, Quantizer, Scales, merged, scales_of
+from quaver.quantize import Operands, Quantizer, Scales, scales_of
 from quaver.scaling import PLAIN_TYPES, PersistentScale
 
 
@@ -31,46 +30,60 @@ class TensorParallelQuantizer(Quantizer):
 
     __slots__ = ("group", "sharded_dim")
 
-    def __init__(self, casts: CastPair, scale: PersistentScale | None, group: ProcessGroup, sharded_dim: int) -> None:
-        super().__init__(casts, scale)
+    def __init__(
+        self,
+        casts: OperandCasts,
+        hp_dtype: torch.dtype,
+        scale: PersistentScale | None,
+        group: ProcessGroup,
+        sharded_dim: int,
+    ) -> None:
+        super().__init__(casts, hp_dtype, scale)
         self.group, self.sharded_dim = group, sharded_dim
 
-    def tensor_scales(self, operands: Operands) -> Scales | None:
-        """See `Quantizer`; row scales may be those of this rank's rows only, so tensor scales do not follow."""
-        return operands.tensor_scales
+    def scales_for(self, cast: CastConfig, operands: Operands) -> Scales | None:
+        """See `Quantizer`; row-wise scales may be those of this rank's rows only, so tensorwise ones do not follow."""
+        operand = operands.row or operands.column
+        is_tensorwise = operand is not None and operand.quant_scale is not None and operand.quant_scale.dim() == 0
+        return super().scales_for(cast, operands) if is_tensorwise else None
 
-    def _quantize_tensorwise(self, hp: Tensor, last: bool, first: bool, scales: Scales | None) -> Operands:
+    def cast(self, cast: CastConfig, hp: Tensor, row: bool, column: bool, scales: Scales | None) -> Operands:
+        """See `Quantizer`; scales that reduce the sharded dim are agreed on."""
+        if cast.is_disabled:
+            return super().cast(cast, hp, row, column, scales)
+        if cast.is_rowwise:
+            return self._cast_rowwise(cast, hp, row, column)
         if scales is not None or self.scale is None:
-            return super()._quantize_tensorwise(hp, last, first, scales or self._agreed_scales(hp, None))
+            return super().cast(cast, hp, row, column, scales or self._agreed_scales(cast, hp, None))
         quantize = torch.ops.quaver.cast_with_agreed_scale if _is_traced(self.scale) else _cast_with_agreed_scale
         quant_scale, is_initialized = self.scale.quant_scale, self.scale.is_initialized
-        dtype, power_of_2, group_name = self.casts.last.float8_dtype, self.casts.power_of_2, self.group.group_name
-        codes, *made, observed = quantize(hp, quant_scale, is_initialized, dtype, power_of_2, group_name)
+        dtype, power_of_2, group_name = cast.float8_dtype, self.casts.power_of_2, self.group.group_name
+        codes, quant, dequant, observed = quantize(hp, quant_scale, is_initialized, dtype, power_of_2, group_name)
         record(self.scale, observed)
-        scales = Scales(*made)
         return Operands(
-            Operand(along_contracted(codes, 1), scales.dequant) if last else None,
-            Operand(along_contracted(codes, 0), scales.dequant) if first else None,
-            scales,
+            Operand(laid_out_for_rows(codes), dequant, quant) if row else None,
+            Operand(laid_out_for_columns(codes), dequant, quant) if column else None,
         )
 
-    def _quantize_rowwise(self, hp: Tensor, last: bool, first: bool) -> Operands:
-        agrees_last, agrees_first = last and self.sharded_dim == 1, first and self.sharded_dim == 0
-        made = Operands(None, None)
-        if agrees_last or agrees_first:
-            scales = self._agreed_scales(hp, self.sharded_dim)
-            row_scale, column_scale = (scales.quant, None) if agrees_last else (None, scales.quant)
-            codes = cast_with_scale(hp, self.casts.last.float8_dtype, row_scale, column_scale)
-            last_op, first_op = (None if code is None else Operand(code, scales.dequant) for code in codes)
-            made = Operands(last_op, first_op, row_scales=scales)
-        if last != agrees_last or first != agrees_first:
-            made = merged(made, super()._quantize_rowwise(hp, last != agrees_last, first != agrees_first))
-        return made
+    def _cast_rowwise(self, cast: CastConfig, hp: Tensor, row: bool, column: bool) -> Operands:
+        agrees_on_rows, agrees_on_columns = row and self.sharded_dim == 1, column and self.sharded_dim == 0
+        agreed = own = Operands(None, None)
+        if agrees_on_rows or agrees_on_columns:
+            quant, dequant = self._agreed_scales(cast, hp, self.sharded_dim)
+            row_scale, column_scale = (quant, None) if agrees_on_rows else (None, quant)
+            codes = cast_with_scale(hp, cast.float8_dtype, row_scale, column_scale)
+            agreed = Operands(
+                Operand(codes[0], dequant, quant) if agrees_on_rows else None,
+                Operand(codes[1], dequant, quant) if agrees_on_columns else None,
+            )
+        if row != agrees_on_rows or column != agrees_on_columns:
+            own = super().cast(cast, hp, row and not agrees_on_rows, column and not agrees_on_columns, None)
+        return Operands(agreed.row or own.row, agreed.column or own.column)
 
-    def _agreed_scales(self, hp: Tensor, dim: int | None) -> Scales:
+    def _agreed_scales(self, cast: CastConfig, hp: Tensor, dim: int | None) -> Scales:
         """The scales of the whole matrix that reduce `dim`. A collective."""
         amax = max_over_ranks(matrix_amax(hp, dim), self.group)
-        return scales_of(amax, self.casts.last.float8_dtype, self.casts.power_of_2)
+        return scales_of(amax, cast.float8_dtype, self.casts.power_of_2)
 
 
 class GatheringQuantizer(TensorParallelQuantizer):
@@ -82,26 +95,34 @@ class GatheringQuantizer(TensorParallelQuantizer):
 
     __slots__ = ("token_dim",)
 
-    def __init__(self, casts: CastPair, scale: PersistentScale | None, group: ProcessGroup, token_dim: int) -> None:
-        super().__init__(casts, scale, group, 0)
+    def __init__(
+        self,
+        casts: OperandCasts,
+        hp_dtype: torch.dtype,
+        scale: PersistentScale | None,
+        group: ProcessGroup,
+        token_dim: int,
+    ) -> None:
+        super().__init__(casts, hp_dtype, scale, group, 0)
         self.token_dim = token_dim
 
-    def __call__(self, hp: Tensor, *, last: bool, first: bool, scales: Scales | None = None) -> Operands:
+    def __call__(self, hp: Tensor, *, row: bool, column: bool, scales: Scales | None = None) -> Operands:
         """See `Quantizer`; `hp` is this rank's part [..., tokens, ..., K], the operands are of the whole."""
         casts, token_dim = self.casts, self.token_dim % hp.dim()
-        if (last and casts.last.is_disabled) or (first and casts.first.is_disabled):
+        if (row and casts.row.is_disabled) or (column and casts.column.is_disabled):
             # High precision has to travel for one of them; the other is quantized from it, as on one device.
-            hp = hp if hp.dtype is casts.hp_dtype else hp.to(casts.hp_dtype)
-            return Quantizer(casts, self.scale)(all_gather(hp, token_dim, self.group), last=last, first=first)
-        one_cast = not (casts.last.is_rowwise or casts.first.is_rowwise)  # serves both matmuls
-        made = super().__call__(hp, last=last or one_cast, first=first and not one_cast)
-        last_op = None if made.last is None else self._gathered(made.last, hp.shape, token_dim)
-        first_op = None if made.first is None else self._gathered(made.first, hp.shape, token_dim)
+            hp = hp if hp.dtype is self.hp_dtype else hp.to(self.hp_dtype)
+            whole = all_gather(hp, token_dim, self.group)
+            return Quantizer(casts, self.hp_dtype, self.scale)(whole, row=row, column=column)
+        one_cast = not (casts.row.is_rowwise or casts.column.is_rowwise)  # serves both matmuls
+        made = super().__call__(hp, row=row or one_cast, column=column and not one_cast)
+        row_op = None if made.row is None else self._gathered(made.row, hp.shape, token_dim)
+        column_op = None if made.column is None else self._gathered(made.column, hp.shape, token_dim)
         if one_cast:
-            first_op = last_op
+            column_op = row_op
         return Operands(
-            _laid_out(last_op, 1) if last and last_op is not None else None,
-            _laid_out(first_op, 0) if first and first_op is not None else None,
+            row_op._replace(data=laid_out_for_rows(row_op.data)) if row and row_op is not None else None,
+            column_op._replace(data=laid_out_for_columns(column_op.data)) if column and column_op is not None else None,
         )
 
     def _gathered(self, operand: Operand, shape: torch.Size, token_dim: int) -> Operand:
@@ -110,10 +131,6 @@ class GatheringQuantizer(TensorParallelQuantizer):
         if scale is not None and scale.dim() and scale.shape[1] == 1 != shape[-1]:  # a scale per token travels too
             scale = all_gather(scale.view(*shape[:-1], 1), token_dim, self.group).view(-1, 1)
         return Operand(codes.flatten(0, -2), scale)
-
-
-def _laid_out(operand: Operand, contracted_dim: int) -> Operand:
-    return operand._replace(data=along_contracted(operand.data, contracted_dim))
 
 
 # ---- with a persistent scale -----------------------------------------------------------------------------------------
@@ -137,14 +154,14 @@ def _cast_with_agreed_scale(
     observed, hp = hp.new_zeros(2, dtype=torch.float32), hp.contiguous()
     scale = PersistentScale(quant_scale, observed, is_initialized)
     if is_initialized:
-        codes, _, quant, dequant = cast_with_persistent_scale(hp, scale, float8_dtype, True, False, power_of_2)
+        codes, quant, dequant, *_ = cast_with_persistent_scale(hp, scale, float8_dtype, True, False, power_of_2)
         return codes, quant.clone(), dequant, observed
     own = matrix_amax(hp, None)
     record_amax(scale, own)
     # Functional collectives take the name of a group, too.
     amax = max_over_ranks(own, group_name)  # type: ignore[arg-type]
     scales = scales_of(amax, float8_dtype, power_of_2)
-    codes = cast(Tensor, cast_with_scale(hp, float8_dtype, scales.quant, None)[0])
+    codes, _ = cast_with_scale(hp, float8_dtype, scales.quant, None)
     return codes, *scales, observed
 
 

@@ -11,9 +11,10 @@ parallelism sharded takes a second maximum, over that mesh axis. If all do, both
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -102,7 +103,7 @@ def shard_of(weight: Tensor, local: Tensor) -> Shard:
             f"expected a weight that FSDP2 shards over one mesh axis, and tensor parallelism over at most one more; "
             f"got {placements} on {mesh}"
         )
-    dims = [cast(PlacementShard, placements[axis]).dim for axis in axes]
+    dims = [typing.cast(PlacementShard, placements[axis]).dim for axis in axes]
     size = list(weight.shape)
     tp_group = tp_dim = None
     if len(axes) == 2:
@@ -125,9 +126,9 @@ def _chunk(length: int, mesh: DeviceMesh, axis: int) -> tuple[int, int]:
 
 def scale_dims(config: Float8LinearConfig) -> list[int | None]:
     """The dims that a weight's scales reduce under `config`, one for each cast that differs."""
-    for_output = 1 if config.casts.weight.is_rowwise else None
-    for_grad_input = 0 if config.casts.weight_for_grad_input.is_rowwise else None
-    return [for_output] if for_output == for_grad_input else [for_output, for_grad_input]
+    row = 1 if config.casts.weight.row.is_rowwise else None
+    column = 0 if config.casts.weight.column.is_rowwise else None
+    return [row] if row == column else [row, column]
 
 
 def compute_whole_scales(shards: Sequence[Shard], configs: Sequence[Float8LinearConfig]) -> list[WholeScales]:
@@ -157,7 +158,7 @@ def compute_whole_scales(shards: Sequence[Shard], configs: Sequence[Float8Linear
 
 def _rule(config: Float8LinearConfig) -> tuple[torch.dtype, bool]:
     """What weights must have in common for their scales to be computed at once."""
-    return config.casts.weight.float8_dtype, config.round_scales_to_power_of_2
+    return config.casts.weight.row.float8_dtype, config.casts.weight.power_of_2
 
 
 def _local_amaxes(shards: Sequence[Shard], casts: Sequence[tuple[int, int | None]]) -> Tensor:
@@ -225,14 +226,14 @@ def local_weight(linear: Float8Linear) -> Tensor:
 
 
 def _all_gather_weight(linear: Float8Linear) -> AllGatherWeight:
-    return cast(AllGatherWeight, local_weight(linear))
+    return typing.cast(AllGatherWeight, local_weight(linear))
 
 
 def all_gather_state(linear: Float8Linear) -> AllGatherState:
     """`linear.gathering` of a linear whose weight is all-gathered in float8."""
     if linear.gathering is None:  # a copy
         linear.gathering = AllGatherState(Siblings([("", linear)]))
-    return cast(AllGatherState, linear.gathering)
+    return typing.cast(AllGatherState, linear.gathering)
 
 
 def current_shard(linear: Float8Linear) -> Shard:
@@ -273,7 +274,7 @@ def whole_scales(linear: Float8Linear) -> WholeScales:
     if known is not None:
         return known
     own, key = current_shard(linear), _collective_key(linear)
-    siblings = cast(AllGatherState, linear.gathering).siblings
+    siblings = typing.cast(AllGatherState, linear.gathering).siblings
     stale = [
         (name, each)
         for name, each in siblings.named
@@ -283,7 +284,7 @@ def whole_scales(linear: Float8Linear) -> WholeScales:
         check_ranks_agree(_describe(stale), own.fsdp_group, own.device, what=_WHAT)
         siblings.checked.add(own.fsdp_group)
     _compute_and_remember([each for _, each in stale])
-    return cast(WholeScales, _all_gather_weight(linear).scales())
+    return typing.cast(WholeScales, _all_gather_weight(linear).scales())
 
 
 def _collective_key(linear: Float8Linear) -> tuple[Any, ...]:

@@ -106,7 +106,7 @@ def weight_format(format: str, config: Float8LinearConfig) -> WeightFormat:
     """
     if format not in FORMATS:
         raise ValueError(f"format: expected one of {', '.join(FORMATS)}, got {format!r}")
-    weight, input = config.casts.weight, config.casts.input
+    weight, input = config.casts.weight.row, config.casts.input.row
     for name, cast in (("weight", weight), ("input", input)):
         if not cast.is_disabled and cast.float8_dtype is not torch.float8_e4m3fn:
             raise NotImplementedError(f"{name}: checkpoints hold codes in e4m3, got {cast}; export with another recipe")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +64,7 @@ def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
         module_filter_fn=lambda linear, name: name in linears or FilterDecision(False, _LEFT_OUT),
     )
     for name, stored in linears.items():
-        linear = cast(nn.Linear, model.get_submodule(name))
+        linear = typing.cast(nn.Linear, model.get_submodule(name))
         weight = linear.weight
         device = torch.device("cpu") if weight.is_meta else weight.device
         codes, scale = (tensor.to(device, copy=True) for tensor in checkpoint.codes_and_scale(stored))  # not the file

@@ -12,9 +12,10 @@ The linears of a frozen base (`freeze_to_float8`, `load_frozen`) are written wit
 from __future__ import annotations
 
 import math
+import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,9 @@ from quaver.distributed.weight_scales import local_weight
 from quaver.export.files import listed
 from quaver.export.formats import COMPRESSED_TENSORS, FORMATS, FUSED, HIGH_PRECISION, WeightFormat, weight_format
 from quaver.frozen import SCALE, FrozenFloat8Linear
+from quaver.gemm import Operand
 from quaver.linear import Float8Linear
-from quaver.quantize import WEIGHT, Operand, Quantizer, Scales, cast_pair
+from quaver.quantize import Quantizer, Scales, present
 from quaver.scaling import BLOCK_SIZE, PersistentScales, dequantize, dynamic_cast_blocks, to_dequant_scale
 from quaver.tensor import WrappedTensor
 
@@ -164,7 +166,7 @@ class Float8Weights:
         for name, (weight, operand, scales) in zip(names, own, strict=True):
             stored = operand
             if format.weights == "block":
-                if not self.plan.linears[name].config.casts.weight.is_blockwise:
+                if not self.plan.linears[name].config.casts.weight.row.is_blockwise:
                     codes, _, dequant_scale = dynamic_cast_blocks(weight, torch.float8_e4m3fn)
                     stored = Operand(codes, dequant_scale)
             elif shared is not None and scales.quant != shared.quant:
@@ -172,7 +174,7 @@ class Float8Weights:
             if stored is not operand:
                 self.requantized[name] = Requantized(sqnr_db(weight, operand), sqnr_db(weight, stored))
             yield f"{name}.weight", stored.data
-            scale = cast(Tensor, stored.dequant_scale)
+            scale = typing.cast(Tensor, stored.dequant_scale)
             yield f"{name}.{format.scale_name}", scale if scale.dim() else scale.reshape(1).clone()  # may be shared
             if format.is_static:
                 yield f"{name}.input_scale", self._input_scale(name)
@@ -180,14 +182,11 @@ class Float8Weights:
     def _quantize(self, name: str, weight: Tensor, scales: Scales | None = None) -> tuple[Operand, Scales]:
         """The operand of the forward's matmul, and the scales that it was quantized with."""
         linear = self.plan.linears[name]
-        quantizer = Quantizer(cast_pair(linear.config, WEIGHT, weight.dtype), _scales(linear).weight)
-        operands = quantizer(weight, last=True, first=False, scales=scales)
-        if operands.last is None or operands.last.dequant_scale is None:
-            raise RuntimeError(f"{name}: the quantizer made no operand for the forward")
-        dequant = operands.last.dequant_scale
-        return operands.last, operands.row_scales or operands.tensor_scales or Scales(
-            to_dequant_scale(dequant), dequant
-        )
+        quantizer = Quantizer(linear.config.casts.weight, weight.dtype, _scales(linear).weight)
+        operand = present(quantizer(weight, row=True, column=False, scales=scales).row)
+        if operand.quant_scale is None or operand.dequant_scale is None:
+            raise RuntimeError(f"{name}: the weight of a float8 linear stayed in high precision")
+        return operand, Scales(operand.quant_scale, operand.dequant_scale)
 
     def _input_scale(self, name: str) -> Tensor:
         scale = _scales(self.plan.linears[name]).input
@@ -219,7 +218,7 @@ class Float8Weights:
         """
         if name not in self._gathered:
             module = self._fsdp_modules[name]
-            parameters = cast(nn.Module, module).parameters
+            parameters = typing.cast(nn.Module, module).parameters
             sharded = list(parameters())
             module.unshard()
             try:
@@ -268,7 +267,7 @@ def _finite(name: str, tensor: Tensor) -> Tensor:
 
 def sqnr_db(hp: Tensor, operand: Operand) -> float:
     """The signal to quantization noise ratio of an operand's dequantized values; inf where they are equal."""
-    values = dequantize(operand.data, cast(Tensor, operand.dequant_scale))
+    values = dequantize(operand.data, typing.cast(Tensor, operand.dequant_scale))
     error = (hp.double() - values.double()).norm().item()
     return 20 * math.log10(hp.double().norm().item() / error) if error else math.inf
 
@@ -276,7 +275,7 @@ def sqnr_db(hp: Tensor, operand: Operand) -> float:
 def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | None) -> Plan:
     """Decide what an export of `model` writes; see `iter_float8_weights` for the arguments and the errors."""
     linears = {WRAPPERS.sub("", name): each for name, each in model.named_modules() if isinstance(each, Float8Linear)}
-    linears = {name: each for name, each in linears.items() if not each.config.casts.weight.is_disabled}
+    linears = {name: each for name, each in linears.items() if not each.config.casts.weight.row.is_disabled}
     report = conversion_report(model)
     if not linears:
         raise ValueError("no linear of the model is in float8; convert it, or give a recipe")
@@ -349,7 +348,7 @@ def _fsdp_modules(model: nn.Module, linears: Mapping[str, Float8Linear]) -> dict
     innermost: dict[int, FSDPModule] = {}
     for module in model.modules():  # parents come before their children
         if isinstance(module, FSDPModule):
-            innermost |= dict.fromkeys(map(id, cast(nn.Module, module).modules()), module)
+            innermost |= dict.fromkeys(map(id, typing.cast(nn.Module, module).modules()), module)
     return {
         name: innermost[id(linear)]
         for name, linear in linears.items()

@@ -23,12 +23,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, empty_like
-from torch._C import DispatchKey, DispatchKeySet, _dispatch_keys, _len_torch_dispatch_stack, _len_torch_function_stack
-from torch._C._functorch import peek_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
 from quaver.scaling import PLAIN_TYPES
 from quaver.slow_paths import say_once
+from quaver.torch_private.dispatch import (
+    DispatchKey,
+    DispatchKeySet,
+    count_dispatch_modes,
+    count_function_modes,
+    dispatch_keys,
+    innermost_transform,
+    without_dispatch_modes,
+)
+from quaver.torch_private.tracing import is_jit_tracing
 
 _PURE_PYTORCH = os.environ.get("QUAVER_PURE_PYTORCH", "") not in ("", "0")
 
@@ -61,7 +68,7 @@ _CONVERSIONS = {(hp, float8) for hp in HP_KIND for float8 in FLOAT8_KIND} | {
 _THREADS_PAY_FROM = 1 << 17  # elements of a cast
 _MM_THREADS_PAY_FROM = 1 << 21  # multiplications
 
-with _disable_current_modes():
+with without_dispatch_modes():
     _SCALAR = torch.empty((), dtype=torch.float32, device="cpu")  # tensors made from it cost half of torch.empty
 # The dispatch keys of an inference tensor, and of any other ordinary tensor.
 _INFERENCE_KEYS = DispatchKeySet(DispatchKey.CPU) | DispatchKeySet(DispatchKey.AutocastCPU)
@@ -72,16 +79,16 @@ _PLAIN_KEYS = {_INFERENCE_KEYS.raw_repr(), (_INFERENCE_KEYS | _AUTOGRAD_KEYS).ra
 def runs_directly() -> bool:
     """Whether no mode, functorch transform or tracer is on, so that PyTorch's functions are its own."""
     return (
-        _len_torch_dispatch_stack() == 0
-        and _len_torch_function_stack() == 0
-        and peek_interpreter_stack() is None
-        and not torch._C._is_tracing()
+        count_dispatch_modes() == 0
+        and count_function_modes() == 0
+        and innermost_transform() is None
+        and not is_jit_tracing()
     )
 
 
 def has_plain_keys(tensor: Tensor) -> bool:
     """Whether the dispatch keys of `tensor` are those of an ordinary CPU tensor."""
-    return _dispatch_keys(tensor).raw_repr() in _PLAIN_KEYS
+    return dispatch_keys(tensor).raw_repr() in _PLAIN_KEYS
 
 
 def has_memory(tensor: Tensor) -> bool:

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from quaver.kernels import cpu
+from quaver.kernels.operation import operation
 from quaver.kernels.widen import widen
 from quaver.scaling import BLOCK_SIZE, multiply_scale_
 
@@ -57,7 +58,7 @@ def has_bfloat16_units(device_type: str) -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def exact_float8_mm(
+def _exact_float8_mm(
     a: Tensor,
     b: Tensor,
     a_dequant_scale: Tensor,
@@ -68,10 +69,6 @@ def exact_float8_mm(
 ) -> Tensor:
     """See the top of the file, and `quaver.gemm.float8_mm` for the arguments. Runs on plain tensors, never traced."""
     varies = varies_along_contracted(b, b_dequant_scale)
-    own = None if varies else cpu.mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype)
-    if own is not None:
-        return own
-    cpu.check_memory(a, b, a_dequant_scale, b_dequant_scale, bias)
     # bfloat16 operands leave room for one scale of the whole result, or for scales that change no mantissa.
     tensorwise = a_dequant_scale.dim() == 0 and b_dequant_scale.dim() == 0
     bfloat16 = (tensorwise or scales_are_powers_of_2) and _bfloat16_pays(a, b, out_dtype)
@@ -175,16 +172,21 @@ def _float32_mm(a: _Wide, b: _Wide, bias: Tensor | None, out: Tensor) -> Tensor:
     return out if sums is out else out.copy_(sums)
 
 
-_library = torch.library.Library("quaver", "FRAGMENT")
-_library.define(
-    "exact_float8_mm(Tensor a, Tensor b, Tensor a_dequant_scale, Tensor b_dequant_scale, Tensor? bias, "
-    "ScalarType out_dtype, bool scales_are_powers_of_2) -> Tensor"
-)
-_library.impl("exact_float8_mm", exact_float8_mm, "CompositeExplicitAutograd")
+def _cpu_mm(
+    a: Tensor,
+    b: Tensor,
+    a_dequant_scale: Tensor,
+    b_dequant_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    scales_are_powers_of_2: bool,
+) -> Tensor | None:
+    if varies_along_contracted(b, b_dequant_scale):
+        return None
+    return cpu.mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype)
 
 
-@torch.library.register_fake("quaver::exact_float8_mm")
-def _fake_exact_float8_mm(
+def _fake_mm(
     a: Tensor,
     b: Tensor,
     a_dequant_scale: Tensor,
@@ -194,6 +196,9 @@ def _fake_exact_float8_mm(
     scales_are_powers_of_2: bool,
 ) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
+
+
+exact_float8_mm = operation(_exact_float8_mm, results=1, cpu=_cpu_mm, fake=_fake_mm, in_graphs=True)
 
 
 @register_flop_formula(torch.ops.quaver.exact_float8_mm)

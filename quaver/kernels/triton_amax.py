@@ -10,7 +10,7 @@ mask see triton_blocks.py.
 from __future__ import annotations
 
 import contextlib
-from typing import cast
+import typing
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ def amax(hp: Tensor, dim: int | None) -> Tensor:
     if dim is None:
         return amax_unless_known(hp, None)[0]
     row_amax, column_amax = amax_by_dim(hp, rows=dim == 1, columns=dim == 0)
-    return cast(Tensor, row_amax if dim == 1 else column_amax)
+    return typing.cast(Tensor, row_amax if dim == 1 else column_amax)
 
 
 def amax_unless_known(hp: Tensor, quant_scale: Tensor | None) -> Tensor:

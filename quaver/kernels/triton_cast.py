@@ -55,7 +55,10 @@ except ImportError:  # PyTorch for CPUs comes without it
 __all__ = ["amax", "cast_rowwise", "cast_tensorwise", "cast_with_persistent_scale", "cast_with_scale", "takes"]
 
 Codes = tuple[Tensor | None, Tensor | None]
-"""Row codes and column codes; None where not wanted."""
+"""Row codes and column codes; None for those that were not asked for."""
+
+Places = tuple[Tensor | None, ...]
+"""What a cast returns, as cast.py says."""
 
 Scales = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Amaxes, and the quant_scales and dequant_scales to make of them; or given quant_scales and twice None."""
@@ -64,53 +67,47 @@ WIDEST_ROW = 32768
 """Columns of a row that `_cast_whole_rows` holds in registers."""
 
 
-def cast_tensorwise(
-    hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+def cast_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Places:
     """`quaver.scaling.dynamic_cast` of an `hp` [R, C] that `takes` accepts, with one scale.
 
     Returns:
-        Row codes, column codes (None where not wanted); float32 () quant_scale and dequant_scale.
+        The six places of cast.py; scales are float32 ().
     """
-    return cast_with_persistent_scale(hp, None, float8_dtype, rows, columns, power_of_2)[:4]
+    return cast_with_persistent_scale(hp, float8_dtype, row, column, power_of_2, None)[:6]
 
 
 def cast_with_persistent_scale(
-    hp: Tensor, quant_scale: Tensor | None, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor]:
+    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, quant_scale: Tensor | None
+) -> Places:
     """`quaver.scaling.cast_with_persistent_scale` of an `hp` [R, C] that `takes` accepts.
 
     Args:
         quant_scale: float32 (). None for a dynamic scale, under which nothing but the amax is observed.
     Returns:
-        Row codes, column codes (None where not wanted); float32 () quant_scale and dequant_scale; float32 [2]: the amax
-        of hp, and how many elements saturated.
+        The six places of cast.py, scales float32 (); and float32 [2]: the amax of hp, and how many elements saturated.
     """
     observed = amax_unless_known(hp, quant_scale)
-    row_codes, column_codes = _empty_codes(hp, float8_dtype, rows, columns)
+    row_codes, column_codes = _empty_codes(hp, float8_dtype, row, column)
     quant, dequant = (hp.new_empty((), dtype=torch.float32) for _ in range(2))
-    tile, cast = tile_for(hp, column_codes=columns), cast_to(float8_dtype, power_of_2)
+    tile, cast = tile_for(hp, column_codes=column), cast_to(float8_dtype, power_of_2)
     tensors = (row_codes, column_codes, quant_scale, observed, quant, dequant)
     launch(_cast_tensorwise, hp, tile, *tensors, CAST=cast)
-    return row_codes, column_codes, quant, dequant, observed
+    return row_codes, quant, dequant, column_codes, None, None, observed
 
 
-def cast_rowwise(
-    hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool, power_of_2: bool
-) -> tuple[Tensor | None, ...]:
+def cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Places:
     """`quaver.scaling.dynamic_cast` of an `hp` [R, C] that `takes` accepts, along dim 1 and along dim 0.
 
     Returns:
-        Row codes, their quant_scales and dequant_scales, float32 [R, 1]; column codes, theirs, float32 [1, C]. None for
-        what is not wanted.
+        The six places of cast.py; scales are float32 [R, 1] and [1, C].
     """
-    if not columns and hp.shape[1] <= WIDEST_ROW:
+    if not column and hp.shape[1] <= WIDEST_ROW:
         codes = torch.empty_like(hp, dtype=float8_dtype)
         quant, dequant = (hp.new_empty(hp.shape[0], 1, dtype=torch.float32) for _ in range(2))
         tile, cast = tile_of_whole_rows(hp.shape[1]), cast_to(float8_dtype, power_of_2)
         launch(_cast_whole_rows, hp, tile, codes, quant, dequant, CAST=cast)
         return codes, quant, dequant, None, None, None
-    row_amax, column_amax = amax_by_dim(hp, rows=rows, columns=columns)
+    row_amax, column_amax = amax_by_dim(hp, rows=row, columns=column)
     row_scales, column_scales = _empty_scales(row_amax), _empty_scales(column_amax)
     row_codes, column_codes = _cast_by_dim(hp, float8_dtype, row_scales, column_scales, power_of_2)
     return (row_codes, *row_scales[1:], column_codes, *column_scales[1:])
@@ -122,8 +119,8 @@ def cast_with_scale(
     """`quaver.scaling.cast_to_float8` of an `hp` [R, C] that `takes` accepts.
 
     Args:
-        row_scale: float32 () or [R, 1], the quant_scale of row codes. None where these are not wanted.
-        column_scale: float32 () or [1, C], the quant_scale of column codes, likewise.
+        row_scale: float32 () or [R, 1], the quant_scale of row codes. None for no row codes.
+        column_scale: float32 () or [1, C], that of the column codes, likewise.
     Returns:
         Row codes, column codes.
     """
@@ -150,10 +147,10 @@ def tile_of_whole_rows(width: int) -> Tile:
     return Tile(rows, columns, warps=rows * columns // (32 * 32))
 
 
-def _empty_codes(hp: Tensor, float8_dtype: torch.dtype, rows: bool, columns: bool) -> Codes:
+def _empty_codes(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool) -> Codes:
     height, width = hp.shape
-    row_codes = hp.new_empty(height, width, dtype=float8_dtype) if rows else None
-    column_codes = hp.new_empty(width, height, dtype=float8_dtype).t() if columns else None
+    row_codes = hp.new_empty(height, width, dtype=float8_dtype) if row else None
+    column_codes = hp.new_empty(width, height, dtype=float8_dtype).t() if column else None
     return row_codes, column_codes
 
 

@@ -30,7 +30,7 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quaver.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName
+from quaver.config import MATMULS, CastConfig, Float8LinearConfig, Float8LinearRecipeName, OperandCasts
 from quaver.roofline.device_specs import DeviceSpec
 
 
@@ -148,25 +148,26 @@ def recipe_casts(
 ) -> tuple[Casts, Casts, Casts]:
     """The casts of (input, weight, grad_output) in one forward and backward; the arguments are `linear_cost`'s."""
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
-    input = _operand_casts(casts.input, casts.input_for_grad_weight)
-    weight = _operand_casts(casts.weight, casts.weight_for_grad_input, apart=microbatches is None)
-    grad_output = _operand_casts(casts.grad_output, casts.grad_output_for_grad_weight)
+    input = _operand_casts(casts.input)
+    weight = _operand_casts(casts.weight, apart=microbatches is None)
+    grad_output = _operand_casts(casts.grad_output)
     return _divided(input, input_readers), _divided(weight, microbatches or 1), grad_output
 
 
-def _operand_casts(first: CastConfig, second: CastConfig, *, apart: bool = False) -> Casts:
+def _operand_casts(casts: OperandCasts, *, apart: bool = False) -> Casts:
     """The casts of one operand for its two matmuls: both at once, or `apart` if the first is gone before the second."""
-    wanted = [cast for cast in (first, second) if not cast.is_disabled]
-    if not wanted:
+    row, column = casts.row, casts.column
+    in_float8 = [cast for cast in (row, column) if not cast.is_disabled]
+    if not in_float8:
         return NO_CASTS
-    if len(wanted) == 1:
-        return _one_layout(wanted[0])
-    if first.is_rowwise is not second.is_rowwise:
-        smallest_scale = 1 if first.is_rowwise else 0  # a kernel; the tensor's scale is the smallest of its rows'
-        return Casts(_one_layout(first).bytes_per_element + 3, _one_layout(first).kernels + smallest_scale + 1)
+    if len(in_float8) == 1:
+        return _one_layout(in_float8[0])
+    if row.is_rowwise is not column.is_rowwise:
+        smallest_scale = 1 if row.is_rowwise else 0  # a kernel; the tensor's scale is the smallest of its rows'
+        return Casts(_one_layout(row).bytes_per_element + 3, _one_layout(row).kernels + smallest_scale + 1)
     if apart:
-        return Casts(_one_layout(first).bytes_per_element + 3, _one_layout(first).kernels + 1)
-    return Casts(4, 2) if first.is_persistent else Casts(6, 2)
+        return Casts(_one_layout(row).bytes_per_element + 3, _one_layout(row).kernels + 1)
+    return Casts(4, 2) if row.is_persistent else Casts(6, 2)
 
 
 def _one_layout(cast: CastConfig) -> Casts:
@@ -184,11 +185,8 @@ def _divided(casts: Casts, sharers: int) -> Casts:
 def _float8_matmuls(recipe: Float8LinearRecipeName) -> tuple[bool, bool, bool]:
     """Which of output, grad_input and grad_weight are float8 matmuls; both operands of a matmul are, or neither is."""
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
-    return (
-        not casts.input.is_disabled,
-        not casts.grad_output.is_disabled,
-        not casts.grad_output_for_grad_weight.is_disabled,
-    )
+    output, grad_input, grad_weight = (not casts.of(*left).is_disabled for left, _ in MATMULS.values())
+    return output, grad_input, grad_weight
 
 
 def _linear_time(

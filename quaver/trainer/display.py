@@ -2,10 +2,11 @@
 
 import os
 import sys
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import (
@@ -65,7 +66,7 @@ class Stdout:
 
 def stdout_console(*, quiet: bool = False) -> Console:
     """Return a console on standard output that outlives it."""
-    return Console(file=cast(IO[str], Stdout()), quiet=quiet)
+    return Console(file=typing.cast(IO[str], Stdout()), quiet=quiet)
 
 
 def say(text: str, *, quiet: bool = False) -> None:

@@ -9,19 +9,12 @@ import torch
 from torch import nn
 
 from quaver import Float8Linear
-from quaver.config import CastConfig
+from quaver.config import MATMULS
 from quaver.gemm import GemmBackend, backend_for
 from quaver.kernels.exact_mm import has_bfloat16_units
 from quaver.roofline.device_specs import PeakFlops
 from quaver.trainer.config import Model
 from quaver.trainer.model import Llama, training_flops_per_token
-
-MATMULS = {
-    "output": ("input", "weight"),
-    "grad_input": ("grad_output", "weight_for_grad_input"),
-    "grad_weight": ("grad_output_for_grad_weight", "input_for_grad_weight"),
-}
-"""The casts of both operands of each matmul, as named in `Float8LinearConfig.casts`."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +56,8 @@ def _matmuls(linear: nn.Linear, hp_dtype: str, device: torch.device) -> tuple[di
     operands, runs_in = dict.fromkeys(MATMULS, hp_dtype), dict.fromkeys(MATMULS, hp_dtype)
     if not isinstance(linear, Float8Linear):
         return operands, runs_in
-    for matmul, names in MATMULS.items():
-        casts: list[CastConfig] = [getattr(linear.config.casts, name) for name in names]
+    for matmul, operands_read in MATMULS.items():
+        casts = [linear.config.casts.of(*operand) for operand in operands_read]
         if casts[0].is_disabled:
             continue
         operands[matmul] = " x ".join(map(str, casts))

@@ -14,7 +14,8 @@ compiler decides what to recompute and what to fuse. Double backward is unsuppor
 
 from __future__ import annotations
 
-from typing import Any, cast
+import typing
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return `silu(gate) * up`, for floating-point tensors of the same shape and dtype."""
     if torch.compiler.is_compiling():
         return F.silu(gate) * up
-    return cast(Tensor, _SwiGLU.apply(gate, up))
+    return typing.cast(Tensor, _SwiGLU.apply(gate, up))
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -41,7 +42,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype 
     out_dtype = out_dtype or hidden.dtype
     if torch.compiler.is_compiling() or not hidden.is_cpu:  # CUDA's kernel saves only its input
         return plain_rms_norm(hidden, weight, eps).to(out_dtype)
-    return cast(Tensor, _RMSNorm.apply(hidden, weight, eps, out_dtype))
+    return typing.cast(Tensor, _RMSNorm.apply(hidden, weight, eps, out_dtype))
 
 
 def plain_rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -13,7 +13,7 @@ from quaver import (
     float8_scaling_state,
     sync_float8_amax_and_scale_history,
 )
-from quaver.quantize import WEIGHT, Quantizer, cast_pair
+from quaver.quantize import Quantizer
 from quaver.tensor import Float8Tensor
 
 DIM = 18  # neither it nor HIDDEN divides by 4: the last rank's shards are smaller
@@ -64,9 +64,9 @@ def config_of(recipe, **options):
     return replace(Float8LinearConfig.from_recipe_name(recipe), **options)
 
 
-def quantized(hp, config, operand=WEIGHT, scale=None):
+def quantized(hp, config, operand="weight", scale=None):
     """Both operands of a whole matrix, as one process quantizes it."""
-    return Quantizer(cast_pair(config, operand, hp.dtype), scale)(hp.detach(), last=True, first=True)
+    return Quantizer(getattr(config.casts, operand), hp.dtype, scale)(hp.detach(), row=True, column=True)
 
 
 def scaling_snapshot(model):
@@ -166,8 +166,7 @@ def _used_parameters(model, config, dtype, float8_gather):
     for name, parameter in model.named_parameters():
         if float8_gather and name in linears:
             scale = linears[name].persistent_scales(parameter.device).weight
-            operands = quantized(parameter, config, WEIGHT, scale)
-            value = Float8Tensor.from_operands(operands.last, operands.first, dtype)
+            value = Float8Tensor.from_operands(*quantized(parameter, config, scale=scale), dtype)
         else:
             value = parameter.detach().to(dtype, copy=True)
         used[name] = value.requires_grad_()

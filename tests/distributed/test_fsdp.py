@@ -67,7 +67,7 @@ def finish_step(loss, optimizer):
 
 
 def operands_that_differ(model, whole, config):
-    """Names and dims of the weights whose gathered codes or scales are not those of the whole weights."""
+    """Names and directions of the weights whose gathered codes or scales are not those of the whole weights."""
     wrong = []
     for block in model:
         block.unshard()
@@ -75,11 +75,10 @@ def operands_that_differ(model, whole, config):
         if isinstance(module, Float8Linear):
             gathered, expected = module.weight, quantized(whole.get_submodule(name).weight, config)
             assert isinstance(gathered, Float8Tensor)
-            for dim, operand in ((1, expected.last), (0, expected.first)):
-                got = gathered.operand(dim)
+            for direction, got, operand in zip(expected._fields, gathered.operands(), expected, strict=True):
                 same = torch.equal(got.data.view(torch.uint8), operand.data.view(torch.uint8))
                 if not same or not torch.equal(got.dequant_scale, operand.dequant_scale):
-                    wrong.append((name, dim))
+                    wrong.append((name, direction))
     for block in model:
         block.reshard()
     return wrong
@@ -232,7 +231,7 @@ def test_an_unsharded_weight_takes_one_byte_per_element_and_cast_until_reshard(r
     block = shard_model(config_of(recipe, enable_fsdp_float8_all_gather=True))[0]
     block.unshard()
     weight = block.up.weight
-    storages = {t.untyped_storage() for t in (weight.data_fp8, weight.first_data_fp8)}
+    storages = {t.untyped_storage() for t in (weight.data_fp8, weight.column_data_fp8)}
     assert sum(storage.nbytes() for storage in storages) == casts * weight.numel()
     block.reshard()
     assert sum(storage.nbytes() for storage in storages) == 0

@@ -244,7 +244,7 @@ def _is_scale_stale(how, afterwards, optimizer_options):
     full = model.state_dict()["0.up.weight"].full_tensor()
     model[0].unshard()
     scale = model[0].up.weight.dequant_scale
-    return not torch.equal(scale, quantized(full, gathering("tensorwise")).last.dequant_scale)
+    return not torch.equal(scale, quantized(full, gathering("tensorwise")).row.dequant_scale)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

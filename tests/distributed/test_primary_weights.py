@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import quaver.distributed.fsdp as fsdp
 import quaver.quantize as quantize
 from quaver import cast_weights_once, convert_to_float8_training, use_float8_primary_weights
+from quaver.config import ScalingGranularity
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.distributed.weight_scales import all_gather_state
 from quaver.primary_weights import Float8PrimaryWeight
@@ -119,8 +120,10 @@ def counted_casts():
     """The shapes of all weights and shards that were cast."""
     shapes = []
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in ((quantize, "cast_tensorwise"), (quantize, "cast_with_scale"), (fsdp, "cast_with_scale")):
-            patch.setattr(module, name, functools.partial(_count, shapes, getattr(module, name)))
+        for module in (quantize, fsdp):
+            patch.setattr(module, "cast_with_scale", functools.partial(_count, shapes, module.cast_with_scale))
+        tensorwise = ScalingGranularity.TENSORWISE
+        patch.setitem(quantize.CASTS, tensorwise, functools.partial(_count, shapes, quantize.CASTS[tensorwise]))
         yield shapes
 
 
@@ -135,7 +138,7 @@ def bytes_of(linear):
         return [weight.data_fp8.nbytes, 0, weight.wrapped.nbytes, weight.grad.nbytes]
     codes = 0
     if linear._prepared_weight is not None:
-        codes = linear._prepared_weight.operands.last.data.nbytes
+        codes = linear._prepared_weight.operands.row.data.nbytes
     elif linear.gathering is not None and all_gather_state(linear).prepared is not None:
         codes = sum(payload.nbytes for payload in all_gather_state(linear).prepared._inputs[0])
     return [local(weight).nbytes, codes, 0, local(weight.grad).nbytes]

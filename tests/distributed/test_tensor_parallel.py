@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
-from quaver import Float8LinearConfig, cast_weights_once, convert_to_float8_training
+from quaver import cast_weights_once, convert_to_float8_training
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 from quaver.distributed.linear_sharding import AllGatherInput, is_all_gathered_in_float8
 from quaver.linear import Float8Linear
-from quaver.quantize import GRAD_OUTPUT, INPUT, WEIGHT, cast_pair
+from quaver.scaling import NO_PERSISTENT_SCALES
 from quaver.tensor import Float8Tensor
 from tests.distributed.counting import CollectiveCounter
 from tests.distributed.models import config_of, quantized
@@ -73,14 +73,13 @@ def assert_part_of(got, whole, dim):
 
 ASKS = [(True, True), (True, False), (False, True)]
 STYLES = [
-    (Float8ColwiseParallel(), {WEIGHT: (0, 0), INPUT: (None, None), GRAD_OUTPUT: (2, 1)}),
-    (Float8RowwiseParallel(), {WEIGHT: (1, 1), INPUT: (2, 1), GRAD_OUTPUT: (None, None)}),
-    (Float8RowwiseParallel(output_layouts=Shard(1)), {WEIGHT: (1, 1), INPUT: (2, 1), GRAD_OUTPUT: (1, None)}),
+    (Float8ColwiseParallel(), {"weight": (0, 0), "input": (None, None), "grad_output": (2, 1)}),
+    (Float8RowwiseParallel(), {"weight": (1, 1), "input": (2, 1), "grad_output": (None, None)}),
+    (Float8RowwiseParallel(output_layouts=Shard(1)), {"weight": (1, 1), "input": (2, 1), "grad_output": (1, None)}),
 ]
 """Of each operand, the dim that a rank has a part of: in the tensor, and in the matrix that is multiplied."""
 # quant_scale: unknown, negative as in older checkpoints, one that fits the outliers, one that makes them saturate.
 SCALES = [0.0, -3.0, 0.7, 40.0]
-QUANTIZERS = {WEIGHT: "weight", INPUT: "input", GRAD_OUTPUT: "grad_output"}
 CAST_CASES = [(2, recipe, {}) for recipe in (*RECIPES, "delayed")] + [(4, "delayed", {})]
 CAST_CASES += [(2, "tensorwise", {"round_scales_to_power_of_2": True})]
 
@@ -93,11 +92,11 @@ def _linear(config, quant_scale, style=None):
         parallelize_module(model, tp_mesh(), {"0": style})
     linear = model[0]
     if quant_scale is None:
-        return linear, dict.fromkeys(QUANTIZERS)
+        return linear, NO_PERSISTENT_SCALES._asdict()
     linear.scaling.state.quant_scale.fill_(quant_scale)
     linear.scaling.state.was_loaded()
     scales = linear.persistent_scales(torch.device("cpu"), recording=True)
-    return linear, {operand: getattr(scales, name) for operand, name in QUANTIZERS.items()}
+    return linear, scales._asdict()
 
 
 @pytest.mark.parametrize(("ranks", "recipe", "options"), CAST_CASES)
@@ -110,29 +109,31 @@ def test_operands_are_quantized_as_on_one_device(ranks, recipe, options, hp_dtyp
     """
     config = config_of(recipe, **options)
     whole = {
-        WEIGHT: uneven_magnitudes(40, 48).to(hp_dtype),
-        INPUT: uneven_magnitudes(3, 16, 48).to(hp_dtype),
-        GRAD_OUTPUT: uneven_magnitudes(3, 16, 40).to(hp_dtype),
+        "weight": uneven_magnitudes(40, 48).to(hp_dtype),
+        "input": uneven_magnitudes(3, 16, 48).to(hp_dtype),
+        "grad_output": uneven_magnitudes(3, 16, 40).to(hp_dtype),
     }
     for quant_scale, (style, dims) in itertools.product(SCALES if recipe == "delayed" else [None], STYLES):
         linear, scales = _linear(config, quant_scale, style)
         reference, of_one = _linear(config, quant_scale)
         for operand, hp in whole.items():
             dim, dim_of_matrix = dims[operand]
-            local, casts = part_or_whole(hp, dim), cast_pair(config, operand, hp_dtype)
-            input = {"input": local, "reader": 0} if operand == INPUT else {}
-            make = getattr(linear.sharding, f"{QUANTIZERS[operand]}_quantizer")
+            local, casts = part_or_whole(hp, dim), getattr(config.casts, operand)
+            input = {"input": local, "reader": 0} if operand == "input" else {}
+            make = getattr(linear.sharding, f"{operand}_quantizer")
             expected = quantized(hp, config, operand, of_one[operand])
-            for last, first in ASKS:
-                got = make(casts=casts, scale=scales[operand], **input)(local, last=last, first=first)
-                if last:
-                    assert_part_of(got.last, expected.last, dim_of_matrix)
-                if first:
-                    assert_part_of(got.first, expected.first, dim_of_matrix)
+            for row, column in ASKS:
+                got = make(casts=casts, hp_dtype=hp_dtype, scale=scales[operand], **input)(
+                    local, row=row, column=column
+                )
+                if row:
+                    assert_part_of(got.row, expected.row, dim_of_matrix)
+                if column:
+                    assert_part_of(got.column, expected.column, dim_of_matrix)
         if quant_scale is not None:
             _check_observed(linear.scaling.state.amax_buffer, reference.scaling.state.amax_buffer, quant_scale)
     if recipe != "delayed" and is_all_gathered_in_float8(config):
-        _check_all_gathered_input(config, whole[INPUT], quantized(whole[INPUT], config, INPUT))
+        _check_all_gathered_input(config, whole["input"], quantized(whole["input"], config, "input"))
 
 
 def _check_observed(parts, whole, quant_scale):
@@ -151,8 +152,8 @@ def _check_all_gathered_input(config, input, expected):
         assert (whole.shape, whole.dtype, whole.requires_grad) == (input.shape, input.dtype, True)
         whole = whole.to_local() if as_dtensor else whole
         assert isinstance(whole, Float8Tensor)
-        assert_part_of(whole.operand(1), expected.last, None)
-        assert_part_of(whole.operand(0), expected.first, None)
+        for got, of_whole in zip(whole.operands(), expected, strict=True):
+            assert_part_of(got, of_whole, None)
 
 
 class Pair(nn.Module):
@@ -510,7 +511,7 @@ def test_one_gather_serves_all_linears_that_share_an_input(recipe, linears, use_
     parallelize_module(module, tp_mesh(), styles)
     input = torch.randn(2, 8, K, requires_grad=True)
     forward, backward = wire_of(module, input)
-    of_weight = [(I32, 4)] * linears if config.casts.weight == Float8LinearConfig().casts.weight else []
+    of_weight = [(I32, 4)] * linears if config.casts.weight.row.is_tensorwise else []
     assert forward.of("all_gather") == payloads(recipe, M, K)
     assert forward.of("all_reduce") == amaxes(recipe, M, K) + of_weight
     assert forward.of("reduce_scatter") == []

@@ -78,7 +78,7 @@ def test_transposed_codes_are_not_corrupted(float8_dtype):
     for rows, columns in ((128, 64), (256, 1024), (1024, 96), (4096, 4096)):
         hp = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
         for _ in range(3):
-            row_codes, column_codes, *_ = triton_cast.cast_tensorwise(hp, float8_dtype, True, True, False)
+            row_codes, _, _, column_codes, *_ = triton_cast.cast_tensorwise(hp, float8_dtype, True, True, False)
             assert column_codes.float().isfinite().all()
             assert column_codes.view(torch.uint8).equal(row_codes.view(torch.uint8))
 
@@ -91,7 +91,7 @@ def test_more_than_2_to_the_31_elements():
     hp[-1, -9:] = torch.arange(-4.0, 5.0)
     hp[2**17 - 1, -1] = -3.5
     for cast, *scaled in (
-        (triton_cast.cast_tensorwise(hp, E4M3, True, True, False)[:2], -3.5 * 112, -3.5 * 112),
+        (triton_cast.cast_tensorwise(hp, E4M3, True, True, False)[::3], -3.5 * 112, -3.5 * 112),
         (triton_cast.cast_rowwise(hp, E4M3, True, True, False)[::3], -448.0, -3.5 * 112),
     ):
         for codes, value in zip(cast, scaled, strict=True):
@@ -103,8 +103,8 @@ def test_more_than_2_to_the_31_elements():
 def every_cast(hp, quant_scale):
     """What all casts return."""
     return [
-        *triton_cast.cast_tensorwise(hp, E4M3, *BOTH, False),
-        *triton_cast.cast_with_persistent_scale(hp, quant_scale, E4M3, *BOTH, False),
+        *triton_cast.cast_tensorwise(hp, E4M3, *BOTH, False)[:4],
+        *triton_cast.cast_with_persistent_scale(hp, E4M3, *BOTH, False, quant_scale),
         *triton_cast.cast_rowwise(hp, E4M3, *BOTH, True),
         *triton_cast.cast_rowwise(hp, E4M3, *ROWS, True)[:3],
     ]
@@ -128,9 +128,11 @@ def test_a_graph_follows_the_scale_and_the_data_without_synchronizing():
         graph.replay()
         host = hp.cpu()
         codes, *scales = scaling.dynamic_cast(host, E4M3)
-        expected = [*laid_out(codes, codes), *scales]
+        row_codes, column_codes = laid_out(codes, codes)
+        expected = [row_codes, *scales, column_codes]
         codes, *scales = scaling.cast_with_persistent_scale(host, torch.tensor(scale), E4M3)
-        expected += [*laid_out(codes, codes), *scales]
+        row_codes, column_codes = laid_out(codes, codes)
+        expected += [row_codes, *scales[:2], column_codes, None, None, scales[2]]
         of_rows, of_columns = (scaling.dynamic_cast(host, E4M3, dim, power_of_2=True) for dim in (1, 0))
         expected += [*of_rows, laid_out(None, of_columns[0])[1], *of_columns[1:], *of_rows]
         assert_equal(made, expected)

@@ -142,7 +142,7 @@ def test_codes_are_eagers_also_behind_a_fused_producer(float8_dtype, dims, power
     def produce_and_cast(x, dims):
         hp = x * 1.7
         if not dims:
-            codes, _, quant_scale, dequant_scale = cast_tensorwise(hp, float8_dtype, True, False, power_of_2)
+            codes, quant_scale, dequant_scale, *_ = cast_tensorwise(hp, float8_dtype, True, False, power_of_2)
             return codes, quant_scale, dequant_scale, cast_with_scale(hp, float8_dtype, quant_scale, None)[0]
         made, results = cast_rowwise(hp, float8_dtype, 1 in dims, 0 in dims, power_of_2), ()
         for dim in dims:
@@ -170,7 +170,7 @@ def test_the_cast_operations_have_faithful_fakes():
         row_scale, column_scale = torch.ones(hp.shape[0], 1), torch.ones(1, hp.shape[1])
         for rows, columns in ((True, False), (False, True)):
             check(ops.cast_tensorwise, hp, E4M3, rows, columns, True)
-            check(ops.cast_with_persistent_scale, hp, scale, E4M3, rows, columns, True)
+            check(ops.cast_with_persistent_scale, hp, E4M3, rows, columns, True, scale)
             check(ops.cast_with_scale, hp, E4M3, scale if rows else None, scale if columns else None)
             check(ops.cast_with_scale, hp, E4M3, row_scale if rows else None, column_scale if columns else None)
         for rows, columns in ((True, False), (False, True), (True, True)):

@@ -116,8 +116,8 @@ def test_every_field_is_filled_in_and_nothing_that_was_given_changes():
     for name in ("input_for_grad_weight", "weight_for_grad_input", "grad_output_for_grad_weight"):
         operand = name.partition("_for_")[0]
         assert getattr(config, f"cast_config_{name}") == getattr(config, f"cast_config_{operand}")
-        assert getattr(config, f"cast_config_{name}") == getattr(config.casts, name)
-    assert Float8LinearConfig(cast_config_weight=BLOCKS).casts.weight_for_grad_input.is_blockwise
+        assert getattr(config, f"cast_config_{name}") == getattr(config.casts, operand).column
+    assert Float8LinearConfig(cast_config_weight=BLOCKS).casts.weight.column.is_blockwise
 
 
 def test_replace_derives_what_was_filled_in_and_keeps_what_was_given():
@@ -130,9 +130,7 @@ def test_replace_derives_what_was_filled_in_and_keeps_what_was_given():
         assert again.cast_config_input_for_grad_weight == tensor
     given = replace(config, cast_config_input_for_grad_weight=tensor)
     assert replace(given, cast_config_input=row).cast_config_input_for_grad_weight == tensor
-    assert (
-        replace(given, cast_config_input_for_grad_weight=None, cast_config_input=row).casts.input_for_grad_weight == row
-    )
+    assert replace(given, cast_config_input_for_grad_weight=None, cast_config_input=row).casts.input.column == row
     reused = Float8LinearConfig(
         cast_config_input=row, cast_config_input_for_grad_weight=config.cast_config_input_for_grad_weight
     )
@@ -252,9 +250,9 @@ def test_a_static_scale_may_be_a_tensor_of_one():
 
 def test_the_delayed_recipes_and_what_older_configs_accept():
     delayed = Float8LinearConfig.from_recipe_name("delayed")
-    assert all(cast.scaling_type is ScalingType.DELAYED for cast in delayed.casts)
+    assert all(cast.scaling_type is ScalingType.DELAYED for cast in delayed.casts.every())
     mixed = Float8LinearConfig.from_recipe_name("delayed_with_dynamic_weight")
-    assert [cast.is_persistent for cast in mixed.casts] == [True, True, False, False, True, True]
+    assert [cast.is_persistent for cast in mixed.casts.every()] == [True, True, False, False, True, True]
     assert "DelayedScalingConfig(history_len=16" in str(mixed)
     old = dataclasses.replace(delayed, enable_amax_init=False, enable_pre_and_post_forward=False)
     assert old.casts == delayed.casts

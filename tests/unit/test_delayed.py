@@ -107,7 +107,7 @@ SEQUENCES = {
 def run_rule(amaxes, config, *, cast=None, power_of_2=False):
     linear_config = replace(Float8LinearConfig.from_recipe_name("delayed"), delayed_scaling_config=config)
     linear_config = replace(linear_config, round_scales_to_power_of_2=power_of_2)
-    state = ScaleState([cast or linear_config.casts.input], linear_config, torch.device("cpu"))
+    state = ScaleState([cast or linear_config.casts.input.row], linear_config, torch.device("cpu"))
     scales = []
     for amax in amaxes:
         state.amax_buffer[0] = torch.tensor([amax, 0.0])
@@ -122,7 +122,7 @@ def run_rule(amaxes, config, *, cast=None, power_of_2=False):
 )
 def test_the_rule_is_transformer_engines(sequence, scale_fn_name, margin, operand):
     amaxes = SEQUENCES[sequence]
-    cast = getattr(Float8LinearConfig.from_recipe_name("delayed").casts, operand)
+    cast = getattr(Float8LinearConfig.from_recipe_name("delayed").casts, operand).row
     for history_len, nonfinite_amax in itertools.product((1, 4), ("skip", "keep_scale")):
         config = DelayedScalingConfig(history_len, scale_fn_name, margin, nonfinite_amax=nonfinite_amax)
         scales, history = run_rule(amaxes, config, cast=cast)

@@ -21,7 +21,7 @@ from quaver import (
 from quaver.frozen import blockwise_config, store_float8_weight
 from quaver.frozen_weight import FrozenFloat8Weight
 from quaver.gemm import float8_mm
-from quaver.quantize import GRAD_OUTPUT, Quantizer, cast_pair
+from quaver.quantize import Quantizer
 from quaver.scaling import dynamic_cast, dynamic_cast_blocks
 from tests.reference import sqnr_db
 from tests.unit.test_linear import by_torch_save
@@ -60,19 +60,19 @@ def grads(net, input):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_both_matmuls_read_the_codes_that_are_stored(config, dtype):
     linear = freeze_to_float8(model(dtype)[0], config)
-    casts = cast_pair(linear.config, GRAD_OUTPUT, dtype)
+    casts = linear.config.casts.grad_output
     input = batch(dtype)
     output, grad_input = grads(linear, input)
     codes, scale = linear.weight.data_fp8, linear.weight.dequant_scale
     power_of_2 = linear.config.round_scales_to_power_of_2
-    dim = 1 if linear.config.casts.input.is_rowwise else None
+    dim = 1 if linear.config.casts.input.row.is_rowwise else None
     input_fp8, _, input_scale = dynamic_cast(input.detach().flatten(0, 1), E4M3, dim, power_of_2=power_of_2)
     how = {"out_dtype": dtype, "scales_are_powers_of_2": power_of_2}
     scale_t = scale if scale.dim() == 0 else scale.t()
     expected = float8_mm(input_fp8, codes.t(), input_scale, scale_t, bias=linear.bias, **how)
     assert output.flatten(0, 1).equal(expected)
     grad_output = torch.randn(output.shape, generator=torch.Generator().manual_seed(2)).to(output).flatten(0, 1)
-    grad_fp8, grad_scale = Quantizer(casts)(grad_output, last=True, first=False).last
+    grad_fp8, grad_scale, _ = Quantizer(casts, dtype)(grad_output, row=True, column=False).row
     assert grad_input.flatten(0, 1).equal(float8_mm(grad_fp8, codes, grad_scale, scale, **how))
 
 

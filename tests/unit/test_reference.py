@@ -132,7 +132,7 @@ def results_of(linear, input, grad_output):
 
 
 def has_delayed_scales(config):
-    return any(cast.scaling_type is ScalingType.DELAYED for cast in config.casts)
+    return any(cast.scaling_type is ScalingType.DELAYED for cast in config.casts.every())
 
 
 def steps_of(config):

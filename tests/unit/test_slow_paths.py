@@ -18,7 +18,7 @@ from quaver import (
     freeze_to_float8,
 )
 from quaver.cli import main
-from quaver.kernels import cast, cpu
+from quaver.kernels import cast, cpu, operation
 from quaver.slow_paths import clear_slow_paths, say_once, slow_paths
 from tests.isolated import isolated
 
@@ -113,12 +113,12 @@ def test_casts_without_triton(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "triton", None)
     on_gpu = SimpleNamespace(is_cuda=True)
     for _ in range(2):
-        assert cast._triton(on_gpu, torch.float8_e4m3fn) is None
+        assert operation.triton_kernels(on_gpu, torch.float8_e4m3fn) is None
     assert len(caplog.records) == len(slow_paths()) == 1
     assert "casts on the GPU run in PyTorch" in slow_paths()[0]
     assert "import of triton halted" in slow_paths()[0]
     with error_on_slow_path(), pytest.raises(RuntimeError, match="Triton cannot be imported"):
-        cast._triton(on_gpu, torch.float8_e4m3fn)
+        operation.triton_kernels(on_gpu, torch.float8_e4m3fn)
 
 
 def frozen():

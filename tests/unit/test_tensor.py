@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from quaver import float8_linear
-from quaver.quantize import INPUT, WEIGHT, Operand, Quantizer, cast_pair
+from quaver.gemm import Operand
+from quaver.quantize import Quantizer
 from quaver.tensor import Float8Tensor
 from tests.distributed.models import config_of
 from tests.reference import RECIPES
@@ -15,19 +16,18 @@ from tests.reference import RECIPES
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 
 
-def both_operands(matrix, config, operand):
-    return Quantizer(cast_pair(config, operand, matrix.dtype))(matrix, last=True, first=True)[:2]
+def both_operands(matrix, casts):
+    return Quantizer(casts, matrix.dtype)(matrix, row=True, column=True)
 
 
 def as_float8_weight(weight, config):
-    return Float8Tensor.from_operands(*both_operands(weight, config, WEIGHT), weight.dtype)
+    return Float8Tensor.from_operands(*both_operands(weight, config.casts.weight), weight.dtype)
 
 
 def as_float8_input(input, config):
     """[B, T, K]"""
     rows = input.flatten(0, -2)
-    last, first = both_operands(rows, config, INPUT)
-    whole = Float8Tensor.from_operands(last, first, input.dtype)
+    whole = Float8Tensor.from_operands(*both_operands(rows, config.casts.input), input.dtype)
     return whole.view(input.shape)
 
 
@@ -73,19 +73,18 @@ def test_a_recipe_that_reads_the_input_in_high_precision_refuses_one_without():
         float8_linear(whole, torch.randn(16, 16, requires_grad=True), config=config)
 
 
-def sample(first="own"):
+def sample(column="own"):
     matrix = torch.randn(12, 8)
-    recipe = {"own": "rowwise", "shared": "tensorwise", "none": "rowwise"}[first]
-    config = config_of(recipe)
-    last, other = both_operands(matrix, config, INPUT)
-    if first == "shared":
-        other = last
-    return matrix, Float8Tensor.from_operands(last, None if first == "none" else other, torch.bfloat16)
+    recipe = {"own": "rowwise", "shared": "tensorwise", "none": "rowwise"}[column]
+    operands = both_operands(matrix, config_of(recipe).casts.input)
+    return matrix, Float8Tensor.from_operands(
+        operands.row, None if column == "none" else operands.column, torch.bfloat16
+    )
 
 
-@pytest.mark.parametrize("first", ["own", "shared", "none"])
-def test_it_looks_like_the_tensor_that_was_cast(first):
-    matrix, whole = sample(first)
+@pytest.mark.parametrize("column", ["own", "shared", "none"])
+def test_it_looks_like_the_tensor_that_was_cast(column):
+    matrix, whole = sample(column)
     assert whole.shape == matrix.shape
     assert whole.dtype is torch.bfloat16
     assert whole.stride() == matrix.stride()
@@ -95,20 +94,19 @@ def test_it_looks_like_the_tensor_that_was_cast(first):
     assert ((close.float() - matrix).abs() <= matrix.abs() * 2**-3 + 2**-8).all()
 
 
-@pytest.mark.parametrize("first", ["own", "shared", "none"])
-def test_views_copies_and_flattening_keep_every_operand(first):
-    _, whole = sample(first)
+@pytest.mark.parametrize("column", ["own", "shared", "none"])
+def test_views_copies_and_flattening_keep_every_operand(column):
+    _, whole = sample(column)
     names, meta = whole.__tensor_flatten__()
-    assert len(names) == (4 if first == "own" else 2)
+    assert len(names) == (4 if column == "own" else 2)
     again = Float8Tensor.__tensor_unflatten__({n: getattr(whole, n) for n in names}, meta, None, None)
     for other in (again, whole.detach(), whole.clone(), copy.deepcopy(whole), whole.view(3, 4, 8), whole.view(-1, 8)):
-        for dim in (1, 0) if first != "none" else (1,):
-            assert torch.equal(other.operand(dim).data.float(), whole.operand(dim).data.float())
-            assert torch.equal(other.operand(dim).dequant_scale, whole.operand(dim).dequant_scale)
-    assert (again.first_data_fp8 is again.data_fp8) == (first == "shared")
-    if first == "none":
-        with pytest.raises(RuntimeError, match="not quantized for a matmul that contracts its rows"):
-            whole.operand(0)
+        assert (other.operands().column is None) == (column == "none")
+        for operand, expected in zip(other.operands(), whole.operands(), strict=True):
+            if expected is not None:
+                assert torch.equal(operand.data.float(), expected.data.float())
+                assert torch.equal(operand.dequant_scale, expected.dequant_scale)
+    assert (again.column_data_fp8 is again.data_fp8) == (column == "shared")
 
 
 def test_what_codes_cannot_do_says_so():
@@ -130,7 +128,7 @@ def test_what_codes_cannot_do_says_so():
 
 def test_operands_that_do_not_fit_are_refused():
     _, whole = sample()
-    codes, scale = whole.operand(1)
+    codes, scale, _ = whole.operands().row
     with pytest.raises(ValueError, match="float8 data with a scale"):
         Float8Tensor.from_operands(Operand(codes, None), None, torch.float32)
     with pytest.raises(ValueError, match="float8 data with a scale, got torch.float32"):

@@ -55,8 +55,9 @@ def test_casts_each_weight_once_per_layout(recipe, monkeypatch):
 
         return count
 
-    for name in ("cast_tensorwise", "cast_rowwise", "cast_with_scale"):
-        monkeypatch.setattr(quaver.quantize, name, counted(name, getattr(quaver.quantize, name)))
+    for granularity, cast in quaver.quantize.CASTS.items():
+        monkeypatch.setitem(quaver.quantize.CASTS, granularity, counted(cast.__name__, cast))
+    monkeypatch.setattr(quaver.quantize, "cast_with_scale", counted("cast_with_scale", quaver.quantize.cast_with_scale))
     layouts = 1 if recipe in ("tensorwise", "rowwise_with_tensorwise_weight") else 2
     with cast_weights_once(model):
         gradients_of(model, [torch.randn(32, 64) for _ in range(4)])

@@ -13,7 +13,7 @@ from quaver.linear import Float8Linear
 
 def linear_requires_sync(config: Float8LinearConfig) -> bool:
     """Whether `sync_float8_amax_and_scale_history` has to be called once a step."""
-    return any(cast.scaling_type is ScalingType.DELAYED for cast in config.casts)
+    return any(cast.scaling_type is ScalingType.DELAYED for cast in config.casts.every())
 
 
 def get_float8_layers(model: nn.Module) -> list[Float8Linear]:

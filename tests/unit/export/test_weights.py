@@ -17,7 +17,6 @@ from quaver import (
 )
 from quaver.export import iter_float8_weights
 from quaver.export.formats import weight_format
-from quaver.quantize import Operand
 from tests.reference import PERSISTENT_RECIPES, RECIPES, sqnr_db
 from tests.unit.export.models import PROJECTIONS, Tiny, tiny
 
@@ -42,14 +41,14 @@ def trained(recipe):
 def multiplied_weights(model, monkeypatch):
     """The operands [N, K] of the weights that a forward multiplies, in the order of the linears."""
     seen = []
-    multiply = quaver.linear.unchecked_float8_mm
+    multiply = quaver.linear.mm
 
-    def recorded(a, b, a_scale, b_scale, *args):
-        seen.append(Operand(b, b_scale).t())
-        return multiply(a, b, a_scale, b_scale, *args)
+    def recorded(a, b, *args):
+        seen.append(b.t())
+        return multiply(a, b, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(quaver.linear, "unchecked_float8_mm", recorded)
+        patch.setattr(quaver.linear, "mm", recorded)
         model.eval()(TOKENS)
     assert len(seen) == len(PROJECTIONS)
     return seen

@@ -42,7 +42,7 @@ def calls(hp=ones, codes=codes, scale=scale, observed=observed):
     yield lambda: torch.ops.quaver.cast_tensorwise(hp, E4M3, True, False, False)
     yield lambda: torch.ops.quaver.cast_rowwise(hp, E4M3, True, True, False)
     yield lambda: torch.ops.quaver.cast_with_scale(hp, E4M3, scale, None)
-    yield lambda: torch.ops.quaver.cast_with_persistent_scale(hp, scale, E4M3, True, False, False)
+    yield lambda: torch.ops.quaver.cast_with_persistent_scale(hp, E4M3, True, False, False, scale)
     yield lambda: torch.ops.quaver.exact_float8_mm(codes, codes.t(), scale, scale, None, torch.bfloat16, False)
 
 
@@ -238,6 +238,7 @@ def arguments(schema) -> dict[str, object]:
         "observed": torch.ones(2),
         "float8_dtype": torch.float8_e4m3fn,
         "out_dtype": torch.bfloat16,
+        "row": True,
         "group_name": "none",
     }
     ordinary = {"Tensor": torch.ones(3), "bool": False}

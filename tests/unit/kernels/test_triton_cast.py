@@ -83,8 +83,8 @@ def _bytes(cast):
     persistent = triton_cast.cast_with_persistent_scale
     casts = {
         "tensorwise": lambda *wanted: triton_cast.cast_tensorwise(hp, E4M3, *wanted, False),
-        "known": lambda *wanted: persistent(hp, torch.tensor(2.0), E4M3, *wanted, False),
-        "unknown": lambda *wanted: persistent(hp, torch.tensor(0.0), E4M3, *wanted, False),
+        "known": lambda *wanted: persistent(hp, E4M3, *wanted, False, torch.tensor(2.0)),
+        "unknown": lambda *wanted: persistent(hp, E4M3, *wanted, False, torch.tensor(0.0)),
         "rowwise": lambda *wanted: triton_cast.cast_rowwise(hp, E4M3, *wanted, False),
         "given": lambda rows, columns: triton_cast.cast_with_scale(
             hp, E4M3, torch.tensor(2.0) if rows else None, torch.ones(1, 512) if columns else None

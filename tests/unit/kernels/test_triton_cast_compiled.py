@@ -114,7 +114,7 @@ def assert_whole_accesses(asm, hp_dtype, conversions):
 )
 def test_one_scale(compiled, hp_dtype, float8_dtype, tmp_path):
     for scale in (None, torch.ones(())):
-        triton_cast.cast_with_persistent_scale(empty(hp_dtype), scale, float8_dtype, *BOTH, False)
+        triton_cast.cast_with_persistent_scale(empty(hp_dtype), float8_dtype, *BOTH, False, scale)
     for asm, registers in zip(compiled["_cast_tensorwise"], (96, 128), strict=True):
         assert_whole_accesses(asm, hp_dtype, conversions=1)
         assert_fits(asm, tmp_path, registers)  # 128: 64 KiB of loads under way on a multiprocessor
@@ -153,7 +153,7 @@ def test_amaxes(compiled, hp_dtype, tmp_path):
 
 
 def every_cast(hp, float8_dtype=E4M3):
-    triton_cast.cast_with_persistent_scale(hp, torch.ones(()), float8_dtype, *BOTH, True)
+    triton_cast.cast_with_persistent_scale(hp, float8_dtype, *BOTH, True, torch.ones(()))
     triton_cast.cast_rowwise(hp, float8_dtype, *ROWS, True)
     triton_cast.cast_rowwise(hp, float8_dtype, *BOTH, True)
 

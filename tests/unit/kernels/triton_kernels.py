@@ -72,15 +72,17 @@ def assert_casts(hp, float8_dtype, *, persistent=(), given=(), power_of_2=False,
         assert_equal([triton_cast.amax(hp, dim)], [scaling.amax(host, dim).float()])
     for rows, columns in wanted:
         args = (float8_dtype, rows, columns, power_of_2)
-        expected = (*laid_out(of_matrix[0], of_matrix[0], rows, columns), *of_matrix[1:])
+        row_codes, column_codes = laid_out(of_matrix[0], of_matrix[0], rows, columns)
+        expected = (row_codes, *of_matrix[1:], column_codes, None, None)
         assert_equal(triton_cast.cast_tensorwise(hp, *args), expected)
         row_codes, column_codes = laid_out(of_rows[0], of_columns[0], rows, columns)
         row_scales, column_scales = of_rows[1:] if rows else (None, None), of_columns[1:] if columns else (None, None)
         assert_equal(triton_cast.cast_rowwise(hp, *args), (row_codes, *row_scales, column_codes, *column_scales))
         for scale in map(torch.tensor, persistent):
             codes, *rest = scaling.cast_with_persistent_scale(host, scale, float8_dtype, power_of_2=power_of_2)
-            expected = (*laid_out(codes, codes, rows, columns), *rest)
-            assert_equal(triton_cast.cast_with_persistent_scale(hp, scale.to(device), *args), expected)
+            row_codes, column_codes = laid_out(codes, codes, rows, columns)
+            expected = (row_codes, *rest[:2], column_codes, None, None, rest[2])
+            assert_equal(triton_cast.cast_with_persistent_scale(hp, *args, scale.to(device)), expected)
     for scales in given:
         expected = [scale if scale is None else scaling.cast_to_float8(host, scale, float8_dtype) for scale in scales]
         on_device = [scale if scale is None else scale.to(device) for scale in scales]

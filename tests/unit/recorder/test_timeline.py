@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import quaver.quantize
 from quaver import Float8Linear, Float8LinearConfig
+from quaver.config import ScalingGranularity
 from quaver.memory import CATEGORIES, TensorBytes, draw_timeline, record_timeline
 from quaver.recorder.allocator import measure_usage
 from tests.distributed.ranks import on_ranks
@@ -169,8 +170,9 @@ def test_sums_names_and_spans_of_a_whole_step():
 def test_recording_changes_nothing(monkeypatch):
     """Shared casts stay shared, gradients are the same bits, and all hooks are gone."""
     calls = []
-    cast = quaver.quantize.cast_tensorwise
-    monkeypatch.setattr(quaver.quantize, "cast_tensorwise", lambda *args: calls.append(1) or cast(*args))
+    casts, tensorwise = quaver.quantize.CASTS, ScalingGranularity.TENSORWISE
+    cast = casts[tensorwise]
+    monkeypatch.setitem(casts, tensorwise, lambda *args: calls.append(1) or cast(*args))
     model, input = Attention(), torch.randn(ROWS, 64, dtype=torch.bfloat16)
     train_step(model, input)
     without, expected = len(calls), gradients(model)

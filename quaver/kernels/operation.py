@@ -1,0 +1,114 @@
+"""Registers an operation and makes the function that callers use: one row of the tables of casts and matmuls.
+
+    cast_tensorwise = operation(reference, results=6, cpu=..., gpu="cast_tensorwise")
+
+registers `torch.ops.quaver.cast_tensorwise`, with a schema from the reference's annotations, and returns a function of
+the same arguments. The reference is traceable PyTorch. It is the oracle of the kernels, the fake kernel, and what runs
+where no kernel takes the tensor: other dtypes, strides or devices.
+
+                        eager                 under a dispatch mode, fake      compiled
+    CPU                 kernel or reference   the operation                    the operation
+    GPU                 kernel or reference   the operation                    reference, or `in_graphs` the operation
+
+[Note: operations] Eager code on plain tensors calls the kernel directly, which spares the dispatcher. Under a dispatch
+mode, on a fake tensor and on any other subclass it calls the operation, so that a mode sees one operation whatever runs
+below it, and only the implementation reads memory.
+
+[Note: compiled code] On a CPU a cast stays one operation: compiled C++ casts along columns slowly, and the operation
+reads the tensor that eager code reads, so codes are eager's even where Inductor keeps the producer's float32. On a GPU
+Inductor is given PyTorch, which it fuses with the producer of the matrix.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quaver.kernels.cpu import check_memory, runs_directly
+from quaver.scaling import PLAIN_TYPES
+from quaver.slow_paths import say_once
+
+library = torch.library.Library("quaver", "FRAGMENT")
+
+_SCHEMA_TYPES = {"torch.dtype": "ScalarType", "Tensor | None": "Tensor?"}
+
+
+def operation(
+    reference: Callable[..., Any],
+    *,
+    results: int,
+    cpu: Callable[..., Any] | None = None,
+    gpu: str | None = None,
+    fake: Callable[..., Any] | None = None,
+    in_graphs: bool = False,
+) -> Callable[..., Any]:
+    """Register `torch.ops.quaver.<name>` and return the function that calls the kernel, the reference or the operation.
+
+    Args:
+        reference: named as the operation, with an underscore before. Takes a tensor, then other arguments; the casts
+            take a float8 dtype second. Returns `results` tensors, None for those that do not apply.
+        results: how many tensors. With more than one, the operation returns empty tensors of shape (0,) for None.
+        cpu: as `reference`, or None as its result where it does not take the tensor.
+        gpu: the name of such a function in triton_cast.py, for tensors that its `takes` accepts.
+        fake: computes results on fake tensors; None for the reference.
+        in_graphs: whether code compiled for a GPU calls the operation, instead of the reference.
+    """
+    name = reference.__name__.removeprefix("_")
+
+    def run(first: Tensor, *args: Any) -> Any:
+        """For tensors that have memory."""
+        kernel = cpu
+        if not first.is_cpu:
+            kernel = None if gpu is None else getattr(triton_kernels(first, args[0]), gpu, None)
+        made = None if kernel is None else kernel(first, *args)
+        if made is None:
+            check_memory(first, *(arg for arg in args if isinstance(arg, Tensor)))
+            made = reference(first, *args)
+        return made
+
+    def tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+        def implementation(first: Tensor, *args: Any) -> Any:
+            made = function(first, *args)
+            return made if results == 1 else tuple(first.new_empty(0) if each is None else each for each in made)
+
+        return implementation
+
+    parameters = inspect.signature(reference).parameters.values()
+    arguments = ", ".join(f"{_SCHEMA_TYPES.get(each.annotation, each.annotation)} {each.name}" for each in parameters)
+    tensors_of_schema = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
+    library.define(f"{name}({arguments}) -> {tensors_of_schema}")
+    library.impl(name, tensors(run), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"quaver::{name}", tensors(fake or reference), lib=library)
+    registered = getattr(torch.ops.quaver, name)
+
+    def call(first: Tensor, *args: Any) -> Any:
+        return (registered if runs_as_operation(first, in_graphs) else run)(first, *args)
+
+    call.__name__, call.__doc__ = name, reference.__doc__
+    return call
+
+
+def runs_as_operation(tensor: Tensor, in_graphs: bool = False) -> bool:
+    """Whether code on `tensor` must call a registered operation; see the notes at the top."""
+    if torch.compiler.is_dynamo_compiling():
+        return in_graphs or tensor.is_cpu
+    return not runs_directly() or type(tensor) not in PLAIN_TYPES
+
+
+def triton_kernels(hp: Tensor, float8_dtype: torch.dtype) -> Any:
+    """The module of the Triton kernels if they take `hp`, else None."""
+    if not hp.is_cuda or torch.compiler.is_dynamo_compiling():
+        return None
+    from quaver.kernels import triton_blocks, triton_cast  # import triton, which PyTorch for CPUs comes without
+
+    if triton_blocks.UNAVAILABLE_BECAUSE is not None:
+        say_once(
+            "casts without Triton",
+            "float8 casts on the GPU run in PyTorch, in several passes over memory, because Triton cannot be imported: "
+            f"{triton_blocks.UNAVAILABLE_BECAUSE}",
+        )
+    return triton_cast if triton_cast.takes(hp, float8_dtype) else None
