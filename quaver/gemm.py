@@ -27,6 +27,7 @@ from torch import Tensor
 from quaver.config import MATMULS, Float8LinearConfig, MatmulOptions
 from quaver.formats import E5M2, FORMATS
 from quaver.kernels.cast import column_major_after
+from quaver.kernels.cpu import check_memory
 from quaver.kernels.exact_mm import exact_float8_mm, varies_along_contracted
 from quaver.phases import phase
 from quaver.scaling import block_counts
@@ -88,13 +89,14 @@ def float8_mm(
         ValueError: shapes, dtypes or scale shapes that do not fit.
     """
     _check_operands(a, b, a_dequant_scale, b_dequant_scale)
+    check_memory(a, b, a_dequant_scale, b_dequant_scale, bias)
     options = MatmulOptions(use_fast_accum, scales_are_powers_of_2, emulate, pad)
     return mm(Operand(a, a_dequant_scale), Operand(b, b_dequant_scale), options, out_dtype, bias)
 
 
 @phase("quaver::gemm")
 def mm(a: Operand, b: Operand, options: MatmulOptions, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """a [M, K] @ b [K, N] + bias [N] -> [M, N] in out_dtype, for operands that fit.
+    """a [M, K] @ b [K, N] + bias [N] -> [M, N] in out_dtype, for operands that fit and have memory.
 
     If one of them has no scale, both are in high precision.
     """

@@ -40,6 +40,7 @@ from quaver.compile_hints import add_dependency, materialize
 from quaver.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.formats import HP_DTYPES
 from quaver.gemm import Operand, backends_of, laid_out_for_columns_after, mm
+from quaver.kernels.cpu import check_memory
 from quaver.prepared_weight import PreparedWeight
 from quaver.quantize import (
     LinearSharding,
@@ -184,6 +185,7 @@ def _quantize_weight(weight: Tensor, args: LinearArgs, needs_grad_input: bool) -
 def _weight_for_grad_input(args: LinearArgs, saved: _SavedWeight, grad_output: Operand) -> Operand:
     """The weight's column operand, for grad_input."""
     if saved.data is not None:
+        check_memory(saved.data, saved.dequant_scale)  # FSDP2 frees what it gathered
         if saved.dequant_scale is None:
             return Operand(saved.data, None)
         data = laid_out_for_columns_after(saved.data, grad_output.data, emulate=args.config.emulate)

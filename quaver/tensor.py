@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quaver.gemm import Operand
+from quaver.kernels.cpu import check_memory
 from quaver.quantize import Operands
 from quaver.torch_private.dispatch import skip_torch_function
 from quaver.torch_private.tracing import current_tracing_context
@@ -149,6 +150,7 @@ class Float8Tensor(Tensor):
     def operands(self) -> Operands:
         """Both operands of the matrix [rows, K]; None for the column operand if it was not quantized for that."""
         scale = self.dequant_scale
+        check_memory(self.data_fp8, scale, self.column_data_fp8)  # FSDP2 frees what it gathered
         row = Operand(_rows(self.data_fp8), scale if scale.dim() == 0 else scale.reshape(-1, scale.shape[-1]))
         if self.column_data_fp8 is None:
             return Operands(row, None)

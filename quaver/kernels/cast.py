@@ -55,6 +55,7 @@ _amax = phase("quaver::amax")(scaling.amax)
 
 def _cast_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Places:
     """Quantize with the scale of the matrix's own amax."""
+    cpu.check_memory(hp)
     quant, dequant = _scales(_amax(hp), float8_dtype, power_of_2)
     row_codes, column_codes = _laid_out(scaling.cast_to_float8(hp, quant, float8_dtype), row, column)
     return row_codes, quant, dequant, column_codes, None, None
@@ -65,6 +66,7 @@ def _cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool
 
     Scales are float32 [R, 1] and [1, C].
     """
+    cpu.check_memory(hp)
     made: list[Tensor | None] = []
     for dim, asked in ((1, row), (0, column)):
         if asked:
@@ -78,6 +80,7 @@ def _cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool
 
 def _cast_blockwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Places:
     """Quantize blocks of 128 x 128 with the scales of their own amaxes, float32 [ceil(R / 128), ceil(C / 128)]."""
+    cpu.check_memory(hp)
     return *scaling.dynamic_cast_blocks(hp, float8_dtype, power_of_2=power_of_2), *_NONE
 
 
@@ -138,6 +141,7 @@ def _cast_with_scale(
     Returns:
         Row codes, column codes.
     """
+    cpu.check_memory(hp, row_scale, column_scale)
     row_codes = column_codes = None
     if row_scale is not None:
         row_codes = scaling.cast_to_float8(hp, row_scale, float8_dtype)
@@ -153,8 +157,10 @@ def _cpu_with_scale(
 ) -> Places | None:
     made: list[Tensor | None] = []
     for scale in (row_scale, column_scale):
-        cpu.check_memory(scale)
-        made.append(None if scale is None else cpu.cast_with_scale(hp, scale.contiguous(), float8_dtype))
+        if scale is not None and not scale.is_contiguous():
+            cpu.check_memory(scale)
+            scale = scale.contiguous()
+        made.append(None if scale is None else cpu.cast_with_scale(hp, scale, float8_dtype))
         if scale is not None and made[-1] is None:
             return None
     return tuple(made)
@@ -167,6 +173,7 @@ def _cast_with_persistent_scale(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, quant_scale: Tensor
 ) -> Places:
     """Also returns what was observed, float32 [2]: the amax, and the number of saturated elements."""
+    cpu.check_memory(hp, quant_scale)
     codes, quant, dequant, observed = scaling.cast_with_persistent_scale(
         hp, quant_scale, float8_dtype, power_of_2=power_of_2
     )

@@ -69,6 +69,8 @@ def _exact_float8_mm(
 ) -> Tensor:
     """See the top of the file, and `quaver.gemm.float8_mm` for the arguments. Runs on plain tensors, never traced."""
     varies = varies_along_contracted(b, b_dequant_scale)
+    if a.is_cpu and not varies and max(a.numel(), b.numel()) < UNITS_PAY_FROM:
+        return _small_mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype, scales_are_powers_of_2)
     # bfloat16 operands leave room for one scale of the whole result, or for scales that change no mantissa.
     tensorwise = a_dequant_scale.dim() == 0 and b_dequant_scale.dim() == 0
     bfloat16 = (tensorwise or scales_are_powers_of_2) and _bfloat16_pays(a, b, out_dtype)
@@ -170,6 +172,32 @@ def _float32_mm(a: _Wide, b: _Wide, bias: Tensor | None, out: Tensor) -> Tensor:
     if bias is not None:
         sums.add_(bias)
     return out if sums is out else out.copy_(sums)
+
+
+def _small_mm(
+    a: Tensor,
+    b: Tensor,
+    a_dequant_scale: Tensor,
+    b_dequant_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    scales_are_powers_of_2: bool,
+) -> Tensor:
+    """The result of `_float32_mm` in few calls, which weigh more than arithmetic here."""
+    wide_a, wide_b = a.float(), b.float()
+    sums = wide_a.new_empty(a.shape[0], b.shape[1])
+    scales_left = []
+    for wide, scale in ((wide_a, a_dequant_scale), (wide_b, b_dequant_scale)):
+        if scales_are_powers_of_2 and scale.dim():
+            wide.mul_(scale)
+        else:
+            scales_left.append(scale)
+    torch.mm(wide_a, wide_b, out=sums)
+    for scale in scales_left:
+        sums.mul_(scale)
+    if bias is not None:
+        sums.add_(bias)
+    return sums.to(out_dtype)
 
 
 def _cpu_mm(

@@ -52,6 +52,7 @@ def operation(
         reference: named as the operation, with an underscore before. Takes a tensor, then other arguments; the casts
             take a float8 dtype second. Returns `results` tensors, None for those that do not apply.
         results: how many tensors. With more than one, the operation returns empty tensors of shape (0,) for None.
+            Results have no autograd history.
         cpu: as `reference`, or None as its result where it does not take the tensor.
         gpu: the name of such a function in triton_cast.py, for tensors that its `takes` accepts.
         fake: computes results on fake tensors; None for the reference.
@@ -65,13 +66,12 @@ def operation(
         if not first.is_cpu:
             kernel = None if gpu is None else getattr(triton_kernels(first, args[0]), gpu, None)
         made = None if kernel is None else kernel(first, *args)
-        if made is None:
-            check_memory(first, *(arg for arg in args if isinstance(arg, Tensor)))
-            made = reference(first, *args)
-        return made
+        return reference(first, *args) if made is None else made
 
-    def tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    def as_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+        @torch.no_grad()
         def implementation(first: Tensor, *args: Any) -> Any:
+            check_memory(first, *(arg for arg in args if isinstance(arg, Tensor)))
             made = function(first, *args)
             return made if results == 1 else tuple(first.new_empty(0) if each is None else each for each in made)
 
@@ -81,8 +81,8 @@ def operation(
     arguments = ", ".join(f"{_SCHEMA_TYPES.get(each.annotation, each.annotation)} {each.name}" for each in parameters)
     tensors_of_schema = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
     library.define(f"{name}({arguments}) -> {tensors_of_schema}")
-    library.impl(name, tensors(run), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"quaver::{name}", tensors(fake or reference), lib=library)
+    library.impl(name, as_operation(run), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"quaver::{name}", as_operation(fake or reference), lib=library)
     registered = getattr(torch.ops.quaver, name)
 
     def call(first: Tensor, *args: Any) -> Any:
