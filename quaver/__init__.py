@@ -35,10 +35,10 @@ from quaver.distributed import (
 from quaver.frozen import FrozenFloat8Linear, freeze_to_float8
 from quaver.integrations.check import assert_float8_training
 from quaver.linear import Float8Linear, float8_linear
-from quaver.primary_weights import use_float8_primary_weights
 from quaver.roofline.auto_filter import auto_filter_for_recipe
 from quaver.slow_paths import error_on_slow_path
-from quaver.weight_scope import cast_weights_once
+from quaver.weights.cast_once import cast_weights_once
+from quaver.weights.primary import use_float8_primary_weights
 
 __version__ = "0.1.0"
 

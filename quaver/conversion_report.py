@@ -8,18 +8,17 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
 from quaver.active_experts import ActiveExperts
 from quaver.config import Float8LinearConfig
-from quaver.distributed.fsdp import is_all_gather_weight
 from quaver.distributed.weight_scales import local_weight
 from quaver.formats import FORMATS
-from quaver.frozen_weight import FrozenFloat8Weight
 from quaver.linear import OWN_ATTRIBUTES, Float8Linear
 from quaver.scale_state import LinearScales
 from quaver.slow_paths import slow_paths
+from quaver.weights.frozen import FrozenFloat8Weight
+from quaver.weights.gathered import is_all_gather_weight
 
 FILTER_REASON = "_float8_filter_reason"
 """The attribute of a linear that holds the filter's reason; a report computes everything else when it is made."""
@@ -145,7 +144,7 @@ def conversion_report(module: nn.Module) -> ConversionReport:
         shape = child.in_features, child.out_features
         backend = child.backend if isinstance(child, Float8Linear) else ""
         layers.append(LayerReport(name, *shape, converted, reason, experts.of_linear(name), backend))
-    convolutions = sum(isinstance(each, _ConvNd) for each in module.modules())
+    convolutions = sum(isinstance(each, _CONVOLUTIONS) for each in module.modules())
     said = slow_paths() if configs else []
     return ConversionReport("\n".join(configs), layers, [*notes, *_guesses(experts), *said], convolutions)
 
@@ -220,7 +219,8 @@ def _shared_input_scale(linear: Float8Linear, name: str, owners: dict[tuple[int,
     return "" if owner == name else f"input scale of {owner}"
 
 
-_NO_MATMULS = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd, parametrize.ParametrizationList)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_NO_MATMULS = (nn.Embedding, nn.EmbeddingBag, *_CONVOLUTIONS, parametrize.ParametrizationList)
 _NO_WEIGHTS = re.compile("norm|embed|bias|token|position|scale", re.IGNORECASE)
 
 

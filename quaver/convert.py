@@ -26,16 +26,16 @@ from quaver.conversion_report import (
     owners_of_weights,
 )
 from quaver.delayed import add_persistent_scales
-from quaver.distributed.fsdp import (
+from quaver.distributed.weight_scales import local_weight
+from quaver.linear import OWN_ATTRIBUTES, Float8Linear
+from quaver.slow_paths import slow_paths
+from quaver.weights.frozen import FrozenFloat8Weight
+from quaver.weights.gathered import (
     Float8AllGatherWeight,
     is_all_gather_weight,
     make_all_gather_weights,
     restore_plain_weight,
 )
-from quaver.distributed.weight_scales import local_weight
-from quaver.frozen_weight import FrozenFloat8Weight
-from quaver.linear import OWN_ATTRIBUTES, Float8Linear
-from quaver.slow_paths import slow_paths
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
     output      = input       @ codes.t()     the codes and scales that are stored
     grad_input  = grad_output @ codes         the same ones; grad_weight does not exist
 
-The weights are `FrozenFloat8Weight`s (frozen_weight.py): one byte per element and scales. Tensorwise and blockwise
+The weights are `FrozenFloat8Weight`s (weights/frozen.py): one byte per element and scales. Tensorwise and blockwise
 codes serve both matmuls. Row-wise scales run along the contracted dim of grad_input, so there the weight is dequantized
 inside the exact matmul (gemm.py): a second cast would give the backward other weights than the forward.
 """
@@ -36,10 +36,10 @@ from quaver.convert import (
 )
 from quaver.distributed.weight_scales import local_weight
 from quaver.formats import E4M3, FORMATS, HP_DTYPES
-from quaver.frozen_weight import FrozenFloat8Weight
 from quaver.linear import Float8Linear
 from quaver.quantize import Quantizer, present
 from quaver.scaling import amax
+from quaver.weights.frozen import FrozenFloat8Weight
 
 SCALE = "weight_dequant_scale"
 """The name of the scales in a state_dict, next to `weight`, the codes."""

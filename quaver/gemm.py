@@ -33,6 +33,7 @@ from quaver.phases import phase
 from quaver.scaling import block_counts
 from quaver.slow_paths import say_once
 from quaver.torch_private.dispatch import without_dispatch_modes
+from quaver.torch_private.hardware import scaled_mm
 
 ALIGNMENT = 16
 """What the contracted and output dims of a native float8 matmul are multiples of."""
@@ -313,7 +314,7 @@ def _native_mm(
     bias_inside = bias is not None and bias.dtype is native_dtype is torch.bfloat16 and b.shape[1] == columns
     # torch.nn.functional.scaled_mm would be the public name. The operation below is the one that the compiler's
     # templates, its FLOP counter and its recomputation policies know (torch 2.11 and 2.13).
-    out = torch._scaled_mm(
+    out = scaled_mm(
         a,
         b,
         scale_a=a_dequant_scale,

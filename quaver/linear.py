@@ -41,10 +41,10 @@ from quaver.config import Float8LinearConfig, Float8LinearRecipeName, resolve_co
 from quaver.formats import HP_DTYPES
 from quaver.gemm import Operand, backends_of, laid_out_for_columns_after, mm
 from quaver.kernels.cpu import check_memory
-from quaver.prepared_weight import PreparedWeight
 from quaver.quantize import (
     LinearSharding,
     Operands,
+    PreparedOperands,
     Quantizer,
     Scales,
     as_matrix,
@@ -54,9 +54,10 @@ from quaver.quantize import (
 )
 from quaver.scale_state import LinearScales
 from quaver.scaling import NO_PERSISTENT_SCALES, PersistentScales
-from quaver.tensor import Float8Tensor, WrappedTensor
+from quaver.tensor import Float8Tensor
 from quaver.torch_private.autograd import forward_ad_level
 from quaver.torch_private.tracing import FakeTensor
+from quaver.weights.base import WrappedTensor
 
 
 class LinearArgs(NamedTuple):
@@ -314,8 +315,8 @@ class Float8Linear(nn.Linear):
     sharding: LinearSharding | None
     """Set by tensor parallelism (distributed/tensor_parallel.py)."""
     gathering: object | None
-    """Set where FSDP2 all-gathers the weight in float8 (distributed/fsdp.py)."""
-    _prepared_weight: PreparedWeight | None
+    """Set where FSDP2 all-gathers the weight in float8 (weights/gathered.py)."""
+    _prepared_weight: PreparedOperands | None
     """Set while a `cast_weights_once` is open."""
     _converted_from: type[nn.Linear]
     forward_on_dtensors: ClassVar[Callable[[Float8Linear, Tensor], Tensor]]

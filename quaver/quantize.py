@@ -47,6 +47,7 @@ from quaver.gemm import Operand
 from quaver.kernels.cast import CASTS, Places, cast_with_persistent_scale, cast_with_scale
 from quaver.scaling import PersistentScale, amax_to_quant_scale, to_dequant_scale
 from quaver.torch_private.dispatch import count_dispatch_modes, dispatch_mode_at
+from quaver.torch_private.versions import version_of
 
 
 class Scales(NamedTuple):
@@ -166,6 +167,15 @@ def as_matrix(hp: Tensor) -> Tensor:
     return (hp if hp.dim() == 2 else hp.reshape(-1, hp.shape[-1])).contiguous()
 
 
+class PreparedOperands(Protocol):
+    """The operands of a weight while a `cast_weights_once` is open (weights/cast_once.py)."""
+
+    operands: Operands
+
+    def check(self, weight: Tensor) -> None:
+        """Raise RuntimeError if `weight` is not the tensor that was quantized, or was written to since."""
+
+
 class LinearSharding(Protocol):
     """The quantizers of a linear that tensor parallelism shards; distributed/linear_sharding.py implements it."""
 
@@ -214,7 +224,7 @@ class _Entry(NamedTuple):
         return (
             self.activation() is activation
             and quantizer.reader not in self.readers
-            and self.version == activation._version
+            and self.version == version_of(activation)
             and (None if self.dispatch_mode is None else self.dispatch_mode()) is dispatch_mode
             and self.scale is quantizer.scale
             and self.scale_version == _version_of(quantizer.scale)
@@ -225,7 +235,7 @@ class _Entry(NamedTuple):
 
 def _version_of(scale: PersistentScale | None) -> int:
     """See [Note: stale scales] in scale_state.py."""
-    return -1 if scale is None else scale.quant_scale._version
+    return -1 if scale is None else version_of(scale.quant_scale)
 
 
 _entry: _Entry | None = None
@@ -278,7 +288,7 @@ class CachedQuantizer(Quantizer):
         weak_mode = None if mode is None else weakref.ref(mode)
         _entry = _Entry(
             weakref.ref(hp, _clear_if),
-            hp._version,
+            version_of(hp),
             weak_mode,
             self.casts,
             self.hp_dtype,

@@ -11,8 +11,8 @@ A matrix is the operand of two matmuls, along its rows and along its columns (qu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,83 +21,8 @@ from quaver.gemm import Operand
 from quaver.kernels.cpu import check_memory
 from quaver.quantize import Operands
 from quaver.torch_private.dispatch import skip_torch_function
-from quaver.torch_private.tracing import current_tracing_context
 
 aten = torch.ops.aten
-
-
-class WrappedTensor(Tensor):
-    """A tensor around a plain one in high precision. Memory, storage and values that are asked of it are that one's.
-
-    Attributes:
-        wrapped: the plain tensor.
-    """
-
-    wrapped: Tensor
-
-    @classmethod
-    def around(cls, wrapped: Tensor) -> Tensor:
-        """A tensor of this class without attributes, for `__new__`."""
-        return Tensor._make_wrapper_subclass(
-            cls,
-            wrapped.shape,
-            strides=wrapped.stride(),
-            storage_offset=wrapped.storage_offset(),
-            dtype=wrapped.dtype,
-            layout=wrapped.layout,
-            device=wrapped.device,
-            requires_grad=False,
-        )
-
-    def plain(self) -> Tensor:
-        """The plain tensor inside, differentiably."""
-        plain: Tensor = _Plain.apply(self)
-        return plain
-
-    # torch answers or refuses the next five for a subclass by its own storage, which is empty.
-
-    def data_ptr(self) -> int:
-        return self.wrapped.data_ptr()
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        # The compiler identifies tensors by their storage, and would alias this one with `wrapped`.
-        if current_tracing_context() is not None:
-            return super().untyped_storage()
-        return self.wrapped.untyped_storage()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.plain().numpy(force=force)
-
-    def tolist(self) -> Any:
-        return self.wrapped.tolist()
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self.plain().__dlpack__(**options)
-
-
-class _Plain(torch.autograd.Function):
-    """The wrapped tensor; its gradient is the wrapper's."""
-
-    @staticmethod
-    def forward(ctx: Any, wrapper: WrappedTensor) -> Tensor:
-        return wrapper.wrapped.detach().view_as(wrapper.wrapped)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-W = TypeVar("W", bound=WrappedTensor)
-
-
-def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cls: type[W]) -> Iterator[W]:
-    """The tensors of `cls` that a call of an operator writes to."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            for item in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(item, cls):
-                    yield item
 
 
 class Float8Tensor(Tensor):

@@ -32,8 +32,8 @@ from quaver.distributed.collectives import max_over_ranks
 from quaver.linear import Float8Linear
 from quaver.quantize import Scales, scales_of
 from quaver.scaling import PersistentScale
-from quaver.tensor import WrappedTensor
 from quaver.torch_private.dtensor import local_tensor
+from quaver.weights.base import WrappedTensor
 
 _SHAPES: dict[int | None, tuple[int, ...]] = {None: (), 0: (1, -1), 1: (-1, 1)}
 """The shape of scales that reduce a dim; None for both."""

@@ -32,7 +32,7 @@ from quaver.gemm import Operand
 from quaver.linear import Float8Linear
 from quaver.quantize import Quantizer, Scales, present
 from quaver.scaling import BLOCK_SIZE, PersistentScales, dequantize, dynamic_cast_blocks, to_dequant_scale
-from quaver.tensor import WrappedTensor
+from quaver.weights.base import WrappedTensor
 
 
 class Requantized(NamedTuple):

@@ -26,7 +26,7 @@ from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.gemm import ALIGNMENT
 from quaver.integrations import torchao as shim
 from quaver.integrations.check import assert_float8_training, is_torchao_linear
-from quaver.weight_scope import cast_weights_once
+from quaver.weights.cast_once import cast_weights_once
 
 logger = logging.getLogger(__name__)
 

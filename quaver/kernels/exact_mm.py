@@ -34,6 +34,7 @@ from quaver.kernels import cpu
 from quaver.kernels.operation import operation
 from quaver.kernels.widen import widen
 from quaver.scaling import BLOCK_SIZE, multiply_scale_
+from quaver.torch_private.hardware import has_avx512_bfloat16, onednn_has_bfloat16
 
 UNITS_PAY_FROM = 8192
 """Elements of the larger operand from which a CPU's bfloat16 units beat float32: they take microseconds to start."""
@@ -54,8 +55,8 @@ def has_bfloat16_units(device_type: str) -> bool:
         return False
     if platform.machine() in ("x86_64", "AMD64"):
         # mkldnn says yes to AVX-512 alone, where it does so in three times the time of float32
-        return torch.cpu._is_avx512_bf16_supported()
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return has_avx512_bfloat16()
+    return onednn_has_bfloat16()
 
 
 def _exact_float8_mm(

@@ -21,8 +21,11 @@ _BACKEND = "quaver.memory.faking.gloo_buffers", "copy_of"
 _CHECKPOINT = "torch.utils.checkpoint"
 _ENGINE = "torch.autograd.graph", "_engine_run_backward"
 
-NOT_THE_MODELS = ("torch.", "quaver.recorder.", "quaver.memory.", "contextlib", "functools")
-"""Prefixes of Python modules that are not the model's code."""
+NOT_THE_MODELS = (
+    *("torch.", "quaver.recorder.", "quaver.memory.", "quaver.kernels.operation", "quaver.phases"),
+    *("contextlib", "functools"),
+)
+"""Prefixes of Python modules that are not the model's code, or call what others chose."""
 
 
 class Caller(NamedTuple):

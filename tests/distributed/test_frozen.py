@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from quaver import Float8ColwiseParallel, convert_to_high_precision, freeze_to_float8
-from quaver.frozen_weight import FrozenFloat8Weight
+from quaver.weights.frozen import FrozenFloat8Weight
 from tests.distributed.counting import CollectiveCounter
 from tests.distributed.models import LEARNING_RATE, batches, make_model, train_in_parts
 from tests.distributed.ranks import on_ranks

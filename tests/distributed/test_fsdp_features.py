@@ -17,7 +17,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from quaver import convert_to_float8_training, convert_to_high_precision
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
-from quaver.distributed.fsdp import Float8AllGatherWeight
+from quaver.weights.gathered import Float8AllGatherWeight
 from tests.distributed.models import (
     DIM,
     LEARNING_RATE,

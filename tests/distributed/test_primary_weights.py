@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-import quaver.distributed.fsdp as fsdp
 import quaver.quantize as quantize
+import quaver.weights.gathered as fsdp
 from quaver import cast_weights_once, convert_to_float8_training, use_float8_primary_weights
 from quaver.config import ScalingGranularity
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.distributed.weight_scales import all_gather_state
-from quaver.primary_weights import Float8PrimaryWeight
+from quaver.weights.primary import Float8PrimaryWeight
 from tests.distributed.models import DIM, HIDDEN, LEARNING_RATE, batches, config_of, loss_of, make_model
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_fsdp import part_of, shard_model

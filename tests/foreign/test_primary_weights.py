@@ -8,7 +8,7 @@ from transformers import LlamaForCausalLM
 
 from quaver import use_float8_primary_weights
 from quaver.integrations.transformers import Float8Callback
-from quaver.primary_weights import Float8PrimaryWeight
+from quaver.weights.primary import Float8PrimaryWeight
 from tests.foreign.llama import BATCHES, batches, llama, optimizer_of
 from tests.foreign.test_transformers_trainer import trainer as trainer_of
 

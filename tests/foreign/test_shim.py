@@ -32,8 +32,8 @@ def check_names():
     from torchao.float8 import config, float8_linear, float8_linear_utils, float8_tensor_parallel, fsdp_utils
 
     import quaver
-    from quaver.distributed.fsdp import Float8AllGatherWeight
     from quaver.integrations import torchao as shim
+    from quaver.weights.gathered import Float8AllGatherWeight
 
     importer = sys.modules["a_users_module"] = type(sys)("a_users_module")
     importer.convert = package.convert_to_float8_training

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import quaver
-from quaver.distributed.fsdp import Float8AllGatherWeight
+from quaver.weights.gathered import Float8AllGatherWeight
 
 PATHS = {
     "float8": (

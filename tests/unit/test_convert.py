@@ -21,7 +21,7 @@ from quaver import (
     convert_to_high_precision,
 )
 from quaver.config import resolve_config
-from quaver.distributed.fsdp import Float8AllGatherWeight
+from quaver.weights.gathered import Float8AllGatherWeight
 
 
 class Scaled(nn.Linear):

@@ -19,10 +19,10 @@ from quaver import (
     freeze_to_float8,
 )
 from quaver.frozen import blockwise_config, store_float8_weight
-from quaver.frozen_weight import FrozenFloat8Weight
 from quaver.gemm import float8_mm
 from quaver.quantize import Quantizer
 from quaver.scaling import dynamic_cast, dynamic_cast_blocks
+from quaver.weights.frozen import FrozenFloat8Weight
 from tests.reference import sqnr_db
 from tests.unit.test_linear import by_torch_save
 

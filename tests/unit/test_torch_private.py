@@ -331,22 +331,6 @@ ELSEWHERE = {
     "memory/faking": "replaces parts of fake tensors",
     "phases.py": "reads the profiler's flag",
 }
-TO_CONVERT = {
-    "conversion_report.py",
-    "export/weights.py",
-    "frozen_weight.py",
-    "gemm.py",
-    "kernels/cast.py",
-    "kernels/cpu.py",
-    "kernels/exact_mm.py",
-    "linear.py",
-    "primary_weights.py",
-    "quantize.py",
-    "scale_state.py",
-    "tensor.py",
-    "weight_scope.py",
-}
-"""Files that have private names until they are next rewritten."""
 
 
 def private_names(path):
@@ -363,4 +347,4 @@ def test_private_names_stand_nowhere_else():
         name = path.relative_to(root).as_posix()
         if not name.startswith(("torch_private/", *ELSEWHERE)) and private_names(path):
             found[name] = private_names(path)
-    assert {name: found[name] for name in found if name not in TO_CONVERT} == {}
+    assert found == {}

@@ -18,12 +18,39 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from quaver.distributed.fsdp import AllGatherInputs, Float8AllGatherWeight, ScaleBox, is_all_gather_weight
+from quaver.config import Float8LinearConfig
 from quaver.distributed.weight_scales import all_gather_state, local_weight
 from quaver.linear import Float8Linear
-from quaver.prepared_weight import PreparedWeight, changed_inside_scope
+from quaver.quantize import Quantizer
+from quaver.scaling import PersistentScale
+from quaver.torch_private.tracing import FakeTensor
+from quaver.torch_private.versions import version_of
+from quaver.weights.gathered import AllGatherInputs, Float8AllGatherWeight, ScaleBox, is_all_gather_weight
+
+
+class PreparedWeight:
+    """The operands of a weight while the scope is open, and a check that it does not change."""
+
+    def __init__(self, weight: Tensor, config: Float8LinearConfig, scale: PersistentScale | None) -> None:
+        self.operands = Quantizer(config.casts.weight, weight.dtype, scale)(weight, row=True, column=True)
+        self._weight = weight
+        self._version = version_of(weight)
+
+    def check(self, weight: Tensor) -> None:
+        """Raise RuntimeError if `weight` is not the tensor that was quantized, or was written to since."""
+        if weight is not self._weight:
+            raise changed_inside_scope(weight, "replaced")
+        if version_of(weight) != self._version:
+            raise changed_inside_scope(weight, "changed")
+
+
+def changed_inside_scope(weight: Tensor, how: str) -> RuntimeError:
+    """The error for a weight that was `how`: "changed" or "replaced"."""
+    return RuntimeError(
+        f"a weight of shape {list(weight.shape)} was {how} inside cast_weights_once; "
+        "leave the scope before you change weights"
+    )
 
 
 class PreparedShard:
@@ -43,7 +70,7 @@ class PreparedShard:
         self.check()
         if self._inputs is None:
             wrapped = typing.cast(Float8AllGatherWeight, local_weight(self._linear)).wrapped
-            self._cast_from = wrapped, wrapped._version
+            self._cast_from = wrapped, version_of(wrapped)
             self._inputs = quantize()
         return self._inputs
 
@@ -60,7 +87,7 @@ class PreparedShard:
             if weight.box is not self._box:
                 raise changed_inside_scope(self._linear.weight, "replaced")
         written = self._box is not None and self._box.writes != self._writes
-        if written or (self._cast_from is not None and self._cast_from[0]._version != self._cast_from[1]):
+        if written or (self._cast_from is not None and version_of(self._cast_from[0]) != self._cast_from[1]):
             raise changed_inside_scope(self._linear.weight, "changed")
 
 

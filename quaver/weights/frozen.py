@@ -20,7 +20,6 @@ rank. A part has no values of its own; the unsharded weight has.
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import math
@@ -37,6 +36,8 @@ from quaver.gemm import Operand
 from quaver.scaling import BLOCK_SIZE, block_counts, dequantize, dynamic_cast, dynamic_cast_blocks
 from quaver.slow_paths import say_once
 from quaver.tensor import Float8Tensor
+from quaver.torch_private.dtensor import local_tensor
+from quaver.weights.base import WeightForm
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -56,7 +57,7 @@ class _Metadata(NamedTuple):
     float8_dtype: torch.dtype
 
 
-class FrozenFloat8Weight(Float8Tensor):
+class FrozenFloat8Weight(WeightForm, Float8Tensor):
     """A frozen weight [N, K] in float8; see the top of the file.
 
     Attributes:
@@ -69,8 +70,8 @@ class FrozenFloat8Weight(Float8Tensor):
     is_part: bool
     requantized_sqnr_db: float | None
 
-    def __init__(self, last: Operand, first: Operand | None, dtype: torch.dtype) -> None:
-        super().__init__(last, first, dtype)
+    def __init__(self, row: Operand, column: Operand | None, dtype: torch.dtype) -> None:
+        super().__init__(row, column, dtype)
         self.is_part, self.requantized_sqnr_db = False, None
 
     @classmethod
@@ -156,13 +157,8 @@ class FrozenFloat8Weight(Float8Tensor):
 
     # ---- what others ask of a parameter --------------------------------------------------------------------------
 
-    @property
-    def data(self) -> Tensor:
-        """The same weight. Setting it writes the values that are given; see the top of the file."""
-        return self.detach()
-
-    @data.setter
-    def data(self, new: Tensor) -> None:
+    def assign(self, new: Tensor) -> None:
+        """Write the values that are given; another frozen weight's codes are taken as they are."""
         if not isinstance(new, FrozenFloat8Weight):
             self.write(new)
         elif new.shape != self.shape or new.dtype is not self.dtype:
@@ -171,7 +167,7 @@ class FrozenFloat8Weight(Float8Tensor):
                 f"{self.dtype} {list(self.shape)}; use module.to(dtype)"
             )
         else:
-            self.set_operands(*new.operands()[:2])  # type: ignore[arg-type]
+            self.set_operands(*new.operands())  # type: ignore[arg-type]
             self.requantized_sqnr_db = new.requantized_sqnr_db
 
     def requires_grad_(self, requires_grad: bool = True) -> FrozenFloat8Weight:
@@ -192,25 +188,20 @@ class FrozenFloat8Weight(Float8Tensor):
         """Of the codes and the scales."""
         return self.data_fp8.nbytes + self.dequant_scale.nbytes
 
-    def data_ptr(self) -> int:
-        return self.data_fp8.data_ptr()
+    def memory(self) -> Tensor:
+        return self.data_fp8
 
-    def untyped_storage(self) -> torch.UntypedStorage:
-        # The compiler identifies tensors by their storage, and would alias this one with its codes.
-        if torch._guards.TracingContext.try_get() is not None:
-            return super().untyped_storage()
-        return self.data_fp8.untyped_storage()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> FrozenFloat8Weight:
-        if id(self) not in memo:
-            memo[id(self)] = _rebuild(copy.deepcopy(self._state(), memo), hasattr(self, "_is_param"))
-        return typing.cast(FrozenFloat8Weight, memo[id(self)])
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (self._state(), hasattr(self, "_is_param"))
-
-    def _state(self) -> tuple[Any, ...]:
+    def state(self) -> tuple[Any, ...]:
         return self.data_fp8, self.dequant_scale, self.dtype, self.is_part, self.requantized_sqnr_db
+
+    @classmethod
+    def from_state(
+        cls, codes: Tensor, scale: Tensor, dtype: torch.dtype, is_part: bool, requantized_sqnr_db: float | None
+    ) -> FrozenFloat8Weight:
+        operand = Operand(codes, scale)
+        weight = typing.cast(FrozenFloat8Weight, cls.from_operands(operand, operand, dtype))
+        weight.is_part, weight.requantized_sqnr_db = is_part, requantized_sqnr_db
+        return weight
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["data_fp8", "dequant_scale"], (self.dtype, self.is_part)
@@ -219,7 +210,8 @@ class FrozenFloat8Weight(Float8Tensor):
     def __tensor_unflatten__(
         inner: dict[str, Tensor], meta: Any, outer_size: object, outer_stride: object
     ) -> FrozenFloat8Weight:
-        return _rebuild((inner["data_fp8"], inner["dequant_scale"], *meta, None), False)
+        dtype, is_part = meta
+        return FrozenFloat8Weight.from_state(inner["data_fp8"], inner["dequant_scale"], dtype, is_part, None)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         what = "a part of " if self.is_part else ""
@@ -254,7 +246,7 @@ class FrozenFloat8Weight(Float8Tensor):
         codes = all_gather_outputs[0].view(-1)[: size.numel()].view(size).view(float8_dtype)
         if out is None:
             return FrozenFloat8Weight.from_codes(codes, scale, param_dtype), ()
-        unsharded = typing.cast(FrozenFloat8Weight, getattr(out, "_local_tensor", out))
+        unsharded = typing.cast(FrozenFloat8Weight, local_tensor(out))
         unsharded.set_operands(Operand(codes, scale), Operand(codes, scale))
         return None
 
@@ -302,17 +294,7 @@ class FrozenFloat8Weight(Float8Tensor):
         return args[0] if weight is not None else out
 
 
-def _rebuild(state: tuple[Any, ...], is_parameter: bool) -> FrozenFloat8Weight:
-    codes, scale, dtype, is_part, sqnr_db = state
-    operand = Operand(codes, scale)
-    weight = typing.cast(FrozenFloat8Weight, FrozenFloat8Weight.from_operands(operand, operand, dtype))
-    if is_parameter:
-        weight = typing.cast(FrozenFloat8Weight, nn.Parameter(weight, requires_grad=False))
-    weight.is_part, weight.requantized_sqnr_db = is_part, sqnr_db
-    return weight
-
-
-torch.serialization.add_safe_globals([_rebuild])
+torch.serialization.add_safe_globals([FrozenFloat8Weight])
 
 
 def _copy_codes(weight: FrozenFloat8Weight, source: Any) -> bool:

@@ -28,7 +28,6 @@ weight. So the zeros share the weight's scales from the start, and the one copy 
 
 from __future__ import annotations
 
-import copy
 import functools
 import typing
 from collections.abc import Sequence
@@ -53,15 +52,16 @@ from quaver.distributed.weight_scales import (
     local_weight,
     whole_scales,
 )
-from quaver.frozen_weight import FrozenFloat8Weight
 from quaver.gemm import Operand
 from quaver.kernels.cast import cast_with_persistent_scale, cast_with_scale, matrix_amax, record_amax
 from quaver.linear import Float8Linear
 from quaver.quantize import Scales
-from quaver.tensor import Float8Tensor, WrappedTensor, written
+from quaver.tensor import Float8Tensor
 from quaver.torch_private.dispatch import skip_torch_function
 from quaver.torch_private.dtensor import local_tensor, set_local_tensor
 from quaver.torch_private.versions import keep_versions, version_of
+from quaver.weights.base import WrappedTensor, written
+from quaver.weights.frozen import FrozenFloat8Weight
 
 aten = torch.ops.aten
 
@@ -228,13 +228,8 @@ class Float8AllGatherWeight(WrappedTensor):
 
     # ---- the tensor ----------------------------------------------------------------------------------------------
 
-    @property
-    def data(self) -> Tensor:
-        """The same weight without history. Setting it is refused, because it would leave `wrapped` as it was."""
-        return self.detach()
-
-    @data.setter
-    def data(self, new: Tensor) -> None:
+    def assign(self, new: Tensor) -> None:
+        """Refused, because it would leave `wrapped` as it was."""
         raise RuntimeError(
             "cannot assign to .data of a weight that is all-gathered in float8. FSDP1 does: use fully_shard (FSDP2). "
             "Accelerate does, to upcast bfloat16 parameters: load the model in float32. In your own code write "
@@ -246,15 +241,12 @@ class Float8AllGatherWeight(WrappedTensor):
         """torchao's name of `wrapped`: Accelerate asks its address under `mixed_precision="fp8"`."""
         return self.wrapped
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Float8AllGatherWeight:
-        if id(self) not in memo:
-            copied = _rebuild(copy.deepcopy(self.wrapped, memo), self.requires_grad, hasattr(self, "_is_param"))
-            copied.grad = copy.deepcopy(self.grad, memo)
-            memo[id(self)] = copied
-        return typing.cast(Float8AllGatherWeight, memo[id(self)])
+    def state(self) -> tuple[Any, ...]:
+        return (self.wrapped,)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (self.wrapped, self.requires_grad, hasattr(self, "_is_param"))
+    @classmethod
+    def from_state(cls, wrapped: Tensor) -> Float8AllGatherWeight:
+        return cls(wrapped)
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["wrapped"], None
@@ -291,14 +283,7 @@ class Float8AllGatherWeight(WrappedTensor):
         return cls(out) if func in _COPIES else out
 
 
-def _rebuild(wrapped: Tensor, requires_grad: bool, is_parameter: bool) -> Float8AllGatherWeight:
-    weight: Tensor = Float8AllGatherWeight(wrapped)
-    if is_parameter:
-        weight = nn.Parameter(weight, requires_grad)
-    return typing.cast(Float8AllGatherWeight, weight.requires_grad_(requires_grad))
-
-
-torch.serialization.add_safe_globals([_rebuild])
+torch.serialization.add_safe_globals([Float8AllGatherWeight])
 
 
 @functools.cache

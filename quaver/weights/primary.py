@@ -24,7 +24,6 @@ were seeded.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import typing
 from collections.abc import Callable, Iterator
@@ -41,7 +40,10 @@ from quaver.formats import HP_DTYPES
 from quaver.gemm import Operand
 from quaver.linear import Float8Linear
 from quaver.quantize import Operands, Quantizer, present
-from quaver.tensor import Float8Tensor, WrappedTensor, written
+from quaver.tensor import Float8Tensor
+from quaver.torch_private.dispatch import skip_torch_function
+from quaver.torch_private.versions import version_of
+from quaver.weights.base import WrappedTensor, is_parameter, written
 
 aten = torch.ops.aten
 
@@ -52,7 +54,7 @@ Checkpoints of earlier versions, whose count starts at 0, go on from theirs.
 """
 
 
-class Float8PrimaryWeight(Float8Tensor, WrappedTensor):
+class Float8PrimaryWeight(WrappedTensor, Float8Tensor):
     """The codes of a weight [N, K], and its master, whose dtype the parameter has.
 
     Attributes:
@@ -61,30 +63,30 @@ class Float8PrimaryWeight(Float8Tensor, WrappedTensor):
 
     config: Float8LinearConfig
     _quantized: tuple[int, int]
-    """The versions of parameter and master that the codes were quantized from."""
+    """The versions of parameter and master that the codes were quantized from: a view counts as one or the other."""
 
     @staticmethod
     def __new__(
         cls,
-        last: Operand,
-        first: Operand | None,
+        row: Operand,
+        column: Operand | None,
         dtype: torch.dtype,
         master: Tensor | None = None,
         config: Float8LinearConfig | None = None,
     ) -> Float8PrimaryWeight:
         """Use `of`."""
-        new = Float8Tensor.__new__(cls, last, first, dtype) if master is None else cls.around(master)
+        new = Float8Tensor.__new__(cls, row, column, dtype) if master is None else cls.around(master)
         return typing.cast(Float8PrimaryWeight, new)
 
     def __init__(
         self,
-        last: Operand,
-        first: Operand | None,
+        row: Operand,
+        column: Operand | None,
         dtype: torch.dtype,
         master: Tensor | None = None,
         config: Float8LinearConfig | None = None,
     ) -> None:
-        super().__init__(last, first, dtype)
+        super().__init__(row, column, dtype)
         self.wrapped, self.config = typing.cast(Tensor, master), typing.cast(Float8LinearConfig, config)
         self._quantized = self._versions()
 
@@ -96,7 +98,7 @@ class Float8PrimaryWeight(Float8Tensor, WrappedTensor):
 
     def operands(self) -> Operands:
         """The operands of both matmuls, quantized again first if the master was written to around the parameter."""
-        if not torch.compiler.is_compiling() and self._quantized != self._versions():
+        if self._quantized != self._versions():
             self.quantize()
         return super().operands()
 
@@ -111,15 +113,10 @@ class Float8PrimaryWeight(Float8Tensor, WrappedTensor):
     def _versions(self) -> tuple[int, int]:
         if self.wrapped is None or torch.compiler.is_compiling():
             return 0, 0
-        return self._version, self.wrapped._version
+        return version_of(self), version_of(self.wrapped)
 
-    @property
-    def data(self) -> Tensor:
-        """The same weight without history. Setting it writes the values to the master."""
-        return self.detach()
-
-    @data.setter
-    def data(self, new: Tensor) -> None:
+    def assign(self, new: Tensor) -> None:
+        """Write the values to the master."""
         if new.shape != self.shape or new.dtype != self.dtype or new.device != self.device:
             raise RuntimeError(
                 f"cannot assign {list(new.shape)} of {new.dtype} on {new.device} to .data of a float8 primary weight "
@@ -129,20 +126,17 @@ class Float8PrimaryWeight(Float8Tensor, WrappedTensor):
         with torch.no_grad():
             self.copy_(new)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Float8PrimaryWeight:
-        if id(self) not in memo:
-            copied = _rebuild(copy.deepcopy(self.wrapped, memo), self.config, self.requires_grad, _is_parameter(self))
-            copied.grad = copy.deepcopy(self.grad, memo)
-            memo[id(self)] = copied
-        return typing.cast(Float8PrimaryWeight, memo[id(self)])
+    def state(self) -> tuple[Any, ...]:
+        return self.wrapped, self.config
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (self.wrapped, self.config, self.requires_grad, _is_parameter(self))
+    @classmethod
+    def from_state(cls, master: Tensor, config: Float8LinearConfig) -> Float8PrimaryWeight:
+        return cls.of(master, config)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Float8PrimaryWeight({self.data_fp8.dtype}, master={self.wrapped})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = skip_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -179,19 +173,6 @@ def _quantize(master: Tensor, config: Float8LinearConfig) -> tuple[Operand, Oper
     operands = Quantizer(casts, master.dtype)(master.detach(), row=True, column=not shared)
     row = present(operands.row)
     return row, row if shared else present(operands.column)
-
-
-def _is_parameter(weight: Tensor) -> bool:
-    return hasattr(weight, "_is_param")
-
-
-def _rebuild(
-    master: Tensor, config: Float8LinearConfig, requires_grad: bool, is_parameter: bool
-) -> Float8PrimaryWeight:
-    weight: Tensor = Float8PrimaryWeight.of(master, config)
-    if is_parameter:
-        weight = nn.Parameter(weight, requires_grad)
-    return typing.cast(Float8PrimaryWeight, weight.requires_grad_(requires_grad))
 
 
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
@@ -440,5 +421,5 @@ def _make_primary(name: str, linear: Float8Linear, master_dtype: torch.dtype) ->
 
 def _master_in_state_dict(linear: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
     weight = state_dict.get(prefix + "weight")
-    if isinstance(weight, Float8PrimaryWeight) and not _is_parameter(weight):  # keep_vars asks for the parameters
+    if isinstance(weight, Float8PrimaryWeight) and not is_parameter(weight):  # keep_vars asks for the parameters
         state_dict[prefix + "weight"] = weight.wrapped.detach()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from quaver import convert_to_float8_training, sync_float8_amax_and_scale_history, use_float8_primary_weights
-from quaver.primary_weights import Float8PrimaryWeight, round_stochastically
+from quaver.weights.primary import Float8PrimaryWeight, round_stochastically
 from tests.reference import RECIPES
 from tests.unit.test_linear import by_torch_save
 
