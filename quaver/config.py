@@ -106,7 +106,7 @@ class CastConfig:
         object.__setattr__(self, "is_persistent", self.scaling_type in (ScalingType.DELAYED, ScalingType.STATIC))
         _check_type(self, "scaling_type", ScalingType)
         _check_type(self, "scaling_granularity", ScalingGranularity)
-        if self.is_persistent and (self.is_rowwise or self.is_blockwise):
+        if self.is_persistent and not self.is_tensorwise:
             raise ValueError(
                 f"scaling_granularity: {self.scaling_type.value} scaling keeps one scale per tensor: expected "
                 f"tensorwise, got {_granularity(self)}; the rows of a tensor are different ones in each step"
@@ -129,6 +129,11 @@ class CastConfig:
         expected = "None unless scaling_type is static"
         _check(scaling is ScalingType.STATIC, "static_quant_scale", expected, f"{scale} with {scaling.value}")
         object.__setattr__(self, "static_quant_scale", scale)
+
+    @property
+    def can_be_sharded(self) -> bool:
+        """Whether ranks can agree on the scales of a tensor that they share: tensorwise, rowwise, or none."""
+        return self.is_disabled or self.is_tensorwise or self.is_rowwise
 
     @property
     def float8_dtype(self) -> torch.dtype:
@@ -563,9 +568,9 @@ def _check_blocks(casts: LinearCasts, float8_all_gather: bool) -> None:
             f"weight: one blockwise cast serves both of its matmuls, got {weight.row} for output, {weight.column} for "
             "grad_input"
         )
-    if is_blockwise and float8_all_gather:
+    if float8_all_gather and not all(cast.can_be_sharded for cast in weight[:2]):
         raise ValueError(
-            "enable_fsdp_float8_all_gather: expected a weight scaled tensorwise or rowwise, got blockwise: shards "
+            f"enable_fsdp_float8_all_gather: expected a weight scaled tensorwise or rowwise, got {weight.row}: shards "
             "would cut blocks; freeze_to_float8 gathers blockwise weights that do not train"
         )
 

@@ -1,14 +1,19 @@
 """The one place that multiplies float8 matrices.
 
     float8_mm(a, b, a_dequant_scale, b_dequant_scale) = (a * a_dequant_scale) @ (b * b_dequant_scale)
-    a [M, K] with scale () or [M, 1];  b [K, N] with any scale of its own: (), [1, N], [K, 1] or one a block
-    result [M, N]
+    a [M, K] and b [K, N], each with a scale of any granularity; result [M, N]
 
-Two backends compute it. NATIVE is the hardware's float8 matmul, used where a tiny one has just given the right answer:
-a capability number is not enough, since row-wise scales are missing on sm_120 and were broken on sm_89. EXACT runs on
-every device (kernels/exact_mm.py). docs/numerics.md says where each rounds. Scales of b that vary along the contracted
-dim always take it: one a block of 128 x 128, or one a row [K, 1], which a row-wise weight that is stored once has in
-grad_input. PyTorch's native matmul with block scales runs on Hopper alone, and wants a's scales in blocks of 1 x 128.
+Two backends compute it, by how the scales of the operands lie:
+
+    scales                                                   on hardware that multiplies float8    elsewhere
+    one per tensor; one per row of a and column of b         NATIVE                                EXACT
+    others: they vary along the contracted dim               EXACT                                 EXACT
+
+NATIVE is the hardware's float8 matmul, used where a tiny one has just given the right answer: a capability number is
+not enough, since row-wise scales are missing on sm_120 and were broken on sm_89. EXACT runs on every device
+(kernels/exact_mm.py). docs/numerics.md says where each rounds. Scales vary along the contracted dim where a block of
+128 x 128 has one, or where a row-wise weight that is stored once is read by grad_input. PyTorch's native matmul with
+block scales runs on Hopper alone, and wants a's scales in blocks of 1 x 128.
 
 Hopper's native matmul requires both operands contiguous along the contracted dim; K and N multiples of 16 (zeros are
 appended, and add nothing); with row-wise scales a bfloat16 result and a scale for every row of both operands.
@@ -30,7 +35,7 @@ from quaver.kernels.cast import column_major_after
 from quaver.kernels.cpu import check_memory
 from quaver.kernels.exact_mm import exact_float8_mm, varies_along_contracted
 from quaver.phases import phase
-from quaver.scaling import block_counts
+from quaver.scaling import BLOCK_SIZE, scale_blocks
 from quaver.slow_paths import say_once
 from quaver.torch_private.dispatch import without_dispatch_modes
 from quaver.torch_private.hardware import scaled_mm
@@ -79,8 +84,8 @@ def float8_mm(
     Args:
         a: float8 [M, K], any strides.
         b: float8 [K, N], any strides.
-        a_dequant_scale: float32, () or [M, 1].
-        b_dequant_scale: float32, (), [1, N], [K, 1], or [ceil(K / 128), ceil(N / 128)] for 128 x 128 blocks.
+        a_dequant_scale: float32, (), [M, 1], or any that `scaling.multiply_scale_` takes for a.
+        b_dequant_scale: float32, (), [1, N], or any that it takes for b: [K, 1] or one a block of 128 x 128, say.
         out_dtype: float32, bfloat16 or float16.
         bias: [N] in a high-precision dtype, added before the last rounding where the backend can.
         use_fast_accum, scales_are_powers_of_2, emulate, pad: see `MatmulOptions` in config.py.
@@ -126,17 +131,12 @@ def _check_operands(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_sca
         raise ValueError("no hardware multiplies e5m2 by e5m2; cast one operand to e4m3")
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"expected [M, K] and [K, N], got {list(a.shape)} and {list(b.shape)}")
-    k, n = b.shape
-    _check_scale("a_dequant_scale", a_dequant_scale, (a.shape[0], 1))
-    _check_scale("b_dequant_scale", b_dequant_scale, (1, n), (k, 1), block_counts(k, n))
-
-
-def _check_scale(name: str, scale: Tensor, *shapes: tuple[int, int]) -> None:
-    if scale.dtype is not torch.float32 or (scale.dim() != 0 and tuple(scale.shape) not in shapes):
-        expected = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
-        raise ValueError(
-            f"{name}: expected float32 of shape () or {expected}, got {scale.dtype} of {list(scale.shape)}"
-        )
+    for name, codes, scale in (("a_dequant_scale", a, a_dequant_scale), ("b_dequant_scale", b, b_dequant_scale)):
+        if scale.dtype is not torch.float32 or scale_blocks(scale, codes.shape) is None:
+            raise ValueError(
+                f"{name}: expected float32 of shape (), with 1 or all of the {list(codes.shape)} rows and columns, or "
+                f"one a block of {BLOCK_SIZE}; got {scale.dtype} of {list(scale.shape)}"
+            )
 
 
 # ---- choosing a backend ------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def backend_for(device: torch.device, *, rowwise: bool, emulate: bool = False) -
 
 
 def _backend_of(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor, emulate: bool) -> GemmBackend:
-    if varies_along_contracted(b, b_dequant_scale):
+    if varies_along_contracted(a, a_dequant_scale, 1) or varies_along_contracted(b, b_dequant_scale, 0):
         return GemmBackend.EXACT
     rowwise = a_dequant_scale.dim() > 0 or b_dequant_scale.dim() > 0
     return backend_for(a.device, rowwise=rowwise, emulate=emulate)
@@ -215,9 +215,9 @@ def backends_of(config: Float8LinearConfig, device: torch.device) -> str:
     """
     pairs = [[config.casts.of(*cast) for cast in operands] for operands in MATMULS.values()]
     found = {
-        GemmBackend.EXACT
-        if any(cast.is_blockwise for cast in pair)
-        else backend_for(device, rowwise=any(cast.is_rowwise for cast in pair), emulate=config.emulate)
+        backend_for(device, rowwise=any(cast.is_rowwise for cast in pair), emulate=config.emulate)
+        if all(cast.is_tensorwise or cast.is_rowwise for cast in pair)
+        else GemmBackend.EXACT
         for pair in pairs
         if not pair[0].is_disabled
     }

@@ -32,6 +32,7 @@ innocuous?", SIGNUM Newsletter 30(3), 1995).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -48,6 +49,9 @@ EPS = 1e-12
 
 BLOCK_SIZE = 128
 """Rows and columns of a block with a scale of its own (blockwise): that of DeepSeek's checkpoints."""
+
+BLOCK_LENGTHS = (BLOCK_SIZE,)
+"""How many rows or columns of a matrix may share an element of its scale, besides 1 and all."""
 
 _INT_VIEW = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 _ABS_MASK = {torch.int16: 0x7FFF, torch.int32: 0x7FFFFFFF}
@@ -251,24 +255,46 @@ def dynamic_cast_blocks(
     return scaled.clamp_(-fmt_max, fmt_max).to(float8_dtype), quant_scale, to_dequant_scale(quant_scale)
 
 
+def scale_blocks(scale: Tensor, size: Sequence[int]) -> tuple[int, int] | None:
+    """The rows and columns of a matrix of `size` that share an element of its scale; None for a scale of another shape.
+
+    `scale` is (), or a matrix that has in each dim 1 element, all of them, or one a block.
+    """
+    if scale.dim() == 0:
+        return size[0], size[1]
+    lengths = []
+    for elements, count in zip(size, scale.shape, strict=False):
+        if count == 1 != elements:
+            lengths.append(max(elements, 1))
+        else:
+            fits = (length for length in (1, *BLOCK_LENGTHS) if count == -(-elements // length))
+            lengths.append(next(fits, 0))
+    return (lengths[0], lengths[1]) if scale.dim() == 2 and all(lengths) else None
+
+
 def multiply_scale_(wide: Tensor, scale: Tensor) -> Tensor:
-    """Multiply a contiguous matrix [R, C] in place by its scale of any granularity: (), [R, 1], [1, C] or one a block.
+    """Multiply a contiguous matrix [R, C] in place by its scale of any granularity; see `scale_blocks`.
 
     Raises:
         ValueError: a scale of another shape.
     """
     rows, columns = wide.shape
-    if scale.dim() == 0 or tuple(scale.shape) in ((rows, 1), (1, columns)):
-        return wide.mul_(scale)
-    if tuple(scale.shape) != block_counts(rows, columns):
+    blocks = scale_blocks(scale, wide.shape)
+    if blocks is None:
         raise ValueError(
             f"expected a scale of shape (), {[rows, 1]}, {[1, columns]} or {list(block_counts(rows, columns))} "
             f"({BLOCK_SIZE} x {BLOCK_SIZE} blocks) for a matrix of {[rows, columns]}, got {list(scale.shape)}"
         )
-    of_rows = scale.repeat_interleave(BLOCK_SIZE, 0)[:rows]
-    whole = columns // BLOCK_SIZE
-    wide[:, : whole * BLOCK_SIZE].unflatten(1, (whole, BLOCK_SIZE)).mul_(of_rows[:, :whole, None])
-    wide[:, whole * BLOCK_SIZE :].mul_(of_rows[:, whole:])
+    if scale.dim() == 0:
+        return wide.mul_(scale)
+    if scale.shape[0] not in (1, rows):
+        scale = scale.repeat_interleave(blocks[0], 0)[:rows]
+    if scale.shape[1] in (1, columns):
+        return wide.mul_(scale)
+    length = blocks[1]
+    whole = columns // length
+    wide[:, : whole * length].unflatten(1, (whole, length)).mul_(scale[:, :whole, None])
+    wide[:, whole * length :].mul_(scale[:, whole:])
     return wide
 
 

@@ -40,13 +40,14 @@ from quaver.tensor import Float8Tensor
 
 
 def _float8_linear(style: object, module: nn.Module) -> Float8Linear:
-    if isinstance(module, Float8Linear) and (
-        module.config.casts.weight.row.is_blockwise or isinstance(module.weight, Float8Tensor)
-    ):
-        raise NotImplementedError(
-            f"{type(style).__name__}: expected a weight in high precision that is scaled tensorwise or rowwise, got "
-            f"{'a frozen float8 weight' if isinstance(module.weight, Float8Tensor) else 'blockwise scaling'}"
-        )
+    if isinstance(module, Float8Linear):
+        unshareable = next((cast for cast in module.config.casts.every() if not cast.can_be_sharded), None)
+        if unshareable is not None or isinstance(module.weight, Float8Tensor):
+            got = "a frozen float8 weight" if isinstance(module.weight, Float8Tensor) else unshareable
+            raise NotImplementedError(
+                f"{type(style).__name__}: expected operands scaled tensorwise or rowwise, and a weight in high "
+                f"precision, got {got}"
+            )
     if not isinstance(module, Float8Linear):
         raise ValueError(
             f"{type(style).__name__} expects a Float8Linear, got {type(module).__name__}; call "

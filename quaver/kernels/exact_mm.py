@@ -10,8 +10,8 @@ which quaver has a matmul of its own (`cpu.mm`), that computes it all; what foll
 It is one operation to a compiler, as the hardware's float8 matmul is. The compiler then saves the float8 operand for
 backward, as on a GPU; were the widening visible, it would save the widened one, which is twice the size.
 
-[Note: scales along the contracted dim] The scales of a block-scaled b, and the row scales of a weight whose rows are
-contracted, differ from term to term of a sum. They are multiplied into the widened b: exactly in bfloat16 if they are
+[Note: scales along the contracted dim] The scales of blocks, and the row scales of a weight whose rows are contracted,
+differ from term to term of a sum. They are multiplied into the widened operand: exactly in bfloat16 if they are
 powers of two; else in float32, rounded once per element, and the matmul takes float32 operands.
 
 [Note: panels] Native float8 matmuls widen nothing, so what is widened here is memory that only this stand-in takes. On
@@ -33,7 +33,7 @@ from torch.utils.flop_counter import register_flop_formula
 from quaver.kernels import cpu
 from quaver.kernels.operation import operation
 from quaver.kernels.widen import widen
-from quaver.scaling import BLOCK_SIZE, multiply_scale_
+from quaver.scaling import multiply_scale_, scale_blocks
 from quaver.torch_private.hardware import has_avx512_bfloat16, onednn_has_bfloat16
 
 UNITS_PAY_FROM = 8192
@@ -69,8 +69,8 @@ def _exact_float8_mm(
     scales_are_powers_of_2: bool,
 ) -> Tensor:
     """See the top of the file, and `quaver.gemm.float8_mm` for the arguments. Runs on plain tensors, never traced."""
-    varies = varies_along_contracted(b, b_dequant_scale)
-    if a.is_cpu and not varies and max(a.numel(), b.numel()) < UNITS_PAY_FROM:
+    varies = varies_along_contracted(a, a_dequant_scale, 1), varies_along_contracted(b, b_dequant_scale, 0)
+    if a.is_cpu and not any(varies) and max(a.numel(), b.numel()) < UNITS_PAY_FROM:
         return _small_mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype, scales_are_powers_of_2)
     # bfloat16 operands leave room for one scale of the whole result, or for scales that change no mantissa.
     tensorwise = a_dequant_scale.dim() == 0 and b_dequant_scale.dim() == 0
@@ -81,10 +81,12 @@ def _exact_float8_mm(
     larger, larger_scale = (b, b_dequant_scale) if dim else (a, a_dequant_scale)
     smaller, smaller_scale = (a, a_dequant_scale) if dim else (b, b_dequant_scale)
     out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
-    whole = _widened(smaller, smaller_scale, wide, scales_are_powers_of_2, varies and dim == 0)
-    for start, length in _panels(larger, dim, BLOCK_SIZE if varies else 1):
-        scale = _scale_of_panel(larger_scale, larger.shape[dim], dim, start, length)
-        panel = _widened(larger.narrow(dim, start, length), scale, wide, scales_are_powers_of_2, varies and dim == 1)
+    whole = _widened(smaller, smaller_scale, wide, scales_are_powers_of_2, varies[1 - dim])
+    blocks = scale_blocks(larger_scale, larger.shape)
+    block = blocks[dim] if varies[dim] and blocks is not None and larger_scale.shape[dim] != 1 else 1
+    for start, length in _panels(larger, dim, block):
+        scale = _scale_of_panel(larger_scale, dim, start, length, block)
+        panel = _widened(larger.narrow(dim, start, length), scale, wide, scales_are_powers_of_2, varies[dim])
         panel_bias = bias.narrow(0, start, length) if dim and bias is not None else bias
         operands = (whole, panel) if dim else (panel, whole)
         multiply(*operands, panel_bias, out.narrow(dim, start, length))
@@ -92,9 +94,14 @@ def _exact_float8_mm(
     return out
 
 
-def varies_along_contracted(b: Tensor, b_dequant_scale: Tensor) -> bool:
-    """Whether b [K, N] has scales along K, one a row [K, 1] or one a block; see the note at the top."""
-    return b_dequant_scale.dim() > 0 and tuple(b_dequant_scale.shape) != (1, b.shape[1])
+def varies_along_contracted(codes: Tensor, dequant_scale: Tensor, dim: int) -> bool:
+    """Whether the scales of an operand cannot be applied to the result: not one, and not one per row (or column).
+
+    They differ along `dim`, which the matmul contracts, or belong to blocks; see the note at the top.
+    """
+    if dequant_scale.dim() == 0:
+        return False
+    return dequant_scale.shape[dim] != 1 or dequant_scale.shape[1 - dim] != codes.shape[1 - dim]
 
 
 def _bfloat16_pays(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> bool:
@@ -123,13 +130,11 @@ def _widened(
     return _Wide(widen(codes, dtype), dequant_scale)
 
 
-def _scale_of_panel(scale: Tensor, size: int, dim: int, start: int, length: int) -> Tensor:
-    """The scale of a panel of an operand with `size` rows (or columns); panels of blocks start at a block."""
+def _scale_of_panel(scale: Tensor, dim: int, start: int, length: int, block: int) -> Tensor:
+    """The scale of a panel that begins at a block of `block` rows (or columns)."""
     if scale.dim() == 0 or scale.shape[dim] == 1:
         return scale
-    if scale.shape[dim] == size:
-        return scale.narrow(dim, start, length)
-    return scale.narrow(dim, start // BLOCK_SIZE, -(-length // BLOCK_SIZE))
+    return scale.narrow(dim, start // block, -(-length // block))
 
 
 def _panels(codes: Tensor, dim: int, multiple: int = 1) -> list[tuple[int, int]]:
@@ -210,7 +215,7 @@ def _cpu_mm(
     out_dtype: torch.dtype,
     scales_are_powers_of_2: bool,
 ) -> Tensor | None:
-    if varies_along_contracted(b, b_dequant_scale):
+    if varies_along_contracted(a, a_dequant_scale, 1) or varies_along_contracted(b, b_dequant_scale, 0):
         return None
     return cpu.mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype)
 

@@ -1,0 +1,85 @@
+"""docs/extending.md: its diff, applied to a copy of the package, gives a granularity that trains."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import quaver
+
+ROOT = Path(quaver.__file__).parent
+DIFF = re.compile(r"```diff\n(.*?)```", re.S)
+
+TRAIN = """
+import torch
+from torch import nn
+from quaver import convert_to_float8_training, conversion_report
+from quaver.config import CastConfig, Float8LinearConfig, ScalingGranularity
+from quaver.quantize import Quantizer, present
+from quaver.scaling import dequantize
+
+segments = CastConfig(scaling_granularity=ScalingGranularity.SEGMENTS, target_dtype=torch.float8_e4m3fn)
+config = Float8LinearConfig(cast_config_input=segments, cast_config_weight=segments, cast_config_grad_output=segments)
+torch.manual_seed(0)
+
+
+def sqnr_db(expected, got):
+    return 20 * (expected.norm() / (expected - got).norm()).log10().item()
+
+
+def values(casts, hp):
+    for operand in Quantizer(casts, hp.dtype)(hp, row=True, column=True):
+        yield dequantize(operand.data.contiguous(), operand.dequant_scale).double()
+
+
+linear = nn.Linear(200, 150, dtype=torch.bfloat16)
+model = convert_to_float8_training(nn.Sequential(linear), config=config)
+input = (torch.randn(130, 200) * torch.logspace(-3, 3, 200)).bfloat16().requires_grad_()
+grad_output = (torch.randn(130, 150) * torch.logspace(-3, 3, 150)).bfloat16()
+for compute in (model, torch.compile(model, fullgraph=True)):
+    input.grad = linear.weight.grad = None
+    output = compute(input)
+    output.backward(grad_output)
+    (i_row, i_column), (w_row, w_column), (g_row, g_column) = (
+        values(casts, hp.detach())
+        for casts, hp in zip(config.casts, (input, linear.weight, grad_output), strict=True)
+    )
+    for got, exact in (
+        (output, i_row @ w_row.t() + linear.bias.double()),
+        (input.grad, g_row @ w_column),
+        (linear.weight.grad, g_column.t() @ i_column),
+    ):
+        assert sqnr_db(exact, got.double()) > 45, sqnr_db(exact, got.double())  # bfloat16 results
+assert i_row.shape == input.shape and sqnr_db(input.double(), i_row) > 28
+assert "segments" in str(conversion_report(model))
+"""
+
+
+def _apply(diff: str, root: Path) -> list[str]:
+    """Apply the hunks of a diff, each of which stands at one place; returns the files."""
+    files = re.split(r"^--- a/\S+\n\+\+\+ b/(\S+)\n", diff, flags=re.M)[1:]
+    for name, hunks in zip(files[::2], files[1::2], strict=True):
+        path = root / name
+        for hunk in hunks.split("@@\n")[1:]:
+            lines = hunk.splitlines()
+            before, after = ("\n".join(line[1:] for line in lines if line[:1] in signs) for signs in (" -", " +"))
+            text = path.read_text()
+            assert text.count(before) == 1, (name, before)
+            path.write_text(text.replace(before, after))
+    return files[::2]
+
+
+def test_the_diff_adds_a_granularity_in_three_files(tmp_path):
+    page = (ROOT.parent / "docs" / "extending.md").read_text()
+    shutil.copytree(ROOT, tmp_path / "quaver", ignore=shutil.ignore_patterns("__pycache__"))
+    assert _apply(DIFF.search(page)[1], tmp_path) == ["quaver/config.py", "quaver/scaling.py", "quaver/kernels/cast.py"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", TRAIN], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.fail(done.stderr[-3000:])
