@@ -28,6 +28,7 @@ from quaver.conversion_report import (
 from quaver.delayed import add_persistent_scales
 from quaver.distributed.weight_scales import local_weight
 from quaver.linear import OWN_ATTRIBUTES, Float8Linear
+from quaver.shared_input import share_inputs, stop_sharing_inputs
 from quaver.slow_paths import slow_paths
 from quaver.weights.frozen import FrozenFloat8Weight
 from quaver.weights.gathered import (
@@ -108,6 +109,7 @@ def convert_to_float8_training(
             _check_can_convert(linear, name, config, [x for x in owners.get(id(linear.weight), []) if x != name])
             chosen.append((name, linear))
     _convert(module, chosen, config)
+    share_inputs(module, [name for name, each in module.named_modules() if isinstance(each, Float8Linear)])
     for linear, reason in reasons:
         vars(linear).pop(FILTER_REASON, None)
         vars(linear).update({FILTER_REASON: reason} if reason else {})
@@ -137,6 +139,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
             linear.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), namespace)
     for each in module.modules():
         vars(each).pop(FILTER_REASON, None)
+    stop_sharing_inputs(module)
     return module
 
 

@@ -47,13 +47,11 @@ from quaver.quantize import (
     PreparedOperands,
     Quantizer,
     Scales,
-    as_matrix,
-    cached_quantizer,
-    clear_cached_operands,
     present,
 )
 from quaver.scale_state import LinearScales
 from quaver.scaling import NO_PERSISTENT_SCALES, PersistentScales
+from quaver.shared_input import cached_quantizer, clear_cached_operands
 from quaver.tensor import Float8Tensor
 from quaver.torch_private.autograd import forward_ad_level
 from quaver.torch_private.tracing import FakeTensor
@@ -71,7 +69,7 @@ class LinearArgs(NamedTuple):
     """The weight's operands, if it was quantized before the linear runs."""
     sharding: LinearSharding | None
     reader: int
-    """The id of the linear while it records gradients, else 0; see [Note: sharing an activation] in quantize.py."""
+    """The id of the linear while it records gradients, else 0; see shared_input.py."""
 
 
 # ---- the three matmuls -----------------------------------------------------------------------------------------------
@@ -135,7 +133,9 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
         materialize(grad_output, row.dequant_scale)
     grad_input = grad_weight = grad_bias = None
     if needs_grad_bias:
-        grad_bias = as_matrix(grad_output).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        rows = grad_output.reshape(-1, grad_output.shape[-1])
+        grad_bias = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        del rows
     if (
         column is not None and saved_input.data is not None
     ):  # grad_weight [N, K] = grad_output.t() [N, M] @ input [M, K]

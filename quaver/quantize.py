@@ -21,22 +21,12 @@ scales. A cast that the config disables gives the matrix itself, in high precisi
 Three quantizers share this interface:
 
     Quantizer                        scales from the matrix; from an earlier step where the scale is persistent
-    CachedQuantizer                  the same, for an activation that q, k and v read one after another
+    CachedQuantizer                  the same, for an activation that q, k and v read (shared_input.py)
     TensorParallelQuantizer          the same scales for a matrix that ranks share (distributed/)
-
-[Note: sharing an activation] q, k and v read one activation, which is quantized once for all of them. The cache holds
-the operands of the last activation that a linear quantized while it recorded gradients. In evaluation there is no
-cache. Each linear is served once: one that is called twice quantizes twice, because version counters miss writes
-through numpy, `.data`, shared memory or a captured graph. Such a write between two linears that read one activation is
-still missed. The entry goes when another activation is quantized, when the backward of a linear begins, or when the
-activation dies. It serves the same tensor object at the same version, under the same dispatch mode. So under selective
-checkpointing the forward and its recomputation, each under a mode of its own, issue the same operations. Dynamo traces
-no cache; a compiler removes equal operations itself.
 """
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -46,8 +36,6 @@ from quaver.config import CastConfig, OperandCasts
 from quaver.gemm import Operand
 from quaver.kernels.cast import CASTS, Places, cast_with_persistent_scale, cast_with_scale
 from quaver.scaling import PersistentScale, amax_to_quant_scale, to_dequant_scale
-from quaver.torch_private.dispatch import count_dispatch_modes, dispatch_mode_at
-from quaver.torch_private.versions import version_of
 
 
 class Scales(NamedTuple):
@@ -200,122 +188,3 @@ class LinearSharding(Protocol):
 
     def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
         """The result from every rank's `output` [M, N] for an input [*leading, K]: [M, N], or [*leading, N] sharded."""
-
-
-# ---- [Note: sharing an activation] -----------------------------------------------------------------------------------
-
-
-class _Entry(NamedTuple):
-    """The operands of one activation, and what they are valid for."""
-
-    activation: weakref.ref[Tensor]
-    version: int
-    dispatch_mode: weakref.ref[Any] | None
-    """Held weakly, because the mode of a checkpoint holds all that its policy saved."""
-    casts: OperandCasts
-    hp_dtype: torch.dtype
-    scale: PersistentScale | None
-    scale_version: int
-    operands: Operands
-    readers: frozenset[int]
-    """The linears that were given these operands, by id."""
-
-    def serves(self, activation: Tensor, quantizer: CachedQuantizer, dispatch_mode: Any) -> bool:
-        return (
-            self.activation() is activation
-            and quantizer.reader not in self.readers
-            and self.version == version_of(activation)
-            and (None if self.dispatch_mode is None else self.dispatch_mode()) is dispatch_mode
-            and self.scale is quantizer.scale
-            and self.scale_version == _version_of(quantizer.scale)
-            and self.casts == quantizer.casts
-            and self.hp_dtype is quantizer.hp_dtype
-        )
-
-
-def _version_of(scale: PersistentScale | None) -> int:
-    """See [Note: stale scales] in scale_state.py."""
-    return -1 if scale is None else version_of(scale.quant_scale)
-
-
-_entry: _Entry | None = None
-
-
-def _clear_if(activation: weakref.ref[Tensor]) -> None:
-    entry = _entry
-    if entry is not None and entry.activation is activation:
-        clear_cached_operands()
-
-
-def clear_cached_operands() -> None:
-    """Drop the entry; called when the backward of a linear begins."""
-    global _entry
-    _entry = None
-
-
-class CachedQuantizer(Quantizer):
-    """Quantizes an activation once for the linears that read it one after another.
-
-    Args:
-        reader: the id of the linear.
-    """
-
-    __slots__ = ("reader",)
-
-    def __init__(self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, reader: int) -> None:
-        super().__init__(casts, hp_dtype, scale)
-        self.reader = reader
-
-    def __call__(self, hp: Tensor, *, row: bool, column: bool, scales: Scales | None = None) -> Operands:
-        """See `Quantizer`; `hp` is the activation itself."""
-        global _entry
-        mode, known, readers = _innermost_dispatch_mode(), Operands(None, None), frozenset((self.reader,))
-        entry = _entry  # read once: another thread may replace it
-        if entry is not None and entry.serves(hp, self, mode):
-            known, readers = entry.operands, entry.readers | readers
-            if (not row or known.row is not None) and (not column or known.column is not None):
-                _entry = entry._replace(readers=readers)
-                return known
-        _entry = entry = None  # its memory goes before more is taken
-        missing = self.casts.row if known.row is None else self.casts.column
-        made = super().__call__(
-            hp,
-            row=row and known.row is None,
-            column=column and known.column is None,
-            scales=self.scales_for(missing, known),
-        )
-        made = Operands(known.row or made.row, known.column or made.column)
-        weak_mode = None if mode is None else weakref.ref(mode)
-        _entry = _Entry(
-            weakref.ref(hp, _clear_if),
-            version_of(hp),
-            weak_mode,
-            self.casts,
-            self.hp_dtype,
-            self.scale,
-            _version_of(self.scale),
-            made,
-            readers,
-        )
-        return made
-
-
-def cached_quantizer(
-    activation: Tensor, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, reader: int
-) -> Quantizer:
-    """The quantizer of an activation; a `CachedQuantizer` where [Note: sharing an activation] allows it.
-
-    Args:
-        reader: the id of the linear if it records gradients, else 0.
-    """
-    if torch.compiler.is_dynamo_compiling() or not reader or activation.is_inference():
-        return Quantizer(casts, hp_dtype, scale)
-    # Autograd saves this activation for backward, so an entry would outlive its readers.
-    if casts.column.is_disabled and activation.dtype is hp_dtype:
-        return Quantizer(casts, hp_dtype, scale)
-    return CachedQuantizer(casts, hp_dtype, scale, reader)
-
-
-def _innermost_dispatch_mode() -> Any:
-    depth = count_dispatch_modes()
-    return dispatch_mode_at(depth - 1) if depth else None

@@ -21,7 +21,7 @@ counts from the beginning, as compiled code does, where Inductor saves nothing t
 [Note: what a policy counts] A policy looks results up by counting the calls of each operation
 (torch.utils.checkpoint), so a block must issue the same operations in its forward and in its recomputation. Casts are
 functions of their operands, and persistent scales record maxima, so repeating them changes nothing; the cache of a
-shared activation belongs to one dispatch mode ([Note: sharing an activation] in quantize.py).
+shared activation belongs to one dispatch mode (shared_input.py).
 """
 
 from __future__ import annotations

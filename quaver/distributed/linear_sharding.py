@@ -24,8 +24,9 @@ from quaver.distributed.collectives import all_reduce, reduce_scatter
 from quaver.distributed.tensor_parallel_quantizer import GatheringQuantizer, TensorParallelQuantizer
 from quaver.gemm import Operand
 from quaver.linear import Float8Linear, compute_dtype
-from quaver.quantize import Quantizer, cached_quantizer, present
+from quaver.quantize import Quantizer, present
 from quaver.scaling import PersistentScale
+from quaver.shared_input import cached_quantizer
 from quaver.tensor import Float8Tensor
 
 # ---- one linear ------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import nn
 
 import quaver.linear
 import quaver.quantize
-from quaver import Float8Linear, convert_to_high_precision, float8_linear
+from quaver import Float8Linear, convert_to_float8_training, convert_to_high_precision, float8_linear
 from quaver.kernels import cpu
 from tests.distributed.models import config_of
 from tests.reference import RECIPES, assert_matmul_exact, sqnr_db
@@ -31,6 +31,17 @@ EXPECTED_SQNR_DB = {
 
 def make(recipe, k=64, n=32, *, bias=False, dtype=torch.bfloat16, **options):
     return Float8Linear(k, n, bias=bias, dtype=dtype, config=config_of(recipe, **options))
+
+
+class Qkv(nn.Module):
+    """Three linears that read one input."""
+
+    def __init__(self, k, n, dtype):
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(k, n, bias=False, dtype=dtype) for _ in range(3))
+
+    def forward(self, input):
+        return [linear(input) for linear in self.linears]
 
 
 def run(module, input, grad_output):
@@ -142,12 +153,12 @@ def test_bytes_kept_for_backward(recipe):
 def test_qkv_keep_their_input_once(recipe, autocast):
     """grad_weight in high precision needs the input in autocast's dtype: one copy for three linears."""
     m, k, dtype = 256, 64, torch.float32 if autocast else torch.bfloat16
-    qkv = [make(recipe, k, dtype=dtype) for _ in range(3)]
+    qkv = convert_to_float8_training(Qkv(k, 32, dtype), config=config_of(recipe))
     input = torch.randn(m, k, dtype=dtype, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        kept = saved_bytes(lambda: [linear(input) for linear in qkv])
+        kept = saved_bytes(lambda: qkv(input))
     if recipe == "rowwise_with_gw_hp":
-        weights = sum(linear.weight.nbytes for linear in qkv)
+        weights = sum(linear.weight.nbytes for linear in qkv.linears)
         assert kept[torch.bfloat16] == 2 * m * k + (0 if autocast else weights)
         assert E4M3 not in kept
     else:
@@ -225,9 +236,9 @@ def test_reads_of_one_step(recipe, options, input_weight_grad_output, without_gr
 @needs_counts
 @pytest.mark.parametrize(("recipe", "weight_reads"), [("tensorwise", 2), ("rowwise", 1)])
 def test_qkv_read_their_input_once(recipe, weight_reads):
-    qkv = [make(recipe, K, N) for _ in range(3)]
-    input, outputs = torch.randn(M, K).bfloat16(), []
-    assert reads(lambda: outputs.extend(linear(input) for linear in qkv)) == 2 * M * K + 3 * weight_reads * N * K
+    qkv = convert_to_float8_training(Qkv(K, N, torch.bfloat16), config=config_of(recipe))
+    input = torch.randn(M, K).bfloat16()
+    assert reads(lambda: qkv(input)) == 2 * M * K + 3 * weight_reads * N * K
 
 
 @RECIPE
@@ -264,16 +275,17 @@ def test_sharing_prolongs_no_life():
     module = make("rowwise")
     input = torch.randn(64, 64).bfloat16()
     output = module(input)
-    assert new_ones() == 2  # the last activation's operands, one of which backward reads
+    assert new_ones() == 1  # the operand that backward reads
     output.sum().backward()
     del output
     assert new_ones() == 0
     with torch.no_grad():
         module(input)
     assert new_ones() == 0  # in evaluation nothing is shared
-    module(input)
-    assert new_ones() == 2
-    del input
+    qkv = convert_to_float8_training(Qkv(64, 32, torch.bfloat16), config="rowwise")
+    outputs = qkv(input)
+    assert new_ones() == 1  # one for three linears, and none that is only remembered
+    del outputs
     assert new_ones() == 0
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from quaver import Float8Linear, convert_to_float8_training
+from quaver import Float8Linear, convert_to_float8_training, convert_to_high_precision
 from quaver.kernels import cpu
 
 RECIPES = ("tensorwise", "rowwise")
@@ -43,7 +46,7 @@ WRITES = (through_numpy, through_data, through_shared_memory)
 def test_a_write_that_no_version_counter_sees_is_seen(recipe, write, records_gradients):
     linear = Float8Linear(64, 64, bias=False, config=recipe)
     attention = convert_to_float8_training(Attention(), config=recipe)
-    for calls in ([linear, linear], [attention.q, attention.q]):
+    for calls in ([linear, linear], [attention.q, attention.q], [attention.q, attention.k], [attention, attention]):
         x = torch.randn(32, 64)
         before = x._version
         with torch.set_grad_enabled(records_gradients):
@@ -69,3 +72,25 @@ def test_one_forward_that_trains_casts_its_input_once():
     with torch.no_grad():
         assert elements_read(lambda: attention(x)) == weights + 3 * once
     assert elements_read(lambda: (attention.v(x), attention.v(x))) == 2 * (weights // 3 + once)
+    assert elements_read(lambda: (attention.q(x), attention.k(x), attention.v(x))) == weights + 3 * once
+
+
+@pytest.mark.skipif(not cpu.AVAILABLE, reason="counts the reads of the C extension")
+def test_a_forward_that_raised_leaves_nothing_open():
+    attention = convert_to_float8_training(Attention(), config="tensorwise")
+    with pytest.raises(ValueError, match="expected an input of shape"):
+        attention(torch.randn(32, 7))
+    x = torch.randn(32, 64)
+    assert elements_read(lambda: (attention.q(x), attention.k(x))) == 2 * (2 * 64 * 64 + 2 * x.numel())
+
+
+def test_the_hooks_are_copied_pickled_and_removed():
+    model = nn.Sequential(convert_to_float8_training(Attention(), config="tensorwise"))
+    convert_to_float8_training(model, config="tensorwise")
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        attention = each[0]
+        assert len(attention._forward_pre_hooks) == len(attention._forward_hooks) == 1
+        convert_to_high_precision(each)
+        assert not attention._forward_pre_hooks
+        assert not attention._forward_hooks
+        assert not attention._forward_hooks_always_called

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import quaver.quantize
-from quaver import Float8Linear, Float8LinearConfig
+from quaver import Float8Linear, Float8LinearConfig, convert_to_float8_training
 from quaver.config import ScalingGranularity
 from quaver.memory import CATEGORIES, TensorBytes, draw_timeline, record_timeline
 from quaver.recorder.allocator import measure_usage
@@ -173,7 +173,8 @@ def test_recording_changes_nothing(monkeypatch):
     casts, tensorwise = quaver.quantize.CASTS, ScalingGranularity.TENSORWISE
     cast = casts[tensorwise]
     monkeypatch.setitem(casts, tensorwise, lambda *args: calls.append(1) or cast(*args))
-    model, input = Attention(), torch.randn(ROWS, 64, dtype=torch.bfloat16)
+    model, input = convert_to_float8_training(Attention()), torch.randn(ROWS, 64, dtype=torch.bfloat16)
+    hooks = hooks_of(model)
     train_step(model, input)
     without, expected = len(calls), gradients(model)
     recorded(model, input)
@@ -184,7 +185,11 @@ def test_recording_changes_nothing(monkeypatch):
     report = recorded(model, input)
     assert len(calls) == 5 * without
     assert report["peak_bytes"] - sum(report["resident_bytes"].values()) == counted.peak_bytes
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert hooks_of(model) == hooks
+
+
+def hooks_of(model):
+    return [[*module._forward_hooks.values(), *module._forward_pre_hooks.values()] for module in model.modules()]
 
 
 def test_what_is_still_an_error():
