@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from quaver.formats import E4M3, E5M2, FORMATS
+from quaver.torchao_forms import LinearMMConfig, ScaledMMConfig, from_torchao
 
 
 class ScalingType(enum.Enum):
@@ -61,6 +62,11 @@ def _check_type(config: object, name: str, expected: type) -> None:
         raise ValueError(f"{name}: expected {expected.__name__}, got {value!r}")
 
 
+def _accept_torchaos(config: object, name: str, expected: type) -> None:
+    """Replace torchao's counterpart of `expected` in a field by quaver's."""
+    object.__setattr__(config, name, from_torchao(getattr(config, name), expected))
+
+
 def _check(holds: bool, name: str, expected: str, got: object) -> None:
     if not holds:
         raise ValueError(f"{name}: expected {expected}, got {got!r}")
@@ -98,6 +104,8 @@ class CastConfig:
     """Whether the scale is known before the tensor is: delayed or static."""
 
     def __post_init__(self, static_scale: float | torch.Tensor | None) -> None:
+        _accept_torchaos(self, "scaling_type", ScalingType)
+        _accept_torchaos(self, "scaling_granularity", ScalingGranularity)
         object.__setattr__(self, "is_disabled", self.scaling_type is ScalingType.DISABLED)
         is_tensorwise = not self.is_disabled and self.scaling_granularity is ScalingGranularity.TENSORWISE
         object.__setattr__(self, "is_tensorwise", is_tensorwise)
@@ -252,6 +260,9 @@ class Float8LinearRecipeName(enum.Enum):
         aliases["lw_axiswise_with_gw_hp"] = cls.ROWWISE_WITH_GW_HP
         if isinstance(value, str) and value in aliases:
             return aliases[value]
+        accepted = from_torchao(value, cls)
+        if isinstance(accepted, cls):
+            return accepted
         raise ValueError(f"unknown recipe {value!r}: expected one of {', '.join(name.value for name in cls)}")
 
 
@@ -386,8 +397,10 @@ class Float8LinearConfig:
     def __post_init__(self, force_recompute_fp8_weight_in_bwd: bool | None) -> None:
         for option in fields(self):
             if option.name.startswith("gemm_config"):
+                _accept_torchaos(self, option.name, Float8GemmConfig)
                 _check_type(self, option.name, Float8GemmConfig)
             elif option.name.startswith("cast_config"):
+                _accept_torchaos(self, option.name, CastConfig)
                 if getattr(self, option.name) is not None or option.default is not None:
                     _check_type(self, option.name, CastConfig)
             elif option.init and isinstance(option.default, bool):
@@ -448,6 +461,13 @@ class Float8LinearConfig:
             if self.casts == config.casts:
                 return recipe
         return None
+
+    @property
+    def linear_mm_config(self) -> LinearMMConfig:
+        """How the three matmuls run, in torchao's form."""
+        return LinearMMConfig(
+            *(ScaledMMConfig(each.emulate, each.use_fast_accum, False, each.pad) for each in self.matmuls)
+        )
 
     def short_str(self) -> str:
         """torchao's short form, "i:dyn_ten_e4m3,w:dyn_ten_e4m3,go:dyn_ten_e5m2"; "w_gi:" and so on where unlike."""
@@ -516,13 +536,21 @@ def _make_recipes() -> dict[Float8LinearRecipeName, Float8LinearConfig]:
 def resolve_config(config: Float8LinearConfig | Float8LinearRecipeName | str | None) -> Float8LinearConfig:
     """The config for what a caller gives: a config, a recipe or its name; None for the tensorwise recipe.
 
-    Raises ValueError for an unknown name, TypeError for anything else.
+    torchao's configs and recipes are accepted by value.
+
+    Raises:
+        ValueError: an unknown name.
+        TypeError: anything else.
     """
     if isinstance(config, Float8LinearConfig):
         return config
-    config = Float8LinearRecipeName.TENSORWISE if config is None else config
+    if config is None:
+        return _RECIPES[Float8LinearRecipeName.TENSORWISE]
     if isinstance(config, Float8LinearRecipeName | str):
         return _RECIPES[Float8LinearRecipeName(config)]
+    accepted = from_torchao(from_torchao(config, Float8LinearConfig), Float8LinearRecipeName)
+    if accepted is not config:
+        return resolve_config(accepted)
     raise TypeError(f"config: expected a Float8LinearConfig, a recipe's name such as 'rowwise' or None, got {config!r}")
 
 

@@ -17,6 +17,7 @@ from quaver.formats import FORMATS
 from quaver.linear import OWN_ATTRIBUTES, Float8Linear
 from quaver.scale_state import LinearScales
 from quaver.slow_paths import slow_paths
+from quaver.torchao_forms import is_torchaos
 from quaver.weights.frozen import FrozenFloat8Weight
 from quaver.weights.gathered import is_all_gather_weight
 
@@ -131,8 +132,11 @@ def conversion_report(module: nn.Module) -> ConversionReport:
         if not isinstance(child, nn.Linear):
             layers += _other_matmul_weights(child, name, owners, experts)
             continue
-        converted, said = isinstance(child, Float8Linear), vars(child).get(FILTER_REASON, "")
-        if isinstance(child, Float8Linear):
+        quantized = is_torchaos(child._parameters.get("weight"))
+        converted, said = isinstance(child, Float8Linear) and not quantized, vars(child).get(FILTER_REASON, "")
+        if quantized:
+            reason = f"its weight is a {type(child.weight).__name__} of torchao, which multiplies it for inference"
+        elif isinstance(child, Float8Linear):
             configs[str(child.config)] = None
             notes.update(dict.fromkeys(_notes(child.config)))
             tied = [owner for owner in owners.get(id(child._parameters.get("weight")), []) if owner != name]
@@ -142,7 +146,7 @@ def conversion_report(module: nn.Module) -> ConversionReport:
         else:
             reason = said or obstacle_of(child, False) or "not converted, or new since the conversion"
         shape = child.in_features, child.out_features
-        backend = child.backend if isinstance(child, Float8Linear) else ""
+        backend = child.backend if isinstance(child, Float8Linear) and not quantized else ""
         layers.append(LayerReport(name, *shape, converted, reason, experts.of_linear(name), backend))
     convolutions = sum(isinstance(each, _CONVOLUTIONS) for each in module.modules())
     said = slow_paths() if configs else []

@@ -32,6 +32,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quaver.checkpointing.early_stop import save
@@ -55,6 +56,7 @@ from quaver.shared_input import cached_quantizer, clear_cached_operands
 from quaver.tensor import Float8Tensor
 from quaver.torch_private.autograd import forward_ad_level
 from quaver.torch_private.tracing import FakeTensor
+from quaver.torchao_forms import LinearMMConfig, is_torchaos
 from quaver.weights.base import WrappedTensor
 
 
@@ -361,11 +363,13 @@ class Float8Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         weight = self.weight
         if type(weight) is not nn.Parameter and type(weight) is not Tensor and type(weight) is not FakeTensor:
-            if type(weight).__module__.partition(".")[0] == "torchao":
-                raise RuntimeError(
-                    f"the weight of this Float8Linear is a {type(weight).__name__} of torchao, quantized after the "
-                    "conversion; call convert_to_high_precision(model) before quantize_"
-                )
+            if is_torchaos(weight):  # quantized for inference, after training
+                if weight.requires_grad:
+                    raise RuntimeError(
+                        f"the weight of this Float8Linear is a {type(weight).__name__} of torchao and trains; call "
+                        "convert_to_high_precision(model) before quantize_"
+                    )
+                return F.linear(input, weight, self.bias)
             # All-gathered in float8, sharded, or to be gathered.
             if self.sharding is not None or hasattr(weight, "placements"):
                 return Float8Linear.forward_on_dtensors(self, input)
@@ -421,6 +425,11 @@ class Float8Linear(nn.Linear):
         """
         backend: str = self.__dict__.get("_backend", "not run yet")
         return backend
+
+    @property
+    def linear_mm_config(self) -> LinearMMConfig:
+        """How the three matmuls run, in torchao's form."""
+        return self.config.linear_mm_config
 
     def extra_repr(self) -> str:
         recipe = self.config.recipe_name

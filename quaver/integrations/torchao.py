@@ -4,8 +4,9 @@
     quaver.integrations.torchao.install()                                  # in a program of your own
 
 It reaches what Accelerate (`mixed_precision="fp8"`), transformers' Trainer on it, axolotl, LLaMA-Factory, NeMo
-AutoModel and torchtitan import. torchao must be installed, because these programs ask for it. Its own quantization and
-prototypes keep what they imported before.
+AutoModel and torchtitan import. torchao must be installed, because these programs ask for it. Its configs and enums
+stay its own, since its functions compare them, and quaver takes them by value. Its own quantization and prototypes keep
+what they imported before.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 from torch import nn
 
-from quaver.config import Float8LinearConfig, Float8LinearRecipeName
+from quaver.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.convert import ModuleFilter
 from quaver.convert import convert_to_float8_training as _convert
 from quaver.integrations.check import is_torchao_linear
@@ -31,6 +32,8 @@ PATHS = tuple(
     for path in ("", ".config", ".float8_linear", ".float8_linear_utils", ".float8_tensor_parallel", ".fsdp_utils")
 )
 """Where torchao defines what programs import to train; other modules of `torchao.float8` are its own tools."""
+_CONFIG = "torchao.float8.config"
+"""Whose classes stay torchao's."""
 
 
 def convert_to_float8_training(
@@ -46,16 +49,17 @@ def convert_to_float8_training(
     that the optimizer does not hold.
 
     Raises:
-        RuntimeError: torchao has converted the model, or made the config, before `install()`.
+        RuntimeError: torchao has converted the model.
+        AssertionError: `module` is a linear with children, as in torchao.
     """
     for name, child in module.named_modules():
         if is_torchao_linear(child):
             raise RuntimeError(f"{name or 'the module'} was converted by torchao: call install() before the conversion")
-    if type(config).__module__.startswith("torchao."):
-        raise RuntimeError(f"this {type(config).__name__} is torchao's, from before install(): make it after")
+    if isinstance(module, nn.Linear) and next(module.children(), None) is not None:
+        raise AssertionError("Does not support a root nn.Linear with children")  # torchao's, which its callers expect
     state = _accelerate_state()
-    if isinstance(config, Float8LinearConfig) and state is not None and not state.is_fsdp2:
-        config = replace(config, enable_fsdp_float8_all_gather=False)
+    if state is not None and not state.is_fsdp2:
+        config = replace(resolve_config(config), enable_fsdp_float8_all_gather=False)
     return _convert(module, config=config, module_filter_fn=module_filter_fn)
 
 
@@ -140,7 +144,7 @@ def _replacements() -> dict[int, tuple[Any, Any]]:
             raise RuntimeError(f"cannot import {path}: pip install torchao ({error})") from error
         for name in _counterpart(path).__all__:
             old, new = vars(module).get(name), getattr(_counterpart(path), name)
-            if _is_definition(old) and old.__module__ in PATHS:
+            if _is_definition(old) and old.__module__ in PATHS and old.__module__ != _CONFIG:
                 found[id(old)] = (old, convert_to_float8_training if new is _convert else new)
     return found
 
@@ -156,7 +160,9 @@ def _refuse_what_cannot_be_served(importers: list[ModuleType], replaced: dict[in
                 )
     for module in importers:
         for name, value in [*vars(module).items()]:
-            if _is_definition(value) and value.__module__ in PATHS and id(value) not in replaced:
+            if not _is_definition(value) or value.__module__ not in PATHS or id(value) in replaced:
+                continue
+            if value.__module__ != _CONFIG or value.__name__ not in _counterpart(_CONFIG).__all__:
                 raise RuntimeError(
                     f"{module.__name__} has imported {value.__module__}.{name}, which quaver has no counterpart of; "
                     "run this program on torchao"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from quaver.config import Float8LinearConfig, Float8LinearRecipeName, ScalingType
+from quaver.config import Float8LinearConfig, Float8LinearRecipeName, ScalingType, resolve_config
 from quaver.convert import convert_to_float8_training
 from quaver.delayed import sync_float8_amax_and_scale_history
 from quaver.gemm import ALIGNMENT
@@ -13,7 +13,7 @@ from quaver.linear import Float8Linear
 
 def linear_requires_sync(config: Float8LinearConfig) -> bool:
     """Whether `sync_float8_amax_and_scale_history` has to be called once a step."""
-    return any(cast.scaling_type is ScalingType.DELAYED for cast in config.casts.every())
+    return any(cast.scaling_type is ScalingType.DELAYED for cast in resolve_config(config).casts.every())
 
 
 def get_float8_layers(model: nn.Module) -> list[Float8Linear]:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quaver.config import Float8LinearConfig
+from quaver.config import Float8LinearConfig, resolve_config
 from quaver.scaling import EPS, amax_to_quant_scale, cast_to_float8
 
 
@@ -24,7 +24,7 @@ def compute_error(x: Tensor, y: Tensor) -> Tensor:
 
 def config_has_stateful_scaling(config: Float8LinearConfig) -> bool:
     """Whether an operand has delayed or static scaling."""
-    return config.has_persistent_scales
+    return resolve_config(config).has_persistent_scales
 
 
 __all__ = ["EPS", "amax_to_scale", "compute_error", "config_has_stateful_scaling", "to_fp8_saturated"]
