@@ -13,7 +13,6 @@ from quaver import (
     convert_to_float8_training,
     float8_scaling_state,
     gemm,
-    quantize,
     sync_float8_amax_and_scale_history,
 )
 from quaver.kernels import cpu, widen
@@ -104,15 +103,23 @@ def test_the_probe_of_a_gpu(rowwise, defaults, monkeypatch):
 
 
 def test_another_thread_replaces_the_cached_operands_at_a_hit(monkeypatch):
-    serves = quantize._Entry.serves
+    serves = shared_input._Entry.serves
 
     def serves_and_goes(*args):
         hit = serves(*args)
-        quantize.clear_cached_operands()
+        shared_input.clear_cached_operands()
         return hit
 
-    model = convert_to_float8_training(nn.ModuleList(nn.Linear(32, 32) for _ in range(3)), config="tensorwise")
+    class Qkv(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linears = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, x):
+            return [linear(x) for linear in self.linears]
+
+    model = convert_to_float8_training(Qkv(), config="tensorwise")
     x = torch.randn(32, 32)
-    expected = [linear(x) for linear in model]
-    monkeypatch.setattr(quantize._Entry, "serves", serves_and_goes)
-    assert all(map(torch.equal, [linear(x) for linear in model], expected))
+    expected = model(x)
+    monkeypatch.setattr(shared_input._Entry, "serves", serves_and_goes)
+    assert all(map(torch.equal, model(x), expected))
