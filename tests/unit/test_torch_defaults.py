@@ -13,6 +13,7 @@ from quaver import (
     convert_to_float8_training,
     float8_scaling_state,
     gemm,
+    shared_input,
     sync_float8_amax_and_scale_history,
 )
 from quaver.kernels import cpu, widen
