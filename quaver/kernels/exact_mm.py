@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import platform
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ from quaver.torch_private.hardware import has_avx512_bfloat16, onednn_has_bfloat
 
 UNITS_PAY_FROM = 8192
 """Elements of the larger operand from which a CPU's bfloat16 units beat float32: they take microseconds to start."""
+
+CALLS_WEIGH_BELOW = 4096
+"""Elements of the larger operand below which the calls of a matmul on a CPU take longer than its arithmetic."""
 
 PANEL_LENGTH = 1024
 """Rows or columns of the larger operand that are widened at a time on a CPU, at least half as many."""
@@ -70,8 +73,8 @@ def _exact_float8_mm(
 ) -> Tensor:
     """See the top of the file, and `quaver.gemm.float8_mm` for the arguments. Runs on plain tensors, never traced."""
     varies = varies_along_contracted(a, a_dequant_scale, 1), varies_along_contracted(b, b_dequant_scale, 0)
-    if a.is_cpu and not any(varies) and max(a.numel(), b.numel()) < UNITS_PAY_FROM:
-        return _small_mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype, scales_are_powers_of_2)
+    if a.is_cpu and not any(varies) and max(a.numel(), b.numel()) < CALLS_WEIGH_BELOW:
+        return _small_mm(a, b, (a_dequant_scale, b_dequant_scale), bias, out_dtype, scales_are_powers_of_2)
     # bfloat16 operands leave room for one scale of the whole result, or for scales that change no mantissa.
     tensorwise = a_dequant_scale.dim() == 0 and b_dequant_scale.dim() == 0
     bfloat16 = (tensorwise or scales_are_powers_of_2) and _bfloat16_pays(a, b, out_dtype)
@@ -181,20 +184,14 @@ def _float32_mm(a: _Wide, b: _Wide, bias: Tensor | None, out: Tensor) -> Tensor:
 
 
 def _small_mm(
-    a: Tensor,
-    b: Tensor,
-    a_dequant_scale: Tensor,
-    b_dequant_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    scales_are_powers_of_2: bool,
+    a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | None, out_dtype: torch.dtype, powers_of_2: bool
 ) -> Tensor:
-    """The result of `_float32_mm` in few calls, which weigh more than arithmetic here."""
+    """The bits of `_float32_mm` on widened operands, in the fewest calls."""
     wide_a, wide_b = a.float(), b.float()
     sums = wide_a.new_empty(a.shape[0], b.shape[1])
     scales_left = []
-    for wide, scale in ((wide_a, a_dequant_scale), (wide_b, b_dequant_scale)):
-        if scales_are_powers_of_2 and scale.dim():
+    for wide, scale in zip((wide_a, wide_b), scales, strict=True):
+        if powers_of_2 and scale.dim():
             wide.mul_(scale)
         else:
             scales_left.append(scale)
@@ -206,29 +203,15 @@ def _small_mm(
     return sums.to(out_dtype)
 
 
-def _cpu_mm(
-    a: Tensor,
-    b: Tensor,
-    a_dequant_scale: Tensor,
-    b_dequant_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    scales_are_powers_of_2: bool,
-) -> Tensor | None:
+def _cpu_mm(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor, *rest: Any) -> Tensor | None:
     if varies_along_contracted(a, a_dequant_scale, 1) or varies_along_contracted(b, b_dequant_scale, 0):
         return None
+    bias, out_dtype, _ = rest
     return cpu.mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype)
 
 
-def _fake_mm(
-    a: Tensor,
-    b: Tensor,
-    a_dequant_scale: Tensor,
-    b_dequant_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    scales_are_powers_of_2: bool,
-) -> Tensor:
+def _fake_mm(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    *_, out_dtype, _ = rest
     return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
 
 
