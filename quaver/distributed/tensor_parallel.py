@@ -45,8 +45,8 @@ def _float8_linear(style: object, module: nn.Module) -> Float8Linear:
         if unshareable is not None or isinstance(module.weight, Float8Tensor):
             got = "a frozen float8 weight" if isinstance(module.weight, Float8Tensor) else unshareable
             raise NotImplementedError(
-                f"{type(style).__name__}: expected operands scaled tensorwise or rowwise, and a weight in high "
-                f"precision, got {got}"
+                f"{type(style).__name__}: expected a weight in high precision, and operands scaled tensorwise or "
+                f"rowwise, got {got}"
             )
     if not isinstance(module, Float8Linear):
         raise ValueError(

@@ -77,7 +77,8 @@ def test_the_diff_adds_a_granularity_in_three_files(tmp_path):
     page = (ROOT.parent / "docs" / "extending.md").read_text()
     shutil.copytree(ROOT, tmp_path / "quaver", ignore=shutil.ignore_patterns("__pycache__"))
     assert _apply(DIFF.search(page)[1], tmp_path) == ["quaver/config.py", "quaver/scaling.py", "quaver/kernels/cast.py"]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    # A cache of its own, because other tests compile kernels of the same names at the same time.
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
     done = subprocess.run(
         [sys.executable, "-c", TRAIN], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
     )

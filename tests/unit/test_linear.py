@@ -474,12 +474,3 @@ def test_a_non_finite_input_or_gradient_stays_visible(recipe, bad):
     _, grad_input, (grad_weight,) = run(module, torch.randn(128, 64), grad_output)
     assert not grad_input[7].isfinite().any()
     assert not grad_weight[8].isfinite().any()
-
-
-def test_a_weight_that_torchao_quantized_after_the_conversion_is_refused():
-    """As quantize_ leaves it: a subclass of torchao's in the place of the parameter."""
-    weight_type = type("Float8Tensor", (torch.Tensor,), {"__module__": "torchao.quantization.quantize_.workflows"})
-    linear = Float8Linear(16, 16)
-    linear.weight = torch.nn.Parameter(torch.randn(16, 16).as_subclass(weight_type), requires_grad=False)
-    with pytest.raises(RuntimeError, match=r"is a Float8Tensor of torchao.*convert_to_high_precision\(model\) before"):
-        linear(torch.randn(4, 16))

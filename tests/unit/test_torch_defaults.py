@@ -18,6 +18,7 @@ from quaver import (
 )
 from quaver.kernels import cpu, widen
 from quaver.kernels.exact_mm import exact_float8_mm
+from tests.unit.test_linear import Qkv
 
 IMPORTED_LATE = """
     import torch
@@ -111,15 +112,7 @@ def test_another_thread_replaces_the_cached_operands_at_a_hit(monkeypatch):
         shared_input.clear_cached_operands()
         return hit
 
-    class Qkv(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linears = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
-
-        def forward(self, x):
-            return [linear(x) for linear in self.linears]
-
-    model = convert_to_float8_training(Qkv(), config="tensorwise")
+    model = convert_to_float8_training(Qkv(32, 32, torch.float32), config="tensorwise")
     x = torch.randn(32, 32)
     expected = model(x)
     monkeypatch.setattr(shared_input._Entry, "serves", serves_and_goes)
