@@ -57,14 +57,11 @@ class ScalingGranularity(enum.Enum):
 
 
 def _check_type(config: object, name: str, expected: type) -> None:
-    value = getattr(config, name)
+    """Check a field, which torchao's counterpart of `expected` may fill: quaver's takes its place."""
+    value = from_torchao(getattr(config, name), expected)
+    object.__setattr__(config, name, value)
     if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
         raise ValueError(f"{name}: expected {expected.__name__}, got {value!r}")
-
-
-def _accept_torchaos(config: object, name: str, expected: type) -> None:
-    """Replace torchao's counterpart of `expected` in a field by quaver's."""
-    object.__setattr__(config, name, from_torchao(getattr(config, name), expected))
 
 
 def _check(holds: bool, name: str, expected: str, got: object) -> None:
@@ -104,16 +101,14 @@ class CastConfig:
     """Whether the scale is known before the tensor is: delayed or static."""
 
     def __post_init__(self, static_scale: float | torch.Tensor | None) -> None:
-        _accept_torchaos(self, "scaling_type", ScalingType)
-        _accept_torchaos(self, "scaling_granularity", ScalingGranularity)
+        _check_type(self, "scaling_type", ScalingType)
+        _check_type(self, "scaling_granularity", ScalingGranularity)
         object.__setattr__(self, "is_disabled", self.scaling_type is ScalingType.DISABLED)
         is_tensorwise = not self.is_disabled and self.scaling_granularity is ScalingGranularity.TENSORWISE
         object.__setattr__(self, "is_tensorwise", is_tensorwise)
         object.__setattr__(self, "is_rowwise", self.scaling_granularity is ScalingGranularity.ROWWISE)
         object.__setattr__(self, "is_blockwise", self.scaling_granularity is ScalingGranularity.BLOCKWISE)
         object.__setattr__(self, "is_persistent", self.scaling_type in (ScalingType.DELAYED, ScalingType.STATIC))
-        _check_type(self, "scaling_type", ScalingType)
-        _check_type(self, "scaling_granularity", ScalingGranularity)
         if self.is_persistent and not self.is_tensorwise:
             raise ValueError(
                 f"scaling_granularity: {self.scaling_type.value} scaling keeps one scale per tensor: expected "
@@ -397,10 +392,8 @@ class Float8LinearConfig:
     def __post_init__(self, force_recompute_fp8_weight_in_bwd: bool | None) -> None:
         for option in fields(self):
             if option.name.startswith("gemm_config"):
-                _accept_torchaos(self, option.name, Float8GemmConfig)
                 _check_type(self, option.name, Float8GemmConfig)
             elif option.name.startswith("cast_config"):
-                _accept_torchaos(self, option.name, CastConfig)
                 if getattr(self, option.name) is not None or option.default is not None:
                     _check_type(self, option.name, CastConfig)
             elif option.init and isinstance(option.default, bool):

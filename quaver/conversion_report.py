@@ -17,7 +17,7 @@ from quaver.formats import FORMATS
 from quaver.linear import OWN_ATTRIBUTES, Float8Linear
 from quaver.scale_state import LinearScales
 from quaver.slow_paths import slow_paths
-from quaver.torchao_forms import is_torchaos
+from quaver.torchao_forms import why_inference_only
 from quaver.weights.frozen import FrozenFloat8Weight
 from quaver.weights.gathered import is_all_gather_weight
 
@@ -132,10 +132,10 @@ def conversion_report(module: nn.Module) -> ConversionReport:
         if not isinstance(child, nn.Linear):
             layers += _other_matmul_weights(child, name, owners, experts)
             continue
-        quantized = is_torchaos(child._parameters.get("weight"))
+        quantized = why_inference_only(child._parameters.get("weight"))
         converted, said = isinstance(child, Float8Linear) and not quantized, vars(child).get(FILTER_REASON, "")
         if quantized:
-            reason = f"its weight is a {type(child.weight).__name__} of torchao, which multiplies it for inference"
+            reason = quantized
         elif isinstance(child, Float8Linear):
             configs[str(child.config)] = None
             notes.update(dict.fromkeys(_notes(child.config)))

@@ -109,7 +109,7 @@ def convert_to_float8_training(
             _check_can_convert(linear, name, config, [x for x in owners.get(id(linear.weight), []) if x != name])
             chosen.append((name, linear))
     _convert(module, chosen, config)
-    share_inputs(module, [name for name, each in module.named_modules() if isinstance(each, Float8Linear)])
+    share_inputs(module, Float8Linear)
     for linear, reason in reasons:
         vars(linear).pop(FILTER_REASON, None)
         vars(linear).update({FILTER_REASON: reason} if reason else {})

@@ -23,7 +23,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -88,14 +87,14 @@ def close_shared_input(parent: nn.Module, args: object, output: object) -> None:
             clear_cached_operands()
 
 
-def share_inputs(model: nn.Module, linears: Iterable[str]) -> None:
-    """Let the Float8Linears of `model` with these names share the cast of their input where they have one parent.
+def share_inputs(model: nn.Module, linear_class: type[nn.Module]) -> None:
+    """Let the linears of `model`, modules of `linear_class`, share the cast of their input where they have one parent.
 
     The parent of a linear is the nearest module around it that runs a forward and holds another Float8Linear: with an
     adapter's module around each linear it is still the attention or the feed-forward.
     """
     modules = dict(model.named_modules())
-    around = [_around(name) for name in linears]
+    around = [_around(name) for name, each in modules.items() if isinstance(each, linear_class)]
     held = Counter(name for names in around for name in names)
     for names in around:
         runs = (name for name in names if not isinstance(modules[name], nn.ModuleList | nn.ModuleDict))

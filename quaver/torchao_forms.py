@@ -48,3 +48,9 @@ class LinearMMConfig(NamedTuple):
 def is_torchaos(weight: object) -> bool:
     """Whether a weight is a tensor subclass of torchao."""
     return type(weight).__module__.partition(".")[0] == "torchao"
+
+
+def why_inference_only(weight: object) -> str:
+    """Why a linear with this weight is not in float8 training; "" unless the weight is a tensor of torchao."""
+    kind = type(weight).__name__
+    return f"its weight is a {kind} of torchao, which multiplies it for inference" if is_torchaos(weight) else ""

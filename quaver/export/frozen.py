@@ -70,7 +70,7 @@ def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
         device = torch.device("cpu") if weight.is_meta else weight.device
         codes, scale = (tensor.to(device, copy=True) for tensor in checkpoint.codes_and_scale(stored))  # not the file
         store_float8_weight(linear, codes, scale, config=config, dtype=weight.dtype)
-    share_inputs(model, [name for name, each in model.named_modules() if isinstance(each, Float8Linear)])
+    share_inputs(model, Float8Linear)
     _load_others(model, tensors, {name: checkpoint[name] for name in checkpoint if name not in linears.values()})
     return model
 

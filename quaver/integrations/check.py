@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from quaver.conversion_report import conversion_report, unfinished
 from quaver.linear import Float8Linear
 from quaver.slow_paths import slow_paths
-from quaver.torchao_forms import is_torchaos
+from quaver.torchao_forms import why_inference_only
 
 
 def assert_float8_training(
@@ -62,9 +62,7 @@ def _problems_of_the_model(model: nn.Module, allow_frozen: bool) -> Iterator[str
         yield f"no linear is in float8 ({report.why_nothing()})"
         return
     for name, linear in _float8_linears(model):
-        if is_torchaos(linear.weight):
-            yield f"{name}: its weight is a {type(linear.weight).__name__} of torchao, for inference"
-        for obstacle in unfinished(linear):
+        for obstacle in filter(None, [why_inference_only(linear.weight), *unfinished(linear)]):
             yield f"{name}: {obstacle}"
     frozen = [name for name, linear in _float8_linears(model) if not linear.weight.requires_grad]
     if frozen and not allow_frozen:
