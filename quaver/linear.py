@@ -42,16 +42,9 @@ from quaver.config import Float8LinearConfig, Float8LinearRecipeName, resolve_co
 from quaver.formats import HP_DTYPES
 from quaver.gemm import Operand, backends_of, laid_out_for_columns_after, mm
 from quaver.kernels.cpu import check_memory
-from quaver.quantize import (
-    LinearSharding,
-    Operands,
-    PreparedOperands,
-    Quantizer,
-    Scales,
-    present,
-)
+from quaver.quantize import LinearSharding, Operands, PreparedOperands, Quantizer, present
 from quaver.scale_state import LinearScales
-from quaver.scaling import NO_PERSISTENT_SCALES, PersistentScales
+from quaver.scaling import NO_PERSISTENT_SCALES, PersistentScales, Scales
 from quaver.shared_input import cached_quantizer, clear_cached_operands
 from quaver.tensor import Float8Tensor
 from quaver.torch_private.autograd import forward_ad_level
@@ -135,15 +128,9 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
         materialize(grad_output, row.dequant_scale)
     grad_input = grad_weight = grad_bias = None
     if needs_grad_bias:
-        rows = grad_output.reshape(-1, grad_output.shape[-1])
-        grad_bias = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        del rows
-    if (
-        column is not None and saved_input.data is not None
-    ):  # grad_weight [N, K] = grad_output.t() [N, M] @ input [M, K]
-        input = Operand(saved_input.data, saved_input.dequant_scale)
-        grad_weight = mm(column.t(), input, matmuls.grad_weight, args.hp_dtype)
-        del input
+        grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+    if column is not None:  # grad_weight [N, K] = grad_output.t() [N, M] @ input [M, K]
+        grad_weight = mm(column.t(), saved_input, matmuls.grad_weight, args.hp_dtype)
     del saved_input, column
     if needs_grad_input and apart:
         row = quantizer(grad_output, row=True, column=False).row

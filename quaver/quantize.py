@@ -35,20 +35,7 @@ from torch import Tensor
 from quaver.config import CastConfig, OperandCasts
 from quaver.gemm import Operand
 from quaver.kernels.cast import CASTS, Places, cast_with_persistent_scale, cast_with_scale
-from quaver.scaling import PersistentScale, amax_to_quant_scale, to_dequant_scale
-
-
-class Scales(NamedTuple):
-    """The scale of one cast in both directions: float32: (), the matrix's with the contracted dim 1, or blocks'."""
-
-    quant: Tensor
-    dequant: Tensor
-
-
-def scales_of(amax: Tensor, float8_dtype: torch.dtype, power_of_2: bool) -> Scales:
-    """The scales that bring `amax` (float32, any shape) to the largest number of `float8_dtype`."""
-    quant = amax_to_quant_scale(amax, float8_dtype, power_of_2=power_of_2)
-    return Scales(quant, to_dequant_scale(quant))
+from quaver.scaling import PersistentScale, Scales, to_dequant_scale
 
 
 class Operands(NamedTuple):

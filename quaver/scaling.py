@@ -158,6 +158,19 @@ def to_dequant_scale(quant_scale: Tensor) -> Tensor:
     return (1.0 / quant_scale.double()).float()  # [Note: one division, two formulas]
 
 
+class Scales(NamedTuple):
+    """The scale of one cast in both directions: float32: (), the matrix's with the contracted dim 1, or blocks'."""
+
+    quant: Tensor
+    dequant: Tensor
+
+
+def scales_of(amax: Tensor, float8_dtype: torch.dtype, power_of_2: bool) -> Scales:
+    """The scales that bring `amax` (a high-precision dtype, any shape) to the largest number of `float8_dtype`."""
+    quant = amax_to_quant_scale(amax, float8_dtype, power_of_2=power_of_2)
+    return Scales(quant, to_dequant_scale(quant))
+
+
 def cast_to_float8(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> Tensor:
     """Scale and cast, saturating: what overflows becomes the largest finite number, NaN stays NaN.
 

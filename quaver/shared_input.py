@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from quaver.config import OperandCasts
-from quaver.quantize import Operands, Quantizer, Scales
-from quaver.scaling import PersistentScale
+from quaver.quantize import Operands, Quantizer
+from quaver.scaling import PersistentScale, Scales
 from quaver.torch_private.dispatch import count_dispatch_modes, dispatch_mode_at
 from quaver.torch_private.versions import version_of
 

@@ -21,8 +21,8 @@ from quaver.distributed.collectives import all_gather, max_over_ranks
 from quaver.gemm import Operand, laid_out_for_columns, laid_out_for_rows
 from quaver.kernels.cast import cast_with_persistent_scale, cast_with_scale, matrix_amax, record, record_amax
 from quaver.kernels.cpu import check_memory
-from quaver.quantize import Operands, Quantizer, Scales, scales_of
-from quaver.scaling import PLAIN_TYPES, PersistentScale
+from quaver.quantize import Operands, Quantizer
+from quaver.scaling import PLAIN_TYPES, PersistentScale, Scales, scales_of
 
 
 class TensorParallelQuantizer(Quantizer):

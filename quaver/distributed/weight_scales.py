@@ -30,8 +30,7 @@ from quaver.config import Float8LinearConfig
 from quaver.distributed.agreement import check_ranks_agree
 from quaver.distributed.collectives import max_over_ranks
 from quaver.linear import Float8Linear
-from quaver.quantize import Scales, scales_of
-from quaver.scaling import PersistentScale
+from quaver.scaling import PersistentScale, Scales, scales_of
 from quaver.torch_private.dtensor import local_tensor
 from quaver.weights.base import WrappedTensor
 

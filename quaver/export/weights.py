@@ -30,8 +30,8 @@ from quaver.export.formats import COMPRESSED_TENSORS, FORMATS, FUSED, HIGH_PRECI
 from quaver.frozen import SCALE, FrozenFloat8Linear
 from quaver.gemm import Operand
 from quaver.linear import Float8Linear
-from quaver.quantize import Quantizer, Scales, present
-from quaver.scaling import BLOCK_SIZE, PersistentScales, dequantize, dynamic_cast_blocks, to_dequant_scale
+from quaver.quantize import Quantizer, present
+from quaver.scaling import BLOCK_SIZE, PersistentScales, Scales, dequantize, dynamic_cast_blocks, to_dequant_scale
 from quaver.weights.base import WrappedTensor
 
 

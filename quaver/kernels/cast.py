@@ -56,7 +56,7 @@ _amax = phase("quaver::amax")(scaling.amax)
 def _cast_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Places:
     """Quantize with the scale of the matrix's own amax."""
     cpu.check_memory(hp)
-    quant, dequant = _scales(_amax(hp), float8_dtype, power_of_2)
+    quant, dequant = scaling.scales_of(_amax(hp), float8_dtype, power_of_2)
     row_codes, column_codes = _laid_out(scaling.cast_to_float8(hp, quant, float8_dtype), row, column)
     return row_codes, quant, dequant, column_codes, None, None
 
@@ -70,7 +70,7 @@ def _cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool
     made: list[Tensor | None] = []
     for dim, asked in ((1, row), (0, column)):
         if asked:
-            quant, dequant = _scales(_amax(hp, dim), float8_dtype, power_of_2)
+            quant, dequant = scaling.scales_of(_amax(hp, dim), float8_dtype, power_of_2)
             codes = scaling.cast_to_float8(hp, quant, float8_dtype)
             made += [codes if hp.is_cpu else _laid_out(codes, dim == 1, dim == 0)[1 - dim], quant, dequant]
         else:
@@ -82,11 +82,6 @@ def _cast_blockwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bo
     """Quantize blocks of 128 x 128 with the scales of their own amaxes, float32 [ceil(R / 128), ceil(C / 128)]."""
     cpu.check_memory(hp)
     return *scaling.dynamic_cast_blocks(hp, float8_dtype, power_of_2=power_of_2), *_NONE
-
-
-def _scales(amax: Tensor, float8_dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor]:
-    quant = scaling.amax_to_quant_scale(amax, float8_dtype, power_of_2=power_of_2)
-    return quant, scaling.to_dequant_scale(quant)
 
 
 def _laid_out(codes: Tensor, row: bool, column: bool) -> tuple[Tensor | None, Tensor | None]:

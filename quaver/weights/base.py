@@ -23,11 +23,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from quaver.torch_private.dispatch import skip_torch_function
 from quaver.torch_private.tracing import current_tracing_context
+
+aten = torch.ops.aten
+
+COPIES = frozenset({aten.clone.default, aten._to_copy.default, aten._pin_memory.default, aten.empty_like.default})
+"""Ops that give another weight of the same form."""
 
 
 class WeightForm(Tensor):
     """A weight in another form; subclasses say what their state and their memory are."""
+
+    __torch_function__ = skip_torch_function  # type: ignore[assignment]
 
     def state(self) -> tuple[Any, ...]:
         """What `from_state` makes an equal weight of."""

@@ -37,7 +37,7 @@ from quaver.scaling import BLOCK_SIZE, block_counts, dequantize, dynamic_cast, d
 from quaver.slow_paths import say_once
 from quaver.tensor import Float8Tensor
 from quaver.torch_private.dtensor import local_tensor
-from quaver.weights.base import WeightForm
+from quaver.weights.base import COPIES, WeightForm
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -260,7 +260,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         weight = args[0] if args and isinstance(args[0], cls) else None
         if weight is not None and (func in _ALIASES or _is_as_strided_of_all(func, args)):
             return weight.like(aten.alias.default(weight.data_fp8))
-        if weight is not None and func in _COPIES and kwargs.get("dtype", weight.dtype) in HP_DTYPES:
+        if weight is not None and func in COPIES and kwargs.get("dtype", weight.dtype) in HP_DTYPES:
             dtype = kwargs.pop("dtype", None)
             return weight.like(func(weight.data_fp8, **kwargs), func(weight.dequant_scale, **kwargs), dtype=dtype)
         if weight is not None and (takes_rows := _ROWS.get(func)) and takes_rows(weight, args):
@@ -323,7 +323,6 @@ def _is_as_strided_of_all(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 _ALIASES = frozenset({aten.alias.default, aten.detach.default})
-_COPIES = frozenset({aten.clone.default, aten._to_copy.default, aten._pin_memory.default, aten.empty_like.default})
 _ROWS: dict[Any, Any] = {
     aten.split.Tensor: lambda weight, args: len(args) < 3 or args[2] == 0,
     aten.slice.Tensor: lambda weight, args: (args[1] if len(args) > 1 else 0) == 0,

@@ -55,17 +55,14 @@ from quaver.distributed.weight_scales import (
 from quaver.gemm import Operand
 from quaver.kernels.cast import cast_with_persistent_scale, cast_with_scale, matrix_amax, record_amax
 from quaver.linear import Float8Linear
-from quaver.quantize import Scales
+from quaver.scaling import Scales
 from quaver.tensor import Float8Tensor
-from quaver.torch_private.dispatch import skip_torch_function
 from quaver.torch_private.dtensor import local_tensor, set_local_tensor
 from quaver.torch_private.versions import keep_versions, version_of
-from quaver.weights.base import WrappedTensor, written
+from quaver.weights.base import COPIES, WrappedTensor, written
 from quaver.weights.frozen import FrozenFloat8Weight
 
 aten = torch.ops.aten
-
-_COPIES = frozenset({aten._pin_memory.default, aten._to_copy.default, aten.clone.default, aten.empty_like.default})
 
 
 class ScaleBox:
@@ -260,8 +257,6 @@ class Float8AllGatherWeight(WrappedTensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Float8AllGatherWeight({self.wrapped})"
 
-    __torch_function__ = skip_torch_function  # type: ignore[assignment]
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -280,7 +275,7 @@ class Float8AllGatherWeight(WrappedTensor):
             return tree_map_only(Tensor, lambda view: cls(view, weight.box, weight.padding), out)
         if func is aten.new_zeros.default:
             return cls(out, args[0].box, _Padding())
-        return cls(out) if func in _COPIES else out
+        return cls(out) if func in COPIES else out
 
 
 torch.serialization.add_safe_globals([Float8AllGatherWeight])

@@ -41,7 +41,6 @@ from quaver.gemm import Operand
 from quaver.linear import Float8Linear
 from quaver.quantize import Operands, Quantizer, present
 from quaver.tensor import Float8Tensor
-from quaver.torch_private.dispatch import skip_torch_function
 from quaver.torch_private.versions import version_of
 from quaver.weights.base import WrappedTensor, is_parameter, written
 
@@ -135,8 +134,6 @@ class Float8PrimaryWeight(WrappedTensor, Float8Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Float8PrimaryWeight({self.data_fp8.dtype}, master={self.wrapped})"
-
-    __torch_function__ = skip_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
