@@ -204,7 +204,8 @@ class Siblings:
 
     def __init__(self, named: NamedLinears) -> None:
         self.named = named
-        self.checked: set[ProcessGroup] = set()
+        self.checked: set[str] = set()
+        """The names of the process groups whose ranks agree about them."""
 
 
 @dataclass
@@ -279,17 +280,18 @@ def whole_scales(linear: Float8Linear) -> WholeScales:
         for name, each in siblings.named
         if _needs_scales(each) and _all_gather_weight(each).scales() is None and _collective_key(each) == key
     ]
-    if own.fsdp_group not in siblings.checked:
+    if own.fsdp_group.group_name not in siblings.checked:
         check_ranks_agree(_describe(stale), own.fsdp_group, own.device, what=_WHAT)
-        siblings.checked.add(own.fsdp_group)
+        siblings.checked.add(own.fsdp_group.group_name)
     _compute_and_remember([each for _, each in stale])
     return typing.cast(WholeScales, _all_gather_weight(linear).scales())
 
 
 def _collective_key(linear: Float8Linear) -> tuple[Any, ...]:
-    """Weights whose scales are computed in one collective have this in common."""
+    """Weights whose scales are computed in one collective have this in common; groups by name, as meshes know them."""
     shard = current_shard(linear)
-    return shard.fsdp_group, shard.tp_group, *_rule(linear.config)
+    tp_name = None if shard.tp_group is None else shard.tp_group.group_name
+    return shard.fsdp_group.group_name, tp_name, *_rule(linear.config)
 
 
 def _compute_and_remember(linears: Sequence[Float8Linear]) -> None:
