@@ -10,6 +10,7 @@ from quaver.config import (
     Float8GemmConfig,
     Float8LinearConfig,
     Float8LinearRecipeName,
+    ScaleCalculationMode,
     ScalingGranularity,
     ScalingType,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "Float8ScalingState",
     "FrozenFloat8Linear",
     "PrepareFloat8ModuleInput",
+    "ScaleCalculationMode",
     "ScalingGranularity",
     "ScalingType",
     "TensorScaling",

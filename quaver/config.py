@@ -45,7 +45,7 @@ class ScalingGranularity(enum.Enum):
     AXISWISE = "axiswise"  # noqa: PIE796 - an alias on purpose
     """torchao's name of ROWWISE: the same member. Both values, "axiswise" and "rowwise", are accepted."""
     BLOCKWISE = "blockwise"
-    """The elements of a block of 128 x 128: weights only. One cast serves both matmuls of the weight."""
+    """The elements of a block of `CastConfig.block_size`."""
 
     @classmethod
     def _missing_(cls, value: object) -> ScalingGranularity | None:
@@ -54,6 +54,19 @@ class ScalingGranularity(enum.Enum):
     def short_str(self) -> str:
         """ "ten", "axs" or "blk"."""
         return {ScalingGranularity.ROWWISE: "axs", ScalingGranularity.BLOCKWISE: "blk"}.get(self, "ten")
+
+
+class ScaleCalculationMode(enum.Enum):
+    """How the E8M0 scale of a block, a power of two, follows from its amax; scaling.py has the equations."""
+
+    RCEIL = "rceil"
+    """The smallest power of two with which nothing saturates; NVIDIA's rule."""
+    FLOOR = "floor"
+    """The power of two below: the rule of the OCP MX specification. Elements up to 8/7 of the range saturate."""
+
+
+BLOCK_SIZES = ((128, 128), (1, 128), (32, 32), (1, 32))
+"""The supported sizes of blocks."""
 
 
 def _check_type(config: object, name: str, expected: type) -> None:
@@ -76,6 +89,11 @@ class CastConfig:
     Args:
         scaling_type: when its scale is computed.
         scaling_granularity: how many elements share a scale.
+        block_size: with `ScalingGranularity.BLOCKWISE`, how many dot products, and how many elements along them, share
+            a scale: (1, 128) are 128 elements of a row where the matmul contracts rows, and of a column where it
+            contracts columns. Square blocks are the same in both directions, so one cast serves both. None for
+            (128, 128).
+        scale_calculation_mode: with blocks, how an E8M0 scale follows from the amax (MXFP8); None for quaver's rule.
         target_dtype: a float8 dtype; None for the default of the operand (e4m3 for input and weight, e5m2 for
             grad_output), which `Float8LinearConfig` fills in.
         static_quant_scale: with `ScalingType.STATIC`, the quant_scale of this operand in every linear, a number or a
@@ -91,6 +109,8 @@ class CastConfig:
     target_dtype: torch.dtype | None = None
     static_quant_scale: float | None = None
     static_scale: InitVar[float | torch.Tensor | None] = None
+    block_size: tuple[int, int] | None = None
+    scale_calculation_mode: ScaleCalculationMode | None = None
 
     # Attributes, not properties: every forward of every linear reads them.
     is_disabled: bool = field(init=False, repr=False, compare=False)
@@ -99,6 +119,10 @@ class CastConfig:
     is_blockwise: bool = field(init=False, repr=False, compare=False)
     is_persistent: bool = field(init=False, repr=False, compare=False)
     """Whether the scale is known before the tensor is: delayed or static."""
+    has_two_casts: bool = field(init=False, repr=False, compare=False)
+    """Whether rows and columns have scales of their own, so that each direction takes its own cast."""
+    block_options: tuple[int | str, ...] = field(init=False, repr=False, compare=False)
+    """What the cast of blocks takes besides what every cast takes; () for other granularities."""
 
     def __post_init__(self, static_scale: float | torch.Tensor | None) -> None:
         _check_type(self, "scaling_type", ScalingType)
@@ -109,6 +133,7 @@ class CastConfig:
         object.__setattr__(self, "is_rowwise", self.scaling_granularity is ScalingGranularity.ROWWISE)
         object.__setattr__(self, "is_blockwise", self.scaling_granularity is ScalingGranularity.BLOCKWISE)
         object.__setattr__(self, "is_persistent", self.scaling_type in (ScalingType.DELAYED, ScalingType.STATIC))
+        self._check_blocks()
         if self.is_persistent and not self.is_tensorwise:
             raise ValueError(
                 f"scaling_granularity: {self.scaling_type.value} scaling keeps one scale per tensor: expected "
@@ -122,6 +147,23 @@ class CastConfig:
             object.__setattr__(self, "static_quant_scale", static_scale)
         if self.static_quant_scale is not None:
             self._check_static_scale(self.static_quant_scale)
+
+    def _check_blocks(self) -> None:
+        mode, blocks = self.scale_calculation_mode, ScalingGranularity.BLOCKWISE
+        if mode is not None:
+            _check_type(self, "scale_calculation_mode", ScaleCalculationMode)
+        if not self.is_blockwise:
+            for name, given in (("block_size", self.block_size), ("scale_calculation_mode", mode)):
+                _check(given is None, name, f"None unless scaling_granularity is {blocks}", given)
+            object.__setattr__(self, "block_options", ())
+            object.__setattr__(self, "has_two_casts", self.is_rowwise)
+            return
+        size = (128, 128) if self.block_size is None else self.block_size
+        size = tuple(size) if isinstance(size, list) else size
+        _check(size in BLOCK_SIZES, "block_size", f"one of {', '.join(map(str, BLOCK_SIZES))}", size)
+        object.__setattr__(self, "block_size", size)
+        object.__setattr__(self, "has_two_casts", size[0] != size[1])
+        object.__setattr__(self, "block_options", (*size, "" if mode is None else mode.value))
 
     def _check_static_scale(self, given: float) -> None:
         is_number = isinstance(given, int | float) or (isinstance(given, torch.Tensor) and given.numel() == 1)
@@ -148,7 +190,8 @@ class CastConfig:
     def short_str(self) -> str:
         """torchao's short form: "dyn_ten_e4m3"; "default" where the dtype is None."""
         dtype = "default" if self.target_dtype is None else FORMATS[self.target_dtype].name
-        return f"{self.scaling_type.short_str()}_{self.scaling_granularity.short_str()}_{dtype}"
+        blocks = "" if self.block_size in (None, (128, 128)) else "{}x{}".format(*self.block_size)
+        return f"{self.scaling_type.short_str()}_{self.scaling_granularity.short_str()}{blocks}_{dtype}"
 
     def __str__(self) -> str:
         if self.is_disabled:
@@ -159,7 +202,10 @@ class CastConfig:
 
 
 def _granularity(cast: CastConfig) -> str:
-    return cast.scaling_granularity.name.lower()
+    name = cast.scaling_granularity.name.lower()
+    if cast.block_size is not None:
+        name += " {} x {}".format(*cast.block_size)
+    return name if cast.scale_calculation_mode is None else f"{name} E8M0 {cast.scale_calculation_mode.value}"
 
 
 @dataclass(frozen=True)
@@ -248,11 +294,22 @@ class Float8LinearRecipeName(enum.Enum):
     """As tensorwise, with scales from the amaxes of earlier steps: each tensor is read once."""
     DELAYED_WITH_DYNAMIC_WEIGHT = "delayed_with_dynamic_weight"
     """As delayed, with weights scaled dynamically: weights that were just loaded never saturate."""
+    BLOCKWISE = "blockwise"
+    """DeepSeek-V3's: weights in blocks of 128 x 128, input and grad_output in blocks of 1 x 128, e4m3 throughout,
+    power-of-two scales. One cast of the weight serves both matmuls."""
+    BLOCKWISE_WITH_GW_HP = "blockwise_with_gw_hp"
+    """As blockwise, with grad_weight computed in high precision."""
+    MXFP8 = "mxfp8"
+    """Blackwell's: weights in blocks of 32 x 32, input and grad_output in blocks of 1 x 32, e4m3 throughout, E8M0
+    scales (RCEIL)."""
+    MXFP8_WITH_GW_HP = "mxfp8_with_gw_hp"
+    """As mxfp8, with grad_weight computed in high precision."""
 
     @classmethod
     def _missing_(cls, value: object) -> Float8LinearRecipeName:
         aliases = {"all_tensorwise": cls.TENSORWISE, "axiswise": cls.ROWWISE, "all_axiswise": cls.ROWWISE}
-        aliases["lw_axiswise_with_gw_hp"] = cls.ROWWISE_WITH_GW_HP
+        aliases |= {"lw_axiswise_with_gw_hp": cls.ROWWISE_WITH_GW_HP, "fp8_blockwise": cls.BLOCKWISE}
+        aliases |= {"mxfp8_rceil": cls.MXFP8, "mxfp8_rceil_wgrad_with_hp": cls.MXFP8_WITH_GW_HP}
         if isinstance(value, str) and value in aliases:
             return aliases[value]
         accepted = from_torchao(value, cls)
@@ -410,7 +467,7 @@ class Float8LinearConfig:
         casts = self._resolve_casts()
         for matmul, (left, right) in MATMULS.items():
             _check_matmul(matmul, casts, left, right)
-        _check_blocks(casts, self.enable_fsdp_float8_all_gather)
+        _check_blocks(casts, self.enable_fsdp_float8_all_gather, self.round_scales_to_power_of_2)
         if self.round_scales_to_power_of_2:
             _check_powers_of_2(casts)
         if self.enable_fsdp_float8_all_gather and not casts.weight.is_float8:
@@ -521,9 +578,38 @@ def _make_recipes() -> dict[Float8LinearRecipeName, Float8LinearConfig]:
             cast_config_grad_output_for_grad_weight=hp,
         ),
         Float8LinearRecipeName.ROWWISE_WITH_TENSORWISE_WEIGHT: replace(rowwise, cast_config_weight=tensor),
+        **_block_recipes(),
         Float8LinearRecipeName.DELAYED: delayed,
         Float8LinearRecipeName.DELAYED_WITH_DYNAMIC_WEIGHT: replace(delayed, cast_config_weight=CastConfig()),
     }
+
+
+def _block_recipes() -> dict[Float8LinearRecipeName, Float8LinearConfig]:
+    hp = CastConfig(scaling_type=ScalingType.DISABLED)
+    recipes = {}
+    for length, mode, recipe, recipe_with_gw_hp in (
+        (128, None, Float8LinearRecipeName.BLOCKWISE, Float8LinearRecipeName.BLOCKWISE_WITH_GW_HP),
+        (32, ScaleCalculationMode.RCEIL, Float8LinearRecipeName.MXFP8, Float8LinearRecipeName.MXFP8_WITH_GW_HP),
+    ):
+        square, along = (
+            CastConfig(
+                scaling_granularity=ScalingGranularity.BLOCKWISE,
+                target_dtype=E4M3.dtype,
+                block_size=(dot_products, length),
+                scale_calculation_mode=mode,
+            )
+            for dot_products in (length, 1)
+        )
+        recipes[recipe] = Float8LinearConfig(
+            cast_config_input=along,
+            cast_config_weight=square,
+            cast_config_grad_output=along,
+            round_scales_to_power_of_2=True,
+        )
+        recipes[recipe_with_gw_hp] = replace(
+            recipes[recipe], cast_config_input_for_grad_weight=hp, cast_config_grad_output_for_grad_weight=hp
+        )
+    return recipes
 
 
 def resolve_config(config: Float8LinearConfig | Float8LinearRecipeName | str | None) -> Float8LinearConfig:
@@ -578,21 +664,28 @@ def _check_powers_of_2(casts: LinearCasts) -> None:
         _check(scale is None or math.frexp(scale)[0] == 0.5, f"cast_config_{name}", expected, scale)
 
 
-def _check_blocks(casts: LinearCasts, float8_all_gather: bool) -> None:
+def _check_blocks(casts: LinearCasts, float8_all_gather: bool, power_of_2: bool) -> None:
     for name, cast in _named(casts):
-        if cast.is_blockwise and not name.startswith("weight"):
-            raise ValueError(f"{name}: blocks of 128 x 128 scale weights; expected tensorwise or rowwise")
+        if cast.is_blockwise and not cast.is_disabled and not cast.has_two_casts and not name.startswith("weight"):
+            raise ValueError(
+                f"{name}: square blocks are for weights, since no hardware multiplies two; expected tensorwise, "
+                f"rowwise or blocks of (1, 128) or (1, 32), got {cast}"
+            )
+        if cast.scale_calculation_mode is not None and not power_of_2:
+            raise ValueError(
+                f"{name}: E8M0 scales are powers of two; expected round_scales_to_power_of_2=True, got False"
+            )
     weight = casts.weight
     is_blockwise = weight.row.is_blockwise or weight.column.is_blockwise
-    if is_blockwise and not weight.is_one:
+    if is_blockwise and weight.is_float8 and not weight.is_one:
         raise ValueError(
-            f"weight: one blockwise cast serves both of its matmuls, got {weight.row} for output, {weight.column} for "
-            "grad_input"
+            f"weight: expected blocks of one size for both of its matmuls, got {weight.row} for output, "
+            f"{weight.column} for grad_input"
         )
     if float8_all_gather and not all(cast.can_be_sharded for cast in weight[:2]):
         raise ValueError(
             f"enable_fsdp_float8_all_gather: expected a weight scaled tensorwise or rowwise, got {weight.row}: shards "
-            "would cut blocks; freeze_to_float8 gathers blockwise weights that do not train"
+            "would cut blocks; gather in high precision, or freeze weights that do not train (freeze_to_float8)"
         )
 
 

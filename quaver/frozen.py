@@ -38,7 +38,7 @@ from quaver.distributed.weight_scales import local_weight
 from quaver.formats import E4M3, FORMATS, HP_DTYPES
 from quaver.linear import Float8Linear
 from quaver.quantize import Quantizer, present
-from quaver.scaling import amax
+from quaver.scaling import BLOCK_SIZE, amax
 from quaver.weights.frozen import FrozenFloat8Weight
 
 SCALE = "weight_dequant_scale"
@@ -230,6 +230,11 @@ def _resolved(config: Float8LinearConfig | Float8LinearRecipeName | str | None) 
         raise ValueError(
             "freeze_to_float8 stores a weight once: expected one float8 cast for both of its matmuls, got "
             f"{weight.row} for output, {weight.column} for grad_input"
+        )
+    if weight.row.block_size not in (None, (BLOCK_SIZE, BLOCK_SIZE)):
+        raise ValueError(
+            f"freeze_to_float8 stores weights with one scale, one per row or one per block of {BLOCK_SIZE} x "
+            f"{BLOCK_SIZE}, got {weight.row}"
         )
     return replace(config, enable_fsdp_float8_all_gather=False)
 

@@ -332,10 +332,10 @@ def _native_mm(
 
 def _padded(a: Tensor, b: Tensor, b_dequant_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     k, n = -a.shape[1] % ALIGNMENT, -b.shape[1] % ALIGNMENT
-    if tuple(b_dequant_scale.shape) == (1, b.shape[1]):
-        b_dequant_scale = F.pad(b_dequant_scale, (0, n), value=1.0)
-    elif tuple(b_dequant_scale.shape) == (b.shape[0], 1):
-        b_dequant_scale = F.pad(b_dequant_scale, (0, 0, 0, k), value=1.0)  # the padding of blocks lies inside blocks
+    if b_dequant_scale.dim():  # the padding of blocks lies inside blocks
+        rows = k if b_dequant_scale.shape[0] == b.shape[0] != 1 else 0
+        columns = n if b_dequant_scale.shape[1] == b.shape[1] != 1 else 0
+        b_dequant_scale = F.pad(b_dequant_scale, (0, columns, 0, rows), value=1.0)
     if k:
         a, b = _pad_codes(a, 0, k), _pad_codes(b, k, 0)
     if n:

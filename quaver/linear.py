@@ -122,7 +122,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
         clear_cached_operands()
     quantizer = _grad_output_quantizer(args)
     # One read makes both row-wise casts. On a CPU it is spared only where the codes of one need not be alive meanwhile.
-    apart = grad_output.is_cpu and cast.column.is_rowwise and args.sharding is None
+    apart = grad_output.is_cpu and cast.column.has_two_casts and args.sharding is None
     row, column = quantizer(grad_output, row=needs_grad_input and not apart, column=needs_grad_weight)
     if row is not None and row.dequant_scale is not None:
         materialize(grad_output, row.dequant_scale)

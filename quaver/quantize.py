@@ -100,7 +100,7 @@ class Quantizer:
         elif cast.is_persistent and self.scale is not None:
             places = cast_with_persistent_scale(hp, self.scale, float8_dtype, row, column, power_of_2)
         else:
-            places = CASTS[cast.scaling_granularity](hp, float8_dtype, row, column, power_of_2)
+            places = CASTS[cast.scaling_granularity](hp, float8_dtype, row, column, power_of_2, *cast.block_options)
         return operands_of(places, row, column)
 
     def scales_for(self, cast: CastConfig, operands: Operands) -> Scales | None:

@@ -19,8 +19,9 @@ could not be taken out of the sum:
 
     tensorwise   one scale for the tensor: the same codes in both directions
     rowwise      row: one scale per row [R, 1]. column: one per column [1, C]. Other scales, so other codes
-    blockwise    weights only, one scale per 128 x 128: the same codes in both directions. Scales vary along the sum, so
-                 the codes are multiplied by them before the matmul
+    blockwise    one scale per block. Weights have square blocks: the same codes in both directions. Input and
+                 grad_output have blocks of 128 (or 32) elements along the sum: other blocks in each direction. Scales
+                 vary along the sum, so the codes are multiplied by them before the matmul
 
 When the scale is known is the scaling type: dynamic (from the tensor itself), delayed (from the amaxes of earlier
 steps, so that the tensor is read once), static (given), or disabled: this matmul runs in high precision.
@@ -71,7 +72,11 @@ def quantize(
         )
         persistent.amax = torch.maximum(persistent.amax, amax)
     elif cast.is_blockwise:
-        codes, _, dequant_scale = scaling.dynamic_cast_blocks(hp, dtype, power_of_2=power_of_2)
+        block_size = (cast.block_size or (128, 128))[:: 1 if direction == ROW else -1]
+        mode = cast.scale_calculation_mode.value if cast.scale_calculation_mode else ""
+        codes, _, dequant_scale = scaling.dynamic_cast_blocks(
+            hp, dtype, power_of_2=power_of_2, block_size=block_size, mode=mode
+        )
     else:
         amax = scaling.amax(hp, direction if cast.is_rowwise else None)
         quant_scale = scaling.amax_to_quant_scale(amax, dtype, power_of_2=power_of_2)
@@ -89,7 +94,9 @@ def multiply(a: Operand, b: Operand, hp_dtype: torch.dtype, bias: Tensor | None 
     if a_scale is None or b_scale is None:
         return torch.mm(a.data, b.data) if bias is None else torch.addmm(bias, a.data, b.data)
     a_wide, b_wide = a.data.float(), b.data.float()
-    if b_scale.dim() and tuple(b_scale.shape) != (1, b.data.shape[1]):  # one per block
+    if a_scale.dim() and tuple(a_scale.shape) != (a.data.shape[0], 1):  # one per block
+        a_wide, a_scale = scaling.dequantize(a.data, a_scale), torch.ones(())
+    if b_scale.dim() and tuple(b_scale.shape) != (1, b.data.shape[1]):
         b_wide, b_scale = scaling.dequantize(b.data, b_scale), torch.ones(())
     sums = torch.mm(a_wide, b_wide) * a_scale * b_scale
     return (sums if bias is None else sums + bias).to(hp_dtype)

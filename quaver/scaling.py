@@ -3,7 +3,7 @@
 This file is the oracle that every kernel must match bit for bit.
 
     amax          = max |hp|                    over the whole tensor (tensorwise), along one dim (rowwise), or over
-                                                blocks of 128 x 128 (blockwise)
+                                                blocks (blockwise)
     quant_scale   = RN32(format.max / amax)     at most RN32(format.max / EPS); optionally rounded down to 2^k
     float8        = RNE8(clamp(RN32(float32(hp) * quant_scale), -format.max, format.max))
     dequant_scale = RN32(1 / quant_scale)
@@ -17,11 +17,18 @@ What the unusual amaxes do:
     NaN                    both scales NaN: every result of the tensor (or row) is NaN
 so a non-finite value is never hidden by saturation: it reaches the output, as it would in bfloat16.
 
-Blocks (DeepSeek's weights) tile a matrix from its first element. The last row and column of blocks may be smaller, so
-a matrix [R, C] has ceil(R / 128) x ceil(C / 128) scales. The scales of a block of zeros are 1. For other blocks, codes
+Blocks tile a matrix from its first element. The last row and column of blocks may be smaller, so a matrix [R, C] in
+blocks of r x c has ceil(R / r) x ceil(C / c) scales. The scales of a block of zeros are 1. For other blocks, codes
 and scales are torchao's (prototype.blockwise_fp8_training) to the bit. transformers' Fp8Quantize multiplies 448 by a
 rounded 1 / amax, DeepGEMM divides by RN32(amax / 448): their scales differ by 1 ulp, and with them a code at a rounding
 boundary. Rounded to powers of two, all are the same but where 448 / amax is within 1 ulp of one.
+
+The E8M0 scales of MXFP8 are powers of two from 2^-127 to 2^127 or NaN, stored as the biased exponent. No amax is too
+small for them (EPS has no part):
+
+    RCEIL    dequant_scale = the smallest power of two that is not below RN32(amax / format.max)
+    FLOOR    dequant_scale = 2^(floor(log2 amax) - floor(log2 format.max)), so that elements may saturate
+    both     0 and amaxes below the range: 2^-127; inf and NaN: NaN, and every result of the block is NaN
 
 [Note: one division, two formulas]
 The scale must not depend on the device that computes it. A CPU divides float32 correctly rounded; compiled GPU code
@@ -32,7 +39,8 @@ innocuous?", SIGNUM Newsletter 30(3), 1995).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -50,7 +58,7 @@ EPS = 1e-12
 BLOCK_SIZE = 128
 """Rows and columns of a block with a scale of its own (blockwise): that of DeepSeek's checkpoints."""
 
-BLOCK_LENGTHS = (BLOCK_SIZE,)
+BLOCK_LENGTHS = (32, BLOCK_SIZE)
 """How many rows or columns of a matrix may share an element of its scale, besides 1 and all."""
 
 _INT_VIEW = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
@@ -230,13 +238,13 @@ def dynamic_cast(
 # ---- blocks ----------------------------------------------------------------------------------------------------------
 
 
-def block_counts(rows: int, columns: int) -> tuple[int, int]:
+def block_counts(rows: int, columns: int, block_size: Sequence[int] = (BLOCK_SIZE, BLOCK_SIZE)) -> tuple[int, int]:
     """The shape of the scales of a matrix [rows, columns] in blocks."""
-    return -(-rows // BLOCK_SIZE), -(-columns // BLOCK_SIZE)
+    return -(-rows // block_size[0]), -(-columns // block_size[1])
 
 
-def block_amax(hp: Tensor) -> Tensor:
-    """The largest magnitude in each block of `hp` [R, C], in its dtype: [ceil(R / 128), ceil(C / 128)].
+def block_amax(hp: Tensor, block_size: Sequence[int] = (BLOCK_SIZE, BLOCK_SIZE)) -> Tensor:
+    """The largest magnitude in each block of `hp` [R, C], in its dtype, of the shape of `block_counts`.
 
     Raises:
         ValueError: hp is no matrix of a high-precision dtype.
@@ -244,28 +252,63 @@ def block_amax(hp: Tensor) -> Tensor:
     if hp.dtype not in HP_DTYPES or hp.dim() != 2:
         expected = f"expected a matrix of {', '.join(map(str, HP_DTYPES))}"
         raise ValueError(f"{expected}, got {hp.dtype} of {list(hp.shape)}")
-    rows, columns = hp.shape
-    padded = torch.nn.functional.pad(hp.abs(), (0, -columns % BLOCK_SIZE, 0, -rows % BLOCK_SIZE))
-    return padded.unflatten(0, (-1, BLOCK_SIZE)).unflatten(2, (-1, BLOCK_SIZE)).amax((1, 3))
+    rows, columns = block_size
+    magnitude = hp.abs()
+    missing = -hp.shape[0] % rows, -hp.shape[1] % columns
+    if any(missing):
+        magnitude = torch.nn.functional.pad(magnitude, (0, missing[1], 0, missing[0]))
+    counts = block_counts(hp.shape[0], hp.shape[1], block_size)
+    return magnitude.view(counts[0], rows, counts[1], columns).amax((1, 3)) if hp.numel() else hp.new_zeros(counts)
 
 
 def dynamic_cast_blocks(
-    hp: Tensor, float8_dtype: torch.dtype, *, power_of_2: bool = False
+    hp: Tensor,
+    float8_dtype: torch.dtype,
+    *,
+    power_of_2: bool = False,
+    block_size: Sequence[int] = (BLOCK_SIZE, BLOCK_SIZE),
+    mode: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast a matrix with the scale of each block's own amax. One set of codes serves both matmuls of the matrix.
+    """Cast a matrix with the scale of each block's own amax.
 
     Args:
         hp: [R, C], float32, bfloat16 or float16, any strides.
         float8_dtype: what to cast to.
-        power_of_2: round the scales down to powers of two (UE8M0).
+        power_of_2: round the scales down to powers of two.
+        block_size: rows and columns of a block.
+        mode: "rceil" or "floor" for E8M0 scales; "" for the rule of all other casts.
     Returns:
-        float8 [R, C], contiguous; float32 quant_scale and dequant_scale [ceil(R / 128), ceil(C / 128)].
+        float8 [R, C], contiguous; float32 quant_scale and dequant_scale of the shape of `block_counts`.
     """
-    largest = block_amax(hp)
-    quant_scale = amax_to_quant_scale(largest, float8_dtype, power_of_2=power_of_2).masked_fill_(largest == 0, 1.0)
+    largest = block_amax(hp, block_size)
+    if mode:
+        quant_scale, dequant_scale = e8m0_scales(largest, float8_dtype, mode)
+    else:
+        quant_scale = amax_to_quant_scale(largest, float8_dtype, power_of_2=power_of_2).masked_fill_(largest == 0, 1.0)
+        dequant_scale = to_dequant_scale(quant_scale)
     fmt_max = FORMATS[float8_dtype].max
-    scaled = multiply_scale_(hp.to(torch.float32, copy=True, memory_format=torch.contiguous_format), quant_scale)
-    return scaled.clamp_(-fmt_max, fmt_max).to(float8_dtype), quant_scale, to_dequant_scale(quant_scale)
+    scaled = hp.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    scaled = _multiply_blocks_(scaled, quant_scale, block_size)
+    return scaled.clamp_(-fmt_max, fmt_max).to(float8_dtype), quant_scale, dequant_scale
+
+
+def e8m0_scales(amax: Tensor, float8_dtype: torch.dtype, mode: str) -> Scales:
+    """The E8M0 scales of blocks by "rceil" or "floor", as float32; see the top of the file.
+
+    `amax`: a high-precision dtype, any shape. Both scales are powers of two, or NaN.
+    """
+    fmt = FORMATS[float8_dtype]
+    if mode == "rceil":
+        bits = (amax.double() / fmt.max).float().view(torch.int32)
+        exponent, mantissa = bits >> 23, bits & ~_MANTISSA_CLEARED
+        # A subnormal up to 2^-127 has that scale.
+        biased = exponent + (mantissa > torch.where(exponent == 0, 1 << 22, 0)).int()
+    else:
+        biased = ((amax.float().view(torch.int32) >> 23) - (math.frexp(fmt.max)[1] - 1)).clamp_(min=0)
+    quant = ((254 - biased) << 23).view(torch.float32)
+    dequant = torch.where(biased == 0, 1 << 22, biased << 23).view(torch.float32)
+    finite = amax.isfinite()
+    return Scales(quant.where(finite, torch.nan), dequant.where(finite, torch.nan))
 
 
 def scale_blocks(scale: Tensor, size: Sequence[int]) -> tuple[int, int] | None:
@@ -298,17 +341,27 @@ def multiply_scale_(wide: Tensor, scale: Tensor) -> Tensor:
             f"expected a scale of shape (), {[rows, 1]}, {[1, columns]} or {list(block_counts(rows, columns))} "
             f"({BLOCK_SIZE} x {BLOCK_SIZE} blocks) for a matrix of {[rows, columns]}, got {list(scale.shape)}"
         )
-    if scale.dim() == 0:
+    return wide.mul_(scale) if scale.dim() == 0 else _multiply_blocks_(wide, scale, blocks)
+
+
+def _multiply_blocks_(wide: Tensor, scale: Tensor, block_size: Sequence[int]) -> Tensor:
+    """Multiply a contiguous matrix in place by one number a block."""
+    if all(count in (1, elements) for count, elements in zip(scale.shape, wide.shape, strict=True)):
         return wide.mul_(scale)
-    if scale.shape[0] not in (1, rows):
-        scale = scale.repeat_interleave(blocks[0], 0)[:rows]
-    if scale.shape[1] in (1, columns):
-        return wide.mul_(scale)
-    length = blocks[1]
-    whole = columns // length
-    wide[:, : whole * length].unflatten(1, (whole, length)).mul_(scale[:, :whole, None])
-    wide[:, whole * length :].mul_(scale[:, whole:])
+    for in_rows, of_rows, rows in _block_parts(wide.shape[0], block_size[0]):
+        for in_columns, of_columns, columns in _block_parts(wide.shape[1], block_size[1]):
+            blocks = wide[in_rows, in_columns].unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
+            blocks.mul_(scale[of_rows, None, of_columns, None])
     return wide
+
+
+def _block_parts(elements: int, length: int) -> Iterator[tuple[slice, slice, int]]:
+    """The whole blocks of a dim and the one that is cut: which elements, which scales, and how long a block is."""
+    whole = elements // length
+    if whole:
+        yield slice(0, whole * length), slice(0, whole), length
+    if elements % length:
+        yield slice(whole * length, elements), slice(whole, whole + 1), elements % length
 
 
 def dequantize(codes: Tensor, dequant_scale: Tensor, hp_dtype: torch.dtype = torch.float32) -> Tensor:

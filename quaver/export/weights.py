@@ -166,7 +166,7 @@ class Float8Weights:
         for name, (weight, operand, scales) in zip(names, own, strict=True):
             stored = operand
             if format.weights == "block":
-                if not self.plan.linears[name].config.casts.weight.row.is_blockwise:
+                if self.plan.linears[name].config.casts.weight.row.block_size != (BLOCK_SIZE, BLOCK_SIZE):
                     codes, _, dequant_scale = dynamic_cast_blocks(weight, torch.float8_e4m3fn)
                     stored = Operand(codes, dequant_scale)
             elif shared is not None and scales.quant != shared.quant:

@@ -16,8 +16,9 @@ shape (0,)):
 
     row_codes, row_quant_scale, row_dequant_scale, column_codes, column_quant_scale, column_dequant_scale
 
-Where the column's is None, the row's serves both: the tensorwise scales, block codes and their scales, and on a CPU the
-tensorwise codes. `CASTS` has these casts by granularity; to add one, add its reference and a row (docs/extending.md).
+Where the column's is None, the row's serves both: the tensorwise scales, codes and scales of square blocks, and on a
+CPU the tensorwise codes. `CASTS` has these casts by granularity; to add one, add its reference and a row
+(docs/extending.md).
 
 Layouts. A GPU multiplies float8 only along the contiguous dim: there, row codes are contiguous and column codes have
 strides (1, R). A CPU takes any layout: there, codes are contiguous. Block codes are contiguous everywhere, because the
@@ -29,6 +30,7 @@ read the matrix twice. For when casts are operations see operation.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,10 +80,49 @@ def _cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool
     return tuple(made)
 
 
-def _cast_blockwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Places:
-    """Quantize blocks of 128 x 128 with the scales of their own amaxes, float32 [ceil(R / 128), ceil(C / 128)]."""
+def _cast_blockwise(
+    hp: Tensor,
+    float8_dtype: torch.dtype,
+    row: bool,
+    column: bool,
+    power_of_2: bool,
+    dot_products: int,
+    length: int,
+    mode: str,
+) -> Places:
+    """Quantize blocks of `dot_products` x `length` with the scales of their own amaxes.
+
+    Row blocks have `length` columns and scales [ceil(R / dot_products), ceil(C / length)], column blocks `length` rows
+    and scales [ceil(R / length), ceil(C / dot_products)]. Square blocks are one. `mode`: "" or a ScaleCalculationMode.
+    """
     cpu.check_memory(hp)
-    return *scaling.dynamic_cast_blocks(hp, float8_dtype, power_of_2=power_of_2), *_NONE
+
+    def cast(block_size: tuple[int, int]) -> Places:
+        return scaling.dynamic_cast_blocks(hp, float8_dtype, power_of_2=power_of_2, block_size=block_size, mode=mode)
+
+    return _of_blocks(cast, row, column, dot_products, length)
+
+
+def _fake_blockwise(
+    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, _: bool, dot_products: int, length: int, __: str
+) -> Places:
+    """Shapes only: the reference asks where blocks are cut, which would bind a dynamic shape."""
+
+    def cast(block_size: tuple[int, int]) -> Places:
+        counts = scaling.block_counts(hp.shape[0], hp.shape[1], block_size)
+        scales = (hp.new_empty(counts, dtype=torch.float32) for _ in range(2))
+        return hp.new_empty(hp.shape, dtype=float8_dtype), *scales
+
+    return _of_blocks(cast, row, column, dot_products, length)
+
+
+def _of_blocks(
+    cast: Callable[[tuple[int, int]], Places], row: bool, column: bool, dot_products: int, length: int
+) -> Places:
+    """The six places, of `cast` for each direction that is asked for; square blocks are cast once."""
+    if dot_products == length:
+        return *cast((length, length)), *_NONE
+    return *(cast((dot_products, length)) if row else _NONE), *(cast((length, dot_products)) if column else _NONE)
 
 
 def _laid_out(codes: Tensor, row: bool, column: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -112,14 +153,14 @@ def _cpu_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool,
 
 cast_tensorwise = _cast_phase(operation(_cast_tensorwise, results=6, cpu=_cpu_tensorwise, gpu="cast_tensorwise"))
 cast_rowwise = _cast_phase(operation(_cast_rowwise, results=6, cpu=_cpu_rowwise, gpu="cast_rowwise"))
-cast_blockwise = _cast_phase(operation(_cast_blockwise, results=6))
+cast_blockwise = _cast_phase(operation(_cast_blockwise, results=6, fake=_fake_blockwise))
 
 CASTS = {
     ScalingGranularity.TENSORWISE: cast_tensorwise,
     ScalingGranularity.ROWWISE: cast_rowwise,
     ScalingGranularity.BLOCKWISE: cast_blockwise,
 }
-"""(hp, float8_dtype, row, column, power_of_2) -> the six places at the top."""
+"""(hp, float8_dtype, row, column, power_of_2, *block_options) -> the six places at the top."""
 
 
 # ---- known scales ----------------------------------------------------------------------------------------------------

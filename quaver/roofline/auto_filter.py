@@ -10,7 +10,7 @@ from torch import nn
 from quaver.config import Float8LinearRecipeName
 from quaver.convert import FilterDecision
 from quaver.gemm import ALIGNMENT
-from quaver.roofline.cost import linear_cost
+from quaver.roofline.cost import has_blocks, linear_cost
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec, device_spec, find_device_spec
 
 
@@ -32,7 +32,8 @@ def auto_filter_for_recipe(
         skip: names to leave in high precision whatever they gain; a layer matches if one is a part of its name.
         min_speedup: convert from this predicted speedup on.
     Raises:
-        ValueError: an unknown recipe or device, or one that does not multiply float8.
+        ValueError: an unknown recipe or device, a device that does not multiply float8, or a recipe of blocks, which
+            multiplies exactly.
     """
     recipe = Float8LinearRecipeName(recipe)
     if isinstance(skip, str):
@@ -40,6 +41,8 @@ def auto_filter_for_recipe(
     spec = _spec_of(device)
     if spec.float8_tflops is None:
         raise ValueError(f"{spec.name} does not multiply float8, so no layer gains")
+    if has_blocks(recipe):
+        raise ValueError(f"{recipe.value} multiplies exactly on every device, so no layer gains")
     linear_cost(tokens, 16, 16, recipe, spec)  # raises now for arguments that would fail at every layer
 
     def decide(module: nn.Module, name: str) -> FilterDecision:

@@ -11,13 +11,14 @@ A linear of M tokens, K inputs and N outputs is three matmuls, forward and backw
     dynamic, tensorwise       both layouts 6: read for amax (2); read, write both (4)       one layout 5
     dynamic, row-wise         both layouts 6: read for both amaxes (2); read, write both    one layout 3: a row stays
     delayed, static           both layouts 4: read, write both                              one layout 3   in registers
+    dynamic, blocks           both layouts 4: blocks stay in registers      square blocks, or one layout 3
     again, scale known        one layout 3
 
 These are floors: what kernels must move that keep no tensor on the chip between passes. Input and grad_output get both
 layouts at once. Backward casts the weight again (one layout, then one more), unless its float8 codes are saved.
 
 A GPU that does not multiply float8 widens the codes to bfloat16 (1 byte read and 2 written for each operand of each
-matmul) and multiplies those.
+matmul) and multiplies those. So does every GPU for recipes with blocks, which have no native matmul yet.
 
 Left out: what a cast fuses with (a compiler can save its read); the host, whose time counts where it is slower than the
 GPU; L2 cache; tiles that do not fill the last wave; power limits that long runs meet; row-wise scaling inside the
@@ -137,8 +138,14 @@ def linear_cost(
             raise ValueError(f"{name}: expected 1 or more, got {number}")
     casts = recipe_casts(recipe, microbatches=microbatches, input_readers=input_readers)
     return LinearCost(
-        _linear_time((tokens, in_features, out_features), (NO_CASTS,) * 3, (False,) * 3, spec),
-        _linear_time((tokens, in_features, out_features), casts, _float8_matmuls(recipe), spec),
+        _linear_time((tokens, in_features, out_features), (NO_CASTS,) * 3, (False,) * 3, spec, native=False),
+        _linear_time(
+            (tokens, in_features, out_features),
+            casts,
+            _float8_matmuls(recipe),
+            spec,
+            native=spec.float8_tflops is not None and not has_blocks(recipe),
+        ),
     )
 
 
@@ -162,6 +169,8 @@ def _operand_casts(casts: OperandCasts, *, apart: bool = False) -> Casts:
         return NO_CASTS
     if len(in_float8) == 1:
         return _one_layout(in_float8[0])
+    if row.is_blockwise:
+        return Casts(4, 1) if row.has_two_casts else Casts(3, 1)
     if row.is_rowwise is not column.is_rowwise:
         smallest_scale = 1 if row.is_rowwise else 0  # a kernel; the tensor's scale is the smallest of its rows'
         return Casts(_one_layout(row).bytes_per_element + 3, _one_layout(row).kernels + smallest_scale + 1)
@@ -171,7 +180,7 @@ def _operand_casts(casts: OperandCasts, *, apart: bool = False) -> Casts:
 
 
 def _one_layout(cast: CastConfig) -> Casts:
-    if cast.is_rowwise:
+    if cast.is_rowwise or cast.is_blockwise:
         return Casts(3, 1)
     # With a known scale the first kernel returns at once.
     return Casts(3, 2) if cast.is_persistent else Casts(5, 2)
@@ -179,6 +188,11 @@ def _one_layout(cast: CastConfig) -> Casts:
 
 def _divided(casts: Casts, sharers: int) -> Casts:
     return Casts(casts.bytes_per_element / sharers, casts.kernels / sharers)
+
+
+def has_blocks(recipe: Float8LinearRecipeName | str) -> bool:
+    """Whether a recipe scales blocks, whose matmuls run exactly on every device."""
+    return any(cast.is_blockwise for cast in Float8LinearConfig.from_recipe_name(recipe).casts.every())
 
 
 @functools.cache
@@ -190,13 +204,20 @@ def _float8_matmuls(recipe: Float8LinearRecipeName) -> tuple[bool, bool, bool]:
 
 
 def _linear_time(
-    shape: tuple[int, int, int], casts: tuple[Casts, ...], in_float8: tuple[bool, ...], spec: DeviceSpec
+    shape: tuple[int, int, int],
+    casts: tuple[Casts, ...],
+    in_float8: tuple[bool, ...],
+    spec: DeviceSpec,
+    *,
+    native: bool,
 ) -> LinearTime:
-    """`casts` of input, weight and grad_output; `in_float8` of output, grad_input and grad_weight."""
+    """`casts` of input, weight and grad_output; `in_float8` of output, grad_input and grad_weight.
+
+    `native`: whether the float8 matmuls are the hardware's.
+    """
     m, k, n = shape
     elements = (m * k, k * n, m * n)
     bytes_per_s = spec.memory_gb_per_s * 1e9 * MEMORY_SHARE
-    native = spec.float8_tflops is not None
     matmuls = [
         _matmul_s(rows, contracted, columns, float8 and native, spec)
         for (rows, contracted, columns), float8 in zip(((m, k, n), (m, n, k), (n, m, k)), in_float8, strict=True)

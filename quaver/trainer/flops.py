@@ -61,8 +61,8 @@ def _matmuls(linear: nn.Linear, hp_dtype: str, device: torch.device) -> tuple[di
         if casts[0].is_disabled:
             continue
         operands[matmul] = " x ".join(map(str, casts))
-        rowwise = any(cast.is_rowwise for cast in casts)
-        if backend_for(device, rowwise=rowwise, emulate=linear.config.emulate) is GemmBackend.NATIVE:
+        rowwise, has_blocks = any(cast.is_rowwise for cast in casts), any(cast.is_blockwise for cast in casts)
+        if not has_blocks and backend_for(device, rowwise=rowwise, emulate=linear.config.emulate) is GemmBackend.NATIVE:
             runs_in[matmul] = "float8"
         elif not has_bfloat16_units(device.type):
             runs_in[matmul] = "float32"

@@ -166,7 +166,7 @@ class Float8PrimaryWeight(WrappedTensor, Float8Tensor):
 def _quantize(master: Tensor, config: Float8LinearConfig) -> tuple[Operand, Operand]:
     """The operands of `output` and of `grad_input`; one object where one cast serves both."""
     casts = config.casts.weight
-    shared = not (casts.row.is_rowwise or casts.column.is_rowwise)
+    shared = not (casts.row.has_two_casts or casts.column.has_two_casts)
     operands = Quantizer(casts, master.dtype)(master.detach(), row=True, column=not shared)
     row = present(operands.row)
     return row, row if shared else present(operands.column)

@@ -16,6 +16,7 @@ from quaver import (
     Float8Linear,
     Float8LinearConfig,
     Float8LinearRecipeName,
+    ScaleCalculationMode,
     ScalingGranularity,
     ScalingType,
     float8_linear,
@@ -38,6 +39,7 @@ BLOCKS = CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE)
             "i:dyn_axs_e4m3,w:dyn_axs_e4m3,go:dyn_axs_e4m3,i_gw:dis_ten_e4m3,w_gi:dyn_ten_e4m3,go_gw:dis_ten_e4m3",
             True,
         ),
+        ("blockwise", "i:dyn_blk1x128_e4m3,w:dyn_blk_e4m3,go:dyn_blk1x128_e4m3", True),
         ("rowwise_with_tensorwise_weight", "i:dyn_axs_e4m3,w:dyn_ten_e4m3,go:dyn_axs_e4m3", True),
     ],
 )
@@ -52,6 +54,32 @@ def test_recipes_match_the_published_table_in_torchaos_short_form(name, casts, p
     assert config == Float8LinearConfig.from_recipe_name(Float8LinearRecipeName(name))
     assert config.recipe_name is replace(config, emulate=True).recipe_name is Float8LinearRecipeName(name)
     assert replace(config, round_scales_to_power_of_2=not powers_of_2).recipe_name is None
+
+
+@pytest.mark.parametrize(
+    ("alias", "recipe"),
+    [
+        ("fp8_blockwise", "blockwise"),
+        ("mxfp8_rceil", "mxfp8"),
+        ("mxfp8_rceil_wgrad_with_hp", "mxfp8_with_gw_hp"),
+    ],
+)
+def test_torchaos_and_megatrons_names_of_block_recipes(alias, recipe):
+    config = Float8LinearConfig.from_recipe_name(alias)
+    assert config == Float8LinearConfig.from_recipe_name(recipe)
+    assert config.recipe_name.value == recipe
+    assert config.round_scales_to_power_of_2
+
+
+def test_the_casts_of_block_recipes():
+    config = Float8LinearConfig.from_recipe_name("mxfp8")
+    assert config.short_str() == "i:dyn_blk1x32_e4m3,w:dyn_blk32x32_e4m3,go:dyn_blk1x32_e4m3"
+    assert {cast.scale_calculation_mode for cast in config.casts.every()} == {ScaleCalculationMode.RCEIL}
+    assert not config.casts.weight.row.has_two_casts
+    assert config.casts.input.row.has_two_casts
+    one_dimensional = replace(config.cast_config_weight, block_size=(1, 32))  # torchao's weights, cast twice
+    assert replace(config, cast_config_weight=one_dimensional).casts.weight.column.block_size == (1, 32)
+    assert CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=[1, 32]).block_size == (1, 32)
 
 
 def test_the_short_form_of_a_cast():
@@ -219,13 +247,31 @@ BAD = {
     "input has one persistent scale, which serves both of its matmuls": linear(
         cast_config_input=CastConfig(ScalingType.DELAYED), cast_config_input_for_grad_weight=CastConfig()
     ),
-    "input: blocks of 128 x 128 scale weights": linear(cast_config_input=BLOCKS),
-    "grad_output: blocks of 128 x 128 scale weights": linear(cast_config_grad_output=BLOCKS),
-    "one blockwise cast serves both of its matmuls, got dynamic blockwise": linear(
+    "input: square blocks are for weights": linear(cast_config_input=BLOCKS),
+    "grad_output: square blocks are for weights": linear(cast_config_grad_output=BLOCKS),
+    "expected blocks of one size for both of its matmuls, got dynamic blockwise": linear(
         cast_config_weight=BLOCKS, cast_config_weight_for_grad_input=CastConfig(scaling_granularity=ROW)
     ),
-    "one blockwise cast serves both of its matmuls, got dynamic tensorwise": linear(
+    "expected blocks of one size for both of its matmuls, got dynamic tensorwise": linear(
         cast_config_weight=CastConfig(), cast_config_weight_for_grad_input=BLOCKS
+    ),
+    "block_size: expected one of (128, 128), (1, 128), (32, 32), (1, 32), got (16, 16)": cast(
+        scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=(16, 16)
+    ),
+    "block_size: expected None unless scaling_granularity is ScalingGranularity.BLOCKWISE, got (1, 128)": cast(
+        scaling_granularity=ROW, block_size=(1, 128)
+    ),
+    "scale_calculation_mode: expected None unless scaling_granularity is": cast(
+        scale_calculation_mode=ScaleCalculationMode.FLOOR
+    ),
+    "scale_calculation_mode: expected ScaleCalculationMode, got 'even'": cast(
+        scaling_granularity=ScalingGranularity.BLOCKWISE, scale_calculation_mode="even"
+    ),
+    "delayed scaling keeps one scale per tensor: expected tensorwise, got blockwise 128 x 128": cast(
+        ScalingType.DELAYED, ScalingGranularity.BLOCKWISE
+    ),
+    "E8M0 scales are powers of two; expected round_scales_to_power_of_2=True": lambda: replace(
+        Float8LinearConfig.from_recipe_name("mxfp8"), round_scales_to_power_of_2=False
     ),
     "shards would cut blocks": linear(cast_config_weight=BLOCKS, enable_fsdp_float8_all_gather=True),
     "expected a static_quant_scale that is a power of two": linear(
