@@ -177,7 +177,7 @@ class CastConfig:
 
     @property
     def can_be_sharded(self) -> bool:
-        """Whether ranks can agree on the scales of a tensor that they share: tensorwise, rowwise, or none."""
+        """Whether ranks of tensor parallelism can agree on the scales of their parts: tensorwise, rowwise, or none."""
         return self.is_disabled or self.is_tensorwise or self.is_rowwise
 
     @property
@@ -467,7 +467,7 @@ class Float8LinearConfig:
         casts = self._resolve_casts()
         for matmul, (left, right) in MATMULS.items():
             _check_matmul(matmul, casts, left, right)
-        _check_blocks(casts, self.enable_fsdp_float8_all_gather, self.round_scales_to_power_of_2)
+        _check_blocks(casts, self.round_scales_to_power_of_2)
         if self.round_scales_to_power_of_2:
             _check_powers_of_2(casts)
         if self.enable_fsdp_float8_all_gather and not casts.weight.is_float8:
@@ -664,7 +664,7 @@ def _check_powers_of_2(casts: LinearCasts) -> None:
         _check(scale is None or math.frexp(scale)[0] == 0.5, f"cast_config_{name}", expected, scale)
 
 
-def _check_blocks(casts: LinearCasts, float8_all_gather: bool, power_of_2: bool) -> None:
+def _check_blocks(casts: LinearCasts, power_of_2: bool) -> None:
     for name, cast in _named(casts):
         if cast.is_blockwise and not cast.is_disabled and not cast.has_two_casts and not name.startswith("weight"):
             raise ValueError(
@@ -681,11 +681,6 @@ def _check_blocks(casts: LinearCasts, float8_all_gather: bool, power_of_2: bool)
         raise ValueError(
             f"weight: expected blocks of one size for both of its matmuls, got {weight.row} for output, "
             f"{weight.column} for grad_input"
-        )
-    if float8_all_gather and not all(cast.can_be_sharded for cast in weight[:2]):
-        raise ValueError(
-            f"enable_fsdp_float8_all_gather: expected a weight scaled tensorwise or rowwise, got {weight.row}: shards "
-            "would cut blocks; gather in high precision, or freeze weights that do not train (freeze_to_float8)"
         )
 
 

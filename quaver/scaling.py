@@ -280,16 +280,23 @@ def dynamic_cast_blocks(
     Returns:
         float8 [R, C], contiguous; float32 quant_scale and dequant_scale of the shape of `block_counts`.
     """
-    largest = block_amax(hp, block_size)
+    quant_scale, dequant_scale = scales_of_blocks(block_amax(hp, block_size), float8_dtype, power_of_2, mode)
+    return cast_blocks(hp, quant_scale, float8_dtype, block_size), quant_scale, dequant_scale
+
+
+def scales_of_blocks(amax: Tensor, float8_dtype: torch.dtype, power_of_2: bool, mode: str) -> Scales:
+    """The scales of blocks with these amaxes (a high-precision dtype, any shape); see `dynamic_cast_blocks`."""
     if mode:
-        quant_scale, dequant_scale = e8m0_scales(largest, float8_dtype, mode)
-    else:
-        quant_scale = amax_to_quant_scale(largest, float8_dtype, power_of_2=power_of_2).masked_fill_(largest == 0, 1.0)
-        dequant_scale = to_dequant_scale(quant_scale)
-    fmt_max = FORMATS[float8_dtype].max
+        return e8m0_scales(amax, float8_dtype, mode)
+    quant = amax_to_quant_scale(amax, float8_dtype, power_of_2=power_of_2).masked_fill_(amax == 0, 1.0)
+    return Scales(quant, to_dequant_scale(quant))
+
+
+def cast_blocks(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, block_size: Sequence[int]) -> Tensor:
+    """Scale and cast a matrix, saturating; float8 [R, C], contiguous. `quant_scale` has one element a block."""
+    largest = FORMATS[float8_dtype].max
     scaled = hp.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    scaled = _multiply_blocks_(scaled, quant_scale, block_size)
-    return scaled.clamp_(-fmt_max, fmt_max).to(float8_dtype), quant_scale, dequant_scale
+    return _multiply_blocks_(scaled, quant_scale, block_size).clamp_(-largest, largest).to(float8_dtype)
 
 
 def e8m0_scales(amax: Tensor, float8_dtype: torch.dtype, mode: str) -> Scales:

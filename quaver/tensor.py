@@ -20,6 +20,7 @@ from torch import Tensor
 from quaver.gemm import Operand
 from quaver.kernels.cpu import check_memory
 from quaver.quantize import Operands
+from quaver.scaling import dequantize
 from quaver.torch_private.dispatch import skip_torch_function
 
 aten = torch.ops.aten
@@ -84,6 +85,8 @@ class Float8Tensor(Tensor):
     def to_high_precision(self) -> Tensor:
         """The dequantized values of the row codes, in the tensor's dtype. Not differentiable."""
         with torch.no_grad():
+            if self.data_fp8.dim() == 2:
+                return dequantize(self.data_fp8, self.dequant_scale, self.dtype)
             return (self.data_fp8.float() * self.dequant_scale).to(self.dtype)
 
     # ---- what torch asks of a subclass ---------------------------------------------------------------------------

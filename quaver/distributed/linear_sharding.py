@@ -139,6 +139,15 @@ def forward_on_dtensors(linear: Float8Linear, input: Tensor) -> Tensor:
     return DTensor.from_local(output, sharding.mesh, last, run_check=False, shape=shape, stride=stride)
 
 
+def check_can_be_sharded(config: Float8LinearConfig) -> None:
+    """Raise NotImplementedError for casts whose scales the ranks of tensor parallelism do not agree on."""
+    for cast in config.casts.every():
+        if not cast.can_be_sharded:
+            raise NotImplementedError(
+                f"tensor parallelism expects operands scaled tensorwise or rowwise, got {cast}: ranks would cut blocks"
+            )
+
+
 def _derived_sharding(linear: Float8Linear, input: Tensor) -> ColwiseSharding | RowwiseSharding:
     """The sharding of a linear whose weight torch's own ColwiseParallel or RowwiseParallel distributed."""
     weight = typing.cast(DTensor, linear.weight)
@@ -149,6 +158,7 @@ def _derived_sharding(linear: Float8Linear, input: Tensor) -> ColwiseSharding | 
             "did that, call the module that was given to it; if tensor parallelism, use (Float8)ColwiseParallel or "
             "(Float8)RowwiseParallel"
         )
+    check_can_be_sharded(linear.config)
     if linear.scaling is not None:
         linear.scaling.host_decides()
     return ColwiseSharding(weight.device_mesh) if placement == Shard(0) else RowwiseSharding(weight.device_mesh)
@@ -261,6 +271,7 @@ class AllGatherInput:
         """`linear`: the first of those that read the input; its config says how to cast, and its scale is used."""
         dim, config = typing.cast(Shard, layout).dim, linear.config
         self._linear = linear
+        check_can_be_sharded(config)
         if dim == -1:
             raise ValueError(f"expected an input that is whole or sharded along its tokens, got {layout} (features)")
 

@@ -31,6 +31,7 @@ from quaver.distributed.linear_sharding import (
     AllGatherInput,
     ColwiseSharding,
     RowwiseSharding,
+    check_can_be_sharded,
     is_all_gathered_in_float8,
     local_part,
 )
@@ -41,13 +42,11 @@ from quaver.tensor import Float8Tensor
 
 def _float8_linear(style: object, module: nn.Module) -> Float8Linear:
     if isinstance(module, Float8Linear):
-        unshareable = next((cast for cast in module.config.casts.every() if not cast.can_be_sharded), None)
-        if unshareable is not None or isinstance(module.weight, Float8Tensor):
-            got = "a frozen float8 weight" if isinstance(module.weight, Float8Tensor) else unshareable
+        if isinstance(module.weight, Float8Tensor):
             raise NotImplementedError(
-                f"{type(style).__name__}: expected a weight in high precision, and operands scaled tensorwise or "
-                f"rowwise, got {got}"
+                f"{type(style).__name__}: expected a weight in high precision, got a frozen float8 weight"
             )
+        check_can_be_sharded(module.config)
     if not isinstance(module, Float8Linear):
         raise ValueError(
             f"{type(style).__name__} expects a Float8Linear, got {type(module).__name__}; call "

@@ -4,6 +4,9 @@ A scale belongs to the whole tensor. Each rank takes the amaxes of its shards, o
 the ranks, and the scales of all weights are computed from that vector at once: one collective and, for tensorwise
 scales, a fixed number of kernels, whatever the number of weights.
 
+[Note: cut blocks] A shard begins at any row, inside a block or not. Its amaxes are those of the parts of blocks that it
+holds; the maximum over the ranks makes them whole. A rank then quantizes its shard with each row's blocks of scales.
+
 [Note: shapes] FSDP2 shards a weight [N, K] along dim 0 (or 1). Tensor parallelism may have sharded it before; N and K
 are then those of the tensor-parallel part, which is what FSDP2 all-gathers. A scale that reduces a dim which tensor
 parallelism sharded takes a second maximum, over that mesh axis. If all do, both are one maximum over all ranks.
@@ -11,6 +14,7 @@ parallelism sharded takes a second maximum, over that mesh axis. If all do, both
 
 from __future__ import annotations
 
+import math
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,19 +31,26 @@ from torch.distributed.tensor import Shard as PlacementShard
 from torch.utils.hooks import RemovableHandle
 
 from quaver import scaling
-from quaver.config import Float8LinearConfig
+from quaver.config import CastConfig, Float8LinearConfig
 from quaver.distributed.agreement import check_ranks_agree
 from quaver.distributed.collectives import max_over_ranks
 from quaver.linear import Float8Linear
-from quaver.scaling import PersistentScale, Scales, scales_of
+from quaver.scaling import PersistentScale, Scales, scales_of, scales_of_blocks
 from quaver.torch_private.dtensor import local_tensor
 from quaver.weights.base import WrappedTensor
 
-_SHAPES: dict[int | None, tuple[int, ...]] = {None: (), 0: (1, -1), 1: (-1, 1)}
-"""The shape of scales that reduce a dim; None for both."""
+Grouping = int | None | tuple[int, int]
+"""Which elements of a weight share a scale: those along a dim, all of them (None), or those of a block of this size."""
 
 WholeScales = Sequence[Scales]
-"""The scales of one weight [N, K], one for each cast, in the order of `scale_dims`: (), [1, K] or [N, 1]."""
+"""The scales of one weight [N, K], one for each cast, in the order of `groupings`: (), [1, K], [N, 1] or blocks'."""
+
+
+def _scale_shape(grouping: Grouping, size: tuple[int, int]) -> tuple[int, ...]:
+    """The shape of the scales of a weight of `size`."""
+    if isinstance(grouping, tuple):
+        return scaling.block_counts(size[0], size[1], grouping)
+    return {None: (), 0: (1, size[1]), 1: (size[0], 1)}[grouping]
 
 
 class AllGatherWeight(Protocol):
@@ -87,6 +99,14 @@ class Shard(NamedTuple):
             return of_whole
         return of_whole.narrow(self.dim, self.offset, self.local.shape[self.dim])
 
+    def part_of_blocks(self, of_whole: Tensor, block_size: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
+        """This shard's part of the scales of blocks, and the size of its blocks: 1 along the dim that may be cut."""
+        length, n = block_size[self.dim], self.local.shape[self.dim]
+        first, last = self.offset // length, -(-(self.offset + n) // length)
+        scale = of_whole.narrow(self.dim, first, last - first) if n else of_whole.narrow(self.dim, 0, 0)
+        scale = scale.repeat_interleave(length, self.dim).narrow(self.dim, self.offset - first * length if n else 0, n)
+        return scale, (1, block_size[1]) if self.dim == 0 else (block_size[0], 1)
+
 
 def shard_of(weight: Tensor, local: Tensor) -> Shard:
     """Where the shard `local` of a weight lies while FSDP2 holds the weight sharded.
@@ -123,11 +143,17 @@ def _chunk(length: int, mesh: DeviceMesh, axis: int) -> tuple[int, int]:
 # ---- the scales of many weights --------------------------------------------------------------------------------------
 
 
-def scale_dims(config: Float8LinearConfig) -> list[int | None]:
-    """The dims that a weight's scales reduce under `config`, one for each cast that differs."""
-    row = 1 if config.casts.weight.row.is_rowwise else None
-    column = 0 if config.casts.weight.column.is_rowwise else None
+def groupings(config: Float8LinearConfig) -> list[Grouping]:
+    """How a weight is scaled under `config`, one for each cast that differs."""
+    row, column = (_grouping(cast, dim) for cast, dim in zip(config.casts.weight[:2], (1, 0), strict=True))
     return [row] if row == column else [row, column]
+
+
+def _grouping(cast: CastConfig, dim: int) -> Grouping:
+    """`dim`: the one that the matmul contracts."""
+    if cast.block_size is not None:
+        return cast.block_size if dim == 1 else cast.block_size[::-1]
+    return dim if cast.is_rowwise else None
 
 
 def compute_whole_scales(shards: Sequence[Shard], configs: Sequence[Float8LinearConfig]) -> list[WholeScales]:
@@ -138,46 +164,64 @@ def compute_whole_scales(shards: Sequence[Shard], configs: Sequence[Float8Linear
         configs: their configs, in the same order, of one float8 dtype and one way to round scales.
     """
 
-    def is_over_tp(key: tuple[int, int | None]) -> bool:
+    def is_over_tp(key: tuple[int, Grouping]) -> bool:
         """Whether tensor parallelism sharded the dim that the scales of a cast reduce."""
         tp_dim = shards[key[0]].tp_dim
         return tp_dim is not None and key[1] in (None, tp_dim)
 
     # The key of a cast: the index of its weight, and the dim that its scales reduce. Those over TP stand last.
-    casts = sorted(((i, dim) for i, config in enumerate(configs) for dim in scale_dims(config)), key=is_over_tp)
-    lengths = [1 if dim is None else shards[i].size[1 - dim] for i, dim in casts]
+    casts = sorted(((i, each) for i, config in enumerate(configs) for each in groupings(config)), key=is_over_tp)
+    shapes = [_scale_shape(each, shards[i].size) for i, each in casts]
+    lengths = [math.prod(shape) for shape in shapes]
     only_fsdp = sum(length for key, length in zip(casts, lengths, strict=True) if not is_over_tp(key))
     amaxes = _max_over_groups(_local_amaxes(shards, casts).to(shards[0].device), only_fsdp, shards[0])
-    quant, dequant = scales_of(amaxes, *_rule(configs[0]))
-    made: dict[tuple[int, int | None], Scales] = {}
-    for key, *of_cast in zip(casts, quant.split(lengths), dequant.split(lengths), strict=True):
-        made[key] = Scales(*(vector.view(_SHAPES[key[1]]) for vector in of_cast))
-    return [[made[i, dim] for dim in scale_dims(config)] for i, config in enumerate(configs)]
+    float8_dtype, power_of_2, *of_blocks = _rule(configs[0])
+    compute = scales_of_blocks if of_blocks else scales_of
+    quant, dequant = compute(amaxes, float8_dtype, power_of_2, *of_blocks)
+    made: dict[tuple[int, Grouping], Scales] = {}
+    for key, shape, *of_cast in zip(casts, shapes, quant.split(lengths), dequant.split(lengths), strict=True):
+        made[key] = Scales(*(vector.view(shape) for vector in of_cast))
+    return [[made[i, each] for each in groupings(config)] for i, config in enumerate(configs)]
 
 
-def _rule(config: Float8LinearConfig) -> tuple[torch.dtype, bool]:
-    """What weights must have in common for their scales to be computed at once."""
-    return config.casts.weight.row.float8_dtype, config.casts.weight.power_of_2
+def _rule(config: Float8LinearConfig) -> tuple[Any, ...]:
+    """What weights must have in common for their scales to be computed at once; of blocks also their mode."""
+    weight = config.casts.weight
+    return weight.row.float8_dtype, weight.power_of_2, *weight.row.block_options[2:]
 
 
-def _local_amaxes(shards: Sequence[Shard], casts: Sequence[tuple[int, int | None]]) -> Tensor:
+def _local_amaxes(shards: Sequence[Shard], casts: Sequence[tuple[int, Grouping]]) -> Tensor:
     """This rank's amaxes for `casts`, one after another, float32; 0 where another rank's shard is."""
-    tensorwise = [i for i, dim in casts if dim is None and shards[i].local.numel()]
+    tensorwise = [i for i, each in casts if each is None and shards[i].local.numel()]
     # One multi-tensor kernel for all tensorwise scales.
     norms = torch._foreach_norm([shards[i].local for i in tensorwise], torch.inf) if tensorwise else []
     norm_of = {i: norm.view(1) for i, norm in zip(tensorwise, norms, strict=True)}
     zero = shards[0].local.new_zeros(1)
-    vectors = [norm_of.get(i, zero) if dim is None else _local_vector(shards[i], dim) for i, dim in casts]
+    vectors = [norm_of.get(i, zero) if each is None else _local_vector(shards[i], each) for i, each in casts]
     return torch.cat(vectors).float()
 
 
-def _local_vector(shard: Shard, dim: int) -> Tensor:
-    """The amaxes along `dim` of the shard, at their places among those of the whole weight."""
+def _local_vector(shard: Shard, dim: int | tuple[int, int]) -> Tensor:
+    """The amaxes along `dim` (or of blocks) of the shard, at their places among those of the whole weight."""
+    if isinstance(dim, tuple):
+        return _local_blocks(shard, dim).flatten()
     amax = scaling.amax(shard.local, dim).flatten()
     if shard.dim == dim:
         return amax
     whole = amax.new_zeros(shard.size[1 - dim])
     whole.narrow(0, shard.offset, amax.numel()).copy_(amax)
+    return whole
+
+
+def _local_blocks(shard: Shard, block_size: tuple[int, int]) -> Tensor:
+    """The amaxes of the parts of blocks that the shard holds; see [Note: cut blocks]."""
+    whole = shard.local.new_zeros(_scale_shape(block_size, shard.size))
+    if shard.local.numel() == 0:
+        return whole
+    first, cut = divmod(shard.offset, block_size[shard.dim])
+    before = (0, 0, cut, 0) if shard.dim == 0 else (cut, 0)  # zeros in place of the rows that other ranks hold
+    amax = scaling.block_amax(F.pad(shard.local, before) if cut else shard.local, block_size)
+    whole.narrow(shard.dim, first, amax.shape[shard.dim]).copy_(amax)
     return whole
 
 

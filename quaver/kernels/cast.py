@@ -205,6 +205,10 @@ def _cpu_with_scale(
 cast_with_scale = _cast_phase(operation(_cast_with_scale, results=2, cpu=_cpu_with_scale, gpu="cast_with_scale"))
 
 
+cast_blocks_with_scale = _cast_phase(scaling.cast_blocks)
+"""`scaling.cast_blocks`, for what was scaled before it is all-gathered."""
+
+
 def _cast_with_persistent_scale(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, quant_scale: Tensor
 ) -> Places:

@@ -8,9 +8,9 @@
 
 The parameters that FSDP2 holds and the optimizer updates stay in high precision. The payload of an all-gather is one
 uint8 tensor for each cast of the weight: one byte per element where both matmuls read the same cast (tensorwise,
-rowwise_with_tensorwise_weight, delayed), two where they do not (rowwise, rowwise_with_gw_hp), in forward and backward.
-The unsharded parameter is a `Float8Tensor` that lives as long as FSDP2 keeps it unsharded; an unsharded weight in high
-precision never exists.
+rowwise_with_tensorwise_weight, delayed, blockwise, mxfp8), two where they do not (rowwise, rowwise_with_gw_hp), in
+forward and backward. The unsharded parameter is a `Float8Tensor` that lives as long as FSDP2 keeps it unsharded; an
+unsharded weight in high precision never exists.
 
 [Note: when scales are dropped]
 Scales are stored with the shard that they were computed from and dropped at the first write to it: every operation
@@ -43,17 +43,25 @@ from torch.utils._pytree import tree_map_only
 
 from quaver.distributed.weight_scales import (
     AllGatherState,
+    Grouping,
     NamedLinears,
     Shard,
     Siblings,
     WholeScales,
     all_gather_state,
     current_shard,
+    groupings,
     local_weight,
     whole_scales,
 )
 from quaver.gemm import Operand
-from quaver.kernels.cast import cast_with_persistent_scale, cast_with_scale, matrix_amax, record_amax
+from quaver.kernels.cast import (
+    cast_blocks_with_scale,
+    cast_with_persistent_scale,
+    cast_with_scale,
+    matrix_amax,
+    record_amax,
+)
 from quaver.linear import Float8Linear
 from quaver.scaling import Scales
 from quaver.tensor import Float8Tensor
@@ -181,7 +189,10 @@ class Float8AllGatherWeight(WrappedTensor):
             codes, scales = [code], [Scales(quant, dequant)]
         else:
             scales = whole_scales(module)
-            codes = [_quantize(shard, of_cast.quant, float8_dtype) for of_cast in scales]
+            codes = [
+                _quantize(shard, of_cast.quant, float8_dtype, grouping)
+                for of_cast, grouping in zip(scales, groupings(config), strict=True)
+            ]
             if scale is not None:
                 record_amax(scale, matrix_amax(shard.local, None))
         payloads = [_payload(shard, code) for code in codes]
@@ -309,8 +320,11 @@ def _payload(shard: Shard, codes: Tensor) -> Tensor:
     return F.pad(payload, (0, 0, 0, missing)) if missing else payload  # FSDP2 pads dim 0 only
 
 
-def _quantize(shard: Shard, quant_scale: Tensor, float8_dtype: torch.dtype) -> Tensor:
-    """The codes of a shard; `quant_scale` is that of the whole weight, (), [N, 1] or [1, K]."""
+def _quantize(shard: Shard, quant_scale: Tensor, float8_dtype: torch.dtype, grouping: Grouping) -> Tensor:
+    """The codes of a shard; `quant_scale` is that of the whole weight, (), [N, 1], [1, K] or blocks'."""
+    if isinstance(grouping, tuple):
+        scale, block_size = shard.part_of_blocks(quant_scale, grouping)
+        return cast_blocks_with_scale(shard.local, scale, float8_dtype, block_size)
     scale = shard.part(quant_scale)
     by_column = scale.dim() == 2 and scale.shape[0] == 1 != shard.local.shape[0]
     codes = cast_with_scale(shard.local, float8_dtype, None if by_column else scale, scale if by_column else None)

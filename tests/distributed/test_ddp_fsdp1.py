@@ -37,6 +37,8 @@ def wrapped(recipe, how):
     [
         ("rowwise", WRAPPERS[:3]),
         ("delayed", WRAPPERS),
+        ("blockwise", WRAPPERS[:2]),
+        ("mxfp8", WRAPPERS[:3]),
         *((recipe, WRAPPERS[:2]) for recipe in (*RECIPES, *PERSISTENT_RECIPES) if recipe not in ("rowwise", "delayed")),
         *(
             pytest.param(recipe, WRAPPERS[2:], marks=pytest.mark.nightly)

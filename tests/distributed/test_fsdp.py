@@ -1,5 +1,6 @@
 """FSDP2 with float8 all-gather computes what one process computes, and sends a byte per element and cast."""
 
+import dataclasses
 import itertools
 import math
 
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from quaver import Float8Linear, convert_to_float8_training
+from quaver import CastConfig, Float8Linear, ScalingGranularity, convert_to_float8_training
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.tensor import Float8Tensor
 from tests.distributed.counting import CollectiveCounter
@@ -26,7 +27,7 @@ from tests.distributed.models import (
 from tests.distributed.ranks import on_ranks, run
 from tests.reference import RECIPES
 
-ONE_PAYLOAD = ("tensorwise", "tensorwise_power_of_2", "rowwise_with_tensorwise_weight")
+ONE_PAYLOAD = ("tensorwise", "tensorwise_power_of_2", "rowwise_with_tensorwise_weight", "blockwise", "mxfp8_with_gw_hp")
 TWO_PAYLOADS = ("rowwise", "rowwise_with_gw_hp")
 
 
@@ -141,11 +142,16 @@ PAIRS = [
     (recipe, *gather, None, PARAM_DTYPES[(i + j) % 2])
     for (i, recipe), (j, gather) in itertools.product(enumerate(RECIPES), enumerate(GATHERS))
 ]
-COMPILED = [("tensorwise", True, True, "aot_eager", None), ("rowwise", True, False, "aot_eager", torch.bfloat16)]
+COMPILED = [
+    ("tensorwise", True, True, "aot_eager", None),
+    ("rowwise", True, False, "aot_eager", torch.bfloat16),
+    ("blockwise", True, True, "aot_eager", torch.bfloat16),
+]
 
 
 PRECOMPUTED = [case for case in PAIRS if case[2]]
 OTHERS = [case for case in PAIRS if not case[2] and case[0] in ("tensorwise", "rowwise_with_gw_hp")]
+OTHERS += [("mxfp8", True, False, None, None)]
 """One recipe of one payload and one of two, all-gathered in high precision and in float8."""
 
 
@@ -166,7 +172,37 @@ def test_ten_adam_steps_widest(ranks, case):
     check_ten_adam_steps(ranks, [case])
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+CUT = ((576, 300), (100, 70), (2, 200), (129, 33), (384, 128))
+"""Out- and in-features: shards cut blocks, are smaller than one, or empty."""
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@on_ranks()
+def test_cut_blocks_have_the_codes_and_scales_of_one_process(ranks):
+    def make():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(columns, rows, bias=False) for rows, columns in CUT))
+        with torch.no_grad():
+            for linear in model:
+                linear.weight.mul_(torch.logspace(-3, 3, len(linear.weight))[:, None])
+                linear.weight[: len(linear.weight) // 4] = 0
+        return model
+
+    along = CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=(1, 32))
+    for config in (
+        *(config_of(recipe) for recipe in ("blockwise", "mxfp8")),
+        config_of("blockwise", round_scales_to_power_of_2=False),
+        config_of("mxfp8", cast_config_weight=along),  # cast twice, and each scale exchanged
+    ):
+        gathering = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
+        for precompute in (True, False):
+            model = shard_model(gathering, model=make())
+            if precompute:
+                precompute_float8_dynamic_scale_for_fsdp(model)
+            assert operands_that_differ(model, make(), gathering) == [], (gathering, precompute)
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "blockwise", "mxfp8"])
 @on_ranks(2)
 def test_gathering_in_float8_changes_no_bit_of_float32_training(recipe):
     without, with_float8 = _losses([(recipe, gather, False, False, None) for gather in (False, True)], 5)
@@ -202,6 +238,9 @@ LINEAR_WEIGHTS = [p.shape for name, p in make_model().named_parameters() if name
 
 def scales_of(recipe, rows, columns):
     """Of the casts of a weight for both of its matmuls."""
+    blocks = {"blockwise": 128, "mxfp8_with_gw_hp": 32}
+    if recipe in blocks:
+        return math.ceil(rows / blocks[recipe]) * math.ceil(columns / blocks[recipe])
     return {"rowwise": rows + columns, "rowwise_with_gw_hp": rows + 1}.get(recipe, 1)
 
 

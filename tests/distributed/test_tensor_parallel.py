@@ -585,6 +585,10 @@ def test_errors_when_a_style_is_applied():
         parallelize_module(Float8Linear(16, 16), mesh, Float8ColwiseParallel(input_layouts=Shard(-1)))
     with raises(ValueError, "no Float8Linear", "PrepareModuleInput"):
         parallelize_module(nn.Sequential(nn.Linear(16, 16)), mesh, prepare(False))
+        with raises(NotImplementedError, "tensorwise or rowwise", "blockwise 1 x 32", "cut blocks"):
+            parallelize_module(Float8Linear(16, 16, config="mxfp8"), mesh, style)
+    with raises(NotImplementedError, "tensorwise or rowwise", "cut blocks"):
+        parallelize_module(nn.Sequential(Float8Linear(16, 16, config="mxfp8")), mesh, prepare(False))
     several = nn.Sequential(Float8Linear(16, 16), Float8Linear(16, 16, config=config_of("rowwise")))
     with raises(ValueError, "several configs", "fwd_config_submodule_fqn"):
         parallelize_module(several, mesh, prepare(False))
@@ -620,6 +624,10 @@ def test_errors_when_a_module_is_called():
     replicated = distribute_module(Float8Linear(16, 16), mesh)
     with raises(RuntimeError, "is sharded", "(Float8)ColwiseParallel"):
         replicated(torch.randn(2, 4, 16))
+    for style in (ColwiseParallel(), RowwiseParallel()):
+        of_torch = parallelize_module(Float8Linear(16, 16, config="blockwise"), mesh, style)
+        with raises(NotImplementedError, "tensorwise or rowwise", "blockwise 1 x 128", "cut blocks"):
+            of_torch(torch.randn(2, 4, 8 if isinstance(style, RowwiseParallel) else 16))
     for use_local_output in (True, False):
         module = UsesItsInput(16, 16, F32, None)
         styles = {"": prepare(use_local_output), "a": Float8ColwiseParallel(), "b": Float8ColwiseParallel()}

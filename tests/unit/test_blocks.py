@@ -9,10 +9,16 @@ from torch import nn
 from quaver import Float8LinearRecipeName, convert_to_float8_training, scaling
 from quaver.config import BLOCK_SIZES
 from quaver.gemm import float8_mm
-from tests.reference import assert_matmul_exact, assert_same_bits, every_value, reference_scales, sqnr_db
+from tests.reference import (
+    BLOCK_RECIPES,
+    assert_matmul_exact,
+    assert_same_bits,
+    every_value,
+    reference_scales,
+    sqnr_db,
+)
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-BLOCK_RECIPES = ("blockwise", "blockwise_with_gw_hp", "mxfp8", "mxfp8_with_gw_hp")
 
 
 def e8m0_exponent(amax, largest, mode):

@@ -16,7 +16,7 @@ from quaver import (
     sync_float8_amax_and_scale_history,
 )
 from quaver.kernels.cast import cast_rowwise, cast_tensorwise, cast_with_scale
-from tests.reference import PERSISTENT_RECIPES, RECIPES, sqnr_db
+from tests.reference import BLOCK_RECIPES, PERSISTENT_RECIPES, RECIPES, sqnr_db
 from tests.thinned import thinned
 from tests.unit.test_delayed import Net, assert_same_states, config_of, states
 from tests.unit.test_linear import make, run, saved_bytes
@@ -27,7 +27,9 @@ E4M3 = torch.float8_e4m3fn
 
 @pytest.mark.parametrize(
     ("recipe", "hp_dtype", "bias"),
-    thinned((*RECIPES, *PERSISTENT_RECIPES), (torch.float32, torch.bfloat16), (False, True), together=1),
+    thinned(
+        (*RECIPES, *PERSISTENT_RECIPES, *BLOCK_RECIPES), (torch.float32, torch.bfloat16), (False, True), together=1
+    ),
 )
 def test_one_linear_agrees_with_eager(recipe, hp_dtype, bias):
     """The same codes go into the same exact matmul, so a result differs by nothing but the order of its sums.
@@ -54,6 +56,7 @@ def test_one_linear_agrees_with_eager(recipe, hp_dtype, bias):
     [
         ("tensorwise", None, False, "inductor"),
         *((recipe, None, False, "aot_eager") for recipe in RECIPES[1:]),
+        ("blockwise", None, False, "aot_eager"),
         ("delayed", "non-reentrant", True, "aot_eager"),
         ("delayed", None, False, "inductor"),
         ("delayed_with_dynamic_weight", None, True, "aot_eager"),

@@ -273,7 +273,6 @@ BAD = {
     "E8M0 scales are powers of two; expected round_scales_to_power_of_2=True": lambda: replace(
         Float8LinearConfig.from_recipe_name("mxfp8"), round_scales_to_power_of_2=False
     ),
-    "shards would cut blocks": linear(cast_config_weight=BLOCKS, enable_fsdp_float8_all_gather=True),
     "expected a static_quant_scale that is a power of two": linear(
         cast_config_weight=CastConfig(STATIC, static_quant_scale=3.0), round_scales_to_power_of_2=True
     ),

@@ -8,7 +8,7 @@ import torch
 from quaver.bench import doctor
 from quaver.cli import main
 from quaver.config import Float8LinearRecipeName
-from tests.reference import PERSISTENT_RECIPES, RECIPES
+from tests.reference import BLOCK_RECIPES, PERSISTENT_RECIPES, RECIPES
 
 
 def test_every_recipe_is_tried_on_the_cpu(capsys):
@@ -16,7 +16,7 @@ def test_every_recipe_is_tried_on_the_cpu(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["versions"]["torch"] == torch.__version__
     cpu = [finding for finding in found["recipes"] if finding["device"] == "cpu"]
-    assert [finding["recipe"] for finding in cpu] == [*RECIPES, *PERSISTENT_RECIPES]
+    assert [finding["recipe"] for finding in cpu] == [*RECIPES, *PERSISTENT_RECIPES, *BLOCK_RECIPES]
     assert {finding["verdict"] for finding in cpu} == {"exact"}
     assert found["ok"]
 

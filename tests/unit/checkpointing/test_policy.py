@@ -138,7 +138,7 @@ MODULES = {
 """How to make a module, and the ways to train it."""
 
 
-@pytest.mark.parametrize("recipe", [None, *FLOAT8])
+@pytest.mark.parametrize("recipe", [None, *FLOAT8, "blockwise", "mxfp8_with_gw_hp"])
 @pytest.mark.parametrize("module", MODULES)
 def test_checkpointing_changes_no_bit(module, recipe, casts):
     make_module, ways = MODULES[module]

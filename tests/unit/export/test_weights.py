@@ -73,6 +73,28 @@ def test_codes_and_scales_are_those_of_the_forward(recipe, monkeypatch):
     assert exported.bytes_moved == 0
 
 
+@pytest.mark.parametrize("format", ["compressed-tensors", "compressed-tensors-block", "fp8"])
+def test_blocks_of_a_training_are_exported_as_they_are(format, monkeypatch):
+    """Ragged too: 150 x 150 in blocks of 128 x 128."""
+    model = tiny("blockwise", size=150)
+    forward = multiplied_weights(model, monkeypatch)
+    exported = iter_float8_weights(model, format=format)
+    tensors = dict(exported)
+    for name, operand in zip(PROJECTIONS, forward, strict=True):
+        codes = tensors[f"layer.{name}.weight"]
+        scale = tensors[f"layer.{name}.{exported.plan.format.scale_name}"]
+        assert torch.equal(codes.view(torch.uint8), operand.data.contiguous().view(torch.uint8)), name
+        assert torch.equal(scale, operand.dequant_scale)
+    assert not exported.requantized
+
+
+def test_smaller_blocks_are_quantized_again_in_128_x_128():
+    exported = iter_float8_weights(tiny("mxfp8", size=150))
+    tensors = dict(exported)
+    assert tensors["layer.q_proj.weight_scale"].shape == (2, 2)
+    assert set(exported.requantized) == {f"layer.{name}" for name in PROJECTIONS}
+
+
 def test_fused_linears_share_the_smallest_scale_and_the_cost_is_stated():
     model = tiny("tensorwise")
     own = dict(iter_float8_weights(model, share_fused_scales=False))
