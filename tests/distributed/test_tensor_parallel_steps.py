@@ -167,7 +167,10 @@ IN_2D = {"float8": 1, "high precision": 14}
 
 
 def check_steps(ranks, recipe, ways):
-    for way, result in zip(ways, run(ranks, _train_in_ways, recipe, ways)[0], strict=True):
+    # In processes of their own: after other tests of a whole run, the dynamic scales of weights under FSDP2 were seen to
+    # take two exchanges in place of one. The cause is not known.
+    results = run(ranks, _train_in_ways, recipe, ways, collective_timeout=60)[0]
+    for way, result in zip(ways, results, strict=True):
         check_against_one_process(result, f"way {way}", 2 if way in IN_2D else 1)
         assert result[0][2] == amax_exchanges(recipe, weights=IN_2D.get(way, 14)), way
 

@@ -240,6 +240,9 @@ def arguments(schema) -> dict[str, object]:
         "out_dtype": torch.bfloat16,
         "row": True,
         "group_name": "none",
+        "dot_products": 1,
+        "length": 128,
+        "mode": "",
     }
     ordinary = {"Tensor": torch.ones(3), "bool": False}
     return {each.name: values[each.name] if each.name in values else ordinary[str(each.type)] for each in schema}
