@@ -167,8 +167,8 @@ IN_2D = {"float8": 1, "high precision": 14}
 
 
 def check_steps(ranks, recipe, ways):
-    # In processes of their own: after other tests of a whole run, the dynamic scales of weights under FSDP2 were seen to
-    # take two exchanges in place of one. The cause is not known.
+    # In processes of their own: after other tests of a whole run, the dynamic scales of weights under FSDP2 were seen
+    # to take two exchanges in place of one. The cause is not known.
     results = run(ranks, _train_in_ways, recipe, ways, collective_timeout=60)[0]
     for way, result in zip(ways, results, strict=True):
         check_against_one_process(result, f"way {way}", 2 if way in IN_2D else 1)
