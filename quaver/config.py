@@ -122,7 +122,7 @@ class CastConfig:
     has_two_casts: bool = field(init=False, repr=False, compare=False)
     """Whether rows and columns have scales of their own, so that each direction takes its own cast."""
     block_options: tuple[int | str, ...] = field(init=False, repr=False, compare=False)
-    """What the cast of blocks takes besides what every cast takes; () for other granularities."""
+    """What the cast of blocks takes besides what every cast takes, `e8m0_mode` last; () for other granularities."""
 
     def __post_init__(self, static_scale: float | torch.Tensor | None) -> None:
         _check_type(self, "scaling_type", ScalingType)
@@ -163,7 +163,7 @@ class CastConfig:
         _check(size in BLOCK_SIZES, "block_size", f"one of {', '.join(map(str, BLOCK_SIZES))}", size)
         object.__setattr__(self, "block_size", size)
         object.__setattr__(self, "has_two_casts", size[0] != size[1])
-        object.__setattr__(self, "block_options", (*size, "" if mode is None else mode.value))
+        object.__setattr__(self, "block_options", (*size, self.e8m0_mode))
 
     def _check_static_scale(self, given: float) -> None:
         is_number = isinstance(given, int | float) or (isinstance(given, torch.Tensor) and given.numel() == 1)
@@ -174,6 +174,11 @@ class CastConfig:
         expected = "None unless scaling_type is static"
         _check(scaling is ScalingType.STATIC, "static_quant_scale", expected, f"{scale} with {scaling.value}")
         object.__setattr__(self, "static_quant_scale", scale)
+
+    @property
+    def e8m0_mode(self) -> str:
+        """The value of `scale_calculation_mode`, "" for None, as operations take it."""
+        return "" if self.scale_calculation_mode is None else self.scale_calculation_mode.value
 
     @property
     def can_be_sharded(self) -> bool:
@@ -352,6 +357,11 @@ class LinearCasts(NamedTuple):
     def every(self) -> tuple[CastConfig, ...]:
         """All six, row before column."""
         return tuple(cast for operand in self for cast in operand[:2])
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether any operand is scaled in blocks; no hardware multiplies those yet."""
+        return any(cast.is_blockwise for cast in self.every())
 
 
 class MatmulOptions(NamedTuple):

@@ -256,4 +256,5 @@ def owners_of_weights(module: nn.Module) -> dict[int, list[str]]:
 
 
 def first_names(names: list[str], separator: str = ", ") -> str:
+    """The first three names, and how many more there are."""
     return separator.join(names[:3] + [f"and {len(names) - 3} more"] * (len(names) > 3))

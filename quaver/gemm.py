@@ -23,13 +23,14 @@ appended, and add nothing); with row-wise scales a bfloat16 result and a scale f
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.config import MATMULS, Float8LinearConfig, MatmulOptions
+from quaver.config import MATMULS, CastConfig, Float8LinearConfig, MatmulOptions
 from quaver.formats import E5M2, FORMATS
 from quaver.kernels.cast import column_major_after
 from quaver.kernels.cpu import check_memory
@@ -208,19 +209,20 @@ _NOT_THE_HARDWARE = (
 """Words of CUDA's errors that say nothing about what the hardware can multiply."""
 
 
+def backend_of_casts(casts: Sequence[CastConfig], device: torch.device, *, emulate: bool) -> GemmBackend:
+    """The backend on `device` of a matmul whose operands are cast so."""
+    if any(cast.is_blockwise for cast in casts):
+        return GemmBackend.EXACT
+    return backend_for(device, rowwise=any(cast.is_rowwise for cast in casts), emulate=emulate)
+
+
 def backends_of(config: Float8LinearConfig, device: torch.device) -> str:
     """What the float8 matmuls of a linear run on: "native", "exact" or "native and exact".
 
     "high precision" where the config disables them all.
     """
     pairs = [[config.casts.of(*cast) for cast in operands] for operands in MATMULS.values()]
-    found = {
-        backend_for(device, rowwise=any(cast.is_rowwise for cast in pair), emulate=config.emulate)
-        if all(cast.is_tensorwise or cast.is_rowwise for cast in pair)
-        else GemmBackend.EXACT
-        for pair in pairs
-        if not pair[0].is_disabled
-    }
+    found = {backend_of_casts(pair, device, emulate=config.emulate) for pair in pairs if not pair[0].is_disabled}
     names = [backend.value for backend in GemmBackend if backend in found]
     return " and ".join(names) or "high precision"
 

@@ -73,9 +73,8 @@ def quantize(
         persistent.amax = torch.maximum(persistent.amax, amax)
     elif cast.is_blockwise:
         block_size = (cast.block_size or (128, 128))[:: 1 if direction == ROW else -1]
-        mode = cast.scale_calculation_mode.value if cast.scale_calculation_mode else ""
         codes, _, dequant_scale = scaling.dynamic_cast_blocks(
-            hp, dtype, power_of_2=power_of_2, block_size=block_size, mode=mode
+            hp, dtype, power_of_2=power_of_2, block_size=block_size, mode=cast.e8m0_mode
         )
     else:
         amax = scaling.amax(hp, direction if cast.is_rowwise else None)

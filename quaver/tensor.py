@@ -11,6 +11,7 @@ A matrix is the operand of two matmuls, along its rows and along its columns (qu
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from quaver.gemm import Operand
 from quaver.kernels.cpu import check_memory
-from quaver.quantize import Operands
+from quaver.quantize import Operands, present
 from quaver.scaling import dequantize
 from quaver.torch_private.dispatch import skip_torch_function
 
@@ -85,9 +86,8 @@ class Float8Tensor(Tensor):
     def to_high_precision(self) -> Tensor:
         """The dequantized values of the row codes, in the tensor's dtype. Not differentiable."""
         with torch.no_grad():
-            if self.data_fp8.dim() == 2:
-                return dequantize(self.data_fp8, self.dequant_scale, self.dtype)
-            return (self.data_fp8.float() * self.dequant_scale).to(self.dtype)
+            data, scale, _ = present(self.operands().row)
+            return dequantize(data, typing.cast(Tensor, scale), self.dtype).view(self.shape)
 
     # ---- what torch asks of a subclass ---------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ def _verdict(config: Float8LinearConfig, device: torch.device) -> tuple[str, str
 
 
 def _backend(config: Float8LinearConfig, device: torch.device) -> tuple[str, str]:
-    if device.type == "cuda" and any(cast.is_blockwise for cast in config.casts.every()):
+    if device.type == "cuda" and config.casts.has_blocks:
         return "exact", "no native matmul for scales of blocks"
     if device.type == "cuda":
         failures = {

@@ -187,7 +187,8 @@ def compute_whole_scales(shards: Sequence[Shard], configs: Sequence[Float8Linear
 def _rule(config: Float8LinearConfig) -> tuple[Any, ...]:
     """What weights must have in common for their scales to be computed at once; of blocks also their mode."""
     weight = config.casts.weight
-    return weight.row.float8_dtype, weight.power_of_2, *weight.row.block_options[2:]
+    of_blocks = (weight.row.e8m0_mode,) if weight.row.is_blockwise else ()
+    return weight.row.float8_dtype, weight.power_of_2, *of_blocks
 
 
 def _local_amaxes(shards: Sequence[Shard], casts: Sequence[tuple[int, Grouping]]) -> Tensor:

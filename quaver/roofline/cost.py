@@ -192,7 +192,7 @@ def _divided(casts: Casts, sharers: int) -> Casts:
 
 def has_blocks(recipe: Float8LinearRecipeName | str) -> bool:
     """Whether a recipe scales blocks, whose matmuls run exactly on every device."""
-    return any(cast.is_blockwise for cast in Float8LinearConfig.from_recipe_name(recipe).casts.every())
+    return Float8LinearConfig.from_recipe_name(recipe).casts.has_blocks
 
 
 @functools.cache

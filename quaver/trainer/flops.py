@@ -10,7 +10,7 @@ from torch import nn
 
 from quaver import Float8Linear
 from quaver.config import MATMULS
-from quaver.gemm import GemmBackend, backend_for
+from quaver.gemm import GemmBackend, backend_of_casts
 from quaver.kernels.exact_mm import has_bfloat16_units
 from quaver.roofline.device_specs import PeakFlops
 from quaver.trainer.config import Model
@@ -61,8 +61,7 @@ def _matmuls(linear: nn.Linear, hp_dtype: str, device: torch.device) -> tuple[di
         if casts[0].is_disabled:
             continue
         operands[matmul] = " x ".join(map(str, casts))
-        rowwise, has_blocks = any(cast.is_rowwise for cast in casts), any(cast.is_blockwise for cast in casts)
-        if not has_blocks and backend_for(device, rowwise=rowwise, emulate=linear.config.emulate) is GemmBackend.NATIVE:
+        if backend_of_casts(casts, device, emulate=linear.config.emulate) is GemmBackend.NATIVE:
             runs_in[matmul] = "float8"
         elif not has_bfloat16_units(device.type):
             runs_in[matmul] = "float32"

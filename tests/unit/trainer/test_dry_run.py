@@ -57,7 +57,7 @@ def test_flops_by_the_precision_that_they_run_in(monkeypatch, recipe, float8_mat
     device = torch.device("cpu")
     monkeypatch.setattr("quaver.trainer.flops.has_bfloat16_units", lambda kind: False)
     older = flops_per_token_by_precision(model, config.model, config.training.seq_len, "bfloat16", device)
-    monkeypatch.setattr("quaver.trainer.flops.backend_for", lambda *args, **options: GemmBackend.NATIVE)
+    monkeypatch.setattr("quaver.gemm.backend_for", lambda *args, **options: GemmBackend.NATIVE)
     native = flops_per_token_by_precision(model, config.model, config.training.seq_len, "bfloat16", device)
     assert sum(native.values()) == sum(by_precision.values())
     weights = sum(each.flops_per_token for each in linear_precisions(model, "bfloat16", device)[:-1])
