@@ -7,6 +7,10 @@ scales, a fixed number of kernels, whatever the number of weights.
 [Note: cut blocks] A shard begins at any row, inside a block or not. Its amaxes are those of the parts of blocks that it
 holds; the maximum over the ranks makes them whole. A rank then quantizes its shard with each row's blocks of scales.
 
+[Note: equal groups] Weights on equal meshes may hold several process groups of the same ranks. PyTorch caches what it
+infers about DTensors by their meshes, and meshes of the same ranks are equal, so that a weight can come with the groups
+of an equal mesh that was made before. Hence groups are told apart by their ranks.
+
 [Note: shapes] FSDP2 shards a weight [N, K] along dim 0 (or 1). Tensor parallelism may have sharded it before; N and K
 are then those of the tensor-parallel part, which is what FSDP2 all-gathers. A scale that reduces a dim which tensor
 parallelism sharded takes a second maximum, over that mesh axis. If all do, both are one maximum over all ranks.
@@ -75,6 +79,10 @@ class PreparedInputs(Protocol):
         """Raise RuntimeError if the shard was changed since."""
 
 
+Ranks = tuple[int, ...]
+"""The global ranks of a process group, in its order; () for none."""
+
+
 class Shard(NamedTuple):
     """One rank's shard, and where it lies in the weight that FSDP2 all-gathers."""
 
@@ -92,6 +100,8 @@ class Shard(NamedTuple):
     """The dim that tensor parallelism sharded before."""
     device: torch.device
     """The device of the groups' collectives; an offloaded shard lies elsewhere."""
+    ranks: tuple[Ranks, Ranks]
+    """Those of the two groups."""
 
     def part(self, of_whole: Tensor) -> Tensor:
         """This shard's part of scales [N, 1] or [1, K] of the whole weight, or the one scale ()."""
@@ -131,7 +141,13 @@ def shard_of(weight: Tensor, local: Tensor) -> Shard:
         size[tp_dim] = min(chunk, size[tp_dim] - offset)
     offset, _ = _chunk(size[dims[0]], mesh, axes[0])
     device = torch.device(mesh.device_type)
-    return Shard(local, (size[0], size[1]), dims[0], offset, mesh.get_group(axes[0]), tp_group, tp_dim, device)
+    fsdp_group = mesh.get_group(axes[0])
+    ranks = _ranks(fsdp_group), _ranks(tp_group)
+    return Shard(local, (size[0], size[1]), dims[0], offset, fsdp_group, tp_group, tp_dim, device, ranks)
+
+
+def _ranks(group: ProcessGroup | None) -> Ranks:
+    return () if group is None else tuple(dist.get_process_group_ranks(group))
 
 
 def _chunk(length: int, mesh: DeviceMesh, axis: int) -> tuple[int, int]:
@@ -249,8 +265,8 @@ class Siblings:
 
     def __init__(self, named: NamedLinears) -> None:
         self.named = named
-        self.checked: set[str] = set()
-        """The names of the process groups whose ranks agree about them."""
+        self.checked: set[Ranks] = set()
+        """The ranks of the process groups that agree about them."""
 
 
 @dataclass
@@ -325,18 +341,16 @@ def whole_scales(linear: Float8Linear) -> WholeScales:
         for name, each in siblings.named
         if _needs_scales(each) and _all_gather_weight(each).scales() is None and _collective_key(each) == key
     ]
-    if own.fsdp_group.group_name not in siblings.checked:
+    if own.ranks[0] not in siblings.checked:
         check_ranks_agree(_describe(stale), own.fsdp_group, own.device, what=_WHAT)
-        siblings.checked.add(own.fsdp_group.group_name)
+        siblings.checked.add(own.ranks[0])
     _compute_and_remember([each for _, each in stale])
     return typing.cast(WholeScales, _all_gather_weight(linear).scales())
 
 
 def _collective_key(linear: Float8Linear) -> tuple[Any, ...]:
-    """Weights whose scales are computed in one collective have this in common; groups by name, as meshes know them."""
-    shard = current_shard(linear)
-    tp_name = None if shard.tp_group is None else shard.tp_group.group_name
-    return shard.fsdp_group.group_name, tp_name, *_rule(linear.config)
+    """Weights whose scales are computed in one collective have this in common; see [Note: equal groups]."""
+    return *current_shard(linear).ranks, *_rule(linear.config)
 
 
 def _compute_and_remember(linears: Sequence[Float8Linear]) -> None:
