@@ -39,7 +39,7 @@ innocuous?", SIGNUM Newsletter 30(3), 1995).
 
 from __future__ import annotations
 
-import math
+import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -304,14 +304,11 @@ def e8m0_scales(amax: Tensor, float8_dtype: torch.dtype, mode: str) -> Scales:
 
     `amax`: a high-precision dtype, any shape. Both scales are powers of two, or NaN.
     """
-    fmt = FORMATS[float8_dtype]
-    if mode == "rceil":
-        bits = (amax.double() / fmt.max).float().view(torch.int32)
-        exponent, mantissa = bits >> 23, bits & ~_MANTISSA_CLEARED
-        # A subnormal up to 2^-127 has that scale.
-        biased = exponent + (mantissa > torch.where(exponent == 0, 1 << 22, 0)).int()
-    else:
-        biased = ((amax.float().view(torch.int32) >> 23) - (math.frexp(fmt.max)[1] - 1)).clamp_(min=0)
+    largest = struct.unpack("<i", struct.pack("<f", FORMATS[float8_dtype].max))[0]
+    # RCEIL carries where amax has the larger mantissa, so that amax / max is no power of two.
+    carry = ~_MANTISSA_CLEARED - (largest & ~_MANTISSA_CLEARED) if mode == "rceil" else 0
+    exponent = (amax.float().view(torch.int32) + carry) >> 23
+    biased = (exponent - ((largest >> 23) - 127)).clamp_(min=0)
     quant = ((254 - biased) << 23).view(torch.float32)
     dequant = torch.where(biased == 0, 1 << 22, biased << 23).view(torch.float32)
     finite = amax.isfinite()
@@ -336,7 +333,7 @@ def scale_blocks(scale: Tensor, size: Sequence[int]) -> tuple[int, int] | None:
 
 
 def multiply_scale_(wide: Tensor, scale: Tensor) -> Tensor:
-    """Multiply a contiguous matrix [R, C] in place by its scale of any granularity; see `scale_blocks`.
+    """Multiply a matrix [R, C] in place by its scale of any granularity; see `scale_blocks`.
 
     Raises:
         ValueError: a scale of another shape.
@@ -352,7 +349,7 @@ def multiply_scale_(wide: Tensor, scale: Tensor) -> Tensor:
 
 
 def _multiply_blocks_(wide: Tensor, scale: Tensor, block_size: Sequence[int]) -> Tensor:
-    """Multiply a contiguous matrix in place by one number a block."""
+    """Multiply a matrix in place by one number a block."""
     if all(count in (1, elements) for count, elements in zip(scale.shape, wide.shape, strict=True)):
         return wide.mul_(scale)
     for in_rows, of_rows, rows in _block_parts(wide.shape[0], block_size[0]):

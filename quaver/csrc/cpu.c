@@ -1,8 +1,8 @@
 /* quaver._cpu: float8 casts on a CPU, and a float8 matmul for CPUs with bfloat16 dot products.
  *
  * quaver/scaling.py says what a cast computes, and is matched bit for bit; quaver/kernels/cpu.py is the only caller.
- * Every matrix is [rows, columns], contiguous. `dim` is the one that an amax reduces: NONE (-1) for one
- * amax or scale, 1 for one per row [rows, 1], 0 for one per column [1, columns].
+ * Every matrix is [rows, columns], contiguous. `dim` is the one that an amax reduces: NONE (-1) for one amax or scale,
+ * 1 for one per row [rows, 1], 0 for one per column [1, columns]; BLOCKS (2) for one per block, the last of a dim cut.
  *
  * Addresses arrive as integers. 0 where there are elements, sizes below 0 or beyond 2^60 and unknown kinds raise
  * ValueError. That the memory is there is for Python to know.
@@ -15,20 +15,22 @@
 
 #include "matmul.h"
 
-enum { NONE = -1 /* dim */, RELEASE_GIL_FROM = 32768 /* elements; some microseconds of work */ };
+enum { NONE = -1, BLOCKS = 2 /* dims */, RELEASE_GIL_FROM = 32768 /* elements; some microseconds of work */ };
 enum { MOST_THREADS = 64, CACHED = 8192 /* elements that stay in the first cache between two runs over them */ };
+enum { BLOCK_RUN = 2048 /* columns of blocks at a time; no block has more */ };
 
 /* ---- a matrix, in blocks of rows, one thread each ----------------------------------------------------------------*/
 
 typedef struct {
     char *hp;               /* [rows, columns] of hp_kind; what widen writes */
     uint8_t *codes;         /* [rows, columns] of float8; what widen reads */
-    float *quant, *dequant; /* (), [rows, 1] or [1, columns] by `dim`; widen takes what it multiplies by for `quant` */
+    float *quant, *dequant; /* one per amax, by `dim`; widen takes what it multiplies by for `quant` */
     uint8_t *column_codes;  /* of cast_axes, with the scales [1, columns]; the others are then by rows */
     float *column_quant, *column_dequant;
     const float *persistent_quant;   /* of cast_and_observe: () */
     float *amax_buffer;              /* and [amax, saturated elements] */
     int64_t rows, columns, code_row; /* code_row: from one row of codes to the next; `columns` where they are written */
+    int64_t block_rows, block_columns; /* of BLOCKS, whose amaxes and scales are [ceil(rows / ..), ceil(columns / ..)] */
     int hp_kind, float8, dim, power_of_2, threads;
     char *amax;         /* [threads, 1 or columns] of hp_kind, while it is found */
     int64_t *saturated; /* of all blocks, while they are counted */
@@ -66,18 +68,72 @@ static void amax_of_rows(const Job *job, int block, int64_t first, int64_t last)
         amax_each(hp_at(job, row * columns), job->hp_kind, columns, amax);
 }
 
+INLINE int64_t blocks_in(int64_t elements, int64_t length) { return (elements + length - 1) / length; }
+
+/* How many columns of a row are cast or widened in one run. */
+INLINE int64_t run_length(const Job *job) {
+    return job->dim == BLOCKS ? BLOCK_RUN / job->block_columns * job->block_columns : job->columns;
+}
+
+typedef struct { const float *at; int per_element; } RunScale;
+
+/* The scales of n columns of a row from `start`, a run; those of blocks are repeated, one per element. */
+INLINE RunScale scale_of_run(const Job *job, int64_t row, int64_t start, int64_t n, float *repeated) {
+    if (job->dim != BLOCKS) return (RunScale){job->dim == 1 ? job->quant + row : job->quant, job->dim == 0};
+    const int64_t length = job->block_columns;
+    const float *scale = job->quant + row / job->block_rows * blocks_in(job->columns, length) + start / length;
+    if (length == 1) return (RunScale){scale, 1};
+    repeat_run(scale, length, n, repeated);
+    return (RunScale){repeated, 1};
+}
+
 static void cast_rows(const Job *job, int block, int64_t first, int64_t last) {
     (void)block;
-    const int64_t start = first * job->columns, n = (last - first) * job->columns;
-    if (job->dim == NONE) cast_run(hp_at(job, start), job->hp_kind, job->float8, job->quant, 0, n, job->codes + start);
-    else for (int64_t row = first, at = start; row < last; row++, at += job->columns)
-        cast_run(hp_at(job, at), job->hp_kind, job->float8, job->dim == 1 ? job->quant + row : job->quant,
-                 job->dim == 0, job->columns, job->codes + at);
+    const int64_t columns = job->columns, length = run_length(job);
+    float repeated[BLOCK_RUN];
+    if (job->dim == NONE) {
+        cast_run(hp_at(job, first * columns), job->hp_kind, job->float8, job->quant, 0, (last - first) * columns,
+                 job->codes + first * columns);
+        return;
+    }
+    for (int64_t row = first; row < last; row++)
+        for (int64_t start = 0; start < columns; start += length) {
+            const int64_t at = row * columns + start, n = least(length, columns - start);
+            const RunScale scale = scale_of_run(job, row, start, n, repeated);
+            cast_run(hp_at(job, at), job->hp_kind, job->float8, scale.at, scale.per_element, n, job->codes + at);
+        }
 }
 
 static int cast_with_scale_matrix(const Job *job) {
     elements_read += job->rows * job->columns;
     in_blocks(cast_rows, job, job->rows);
+    return 0;
+}
+
+/* The amaxes of blocks, in `amax`, of a band of them at a time: [block_rows, columns]. */
+static void amax_of_bands(const Job *job, int block, int64_t first, int64_t last) {
+    (void)block;
+    const int64_t columns = job->columns, length = job->block_columns, size = hp_size(job);
+    const int64_t run = run_length(job);
+    char chunk[BLOCK_RUN * sizeof(float)];
+    for (int64_t band = first; band < last; band++)
+        for (int64_t start = 0; start < columns; start += run) {
+            const int64_t n = least(run, columns - start);
+            char *out = job->amax + (band * blocks_in(columns, length) + start / length) * size;
+            char *of_columns = length == 1 ? out : chunk;
+            memset(of_columns, 0, n * size);
+            for (int64_t row = band * job->block_rows; row < least((band + 1) * job->block_rows, job->rows); row++)
+                amax_each(hp_at(job, row * columns + start), job->hp_kind, n, of_columns);
+            if (length > 1) for (int64_t i = 0; i < n; i += length, out += size)
+                amax_run(chunk + i * size, job->hp_kind, least(length, n - i), out);
+        }
+}
+
+static int block_amax_matrix(const Job *job) {
+    Job finding = *job;
+    finding.amax = (char *)job->quant;
+    elements_read += job->rows * job->columns;
+    in_blocks(amax_of_bands, &finding, blocks_in(job->rows, job->block_rows));
     return 0;
 }
 
@@ -168,10 +224,17 @@ static int cast_and_observe_matrix(const Job *job) {
 
 static void widen_rows(const Job *job, int block, int64_t first, int64_t last) {
     (void)block;
-    const float one = 1.0f, *scale = job->quant ? job->quant : &one;
+    const int64_t columns = job->columns, length = run_length(job);
+    const float one = 1.0f;
+    float repeated[BLOCK_RUN];
     for (int64_t row = first; row < last; row++)
-        widen_run(job->codes + row * job->code_row, job->float8, job->hp_kind, job->dim == 1 ? scale + row : scale,
-                  job->dim == 0, job->columns, hp_at(job, row * job->columns));
+        for (int64_t start = 0; start < columns; start += length) {
+            const int64_t n = least(length, columns - start);
+            const RunScale scale =
+                job->quant ? scale_of_run(job, row, start, n, repeated) : (RunScale){&one, 0};
+            widen_run(job->codes + row * job->code_row + start, job->float8, job->hp_kind, scale.at, scale.per_element,
+                      n, hp_at(job, row * columns + start));
+        }
 }
 
 static int widen_matrix(const Job *job) {
@@ -228,23 +291,32 @@ static int is_memory(int64_t address, int64_t elements) {
 
 static int threads_of(int64_t asked) { return asked < 1 ? 1 : asked > MOST_THREADS ? MOST_THREADS : (int)asked; }
 
-enum { ADDRESSES = 7, INTEGERS = 15 };
+enum { ADDRESSES = 7, INTEGERS = 17 };
 
 /* INTEGERS integers: seven addresses, those that the entry `needs`, 0 for others; rows, columns, from one row of codes
- * to the next, hp kind, float8 kind, dim, power_of_2, threads. In `needs` a letter per address says how many elements
- * are there: e all of them, s as many as scales by dim, r one per row, c one per column, 1 one. */
+ * to the next, hp kind, float8 kind, dim, power_of_2, threads, rows and columns of a block or 0. In `needs` a letter
+ * per address says how many elements are there: e all of them, s as many as scales by dim, r one per row, c one per
+ * column, 1 one, 0 none. */
 static PyObject *call(int (*matrix)(const Job *), const char *needs, PyObject *const *args, Py_ssize_t count) {
     int64_t v[INTEGERS], *sizes = v + ADDRESSES;
     if (!read_integers(args, count, v, INTEGERS)) return NULL;
     const int64_t rows = sizes[0], columns = sizes[1], dim = sizes[5];
     const int64_t most_kind = matrix == widen_matrix ? BFLOAT16 : FLOAT16;
+    const int scales_by_block =
+        matrix == block_amax_matrix || matrix == cast_with_scale_matrix || matrix == widen_matrix;
     if (!is_size(rows, columns) || !is_within("hp kind", sizes[3], 0, most_kind) ||
-        !is_within("float8 kind", sizes[4], 0, E5M2) || !is_within("dim", dim, NONE, 1) ||
-        !is_within("row of codes", sizes[2], columns, MOST_ELEMENTS / (rows ? rows : 1)))
+        !is_within("float8 kind", sizes[4], 0, E5M2) || !is_within("dim", dim, NONE, scales_by_block ? BLOCKS : 1) ||
+        !is_within("row of codes", sizes[2], columns, MOST_ELEMENTS / (rows ? rows : 1)) ||
+        !is_within("rows of a block", sizes[8], dim == BLOCKS, MOST_ELEMENTS) ||
+        !is_within("columns of a block", sizes[9], dim == BLOCKS, BLOCK_RUN))
         return NULL;
     for (int i = 0; needs[i]; i++) {
-        const char need = needs[i] != 's' ? needs[i] : dim == NONE ? '1' : dim == 1 ? 'r' : 'c';
-        const int64_t elements = need == 'e' ? rows * columns : need == 'r' ? rows : need == 'c' ? columns : 1;
+        const char need = needs[i] != 's' ? needs[i] : dim == NONE ? '1' : dim == 1 ? 'r' : dim == 0 ? 'c' : 'b';
+        const int64_t elements = need == 'e'   ? rows * columns
+                                 : need == 'r' ? rows
+                                 : need == 'c' ? columns
+                                 : need == 'b' ? blocks_in(rows, sizes[8]) * blocks_in(columns, sizes[9])
+                                               : need == '1';
         if (!is_memory(v[i], elements)) return NULL;
     }
 #define AT(I) ((void *)(intptr_t)v[I])
@@ -254,6 +326,7 @@ static PyObject *call(int (*matrix)(const Job *), const char *needs, PyObject *c
         .persistent_quant = AT(4), .amax_buffer = AT(5),
         .rows = rows, .columns = columns, .code_row = sizes[2], .hp_kind = (int)sizes[3], .float8 = (int)sizes[4],
         .dim = (int)dim, .power_of_2 = sizes[6] != 0, .threads = threads_of(sizes[7]),
+        .block_rows = sizes[8], .block_columns = sizes[9],
     };
     RUN(matrix(&job), rows * columns);
 }
@@ -265,6 +338,7 @@ static PyObject *call(int (*matrix)(const Job *), const char *needs, PyObject *c
     }
 ENTRY(dynamic_cast, "eess")       /* hp -> codes, quant, dequant */
 ENTRY(cast_with_scale, "ees")     /* hp, quant -> codes */
+ENTRY(block_amax, "e0s")          /* hp -> amaxes, in its dtype, at `quant` */
 ENTRY(cast_axes, "eerrecc")       /* hp -> codes, quant, dequant by rows; the same by columns */
 ENTRY(cast_and_observe, "ee1111") /* hp, persistent_quant, amax_buffer -> codes, quant, dequant, amax_buffer */
 ENTRY(widen, "ee")                /* codes, quant or 0 -> hp */
@@ -322,6 +396,7 @@ static PyObject *has_mm(PyObject *self, PyObject *const *args, Py_ssize_t count)
 static PyMethodDef methods[] = {
     METHOD("dynamic_cast", dynamic_cast, "hp -> codes, quant_scale, dequant_scale"),
     METHOD("cast_with_scale", cast_with_scale, "hp, quant_scale -> codes"),
+    METHOD("block_amax", block_amax, "hp -> amaxes of blocks"),
     METHOD("cast_and_observe", cast_and_observe, "hp, persistent quant_scale -> codes, scales, observed"),
     METHOD("cast_axes", cast_axes, "hp -> codes and scales by rows, and by columns"),
     METHOD("widen", widen, "codes, scale -> hp"),

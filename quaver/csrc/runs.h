@@ -89,6 +89,14 @@ CLONES static void scales_run(const void *amax, int hp_kind, int float8, int pow
     }
 }
 
+/* out[i] = scale[i / length] */
+CLONES static void repeat_run(const float *scale, int64_t length, int64_t n, float *restrict out) {
+    const int64_t whole = n / length;
+    if (length == 32) for (int64_t i = 0; i < whole; i++) for (int64_t j = 0; j < 32; j++) out[i * 32 + j] = scale[i];
+    else for (int64_t i = 0; i < whole; i++) for (int64_t j = 0; j < length; j++) out[i * length + j] = scale[i];
+    for (int64_t i = whole * length; i < n; i++) out[i] = scale[whole];
+}
+
 /* values[i] = codes[i] in bfloat16. */
 CLONES static void decode_run(const uint8_t *codes, int float8, int64_t n, uint16_t *restrict values) {
     if (float8 == E4M3) for (int64_t i = 0; i < n; i++) values[i] = bfloat16_of_code(codes[i], FLOAT8[E4M3]);

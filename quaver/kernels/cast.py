@@ -3,7 +3,7 @@
                                   scales from                       CPU            GPU       compiled for a GPU
     cast_tensorwise               the amax of the matrix            C extension    Triton    PyTorch
     cast_rowwise                  the amaxes of rows, of columns    C extension    Triton    PyTorch
-    cast_blockwise                the amaxes of blocks              PyTorch        PyTorch   PyTorch
+    cast_blockwise                the amaxes of blocks              C extension    PyTorch   PyTorch
     cast_with_scale               the caller                        C extension    Triton    PyTorch
     cast_with_persistent_scale    an earlier step                   C extension    Triton    the operation
 
@@ -103,6 +103,26 @@ def _cast_blockwise(
     return _of_blocks(cast, row, column, dot_products, length)
 
 
+def _cpu_blockwise(
+    hp: Tensor,
+    float8_dtype: torch.dtype,
+    row: bool,
+    column: bool,
+    power_of_2: bool,
+    dot_products: int,
+    length: int,
+    mode: str,
+) -> Places | None:
+    """The rules of scales are PyTorch's here too: C finds the amaxes and casts with the scales."""
+
+    def cast(block_size: tuple[int, int]) -> Places:
+        amax: Any = cpu.block_amax(hp, block_size)
+        scales = scaling.scales_of_blocks(amax, float8_dtype, power_of_2, mode)
+        return cpu.cast_with_scale(hp, scales.quant, float8_dtype), *scales
+
+    return _of_blocks(cast, row, column, dot_products, length) if cpu.takes(hp, float8_dtype) else None
+
+
 def _fake_blockwise(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, _: bool, dot_products: int, length: int, __: str
 ) -> Places:
@@ -153,7 +173,7 @@ def _cpu_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool,
 
 cast_tensorwise = _cast_phase(operation(_cast_tensorwise, results=6, cpu=_cpu_tensorwise, gpu="cast_tensorwise"))
 cast_rowwise = _cast_phase(operation(_cast_rowwise, results=6, cpu=_cpu_rowwise, gpu="cast_rowwise"))
-cast_blockwise = _cast_phase(operation(_cast_blockwise, results=6, fake=_fake_blockwise))
+cast_blockwise = _cast_phase(operation(_cast_blockwise, results=6, cpu=_cpu_blockwise, fake=_fake_blockwise))
 
 CASTS = {
     ScalingGranularity.TENSORWISE: cast_tensorwise,

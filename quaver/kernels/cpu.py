@@ -6,8 +6,9 @@ multiplies bfloat16 comes with it (quaver/csrc/matmul.h). QUAVER_PURE_PYTORCH=1 
 
 Casts. Every matrix is [rows, columns] and contiguous. hp is float32, bfloat16 or float16; float8 is e4m3fn or e5m2.
 `dim` is the one that an amax reduces: None for one scale (), 1 for one per row [rows, 1], 0 for one per column
-[1, columns]. Scales are float32 and contiguous. Results have no autograd history. Large matrices are split between
-torch.get_num_threads() threads, in PyTorch's OpenMP pool on Linux.
+[1, columns]; `scaling.scale_blocks` says which scales of blocks there are. Scales are float32 and contiguous. Results
+have no autograd history. Large matrices are split between torch.get_num_threads() threads, in PyTorch's OpenMP pool on
+Linux.
 
 [Note: addresses] C gets addresses, so a function here returns None where it does not take its matrix: other dtypes and
 strides, a tensor that is not known to have memory (`is_plain`), and while a mode might replace PyTorch's functions
@@ -19,12 +20,13 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, empty_like
 
-from quaver.scaling import PLAIN_TYPES
+from quaver.scaling import PLAIN_TYPES, block_counts, scale_blocks
 from quaver.slow_paths import say_once
 from quaver.torch_private.dispatch import (
     DispatchKey,
@@ -58,7 +60,7 @@ HAS_MM = AVAILABLE and bool(extension.has_mm())
 # The numbers of cpu.c.
 HP_KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FLOAT8_KIND = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1}
-_TENSORWISE = -1
+_TENSORWISE, _BLOCKS = -1, 2
 
 _WIDER = (torch.bfloat16, torch.float32)
 _CONVERSIONS = {(hp, float8) for hp in HP_KIND for float8 in FLOAT8_KIND} | {
@@ -156,7 +158,13 @@ def _refuse(tensor: Tensor, wanted: str) -> ValueError:
 
 
 def _call(
-    entry: Any, hp_dtype: torch.dtype, codes: Tensor, *addresses: int, dim: int = _TENSORWISE, power_of_2: bool = False
+    entry: Any,
+    hp_dtype: torch.dtype,
+    codes: Tensor,
+    *addresses: int,
+    dim: int = _TENSORWISE,
+    power_of_2: bool = False,
+    block_size: Sequence[int] = (0, 0),
 ) -> None:
     rows, columns = codes.shape
     entry(
@@ -165,10 +173,11 @@ def _call(
         columns,
         codes.stride(0) if columns and rows > 1 else columns,
         HP_KIND[hp_dtype],
-        FLOAT8_KIND[codes.dtype],
+        FLOAT8_KIND.get(codes.dtype, 0),
         dim,
         power_of_2,
         1 if rows * columns < _THREADS_PAY_FROM else torch.get_num_threads(),
+        *block_size,
     )
 
 
@@ -182,16 +191,19 @@ def _new_scales(*shape: int) -> tuple[Tensor, Tensor]:
     return quant_scale, empty_like(quant_scale)
 
 
-def _dim_of_scale(scale: Tensor, rows: int, columns: int) -> int:
-    """The C code's `dim` for a scale of shape (), [rows, 1] or [1, columns]."""
+def _granularity_of(scale: Tensor, rows: int, columns: int) -> dict[str, Any]:
+    """`dim` and `block_size` of `_call` for a scale of any granularity."""
     if is_plain(scale) and scale.dtype is torch.float32 and scale.is_contiguous():
         if scale.numel() == 1:
-            return _TENSORWISE
+            return {"dim": _TENSORWISE}
         if scale.shape == (rows, 1):
-            return 1
+            return {"dim": 1}
         if scale.shape == (1, columns):
-            return 0
-    raise _refuse(scale, f"expected a contiguous float32 scale of shape (), {[rows, 1]} or {[1, columns]}")
+            return {"dim": 0}
+        block_size = scale_blocks(scale, (rows, columns))
+        if block_size is not None:
+            return {"dim": _BLOCKS, "block_size": block_size}
+    raise _refuse(scale, f"expected a contiguous float32 scale of shape (), {[rows, 1]}, {[1, columns]} or of blocks")
 
 
 def dynamic_cast(
@@ -229,14 +241,24 @@ def dynamic_cast_axes(
 
 
 def cast_with_scale(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> Tensor | None:
-    """Cast `hp` [rows, columns] with a scale of shape (), [rows, 1] or [1, columns], saturating; NaN stays NaN."""
+    """Cast `hp` [rows, columns] with a scale of any granularity, saturating; NaN stays NaN."""
     codes = _new_codes(hp, float8_dtype)
     if codes is None:
         return None
-    dim = _dim_of_scale(quant_scale, *hp.shape)
+    granularity = _granularity_of(quant_scale, *hp.shape)
     addresses = hp.data_ptr(), codes.data_ptr(), quant_scale.data_ptr()
-    _call(extension.cast_with_scale, hp.dtype, codes, *addresses, dim=dim)
+    _call(extension.cast_with_scale, hp.dtype, codes, *addresses, **granularity)
     return codes
+
+
+def block_amax(hp: Tensor, block_size: Sequence[int]) -> Tensor | None:
+    """`quaver.scaling.block_amax` of `hp` [rows, columns]."""
+    if hp.dtype not in HP_KIND or not takes(hp, torch.float8_e4m3fn):
+        return None
+    amax = hp.new_empty(block_counts(hp.shape[0], hp.shape[1], block_size))
+    addresses = hp.data_ptr(), 0, amax.data_ptr()
+    _call(extension.block_amax, hp.dtype, hp, *addresses, dim=_BLOCKS, block_size=block_size)
+    return amax
 
 
 def cast_and_observe(
@@ -277,15 +299,15 @@ def elements_read() -> int:
 def widen(codes: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor | None:
     """float8 [rows, columns] -> bfloat16 or float32, exactly, NaN and inf included; times a scale where given.
 
-    The scale is (), [rows, 1] or [1, columns]. For bfloat16 its numbers must be powers of two, 2^-110 or more (or
+    The scale is of any granularity. For bfloat16 its numbers must be powers of two, 2^-110 or more (or
     0, inf, NaN): then products are exact. For float32 any will do, and products are rounded once.
     """
     if dtype not in _WIDER or not takes(codes, dtype):
         return None
-    dim = _TENSORWISE if scale is None else _dim_of_scale(scale, *codes.shape)
+    granularity = {} if scale is None else _granularity_of(scale, *codes.shape)
     out = codes.new_empty(codes.shape, dtype=dtype)
     scale_address = 0 if scale is None else scale.data_ptr()
-    _call(extension.widen, dtype, codes, out.data_ptr(), codes.data_ptr(), scale_address, dim=dim)
+    _call(extension.widen, dtype, codes, out.data_ptr(), codes.data_ptr(), scale_address, **granularity)
     return out
 
 

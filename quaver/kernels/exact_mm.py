@@ -33,7 +33,7 @@ from torch.utils.flop_counter import register_flop_formula
 from quaver.kernels import cpu
 from quaver.kernels.operation import operation
 from quaver.kernels.widen import widen
-from quaver.scaling import multiply_scale_, scale_blocks
+from quaver.scaling import scale_blocks
 from quaver.torch_private.hardware import has_avx512_bfloat16, onednn_has_bfloat16
 
 UNITS_PAY_FROM = 8192
@@ -125,10 +125,7 @@ def _widened(
     codes: Tensor, dequant_scale: Tensor, dtype: torch.dtype, scales_are_powers_of_2: bool, varies: bool
 ) -> _Wide:
     """Times the scales where they vary along the contracted dim, and the row scales where that is exact."""
-    if varies:
-        wide = multiply_scale_(widen(codes, dtype), dequant_scale.to(dtype))
-        return _Wide(wide, None)
-    if scales_are_powers_of_2 and dequant_scale.dim():
+    if varies or (scales_are_powers_of_2 and dequant_scale.dim()):
         return _Wide(widen(codes, dtype, dequant_scale), None)
     return _Wide(widen(codes, dtype), dequant_scale)
 

@@ -1,4 +1,4 @@
-"""float8 -> bfloat16 or float32, exactly, and times a power-of-two scale, exactly too.
+"""float8 -> bfloat16 or float32, exactly; and times a scale, exactly too where it is a power of two.
 
 The reference is `codes.to(dtype) * scale.to(dtype)`, 5 ms for 1024 x 1024 on one thread of a CPU. The C extension takes
 0.25 ms, 0.1 with AVX-512 VBMI; without it, a table of all pairs of codes takes 0.7.
@@ -12,28 +12,36 @@ import torch
 from torch import Tensor
 
 from quaver.kernels import cpu
+from quaver.scaling import multiply_scale_
 
 _TABLE_PAYS_FROM = 8192  # elements; below, the plain conversion costs less than the table's extra calls
+_LEAST_EXACT = 2.0**-110  # scale for bfloat16 products that C computes
 _PAIR_STORAGE = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
 
 
 def widen(codes: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
     """The float8 values of `codes` [rows, columns], any strides, in bfloat16 or float32, NaN and inf included.
 
-    `scale`: float32 powers of two, [rows, 1] or [1, columns], to multiply in; 2^-110 or more. The result is
-    column-major where `codes` is, or is part of what is.
+    `scale`: float32 of any granularity, to multiply in; for bfloat16 powers of two, so that products are exact. The
+    result is column-major where `codes` is, or is part of what is.
     """
     if codes.is_cpu:
         if codes.stride(1) != 1 and codes.stride(0) == 1:
             return widen(codes.t(), dtype, None if scale is None else scale.t()).t()
-        wide = cpu.widen(codes, dtype, None if scale is None else scale.contiguous())
-        if wide is not None:
-            return wide
+        if scale is None or dtype is torch.float32 or not _may_lose_bits(scale):
+            wide = cpu.widen(codes, dtype, None if scale is None else scale.contiguous())
+            if wide is not None:
+                return wide
         if codes.numel() >= _TABLE_PAYS_FROM and codes.numel() % 2 == 0:
             looked_up = _widen_by_table(codes.contiguous(), dtype)
-            return looked_up if scale is None else looked_up.mul_(scale.to(dtype))
+            return looked_up if scale is None else multiply_scale_(looked_up, scale.to(dtype))
     wide = codes.to(dtype)
-    return wide if scale is None else wide * scale.to(dtype)
+    return wide if scale is None else multiply_scale_(wide, scale.to(dtype))
+
+
+def _may_lose_bits(scale: Tensor) -> bool:
+    """Whether products with these scales may be subnormal numbers of bfloat16, which C would truncate."""
+    return scale.numel() > 0 and bool(scale.amin() < _LEAST_EXACT)
 
 
 def _widen_by_table(codes: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quaver import scaling
 from quaver.kernels import cpu
 from quaver.kernels.widen import widen
 from tests.isolated import isolated
@@ -107,6 +108,33 @@ def test_dynamic_cast(
             for one, other in zip(scales, expected, strict=True):
                 assert_same_bits(one, other)
             assert_same_bits(codes, reference_cast(hp, expected[0], float8_dtype))
+
+
+BLOCK_SIZES = [(1, 128), (128, 1), (128, 128), (1, 32), (32, 1), (32, 32)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "block_size", "threads"), thinned(HP_DTYPES, BLOCK_SIZES, (1, 3)), indirect=["threads"]
+)
+def test_blocks(dtype: torch.dtype, block_size: tuple[int, int], threads: None) -> None:
+    """Amaxes, codes and what is widened again; a run of columns ends between blocks, within one and at the last."""
+    for shape in [*SHAPES, LARGE, (130, 2048), (33, 2100), (2, 4101)]:
+        for hp in (gaussian(shape, dtype), random_bits(shape, dtype)):
+            amax = scaling.block_amax(hp, block_size)
+            assert_same_bits(cpu.block_amax(hp, block_size), amax)
+            quant, dequant = scaling.scales_of_blocks(amax, E4M3, True, "")
+            codes = scaling.cast_blocks(hp, quant, E4M3, block_size)
+            assert_same_bits(cpu.cast_with_scale(hp, quant, E4M3), codes)
+            for wide in (torch.bfloat16, torch.float32):
+                expected = scaling.multiply_scale_(codes.to(wide), dequant.to(wide))
+                assert_same_bits(widen(codes, wide, dequant), expected)
+
+
+def test_products_that_are_subnormal_are_not_truncated() -> None:
+    codes = torch.arange(120, dtype=torch.uint8).view(E4M3).repeat(64, 2)
+    for scale in (torch.full((64, 2), 2.0**-127), torch.full((2, 240), 2.0**-120), torch.full((2, 2), 2.0**-126)):
+        expected = scaling.multiply_scale_(codes.to(torch.bfloat16), scale.to(torch.bfloat16))
+        assert_same_bits(widen(codes, torch.bfloat16, scale), expected)
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ def calls(hp=ones, codes=codes, scale=scale, observed=observed):
     for dim in (None, 0, 1):
         yield lambda: cpu.dynamic_cast(hp, E4M3, dim)
     yield lambda: cpu.dynamic_cast_axes(hp, E4M3)
+    yield lambda: cpu.block_amax(hp, (1, 128))
     yield lambda: cpu.cast_with_scale(hp, scale, E4M3)
     yield lambda: cpu.cast_and_observe(hp, scale, E4M3, False, observed)
     yield lambda: cpu.widen(codes, torch.bfloat16, scale)
@@ -104,7 +105,7 @@ for mode in (FakeTensorMode(), FakeTensorMode(allow_non_fake_inputs=True), FakeD
     transposed = codes.t()
     with mode:
         assert not cpu.takes(ones, E4M3) and not cpu.takes(codes, torch.bfloat16), mode
-        for call in list(calls())[:7]:
+        for call in list(calls())[:8]:
             refused(call)
         assert cpu.mm(codes, transposed, scale, scale, None, torch.float32) is None, mode
         attempt()
@@ -141,7 +142,7 @@ def test_functorch_transforms():
         """
         def inside(x):
             assert not cpu.takes(x, E4M3) and not cpu.takes(ones, E4M3)
-            for call in list(calls())[:7]:
+            for call in list(calls())[:8]:
                 refused(call)
             attempt()
             attempt(hp=x, scale=x.sum(), observed=x)
@@ -162,7 +163,7 @@ def test_shapes_strides_and_scales_that_do_not_fit():
         """
         huge = torch.ones(1).expand(1 << 40, 1 << 20)
         for hp in (ones.t(), ones[:, ::2], ones[:, 1:], ones[0], ones[None], scale, huge, ones[:1].expand(4, -1)):
-            for call in list(calls(hp))[:6]:
+            for call in list(calls(hp))[:7]:
                 refused(call)
         for float8 in (codes.t(), codes[:, ::2], codes[0], codes[:1].expand(4, -1), huge.to("meta").to(E4M3)):
             refused(lambda: cpu.widen(float8, torch.bfloat16))
@@ -189,19 +190,24 @@ def test_shapes_strides_and_scales_that_do_not_fit():
 def test_the_extension_refuses_what_cannot_be():
     run(
         """
-        from quaver._cpu import cast_and_observe, cast_axes, cast_with_scale, dynamic_cast, mm, widen
+        from quaver._cpu import block_amax, cast_and_observe, cast_axes, cast_with_scale, dynamic_cast, mm, widen
         hp, float8 = ones.data_ptr(), codes.data_ptr()
-        sizes = [ROWS, COLUMNS, COLUMNS, 0, 0, -1, 0, 1]
+        sizes = [ROWS, COLUMNS, COLUMNS, 0, 0, -1, 0, 1, 0, 0]
         room = [hp] * 6
         for entry in (cast_and_observe, cast_axes, cast_with_scale, dynamic_cast, widen):
             refused(lambda: entry(0, *room, *sizes))
             refused(lambda: entry(hp, 0, *room[1:], *sizes))
-            bad = {0: (-1, 1 << 61), 1: (-1, 1 << 61), 2: (0, 1 << 61), 3: (-1, 3), 4: (-1, 2), 5: (-2, 2)}
+            bad = {0: (-1, 1 << 61), 1: (-1, 1 << 61), 2: (0, 1 << 61), 3: (-1, 3), 4: (-1, 2), 5: (-2, 3), 8: (-1,),
+                   9: (-1,)}
             for at, values in bad.items():
                 for value in values:
                     refused(lambda: entry(hp, *room, *sizes[:at], value, *sizes[at + 1:]))
             refused(lambda: entry(hp, *room, 1 << 40, 1 << 40, *sizes[2:]))
             refused(lambda: entry(hp), TypeError)
+        for entry in (block_amax, cast_with_scale, widen):
+            for bad in ((2, 0, 1, 0, 128), (2, 0, 1, 128, 0), (2, 0, 1, -1, 128), (2, 0, 1, 1, 2049), (1, 0, 1, 1)):
+                refused(lambda: entry(hp, *room, *sizes[:5], *bad), TypeError if len(bad) == 4 else ValueError)
+        refused(lambda: block_amax(hp, hp, 0, *room[2:], *sizes[:5], 2, 0, 1, 1, 128))
         for missing in range(2, 7):
             refused(lambda: cast_axes(hp, *[0 if i == missing else hp for i in range(1, 7)], *sizes))
         for missing in range(2, 6):
