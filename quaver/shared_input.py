@@ -100,8 +100,22 @@ def share_inputs(model: nn.Module, linear_class: type[nn.Module]) -> None:
         runs = (name for name in names if not isinstance(modules[name], nn.ModuleList | nn.ModuleDict))
         parent = next((modules[name] for name in runs if held[name] > 1), None)
         if parent is not None and open_shared_input not in parent._forward_pre_hooks.values():
-            parent.register_forward_pre_hook(open_shared_input)
-            parent.register_forward_hook(close_shared_input, always_call=True)
+            _rename(parent.register_forward_pre_hook(open_shared_input).id, parent._forward_pre_hooks)
+            ended = parent.register_forward_hook(close_shared_input, always_call=True).id
+            _rename(ended, parent._forward_hooks, parent._forward_hooks_always_called)
+
+
+_KEY: Any = "quaver.shared_input"
+
+
+def _rename(key: int, *hooks: dict[Any, Any]) -> None:
+    """Give a hook one key in all modules.
+
+    torch.compile guards on the keys of hooks that are always called. As numbers they differ from module to module, so
+    that each block of a model would be compiled anew.
+    """
+    for each in hooks:
+        each[_KEY] = each.pop(key)
 
 
 def stop_sharing_inputs(model: nn.Module) -> None:

@@ -102,6 +102,28 @@ def test_no_recompilation_from_the_cold_start_on(recipe, how, by_layer, backend)
         torch.testing.assert_close(scale, states(reference)[name], rtol=0.3, atol=0)
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8"])
+def test_equal_blocks_share_one_graph(recipe):
+    """Dynamo compiles 8 variants of a function at most; it guards on the keys of hooks, so that those may not differ."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+        def forward(self, hidden):
+            return hidden + self.mlp(hidden)
+
+    model = convert_to_float8_training(nn.Sequential(*(Block() for _ in range(10))), config=recipe)
+    for block in model:
+        block.compile(fullgraph=True, backend="aot_eager")
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(2):
+            model(torch.randn(4, 32, requires_grad=True)).sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 def test_qkv_share_one_float8_input_in_compiled_code():
     """The compiler keeps one byte per element of the shared input for backward, and no high-precision copy."""
     m, k = 256, 64
