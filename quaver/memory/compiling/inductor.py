@@ -16,6 +16,7 @@ import torch._inductor.ir
 from torch import Tensor
 from torch._guards import TracingContext
 from torch._inductor import cpu_vec_isa
+from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.graph import GraphLowering
 
 from quaver.memory.compiling.makers import Maker, follower, kernel, node_of, readers_of
@@ -52,6 +53,8 @@ def write_no_kernels() -> Iterator[None]:
         stack.enter_context(patch.object(GraphLowering, "_compile_to_module_lines", _module_without_kernels))
         # its checks start a C++ compiler for each instruction set; buffers do not depend on vectorization
         stack.enter_context(patch.object(cpu_vec_isa, "valid_vec_isa_list", list))
+        # nor on how loops are split, where Inductor (2.13) fails an assertion on casts of blocks
+        stack.enter_context(patch.object(CppScheduling, "try_loop_split", lambda scheduling, nodes: nodes))
         yield
 
 
