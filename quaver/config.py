@@ -181,11 +181,6 @@ class CastConfig:
         return "" if self.scale_calculation_mode is None else self.scale_calculation_mode.value
 
     @property
-    def can_be_sharded(self) -> bool:
-        """Whether ranks of tensor parallelism can agree on the scales of their parts: tensorwise, rowwise, or none."""
-        return self.is_disabled or self.is_tensorwise or self.is_rowwise
-
-    @property
     def float8_dtype(self) -> torch.dtype:
         """The target dtype of a cast that belongs to a `Float8LinearConfig`. Raises RuntimeError where it has none."""
         if self.target_dtype is None:

@@ -31,9 +31,10 @@ class Float8Tensor(Tensor):
     """Quantized operands with the shape and dtype of the tensor that they came from.
 
     Attributes:
-        data_fp8, dequant_scale: the row operand of the matrix [rows, K]. float8 [..., K]; float32 () or [..., 1].
-        column_data_fp8, column_dequant_scale: its column operand. float8 [..., K]; float32 () or [1, K]. The same
-            objects as above where one cast serves both; None where the tensor was not quantized for it.
+        data_fp8, dequant_scale: the row operand of the matrix [rows, K]. float8 [..., K]; float32 (), [..., 1]
+            or, for blocks of one row, [..., n].
+        column_data_fp8, column_dequant_scale: its column operand. float8 [..., K]; float32 (), [1, K] or [n, K]. The
+            same objects as above where one cast serves both; None where the tensor was not quantized for it.
     """
 
     data_fp8: Tensor
@@ -169,13 +170,15 @@ def _view(func: Any, tensor: Float8Tensor, size: list[int]) -> Tensor:
         raise NotImplementedError(
             f"a Float8Tensor of {list(tensor.shape)} cannot be viewed as {size}: keep the last dim"
         )
-    leading = [*size[:-1], 1]
+
+    size = [*size[:-1], tensor.shape[-1]]
+    moves = size != list(tensor.shape)
+    if moves and tensor.dequant_scale.dim() and tensor.dequant_scale.shape[:-1] != tensor.shape[:-1]:
+        raise NotImplementedError(f"a Float8Tensor of {list(tensor.shape)} in blocks cannot be viewed as {size}")
 
     def of_scale(scale: Tensor) -> Tensor:
-        return scale if scale.dim() == 0 else scale.reshape(leading)
+        return scale.reshape([*size[:-1], scale.shape[-1]]) if moves and scale.dim() else scale
 
-    if size[-1] == -1:
-        size = [*size[:-1], tensor.shape[-1]]
     return _map(tensor, lambda data: func(data, size), of_scale)
 
 

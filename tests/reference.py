@@ -11,7 +11,7 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "rowwise_with_tensorwi
 """The recipes that scale dynamically: what they compute follows from the operands alone."""
 PERSISTENT_RECIPES = ("delayed", "delayed_with_dynamic_weight")
 BLOCK_RECIPES = ("blockwise", "blockwise_with_gw_hp", "mxfp8", "mxfp8_with_gw_hp")
-"""These too; ranks of tensor parallelism refuse them."""
+"""These too, with features of whole blocks on each rank of tensor parallelism."""
 ML_DTYPE = {torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn, torch.float8_e5m2: ml_dtypes.float8_e5m2}
 MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 SMALLEST_EXPONENT = {torch.float32: -126, torch.bfloat16: -126, torch.float16: -14}

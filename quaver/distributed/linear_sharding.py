@@ -139,13 +139,22 @@ def forward_on_dtensors(linear: Float8Linear, input: Tensor) -> Tensor:
     return DTensor.from_local(output, sharding.mesh, last, run_check=False, shape=shape, stride=stride)
 
 
-def check_can_be_sharded(config: Float8LinearConfig) -> None:
-    """Raise NotImplementedError for casts whose scales the ranks of tensor parallelism do not agree on."""
-    for cast in config.casts.every():
-        if not cast.can_be_sharded:
-            raise NotImplementedError(
-                f"tensor parallelism expects operands scaled tensorwise or rowwise, got {cast}: ranks would cut blocks"
-            )
+def check_can_be_sharded(linear: Float8Linear, weight_dim: int, ranks: int) -> None:
+    """Raise ValueError where parts of the weight's dim on `ranks` ranks would end within blocks."""
+    casts = linear.config.casts
+    sharded = ((casts.weight, weight_dim), (casts.grad_output if weight_dim == 0 else casts.input, 1))
+    # The blocks of row codes have the sizes (dot products, length), those of column codes (length, dot products).
+    rows = [operand.row.block_size[dim] for operand, dim in sharded if operand.row.block_size is not None]
+    columns = [operand.column.block_size[1 - dim] for operand, dim in sharded if operand.column.block_size is not None]
+    block = max(rows + columns, default=1)
+    name, features = (("out", linear.out_features), ("in", linear.in_features))[weight_dim]
+    part = -(-features // ranks)
+    if ranks > 1 and part % block:
+        raise ValueError(
+            f"tensor parallelism expects parts of whole blocks, a multiple of {block} features on each rank, got "
+            f"{part} ({name}_features {features} on {ranks} ranks); {ranks * block * -(-part // block)} in all would "
+            "fit, and row-wise recipes take any number"
+        )
 
 
 def _derived_sharding(linear: Float8Linear, input: Tensor) -> ColwiseSharding | RowwiseSharding:
@@ -158,7 +167,7 @@ def _derived_sharding(linear: Float8Linear, input: Tensor) -> ColwiseSharding | 
             "did that, call the module that was given to it; if tensor parallelism, use (Float8)ColwiseParallel or "
             "(Float8)RowwiseParallel"
         )
-    check_can_be_sharded(linear.config)
+    check_can_be_sharded(linear, placement.dim, weight.device_mesh.size())
     if linear.scaling is not None:
         linear.scaling.host_decides()
     return ColwiseSharding(weight.device_mesh) if placement == Shard(0) else RowwiseSharding(weight.device_mesh)
@@ -216,7 +225,7 @@ class _AllGatherFloat8(torch.autograd.Function):
         shape[dim] *= group.size()
         whole = Float8Tensor.from_operands(
             _shaped(present(row), shape),
-            None if column is None else _shaped(column, shape),
+            None if column is None else column._replace(data=column.data.view(shape)),
             local.dtype,
         )
         return DTensor.from_local(whole, mesh, [Replicate()], run_check=False) if as_dtensor else whole
@@ -237,9 +246,10 @@ class _AllGatherFloat8(torch.autograd.Function):
 
 
 def _shaped(operand: Operand, shape: Sequence[int]) -> Operand:
+    """A row operand with the leading dims of `shape`."""
     scale = operand.dequant_scale
-    if scale is not None and scale.dim() and scale.shape[-1] == 1:
-        scale = scale.view(*shape[:-1], 1)
+    if scale is not None and scale.dim():
+        scale = scale.view(*shape[:-1], -1)
     return Operand(operand.data.view(shape), scale)
 
 
@@ -260,8 +270,12 @@ class PartOfSum(torch.autograd.Function):
 
 
 def is_all_gathered_in_float8(config: Float8LinearConfig) -> bool:
-    """Whether the input is all-gathered as codes: not if one of its matmuls reads it in high precision."""
-    return config.casts.input.is_float8
+    """Whether the input is all-gathered as codes: not if one of its matmuls reads it in high precision.
+
+    Nor as square blocks: their scales belong to no token, so that leading dims could not be joined and split.
+    """
+    cast = config.casts.input
+    return cast.is_float8 and not (cast.row.is_blockwise and not cast.row.has_two_casts)
 
 
 class AllGatherInput:
@@ -271,7 +285,6 @@ class AllGatherInput:
         """`linear`: the first of those that read the input; its config says how to cast, and its scale is used."""
         dim, config = typing.cast(Shard, layout).dim, linear.config
         self._linear = linear
-        check_can_be_sharded(config)
         if dim == -1:
             raise ValueError(f"expected an input that is whole or sharded along its tokens, got {layout} (features)")
 

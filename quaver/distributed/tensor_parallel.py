@@ -10,9 +10,10 @@ over ranks is taken in another order.
 What crosses the wire, T ranks, an activation of M tokens by K features:
     forward      M * K codes to all-gather a sequence-sharded input, once for all linears that share it, and one
                  scale, or one per token with the codes. Where grad_weight reads another cast of the input than output
-                 does (rowwise), both are all-gathered: two bytes per element, what bfloat16 takes.
+                 does (rowwise, blocks), both are all-gathered: two bytes per element, what bfloat16 takes.
     backward     the same for a sequence-sharded grad_output of Float8RowwiseParallel.
-    in bfloat16  what a recipe reads in high precision (rowwise_with_gw_hp), and every sum over ranks.
+    in bfloat16  what a recipe reads in high precision (rowwise_with_gw_hp), tokens whose parts end within blocks of
+                 tokens (the sequence of a rank is no multiple of 128, or 32), and every sum over ranks.
 """
 
 from __future__ import annotations
@@ -41,12 +42,10 @@ from quaver.tensor import Float8Tensor
 
 
 def _float8_linear(style: object, module: nn.Module) -> Float8Linear:
-    if isinstance(module, Float8Linear):
-        if isinstance(module.weight, Float8Tensor):
-            raise NotImplementedError(
-                f"{type(style).__name__}: expected a weight in high precision, got a frozen float8 weight"
-            )
-        check_can_be_sharded(module.config)
+    if isinstance(module, Float8Linear) and isinstance(module.weight, Float8Tensor):
+        raise NotImplementedError(
+            f"{type(style).__name__}: expected a weight in high precision, got a frozen float8 weight"
+        )
     if not isinstance(module, Float8Linear):
         raise ValueError(
             f"{type(style).__name__} expects a Float8Linear, got {type(module).__name__}; call "
@@ -82,6 +81,7 @@ class Float8ColwiseParallel(ColwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         linear = _float8_linear(self, module)
         mesh = _one_axis(device_mesh)
+        check_can_be_sharded(linear, 0, mesh.size())
         super()._apply(linear, mesh)
         all_gather_input = None
         if self.input_layouts[0] != Replicate() and is_all_gathered_in_float8(linear.config):
@@ -123,6 +123,7 @@ class Float8RowwiseParallel(RowwiseParallel):
             raise ValueError(
                 f"Float8RowwiseParallel: expected output_layouts Replicate() or Shard(tokens), got {layout}"
             )
+        check_can_be_sharded(linear, 1, mesh.size())
         super()._apply(linear, mesh)
         sequence_dim = layout.dim if isinstance(layout, Shard) else None
         _shard(linear, RowwiseSharding(mesh, sequence_dim))

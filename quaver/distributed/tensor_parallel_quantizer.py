@@ -4,6 +4,9 @@ A scale reduces a dim. Where the ranks share that dim, they take the maximum of 
 number, or a vector as long as the other dim); where they do not, a rank's own amax is that of the whole matrix. So
 codes and scales are those of one device.
 
+Blocks are scaled alone, so that parts of whole blocks need no exchange. Features whose parts end within blocks are
+refused (`check_can_be_sharded`); tokens whose parts do are all-gathered in high precision, to be quantized after that.
+
 A persistent scale that is initialized is equal on every rank since the last sync, so nothing is exchanged. Until then
 the ranks agree on the scale of the whole matrix, as in dynamic scaling. All must join that collective: they decide by
 `PersistentScale.is_initialized`, which is equal on every rank too, and is read when the cast runs, not when it is
@@ -11,6 +14,8 @@ traced. So to a compiler this cast is one operation.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -49,7 +54,7 @@ class TensorParallelQuantizer(Quantizer):
 
     def cast(self, cast: CastConfig, hp: Tensor, row: bool, column: bool, scales: Scales | None) -> Operands:
         """See `Quantizer`; scales that reduce the sharded dim are agreed on."""
-        if cast.is_disabled:
+        if cast.is_disabled or cast.is_blockwise:
             return super().cast(cast, hp, row, column, scales)
         if cast.is_rowwise:
             return self._cast_rowwise(cast, hp, row, column)
@@ -109,15 +114,19 @@ class GatheringQuantizer(TensorParallelQuantizer):
     def __call__(self, hp: Tensor, *, row: bool, column: bool, scales: Scales | None = None) -> Operands:
         """See `Quantizer`; `hp` is this rank's part [..., tokens, ..., K], the operands are of the whole."""
         casts, token_dim = self.casts, self.token_dim % hp.dim()
-        if (row and casts.row.is_disabled) or (column and casts.column.is_disabled):
+        of_row, of_column = _tokens_per_scale(casts.row, 0), _tokens_per_scale(casts.column, 1)
+        consecutive = math.prod(hp.shape[token_dim:-1])  # tokens of this rank, in the whole
+        needs_hp = (row and casts.row.is_disabled) or (column and casts.column.is_disabled)
+        cuts_blocks = (row and consecutive % (of_row or 1)) or (column and consecutive % (of_column or 1))
+        if needs_hp or cuts_blocks:
             # High precision has to travel for one of them; the other is quantized from it, as on one device.
             hp = hp if hp.dtype is self.hp_dtype else hp.to(self.hp_dtype)
             whole = all_gather(hp, token_dim, self.group)
             return Quantizer(casts, self.hp_dtype, self.scale)(whole, row=row, column=column)
-        one_cast = not (casts.row.is_rowwise or casts.column.is_rowwise)  # serves both matmuls
+        one_cast = casts.is_one and not casts.row.has_two_casts  # serves both matmuls
         made = super().__call__(hp, row=row or one_cast, column=column and not one_cast)
-        row_op = None if made.row is None else self._gathered(made.row, hp.shape, token_dim)
-        column_op = None if made.column is None else self._gathered(made.column, hp.shape, token_dim)
+        row_op = None if made.row is None else self._gathered(made.row, hp.shape, token_dim, of_row)
+        column_op = None if made.column is None else self._gathered(made.column, hp.shape, token_dim, of_column)
         if one_cast:
             column_op = row_op
         return Operands(
@@ -125,12 +134,20 @@ class GatheringQuantizer(TensorParallelQuantizer):
             column_op._replace(data=laid_out_for_columns(column_op.data)) if column and column_op is not None else None,
         )
 
-    def _gathered(self, operand: Operand, shape: torch.Size, token_dim: int) -> Operand:
+    def _gathered(self, operand: Operand, shape: torch.Size, token_dim: int, tokens_per_scale: int) -> Operand:
         codes = all_gather(operand.data.contiguous().view(shape), token_dim, self.group)
         scale = operand.dequant_scale
-        if scale is not None and scale.dim() and scale.shape[1] == 1 != shape[-1]:  # a scale per token travels too
-            scale = all_gather(scale.view(*shape[:-1], 1), token_dim, self.group).view(-1, 1)
+        if scale is not None and tokens_per_scale:  # scales of tokens travel too
+            of_runs = scale.view(math.prod(shape[:token_dim]), -1, scale.shape[1])
+            scale = all_gather(of_runs, 1, self.group).flatten(0, 1)
         return Operand(codes.flatten(0, -2), scale)
+
+
+def _tokens_per_scale(cast: CastConfig, direction: int) -> int:
+    """How many tokens share a scale of their own in row (0) or column (1) codes; 0 where all do."""
+    if cast.block_size is not None:
+        return cast.block_size[direction]
+    return 1 if cast.is_rowwise and direction == 0 else 0
 
 
 # ---- with a persistent scale -----------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 from quaver import Float8Linear
 from quaver.checkpointing import apply_activation_checkpointing
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
+from quaver.distributed.linear_sharding import check_can_be_sharded
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.model import Block, Llama
 
@@ -135,6 +136,17 @@ def _block_styles(block: Block) -> dict[str, ParallelStyle]:
         "mlp.up_proj": _colwise(mlp.up_proj),
         "mlp.down_proj": _rowwise(mlp.down_proj, output_layouts=Shard(1)),
     }
+
+
+def check_tensor_parallel(model: Llama, degree: int) -> None:
+    """Raise ValueError for a Float8Linear whose blocks tensor parallelism over `degree` ranks would cut."""
+    for name, linear in model.named_modules():
+        if isinstance(linear, Float8Linear):
+            is_rowwise = name.endswith(("o_proj", "down_proj"))
+            try:
+                check_can_be_sharded(linear, 1 if is_rowwise else 0, degree)
+            except ValueError as error:
+                raise ValueError(f"parallelism.tensor_parallel_degree = {degree}: {name}: {error}") from error
 
 
 def _gather_sequence(readers: list[nn.Linear], other_inputs: int = 0) -> ParallelStyle:

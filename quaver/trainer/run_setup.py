@@ -21,6 +21,7 @@ from quaver.trainer.flops import flops_per_token_by_precision
 from quaver.trainer.metrics import check_loggers
 from quaver.trainer.model import Llama
 from quaver.trainer.parallel_dims import ParallelDims, resolve
+from quaver.trainer.parallelize import check_tensor_parallel
 from quaver.trainer.ranks import Ranks
 from quaver.trainer.run_folder import RunFolder, provenance
 
@@ -117,7 +118,7 @@ def make_models(config: TrainConfig, device: torch.device) -> Models:
     """Make the models of a run on the meta device, and convert the one that trains in float8.
 
     Raises:
-        ValueError: a filter matches nothing, NotImplementedError: a known gap.
+        ValueError: a filter matches nothing, or tensor parallelism cuts blocks. NotImplementedError: a known gap.
     """
     precision = config.training.mixed_precision_param
     models = {precision: _meta_model(config)}
@@ -126,6 +127,7 @@ def make_models(config: TrainConfig, device: torch.device) -> Models:
         model = _meta_model(config)
         tokens = config.training.local_batch_size * config.training.seq_len
         report = convert_model(model, config.float8, tokens=tokens, device=device)
+        check_tensor_parallel(model, config.parallelism.tensor_parallel_degree)
         models = {config.float8.recipe_name: model, **(models if config.job.compare else {})}
     flops = {
         name: flops_per_token_by_precision(model, config.model, config.training.seq_len, precision, device)

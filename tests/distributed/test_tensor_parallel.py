@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import itertools
 
 import pytest
@@ -22,7 +23,7 @@ from quaver.tensor import Float8Tensor
 from tests.distributed.counting import CollectiveCounter
 from tests.distributed.models import config_of, quantized
 from tests.distributed.ranks import on_ranks, refusal, run
-from tests.reference import RECIPES
+from tests.reference import BLOCK_RECIPES, RECIPES
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 HP = pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -80,13 +81,14 @@ STYLES = [
 """Of each operand, the dim that a rank has a part of: in the tensor, and in the matrix that is multiplied."""
 # quant_scale: unknown, negative as in older checkpoints, one that fits the outliers, one that makes them saturate.
 SCALES = [0.0, -3.0, 0.7, 40.0]
-CAST_CASES = [(2, recipe, {}) for recipe in (*RECIPES, "delayed")] + [(4, "delayed", {})]
+CAST_CASES = [(2, recipe, {}) for recipe in (*RECIPES, *BLOCK_RECIPES, "delayed")]
+CAST_CASES += [(4, "delayed", {}), (4, "blockwise", {}), (4, "mxfp8", {})]
 CAST_CASES += [(2, "tensorwise", {"round_scales_to_power_of_2": True})]
 
 
-def _linear(config, quant_scale, style=None):
+def _linear(config, quant_scale, style=None, features=(48, 40)):
     """A linear, and its persistent scales; each has the value that is given, as if a sync had set it."""
-    model = nn.Sequential(nn.Linear(48, 40, bias=False))
+    model = nn.Sequential(nn.Linear(*features, bias=False))
     convert_to_float8_training(model, config=config)
     if style is not None:
         parallelize_module(model, tp_mesh(), {"0": style})
@@ -108,14 +110,24 @@ def test_operands_are_quantized_as_on_one_device(ranks, recipe, options, hp_dtyp
     Persistent scales are known and unknown; what they observe is that of one device, too.
     """
     config = config_of(recipe, **options)
+    for features, tokens in SIZES[recipe in BLOCK_RECIPES]:
+        _check_operands(config, recipe == "delayed", features, tokens, hp_dtype)
+
+
+SIZES = {False: [((48, 40), (3, 16))], True: [((1024, 512), (3, 16)), ((512, 1024), (2, 512))]}
+"""Of features, in and out, and of batches and sequences: whether blocks are scaled. The first tokens cut blocks."""
+
+
+def _check_operands(config, is_delayed, features, tokens, hp_dtype):
+    k, n = features
     whole = {
-        "weight": uneven_magnitudes(40, 48).to(hp_dtype),
-        "input": uneven_magnitudes(3, 16, 48).to(hp_dtype),
-        "grad_output": uneven_magnitudes(3, 16, 40).to(hp_dtype),
+        "weight": uneven_magnitudes(n, k).to(hp_dtype),
+        "input": uneven_magnitudes(*tokens, k).to(hp_dtype),
+        "grad_output": uneven_magnitudes(*tokens, n).to(hp_dtype),
     }
-    for quant_scale, (style, dims) in itertools.product(SCALES if recipe == "delayed" else [None], STYLES):
-        linear, scales = _linear(config, quant_scale, style)
-        reference, of_one = _linear(config, quant_scale)
+    for quant_scale, (style, dims) in itertools.product(SCALES if is_delayed else [None], STYLES):
+        linear, scales = _linear(config, quant_scale, style, features)
+        reference, of_one = _linear(config, quant_scale, features=features)
         for operand, hp in whole.items():
             dim, dim_of_matrix = dims[operand]
             local, casts = part_or_whole(hp, dim), getattr(config.casts, operand)
@@ -132,7 +144,7 @@ def test_operands_are_quantized_as_on_one_device(ranks, recipe, options, hp_dtyp
                     assert_part_of(got.column, expected.column, dim_of_matrix)
         if quant_scale is not None:
             _check_observed(linear.scaling.state.amax_buffer, reference.scaling.state.amax_buffer, quant_scale)
-    if recipe != "delayed" and is_all_gathered_in_float8(config):
+    if not is_delayed and is_all_gathered_in_float8(config):
         _check_all_gathered_input(config, whole["input"], quantized(whole["input"], config, "input"))
 
 
@@ -147,13 +159,15 @@ def _check_observed(parts, whole, quant_scale):
 
 def _check_all_gathered_input(config, input, expected):
     for as_dtensor in (False, True):
-        all_gather = AllGatherInput(Shard(1), tp_mesh(), Float8Linear(48, 40, config=config), as_dtensor=as_dtensor)
+        linear = Float8Linear(input.shape[-1], 16, config=config)
+        all_gather = AllGatherInput(Shard(1), tp_mesh(), linear, as_dtensor=as_dtensor)
         whole = all_gather(part(input, 1).requires_grad_())
         assert (whole.shape, whole.dtype, whole.requires_grad) == (input.shape, input.dtype, True)
         whole = whole.to_local() if as_dtensor else whole
         assert isinstance(whole, Float8Tensor)
-        for got, of_whole in zip(whole.operands(), expected, strict=True):
-            assert_part_of(got, of_whole, None)
+        for tensor in (whole, whole.view(-1, input.shape[-1]), whole.view(-1, *input.shape)):
+            for got, of_whole in zip(tensor.operands(), expected, strict=True):
+                assert_part_of(got, of_whole, None)
 
 
 class Pair(nn.Module):
@@ -261,11 +275,12 @@ def parts_of(arrangement, of_one_device):
     return outputs, grad_input if grad_input is None else part_or_whole(grad_input, arrangement.input_dim), gradients
 
 
-def assert_close(got, expected, size, what):
+def assert_close(got, expected, size, what, terms=64):
     """Within the rounding of sums that are taken in another order.
 
     Args:
         size: the sums over the absolute values of what is added.
+        terms: how many are added, at most.
 
     The codes are those of one device, so only sums differ. float32: a sum of n terms, each order of which is within
     n * 2^-24 * size of the exact one. bfloat16: the sums of a rank, those over ranks and those over linears that share
@@ -275,7 +290,7 @@ def assert_close(got, expected, size, what):
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype), what
     error = (got.double() - expected.double()).abs()
     if got.dtype is torch.float32:
-        excess = (error - 4 * 2 * 64 * 2.0**-24 * size).max()
+        excess = (error - 4 * 2 * terms * 2.0**-24 * size).max()
         assert excess <= 0, f"{what}: {excess:.3g} over the bound"
     else:
         relative = error.norm() / expected.double().norm()
@@ -285,15 +300,17 @@ def assert_close(got, expected, size, what):
 def _check_results(name, recipe, hp_dtype, compiled, input_grad=True):
     arrangement = arrangements()[name]
     config = config_of(recipe)
-    reference = arrangement.module(64, 48, hp_dtype, config)
+    k, n, tokens = (256, 512, 512) if recipe in BLOCK_RECIPES else (64, 48, 32)
+    close = functools.partial(assert_close, terms=max(k, n, 2 * tokens))
+    reference = arrangement.module(k, n, hp_dtype, config)
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.copy_(torch.randn(parameter.shape) * torch.logspace(-1, 0, parameter.shape[-1]))
     module = copy.deepcopy(reference)
     parallelize_module(module, tp_mesh(), arrangement.styles)
-    input = (torch.randn(2, 32, 64) * torch.logspace(-1, 0, 64)).to(hp_dtype)
+    input = (torch.randn(2, tokens, k) * torch.logspace(-1, 0, k)).to(hp_dtype)
     linears = [child for child in reference.modules() if isinstance(child, Float8Linear)]
-    grad_outputs = [(torch.randn(2, 32, 48) * torch.logspace(0, -1, 48)).to(hp_dtype) for _ in linears]
+    grad_outputs = [(torch.randn(2, tokens, n) * torch.logspace(0, -1, n)).to(hp_dtype) for _ in linears]
     expected = step(reference, input.clone().requires_grad_(input_grad), grad_outputs)
     # A hook of the compiled module itself would be a graph of its own, and a Float8Tensor cannot leave a graph.
     call = torch.compile(nn.Sequential(module), fullgraph=True, backend=compiled) if compiled else module
@@ -306,11 +323,11 @@ def _check_results(name, recipe, hp_dtype, compiled, input_grad=True):
     if linears[0].bias is not None:
         sizes[0] = sizes[0] + linears[0].bias.double().abs()
     for got_output, whole, size in zip(got[0], expected[0], sizes, strict=True):
-        assert_close(got_output, whole, part_or_whole(size, arrangement.output_dim), "output")
+        close(got_output, whole, part_or_whole(size, arrangement.output_dim), "output")
     pairs = list(zip(grad_outputs, linears, strict=True))
     size = sum(grad_output.double().abs() @ linear.weight.double().abs() for grad_output, linear in pairs)
     if input_grad:
-        assert_close(got[1], expected[1], part_or_whole(size, arrangement.input_dim), "grad_input")
+        close(got[1], expected[1], part_or_whole(size, arrangement.input_dim), "grad_input")
     else:
         assert got[1] is expected[1] is None
     rows = input.double().abs().flatten(0, 1)
@@ -318,7 +335,7 @@ def _check_results(name, recipe, hp_dtype, compiled, input_grad=True):
         columns = linear_grad_output.double().abs().flatten(0, 1)
         for parameter, size in ((f"{key}.weight", columns.t() @ rows), (f"{key}.bias", columns.sum(0))):
             if parameter in expected[2]:
-                assert_close(got[2][parameter], expected[2][parameter], size, f"gradient of {parameter}")
+                close(got[2][parameter], expected[2][parameter], size, f"gradient of {parameter}")
     assert got[2].keys() == expected[2].keys()
 
 
@@ -326,7 +343,7 @@ def _check_results(name, recipe, hp_dtype, compiled, input_grad=True):
 @on_ranks(2)
 def test_equals_one_device(name):
     """Output, grad_input and the gradients of weights and biases, each rank's part; `assert_close` says how closely."""
-    for recipe in RECIPES:
+    for recipe in (*RECIPES, *BLOCK_RECIPES):
         for hp_dtype in (torch.float32, torch.bfloat16):
             _check_results(name, recipe, hp_dtype, None)
         _check_results(name, recipe, torch.float32, None, input_grad=False)  # as of a model's first linear
@@ -336,6 +353,8 @@ COMPILED = [
     ("prepared", "rowwise_with_gw_hp", "aot_eager"),
     ("torch's rowwise by sequence", "rowwise", "aot_eager"),
     ("rowwise by sequence", "tensorwise", "inductor"),
+    ("prepared", "blockwise", "aot_eager"),
+    ("rowwise by sequence", "mxfp8_with_gw_hp", "aot_eager"),
 ]
 """Each kind of collective around a compiled linear; all arrangements and recipes run nightly."""
 
@@ -434,9 +453,9 @@ class MLP(nn.Module):
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
-def model_of(config, blocks=2):
+def model_of(config, blocks=2, dim=32):
     torch.manual_seed(1)
-    return convert_to_float8_training(nn.Sequential(*(Block(32) for _ in range(blocks))), config=config)
+    return convert_to_float8_training(nn.Sequential(*(Block(dim) for _ in range(blocks))), config=config)
 
 
 def spread_by(model, mesh, colwise, rowwise, whole):
@@ -579,16 +598,16 @@ def test_errors_when_a_style_is_applied():
             parallelize_module(nn.Linear(16, 16), mesh, style)
         with raises(ValueError, "one mesh axis", "mesh['tp']"):
             style._apply(Float8Linear(16, 16), mesh_2d)  # parallelize_module itself refuses it, in its own words
+        cut = Float8Linear(200, 200, config="blockwise")
+        with raises(ValueError, "a multiple of 128 features", "got 100", "features 200 on 2 ranks", "256 in all"):
+            parallelize_module(cut, mesh, style)
+        assert not isinstance(cut.weight, DTensor)
     with raises(ValueError, "output_layouts", "got S(-1)"):
         parallelize_module(Float8Linear(16, 16), mesh, Float8RowwiseParallel(output_layouts=Shard(-1)))
     with raises(ValueError, "features"):
         parallelize_module(Float8Linear(16, 16), mesh, Float8ColwiseParallel(input_layouts=Shard(-1)))
     with raises(ValueError, "no Float8Linear", "PrepareModuleInput"):
         parallelize_module(nn.Sequential(nn.Linear(16, 16)), mesh, prepare(False))
-        with raises(NotImplementedError, "tensorwise or rowwise", "blockwise 1 x 32", "cut blocks"):
-            parallelize_module(Float8Linear(16, 16, config="mxfp8"), mesh, style)
-    with raises(NotImplementedError, "tensorwise or rowwise", "cut blocks"):
-        parallelize_module(nn.Sequential(Float8Linear(16, 16, config="mxfp8")), mesh, prepare(False))
     several = nn.Sequential(Float8Linear(16, 16), Float8Linear(16, 16, config=config_of("rowwise")))
     with raises(ValueError, "several configs", "fwd_config_submodule_fqn"):
         parallelize_module(several, mesh, prepare(False))
@@ -625,8 +644,8 @@ def test_errors_when_a_module_is_called():
     with raises(RuntimeError, "is sharded", "(Float8)ColwiseParallel"):
         replicated(torch.randn(2, 4, 16))
     for style in (ColwiseParallel(), RowwiseParallel()):
-        of_torch = parallelize_module(Float8Linear(16, 16, config="blockwise"), mesh, style)
-        with raises(NotImplementedError, "tensorwise or rowwise", "blockwise 1 x 128", "cut blocks"):
+        of_torch = parallelize_module(Float8Linear(16, 16, config="mxfp8"), mesh, style)
+        with raises(ValueError, "a multiple of 32 features", "got 8", "features 16 on 2 ranks", "64 in all"):
             of_torch(torch.randn(2, 4, 8 if isinstance(style, RowwiseParallel) else 16))
     for use_local_output in (True, False):
         module = UsesItsInput(16, 16, F32, None)

@@ -40,7 +40,7 @@ STEPS, COMPILED_BLOCKS = 4, 1
 
 def train_one_process(config, batches, microbatches=1, blocks=2):
     """Losses, and snapshots after each sync. Names of siblings that share an input are those of the first."""
-    model = model_of(config, blocks)
+    model = model_of(config, blocks, batches[0].shape[-1])
     return train_in_parts(model, torch.optim.Adam(model.parameters(), lr=1e-2), batches, microbatches)
 
 
@@ -100,10 +100,15 @@ def sharing(recipe, **options):
     return config_of(recipe, shared_inputs=(("q", "k", "v"), ("gate", "up")), **options)
 
 
+DIMS = {"blockwise": 256, "blockwise_with_gw_hp": 256, "mxfp8": 64}
+"""Of recipes that scale blocks: each of two ranks has whole ones; FSDP2 cuts them again."""
+
+
 def _train_tp(recipe, compiled=None, use_local_output=False, of_torch=False):
-    config, batches = sharing(recipe), [torch.randn(4, 16, 32) for _ in range(STEPS)]
+    dim = DIMS.get(recipe, 32)
+    config, batches = sharing(recipe), [torch.randn(4, 16, dim) for _ in range(STEPS)]
     blocks = COMPILED_BLOCKS if compiled else 2
-    model = model_of(config, blocks)
+    model = model_of(config, blocks, dim)
     model = spread_by_torch(model, tp_mesh()) if of_torch else spread(model, tp_mesh(), use_local_output)
     ranks = dist.get_world_size()
     parts = [part(batch, 1) for batch in batches]
@@ -112,12 +117,13 @@ def _train_tp(recipe, compiled=None, use_local_output=False, of_torch=False):
 
 
 def _train_2d(recipe, gather_float8, compiled=None, precompute=False, spread=spread):
-    config, batches = sharing(recipe), [torch.randn(4, 16, 32) for _ in range(STEPS)]
+    dim = DIMS.get(recipe, 32)
+    config, batches = sharing(recipe), [torch.randn(4, 16, dim) for _ in range(STEPS)]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     tp_rank, dp_rank = mesh["tp"].get_local_rank(), mesh["dp"].get_local_rank()
     gathering = dataclasses.replace(config, enable_fsdp_float8_all_gather=gather_float8)
     blocks = COMPILED_BLOCKS if compiled else 2
-    model = spread(model_of(gathering, blocks), mesh["tp"])
+    model = spread(model_of(gathering, blocks, dim), mesh["tp"])
     for block in model:
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
@@ -199,7 +205,7 @@ def test_steps_of_each_kind(recipe):
     check_steps(4, recipe, [False, True, *IN_2D])
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, "blockwise", "mxfp8"])
 @pytest.mark.parametrize("use_local_output", [False, True])
 def test_steps_with_dynamic_scales_equal_one_process(recipe, use_local_output):
     check_against_one_process(run(2, _train_tp, recipe, None, use_local_output)[0], "dynamic")
@@ -208,7 +214,8 @@ def test_steps_with_dynamic_scales_equal_one_process(recipe, use_local_output):
 @pytest.mark.parametrize(
     ("recipe", "gather_float8", "precompute", "spread"),
     [
-        *((recipe, True, True, spread) for recipe in RECIPES),
+        *((recipe, True, True, spread) for recipe in (*RECIPES, *DIMS)),
+        ("mxfp8", True, False, spread_by_torch),
         *(("tensorwise", gather, False, spread) for gather in (False, True)),
         ("rowwise", True, True, spread_by_torch),
         *(

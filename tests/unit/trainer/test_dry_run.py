@@ -18,13 +18,18 @@ from quaver.trainer.train import prepare, train
 from tests.unit.trainer.runs import changed
 
 CONFIGS = sorted((Path(__file__).parents[3] / "train_configs").glob("*.toml"))
-PARAMETERS = {"llama3_8b": 8_030_261_248, "llama3_70b": 70_553_706_496, "llama3_405b": 405_853_388_800}
+PARAMETERS = {
+    "llama3_8b": 8_030_261_248,
+    "llama3_8b_blockwise": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+}
 """As Meta counts them: 8.03, 70.6 and 406 billion; the sum of the shapes of their published checkpoints."""
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_would_run(path):
-    ranks = {"llama3_8b": 8, "llama3_70b": 256, "llama3_405b": 512}.get(path.stem, 1)
+    ranks = {"llama3_8b": 8, "llama3_8b_blockwise": 8, "llama3_70b": 256, "llama3_405b": 512}.get(path.stem, 1)
     result = dry_run(load_config(path), ranks)
     assert result.parameters == PARAMETERS.get(path.stem, result.parameters)
     assert result.layout.world_size == ranks
@@ -89,6 +94,11 @@ def test_the_verb(capsys, tmp_path):
         (["--ranks", "3", "--parallelism.tensor_parallel_degree", "2"], "must be the number of processes = 3"),
         (["--checkpoint.initial_load_path", "nowhere"], "is not a checkpoint"),
         (["--float8.filter_fqns", "nothing"], "is part of no linear's name"),
+        (
+            ["--ranks", "2", "--parallelism.tensor_parallel_degree", "2", "--float8.recipe_name", "blockwise"],
+            "tensor_parallel_degree = 2: model.layers.0.self_attn.k_proj: tensor parallelism expects parts of whole "
+            "blocks, a multiple of 128 features on each rank, got 64 (out_features 128 on 2 ranks); 256 in all",
+        ),
         (["--no-dry-run", "--ranks", "2"], "--ranks is for --dry-run"),
     ],
 )
