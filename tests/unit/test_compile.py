@@ -104,7 +104,7 @@ def test_no_recompilation_from_the_cold_start_on(recipe, how, by_layer, backend)
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8"])
 def test_equal_blocks_share_one_graph(recipe):
-    """Dynamo compiles 8 variants of a function at most; it guards on the keys of hooks, so that those may not differ."""
+    """Dynamo compiles 8 variants of a function at most; it guards on the keys of hooks, so those may not differ."""
 
     class Block(nn.Module):
         def __init__(self):
