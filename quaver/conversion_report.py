@@ -202,8 +202,8 @@ def unfinished(linear: Float8Linear) -> Iterator[str]:
 def _notes(config: Float8LinearConfig) -> Iterator[str]:
     if config.enable_fsdp_float8_all_gather and any(cast.has_two_casts for cast in config.casts.weight[:2]):
         yield (
-            "enable_fsdp_float8_all_gather: both casts of a row-wise weight are gathered, 2 bytes per element as in "
-            "bfloat16; the row-wise recipe for FSDP2 is rowwise_with_tensorwise_weight (1 byte)"
+            "enable_fsdp_float8_all_gather: both casts of a weight are gathered, 2 bytes per element as in bfloat16; "
+            "with one scale per tensor or square block it is 1 byte (rowwise_with_tensorwise_weight, blockwise)"
         )
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from quaver import Float8LinearRecipeName, convert_to_float8_training, scaling
+from quaver import Float8LinearConfig, Float8LinearRecipeName, convert_to_float8_training, scaling
 from quaver.config import BLOCK_SIZES
 from quaver.gemm import float8_mm
+from quaver.quantize import Quantizer
 from tests.reference import (
     BLOCK_RECIPES,
     assert_matmul_exact,
@@ -171,6 +172,17 @@ def test_prefix_invariance(recipe):
     with torch.no_grad():
         same = linear(input)[:, :40].equal(linear(changed)[:, :40])
     assert same == PREFIX_INVARIANT[recipe]
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe, holds in PREFIX_INVARIANT.items() if holds])
+def test_batch_invariance(recipe):
+    """docs/numerics.md: the codes and scales of a token do not depend on how many are in the batch."""
+    casts, input = Float8LinearConfig.from_recipe_name(recipe).casts.input, torch.randn(300, 200)
+    whole = Quantizer(casts, torch.float32)(input, row=True, column=False).row
+    for tokens in (1, 2, 31, 128, 200):
+        part = Quantizer(casts, torch.float32)(input[:tokens], row=True, column=False).row
+        assert_same_bits(part.data, whole.data[:tokens])
+        assert_same_bits(part.dequant_scale, whole.dequant_scale[:tokens])
 
 
 @pytest.mark.parametrize("recipe", BLOCK_RECIPES)

@@ -89,7 +89,7 @@ def test_the_row_wise_recipe_for_fsdp2_is_named(caplog):
         caplog.clear()
         report = conversion_report(convert_to_float8_training(nn.Linear(16, 16), config=config))
         for text in (str(report), caplog.text, str(report.to_dict()["notes"])):
-            assert ("recipe for FSDP2 is rowwise_with_tensorwise_weight" in text) is named
+            assert ("1 byte (rowwise_with_tensorwise_weight, blockwise)" in text) is named
 
 
 def test_the_report_has_every_linear_and_why():

@@ -38,10 +38,13 @@ def quick(*most: tuple[str, str]) -> list:
     ("module", "checkpointing"), quick(("attention", "op"), ("ffn", "full"), ("1 block", "none"), ("1 block", "op"))
 )
 def test_float8_takes_no_more_than_bfloat16(module, checkpointing):
-    """Except attention checkpointed by itself: its linears save codes in addition to its input (docs/design/0008)."""
+    """Except attention checkpointed by itself: its linears save codes in addition to its input (docs/design/0008).
+
+    Of mxfp8 also a float32 scale for 32 codes.
+    """
     rows = rows_of(module, checkpointing)
     if (module, checkpointing) in {("attention", "full"), ("attention", "op")}:
-        assert max(ratios(row, rows)["peak"] for row in rows) <= {"full": 1.02, "op": 1.12}[checkpointing]
+        assert max(ratios(row, rows)["peak"] for row in rows) <= {"full": 1.02, "op": 1.15}[checkpointing]
         return
     assert no_more_than_bfloat16(rows)
     if (module, checkpointing) == ("1 block", "none"):
