@@ -15,10 +15,10 @@ from quaver.recorder.allocator import measure_usage
 
 CPU = torch.device("cpu")
 SMALL = Size(dim=128, hidden_dim=448, sequences=4, seq_len=128)
-FLOAT8 = PRECISIONS[1:]
+FLOAT8 = (*PRECISIONS[1:], "blockwise", "mxfp8")
 
 
-def rows_of(module: str, checkpointing: str, precisions=PRECISIONS, compiled=False) -> list[dict]:
+def rows_of(module: str, checkpointing: str, precisions=("bfloat16", *FLOAT8), compiled=False) -> list[dict]:
     made = [Case(module, precision, checkpointing, compiled=compiled) for precision in precisions]
     return [measure_row(case, SMALL, CPU) for case in made]
 
@@ -58,7 +58,7 @@ def test_compiled_float8_takes_no_more_than_bfloat16():
     assert ratios(rows[1], rows)["saved"] < 0.9
 
 
-def predicted_peaks(case: Case, precisions=PRECISIONS) -> dict[str, int]:
+def predicted_peaks(case: Case, precisions=("bfloat16", *FLOAT8)) -> dict[str, int]:
     """What a step adds at its peak, by precision; nothing runs."""
     made = (replace(case, precision=precision) for precision in precisions)
     return {each.precision: predict(each, SMALL).step_peak_bytes for each in made}
