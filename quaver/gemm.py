@@ -7,13 +7,13 @@ Two backends compute it, by how the scales of the operands lie:
 
     scales                                                   on hardware that multiplies float8    elsewhere
     one per tensor; one per row of a and column of b         NATIVE                                EXACT
-    others: they vary along the contracted dim               EXACT                                 EXACT
+    of blocks: 1 x 128 or 1 x 32 of a (native_blocks.py)     NATIVE                                EXACT
+    others, that vary along the contracted dim               EXACT                                 EXACT
 
 NATIVE is the hardware's float8 matmul, used where a tiny one has just given the right answer: a capability number is
 not enough, since row-wise scales are missing on sm_120 and were broken on sm_89. EXACT runs on every device
-(kernels/exact_mm.py). docs/numerics.md says where each rounds. Scales vary along the contracted dim where a block of
-128 x 128 has one, or where a row-wise weight that is stored once is read by grad_input. PyTorch's native matmul with
-block scales runs on Hopper alone, and wants a's scales in blocks of 1 x 128.
+(kernels/exact_mm.py). docs/numerics.md says where each rounds. Scales of no blocks vary along the contracted dim where
+a row-wise weight that is stored once is read by grad_input.
 
 Hopper's native matmul requires both operands contiguous along the contracted dim; K and N multiples of 16 (zeros are
 appended, and add nothing); with row-wise scales a bfloat16 result and a scale for every row of both operands.
@@ -23,7 +23,7 @@ appended, and add nothing); with row-wise scales a bfloat16 result and a scale f
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -35,8 +35,9 @@ from quaver.formats import E5M2, FORMATS
 from quaver.kernels.cast import column_major_after
 from quaver.kernels.cpu import check_memory
 from quaver.kernels.exact_mm import exact_float8_mm, varies_along_contracted
+from quaver.kernels.native_blocks import block_length, native_block_mm
 from quaver.phases import phase
-from quaver.scaling import BLOCK_SIZE, scale_blocks
+from quaver.scaling import BLOCK_SIZE, multiply_scale_, scale_blocks
 from quaver.slow_paths import say_once
 from quaver.torch_private.dispatch import without_dispatch_modes
 from quaver.torch_private.hardware import scaled_mm
@@ -50,6 +51,23 @@ class GemmBackend(enum.Enum):
 
     NATIVE = "native"
     EXACT = "exact"
+
+
+class ScaleKind(enum.Enum):
+    """How the scales of a matmul lie, as hardware tells them apart."""
+
+    TENSORWISE = "tensor-wise"
+    ROWWISE = "row-wise"
+    BLOCKS_OF_128 = "1 x 128"
+    BLOCKS_OF_32 = "1 x 32"
+
+    @property
+    def block_length(self) -> int:
+        """Of blocks, along the contracted dim; 0 without."""
+        return next((length for length, kind in _BLOCKS.items() if kind is self), 0)
+
+
+_BLOCKS = {128: ScaleKind.BLOCKS_OF_128, 32: ScaleKind.BLOCKS_OF_32}
 
 
 class Operand(NamedTuple):
@@ -114,7 +132,7 @@ def mm(a: Operand, b: Operand, options: MatmulOptions, out_dtype: torch.dtype, b
         out = torch.zeros((a.data.shape[0], b.data.shape[1]), dtype=out_dtype, device=a.data.device)
         return out if bias is None else out + bias.to(out_dtype)
     tensors = a.data, b.data, a.dequant_scale, b.dequant_scale
-    if not a.data.is_cpu and _backend_of(*tensors, options.emulate) is GemmBackend.NATIVE:
+    if not a.data.is_cpu and _backend_of(*tensors, options) is GemmBackend.NATIVE:
         return _native_mm(*tensors, bias, out_dtype, options.use_fast_accum)
     if not options.pad:
         return exact_float8_mm(*tensors, bias, out_dtype, options.scales_are_powers_of_2)
@@ -143,37 +161,46 @@ def _check_operands(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_sca
 # ---- choosing a backend ------------------------------------------------------------------------------------------
 
 
-def backend_for(device: torch.device, *, rowwise: bool, emulate: bool = False) -> GemmBackend:
-    """The backend of `device`, with a scale per row or one per tensor."""
-    if emulate or device.type != "cuda" or not _native_works(device.index or 0, rowwise):
+def backend_for(device: torch.device, kind: ScaleKind | None, *, emulate: bool = False) -> GemmBackend:
+    """The backend of `device` for scales of a kind; None for those that no hardware multiplies."""
+    if kind is None or emulate or device.type != "cuda" or not _native_works(device.index or 0, kind):
         return GemmBackend.EXACT
     return GemmBackend.NATIVE
 
 
-def _backend_of(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor, emulate: bool) -> GemmBackend:
+def _backend_of(
+    a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor, options: MatmulOptions
+) -> GemmBackend:
+    kind = kind_of(a, b, a_dequant_scale, b_dequant_scale)
+    if kind is ScaleKind.BLOCKS_OF_32 and not options.scales_are_powers_of_2:
+        kind = None  # they have no mantissa in hardware
+    return backend_for(a.device, kind, emulate=options.emulate)
+
+
+def kind_of(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor) -> ScaleKind | None:
+    """The kind of the scales of a [M, K] and b [K, N]; None for those that no hardware multiplies."""
     if varies_along_contracted(a, a_dequant_scale, 1) or varies_along_contracted(b, b_dequant_scale, 0):
-        return GemmBackend.EXACT
-    rowwise = a_dequant_scale.dim() > 0 or b_dequant_scale.dim() > 0
-    return backend_for(a.device, rowwise=rowwise, emulate=emulate)
+        length = block_length(a, b, a_dequant_scale, b_dequant_scale)
+        return None if length is None or a.dtype is E5M2.dtype or b.dtype is E5M2.dtype else _BLOCKS[length]
+    return ScaleKind.ROWWISE if a_dequant_scale.dim() > 0 or b_dequant_scale.dim() > 0 else ScaleKind.TENSORWISE
 
 
 @torch.compiler.assume_constant_result
-def _native_works(device_index: int, rowwise: bool) -> bool:
-    failure = native_failure(device_index, rowwise)
+def _native_works(device_index: int, kind: ScaleKind) -> bool:
+    failure = native_failure(device_index, kind)
     if failure is not None:
-        kind = "row-wise" if rowwise else "tensor-wise"
         say_once(
-            f"exact matmuls on cuda:{device_index}, {kind}",
-            f"cuda:{device_index} multiplies float8 with {kind} scales exactly, which is slower: {failure}",
+            f"exact matmuls on cuda:{device_index}, {kind.value}",
+            f"cuda:{device_index} multiplies float8 with {kind.value} scales exactly, which is slower: {failure}",
         )
     return failure is None
 
 
-_native_failures: dict[tuple[int, bool], str | None] = {}
-"""What probes found out about the hardware, by device and whether scales are row-wise."""
+_native_failures: dict[tuple[int, ScaleKind], str | None] = {}
+"""What probes found out about the hardware, by device and kind of scales."""
 
 
-def native_failure(device_index: int, rowwise: bool) -> str | None:
+def native_failure(device_index: int, kind: ScaleKind) -> str | None:
     """Why this CUDA (or ROCm) device cannot multiply float8 natively, found by trying; None if it can.
 
     Only verdicts about the hardware are remembered.
@@ -182,7 +209,7 @@ def native_failure(device_index: int, rowwise: bool) -> str | None:
         RuntimeError: the probe failed for another reason, such as too little memory, or would have to run while a CUDA
             graph is captured. The next call tries again.
     """
-    key = device_index, rowwise
+    key = device_index, kind
     if key not in _native_failures:
         if not torch.cuda.is_available():
             return "no CUDA device"
@@ -194,7 +221,7 @@ def native_failure(device_index: int, rowwise: bool) -> str | None:
         # The first call may come inside a forward. A dispatch mode (a selective checkpoint, say) must not see these
         # operations, because the recomputation will not repeat them.
         with without_dispatch_modes():
-            _native_failures[key] = probe_native_mm(torch.device("cuda", device_index), rowwise)
+            _native_failures[key] = probe_native_mm(torch.device("cuda", device_index), kind)
     return _native_failures[key]
 
 
@@ -209,11 +236,28 @@ _NOT_THE_HARDWARE = (
 """Words of CUDA's errors that say nothing about what the hardware can multiply."""
 
 
-def backend_of_casts(casts: Sequence[CastConfig], device: torch.device, *, emulate: bool) -> GemmBackend:
+def kind_of_casts(left: CastConfig, right: CastConfig) -> ScaleKind | None:
+    """The kind of the scales of a matmul whose operands are cast so; None for those that no hardware multiplies."""
+    if not (left.is_blockwise or right.is_blockwise):
+        return ScaleKind.ROWWISE if left.is_rowwise or right.is_rowwise else ScaleKind.TENSORWISE
+    if left.block_size is None or right.block_size is None or not left.has_two_casts:
+        return None
+    has_mantissas = not (left.e8m0_mode and right.e8m0_mode)
+    length, dtypes = left.block_size[1], (left.target_dtype, right.target_dtype)
+    if length != right.block_size[1] or (length == 32 and has_mantissas) or E5M2.dtype in dtypes:
+        return None
+    return _BLOCKS[length]
+
+
+def backend_of_casts(left: CastConfig, right: CastConfig, device: torch.device, *, emulate: bool) -> GemmBackend:
     """The backend on `device` of a matmul whose operands are cast so."""
-    if any(cast.is_blockwise for cast in casts):
-        return GemmBackend.EXACT
-    return backend_for(device, rowwise=any(cast.is_rowwise for cast in casts), emulate=emulate)
+    return backend_for(device, kind_of_casts(left, right), emulate=emulate)
+
+
+def casts_of_matmuls(config: Float8LinearConfig) -> list[tuple[CastConfig, CastConfig]]:
+    """The casts of both operands of each matmul in float8."""
+    pairs = [(config.casts.of(*left), config.casts.of(*right)) for left, right in MATMULS.values()]
+    return [pair for pair in pairs if not pair[0].is_disabled]
 
 
 def backends_of(config: Float8LinearConfig, device: torch.device) -> str:
@@ -221,37 +265,55 @@ def backends_of(config: Float8LinearConfig, device: torch.device) -> str:
 
     "high precision" where the config disables them all.
     """
-    pairs = [[config.casts.of(*cast) for cast in operands] for operands in MATMULS.values()]
-    found = {backend_of_casts(pair, device, emulate=config.emulate) for pair in pairs if not pair[0].is_disabled}
+    found = {backend_of_casts(*pair, device, emulate=config.emulate) for pair in casts_of_matmuls(config)}
     names = [backend.value for backend in GemmBackend if backend in found]
     return " and ".join(names) or "high precision"
 
 
-def probe_native_mm(device: torch.device, rowwise: bool) -> str | None:
+def probe_native_mm(device: torch.device, kind: ScaleKind) -> str | None:
     """Multiply on `device` and compare; the error's first line, None if the product is right.
 
     An error that is not about the hardware is raised.
 
     Dtypes and devices are explicit: the verdict must not depend on torch's defaults at the first call.
     """
-    numbers = torch.arange(32 * 32, device="cpu")
-    a, b = ((numbers % modulus - modulus // 2).float().view(32, 32) for modulus in (13, 7))
-    row_scales = torch.arange(1, 33, dtype=torch.float32, device="cpu")
-    a_scale = row_scales.view(32, 1) if rowwise else row_scales[1]
-    b_scale = row_scales.view(1, 32) if rowwise else 1 / row_scales[1]
-    expected = torch.mm((a * a_scale).double(), (b * b_scale).double())
-    for b_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        a_fp8, b_fp8 = a.to(device, torch.float8_e4m3fn), b.to(device, b_dtype)
+    for a, b, a_scale, b_scale in _probes(kind):
+        values = multiply_scale_(a.double(), a_scale.double()), multiply_scale_(b.double(), b_scale.double())
+        expected = torch.mm(*values)
         try:
-            out = _native_mm(a_fp8, b_fp8, a_scale.to(device), b_scale.to(device), None, torch.bfloat16, False)
+            scales = a_scale.to(device), b_scale.to(device)
+            out = _native_mm(a.to(device), b.to(device), *scales, None, torch.bfloat16, False)
             wrong = (out.float().cpu() - expected).abs().max() > expected.abs().max() * 2**-7
         except (RuntimeError, ValueError, NotImplementedError) as error:
             if any(words in str(error).lower() for words in _NOT_THE_HARDWARE):
                 raise
             return str(error).splitlines()[0]
         if wrong:
-            return f"a 32 x 32 matmul with {'row-wise' if rowwise else 'tensor-wise'} scales gave a wrong result"
+            return f"a {a.shape[0]} x {b.shape[1]} matmul with {kind.value} scales gave a wrong result"
     return None
+
+
+def _probes(kind: ScaleKind) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Codes and scales of both kinds of matmuls of a linear; scales differ from each other."""
+    size = 2 * kind.block_length or 32
+    numbers = torch.arange(size * size, device="cpu")
+    a, b = ((numbers % modulus - modulus // 2).float().view(size, size) for modulus in (13, 7))
+    a_codes = a.to(torch.float8_e4m3fn)
+    if kind.block_length:
+        powers = torch.exp2((numbers % 7).float() - 3)
+        for blocks in (2, size):
+            yield (
+                a_codes,
+                b.to(torch.float8_e4m3fn),
+                powers[: 2 * size].view(size, 2),
+                powers[: 2 * blocks].view(2, blocks),
+            )
+        return
+    row_scales = torch.arange(1, size + 1, dtype=torch.float32, device="cpu")
+    a_scale = row_scales.view(size, 1) if kind is ScaleKind.ROWWISE else row_scales[1]
+    b_scale = row_scales.view(1, size) if kind is ScaleKind.ROWWISE else 1 / row_scales[1]
+    for b_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        yield a_codes, b.to(b_dtype), a_scale, b_scale
 
 
 # ---- native ------------------------------------------------------------------------------------------------------
@@ -259,7 +321,7 @@ def probe_native_mm(device: torch.device, rowwise: bool) -> str | None:
 
 def reads_along_contracted(device: torch.device, emulate: bool = False) -> bool:
     """Whether the float8 matmul of `device` is the hardware's, which reads both operands along the contracted dim."""
-    return backend_for(device, rowwise=False, emulate=emulate) is GemmBackend.NATIVE
+    return backend_for(device, ScaleKind.TENSORWISE, emulate=emulate) is GemmBackend.NATIVE
 
 
 def laid_out_for_rows(codes: Tensor, *, emulate: bool = False) -> Tensor:
@@ -311,6 +373,10 @@ def _native_mm(
     use_fast_accum: bool,
 ) -> Tensor:
     columns = b.shape[1]
+    kind = kind_of(a, b, a_dequant_scale, b_dequant_scale)
+    if kind is not None and kind.block_length:
+        blocks = native_block_mm(a, b, a_dequant_scale, b_dequant_scale, kind.block_length)
+        return _finished(blocks, columns, bias, out_dtype)
     a, b, a_dequant_scale, b_dequant_scale = native_operands(a, b, a_dequant_scale, b_dequant_scale)
     native_dtype = torch.bfloat16 if a_dequant_scale.dim() else out_dtype
     bias_inside = bias is not None and bias.dtype is native_dtype is torch.bfloat16 and b.shape[1] == columns
@@ -325,11 +391,14 @@ def _native_mm(
         out_dtype=native_dtype,
         use_fast_accum=use_fast_accum,
     )
+    return _finished(out, columns, None if bias_inside else bias, out_dtype)
+
+
+def _finished(out: Tensor, columns: int, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """Without the padding, with a bias."""
     if out.shape[1] != columns:
         out = out[:, :columns].contiguous()  # autograd.Functions return no views
-    if bias is not None and not bias_inside:
-        out = out + bias
-    return out.to(out_dtype)
+    return (out if bias is None else out + bias).to(out_dtype)
 
 
 def _padded(a: Tensor, b: Tensor, b_dequant_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:

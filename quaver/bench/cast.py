@@ -28,7 +28,7 @@ from quaver.bench.results import Result, Row
 from quaver.bench.shapes import Shape
 from quaver.config import CastConfig, Float8LinearConfig
 from quaver.formats import FORMATS
-from quaver.gemm import GemmBackend, backend_for, laid_out_for_columns, laid_out_for_rows
+from quaver.gemm import laid_out_for_columns, laid_out_for_rows, reads_along_contracted
 from quaver.quantize import Quantizer
 from quaver.scaling import PersistentScale, amax, cast_with_persistent_scale, dynamic_cast
 from quaver.trainer.config.settings import OneOf
@@ -64,7 +64,7 @@ class CastKind:
 
     def floor(self, itemsize: int, device: torch.device) -> int:
         """Bytes per element."""
-        is_native = backend_for(device, rowwise=self.cast.is_rowwise) is GemmBackend.NATIVE
+        is_native = reads_along_contracted(device)
         return self.passes * itemsize + (len(self.dims) if is_native or self.cast.is_rowwise else 1)
 
 

@@ -13,7 +13,7 @@ import torch
 from quaver.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.convert import convert_to_float8_training
 from quaver.delayed import sync_float8_amax_and_scale_history
-from quaver.gemm import native_failure
+from quaver.gemm import casts_of_matmuls, kind_of_casts, native_failure
 from quaver.kernels import cpu
 from quaver.kernels.exact_mm import has_bfloat16_units
 from quaver.linear import Float8Linear
@@ -71,11 +71,10 @@ def _verdict(config: Float8LinearConfig, device: torch.device) -> tuple[str, str
 
 
 def _backend(config: Float8LinearConfig, device: torch.device) -> tuple[str, str]:
-    if device.type == "cuda" and config.casts.has_blocks:
-        return "exact", "no native matmul for scales of blocks"
     if device.type == "cuda":
+        kinds = {kind_of_casts(*pair) for pair in casts_of_matmuls(config)}
         failures = {
-            native_failure(device.index or 0, cast.is_rowwise) for cast in config.casts.every() if not cast.is_disabled
+            native_failure(device.index or 0, kind) if kind else "no hardware multiplies such scales" for kind in kinds
         }
         reasons = failures - {None}
         if not reasons:

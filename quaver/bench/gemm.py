@@ -25,7 +25,7 @@ from quaver.bench.options import BenchOptions, Shapes
 from quaver.bench.results import BFLOAT16, Result, Row
 from quaver.bench.shapes import Shape
 from quaver.config import MATMULS, Float8LinearConfig
-from quaver.gemm import GemmBackend, backend_for, float8_mm, laid_out_for_columns, laid_out_for_rows
+from quaver.gemm import GemmBackend, ScaleKind, backend_for, float8_mm, laid_out_for_columns, laid_out_for_rows
 from quaver.roofline.device_specs import PeakFlops, device_spec, peak_flops
 from quaver.scaling import dynamic_cast
 from quaver.trainer.config.settings import OneOf
@@ -65,7 +65,7 @@ class Gemm(Shapes, BenchOptions):
         calls: dict[str, Callable[[], object]] = {BFLOAT16: lambda: torch.mm(*plain.next())}
         about: dict[str, tuple[str, bool | None, int]] = {BFLOAT16: ("torch.mm", None, len(plain))}
         for granularity in self.scales:
-            backend = backend_for(device, rowwise=granularity == "rowwise")
+            backend = backend_for(device, ScaleKind.ROWWISE if granularity == "rowwise" else ScaleKind.TENSORWISE)
             operands = Rotation(partial(matmul.float8_operands, granularity, device), k * (m + n), device)
             for fast in (True, False) if backend is GemmBackend.NATIVE else (None,):
                 name = granularity + {True: ", fast accumulation", False: ", exact accumulation", None: ""}[fast]

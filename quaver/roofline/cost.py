@@ -18,7 +18,7 @@ These are floors: what kernels must move that keep no tensor on the chip between
 layouts at once. Backward casts the weight again (one layout, then one more), unless its float8 codes are saved.
 
 A GPU that does not multiply float8 widens the codes to bfloat16 (1 byte read and 2 written for each operand of each
-matmul) and multiplies those. So does every GPU for recipes with blocks, which have no native matmul yet.
+matmul) and multiplies those. Recipes with blocks count so on every GPU: no native matmul of theirs was measured.
 
 Left out: what a cast fuses with (a compiler can save its read); the host, whose time counts where it is slower than the
 GPU; L2 cache; tiles that do not fill the last wave; power limits that long runs meet; row-wise scaling inside the
@@ -191,7 +191,7 @@ def _divided(casts: Casts, sharers: int) -> Casts:
 
 
 def has_blocks(recipe: Float8LinearRecipeName | str) -> bool:
-    """Whether a recipe scales blocks, whose matmuls run exactly on every device."""
+    """Whether a recipe scales blocks, whose native matmuls nobody measured here."""
     return Float8LinearConfig.from_recipe_name(recipe).casts.has_blocks
 
 

@@ -57,11 +57,11 @@ def _matmuls(linear: nn.Linear, hp_dtype: str, device: torch.device) -> tuple[di
     if not isinstance(linear, Float8Linear):
         return operands, runs_in
     for matmul, operands_read in MATMULS.items():
-        casts = [linear.config.casts.of(*operand) for operand in operands_read]
-        if casts[0].is_disabled:
+        left, right = (linear.config.casts.of(*operand) for operand in operands_read)
+        if left.is_disabled:
             continue
-        operands[matmul] = " x ".join(map(str, casts))
-        if backend_of_casts(casts, device, emulate=linear.config.emulate) is GemmBackend.NATIVE:
+        operands[matmul] = f"{left} x {right}"
+        if backend_of_casts(left, right, device, emulate=linear.config.emulate) is GemmBackend.NATIVE:
             runs_in[matmul] = "float8"
         elif not has_bfloat16_units(device.type):
             runs_in[matmul] = "float32"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quaver import Float8Linear, Float8LinearConfig, cast_weights_once
-from quaver.gemm import GemmBackend, backend_for, float8_mm, native_failure
+from quaver.gemm import GemmBackend, ScaleKind, backend_for, float8_mm, native_failure
 from quaver.scaling import dynamic_cast
 from tests.reference import RECIPES, assert_matmul_exact, sqnr_db
 
@@ -16,12 +16,32 @@ HP = pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16, torch.f
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-@pytest.mark.parametrize("rowwise", [False, True])
-def test_the_probe_finds_native_float8(rowwise):
+@pytest.mark.parametrize("kind", [ScaleKind.TENSORWISE, ScaleKind.ROWWISE])
+def test_the_probe_finds_native_float8(kind):
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU multiplies no float8")
-    assert native_failure(0, rowwise) is None
-    assert backend_for(torch.device("cuda"), rowwise=rowwise) is GemmBackend.NATIVE
+    assert native_failure(0, kind) is None
+    assert backend_for(torch.device("cuda"), kind) is GemmBackend.NATIVE
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind"), [("blockwise", ScaleKind.BLOCKS_OF_128), ("mxfp8", ScaleKind.BLOCKS_OF_32)]
+)
+@pytest.mark.parametrize("shape", [(256, 512, 384), (33, 200, 300)])
+def test_blocks_are_right_whoever_multiplies(recipe, kind, shape, record_property):
+    """Native where the probe says so, which it may do on Hopper for 128 and on Blackwell for 32; exact elsewhere."""
+    tokens, k, n = shape
+    record_property("failure", str(native_failure(0, kind)))
+    linear = Float8Linear(k, n, config=recipe, device="cuda", dtype=torch.bfloat16)
+    input = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    linear(input).backward(grad := torch.randn(tokens, n, device="cuda", dtype=torch.bfloat16))
+    x, w, g = (each.detach().double() for each in (input, linear.weight, grad))
+    for expected, got in (
+        (g @ w, input.grad),
+        (g.t() @ x, linear.weight.grad),
+        (x @ w.t() + linear.bias, linear(input)),
+    ):
+        assert sqnr_db(expected, got) > 24
 
 
 @HP

@@ -6,11 +6,13 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn.functional import ScalingType, SwizzleType
 
-from quaver import gemm
-from quaver.gemm import GemmBackend, backend_for, float8_mm, native_operands
+from quaver import CastConfig, Float8LinearConfig, ScalingGranularity, gemm
+from quaver.gemm import GemmBackend, ScaleKind, backend_for, float8_mm, native_operands
 from quaver.kernels import cpu, exact_mm
 from quaver.kernels.exact_mm import exact_float8_mm
+from quaver.kernels.native_blocks import native_block_mm
 from quaver.scaling import dynamic_cast, dynamic_cast_blocks, multiply_scale_
 from quaver.slow_paths import error_on_slow_path
 from tests.reference import assert_matmul_exact
@@ -109,12 +111,12 @@ def test_a_weight_stored_once_multiplies_exactly_both_ways(kind, out_dtype, powe
         assert_matmul_exact(padded, a, b, a_scale, b_spread)
 
 
-def test_scales_along_the_contracted_dim_never_go_to_the_hardware(monkeypatch):
-    monkeypatch.setattr(gemm, "backend_for", lambda *args, **kwargs: GemmBackend.NATIVE)
+def test_scales_along_the_contracted_dim_never_go_to_the_hardware():
     a, one = torch.ones(16, 256).to(E4M3), torch.tensor(1.0)
     b = torch.ones(256, 160).to(E4M3)
-    chosen = {rows: gemm._backend_of(a, b, one, torch.ones(rows), False) for rows in [(1, 160), (256, 1), (2, 2)]}
-    assert chosen == {(1, 160): GemmBackend.NATIVE, (256, 1): GemmBackend.EXACT, (2, 2): GemmBackend.EXACT}
+    shapes = [(1, 160), (256, 1), (2, 2)]
+    kinds = {shape: gemm.kind_of(a, b, one, torch.ones(shape)) for shape in shapes}
+    assert kinds == {(1, 160): ScaleKind.ROWWISE, (256, 1): None, (2, 2): None}
 
 
 @pytest.mark.parametrize(("scaling", "out_dtype"), list(zip(SCALINGS, (*DTYPES, torch.bfloat16), strict=True)))
@@ -207,14 +209,14 @@ def test_bad_operands(change, message):
 
 
 def test_a_cpu_never_takes_the_native_path():
-    assert backend_for(torch.device("cpu"), rowwise=False) is GemmBackend.EXACT
-    assert gemm.native_failure(0, False) == "no CUDA device" or torch.cuda.is_available()
+    assert backend_for(torch.device("cpu"), ScaleKind.TENSORWISE) is GemmBackend.EXACT
+    assert gemm.native_failure(0, ScaleKind.TENSORWISE) == "no CUDA device" or torch.cuda.is_available()
 
 
 def test_emulate_never_takes_the_native_path():
     with mock.patch.object(gemm, "_native_works", return_value=True):
-        assert backend_for(torch.device("cuda"), rowwise=True) is GemmBackend.NATIVE
-        assert backend_for(torch.device("cuda"), rowwise=True, emulate=True) is GemmBackend.EXACT
+        assert backend_for(torch.device("cuda"), ScaleKind.ROWWISE) is GemmBackend.NATIVE
+        assert backend_for(torch.device("cuda"), ScaleKind.ROWWISE, emulate=True) is GemmBackend.EXACT
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -259,6 +261,100 @@ def test_native_call_passes_torchs_checks_for_a_gpu(scaling, out_dtype, bias_dty
     assert out.dtype is out_dtype
 
 
+BLOCK_SHAPES = [(33, 200, 300), (128, 256, 128), (5, 17, 7), (160, 64, 48), (130, 1000, 260)]
+
+
+def block_operands(m, k, n, length, is_square):
+    """Codes and scales of a [m, k] and b [k, n]."""
+    a = torch.randn(m, k) * torch.logspace(-3, 0, m).view(m, 1)
+    b = torch.randn(k, n) * torch.logspace(1, -2, n)
+    mode = {32: "rceil", 128: ""}[length]
+    options = {"power_of_2": True, "mode": mode}
+    of_a = dynamic_cast_blocks(a, E4M3, block_size=(1, length), **options)[::2]
+    of_b = dynamic_cast_blocks(b, E4M3, block_size=(length, length if is_square else 1), **options)[::2]
+    return of_a[0], of_b[0], of_a[1], of_b[1]
+
+
+def scales_in(layout, rows, blocks, recipe, swizzle):
+    """What torch documents of the scales of [rows, K]: one row of `blocks` scales for each row, float32."""
+    if recipe is ScalingType.BlockWise128x128:
+        assert layout.stride(0) == 1
+        return layout[:blocks].t().repeat_interleave(128, 0)[:rows]
+    if recipe is ScalingType.BlockWise1x128:
+        assert layout.shape == (rows, blocks)
+        assert layout.stride(0) == 1
+        return layout
+    assert (recipe, swizzle) == (ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4)
+    tiles_along_k = -(-blocks // 4)
+    row, block = torch.meshgrid(torch.arange(rows), torch.arange(blocks), indexing="ij")
+    tile = row // 128 * tiles_along_k + block // 4
+    return layout.float()[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4]
+
+
+def hardware(a, b, scale_a, recipe_a, scale_b, recipe_b, *, swizzle_a, swizzle_b, output_dtype):
+    """torch.nn.functional.scaled_mm with scales of blocks, in float64."""
+    length = 32 if recipe_a is ScalingType.BlockWise1x32 else 128
+    assert a.is_contiguous()
+    assert b.t().is_contiguous()
+    assert a.shape[1] % length == b.shape[1] % 16 == 0
+    blocks = a.shape[1] // length
+    wide_a = scales_in(scale_a, a.shape[0], blocks, recipe_a, swizzle_a).repeat_interleave(length, 1) * a.double()
+    wide_b = scales_in(scale_b, b.shape[1], blocks, recipe_b, swizzle_b).repeat_interleave(length, 1) * b.t().double()
+    return (wide_a @ wide_b.t()).to(output_dtype)
+
+
+@pytest.mark.parametrize(("shape", "length", "is_square"), thinned(BLOCK_SHAPES, (128, 32), (True, False)))
+def test_blocks_reach_the_hardware_in_its_layouts(shape, length, is_square, monkeypatch):
+    """Every scale is read where the hardware reads it; ragged blocks are completed with zeros."""
+    a, b, a_scale, b_scale = block_operands(*shape, length, is_square)
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", hardware)
+    expected = float8_mm(a, b, a_scale, b_scale, out_dtype=torch.float32, scales_are_powers_of_2=True)
+    out = native_block_mm(a, b, a_scale, b_scale, length)[:, : shape[2]]
+    torch.testing.assert_close(out, expected.bfloat16(), rtol=2**-7, atol=1e-6)
+    if min(shape) > length:
+        assert gemm.kind_of(a, b, a_scale, b_scale).block_length == length
+
+
+@pytest.mark.parametrize(("shape", "length", "is_square"), thinned(BLOCK_SHAPES, (128, 32), (True, False)))
+def test_native_blocks_pass_torchs_checks_for_a_gpu(shape, length, is_square):
+    operands = [each.to("meta") for each in block_operands(*shape, length, is_square)]
+    with mock.patch("torch._meta_registrations.device_hint", return_value="cuda") as hint:
+        out = native_block_mm(*operands, length)
+    assert hint.called
+    assert out.shape[0] == shape[0]
+    assert out.shape[1] >= shape[2]
+
+
+@pytest.mark.parametrize("kind", ScaleKind)
+def test_a_probe_sees_each_wrong_scale(kind, monkeypatch):
+    """It multiplies as a linear does; one scale of a wrong block is enough."""
+    calls = []
+
+    def native_mm(a, b, a_scale, b_scale, bias, out_dtype, use_fast_accum):
+        calls.append(b_scale.shape)
+        return exact_float8_mm(a, b, a_scale, b_scale, bias, out_dtype, False)
+
+    monkeypatch.setattr(gemm, "_native_mm", native_mm)
+    assert gemm.probe_native_mm(torch.device("cpu"), kind) is None
+    assert len(calls) == 2
+    if kind.block_length:
+
+        def transposes_scales(a, b, a_scale, b_scale, *options):
+            return native_mm(a, b, a_scale.t().contiguous().view(a_scale.shape), b_scale, *options)
+
+        monkeypatch.setattr(gemm, "_native_mm", transposes_scales)
+        assert "wrong result" in gemm.probe_native_mm(torch.device("cpu"), kind)
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_the_hardware_is_asked_for_each_matmul_of_a_recipe(recipe):
+    """On a device whose blocks work all three are native; 1 x 32 with scales that have mantissas is not."""
+    config, kind = Float8LinearConfig.from_recipe_name(recipe), gemm._BLOCKS[128 if recipe == "blockwise" else 32]
+    assert {gemm.kind_of_casts(*pair) for pair in gemm.casts_of_matmuls(config)} == {kind}
+    plain = CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=(1, 32), target_dtype=E4M3)
+    assert gemm.kind_of_casts(plain, plain) is None
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -271,30 +367,30 @@ def test_native_call_passes_torchs_checks_for_a_gpu(scaling, out_dtype, bias_dty
 def test_a_probe_that_fails_for_a_passing_reason_raises_and_is_tried_again(error, gpu_probe):
     probe = gpu_probe([error])
     with pytest.raises(RuntimeError, match=r"memory|ALLOC|captur"):
-        gemm.native_failure(0, False)
-    assert gemm.native_failure(0, False) is None
-    assert gemm.native_failure(0, False) is None
+        gemm.native_failure(0, ScaleKind.TENSORWISE)
+    assert gemm.native_failure(0, ScaleKind.TENSORWISE) is None
+    assert gemm.native_failure(0, ScaleKind.TENSORWISE) is None
     assert probe == ["failed", "multiplied", "multiplied"]  # of two formats, once
 
 
 def test_a_verdict_about_the_hardware_is_remembered_and_said_once(gpu_probe, caplog):
     probe = gpu_probe([RuntimeError("torch._scaled_mm is only supported on compute capability >= 9.0\nat line 1")])
     for _ in range(3):
-        assert gemm.backend_for(torch.device("cuda", 0), rowwise=True) is gemm.GemmBackend.EXACT
+        assert gemm.backend_for(torch.device("cuda", 0), ScaleKind.ROWWISE) is gemm.GemmBackend.EXACT
     assert probe == ["failed"]
     said = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == 1
     assert "row-wise scales exactly" in said[0]
     assert said[0].endswith("compute capability >= 9.0")
     with error_on_slow_path(), pytest.raises(RuntimeError, match="only supported"):
-        gemm.backend_for(torch.device("cuda", 0), rowwise=True)
+        gemm.backend_for(torch.device("cuda", 0), ScaleKind.ROWWISE)
 
 
 def test_no_probe_runs_while_a_graph_is_captured(gpu_probe, monkeypatch):
     probe = gpu_probe([])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="run a step before the capture"):
-        gemm.native_failure(0, False)
+        gemm.native_failure(0, ScaleKind.TENSORWISE)
     assert probe == []
 
 
@@ -313,7 +409,7 @@ def gpu_probe(monkeypatch):
 
         monkeypatch.setattr(gemm, "_native_failures", {})
         monkeypatch.setattr(gemm, "_native_mm", native_mm)
-        monkeypatch.setattr(gemm, "probe_native_mm", lambda device, rowwise: real_probe(torch.device("cpu"), rowwise))
+        monkeypatch.setattr(gemm, "probe_native_mm", lambda device, kind: real_probe(torch.device("cpu"), kind))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         return calls

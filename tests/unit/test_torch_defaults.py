@@ -87,8 +87,8 @@ def test_a_step(recipe, defaults, monkeypatch):
 
 
 @DEFAULTS
-@pytest.mark.parametrize("rowwise", [False, True])
-def test_the_probe_of_a_gpu(rowwise, defaults, monkeypatch):
+@pytest.mark.parametrize("kind", [gemm.ScaleKind.TENSORWISE, gemm.ScaleKind.BLOCKS_OF_128])
+def test_the_probe_of_a_gpu(kind, defaults, monkeypatch):
     """With scales of another dtype `_scaled_mm` fails, and the process would multiply exactly instead of natively."""
     seen = []
 
@@ -98,10 +98,10 @@ def test_the_probe_of_a_gpu(rowwise, defaults, monkeypatch):
 
     with other_defaults(defaults):
         monkeypatch.setattr(gemm, "_native_mm", native_mm)
-        assert gemm.probe_native_mm(torch.device("cpu"), rowwise) is None
+        assert gemm.probe_native_mm(torch.device("cpu"), kind) is None
         assert set(seen) == {torch.float32}
         monkeypatch.setattr(gemm, "_native_mm", lambda *args: native_mm(*args) * 1.1)
-        assert "wrong result" in gemm.probe_native_mm(torch.device("cpu"), rowwise)
+        assert "wrong result" in gemm.probe_native_mm(torch.device("cpu"), kind)
 
 
 def test_another_thread_replaces_the_cached_operands_at_a_hit(monkeypatch):

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import quaver.gemm
-from quaver.gemm import GemmBackend
+from quaver.gemm import GemmBackend, ScaleKind
 from quaver.torch_private.tracing import FakeTensor
 
 DEVICES = ("cpu", "cuda")
@@ -68,8 +68,9 @@ def _scaled_mm_out(*operands: Any, out: Tensor, **options: Any) -> Tensor:
     return out
 
 
-def _backend_for(device: torch.device, *, rowwise: bool, emulate: bool = False) -> GemmBackend:
-    return GemmBackend.EXACT if emulate else GemmBackend.NATIVE
+def _backend_for(device: torch.device, kind: ScaleKind | None, *, emulate: bool = False) -> GemmBackend:
+    is_exact = emulate or kind not in (ScaleKind.TENSORWISE, ScaleKind.ROWWISE)
+    return GemmBackend.EXACT if is_exact else GemmBackend.NATIVE
 
 
 def _rms_norm(

@@ -5,7 +5,6 @@ import torch
 
 from quaver.bench import cast as bench
 from quaver.bench.cast import COPY, KINDS, Cast
-from quaver.gemm import GemmBackend
 
 CPU = torch.device("cpu")
 TIMED = ("delayed", "rowwise_both")
@@ -40,6 +39,6 @@ def test_the_floor_of_a_cpu_and_of_hardware_that_multiplies_float8(monkeypatch):
         "rowwise": 3,
         "rowwise_both": 6,
     }
-    monkeypatch.setattr(bench, "backend_for", lambda device, *, rowwise: GemmBackend.NATIVE)
+    monkeypatch.setattr(bench, "reads_along_contracted", lambda device: True)
     floors = {name: kind.floor(2, torch.device("cuda")) for name, kind in KINDS.items()}
     assert floors == {"tensorwise": 6, "delayed": 4, "rowwise": 3, "rowwise_both": 6}

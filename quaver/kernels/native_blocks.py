@@ -1,0 +1,86 @@
+"""The hardware's float8 matmuls with scales of blocks, and the layouts that it reads.
+
+    length   device                           a         b                       scales
+    128      Hopper, cublasLt 12.9 or later   1 x 128   128 x 128 or 128 x 1    float32, column-major
+    32       Blackwell                        1 x 32    32 x 32 or 32 x 1       E8M0, in tiles of 128 x 4
+
+Lengths run along the contracted dim. Zeros complete the last blocks, and add nothing. Square blocks of 32 are written
+out as 32 rows of one scale. torch.nn.functional.scaled_mm multiplies, with a bfloat16 result.
+
+A tile holds the scales of 128 rows and of 4 blocks, row r and block c at byte 16 (r % 32) + 4 (r // 32) + c; tiles
+follow each other along K, then along rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType
+
+_ALIGNMENT = 16  # of N
+_ROWS_OF_TILE, _BLOCKS_OF_TILE = 128, 4
+
+
+def block_length(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor) -> int | None:
+    """128 or 32 where the scales of a [M, K] and b [K, N] are of such blocks as hardware multiplies; else None."""
+    if a_dequant_scale.dim() == 0 or b_dequant_scale.dim() == 0:
+        return None
+    (m, k), n = a.shape, b.shape[1]
+    for length in (128, 32):
+        blocks = -(-k // length)
+        of_b = ((blocks, n), (blocks, -(-n // length)))
+        if a_dequant_scale.shape == (m, blocks) and b_dequant_scale.shape in of_b:
+            return length
+    return None
+
+
+def native_block_mm(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor, length: int) -> Tensor:
+    """a [M, K] @ b [K, N], both e4m3 with scales of blocks, -> bfloat16 [M, N], or more columns of zeros."""
+    k = a.shape[1]
+    is_square = b_dequant_scale.shape[1] != b.shape[1]
+    columns = -b.shape[1] % (length if is_square else _ALIGNMENT)
+    a = _padded_codes(a, 0, -k % length).contiguous()
+    b = _padded_codes(b, -k % length, columns).t().contiguous().t()
+    b_scale = b_dequant_scale if is_square else F.pad(b_dequant_scale, (0, columns), value=1.0)
+    if length == 128:
+        scales = _apart(a_dequant_scale), _apart(_scales_of_columns(b_scale, is_square))
+        recipes = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128 if is_square else ScalingType.BlockWise1x128
+        swizzle = SwizzleType.NO_SWIZZLE
+    else:
+        of_columns = b_scale.repeat_interleave(length, 1) if is_square else b_scale
+        scales = _tiles(a_dequant_scale), _tiles(of_columns.t())
+        recipes = ScalingType.BlockWise1x32, ScalingType.BlockWise1x32
+        swizzle = SwizzleType.SWIZZLE_32_4_4
+    return F.scaled_mm(
+        *(a, b, scales[0], recipes[0], scales[1], recipes[1]),
+        swizzle_a=swizzle,
+        swizzle_b=swizzle,
+        output_dtype=torch.bfloat16,
+    )
+
+
+def _scales_of_columns(scale: Tensor, is_square: bool) -> Tensor:
+    """b's scales [blocks of K, ..] as the operator takes them: of square blocks so, with blocks of K a multiple of 4;
+    else one row for each column of b."""
+    return F.pad(scale, (0, 0, 0, -scale.shape[0] % 4), value=1.0) if is_square else scale.t()
+
+
+def _apart(scale: Tensor) -> Tensor:
+    """Column-major."""
+    return scale.t().contiguous().t()
+
+
+def _tiles(scale: Tensor) -> Tensor:
+    """float32 powers of two [rows, blocks] -> E8M0 in tiles, flat."""
+    rows, blocks = scale.shape
+    padded = F.pad(scale, (0, -blocks % _BLOCKS_OF_TILE, 0, -rows % _ROWS_OF_TILE), value=1.0)
+    tiles = padded.view(-1, 4, 32, padded.shape[1] // _BLOCKS_OF_TILE, _BLOCKS_OF_TILE).permute(0, 3, 2, 1, 4)
+    return tiles.contiguous().view(-1).to(torch.float8_e8m0fnu)
+
+
+def _padded_codes(codes: Tensor, rows: int, columns: int) -> Tensor:
+    """Append zeros (code 0 in every format)."""
+    if not (rows or columns):
+        return codes
+    return F.pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(codes.dtype)
