@@ -35,7 +35,7 @@ from quaver.formats import E5M2, FORMATS
 from quaver.kernels.cast import column_major_after
 from quaver.kernels.cpu import check_memory
 from quaver.kernels.exact_mm import exact_float8_mm, varies_along_contracted
-from quaver.kernels.native_blocks import block_length, native_block_mm
+from quaver.kernels.native_blocks import block_length, native_block_mm, pad_codes
 from quaver.phases import phase
 from quaver.scaling import BLOCK_SIZE, multiply_scale_, scale_blocks
 from quaver.slow_paths import say_once
@@ -407,13 +407,4 @@ def _padded(a: Tensor, b: Tensor, b_dequant_scale: Tensor) -> tuple[Tensor, Tens
         rows = k if b_dequant_scale.shape[0] == b.shape[0] != 1 else 0
         columns = n if b_dequant_scale.shape[1] == b.shape[1] != 1 else 0
         b_dequant_scale = F.pad(b_dequant_scale, (0, columns, 0, rows), value=1.0)
-    if k:
-        a, b = _pad_codes(a, 0, k), _pad_codes(b, k, 0)
-    if n:
-        b = _pad_codes(b, 0, n)
-    return a, b, b_dequant_scale
-
-
-def _pad_codes(codes: Tensor, rows: int, columns: int) -> Tensor:
-    """Append zeros (code 0 in every format)."""
-    return F.pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(codes.dtype)
+    return pad_codes(a, 0, k), pad_codes(b, k, n), b_dequant_scale

@@ -104,16 +104,10 @@ def _cast_blockwise(
 
 
 def _cpu_blockwise(
-    hp: Tensor,
-    float8_dtype: torch.dtype,
-    row: bool,
-    column: bool,
-    power_of_2: bool,
-    dot_products: int,
-    length: int,
-    mode: str,
+    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, *blocks: Any
 ) -> Places | None:
     """The rules of scales are PyTorch's here too: C finds the amaxes and casts with the scales."""
+    dot_products, length, mode = blocks
 
     def cast(block_size: tuple[int, int]) -> Places:
         amax: Any = cpu.block_amax(hp, block_size)

@@ -40,8 +40,8 @@ def native_block_mm(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_sca
     k = a.shape[1]
     is_square = b_dequant_scale.shape[1] != b.shape[1]
     columns = -b.shape[1] % (length if is_square else _ALIGNMENT)
-    a = _padded_codes(a, 0, -k % length).contiguous()
-    b = _padded_codes(b, -k % length, columns).t().contiguous().t()
+    a = pad_codes(a, 0, -k % length).contiguous()
+    b = pad_codes(b, -k % length, columns).t().contiguous().t()
     b_scale = b_dequant_scale if is_square else F.pad(b_dequant_scale, (0, columns), value=1.0)
     if length == 128:
         scales = _apart(a_dequant_scale), _apart(_scales_of_columns(b_scale, is_square))
@@ -79,7 +79,7 @@ def _tiles(scale: Tensor) -> Tensor:
     return tiles.contiguous().view(-1).to(torch.float8_e8m0fnu)
 
 
-def _padded_codes(codes: Tensor, rows: int, columns: int) -> Tensor:
+def pad_codes(codes: Tensor, rows: int, columns: int) -> Tensor:
     """Append zeros (code 0 in every format)."""
     if not (rows or columns):
         return codes
