@@ -28,8 +28,7 @@ on scales with the other ranks, and reduces the output.
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +41,7 @@ from quaver.config import Float8LinearConfig, Float8LinearRecipeName, resolve_co
 from quaver.formats import HP_DTYPES
 from quaver.gemm import Operand, backends_of, laid_out_for_columns_after, mm
 from quaver.kernels.cpu import check_memory
-from quaver.quantize import LinearSharding, Operands, PreparedOperands, Quantizer, present
+from quaver.quantize import SHARDINGS, LinearSharding, Operands, PreparedOperands, Quantizer, present
 from quaver.scale_state import LinearScales
 from quaver.scaling import NO_PERSISTENT_SCALES, PersistentScales, Scales
 from quaver.shared_input import cached_quantizer, clear_cached_operands
@@ -308,8 +307,6 @@ class Float8Linear(nn.Linear):
     _prepared_weight: PreparedOperands | None
     """Set while a `cast_weights_once` is open."""
     _converted_from: type[nn.Linear]
-    forward_on_dtensors: ClassVar[Callable[[Float8Linear, Tensor], Tensor]]
-    """The forward with a DTensor weight; distributed/linear_sharding.py provides it."""
 
     def __init__(
         self,
@@ -358,9 +355,10 @@ class Float8Linear(nn.Linear):
                     )
                 return F.linear(input, weight, self.bias)
             # All-gathered in float8, sharded, or to be gathered.
-            if self.sharding is not None or hasattr(weight, "placements"):
-                return Float8Linear.forward_on_dtensors(self, input)
-            return self.forward_sharded(input, None)
+            sharding = self.sharding
+            if sharding is None and type(weight) in SHARDINGS:
+                sharding = SHARDINGS[type(weight)](self, input)
+            return self.forward_local(input, None) if sharding is None else sharding.forward(self, input)
         scales = NO_PERSISTENT_SCALES
         if self.scaling is not None or self.config.has_persistent_scales:
             scales = self.persistent_scales(input.device)
@@ -371,7 +369,7 @@ class Float8Linear(nn.Linear):
             prepared.check(weight)
         return _linear(input, weight, self.bias, self.config, scales, prepared.operands, None, self)
 
-    def forward_sharded(self, input: Tensor, sharding: LinearSharding | None) -> Tensor:
+    def forward_local(self, input: Tensor, sharding: LinearSharding | None) -> Tensor:
         """`forward` of this rank's part of a linear that `sharding` shards, on local tensors."""
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias

@@ -27,6 +27,7 @@ Three quantizers share this interface:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -173,5 +174,12 @@ class LinearSharding(Protocol):
     ) -> Quantizer:
         """For this rank's part of grad_output."""
 
+    def forward(self, linear: Any, input: Tensor) -> Tensor:
+        """The forward of a Float8Linear that it shards; calls the linear's `forward_local` with local tensors."""
+
     def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
         """The result from every rank's `output` [M, N] for an input [*leading, K]: [M, N], or [*leading, N] sharded."""
+
+
+SHARDINGS: dict[type[Tensor], Callable[[Any, Tensor], LinearSharding]] = {}
+"""By the type of its weight, how a linear is sharded that no Float8 style was applied to; distributed/ adds DTensor."""

@@ -24,7 +24,7 @@ from quaver.distributed.collectives import all_reduce, reduce_scatter
 from quaver.distributed.tensor_parallel_quantizer import GatheringQuantizer, TensorParallelQuantizer
 from quaver.gemm import Operand
 from quaver.linear import Float8Linear, compute_dtype
-from quaver.quantize import Quantizer, present
+from quaver.quantize import SHARDINGS, Quantizer, present
 from quaver.scaling import PersistentScale
 from quaver.shared_input import cached_quantizer
 from quaver.tensor import Float8Tensor
@@ -33,7 +33,11 @@ from quaver.tensor import Float8Tensor
 
 
 class _Sharding:
-    """What column-wise and row-wise parallel linears have in common; see `LinearSharding` in quantize.py."""
+    """What column-wise and row-wise parallel linears have in common; see `LinearSharding` in quantize.py.
+
+    The input of `forward` is a DTensor, which is redistributed in high precision as the sharding needs it; a local
+    tensor, which is this rank's part; or a `Float8Tensor` that was all-gathered.
+    """
 
     weight_dim: int
 
@@ -70,6 +74,19 @@ class ColwiseSharding(_Sharding):
     ) -> Quantizer:
         return TensorParallelQuantizer(casts, hp_dtype, scale, self.group, 1)
 
+    def forward(self, linear: Float8Linear, input: Tensor) -> Tensor:
+        """See `_Sharding`. Returns a DTensor, Shard(-1)."""
+        if isinstance(input, DTensor):
+            # redistribute() would sum the gradient for each linear that shares the input, even where it moves nothing.
+            whole = input if input.placements[0] == Replicate() else input.redistribute(placements=[Replicate()])
+            input = typing.cast(Tensor, PartOfSum.apply(whole))
+        output = linear.forward_local(input, self)
+        # Ranks may have unlike numbers of features.
+        shape = torch.Size([*output.shape[:-1], linear.out_features])
+        stride = torch.empty(shape, device="meta").stride()
+        last = [Shard(output.dim() - 1)]
+        return DTensor.from_local(output, self.mesh, last, run_check=False, shape=shape, stride=stride)
+
     def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
         return output
 
@@ -102,41 +119,19 @@ class RowwiseSharding(_Sharding):
             return Quantizer(casts, hp_dtype, scale)
         return GatheringQuantizer(casts, hp_dtype, scale, self.group, self.sequence_dim)
 
+    def forward(self, linear: Float8Linear, input: Tensor) -> Tensor:
+        """See `_Sharding`. Returns a DTensor, Replicate() or sharded along the sequence."""
+        if isinstance(input, DTensor):
+            input = input.redistribute(placements=[Shard(input.dim() - 1)]).to_local()
+        output = linear.forward_local(input, self)
+        layout = Replicate() if self.sequence_dim is None else Shard(self.sequence_dim)
+        return DTensor.from_local(output, self.mesh, [layout], run_check=False)
+
     def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
         if self.sequence_dim is None:
             return all_reduce(output, self.group)
         output = output.view(*leading, output.shape[-1])
         return reduce_scatter(output, _sequence_dim(output, self.sequence_dim, self.group), self.group)
-
-
-def forward_on_dtensors(linear: Float8Linear, input: Tensor) -> Tensor:
-    """The forward of a linear that tensor parallelism shards, by the Float8 styles or torch's own.
-
-    Args:
-        input: a DTensor, which is redistributed in high precision as the sharding needs it; a local tensor, which is
-            this rank's part; or a `Float8Tensor` that was all-gathered.
-    Returns:
-        A DTensor: Shard(-1) column-wise; row-wise Replicate(), or sharded along the sequence.
-    Raises:
-        RuntimeError: the weight is sharded in another way, or by FSDP2, which did not unshard it.
-    """
-    sharding = linear.sharding or _derived_sharding(linear, input)
-    if isinstance(sharding, RowwiseSharding):
-        if isinstance(input, DTensor):
-            input = input.redistribute(placements=[Shard(input.dim() - 1)]).to_local()
-        output = linear.forward_sharded(input, sharding)
-        layout = Replicate() if sharding.sequence_dim is None else Shard(sharding.sequence_dim)
-        return DTensor.from_local(output, sharding.mesh, [layout], run_check=False)
-    if isinstance(input, DTensor):
-        # redistribute() would sum the gradient for each linear that shares the input, even where it moves nothing.
-        whole = input if input.placements[0] == Replicate() else input.redistribute(placements=[Replicate()])
-        input = typing.cast(Tensor, PartOfSum.apply(whole))
-    output = linear.forward_sharded(input, sharding)
-    # Ranks may have unlike numbers of features.
-    shape = torch.Size([*output.shape[:-1], linear.out_features])
-    stride = torch.empty(shape, device="meta").stride()
-    last = [Shard(output.dim() - 1)]
-    return DTensor.from_local(output, sharding.mesh, last, run_check=False, shape=shape, stride=stride)
 
 
 def check_can_be_sharded(linear: Float8Linear, weight_dim: int, ranks: int) -> None:
@@ -173,7 +168,7 @@ def _derived_sharding(linear: Float8Linear, input: Tensor) -> ColwiseSharding | 
     return ColwiseSharding(weight.device_mesh) if placement == Shard(0) else RowwiseSharding(weight.device_mesh)
 
 
-Float8Linear.forward_on_dtensors = staticmethod(forward_on_dtensors)
+SHARDINGS[DTensor] = _derived_sharding
 
 
 def local_part(parameter: Tensor) -> Tensor:

@@ -136,14 +136,15 @@ def _train_2d(recipe, gather_float8, compiled=None, precompute=False, spread=spr
 
 
 def assert_same_losses(losses, expected):
-    """Within 2e-4; 1e-5 after the first step.
+    """Within 5e-4; 1e-5 after the first step.
 
-    A float32 sum in another order moves a result by about 2^-24 of it, and the losses by no more than 2e-7 in all cases
-    here. What such a difference can do at worst is to move a few codes of a later cast by one step, 2^-3 of an element.
+    A float32 sum in another order moves a result by about 2^-24 of it, and the losses by 2e-7 in most cases here. At
+    times such a difference moves a code of a later cast by one step, 2^-3 of an element, and the losses by up to 3e-4
+    (blockwise_with_gw_hp on CPUs without AMX).
     With each rank's own scales in place of the whole matrix's, losses are off by 8e-4 to 2e-2.
     """
     torch.testing.assert_close(losses[:1], expected[:1], rtol=1e-5, atol=0)
-    torch.testing.assert_close(losses, expected, rtol=2e-4, atol=0)
+    torch.testing.assert_close(losses, expected, rtol=5e-4, atol=0)
 
 
 def check_against_one_process(result, what, grad_outputs=1):
