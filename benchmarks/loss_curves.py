@@ -1,22 +1,22 @@
-"""Loss curves of every recipe and of bfloat16: the debug model on real text, weights and samples alike, several seeds.
+"""Whether float8 changes what a model learns: each recipe against bfloat16, with paired seeds.
 
     python -m benchmarks.loss_curves --update-docs
     python -m benchmarks.loss_curves --recorded --update-docs
 
-Trains one model after the other with `quaver train`, about 20 minutes in all on two quiet CPU cores. A restart resumes
-from the checkpoints in --runs. The second command makes the table and the picture of
-docs/results.md again from the recorded figures.
+Trains the debug model on real text, one run after the other; the runs of a seed have the same weights and samples. A
+run takes three to four minutes on one CPU core. Each finished run is recorded at once, so the command can be stopped,
+and goes on where it was. The second command makes the table and the picture of docs/results.md from the record.
 """
 
-import itertools
+import argparse
 import json
+import math
 import shlex
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import ROOT, make_page, markdown, page_parser, provenance, run_quaver
+from benchmarks.record import ROOT, markdown, page_parser, provenance, run_quaver, show
 from quaver.recorder.figure import figure_of
 
 RECORD = ROOT / "benchmarks" / "results" / "loss_curves.json"
@@ -25,52 +25,69 @@ PICTURE = ROOT / "docs" / "images" / "loss_curves.png"
 CONFIG = "train_configs/llama3_debug.toml"
 REFERENCE = "bfloat16"
 CONTROL = "bfloat16 again"
-"""The same run with AVX2 in PyTorch's own kernels: its results differ in their last bits, which measures chance."""
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
+"""The same run with AdamW's foreach kernels, which round otherwise in the last place: its gap to bfloat16 is chance."""
 COLORS = {
     REFERENCE: "black",
     CONTROL: "gray",
     "tensorwise": "#d1495b",
     "rowwise": "#30638e",
     "rowwise_with_gw_hp": "#66a182",
-} | {"delayed": "#edae49"}
-"""Also told apart by their order: the last panel names each line."""
+    "delayed": "#edae49",
+    "blockwise": "#00798c",
+    "blockwise_with_gw_hp": "#7fb7be",
+    "mxfp8": "#8d5a97",
+    "mxfp8_with_gw_hp": "#c49bbb",
+}
+"""By run, in the order in which they are made."""
+
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""The 97.5 % quantile of Student's t distribution with 1, 2, ... degrees of freedom."""
 
 
-def words(name: str, seed: int, steps: int, runs: Path) -> list[str]:
+def words(name: str, seed: int | str, steps: int, runs: Path) -> list[str]:
     """The command of one run."""
-    is_float8 = name not in (REFERENCE, CONTROL)
-    precision = ["--float8.recipe_name", name] if is_float8 else ["--float8.no-enable_float8_linear"]
+    options = ["--float8.recipe_name", name]
+    if name in (REFERENCE, CONTROL):
+        options = ["--float8.no-enable_float8_linear"]
+    if name == CONTROL:
+        options += ["--optimizer.implementation", "foreach"]
     return [
-        *("quaver", "train", CONFIG, *precision, "--training.seed", str(seed), "--training.steps", str(steps)),
-        *("--optimizer.lr", "1.5e-3", "--lr_scheduler.warmup_steps", "40"),
+        *("quaver", "train", CONFIG, *options, "--training.seed", str(seed), "--training.steps", str(steps)),
         *("--validation.freq", "50", "--validation.steps", "32", "--checkpoint.interval", "100"),
         *("--checkpoint.resume", "auto", "--job.dump_folder", str(runs), "--job.name", folder_of(name, seed)),
     ]
 
 
-def folder_of(name: str, seed: int) -> str:
+def folder_of(name: str, seed: int | str) -> str:
     """The name of a run's folder."""
     return f"{name.replace(' ', '_')}_seed_{seed}"
 
 
-def measure(steps: int, seeds: list[int], runs: Path) -> dict[str, Any]:
-    """Train every model with every seed; return the curves."""
-    names = (REFERENCE, CONTROL, *RECIPES)
-    for seed, name in itertools.product(seeds, names):
-        kernels = {"ATEN_CPU_CAPABILITY": "avx2"} if name == CONTROL else {}
-        code = run_quaver(words(name, seed, steps, runs)[1:], **kernels)
-        if code:
-            sys.exit(code)
-    data = json.loads((runs / folder_of(REFERENCE, seeds[0]) / "data.json").read_text())
-    return {
-        "environment": provenance("loss_curves"),
-        "run": shlex.join(words("RECIPE", 0, steps, Path("runs"))),
-        "steps": steps,
-        "seeds": seeds,
-        "data": {key: data[key] for key in ("path", "train_tokens", "validation_tokens", "sha256")},
-        "curves": {name: [curve(runs / folder_of(name, seed)) for seed in seeds] for name in names},
-    }
+def measure(options: argparse.Namespace, record: dict[str, Any]) -> None:
+    """Make the runs that the record lacks, and write each into it.
+
+    The runs of a seed are compared, so they come from one kind of device: on another one the seed begins again.
+    """
+    run = shlex.join(words("RECIPE", "SEED", options.steps, Path("runs")))
+    if record.get("run") != run:
+        record.clear()
+        record.update(run=run, steps=options.steps, seeds={})
+    for seed in map(str, options.seeds):
+        environment = provenance("loss_curves")
+        of_seed = record["seeds"].setdefault(seed, {"environment": environment, "curves": {}})
+        if of_seed["environment"]["device"] != environment["device"]:
+            of_seed.update(environment=environment, curves={})
+        for name in COLORS:
+            if name in of_seed["curves"]:
+                continue
+            code = run_quaver(words(name, seed, options.steps, options.runs)[1:])
+            if code:
+                raise SystemExit(code)
+            folder = options.runs / folder_of(name, seed)
+            data = json.loads((folder / "data.json").read_text())
+            record["data"] = {key: data[key] for key in ("path", "train_tokens", "validation_tokens", "sha256")}
+            of_seed["curves"][name] = curve(folder)
+            RECORD.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def curve(run: Path) -> dict[str, list[float]]:
@@ -84,31 +101,38 @@ def curve(run: Path) -> dict[str, list[float]]:
     }
 
 
-def gaps(results: dict[str, Any], name: str) -> list[list[float]]:
+def whole_seeds(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The curves of the seeds of which all runs are recorded."""
+    return {s: each["curves"] for s, each in record["seeds"].items() if each["curves"].keys() == COLORS.keys()}
+
+
+def gaps(seeds: dict[str, dict[str, Any]], name: str) -> list[list[float]]:
     """For each seed: each validation loss over that of bfloat16 with the same seed, minus one."""
-    pairs = zip(results["curves"][name], results["curves"][REFERENCE], strict=True)
-    return [
-        [a / b - 1 for a, b in zip(ours["validation"], reference["validation"], strict=True)]
-        for ours, reference in pairs
-    ]
+    pairs = [(curves[name]["validation"], curves[REFERENCE]["validation"]) for curves in seeds.values()]
+    return [[a / b - 1 for a, b in zip(*pair, strict=True)] for pair in pairs]
 
 
-def table(results: dict[str, Any]) -> str:
+def interval(values: list[float]) -> float:
+    """Half of the 95 % confidence interval of the mean of normal values; infinite for one value."""
+    if len(values) < 2:
+        return math.inf
+    return STUDENT[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def table(seeds: dict[str, dict[str, Any]]) -> str:
     """The final losses and gaps, in Markdown."""
     rows = []
-    for name, curves in results["curves"].items():
-        losses = statistics.fmean(curve["validation"][-1] for curve in curves)
-        train = statistics.fmean(statistics.fmean(curve["train"][-100:]) for curve in curves)
-        row = [name, f"{losses:.4f}", *[""] * 3, f"{train:.4f}"]
+    for name in COLORS:
+        row = [name, f"{statistics.fmean(curves[name]['validation'][-1] for curves in seeds.values()):.4f}", "", "", ""]
         if name != REFERENCE:
-            of_seeds = gaps(results, name)
+            of_seeds = gaps(seeds, name)
             last = [gap[-1] for gap in of_seeds]
-            row[2] = f"{statistics.fmean(last):+.2%}"
-            row[3] = ", ".join(f"{gap:+.2%}" for gap in last)
+            row[2] = f"{statistics.fmean(last):+.2%} ± {100 * interval(last):.2f}%"
+            row[3] = f"{min(last):+.2%} to {max(last):+.2%}"
             row[4] = f"{max(abs(gap) for each in of_seeds for gap in each[len(each) // 2 :]):.2%}"
         rows.append(row)
-    head = ["", "validation loss", "gap to bfloat16", f"of seeds {', '.join(map(str, results['seeds']))}"]
-    return markdown([*head, "largest gap, second half", "train loss, last 100 steps"], rows)
+    head = ["", "validation loss", "mean gap to bfloat16, 95 % interval", f"of seeds {', '.join(seeds)}"]
+    return markdown([*head, "largest gap, second half"], rows)
 
 
 def mean(curves: list[list[float]]) -> list[float]:
@@ -116,45 +140,47 @@ def mean(curves: list[list[float]]) -> list[float]:
     return [statistics.fmean(values) for values in zip(*curves, strict=True)]
 
 
-def draw(results: dict[str, Any], image: Path) -> None:
-    """Validation losses, and their gap to bfloat16."""
-    curves = results["curves"]
-    with figure_of(image, (9.6, 3.8)) as figure:
-        losses, differences = figure.subplots(1, 2)
-        for name, of_seeds in curves.items():
-            is_bfloat16 = name in (REFERENCE, CONTROL)
-            style = {"color": COLORS[name], "linewidth": 2.4 if is_bfloat16 else 1.1}
-            steps = of_seeds[0]["validation_steps"]
-            losses.plot(steps, mean([curve["validation"] for curve in of_seeds]), label=name, **style)
+def draw(seeds: dict[str, dict[str, Any]], image: Path) -> None:
+    """Validation losses; gaps to bfloat16 at the end, with their intervals."""
+    with figure_of(image, (9.6, 4.2)) as figure:
+        losses, final = figure.subplots(1, 2)
+        for place, (name, color) in enumerate(COLORS.items()):
+            of_name = [curves[name] for curves in seeds.values()]
+            width = 2.4 if name in (REFERENCE, CONTROL) else 1.1
+            values = mean([curve["validation"] for curve in of_name])
+            losses.plot(of_name[0]["validation_steps"], values, label=name, color=color, linewidth=width)
             if name != REFERENCE:
-                of_name = [[100 * gap for gap in each] for each in gaps(results, name)]
-                differences.plot(steps, mean(of_name), **style)
-                for each in of_name:
-                    differences.plot(steps, each, color=COLORS[name], linewidth=0.4, alpha=0.6)
-        losses.set(title="Validation loss (nats per byte), mean of seeds", xlabel="step")
-        differences.axhline(0, color="black", linewidth=0.8)
-        differences.axhspan(-0.25, 0.25, color="gray", alpha=0.15, linewidth=0)
-        differences.set(title="Gap to bfloat16 (%); thin: each seed; gray: within 0.25 %", xlabel="step")
-        for axis in (losses, differences):
+                last = [100 * gap[-1] for gap in gaps(seeds, name)]
+                half = interval(last)
+                final.plot(last, [-place] * len(last), ".", color=color, alpha=0.5)
+                final.errorbar(
+                    statistics.fmean(last), -place, xerr=half if math.isfinite(half) else None, fmt="o", color=color
+                )
+        losses.set(title=f"Validation loss (nats per byte), mean of {len(seeds)} seeds", xlabel="step")
+        losses.legend(frameon=False, fontsize=8)
+        final.axvline(0, color="black", linewidth=0.8)
+        final.axvspan(-0.25, 0.25, color="gray", alpha=0.15, linewidth=0)
+        final.set(title="Gap to bfloat16 at the end (%): mean, 95 % interval, seeds\n(gray: within 0.25 %)")
+        final.set_yticks([-place for place in range(1, len(COLORS))], [name for name in COLORS if name != REFERENCE])
+        for axis in (losses, final):
             axis.grid(alpha=0.3, linewidth=0.5)
-        losses.legend(frameon=False)
 
 
 def main() -> None:
     parser = page_parser(__doc__)
-    parser.add_argument("--steps", type=int, default=1000, help="optimizer steps of each model")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of weights and of the order of samples")
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps of each model")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(6)), help="of weights and samples")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "loss_curves", help="folder of the runs")
     options = parser.parse_args()
-    results = make_page(
-        options,
-        lambda: measure(options.steps, options.seeds, options.runs),
-        RECORD,
-        lambda r: {"losses": table(r)},
-        DOCS,
-    )
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    if not options.recorded:
+        measure(options, record)
+    seeds = whole_seeds(record)
+    if not seeds:
+        raise SystemExit(f"{RECORD}: no seed has all of {', '.join(COLORS)} yet; run this without --recorded")
+    show({"losses": table(seeds)}, DOCS, update=options.update_docs)
     if options.update_docs:
-        draw(results, PICTURE)
+        draw(seeds, PICTURE)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -45,10 +44,10 @@ def _on_rank(
         dist.destroy_process_group()
 
 
-def run_quaver(words: list[str], **environment: str) -> int:
+def run_quaver(words: list[str]) -> int:
     """Run `quaver` with these words in the repository root, and return its exit code."""
     command = [sys.executable, "-m", "quaver.cli", *words]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, check=False).returncode
+    return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 
 def provenance(script: str, device_type: str = "cpu", **more: Any) -> dict[str, Any]:
