@@ -355,7 +355,7 @@ class LinearCasts(NamedTuple):
 
     @property
     def has_blocks(self) -> bool:
-        """Whether any operand is scaled in blocks; no hardware multiplies those yet."""
+        """Whether any operand is scaled in blocks."""
         return any(cast.is_blockwise for cast in self.every())
 
 

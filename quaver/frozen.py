@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quaver.config import (
-    CastConfig,
     Float8LinearConfig,
     Float8LinearRecipeName,
-    ScalingGranularity,
+    ScaleCalculationMode,
     resolve_config,
 )
 from quaver.conversion_report import obstacle_of, owners_of_weights
@@ -35,10 +34,10 @@ from quaver.convert import (
     to_float8,
 )
 from quaver.distributed.weight_scales import local_weight
-from quaver.formats import E4M3, FORMATS, HP_DTYPES
+from quaver.formats import FORMATS, HP_DTYPES
 from quaver.linear import Float8Linear
 from quaver.quantize import Quantizer, present
-from quaver.scaling import BLOCK_SIZE, amax
+from quaver.scaling import amax
 from quaver.weights.frozen import FrozenFloat8Weight
 
 SCALE = "weight_dequant_scale"
@@ -113,21 +112,13 @@ def _as(weight: Tensor, local: Tensor) -> Tensor:
 
 
 def blockwise_config(*, power_of_2: bool = True) -> Float8LinearConfig:
-    """Weights in blocks of 128 x 128, activations and gradients row-wise, e4m3 throughout; as `config="blockwise"`.
+    """The recipe `blockwise`, with another rounding of its scales.
 
     `power_of_2`: scales that are powers of two, so that the exact matmul runs on bfloat16 units; off for the float32
     scales of DeepSeek's and Qwen's checkpoints.
     """
-    rows, blocks = (
-        CastConfig(scaling_granularity=granularity, target_dtype=E4M3.dtype)
-        for granularity in (ScalingGranularity.ROWWISE, ScalingGranularity.BLOCKWISE)
-    )
-    return Float8LinearConfig(
-        cast_config_input=rows,
-        cast_config_weight=blocks,
-        cast_config_grad_output=rows,
-        round_scales_to_power_of_2=power_of_2,
-    )
+    config = Float8LinearConfig.from_recipe_name(Float8LinearRecipeName.BLOCKWISE)
+    return replace(config, round_scales_to_power_of_2=power_of_2)
 
 
 def freeze_to_float8(
@@ -145,15 +136,17 @@ def freeze_to_float8(
 
     Args:
         module: a model in high precision, on any device.
-        config: "blockwise" (the default), "tensorwise", "rowwise", another recipe with one weight cast, or a config.
+        config: "blockwise" (the default), "mxfp8", "tensorwise", "rowwise", another recipe with one weight cast, or a
+            config.
             `enable_fsdp_float8_all_gather` has no effect: frozen codes are all-gathered as they are.
         module_filter_fn: called with each linear and its name; false leaves it in high precision.
         include_subclasses: as for `convert_to_float8_training`.
     Returns:
         `module`.
     Raises:
-        ValueError: a config that scales delayed or statically, or casts a weight in two ways; a weight that holds NaN
-            or inf, is tied, sharded, on the meta device or of another dtype; linears of which only some train.
+        ValueError: a config that scales delayed or statically, casts a weight in two ways or has E8M0 scales by FLOOR;
+            a weight that holds NaN or inf, is tied, sharded, on the meta device or of another dtype; linears of which
+            only some train.
         TypeError: `config` or `module` is of another type.
     """
     config = _resolved(config)
@@ -195,7 +188,7 @@ def store_float8_weight(
 
     Args:
         linear: an nn.Linear, which may be on the meta device, or a Float8Linear with this config.
-        codes, dequant_scale: float8 [N, K] and float32 (), [N, 1] or one a block of 128 x 128; kept, not copied.
+        codes, dequant_scale: float8 [N, K] and float32 (), [N, 1] or one a block of `config`; kept, not copied.
         config: how activations and gradients are cast. Its `round_scales_to_power_of_2` promises that every
             dequant_scale is a power of two.
         dtype: the high-precision dtype that the weight presents.
@@ -203,7 +196,10 @@ def store_float8_weight(
         ValueError: operands that do not fit each other, the linear or the config.
     """
     frozen = FrozenFloat8Weight.from_codes(codes, dequant_scale, dtype)
-    expected = config.casts.weight.row.scaling_granularity.name.lower()
+    cast = config.casts.weight.row
+    expected = cast.scaling_granularity.name.lower()
+    if cast.block_size is not None:
+        expected += " {} x {}".format(*cast.block_size)
     if frozen.shape != linear.weight.shape or (frozen.granularity != expected and dequant_scale.numel() > 1):
         got = f"{frozen.granularity} {list(frozen.shape)}"
         raise ValueError(f"expected a {expected} weight of {list(linear.weight.shape)}, got {got}")
@@ -222,7 +218,7 @@ def store_float8_weight(
 
 
 def _resolved(config: Float8LinearConfig | Float8LinearRecipeName | str | None) -> Float8LinearConfig:
-    config = blockwise_config() if config in (None, "blockwise") else resolve_config(config)
+    config = resolve_config("blockwise" if config is None else config)
     weight = config.casts.weight
     if config.has_persistent_scales:
         raise ValueError(f"freeze_to_float8 scales dynamically: expected no delayed or static scaling, got {config}")
@@ -231,10 +227,9 @@ def _resolved(config: Float8LinearConfig | Float8LinearRecipeName | str | None) 
             "freeze_to_float8 stores a weight once: expected one float8 cast for both of its matmuls, got "
             f"{weight.row} for output, {weight.column} for grad_input"
         )
-    if weight.row.block_size not in (None, (BLOCK_SIZE, BLOCK_SIZE)):
+    if weight.row.scale_calculation_mode is ScaleCalculationMode.FLOOR:
         raise ValueError(
-            f"freeze_to_float8 stores weights with one scale, one per row or one per block of {BLOCK_SIZE} x "
-            f"{BLOCK_SIZE}, got {weight.row}"
+            f"a frozen weight is quantized so that nothing saturates: expected the scales of RCEIL, got {weight.row}"
         )
     return replace(config, enable_fsdp_float8_all_gather=False)
 

@@ -14,8 +14,8 @@ of DeepSeek's checkpoints) `<linear>.weight_scale_inv`. Static activations add `
 the names, shapes and dtypes that compressed-tensors 0.20 and transformers 5.23 write, and that the
 CompressedTensorsW8A8Fp8 of vLLM (its main branch, October 2025) and of SGLang register.
 
-No recipe trains with blocks: the two block formats quantize the weights again, but for those that `freeze_to_float8`
-stored in blocks. Under a blockwise config compressed-tensors is compressed-tensors-block.
+The two block formats hold the codes of the recipe `blockwise` and of weights that `freeze_to_float8` stored so; weights
+of other recipes are quantized again. Under a blockwise config compressed-tensors is compressed-tensors-block.
 """
 
 from __future__ import annotations

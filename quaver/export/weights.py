@@ -4,7 +4,7 @@ The codes come from the quantizers that the forward of `Float8Linear` uses, on t
 they are those of the next training step, to the bit. Two exceptions, whose cost `Float8Weights.requantized` states:
     one scale per tensor    servers fuse q, k, v and gate, up into one linear with one scale. Such siblings share the
                             smallest of their scales, unless the caller asks for their own.
-    blocks                  no recipe trains with them.
+    blocks                  formats of blocks hold blocks of 128 x 128; weights of other recipes are quantized again.
 
 The linears of a frozen base (`freeze_to_float8`, `load_frozen`) are written with the codes that they hold.
 """

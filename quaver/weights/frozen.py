@@ -1,8 +1,8 @@
 """`FrozenFloat8Weight`: a weight that does not train, stored once as float8 codes and scales.
 
 Outside it has the shape and the dtype of the high-precision weight, so that PEFT, autocast and FSDP2 treat it as one.
-Inside it has one byte per element and the scales of its granularity: (), [N, 1] or one a block of 128 x 128. Both
-matmuls of a linear read the same codes.
+Inside it has one byte per element and the scales of its granularity: (), [N, 1] or one a block of 128 x 128 or
+32 x 32. Both matmuls of a linear read the same codes.
 
     reads       an op on the weight runs on its dequantized values, the whole of them; but for copies and checks of the
                 values, that is said once (slow_paths.py)
@@ -14,7 +14,7 @@ matmuls of a linear read the same codes.
 
 [Note: parts]
 FSDP2 shards the rows of a weight, at any row. Each shard is a part: the codes of its rows, and the scales of the whole
-weight, at most 4 / K bytes per element. So an all-gather sends codes only, and no block of 128 x 128 has to lie on one
+weight, at most 4 / K bytes per element. So an all-gather sends codes only, and no block has to lie on one
 rank. A part has no values of its own; the unsharded weight has.
 """
 
@@ -33,7 +33,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from quaver.formats import FORMATS, HP_DTYPES
 from quaver.gemm import Operand
-from quaver.scaling import BLOCK_SIZE, block_counts, dequantize, dynamic_cast, dynamic_cast_blocks
+from quaver.scaling import (
+    BLOCK_LENGTHS,
+    block_counts,
+    dequantize,
+    dynamic_cast,
+    dynamic_cast_blocks,
+)
 from quaver.slow_paths import say_once
 from quaver.tensor import Float8Tensor
 from quaver.torch_private.dtensor import local_tensor
@@ -45,8 +51,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
-
-_MANTISSA = (1 << 23) - 1  # of the bits of a float32
 
 
 class _Metadata(NamedTuple):
@@ -62,7 +66,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
 
     Attributes:
         data_fp8: float8 [N, K]; of a part, [rows, K] or flat.
-        dequant_scale: float32 (), [N, 1] or [ceil(N / 128), ceil(K / 128)], of the whole weight.
+        dequant_scale: float32 (), [N, 1] or one a block (`block_counts`), of the whole weight.
         is_part: whether this is a shard; see [Note: parts].
         requantized_sqnr_db: of the last write in high precision; None if there was none.
     """
@@ -86,11 +90,11 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         if dtype not in HP_DTYPES:
             raise ValueError(f"dtype: expected {', '.join(map(str, HP_DTYPES))}, got {dtype}")
         rows, columns = codes.shape
-        shapes = ((), (rows, 1), block_counts(rows, columns))
+        shapes = ((), (rows, 1), *(block_counts(rows, columns, (length, length)) for length in BLOCK_LENGTHS))
         if dequant_scale.dtype is not torch.float32 or tuple(dequant_scale.shape) not in shapes:
             raise ValueError(
-                f"dequant_scale: expected float32 of shape (), {[rows, 1]} or {list(shapes[2])} "
-                f"({BLOCK_SIZE} x {BLOCK_SIZE} blocks) for a weight of {[rows, columns]}, "
+                f"dequant_scale: expected float32 of shape (), {[rows, 1]}, {list(shapes[3])} or {list(shapes[2])} "
+                f"(blocks of {BLOCK_LENGTHS[1]} or {BLOCK_LENGTHS[0]} squared) for a weight of {[rows, columns]}, "
                 f"got {dequant_scale.dtype} of {list(dequant_scale.shape)}"
             )
         operand = Operand(codes.detach(), dequant_scale.detach())
@@ -112,15 +116,31 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
 
     @property
     def has_power_of_2_scales(self) -> bool:
-        return not bool(self.dequant_scale.view(torch.int32).bitwise_and(_MANTISSA).any())
+        """Also where they are subnormal: the E8M0 scale of zeros is 2^-127."""
+        return bool(torch.frexp(self.dequant_scale)[0].eq(0.5).all())
 
     @property
     def granularity(self) -> str:
-        """ "tensorwise", "rowwise" or "blockwise"."""
+        """ "tensorwise", "rowwise" or "blockwise ROWS x COLUMNS"."""
         if self.dequant_scale.dim() == 0:
             return "tensorwise"
-        rowwise = self.dequant_scale.shape[1] == 1 and self.dequant_scale.shape[0] >= self.shape[0]
-        return "rowwise" if rowwise else "blockwise"
+        size = self.block_size
+        return "rowwise" if size is None else f"blockwise {size[0]} x {size[1]}"
+
+    @property
+    def block_size(self) -> tuple[int, int] | None:
+        """The rows and columns that share a scale of a block-wise weight, else None.
+
+        A weight that fits into one block of each size counts as the larger one: the scale is the same.
+        """
+        counts = tuple(self.dequant_scale.shape)
+        if not counts or (counts[1] == 1 and counts[0] >= self.shape[0]):
+            return None
+        for size in ((length, length) for length in reversed(BLOCK_LENGTHS)):
+            expected = block_counts(self.shape[0], self.shape[-1], size)
+            if counts[1] == expected[1] and (self.is_part or counts[0] == expected[0]):
+                return size
+        raise RuntimeError(f"expected scales of blocks for a weight of {list(self.shape)}, got {list(counts)}")
 
     def to_high_precision(self) -> Tensor:
         """The dequantized values in the weight's dtype.
@@ -143,9 +163,9 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
             raise ValueError(f"expected a weight of shape {list(self.shape)}, got {list(hp.shape)}")
         if torch.equal(before, hp.to(before)):  # DistributedDataParallel broadcasts parameters, for one
             return
-        power_of_2 = self.has_power_of_2_scales
-        if self.granularity == "blockwise":
-            codes, _, scale = dynamic_cast_blocks(hp, self.data_fp8.dtype, power_of_2=power_of_2)
+        power_of_2, block_size = self.has_power_of_2_scales, self.block_size
+        if block_size is not None:
+            codes, _, scale = dynamic_cast_blocks(hp, self.data_fp8.dtype, power_of_2=power_of_2, block_size=block_size)
         else:
             dim = None if self.dequant_scale.dim() == 0 else 1
             codes, _, scale = dynamic_cast(hp, self.data_fp8.dtype, dim, power_of_2=power_of_2)

@@ -14,7 +14,8 @@ from tests.foreign.test_transformers_trainer import losses_of, trainer
 from tests.reference import sqnr_db
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]}
-CONFIGS = ("blockwise", "tensorwise", "rowwise")
+CONFIGS = ("blockwise", "mxfp8", "tensorwise", "rowwise")
+STORED = {"blockwise": "blockwise 128 x 128", "mxfp8": "blockwise 32 x 32"}
 CONFIG = pytest.mark.parametrize("config", CONFIGS)
 EPOCHS = 6
 
@@ -107,7 +108,7 @@ def test_merging_quantizes_again_and_reports_the_error(config, kind):
     others = [name for name in reasons if name not in targets and "lm_head" not in name]
     assert (len(targets), len(others)) == (8, 6)
     assert all("quantized again after a write at" in reasons[name] for name in targets)
-    assert all(reasons[name] == f"frozen, stored in {config} e4m3" for name in others)
+    assert all(reasons[name] == f"frozen, stored in {STORED.get(config, config)} e4m3" for name in others)
     for name in targets:
         weight = merged.get_submodule(name).weight
         assert type(weight) is FrozenFloat8Weight

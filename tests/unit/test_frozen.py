@@ -18,17 +18,19 @@ from quaver import (
     convert_to_high_precision,
     freeze_to_float8,
 )
+from quaver.config import CastConfig, Float8LinearConfig, ScaleCalculationMode, ScalingGranularity
 from quaver.frozen import blockwise_config, store_float8_weight
 from quaver.gemm import float8_mm
 from quaver.quantize import Quantizer
-from quaver.scaling import dynamic_cast, dynamic_cast_blocks
+from quaver.scaling import dynamic_cast_blocks
 from quaver.weights.frozen import FrozenFloat8Weight
 from tests.reference import sqnr_db
 from tests.unit.test_linear import by_torch_save
 
 E4M3 = torch.float8_e4m3fn
 SCALE = "0.weight_dequant_scale"
-CONFIGS = ("blockwise", "tensorwise", "rowwise")
+CONFIGS = ("blockwise", "mxfp8", "tensorwise", "rowwise")
+STORED = {"blockwise": "blockwise 128 x 128", "mxfp8": "blockwise 32 x 32"}
 CONFIG = pytest.mark.parametrize("config", CONFIGS)
 
 
@@ -65,8 +67,8 @@ def test_both_matmuls_read_the_codes_that_are_stored(config, dtype):
     output, grad_input = grads(linear, input)
     codes, scale = linear.weight.data_fp8, linear.weight.dequant_scale
     power_of_2 = linear.config.round_scales_to_power_of_2
-    dim = 1 if linear.config.casts.input.row.is_rowwise else None
-    input_fp8, _, input_scale = dynamic_cast(input.detach().flatten(0, 1), E4M3, dim, power_of_2=power_of_2)
+    quantizer = Quantizer(linear.config.casts.input, dtype)
+    input_fp8, input_scale, _ = quantizer(input.detach(), row=True, column=False).row
     how = {"out_dtype": dtype, "scales_are_powers_of_2": power_of_2}
     scale_t = scale if scale.dim() == 0 else scale.t()
     expected = float8_mm(input_fp8, codes.t(), input_scale, scale_t, bias=linear.bias, **how)
@@ -105,6 +107,19 @@ def test_power_of_2_scales_cost_nothing():
     power_of_2, float32 = (sqnr_db(hp, linear.weight.to_high_precision()) for linear in databank)
     assert databank[0].weight.has_power_of_2_scales
     assert power_of_2 > float32 - 0.5
+
+
+def test_blocks_of_zeros_are_stored_with_the_smallest_scale_of_e8m0():
+    linear = nn.Linear(64, 64, bias=False)
+    linear.weight.data[:32, :32] = 0
+    hp = linear.weight.detach().clone()
+    frozen = freeze_to_float8(nn.Sequential(linear), "mxfp8")[0]
+    assert frozen.weight.dequant_scale[0, 0] == 2.0**-127
+    assert frozen.weight.has_power_of_2_scales
+    assert not frozen.weight.to_high_precision()[:32, :32].any()
+    frozen.weight.data.copy_(2 * hp)
+    assert frozen.weight.dequant_scale.shape == (2, 2)
+    assert sqnr_db(2 * hp, frozen.weight.to_high_precision()) > 31
 
 
 @CONFIG
@@ -155,7 +170,7 @@ def test_it_presents_a_frozen_high_precision_parameter(config):
     assert (weight.dtype, tuple(weight.shape), weight.requires_grad) == (torch.bfloat16, (200, 300), False)
     assert weight.data_fp8.dtype is E4M3
     assert net[0].bias.requires_grad
-    assert config in repr(weight)
+    assert STORED.get(config, config) in repr(weight)
     assert torch.equal(weight + 0, weight.to_high_precision())
     with pytest.raises(RuntimeError, match="cannot require a gradient"):
         net.requires_grad_(True)
@@ -260,7 +275,10 @@ def test_a_write_is_quantized_again_and_reported(config, how):
 def test_the_report_and_the_way_back(config):
     net = freeze_to_float8(model(), config, module_filter_fn=lambda module, name: name == "0")
     report = conversion_report(net)
-    assert [layer.reason for layer in report.layers] == [f"frozen, stored in {config} e4m3", "filter"]
+    assert [layer.reason for layer in report.layers] == [
+        f"frozen, stored in {STORED.get(config, config)} e4m3",
+        "filter",
+    ]
     assert freeze_to_float8(net, config, module_filter_fn=lambda module, name: name == "0") is net
     values = net[0].weight.to_high_precision()
     convert_to_high_precision(net)
@@ -281,6 +299,14 @@ def _tied():
     net = nn.Sequential(nn.Linear(8, 8), nn.Embedding(8, 8))
     net[1].weight = net[0].weight
     return net
+
+
+_FLOOR = CastConfig(
+    scaling_granularity=ScalingGranularity.BLOCKWISE,
+    block_size=(32, 32),
+    scale_calculation_mode=ScaleCalculationMode.FLOOR,
+)
+MXFP8_FLOOR = Float8LinearConfig(cast_config_weight=_FLOOR, round_scales_to_power_of_2=True)
 
 
 def _not_finite():
@@ -309,6 +335,7 @@ def _partly_trained():
         (lambda: model().double(), None, "the weight of 0: expected torch.float32.*got torch.float64"),
         (model, "delayed", "freeze_to_float8 scales dynamically"),
         (model, "rowwise_with_gw_hp", "stores a weight once: expected one float8 cast for both of its matmuls"),
+        (model, MXFP8_FLOOR, "expected the scales of RCEIL, got dynamic blockwise 32 x 32 E8M0 floor e4m3"),
         (model, "int8", "unknown recipe 'int8'"),
         (lambda: freeze_to_float8(model(), "tensorwise"), "rowwise", "the weight of 0 is a FrozenFloat8Weight"),
     ],
@@ -335,14 +362,17 @@ def test_weights_from_a_checkpoint():
     good = {"codes": codes, "dequant_scale": scale, "config": blockwise_config(power_of_2=False), "dtype": hp.dtype}
     for change, message in [
         ({"codes": hp}, "codes: expected a float8 matrix"),
-        ({"dequant_scale": scale[:1]}, r"dequant_scale: expected float32 of shape \(\), \[130, 1\] or \[2, 3\]"),
+        (
+            {"dequant_scale": scale[:1]},
+            r"dequant_scale: expected float32 of shape \(\), \[130, 1\], \[2, 3\] or \[5, 9\]",
+        ),
         ({"dtype": E4M3}, "dtype: expected torch.float32"),
-        ({"dequant_scale": torch.ones(130, 1)}, "expected a blockwise weight of"),
+        ({"dequant_scale": torch.ones(130, 1)}, "expected a blockwise 128 x 128 weight of"),
         ({"config": blockwise_config()}, "expected scales that are powers of two"),
         ({"dequant_scale": scale * torch.inf}, "expected finite dequant_scales above 0"),
         ({"dequant_scale": scale * 0}, "expected finite dequant_scales above 0"),
         ({"codes": torch.full_like(hp, torch.nan).to(E4M3)}, "expected finite codes, got NaN or inf"),
-        ({"codes": codes.t(), "dequant_scale": scale.t()}, r"expected a blockwise weight of \[130, 257\]"),
+        ({"codes": codes.t(), "dequant_scale": scale.t()}, r"expected a blockwise 128 x 128 weight of \[130, 257\]"),
     ]:
         other = nn.Linear(257, 130, bias=False)
         with pytest.raises(ValueError, match=message):

@@ -10,10 +10,10 @@ from torch import nn
 
 from quaver import convert_to_float8_training, sync_float8_amax_and_scale_history, use_float8_primary_weights
 from quaver.weights.primary import Float8PrimaryWeight, round_stochastically
-from tests.reference import RECIPES
+from tests.reference import BLOCK_RECIPES, RECIPES
 from tests.unit.test_linear import by_torch_save
 
-ALL_RECIPES = (*RECIPES, "delayed_with_dynamic_weight")
+ALL_RECIPES = (*RECIPES, *BLOCK_RECIPES, "delayed_with_dynamic_weight")
 
 
 def model_of(recipe="tensorwise", dtype=torch.float32):
