@@ -1,7 +1,7 @@
 """torchtitan 0.3: float8 linears by a converter of the model's config, or by an override on the command line.
 
-    model_registry("8B", converters=[Float8LinearConverter.Config(recipe="rowwise")])
-    --override.imports 'quaver.integrations.torchtitan.float8_linear={"recipe": "rowwise"}'
+    model_registry("8B", converters=[Float8LinearConverter.Config(recipe_name="rowwise")])
+    --override.imports 'quaver.integrations.torchtitan.float8_linear={"recipe_name": "rowwise"}'
 
 A converted config keeps the fields of `Linear.Config`, `param_init` and `sharding_config` among them, and builds
 torchtitan's own linear, converted: `init_states` and `parallelize` treat it as before. torchtitan 0.2 needs no
@@ -10,7 +10,7 @@ converter: run it under `python -m quaver.integrations.torchao`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchtitan.config.override import derive, override
@@ -27,11 +27,14 @@ from quaver.gemm import ALIGNMENT
 class Float8LinearConfig(Linear.Config):
     """A `Linear.Config` that builds a float8 linear."""
 
-    recipe: str = "rowwise"
-    """The name of a recipe that scales dynamically: torchtitan has no event after the optimizer's step."""
+    recipe_name: str = "rowwise"
+    """A recipe that scales dynamically: torchtitan has no event after the optimizer's step."""
+    emulate: bool = False
+    """Multiply exactly, also where the hardware multiplies float8."""
 
     def build(self, **kwargs: Any) -> Any:
-        return convert_to_float8_training(Linear.Config.build(self, **kwargs), config=self.recipe)
+        config = replace(resolve_config(self.recipe_name), emulate=self.emulate)
+        return convert_to_float8_training(Linear.Config.build(self, **kwargs), config=config)
 
 
 class Float8LinearConverter(ModelConfigConverter):
@@ -39,9 +42,14 @@ class Float8LinearConverter(ModelConfigConverter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
-        recipe: str = "rowwise"
+        """The fields of torchtitan's own converter."""
+
+        recipe_name: str = "rowwise"
         filter_fqns: list[str] = field(default_factory=lambda: ["lm_head", "router"])
         """Linears whose name contains one of these stay in high precision."""
+        emulate: bool = False
+        model_compile_enabled: bool = False
+        """Has no effect: the same linears run eager and compiled, with and without `emulate`."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -60,15 +68,15 @@ class Float8LinearConverter(ModelConfigConverter):
             if reason:
                 skipped.append(f"{name} ({reason})")
             elif parent is None:
-                model_config = _float8(linear, self.config.recipe)
+                model_config = _float8(linear, self.config.recipe_name, self.config.emulate)
             elif isinstance(parent, list):
-                parent[attribute] = _float8(linear, self.config.recipe)
+                parent[attribute] = _float8(linear, self.config.recipe_name, self.config.emulate)
             else:
-                setattr(parent, attribute, _float8(linear, self.config.recipe))
+                setattr(parent, attribute, _float8(linear, self.config.recipe_name, self.config.emulate))
         if len(skipped) == len(linears):
             raise ValueError(f"0 of {len(linears)} linears can run in float8: {', '.join(skipped)}")
         logger.info(
-            f"float8 ({self.config.recipe}): {len(linears) - len(skipped)} of {len(linears)} linears; "
+            f"float8 ({self.config.recipe_name}): {len(linears) - len(skipped)} of {len(linears)} linears; "
             f"in high precision: {', '.join(skipped) or 'none'}"
         )
         return model_config
@@ -80,9 +88,9 @@ class Float8LinearConverter(ModelConfigConverter):
     description="float8 linears by quaver",
     exact=True,
 )
-def float8_linear(linear: Any, *, recipe: str = "rowwise") -> Any:
+def float8_linear(linear: Any, *, recipe_name: str = "rowwise", emulate: bool = False) -> Any:
     """The linears of attention, of the feed-forward and of shared experts in float8."""
-    return linear if _obstacle(linear) else _float8(linear, recipe)
+    return linear if _obstacle(linear) else _float8(linear, recipe_name, emulate)
 
 
 def _obstacle(linear: Any) -> str:
@@ -94,9 +102,9 @@ def _obstacle(linear: Any) -> str:
     return ""
 
 
-def _float8(linear: Any, recipe: str) -> Float8LinearConfig:
-    if resolve_config(recipe).has_persistent_scales:
+def _float8(linear: Any, recipe_name: str, emulate: bool) -> Float8LinearConfig:
+    if resolve_config(recipe_name).has_persistent_scales:
         raise ValueError(
-            f"recipe: expected one that scales dynamically, got {recipe}; torchtitan has no event to sync in"
+            f"recipe_name: expected one that scales dynamically, got {recipe_name}; torchtitan has no event to sync in"
         )
-    return derive(linear, Float8LinearConfig, recipe=recipe)
+    return derive(linear, Float8LinearConfig, recipe_name=recipe_name, emulate=emulate)

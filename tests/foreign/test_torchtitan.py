@@ -17,11 +17,13 @@ PACKAGES = {
 EXTRA = ["tomli", "einops"]
 
 CONVERTER = """
+from dataclasses import replace
 import torch
 from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
 from torchtitan.models.llama3 import llama3_configs
 from quaver import Float8Linear, assert_float8_training, convert_to_high_precision
+from quaver.config import resolve_config
 from quaver.integrations.torchtitan import Float8LinearConverter
 
 def config():
@@ -38,7 +40,7 @@ def float8(model):
 original = config()
 for _, linear, _, _ in original.traverse(Linear.Config):
     linear.sharding_config = object()
-converted = Float8LinearConverter.Config(recipe="rowwise").build().convert(original)
+converted = Float8LinearConverter.Config(recipe_name=RECIPE, emulate=True).build().convert(original)
 assert all(linear.sharding_config is not None for _, linear, _, _ in converted.traverse(Linear.Config))
 for _, linear, _, _ in converted.traverse(Linear.Config):
     linear.sharding_config = None
@@ -53,6 +55,8 @@ torch.manual_seed(0)
 model.init_states(buffer_device="cpu")
 assert all(parameter.isfinite().all() for parameter in model.parameters()), "init_states left a parameter out"
 assert float8(model) == set(linears(model)) - {"lm_head"}, float8(model)
+config_of = {each.config for each in linears(model).values() if isinstance(each, Float8Linear)}
+assert config_of == {replace(resolve_config(RECIPE), emulate=True)}
 assert_float8_training(model, torch.optim.SGD(model.parameters(), 0.1))
 
 plain = config().build()
@@ -74,14 +78,14 @@ except ValueError as error:
 else:
     raise AssertionError("nothing was converted, and nothing said so")
 try:
-    Float8LinearConverter.Config(recipe="delayed").build().convert(config())
+    Float8LinearConverter.Config(recipe_name="delayed").build().convert(config())
 except ValueError as error:
     assert "expected one that scales dynamically, got delayed" in str(error), error
 else:
     raise AssertionError("delayed scaling was accepted")
 
 overridden = config()
-entry = ("quaver.integrations.torchtitan.float8_linear", {"recipe": "tensorwise"})
+entry = ("quaver.integrations.torchtitan.float8_linear", {"recipe_name": "tensorwise"})
 lines = apply_overrides(OverrideConfig(imports=[entry]), overridden)
 assert float8(overridden.build()) == float8(converted.build()), lines
 print("converter works")
@@ -131,8 +135,9 @@ def run_with(version, program, folder):
 
 
 @pytest.mark.nightly
-def test_the_converter_and_the_override_of_0_3(tmp_path):
-    assert "converter works" in run_with("0.3", CONVERTER, tmp_path)
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
+def test_the_converter_and_the_override_of_0_3(recipe, tmp_path):
+    assert "converter works" in run_with("0.3", f"RECIPE = {recipe!r}\n{CONVERTER}", tmp_path)
 
 
 @pytest.mark.nightly
