@@ -1,0 +1,129 @@
+"""Codes and scales of blocks beside the rules of others, each written from its description in docs/numerics.md.
+
+One block for each finite bfloat16 amax; its other elements are fractions of it. A rule says what multiplies the block,
+and the dequant_scale that it stores.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from quaver import scaling
+from tests.reference import assert_same_bits, every_value
+
+E4M3 = torch.float8_e4m3fn
+MAX = 448.0
+
+
+def blocks():
+    """[n, 32], every finite amax above 0."""
+    amax = every_value(torch.bfloat16)
+    amax = amax[amax.isfinite() & (amax > 0)]
+    fractions = torch.cat([torch.ones(1), torch.rand(31, generator=torch.Generator().manual_seed(0)) * 2 - 1])
+    return amax.float().unsqueeze(1) * fractions
+
+
+def up_to_power_of_2(scale):
+    """The smallest power of two that is not below, exactly."""
+    mantissa, exponent = torch.frexp(scale)
+    return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
+
+
+def deepseek_v3(hp, amax, power_of_2):
+    """s = amax / 448, optionally 2^ceil(log2 s); y = x / s. No floor."""
+    scale = amax / MAX
+    scale = up_to_power_of_2(scale) if power_of_2 else scale
+    return (hp / scale).to(E4M3), scale
+
+
+def deepgemm(hp, amax, power_of_2):
+    """sf = max(amax, 1e-4) / 448; on SM100 a power of two, by the bits; y = x * (1 / sf)."""
+    scale = amax.clamp(1e-4) / MAX
+    if power_of_2:
+        bits = scale.view(torch.int32)
+        exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0).int()).clamp(1, 254)
+        scale = (exponent << 23).view(torch.float32)
+    return (hp * (1 / scale)).to(E4M3), scale
+
+
+def torchao(hp, amax, power_of_2):
+    """RN32(448 / max(amax, 1e-12)) in float64; 1 / scale is stored."""
+    quant = (MAX / amax.double().clamp(1e-12)).float()
+    return (hp * quant).clamp(-MAX, MAX).to(E4M3), 1 / quant
+
+
+def transformer_engine(hp, amax, power_of_2):
+    """448 / amax in float32, 1 where amax is 0; by default the mantissa is cleared."""
+    quant = torch.where(amax > 0, torch.full_like(amax, MAX) / amax, 1.0)
+    quant = (quant.view(torch.int32) & ~0x7FFFFF).view(torch.float32) if power_of_2 else quant
+    return (hp * quant).clamp(-MAX, MAX).to(E4M3), 1 / quant
+
+
+def transformers(hp, amax, power_of_2):
+    """The function itself."""
+    module = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    config = SimpleNamespace(weight_block_size=(1, 32), scale_fmt="ue8m0" if power_of_2 else "float")
+    quantize = module.Fp8Quantize(SimpleNamespace(quantization_config=config))
+    made = quantize.convert({"a.weight": hp})
+    return made["a.weight"], made["a.weight_scale_inv"].float()
+
+
+RULES = {each.__name__: each for each in (deepseek_v3, deepgemm, torchao, transformer_engine, transformers)}
+FLOORS = {"deepgemm": 1e-4}
+"""The amaxes from which a rule is quaver's; 1e-12, quaver's own, for the rules that have none."""
+ULPS = {"transformers": 4}
+"""How far float32 scales are apart; transformers' 448 / amax is 448 times a rounded reciprocal, and rounded again."""
+
+
+@pytest.mark.parametrize(
+    ("rule", "power_of_2"), [(rule, power_of_2) for rule in RULES for power_of_2 in (True, False) if rule != "torchao"]
+)
+def test_codes_and_scales_where_no_floor_acts(rule, power_of_2):
+    """Powers of two: equal to the bit. Float32: scales to a few ulps, so codes at a rounding boundary differ."""
+    hp = blocks()
+    hp = hp[hp[:, 0] >= FLOORS.get(rule, 1e-12)]
+    codes, _, dequant = scaling.dynamic_cast_blocks(hp, E4M3, block_size=(1, 32), power_of_2=power_of_2)
+    their_codes, their_scale = RULES[rule](hp, hp.abs().amax(1, keepdim=True), power_of_2)
+    if power_of_2:
+        assert_same_bits(dequant, their_scale)
+        assert_same_bits(codes, their_codes)
+    else:
+        assert (dequant.view(torch.int32) - their_scale.view(torch.int32)).abs().max() <= ULPS.get(rule, 1)
+        steps = (codes.view(torch.int8).int() - their_codes.view(torch.int8).int()).abs()
+        assert steps.max() <= 1
+        assert (steps > 0).float().mean() < 1e-3
+
+
+def test_torchaos_blockwise_rule_is_quavers_but_for_zeros():
+    hp = blocks()
+    codes, _, dequant = scaling.dynamic_cast_blocks(hp, E4M3, block_size=(1, 32))
+    their_codes, their_scale = torchao(hp, hp.abs().amax(1, keepdim=True), False)
+    assert_same_bits(codes, their_codes)
+    assert_same_bits(dequant, their_scale)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_block_of_zeros(rule):
+    hp = torch.zeros(1, 32)
+    codes, scale = RULES[rule](hp, hp[:, :1], False)
+    assert codes.float().isnan().all() == (rule == "deepseek_v3")
+    expected = {"deepseek_v3": 0.0, "deepgemm": 1e-4 / MAX, "torchao": 1e-12 / MAX}.get(rule, 1.0)
+    torch.testing.assert_close(scale.item(), expected)
+    own_codes, _, own_scale = scaling.dynamic_cast_blocks(hp, E4M3, block_size=(1, 32))
+    assert own_scale == 1
+    assert not own_codes.float().any()
+
+
+@pytest.mark.parametrize("rule", ["deepseek_v3", "transformer_engine", "transformers"])
+def test_tiny_blocks_keep_their_own_scale_elsewhere(rule):
+    """quaver's floor makes blocks below 1e-12 * 2^-10 / 448 zero; without one they stay numbers."""
+    hp = torch.full((1, 32), 2.0**-60)
+    codes, scale = RULES[rule](hp, hp[:, :1], True)
+    torch.testing.assert_close(codes.float() * scale, hp)
+    own_codes, _, own_scale = scaling.dynamic_cast_blocks(hp, E4M3, block_size=(1, 32), power_of_2=True)
+    assert not own_codes.float().any()
+    assert own_scale == scaling.dynamic_cast_blocks(hp * 0 + 1e-12, E4M3, block_size=(1, 32), power_of_2=True)[2]
+    e8m0_codes, _, e8m0_scale = scaling.dynamic_cast_blocks(hp, E4M3, block_size=(1, 32), mode="rceil")
+    assert_same_bits(e8m0_codes, codes)
+    assert_same_bits(e8m0_scale, scale)
