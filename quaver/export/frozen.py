@@ -32,10 +32,10 @@ def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
         load_frozen(model, folder)
 
     Nothing is quantized again: the weights are the checkpoint's to the bit, and so is a forward that quantizes
-    activations as quaver's recipe does. Activations are quantized by row where the checkpoint says by token or by
-    group, and otherwise by tensor, always dynamically: a stored input_scale is not used. Tensors in high precision are
-    loaded in the dtype of the model. All but an error of the disk is found before the model changes. As after
-    `freeze_to_float8`, frozen weights do not train, and `conversion_report(model)` lists each layer.
+    activations as quaver's recipe does. Activations are quantized by row where the checkpoint says by token, per 128 of
+    a row where by group, and otherwise by tensor, always dynamically: a stored input_scale is not used. Tensors in high
+    precision are loaded in the dtype of the model. All but an error of the disk is found before the model changes. As
+    after `freeze_to_float8`, frozen weights do not train, and `conversion_report(model)` lists each layer.
 
     Args:
         model: in high precision, on any device, or on the meta device, from where it moves to the CPU. Its names are

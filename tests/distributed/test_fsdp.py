@@ -179,9 +179,21 @@ CUT = ((576, 300), (100, 70), (2, 200), (129, 33), (384, 128))
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @on_ranks()
 def test_cut_blocks_have_the_codes_and_scales_of_one_process(ranks):
+    check_cut_blocks(CUT)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@on_ranks()
+def test_deepseeks_cut_blocks_have_the_codes_and_scales_of_one_process(ranks):
+    """`kv_a_proj_with_mqa` of DeepSeek-V3."""
+    check_cut_blocks(((576, 7168),))
+
+
+def check_cut_blocks(shapes):
     def make():
         torch.manual_seed(0)
-        model = torch.nn.Sequential(*(torch.nn.Linear(columns, rows, bias=False) for rows, columns in CUT))
+        model = torch.nn.Sequential(*(torch.nn.Linear(columns, rows, bias=False) for rows, columns in shapes))
         with torch.no_grad():
             for linear in model:
                 linear.weight.mul_(torch.logspace(-3, 3, len(linear.weight))[:, None])

@@ -7,10 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from quaver import freeze_to_float8
+from quaver import convert_to_float8_training, freeze_to_float8
 from quaver.cli import main
 from quaver.export import load_float8, load_frozen, save_float8
 from quaver.frozen import blockwise_config
+from quaver.scaling import dynamic_cast_blocks
 
 ROWS, COLUMNS = 192, 200
 SCALE = {"fp8": "weight_scale_inv", "compressed-tensors-block": "weight_scale"}
@@ -109,3 +110,42 @@ def test_scales_of_whole_blocks_alone_are_refused(format, exported, tmp_path):
     (tmp_path / "config.json").write_bytes((exported(format) / "config.json").read_bytes())
     with pytest.raises(ValueError, match=r"the scale of 0.weight must be \[2, 2\], got \[1, 1\]"):
         load_float8(tmp_path)
+
+
+@FORMAT
+def test_training_goes_on_from_an_export_to_the_bit(format, tmp_path):
+    """Values of powers of two are exact in bfloat16, and their blocks are quantized to the same values again."""
+    trained = convert_to_float8_training(ragged().bfloat16(), config="blockwise")
+    written = save_float8(trained, tmp_path / "out", config={}, format=format)
+    assert not written.requantized
+    resumed = ragged().bfloat16()
+    resumed.load_state_dict(load_float8(tmp_path / "out", dtype=torch.bfloat16))
+    convert_to_float8_training(resumed, config="blockwise")
+    input = torch.linspace(-1, 1, 3 * COLUMNS).view(3, COLUMNS).bfloat16().requires_grad_()
+    results = []
+    for model in (trained, resumed, load_frozen(ragged().bfloat16(), tmp_path / "out")):
+        output = model(input)
+        results.append((output, *torch.autograd.grad(output.sum(), [input])))
+    assert all(torch.equal(got, want) for each in results[1:] for got, want in zip(each, results[0], strict=True))
+
+
+@FORMAT
+def test_training_goes_on_from_float32_scales_with_the_codes_of_the_file(format, exported):
+    """The layout of DeepSeek's and Qwen's checkpoints: the largest code of a block is 448, so its scale comes again."""
+    stored = load_file(exported(format) / "model.safetensors")
+    values = load_float8(exported(format), dtype=torch.float32)
+    for name in ("0.weight", "1.weight"):
+        codes, _, scale = dynamic_cast_blocks(values[name], torch.float8_e4m3fn)
+        assert codes.view(torch.uint8).equal(stored[name].view(torch.uint8))
+        torch.testing.assert_close(scale, stored[name.replace("weight", SCALE[format])], rtol=2**-22, atol=0)
+    model = ragged()
+    model.load_state_dict(values)
+    convert_to_float8_training(model, config=blockwise_config(power_of_2=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(5):
+        losses.append(model(torch.linspace(-1, 1, 3 * COLUMNS).view(3, COLUMNS)).square().mean())
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < 0.9 * losses[0]
