@@ -307,12 +307,13 @@ def e8m0_scales(amax: Tensor, float8_dtype: torch.dtype, mode: str) -> Scales:
     largest = struct.unpack("<i", struct.pack("<f", FORMATS[float8_dtype].max))[0]
     # RCEIL carries where amax has the larger mantissa, so that amax / max is no power of two.
     carry = ~_MANTISSA_CLEARED - (largest & ~_MANTISSA_CLEARED) if mode == "rceil" else 0
-    exponent = (amax.float().view(torch.int32) + carry) >> 23
-    biased = (exponent - ((largest >> 23) - 127)).clamp_(min=0)
-    quant = ((254 - biased) << 23).view(torch.float32)
-    dequant = torch.where(biased == 0, 1 << 22, biased << 23).view(torch.float32)
-    finite = amax.isfinite()
-    return Scales(quant.where(finite, torch.nan), dequant.where(finite, torch.nan))
+    amax = amax.float()
+    bits = amax.view(torch.int32) + (carry - (((largest >> 23) - 127) << 23))
+    dequant = bits.bitwise_and_(_MANTISSA_CLEARED).clamp_(min=0)
+    quant = (254 << 23) - dequant
+    dequant.clamp_(min=1 << 22)  # 2^-127 is subnormal
+    nan_or_0 = amax * 0
+    return Scales(quant.view(torch.float32).add_(nan_or_0), dequant.view(torch.float32).add_(nan_or_0))
 
 
 def scale_blocks(scale: Tensor, size: Sequence[int]) -> tuple[int, int] | None:

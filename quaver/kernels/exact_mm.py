@@ -33,7 +33,7 @@ from torch.utils.flop_counter import register_flop_formula
 from quaver.kernels import cpu
 from quaver.kernels.operation import operation
 from quaver.kernels.widen import widen
-from quaver.scaling import scale_blocks
+from quaver.scaling import multiply_scale_, scale_blocks
 from quaver.torch_private.hardware import has_avx512_bfloat16, onednn_has_bfloat16
 
 UNITS_PAY_FROM = 8192
@@ -72,9 +72,13 @@ def _exact_float8_mm(
     scales_are_powers_of_2: bool,
 ) -> Tensor:
     """See the top of the file, and `quaver.gemm.float8_mm` for the arguments. Runs on plain tensors, never traced."""
+    scales = a_dequant_scale, b_dequant_scale
     varies = varies_along_contracted(a, a_dequant_scale, 1), varies_along_contracted(b, b_dequant_scale, 0)
-    if a.is_cpu and not any(varies) and max(a.numel(), b.numel()) < CALLS_WEIGH_BELOW:
-        return _small_mm(a, b, (a_dequant_scale, b_dequant_scale), bias, out_dtype, scales_are_powers_of_2)
+    if a.is_cpu and max(a.numel(), b.numel()) < CALLS_WEIGH_BELOW:
+        folded = [
+            each or (scales_are_powers_of_2 and scale.dim() > 0) for each, scale in zip(varies, scales, strict=True)
+        ]
+        return _small_mm((a, b), scales, folded, bias, out_dtype)
     # bfloat16 operands leave room for one scale of the whole result, or for scales that change no mantissa.
     tensorwise = a_dequant_scale.dim() == 0 and b_dequant_scale.dim() == 0
     bfloat16 = (tensorwise or scales_are_powers_of_2) and _bfloat16_pays(a, b, out_dtype)
@@ -181,20 +185,22 @@ def _float32_mm(a: _Wide, b: _Wide, bias: Tensor | None, out: Tensor) -> Tensor:
 
 
 def _small_mm(
-    a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | None, out_dtype: torch.dtype, powers_of_2: bool
+    codes: tuple[Tensor, Tensor],
+    scales: tuple[Tensor, Tensor],
+    folded: list[bool],
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
-    """The bits of `_float32_mm` on widened operands, in the fewest calls."""
-    wide_a, wide_b = a.float(), b.float()
-    sums = wide_a.new_empty(a.shape[0], b.shape[1])
-    scales_left = []
-    for wide, scale in zip((wide_a, wide_b), scales, strict=True):
-        if powers_of_2 and scale.dim():
-            wide.mul_(scale)
-        else:
-            scales_left.append(scale)
-    torch.mm(wide_a, wide_b, out=sums)
-    for scale in scales_left:
-        sums.mul_(scale)
+    """The bits of `_float32_mm` on widened operands, in the fewest calls; `folded`: which scales to multiply in."""
+    a, b = (
+        multiply_scale_(each.float(), scale) if fold else each.float()
+        for each, scale, fold in zip(codes, scales, folded, strict=True)
+    )
+    sums = a.new_empty(a.shape[0], b.shape[1])
+    torch.mm(a, b, out=sums)
+    for scale, fold in zip(scales, folded, strict=True):
+        if not fold:
+            sums.mul_(scale)
     if bias is not None:
         sums.add_(bias)
     return sums.to(out_dtype)

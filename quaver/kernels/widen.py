@@ -41,7 +41,7 @@ def widen(codes: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Ten
 
 def _may_lose_bits(scale: Tensor) -> bool:
     """Whether products with these scales may be subnormal numbers of bfloat16, which C would truncate."""
-    return scale.numel() > 0 and bool(scale.amin() < _LEAST_EXACT)
+    return scale.numel() > 0 and scale.amin().item() < _LEAST_EXACT
 
 
 def _widen_by_table(codes: Tensor, dtype: torch.dtype) -> Tensor:
