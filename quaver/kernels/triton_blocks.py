@@ -68,13 +68,20 @@ def takes(hp: Tensor, float8_dtype: torch.dtype) -> bool:
         and float8_dtype in FLOAT8_DTYPES
         and hp.is_contiguous()
         and hp.numel() > 0
-        and (_rounds_once(hp.device.index) if hp.is_cuda else INTERPRETED and hp.is_cpu)
+        and (obstacle_of(hp.device.index) is None if hp.is_cuda else INTERPRETED and hp.is_cpu)
     )
 
 
 @functools.cache
-def _rounds_once(device_index: int) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device_index) >= FIRST_CAPABILITY
+def obstacle_of(device_index: int) -> str | None:
+    """Why the kernels do not run on this GPU; None where they do."""
+    if UNAVAILABLE_BECAUSE is not None:
+        return f"Triton cannot be imported: {UNAVAILABLE_BECAUSE}"
+    if torch.version.hip is not None:
+        return "the kernels are for NVIDIA GPUs"
+    if (capability := torch.cuda.get_device_capability(device_index)) < FIRST_CAPABILITY:
+        return "Triton converts to float8 in one rounding from sm_90 on, and this is sm_{}{}".format(*capability)
+    return None
 
 
 class Tile(NamedTuple):

@@ -111,14 +111,30 @@ def test_casts_without_triton(monkeypatch, caplog):
         monkeypatch.delitem(sys.modules, f"quaver.kernels.{name}", raising=False)
         monkeypatch.delattr(f"quaver.kernels.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
-    on_gpu = SimpleNamespace(is_cuda=True)
+    on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
     for _ in range(2):
         assert operation.triton_kernels(on_gpu, torch.float8_e4m3fn) is None
     assert len(caplog.records) == len(slow_paths()) == 1
-    assert "casts on the GPU run in PyTorch" in slow_paths()[0]
+    assert "casts on cuda:0 run in PyTorch" in slow_paths()[0]
     assert "import of triton halted" in slow_paths()[0]
     with error_on_slow_path(), pytest.raises(RuntimeError, match="Triton cannot be imported"):
         operation.triton_kernels(on_gpu, torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "because"), [((8, 9), None, "this is sm_89"), ((9, 4), "6.4", "for NVIDIA GPUs")]
+)
+def test_casts_on_gpus_without_kernels(capability, hip, because, monkeypatch):
+    triton_blocks = pytest.importorskip("quaver.kernels.triton_blocks")
+    monkeypatch.setattr(triton_blocks, "UNAVAILABLE_BECAUSE", None)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    triton_blocks.obstacle_of.cache_clear()
+    on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float32)
+    assert operation.triton_kernels(on_gpu, torch.float8_e4m3fn) is None
+    triton_blocks.obstacle_of.cache_clear()
+    assert len(slow_paths()) == 1
+    assert because in slow_paths()[0]
 
 
 def frozen():
