@@ -30,7 +30,8 @@ Finding = dict[str, str]
 def diagnose(*, try_compile: bool = True) -> dict[str, Any]:
     """Try everything; `ok` when every recipe runs on every device found, one way or the other. JSON-able.
 
-    `slow_paths` are what ran more slowly than this machine could, in sentences; they raise no error here.
+    `slow_paths` are what ran more slowly than this machine could, in sentences; they raise no error here. `recommended`
+    has a sentence for each device.
 
     Args:
         try_compile: try torch.compile, which takes some seconds.
@@ -44,6 +45,7 @@ def diagnose(*, try_compile: bool = True) -> dict[str, Any]:
         recipes = [try_recipe(recipe, torch.device(device)) for device in devices for recipe in Float8LinearRecipeName]
         compiles = _try_compile() if try_compile else "not tried"
     found = {"versions": _versions(), "devices": devices, "recipes": recipes, "slow_paths": slow_paths()}
+    found["recommended"] = {device: recommendation(device, recipes) for device in devices}
     return {**found, "compile": compiles, "ok": all(each["verdict"] != "impossible" for each in recipes)}
 
 
@@ -51,6 +53,19 @@ def try_recipe(recipe: Float8LinearRecipeName, device: torch.device) -> Finding:
     """Run a small linear forward and backward and compare with float64."""
     verdict, detail = _verdict(Float8LinearConfig.from_recipe_name(recipe), device)
     return {"device": str(device), "recipe": recipe.value, "verdict": verdict, "detail": detail}
+
+
+def recommendation(device: str, findings: list[Finding]) -> str:
+    """Which recipes to begin with on a device, by what it multiplies natively; no time is measured."""
+    native = {each["recipe"] for each in findings if each["device"] == device and each["verdict"] == "native"}
+    if not native:
+        return "no recipe is faster than bfloat16 here, and all save memory: take the one of the GPUs that will train"
+    robust = next((recipe for recipe in ("mxfp8", "blockwise", "rowwise") if recipe in native), None)
+    gathered = "rowwise_with_tensorwise_weight" if robust == "rowwise" else robust
+    goals = {"speed": "tensorwise" if "tensorwise" in native else robust, "outliers": robust}
+    goals["FSDP2 (all-gathers one byte per element)"] = gathered if gathered in native else "tensorwise"
+    goals["accuracy"] = f"{robust}_with_gw_hp" if robust else None
+    return ", ".join(f"{recipe} for {goal}" for goal, recipe in goals.items() if recipe)
 
 
 def _verdict(config: Float8LinearConfig, device: torch.device) -> tuple[str, str]:

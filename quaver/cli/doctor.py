@@ -34,6 +34,8 @@ def run(argv: list[str]) -> int:
         columns = ("device", "recipe", "float8 matmul", "how")
         rows = [each.values() for each in found["recipes"]]
         console.print(make_table(None, columns, rows=rows, wrapped=columns))
+        for device, sentence in found["recommended"].items():
+            console.print(f"{device}: {sentence}", soft_wrap=True)
         for slow_path in found["slow_paths"]:
             console.print(f"slow path: {slow_path}", soft_wrap=True)
     return 0 if found["ok"] else 1
