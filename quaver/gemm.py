@@ -35,15 +35,12 @@ from quaver.formats import E5M2, FORMATS
 from quaver.kernels.cast import column_major_after
 from quaver.kernels.cpu import check_memory
 from quaver.kernels.exact_mm import exact_float8_mm, varies_along_contracted
-from quaver.kernels.native_blocks import block_length, native_block_mm, pad_codes
+from quaver.kernels.native_blocks import ALIGNMENT, block_length, native_block_mm, pad_codes
 from quaver.phases import phase
 from quaver.scaling import BLOCK_SIZE, multiply_scale_, scale_blocks
 from quaver.slow_paths import say_once
 from quaver.torch_private.dispatch import without_dispatch_modes
 from quaver.torch_private.hardware import scaled_mm
-
-ALIGNMENT = 16
-"""What the contracted and output dims of a native float8 matmul are multiples of."""
 
 
 class GemmBackend(enum.Enum):

@@ -20,7 +20,7 @@ from torchtitan.tools.logging import logger
 
 from quaver.config import resolve_config
 from quaver.convert import convert_to_float8_training
-from quaver.gemm import ALIGNMENT
+from quaver.kernels.native_blocks import ALIGNMENT
 
 
 @dataclass(kw_only=True, slots=True)

@@ -23,9 +23,9 @@ from quaver.conversion_report import conversion_report
 from quaver.convert import FilterDecision, ModuleFilter, convert_to_float8_training
 from quaver.delayed import float8_scaling_state, sync_float8_amax_and_scale_history
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
-from quaver.gemm import ALIGNMENT
 from quaver.integrations import torchao as shim
 from quaver.integrations.check import assert_float8_training, is_torchao_linear
+from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.weights.cast_once import cast_weights_once
 
 logger = logging.getLogger(__name__)

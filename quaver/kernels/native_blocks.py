@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
-_ALIGNMENT = 16  # of N
+ALIGNMENT = 16
+"""What the contracted and output dims of a native float8 matmul are multiples of."""
 _ROWS_OF_TILE, _BLOCKS_OF_TILE = 128, 4
 
 
@@ -39,7 +40,7 @@ def native_block_mm(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_sca
     """a [M, K] @ b [K, N], both e4m3 with scales of blocks, -> bfloat16 [M, N], or more columns of zeros."""
     k = a.shape[1]
     is_square = b_dequant_scale.shape[1] != b.shape[1]
-    columns = -b.shape[1] % (length if is_square else _ALIGNMENT)
+    columns = -b.shape[1] % (length if is_square else ALIGNMENT)
     a = pad_codes(a, 0, -k % length).contiguous()
     b = pad_codes(b, -k % length, columns).t().contiguous().t()
     b_scale = b_dequant_scale if is_square else F.pad(b_dequant_scale, (0, columns), value=1.0)

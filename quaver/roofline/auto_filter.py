@@ -9,7 +9,7 @@ from torch import nn
 
 from quaver.config import Float8LinearRecipeName
 from quaver.convert import FilterDecision
-from quaver.gemm import ALIGNMENT
+from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.roofline.cost import has_blocks, linear_cost
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec, device_spec, find_device_spec
 

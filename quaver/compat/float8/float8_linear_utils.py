@@ -7,7 +7,7 @@ from torch import nn
 from quaver.config import Float8LinearConfig, Float8LinearRecipeName, ScalingType, resolve_config
 from quaver.convert import convert_to_float8_training
 from quaver.delayed import sync_float8_amax_and_scale_history
-from quaver.gemm import ALIGNMENT
+from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.linear import Float8Linear
 
 
