@@ -76,7 +76,11 @@ def _apply(diff: str, root: Path) -> list[str]:
 def test_the_diff_adds_a_granularity_in_three_files(tmp_path):
     page = (ROOT.parent / "docs" / "extending.md").read_text()
     shutil.copytree(ROOT, tmp_path / "quaver", ignore=shutil.ignore_patterns("__pycache__"))
-    assert _apply(DIFF.search(page)[1], tmp_path) == ["quaver/config.py", "quaver/scaling.py", "quaver/kernels/cast.py"]
+    assert _apply(DIFF.search(page)[1], tmp_path) == [
+        "quaver/cast_config.py",
+        "quaver/scaling.py",
+        "quaver/kernels/cast.py",
+    ]
     # A cache of its own, because other tests compile kernels of the same names at the same time; and of the environment
     # only what a shell has, because in whole test runs the compiler was seen to link without the C++ library.
     environment = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
