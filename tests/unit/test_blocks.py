@@ -122,6 +122,29 @@ def test_the_matmul_of_blocks_is_exact(sizes, pad, powers_of_2, out_dtype):
         assert_matmul_exact(out, a, b, *spread)
 
 
+@pytest.mark.parametrize(("length", "columns"), [(128, 128), (128, 1), (32, 32), (32, 1)])
+def test_sums_in_the_order_of_hardware_are_within_the_same_bound(length, columns):
+    """`y += (products of a block) * a_scale * b_scale`, in block order, as TransformerEngine's reference sums."""
+    torch.manual_seed(0)
+    m, k, n = 70, 1000, 150
+    a, b = (torch.randn(shape).to(E4M3) for shape in ((m, k), (k, n)))
+    sizes = (1, length), (length, columns)
+    a_scale, b_scale = (
+        torch.exp2(torch.randint(-6, 7, scaling.block_counts(*codes.shape, size)).float())
+        for codes, size in zip((a, b), sizes, strict=True)
+    )
+    spread = _spread(a_scale, (m, k), sizes[0]), _spread(b_scale, (k, n), sizes[1])
+    y = torch.zeros(m, n)
+    for block, start in enumerate(range(0, k, length)):
+        part = slice(start, start + length)
+        of_columns = b_scale[block].repeat_interleave(columns)[:n]
+        y += a[:, part].float() @ b[part].float() * a_scale[:, block : block + 1] * of_columns
+    out = float8_mm(a, b, a_scale, b_scale, out_dtype=torch.float32, scales_are_powers_of_2=True)
+    for each in (y, out):
+        assert_matmul_exact(each, a, b, *spread)
+    assert not y.equal(out)  # docs/numerics.md: their last bits differ
+
+
 SQNR_WITH_OUTLIER = {(): 0.0, (128, 128): 12.0, (32, 32): 23.6, "row": 25.9, (1, 128): 29.2, (1, 32): 30.7}
 ZEROS_OF_SCALED_COLUMNS = {(): 0.66, "row": 0.57, (128, 128): 0.49, (1, 128): 0.37, (32, 32): 0.29, (1, 32): 0.21}
 
