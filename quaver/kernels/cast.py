@@ -39,7 +39,7 @@ from torch import Tensor
 from quaver import scaling
 from quaver.config import ScalingGranularity
 from quaver.kernels import cpu
-from quaver.kernels.operation import library, operation, say_casts_in_pytorch, triton_kernels
+from quaver.kernels.operation import library, operation, triton_kernels
 from quaver.phases import phase
 from quaver.scaling import PersistentScale
 from quaver.torch_private.dispatch import count_dispatch_modes
@@ -96,8 +96,6 @@ def _cast_blockwise(
     and scales [ceil(R / length), ceil(C / dot_products)]. Square blocks are one. `mode`: "" or a ScaleCalculationMode.
     """
     cpu.check_memory(hp)
-    if hp.is_cuda and not torch.compiler.is_compiling():
-        say_casts_in_pytorch(hp.device, "there is no kernel for blocks; torch.compile fuses these casts")
 
     def cast(block_size: tuple[int, int]) -> Places:
         return scaling.dynamic_cast_blocks(hp, float8_dtype, power_of_2=power_of_2, block_size=block_size, mode=mode)
@@ -169,7 +167,9 @@ def _cpu_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool,
 
 cast_tensorwise = _cast_phase(operation(_cast_tensorwise, results=6, cpu=_cpu_tensorwise, gpu="cast_tensorwise"))
 cast_rowwise = _cast_phase(operation(_cast_rowwise, results=6, cpu=_cpu_rowwise, gpu="cast_rowwise"))
-cast_blockwise = _cast_phase(operation(_cast_blockwise, results=6, cpu=_cpu_blockwise, fake=_fake_blockwise))
+cast_blockwise = _cast_phase(
+    operation(_cast_blockwise, results=6, cpu=_cpu_blockwise, gpu="cast_blockwise", fake=_fake_blockwise)
+)
 
 CASTS = {
     ScalingGranularity.TENSORWISE: cast_tensorwise,

@@ -99,14 +99,6 @@ def runs_as_operation(tensor: Tensor, in_graphs: bool = False) -> bool:
     return not runs_directly() or type(tensor) not in PLAIN_TYPES
 
 
-def say_casts_in_pytorch(device: torch.device, because: str) -> None:
-    """Say once for a device and a reason that casts on it run in PyTorch."""
-    say_once(
-        f"casts on {device}: {because}",
-        f"float8 casts on {device} run in PyTorch, in several passes over memory: {because}",
-    )
-
-
 def triton_kernels(hp: Tensor, float8_dtype: torch.dtype) -> Any:
     """The module of the Triton kernels if they take `hp`, else None."""
     if not hp.is_cuda or torch.compiler.is_dynamo_compiling():
@@ -114,5 +106,8 @@ def triton_kernels(hp: Tensor, float8_dtype: torch.dtype) -> Any:
     from quaver.kernels import triton_blocks, triton_cast  # import triton, which PyTorch for CPUs comes without
 
     if (obstacle := triton_blocks.obstacle_of(hp.device.index)) is not None:
-        say_casts_in_pytorch(hp.device, obstacle)
+        say_once(
+            f"casts on {hp.device}",
+            f"float8 casts on {hp.device} run in PyTorch, in several passes over memory: {obstacle}",
+        )
     return triton_cast if triton_cast.takes(hp, float8_dtype) else None

@@ -9,6 +9,9 @@
     cast_rowwise                  row, column amaxes     3, 1 read    5, 2 reads     6, 2 reads
     cast_with_scale               given                  3, 1 read    3, 1 read      4, 1 read
     cast_with_persistent_scale    given where known      3, 1 read    3, 1 read      4, 1 read
+    cast_blockwise (*)            block amaxes           3, 1 read    3, 1 read      6, 2 reads
+
+(*) In triton_cast_blocks.py.
 
 A persistent scale that is not known yet costs one more read, and so do rows of more than WIDEST_ROW columns. The first
 of two reads is an amax pass (triton_amax.py). Three kernels cast: `_cast_tensorwise` with one scale, dynamic or
@@ -45,6 +48,7 @@ from quaver.kernels.triton_blocks import (
     to_quant_scale,
     widen,
 )
+from quaver.kernels.triton_cast_blocks import cast_blockwise
 
 try:
     import triton
@@ -52,7 +56,15 @@ try:
 except ImportError:  # PyTorch for CPUs comes without it
     triton = None
 
-__all__ = ["amax", "cast_rowwise", "cast_tensorwise", "cast_with_persistent_scale", "cast_with_scale", "takes"]
+__all__ = [
+    "amax",
+    "cast_blockwise",
+    "cast_rowwise",
+    "cast_tensorwise",
+    "cast_with_persistent_scale",
+    "cast_with_scale",
+    "takes",
+]
 
 Codes = tuple[Tensor | None, Tensor | None]
 """Row codes and column codes; None for those that were not asked for."""

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from quaver import scaling
+from quaver.config import BLOCK_SIZES
 from quaver.kernels import triton_cast
 from tests.reference import every_value
 from tests.unit.kernels.triton_kernels import (
@@ -17,6 +18,7 @@ from tests.unit.kernels.triton_kernels import (
     HP,
     ROWS,
     UNUSUAL,
+    assert_block_casts,
     assert_casts,
     assert_equal,
     laid_out,
@@ -65,6 +67,18 @@ def test_shapes(shape, hp_dtype):
     assert_casts(
         varied(shape[0] + 1, shape[1], hp_dtype).cuda().view(-1)[1 : 1 + shape[0] * shape[1]].view(shape), E4M3
     )
+
+
+@FLOAT8
+@HP
+@pytest.mark.parametrize("mode", ["", "rceil", "floor"])
+@pytest.mark.parametrize("block_size", BLOCK_SIZES, ids=str)
+def test_blocks(block_size, mode, hp_dtype, float8_dtype):
+    for hp in (varied(130, 257, hp_dtype), varied(2000, 1008, hp_dtype), every_value(hp_dtype).view(256, 256)):
+        assert_block_casts(hp.cuda(), float8_dtype, block_size, True, mode)
+    for values in UNUSUAL:
+        hp = torch.tensor(values).repeat(2, 1).to("cuda", hp_dtype)
+        assert_block_casts(hp, float8_dtype, block_size, bool(mode), mode)
 
 
 def test_rows_of_every_width():

@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from quaver import scaling
+from quaver.config import BLOCK_SIZES
 from quaver.kernels import triton_blocks, triton_cast
 from tests.reference import every_value
 from tests.unit.kernels.triton_kernels import (
@@ -23,6 +24,7 @@ from tests.unit.kernels.triton_kernels import (
     E5M2,
     ROWS,
     UNUSUAL,
+    assert_block_casts,
     assert_casts,
     counting_bytes,
     interpreting_process,
@@ -57,6 +59,18 @@ def _shapes(hp_dtype, float8_dtype):
         given = [(of_rows, of_columns), (None, torch.tensor(0.7)), (of_rows, None)]
         assert_casts(varied(*shape, hp_dtype), float8_dtype, persistent=[100.0], given=given, power_of_2=True)
     assert_casts(varied(6, 16, hp_dtype).view(-1)[1:81].view(5, 16), float8_dtype)  # starts off 16 bytes
+
+
+def _blocks(hp_dtype, float8_dtype, power_of_2, mode):
+    """Ragged shapes, a block of zeros, and every magnitude of an amax; then unusual amaxes, with NaN and inf."""
+    scales = {"power_of_2": power_of_2, "mode": mode}
+    for block_size in BLOCK_SIZES:
+        assert_block_casts(varied(130, 257, hp_dtype), float8_dtype, block_size, **scales)
+    assert_block_casts(varied(70, 45, hp_dtype), float8_dtype, (1, 32), **scales, wanted=[ROWS, COLUMNS])
+    assert_block_casts(varied(1, 1, hp_dtype), float8_dtype, (32, 32), **scales, wanted=[ROWS, COLUMNS])
+    assert_block_casts(every_value(hp_dtype).view(256, 256), float8_dtype, (1, 128), **scales, wanted=[ROWS])
+    for values in UNUSUAL:
+        assert_block_casts(torch.tensor(values).repeat(2, 1).to(hp_dtype), float8_dtype, (1, 32), **scales)
 
 
 def _rows_of_every_width():
@@ -115,6 +129,10 @@ AT_NIGHT = [*((_every_value, *dtypes) for dtypes in OTHERS), (_shapes, *OTHERS[2
     [
         *((_every_value, *dtypes) for dtypes in SOME),
         *((check, *dtypes) for check in (_unusual_amaxes, _shapes) for dtypes in OTHERS[:2]),
+        (_blocks, torch.bfloat16, E4M3, True, ""),
+        (_blocks, torch.float32, E4M3, False, ""),
+        (_blocks, torch.bfloat16, E4M3, True, "rceil"),
+        (_blocks, torch.float16, E5M2, True, "floor"),
         (_rows_of_every_width,),
         (_saturated_elements_are_counted,),
         *(pytest.param(check, marks=pytest.mark.nightly) for check in AT_NIGHT),

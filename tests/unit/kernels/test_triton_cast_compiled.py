@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 import triton
 from triton.backends.compiler import GPUTarget
 
+from quaver.config import BLOCK_SIZES
 from quaver.kernels import triton_blocks, triton_cast
 from tests.unit.kernels.triton_kernels import BOTH, COLUMNS, E4M3, E5M2, ROWS
 
@@ -150,6 +151,18 @@ def test_amaxes(compiled, hp_dtype, tmp_path):
         assert found["ld.global.v4.b32"] == 8
         assert found["ld.global.b16"] == 0
         assert_fits(asm, tmp_path, 128)
+
+
+@HP
+def test_blocks(compiled, hp_dtype, tmp_path):
+    """Blocks of 128 x 128 spill up to 140 bytes where the width is no multiple of 16, and accesses are narrow."""
+    for block_size, mode in itertools.product(BLOCK_SIZES, ("", "rceil")):
+        triton_cast.cast_blockwise(empty(hp_dtype, 144, 304), E4M3, *BOTH, True, *block_size, mode)
+    assert len(compiled["_cast_blocks"]) == 2 * (2 + 4)  # square blocks once, others along rows and along columns
+    for asm in compiled["_cast_blocks"]:
+        assert ".ftz" not in asm["ptx"]
+        assert instructions(asm)[CONVERSION[E4M3]]
+        assert_fits(asm, tmp_path, 200)
 
 
 def every_cast(hp, float8_dtype=E4M3):

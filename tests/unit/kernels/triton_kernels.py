@@ -89,6 +89,23 @@ def assert_casts(hp, float8_dtype, *, persistent=(), given=(), power_of_2=False,
         assert_equal(triton_cast.cast_with_scale(hp, float8_dtype, *on_device), laid_out(*expected))
 
 
+@np.errstate(all="ignore")
+def assert_block_casts(hp, float8_dtype, block_size, power_of_2, mode, wanted=(BOTH,)):
+    """The cast in blocks has the oracle's bits along rows and along columns."""
+    assert triton_cast.takes(hp, float8_dtype)
+    for rows, columns in wanted:
+        expected = []
+        for size, asked in ((block_size, rows or block_size[0] == block_size[1]), (block_size[::-1], columns)):
+            options = {"power_of_2": power_of_2, "block_size": size, "mode": mode}
+            made = scaling.dynamic_cast_blocks(hp.cpu(), float8_dtype, **options)
+            expected += made if asked else (None, None, None)
+        if block_size[0] == block_size[1]:
+            expected[3:] = None, None, None
+        assert_equal(
+            triton_cast.cast_blockwise(hp, float8_dtype, rows, columns, power_of_2, *block_size, mode), expected
+        )
+
+
 @contextmanager
 def interpreting_process() -> Iterator[Callable]:
     """Calls a function in a process whose Triton interprets."""
