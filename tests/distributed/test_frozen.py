@@ -21,7 +21,7 @@ from tests.distributed.ranks import on_ranks
 from tests.distributed.test_fsdp import shard_model, train_step
 
 RANKS, STEPS, DIM, HIDDEN = 2, 3, 130, 301  # a rank's 151 rows end inside a block of 128
-CONFIGS = ("blockwise", "tensorwise", "rowwise")
+CONFIGS = ("blockwise", "mxfp8", "tensorwise", "rowwise")
 CONFIG = pytest.mark.parametrize("config", CONFIGS)
 
 
