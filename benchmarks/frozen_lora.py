@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from quaver import FrozenFloat8Linear, freeze_to_float8
 
 SIZES = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4}
-BASES = ("bfloat16", "float32", "blockwise", "rowwise", "tensorwise")
+BASES = ("bfloat16", "float32", "blockwise", "mxfp8", "rowwise", "tensorwise")
 
 
 def sqnr_db(reference: Tensor, actual: Tensor) -> float:
