@@ -74,6 +74,7 @@ def check_type(config: object, name: str, expected: type) -> None:
 
 
 def check(holds: bool, name: str, expected: str, got: object) -> None:
+    """Raise ValueError about the field `name` unless `holds`."""
     if not holds:
         raise ValueError(f"{name}: expected {expected}, got {got!r}")
 
