@@ -160,7 +160,7 @@ def draw(seeds: dict[str, dict[str, Any]], image: Path) -> None:
         losses.legend(frameon=False, fontsize=8)
         final.axvline(0, color="black", linewidth=0.8)
         final.axvspan(-0.25, 0.25, color="gray", alpha=0.15, linewidth=0)
-        final.set(title="Gap to bfloat16 at the end (%): mean, 95 % interval, seeds\n(gray: within 0.25 %)")
+        final.set(title="Gap to bfloat16 at the end (%), 95 % interval\n(points: seeds; gray: within 0.25 %)")
         final.set_yticks([-place for place in range(1, len(COLORS))], [name for name in COLORS if name != REFERENCE])
         for axis in (losses, final):
             axis.grid(alpha=0.3, linewidth=0.5)
