@@ -184,6 +184,12 @@ class CastConfig:
             raise RuntimeError("target_dtype is None; read the CastConfig from Float8LinearConfig, which fills it in")
         return self.target_dtype
 
+    @property
+    def granularity(self) -> str:
+        """ "tensorwise", "rowwise" or "blockwise ROWS x COLUMNS"."""
+        name = self.scaling_granularity.name.lower()
+        return name if self.block_size is None else "{} {} x {}".format(name, *self.block_size)
+
     def short_str(self) -> str:
         """torchao's short form: "dyn_ten_e4m3"; "default" where the dtype is None."""
         dtype = "default" if self.target_dtype is None else FORMATS[self.target_dtype].name
@@ -199,10 +205,8 @@ class CastConfig:
 
 
 def _granularity(cast: CastConfig) -> str:
-    name = cast.scaling_granularity.name.lower()
-    if cast.block_size is not None:
-        name += " {} x {}".format(*cast.block_size)
-    return name if cast.scale_calculation_mode is None else f"{name} E8M0 {cast.scale_calculation_mode.value}"
+    mode = cast.scale_calculation_mode
+    return cast.granularity if mode is None else f"{cast.granularity} E8M0 {mode.value}"
 
 
 @dataclass(frozen=True)

@@ -137,8 +137,7 @@ def freeze_to_float8(
     Args:
         module: a model in high precision, on any device.
         config: "blockwise" (the default), "mxfp8", "tensorwise", "rowwise", another recipe with one weight cast, or a
-            config.
-            `enable_fsdp_float8_all_gather` has no effect: frozen codes are all-gathered as they are.
+            config. `enable_fsdp_float8_all_gather` has no effect: frozen codes are all-gathered as they are.
         module_filter_fn: called with each linear and its name; false leaves it in high precision.
         include_subclasses: as for `convert_to_float8_training`.
     Returns:
@@ -196,10 +195,7 @@ def store_float8_weight(
         ValueError: operands that do not fit each other, the linear or the config.
     """
     frozen = FrozenFloat8Weight.from_codes(codes, dequant_scale, dtype)
-    cast = config.casts.weight.row
-    expected = cast.scaling_granularity.name.lower()
-    if cast.block_size is not None:
-        expected += " {} x {}".format(*cast.block_size)
+    expected = config.casts.weight.row.granularity
     if frozen.shape != linear.weight.shape or (frozen.granularity != expected and dequant_scale.numel() > 1):
         got = f"{frozen.granularity} {list(frozen.shape)}"
         raise ValueError(f"expected a {expected} weight of {list(linear.weight.shape)}, got {got}")

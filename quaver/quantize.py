@@ -35,7 +35,8 @@ from torch import Tensor
 
 from quaver.config import CastConfig, OperandCasts
 from quaver.gemm import Operand
-from quaver.kernels.cast import CASTS, Places, cast_with_persistent_scale, cast_with_scale
+from quaver.kernels.cast import CASTS, cast_with_persistent_scale, cast_with_scale
+from quaver.kernels.places import Places
 from quaver.scaling import PersistentScale, Scales, to_dequant_scale
 
 

@@ -299,16 +299,23 @@ def cast_blocks(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, bloc
     return _multiply_blocks_(scaled, quant_scale, block_size).clamp_(-largest, largest).to(float8_dtype)
 
 
+def e8m0_offset(float8_dtype: torch.dtype, mode: str) -> int:
+    """What to add to the bits of a float32 amax, before its mantissa is cleared, to get those of the dequant_scale.
+
+    RCEIL carries where the amax has the larger mantissa, so that amax / max is no power of two.
+    """
+    largest = struct.unpack("<i", struct.pack("<f", FORMATS[float8_dtype].max))[0]
+    carry = ~_MANTISSA_CLEARED - (largest & ~_MANTISSA_CLEARED) if mode == "rceil" else 0
+    return int(carry - (((largest >> 23) - 127) << 23))
+
+
 def e8m0_scales(amax: Tensor, float8_dtype: torch.dtype, mode: str) -> Scales:
     """The E8M0 scales of blocks by "rceil" or "floor", as float32; see the top of the file.
 
     `amax`: a high-precision dtype, any shape. Both scales are powers of two, or NaN.
     """
-    largest = struct.unpack("<i", struct.pack("<f", FORMATS[float8_dtype].max))[0]
-    # RCEIL carries where amax has the larger mantissa, so that amax / max is no power of two.
-    carry = ~_MANTISSA_CLEARED - (largest & ~_MANTISSA_CLEARED) if mode == "rceil" else 0
     amax = amax.float()
-    bits = amax.view(torch.int32) + (carry - (((largest >> 23) - 127) << 23))
+    bits = amax.view(torch.int32) + e8m0_offset(float8_dtype, mode)
     dequant = bits.bitwise_and_(_MANTISSA_CLEARED).clamp_(min=0)
     quant = (254 << 23) - dequant
     dequant.clamp_(min=1 << 22)  # 2^-127 is subnormal

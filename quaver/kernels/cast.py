@@ -3,7 +3,7 @@
                                   scales from                       CPU            GPU       compiled for a GPU
     cast_tensorwise               the amax of the matrix            C extension    Triton    PyTorch
     cast_rowwise                  the amaxes of rows, of columns    C extension    Triton    PyTorch
-    cast_blockwise                the amaxes of blocks              C extension    PyTorch   PyTorch
+    cast_blockwise                the amaxes of blocks              C extension    Triton    PyTorch
     cast_with_scale               the caller                        C extension    Triton    PyTorch
     cast_with_persistent_scale    an earlier step                   C extension    Triton    the operation
 
@@ -30,7 +30,6 @@ read the matrix twice. For when casts are operations see operation.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,14 +39,11 @@ from quaver import scaling
 from quaver.config import ScalingGranularity
 from quaver.kernels import cpu
 from quaver.kernels.operation import library, operation, triton_kernels
+from quaver.kernels.places import NONE, Places, of_blocks
 from quaver.phases import phase
 from quaver.scaling import PersistentScale
 from quaver.torch_private.dispatch import count_dispatch_modes
 
-Places = tuple[Any, ...]
-"""The tensors of a cast, as above."""
-
-_NONE = None, None, None
 _cast_phase = phase("quaver::cast")
 _amax = phase("quaver::amax")(scaling.amax)
 
@@ -76,7 +72,7 @@ def _cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool
             codes = scaling.cast_to_float8(hp, quant, float8_dtype)
             made += [codes if hp.is_cpu else _laid_out(codes, dim == 1, dim == 0)[1 - dim], quant, dequant]
         else:
-            made += _NONE
+            made += NONE
     return tuple(made)
 
 
@@ -100,7 +96,7 @@ def _cast_blockwise(
     def cast(block_size: tuple[int, int]) -> Places:
         return scaling.dynamic_cast_blocks(hp, float8_dtype, power_of_2=power_of_2, block_size=block_size, mode=mode)
 
-    return _of_blocks(cast, row, column, dot_products, length)
+    return of_blocks(cast, row, column, dot_products, length)
 
 
 def _cpu_blockwise(
@@ -114,7 +110,7 @@ def _cpu_blockwise(
         scales = scaling.scales_of_blocks(amax, float8_dtype, power_of_2, mode)
         return cpu.cast_with_scale(hp, scales.quant, float8_dtype), *scales
 
-    return _of_blocks(cast, row, column, dot_products, length) if cpu.takes(hp, float8_dtype) else None
+    return of_blocks(cast, row, column, dot_products, length) if cpu.takes(hp, float8_dtype) else None
 
 
 def _fake_blockwise(
@@ -127,16 +123,7 @@ def _fake_blockwise(
         scales = (hp.new_empty(counts, dtype=torch.float32) for _ in range(2))
         return hp.new_empty(hp.shape, dtype=float8_dtype), *scales
 
-    return _of_blocks(cast, row, column, dot_products, length)
-
-
-def _of_blocks(
-    cast: Callable[[tuple[int, int]], Places], row: bool, column: bool, dot_products: int, length: int
-) -> Places:
-    """The six places, of `cast` for each direction that is asked for; square blocks are cast once."""
-    if dot_products == length:
-        return *cast((length, length)), *_NONE
-    return *(cast((dot_products, length)) if row else _NONE), *(cast((length, dot_products)) if column else _NONE)
+    return of_blocks(cast, row, column, dot_products, length)
 
 
 def _laid_out(codes: Tensor, row: bool, column: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -153,7 +140,7 @@ def column_major(codes: Tensor) -> Tensor:
 
 def _cpu_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Places | None:
     made = cpu.dynamic_cast(hp, float8_dtype, power_of_2=power_of_2)
-    return None if made is None else (*made, *_NONE)
+    return None if made is None else (*made, *NONE)
 
 
 def _cpu_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Places | None:
@@ -162,7 +149,7 @@ def _cpu_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool,
     made = cpu.dynamic_cast(hp, float8_dtype, 1 if row else 0, power_of_2=power_of_2)
     if made is None:
         return None
-    return (*made, *_NONE) if row else (*_NONE, *made)
+    return (*made, *NONE) if row else (*NONE, *made)
 
 
 cast_tensorwise = _cast_phase(operation(_cast_tensorwise, results=6, cpu=_cpu_tensorwise, gpu="cast_tensorwise"))
@@ -242,7 +229,7 @@ def _cpu_with_persistent_scale(
 ) -> Places | None:
     observed = hp.new_zeros(2, dtype=torch.float32)
     made = cpu.cast_and_observe(hp, quant_scale, float8_dtype, power_of_2, observed)
-    return None if made is None else (*made, *_NONE, observed)
+    return None if made is None else (*made, *NONE, observed)
 
 
 _persistent = operation(
@@ -272,7 +259,7 @@ def cast_with_persistent_scale(
     if hp.is_cpu and amax_buffer is not None and not torch.compiler.is_dynamo_compiling():
         made = cpu.cast_and_observe(hp, scale.quant_scale, float8_dtype, power_of_2, amax_buffer)
         if made is not None:  # C updated the buffer
-            return *made, *_NONE
+            return *made, *NONE
     *places, observed = _persistent(hp, float8_dtype, row, column, power_of_2, scale.quant_scale)
     record(scale, observed)
     return tuple(places)

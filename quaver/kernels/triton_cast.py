@@ -28,6 +28,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quaver.kernels.places import Places
 from quaver.kernels.triton_amax import amax, amax_by_dim, amax_unless_known
 from quaver.kernels.triton_blocks import (
     Tile,
@@ -68,9 +69,6 @@ __all__ = [
 
 Codes = tuple[Tensor | None, Tensor | None]
 """Row codes and column codes; None for those that were not asked for."""
-
-Places = tuple[Tensor | None, ...]
-"""What a cast returns, as cast.py says."""
 
 Scales = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Amaxes, and the quant_scales and dequant_scales to make of them; or given quant_scales and twice None."""

@@ -6,12 +6,12 @@ are read as 0 and not written. Codes are row-major in both directions; gemm.py l
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from quaver.kernels.places import Places, of_blocks
 from quaver.kernels.triton_blocks import (
     Tile,
     cast_to,
@@ -24,14 +24,12 @@ from quaver.kernels.triton_blocks import (
     to_quant_scale,
     widen,
 )
-from quaver.scaling import block_counts
+from quaver.scaling import block_counts, e8m0_offset
 
 try:
     import triton.language as tl
 except ImportError:  # PyTorch for CPUs comes without it
     tl = None
-
-_NONE = None, None, None
 
 
 class Blocks(NamedTuple):
@@ -41,7 +39,7 @@ class Blocks(NamedTuple):
     columns: int
     is_e8m0: bool
     offset: int
-    """What E8M0 adds to the bits of an amax, before their mantissa is cleared, to get those of the dequant_scale."""
+    """`e8m0_offset` of E8M0."""
 
 
 def cast_blockwise(
@@ -53,16 +51,17 @@ def cast_blockwise(
     dot_products: int,
     length: int,
     mode: str,
-) -> tuple[Tensor | None, ...]:
+) -> Places:
     """`quaver.scaling.dynamic_cast_blocks` of an `hp` [R, C] that triton_cast.py takes, along rows and along columns.
 
     Returns:
         The six places of cast.py; square blocks are cast once.
     """
-    if dot_products == length:
-        return *_cast(hp, float8_dtype, power_of_2, (length, length), mode), *_NONE
-    of_rows = _cast(hp, float8_dtype, power_of_2, (dot_products, length), mode) if row else _NONE
-    return *of_rows, *(_cast(hp, float8_dtype, power_of_2, (length, dot_products), mode) if column else _NONE)
+
+    def cast(block_size: tuple[int, int]) -> Places:
+        return _cast(hp, float8_dtype, power_of_2, block_size, mode)
+
+    return of_blocks(cast, row, column, dot_products, length)
 
 
 def _cast(
@@ -73,16 +72,9 @@ def _cast(
     quant, dequant = (hp.new_empty(counts, dtype=torch.float32) for _ in range(2))
     rows, columns = (max(size, 32) for size in block_size)
     tile, cast = Tile(rows, columns, warps=rows * columns // 1024), cast_to(float8_dtype, power_of_2)
-    blocks = Blocks(*block_size, bool(mode), _e8m0_offset(cast.max, mode))
+    blocks = Blocks(*block_size, bool(mode), e8m0_offset(float8_dtype, mode))
     launch(_cast_blocks, hp, tile, codes, quant, dequant, CAST=cast, BLOCKS=blocks)
     return codes, quant, dequant
-
-
-def _e8m0_offset(largest: float, mode: str) -> int:
-    """As `quaver.scaling.e8m0_scales`: RCEIL carries where the mantissa of an amax is above that of `largest`."""
-    bits = struct.unpack("<i", struct.pack("<f", largest))[0]
-    mantissa = (1 << 23) - 1
-    return (mantissa - (bits & mantissa) if mode == "rceil" else 0) - (((bits >> 23) - 127) << 23)
 
 
 @jit
