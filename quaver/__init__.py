@@ -33,6 +33,7 @@ from quaver.distributed import (
     PrepareFloat8ModuleInput,
     precompute_float8_dynamic_scale_for_fsdp,
 )
+from quaver.experts.grouped_mm import float8_grouped_mm
 from quaver.frozen import FrozenFloat8Linear, freeze_to_float8
 from quaver.integrations.check import assert_float8_training
 from quaver.linear import Float8Linear, float8_linear
@@ -69,6 +70,7 @@ __all__ = [
     "convert_to_float8_training",
     "convert_to_high_precision",
     "error_on_slow_path",
+    "float8_grouped_mm",
     "float8_linear",
     "float8_scaling_state",
     "freeze_to_float8",

@@ -23,7 +23,7 @@ appended, and add nothing); with row-wise scales a bfloat16 result and a scale f
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -57,6 +57,7 @@ class ScaleKind(enum.Enum):
     ROWWISE = "row-wise"
     BLOCKS_OF_128 = "1 x 128"
     BLOCKS_OF_32 = "1 x 32"
+    GROUPS = "row-wise grouped"
 
     @property
     def block_length(self) -> int:
@@ -222,6 +223,9 @@ def native_failure(device_index: int, kind: ScaleKind) -> str | None:
     return _native_failures[key]
 
 
+PROBES: dict[ScaleKind, Callable[[torch.device], str | None]] = {}
+"""How to find out about kinds that `mm` does not multiply; experts/gemm.py adds groups."""
+
 _NOT_THE_HARDWARE = (
     "out of memory",
     "alloc_failed",
@@ -274,6 +278,11 @@ def probe_native_mm(device: torch.device, kind: ScaleKind) -> str | None:
 
     Dtypes and devices are explicit: the verdict must not depend on torch's defaults at the first call.
     """
+    if kind in PROBES:
+        try:
+            return PROBES[kind](device)
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            return _failure_of_hardware(error)
     for a, b, a_scale, b_scale in _probes(kind):
         values = multiply_scale_(a.double(), a_scale.double()), multiply_scale_(b.double(), b_scale.double())
         expected = torch.mm(*values)
@@ -282,12 +291,17 @@ def probe_native_mm(device: torch.device, kind: ScaleKind) -> str | None:
             out = _native_mm(a.to(device), b.to(device), *scales, None, torch.bfloat16, False)
             wrong = (out.float().cpu() - expected).abs().max() > expected.abs().max() * 2**-7
         except (RuntimeError, ValueError, NotImplementedError) as error:
-            if any(words in str(error).lower() for words in _NOT_THE_HARDWARE):
-                raise
-            return str(error).splitlines()[0]
+            return _failure_of_hardware(error)
         if wrong:
             return f"a {a.shape[0]} x {b.shape[1]} matmul with {kind.value} scales gave a wrong result"
     return None
+
+
+def _failure_of_hardware(error: Exception) -> str:
+    """The first line of an error; raises it where it says nothing about the hardware."""
+    if any(words in str(error).lower() for words in _NOT_THE_HARDWARE):
+        raise error
+    return str(error).splitlines()[0]
 
 
 def _probes(kind: ScaleKind) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:

@@ -100,7 +100,7 @@ class _Float8Linear(torch.autograd.Function):
             return *_backward(ctx, grad_output), None
         with torch.no_grad():
             grads = _backward(ctx, grad_output)
-        return *_NoSecondDerivative.apply(*(g if g is None else g.detach().requires_grad_() for g in grads)), None
+        return *NoSecondDerivative.apply(*(g if g is None else g.detach().requires_grad_() for g in grads)), None
 
 
 def _output(input: Operand, weight: Operand, bias: Tensor | None, args: LinearArgs, input_shape: torch.Size) -> Tensor:
@@ -195,7 +195,7 @@ def _grad_output_quantizer(args: LinearArgs) -> Quantizer:
     return of_grad_output(args.config.casts.grad_output, args.hp_dtype, args.scales.grad_output)
 
 
-class _NoSecondDerivative(torch.autograd.Function):
+class NoSecondDerivative(torch.autograd.Function):
     """Identity on the gradients of a backward that autograd records (create_graph=True); its own backward raises."""
 
     @staticmethod
@@ -205,7 +205,7 @@ class _NoSecondDerivative(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_grads: Tensor) -> None:
         raise RuntimeError(
-            "a Float8Linear has no second derivative: quantization is piecewise constant. "
+            "a float8 matmul has no second derivative: quantization is piecewise constant. "
             "Call convert_to_high_precision(model) before double backward"
         )
 

@@ -34,6 +34,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import quaver.experts.gemm  # defines quaver::grouped_mm
 import quaver.kernels.exact_mm  # noqa: F401 - defines quaver::exact_float8_mm
 from quaver.torch_private.dispatch import OpOverload, OpOverloadPacket
 
@@ -48,6 +49,9 @@ MATMULS = frozenset(
         _aten._scaled_mm.default,
         _aten._scaled_mm_v2.default,
         torch.ops.quaver.exact_float8_mm.default,
+        torch.ops.quaver.grouped_mm.default,
+        _aten._grouped_mm.default,
+        _aten._scaled_grouped_mm.default,
     }
 )
 """The matmuls of linears, in every precision: one in two is saved."""

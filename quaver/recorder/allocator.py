@@ -31,7 +31,7 @@ _NO_OPERATION = ("aten::empty", "aten::resize_", "aten::new_empty", "autograd::"
 """Prefixes of ranges that only allocate for the operation around them."""
 
 _COLLECTIVES = ("c10d::", "gloo:", "FSDP::")
-_FLOAT8_MATMULS = ("quaver::gemm", "quaver::exact_float8_mm")
+_FLOAT8_MATMULS = ("quaver::gemm", "quaver::exact_float8_mm", "quaver::grouped_mm")
 _CONVERTERS = frozenset(("aten::to", "aten::_to_copy", "aten::copy_", "aten::empty_strided", "aten::empty_like"))
 _ELEMENTWISE = frozenset(
     f"aten::{name}{end}" for name in ("mul", "add", "sub", "div", "sum", "mean") for end in ("", "_")

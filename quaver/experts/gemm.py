@@ -1,0 +1,182 @@
+"""Grouped matmuls: one for each group of rows (groups.py), in one operation.
+
+    form           a                     b                     result            of group g
+    OUTPUT         tokens [T, K]         weights [E * N, K]    [T, N]            a_g [t, K] @ b_g.t() [K, N]
+    GRAD_INPUT     tokens [T, N]         weights [E * N, K]    [T, K]            a_g [t, N] @ b_g [N, K]
+    GRAD_WEIGHT    tokens [T, N]         tokens [T, K]         [E, N, K]         a_g.t() [N, t] @ b_g [t, K]
+
+Rows of the result that belong to no group are 0. With `transposed`, weights are stored [E, K, N], and so is the result
+of GRAD_WEIGHT.
+
+    device and operands                                                    runs as
+    CPU                                                                    one `gemm.mm` a group: an expert is a linear
+    GPU: e4m3, tensorwise or row-wise, and float8 units                    torch's scaled grouped matmul
+    GPU: high precision, or scales that are powers of two; bfloat16        torch's grouped matmul, of widened operands
+    GPU: others                                                            one `gemm.mm` a group
+
+The second and the third wait for nothing; the last reads the ends on the host, which is said once. Widened operands
+are exact in bfloat16 (kernels/exact_mm.py), so the second and the third differ in the order of sums only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from quaver.config import MatmulOptions
+from quaver.experts import gpu_gemm
+from quaver.experts.groups import Form, GroupedOperand, bounds_of, scale_of_group
+from quaver.formats import E4M3
+from quaver.gemm import PROBES, GemmBackend, Operand, ScaleKind, backend_for, mm
+from quaver.kernels.operation import operation
+from quaver.phases import phase
+from quaver.slow_paths import say_once
+
+
+def _grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    a_dequant_scale: Tensor | None,
+    b_dequant_scale: Tensor | None,
+    ends: Tensor,
+    form: str,
+    transposed: bool,
+    a_block_rows: int,
+    b_block_rows: int,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    scales_are_powers_of_2: bool,
+    emulate: bool,
+    pad: bool,
+) -> Tensor:
+    """The grouped matmul of a form; see the top of the file."""
+    of_form = Form(form)
+    a_operand = GroupedOperand(a, a_dequant_scale, a_block_rows)
+    b_operand = GroupedOperand(b, b_dequant_scale, b_block_rows)
+    options = MatmulOptions(use_fast_accum, scales_are_powers_of_2, emulate, pad)
+    if not a.is_cpu:
+        made = None
+        if a_dequant_scale is not None and _has_native(a.device, emulate):
+            made = gpu_gemm.scaled(a_operand, b_operand, ends, of_form, transposed, use_fast_accum)
+        if made is None and out_dtype is torch.bfloat16 and (a_dequant_scale is None or scales_are_powers_of_2):
+            made = gpu_gemm.widened(a_operand, b_operand, ends, of_form, transposed)
+        if made is not None:
+            return made.to(out_dtype)
+        say_once(
+            f"grouped matmuls on {a.device}",
+            f"{a.device} multiplies these experts one by one, and waits for the sizes of their groups: its grouped "
+            "matmul takes bfloat16, and float8 in e4m3 with scales of rows or tensors",
+        )
+    return _one_by_one(a_operand, b_operand, ends, of_form, transposed, options, out_dtype)
+
+
+def _has_native(device: torch.device, emulate: bool) -> bool:
+    return backend_for(device, ScaleKind.GROUPS, emulate=emulate) is GemmBackend.NATIVE
+
+
+def _one_by_one(
+    a: GroupedOperand,
+    b: GroupedOperand,
+    ends: Tensor,
+    form: Form,
+    transposed: bool,
+    options: MatmulOptions,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    groups = ends.shape[0]
+    bounds = bounds_of(ends, groups, a.data.shape[0])
+    of_b = bounds if form is Form.GRAD_WEIGHT else bounds_of(None, groups, b.data.shape[0])
+    out = a.data.new_empty(_shape(a.data, b.data, groups, form, transposed), dtype=out_dtype)
+    for group, (start, stop) in enumerate(bounds):
+        left, right = (
+            Operand(each.data[s:e], scale_of_group(each, group, s, e))
+            for each, (s, e) in ((a, (start, stop)), (b, of_b[group]))
+        )
+        if form is Form.GRAD_WEIGHT:
+            product = mm(left.t(), right, options, out_dtype)
+            out[group] = product.t() if transposed else product
+        else:
+            right = right.t() if (form is Form.OUTPUT) is not transposed else right
+            out[start:stop] = mm(left, right, options, out_dtype)
+    if form is not Form.GRAD_WEIGHT:
+        out[bounds[-1][1] :] = 0
+    return out
+
+
+def _shape(a: Tensor, b: Tensor, groups: int, form: Form, transposed: bool) -> tuple[int, ...]:
+    if form is Form.GRAD_WEIGHT:
+        sizes = (b.shape[1], a.shape[1]) if transposed else (a.shape[1], b.shape[1])
+        return groups, *sizes
+    by_rows = (form is Form.OUTPUT) is not transposed
+    return a.shape[0], b.shape[0] // groups if by_rows else b.shape[1]
+
+
+def _fake_grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    a_dequant_scale: Tensor | None,
+    b_dequant_scale: Tensor | None,
+    ends: Tensor,
+    form: str,
+    transposed: bool,
+    a_block_rows: int,
+    b_block_rows: int,
+    out_dtype: torch.dtype,
+    *_: bool,
+) -> Tensor:
+    return a.new_empty(_shape(a, b, ends.shape[0], Form(form), transposed), dtype=out_dtype)
+
+
+_operation = operation(_grouped_mm, results=1, fake=_fake_grouped_mm, in_graphs=True)
+
+
+@phase("quaver::gemm")
+def grouped_mm(
+    a: GroupedOperand,
+    b: GroupedOperand,
+    ends: Tensor,
+    form: Form,
+    options: MatmulOptions,
+    out_dtype: torch.dtype,
+    transposed: bool,
+) -> Tensor:
+    """The grouped matmul of a form; see the top of the file. Operands without scales are in high precision, both."""
+    if a.dequant_scale is None or b.dequant_scale is None:
+        a, b = (GroupedOperand(each.data.to(out_dtype)) for each in (a, b))
+    scales, block_rows = (a.dequant_scale, b.dequant_scale), (a.block_rows, b.block_rows)
+    out: Tensor = _operation(a.data, b.data, *scales, ends, form.value, transposed, *block_rows, out_dtype, *options)
+    return out
+
+
+@register_flop_formula(torch.ops.quaver.grouped_mm)
+def _flops(
+    a_shape: torch.Size,
+    b_shape: torch.Size,
+    a_scale_shape: torch.Size | None,
+    b_scale_shape: torch.Size | None,
+    ends_shape: torch.Size,
+    form: str,
+    *_: object,
+    out_shape: torch.Size,
+    **__: object,
+) -> int:
+    """As torch counts a grouped matmul: every row of a belongs to a group."""
+    return 2 * a_shape[0] * a_shape[1] * (b_shape[1] if form == Form.GRAD_WEIGHT.value else out_shape[1])
+
+
+def _probe(device: torch.device) -> str | None:
+    """`gemm.probe_native_mm` of torch's scaled grouped matmul: three groups, one empty."""
+    numbers = torch.arange(48 * 32, device="cpu").view(48, 32)
+    a, b = ((numbers % modulus - modulus // 2).float().to(E4M3.dtype) for modulus in (13, 7))
+    a_scale, b_scale = ((numbers[:, :1] % modulus + 1).float() for modulus in (5, 3))
+    ends = torch.tensor([20, 20, 48], dtype=torch.int32, device="cpu")
+    of_cpu = GroupedOperand(a, a_scale, 1), GroupedOperand(b, b_scale, 1)
+    expected = _one_by_one(*of_cpu, ends, Form.OUTPUT, False, MatmulOptions(), torch.float32)
+    moved = GroupedOperand(a.to(device), a_scale.to(device), 1), GroupedOperand(b.to(device), b_scale.to(device), 1)
+    out = gpu_gemm.scaled(*moved, ends.to(device), Form.OUTPUT, False, False)
+    wrong = out is None or bool((out.float().cpu() - expected).abs().max() > expected.abs().max() * 2**-7)
+    return "a grouped matmul gave a wrong result" if wrong else None
+
+
+PROBES[ScaleKind.GROUPS] = _probe

@@ -1,0 +1,180 @@
+"""`float8_grouped_mm`: torch's grouped matmul, and its two gradients, in float8.
+
+    output      [T, N]     group g: a_g [t, K] @ b_t[g] [K, N]
+    grad_a      [T, K]              grad_output_g [t, N] @ b_t[g].t() [N, K]
+    grad_b_t    [E, K, N]           a_g.t() [K, t] @ grad_output_g [t, N]
+
+An expert is a linear with the weight [N, K] = b_t[g].t(): each group has the operands, scales and sums of the float8
+linear of its expert on its tokens, to the bit. Saved for backward: the column operand of a, and b_t itself, which
+backward quantizes again (its column operand with `keep_float8_weight_for_backward`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quaver.checkpointing.early_stop import save, saved
+from quaver.config import Float8LinearConfig, Float8LinearRecipeName, OperandCasts, resolve_config
+from quaver.experts.cast import cast_groups
+from quaver.experts.gemm import grouped_mm
+from quaver.experts.groups import Form, GroupedOperand, GroupedOperands, bounds_of
+from quaver.formats import HP_DTYPES
+from quaver.linear import NoSecondDerivative, compute_dtype
+from quaver.scaling import PLAIN_TYPES
+from quaver.torch_private.autograd import forward_ad_level
+
+
+class _Args(NamedTuple):
+    """What a grouped matmul computes with, besides its tensors."""
+
+    config: Float8LinearConfig
+    hp_dtype: torch.dtype
+    transposed: bool
+    """Whether weights are stored [E, K, N]."""
+
+
+class _Float8GroupedMM(torch.autograd.Function):
+    """`output` forward, `grad_a` and the weight's gradient backward."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, weight: Tensor, ends: Tensor, args: _Args) -> Tensor:
+        needs_grad_a, needs_grad_weight = ctx.needs_input_grad[:2]
+        keeps_codes = needs_grad_a and args.config.keep_float8_weight_for_backward
+        of_a = _quantize_tokens(a, ends, args.config.casts.input, True, needs_grad_weight)
+        of_weight = _quantize_weight(weight, args, True, keeps_codes)
+        saved_a = _present(of_a.column) if needs_grad_weight else GroupedOperand(a.new_empty(0))
+        saved_weight = _present(of_weight.column) if keeps_codes else GroupedOperand(weight)
+        ctx.args, ctx.weight_shape = args, weight.shape
+        ctx.block_rows = saved_a.block_rows, saved_weight.block_rows
+        tensors = (*saved_a[:2], *(saved_weight[:2] if needs_grad_a else (None, None)), ends)
+        save(ctx, tensors)
+        return _output(_present(of_a.row), _present(of_weight.row), ends, args)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return *_backward(ctx, grad_output), None, None
+        with torch.no_grad():
+            grads = _backward(ctx, grad_output)
+        recorded = NoSecondDerivative.apply(*(g if g is None else g.detach().requires_grad_() for g in grads))
+        return *recorded, None, None
+
+
+def _output(a: GroupedOperand, weight: GroupedOperand, ends: Tensor, args: _Args) -> Tensor:
+    return grouped_mm(a, weight, ends, Form.OUTPUT, args.config.matmuls.output, args.hp_dtype, args.transposed)
+
+
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    args: _Args = ctx.args
+    matmuls, casts = args.config.matmuls, args.config.casts.grad_output
+    needs_grad_a, needs_grad_weight = ctx.needs_input_grad[:2]
+    a_data, a_scale, weight_data, weight_scale, ends = saved(ctx)
+    if not torch.compiler.is_compiling():
+        ctx.maybe_clear_saved_tensors()
+    of_grad = _quantize_tokens(grad_output.contiguous(), ends, casts, needs_grad_a, needs_grad_weight)
+    grad_a = grad_weight = None
+    if needs_grad_weight:
+        saved_a = GroupedOperand(a_data, a_scale, ctx.block_rows[0])
+        column = _present(of_grad.column)
+        grad_weight = grouped_mm(
+            column, saved_a, ends, Form.GRAD_WEIGHT, matmuls.grad_weight, args.hp_dtype, args.transposed
+        )
+    if needs_grad_a:
+        weight = GroupedOperand(weight_data, weight_scale, ctx.block_rows[1])
+        if weight_data.dim() == 3:
+            weight = _present(_quantize_weight(weight_data, args, False, True).column)
+        grad_a = grouped_mm(
+            _present(of_grad.row), weight, ends, Form.GRAD_INPUT, matmuls.grad_input, args.hp_dtype, args.transposed
+        )
+    return grad_a, grad_weight
+
+
+def _present(operand: GroupedOperand | None) -> GroupedOperand:
+    if operand is None:
+        raise RuntimeError("groups were quantized for one of their two matmuls, and both read them")
+    return operand
+
+
+def _quantize(
+    hp: Tensor, casts: OperandCasts, ends: Tensor | None, groups: int, row: bool, column: bool
+) -> GroupedOperands:
+    """Quantize groups of rows [rows, columns] for one of their matmuls, or for both."""
+    if not (row or column):
+        return GroupedOperands(None, None)
+    if casts.is_one or not (row and column):
+        return cast_groups(hp, casts.row if row else casts.column, ends, groups, row, column, casts.power_of_2)
+    of_row = cast_groups(hp, casts.row, ends, groups, True, False, casts.power_of_2).row
+    return GroupedOperands(of_row, cast_groups(hp, casts.column, ends, groups, False, True, casts.power_of_2).column)
+
+
+def _quantize_tokens(hp: Tensor, ends: Tensor, casts: OperandCasts, row: bool, column: bool) -> GroupedOperands:
+    return _quantize(hp, casts, ends, ends.shape[0], row, column)
+
+
+def _quantize_weight(weight: Tensor, args: _Args, row: bool, column: bool) -> GroupedOperands:
+    """The operands of every expert's [N, K]; those of a weight [E, K, N] are quantized in the other direction."""
+    casts = args.config.casts.weight
+    stored = weight.view(-1, weight.shape[2])
+    if not args.transposed:
+        return _quantize(stored, casts, None, weight.shape[0], row, column)
+    turned = OperandCasts(casts.column, casts.row, casts.power_of_2, casts.is_one)
+    return GroupedOperands(*reversed(_quantize(stored, turned, None, weight.shape[0], column, row)))
+
+
+def float8_grouped_mm(
+    a: Tensor,
+    b_t: Tensor,
+    offs: Tensor,
+    *,
+    config: Float8LinearConfig | Float8LinearRecipeName | str | None = None,
+) -> Tensor:
+    """`torch.nn.functional.grouped_mm(a, b_t, offs=offs)` with its matmuls, forward and backward, in float8.
+
+    Groups may be empty and of any size. Rows past the last end belong to no group: their results and gradients are 0.
+
+    Args:
+        a: [T, K], float32, bfloat16 or float16.
+        b_t: [E, K, N], any high-precision dtype. Experts with weights [N, K] give `weight.transpose(1, 2)`.
+        offs: int32 [E]: where each group of rows of `a` ends, ascending, at most T.
+        config: a config, a recipe or its name; None for the tensorwise recipe. Dynamic scaling only.
+    Returns:
+        [T, N] in a's dtype; under autocast in autocast's.
+    Raises:
+        ValueError: shapes, dtypes or ends that do not fit, or a config with delayed or static scaling. Ends on a GPU
+            are not read.
+    """
+    config = resolve_config(config)
+    if config.has_persistent_scales:
+        raise ValueError(
+            "float8_grouped_mm scales dynamically, got a config with persistent scales: the tokens of an expert are "
+            "others in each step"
+        )
+    _check(a, b_t, offs)
+    hp_dtype = compute_dtype("cpu" if a.is_cpu else a.device.type, a.dtype)
+    transposed = b_t.is_contiguous()
+    weight = b_t if transposed else b_t.transpose(1, 2).contiguous()
+    args = _Args(config, hp_dtype, transposed)
+    a = a.contiguous()
+    if torch.is_grad_enabled() or forward_ad_level() >= 0:
+        output: Tensor = _Float8GroupedMM.apply(a, weight, offs, args)
+        return output
+    of_a = _quantize_tokens(a, offs, config.casts.input, True, False)
+    return _output(_present(of_a.row), _present(_quantize_weight(weight, args, True, False).row), offs, args)
+
+
+def _check(a: Tensor, b_t: Tensor, offs: Tensor) -> None:
+    if a.dim() != 2 or b_t.dim() != 3 or a.shape[1] != b_t.shape[1]:
+        raise ValueError(f"expected a of [T, K] and b_t of [E, K, N], got {list(a.shape)} and {list(b_t.shape)}")
+    for name, tensor in (("a", a), ("b_t", b_t)):
+        if tensor.dtype not in HP_DTYPES:
+            raise ValueError(f"{name}: expected {', '.join(map(str, HP_DTYPES))}, got {tensor.dtype}")
+    if offs.dtype is not torch.int32 or offs.dim() != 1 or offs.shape[0] != b_t.shape[0] or not offs.shape[0]:
+        raise ValueError(
+            f"offs: expected int32 of shape [{b_t.shape[0]}], one end for each of at least one expert; got "
+            f"{offs.dtype} of {list(offs.shape)}"
+        )
+    if offs.is_cpu and type(offs) in PLAIN_TYPES and not torch.compiler.is_compiling():
+        bounds_of(offs, offs.shape[0], a.shape[0])

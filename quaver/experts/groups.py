@@ -1,0 +1,126 @@
+"""Rows that belong to groups: the tokens of each expert, or the weights of all; where groups and their scales begin.
+
+    groups of tokens     ends [E], int32: group g has the rows from ends[g - 1] to ends[g]; none has rows past the last
+    groups of weights    no ends: E groups with as many rows each, a weight [E, R, C] as [E * R, C]
+
+The scales of a group are those of the group alone, as if it were a matrix of its own: it has its own amax tensorwise,
+its own column scales row-wise, and its blocks begin at its first row. So each cast has blocks, of `rows` x `columns`:
+
+    granularity       row codes      column codes     scales
+    tensorwise        all x all      the same         [E]
+    rowwise           1 x all        all x 1          [rows, 1] and [E, columns]
+    blockwise r x c   r x c          c x r            [places, ceil(columns / c)], one row of places for r rows
+
+[Note: places] A scale's row cannot be where the number of earlier blocks puts it: a GPU would have to tell the host how
+many there are. The blocks of r rows of group g begin at row start // r + g of the scales. Groups do not overlap there,
+because ceil(n / r) <= (start + n) // r - start // r + 1, and rows // r + E rows are enough. Some stay unused.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quaver.config import ScalingGranularity
+
+ALL = 0
+"""As a length of blocks: all rows of a group, or all columns."""
+
+Block = tuple[int, int]
+
+
+class GroupedOperand(NamedTuple):
+    """Groups of rows as one operand of grouped matmuls: float8 codes with scales, or a matrix in high precision."""
+
+    data: Tensor
+    """[rows, columns]."""
+    dequant_scale: Tensor | None = None
+    block_rows: int = ALL
+    """How many rows of a group share a scale."""
+
+
+class GroupedOperands(NamedTuple):
+    """Groups of rows as both of their matmuls read them; None for one that was not asked for."""
+
+    row: GroupedOperand | None
+    column: GroupedOperand | None
+
+
+class Form(enum.Enum):
+    """Which of an expert's three matmuls; gemm.py has the table."""
+
+    OUTPUT = "output"
+    GRAD_INPUT = "grad_input"
+    GRAD_WEIGHT = "grad_weight"
+
+
+def bounds_of(ends: Tensor | None, groups: int, rows: int) -> list[tuple[int, int]]:
+    """Where each group begins and ends. Reads `ends` on the host.
+
+    Raises:
+        ValueError: ends that descend or lie outside of the matrix.
+    """
+    if ends is None:
+        return [(g * (rows // groups), (g + 1) * (rows // groups)) for g in range(groups)]
+    stops = ends.tolist()
+    starts = [0, *stops[:-1]]
+    if any(start > stop for start, stop in zip(starts, stops, strict=True)) or stops[-1] > rows:
+        raise ValueError(f"offs: expected ends that ascend from 0 to at most the {rows} rows of a, got {stops}")
+    return list(zip(starts, stops, strict=True))
+
+
+def group_of_rows(ends: Tensor | None, groups: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """For each row its group, int64 [rows], `groups` past the last end; and where each group begins, int64 [groups]."""
+    numbers = torch.arange(rows, device=device)
+    if ends is None:
+        height = rows // groups
+        return numbers // max(height, 1), torch.arange(groups, device=device) * height
+    stops = ends.long()
+    return torch.searchsorted(stops, numbers, right=True), F.pad(stops[:-1], (1, 0))
+
+
+def count_of_scales(block_rows: int, groups: int, rows: int) -> int:
+    """How many rows the scales have; see [Note: places]."""
+    return groups if block_rows == ALL else rows if block_rows == 1 else rows // block_rows + groups
+
+
+def first_scale(block_rows: int, group: int, start: int) -> int:
+    """The row of the scales of the first block of a group; see [Note: places]."""
+    return group if block_rows == ALL else start if block_rows == 1 else start // block_rows + group
+
+
+def scale_of_group(operand: GroupedOperand, group: int, start: int, stop: int) -> Tensor | None:
+    """The scale of one group, as the matmul of one matrix takes it."""
+    scale = operand.dequant_scale
+    if scale is None:
+        return None
+    first = first_scale(operand.block_rows, group, start)
+    count = 1 if operand.block_rows == ALL else -(-(stop - start) // operand.block_rows)
+    return scale[group] if scale.dim() == 1 else scale.narrow(0, first, count)
+
+
+def blocks_of(granularity: str, block_options: tuple[int | str, ...]) -> tuple[Block, Block]:
+    """The blocks of the row codes and of the column codes; see the table at the top."""
+    if granularity == ScalingGranularity.TENSORWISE.value:
+        return (ALL, ALL), (ALL, ALL)
+    if granularity == ScalingGranularity.ROWWISE.value:
+        return (1, ALL), (ALL, 1)
+    dot_products, length = int(block_options[0]), int(block_options[1])
+    return (dot_products, length), (length, dot_products)
+
+
+def places_of_rows(ends: Tensor | None, groups: int, rows: int, block_rows: int, device: torch.device) -> Tensor:
+    """For each row the row of its scale, int64 [rows]; `count_of_scales` for rows of no group."""
+    numbers = torch.arange(rows, device=device)
+    if block_rows == 1:
+        return numbers
+    group, starts = group_of_rows(ends, groups, rows, device)
+    if block_rows == ALL:
+        return group
+    start = F.pad(starts, (0, 1))[group]
+    place = start // block_rows + group + (numbers - start) // block_rows
+    return place.where(group < groups, count_of_scales(block_rows, groups, rows))

@@ -1,0 +1,350 @@
+"""float8_grouped_mm: every expert is the float8 linear of its tokens, to the bit, on every path."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from quaver import Float8LinearConfig, Float8LinearRecipeName, float8_grouped_mm, float8_linear
+from quaver.config import MatmulOptions
+from quaver.experts import gemm, gpu_gemm
+from quaver.experts.cast import _cast_groups, cast_groups
+from quaver.experts.gemm import Form
+from quaver.experts.groups import GroupedOperand, bounds_of, count_of_scales, first_scale
+from quaver.gemm import PROBES, ScaleKind
+from tests.reference import assert_same_bits
+from tests.thinned import thinned
+
+RECIPES = [name.value for name in Float8LinearRecipeName if "delayed" not in name.value]
+ENDS = [37, 37, 200, 300]
+"""Of 310 rows: one group is empty, blocks of 32 and of 128 are cut, and the last ten rows belong to no group."""
+
+
+def operands(*, k=96, n=160, rows=310, experts=4, dtype=torch.bfloat16, transposed=False):
+    a = torch.randn(rows, k, dtype=dtype) * torch.logspace(-3, 0, rows).view(-1, 1).to(dtype)
+    b_t = torch.randn(experts, k, n, dtype=dtype) * torch.logspace(-1, 1, experts).view(-1, 1, 1).to(dtype)
+    b_t = b_t if transposed else b_t.transpose(1, 2).contiguous().transpose(1, 2)
+    return a.requires_grad_(), b_t.requires_grad_(), torch.tensor(ENDS, dtype=torch.int32)
+
+
+def step(a, b_t, ends, grad_output, config, function=float8_grouped_mm):
+    """The result and both gradients."""
+    a, b_t = a.detach().requires_grad_(), b_t.detach().requires_grad_()
+    out = function(a, b_t, ends, config=config)
+    out.backward(grad_output)
+    return out.detach(), a.grad, b_t.grad
+
+
+def expert_by_expert(a, b_t, ends, grad_output, config):
+    """The same, by one float8 linear an expert."""
+    out, grad_a, grad_b_t = (torch.zeros_like(each) for each in (grad_output, a, b_t))
+    for expert, (start, stop) in enumerate(bounds_of(ends, len(ends), len(a))):
+        tokens = a.detach()[start:stop].requires_grad_()
+        weight = b_t.detach()[expert].t().contiguous().requires_grad_()
+        of_expert = float8_linear(tokens, weight, config=config)
+        of_expert.backward(grad_output[start:stop])
+        out[start:stop], grad_a[start:stop], grad_b_t[expert] = of_expert, tokens.grad, weight.grad.t()
+    return out, grad_a, grad_b_t
+
+
+def assert_all_same(got, expected):
+    for one, other in zip(got, expected, strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "sizes", "transposed"),
+    thinned(RECIPES, (torch.bfloat16, torch.float32, torch.float16), ((96, 160), (70, 33), (130, 1)), (False, True)),
+)
+def test_each_expert_is_a_float8_linear(recipe, dtype, sizes, transposed):
+    k, n = sizes
+    a, b_t, ends = operands(k=k, n=n, dtype=dtype, transposed=transposed)
+    grad_output = torch.randn(310, n, dtype=dtype)
+    assert_all_same(step(a, b_t, ends, grad_output, recipe), expert_by_expert(a, b_t, ends, grad_output, recipe))
+
+
+CONFIGS = {
+    "weight kept": replace(Float8LinearConfig.from_recipe_name("rowwise"), keep_float8_weight_for_backward=True),
+    "square blocks kept": replace(Float8LinearConfig.from_recipe_name("mxfp8"), keep_float8_weight_for_backward=True),
+    "float32 scales": replace(Float8LinearConfig.from_recipe_name("blockwise"), round_scales_to_power_of_2=False),
+    "padded": Float8LinearConfig(pad_inner_dim=True),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_expert_is_a_float8_linear_with_options(name):
+    a, b_t, ends = operands(k=70, n=33)
+    grad_output = torch.randn(310, 33, dtype=a.dtype)
+    got = step(a, b_t, ends, grad_output, CONFIGS[name])
+    assert_all_same(got, expert_by_expert(a, b_t, ends, grad_output, CONFIGS[name]))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp", "blockwise"])
+def test_what_lies_past_the_last_end_is_ignored(recipe):
+    a, b_t, ends = operands()
+    grad_output = torch.randn(310, 160, dtype=a.dtype)
+    expected = step(a, b_t, ends, grad_output, recipe)
+    with torch.no_grad():
+        a[ENDS[-1] :], grad_output[ENDS[-1] :] = torch.nan, torch.inf
+    got = step(a, b_t, ends, grad_output, recipe)
+    assert_all_same(got, expected)
+    assert not got[0][ENDS[-1] :].any()
+    assert not got[1][ENDS[-1] :].any()
+
+
+@pytest.mark.parametrize("ends", [[0, 0, 0, 0], [0, 0, 0, 310], [310] * 4], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_empty_groups(recipe, ends):
+    a, b_t, _ = operands(k=40, n=24)
+    ends = torch.tensor(ends, dtype=torch.int32)
+    grad_output = torch.randn(310, 24, dtype=a.dtype)
+    assert_all_same(step(a, b_t, ends, grad_output, recipe), expert_by_expert(a, b_t, ends, grad_output, recipe))
+
+
+def test_no_tokens():
+    a, b_t, ends = operands(rows=0)
+    got = step(a, b_t, ends * 0, torch.empty(0, 160, dtype=a.dtype), "rowwise")
+    assert got[0].shape == (0, 160)
+    assert got[1].shape == (0, 96)
+    assert not got[2].any()
+
+
+def test_expanded_and_missing_gradients():
+    a, b_t, ends = operands()
+    dense = step(a, b_t, ends, torch.ones(310, 160, dtype=a.dtype), "rowwise")
+    float8_grouped_mm(a, b_t, ends, config="rowwise").sum().backward()
+    assert_same_bits(a.grad, dense[1])
+    for needed, grad in ((a, dense[1]), (b_t, dense[2])):
+        a.grad = b_t.grad = None
+        inputs = [each if each is needed else each.detach() for each in (a, b_t)]
+        float8_grouped_mm(*inputs, ends, config="rowwise").sum().backward()
+        assert_same_bits(needed.grad, grad)
+        assert all(each.grad is None for each in (a, b_t) if each is not needed)
+
+
+def test_without_gradients_and_under_autocast():
+    a, b_t, ends = operands(dtype=torch.float32)
+    recorded = float8_grouped_mm(a, b_t, ends, config="blockwise")
+    with torch.no_grad():
+        assert_same_bits(float8_grouped_mm(a, b_t, ends, config="blockwise"), recorded.detach())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert float8_grouped_mm(a, b_t, ends, config="blockwise").dtype is torch.bfloat16
+
+
+def test_second_derivatives_are_refused():
+    a, b_t, ends = operands()
+    (grad,) = torch.autograd.grad(float8_grouped_mm(a, b_t, ends).sum(), a, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"])
+def test_compiled_without_breaks_for_any_ends(recipe):
+    a, b_t, _ = operands()
+    grad_output = torch.randn(310, 160, dtype=a.dtype)
+    torch._dynamo.reset()
+    compiled = torch.compile(float8_grouped_mm, fullgraph=True)
+    for stops in (ENDS, [5, 100, 100, 310]):
+        ends = torch.tensor(stops, dtype=torch.int32)
+        eager = step(a, b_t, ends, grad_output, recipe)
+        with torch.compiler.set_stance(fail_on_recompile := "default" if stops is ENDS else "fail_on_recompile"):
+            assert fail_on_recompile
+            assert_all_same(step(a, b_t, ends, grad_output, recipe, compiled), eager)
+
+
+def test_operations_have_fake_kernels_and_flops():
+    a, b_t, ends = operands()
+    cast = Float8LinearConfig.from_recipe_name("blockwise").casts.input.column
+    args = a.detach(), cast.float8_dtype, ends, 4, True, True, True, "blockwise", 1, 128, ""
+    torch.library.opcheck(torch.ops.quaver.cast_groups, args, test_utils="test_faketensor")
+    tokens = cast_groups(a.detach(), cast, ends, 4, False, True, True).column
+    args = tokens.data, tokens.data, tokens.dequant_scale, tokens.dequant_scale, ends, "grad_weight", False
+    args += (128, 128, torch.bfloat16, False, True, False, False)
+    torch.library.opcheck(torch.ops.quaver.grouped_mm, args, test_utils="test_faketensor")
+    with FlopCounterMode(display=False) as counted:
+        step(a, b_t, ends, torch.randn(310, 160, dtype=a.dtype), "rowwise")
+    with FlopCounterMode(display=False) as of_torch:
+        F.grouped_mm(a, b_t, offs=ends).backward(torch.randn(310, 160, dtype=a.dtype))
+    assert counted.get_total_flops() == of_torch.get_total_flops() == 3 * 2 * 310 * 96 * 160
+
+
+# ---- the paths of other devices --------------------------------------------------------------------------------------
+
+
+def used_places(block_rows, ends):
+    bounds = bounds_of(ends, len(ends), 310)
+    for group, (start, stop) in enumerate(bounds):
+        first = first_scale(block_rows, group, start)
+        yield from range(first, first + (1 if block_rows == 0 else -(-(stop - start) // block_rows)))
+
+
+@pytest.mark.parametrize("direction", ["row", "column"])
+@pytest.mark.parametrize("operand", ["input", "weight", "grad_output"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_reference_gives_the_codes_and_scales_of_the_cpu(recipe, operand, direction):
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    cast = config.casts.of(operand, direction)
+    if cast.is_disabled:
+        pytest.skip("in high precision")
+    hp = torch.randn(310, 70, dtype=torch.bfloat16)
+    hp[3, 3], hp[50, 2], hp[210:240] = torch.inf, torch.nan, 0
+    power_of_2 = config.casts.input.power_of_2
+    for ends in (torch.tensor(ENDS, dtype=torch.int32), None):
+        groups = 4 if ends is not None else 5
+        made = getattr(cast_groups(hp, cast, ends, groups, True, True, power_of_2), direction)
+        options = cast.block_options or (0, 0, "")
+        granularity = cast.scaling_granularity.value
+        places = _cast_groups(hp, cast.float8_dtype, ends, groups, True, True, power_of_2, granularity, *options)
+        codes, _, scale = places[3:] if direction == "column" and places[3] is not None else places[:3]
+        end = ENDS[-1] if ends is not None else 310
+        nan = made.data[:end].float().isnan()
+        assert torch.equal(nan, codes[:end].float().isnan())
+        assert torch.equal(made.data[:end].float().masked_fill(nan, 0), codes[:end].float().masked_fill(nan, 0))
+        stops = ends if ends is not None else torch.arange(62, 311, 62, dtype=torch.int32)
+        used = sorted(set(used_places(made.block_rows, stops)))
+        assert scale.shape == made.dequant_scale.shape
+        assert torch.equal(scale[used].nan_to_num(-1), made.dequant_scale[used].nan_to_num(-1))
+
+
+def grouped_operands(form, recipe, transposed, a, b_t, grad_output, ends):
+    """Both operands of one of the three matmuls."""
+    casts = Float8LinearConfig.from_recipe_name(recipe).casts
+    power_of_2 = casts.input.power_of_2
+
+    def tokens(hp, operand, direction):
+        cast = casts.of(operand, direction)
+        return getattr(cast_groups(hp, cast, ends, 4, direction == "row", direction == "column", power_of_2), direction)
+
+    def weight(direction):
+        stored = (b_t if transposed else b_t.transpose(1, 2)).contiguous()
+        of_stored = {"row": "column", "column": "row"}[direction] if transposed else direction
+        made = cast_groups(
+            stored.view(-1, stored.shape[2]),
+            casts.of("weight", direction),
+            None,
+            4,
+            of_stored == "row",
+            of_stored == "column",
+            power_of_2,
+        )
+        return getattr(made, of_stored)
+
+    if form is Form.OUTPUT:
+        return tokens(a, "input", "row"), weight("row")
+    if form is Form.GRAD_INPUT:
+        return tokens(grad_output, "grad_output", "row"), weight("column")
+    return tokens(grad_output, "grad_output", "column"), tokens(a, "input", "column")
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["[E, N, K]", "[E, K, N]"])
+@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize(
+    "recipe", ["rowwise", "rowwise_with_gw_hp", "rowwise_with_tensorwise_weight", "blockwise", "mxfp8"]
+)
+def test_widened_groups_on_torchs_grouped_matmul(recipe, form, transposed):
+    a, b_t, ends = operands(k=70, n=33)
+    grad_output = torch.randn(310, 33, dtype=a.dtype)
+    pair = grouped_operands(form, recipe, transposed, a.detach(), b_t.detach(), grad_output, ends)
+    dtype = torch.bfloat16 if pair[0].dequant_scale is None else torch.float32
+    expected = gemm._one_by_one(*pair, ends, form, transposed, MatmulOptions(False, True), dtype).float()
+    got = gpu_gemm.widened(*pair, ends, form, transposed)
+    assert got.dtype is torch.bfloat16
+    assert got.shape == expected.shape
+    torch.testing.assert_close(got.float(), expected, rtol=2**-7, atol=float(expected.abs().max()) * 2**-10)
+
+
+@pytest.fixture
+def scaled_grouped_mm(monkeypatch):
+    """torch's scaled grouped matmul, checked by its own meta kernel and computed expert by expert."""
+
+    def multiply(a, b, a_scale, b_scale, *, offs, out_dtype, use_fast_accum):
+        meta = [each.to("meta") for each in (a, b, a_scale, b_scale)]
+        meta = [m.as_strided(each.shape, each.stride()) for m, each in zip(meta, (a, b, a_scale, b_scale), strict=True)]
+        shape = torch._scaled_grouped_mm(*meta, offs=offs.to("meta"), out_dtype=out_dtype).shape
+        wide_a, wide_b = a.float(), b.float()
+        out = torch.full(shape, torch.nan)
+        start = 0
+        for group, stop in enumerate(offs.tolist()):
+            if b.dim() == 3:
+                scales = a_scale[start:stop, None] * b_scale[group][None]
+                out[start:stop] = wide_a[start:stop] @ wide_b[group] * scales
+            else:
+                assert (stop - start) % 16 == 0
+                of_group = (each.view(len(offs), -1)[group] for each in (a_scale, b_scale))
+                out[group] = wide_a[:, start:stop] @ wide_b[start:stop] * torch.outer(*of_group)
+            start = stop
+        return out.to(out_dtype)
+
+    monkeypatch.setattr(gpu_gemm, "scaled_grouped_mm", multiply)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["[E, N, K]", "[E, K, N]"])
+@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_tensorwise_weight", "tensorwise"])
+def test_scaled_groups_as_the_hardware_reads_them(recipe, form, transposed, scaled_grouped_mm):
+    a, b_t, ends = operands(k=70, n=33)
+    grad_output = torch.randn(310, 33, dtype=a.dtype)
+    pair = grouped_operands(form, recipe, transposed, a.detach(), b_t.detach(), grad_output, ends)
+    got = gpu_gemm.scaled(*pair, ends, form, transposed, False)
+    if recipe == "tensorwise" and form is not Form.OUTPUT:
+        assert got is None  # e5m2
+        return
+    expected = gemm._one_by_one(*pair, ends, form, transposed, MatmulOptions(), torch.float32)
+    torch.testing.assert_close(got.float(), expected, rtol=2**-7, atol=float(expected.abs().max()) * 2**-10)
+
+
+def test_the_probe_of_the_hardware(scaled_grouped_mm, monkeypatch):
+    assert PROBES[ScaleKind.GROUPS](torch.device("cpu")) is None
+    right = gpu_gemm.scaled_grouped_mm
+    monkeypatch.setattr(gpu_gemm, "scaled_grouped_mm", lambda *args, **options: right(*args, **options) * 1.1)
+    assert "wrong result" in PROBES[ScaleKind.GROUPS](torch.device("cpu"))
+
+
+def test_scales_that_vary_along_the_contracted_dim_are_not_the_hardwares():
+    a, b_t, ends = operands(k=70, n=33)
+    pair = grouped_operands(Form.OUTPUT, "blockwise", False, a.detach(), b_t.detach(), a.detach()[:, :33], ends)
+    assert gpu_gemm.scaled(*pair, ends, Form.OUTPUT, False, False) is None
+    stored_once = GroupedOperand(pair[1].data, torch.ones(4 * 33, 1), 1)
+    grad_output = GroupedOperand(pair[0].data[:, :33].contiguous(), torch.ones(310, 1), 1)
+    assert gpu_gemm.scaled(grad_output, stored_once, ends, Form.GRAD_INPUT, False, False) is None
+
+
+def test_scales_of_groups_do_not_overlap():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        rows = int(torch.randint(0, 400, (), generator=generator))
+        ends = torch.randint(0, rows + 1, (5,), generator=generator).sort().values.int()
+        for block_rows in (32, 128):
+            used = [
+                first_scale(block_rows, group, start) + block
+                for group, (start, stop) in enumerate(bounds_of(ends, 5, rows))
+                for block in range(-(-(stop - start) // block_rows))
+            ]
+            assert len(used) == len(set(used))
+            assert all(each < count_of_scales(block_rows, 5, rows) for each in used)
+
+
+# ---- what a user gives -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"offs": torch.tensor([37, 20, 200, 300], dtype=torch.int32)}, "ends that ascend"),
+        ({"offs": torch.tensor([37, 37, 200, 311], dtype=torch.int32)}, "at most the 310 rows"),
+        ({"offs": torch.tensor([-1, 37, 200, 300], dtype=torch.int32)}, "ends that ascend"),
+        ({"offs": torch.tensor(ENDS)}, r"offs: expected int32 of shape \[4\]"),
+        ({"offs": torch.tensor(ENDS[1:], dtype=torch.int32)}, r"offs: expected int32 of shape \[4\]"),
+        ({"a": torch.zeros(310, 95)}, r"expected a of \[T, K\]"),
+        ({"a": torch.zeros(310, 96, dtype=torch.float64)}, "a: expected"),
+        ({"b_t": torch.zeros(4, 96, 160, dtype=torch.int8)}, "b_t: expected"),
+        ({"config": "delayed"}, "scales dynamically"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_bad_input(change, message):
+    a, b_t, ends = operands()
+    with pytest.raises(ValueError, match=message):
+        float8_grouped_mm(**{"a": a, "b_t": b_t, "offs": ends, "config": "rowwise"} | change)
