@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 from quaver.active_experts import ActiveExperts
 from quaver.config import Float8LinearConfig
 from quaver.distributed.weight_scales import local_weight
+from quaver.experts.module import Float8Experts, is_experts, is_transposed
 from quaver.formats import FORMATS
 from quaver.linear import OWN_ATTRIBUTES, Float8Linear
 from quaver.scale_state import LinearScales
@@ -130,6 +131,8 @@ def conversion_report(module: nn.Module) -> ConversionReport:
     owners, experts = owners_of_weights(module), ActiveExperts(module)
     for name, child in module.named_modules():
         if not isinstance(child, nn.Linear):
+            if isinstance(child, Float8Experts):
+                configs[str(child.float8_config)] = None
             layers += _other_matmul_weights(child, name, owners, experts)
             continue
         quantized = why_inference_only(child._parameters.get("weight"))
@@ -199,6 +202,14 @@ def unfinished(linear: Float8Linear) -> Iterator[str]:
         yield "cannot run until convert_to_float8_training has made the state of its scales"
 
 
+def unfinished_experts(experts: Float8Experts) -> Iterator[str]:
+    """What keeps a Float8Experts from doing what its config says."""
+    if "forward" in vars(experts):
+        yield "its forward was replaced on the instance after the conversion: float8 only if that calls the original"
+    if experts.float8_config.enable_fsdp_float8_all_gather:
+        yield "FSDP2 gathers it in high precision"
+
+
 def _notes(config: Float8LinearConfig) -> Iterator[str]:
     if config.enable_fsdp_float8_all_gather and any(cast.has_two_casts for cast in config.casts.weight[:2]):
         yield (
@@ -239,10 +250,18 @@ def _other_matmul_weights(
             continue
         if not nn.parameter.is_lazy(parameter) and parameter.dim() in (2, 3) and min(parameter.shape) > 1:
             out_features, in_features = parameter.shape[-2:]
+            said, float8, backend = vars(module).get(FILTER_REASON, ""), isinstance(module, Float8Experts), ""
             reason = f"{parameter.dim()}-D parameter of {kind}, which is no nn.Linear"
+            if is_experts(module):
+                reason = said or "experts, not converted or new since the conversion"
+                out_features, in_features = (
+                    parameter.shape[-2:] if not is_transposed(module) else parameter.shape[:-3:-1]
+                )
+            if isinstance(module, Float8Experts):
+                reason, backend = "; ".join(filter(None, [said, *unfinished_experts(module)])), module.backend
             full_name = f"{name}.{leaf}".lstrip(".")
             uses = experts.of_stack(full_name, module, len(parameter)) if parameter.dim() == 3 else 1.0
-            yield LayerReport(full_name, in_features, out_features, False, reason, uses)
+            yield LayerReport(full_name, in_features, out_features, float8, reason, uses, backend)
 
 
 def owners_of_weights(module: nn.Module) -> dict[int, list[str]]:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import types
 import typing
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import TypeVar
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import parametrize
 
+from quaver.class_change import float8_class
 from quaver.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.conversion_report import (
     FILTER_REASON,
@@ -27,6 +26,13 @@ from quaver.conversion_report import (
 )
 from quaver.delayed import add_persistent_scales
 from quaver.distributed.weight_scales import local_weight
+from quaver.experts.module import (
+    Float8Experts,
+    is_experts,
+    obstacle_of_experts,
+    to_float8_experts,
+    to_plain_experts,
+)
 from quaver.linear import OWN_ATTRIBUTES, Float8Linear
 from quaver.shared_input import share_inputs, stop_sharing_inputs
 from quaver.slow_paths import slow_paths
@@ -63,21 +69,23 @@ def convert_to_float8_training(
     module_filter_fn: ModuleFilter | None = None,
     include_subclasses: bool = False,
 ) -> nn.Module:
-    """Make every `nn.Linear` of `module` a `Float8Linear`, in place. An error leaves the module as it was.
+    """Make every `nn.Linear` of `module` a `Float8Linear`, and every module of experts a `Float8Experts`, in place.
 
-    Modules keep their identity, parameters, hooks, attributes and training mode; subclasses of `nn.Linear` that do not
-    override `forward` keep all but that. With delayed or static scaling the linears of one call share one state
-    (scale_state.py); call `sync_float8_amax_and_scale_history(model)` once a step. With
-    `enable_fsdp_float8_all_gather` the weights become new parameters around the same memory: convert before
-    `fully_shard`, and make the optimizer after both. `conversion_report(module)` lists each layer.
+    An error leaves `module` as it was. Modules keep their identity, parameters, hooks, attributes and training mode;
+    subclasses of `nn.Linear` that do not override `forward`, and experts, keep all but that. With delayed or static
+    scaling the linears of one call share one state (scale_state.py); call `sync_float8_amax_and_scale_history(model)`
+    once a step, and experts stay in high precision. With `enable_fsdp_float8_all_gather` the weights become new
+    parameters around the same memory: convert before `fully_shard`, and make the optimizer after both.
+    `conversion_report(module)` lists each layer.
 
     A second call leaves converted layers alone; those that its filter admits must have its config.
 
     Args:
         module: any module, or an `nn.Linear` itself.
         config: a config, a recipe or a recipe's name; None for the tensorwise recipe.
-        module_filter_fn: called with each linear and its fully qualified name; false leaves it in high precision. It
-            may return a `FilterDecision`, whose reason goes to the report.
+        module_filter_fn: called with each linear and each module of experts (experts/module.py), and its fully
+            qualified name; false leaves it in high precision. It may return a `FilterDecision`, whose reason goes to
+            the report.
         include_subclasses: also convert subclasses of `nn.Linear` that override `forward`; their forward is not called.
     Returns:
         `module`. A UserWarning says why if nothing was converted; linears that the filter admits but that cannot be
@@ -91,37 +99,47 @@ def convert_to_float8_training(
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
     chosen: list[tuple[str, nn.Linear]] = []
-    reasons: list[tuple[nn.Linear, str]] = []
+    experts: list[nn.Module] = []
+    reasons: list[tuple[nn.Module, str]] = []
     missed: dict[str, list[str]] = {}
     owners = owners_of_weights(module)
-    for name, linear in module.named_modules():
-        if not isinstance(linear, nn.Linear):
+    for name, child in module.named_modules():
+        if not isinstance(child, nn.Linear) and not is_experts(child):
             continue
-        decision = module_filter_fn(linear, name) if module_filter_fn else True
-        if not isinstance(decision, FilterDecision):
-            decision = FilterDecision(bool(decision), "" if decision else "filter")
-        obstacle = obstacle_of(linear, include_subclasses) if decision else ""
-        if not isinstance(linear, Float8Linear):
-            reasons.append((linear, "" if obstacle else decision.reason))
+        decision = _decide(module_filter_fn, child, name)
+        if isinstance(child, nn.Linear):
+            obstacle = obstacle_of(child, include_subclasses) if decision else ""
+        else:
+            obstacle = obstacle_of_experts(child, config) if decision else ""
+        if not isinstance(child, Float8Linear | Float8Experts):
+            reasons.append((child, obstacle if is_experts(child) and obstacle else "" if obstacle else decision.reason))
         if obstacle:
             missed.setdefault(obstacle, []).append(name or "the module")
         elif decision:
-            _check_can_convert(linear, name, config, [x for x in owners.get(id(linear.weight), []) if x != name])
-            chosen.append((name, linear))
+            tied = [x for x in owners.get(id(getattr(child, "weight", None)), []) if x != name]
+            _check_can_convert(child, name, config, tied)
+            if isinstance(child, nn.Linear):
+                chosen.append((name, child))
+            else:
+                experts.append(child)
     _convert(module, chosen, config)
+    for each in experts:
+        if not isinstance(each, Float8Experts):
+            to_float8_experts(each, config)
     share_inputs(module, Float8Linear)
-    for linear, reason in reasons:
-        vars(linear).pop(FILTER_REASON, None)
-        vars(linear).update({FILTER_REASON: reason} if reason else {})
-    _tell(conversion_report(module), bool(chosen), missed)
+    for child, reason in reasons:
+        vars(child).pop(FILTER_REASON, None)
+        vars(child).update({FILTER_REASON: reason} if reason else {})
+    _tell(conversion_report(module), bool(chosen or experts), missed)
     return module
 
 
 def convert_to_high_precision(module: nn.Module) -> nn.Module:
-    """Make every `Float8Linear` of `module` the `nn.Linear` that it was, in place. An error leaves it as it was.
+    """Make every `Float8Linear` of `module` the `nn.Linear` that it was, and experts what they were, in place.
 
-    `module` may be, or contain, a wrapper such as DistributedDataParallel, torch.compile's or PEFT's. Weights that
-    were prepared for a float8 all-gather become new parameters: make the optimizer after it. Returns `module`.
+    An error leaves `module` as it was. It may be, or contain, a wrapper such as DistributedDataParallel,
+    torch.compile's or PEFT's. Weights that were prepared for a float8 all-gather become new parameters: make the
+    optimizer after it. Returns `module`.
 
     Raises:
         RuntimeError: a linear cannot be converted back: `fully_shard` gathers its weight in float8,
@@ -131,25 +149,59 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     has_ddp = any(isinstance(each, nn.parallel.DistributedDataParallel) for each in module.modules())
     for name, linear in linears:
         _check_way_back(linear, name, has_ddp)
+    experts = [each for each in module.modules() if isinstance(each, Float8Experts)]
+    if any(parametrize.is_parametrized(each) for each in experts):
+        raise RuntimeError("experts are parametrized and cannot be converted back: remove their parametrizations first")
     for _, linear in linears:
         restore_plain_weight(linear)
-        before, cls = type(linear), type(_to_linear(linear))
-        if issubclass(before, FSDPModule):  # fully_shard(linear) put it in front of the linear's own class
-            namespace = {"__deepcopy__": vars(before)["__deepcopy__"]}
-            linear.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), namespace)
+    for _, linear in linears:
+        _restore(linear, _to_linear)
+    for of_experts in experts:
+        _restore(of_experts, to_plain_experts)
     for each in module.modules():
         vars(each).pop(FILTER_REASON, None)
     stop_sharing_inputs(module)
     return module
 
 
+Converted = TypeVar("Converted", bound=nn.Module)
+
+
+def _restore(converted: Converted, to_plain: Callable[[Converted], nn.Module]) -> None:
+    """Convert back, also what `fully_shard` put FSDPModule in front of."""
+    before, plain = type(converted), to_plain(converted)
+    if issubclass(before, FSDPModule):
+        namespace = {"__deepcopy__": vars(before)["__deepcopy__"]}
+        plain.__class__ = type(f"FSDP{type(plain).__name__}", (FSDPModule, type(plain)), namespace)
+
+
 # ---- the decision ----------------------------------------------------------------------------------------------------
 
 
-def _check_can_convert(linear: nn.Linear, name: str, config: Float8LinearConfig, tied: list[str]) -> None:
-    if isinstance(linear, Float8Linear) and linear.config != config:
+def _decide(module_filter_fn: ModuleFilter | None, module: nn.Module, name: str) -> FilterDecision:
+    if module_filter_fn is None:
+        return FilterDecision(True, "")
+    try:
+        decision = module_filter_fn(module, name)
+    except AttributeError as error:
+        if isinstance(module, nn.Linear):
+            raise
+        raise TypeError(
+            f"module_filter_fn was written for linears, and {name or 'the module'} is a {type(module).__name__}, "
+            f"experts with 3-D weights: {error}; return False for what is no nn.Linear, or decide about it"
+        ) from error
+    return (
+        decision
+        if isinstance(decision, FilterDecision)
+        else FilterDecision(bool(decision), "" if decision else "filter")
+    )
+
+
+def _check_can_convert(module: nn.Module, name: str, config: Float8LinearConfig, tied: list[str]) -> None:
+    earlier = module.config if isinstance(module, Float8Linear) else getattr(module, "float8_config", config)
+    if earlier != config:
         raise ValueError(
-            f"{name or 'the module'} is already converted, with another config ({linear.config}); filter it out, or "
+            f"{name or 'the module'} is already converted, with another config ({earlier}); filter it out, or "
             "call convert_to_high_precision first"
         )
     if tied and config.enable_fsdp_float8_all_gather:
@@ -202,20 +254,18 @@ def _tell(report: ConversionReport, found: bool, missed: dict[str, list[str]]) -
         if note not in said:  # it was logged when it happened
             logger.warning(note)
     for obstacle, names in missed.items():
-        logger.warning("%d linears stay in high precision (%s): %s", len(names), first_names(names), obstacle)
+        logger.warning("%d layers stay in high precision (%s): %s", len(names), first_names(names), obstacle)
     if not found:
         warnings.warn(report.why_nothing(), stacklevel=3)
 
 
-# ---- [Note: a change of class] ---------------------------------------------------------------------------------------
-# The class of a module changes, not the object, so every reference to it stays valid: a second parent's, a hook's, an
-# optimizer's name map. The way back is exact for the same reason.
+# ---- one linear ------------------------------------------------------------------------------------------------------
 
 
 def to_float8(linear: nn.Linear, config: Float8LinearConfig) -> Float8Linear:
     """Turn `linear` itself into a Float8Linear: same object, parameters, hooks and attributes."""
     converted_from = type(linear)
-    linear.__class__ = float8_class(converted_from, Float8Linear)  # type: ignore[arg-type]
+    linear.__class__ = float8_class(converted_from, Float8Linear)
     float8 = typing.cast(Float8Linear, linear)
     float8.set_up(config, converted_from)
     return float8
@@ -228,28 +278,3 @@ def _to_linear(linear: Float8Linear) -> nn.Linear:
         delattr(linear, name)
     vars(linear).pop("_backend", None)
     return linear
-
-
-@functools.cache
-def float8_class(cls: type[nn.Linear], float8: type[Float8Linear]) -> type[Float8Linear]:
-    """The class of a converted `cls`: `float8` for nn.Linear, and for a subclass of it one of both.
-
-    `float8` comes first: forward is its own, and everything else that `cls` defines stays.
-    """
-    if cls is nn.Linear:
-        return float8
-    name = f"{float8.__name__.removesuffix('Linear')}{cls.__name__}"
-    namespace = {"__module__": cls.__module__, "__reduce_ex__": _reduce_of_both}
-    return types.new_class(name, (float8, cls), exec_body=lambda body: body.update(namespace))
-
-
-def _reduce_of_both(self: Float8Linear, protocol: SupportsIndex) -> Any:
-    """pickle finds a class by its name; a class that `_float8_class` makes has none, and is made again instead."""
-    float8 = type(self).__mro__[1]
-    if not issubclass(float8, Float8Linear) or type(self) is not float8_class(self._converted_from, float8):  # type: ignore[arg-type]
-        return object.__reduce_ex__(self, protocol)
-    return _new_of_both, (self._converted_from, float8), self.__getstate__()
-
-
-def _new_of_both(cls: type[nn.Linear], float8: type[Float8Linear] = Float8Linear) -> Float8Linear:
-    return object.__new__(float8_class(cls, float8))  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from quaver.class_change import float8_class
 from quaver.config import (
     Float8LinearConfig,
     Float8LinearRecipeName,
@@ -30,7 +31,6 @@ from quaver.convert import (
     FilterDecision,
     ModuleFilter,
     convert_to_float8_training,
-    float8_class,
     to_float8,
 )
 from quaver.distributed.weight_scales import local_weight
@@ -210,7 +210,7 @@ def store_float8_weight(
     if not isinstance(linear, Float8Linear):
         to_float8(linear, config)
     linear.weight = nn.Parameter(frozen, requires_grad=False)
-    linear.__class__ = float8_class(linear._converted_from, FrozenFloat8Linear)
+    linear.__class__ = float8_class(typing.cast(Any, linear)._converted_from, FrozenFloat8Linear)
 
 
 def _resolved(config: Float8LinearConfig | Float8LinearRecipeName | str | None) -> Float8LinearConfig:

@@ -24,11 +24,20 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from quaver.config import MatmulOptions
+from quaver.config import Float8LinearConfig, MatmulOptions
 from quaver.experts import gpu_gemm
 from quaver.experts.groups import Form, GroupedOperand, bounds_of, scale_of_group
 from quaver.formats import E4M3
-from quaver.gemm import PROBES, GemmBackend, Operand, ScaleKind, backend_for, mm
+from quaver.gemm import (
+    PROBES,
+    GemmBackend,
+    Operand,
+    ScaleKind,
+    backend_for,
+    casts_of_matmuls,
+    kind_of_casts,
+    mm,
+)
 from quaver.kernels.operation import operation
 from quaver.phases import phase
 from quaver.slow_paths import say_once
@@ -69,6 +78,16 @@ def _grouped_mm(
             "matmul takes bfloat16, and float8 in e4m3 with scales of rows or tensors",
         )
     return _one_by_one(a_operand, b_operand, ends, of_form, transposed, options, out_dtype)
+
+
+def grouped_backends_of(config: Float8LinearConfig, device: torch.device) -> str:
+    """As `gemm.backends_of`, of the grouped matmuls of an expert."""
+    found = set()
+    for left, right in casts_of_matmuls(config):
+        fits = kind_of_casts(left, right) in (ScaleKind.TENSORWISE, ScaleKind.ROWWISE)
+        fits = fits and left.target_dtype is right.target_dtype is E4M3.dtype
+        found.add(GemmBackend.NATIVE if fits and _has_native(device, config.emulate) else GemmBackend.EXACT)
+    return " and ".join(backend.value for backend in GemmBackend if backend in found) or "high precision"
 
 
 def _has_native(device: torch.device, emulate: bool) -> bool:

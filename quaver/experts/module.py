@@ -1,0 +1,174 @@
+"""`Float8Experts`: a module of experts with its grouped matmuls in float8, and which modules are such.
+
+Experts are recognized by what transformers gives them (`use_experts_implementation`), whoever made them:
+
+    num_experts                        E
+    gate_up_proj, down_proj            [E, 2 F, D] and [E, D, F]; with `is_transposed` [E, D, 2 F] and [E, F, D]
+    up_proj                            [E, F, D], instead of gate_up_proj unless `has_gate`
+    gate_up_proj_bias, ..              [E, 2 F], .., with `has_bias`
+    _apply_gate(gate_up) or act_fn     between the two matmuls; gate and up may be interleaved
+    post_expert_norm                   after them, with `has_post_expert_norm`
+    forward(hidden_states, top_k_index, top_k_weights)    [T, D], [T, k], [T, k] -> [T, D]
+
+An index of E or more is an expert of another rank (`_is_expert_parallel`), and adds nothing here. Llama 4's experts
+have the weights alone; they take [E * T, D], the tokens of every expert one after the other.
+
+The class of a module changes, as a linear's does (class_change.py). transformers keeps the name of an implementation in
+the config of the whole model, which cannot say that one layer is filtered, or its recipe; and `save_pretrained` would
+write it. So a converted module ignores that name.
+"""
+
+from __future__ import annotations
+
+import typing
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver.class_change import float8_class
+from quaver.config import Float8LinearConfig
+from quaver.experts.gemm import grouped_backends_of
+from quaver.experts.grouped_mm import float8_grouped_mm
+
+OWN_ATTRIBUTES = ("float8_config", "_converted_from")
+"""The attributes that a Float8Experts adds to those of the experts."""
+
+_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+
+
+class Float8Experts(nn.Module):
+    """Experts whose matmuls run in float8. Parameters, buffers and state_dict are those of the module before.
+
+    `convert_to_float8_training` makes it out of a module of experts in place.
+    """
+
+    float8_config: Float8LinearConfig
+    _converted_from: type[nn.Module]
+
+    def forward(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
+        """Each token's sum over its experts.
+
+        Args:
+            hidden_states: [T, D]; for experts that are called with it alone [E * T, D], T tokens of each.
+            routing: top_k_index [T, k], the experts of each token, and top_k_weights [T, k].
+        Returns:
+            [T, D] (or [E * T, D]) in hidden_states' dtype.
+        """
+        experts: Any = self
+        self._note_backend(hidden_states.device)
+        if not routing:
+            tokens = hidden_states.view(-1, hidden_states.shape[-1])
+            height = tokens.shape[0] // experts.num_experts
+            ends = torch.arange(1, experts.num_experts + 1, device=tokens.device, dtype=torch.int32) * height
+            return self._of_sorted(tokens, ends, None)
+        top_k_index, top_k_weights = routing
+        of_pairs, order = torch.sort(top_k_index.reshape(-1), stable=True)
+        numbers = torch.arange(experts.num_experts, device=order.device)
+        ends = torch.searchsorted(of_pairs, numbers, right=True).to(torch.int32)
+        tokens = hidden_states[order // top_k_index.shape[-1]]
+        of_pairs = of_pairs.clamp(max=experts.num_experts - 1)
+        results = self._of_sorted(tokens, ends, of_pairs) * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+        by_token = results[back].view(*top_k_index.shape, results.shape[-1])
+        return by_token.sum(dim=1).to(hidden_states.dtype)
+
+    def _of_sorted(self, tokens: Tensor, ends: Tensor, expert: Tensor | None) -> Tensor:
+        """The experts on tokens in groups; `expert`: of each token."""
+        experts: Any = self
+        has_gate = getattr(experts, "has_gate", True)
+        name = "gate_up_proj" if has_gate else "up_proj"
+        inner = self._linear(name, tokens, ends, expert)
+        if has_gate and hasattr(experts, "_apply_gate"):
+            inner = experts._apply_gate(inner)
+        elif has_gate:
+            gate, up = inner.chunk(2, dim=-1)
+            inner = up * experts.act_fn(gate)
+        else:
+            inner = experts.act_fn(inner)
+        out = self._linear("down_proj", inner, ends, expert)
+        return experts.post_expert_norm(out) if getattr(experts, "has_post_expert_norm", False) else out
+
+    def _linear(self, name: str, tokens: Tensor, ends: Tensor, expert: Tensor | None) -> Tensor:
+        weight = getattr(self, name)
+        b_t = weight if is_transposed(self) else weight.transpose(1, 2)
+        out = float8_grouped_mm(tokens, b_t, ends, config=self.float8_config)
+        if expert is None or not getattr(self, "has_bias", False):
+            return out
+        bias: Tensor = getattr(self, f"{name}_bias")
+        return out + bias[expert].to(out.dtype)
+
+    def _note_backend(self, device: torch.device) -> None:
+        if not torch.compiler.is_compiling() and "_backend" not in self.__dict__:
+            self.__dict__["_backend"] = grouped_backends_of(self.float8_config, device)
+
+    @property
+    def backend(self) -> str:
+        """What multiplied in the eager forwards, as `Float8Linear.backend` says it."""
+        backend: str = self.__dict__.get("_backend", "not run yet")
+        return backend
+
+    def extra_repr(self) -> str:
+        recipe = self.float8_config.recipe_name
+        name = f"recipe={recipe.value}, " if recipe else ""
+        before = super().extra_repr()
+        return f"{before}{', ' if before else ''}{name}cast_configs={self.float8_config.short_str()}"
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Float8Experts:
+        super()._apply(fn, recurse)
+        self.__dict__.pop("_backend", None)  # it may run on another device now
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_backend"}
+
+
+def is_transposed(experts: nn.Module) -> bool:
+    """Whether weights are stored [E, inputs, outputs]; Llama 4's are, and say nothing."""
+    return bool(getattr(experts, "is_transposed", not hasattr(experts, "_apply_gate")))
+
+
+def weights_of(experts: nn.Module) -> dict[str, nn.Parameter]:
+    """The 3-D weights of a module of experts, by name."""
+    return {name: each for name, each in experts.named_parameters(recurse=False) if name in _WEIGHTS}
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether `module` is experts that this file can run; see the top."""
+    if isinstance(module, Float8Experts):
+        return True
+    if not isinstance(getattr(module, "num_experts", None), int):
+        return False
+    has_protocol = hasattr(module, "_apply_gate") and hasattr(module, "has_gate")
+    if not has_protocol and type(module).__name__ != "Llama4TextExperts":
+        return False
+    names = {"gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj"}
+    held = weights_of(module)
+    return set(held) == names and all(weight.dim() == 3 for weight in held.values())
+
+
+def obstacle_of_experts(module: nn.Module, config: Float8LinearConfig) -> str:
+    """Why experts cannot be converted to `config`; "" where they can."""
+    if "forward" in vars(module):
+        return "their forward was replaced on the instance (by an Accelerate hook, say): convert before that"
+    if config.has_persistent_scales:
+        return "experts are scaled dynamically: the tokens of an expert are others in each step"
+    return ""
+
+
+def to_float8_experts(module: nn.Module, config: Float8LinearConfig) -> Float8Experts:
+    """Turn `module` itself into Float8Experts: same object, parameters, hooks and attributes."""
+    converted_from = type(module)
+    module.__class__ = float8_class(converted_from, Float8Experts)
+    experts = typing.cast(Float8Experts, module)
+    experts.float8_config, experts._converted_from = config, converted_from
+    return experts
+
+
+def to_plain_experts(module: Float8Experts) -> nn.Module:
+    """Turn `module` back into what it was converted from."""
+    module.__class__ = module._converted_from  # type: ignore[assignment]
+    for name in OWN_ATTRIBUTES:
+        delattr(module, name)
+    vars(module).pop("_backend", None)
+    return module
