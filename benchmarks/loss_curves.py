@@ -2,10 +2,12 @@
 
     python -m benchmarks.loss_curves --update-docs
     python -m benchmarks.loss_curves --recorded --update-docs
+    python -m benchmarks.loss_curves --mixture --seeds 0 --update-docs
 
-Trains the debug model on real text, one run after the other; the runs of a seed have the same weights and samples. A
-run takes three to four minutes on one CPU core. Each finished run is recorded at once, so the command can be stopped,
-and goes on where it was. The second command makes the table and the picture of docs/results.md from the record.
+Trains the debug model, or the one with experts, on real text, one run after the other; the runs of a seed have the same
+weights and samples. A run takes two to five minutes on one CPU core. Each finished run is recorded at once, so the
+command can be stopped, and goes on where it was. The second command makes the table and the picture of docs/results.md
+from the record.
 """
 
 import argparse
@@ -19,10 +21,9 @@ from typing import Any
 from benchmarks.record import ROOT, markdown, page_parser, provenance, run_quaver, show
 from quaver.recorder.figure import figure_of
 
-RECORD = ROOT / "benchmarks" / "results" / "loss_curves.json"
 DOCS = ROOT / "docs" / "results.md"
-PICTURE = ROOT / "docs" / "images" / "loss_curves.png"
-CONFIG = "train_configs/llama3_debug.toml"
+CONFIGS = {"loss_curves": "train_configs/llama3_debug.toml", "mixture_curves": "train_configs/llama3_debug_moe.toml"}
+"""By the name of the record and the picture."""
 REFERENCE = "bfloat16"
 CONTROL = "bfloat16 again"
 """The same run with AdamW's foreach kernels, which round otherwise in the last place: its gap to bfloat16 is chance."""
@@ -39,12 +40,19 @@ COLORS = {
     "mxfp8_with_gw_hp": "#c49bbb",
 }
 """By run, in the order in which they are made."""
+KEEPS_SCALES = ("delayed",)
+"""Recipes that leave experts in high precision."""
 
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """The 97.5 % quantile of Student's t distribution with 1, 2, ... degrees of freedom."""
 
 
-def words(name: str, seed: int | str, steps: int, runs: Path) -> list[str]:
+def names_of(kind: str) -> list[str]:
+    """The runs of a kind of model."""
+    return [name for name in COLORS if kind == "loss_curves" or name not in KEEPS_SCALES]
+
+
+def words(kind: str, name: str, seed: int | str, steps: int, runs: Path) -> list[str]:
     """The command of one run."""
     options = ["--float8.recipe_name", name]
     if name in (REFERENCE, CONTROL):
@@ -52,7 +60,7 @@ def words(name: str, seed: int | str, steps: int, runs: Path) -> list[str]:
     if name == CONTROL:
         options += ["--optimizer.implementation", "foreach"]
     return [
-        *("quaver", "train", CONFIG, *options, "--training.seed", str(seed), "--training.steps", str(steps)),
+        *("quaver", "train", CONFIGS[kind], *options, "--training.seed", str(seed), "--training.steps", str(steps)),
         *("--validation.freq", "50", "--validation.steps", "32", "--checkpoint.interval", "100"),
         *("--checkpoint.resume", "auto", "--job.dump_folder", str(runs), "--job.name", folder_of(name, seed)),
     ]
@@ -68,7 +76,8 @@ def measure(options: argparse.Namespace, record: dict[str, Any]) -> None:
 
     The runs of a seed are compared, so they come from one kind of device: on another one the seed begins again.
     """
-    run = shlex.join(words("RECIPE", "SEED", options.steps, Path("runs")))
+    kind = kind_of(options)
+    run = shlex.join(words(kind, "RECIPE", "SEED", options.steps, Path("runs")))
     if record.get("run") != run:
         record.clear()
         record.update(run=run, steps=options.steps, seeds={})
@@ -77,33 +86,42 @@ def measure(options: argparse.Namespace, record: dict[str, Any]) -> None:
         of_seed = record["seeds"].setdefault(seed, {"environment": environment, "curves": {}})
         if of_seed["environment"]["device"] != environment["device"]:
             of_seed.update(environment=environment, curves={})
-        for name in COLORS:
+        for name in names_of(kind):
             if name in of_seed["curves"]:
                 continue
-            code = run_quaver(words(name, seed, options.steps, options.runs)[1:])
+            code = run_quaver(words(kind, name, seed, options.steps, options.runs)[1:])
             if code:
                 raise SystemExit(code)
             folder = options.runs / folder_of(name, seed)
             data = json.loads((folder / "data.json").read_text())
             record["data"] = {key: data[key] for key in ("path", "train_tokens", "validation_tokens", "sha256")}
             of_seed["curves"][name] = curve(folder)
-            RECORD.write_text(json.dumps(record, indent=1) + "\n")
+            record_of(kind).write_text(json.dumps(record, indent=1) + "\n")
 
 
-def curve(run: Path) -> dict[str, list[float]]:
-    """The losses that a run recorded."""
+def kind_of(options: argparse.Namespace) -> str:
+    return "mixture_curves" if options.mixture else "loss_curves"
+
+
+def record_of(kind: str) -> Path:
+    return ROOT / "benchmarks" / "results" / f"{kind}.json"
+
+
+def curve(run: Path) -> dict[str, Any]:
+    """The losses that a run recorded; with experts also the share of tokens of each at the end, [layers, E]."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     validations = [record for record in records if "validation_loss" in record]
     return {
         "train": [record["loss"] for record in records if "loss" in record],
         "validation_steps": [record["step"] for record in validations],
         "validation": [record["validation_loss"] for record in validations],
+        **{name: each for name, each in validations[-1].items() if name == "expert_load"},
     }
 
 
-def whole_seeds(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def whole_seeds(record: dict[str, Any], names: list[str]) -> dict[str, dict[str, Any]]:
     """The curves of the seeds of which all runs are recorded."""
-    return {s: each["curves"] for s, each in record["seeds"].items() if each["curves"].keys() == COLORS.keys()}
+    return {s: each["curves"] for s, each in record["seeds"].items() if list(each["curves"]) == names}
 
 
 def gaps(seeds: dict[str, dict[str, Any]], name: str) -> list[list[float]]:
@@ -122,7 +140,7 @@ def interval(values: list[float]) -> float:
 def table(seeds: dict[str, dict[str, Any]]) -> str:
     """The final losses and gaps, in Markdown."""
     rows = []
-    for name in COLORS:
+    for name in next(iter(seeds.values())):
         row = [name, f"{statistics.fmean(curves[name]['validation'][-1] for curves in seeds.values()):.4f}", "", "", ""]
         if name != REFERENCE:
             of_seeds = gaps(seeds, name)
@@ -144,7 +162,9 @@ def draw(seeds: dict[str, dict[str, Any]], image: Path) -> None:
     """Validation losses; gaps to bfloat16 at the end, with their intervals."""
     with figure_of(image, (9.6, 4.2)) as figure:
         losses, final = figure.subplots(1, 2)
-        for place, (name, color) in enumerate(COLORS.items()):
+        names = list(next(iter(seeds.values())))
+        for place, name in enumerate(names):
+            color = COLORS[name]
             of_name = [curves[name] for curves in seeds.values()]
             width = 2.4 if name in (REFERENCE, CONTROL) else 1.1
             values = mean([curve["validation"] for curve in of_name])
@@ -156,31 +176,50 @@ def draw(seeds: dict[str, dict[str, Any]], image: Path) -> None:
                 final.errorbar(
                     statistics.fmean(last), -place, xerr=half if math.isfinite(half) else None, fmt="o", color=color
                 )
-        losses.set(title=f"Validation loss (nats per byte), mean of {len(seeds)} seeds", xlabel="step")
+        plural = "s" if len(seeds) > 1 else ""
+        losses.set(title=f"Validation loss (nats per byte), mean of {len(seeds)} seed{plural}", xlabel="step")
         losses.legend(frameon=False, fontsize=8)
         final.axvline(0, color="black", linewidth=0.8)
         final.axvspan(-0.25, 0.25, color="gray", alpha=0.15, linewidth=0)
         final.set(title="Gap to bfloat16 at the end (%), 95 % interval\n(points: seeds; gray: within 0.25 %)")
-        final.set_yticks([-place for place in range(1, len(COLORS))], [name for name in COLORS if name != REFERENCE])
+        final.set_yticks([-place for place in range(1, len(names))], names[1:])
         for axis in (losses, final):
             axis.grid(alpha=0.3, linewidth=0.5)
 
 
+def loads(seeds: dict[str, dict[str, Any]]) -> str:
+    """For each run the shares of tokens of the experts at the end, of all layers and seeds, in Markdown."""
+    rows = []
+    for name in next(iter(seeds.values())):
+        shares = [share for curves in seeds.values() for layer in curves[name]["expert_load"] for share in layer]
+        mean_share = statistics.fmean(shares)
+        spread = statistics.pstdev(shares) / mean_share
+        rows.append([name, f"{min(shares):.1%}", f"{mean_share:.1%}", f"{max(shares):.1%}", f"{spread:.1%}"])
+    return markdown(["", "least", "mean", "most tokens of an expert", "standard deviation of the mean"], rows)
+
+
 def main() -> None:
     parser = page_parser(__doc__)
+    parser.add_argument("--mixture", action="store_true", help="the debug model with experts")
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps of each model")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(6)), help="of weights and samples")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "loss_curves", help="folder of the runs")
+    parser.add_argument("--runs", type=Path, help="folder of the runs")
     options = parser.parse_args()
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    kind = kind_of(options)
+    options.runs = options.runs or ROOT / "runs" / kind
+    path = record_of(kind)
+    record = json.loads(path.read_text()) if path.exists() else {}
     if not options.recorded:
         measure(options, record)
-    seeds = whole_seeds(record)
+    seeds = whole_seeds(record, names_of(kind))
     if not seeds:
-        raise SystemExit(f"{RECORD}: no seed has all of {', '.join(COLORS)} yet; run this without --recorded")
-    show({"losses": table(seeds)}, DOCS, update=options.update_docs)
+        raise SystemExit(f"{path}: no seed has all of {', '.join(names_of(kind))} yet; run this without --recorded")
+    tables = (
+        {"mixture losses": table(seeds), "expert load": loads(seeds)} if options.mixture else {"losses": table(seeds)}
+    )
+    show(tables, DOCS, update=options.update_docs)
     if options.update_docs:
-        draw(seeds, PICTURE)
+        draw(seeds, ROOT / "docs" / "images" / f"{kind}.png")
 
 
 if __name__ == "__main__":

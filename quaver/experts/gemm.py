@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from quaver.config import Float8LinearConfig, MatmulOptions
+from quaver.config import CastConfig, Float8LinearConfig, MatmulOptions
 from quaver.experts import gpu_gemm
 from quaver.experts.groups import Form, GroupedOperand, bounds_of, scale_of_group
 from quaver.formats import E4M3
@@ -80,13 +80,19 @@ def _grouped_mm(
     return _one_by_one(a_operand, b_operand, ends, of_form, transposed, options, out_dtype)
 
 
+def grouped_backend_of_casts(
+    left: CastConfig, right: CastConfig, device: torch.device, *, emulate: bool
+) -> GemmBackend:
+    """The backend on `device` of a grouped matmul whose operands are cast so."""
+    fits = kind_of_casts(left, right) in (ScaleKind.TENSORWISE, ScaleKind.ROWWISE)
+    fits = fits and left.target_dtype is right.target_dtype is E4M3.dtype
+    return GemmBackend.NATIVE if fits and _has_native(device, emulate) else GemmBackend.EXACT
+
+
 def grouped_backends_of(config: Float8LinearConfig, device: torch.device) -> str:
     """As `gemm.backends_of`, of the grouped matmuls of an expert."""
-    found = set()
-    for left, right in casts_of_matmuls(config):
-        fits = kind_of_casts(left, right) in (ScaleKind.TENSORWISE, ScaleKind.ROWWISE)
-        fits = fits and left.target_dtype is right.target_dtype is E4M3.dtype
-        found.add(GemmBackend.NATIVE if fits and _has_native(device, config.emulate) else GemmBackend.EXACT)
+    pairs = casts_of_matmuls(config)
+    found = {grouped_backend_of_casts(*pair, device, emulate=config.emulate) for pair in pairs}
     return " and ".join(backend.value for backend in GemmBackend if backend in found) or "high precision"
 
 

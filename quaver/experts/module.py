@@ -37,14 +37,8 @@ OWN_ATTRIBUTES = ("float8_config", "_converted_from")
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
-class Float8Experts(nn.Module):
-    """Experts whose matmuls run in float8. Parameters, buffers and state_dict are those of the module before.
-
-    `convert_to_float8_training` makes it out of a module of experts in place.
-    """
-
-    float8_config: Float8LinearConfig
-    _converted_from: type[nn.Module]
+class RoutedExperts(nn.Module):
+    """The forward of experts as one grouped matmul after the other; `_grouped_mm` multiplies."""
 
     def forward(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
         """Each token's sum over its experts.
@@ -56,7 +50,6 @@ class Float8Experts(nn.Module):
             [T, D] (or [E * T, D]) in hidden_states' dtype.
         """
         experts: Any = self
-        self._note_backend(hidden_states.device)
         if not routing:
             tokens = hidden_states.view(-1, hidden_states.shape[-1])
             height = tokens.shape[0] // experts.num_experts
@@ -90,13 +83,29 @@ class Float8Experts(nn.Module):
         return experts.post_expert_norm(out) if getattr(experts, "has_post_expert_norm", False) else out
 
     def _linear(self, name: str, tokens: Tensor, ends: Tensor, expert: Tensor | None) -> Tensor:
-        weight = getattr(self, name)
-        b_t = weight if is_transposed(self) else weight.transpose(1, 2)
-        out = float8_grouped_mm(tokens, b_t, ends, config=self.float8_config)
+        weight: Tensor = getattr(self, name)
+        out = self._grouped_mm(tokens, weight if is_transposed(self) else weight.transpose(1, 2), ends)
         if expert is None or not getattr(self, "has_bias", False):
             return out
         bias: Tensor = getattr(self, f"{name}_bias")
         return out + bias[expert].to(out.dtype)
+
+    def _grouped_mm(self, tokens: Tensor, b_t: Tensor, ends: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Float8Experts(RoutedExperts):
+    """Experts whose matmuls run in float8. Parameters, buffers and state_dict are those of the module before.
+
+    `convert_to_float8_training` makes it out of a module of experts in place.
+    """
+
+    float8_config: Float8LinearConfig
+    _converted_from: type[nn.Module]
+
+    def _grouped_mm(self, tokens: Tensor, b_t: Tensor, ends: Tensor) -> Tensor:
+        self._note_backend(tokens.device)
+        return float8_grouped_mm(tokens, b_t, ends, config=self.float8_config)
 
     def _note_backend(self, device: torch.device) -> None:
         if not torch.compiler.is_compiling() and "_backend" not in self.__dict__:

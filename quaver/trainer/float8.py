@@ -17,7 +17,9 @@ from quaver import (
     convert_to_float8_training,
 )
 from quaver.conversion_report import ConversionReport
+from quaver.experts.module import Float8Experts
 from quaver.trainer.config import Float8
+from quaver.trainer.mixture import Experts
 from quaver.trainer.model import Block, FeedForward, Llama, RMSNorm
 
 
@@ -31,7 +33,7 @@ def convert_model(model: Llama, config: Float8, *, tokens: int, device: torch.de
     Raises:
         ValueError: an entry of filter_fqns matches no linear, or no linear is left to convert.
     """
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    names = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Experts))]
     for skipped in config.filter_fqns:
         if not any(skipped in name for name in names):
             raise ValueError(
@@ -80,10 +82,13 @@ def fuse_producers(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FeedForward):
             module.feeds_float8 = isinstance(module.down_proj, Float8Linear)
+        elif isinstance(module, Experts):
+            module.feeds_float8 = isinstance(module, Float8Experts)
         elif isinstance(module, Block):
             attention, mlp = module.self_attn, module.mlp
             module.input_layernorm.feeds_float8 = _are_float8(attention.q_proj, attention.k_proj, attention.v_proj)
-            module.post_attention_layernorm.feeds_float8 = _are_float8(mlp.gate_proj, mlp.up_proj)
+            if isinstance(mlp, FeedForward):  # a router reads the norm of a mixture in high precision
+                module.post_attention_layernorm.feeds_float8 = _are_float8(mlp.gate_proj, mlp.up_proj)
 
 
 def _are_float8(*readers: nn.Module) -> bool:
@@ -92,25 +97,26 @@ def _are_float8(*readers: nn.Module) -> bool:
 
 @contextmanager
 def in_high_precision(model: nn.Module) -> Iterator[None]:
-    """Run the block with every float8 linear of `model` as an `nn.Linear` with the same weights.
+    """Run the block with the float8 linears and experts of `model` in high precision, with the same weights.
 
     Forward and backward of a step must both be inside. Persistent scales are not updated. FSDP2 must gather the weights
     in high precision; tensor parallelism is unsupported, because it gathers inputs in float8.
 
-    The class changes, as in a conversion (Note: a change of class, in convert.py), because compiled code has guards on
-    it. `convert_to_high_precision` would lose the scales, and the class that `fully_shard` assigns.
+    The class changes, as in a conversion (class_change.py), because compiled code has guards on it.
+    `convert_to_high_precision` would lose the scales, and the class that `fully_shard` assigns.
     """
-    classes = {module: type(module) for module in model.modules() if isinstance(module, Float8Linear)}
-    fused = [each for each in model.modules() if isinstance(each, (FeedForward, RMSNorm)) and each.feeds_float8]
+    classes = {module: type(module) for module in model.modules() if isinstance(module, (Float8Linear, Float8Experts))}
+    producers = (FeedForward, Experts, RMSNorm)
+    fused = [each for each in model.modules() if isinstance(each, producers) and each.feeds_float8]
     try:
-        for linear in classes:
-            linear.__class__ = nn.Linear  # type: ignore[assignment]
+        for converted in classes:
+            converted.__class__ = nn.Linear if isinstance(converted, Float8Linear) else Experts  # type: ignore[assignment]
         for producer in fused:
             producer.feeds_float8 = False
         yield
     finally:
-        for linear, float8_class in classes.items():
-            linear.__class__ = float8_class
+        for converted, float8_class in classes.items():
+            converted.__class__ = float8_class
         for producer in fused:
             producer.feeds_float8 = True
 

@@ -1,25 +1,28 @@
-"""What each matmul of each linear computes in, FLOPs per precision, and the utilization of a device."""
+"""What each matmul of linears and experts computes in, FLOPs per precision, and the utilization of a device."""
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from quaver import Float8Linear
+from quaver import Float8Linear, Float8LinearConfig
 from quaver.config import MATMULS
+from quaver.experts.gemm import grouped_backend_of_casts
+from quaver.experts.module import Float8Experts, weights_of
 from quaver.gemm import GemmBackend, backend_of_casts
 from quaver.kernels.exact_mm import has_bfloat16_units
 from quaver.roofline.device_specs import PeakFlops
 from quaver.trainer.config import Model
+from quaver.trainer.mixture import Experts
 from quaver.trainer.model import Llama, training_flops_per_token
 
 
 @dataclass(frozen=True)
 class LinearPrecision:
-    """The three matmuls of one linear, by name: how both operands are cast, and the precision that computes them.
+    """The three matmuls of one linear, or of one weight of experts: how operands are cast, and what computes them.
 
     `runs_in` is "float8" where the device multiplies float8, and the high-precision dtype where the matmul is in high
     precision or multiplies float8 exactly in that dtype; "float32" where only float32 multiplies it exactly.
@@ -30,38 +33,49 @@ class LinearPrecision:
     out_features: int
     operands: dict[str, str]
     runs_in: dict[str, str]
+    matrices_per_token: int = 1
+    """Of experts, how many a token takes."""
 
     @property
     def flops_per_token(self) -> int:
         """The FLOPs of one matmul; a multiply-add counts as two."""
-        return 2 * self.in_features * self.out_features
+        return 2 * self.in_features * self.out_features * self.matrices_per_token
 
 
 def linear_precisions(model: nn.Module, hp_dtype: str, device: torch.device) -> list[LinearPrecision]:
-    """Return the precisions of every linear of `model`, which must not be sharded yet.
+    """Return the precisions of every linear and weight of experts of `model`, which must not be sharded yet.
 
     Args:
         hp_dtype: the dtype of linears that are not float8, such as "bfloat16".
         device: the device that the model will run on.
     """
     found = []
-    for name, linear in model.named_modules():
-        if isinstance(linear, nn.Linear):
-            operands, runs_in = _matmuls(linear, hp_dtype, device)
-            found.append(LinearPrecision(name, linear.in_features, linear.out_features, operands, runs_in))
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            config = module.config if isinstance(module, Float8Linear) else None
+            matmuls = _matmuls(config, hp_dtype, device, backend_of_casts)
+            found.append(LinearPrecision(name, module.in_features, module.out_features, *matmuls))
+        elif isinstance(module, Experts):
+            config = module.float8_config if isinstance(module, Float8Experts) else None
+            matmuls = _matmuls(config, hp_dtype, device, grouped_backend_of_casts)
+            for leaf, weight in weights_of(module).items():
+                sizes = weight.shape[2], weight.shape[1]
+                found.append(LinearPrecision(f"{name}.{leaf}", *sizes, *matmuls, module.top_k))
     return found
 
 
-def _matmuls(linear: nn.Linear, hp_dtype: str, device: torch.device) -> tuple[dict[str, str], dict[str, str]]:
+def _matmuls(
+    config: Float8LinearConfig | None, hp_dtype: str, device: torch.device, backend_of: Callable[..., GemmBackend]
+) -> tuple[dict[str, str], dict[str, str]]:
     operands, runs_in = dict.fromkeys(MATMULS, hp_dtype), dict.fromkeys(MATMULS, hp_dtype)
-    if not isinstance(linear, Float8Linear):
+    if config is None:
         return operands, runs_in
     for matmul, operands_read in MATMULS.items():
-        left, right = (linear.config.casts.of(*operand) for operand in operands_read)
+        left, right = (config.casts.of(*operand) for operand in operands_read)
         if left.is_disabled:
             continue
         operands[matmul] = f"{left} x {right}"
-        if backend_of_casts(left, right, device, emulate=linear.config.emulate) is GemmBackend.NATIVE:
+        if backend_of(left, right, device, emulate=config.emulate) is GemmBackend.NATIVE:
             runs_in[matmul] = "float8"
         elif not has_bfloat16_units(device.type):
             runs_in[matmul] = "float32"

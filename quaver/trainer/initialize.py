@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from quaver.trainer.mixture import Router
 from quaver.trainer.model import Llama, init_std
 
 
@@ -18,12 +19,16 @@ def allocate(model: Llama, device: torch.device) -> None:
     """Give `model`, which is on the meta device, uninitialized storage on `device`.
 
     Raises:
-        NotImplementedError: the model has buffers, which `initialize` would leave undefined.
+        NotImplementedError: the model has buffers other than those of routers, which would be left undefined.
     """
-    buffers = [name for name, _ in model.named_buffers()]
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    known = {id(buffer) for router in routers for buffer in router.buffers()}
+    buffers = [name for name, buffer in model.named_buffers() if id(buffer) not in known]
     if buffers:
         raise NotImplementedError(f"buffers have no initial values here: {', '.join(buffers)}")
     model.to_empty(device=device)
+    for router in routers:
+        router.reset_balance()
     model.tie_weights()  # to_empty gives each module its own parameter
 
 

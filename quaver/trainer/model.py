@@ -17,6 +17,7 @@ from quaver.linear import compute_dtype
 from quaver.trainer.config import Model
 from quaver.trainer.config.model import RopeScaling
 from quaver.trainer.functional import plain_rms_norm, rms_norm, swiglu
+from quaver.trainer.mixture import Mixture
 
 INIT_STD = 0.02
 
@@ -140,11 +141,13 @@ class FeedForward(nn.Module):
     feeds_float8 = False
     """Whether down_proj is float8, so that its input need not be saved in high precision."""
 
-    def __init__(self, config: Model) -> None:
+    def __init__(self, config: Model, experts: int = 1) -> None:
+        """`experts`: how many shared experts of a mixture it is."""
         super().__init__()
-        self.gate_proj = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.up_proj = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.down_proj = nn.Linear(config.hidden_dim, config.dim, bias=False)
+        hidden_dim = experts * config.hidden_dim
+        self.gate_proj = nn.Linear(config.dim, hidden_dim, bias=False)
+        self.up_proj = nn.Linear(config.dim, hidden_dim, bias=False)
+        self.down_proj = nn.Linear(hidden_dim, config.dim, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Transform each token of `hidden` [B, T, D]."""
@@ -153,13 +156,17 @@ class FeedForward(nn.Module):
         return self.down_proj(product)
 
 
+def _mixture(config: Model) -> Mixture:
+    return Mixture(config, FeedForward(config, config.n_shared_experts) if config.n_shared_experts else None)
+
+
 class Block(nn.Module):
     """Attention, then feed-forward, each on normalized input and added to the residual stream."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
         self.self_attn = Attention(config)
-        self.mlp = FeedForward(config)
+        self.mlp = _mixture(config) if config.n_experts else FeedForward(config)
         self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
 
@@ -192,7 +199,10 @@ class Decoder(nn.Module):
 
 
 class Llama(nn.Module):
-    """The language model, with the state_dict of `transformers.LlamaForCausalLM`; `initialize` draws its weights."""
+    """The language model; `initialize` draws its weights.
+
+    Its state_dict is that of `transformers.LlamaForCausalLM`, with experts that of `Glm4MoeForCausalLM`.
+    """
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -220,17 +230,21 @@ class Llama(nn.Module):
 
 def init_std(name: str, config: Model) -> float:
     """Return a matrix's initial standard deviation, smaller with depth where it writes to the residual stream."""
-    writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    writes_residual = name.removesuffix(".weight").endswith(("o_proj", "down_proj"))
     return INIT_STD / (2 * config.n_layers) ** 0.5 if writes_residual else INIT_STD
 
 
 def training_flops_per_token(config: Model, seq_len: int) -> int:
-    """Return the FLOPs of forward and backward for one token: 6 per weight of each linear, and attention.
+    """Return the FLOPs of forward and backward for one token: 6 per weight that it is multiplied with, and attention.
+
+    Of E experts it is multiplied with top_k.
 
     Attention counts as 12 * n_layers * dim * seq_len, as usual, although a causal kernel may skip half of it.
     """
     kv_dim = config.n_kv_heads * config.head_dim
     attention = 2 * config.dim * config.dim + 2 * config.dim * kv_dim
-    linear_weights = config.n_layers * (attention + 3 * config.dim * config.hidden_dim)
+    networks = config.top_k + config.n_shared_experts if config.n_experts else 1
+    router = config.dim * config.n_experts
+    linear_weights = config.n_layers * (attention + networks * 3 * config.dim * config.hidden_dim + router)
     linear_weights += config.dim * config.vocab_size
     return 6 * linear_weights + 12 * config.n_layers * config.dim * seq_len

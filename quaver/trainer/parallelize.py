@@ -31,7 +31,7 @@ from quaver.checkpointing import apply_activation_checkpointing
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 from quaver.distributed.linear_sharding import check_can_be_sharded
 from quaver.trainer.config import TrainConfig
-from quaver.trainer.model import Block, Llama
+from quaver.trainer.model import Block, FeedForward, Llama
 
 
 def parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh | None) -> None:
@@ -122,6 +122,8 @@ def _split_linears(model: Llama, mesh: DeviceMesh) -> None:
 
 def _block_styles(block: Block) -> dict[str, ParallelStyle]:
     attention, mlp = block.self_attn, block.mlp
+    if not isinstance(mlp, FeedForward):
+        raise NotImplementedError("tensor parallelism does not split experts")  # the config was checked
     # The other inputs of attention (cos, sin, and the mask or None) are replicated.
     return {
         "input_layernorm": SequenceParallel(),

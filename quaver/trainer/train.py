@@ -220,6 +220,8 @@ def _validate(run: Run, step: int, outputs: "Outputs") -> None:
     for model in run.models:
         record = {"step": step, "run": model.name, "validation_loss": model.validate(batches)}
         record["precision"] = model.precision
+        if model.expert_load is not None:
+            record["expert_load"] = model.expert_load.tolist()
         if config.validation.high_precision_too:
             record["validation_loss_hp"] = model.validation_loss_hp
         outputs.write(record)
@@ -303,7 +305,14 @@ def _step_record(run: Run, model: TrainedModel, step: int, result: StepResult) -
         "tokens_per_s": tokens_per_s,
         **utilization(flops, tokens_per_s / run.ranks.world_size, run.peak),
         **device_memory(run.device),
+        **_fullest_expert(model),
     }
+
+
+def _fullest_expert(model: TrainedModel) -> dict[str, float]:
+    """The load of the fullest expert of any layer, relative to the mean."""
+    load = model.expert_load
+    return {} if load is None else {"expert_load_max": load.max().item() * load.shape[1]}
 
 
 def _introduce(run: Run, display: Display) -> None:

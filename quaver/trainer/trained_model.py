@@ -24,6 +24,7 @@ from quaver.trainer.errors import NonFiniteError
 from quaver.trainer.float8 import in_high_precision
 from quaver.trainer.loss import next_token_loss
 from quaver.trainer.memory import PeakMemory, measure_peak
+from quaver.trainer.mixture import balance_experts, take_expert_load
 from quaver.trainer.model import Llama
 from quaver.trainer.nonfinite import find_nonfinite
 from quaver.trainer.optimizer import (
@@ -77,6 +78,8 @@ class TrainedModel:
     validation_loss: float | None = None
     validation_loss_hp: float | None = None
     """With validation.high_precision_too, the loss of the same weights with every linear in high precision."""
+    expert_load: Tensor | None = field(init=False, default=None, repr=False)
+    """The share of the last step's tokens that each expert took, [layers, E]; None without experts."""
     precision: str = field(init=False)
     scaling: Float8ScalingState = field(init=False, repr=False)
     """The persistent scales; empty for recipes with dynamic scaling."""
@@ -134,6 +137,9 @@ class TrainedModel:
         self._skipped_in_a_row = 0
         if self.scaling:  # after the check: a non-finite step is repeated with its own scales
             sync_float8_amax_and_scale_history(self.model)
+        self.expert_load = take_expert_load(self.model, self.ranks.sum)
+        if self.expert_load is not None:
+            balance_experts(self.model, self.expert_load, config.optimizer.expert_bias_rate)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.precompute_scales()
@@ -163,6 +169,7 @@ class TrainedModel:
         training = self.config.training
         where = self._find_nonfinite(step, batches, loss, grad_norm)
         self.scaling.forget_observed()
+        take_expert_load(self.model, self.ranks.sum)
         self._skipped_in_a_row += 1
         if training.nonfinite != "skip":
             raise NonFiniteError(where)

@@ -1,4 +1,4 @@
-"""[model]: the shape of the Llama."""
+"""[model]: the shape of the Llama, and of its experts."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -6,7 +6,7 @@ from typing import Annotated
 from annotated_types import Ge, Gt
 from pydantic.types import AllowInfNan
 
-from quaver.trainer.config.settings import AtLeast1, FiniteNotNegative, Settings
+from quaver.trainer.config.settings import AtLeast1, FiniteNotNegative, NotNegative, Settings
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,13 @@ class Model(Settings, section="model"):
     n_kv_heads: AtLeast1 = 2
     """Key and value heads, shared by n_heads / n_kv_heads query heads each."""
     hidden_dim: AtLeast1 = 768
-    """Width inside the feed-forward network."""
+    """Width inside the feed-forward network, or inside each expert."""
+    n_experts: NotNegative = 0
+    """Experts in place of the feed-forward network, of which a token takes top_k; 0 for none."""
+    top_k: AtLeast1 = 2
+    """Experts of a token."""
+    n_shared_experts: NotNegative = 0
+    """Experts that every token takes besides."""
     norm_eps: FiniteNotNegative = 1e-5
     """Added to the mean square in RMSNorm."""
     rope_theta: Annotated[float, AllowInfNan(False), Gt(0)] = 500000.0
@@ -51,7 +57,7 @@ class Model(Settings, section="model"):
     """The token embedding is the output projection too."""
 
     def check(self) -> None:
-        """Refuse heads that do not divide evenly, and rotary settings that nothing reads."""
+        """Refuse heads that do not divide evenly, and settings that nothing reads."""
         self.require(self.n_layers <= 10_000, "n_layers", "at most 10000")
         self.require(
             self.n_heads % self.n_kv_heads == 0,
@@ -65,6 +71,12 @@ class Model(Settings, section="model"):
             f"a multiple of 2 * model.n_heads = {2 * self.n_heads}",
             "rotary embeddings need heads of one, even size",
         )
+        if self.n_experts == 0:
+            self.require_default("top_k", "n_shared_experts", unless="model.n_experts is above 0")
+        else:
+            self.require(self.n_experts > 1, "n_experts", "0, or at least 2", "one expert needs no router")
+            expected = f"at most model.n_experts = {self.n_experts}"
+            self.require(self.top_k <= self.n_experts, "top_k", expected, "a token takes each expert once")
         if self.rope_scaling_factor == 1:
             names = ("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position")
             self.require_default(*names, unless="model.rope_scaling_factor is above 1")

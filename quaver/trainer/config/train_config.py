@@ -69,6 +69,8 @@ class TrainConfig(Settings):
         for name in SPLIT:
             section, size = name.split(".")
             self.require(getattr(getattr(self, section), size) % degree == 0, name, f"a multiple of {setting}")
+        fix = "experts are sharded by FSDP2 only"
+        self.require(degree == 1 or not self.model.n_experts, "model.n_experts", f"0 with {setting}", fix)
         fix = "the embedding and the output projection are split differently"
         splits_tied = degree > 1 and self.model.tie_word_embeddings
         self.require(not splits_tied, "model.tie_word_embeddings", f"false with {setting}", fix)

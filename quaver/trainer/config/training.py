@@ -125,6 +125,8 @@ class Optimizer(Settings, section="optimizer"):
     """Added to the denominator of the update."""
     weight_decay: FiniteNotNegative = 0.1
     """Decoupled weight decay of matrices."""
+    expert_bias_rate: FiniteNotNegative = 0.001
+    """What a step adds to the bias of a router for experts below the mean load, and takes from others; 0 never."""
     implementation: Annotated[str, OneOf(("auto", "fused", "foreach", "for-loop"))] = "auto"
     """fused (one kernel), foreach (one per operation) or for-loop (one per parameter, too); auto is fused."""
 

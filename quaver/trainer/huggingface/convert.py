@@ -38,12 +38,14 @@ from quaver.trainer.checkpoint_folder import (
 from quaver.trainer.config import Model
 from quaver.trainer.config_io import build_config, load_config
 from quaver.trainer.huggingface.config import KEPT, hf_config, model_from_hf
+from quaver.trainer.huggingface.experts import KEPT_IN_FLOAT32
 from quaver.trainer.huggingface.weights import (
     EMBEDDING,
     HEAD,
     CheckpointWeights,
     file_state,
     meta_state,
+    stored_state,
     write_weights,
 )
 from quaver.trainer.run_folder import CONFIG, provenance
@@ -132,7 +134,10 @@ def export_hf(
     found = open_checkpoint(checkpoint_of(checkpoint) or checkpoint, name)
     config = hf_config(found.model, dtype=dtype, kept=kept_of_run(found))
     with new_folder(out) as partial:
-        rounded = ((each, tensor.to(getattr(torch, dtype))) for each, tensor in found.tensors().items())
+        rounded = (
+            (each, tensor if each.endswith(KEPT_IN_FLOAT32) else tensor.to(getattr(torch, dtype)))
+            for each, tensor in found.tensors().items()
+        )
         write_tensors(rounded, partial, max_shard_bytes)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for file in copied:
@@ -141,11 +146,11 @@ def export_hf(
 
 
 def _check_tensors(stored: StoredTensors, model: Model, folder: Path) -> None:
-    known = meta_state(model)
+    expected = file_state(model)
+    known = expected | {HEAD: meta_state(model)[HEAD]}
     unexpected = sorted(name for name in stored if name not in known and not _DERIVED.fullmatch(name))
     if unexpected:
         raise ValueError(f"{str(folder)!r} has tensors that a Llama does not have: {listed(unexpected)}")
-    expected = file_state(model)
     if HEAD in stored:
         expected[HEAD] = known[HEAD]
     _check_shapes({name: stored.shape(name) for name in stored}, expected, folder)
@@ -187,7 +192,7 @@ def open_checkpoint(checkpoint: Path, name: str | None) -> Export:
         for name, each in stored.items()
         if isinstance(each, TensorStorageMetadata)
     }
-    _check_shapes(shapes, file_state(found.model), found.weights)
+    _check_shapes(shapes, stored_state(found.model), found.weights)
     return found
 
 

@@ -92,7 +92,7 @@ def _converted(found: Export) -> dict[str, FilterDecision]:
 
 
 def _as_in_the_run(converted: dict[str, FilterDecision], module: nn.Module, name: str) -> FilterDecision:
-    return converted[name]
+    return converted[name if name in converted else f"{name}.down_proj"]  # that of experts
 
 
 def _load_scales(model: nn.Module, reader: CheckpointReader) -> None:

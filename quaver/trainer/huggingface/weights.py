@@ -1,6 +1,6 @@
 """The weights of a Llama by their names in Hugging Face's files: those of a checkpoint, and a checkpoint made of them.
 
-Names are equal in both. quaver/export/files.py reads and writes the safetensors files.
+Names are equal in both, but those of experts (experts.py). quaver/export/files.py reads and writes safetensors files.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from quaver.export.files import NotWrittenError
 from quaver.trainer.checkpoint import ignore_single_process_warning, load_state, read_metadata, reason
 from quaver.trainer.config import Model
+from quaver.trainer.huggingface.experts import name_of_stack, names_in_files, stacked
 from quaver.trainer.model import Llama
 from quaver.trainer.safe_dcp import CheckpointReader
 
@@ -31,12 +32,21 @@ def meta_state(model: Model, dtype: torch.dtype = torch.float32) -> dict[str, Te
         return Llama(model).to(dtype).state_dict()
 
 
-def file_state(model: Model) -> dict[str, Tensor]:
-    """Return what a Hugging Face file has of `meta_state`: a tied weight once, as the embedding."""
+def stored_state(model: Model) -> dict[str, Tensor]:
+    """Return what a checkpoint has of `meta_state`: a tied weight once, as the embedding."""
     state = meta_state(model)
     if model.tie_word_embeddings:
         del state[HEAD]
     return state
+
+
+def file_state(model: Model) -> dict[str, Tensor]:
+    """Return the tensors of Hugging Face's files without storage: those of `stored_state`, and a matrix an expert."""
+    return {
+        part: view
+        for name, tensor in stored_state(model).items()
+        for part, view in names_in_files(name, tensor).items()
+    }
 
 
 class CheckpointWeights(Mapping[str, Tensor]):
@@ -50,19 +60,24 @@ class CheckpointWeights(Mapping[str, Tensor]):
         self._reader = CheckpointReader(folder)
         stored: dict[str, Any] = read_metadata(self._reader).state_dict_metadata
         self._like = {
-            name: tensor.to(stored[f"model.{name}"].properties.dtype) for name, tensor in file_state(model).items()
+            name: tensor.to(stored[f"model.{name}"].properties.dtype) for name, tensor in stored_state(model).items()
         }
+        self._names = list(file_state(model))
+        self._last: tuple[str, dict[str, Tensor]] = "", {}
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = torch.empty_like(self._like[name], device="cpu")
-        load_state({f"model.{name}": tensor}, self._reader)
-        return tensor
+        stack = name_of_stack(name)
+        if self._last[0] != stack:  # the experts of a layer follow each other
+            tensor = torch.empty_like(self._like[stack], device="cpu")
+            load_state({f"model.{stack}": tensor}, self._reader)
+            self._last = stack, names_in_files(stack, tensor)
+        return self._last[1][name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._like)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._like)
+        return len(self._names)
 
 
 def write_weights(weights: Mapping[str, Tensor], folder: Path, model: Model, dtype: torch.dtype) -> None:
@@ -93,4 +108,4 @@ class _Copy(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         like = self.lookup_object(write_item.index)
         name = write_item.index.fqn.removeprefix("model.")
-        return self._weights[EMBEDDING if self._tied and name == HEAD else name].to(like.dtype)
+        return stacked(EMBEDDING if self._tied and name == HEAD else name, like, self._weights.__getitem__)
