@@ -41,6 +41,7 @@ DELAYED_DYNAMIC_WEIGHT = ["--float8.recipe_name=delayed_with_dynamic_weight"]
 MASKED = ["--data.document_mask"]
 MXFP8 = ["--float8.recipe_name=mxfp8", "--model.dim=128", "--model.hidden_dim=128"]
 MIXED = ["--float8.filter_fqns=lm_head,k_proj,layers.1.mlp", *MASKED]
+MIXTURE = ["--float8.recipe_name=rowwise", "--model.n_experts=4", "--model.n_shared_experts=1", "--model.hidden_dim=32"]
 # Where sums are taken in another order a code may move by one step; of blocks a scale, too, by a power of two.
 EXACT, FLOAT8, BLOCKS = 2e-6, 1e-5, 1e-4
 NORM = {EXACT: 10 * EXACT, FLOAT8: 50 * FLOAT8, BLOCKS: 50 * BLOCKS}
@@ -51,6 +52,7 @@ REFERENCES = {
     "tensorwise": [],
     "mxfp8": MXFP8,
     "mixed": MIXED,
+    "mixture": MIXTURE,
     "delayed": DELAYED,
     "delayed_dynamic_weight": DELAYED_DYNAMIC_WEIGHT,
 }
@@ -62,6 +64,7 @@ LAYOUTS = {
     "all_gather": (2, "tensorwise", [*ALL_GATHER, "--job.compare"], FLOAT8),
     "tensor_mixed": (2, "mixed", [*MIXED, *TENSOR], FLOAT8),
     "mxfp8_shard_tensor": (4, "mxfp8", [*MXFP8, *TENSOR, *ALL_GATHER], BLOCKS),
+    "mixture_shard": (2, "mixture", MIXTURE, FLOAT8),
     "delayed_shard": (2, "delayed", DELAYED, FLOAT8),
     "delayed_all_gather": (2, "delayed", [*DELAYED, *ALL_GATHER], FLOAT8),
     "delayed_tensor": (2, "delayed", [*DELAYED, *TENSOR], FLOAT8),
@@ -92,6 +95,7 @@ BAD = {
     ),
     "flag": (["--parallelism.degree=2"], "unknown flag: 'parallelism.degree'"),
     "data": (["--data=none"], "data.path 'none' does not exist"),
+    "experts": ([*MIXTURE, *TENSOR], "model.n_experts must be 0 with parallelism.tensor_parallel_degree = 2, got 4"),
     "folder": (["--job.name=used"], "has files already; give another job.name or remove it"),
 }
 

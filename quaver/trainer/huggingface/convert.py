@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from quaver.trainer.checkpoint_folder import (
 from quaver.trainer.config import Model
 from quaver.trainer.config_io import build_config, load_config
 from quaver.trainer.huggingface.config import KEPT, hf_config, model_from_hf
-from quaver.trainer.huggingface.experts import KEPT_IN_FLOAT32
+from quaver.trainer.huggingface.experts import KEPT_IN_FLOAT32, without_width
 from quaver.trainer.huggingface.weights import (
     EMBEDDING,
     HEAD,
@@ -136,7 +137,7 @@ def export_hf(
     with new_folder(out) as partial:
         rounded = (
             (each, tensor if each.endswith(KEPT_IN_FLOAT32) else tensor.to(getattr(torch, dtype)))
-            for each, tensor in found.tensors().items()
+            for each, tensor in chain(found.tensors().items(), without_width(found.model).items())
         )
         write_tensors(rounded, partial, max_shard_bytes)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -147,7 +148,7 @@ def export_hf(
 
 def _check_tensors(stored: StoredTensors, model: Model, folder: Path) -> None:
     expected = file_state(model)
-    known = expected | {HEAD: meta_state(model)[HEAD]}
+    known = expected | {HEAD: meta_state(model)[HEAD]} | without_width(model)
     unexpected = sorted(name for name in stored if name not in known and not _DERIVED.fullmatch(name))
     if unexpected:
         raise ValueError(f"{str(folder)!r} has tensors that a Llama does not have: {listed(unexpected)}")

@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from quaver.trainer.config import Model
+
 _STACK = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 _MATRIX = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
@@ -49,3 +51,12 @@ def stacked(name: str, like: Tensor, read: Callable[[str], Tensor]) -> Tensor:
     for part, place in names_in_files(name, stack).items():
         place.copy_(read(part))
     return stack
+
+
+def without_width(model: Model) -> dict[str, Tensor]:
+    """The shared experts of no width that GLM-4.5 has where a mixture has none."""
+    if not model.n_experts or model.n_shared_experts:
+        return {}
+    prefixes = [f"model.layers.{layer}.mlp.shared_experts" for layer in range(model.n_layers)]
+    shapes = {"gate_proj": (0, model.dim), "up_proj": (0, model.dim), "down_proj": (model.dim, 0)}
+    return {f"{prefix}.{name}.weight": torch.empty(shape) for prefix in prefixes for name, shape in shapes.items()}

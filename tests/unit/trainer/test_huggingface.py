@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from quaver.cli import main
 from quaver.export import files
@@ -39,6 +39,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"tie_word_embeddings": True, "eos_token_id": [5, 7], "num_key_value_heads": 1},
     "llama3": {"rope_parameters": {**LLAMA3, "rope_theta": 10000.0}, "bos_token_id": 3},
+    "mixture": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "intermediate_size": 48,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 0,
+        "num_mtp_layers": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 3e5, "partial_rotary_factor": 1.0},
+    },
 }
 HEAD, EMBEDDING, NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
 
@@ -48,9 +58,13 @@ def make_hf(folder: Path, dtype: torch.dtype = torch.float32, shard: str = "5GB"
     torch.manual_seed(3)
     shape = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
-    config = LlamaConfig(**{**shape, "rope_parameters": {"rope_type": "default", "rope_theta": 3e5}, **settings})
-    model = LlamaForCausalLM(config)
+    shape |= {"rope_parameters": {"rope_type": "default", "rope_theta": 3e5}, **settings}
+    is_mixture = "n_routed_experts" in settings
+    model = Glm4MoeForCausalLM(Glm4MoeConfig(**shape)) if is_mixture else LlamaForCausalLM(LlamaConfig(**shape))
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.5, 0.5)
         for name, parameter in model.named_parameters():
             parameter.uniform_(0.5, 1.5) if "norm" in name else parameter.mul_(3)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard)
@@ -130,11 +144,24 @@ def test_import_and_export_keep_every_bit(hf, variant, tmp_path):
     convert("quaver-to-hf", tmp_path / "out", tmp_path / "back", "--dtype", "float32")
     after = theirs(tmp_path / "back")
     assert_same_weights(*(load_file(folder / "model.safetensors") for folder in (tmp_path / "back", hf(variant))))
-    ignored = ("_name_or_path", "transformers_version", "initializer_range", "use_cache")
+    ignored = ("_name_or_path", "transformers_version", "initializer_range", "use_cache", "head_dim")
     configs = [{k: v for k, v in each.config.to_dict().items() if k not in ignored} for each in (before, after)]
     assert configs[0] == configs[1]
     assert_same_logits(after, before)
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_mixture_without_shared_experts(tmp_path):
+    """GLM-4.5 has one of no width then."""
+    settings = VARIANTS["mixture"] | {"n_shared_experts": 0}
+    convert("hf-to-quaver", make_hf(tmp_path / "hf", **settings), tmp_path / "out")
+    imported = ours(tmp_path / "out")
+    assert not [name for name in imported.state_dict() if "shared" in name]
+    convert("quaver-to-hf", tmp_path / "out", tmp_path / "back")
+    stored = load_file(tmp_path / "back" / "model.safetensors")
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert stored[bias].equal(imported.state_dict()[bias])  # in float32 among bfloat16
+    assert_same_logits(theirs(tmp_path / "back"), imported.bfloat16().float())
 
 
 @pytest.mark.parametrize(("shard", "dtype"), [("60KB", "float32"), ("5GB", "bfloat16"), ("60KB", "float16")])
@@ -279,6 +306,10 @@ def test_export_copies_the_files_of_a_tokenizer(hf, tmp_path):
 BAD_CONFIGS = {
     "architecture": ({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, "describe a LlamaForCausalLM"),
     "classifier": ({"architectures": ["LlamaForSequenceClassification"]}, "describe a LlamaForCausalLM"),
+    "dense blocks": (
+        {"model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"]},
+        "first_k_dense_replace in config.json must be 0, got 1",
+    ),
     "attention_bias": ({"attention_bias": True}, "attention_bias in config.json must be false, got True"),
     "mlp_bias": ({"mlp_bias": True}, "mlp_bias in config.json must be false, got True"),
     "head_dim": ({"head_dim": 32}, "hidden_size / num_attention_heads = 64 / 4, got 32"),
