@@ -1,6 +1,7 @@
-"""torchtitan 0.3: float8 linears by a converter of the model's config, or by an override on the command line.
+"""torchtitan 0.3: float8 linears and experts by converters of the model's config, or by an override.
 
     model_registry("8B", converters=[Float8LinearConverter.Config(recipe_name="rowwise")])
+    model_registry("30B-A3B", converters=[..., Float8GroupedExpertsConverter.Config(recipe_name="rowwise")])
     --override.imports 'quaver.integrations.torchtitan.float8_linear={"recipe_name": "rowwise"}'
 
 A converted config keeps the fields of `Linear.Config`, `param_init` and `sharding_config` among them, and builds
@@ -10,16 +11,19 @@ converter: run it under `python -m quaver.integrations.torchao`.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from torchtitan.config.override import derive, override
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.model import ModelConfigConverter
+from torchtitan.protocols.module import Module
 from torchtitan.tools.logging import logger
 
 from quaver.config import resolve_config
 from quaver.convert import convert_to_float8_training
+from quaver.experts.seam import arguments_of, to_float8_grouped_mm
 from quaver.kernels.native_blocks import ALIGNMENT
 
 
@@ -80,6 +84,61 @@ class Float8LinearConverter(ModelConfigConverter):
             f"in high precision: {', '.join(skipped) or 'none'}"
         )
         return model_config
+
+
+class Float8GroupedExpertsConverter(ModelConfigConverter):
+    """Converts the grouped experts of a model's config, whatever the arguments of their `_grouped_mm` are called."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ModelConfigConverter.Config):
+        """The fields of torchtitan's own converter, and the recipe."""
+
+        recipe_name: str = "rowwise"
+        emulate: bool = False
+        model_compile_enabled: bool = False
+        """Has no effect: the same experts run eager and compiled."""
+        pad_multiple: int | None = None
+        """Has no effect: groups have any size."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def convert(self, model_config: Any) -> Any:
+        """Replace each config of experts that have `_grouped_mm`; return the model's config.
+
+        Raises ValueError if there are none, or if their arguments are unknown.
+        """
+        config = replace(resolve_config(self.config.recipe_name), emulate=self.config.emulate)
+        found = [
+            each
+            for each in model_config.traverse(Module.Config, recurse=True)
+            if hasattr(each[1]._owner, "_grouped_mm")
+        ]
+        if not found:
+            raise ValueError("expected a model with grouped experts, got one without")
+        for _, experts, parent, attribute in found:
+            arguments_of(experts._owner)
+            converted = derive(experts, _float8_experts_config(cast(Any, type(experts))), float8=config)
+            if isinstance(parent, list):
+                parent[attribute] = converted
+            else:
+                setattr(parent, attribute, converted)
+        logger.info(f"float8 ({self.config.recipe_name}): {len(found)} modules of grouped experts")
+        return model_config
+
+
+@functools.cache
+def _float8_experts_config(base: Any) -> Any:
+    """A config like `base` that builds its experts in float8."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Float8ExpertsConfig(base):
+        float8: Any = None
+
+        def build(self, **kwargs: Any) -> Any:
+            return to_float8_grouped_mm(base.build(self, **kwargs), self.float8)
+
+    return Float8ExpertsConfig
 
 
 @override(

@@ -91,6 +91,63 @@ assert float8(overridden.build()) == float8(converted.build()), lines
 print("converter works")
 """
 
+EXPERTS = """
+import torch
+from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.gpt_oss import gptoss_configs
+from torchtitan.models.qwen3 import qwen3_configs
+from torchtitan.protocols.module import Module
+from quaver import conversion_report, float8_linear
+from quaver.experts.seam import Float8GroupedMM, to_float8_grouped_mm
+from quaver.config import resolve_config
+from quaver.integrations.torchtitan import Float8GroupedExpertsConverter, Float8LinearConverter
+
+for configs, name in ((qwen3_configs, "debugmodel_moe"), (gptoss_configs, "debugmodel")):
+    config = configs[name](attn_backend="flex", moe_comm_backend="standard")
+    Float8LinearConverter.Config(recipe_name=RECIPE).build().convert(config)
+    Float8GroupedExpertsConverter.Config(recipe_name=RECIPE, pad_multiple=16).build().convert(config)
+    with torch.device("meta"):
+        model = config.build()
+    experts = [module for module in model.modules() if hasattr(module, "_grouped_mm")]
+    assert experts and all(isinstance(each, Float8GroupedMM) for each in experts)
+    model.verify_module_protocol()
+
+torch.manual_seed(0)
+plain = GroupedExperts.Config(dim=64, hidden_dim=96, num_experts=3).build()
+for parameter in plain.parameters():
+    torch.nn.init.normal_(parameter, std=0.1)
+x, counts = torch.randn(50, 64, requires_grad=True), torch.tensor([20, 0, 30])
+expected = plain(x, counts)
+float8 = to_float8_grouped_mm(plain, resolve_config(RECIPE))
+out = float8(x, counts)
+out.sum().backward()
+assert float8.w1_EFD.grad.isfinite().all() and not torch.equal(out, expected)
+parts, w1, w2, w3 = [], *(w.bfloat16() for w in (plain.w1_EFD, plain.w2_EDF, plain.w3_EFD))
+for expert, tokens in ((0, x[:20]), (2, x[20:])):
+    tokens = tokens.bfloat16()
+    gate, up = (float8_linear(tokens, w[expert], config=RECIPE) for w in (w1, w3))
+    parts.append(float8_linear(torch.nn.functional.silu(gate) * up, w2[expert], config=RECIPE))
+assert torch.equal(out, torch.cat(parts).float())
+
+class Later(Module):
+    def _grouped_mm(self, *, input_RI, weight_EOI, offsets_E):
+        raise NotImplementedError
+class Unknown(Module):
+    def _grouped_mm(self, *, x, weight, offs):
+        raise NotImplementedError
+a, w, ends = torch.randn(50, 64), torch.randn(3, 32, 64), torch.tensor([20, 20, 50], dtype=torch.int32)
+later = to_float8_grouped_mm(Later(), resolve_config(RECIPE))
+out = later._grouped_mm(input_RI=a, weight_EOI=w, offsets_E=ends)
+assert torch.equal(out[:20], float8_linear(a[:20], w[0], config=RECIPE))
+try:
+    to_float8_grouped_mm(Unknown(), resolve_config(RECIPE))
+except ValueError as error:
+    assert "got x, weight, offs" in str(error), error
+else:
+    raise AssertionError("unknown arguments were accepted")
+print("experts work")
+"""
+
 SHIM = """
 from types import SimpleNamespace as S
 from quaver.integrations import torchao as shim
@@ -138,6 +195,12 @@ def run_with(version, program, folder):
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
 def test_the_converter_and_the_override_of_0_3(recipe, tmp_path):
     assert "converter works" in run_with("0.3", f"RECIPE = {recipe!r}\n{CONVERTER}", tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_the_experts_of_0_3(recipe, tmp_path):
+    assert "experts work" in run_with("0.3", f"RECIPE = {recipe!r}\n{EXPERTS}", tmp_path)
 
 
 @pytest.mark.nightly

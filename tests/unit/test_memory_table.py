@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from benchmarks.memory import PAGE, PROMISED, RECORD, case_of, cases, exceptions, measure_row, name_of, ratios, tables
-from benchmarks.memory_modules import PRECISIONS, Case, Size, predict
+from benchmarks.memory_modules import Case, Size, predict
 from benchmarks.record import fill
 from quaver.recorder.allocator import measure_usage
 
 CPU = torch.device("cpu")
 SMALL = Size(dim=128, hidden_dim=448, sequences=4, seq_len=128)
-FLOAT8 = (*PRECISIONS[1:], "blockwise", "mxfp8")
+FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 
 
 def rows_of(module: str, checkpointing: str, precisions=("bfloat16", *FLOAT8), compiled=False) -> list[dict]:
