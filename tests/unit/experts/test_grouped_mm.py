@@ -208,6 +208,18 @@ def test_the_reference_gives_the_codes_and_scales_of_the_cpu(recipe, operand, di
         assert torch.equal(scale[used].nan_to_num(-1), made.dequant_scale[used].nan_to_num(-1))
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_reference_takes_no_rows(recipe):
+    casts = Float8LinearConfig.from_recipe_name(recipe).casts
+    for cast in {casts.input.row, casts.input.column} - {c for c in casts.every() if c.is_disabled}:
+        options = cast.block_options or (0, 0, "")
+        ends, granularity = torch.zeros(4, dtype=torch.int32), cast.scaling_granularity.value
+        places = _cast_groups(torch.zeros(0, 70), cast.float8_dtype, ends, 4, True, True, True, granularity, *options)
+        made = cast_groups(torch.zeros(0, 70), cast, ends, 4, True, True, True)
+        assert places[0].shape == made.row.data.shape == (0, 70)
+        assert places[2].shape == made.row.dequant_scale.shape
+
+
 def grouped_operands(form, recipe, transposed, a, b_t, grad_output, ends):
     """Both operands of one of the three matmuls."""
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
