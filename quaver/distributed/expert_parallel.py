@@ -171,9 +171,9 @@ class Float8ExpertParallel(ParallelStyle):
     Args:
         grad_weight_from_codes: let tokens and gradients travel as codes, one byte an element, also where a weight's
             gradient reads another cast of them than the codes (row-wise and block-wise recipes). That cast is then made
-            of the dequantized codes. Gradients of weights then differ from those of one process by elements below
-            2^-13 of the largest in their row or block (subnormal e4m3), and, where grad_weight is in high precision, by
-            the rounding of both its operands.
+            of the dequantized codes. With scales that are powers of two, gradients of weights then differ from those of
+            one process by elements below 2^-13 of the largest in their row, column or block (subnormal e4m3); where
+            grad_weight is in high precision, by the rounding of both its operands.
     Raises:
         ValueError: no Float8Experts, experts that are split already, or as many as are no multiple of the ranks.
         NotImplementedError: the backend cannot exchange bytes by all_to_all_single.

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -68,15 +69,17 @@ def parallel(experts, **options):
 def tokens_of(ranks, top_k, dtype=torch.bfloat16, experts=EXPERTS):
     """Each rank's tokens, their experts, the weights of these and the gradient of the result.
 
-    Magnitudes differ by token and by rank. Rank 1 has no token, expert 2 gets none, nor do those of the last rank;
-    every fifth token has no expert in its first place.
+    Magnitudes differ by token and by rank. Every seventh token has an outlier, so that its other codes are subnormal,
+    and column casts of codes would show. Expert 2 gets no token, and every fifth token has no expert in its first
+    place. Of four ranks, rank 1 has no token, and the experts of the last get none.
     """
     generator = torch.Generator().manual_seed(1)
-    parts, used = [], [e for e in range(experts - experts // ranks) if e != 2]
+    parts, used = [], [e for e in range(experts if ranks < 4 else experts - experts // ranks) if e != 2]
     for rank in range(ranks):
-        count = 0 if rank == 1 else 70 + 100 * rank
+        count = 0 if (rank, ranks) == (1, 4) else 70 + 100 * rank
         magnitudes = torch.logspace(-2, 1, count).view(-1, 1) * 3.0**rank
         hidden, grad = (torch.randn(count, DIM, generator=generator) * magnitudes for _ in range(2))
+        hidden[::7, 3], grad[::7, 5] = 2.0**10, 2.0**10
         chosen = [torch.randperm(len(used), generator=generator)[:top_k] for _ in range(count)]
         index = torch.tensor(used)[torch.stack(chosen)] if count else torch.zeros(0, top_k, dtype=torch.int64)
         weights = torch.rand(count, top_k, generator=generator)
@@ -159,6 +162,19 @@ def test_other_layouts(recipe, flags):
     check_equals_one_process(recipe, 2, **flags)
 
 
+@pytest.mark.parametrize("name", ["MixtralExperts", "GptOssExperts"])
+@on_ranks(2)
+def test_experts_of_transformers(name):
+    from tests.foreign import test_experts as foreign
+
+    experts = foreign.experts_of(getattr(foreign, name))
+    convert_to_float8_training(experts, config="tensorwise")
+    hidden, index, weights = foreign.routed()
+    parts = [(hidden[start:stop], index[start:stop], weights[start:stop]) for start, stop in ((0, 20), (20, 50))]
+    expected = experts(hidden, index, weights).split([20, 30])[dist.get_rank()]
+    assert_same_bits(parallel(experts)(*parts[dist.get_rank()]).detach(), expected.detach())
+
+
 @on_ranks(2)
 def test_a_norm_after_the_experts():
     """Its parameters are whole on each rank, and their gradients parts of a sum."""
@@ -189,6 +205,20 @@ def test_compiled():
     weights, expected_weights = got.pop("weights"), expected.pop("weights")
     assert not len(weights) or sqnr_db(expected_weights, weights) > 40
     assert_same(got, expected)
+
+
+@on_ranks(4)
+def test_under_fsdp():
+    """Of 2 x 2 ranks: each pair of ranks has all experts, and FSDP2 averages the gradients of the pairs."""
+    experts, parts, rank = converted("tensorwise", torch.float32), tokens_of(4, 2, torch.float32), dist.get_rank()
+    steps = [step(experts, *(torch.cat(each) for each in zip(*pair, strict=True))) for pair in (parts[:2], parts[2:])]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    split = fully_shard(parallelize_module(experts, mesh["ep"], Float8ExpertParallel()), mesh=mesh["dp"])
+    got = step(split, *parts[rank])
+    sizes = [len(part[0]) for part in parts[rank // 2 * 2 :][:2]]
+    assert_same_bits(got["out"], steps[rank // 2]["out"].split(sizes)[rank % 2])
+    for name in ("gate_up_proj", "down_proj"):
+        assert_same_bits(got[name].full_tensor(), (steps[0][name] + steps[1][name]) / 2)
 
 
 @on_ranks(2)
