@@ -152,6 +152,17 @@ def test_float32(recipe):
     check_equals_one_process(recipe, 2, torch.float32)
 
 
+@RECIPE
+@on_ranks(2)
+def test_zeros_and_what_is_not_finite(recipe):
+    """As codes; rank 1 has all of them, so that ranks agree on scales that rank 0 alone would not have."""
+    experts, parts = converted(recipe, trained=False), tokens_of(2, 2)
+    hidden = parts[1][0]
+    hidden[11], hidden[12], hidden[13, 7], hidden[14, 8] = 0, 1e-38, torch.inf, torch.nan
+    expected = of_one_process(experts, parts)
+    assert_same(step(parallel(experts), *parts[dist.get_rank()]), expected)
+
+
 FLAGS = [{"has_bias": True, "is_transposed": True}, {"has_gate": False}]
 
 
