@@ -42,3 +42,13 @@ def reduce_scatter(whole: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 def all_reduce(whole: Tensor, group: ProcessGroup) -> Tensor:
     """The sum over the ranks of `group`, a new tensor."""
     return functional.wait_tensor(functional.all_reduce(whole.contiguous(), "sum", group))
+
+
+def all_to_all(rows: Tensor, received: list[int], sent: list[int], group: ProcessGroup) -> Tensor:
+    """Rows from every rank of `group`, in rank order: `sent[r]` of `rows` go to rank r, `received[r]` come from it.
+
+    Args:
+        rows: [sum(sent), columns], any dtype; `columns` is the same on every rank.
+    """
+    payload = rows.contiguous().view(torch.uint8) if rows.itemsize == 1 else rows.contiguous()
+    return functional.wait_tensor(functional.all_to_all_single(payload, received, sent, group)).view(rows.dtype)

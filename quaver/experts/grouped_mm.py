@@ -19,6 +19,7 @@ from torch import Tensor
 from quaver.checkpointing.early_stop import save, saved
 from quaver.config import Float8LinearConfig, Float8LinearRecipeName, OperandCasts, resolve_config
 from quaver.experts.cast import cast_groups
+from quaver.experts.dispatch import Dispatch
 from quaver.experts.gemm import grouped_mm
 from quaver.experts.groups import Form, GroupedOperand, GroupedOperands, bounds_of
 from quaver.formats import HP_DTYPES
@@ -34,6 +35,10 @@ class _Args(NamedTuple):
     hp_dtype: torch.dtype
     transposed: bool
     """Whether weights are stored [E, K, N]."""
+    dispatch: Dispatch | None
+    """Brings rows of `a` to their experts; None where they are there."""
+    combine: Dispatch | None
+    """Takes the rows of the output back to where the tokens are; None where they stay."""
 
 
 class _Float8GroupedMM(torch.autograd.Function):
@@ -43,15 +48,15 @@ class _Float8GroupedMM(torch.autograd.Function):
     def forward(ctx: Any, a: Tensor, weight: Tensor, ends: Tensor, args: _Args) -> Tensor:
         needs_grad_a, needs_grad_weight = ctx.needs_input_grad[:2]
         keeps_codes = needs_grad_a and args.config.keep_float8_weight_for_backward
-        of_a = _quantize_tokens(a, ends, args.config.casts.input, True, needs_grad_weight)
+        of_a = _quantize_tokens(a, ends, args.config.casts.input, True, needs_grad_weight, args.dispatch)
         of_weight = _quantize_weight(weight, args, True, keeps_codes)
-        saved_a = _present(of_a.column) if needs_grad_weight else GroupedOperand(a.new_empty(0))
-        saved_weight = _present(of_weight.column) if keeps_codes else GroupedOperand(weight)
+        saved_a = present(of_a.column) if needs_grad_weight else GroupedOperand(a.new_empty(0))
+        saved_weight = present(of_weight.column) if keeps_codes else GroupedOperand(weight)
         ctx.args, ctx.weight_shape = args, weight.shape
         ctx.block_rows = saved_a.block_rows, saved_weight.block_rows
         tensors = (*saved_a[:2], *(saved_weight[:2] if needs_grad_a else (None, None)), ends)
         save(ctx, tensors)
-        return _output(_present(of_a.row), _present(of_weight.row), ends, args)
+        return _output(present(of_a.row), present(of_weight.row), ends, args)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -64,7 +69,8 @@ class _Float8GroupedMM(torch.autograd.Function):
 
 
 def _output(a: GroupedOperand, weight: GroupedOperand, ends: Tensor, args: _Args) -> Tensor:
-    return grouped_mm(a, weight, ends, Form.OUTPUT, args.config.matmuls.output, args.hp_dtype, args.transposed)
+    output = grouped_mm(a, weight, ends, Form.OUTPUT, args.config.matmuls.output, args.hp_dtype, args.transposed)
+    return output if args.combine is None else args.combine.combine(output)
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -74,31 +80,33 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     a_data, a_scale, weight_data, weight_scale, ends = saved(ctx)
     if not torch.compiler.is_compiling():
         ctx.maybe_clear_saved_tensors()
-    of_grad = _quantize_tokens(grad_output.contiguous(), ends, casts, needs_grad_a, needs_grad_weight)
+    grad_output = grad_output.contiguous()
+    of_grad = _quantize_tokens(grad_output, ends, casts, needs_grad_a, needs_grad_weight, args.combine)
     grad_a = grad_weight = None
     if needs_grad_weight:
         saved_a = GroupedOperand(a_data, a_scale, ctx.block_rows[0])
-        column = _present(of_grad.column)
+        column = present(of_grad.column)
         grad_weight = grouped_mm(
             column, saved_a, ends, Form.GRAD_WEIGHT, matmuls.grad_weight, args.hp_dtype, args.transposed
         )
     if needs_grad_a:
         weight = GroupedOperand(weight_data, weight_scale, ctx.block_rows[1])
         if weight_data.dim() == 3:
-            weight = _present(_quantize_weight(weight_data, args, False, True).column)
+            weight = present(_quantize_weight(weight_data, args, False, True).column)
         grad_a = grouped_mm(
-            _present(of_grad.row), weight, ends, Form.GRAD_INPUT, matmuls.grad_input, args.hp_dtype, args.transposed
+            present(of_grad.row), weight, ends, Form.GRAD_INPUT, matmuls.grad_input, args.hp_dtype, args.transposed
         )
+        grad_a = grad_a if args.dispatch is None else args.dispatch.combine(grad_a)
     return grad_a, grad_weight
 
 
-def _present(operand: GroupedOperand | None) -> GroupedOperand:
+def present(operand: GroupedOperand | None) -> GroupedOperand:
     if operand is None:
         raise RuntimeError("groups were quantized for one of their two matmuls, and both read them")
     return operand
 
 
-def _quantize(
+def quantize_groups(
     hp: Tensor, casts: OperandCasts, ends: Tensor | None, groups: int, row: bool, column: bool
 ) -> GroupedOperands:
     """Quantize groups of rows [rows, columns] for one of their matmuls, or for both."""
@@ -110,8 +118,12 @@ def _quantize(
     return GroupedOperands(of_row, cast_groups(hp, casts.column, ends, groups, False, True, casts.power_of_2).column)
 
 
-def _quantize_tokens(hp: Tensor, ends: Tensor, casts: OperandCasts, row: bool, column: bool) -> GroupedOperands:
-    return _quantize(hp, casts, ends, ends.shape[0], row, column)
+def _quantize_tokens(
+    hp: Tensor, ends: Tensor, casts: OperandCasts, row: bool, column: bool, dispatch: Dispatch | None
+) -> GroupedOperands:
+    if dispatch is not None and (row or column):
+        return dispatch.quantize(hp, casts, row, column)
+    return quantize_groups(hp, casts, ends, ends.shape[0], row, column)
 
 
 def _quantize_weight(weight: Tensor, args: _Args, row: bool, column: bool) -> GroupedOperands:
@@ -119,9 +131,9 @@ def _quantize_weight(weight: Tensor, args: _Args, row: bool, column: bool) -> Gr
     casts = args.config.casts.weight
     stored = weight.view(-1, weight.shape[2])
     if not args.transposed:
-        return _quantize(stored, casts, None, weight.shape[0], row, column)
+        return quantize_groups(stored, casts, None, weight.shape[0], row, column)
     turned = OperandCasts(casts.column, casts.row, casts.power_of_2, casts.is_one)
-    return GroupedOperands(*reversed(_quantize(stored, turned, None, weight.shape[0], column, row)))
+    return GroupedOperands(*reversed(quantize_groups(stored, turned, None, weight.shape[0], column, row)))
 
 
 def float8_grouped_mm(
@@ -146,23 +158,43 @@ def float8_grouped_mm(
         ValueError: shapes, dtypes or ends that do not fit, or a config with delayed or static scaling. Ends on a GPU
             are not read.
     """
-    config = resolve_config(config)
+    return dispatched_grouped_mm(a, b_t, offs, resolve_config(config))
+
+
+def dispatched_grouped_mm(
+    a: Tensor,
+    b_t: Tensor,
+    offs: Tensor,
+    config: Float8LinearConfig,
+    *,
+    dispatch: Dispatch | None = None,
+    combine: Dispatch | None = None,
+) -> Tensor:
+    """`float8_grouped_mm` of this rank's experts on the tokens of all ranks.
+
+    Args:
+        offs: int32 [E]: where each group ends, of the rows that `dispatch` brings.
+        dispatch: brings the rows of `a` to their experts. None where they are there.
+        combine: takes the rows of the output back. None where they stay.
+    """
     if config.has_persistent_scales:
         raise ValueError(
             "float8_grouped_mm scales dynamically, got a config with persistent scales: the tokens of an expert are "
             "others in each step"
         )
     _check(a, b_t, offs)
+    if dispatch is None and offs.is_cpu and type(offs) in PLAIN_TYPES and not torch.compiler.is_compiling():
+        bounds_of(offs, offs.shape[0], a.shape[0])
     hp_dtype = compute_dtype("cpu" if a.is_cpu else a.device.type, a.dtype)
     transposed = b_t.is_contiguous()
     weight = b_t if transposed else b_t.transpose(1, 2).contiguous()
-    args = _Args(config, hp_dtype, transposed)
+    args = _Args(config, hp_dtype, transposed, dispatch, combine)
     a = a.contiguous()
     if torch.is_grad_enabled() or forward_ad_level() >= 0:
         output: Tensor = _Float8GroupedMM.apply(a, weight, offs, args)
         return output
-    of_a = _quantize_tokens(a, offs, config.casts.input, True, False)
-    return _output(_present(of_a.row), _present(_quantize_weight(weight, args, True, False).row), offs, args)
+    of_a = _quantize_tokens(a, offs, config.casts.input, True, False, dispatch)
+    return _output(present(of_a.row), present(_quantize_weight(weight, args, True, False).row), offs, args)
 
 
 def _check(a: Tensor, b_t: Tensor, offs: Tensor) -> None:
@@ -176,5 +208,3 @@ def _check(a: Tensor, b_t: Tensor, offs: Tensor) -> None:
             f"offs: expected int32 of shape [{b_t.shape[0]}], one end for each of at least one expert; got "
             f"{offs.dtype} of {list(offs.shape)}"
         )
-    if offs.is_cpu and type(offs) in PLAIN_TYPES and not torch.compiler.is_compiling():
-        bounds_of(offs, offs.shape[0], a.shape[0])

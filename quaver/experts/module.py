@@ -28,10 +28,11 @@ from torch import Tensor, nn
 
 from quaver.class_change import float8_class
 from quaver.config import Float8LinearConfig
+from quaver.experts.dispatch import Combine, Dispatch, Dispatcher
 from quaver.experts.gemm import grouped_backends_of
-from quaver.experts.grouped_mm import float8_grouped_mm
+from quaver.experts.grouped_mm import dispatched_grouped_mm
 
-OWN_ATTRIBUTES = ("float8_config", "_converted_from")
+OWN_ATTRIBUTES = ("float8_config", "dispatcher", "_converted_from")
 """The attributes that a Float8Experts adds to those of the experts."""
 
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -39,6 +40,9 @@ _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 class RoutedExperts(nn.Module):
     """The forward of experts as one grouped matmul after the other; `_grouped_mm` multiplies."""
+
+    dispatcher: Dispatcher | None = None
+    """Sends tokens to the ranks of their experts, under expert parallelism; else None."""
 
     def forward(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
         """Each token's sum over its experts.
@@ -51,6 +55,10 @@ class RoutedExperts(nn.Module):
         """
         experts: Any = self
         if not routing:
+            if self.dispatcher is not None:
+                raise NotImplementedError(
+                    "expert parallelism expects experts that are called with top_k_index; got none"
+                )
             tokens = hidden_states.view(-1, hidden_states.shape[-1])
             height = tokens.shape[0] // experts.num_experts
             ends = torch.arange(1, experts.num_experts + 1, device=tokens.device, dtype=torch.int32) * height
@@ -60,18 +68,34 @@ class RoutedExperts(nn.Module):
         numbers = torch.arange(experts.num_experts, device=order.device)
         ends = torch.searchsorted(of_pairs, numbers, right=True).to(torch.int32)
         tokens = hidden_states[order // top_k_index.shape[-1]]
-        of_pairs = of_pairs.clamp(max=experts.num_experts - 1)
-        results = self._of_sorted(tokens, ends, of_pairs) * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        if self.dispatcher is None:
+            results = self._of_sorted(tokens, ends, of_pairs.clamp(max=experts.num_experts - 1))
+        else:
+            results = self._of_dispatched(tokens, ends, self.dispatcher)
+        weights = top_k_weights.reshape(-1)[order].masked_fill(of_pairs >= experts.num_experts, 0)
+        results = results * weights.unsqueeze(-1)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
         by_token = results[back].view(*top_k_index.shape, results.shape[-1])
         return by_token.sum(dim=1).to(hidden_states.dtype)
 
-    def _of_sorted(self, tokens: Tensor, ends: Tensor, expert: Tensor | None) -> Tensor:
-        """The experts on tokens in groups; `expert`: of each token."""
+    @torch.compiler.disable
+    def _of_dispatched(self, tokens: Tensor, ends: Tensor, dispatcher: Dispatcher) -> Tensor:
+        """`_of_sorted` with the experts of all ranks; `ends` are those of all experts. A collective."""
+        trained = {name: each.requires_grad for name, each in {"tokens": tokens, **weights_of(self)}.items()}
+        gradients = trained if torch.is_grad_enabled() else "none"
+        dispatch = dispatcher(
+            len(tokens), ends, f"[tokens, {tokens.shape[1]}] in {tokens.dtype}, gradients: {gradients}"
+        )
+        return self._of_sorted(tokens, dispatch.ends, dispatch.experts, dispatch)
+
+    def _of_sorted(
+        self, tokens: Tensor, ends: Tensor, expert: Tensor | None, dispatch: Dispatch | None = None
+    ) -> Tensor:
+        """The experts on tokens in groups; `expert`: of each token. With `dispatch`, of those that it brings."""
         experts: Any = self
         has_gate = getattr(experts, "has_gate", True)
         name = "gate_up_proj" if has_gate else "up_proj"
-        inner = self._linear(name, tokens, ends, expert)
+        inner = self._linear(name, tokens, ends, expert, dispatch=dispatch)
         if has_gate and hasattr(experts, "_apply_gate"):
             inner = experts._apply_gate(inner)
         elif has_gate:
@@ -79,18 +103,28 @@ class RoutedExperts(nn.Module):
             inner = up * experts.act_fn(gate)
         else:
             inner = experts.act_fn(inner)
+        has_norm = getattr(experts, "has_post_expert_norm", False)
+        if not has_norm and not getattr(experts, "has_bias", False):
+            return self._linear("down_proj", inner, ends, expert, combine=dispatch)
         out = self._linear("down_proj", inner, ends, expert)
-        return experts.post_expert_norm(out) if getattr(experts, "has_post_expert_norm", False) else out
+        out = experts.post_expert_norm(out) if has_norm else out
+        return out if dispatch is None else Combine.apply(out, dispatch)
 
-    def _linear(self, name: str, tokens: Tensor, ends: Tensor, expert: Tensor | None) -> Tensor:
-        weight: Tensor = getattr(self, name)
-        out = self._grouped_mm(tokens, weight if is_transposed(self) else weight.transpose(1, 2), ends)
+    def _linear(
+        self, name: str, tokens: Tensor, ends: Tensor, expert: Tensor | None, **between_ranks: Dispatch | None
+    ) -> Tensor:
+        weight = self._local(name)
+        b_t = weight if is_transposed(self) else weight.transpose(1, 2)
+        out = self._grouped_mm(tokens, b_t, ends, **between_ranks)
         if expert is None or not getattr(self, "has_bias", False):
             return out
-        bias: Tensor = getattr(self, f"{name}_bias")
-        return out + bias[expert].to(out.dtype)
+        return out + self._local(f"{name}_bias")[expert].to(out.dtype)
 
-    def _grouped_mm(self, tokens: Tensor, b_t: Tensor, ends: Tensor) -> Tensor:
+    def _local(self, name: str) -> Tensor:
+        parameter: Tensor = getattr(self, name)
+        return parameter if self.dispatcher is None else self.dispatcher.local_part(parameter)
+
+    def _grouped_mm(self, tokens: Tensor, b_t: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
         raise NotImplementedError
 
 
@@ -103,9 +137,9 @@ class Float8Experts(RoutedExperts):
     float8_config: Float8LinearConfig
     _converted_from: type[nn.Module]
 
-    def _grouped_mm(self, tokens: Tensor, b_t: Tensor, ends: Tensor) -> Tensor:
+    def _grouped_mm(self, tokens: Tensor, b_t: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
         self._note_backend(tokens.device)
-        return float8_grouped_mm(tokens, b_t, ends, config=self.float8_config)
+        return dispatched_grouped_mm(tokens, b_t, ends, self.float8_config, **between_ranks)
 
     def _note_backend(self, device: torch.device) -> None:
         if not torch.compiler.is_compiling() and "_backend" not in self.__dict__:
@@ -170,12 +204,21 @@ def to_float8_experts(module: nn.Module, config: Float8LinearConfig) -> Float8Ex
     converted_from = type(module)
     module.__class__ = float8_class(converted_from, Float8Experts)
     experts = typing.cast(Float8Experts, module)
-    experts.float8_config, experts._converted_from = config, converted_from
+    experts.float8_config, experts.dispatcher, experts._converted_from = config, None, converted_from
     return experts
 
 
 def to_plain_experts(module: Float8Experts) -> nn.Module:
-    """Turn `module` back into what it was converted from."""
+    """Turn `module` back into what it was converted from.
+
+    Raises:
+        ValueError: its experts are split over ranks, which that class cannot do.
+    """
+    if module.dispatcher is not None:
+        raise ValueError(
+            "expected experts that are whole on this rank, got ones that Float8ExpertParallel split; convert a model "
+            "back before it is parallelized"
+        )
     module.__class__ = module._converted_from  # type: ignore[assignment]
     for name in OWN_ATTRIBUTES:
         delattr(module, name)

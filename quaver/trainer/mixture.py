@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quaver.experts.dispatch import Dispatch
 from quaver.experts.module import RoutedExperts
 from quaver.linear import compute_dtype
 from quaver.trainer.config import Model
@@ -77,7 +78,9 @@ class Experts(RoutedExperts):
         gate, up = gate_up.chunk(2, dim=-1)
         return swiglu(gate, up) if self.feeds_float8 else F.silu(gate) * up
 
-    def _grouped_mm(self, tokens: Tensor, b_t: Tensor, ends: Tensor) -> Tensor:
+    def _grouped_mm(self, tokens: Tensor, b_t: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
+        if any(between_ranks.values()):
+            raise NotImplementedError("experts in high precision are not split between ranks; convert them to float8")
         dtype = compute_dtype(tokens.device.type, tokens.dtype)  # autocast leaves a grouped matmul alone
         return F.grouped_mm(tokens.to(dtype), b_t.to(dtype), offs=ends)
 

@@ -1,0 +1,226 @@
+"""Expert parallelism of float8 experts, for `parallelize_module`: tokens travel to their experts as float8 codes.
+
+Rank r of R holds experts r * E / R and on, and its own tokens. A forward sends each pair of a token and one of its
+experts to the expert's rank (dispatch), and its result back (combine), where the routing weights sum it:
+
+    forward     dispatch    input of the first matmul         codes or high precision
+                combine     output of the last matmul         high precision
+    backward    dispatch    grad_output of the last matmul    codes or high precision
+                combine     grad_input of the first matmul    high precision
+
+A row's codes depend on that row alone, so casting rows commutes with sending them. [Note: what travels as codes] A
+matrix travels as codes only where they give all its readers here the operands of one process:
+
+    row and column casts are one (tensorwise)    always: the ranks agree on each expert's amax before they cast
+    scales of rows, or of blocks along rows      where only the row operand is read: no weight is trained
+    all others                                   never: the column operand (grad_weight) is a cast of the
+                                                 high-precision rows of all ranks, or those rows themselves
+
+With `grad_weight_from_codes` the second kind travels as codes in training too, and the column operand is made of the
+dequantized rows. docs/design/0011-dispatch-of-experts.md counts the bytes.
+
+Rows arrive sorted by expert, then rank, then position, which is how one process with the tokens of all ranks sorts
+them. So each rank has the results of that process, and each weight its gradient, to the bit; nothing is summed over
+ranks.
+"""
+
+from __future__ import annotations
+
+import typing
+import zlib
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from quaver import scaling
+from quaver.config import CastConfig, OperandCasts
+from quaver.distributed.agreement import check_ranks_agree
+from quaver.distributed.collectives import all_to_all, max_over_ranks
+from quaver.distributed.linear_sharding import local_part
+from quaver.experts.cast import amax_of_places, cast_groups
+from quaver.experts.grouped_mm import present, quantize_groups
+from quaver.experts.groups import ALL, GroupedOperand, GroupedOperands, group_of_rows
+from quaver.experts.module import Float8Experts, weights_of
+from quaver.kernels.cast import cast_with_scale
+
+
+class TokenDispatch:
+    """The exchange of one routing: see `Dispatch` (experts/dispatch.py), and the top of the file."""
+
+    def __init__(
+        self,
+        pairs: int,
+        ends: Tensor,
+        counts: Tensor,
+        sent: list[int],
+        received: list[int],
+        group: ProcessGroup,
+        grad_weight_from_codes: bool,
+    ) -> None:
+        """Keep what says where each row goes.
+
+        Args:
+            pairs, ends: of this rank, as `Dispatcher` takes them.
+            counts: int64 [R, E / R], how many rows come from each rank for each expert here.
+            sent, received: how many rows go to each rank, and come from it.
+        """
+        self._pairs, self._all_ends, self._group = pairs, ends, group
+        self._sent, self._received = sent, received
+        self._grad_weight_from_codes = grad_weight_from_codes
+        numbers = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
+        arrived = numbers.repeat_interleave(counts.flatten(), output_size=sum(received))
+        self.experts, self._by_expert = torch.sort(arrived, stable=True)
+        self.ends = counts.sum(0).cumsum(0).to(torch.int32)
+
+    def dispatch(self, rows: Tensor) -> Tensor:
+        """Rows sorted by expert, [pairs, columns] -> [rows here, columns]. Rows past the last end stay."""
+        return all_to_all(rows[: sum(self._sent)], self._received, self._sent, self._group)[self._by_expert]
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """[rows here, columns] -> [pairs, columns], 0 past the last end."""
+        arrived = torch.empty_like(rows)
+        arrived[self._by_expert] = rows
+        back = all_to_all(arrived, self._sent, self._received, self._group)
+        missing = self._pairs - back.shape[0]
+        return F.pad(back, (0, 0, 0, missing)) if missing else back
+
+    def quantize(self, hp: Tensor, casts: OperandCasts, row: bool, column: bool) -> GroupedOperands:
+        """The operands of `dispatch(hp)`; see [Note: what travels as codes]."""
+        cast = casts.row if row else casts.column
+        reads_both = row and column
+        if cast.is_tensorwise and (casts.is_one or not reads_both):
+            operand = self._quantize_tensorwise(hp, cast, casts.power_of_2)
+            return GroupedOperands(operand if row else None, operand if column else None)
+        if row and not cast.is_disabled and cast.has_two_casts and (self._grad_weight_from_codes or not column):
+            return self._quantize_rows(hp, casts, column)
+        return quantize_groups(self.dispatch(hp), casts, self.ends, self.ends.shape[0], row, column)
+
+    def _quantize_tensorwise(self, hp: Tensor, cast: CastConfig, power_of_2: bool) -> GroupedOperand:
+        """One scale for each expert, of its tokens on all ranks."""
+        experts = self._all_ends.shape[0]
+        expert = group_of_rows(self._all_ends, experts, hp.shape[0], hp.device)[0]
+        amax = max_over_ranks(amax_of_places(hp, expert, experts, ALL), self._group)
+        quant, dequant = scaling.scales_of(amax, cast.float8_dtype, power_of_2)
+        codes = cast_with_scale(hp, cast.float8_dtype, quant[expert], None)[0]
+        here = self.ends.shape[0]
+        return GroupedOperand(self.dispatch(codes), dequant[:, 0].narrow(0, self._group.rank() * here, here))
+
+    def _quantize_rows(self, hp: Tensor, casts: OperandCasts, column: bool) -> GroupedOperands:
+        """Codes with the scales of their rows, in one message."""
+        made = present(cast_groups(hp, casts.row, None, 1, True, False, casts.power_of_2).row)
+        scale_dtype = torch.float8_e8m0fnu if casts.row.scale_calculation_mode else torch.float32
+        parts = made.data, typing.cast(Tensor, made.dequant_scale).to(scale_dtype).contiguous()
+        arrived = self.dispatch(torch.cat([part.view(torch.uint8) for part in parts], 1))
+        codes, scale = (
+            bytes_of.contiguous().view(part.dtype)
+            for bytes_of, part in zip(arrived.tensor_split([hp.shape[1]], 1), parts, strict=True)
+        )
+        operand = GroupedOperand(codes, scale.float(), 1)
+        if not column:
+            return GroupedOperands(operand, None)
+        rounded = scaling.dequantize(codes, scale.float(), hp.dtype)
+        return quantize_groups(rounded, casts, self.ends, self.ends.shape[0], False, True)._replace(row=operand)
+
+
+class ExpertDispatcher:
+    """Sends tokens to the ranks of their experts; see `Dispatcher` (experts/dispatch.py).
+
+    Args:
+        mesh: one axis, over whose ranks the experts are split in order, each with as many.
+        grad_weight_from_codes: see `Float8ExpertParallel`.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, grad_weight_from_codes: bool = False) -> None:
+        self.mesh, self.grad_weight_from_codes = mesh, grad_weight_from_codes
+
+    def __call__(self, pairs: int, ends: Tensor, call: str) -> TokenDispatch:
+        """See `Dispatcher`. Raises RuntimeError on every rank where ranks disagree about `call`."""
+        group, ranks = self.mesh.get_group(), self.mesh.size()
+        own = ends.diff(prepend=ends.new_zeros(1)).long().view(ranks, -1)
+        digest = zlib.crc32(call.encode())
+        announced = torch.cat([own, own.new_full((ranks, 1), digest)], 1)
+        arrived = all_to_all(announced, [1] * ranks, [1] * ranks, group)
+        counts = arrived[:, :-1]
+        sent, received, digests = torch.stack([own.sum(1), counts.sum(1), arrived[:, -1]]).tolist()
+        if any(each != digest for each in digests):
+            check_ranks_agree([call], group, ends.device, what="the tokens that they send to experts")
+        return TokenDispatch(pairs, ends, counts, sent, received, group, self.grad_weight_from_codes)
+
+    def local_part(self, parameter: Tensor) -> Tensor:
+        """See `Dispatcher`."""
+        return local_part(parameter)
+
+    def __deepcopy__(self, memo: object) -> ExpertDispatcher:
+        return self  # groups cannot be copied
+
+
+class Float8ExpertParallel(ParallelStyle):
+    """Splits the experts of a `Float8Experts` over a mesh, whose ranks have tokens of their own.
+
+    Parameters become DTensors, `Shard(0)`, and a state_dict has all experts. Every rank calls the experts and goes
+    backward in each step, also one without tokens. Results and gradients are those of one process with the tokens of
+    all ranks, to the bit: gradients of a sum of the ranks' losses. A norm after the experts stays whole, and has this
+    rank's part of its gradient.
+
+    Args:
+        grad_weight_from_codes: let tokens and gradients travel as codes, one byte an element, also where a weight's
+            gradient reads another cast of them than the codes (row-wise and block-wise recipes). That cast is then made
+            of the dequantized codes. With scales that are powers of two, gradients of weights then differ from those of
+            one process by elements below 2^-13 of the largest in their row, column or block (subnormal e4m3); where
+            grad_weight is in high precision, by the rounding of both its operands.
+    Raises:
+        ValueError: no Float8Experts, experts that are split already, or as many as are no multiple of the ranks.
+        NotImplementedError: the backend cannot exchange bytes by all_to_all_single.
+        RuntimeError: ranks with other experts or another config.
+    """
+
+    def __init__(self, *, grad_weight_from_codes: bool = False) -> None:
+        self.grad_weight_from_codes = grad_weight_from_codes
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _check(module, device_mesh)
+        experts = typing.cast(Float8Experts, module)
+        shapes = {name: list(each.shape) for name, each in experts.named_parameters(recurse=False)}
+        line = f"{experts.float8_config}, {shapes}, grad_weight_from_codes={self.grad_weight_from_codes}"
+        device = torch.device(device_mesh.device_type)
+        check_ranks_agree([line], device_mesh.get_group(), device, what="experts")
+        _check_backend(device_mesh, device)
+        for name, each in list(experts.named_parameters(recurse=False)):
+            shard = distribute_tensor(each.detach(), device_mesh, [Shard(0)])
+            experts.register_parameter(name, nn.Parameter(shard, requires_grad=each.requires_grad))
+        experts.dispatcher = ExpertDispatcher(device_mesh, grad_weight_from_codes=self.grad_weight_from_codes)
+        return experts
+
+
+def _check(module: nn.Module, mesh: DeviceMesh) -> None:
+    if not isinstance(module, Float8Experts):
+        raise ValueError(
+            f"Float8ExpertParallel expects a Float8Experts, got {type(module).__name__}; call "
+            "convert_to_float8_training first"
+        )
+    count = next(iter(weights_of(module).values())).shape[0]
+    if count != module.num_experts:
+        raise ValueError(
+            f"expected whole experts, got a module of {module.num_experts} with weights of {count}; load the model "
+            "without another expert parallelism"
+        )
+    if count % mesh.size():
+        raise ValueError(f"expert parallelism expects as many experts on each rank, got {count} on {mesh.size()} ranks")
+
+
+def _check_backend(mesh: DeviceMesh, device: torch.device) -> None:
+    """Exchange one byte with each rank, so that a backend that cannot says so before the first step."""
+    ones, group = [1] * mesh.size(), mesh.get_group()
+    try:
+        all_to_all(torch.zeros(mesh.size(), 1, dtype=torch.uint8, device=device), ones, ones, group)
+    except RuntimeError as error:
+        raise NotImplementedError(
+            "Float8ExpertParallel sends codes by all_to_all_single of uint8, which the backend "
+            f"{dist.get_backend(group)} cannot on {device.type} ({error}); use gloo or nccl"
+        ) from error
