@@ -137,10 +137,16 @@ def _names_of_given(
 
 
 def _modules_in_checkpoint(name: str, checkpoint: CheckpointNames) -> Iterator[str]:
-    """The modules that have a tensor in a checkpoint: of a stack each expert's, and all experts together."""
+    """The modules that have a tensor in a checkpoint, and what readers look for instead of experts.
+
+    transformers looks for the module of all experts; vLLM and SGLang, in compressed-tensors, for the three linears of
+    the first expert under the names that most architectures have.
+    """
     yield from (each.rpartition(".")[0] for each in checkpoint.of(name))
-    if name in checkpoint.stacks:
-        yield checkpoint.renamed(f"{name.rpartition('.')[0]}.").removesuffix(".")
+    if name in checkpoint.stacks or name in checkpoint.whole_stacks:
+        experts = checkpoint.renamed(f"{name.rpartition('.')[0]}.")
+        yield experts.removesuffix(".")
+        yield from (f"{experts}0.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj"))
 
 
 def _ragged(

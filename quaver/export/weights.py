@@ -177,8 +177,8 @@ class Float8Weights:
     def _stored(self, name: str, operand: Operand) -> Iterator[tuple[str, Tensor]]:
         yield name, operand.data
         scale = typing.cast(Tensor, operand.dequant_scale)
-        scale = scale.clone() if scale.dim() else scale.reshape(1).clone()  # it may be shared
-        yield f"{name.removesuffix('weight')}{self.plan.format.scale_name}", scale
+        scale_name = f"{name.removesuffix('weight')}{self.plan.format.scale_name}"
+        yield scale_name, scale if scale.dim() else scale.reshape(1).clone()  # it may be shared
 
     def _quantized_experts(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """The codes and scales of a stack, one expert after the other."""

@@ -319,3 +319,14 @@ def test_one_layer_in_high_precision(tmp_path):
     assert torch.equal(first.gate_up_proj, plain.model.layers[0].mlp.experts.gate_up_proj)
     assert not torch.equal(second.gate_up_proj, plain.model.layers[1].mlp.experts.gate_up_proj)
     assert isinstance(model.model.layers[1].mlp.experts, Float8Experts)
+
+
+def test_what_servers_ask_of_mixtral_in_high_precision():
+    """vLLM and SGLang look for gate_proj, up_proj and down_proj of the first expert, also where files have w1 to w3."""
+    model = convert_to_float8_training(
+        mixture("mixtral"), config="rowwise", module_filter_fn=lambda module, name: "self_attn" in name
+    )
+    ignore = iter_float8_weights(model).plan.ignore
+    experts = "model.layers.1.block_sparse_moe.experts"
+    for name in (experts, *(f"{experts}.0.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"))):
+        assert name in ignore

@@ -182,7 +182,8 @@ def test_experts_that_checkpoints_hold_as_one_tensor(change, tmp_path, caplog):
     caplog.set_level(logging.WARNING)
     plan = save_float8(model, tmp_path / "out", config={}).plan
     assert plan.whole_stacks == ["experts.gate_up_proj", "experts.down_proj"]
-    assert plan.ignore == ["embed_tokens", "experts", "lm_head", "router"]
+    served = [f"experts.0.{leaf}" for leaf in ("down_proj", "gate_proj", "up_proj")]  # vLLM and SGLang ask for these
+    assert plan.ignore == ["embed_tokens", "experts", *served, "lm_head", "router"]
     assert "experts are float8 in training and in high precision in the export" in caplog.text
     assert "Experts that were float8 in training stay in high precision" in (tmp_path / "out/README.md").read_text()
     stored = load_file(tmp_path / "out" / "model.safetensors")
