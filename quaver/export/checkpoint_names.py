@@ -135,6 +135,8 @@ class _Conversions:
         if found is None:
             return None
         converter, target, pattern = found
+        if len(converter.source_patterns) > 1:  # it needs several stacks at once, as Ernie 4.5 VL's does
+            return None
         rows = torch.arange(count * _ROWS).view(count, _ROWS, 1)
         converter.add_tensor(target, name, pattern, rows)
         made = converter.convert(target, model=self._model, config=self._model.config)

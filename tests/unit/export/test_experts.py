@@ -190,6 +190,20 @@ def test_experts_that_checkpoints_hold_as_one_tensor(change, tmp_path, caplog):
     assert torch.equal(stored["experts.gate_up_proj"], model.experts.gate_up_proj)
 
 
+def test_experts_without_a_gate(monkeypatch):
+    model = plain()
+    experts = model.experts
+    experts.has_gate, experts.act_fn = False, torch.nn.functional.relu
+    experts.up_proj = torch.nn.Parameter(experts.gate_up_proj.detach()[:, :48].clone())
+    del experts.gate_up_proj
+    convert_to_float8_training(model, config="rowwise", module_filter_fn=lambda m, name: name == "experts")
+    tensors = dict(iter_float8_weights(model))
+    for expert, (codes, scale) in enumerate(multiplied(model, monkeypatch)["gate_up_proj"]):  # the first that it saw
+        assert_same_bits(tensors[f"experts.{expert}.up_proj.weight"], codes)
+        assert torch.equal(tensors[f"experts.{expert}.up_proj.weight_scale"], scale)
+    assert not [name for name in tensors if "gate" in name]
+
+
 def test_experts_of_one_rank_are_refused():
     model = mixture()
     model.experts._is_expert_parallel = True
