@@ -29,6 +29,9 @@ from quaver.experts.module import is_experts, is_transposed, weights_of
 Parts = tuple[str, ...]
 """The names of the matrices of one expert, whose rows follow each other in the stack."""
 
+KEPT_IN_FLOAT32 = "e_score_correction_bias"
+"""The end of the name of what no export rounds: routers add it to scores to choose experts."""
+
 _LEAVES = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 
 

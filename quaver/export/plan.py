@@ -11,6 +11,7 @@ from quaver.config import Float8LinearConfig
 from quaver.conversion_report import ConversionReport, conversion_report
 from quaver.delayed import WRAPPERS
 from quaver.experts.module import Float8Experts, weights_of
+from quaver.experts.seam import Float8GroupedMM
 from quaver.export.checkpoint_names import CheckpointNames, checkpoint_names
 from quaver.export.files import listed
 from quaver.export.formats import WeightFormat, weight_format
@@ -84,7 +85,7 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
         for module in _modules_in_checkpoint(name, checkpoint)
     }
     recipe = config.recipe_name.value if config.recipe_name else str(config)
-    whole = [name for name in stacks if name not in experts]
+    whole = [name for name in stacks if name not in experts] + _stacks_of_torchtitan(modules)
     ragged = _ragged(linears, experts, checkpoint) if stored.weights == "block" else []
     return Plan(linears, experts, whole, names, checkpoint, sorted(ignore), stored, ragged, recipe, report)
 
@@ -101,6 +102,16 @@ def _float8_stacks(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Float8
                 )
             stacks |= {f"{prefix}{'.' if prefix else ''}{leaf}": module for leaf in weights_of(module)}
     return stacks
+
+
+def _stacks_of_torchtitan(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    return [
+        f"{prefix}{'.' if prefix else ''}{leaf}"
+        for prefix, module in modules
+        if isinstance(module, Float8GroupedMM)
+        for leaf, weight in module.named_parameters(recurse=False)
+        if weight.dim() > 2
+    ]
 
 
 def _one_format(

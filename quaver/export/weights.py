@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from quaver.distributed.weight_scales import local_weight
-from quaver.export.checkpoint_names import Parts
+from quaver.export.checkpoint_names import KEPT_IN_FLOAT32, Parts
 from quaver.export.experts import store_expert
 from quaver.export.formats import COMPRESSED_TENSORS, FORMATS, FUSED, HIGH_PRECISION
 from quaver.export.plan import Plan, named_tensors, plan_export
@@ -68,7 +68,8 @@ def iter_float8_weights(
             plain tensors, which is the control.
         weights: the tensors by name, where `model` is on the meta device; the model's own by default. Experts may be
             stacks, as in the model, or matrices, as in a checkpoint.
-        dtype: of the tensors that stay in high precision; their own by default.
+        dtype: of the tensors that stay in high precision, but for e_score_correction_bias, which routers add to scores;
+            their own by default.
         forward_dtype: the dtype in which the forward reads the weights, where that is not their own. Not needed for the
             own tensors of a model that FSDP2 shards: `unshard()` gathers them as for the forward.
         share_fused_scales: give fused linears one scale where scales are per tensor. Without it codes are those of
@@ -136,17 +137,19 @@ class Float8Weights:
                 yield from self._quantized_experts(name)
             elif name in self.plan.checkpoint.stacks:
                 for parts, matrix in self._matrices(name, None):
-                    yield from zip(parts, map(self._converted, matrix.chunk(len(parts))), strict=True)
+                    for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
+                        yield part, self._converted(part, rows)
             elif linear not in self.plan.linears or not name.endswith(".weight") or not self._is_float8:
-                yield self.plan.checkpoint.renamed(name), self._converted(self._read(name))
+                yield self.plan.checkpoint.renamed(name), self._converted(name, self._read(name))
             elif linear not in done:
                 fused = self._fused_with(linear) if self._shares else [linear]
                 done.update(fused)
                 yield from self._quantized(fused)
 
-    def _converted(self, tensor: Tensor) -> Tensor:
+    def _converted(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor that stays in high precision."""
-        return tensor.to(self._dtype) if self._dtype and tensor.is_floating_point() else tensor
+        is_kept = self._dtype is None or not tensor.is_floating_point() or name.endswith(KEPT_IN_FLOAT32)
+        return tensor if is_kept else tensor.to(self._dtype)
 
     def _fused_with(self, name: str) -> list[str]:
         """The float8 linears that a server fuses with this one, itself included."""

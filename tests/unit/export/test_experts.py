@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 import quaver.experts.grouped_mm
 from quaver import conversion_report, convert_to_float8_training
 from quaver.experts.groups import Form, bounds_of, scale_of_group
+from quaver.experts.seam import to_float8_grouped_mm
 from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
 from quaver.export import weights as weights_module
 from quaver.scaling import dequantize, dynamic_cast_blocks
@@ -188,6 +189,31 @@ def test_experts_that_checkpoints_hold_as_one_tensor(change, tmp_path, caplog):
     assert "Experts that were float8 in training stay in high precision" in (tmp_path / "out/README.md").read_text()
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(stored["experts.gate_up_proj"], model.experts.gate_up_proj)
+
+
+def test_experts_of_torchtitan_stay_in_high_precision():
+    class GroupedExperts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w1 = torch.nn.Parameter(torch.ones(2, 16, 16))
+
+        def _grouped_mm(self, *, A, B_t, offs):
+            raise NotImplementedError
+
+    model = mixture()
+    model.titan = to_float8_grouped_mm(GroupedExperts(), model.o_proj.config)
+    exported = iter_float8_weights(model)
+    assert exported.plan.whole_stacks == ["titan.w1"]
+    assert "titan" in exported.plan.ignore
+    assert dict(exported)["titan.w1"] is not None
+
+
+def test_the_bias_of_a_router_is_not_rounded():
+    model = mixture()
+    model.router.register_buffer("e_score_correction_bias", torch.full((EXPERTS,), 1 / 3))
+    tensors = dict(iter_float8_weights(model, dtype=torch.bfloat16))
+    assert tensors["router.e_score_correction_bias"].dtype is torch.float32
+    assert tensors["router.weight"].dtype is torch.bfloat16
 
 
 def test_experts_without_a_gate(monkeypatch):
