@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quaver.experts.grouped_mm
-from quaver import conversion_report, convert_to_float8_training
+from quaver import conversion_report, convert_to_float8_training, freeze_to_float8
 from quaver.experts.groups import Form, bounds_of, scale_of_group
 from quaver.experts.seam import to_float8_grouped_mm
 from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
@@ -346,6 +346,16 @@ def test_a_frozen_model_has_dequantized_experts(folder):
     assert not model.o_proj.weight.requires_grad
     again = dict(iter_float8_weights(model))
     assert_same_bits(again["o_proj.weight"], load_file(folder / "model.safetensors")["o_proj.weight"])
+
+
+def test_freezing_leaves_experts_in_high_precision():
+    model = freeze_to_float8(plain(), "rowwise")
+    reasons = {layer.name: layer.reason for layer in conversion_report(model).layers}
+    assert reasons["experts.gate_up_proj"] == "experts are not frozen in float8"
+    assert torch.equal(model.experts.gate_up_proj, plain().experts.gate_up_proj)
+    tensors = dict(iter_float8_weights(model))
+    assert tensors["o_proj.weight"].dtype is torch.float8_e4m3fn
+    assert torch.equal(tensors["experts.1.down_proj.weight"], plain().experts.down_proj[1])
 
 
 def test_a_frozen_model_stays_as_it_was_for_a_bad_expert(folder):
