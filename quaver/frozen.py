@@ -131,8 +131,8 @@ def freeze_to_float8(
     """Store the weight of every `nn.Linear` of `module` in float8, in place; it does not train any more.
 
     Call it on the loaded model, before adapters, `fully_shard`, DistributedDataParallel or `torch.compile`. Weights
-    keep their shape and dtype outside; biases and other modules stay as they are. All weights are checked before the
-    first is changed. `conversion_report(module)` lists each layer.
+    keep their shape and dtype outside; biases and other modules, experts with 3-D weights too, stay as they are. All
+    weights are checked before the first is changed. `conversion_report(module)` lists each layer.
 
     Args:
         module: a model in high precision, on any device.
@@ -168,7 +168,7 @@ def freeze_to_float8(
     convert_to_float8_training(
         module,
         config=config,
-        module_filter_fn=lambda linear, name: decisions[name],
+        module_filter_fn=lambda _, name: decisions.get(name, FilterDecision(False, "experts are not frozen in float8")),
         include_subclasses=include_subclasses,
     )
     for linear in chosen.values():

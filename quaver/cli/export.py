@@ -60,7 +60,7 @@ def run(argv: list[str]) -> int:
         check_new(target)
         written = _save(options, _source(options), target)
     plan = written.plan
-    print(f"{target}: {len(plan.linears)} float8 weights of the recipe {plan.recipe} in the format {options.format}")
+    print(f"{target}: {plan.count} float8 weights of the recipe {plan.recipe} in the format {options.format}")
     if not written.requantized:
         print("codes and scales are those of the training forward, to the bit")
     else:

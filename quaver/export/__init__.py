@@ -2,7 +2,7 @@
 
 from quaver.export import save_float8, load_float8, iter_float8_weights
 save_float8(model, "out")                             # codes and scales of the training forward
-model.load_state_dict(dict(load_float8("out")))       # dequantized, to train on
+model.load_state_dict(dict(load_float8("out")))       # dequantized, to train on; model=model for experts
 load_frozen(model, "out")                             # the codes themselves, for adapters to train on
 """
 

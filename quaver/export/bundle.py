@@ -91,7 +91,7 @@ def _card(record: dict[str, Any], report: ConversionReport) -> Iterator[str]:
     if requantized:
         yield "- Codes of these weights differ from those of the training forward; SQNR of the weight in dB:"
         yield ""
-        yield "| linear | training | stored |"
+        yield "| weight (of experts, the worst one) | training | stored |"
         yield "| --- | ---: | ---: |"
         for name, each in requantized.items():
             yield f"| {name} | {_decibels(each['training_db'])} | {_decibels(each['stored_db'])} |"
@@ -102,6 +102,8 @@ def _card(record: dict[str, Any], report: ConversionReport) -> Iterator[str]:
             f"- Last blocks are cut, because a dimension is no multiple of 128: {listed(record['ragged'])}. Servers "
             "need a multiple of 128 inputs; transformers dequantizes such weights in compressed-tensors, not in fp8."
         )
+    if record["whole_stacks"]:
+        yield f"- Experts that were float8 in training stay in high precision: {listed(record['whole_stacks'])}."
     yield ""
     yield "## Logits"
     yield ""

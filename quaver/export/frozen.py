@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +15,14 @@ from quaver.conversion_report import obstacle_of, owners_of_weights
 from quaver.convert import FilterDecision, convert_to_float8_training
 from quaver.export.files import listed
 from quaver.export.formats import StoredFormat
-from quaver.export.load import Float8Checkpoint
+from quaver.export.load import Float8Checkpoint, ModelTensors
 from quaver.formats import E4M3
 from quaver.frozen import blockwise_config, obstacle_to_storing, store_float8_weight
 from quaver.linear import Float8Linear
 from quaver.shared_input import share_inputs
 
-_LEFT_OUT = "in high precision in the checkpoint"
+_LEFT_OUT = FilterDecision(False, "in high precision in the checkpoint")
+_DEQUANTIZED = FilterDecision(False, "experts, dequantized from the checkpoint: only linears are frozen in float8")
 
 
 def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
@@ -34,12 +35,14 @@ def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
     Nothing is quantized again: the weights are the checkpoint's to the bit, and so is a forward that quantizes
     activations as quaver's recipe does. Activations are quantized by row where the checkpoint says by token, per 128 of
     a row where by group, and otherwise by tensor, always dynamically: a stored input_scale is not used. Tensors in high
-    precision are loaded in the dtype of the model. All but an error of the disk is found before the model changes. As
-    after `freeze_to_float8`, frozen weights do not train, and `conversion_report(model)` lists each layer.
+    precision are loaded in the dtype of the model, and so are experts, which are dequantized. All but an error of the
+    disk is found before the model changes. As after `freeze_to_float8`, frozen weights do not train, and
+    `conversion_report(model)` lists each layer.
 
     Args:
         model: in high precision, on any device, or on the meta device, from where it moves to the CPU. Its names are
-            those of the checkpoint. Not sharded, compiled or with adapters yet.
+            those of the checkpoint, which transformers converts for experts. Not sharded, compiled or with adapters
+            yet.
         folder: as for `load_float8`.
     Returns:
         `model`.
@@ -53,16 +56,18 @@ def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
     checkpoint = Float8Checkpoint(Path(folder), torch.float32)
     if any(each.is_meta for each in model.parameters()) and callable(tie := getattr(model, "tie_weights", None)):
         tie()  # transformers tied them when it made the model, and init_empty_weights made parameters of its own
-    tensors = model.state_dict(keep_vars=True)
-    linears = {name.removesuffix(".weight"): name for name in checkpoint.float8_names}
-    problem = next(_problems(model, tensors, checkpoint, linears), None)
+    tensors, loaded = model.state_dict(keep_vars=True), ModelTensors(model, checkpoint)
+    float8 = set(checkpoint.float8_names)
+    linears = {name.removesuffix(".weight"): stored for name, stored in loaded.stored.items() if stored in float8}
+    problem = next(_problems(model, tensors, checkpoint, loaded, linears), None)
     if problem is not None:
         raise ValueError(problem)
     config = _config(checkpoint)
+    dequantized = {name.rpartition(".")[0] for name, (parts, *_) in loaded.stacks.items() if float8.issuperset(parts)}
     convert_to_float8_training(
         model,
         config=config,
-        module_filter_fn=lambda linear, name: name in linears or FilterDecision(False, _LEFT_OUT),
+        module_filter_fn=lambda _, name: name in linears or (_DEQUANTIZED if name in dequantized else _LEFT_OUT),
     )
     for name, stored in linears.items():
         linear = typing.cast(nn.Linear, model.get_submodule(name))
@@ -71,7 +76,7 @@ def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
         codes, scale = (tensor.to(device, copy=True) for tensor in checkpoint.codes_and_scale(stored))  # not the file
         store_float8_weight(linear, codes, scale, config=config, dtype=weight.dtype)
     share_inputs(model, Float8Linear)
-    _load_others(model, tensors, {name: checkpoint[name] for name in checkpoint if name not in linears.values()})
+    _load_others(model, tensors, loaded, [name for name in loaded if name.removesuffix(".weight") not in linears])
     return model
 
 
@@ -91,7 +96,11 @@ def _config(checkpoint: Float8Checkpoint) -> Float8LinearConfig:
 
 
 def _problems(
-    model: nn.Module, tensors: dict[str, Tensor], checkpoint: Float8Checkpoint, linears: dict[str, str]
+    model: nn.Module,
+    tensors: dict[str, Tensor],
+    checkpoint: Float8Checkpoint,
+    loaded: ModelTensors,
+    linears: dict[str, str],
 ) -> Iterator[str]:
     """Why the checkpoint cannot be loaded, the first reason first; the codes are read last."""
     _check_one_granularity(checkpoint.format)
@@ -99,17 +108,17 @@ def _problems(
     wrong = [name for name, stored in linears.items() if not isinstance(modules.get(name), nn.Linear)]
     if wrong:
         yield f"float8 weights of the checkpoint belong to no nn.Linear of the model: {listed(wrong)}"
-    unknown = [name for name in checkpoint if name not in tensors]
-    loaded = {id(tensors[name]) for name in checkpoint if name in tensors}
-    missing = [name for name, tensor in tensors.items() if id(tensor) not in loaded]
+    unknown = [name for name in loaded if name not in tensors]
+    filled = {id(tensors[name]) for name in loaded if name in tensors}
+    missing = [name for name, tensor in tensors.items() if id(tensor) not in filled]
     if unknown or missing:
         lists = (("the model lacks", unknown), ("the checkpoint lacks", missing))
         differences = [f"{what} {listed(names)}" for what, names in lists if names]
         yield f"names differ: {', '.join(differences)}; make the model from the config.json of the checkpoint"
-    for name in checkpoint:
-        if checkpoint.shape(name) != list(tensors[name].shape):
-            yield f"{name}: expected {list(tensors[name].shape)}, as the model has, got {checkpoint.shape(name)}"
-    on_meta = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in checkpoint]
+    for name in loaded:
+        if loaded.shape(name) != list(tensors[name].shape):
+            yield f"{name}: expected {list(tensors[name].shape)}, as the model has, got {loaded.shape(name)}"
+    on_meta = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in loaded]
     if on_meta:
         yield (
             f"buffers that no checkpoint has are on the meta device: {listed(on_meta)}; make the model in accelerate's "
@@ -125,6 +134,8 @@ def _problems(
             yield obstacle
         elif not (checkpoint.codes_and_scale(stored)[1] > 0).all():
             yield f"the scale of {stored} must be above 0; download the checkpoint again"
+    for stored in set(checkpoint.float8_names).difference(linears.values()):
+        checkpoint.codes_and_scale(stored)  # of experts; it raises ValueError for a NaN
 
 
 def _check_one_granularity(format: StoredFormat) -> None:
@@ -137,11 +148,11 @@ def _check_one_granularity(format: StoredFormat) -> None:
 
 
 @torch.no_grad()
-def _load_others(model: nn.Module, tensors: dict[str, Tensor], loaded: dict[str, Tensor]) -> None:
+def _load_others(model: nn.Module, tensors: dict[str, Tensor], loaded: Mapping[str, Tensor], names: list[str]) -> None:
     """Copy into parameters and buffers; those on the meta device are replaced, tied ones everywhere."""
     made: dict[int, Tensor] = {}
-    for name, tensor in loaded.items():
-        old = tensors[name]
+    for name in names:
+        old, tensor = tensors[name], loaded[name]
         if not old.is_meta:
             old.copy_(tensor)
             continue

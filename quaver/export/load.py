@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import shutil
+import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from quaver.delayed import WRAPPERS
 from quaver.export.bundle import check_bundle, copied_files
+from quaver.export.checkpoint_names import Parts, checkpoint_names
 from quaver.export.files import CONFIG, StoredTensors, listed, read_config, write_json, write_tensors
 from quaver.export.folders import check_new, new_folder
 from quaver.export.formats import StoredFormat, stored_format
@@ -23,22 +28,32 @@ _CODES = ("F8_E4M3", "F8_E5M2")
 """Dtypes of weights; scales may be F8_E8M0, powers of two."""
 
 
-def load_float8(folder: Path | str, *, dtype: torch.dtype = torch.bfloat16) -> Mapping[str, Tensor]:
+def load_float8(
+    folder: Path | str, *, dtype: torch.dtype = torch.bfloat16, model: nn.Module | None = None
+) -> Mapping[str, Tensor]:
     """Return the tensors of a float8 checkpoint in high precision: `model.load_state_dict(dict(load_float8(folder)))`.
 
     Each is read and dequantized when it is asked for, so that a loop over the items holds one at a time. The value of a
     float8 weight is RN(RN32(code * scale)) in `dtype`; other floating-point tensors are converted to it.
 
+    A mixture of experts needs `model`, because checkpoints have a matrix where the model has a stack of experts:
+
+        model.load_state_dict(dict(load_float8(folder, model=model)))
+
     Args:
         folder: with config.json and safetensors, in a format of formats.py: compressed-tensors with 8-bit floats and a
             scale per tensor, row or 128 x 128 block; or fp8. A bundle of quaver's is compared with its digests first.
         dtype: float32, bfloat16 or float16.
+        model: whose names and stacks the tensors get, converted or not, on any device; without it the names are those
+            of the file. What the checkpoint has beyond the model stays, but for what its class ignores in transformers.
     Raises:
         OSError: a file is missing, or the index names one outside of the folder.
-        ValueError: a file is damaged; a scale is missing, not finite or of another shape.
+        ValueError: a file is damaged; a scale is missing, not finite or of another shape; a matrix of an expert is
+            missing or of another shape than those of the other experts.
         NotImplementedError: the checkpoint has another format.
     """
-    return Float8Checkpoint(Path(folder), dtype)
+    checkpoint = Float8Checkpoint(Path(folder), dtype)
+    return checkpoint if model is None else ModelTensors(model, checkpoint)
 
 
 class Float8Checkpoint(Mapping[str, Tensor]):
@@ -106,6 +121,71 @@ class Float8Checkpoint(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+class ModelTensors(Mapping[str, Tensor]):
+    """The tensors of a checkpoint under the names of a model, whose stacks of experts are put together when asked for.
+
+    Attributes:
+        stored: the name in the checkpoint of each tensor that is no stack.
+        stacks: the names in the checkpoint of the matrices of each expert, by the name of the stack.
+    Raises (when made):
+        ValueError: the checkpoint lacks matrices of a stack of which it has others, or their shapes differ.
+    """
+
+    def __init__(self, model: nn.Module, checkpoint: Float8Checkpoint) -> None:
+        names, self._checkpoint = checkpoint_names(model), checkpoint
+        known = {WRAPPERS.sub("", name) for name in model.state_dict()}
+        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+        self.stored: dict[str, str] = {}
+        self.stacks: dict[str, list[Parts]] = {}
+        for stored, name in names.in_model(known, checkpoint).items():
+            if name in names.stacks and stored != name:
+                self.stacks[name] = names.stacks[name]
+            elif name in known or not any(re.search(pattern, name) for pattern in ignored):
+                self.stored[name] = stored
+        for stack in self.stacks.values():
+            self._check(stack)
+
+    def _check(self, stack: list[Parts]) -> None:
+        missing = [part for parts in stack for part in parts if part not in self._checkpoint]
+        if missing:
+            raise ValueError(
+                f"the checkpoint lacks matrices of experts: {listed(missing)}; download it again, or make the model "
+                "from the config.json of the checkpoint"
+            )
+        expected = [self._checkpoint.shape(part) for part in stack[0]]
+        for parts in stack:
+            got = [self._checkpoint.shape(part) for part in parts]
+            if got != expected:
+                raise ValueError(
+                    f"{' and '.join(parts)}: expected {expected}, the shapes of the first expert, got {got}; download "
+                    "the checkpoint again"
+                )
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.stacks:
+            return self._checkpoint[self.stored[name]]
+        out: Tensor | None = None
+        for index, parts in enumerate(self.stacks[name]):
+            matrix = torch.cat([self._checkpoint[part] for part in parts])
+            out = matrix.new_empty(self.shape(name)) if out is None else out
+            out[index] = matrix
+        return typing.cast(Tensor, out)
+
+    def shape(self, name: str) -> list[int]:
+        """The shape of a tensor, from the headers of the files."""
+        if name not in self.stacks:
+            return self._checkpoint.shape(self.stored[name])
+        stack = self.stacks[name]
+        shapes = [self._checkpoint.shape(part) for part in stack[0]]
+        return [len(stack), sum(rows for rows, *_ in shapes), *shapes[0][1:]]
+
+    def __iter__(self) -> Iterator[str]:
+        return itertools.chain(self.stored, self.stacks)
+
+    def __len__(self) -> int:
+        return len(self.stored) + len(self.stacks)
 
 
 def _scale_name(name: str, format: StoredFormat) -> str:

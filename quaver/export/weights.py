@@ -7,6 +7,9 @@ they are those of the next training step, to the bit. Two exceptions, whose cost
     blocks                  formats of blocks hold blocks of 128 x 128; weights of other recipes are quantized again.
 
 The linears of a frozen base (`freeze_to_float8`, `load_frozen`) are written with the codes that they hold.
+
+A model with experts gets the names of its checkpoints (checkpoint_names.py), and each expert its own matrices with
+their codes and scales (experts.py), one expert after the other.
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ from __future__ import annotations
 import math
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -22,12 +24,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from quaver.conversion_report import ConversionReport, conversion_report
-from quaver.delayed import WRAPPERS
 from quaver.distributed.weight_scales import local_weight
-from quaver.export.files import listed
-from quaver.export.formats import COMPRESSED_TENSORS, FORMATS, FUSED, HIGH_PRECISION, WeightFormat, weight_format
-from quaver.frozen import SCALE, FrozenFloat8Linear
+from quaver.export.checkpoint_names import KEPT_IN_FLOAT32, Parts
+from quaver.export.experts import store_expert
+from quaver.export.formats import COMPRESSED_TENSORS, FORMATS, FUSED, HIGH_PRECISION
+from quaver.export.plan import Plan, named_tensors, plan_export
+from quaver.frozen import FrozenFloat8Linear
 from quaver.gemm import Operand
 from quaver.linear import Float8Linear
 from quaver.quantize import Quantizer, present
@@ -42,23 +44,6 @@ class Requantized(NamedTuple):
     """With the codes and scales of the training forward."""
     stored_db: float
     """With those of the checkpoint."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What an export of a model writes, decided before a tensor is read."""
-
-    linears: dict[str, Float8Linear]
-    """The linears that are stored in float8, by their names without wrappers."""
-    names: list[str]
-    """The tensors of the model in its own order, a tied one once."""
-    ignore: list[str]
-    """The modules whose matrices stay in high precision."""
-    format: WeightFormat
-    ragged: list[str]
-    """The linears whose last blocks are cut, because a dimension is no multiple of 128; none without blocks."""
-    recipe: str
-    report: ConversionReport
 
 
 def iter_float8_weights(
@@ -77,20 +62,23 @@ def iter_float8_weights(
 
     Args:
         model: converted to float8; plain, or sharded by FSDP2 or tensor parallelism. All ranks iterate together, and
-            no forward runs meanwhile: each gathers one whole weight at a time (the weights of fused linears together),
-            or, where FSDP2 shards float8 linears, the weights of one FSDPModule.
+            no forward runs meanwhile: each gathers one whole weight at a time (the weights of fused linears together,
+            and of all experts in a stack), or, where FSDP2 shards float8 weights, the weights of one FSDPModule.
         format: "compressed-tensors", "compressed-tensors-block" or "fp8" (see formats.py); "high-precision" for the
             plain tensors, which is the control.
-        weights: the tensors by name, where `model` is on the meta device; the model's own by default.
-        dtype: of the tensors that stay in high precision; their own by default.
+        weights: the tensors by name, where `model` is on the meta device; the model's own by default. Experts may be
+            stacks, as in the model, or matrices, as in a checkpoint.
+        dtype: of the tensors that stay in high precision, but for e_score_correction_bias, which routers add to scores;
+            their own by default.
         forward_dtype: the dtype in which the forward reads the weights, where that is not their own. Not needed for the
             own tensors of a model that FSDP2 shards: `unshard()` gathers them as for the forward.
         share_fused_scales: give fused linears one scale where scales are per tensor. Without it codes are those of
             training, and a server that fuses quantizes them again.
     Raises (when called):
-        ValueError: no linear is float8, a float8 weight is tied, a weight is missing, or PEFT's adapters are not
-            merged.
-        NotImplementedError: no format holds the recipe, or linears have different ones.
+        ValueError: no linear or expert is float8, a float8 weight is tied, a weight is missing, or PEFT's adapters are
+            not merged.
+        NotImplementedError: no format holds the recipe, weights have different ones, or this rank has some of the
+            experts.
     Raises (in the iteration):
         ValueError: a weight is not finite or on the meta device, or the scale of an input is unknown.
     """
@@ -103,8 +91,9 @@ class Float8Weights:
     Attributes:
         bytes_yielded: of the tensors so far.
         bytes_moved: of the whole tensors that were gathered from shards so far, in the dtype of the forward for the
-            float8 linears of FSDP2; 0 for a model that is not sharded.
-        requantized: the linears that are stored with other codes than those of training.
+            float8 weights of FSDP2; 0 for a model that is not sharded.
+        requantized: the linears that are stored with other codes than those of training, and the stacks of experts,
+            each with the expert that loses the most.
     """
 
     def __init__(
@@ -127,7 +116,7 @@ class Float8Weights:
         self._dtype = dtype
         self._shares = share_fused_scales and self.plan.format.weights == "tensor"
         self._forward_dtype = forward_dtype
-        self._fsdp_modules = {} if forward_dtype or weights is not None else _fsdp_modules(model, self.plan.linears)
+        self._fsdp_modules = {} if forward_dtype or weights is not None else _fsdp_modules(model, self.plan)
         self._gathered: dict[str, Tensor] = {}
         self._tensors = self._run()
 
@@ -144,13 +133,23 @@ class Float8Weights:
         done: set[str] = set()
         for name in self.plan.names:
             linear = name.removesuffix(".weight")
-            if linear not in self.plan.linears or not name.endswith(".weight") or not self._is_float8:
-                tensor = self._read(name)
-                yield name, tensor.to(self._dtype) if self._dtype and tensor.is_floating_point() else tensor
+            if name in self.plan.experts and self._is_float8:
+                yield from self._quantized_experts(name)
+            elif name in self.plan.checkpoint.stacks:
+                for parts, matrix in self._matrices(name, None):
+                    for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
+                        yield part, self._converted(part, rows)
+            elif linear not in self.plan.linears or not name.endswith(".weight") or not self._is_float8:
+                yield self.plan.checkpoint.renamed(name), self._converted(name, self._read(name))
             elif linear not in done:
                 fused = self._fused_with(linear) if self._shares else [linear]
                 done.update(fused)
                 yield from self._quantized(fused)
+
+    def _converted(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor that stays in high precision."""
+        is_kept = self._dtype is None or not tensor.is_floating_point() or name.endswith(KEPT_IN_FLOAT32)
+        return tensor if is_kept else tensor.to(self._dtype)
 
     def _fused_with(self, name: str) -> list[str]:
         """The float8 linears that a server fuses with this one, itself included."""
@@ -173,11 +172,42 @@ class Float8Weights:
                 stored = self._quantize(name, weight, shared)[0]
             if stored is not operand:
                 self.requantized[name] = Requantized(sqnr_db(weight, operand), sqnr_db(weight, stored))
-            yield f"{name}.weight", stored.data
-            scale = typing.cast(Tensor, stored.dequant_scale)
-            yield f"{name}.{format.scale_name}", scale if scale.dim() else scale.reshape(1).clone()  # may be shared
+            weight_name = self.plan.checkpoint.renamed(f"{name}.weight")
+            yield from self._stored(weight_name, stored)
             if format.is_static:
-                yield f"{name}.input_scale", self._input_scale(name)
+                yield f"{weight_name.removesuffix('weight')}input_scale", self._input_scale(name)
+
+    def _stored(self, name: str, operand: Operand) -> Iterator[tuple[str, Tensor]]:
+        yield name, operand.data
+        scale = typing.cast(Tensor, operand.dequant_scale)
+        scale_name = f"{name.removesuffix('weight')}{self.plan.format.scale_name}"
+        yield scale_name, scale if scale.dim() else scale.reshape(1).clone()  # it may be shared
+
+    def _quantized_experts(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """The codes and scales of a stack, one expert after the other."""
+        casts = self.plan.experts[name].float8_config.casts.weight
+        for parts, weight in self._matrices(name, self._forward_dtype):
+            of_forward, stored, is_requantized = store_expert(
+                weight, casts, len(parts), self.plan.format.weights == "block"
+            )
+            if is_requantized:
+                cost = Requantized(sqnr_db(weight, of_forward), sqnr_db(weight, *stored))
+                known = self.requantized.get(name, cost)
+                self.requantized[name] = min(known, cost, key=lambda each: each.stored_db)
+            for part, operand in zip(parts, stored, strict=True):
+                yield from self._stored(part, operand)
+
+    def _matrices(self, name: str, dtype: torch.dtype | None) -> Iterator[tuple[Parts, Tensor]]:
+        """The matrix [N, K] of each expert of a stack in `dtype`, with the names of its parts."""
+        stack = self.plan.checkpoint.stacks[name]
+        held: Tensor | None = None
+        if name in self._fsdp_modules:
+            held = self._unsharded(name)
+        elif name in self._weights:
+            held = self._whole(name)
+        for index, parts in enumerate(stack):
+            matrix = torch.cat([self._whole(part) for part in parts]) if held is None else held[index]
+            yield parts, _finite(f"expert {index} of {name}", matrix if dtype is None else matrix.to(dtype))
 
     def _quantize(self, name: str, weight: Tensor, scales: Scales | None = None) -> tuple[Operand, Scales]:
         """The operand of the forward's matmul, and the scales that it was quantized with."""
@@ -204,17 +234,17 @@ class Float8Weights:
             codes, dequant = self._codes(name), linear.weight_dequant_scale
             weight = dequantize(codes, dequant, linear.weight.dtype)
             return weight, Operand(codes, dequant), Scales(to_dequant_scale(dequant), dequant)
-        if name in self._fsdp_modules:
-            weight = self._unsharded(name)
+        if f"{name}.weight" in self._fsdp_modules:
+            weight = _finite(f"{name}.weight", self._unsharded(f"{name}.weight"))
         else:
             weight = self._read(f"{name}.weight")
             weight = weight if self._forward_dtype is None else weight.to(self._forward_dtype)
         return weight, *self._quantize(name, weight)
 
     def _unsharded(self, name: str) -> Tensor:
-        """The weight as FSDP2 gathers it for the forward, in `mp_policy.param_dtype`, which has no public reader.
+        """A weight as FSDP2 gathers it for the forward, in `mp_policy.param_dtype`, which has no public reader.
 
-        The first linear of an FSDPModule gathers the weights of all of them; each is taken once.
+        The first float8 weight of an FSDPModule gathers those of all of them; each is taken once.
         """
         if name not in self._gathered:
             module = self._fsdp_modules[name]
@@ -225,15 +255,15 @@ class Float8Weights:
                 gathered = [new for old, new in zip(sharded, parameters(), strict=True) if new is not old]
                 self.bytes_moved += sum(each.nbytes for each in gathered)
                 for each in (each for each, owner in self._fsdp_modules.items() if owner is module):
-                    weight = self.plan.linears[each].weight.detach()  # a DTensor still under tensor parallelism
+                    weight = self.plan.float8_weight(each).detach()  # a DTensor still under tensor parallelism
                     self._gathered[each] = weight.full_tensor() if isinstance(weight, DTensor) else weight.clone()
             finally:
                 module.reshard()
-        return _finite(f"{name}.weight", self._gathered.pop(name))
+        return self._gathered.pop(name)
 
     def _codes(self, name: str) -> Tensor:
         """The whole weight of a frozen linear, as it is stored."""
-        codes = self._weights[f"{name}.weight"].detach()
+        codes = self._held(f"{name}.weight").detach()
         if isinstance(codes, DTensor):  # gathered as bytes, which every backend can
             local, mesh, placements = codes.to_local().view(torch.uint8), codes.device_mesh, codes.placements
             whole = DTensor.from_local(
@@ -247,7 +277,14 @@ class Float8Weights:
         linear = name.removesuffix(".weight")
         if name.endswith(".weight") and isinstance(self.plan.linears.get(linear), FrozenFloat8Linear):
             return self._of_forward(linear)[0]
-        tensor = self._weights[name].detach()
+        return _finite(name, self._whole(name))
+
+    def _held(self, name: str) -> Tensor:
+        """A tensor under its name in the model or in a checkpoint."""
+        return self._weights[name if name in self._weights else self.plan.checkpoint.renamed(name)]
+
+    def _whole(self, name: str) -> Tensor:
+        tensor = self._held(name).detach()
         if tensor.is_meta:
             raise ValueError(
                 f"{name} is on the meta device, where Accelerate's offload leaves weights, too: load the model whole "
@@ -256,7 +293,7 @@ class Float8Weights:
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
             self.bytes_moved += tensor.nbytes
-        return _finite(name, tensor)
+        return tensor
 
 
 def _finite(name: str, tensor: Tensor) -> Tensor:
@@ -265,77 +302,11 @@ def _finite(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def sqnr_db(hp: Tensor, operand: Operand) -> float:
-    """The signal to quantization noise ratio of an operand's dequantized values; inf where they are equal."""
-    values = dequantize(operand.data, typing.cast(Tensor, operand.dequant_scale))
+def sqnr_db(hp: Tensor, *operands: Operand) -> float:
+    """The signal to quantization noise ratio of dequantized values, one operand above the other; inf for equal ones."""
+    values = torch.cat([dequantize(each.data, typing.cast(Tensor, each.dequant_scale)) for each in operands])
     error = (hp.double() - values.double()).norm().item()
     return 20 * math.log10(hp.double().norm().item() / error) if error else math.inf
-
-
-def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | None) -> Plan:
-    """Decide what an export of `model` writes; see `iter_float8_weights` for the arguments and the errors."""
-    linears = {WRAPPERS.sub("", name): each for name, each in model.named_modules() if isinstance(each, Float8Linear)}
-    linears = {name: each for name, each in linears.items() if not each.config.casts.weight.row.is_disabled}
-    report = conversion_report(model)
-    if not linears:
-        raise ValueError("no linear of the model is in float8; convert it, or give a recipe")
-    configs = {str(each.config): weight_format(format, each.config) for each in linears.values()}
-    if len(set(configs.values())) > 1:
-        raise NotImplementedError(
-            f"the float8 linears must have one recipe, got {'; '.join(configs)}; export them alone"
-        )
-    names, tied = _names(model)
-    if hasattr(model, "get_base_model") or any(".base_layer." in name for name in names):
-        raise ValueError(
-            "the model has adapters of PEFT, under names that no server loads; export model.merge_and_unload(), or "
-            "model.get_base_model() where the adapters are prompts"
-        )
-    both = [name for name in tied if name.removesuffix(".weight") in linears]
-    if both:
-        raise ValueError(
-            f"a tied weight cannot be stored in float8: {listed(both)}; filter the linear out, or untie it"
-        )
-    if weights is not None:
-        names = list(weights)
-        missing = [name for name in linears if f"{name}.weight" not in weights]
-        if missing:
-            raise ValueError(f"the weights lack those of linears of the model: {listed(missing)}")
-    tensors = model.state_dict(keep_vars=True)
-    dims = {WRAPPERS.sub("", name): tensor.dim() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
-    ignore = {
-        name.rpartition(".")[0]
-        for name in names
-        if dims.get(name, 2) >= 2 and name.removesuffix(".weight") not in linears
-    }
-    config, stored = next(iter(linears.values())).config, next(iter(configs.values()))
-    recipe = config.recipe_name.value if config.recipe_name else str(config)
-    tied_modules = {name.rpartition(".")[0] for name in tied}
-    ragged = [
-        name
-        for name, each in linears.items()
-        if stored.weights == "block" and any(size % BLOCK_SIZE for size in each.weight.shape)
-    ]
-    return Plan(linears, names, sorted(ignore | tied_modules), stored, ragged, recipe, report)
-
-
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of `model` without the names of wrappers; a sharded weight is a plain DTensor."""
-    return {WRAPPERS.sub("", name): tensor for name, tensor in model.state_dict().items()}
-
-
-def _names(model: nn.Module) -> tuple[list[str], list[str]]:
-    """The names of the tensors, each parameter once, and all names of the parameters that have several."""
-    owners: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(WRAPPERS.sub("", name))
-    again = {name for names in owners.values() for name in names[1:]}
-    tied = [name for names in owners.values() if len(names) > 1 for name in names]
-    scales = {
-        WRAPPERS.sub("", f"{name}.{SCALE}")
-        for name, each in model.named_modules()
-        if isinstance(each, FrozenFloat8Linear)
-    }
-    return [name for name in named_tensors(model) if name not in again | scales], tied
 
 
 def _scales(linear: Float8Linear) -> PersistentScales:
@@ -343,17 +314,19 @@ def _scales(linear: Float8Linear) -> PersistentScales:
     return linear.persistent_scales(weight.device, recording=False)
 
 
-def _fsdp_modules(model: nn.Module, linears: Mapping[str, Float8Linear]) -> dict[str, FSDPModule]:
-    """The module whose `unshard()` gathers a linear's weight in high precision, by the names of such linears."""
+def _fsdp_modules(model: nn.Module, plan: Plan) -> dict[str, FSDPModule]:
+    """The module whose `unshard()` gathers a float8 weight in high precision, by the names of such weights."""
     innermost: dict[int, FSDPModule] = {}
     for module in model.modules():  # parents come before their children
         if isinstance(module, FSDPModule):
             innermost |= dict.fromkeys(map(id, typing.cast(nn.Module, module).modules()), module)
+    owners: dict[str, nn.Module] = {f"{name}.weight": linear for name, linear in plan.linears.items()}
+    owners |= plan.experts
     return {
-        name: innermost[id(linear)]
-        for name, linear in linears.items()
-        if id(linear) in innermost
-        and isinstance(linear.weight, DTensor)
-        and not isinstance(linear, FrozenFloat8Linear)
-        and not isinstance(local_weight(linear), WrappedTensor)
+        name: innermost[id(owner)]
+        for name, owner in owners.items()
+        if id(owner) in innermost
+        and isinstance(plan.float8_weight(name), DTensor)
+        and not isinstance(owner, FrozenFloat8Linear)
+        and not (isinstance(owner, Float8Linear) and isinstance(local_weight(owner), WrappedTensor))
     }

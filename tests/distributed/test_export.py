@@ -12,6 +12,7 @@ from quaver import Float8ColwiseParallel, Float8LinearConfig, Float8RowwiseParal
 from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
 from quaver.frozen import blockwise_config
 from tests.distributed.ranks import on_ranks
+from tests.unit.export.mixtures import mixture
 from tests.unit.export.models import PROJECTIONS, Tiny, tiny
 
 GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
@@ -64,6 +65,37 @@ def test_an_export_leaves_the_model_sharded_at_every_tensor():
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     assert stored.keys() == expected.keys()
     assert all(torch.equal(stored[name].float(), tensor.float()) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "fp8"])
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@on_ranks(2)
+def test_codes_of_experts_are_those_of_the_sharded_forward(param_dtype, format, tmp_path):
+    """Three experts on two ranks. The module of the experts is one of FSDP2's; the linear is in the root's."""
+    model, whole = mixture("rowwise", 128, 128), mixture("rowwise", 128, 128)
+    for weight in (whole.o_proj.weight, *whole.experts.parameters()):
+        weight.data = weight.data.to(param_dtype or torch.float32)
+    expected = dict(iter_float8_weights(whole, format=format))
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype)
+    fully_shard(model.experts, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    weights, stored = iter_float8_weights(model, format=format), {}
+    for name, tensor in weights:
+        stored[name] = tensor
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name].float(), tensor.float()) for name, tensor in expected.items())
+    assert weights.requantized == iter_all(whole, format).requantized
+    save_float8(model, tmp_path / "out", config={}, format=format)
+    dist.barrier()
+    assert set(load_float8(tmp_path / "out", model=model)) == set(model.state_dict())
+
+
+def iter_all(model, format):
+    weights = iter_float8_weights(model, format=format)
+    for _ in weights:
+        pass
+    return weights
 
 
 @on_ranks(4)

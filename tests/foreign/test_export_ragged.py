@@ -103,7 +103,7 @@ def test_a_frozen_deepseek_is_exported_and_loaded_again(format, exported):
 def test_transformers_and_compressed_tensors_read_the_same_values(exported):
     folder = exported("compressed-tensors-block")
     model = from_transformers(folder, CompressedTensorsConfig(dequantize=True))
-    values = load_float8(folder, dtype=torch.float32)
+    values = load_float8(folder, dtype=torch.float32, model=model)
     read = model.state_dict()
     assert all(read[name].equal(tensor) for name, tensor in values.items())
     config = QuantizationConfig.model_validate(json.loads((folder / "config.json").read_text())["quantization_config"])

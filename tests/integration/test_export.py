@@ -167,3 +167,34 @@ def test_delayed_scales_and_the_baseline(runs, tmp_path, capsys):
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line
         assert not [path for path in tmp_path.iterdir() if path.name.endswith("x") or "partial" in path.name]
+
+
+def test_a_mixture_is_trained_exported_and_trained_on(tmp_path):
+    """transformers reads the experts of the export; quaver reads them back to train, in the same values."""
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
+    settings = [option for option in TINY if option not in ("--job.compare", "--float8.skip_first_layers=1")]
+    words = ["train", *settings, "--model.n_experts=4", "--model.top_k=2", f"--data={tmp_path / 'text.txt'}"]
+    words += [f"--job.dump_folder={tmp_path}", "--job.name=run", "--float8.recipe_name=rowwise"]
+    done = quaver(words).finished()
+    assert done.returncode == 0, done.stderr
+    run, exported, imported = tmp_path / "run", tmp_path / "exported", tmp_path / "imported"
+    assert main(["export", str(run), str(exported), "--dtype=float32", "--measure-tokens=32"]) == 0
+    record = json.loads((exported / "quaver_export.json").read_text())
+    assert record["requantized"] == {}
+    assert record["logits"]["sqnr_db"] > 15
+    with pytest.warns(UserWarning, match="already has a `quantization_config`"):
+        served = AutoModelForCausalLM.from_pretrained(
+            exported, dtype=torch.float32, quantization_config=CompressedTensorsConfig(dequantize=True)
+        )
+    weights = load_float8(exported, dtype=torch.float32, model=served)
+    assert set(weights) == set(served.state_dict())
+    assert all(torch.equal(served.state_dict()[name], tensor) for name, tensor in weights.items())
+    assert main(["import", str(exported), str(imported), "--dtype=float32"]) == 0
+    checkpoint = tmp_path / "checkpoint"
+    assert main(["convert", "hf-to-quaver", str(imported), str(checkpoint)]) == 0
+    assert main(["export", str(checkpoint), str(tmp_path / "again"), "--dtype=float32", "--recipe=rowwise"]) == 0
+    first, again = StoredTensors(exported), StoredTensors(tmp_path / "again")
+    assert set(first) == set(again)
+    assert any(first.dtype(name) == "F8_E4M3" for name in first if ".experts.3." in name)
+    values = load_float8(tmp_path / "again", dtype=torch.float32, model=served)
+    assert all(torch.equal(values[name], tensor) for name, tensor in weights.items())

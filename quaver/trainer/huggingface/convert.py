@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from quaver.export.bundle import tokenizer_files
+from quaver.export.checkpoint_names import KEPT_IN_FLOAT32
 from quaver.export.files import StoredTensors, listed, read_config, write_tensors
 from quaver.export.folders import check_new, new_folder
 from quaver.trainer.checkpoint import read_metadata
@@ -39,7 +40,7 @@ from quaver.trainer.checkpoint_folder import (
 from quaver.trainer.config import Model
 from quaver.trainer.config_io import build_config, load_config
 from quaver.trainer.huggingface.config import KEPT, hf_config, model_from_hf
-from quaver.trainer.huggingface.experts import KEPT_IN_FLOAT32, without_width
+from quaver.trainer.huggingface.experts import without_width
 from quaver.trainer.huggingface.weights import (
     EMBEDDING,
     HEAD,

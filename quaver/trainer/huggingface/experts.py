@@ -15,9 +15,6 @@ from quaver.trainer.config import Model
 _STACK = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 _MATRIX = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
-KEPT_IN_FLOAT32 = "e_score_correction_bias"
-"""The end of the name of what no export rounds."""
-
 
 def names_in_files(name: str, stack: Tensor) -> dict[str, Tensor]:
     """The tensors of a checkpoint's tensor by their names in files, as views; one of its own name but for experts."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import typing
+from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +22,8 @@ from quaver.trainer.config.settings import Settings
 from quaver.trainer.float8 import linear_config
 from quaver.trainer.huggingface.config import hf_config
 from quaver.trainer.huggingface.convert import Export, kept_of_run, open_checkpoint
+from quaver.trainer.huggingface.experts import stacked, without_width
+from quaver.trainer.huggingface.weights import stored_state
 from quaver.trainer.model import Llama
 from quaver.trainer.safe_dcp import CheckpointReader
 
@@ -60,13 +64,14 @@ def run_source(
     progress = found.record["progress"]
 
     def high_precision_model() -> nn.Module:
-        loaded = Llama(found.model)
-        loaded.load_state_dict(dict(found.tensors()), strict=False)  # a tied weight is stored once
+        loaded, tensors = Llama(found.model), found.tensors()
+        state = {name: stacked(name, like, tensors.__getitem__) for name, like in stored_state(found.model).items()}
+        loaded.load_state_dict(state, strict=False)  # a tied weight is stored once
         return loaded
 
     return Source(
         model=model,
-        weights=found.tensors(),
+        weights=ChainMap(without_width(found.model), typing.cast(Any, found.tensors())),
         config=hf_config(found.model, dtype="bfloat16", kept=kept_of_run(found)),
         high_precision_model=high_precision_model,
         about={"source": f"{checkpoint.name}/{found.weights.name} of quaver train", "step": progress["step"]},

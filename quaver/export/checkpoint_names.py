@@ -1,0 +1,176 @@
+"""The names of a model's tensors in a Hugging Face checkpoint, which stores each expert of a mixture by itself.
+
+    in the model                              in the checkpoint, for each expert
+    mlp.experts.gate_up_proj [E, 2 F, D]      mlp.experts.7.gate_proj.weight, mlp.experts.7.up_proj.weight [F, D]
+    mlp.experts.down_proj [E, D, F]           mlp.experts.7.down_proj.weight [D, F]
+
+transformers knows the names of each architecture (Mixtral's are block_sparse_moe.experts.7.w1, w3 and w2), and writes
+them in `save_pretrained`: its conversion mapping, reversed, gives those of the table and of everything else in a model
+with experts. Servers load these names. Experts of other models have the names of the table.
+
+A stack stays as it is where its checkpoints hold no matrices by expert: [E, K, N], gate and up interleaved, biases
+(gpt-oss, Llama 4, Granite). A model without experts keeps its own names.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import typing
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver.delayed import WRAPPERS
+from quaver.experts.module import is_experts, is_transposed, weights_of
+
+Parts = tuple[str, ...]
+"""The names of the matrices of one expert, whose rows follow each other in the stack."""
+
+KEPT_IN_FLOAT32 = "e_score_correction_bias"
+"""The end of the name of what no export rounds: routers add it to scores to choose experts."""
+
+_LEAVES = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+
+
+def _same(name: str) -> str:
+    return name
+
+
+@dataclass(frozen=True)
+class CheckpointNames:
+    """The names in a checkpoint; see the top of the file. Names of the model are without wrappers."""
+
+    stacks: dict[str, list[Parts]] = field(default_factory=dict)
+    """The parts of each expert, by the name of the stack in the model."""
+    whole_stacks: list[str] = field(default_factory=list)
+    """The stacks that checkpoints hold as the model does."""
+    renamed: Callable[[str], str] = _same
+    """The name of another tensor, or of a module with a dot at its end."""
+
+    def of(self, name: str) -> list[str]:
+        """The names of a tensor of the model: one, or one for each matrix of a stack."""
+        stack = self.stacks.get(name)
+        return [self.renamed(name)] if stack is None else [part for parts in stack for part in parts]
+
+    def in_model(self, model_names: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
+        """The name in the model of each stored tensor, which may have either name; its own for an unknown one."""
+        known = set(model_names)
+        owners = {each: name for name in known for each in self.of(name)}
+        return {each: each if each in known else owners.get(each, each) for each in stored}
+
+
+def checkpoint_names(model: nn.Module) -> CheckpointNames:
+    """The names of `model`'s tensors in a checkpoint."""
+    model = getattr(model, "_orig_mod", model)
+    experts = {WRAPPERS.sub("", name): each for name, each in model.named_modules() if is_experts(each)}
+    if not experts:
+        return CheckpointNames()
+    conversions = _Conversions(model)
+    stacks: dict[str, list[Parts]] = {}
+    whole_stacks = []
+    for prefix, module in experts.items():
+        for leaf, weight in weights_of(module).items():
+            name = f"{prefix}{'.' if prefix else ''}{leaf}"
+            parts = conversions.parts(name, weight.shape[0]) if conversions.is_known else _default(prefix, leaf, module)
+            if parts is None:
+                whole_stacks.append(name)
+            else:
+                stacks[name] = parts
+    return CheckpointNames(stacks, whole_stacks, conversions.renamed)
+
+
+def _default(prefix: str, leaf: str, module: nn.Module) -> list[Parts] | None:
+    is_plain = getattr(module, "is_concatenated", True) and not getattr(module, "has_bias", False)
+    if is_transposed(module) or not is_plain:
+        return None
+    dot = "." if prefix else ""
+    count = getattr(module, leaf).shape[0]
+    return [tuple(f"{prefix}{dot}{index}.{each}.weight" for each in _LEAVES[leaf]) for index in range(count)]
+
+
+class _Conversions:
+    """transformers' conversion mapping of a model, reversed as `save_pretrained` reverses it; none for other models.
+
+    A prefix that `from_pretrained` removed is not added again.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = typing.cast(Any, model)
+        self.is_known = _is_of_transformers(model)
+        self._converters: list[Any] = []
+        self._renamings: list[Any] = []
+        if self.is_known:
+            from transformers.conversion_mapping import get_model_conversion_mapping
+            from transformers.core_model_loading import PrefixChange, WeightConverter
+
+            for each in reversed(get_model_conversion_mapping(self._model, add_legacy=False)):
+                if not isinstance(each, PrefixChange):
+                    backwards = each.reverse_transform()
+                    of_kind = self._converters if isinstance(each, WeightConverter) else self._renamings
+                    of_kind.append(backwards)
+
+    def renamed(self, name: str) -> str:
+        """The name of a tensor that is stored whole; the model's own where transformers computes it from others."""
+        return name if self._converter(name) else self._apply_renamings(name)
+
+    def _apply_renamings(self, name: str) -> str:
+        for each in self._renamings:
+            name = each.rename_source_key(name)[0]
+        return name
+
+    def _converter(self, name: str) -> tuple[Any, str, str] | None:
+        """The converter of a tensor, with the target and the pattern that it matches."""
+        for each in self._converters:
+            target, pattern = each.rename_source_key(name)
+            if pattern is not None:
+                return each, target, pattern
+        return None
+
+    def parts(self, name: str, count: int) -> list[Parts] | None:
+        """The parts of a stack's experts; None where they are no rows of [N, K] that follow each other.
+
+        The converter itself says what it makes of a stack: it gets one whose elements are the numbers of their rows.
+        """
+        found = self._converter(name)
+        if found is None:
+            return None
+        converter, target, pattern = found
+        if len(converter.source_patterns) > 1:  # it needs several stacks at once, as Ernie 4.5 VL's does
+            return None
+        rows = torch.arange(count * _ROWS).view(count, _ROWS, 1)
+        converter.add_tensor(target, name, pattern, rows)
+        made = converter.convert(target, model=self._model, config=self._model.config)
+        first_rows = {_first_row(each): self._apply_renamings(part) for part, each in made.items()}
+        if None in first_rows or len(made) % count:
+            return None
+        height = len(made) // count
+        return [
+            tuple(first_rows[row] for row in range(index * _ROWS, (index + 1) * _ROWS, _ROWS // height))
+            for index in range(count)
+        ]
+
+
+_ROWS = 4
+"""How many rows an expert has in the stack that a converter is asked with: two for each of gate and up."""
+
+
+def _first_row(made: Tensor | list[Tensor]) -> int | None:
+    """The number of the first row, of rows in sequence; None for others."""
+    rows = made[0] if isinstance(made, list) else made
+    first = int(rows.flatten()[0])
+    expected = torch.arange(first, first + rows.shape[0])
+    return first if rows.dim() == 2 and rows.shape[1] == 1 and torch.equal(rows[:, 0], expected) else None
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    """Whether transformers has names for `model`; it converts checkpoints since 5.0."""
+    if not any(each.__module__.startswith("transformers.") for each in type(model).__mro__):
+        return False
+    if importlib.util.find_spec("transformers.conversion_mapping") is None:
+        return False
+    from transformers import PreTrainedModel
+
+    return isinstance(model, PreTrainedModel)

@@ -1,0 +1,190 @@
+"""What an export of a model writes, decided before a tensor is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from quaver.config import Float8LinearConfig
+from quaver.conversion_report import ConversionReport, conversion_report
+from quaver.delayed import WRAPPERS
+from quaver.experts.module import Float8Experts, weights_of
+from quaver.experts.seam import Float8GroupedMM
+from quaver.export.checkpoint_names import CheckpointNames, checkpoint_names
+from quaver.export.files import listed
+from quaver.export.formats import WeightFormat, weight_format
+from quaver.frozen import SCALE, FrozenFloat8Linear
+from quaver.linear import Float8Linear
+from quaver.scaling import BLOCK_SIZE
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an export of a model writes, decided before a tensor is read."""
+
+    linears: dict[str, Float8Linear]
+    """The linears that are stored in float8, by their names without wrappers."""
+    experts: dict[str, Float8Experts]
+    """The experts that are stored in float8, by the name of each stack of their weights."""
+    whole_stacks: list[str]
+    """The stacks of float8 experts that stay in high precision, because checkpoints hold no matrices of theirs."""
+    names: list[str]
+    """The tensors of the model in its own order, a tied one once."""
+    checkpoint: CheckpointNames
+    ignore: list[str]
+    """The modules whose matrices stay in high precision."""
+    format: WeightFormat
+    ragged: list[str]
+    """The weights whose last blocks are cut, because a dimension is no multiple of 128; none without blocks."""
+    recipe: str
+    report: ConversionReport
+
+    def float8_weight(self, name: str) -> Tensor:
+        """The parameter of a float8 linear or of float8 experts, as it is now."""
+        owner, _, leaf = name.rpartition(".")
+        parameter: Tensor = getattr(self.experts[name] if name in self.experts else self.linears[owner], leaf)
+        return parameter
+
+    @property
+    def count(self) -> int:
+        """How many matrices are stored in float8."""
+        return len(self.linears) + sum(len(self.checkpoint.of(name)) for name in self.experts)
+
+
+def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | None) -> Plan:
+    """Decide what an export of `model` writes; see `iter_float8_weights` for the arguments and the errors."""
+    modules = [(WRAPPERS.sub("", name), each) for name, each in model.named_modules()]
+    linears = {name: each for name, each in modules if isinstance(each, Float8Linear)}
+    linears = {name: each for name, each in linears.items() if not each.config.casts.weight.row.is_disabled}
+    report, checkpoint = conversion_report(model), checkpoint_names(model)
+    stacks = _float8_stacks(modules)
+    experts = {name: each for name, each in stacks.items() if name in checkpoint.stacks}
+    config, stored = _one_format(format, linears, experts)
+    names, tied = _names(model)
+    if hasattr(model, "get_base_model") or any(".base_layer." in name for name in names):
+        raise ValueError(
+            "the model has adapters of PEFT, under names that no server loads; export model.merge_and_unload(), or "
+            "model.get_base_model() where the adapters are prompts"
+        )
+    both = [name for name in tied if name.removesuffix(".weight") in linears or name in experts]
+    if both:
+        raise ValueError(
+            f"a tied weight cannot be stored in float8: {listed(both)}; filter the linear out, or untie it"
+        )
+    if weights is not None:
+        names = _names_of_given(names, weights, checkpoint, [*(f"{name}.weight" for name in linears), *experts])
+    tensors = model.state_dict(keep_vars=True)
+    dims = {WRAPPERS.sub("", name): tensor.dim() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    ignore = {
+        module
+        for name in (*names, *tied)
+        if name not in experts and name.removesuffix(".weight") not in linears
+        if dims.get(name, 2) >= 2 or name in tied
+        for module in _modules_in_checkpoint(name, checkpoint)
+    }
+    recipe = config.recipe_name.value if config.recipe_name else str(config)
+    whole = [name for name in stacks if name not in experts] + _stacks_of_torchtitan(modules)
+    ragged = _ragged(linears, experts, checkpoint) if stored.weights == "block" else []
+    return Plan(linears, experts, whole, names, checkpoint, sorted(ignore), stored, ragged, recipe, report)
+
+
+def _float8_stacks(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Float8Experts]:
+    """The experts that multiply in float8, by the names of their weights."""
+    stacks: dict[str, Float8Experts] = {}
+    for prefix, module in modules:
+        if isinstance(module, Float8Experts) and not module.float8_config.casts.weight.row.is_disabled:
+            if getattr(module, "_is_expert_parallel", False):
+                raise NotImplementedError(
+                    f"{prefix or 'the model'}: expected all experts of a layer, got those of one rank of an expert "
+                    "parallel model; save it with save_pretrained, load it without expert parallelism and export that"
+                )
+            stacks |= {f"{prefix}{'.' if prefix else ''}{leaf}": module for leaf in weights_of(module)}
+    return stacks
+
+
+def _stacks_of_torchtitan(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    return [
+        f"{prefix}{'.' if prefix else ''}{leaf}"
+        for prefix, module in modules
+        if isinstance(module, Float8GroupedMM)
+        for leaf, weight in module.named_parameters(recurse=False)
+        if weight.dim() > 2
+    ]
+
+
+def _one_format(
+    format: str, linears: Mapping[str, Float8Linear], experts: Mapping[str, Float8Experts]
+) -> tuple[Float8LinearConfig, WeightFormat]:
+    """The config of all weights, and how `format` holds it."""
+    configs = [each.config for each in linears.values()] + [each.float8_config for each in experts.values()]
+    if not configs:
+        raise ValueError("no linear of the model is in float8; convert it, or give a recipe")
+    stored = {str(each): weight_format(format, each) for each in configs}
+    if len(set(stored.values())) > 1:
+        raise NotImplementedError(
+            f"the float8 linears must have one recipe, got {'; '.join(stored)}; export them alone"
+        )
+    return configs[0], stored[str(configs[0])]
+
+
+def _names_of_given(
+    names: list[str], weights: Mapping[str, Tensor], checkpoint: CheckpointNames, float8: list[str]
+) -> list[str]:
+    """The names in the model of the tensors that a user gave, in their order."""
+    given = checkpoint.in_model(names, weights)
+    missing = [name for name in float8 if name not in given.values()]
+    missing += [
+        part
+        for name in checkpoint.stacks
+        if name in given.values() and name not in weights
+        for part in checkpoint.of(name)
+        if part not in weights
+    ]
+    if missing:
+        raise ValueError(f"the weights lack those of linears of the model: {listed(missing)}")
+    return list(dict.fromkeys(given.values()))
+
+
+def _modules_in_checkpoint(name: str, checkpoint: CheckpointNames) -> Iterator[str]:
+    """The modules that have a tensor in a checkpoint, and what readers look for instead of experts.
+
+    transformers looks for the module of all experts; vLLM and SGLang, in compressed-tensors, for the three linears of
+    the first expert under the names that most architectures have.
+    """
+    yield from (each.rpartition(".")[0] for each in checkpoint.of(name))
+    if name in checkpoint.stacks or name in checkpoint.whole_stacks:
+        experts = checkpoint.renamed(f"{name.rpartition('.')[0]}.")
+        yield experts.removesuffix(".")
+        yield from (f"{experts}0.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj"))
+
+
+def _ragged(
+    linears: Mapping[str, Float8Linear], experts: Mapping[str, Float8Experts], checkpoint: CheckpointNames
+) -> list[str]:
+    sizes = {name: list(each.weight.shape) for name, each in linears.items()}
+    for name, each in experts.items():
+        _, rows, columns = getattr(each, name.rpartition(".")[2]).shape
+        sizes[name] = [rows // len(checkpoint.stacks[name][0]), columns]
+    return [name for name, size in sizes.items() if any(length % BLOCK_SIZE for length in size)]
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of `model` without the names of wrappers; a sharded weight is a plain DTensor."""
+    return {WRAPPERS.sub("", name): tensor for name, tensor in model.state_dict().items()}
+
+
+def _names(model: nn.Module) -> tuple[list[str], list[str]]:
+    """The names of the tensors, each parameter once, and all names of the parameters that have several."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(WRAPPERS.sub("", name))
+    again = {name for names in owners.values() for name in names[1:]}
+    tied = [name for names in owners.values() if len(names) > 1 for name in names]
+    scales = {
+        WRAPPERS.sub("", f"{name}.{SCALE}")
+        for name, each in model.named_modules()
+        if isinstance(each, FrozenFloat8Linear)
+    }
+    return [name for name in named_tensors(model) if name not in again | scales], tied
