@@ -1,0 +1,96 @@
+"""Forward and backward of grouped matmuls: quaver's recipes against bfloat16 and torchao's emulated MXFP8.
+
+    python -m benchmarks.grouped_mm --update-docs
+    python -m benchmarks.grouped_mm --recorded --update-docs
+
+Eight experts whose groups of tokens are ragged, on one thread of a CPU. Contestants alternate in one process.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.record import ROOT, make_page, markdown, page_parser, provenance
+from quaver import float8_grouped_mm
+from quaver.bench.harness import time_alternating
+
+RECORD = ROOT / "benchmarks" / "results" / "grouped_mm.json"
+PAGE = ROOT / "docs" / "performance.md"
+EXPERTS = 8
+SHAPES = ((1024, 512, 512), (1024, 1024, 1024), (8192, 1024, 1024))
+"""Tokens, K, N."""
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
+ROUNDS = 12
+Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def torchao_mxfp8() -> Multiply:
+    """torchao's differentiable MXFP8 grouped matmul, emulated."""
+    from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+    return lambda a, b_t, offs: _to_mxfp8_then_scaled_grouped_mm(
+        a, b_t, offs, kernel_preference=KernelPreference.EMULATED
+    )
+
+
+def contestants() -> dict[str, Multiply]:
+    """By name; bfloat16 first."""
+    made: dict[str, Multiply] = {"bfloat16": lambda a, b_t, offs: F.grouped_mm(a, b_t, offs=offs)}
+    for recipe in RECIPES:
+        made[recipe] = lambda a, b_t, offs, recipe=recipe: float8_grouped_mm(a, b_t, offs, config=recipe)
+    return made | {"torchao mxfp8, emulated": torchao_mxfp8()}
+
+
+def steps(tokens: int, k: int, n: int) -> dict[str, Callable[[], None]]:
+    """Forward and backward of each contestant, on the same operands."""
+    torch.manual_seed(0)
+    a, grad_output = (torch.randn(tokens, each, dtype=torch.bfloat16) for each in (k, n))
+    weight = torch.randn(EXPERTS, n, k, dtype=torch.bfloat16, requires_grad=True)
+    a.requires_grad_()
+    ends = torch.randint(tokens + 1, (EXPERTS,)).sort().values.int()
+    ends[-1] = tokens
+
+    def step(multiply: Multiply) -> None:
+        a.grad = weight.grad = None
+        multiply(a, weight.transpose(1, 2), ends).backward(grad_output)
+
+    return {name: functools.partial(step, multiply) for name, multiply in contestants().items()}
+
+
+def measure() -> dict[str, Any]:
+    """Median microseconds of each contestant and shape."""
+    torch.set_num_threads(1)
+    rows = []
+    for tokens, k, n in SHAPES:
+        timings = time_alternating(steps(tokens, k, n), torch.device("cpu"), rounds=ROUNDS)
+        us = {name: round(each.median_us, 1) for name, each in timings.items()}
+        rows.append({"tokens": tokens, "k": k, "n": n, "us": us})
+    return {"environment": provenance("grouped_mm"), "rows": rows}
+
+
+def tables(results: dict[str, Any]) -> dict[str, str]:
+    """Times and their ratios, in Markdown."""
+    names = list(results["rows"][0]["us"])
+    lines = []
+    for row in results["rows"]:
+        of_bfloat16 = row["us"]["bfloat16"]
+        shape = f"{row['tokens']} x {row['k']} x {row['n']}"
+        lines.append(
+            [shape, f"{of_bfloat16 / 1e3:.1f} ms", *(f"{row['us'][each] / of_bfloat16:.2f}" for each in names[1:])]
+        )
+    return {"grouped matmuls": markdown(["tokens x K x N, 8 experts", *names], lines)}
+
+
+def main() -> None:
+    options: argparse.Namespace = page_parser(__doc__).parse_args()
+    make_page(options, measure, RECORD, tables, PAGE)
+
+
+if __name__ == "__main__":
+    main()
