@@ -6,7 +6,8 @@
 
 An expert is a linear with the weight [N, K] = b_t[g].t(): each group has the operands, scales and sums of the float8
 linear of its expert on its tokens, to the bit. Saved for backward: the column operand of a, and b_t itself, which
-backward quantizes again (its column operand with `keep_float8_weight_for_backward`).
+backward quantizes again (its column operand with `keep_float8_weight_for_backward`, and where the weight was quantized
+before: an all-gather, `cast_weights_once`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class _Args(NamedTuple):
     hp_dtype: torch.dtype
     transposed: bool
     """Whether weights are stored [E, K, N]."""
+    weight_operands: GroupedOperands | None
+    """The weight's operands, if it was quantized before."""
 
 
 class _Float8GroupedMM(torch.autograd.Function):
@@ -42,12 +45,13 @@ class _Float8GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, weight: Tensor, ends: Tensor, args: _Args) -> Tensor:
         needs_grad_a, needs_grad_weight = ctx.needs_input_grad[:2]
-        keeps_codes = needs_grad_a and args.config.keep_float8_weight_for_backward
+        is_prepared = args.weight_operands is not None
+        keeps_codes = needs_grad_a and (is_prepared or args.config.keep_float8_weight_for_backward)
         of_a = _quantize_tokens(a, ends, args.config.casts.input, True, needs_grad_weight)
-        of_weight = _quantize_weight(weight, args, True, keeps_codes)
+        of_weight = _weight_operands(weight, args, keeps_codes)
         saved_a = _present(of_a.column) if needs_grad_weight else GroupedOperand(a.new_empty(0))
         saved_weight = _present(of_weight.column) if keeps_codes else GroupedOperand(weight)
-        ctx.args, ctx.weight_shape = args, weight.shape
+        ctx.args = args
         ctx.block_rows = saved_a.block_rows, saved_weight.block_rows
         tensors = (*saved_a[:2], *(saved_weight[:2] if needs_grad_a else (None, None)), ends)
         save(ctx, tensors)
@@ -85,7 +89,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     if needs_grad_a:
         weight = GroupedOperand(weight_data, weight_scale, ctx.block_rows[1])
         if weight_data.dim() == 3:
-            weight = _present(_quantize_weight(weight_data, args, False, True).column)
+            weight = _present(quantize_weight(weight_data, args.config, args.transposed, False, True).column)
         grad_a = grouped_mm(
             _present(of_grad.row), weight, ends, Form.GRAD_INPUT, matmuls.grad_input, args.hp_dtype, args.transposed
         )
@@ -114,14 +118,26 @@ def _quantize_tokens(hp: Tensor, ends: Tensor, casts: OperandCasts, row: bool, c
     return _quantize(hp, casts, ends, ends.shape[0], row, column)
 
 
-def _quantize_weight(weight: Tensor, args: _Args, row: bool, column: bool) -> GroupedOperands:
-    """The operands of every expert's [N, K]; those of a weight [E, K, N] are quantized in the other direction."""
-    casts = args.config.casts.weight
-    stored = weight.view(-1, weight.shape[2])
-    if not args.transposed:
+def _weight_operands(weight: Tensor, args: _Args, column: bool) -> GroupedOperands:
+    if args.weight_operands is not None:
+        return args.weight_operands
+    return quantize_weight(weight, args.config, args.transposed, True, column)
+
+
+def casts_of_stored(config: Float8LinearConfig, transposed: bool) -> OperandCasts:
+    """The casts of weights along the rows and columns in which they are stored; for [E, K, N] they are turned."""
+    casts = config.casts.weight
+    return OperandCasts(casts.column, casts.row, casts.power_of_2, casts.is_one) if transposed else casts
+
+
+def quantize_weight(
+    weight: Tensor, config: Float8LinearConfig, transposed: bool, row: bool, column: bool
+) -> GroupedOperands:
+    """The operands of every expert's [N, K], of a weight that is stored so or, if `transposed`, [E, K, N]."""
+    casts, stored = casts_of_stored(config, transposed), weight.view(-1, weight.shape[2])
+    if not transposed:
         return _quantize(stored, casts, None, weight.shape[0], row, column)
-    turned = OperandCasts(casts.column, casts.row, casts.power_of_2, casts.is_one)
-    return GroupedOperands(*reversed(_quantize(stored, turned, None, weight.shape[0], column, row)))
+    return GroupedOperands(*reversed(_quantize(stored, casts, None, weight.shape[0], column, row)))
 
 
 def float8_grouped_mm(
@@ -152,28 +168,45 @@ def float8_grouped_mm(
             "float8_grouped_mm scales dynamically, got a config with persistent scales: the tokens of an expert are "
             "others in each step"
         )
-    _check(a, b_t, offs)
-    hp_dtype = compute_dtype("cpu" if a.is_cpu else a.device.type, a.dtype)
-    transposed = b_t.is_contiguous()
+    transposed = b_t.is_contiguous() or b_t.dim() != 3
     weight = b_t if transposed else b_t.transpose(1, 2).contiguous()
-    args = _Args(config, hp_dtype, transposed)
+    return multiply_by_weight(a, weight, offs, config, transposed, None)
+
+
+def multiply_by_weight(
+    a: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    config: Float8LinearConfig,
+    transposed: bool,
+    operands: GroupedOperands | None,
+) -> Tensor:
+    """`float8_grouped_mm` by a weight as it is stored, contiguous: [E, N, K] or, if `transposed`, [E, K, N].
+
+    Args:
+        operands: those of the weight, if it was quantized before.
+    """
+    _check(a, weight, offs, transposed)
+    hp_dtype = compute_dtype("cpu" if a.is_cpu else a.device.type, a.dtype)
+    args = _Args(config, hp_dtype, transposed, operands)
     a = a.contiguous()
     if torch.is_grad_enabled() or forward_ad_level() >= 0:
         output: Tensor = _Float8GroupedMM.apply(a, weight, offs, args)
         return output
     of_a = _quantize_tokens(a, offs, config.casts.input, True, False)
-    return _output(_present(of_a.row), _present(_quantize_weight(weight, args, True, False).row), offs, args)
+    return _output(_present(of_a.row), _present(_weight_operands(weight, args, False).row), offs, args)
 
 
-def _check(a: Tensor, b_t: Tensor, offs: Tensor) -> None:
-    if a.dim() != 2 or b_t.dim() != 3 or a.shape[1] != b_t.shape[1]:
-        raise ValueError(f"expected a of [T, K] and b_t of [E, K, N], got {list(a.shape)} and {list(b_t.shape)}")
-    for name, tensor in (("a", a), ("b_t", b_t)):
+def _check(a: Tensor, weight: Tensor, offs: Tensor, transposed: bool) -> None:
+    b_t = list(weight.shape) if transposed else [weight.shape[0], weight.shape[2], weight.shape[1]]
+    if a.dim() != 2 or len(b_t) != 3 or a.shape[1] != b_t[1]:
+        raise ValueError(f"expected a of [T, K] and b_t of [E, K, N], got {list(a.shape)} and {b_t}")
+    for name, tensor in (("a", a), ("b_t", weight)):
         if tensor.dtype not in HP_DTYPES:
             raise ValueError(f"{name}: expected {', '.join(map(str, HP_DTYPES))}, got {tensor.dtype}")
-    if offs.dtype is not torch.int32 or offs.dim() != 1 or offs.shape[0] != b_t.shape[0] or not offs.shape[0]:
+    if offs.dtype is not torch.int32 or offs.dim() != 1 or offs.shape[0] != b_t[0] or not offs.shape[0]:
         raise ValueError(
-            f"offs: expected int32 of shape [{b_t.shape[0]}], one end for each of at least one expert; got "
+            f"offs: expected int32 of shape [{b_t[0]}], one end for each of at least one expert; got "
             f"{offs.dtype} of {list(offs.shape)}"
         )
     if offs.is_cpu and type(offs) in PLAIN_TYPES and not torch.compiler.is_compiling():

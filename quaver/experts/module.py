@@ -29,9 +29,10 @@ from torch import Tensor, nn
 from quaver.class_change import float8_class
 from quaver.config import Float8LinearConfig
 from quaver.experts.gemm import grouped_backends_of
-from quaver.experts.grouped_mm import float8_grouped_mm
+from quaver.experts.grouped_mm import multiply_by_weight
+from quaver.quantize import PreparedOperands
 
-OWN_ATTRIBUTES = ("float8_config", "_converted_from")
+OWN_ATTRIBUTES = ("float8_config", "_converted_from", "_prepared_weights")
 """The attributes that a Float8Experts adds to those of the experts."""
 
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -45,6 +46,8 @@ class Float8Experts(nn.Module):
 
     float8_config: Float8LinearConfig
     _converted_from: type[nn.Module]
+    _prepared_weights: dict[str, PreparedOperands]
+    """By name; filled while a `cast_weights_once` is open."""
 
     def forward(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
         """Each token's sum over its experts.
@@ -90,9 +93,15 @@ class Float8Experts(nn.Module):
         return experts.post_expert_norm(out) if getattr(experts, "has_post_expert_norm", False) else out
 
     def _linear(self, name: str, tokens: Tensor, ends: Tensor, expert: Tensor | None) -> Tensor:
-        weight = getattr(self, name)
-        b_t = weight if is_transposed(self) else weight.transpose(1, 2)
-        out = float8_grouped_mm(tokens, b_t, ends, config=self.float8_config)
+        weight, operands = getattr(self, name), None
+        prepared = self._prepared_weights.get(name)
+        if prepared is not None:
+            if not torch.compiler.is_compiling():
+                prepared.check(weight)
+            operands = prepared.operands
+        out = multiply_by_weight(
+            tokens, weight.contiguous(), ends, self.float8_config, is_transposed(self), typing.cast(Any, operands)
+        )
         if expert is None or not getattr(self, "has_bias", False):
             return out
         bias: Tensor = getattr(self, f"{name}_bias")
@@ -120,7 +129,9 @@ class Float8Experts(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_backend"}
+        state = {**self.__dict__, "_prepared_weights": {}}  # they belong to a scope
+        state.pop("_backend", None)  # a copy has not run
+        return state
 
 
 def is_transposed(experts: nn.Module) -> bool:
@@ -162,6 +173,7 @@ def to_float8_experts(module: nn.Module, config: Float8LinearConfig) -> Float8Ex
     module.__class__ = float8_class(converted_from, Float8Experts)
     experts = typing.cast(Float8Experts, module)
     experts.float8_config, experts._converted_from = config, converted_from
+    experts._prepared_weights = {}
     return experts
 
 

@@ -1,8 +1,8 @@
 """`cast_weights_once`: quantize each float8 weight once for all microbatches of one optimizer step.
 
-Outside the scope a Float8Linear quantizes the live weight at each use, because version counters do not see every way to
-change a weight (`.data`, a kernel that writes in place, an optimizer that bypasses them). Inside, the caller promises
-not to change the weights, and a change that torch can see is an error.
+Outside the scope a float8 module quantizes the live weight at each use, because version counters do not see every way
+to change a weight (`.data`, a kernel that writes in place, an optimizer that bypasses them). Inside, the caller
+promises not to change the weights, and a change that torch can see is an error.
 
 A whole weight is quantized at the entry. A shard that FSDP2 all-gathers in float8 is quantized for its first all-gather
 in the scope, because its scale takes a collective; later all-gathers send the same codes. The mode of the model at that
@@ -19,23 +19,21 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from quaver.config import Float8LinearConfig
 from quaver.distributed.weight_scales import all_gather_state, local_weight
 from quaver.linear import Float8Linear
-from quaver.quantize import Quantizer
-from quaver.scaling import PersistentScale
 from quaver.torch_private.tracing import FakeTensor
 from quaver.torch_private.versions import version_of
 from quaver.weights.gathered import AllGatherInputs, Float8AllGatherWeight, ScaleBox, is_all_gather_weight
+from quaver.weights.module_weight import ModuleWeight, weights_under
 
 
 class PreparedWeight:
     """The operands of a weight while the scope is open, and a check that it does not change."""
 
-    def __init__(self, weight: Tensor, config: Float8LinearConfig, scale: PersistentScale | None) -> None:
-        self.operands = Quantizer(config.casts.weight, weight.dtype, scale)(weight, row=True, column=True)
-        self._weight = weight
-        self._version = version_of(weight)
+    def __init__(self, weight: ModuleWeight) -> None:
+        self.operands = weight.quantize()
+        self._weight = weight.parameter
+        self._version = version_of(self._weight)
 
     def check(self, weight: Tensor) -> None:
         """Raise RuntimeError if `weight` is not the tensor that was quantized, or was written to since."""
@@ -93,49 +91,53 @@ class PreparedShard:
 
 @contextmanager
 def cast_weights_once(model: nn.Module) -> Iterator[None]:
-    """Quantize the weight of every Float8Linear under `model` once, for both of its matmuls, until the exit.
+    """Quantize every weight of the float8 linears and experts of `model` once, for both its matmuls, until the exit.
 
     Put it around the microbatches (forward and backward) of one optimizer step, eager or compiled, and leave it before
     the optimizer steps. The codes take one byte per element and layout while the scope is open. Under FSDP2 with float8
     all-gather each rank quantizes its shard once, and all all-gathers in the scope send those codes; the codes of the
-    shard stay for as long. A model without Float8Linear is left alone, and so is a linear whose weight is all-gathered
-    in high precision, or sharded by FSDP1 or by tensor parallelism alone.
+    shard stay for as long. A model without float8 modules is left alone, and so is a weight that is all-gathered in
+    high precision, or sharded by FSDP1 or by tensor parallelism alone.
 
     Raises:
         RuntimeError: the scope is already open for one of the modules, or a weight was changed or replaced inside it
             (found at the next eager use of the module or the next all-gather, and at the exit).
     """
-    modules = [module for module in model.modules() if isinstance(module, Float8Linear)]
-    whole = [module for module in modules if _is_whole(module)]
-    gathered = [module for module in modules if is_all_gather_weight(module)]
-    if any(module._prepared_weight is not None for module in whole) or any(
+    weights = [weight for _, weight in weights_under(model)]
+    whole = [weight for weight in weights if _is_whole(weight)]
+    gathered = [weight.module for weight in weights if isinstance(weight.module, Float8Linear)]
+    gathered = [module for module in gathered if is_all_gather_weight(module)]
+    if any(weight.prepared is not None for weight in whole) or any(
         all_gather_state(module).prepared is not None for module in gathered
     ):
         raise RuntimeError("cast_weights_once is already open for this model; leave it before entering again")
     try:
-        for module in whole:
-            scale = None if module.scaling is None else module.scaling.observe_weight(module.weight.device)
+        for weight in whole:
             with torch.no_grad(), torch.inference_mode(False):  # a later forward may train
-                module._prepared_weight = PreparedWeight(module.weight, module.config, scale)
+                weight.prepare(PreparedWeight(weight))
         for module in gathered:
             all_gather_state(module).prepared = PreparedShard(module)
         yield
-        for module in whole:
-            if module._prepared_weight is not None:
-                module._prepared_weight.check(module.weight)
+        for weight in whole:
+            if weight.prepared is not None:
+                weight.prepared.check(weight.parameter)
         for module in gathered:
             prepared = all_gather_state(module).prepared
             if prepared is not None:
                 prepared.check()
     finally:
-        for module in whole:
-            module._prepared_weight = None
-            if module.scaling is not None:
-                module.scaling.weight_observed = None
+        for weight in whole:
+            weight.prepare(None)
+            if isinstance(weight.module, Float8Linear) and weight.module.scaling is not None:
+                weight.module.scaling.weight_observed = None
         for module in gathered:
             all_gather_state(module).prepared = None
 
 
-def _is_whole(linear: Float8Linear) -> bool:
-    weight = linear.weight
-    return type(weight) in (nn.Parameter, FakeTensor) and weight.shape == (linear.out_features, linear.in_features)
+def _is_whole(weight: ModuleWeight) -> bool:
+    parameter, module = weight.parameter, weight.module
+    if type(parameter) not in (nn.Parameter, FakeTensor):
+        return False
+    if isinstance(module, Float8Linear):
+        return parameter.shape == (module.out_features, module.in_features)
+    return parameter.dim() == 3
