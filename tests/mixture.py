@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-DIM, HIDDEN = 40, 36  # blocks of 32 are cut; both can be sharded on 2 and 4 ranks
+DIM, HIDDEN = 40, 36  # blocks of 32 and of 128 are cut; 2 and 4 ranks can shard both
 
 
 class Experts(nn.Module):
@@ -38,6 +38,7 @@ class Mixture(nn.Module):
 
     def __init__(self, num_experts, dim, hidden, is_transposed):
         super().__init__()
+        self.top_k = 2
         self.norm = nn.LayerNorm(dim)
         self.router = nn.Parameter(torch.empty(num_experts, dim))
         self.experts = Experts(num_experts, dim, hidden, is_transposed)
@@ -45,7 +46,7 @@ class Mixture(nn.Module):
 
     def forward(self, hidden):
         tokens = self.norm(hidden)
-        weights, index = F.linear(tokens, self.router).softmax(-1).topk(2, dim=-1)
+        weights, index = F.linear(tokens, self.router).softmax(-1).topk(self.top_k, dim=-1)
         return hidden + self.out(self.experts(tokens, index, weights))
 
 
