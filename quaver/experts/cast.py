@@ -25,6 +25,7 @@ from quaver.experts.groups import (
     count_of_scales,
     first_scale,
     places_of_rows,
+    shape_of_scales,
 )
 from quaver.formats import FORMATS
 from quaver.kernels import cpu
@@ -65,7 +66,7 @@ def _cast_groups(
         rows, columns = block
         count = count_of_scales(rows, groups, hp.shape[0])
         place = places_of_rows(ends, groups, hp.shape[0], rows, hp.device)
-        amax = _amax_of_places(hp, place, count, columns)
+        amax = amax_of_places(hp, place, count, columns)
         if granularity == ScalingGranularity.BLOCKWISE.value:
             quant, dequant = scaling.scales_of_blocks(amax, float8_dtype, power_of_2, mode)
         else:
@@ -87,11 +88,11 @@ def _in_directions(cast: Callable[[Block], Places], blocks: tuple[Block, Block],
     return *(cast(blocks[0]) if row else NONE), *(cast(blocks[1]) if column else NONE)
 
 
-def _amax_of_places(hp: Tensor, place: Tensor, count: int, columns: int) -> Tensor:
+def amax_of_places(hp: Tensor, place: Tensor, count: int, columns: int) -> Tensor:
     """The amax of each place, float32 [count + 1, blocks of columns]; the last place takes rows of no group."""
     width = columns or max(hp.shape[1], 1)
     bits = hp.float().abs().view(torch.int32)  # they order as the magnitudes do, NaNs on top
-    bits = F.pad(bits, (0, -hp.shape[1] % width)).view(hp.shape[0], -1, width) if hp.shape[1] else bits[:, :, None]
+    bits = F.pad(bits, (0, -hp.shape[1] % width)).unflatten(1, (-1, width)) if hp.shape[1] else bits[:, :, None]
     bits = bits.amax(2) if bits.shape[2] else bits.new_zeros(bits.shape[:2])
     amaxes = bits.new_zeros(count + 1, bits.shape[1])
     return amaxes.scatter_reduce(0, place[:, None].expand(bits.shape), bits, "amax").view(torch.float32)
@@ -120,10 +121,7 @@ def _fake_groups(
 
 def _new_scales(hp: Tensor, block: Block, groups: int) -> tuple[Tensor, Tensor]:
     """Zeros for quant_scale and dequant_scale."""
-    shape = [count_of_scales(block[0], groups, hp.shape[0])]
-    if block != (ALL, ALL):
-        shape.append(1 if block[1] == ALL else -(-hp.shape[1] // block[1]))
-    quant = hp.new_zeros(shape, dtype=torch.float32)
+    quant = hp.new_zeros(shape_of_scales(block, groups, *hp.shape), dtype=torch.float32)
     return quant, torch.zeros_like(quant)
 
 

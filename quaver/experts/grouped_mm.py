@@ -12,6 +12,7 @@ before: an all-gather, `cast_weights_once`).
 
 from __future__ import annotations
 
+import typing
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +22,12 @@ from quaver.checkpointing.early_stop import save, saved
 from quaver.config import Float8LinearConfig, Float8LinearRecipeName, OperandCasts, resolve_config
 from quaver.experts.cast import cast_groups
 from quaver.experts.gemm import grouped_mm
-from quaver.experts.groups import Form, GroupedOperand, GroupedOperands, bounds_of
+from quaver.experts.groups import Block, Form, GroupedOperand, GroupedOperands, blocks_of, bounds_of
 from quaver.formats import HP_DTYPES
+from quaver.kernels.cpu import check_memory
 from quaver.linear import NoSecondDerivative, compute_dtype
 from quaver.scaling import PLAIN_TYPES
+from quaver.tensor import Float8Tensor
 from quaver.torch_private.autograd import forward_ad_level
 
 
@@ -128,6 +131,25 @@ def casts_of_stored(config: Float8LinearConfig, transposed: bool) -> OperandCast
     """The casts of weights along the rows and columns in which they are stored; for [E, K, N] they are turned."""
     casts = config.casts.weight
     return OperandCasts(casts.column, casts.row, casts.power_of_2, casts.is_one) if transposed else casts
+
+
+def blocks_of_stored(config: Float8LinearConfig, transposed: bool) -> tuple[Block, Block]:
+    """The blocks of the row codes and of the column codes of weights as they are stored."""
+    row, column, *_ = casts_of_stored(config, transposed)
+    of_row, of_column = (blocks_of(cast.scaling_granularity.value, cast.block_options) for cast in (row, column))
+    return of_row[0], of_column[1]
+
+
+def operands_of_gathered(weight: Float8Tensor, config: Float8LinearConfig, transposed: bool) -> GroupedOperands:
+    """The operands of a weight that was quantized before it was all-gathered; codes [E, rows, columns]."""
+    codes = weight.data_fp8, weight.column_data_fp8
+    scales = weight.dequant_scale, weight.column_dequant_scale
+    check_memory(*codes, *scales)  # FSDP2 frees what it gathered
+    row, column = (
+        GroupedOperand(typing.cast(Tensor, code).view(-1, weight.shape[2]), scale, block[0])
+        for code, scale, block in zip(codes, scales, blocks_of_stored(config, transposed), strict=True)
+    )
+    return GroupedOperands(column, row) if transposed else GroupedOperands(row, column)
 
 
 def quantize_weight(

@@ -29,10 +29,12 @@ from torch import Tensor, nn
 from quaver.class_change import float8_class
 from quaver.config import Float8LinearConfig
 from quaver.experts.gemm import grouped_backends_of
-from quaver.experts.grouped_mm import multiply_by_weight
+from quaver.experts.grouped_mm import multiply_by_weight, operands_of_gathered
 from quaver.quantize import PreparedOperands
+from quaver.tensor import Float8Tensor
+from quaver.weights.base import WrappedTensor
 
-OWN_ATTRIBUTES = ("float8_config", "_converted_from", "_prepared_weights")
+OWN_ATTRIBUTES = ("float8_config", "gathering", "_converted_from", "_prepared_weights")
 """The attributes that a Float8Experts adds to those of the experts."""
 
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -45,6 +47,8 @@ class Float8Experts(nn.Module):
     """
 
     float8_config: Float8LinearConfig
+    gathering: object | None
+    """Set where FSDP2 all-gathers the weights in float8 (weights/gathered.py)."""
     _converted_from: type[nn.Module]
     _prepared_weights: dict[str, PreparedOperands]
     """By name; filled while a `cast_weights_once` is open."""
@@ -94,14 +98,17 @@ class Float8Experts(nn.Module):
 
     def _linear(self, name: str, tokens: Tensor, ends: Tensor, expert: Tensor | None) -> Tensor:
         weight, operands = getattr(self, name), None
+        config, transposed = self.float8_config, is_transposed(self)
+        if isinstance(weight, Float8Tensor):
+            operands = operands_of_gathered(weight, config, transposed)
+        else:
+            weight = (weight.plain() if isinstance(weight, WrappedTensor) else weight).contiguous()
         prepared = self._prepared_weights.get(name)
         if prepared is not None:
             if not torch.compiler.is_compiling():
-                prepared.check(weight)
+                prepared.check(getattr(self, name))
             operands = prepared.operands
-        out = multiply_by_weight(
-            tokens, weight.contiguous(), ends, self.float8_config, is_transposed(self), typing.cast(Any, operands)
-        )
+        out = multiply_by_weight(tokens, weight, ends, config, transposed, operands)
         if expert is None or not getattr(self, "has_bias", False):
             return out
         bias: Tensor = getattr(self, f"{name}_bias")
@@ -129,7 +136,7 @@ class Float8Experts(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "_prepared_weights": {}}  # they belong to a scope
+        state = {**self.__dict__, "_prepared_weights": {}, "gathering": None}  # they belong to a scope or a model
         state.pop("_backend", None)  # a copy has not run
         return state
 
@@ -173,7 +180,7 @@ def to_float8_experts(module: nn.Module, config: Float8LinearConfig) -> Float8Ex
     module.__class__ = float8_class(converted_from, Float8Experts)
     experts = typing.cast(Float8Experts, module)
     experts.float8_config, experts._converted_from = config, converted_from
-    experts._prepared_weights = {}
+    experts._prepared_weights, experts.gathering = {}, None
     return experts
 
 

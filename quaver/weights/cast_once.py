@@ -19,7 +19,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from quaver.distributed.weight_scales import all_gather_state, local_weight
+from quaver.distributed.weight_scales import all_gather_state
 from quaver.linear import Float8Linear
 from quaver.torch_private.tracing import FakeTensor
 from quaver.torch_private.versions import version_of
@@ -54,8 +54,8 @@ def changed_inside_scope(weight: Tensor, how: str) -> RuntimeError:
 class PreparedShard:
     """This rank's shard of a weight, quantized once while `cast_weights_once` is open, and a check as above."""
 
-    def __init__(self, linear: Float8Linear) -> None:
-        self._linear = linear
+    def __init__(self, weight: ModuleWeight) -> None:
+        self._weight = weight
         self._inputs: AllGatherInputs | None = None
         self._cast_from: tuple[Tensor, int] | None = None
         """The tensor that was quantized, and its version then."""
@@ -67,7 +67,7 @@ class PreparedShard:
         """What FSDP2 all-gathers: made by `quantize` in the first call, the same in all others."""
         self.check()
         if self._inputs is None:
-            wrapped = typing.cast(Float8AllGatherWeight, local_weight(self._linear)).wrapped
+            wrapped = typing.cast(Float8AllGatherWeight, self._weight.local).wrapped
             self._cast_from = wrapped, version_of(wrapped)
             self._inputs = quantize()
         return self._inputs
@@ -78,15 +78,15 @@ class PreparedShard:
         A write around the parameter, into a tensor of a state_dict, is found if it follows the cast; the cast reads one
         that precedes it.
         """
-        weight = local_weight(self._linear)
+        weight = self._weight.local
         if isinstance(weight, Float8AllGatherWeight):  # else FSDP2 holds it unsharded
             if self._box is None:
                 self._box, self._writes = weight.box, weight.box.writes
             if weight.box is not self._box:
-                raise changed_inside_scope(self._linear.weight, "replaced")
+                raise changed_inside_scope(self._weight.parameter, "replaced")
         written = self._box is not None and self._box.writes != self._writes
         if written or (self._cast_from is not None and version_of(self._cast_from[0]) != self._cast_from[1]):
-            raise changed_inside_scope(self._linear.weight, "changed")
+            raise changed_inside_scope(self._weight.parameter, "changed")
 
 
 @contextmanager
@@ -105,33 +105,29 @@ def cast_weights_once(model: nn.Module) -> Iterator[None]:
     """
     weights = [weight for _, weight in weights_under(model)]
     whole = [weight for weight in weights if _is_whole(weight)]
-    gathered = [weight.module for weight in weights if isinstance(weight.module, Float8Linear)]
-    gathered = [module for module in gathered if is_all_gather_weight(module)]
-    if any(weight.prepared is not None for weight in whole) or any(
-        all_gather_state(module).prepared is not None for module in gathered
-    ):
+    gathered = [(all_gather_state(weight.module), weight) for weight in weights if is_all_gather_weight(weight)]
+    if any(weight.prepared is not None for weight in whole) or any(state.prepared for state, _ in gathered):
         raise RuntimeError("cast_weights_once is already open for this model; leave it before entering again")
     try:
         for weight in whole:
             with torch.no_grad(), torch.inference_mode(False):  # a later forward may train
                 weight.prepare(PreparedWeight(weight))
-        for module in gathered:
-            all_gather_state(module).prepared = PreparedShard(module)
+        for state, weight in gathered:
+            state.prepared[weight.name] = PreparedShard(weight)
         yield
         for weight in whole:
             if weight.prepared is not None:
                 weight.prepared.check(weight.parameter)
-        for module in gathered:
-            prepared = all_gather_state(module).prepared
-            if prepared is not None:
+        for state, _ in gathered:
+            for prepared in state.prepared.values():
                 prepared.check()
     finally:
         for weight in whole:
             weight.prepare(None)
             if isinstance(weight.module, Float8Linear) and weight.module.scaling is not None:
                 weight.module.scaling.weight_observed = None
-        for module in gathered:
-            all_gather_state(module).prepared = None
+        for state, _ in gathered:
+            state.prepared.clear()
 
 
 def _is_whole(weight: ModuleWeight) -> bool:

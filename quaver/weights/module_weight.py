@@ -76,6 +76,7 @@ def weights_of_module(module: nn.Module) -> Iterator[ModuleWeight]:
 
 
 def weights_under(model: nn.Module) -> Iterator[tuple[str, ModuleWeight]]:
-    """The weights of all float8 modules of `model`, each with the name of its module."""
+    """The weights of all float8 modules of `model`, each with the name of its linear, or its own of experts."""
     for name, module in model.named_modules():
-        yield from ((name, weight) for weight in weights_of_module(module))
+        for weight in weights_of_module(module):
+            yield name if isinstance(module, Float8Linear) else f"{name}.{weight.name}".lstrip("."), weight
