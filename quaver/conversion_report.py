@@ -21,6 +21,7 @@ from quaver.slow_paths import slow_paths
 from quaver.torchao_forms import why_inference_only
 from quaver.weights.frozen import FrozenFloat8Weight
 from quaver.weights.gathered import is_all_gather_weight
+from quaver.weights.module_weight import weights_of_module
 
 FILTER_REASON = "_float8_filter_reason"
 """The attribute of a linear that holds the filter's reason; a report computes everything else when it is made."""
@@ -133,6 +134,7 @@ def conversion_report(module: nn.Module) -> ConversionReport:
         if not isinstance(child, nn.Linear):
             if isinstance(child, Float8Experts):
                 configs[str(child.float8_config)] = None
+                notes.update(dict.fromkeys(_notes(child.float8_config)))
             layers += _other_matmul_weights(child, name, owners, experts)
             continue
         quantized = why_inference_only(child._parameters.get("weight"))
@@ -196,8 +198,7 @@ def unfinished(linear: Float8Linear) -> Iterator[str]:
     """What keeps a Float8Linear from doing what its config says."""
     if "forward" in vars(linear):
         yield "its forward was replaced on the instance after the conversion: float8 only if that calls the original"
-    if linear.config.enable_fsdp_float8_all_gather and not is_all_gather_weight(linear):
-        yield "gathered in high precision until convert_to_float8_training has prepared its weight"
+    yield from _unprepared(linear)
     if linear.config.has_persistent_scales and linear.scaling is None:
         yield "cannot run until convert_to_float8_training has made the state of its scales"
 
@@ -206,8 +207,13 @@ def unfinished_experts(experts: Float8Experts) -> Iterator[str]:
     """What keeps a Float8Experts from doing what its config says."""
     if "forward" in vars(experts):
         yield "its forward was replaced on the instance after the conversion: float8 only if that calls the original"
-    if experts.float8_config.enable_fsdp_float8_all_gather:
-        yield "FSDP2 gathers it in high precision"
+    yield from _unprepared(experts)
+
+
+def _unprepared(module: Float8Linear | Float8Experts) -> Iterator[str]:
+    weights = list(weights_of_module(module))
+    if weights[0].config.enable_fsdp_float8_all_gather and not all(is_all_gather_weight(each) for each in weights):
+        yield "gathered in high precision until convert_to_float8_training has prepared its weight"
 
 
 def _notes(config: Float8LinearConfig) -> Iterator[str]:

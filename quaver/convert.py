@@ -25,13 +25,13 @@ from quaver.conversion_report import (
     owners_of_weights,
 )
 from quaver.delayed import add_persistent_scales
-from quaver.distributed.weight_scales import local_weight
 from quaver.experts.module import (
     Float8Experts,
     is_experts,
     obstacle_of_experts,
     to_float8_experts,
     to_plain_experts,
+    weights_of,
 )
 from quaver.linear import OWN_ATTRIBUTES, Float8Linear
 from quaver.shared_input import share_inputs, stop_sharing_inputs
@@ -41,8 +41,9 @@ from quaver.weights.gathered import (
     Float8AllGatherWeight,
     is_all_gather_weight,
     make_all_gather_weights,
-    restore_plain_weight,
+    restore_plain_weights,
 )
+from quaver.weights.module_weight import ModuleWeight, weights_of_module, weights_under
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ def convert_to_float8_training(
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
     chosen: list[tuple[str, nn.Linear]] = []
-    experts: list[nn.Module] = []
+    experts: list[tuple[str, nn.Module]] = []
     reasons: list[tuple[nn.Module, str]] = []
     missed: dict[str, list[str]] = {}
     owners = owners_of_weights(module)
@@ -117,15 +118,13 @@ def convert_to_float8_training(
             missed.setdefault(obstacle, []).append(name or "the module")
         elif decision:
             tied = [x for x in owners.get(id(getattr(child, "weight", None)), []) if x != name]
+            tied += _other_owners(module, child, name) if is_experts(child) else []
             _check_can_convert(child, name, config, tied)
             if isinstance(child, nn.Linear):
                 chosen.append((name, child))
             else:
-                experts.append(child)
-    _convert(module, chosen, config)
-    for each in experts:
-        if not isinstance(each, Float8Experts):
-            to_float8_experts(each, config)
+                experts.append((name, child))
+    _convert(module, chosen, experts, config)
     share_inputs(module, Float8Linear)
     for child, reason in reasons:
         vars(child).pop(FILTER_REASON, None)
@@ -142,24 +141,26 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     optimizer after it. Returns `module`.
 
     Raises:
-        RuntimeError: a linear cannot be converted back: `fully_shard` gathers its weight in float8,
+        RuntimeError: a linear, or experts, cannot be converted back: `fully_shard` gathers its weight in float8,
             DistributedDataParallel holds a weight that was prepared for that, or its class was changed since.
     """
-    linears = [(name, each) for name, each in module.named_modules() if isinstance(each, Float8Linear)]
+    linears = [each for each in module.modules() if isinstance(each, Float8Linear)]
     has_ddp = any(isinstance(each, nn.parallel.DistributedDataParallel) for each in module.modules())
-    for name, linear in linears:
-        _check_way_back(linear, name, has_ddp)
+    for name, weight in weights_under(module):
+        _check_way_back(weight, name, has_ddp)
     experts = [each for each in module.modules() if isinstance(each, Float8Experts)]
     if any(parametrize.is_parametrized(each) for each in experts):
         raise RuntimeError("experts are parametrized and cannot be converted back: remove their parametrizations first")
-    for _, linear in linears:
-        restore_plain_weight(linear)
-    for _, linear in linears:
+    for linear in linears:
+        restore_plain_weights(linear)
+    for each in experts:
+        restore_plain_weights(each)
+    for linear in linears:
         _restore(linear, _to_linear)
     for of_experts in experts:
         _restore(of_experts, to_plain_experts)
-    for each in module.modules():
-        vars(each).pop(FILTER_REASON, None)
+    for child in module.modules():
+        vars(child).pop(FILTER_REASON, None)
     stop_sharing_inputs(module)
     return module
 
@@ -197,6 +198,13 @@ def _decide(module_filter_fn: ModuleFilter | None, module: nn.Module, name: str)
     )
 
 
+def _other_owners(root: nn.Module, experts: nn.Module, name: str) -> list[str]:
+    """The parameters of other modules that are weights of these experts."""
+    weights = set(map(id, weights_of(experts).values()))
+    named = [(x, each) for x, each in root.named_parameters(remove_duplicate=False) if id(each) in weights]
+    return [x for x, _ in named if x.rpartition(".")[0] != name]
+
+
 def _check_can_convert(module: nn.Module, name: str, config: Float8LinearConfig, tied: list[str]) -> None:
     earlier = module.config if isinstance(module, Float8Linear) else getattr(module, "float8_config", config)
     if earlier != config:
@@ -211,37 +219,49 @@ def _check_can_convert(module: nn.Module, name: str, config: Float8LinearConfig,
         )
 
 
-def _convert(module: nn.Module, chosen: list[tuple[str, nn.Linear]], config: Float8LinearConfig) -> None:
-    """Convert the chosen linears, all or none; of those that are Float8Linears, set up what is missing."""
+def _convert(
+    module: nn.Module,
+    chosen: list[tuple[str, nn.Linear]],
+    experts: list[tuple[str, nn.Module]],
+    config: Float8LinearConfig,
+) -> None:
+    """Convert the chosen linears and experts, all or none; of those that are converted, set up what is missing."""
     with ExitStack() as undo:
         converted: list[tuple[str, Float8Linear]] = []
         for name, linear in chosen:
             if not isinstance(linear, Float8Linear):
                 undo.callback(_to_linear, to_float8(linear, config))
             converted.append((name, linear))  # type: ignore[arg-type]
+        weights = [(name, ModuleWeight(linear)) for name, linear in converted]
+        for name, each in experts:
+            if not isinstance(each, Float8Experts):
+                undo.callback(to_plain_experts, to_float8_experts(each, config))
+            weights += [(f"{name}.{weight.name}", weight) for weight in weights_of_module(each)]
         stateless = [(name, linear) for name, linear in converted if linear.scaling is None]
-        plain = [(name, linear) for name, linear in converted if not is_all_gather_weight(linear)]
+        plain = [(name, weight) for name, weight in weights if not is_all_gather_weight(weight)]
         for _, linear in stateless:
             undo.callback(setattr, linear, "scaling", None)
-        for _, linear in plain:
-            undo.callback(linear.register_parameter, "weight", linear._parameters.get("weight"))
-            undo.callback(restore_plain_weight, linear)
+        for _, weight in plain:
+            undo.callback(weight.module.register_parameter, weight.name, weight.module._parameters.get(weight.name))
+            undo.callback(restore_plain_weights, weight.module)
         add_persistent_scales(module, stateless, config)
         if config.enable_fsdp_float8_all_gather:
             make_all_gather_weights(plain)
         undo.pop_all()
 
 
-def _check_way_back(linear: Float8Linear, name: str, has_ddp: bool) -> None:
-    local = local_weight(linear)
-    if isinstance(local, FrozenFloat8Weight) and local is not linear.weight:
+def _check_way_back(weight: ModuleWeight, name: str, has_ddp: bool) -> None:
+    module, is_whole = weight.module, weight.local is weight.parameter
+    if isinstance(weight.local, FrozenFloat8Weight) and not is_whole:
         obstacle = "fully_shard shards its frozen float8 weight"
-    elif is_all_gather_weight(linear) and not isinstance(linear.weight, Float8AllGatherWeight):
+    elif is_all_gather_weight(weight) and not isinstance(weight.parameter, Float8AllGatherWeight):
         obstacle = "fully_shard gathers its weight in float8"
-    elif is_all_gather_weight(linear) and has_ddp:
+    elif is_all_gather_weight(weight) and has_ddp:
         obstacle = "DistributedDataParallel holds its weight, which was prepared for a float8 all-gather"
-    elif type(linear).forward is not Float8Linear.forward or parametrize.is_parametrized(linear):
-        obstacle = f"its class was changed to {type(linear).__name__} (by checkpointing or a parametrization, say)"
+    elif isinstance(module, Float8Linear) and (
+        type(module).forward is not Float8Linear.forward or parametrize.is_parametrized(module)
+    ):
+        obstacle = f"its class was changed to {type(module).__name__} (by checkpointing or a parametrization, say)"
     else:
         return
     raise RuntimeError(f"{name or 'the module'} cannot be converted back: {obstacle}; convert back before that")

@@ -10,6 +10,7 @@ inside the exact matmul (gemm.py): a second cast would give the backward other w
 
 from __future__ import annotations
 
+import logging
 import typing
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,7 +27,7 @@ from quaver.config import (
     ScaleCalculationMode,
     resolve_config,
 )
-from quaver.conversion_report import obstacle_of, owners_of_weights
+from quaver.conversion_report import first_names, obstacle_of, owners_of_weights
 from quaver.convert import (
     FilterDecision,
     ModuleFilter,
@@ -34,11 +35,14 @@ from quaver.convert import (
     to_float8,
 )
 from quaver.distributed.weight_scales import local_weight
+from quaver.experts.module import is_experts
 from quaver.formats import FORMATS, HP_DTYPES
 from quaver.linear import Float8Linear
 from quaver.quantize import Quantizer, present
 from quaver.scaling import amax
 from quaver.weights.frozen import FrozenFloat8Weight
+
+logger = logging.getLogger(__name__)
 
 SCALE = "weight_dequant_scale"
 """The name of the scales in a state_dict, next to `weight`, the codes."""
@@ -121,6 +125,9 @@ def blockwise_config(*, power_of_2: bool = True) -> Float8LinearConfig:
     return replace(config, round_scales_to_power_of_2=power_of_2)
 
 
+_LINEARS_ALONE = "freeze_to_float8 stores the weights of linears alone"
+
+
 def freeze_to_float8(
     module: nn.Module,
     config: Float8LinearConfig | Float8LinearRecipeName | str | None = None,
@@ -131,8 +138,8 @@ def freeze_to_float8(
     """Store the weight of every `nn.Linear` of `module` in float8, in place; it does not train any more.
 
     Call it on the loaded model, before adapters, `fully_shard`, DistributedDataParallel or `torch.compile`. Weights
-    keep their shape and dtype outside; biases and other modules, experts with 3-D weights too, stay as they are. All
-    weights are checked before the first is changed. `conversion_report(module)` lists each layer.
+    keep their shape and dtype outside; biases and other modules stay as they are, and so do experts, which a WARNING
+    names. All weights are checked before the first is changed. `conversion_report(module)` lists each layer.
 
     Args:
         module: a model in high precision, on any device.
@@ -165,10 +172,14 @@ def freeze_to_float8(
     problem = next(_problems(chosen, owners_of_weights(module)), None)
     if problem is not None:
         raise ValueError(problem)
+    experts = [name for name, each in module.named_modules() if is_experts(each)]
+    if experts:
+        logger.warning("%s; experts stay as they are: %s", _LINEARS_ALONE, first_names(experts))
+    decisions |= dict.fromkeys(experts, FilterDecision(False, _LINEARS_ALONE))
     convert_to_float8_training(
         module,
         config=config,
-        module_filter_fn=lambda _, name: decisions.get(name, FilterDecision(False, "experts are not frozen in float8")),
+        module_filter_fn=lambda each, name: decisions[name],
         include_subclasses=include_subclasses,
     )
     for linear in chosen.values():

@@ -147,7 +147,8 @@ def as_matrix(hp: Tensor) -> Tensor:
 class PreparedOperands(Protocol):
     """The operands of a weight while a `cast_weights_once` is open (weights/cast_once.py)."""
 
-    operands: Operands
+    operands: Any
+    """`Operands`; of the weights of experts, `GroupedOperands`."""
 
     def check(self, weight: Tensor) -> None:
         """Raise RuntimeError if `weight` is not the tensor that was quantized, or was written to since."""

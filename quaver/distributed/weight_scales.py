@@ -14,6 +14,10 @@ of an equal mesh that was made before. Hence groups are told apart by their rank
 [Note: shapes] FSDP2 shards a weight [N, K] along dim 0 (or 1). Tensor parallelism may have sharded it before; N and K
 are then those of the tensor-parallel part, which is what FSDP2 all-gathers. A scale that reduces a dim which tensor
 parallelism sharded takes a second maximum, over that mesh axis. If all do, both are one maximum over all ranks.
+
+[Note: experts] A weight [E, R, C] is E matrices, each with scales of its own (experts/groups.py). FSDP2 shards whole
+experts (dim 0) or the rows of each (dim 1). In both cases each row of a shard has a place among the scales, and a rank
+takes the amaxes at the places of its rows.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from __future__ import annotations
 import math
 import typing
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -38,21 +42,31 @@ from quaver import scaling
 from quaver.config import CastConfig, Float8LinearConfig
 from quaver.distributed.agreement import check_ranks_agree
 from quaver.distributed.collectives import max_over_ranks
+from quaver.experts.cast import amax_of_places
+from quaver.experts.grouped_mm import blocks_of_stored
+from quaver.experts.groups import Block, count_of_scales, places_of_rows, shape_of_scales
+from quaver.experts.module import Float8Experts, is_transposed
 from quaver.linear import Float8Linear
 from quaver.scaling import PersistentScale, Scales, scales_of, scales_of_blocks
 from quaver.torch_private.dtensor import local_tensor
 from quaver.weights.base import WrappedTensor
+from quaver.weights.module_weight import ModuleWeight, weights_of_module, weights_under
 
 Grouping = int | None | tuple[int, int]
-"""Which elements of a weight share a scale: those along a dim, all of them (None), or those of a block of this size."""
+"""Which elements of a weight share a scale: those along a dim, all of them (None), or those of a block of this size.
+
+Of experts always a `Block` of experts/groups.py."""
 
 WholeScales = Sequence[Scales]
-"""The scales of one weight [N, K], one for each cast, in the order of `groupings`: (), [1, K], [N, 1] or blocks'."""
+"""The scales of one weight [N, K], one for each cast, in the order of `groupings`: (), [1, K], [N, 1] or blocks'.
+Of experts those of experts/groups.py."""
 
 
-def _scale_shape(grouping: Grouping, size: tuple[int, int]) -> tuple[int, ...]:
+def _scale_shape(grouping: Grouping, size: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the scales of a weight of `size`."""
     if isinstance(grouping, tuple):
+        if len(size) == 3:
+            return shape_of_scales(grouping, size[0], size[0] * size[1], size[2])
         return scaling.block_counts(size[0], size[1], grouping)
     return {None: (), 0: (1, size[1]), 1: (size[0], 1)}[grouping]
 
@@ -87,9 +101,9 @@ class Shard(NamedTuple):
     """One rank's shard, and where it lies in the weight that FSDP2 all-gathers."""
 
     local: Tensor
-    """[n, k], plain; n may be 0."""
-    size: tuple[int, int]
-    """[N, K]; see [Note: shapes]."""
+    """[n, k], plain; n may be 0. Of experts [e, r, C]."""
+    size: tuple[int, ...]
+    """[N, K]; see [Note: shapes]. Of experts [E, R, C]."""
     dim: int
     """The dim that FSDP2 shards."""
     offset: int
@@ -117,6 +131,12 @@ class Shard(NamedTuple):
         scale = scale.repeat_interleave(length, self.dim).narrow(self.dim, self.offset - first * length if n else 0, n)
         return scale, (1, block_size[1]) if self.dim == 0 else (block_size[0], 1)
 
+    def places(self, block: Block) -> Tensor:
+        """Of experts: for each row of the shard the row of its scale among those of the whole weight, int64."""
+        experts, rows, _ = self.size
+        places = places_of_rows(None, experts, experts * rows, block[0], self.local.device).view(experts, rows)
+        return places.narrow(self.dim, self.offset, self.local.shape[self.dim]).flatten()
+
 
 def shard_of(weight: Tensor, local: Tensor) -> Shard:
     """Where the shard `local` of a weight lies while FSDP2 holds the weight sharded.
@@ -134,6 +154,11 @@ def shard_of(weight: Tensor, local: Tensor) -> Shard:
         )
     dims = [typing.cast(PlacementShard, placements[axis]).dim for axis in axes]
     size = list(weight.shape)
+    if len(size) == 3 and (len(axes) != 1 or dims[0] == 2):
+        raise NotImplementedError(
+            f"expected weights of experts that FSDP2 alone shards, along dim 0 or 1; got {placements} on {mesh}; turn "
+            "enable_fsdp_float8_all_gather off"
+        )
     tp_group = tp_dim = None
     if len(axes) == 2:
         tp_group, tp_dim = mesh.get_group(axes[1]), dims[1]
@@ -143,7 +168,7 @@ def shard_of(weight: Tensor, local: Tensor) -> Shard:
     device = torch.device(mesh.device_type)
     fsdp_group = mesh.get_group(axes[0])
     ranks = _ranks(fsdp_group), _ranks(tp_group)
-    return Shard(local, (size[0], size[1]), dims[0], offset, fsdp_group, tp_group, tp_dim, device, ranks)
+    return Shard(local, tuple(size), dims[0], offset, fsdp_group, tp_group, tp_dim, device, ranks)
 
 
 def _ranks(group: ProcessGroup | None) -> Ranks:
@@ -159,9 +184,14 @@ def _chunk(length: int, mesh: DeviceMesh, axis: int) -> tuple[int, int]:
 # ---- the scales of many weights --------------------------------------------------------------------------------------
 
 
-def groupings(config: Float8LinearConfig) -> list[Grouping]:
-    """How a weight is scaled under `config`, one for each cast that differs."""
-    row, column = (_grouping(cast, dim) for cast, dim in zip(config.casts.weight[:2], (1, 0), strict=True))
+def groupings(weight: ModuleWeight) -> list[Grouping]:
+    """How a weight is scaled, one for each cast that differs."""
+    row: Grouping
+    column: Grouping
+    if isinstance(weight.module, Float8Experts):
+        row, column = blocks_of_stored(weight.config, is_transposed(weight.module))
+    else:
+        row, column = (_grouping(cast, dim) for cast, dim in zip(weight.config.casts.weight[:2], (1, 0), strict=True))
     return [row] if row == column else [row, column]
 
 
@@ -172,12 +202,12 @@ def _grouping(cast: CastConfig, dim: int) -> Grouping:
     return dim if cast.is_rowwise else None
 
 
-def compute_whole_scales(shards: Sequence[Shard], configs: Sequence[Float8LinearConfig]) -> list[WholeScales]:
+def compute_whole_scales(shards: Sequence[Shard], weights: Sequence[ModuleWeight]) -> list[WholeScales]:
     """The scales of every weight; a collective over the ranks that hold the shards, all of which must call it.
 
     Args:
         shards: shards of weights over the same groups, in the same order on every rank.
-        configs: their configs, in the same order, of one float8 dtype and one way to round scales.
+        weights: what they are shards of, in the same order, of one float8 dtype and one way to round scales.
     """
 
     def is_over_tp(key: tuple[int, Grouping]) -> bool:
@@ -186,18 +216,18 @@ def compute_whole_scales(shards: Sequence[Shard], configs: Sequence[Float8Linear
         return tp_dim is not None and key[1] in (None, tp_dim)
 
     # The key of a cast: the index of its weight, and the dim that its scales reduce. Those over TP stand last.
-    casts = sorted(((i, each) for i, config in enumerate(configs) for each in groupings(config)), key=is_over_tp)
+    casts = sorted(((i, each) for i, weight in enumerate(weights) for each in groupings(weight)), key=is_over_tp)
     shapes = [_scale_shape(each, shards[i].size) for i, each in casts]
     lengths = [math.prod(shape) for shape in shapes]
     only_fsdp = sum(length for key, length in zip(casts, lengths, strict=True) if not is_over_tp(key))
     amaxes = _max_over_groups(_local_amaxes(shards, casts).to(shards[0].device), only_fsdp, shards[0])
-    float8_dtype, power_of_2, *of_blocks = _rule(configs[0])
+    float8_dtype, power_of_2, *of_blocks = _rule(weights[0].config)
     compute = scales_of_blocks if of_blocks else scales_of
     quant, dequant = compute(amaxes, float8_dtype, power_of_2, *of_blocks)
     made: dict[tuple[int, Grouping], Scales] = {}
     for key, shape, *of_cast in zip(casts, shapes, quant.split(lengths), dequant.split(lengths), strict=True):
         made[key] = Scales(*(vector.view(shape) for vector in of_cast))
-    return [[made[i, each] for each in groupings(config)] for i, config in enumerate(configs)]
+    return [[made[i, each] for each in groupings(weight)] for i, weight in enumerate(weights)]
 
 
 def _rule(config: Float8LinearConfig) -> tuple[Any, ...]:
@@ -221,7 +251,8 @@ def _local_amaxes(shards: Sequence[Shard], casts: Sequence[tuple[int, Grouping]]
 def _local_vector(shard: Shard, dim: int | tuple[int, int]) -> Tensor:
     """The amaxes along `dim` (or of blocks) of the shard, at their places among those of the whole weight."""
     if isinstance(dim, tuple):
-        return _local_blocks(shard, dim).flatten()
+        of_blocks = _local_blocks if len(shard.size) == 2 else _local_places
+        return of_blocks(shard, dim).flatten()
     amax = scaling.amax(shard.local, dim).flatten()
     if shard.dim == dim:
         return amax
@@ -242,6 +273,12 @@ def _local_blocks(shard: Shard, block_size: tuple[int, int]) -> Tensor:
     return whole
 
 
+def _local_places(shard: Shard, block: Block) -> Tensor:
+    """The amaxes of the parts of blocks that a shard of experts holds; see [Note: experts]."""
+    count = count_of_scales(block[0], shard.size[0], shard.size[0] * shard.size[1])
+    return amax_of_places(shard.local.flatten(0, 1), shard.places(block), count, block[1])[:count]
+
+
 def _max_over_groups(amaxes: Tensor, only_fsdp: int, shard: Shard) -> Tensor:
     """The maximum over FSDP2's ranks; of all but the first `only_fsdp` over tensor parallelism's too."""
     if shard.tp_group is not None and only_fsdp == 0:
@@ -255,15 +292,15 @@ def _max_over_groups(amaxes: Tensor, only_fsdp: int, shard: Shard) -> Tensor:
     return torch.cat([amaxes[:only_fsdp], both])
 
 
-# ---- the linears of a model ------------------------------------------------------------------------------------------
+# ---- the weights of a model ------------------------------------------------------------------------------------------
 
-NamedLinears = Sequence[tuple[str, Float8Linear]]
+NamedWeights = Sequence[tuple[str, ModuleWeight]]
 
 
 class Siblings:
-    """The linears of one model, whose scales are computed together; each of them holds this object."""
+    """The weights of one model whose scales are computed together; each of their modules holds this object."""
 
-    def __init__(self, named: NamedLinears) -> None:
+    def __init__(self, named: NamedWeights) -> None:
         self.named = named
         self.checked: set[Ranks] = set()
         """The ranks of the process groups that agree about them."""
@@ -271,14 +308,14 @@ class Siblings:
 
 @dataclass
 class AllGatherState:
-    """`Float8Linear.gathering`. It is not copied with the linear, because a copy has other siblings."""
+    """`gathering` of a module. It is not copied with it, because a copy has other siblings."""
 
     siblings: Siblings
     hooks: tuple[RemovableHandle, ...] = ()
-    shard: tuple[Tensor, Shard] | None = None
-    """A sharded weight and its `Shard` without `local`, because asking DTensor for every all-gather is slow."""
-    prepared: PreparedInputs | None = None
-    """Set while a `cast_weights_once` is open."""
+    shards: dict[str, tuple[Tensor, Shard]] = field(default_factory=dict)
+    """By name, a sharded weight and its `Shard` without `local`: asking DTensor for every all-gather is slow."""
+    prepared: dict[str, PreparedInputs] = field(default_factory=dict)
+    """By name; filled while a `cast_weights_once` is open."""
 
 
 def local_weight(linear: Float8Linear) -> Tensor:
@@ -286,56 +323,59 @@ def local_weight(linear: Float8Linear) -> Tensor:
     return local_tensor(linear.weight)
 
 
-def _all_gather_weight(linear: Float8Linear) -> AllGatherWeight:
-    return typing.cast(AllGatherWeight, local_weight(linear))
+def _all_gather_weight(weight: ModuleWeight) -> AllGatherWeight:
+    return typing.cast(AllGatherWeight, weight.local)
 
 
-def all_gather_state(linear: Float8Linear) -> AllGatherState:
-    """`linear.gathering` of a linear whose weight is all-gathered in float8."""
-    if linear.gathering is None:  # a copy
-        linear.gathering = AllGatherState(Siblings([("", linear)]))
-    return typing.cast(AllGatherState, linear.gathering)
+def all_gather_state(module: Float8Linear | Float8Experts) -> AllGatherState:
+    """`module.gathering` of a module whose weights are all-gathered in float8."""
+    if module.gathering is None:  # a copy
+        module.gathering = AllGatherState(Siblings([("", weight) for weight in weights_of_module(module)]))
+    return typing.cast(AllGatherState, module.gathering)
 
 
-def current_shard(linear: Float8Linear) -> Shard:
-    """This rank's shard of the weight of `linear`."""
-    state, local = all_gather_state(linear), _all_gather_weight(linear).wrapped
-    if state.shard is None or state.shard[0] is not linear.weight:
-        state.shard = linear.weight, shard_of(linear.weight, local.new_empty(0))  # keep no memory alive
-    return state.shard[1]._replace(local=local)
+def current_shard(weight: ModuleWeight) -> Shard:
+    """This rank's shard of `weight`."""
+    shards, parameter, local = all_gather_state(weight.module).shards, weight.parameter, _all_gather_weight(weight)
+    if weight.name not in shards or shards[weight.name][0] is not parameter:
+        shards[weight.name] = parameter, shard_of(parameter, local.wrapped.new_empty(0))  # keep no memory alive
+    return shards[weight.name][1]._replace(local=local.wrapped)
 
 
-def persistent_scale(linear: Float8Linear) -> PersistentScale | None:
-    """The weight's, to look at: it records nothing."""
-    return linear.persistent_scales(current_shard(linear).device, recording=False).weight
+def persistent_scale(weight: ModuleWeight) -> PersistentScale | None:
+    """The weight's, to look at: it records nothing. Experts have none."""
+    if isinstance(weight.module, Float8Experts):
+        return None
+    return weight.module.persistent_scales(current_shard(weight).device, recording=False).weight
 
 
-def _is_sharded(linear: Float8Linear) -> bool:
-    """Whether FSDP2 holds the weight of `linear` sharded, to be all-gathered in float8."""
-    weight = linear.weight
-    if not isinstance(weight, DTensor) or not isinstance(local_tensor(weight), WrappedTensor):
+def _is_sharded(weight: ModuleWeight) -> bool:
+    """Whether FSDP2 holds `weight` sharded, to be all-gathered in float8."""
+    parameter = weight.parameter
+    if not isinstance(parameter, DTensor) or not isinstance(local_tensor(parameter), WrappedTensor):
         return False
-    return linear.sharding is None or weight.device_mesh.ndim > linear.sharding.mesh.ndim
+    sharding = weight.module.sharding if isinstance(weight.module, Float8Linear) else None
+    return sharding is None or parameter.device_mesh.ndim > sharding.mesh.ndim
 
 
-def _needs_scales(linear: Float8Linear) -> bool:
+def _needs_scales(weight: ModuleWeight) -> bool:
     """Whether the weight is all-gathered in float8 with a scale that is not persistent, or not initialized yet."""
-    if not _is_sharded(linear):
+    if not _is_sharded(weight):
         return False
-    scale = persistent_scale(linear)
+    scale = persistent_scale(weight)
     return scale is None or not scale.is_initialized
 
 
-def whole_scales(linear: Float8Linear) -> WholeScales:
-    """The dynamic scales of the weight of `linear`.
+def whole_scales(weight: ModuleWeight) -> WholeScales:
+    """The dynamic scales of `weight`.
 
     If they are unknown, they are computed in one collective with those of every sibling that has none.
     """
-    known = _all_gather_weight(linear).scales()
+    known = _all_gather_weight(weight).scales()
     if known is not None:
         return known
-    own, key = current_shard(linear), _collective_key(linear)
-    siblings = typing.cast(AllGatherState, linear.gathering).siblings
+    own, key = current_shard(weight), _collective_key(weight)
+    siblings = all_gather_state(weight.module).siblings
     stale = [
         (name, each)
         for name, each in siblings.named
@@ -345,26 +385,26 @@ def whole_scales(linear: Float8Linear) -> WholeScales:
         check_ranks_agree(_describe(stale), own.fsdp_group, own.device, what=_WHAT)
         siblings.checked.add(own.ranks[0])
     _compute_and_remember([each for _, each in stale])
-    return typing.cast(WholeScales, _all_gather_weight(linear).scales())
+    return typing.cast(WholeScales, _all_gather_weight(weight).scales())
 
 
-def _collective_key(linear: Float8Linear) -> tuple[Any, ...]:
+def _collective_key(weight: ModuleWeight) -> tuple[Any, ...]:
     """Weights whose scales are computed in one collective have this in common; see [Note: equal groups]."""
-    return *current_shard(linear).ranks, *_rule(linear.config)
+    return *current_shard(weight).ranks, *_rule(weight.config)
 
 
-def _compute_and_remember(linears: Sequence[Float8Linear]) -> None:
+def _compute_and_remember(weights: Sequence[ModuleWeight]) -> None:
     with torch.no_grad():
-        scales = compute_whole_scales([current_shard(each) for each in linears], [each.config for each in linears])
-    for linear, of_weight in zip(linears, scales, strict=True):
-        _all_gather_weight(linear).remember(of_weight)
+        scales = compute_whole_scales([current_shard(each) for each in weights], weights)
+    for weight, of_weight in zip(weights, scales, strict=True):
+        _all_gather_weight(weight).remember(of_weight)
 
 
 _WHAT = "the weights to all-gather in float8"
 
 
-def _describe(named: NamedLinears) -> list[str]:
-    return [f"{name} {list(linear.weight.shape)}: {linear.config}" for name, linear in named]
+def _describe(named: NamedWeights) -> list[str]:
+    return [f"{name} {list(weight.parameter.shape)}: {weight.config}" for name, weight in named]
 
 
 def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
@@ -383,23 +423,19 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
     Raises:
         RuntimeError: on every rank, if ranks have different weights to all-gather or different configs for them.
     """
-    named = [
-        (name, child)
-        for name, child in module.named_modules()
-        if isinstance(child, Float8Linear) and _is_sharded(child)
-    ]
+    named = [(name, weight) for name, weight in weights_under(module) if _is_sharded(weight)]
     _check_once(module, named)
-    together: dict[tuple[Any, ...], list[Float8Linear]] = {}
-    for _, linear in named:
-        if _needs_scales(linear):
-            together.setdefault(_collective_key(linear), []).append(linear)
-    for linears in together.values():
-        _compute_and_remember(linears)
+    together: dict[tuple[Any, ...], list[ModuleWeight]] = {}
+    for _, weight in named:
+        if _needs_scales(weight):
+            together.setdefault(_collective_key(weight), []).append(weight)
+    for weights in together.values():
+        _compute_and_remember(weights)
 
 
-def _check_once(module: nn.Module, named: NamedLinears) -> None:
+def _check_once(module: nn.Module, named: NamedWeights) -> None:
     """Check that the ranks agree, in a group that a rank without such weights has too."""
-    checked = [id(linear) for _, linear in named]
+    checked = [(id(weight.module), weight.name) for _, weight in named]
     if getattr(module, "_float8_all_gather_checked", None) == checked:
         return
     sharded = next((p for p in module.parameters() if isinstance(p, DTensor)), None)

@@ -25,6 +25,7 @@ from quaver.experts.groups import (
     count_of_scales,
     first_scale,
     places_of_rows,
+    shape_of_scales,
 )
 from quaver.formats import FORMATS
 from quaver.kernels import cpu
@@ -120,10 +121,7 @@ def _fake_groups(
 
 def _new_scales(hp: Tensor, block: Block, groups: int) -> tuple[Tensor, Tensor]:
     """Zeros for quant_scale and dequant_scale."""
-    shape = [count_of_scales(block[0], groups, hp.shape[0])]
-    if block != (ALL, ALL):
-        shape.append(1 if block[1] == ALL else -(-hp.shape[1] // block[1]))
-    quant = hp.new_zeros(shape, dtype=torch.float32)
+    quant = hp.new_zeros(shape_of_scales(block, groups, *hp.shape), dtype=torch.float32)
     return quant, torch.zeros_like(quant)
 
 

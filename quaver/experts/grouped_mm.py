@@ -6,11 +6,13 @@
 
 An expert is a linear with the weight [N, K] = b_t[g].t(): each group has the operands, scales and sums of the float8
 linear of its expert on its tokens, to the bit. Saved for backward: the column operand of a, and b_t itself, which
-backward quantizes again (its column operand with `keep_float8_weight_for_backward`).
+backward quantizes again (its column operand with `keep_float8_weight_for_backward`, and where the weight was quantized
+before: an all-gather, `cast_weights_once`).
 """
 
 from __future__ import annotations
 
+import typing
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +23,12 @@ from quaver.config import Float8LinearConfig, Float8LinearRecipeName, OperandCas
 from quaver.experts.cast import cast_groups
 from quaver.experts.dispatch import Dispatch
 from quaver.experts.gemm import grouped_mm
-from quaver.experts.groups import Form, GroupedOperand, GroupedOperands, bounds_of
+from quaver.experts.groups import Block, Form, GroupedOperand, GroupedOperands, blocks_of, bounds_of
 from quaver.formats import HP_DTYPES
+from quaver.kernels.cpu import check_memory
 from quaver.linear import NoSecondDerivative, compute_dtype
 from quaver.scaling import PLAIN_TYPES
+from quaver.tensor import Float8Tensor
 from quaver.torch_private.autograd import forward_ad_level
 
 
@@ -35,9 +39,11 @@ class _Args(NamedTuple):
     hp_dtype: torch.dtype
     transposed: bool
     """Whether weights are stored [E, K, N]."""
-    dispatch: Dispatch | None
+    weight_operands: GroupedOperands | None = None
+    """The weight's operands, if it was quantized before."""
+    dispatch: Dispatch | None = None
     """Brings rows of `a` to their experts; None where they are there."""
-    combine: Dispatch | None
+    combine: Dispatch | None = None
     """Takes the rows of the output back to where the tokens are; None where they stay."""
 
 
@@ -47,12 +53,13 @@ class _Float8GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, weight: Tensor, ends: Tensor, args: _Args) -> Tensor:
         needs_grad_a, needs_grad_weight = ctx.needs_input_grad[:2]
-        keeps_codes = needs_grad_a and args.config.keep_float8_weight_for_backward
+        is_prepared = args.weight_operands is not None
+        keeps_codes = needs_grad_a and (is_prepared or args.config.keep_float8_weight_for_backward)
         of_a = _quantize_tokens(a, ends, args.config.casts.input, True, needs_grad_weight, args.dispatch)
-        of_weight = _quantize_weight(weight, args, True, keeps_codes)
+        of_weight = _weight_operands(weight, args, keeps_codes)
         saved_a = present(of_a.column) if needs_grad_weight else GroupedOperand(a.new_empty(0))
         saved_weight = present(of_weight.column) if keeps_codes else GroupedOperand(weight)
-        ctx.args, ctx.weight_shape = args, weight.shape
+        ctx.args = args
         ctx.block_rows = saved_a.block_rows, saved_weight.block_rows
         tensors = (*saved_a[:2], *(saved_weight[:2] if needs_grad_a else (None, None)), ends)
         save(ctx, tensors)
@@ -92,7 +99,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     if needs_grad_a:
         weight = GroupedOperand(weight_data, weight_scale, ctx.block_rows[1])
         if weight_data.dim() == 3:
-            weight = present(_quantize_weight(weight_data, args, False, True).column)
+            weight = present(quantize_weight(weight_data, args.config, args.transposed, False, True).column)
         grad_a = grouped_mm(
             present(of_grad.row), weight, ends, Form.GRAD_INPUT, matmuls.grad_input, args.hp_dtype, args.transposed
         )
@@ -126,14 +133,45 @@ def _quantize_tokens(
     return quantize_groups(hp, casts, ends, ends.shape[0], row, column)
 
 
-def _quantize_weight(weight: Tensor, args: _Args, row: bool, column: bool) -> GroupedOperands:
-    """The operands of every expert's [N, K]; those of a weight [E, K, N] are quantized in the other direction."""
-    casts = args.config.casts.weight
-    stored = weight.view(-1, weight.shape[2])
-    if not args.transposed:
+def _weight_operands(weight: Tensor, args: _Args, column: bool) -> GroupedOperands:
+    if args.weight_operands is not None:
+        return args.weight_operands
+    return quantize_weight(weight, args.config, args.transposed, True, column)
+
+
+def casts_of_stored(config: Float8LinearConfig, transposed: bool) -> OperandCasts:
+    """The casts of weights along the rows and columns in which they are stored; for [E, K, N] they are turned."""
+    casts = config.casts.weight
+    return OperandCasts(casts.column, casts.row, casts.power_of_2, casts.is_one) if transposed else casts
+
+
+def blocks_of_stored(config: Float8LinearConfig, transposed: bool) -> tuple[Block, Block]:
+    """The blocks of the row codes and of the column codes of weights as they are stored."""
+    row, column, *_ = casts_of_stored(config, transposed)
+    of_row, of_column = (blocks_of(cast.scaling_granularity.value, cast.block_options) for cast in (row, column))
+    return of_row[0], of_column[1]
+
+
+def operands_of_gathered(weight: Float8Tensor, config: Float8LinearConfig, transposed: bool) -> GroupedOperands:
+    """The operands of a weight that was quantized before it was all-gathered; codes [E, rows, columns]."""
+    codes = weight.data_fp8, weight.column_data_fp8
+    scales = weight.dequant_scale, weight.column_dequant_scale
+    check_memory(*codes, *scales)  # FSDP2 frees what it gathered
+    row, column = (
+        GroupedOperand(typing.cast(Tensor, code).view(-1, weight.shape[2]), scale, block[0])
+        for code, scale, block in zip(codes, scales, blocks_of_stored(config, transposed), strict=True)
+    )
+    return GroupedOperands(column, row) if transposed else GroupedOperands(row, column)
+
+
+def quantize_weight(
+    weight: Tensor, config: Float8LinearConfig, transposed: bool, row: bool, column: bool
+) -> GroupedOperands:
+    """The operands of every expert's [N, K], of a weight that is stored so or, if `transposed`, [E, K, N]."""
+    casts, stored = casts_of_stored(config, transposed), weight.view(-1, weight.shape[2])
+    if not transposed:
         return quantize_groups(stored, casts, None, weight.shape[0], row, column)
-    turned = OperandCasts(casts.column, casts.row, casts.power_of_2, casts.is_one)
-    return GroupedOperands(*reversed(quantize_groups(stored, turned, None, weight.shape[0], column, row)))
+    return GroupedOperands(*reversed(quantize_groups(stored, casts, None, weight.shape[0], column, row)))
 
 
 def float8_grouped_mm(
@@ -158,53 +196,60 @@ def float8_grouped_mm(
         ValueError: shapes, dtypes or ends that do not fit, or a config with delayed or static scaling. Ends on a GPU
             are not read.
     """
-    return dispatched_grouped_mm(a, b_t, offs, resolve_config(config))
-
-
-def dispatched_grouped_mm(
-    a: Tensor,
-    b_t: Tensor,
-    offs: Tensor,
-    config: Float8LinearConfig,
-    *,
-    dispatch: Dispatch | None = None,
-    combine: Dispatch | None = None,
-) -> Tensor:
-    """`float8_grouped_mm` of this rank's experts on the tokens of all ranks.
-
-    Args:
-        offs: int32 [E]: where each group ends, of the rows that `dispatch` brings.
-        dispatch: brings the rows of `a` to their experts. None where they are there.
-        combine: takes the rows of the output back. None where they stay.
-    """
+    config = resolve_config(config)
     if config.has_persistent_scales:
         raise ValueError(
             "float8_grouped_mm scales dynamically, got a config with persistent scales: the tokens of an expert are "
             "others in each step"
         )
-    _check(a, b_t, offs)
+    transposed = b_t.is_contiguous() or b_t.dim() != 3
+    weight = b_t if transposed else b_t.transpose(1, 2).contiguous()
+    return multiply_by_weight(a, weight, offs, config, transposed)
+
+
+def multiply_by_weight(
+    a: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    config: Float8LinearConfig,
+    transposed: bool,
+    operands: GroupedOperands | None = None,
+    *,
+    dispatch: Dispatch | None = None,
+    combine: Dispatch | None = None,
+) -> Tensor:
+    """`float8_grouped_mm` by a weight as it is stored, contiguous: [E, N, K] or, if `transposed`, [E, K, N].
+
+    Under expert parallelism the experts are this rank's, and the tokens those of all ranks.
+
+    Args:
+        offs: int32 [E]: where each group ends, of the rows that `dispatch` brings.
+        operands: those of the weight, if it was quantized before.
+        dispatch: brings the rows of `a` to their experts. None where they are there.
+        combine: takes the rows of the output back. None where they stay.
+    """
+    _check(a, weight, offs, transposed)
     if dispatch is None and offs.is_cpu and type(offs) in PLAIN_TYPES and not torch.compiler.is_compiling():
         bounds_of(offs, offs.shape[0], a.shape[0])
     hp_dtype = compute_dtype("cpu" if a.is_cpu else a.device.type, a.dtype)
-    transposed = b_t.is_contiguous()
-    weight = b_t if transposed else b_t.transpose(1, 2).contiguous()
-    args = _Args(config, hp_dtype, transposed, dispatch, combine)
+    args = _Args(config, hp_dtype, transposed, operands, dispatch, combine)
     a = a.contiguous()
     if torch.is_grad_enabled() or forward_ad_level() >= 0:
         output: Tensor = _Float8GroupedMM.apply(a, weight, offs, args)
         return output
     of_a = _quantize_tokens(a, offs, config.casts.input, True, False, dispatch)
-    return _output(present(of_a.row), present(_quantize_weight(weight, args, True, False).row), offs, args)
+    return _output(present(of_a.row), present(_weight_operands(weight, args, False).row), offs, args)
 
 
-def _check(a: Tensor, b_t: Tensor, offs: Tensor) -> None:
-    if a.dim() != 2 or b_t.dim() != 3 or a.shape[1] != b_t.shape[1]:
-        raise ValueError(f"expected a of [T, K] and b_t of [E, K, N], got {list(a.shape)} and {list(b_t.shape)}")
-    for name, tensor in (("a", a), ("b_t", b_t)):
+def _check(a: Tensor, weight: Tensor, offs: Tensor, transposed: bool) -> None:
+    b_t = list(weight.shape) if transposed else [weight.shape[0], weight.shape[2], weight.shape[1]]
+    if a.dim() != 2 or len(b_t) != 3 or a.shape[1] != b_t[1]:
+        raise ValueError(f"expected a of [T, K] and b_t of [E, K, N], got {list(a.shape)} and {b_t}")
+    for name, tensor in (("a", a), ("b_t", weight)):
         if tensor.dtype not in HP_DTYPES:
             raise ValueError(f"{name}: expected {', '.join(map(str, HP_DTYPES))}, got {tensor.dtype}")
-    if offs.dtype is not torch.int32 or offs.dim() != 1 or offs.shape[0] != b_t.shape[0] or not offs.shape[0]:
+    if offs.dtype is not torch.int32 or offs.dim() != 1 or offs.shape[0] != b_t[0] or not offs.shape[0]:
         raise ValueError(
-            f"offs: expected int32 of shape [{b_t.shape[0]}], one end for each of at least one expert; got "
+            f"offs: expected int32 of shape [{b_t[0]}], one end for each of at least one expert; got "
             f"{offs.dtype} of {list(offs.shape)}"
         )

@@ -88,6 +88,12 @@ def count_of_scales(block_rows: int, groups: int, rows: int) -> int:
     return groups if block_rows == ALL else rows if block_rows == 1 else rows // block_rows + groups
 
 
+def shape_of_scales(block: Block, groups: int, rows: int, columns: int) -> tuple[int, ...]:
+    """The shape of the scales of a cast with this block; see the table at the top."""
+    count = count_of_scales(block[0], groups, rows)
+    return (count,) if block == (ALL, ALL) else (count, 1 if block[1] == ALL else -(-columns // block[1]))
+
+
 def first_scale(block_rows: int, group: int, start: int) -> int:
     """The row of the scales of the first block of a group; see [Note: places]."""
     return group if block_rows == ALL else start if block_rows == 1 else start // block_rows + group

@@ -30,16 +30,19 @@ from quaver.class_change import float8_class
 from quaver.config import Float8LinearConfig
 from quaver.experts.dispatch import Combine, Dispatch, Dispatcher
 from quaver.experts.gemm import grouped_backends_of
-from quaver.experts.grouped_mm import dispatched_grouped_mm
+from quaver.experts.grouped_mm import multiply_by_weight, operands_of_gathered
+from quaver.quantize import PreparedOperands
+from quaver.tensor import Float8Tensor
+from quaver.weights.base import WrappedTensor
 
-OWN_ATTRIBUTES = ("float8_config", "dispatcher", "_converted_from")
+OWN_ATTRIBUTES = ("float8_config", "dispatcher", "gathering", "_converted_from", "_prepared_weights")
 """The attributes that a Float8Experts adds to those of the experts."""
 
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 class RoutedExperts(nn.Module):
-    """The forward of experts as one grouped matmul after the other; `_grouped_mm` multiplies."""
+    """The forward of experts as one grouped matmul after the other; `_multiply` runs one."""
 
     dispatcher: Dispatcher | None = None
     """Sends tokens to the ranks of their experts, under expert parallelism; else None."""
@@ -113,9 +116,7 @@ class RoutedExperts(nn.Module):
     def _linear(
         self, name: str, tokens: Tensor, ends: Tensor, expert: Tensor | None, **between_ranks: Dispatch | None
     ) -> Tensor:
-        weight = self._local(name)
-        b_t = weight if is_transposed(self) else weight.transpose(1, 2)
-        out = self._grouped_mm(tokens, b_t, ends, **between_ranks)
+        out = self._multiply(name, tokens, ends, **between_ranks)
         if expert is None or not getattr(self, "has_bias", False):
             return out
         return out + self._local(f"{name}_bias")[expert].to(out.dtype)
@@ -124,7 +125,8 @@ class RoutedExperts(nn.Module):
         parameter: Tensor = getattr(self, name)
         return parameter if self.dispatcher is None else self.dispatcher.local_part(parameter)
 
-    def _grouped_mm(self, tokens: Tensor, b_t: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
+    def _multiply(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
+        """The grouped matmul of sorted tokens with the weight `name`."""
         raise NotImplementedError
 
 
@@ -135,11 +137,26 @@ class Float8Experts(RoutedExperts):
     """
 
     float8_config: Float8LinearConfig
+    gathering: object | None
+    """Set where FSDP2 all-gathers the weights in float8 (weights/gathered.py)."""
     _converted_from: type[nn.Module]
+    _prepared_weights: dict[str, PreparedOperands]
+    """By name; filled while a `cast_weights_once` is open."""
 
-    def _grouped_mm(self, tokens: Tensor, b_t: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
+    def _multiply(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
         self._note_backend(tokens.device)
-        return dispatched_grouped_mm(tokens, b_t, ends, self.float8_config, **between_ranks)
+        weight, operands = self._local(name), None
+        config, transposed = self.float8_config, is_transposed(self)
+        if isinstance(weight, Float8Tensor):
+            operands = operands_of_gathered(weight, config, transposed)
+        else:
+            weight = (weight.plain() if isinstance(weight, WrappedTensor) else weight).contiguous()
+        prepared = self._prepared_weights.get(name)
+        if prepared is not None:
+            if not torch.compiler.is_compiling():
+                prepared.check(getattr(self, name))
+            operands = typing.cast(Any, prepared.operands)
+        return multiply_by_weight(tokens, weight, ends, config, transposed, operands, **between_ranks)
 
     def _note_backend(self, device: torch.device) -> None:
         if not torch.compiler.is_compiling() and "_backend" not in self.__dict__:
@@ -163,7 +180,9 @@ class Float8Experts(RoutedExperts):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_backend"}
+        state = {**self.__dict__, "_prepared_weights": {}, "gathering": None}  # they belong to a scope or a model
+        state.pop("_backend", None)  # a copy has not run
+        return state
 
 
 def is_transposed(experts: nn.Module) -> bool:
@@ -204,7 +223,8 @@ def to_float8_experts(module: nn.Module, config: Float8LinearConfig) -> Float8Ex
     converted_from = type(module)
     module.__class__ = float8_class(converted_from, Float8Experts)
     experts = typing.cast(Float8Experts, module)
-    experts.float8_config, experts.dispatcher, experts._converted_from = config, None, converted_from
+    experts.float8_config, experts._converted_from = config, converted_from
+    experts.dispatcher, experts._prepared_weights, experts.gathering = None, {}, None
     return experts
 
 

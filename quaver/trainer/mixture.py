@@ -78,11 +78,12 @@ class Experts(RoutedExperts):
         gate, up = gate_up.chunk(2, dim=-1)
         return swiglu(gate, up) if self.feeds_float8 else F.silu(gate) * up
 
-    def _grouped_mm(self, tokens: Tensor, b_t: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
+    def _multiply(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
         if any(between_ranks.values()):
             raise NotImplementedError("experts in high precision are not split between ranks; convert them to float8")
+        weight: Tensor = getattr(self, name)
         dtype = compute_dtype(tokens.device.type, tokens.dtype)  # autocast leaves a grouped matmul alone
-        return F.grouped_mm(tokens.to(dtype), b_t.to(dtype), offs=ends)
+        return F.grouped_mm(tokens.to(dtype), weight.to(dtype).transpose(1, 2), offs=ends)
 
 
 class Mixture(nn.Module):

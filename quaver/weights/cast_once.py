@@ -1,8 +1,8 @@
 """`cast_weights_once`: quantize each float8 weight once for all microbatches of one optimizer step.
 
-Outside the scope a Float8Linear quantizes the live weight at each use, because version counters do not see every way to
-change a weight (`.data`, a kernel that writes in place, an optimizer that bypasses them). Inside, the caller promises
-not to change the weights, and a change that torch can see is an error.
+Outside the scope a float8 module quantizes the live weight at each use, because version counters do not see every way
+to change a weight (`.data`, a kernel that writes in place, an optimizer that bypasses them). Inside, the caller
+promises not to change the weights, and a change that torch can see is an error.
 
 A whole weight is quantized at the entry. A shard that FSDP2 all-gathers in float8 is quantized for its first all-gather
 in the scope, because its scale takes a collective; later all-gathers send the same codes. The mode of the model at that
@@ -19,23 +19,21 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from quaver.config import Float8LinearConfig
-from quaver.distributed.weight_scales import all_gather_state, local_weight
+from quaver.distributed.weight_scales import all_gather_state
 from quaver.linear import Float8Linear
-from quaver.quantize import Quantizer
-from quaver.scaling import PersistentScale
 from quaver.torch_private.tracing import FakeTensor
 from quaver.torch_private.versions import version_of
 from quaver.weights.gathered import AllGatherInputs, Float8AllGatherWeight, ScaleBox, is_all_gather_weight
+from quaver.weights.module_weight import ModuleWeight, weights_under
 
 
 class PreparedWeight:
     """The operands of a weight while the scope is open, and a check that it does not change."""
 
-    def __init__(self, weight: Tensor, config: Float8LinearConfig, scale: PersistentScale | None) -> None:
-        self.operands = Quantizer(config.casts.weight, weight.dtype, scale)(weight, row=True, column=True)
-        self._weight = weight
-        self._version = version_of(weight)
+    def __init__(self, weight: ModuleWeight) -> None:
+        self.operands = weight.quantize()
+        self._weight = weight.parameter
+        self._version = version_of(self._weight)
 
     def check(self, weight: Tensor) -> None:
         """Raise RuntimeError if `weight` is not the tensor that was quantized, or was written to since."""
@@ -56,8 +54,8 @@ def changed_inside_scope(weight: Tensor, how: str) -> RuntimeError:
 class PreparedShard:
     """This rank's shard of a weight, quantized once while `cast_weights_once` is open, and a check as above."""
 
-    def __init__(self, linear: Float8Linear) -> None:
-        self._linear = linear
+    def __init__(self, weight: ModuleWeight) -> None:
+        self._weight = weight
         self._inputs: AllGatherInputs | None = None
         self._cast_from: tuple[Tensor, int] | None = None
         """The tensor that was quantized, and its version then."""
@@ -69,7 +67,7 @@ class PreparedShard:
         """What FSDP2 all-gathers: made by `quantize` in the first call, the same in all others."""
         self.check()
         if self._inputs is None:
-            wrapped = typing.cast(Float8AllGatherWeight, local_weight(self._linear)).wrapped
+            wrapped = typing.cast(Float8AllGatherWeight, self._weight.local).wrapped
             self._cast_from = wrapped, version_of(wrapped)
             self._inputs = quantize()
         return self._inputs
@@ -80,62 +78,62 @@ class PreparedShard:
         A write around the parameter, into a tensor of a state_dict, is found if it follows the cast; the cast reads one
         that precedes it.
         """
-        weight = local_weight(self._linear)
+        weight = self._weight.local
         if isinstance(weight, Float8AllGatherWeight):  # else FSDP2 holds it unsharded
             if self._box is None:
                 self._box, self._writes = weight.box, weight.box.writes
             if weight.box is not self._box:
-                raise changed_inside_scope(self._linear.weight, "replaced")
+                raise changed_inside_scope(self._weight.parameter, "replaced")
         written = self._box is not None and self._box.writes != self._writes
         if written or (self._cast_from is not None and version_of(self._cast_from[0]) != self._cast_from[1]):
-            raise changed_inside_scope(self._linear.weight, "changed")
+            raise changed_inside_scope(self._weight.parameter, "changed")
 
 
 @contextmanager
 def cast_weights_once(model: nn.Module) -> Iterator[None]:
-    """Quantize the weight of every Float8Linear under `model` once, for both of its matmuls, until the exit.
+    """Quantize every weight of the float8 linears and experts of `model` once, for both its matmuls, until the exit.
 
     Put it around the microbatches (forward and backward) of one optimizer step, eager or compiled, and leave it before
     the optimizer steps. The codes take one byte per element and layout while the scope is open. Under FSDP2 with float8
     all-gather each rank quantizes its shard once, and all all-gathers in the scope send those codes; the codes of the
-    shard stay for as long. A model without Float8Linear is left alone, and so is a linear whose weight is all-gathered
-    in high precision, or sharded by FSDP1 or by tensor parallelism alone.
+    shard stay for as long. A model without float8 modules is left alone, and so is a weight that is all-gathered in
+    high precision, or sharded by FSDP1 or by tensor parallelism alone.
 
     Raises:
         RuntimeError: the scope is already open for one of the modules, or a weight was changed or replaced inside it
             (found at the next eager use of the module or the next all-gather, and at the exit).
     """
-    modules = [module for module in model.modules() if isinstance(module, Float8Linear)]
-    whole = [module for module in modules if _is_whole(module)]
-    gathered = [module for module in modules if is_all_gather_weight(module)]
-    if any(module._prepared_weight is not None for module in whole) or any(
-        all_gather_state(module).prepared is not None for module in gathered
-    ):
+    weights = [weight for _, weight in weights_under(model)]
+    whole = [weight for weight in weights if _is_whole(weight)]
+    gathered = [(all_gather_state(weight.module), weight) for weight in weights if is_all_gather_weight(weight)]
+    if any(weight.prepared is not None for weight in whole) or any(state.prepared for state, _ in gathered):
         raise RuntimeError("cast_weights_once is already open for this model; leave it before entering again")
     try:
-        for module in whole:
-            scale = None if module.scaling is None else module.scaling.observe_weight(module.weight.device)
+        for weight in whole:
             with torch.no_grad(), torch.inference_mode(False):  # a later forward may train
-                module._prepared_weight = PreparedWeight(module.weight, module.config, scale)
-        for module in gathered:
-            all_gather_state(module).prepared = PreparedShard(module)
+                weight.prepare(PreparedWeight(weight))
+        for state, weight in gathered:
+            state.prepared[weight.name] = PreparedShard(weight)
         yield
-        for module in whole:
-            if module._prepared_weight is not None:
-                module._prepared_weight.check(module.weight)
-        for module in gathered:
-            prepared = all_gather_state(module).prepared
-            if prepared is not None:
+        for weight in whole:
+            if weight.prepared is not None:
+                weight.prepared.check(weight.parameter)
+        for state, _ in gathered:
+            for prepared in state.prepared.values():
                 prepared.check()
     finally:
-        for module in whole:
-            module._prepared_weight = None
-            if module.scaling is not None:
-                module.scaling.weight_observed = None
-        for module in gathered:
-            all_gather_state(module).prepared = None
+        for weight in whole:
+            weight.prepare(None)
+            if isinstance(weight.module, Float8Linear) and weight.module.scaling is not None:
+                weight.module.scaling.weight_observed = None
+        for state, _ in gathered:
+            state.prepared.clear()
 
 
-def _is_whole(linear: Float8Linear) -> bool:
-    weight = linear.weight
-    return type(weight) in (nn.Parameter, FakeTensor) and weight.shape == (linear.out_features, linear.in_features)
+def _is_whole(weight: ModuleWeight) -> bool:
+    parameter, module = weight.parameter, weight.module
+    if type(parameter) not in (nn.Parameter, FakeTensor):
+        return False
+    if isinstance(module, Float8Linear):
+        return parameter.shape == (module.out_features, module.in_features)
+    return parameter.dim() == 3

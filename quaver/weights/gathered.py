@@ -10,7 +10,7 @@ The parameters that FSDP2 holds and the optimizer updates stay in high precision
 uint8 tensor for each cast of the weight: one byte per element where both matmuls read the same cast (tensorwise,
 rowwise_with_tensorwise_weight, delayed, blockwise, mxfp8), two where they do not (rowwise, rowwise_with_gw_hp), in
 forward and backward. The unsharded parameter is a `Float8Tensor` that lives as long as FSDP2 keeps it unsharded; an
-unsharded weight in high precision never exists.
+unsharded weight in high precision never exists. The 3-D weights of experts are gathered likewise.
 
 [Note: when scales are dropped]
 Scales are stored with the shard that they were computed from and dropped at the first write to it: every operation
@@ -29,6 +29,7 @@ weight. So the zeros share the weight's scales from the start, and the one copy 
 from __future__ import annotations
 
 import functools
+import math
 import typing
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -44,16 +45,17 @@ from torch.utils._pytree import tree_map_only
 from quaver.distributed.weight_scales import (
     AllGatherState,
     Grouping,
-    NamedLinears,
+    NamedWeights,
     Shard,
     Siblings,
     WholeScales,
     all_gather_state,
     current_shard,
     groupings,
-    local_weight,
     whole_scales,
 )
+from quaver.experts.groups import ALL
+from quaver.experts.module import Float8Experts
 from quaver.gemm import Operand
 from quaver.kernels.cast import (
     cast_blocks_with_scale,
@@ -69,6 +71,7 @@ from quaver.torch_private.dtensor import local_tensor, set_local_tensor
 from quaver.torch_private.versions import keep_versions, version_of
 from quaver.weights.base import COPIES, WrappedTensor, written
 from quaver.weights.frozen import FrozenFloat8Weight
+from quaver.weights.module_weight import ModuleWeight, weights_of_module
 
 aten = torch.ops.aten
 
@@ -76,9 +79,11 @@ aten = torch.ops.aten
 class ScaleBox:
     """The scales of one shard, shared by all views of it."""
 
-    __slots__ = ("computed_from", "observed", "scales", "writes")
+    __slots__ = ("computed_from", "name", "observed", "scales", "writes")
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        """The module's attribute that the weight is; copies have it too."""
         self.scales: WholeScales | None = None
         self.computed_from: tuple[Tensor, int] | None = None
         """The plain tensor that the scales were computed from, and its version then."""
@@ -103,7 +108,7 @@ class _Metadata(NamedTuple):
     """What `fsdp_post_all_gather` needs of `fsdp_pre_all_gather`."""
 
     scales: WholeScales
-    size: tuple[int, int]
+    size: tuple[int, ...]
     float8_dtype: torch.dtype
 
 
@@ -117,7 +122,7 @@ class Float8AllGatherWeight(WrappedTensor):
     All other ops run on the wrapped tensor. Memory, storage and values that are asked of it are the wrapped tensor's.
 
     Attributes:
-        wrapped: the plain tensor, high precision [n, K].
+        wrapped: the plain tensor, high precision [n, K]; of experts [e, r, C].
     """
 
     box: ScaleBox
@@ -131,7 +136,7 @@ class Float8AllGatherWeight(WrappedTensor):
 
     def __init__(self, wrapped: Tensor, box: ScaleBox | None = None, padding: _Padding | None = None) -> None:
         self.wrapped = wrapped
-        self.box = box or ScaleBox()
+        self.box = box or ScaleBox("weight")
         self.padding = padding
 
     def remember(self, scales: WholeScales) -> None:
@@ -164,21 +169,22 @@ class Float8AllGatherWeight(WrappedTensor):
         mesh: DeviceMesh,
         outer_size: torch.Size,
         outer_stride: tuple[int, ...],
-        module: Float8Linear,
+        module: Float8Linear | Float8Experts,
         mp_policy: MixedPrecisionPolicy,
     ) -> AllGatherInputs:
         """One uint8 tensor of the padded shard's shape for each cast of the weight."""
-        prepared = all_gather_state(module).prepared
+        weight = ModuleWeight(module, self.box.name)
+        prepared = all_gather_state(module).prepared.get(weight.name)
         if prepared is None:
-            return self._make_inputs(mesh, module)
-        return prepared.all_gather_inputs(lambda: self._make_inputs(mesh, module))
+            return self._make_inputs(mesh, weight)
+        return prepared.all_gather_inputs(lambda: self._make_inputs(mesh, weight))
 
-    def _make_inputs(self, mesh: DeviceMesh, module: Float8Linear) -> AllGatherInputs:
-        config, scale = module.config, None
-        shard = current_shard(module)._replace(local=self.wrapped)  # on the device of the mesh, also if offloaded
-        if module.scaling is not None:
-            scale = module.scaling.observe_weight(shard.device, self.box.observed)
-            self.box.observed = module.scaling.weight_observed
+    def _make_inputs(self, mesh: DeviceMesh, weight: ModuleWeight) -> AllGatherInputs:
+        config, scale = weight.config, None
+        shard = current_shard(weight)._replace(local=self.wrapped)  # on the device of the mesh, also if offloaded
+        if isinstance(weight.module, Float8Linear) and weight.module.scaling is not None:
+            scale = weight.module.scaling.observe_weight(shard.device, self.box.observed)
+            self.box.observed = weight.module.scaling.weight_observed
         float8_dtype = config.casts.weight.row.float8_dtype
         scales: WholeScales
         if scale is not None and scale.is_initialized:  # equal on every rank, so nothing is exchanged
@@ -188,10 +194,10 @@ class Float8AllGatherWeight(WrappedTensor):
             )
             codes, scales = [code], [Scales(quant, dequant)]
         else:
-            scales = whole_scales(module)
+            scales = whole_scales(weight)
             codes = [
                 _quantize(shard, of_cast.quant, float8_dtype, grouping)
-                for of_cast, grouping in zip(scales, groupings(config), strict=True)
+                for of_cast, grouping in zip(scales, groupings(weight), strict=True)
             ]
             if scale is not None:
                 record_amax(scale, matrix_amax(shard.local, None))
@@ -216,7 +222,7 @@ class Float8AllGatherWeight(WrappedTensor):
         payloads: Sequence[Tensor] = all_gather_outputs
         if len(payloads) < len(scales):
             payloads = all_gather_outputs[0].chunk(len(scales))
-        elements = size[0] * size[1]  # without padding
+        elements = math.prod(size)  # without padding
         codes = [payload.view(-1)[:elements].view(size).view(float8_dtype) for payload in payloads]
         lengths = [of_cast.dequant.numel() for of_cast in scales]
         unsharded = None
@@ -250,20 +256,20 @@ class Float8AllGatherWeight(WrappedTensor):
         return self.wrapped
 
     def state(self) -> tuple[Any, ...]:
-        return (self.wrapped,)
+        return self.wrapped, self.box.name
 
     @classmethod
-    def from_state(cls, wrapped: Tensor) -> Float8AllGatherWeight:
-        return cls(wrapped)
+    def from_state(cls, wrapped: Tensor, name: str = "weight") -> Float8AllGatherWeight:
+        return cls(wrapped, ScaleBox(name))
 
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["wrapped"], None
+    def __tensor_flatten__(self) -> tuple[list[str], str]:
+        return ["wrapped"], self.box.name
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], meta: None, outer_size: object, outer_stride: object
+        inner: dict[str, Tensor], meta: str, outer_size: object, outer_stride: object
     ) -> Float8AllGatherWeight:
-        return Float8AllGatherWeight(inner["wrapped"])
+        return Float8AllGatherWeight(inner["wrapped"], ScaleBox(meta))
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Float8AllGatherWeight({self.wrapped})"
@@ -286,7 +292,7 @@ class Float8AllGatherWeight(WrappedTensor):
             return tree_map_only(Tensor, lambda view: cls(view, weight.box, weight.padding), out)
         if func is aten.new_zeros.default:
             return cls(out, args[0].box, _Padding())
-        return cls(out) if func in COPIES else out
+        return cls(out, ScaleBox(args[0].box.name)) if func in COPIES else out
 
 
 torch.serialization.add_safe_globals([Float8AllGatherWeight])
@@ -317,11 +323,16 @@ def _payload(shard: Shard, codes: Tensor) -> Tensor:
     """Codes as row-major uint8, padded to the length that every rank sends."""
     missing = -(-shard.size[shard.dim] // shard.fsdp_group.size()) - codes.shape[shard.dim]
     payload = codes.contiguous().view(torch.uint8)
-    return F.pad(payload, (0, 0, 0, missing)) if missing else payload  # FSDP2 pads dim 0 only
+    return F.pad(payload, (0, 0) * (payload.dim() - 1) + (0, missing)) if missing else payload  # FSDP2 pads dim 0 only
 
 
 def _quantize(shard: Shard, quant_scale: Tensor, float8_dtype: torch.dtype, grouping: Grouping) -> Tensor:
-    """The codes of a shard; `quant_scale` is that of the whole weight, (), [N, 1], [1, K] or blocks'."""
+    """The codes of a shard; `quant_scale` is that of the whole weight (`WholeScales`)."""
+    if isinstance(grouping, tuple) and len(shard.size) == 3:
+        rows = shard.local.flatten(0, 1)
+        scale = quant_scale.view(len(quant_scale), -1)[shard.places(grouping)]
+        columns = rows.shape[1] if grouping[1] == ALL else grouping[1]
+        return cast_blocks_with_scale(rows, scale, float8_dtype, (1, columns)).view(shard.local.shape)
     if isinstance(grouping, tuple):
         scale, block_size = shard.part_of_blocks(quant_scale, grouping)
         return cast_blocks_with_scale(shard.local, scale, float8_dtype, block_size)
@@ -334,76 +345,84 @@ def _quantize(shard: Shard, quant_scale: Tensor, float8_dtype: torch.dtype, grou
 # ---- conversion: state dicts hold plain tensors ----------------------------------------------------------------------
 
 
-def make_all_gather_weights(named_linears: NamedLinears) -> None:
-    """Have FSDP2 all-gather the weights of these linears in float8.
+def make_all_gather_weights(named: NamedWeights) -> None:
+    """Have FSDP2 all-gather these weights in float8, all those of each module.
 
     Each weight becomes a `Float8AllGatherWeight` over the same storage: a new parameter, so make optimizers after it.
     """
-    siblings = Siblings(named_linears)
-    for _, linear in named_linears:
-        _wrap(linear)
-        if linear.scaling is not None:
-            linear.scaling.host_decides()
+    siblings = Siblings(named)
+    for module in dict.fromkeys(weight.module for _, weight in named):
+        for weight in weights_of_module(module):
+            _wrap(weight)
+        if isinstance(module, Float8Linear) and module.scaling is not None:
+            module.scaling.host_decides()
         hooks = (
-            linear.register_state_dict_post_hook(_unwrap_in_state_dict),
-            linear.register_load_state_dict_post_hook(_wrap_after_load),
+            module.register_state_dict_post_hook(_unwrap_in_state_dict),
+            module.register_load_state_dict_post_hook(_wrap_after_load),
         )
-        linear.gathering = AllGatherState(siblings, hooks)
+        module.gathering = AllGatherState(siblings, hooks)
 
 
-def is_all_gather_weight(linear: Float8Linear) -> bool:
-    """Whether FSDP2 all-gathers the weight of `linear` in float8, or will; it may hold it unsharded now."""
-    weight: Tensor = local_weight(linear)
-    return type(weight) is Float8Tensor or isinstance(weight, Float8AllGatherWeight)
+def is_all_gather_weight(weight: ModuleWeight) -> bool:
+    """Whether FSDP2 all-gathers the weight in float8, or will; it may hold it unsharded now."""
+    local = weight.local
+    return type(local) is Float8Tensor or isinstance(local, Float8AllGatherWeight)
 
 
-def restore_plain_weight(linear: Float8Linear) -> None:
-    """Undo `make_all_gather_weights` for one linear, and dequantize a frozen weight.
+def restore_plain_weights(module: Float8Linear | Float8Experts) -> None:
+    """Undo `make_all_gather_weights` for one module, and dequantize a frozen weight.
 
     Raises RuntimeError once `fully_shard` has sharded the weight.
     """
-    weight = linear.weight
-    if isinstance(weight, FrozenFloat8Weight):
-        linear.weight = nn.Parameter(weight.to_high_precision(), requires_grad=False)
-    if isinstance(weight, DTensor) and isinstance(local_tensor(weight), Float8AllGatherWeight):
-        raise RuntimeError("a weight that fully_shard all-gathers in float8 cannot be converted back; convert before")
-    if isinstance(weight, Float8AllGatherWeight):
-        linear.weight = nn.Parameter(weight.wrapped, requires_grad=weight.requires_grad)
-    if linear.gathering is not None:
-        for hook in typing.cast(AllGatherState, linear.gathering).hooks:
+    for each in weights_of_module(module):
+        weight: Tensor = each.parameter
+        if isinstance(weight, FrozenFloat8Weight):
+            setattr(module, each.name, nn.Parameter(weight.to_high_precision(), requires_grad=False))
+        if isinstance(weight, DTensor) and isinstance(each.local, Float8AllGatherWeight):
+            raise RuntimeError(
+                "a weight that fully_shard all-gathers in float8 cannot be converted back; convert before"
+            )
+        if isinstance(weight, Float8AllGatherWeight):
+            setattr(module, each.name, nn.Parameter(weight.wrapped, requires_grad=weight.requires_grad))
+    if module.gathering is not None:
+        for hook in typing.cast(AllGatherState, module.gathering).hooks:
             hook.remove()
-        linear.gathering = None
+        module.gathering = None
 
 
-def _wrap(linear: Float8Linear) -> None:
-    weight = linear.weight
-    if isinstance(weight, DTensor):
-        if not isinstance(local_tensor(weight), Float8AllGatherWeight):
-            set_local_tensor(weight, Float8AllGatherWeight(local_tensor(weight)))
-    elif not isinstance(weight, Float8AllGatherWeight):
-        linear.weight = nn.Parameter(Float8AllGatherWeight(weight.detach()), requires_grad=weight.requires_grad)
-
-
-def _wrap_after_load(linear: nn.Module, incompatible_keys: object) -> None:
-    """`load_state_dict(assign=True)` assigns plain tensors."""
-    if isinstance(linear, Float8Linear) and not isinstance(linear.weight, Float8Tensor):
-        _wrap(linear)
-
-
-def _unwrap_in_state_dict(linear: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
-    """State dicts hold plain tensors, which share the memory of the weight."""
-    weight = state_dict.get(prefix + "weight")
-    if not isinstance(linear, Float8Linear) or isinstance(weight, nn.Parameter):  # keep_vars asks for the parameters
+def _wrap(weight: ModuleWeight) -> None:
+    parameter, local = weight.parameter, weight.local
+    if isinstance(local, Float8AllGatherWeight):
         return
-    if isinstance(weight, Float8AllGatherWeight):
-        state_dict[prefix + "weight"] = typing.cast(Float8AllGatherWeight, local_weight(linear)).wrapped.detach()
-    elif isinstance(weight, DTensor) and isinstance(local_tensor(weight), Float8AllGatherWeight):
-        state_dict[prefix + "weight"] = DTensor.from_local(
-            # of the weight itself: an alias of it would not move its version counter
-            typing.cast(Float8AllGatherWeight, local_weight(linear)).wrapped.detach(),
-            weight.device_mesh,
-            weight.placements,
-            run_check=False,
-            shape=weight.shape,
-            stride=weight.stride(),
-        )
+    wrapped = Float8AllGatherWeight(local.detach(), ScaleBox(weight.name))
+    if isinstance(parameter, DTensor):
+        set_local_tensor(parameter, wrapped)
+    else:
+        setattr(weight.module, weight.name, nn.Parameter(wrapped, requires_grad=parameter.requires_grad))
+
+
+def _wrap_after_load(module: nn.Module, incompatible_keys: object) -> None:
+    """`load_state_dict(assign=True)` assigns plain tensors."""
+    for weight in weights_of_module(module):
+        if not isinstance(weight.parameter, Float8Tensor):
+            _wrap(weight)
+
+
+def _unwrap_in_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
+    """State dicts hold plain tensors, which share the memory of the weight."""
+    for weight in weights_of_module(module):
+        value = state_dict.get(prefix + weight.name)
+        if isinstance(value, nn.Parameter):  # keep_vars asks for the parameters
+            continue
+        if isinstance(value, Float8AllGatherWeight):
+            state_dict[prefix + weight.name] = typing.cast(Float8AllGatherWeight, weight.local).wrapped.detach()
+        elif isinstance(value, DTensor) and isinstance(local_tensor(value), Float8AllGatherWeight):
+            state_dict[prefix + weight.name] = DTensor.from_local(
+                # of the weight itself: an alias of it would not move its version counter
+                typing.cast(Float8AllGatherWeight, weight.local).wrapped.detach(),
+                value.device_mesh,
+                value.placements,
+                run_check=False,
+                shape=value.shape,
+                stride=value.stride(),
+            )

@@ -25,6 +25,7 @@ were seeded.
 from __future__ import annotations
 
 import hashlib
+import logging
 import typing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quaver.config import Float8LinearConfig
+from quaver.conversion_report import first_names
+from quaver.experts.module import Float8Experts
 from quaver.formats import HP_DTYPES
 from quaver.gemm import Operand
 from quaver.linear import Float8Linear
@@ -43,7 +46,9 @@ from quaver.quantize import Operands, Quantizer, present
 from quaver.tensor import Float8Tensor
 from quaver.torch_private.versions import version_of
 from quaver.weights.base import WrappedTensor, is_parameter, written
+from quaver.weights.module_weight import weights_under
 
+logger = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 _ROUNDINGS = "stochastic_roundings"
@@ -352,7 +357,8 @@ def use_float8_primary_weights(
 
     Args:
         model: a converted model, in place: each such weight becomes a `Float8PrimaryWeight`, a new parameter.
-        optimizer: made with the model's parameters. Weights that it does not hold stay as they are.
+        optimizer: made with the model's parameters. Weights that it does not hold stay as they are, and so do those
+            of experts, which a WARNING names.
         master_dtype: float32, or bfloat16 with stochastic rounding. It is the dtype that the parameters show and that
             gradients have. The state of the optimizer is float32 in both cases. bfloat16 draws a number from torch's
             default generator, which seeds all roundings, and with a process group it is a collective: every rank must
@@ -378,15 +384,27 @@ def use_float8_primary_weights(
         for name, module in model.named_modules()
         if isinstance(module, Float8Linear) and id(module.weight) in held
     ]
+    experts = [
+        name
+        for name, weight in weights_under(model)
+        if isinstance(weight.module, Float8Experts) and id(weight.parameter) in held
+    ]
     if not linears:
         raise ValueError(
-            "expected an optimizer that holds weights of Float8Linears of this model, got none; convert the model, "
-            "then make the optimizer with model.parameters()"
+            "expected an optimizer that holds weights of Float8Linears of this model, got none"
+            f"{f' but those of experts ({first_names(experts)})' if experts else ''}; convert the model, then make the "
+            "optimizer with model.parameters()"
         )
     for name, linear in linears:
         obstacle = _obstacle(model, linear)
         if obstacle:
             raise ValueError(f"{name}.weight cannot be a float8 primary weight: {obstacle}")
+    if experts:
+        logger.warning(
+            "use_float8_primary_weights takes the weights of linears alone; these of experts stay parameters in high "
+            "precision: %s",
+            first_names(experts),
+        )
     primaries = [_make_primary(name, linear, master_dtype) for name, linear in linears]
     return Float8PrimaryOptimizer(optimizer, primaries, master_dtype)
 

@@ -49,9 +49,9 @@ def losses_of(model, *, precompute=False, steps=STEPS, step=train_step):
     return losses
 
 
-def model_by(how, config):
-    """The small model, with FSDP2 used in one particular way."""
-    options, model = {}, None
+def model_by(how, config, make=make_model):
+    """The model of `make`, with FSDP2 used in one particular way."""
+    options, model = {}, make()
     if how in ("keep gathered", "always reshard"):
         options["reshard_after_forward"] = how == "always reshard"
     elif how == "hsdp":
@@ -63,9 +63,9 @@ def model_by(how, config):
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     elif how == "meta":
         with torch.device("meta"):
-            model = make_model()
+            model = make()
     elif how.startswith("checkpointed"):
-        model = convert_to_float8_training(make_model(), config=config)
+        convert_to_float8_training(model, config=config)
         config = None
         kind = CheckpointImpl.REENTRANT if "reentrant" in how else CheckpointImpl.NO_REENTRANT
         policy = {"context_fn": SAVE_MATMULS} if "by op" in how else {}
@@ -74,7 +74,7 @@ def model_by(how, config):
     model = shard_model(config, model=model, **options)
     if how == "meta":
         model.to_empty(device="cpu")
-        model.load_state_dict(_sharded_like(model, make_model().state_dict()))
+        model.load_state_dict(_sharded_like(model, make().state_dict()))
     return model
 
 

@@ -139,8 +139,8 @@ def bytes_of(linear):
     codes = 0
     if linear._prepared_weight is not None:
         codes = linear._prepared_weight.operands.row.data.nbytes
-    elif linear.gathering is not None and all_gather_state(linear).prepared is not None:
-        codes = sum(payload.nbytes for payload in all_gather_state(linear).prepared._inputs[0])
+    elif linear.gathering is not None and all_gather_state(linear).prepared:
+        codes = sum(payload.nbytes for payload in all_gather_state(linear).prepared["weight"]._inputs[0])
     return [local(weight).nbytes, codes, 0, local(weight.grad).nbytes]
 
 

@@ -22,6 +22,7 @@ from quaver import (
 )
 from quaver.config import resolve_config
 from quaver.weights.gathered import Float8AllGatherWeight
+from tests.mixture import make_mixture
 
 
 class Scaled(nn.Linear):
@@ -358,3 +359,59 @@ def test_nothing_to_convert_warns_and_changes_nothing(model, filter_fn, message)
     with pytest.warns(UserWarning, match=message):
         assert convert_to_float8_training(model, module_filter_fn=filter_fn) is model
     assert not any(isinstance(m, Float8Linear) for m in model.modules())
+
+
+GATHERING = replace(Float8LinearConfig(), enable_fsdp_float8_all_gather=True)
+
+
+def test_experts_are_prepared_for_a_float8_all_gather_and_back():
+    model = make_mixture(layers=1)
+    expected, input = copy.deepcopy(model.state_dict()), torch.randn(8, 40)
+    parameters = dict(model.named_parameters())
+    plain = convert_to_float8_training(copy.deepcopy(model), config="tensorwise")
+    convert_to_float8_training(model, config=GATHERING)
+    weight = model[0].experts.down_proj
+    assert isinstance(weight, Float8AllGatherWeight)
+    assert weight.data_ptr() == parameters["0.experts.down_proj"].data_ptr()
+    assert all(layer.reason == "" for layer in conversion_report(model).converted)
+    assert model(input).equal(plain(input))
+    for one in (model, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert one[0].experts.down_proj.box.name == "down_proj"
+        state_dict = one.state_dict()
+        assert all(type(value) is torch.Tensor and value.equal(expected[name]) for name, value in state_dict.items())
+    model.load_state_dict(expected, assign=True)
+    assert isinstance(model[0].experts.gate_up_proj, Float8AllGatherWeight)
+    by_hand = copy.deepcopy(plain)
+    by_hand[0].experts.float8_config = GATHERING
+    reasons = {layer.name: layer.reason for layer in conversion_report(by_hand).converted}
+    assert reasons["0.experts.down_proj"].startswith("gathered in high precision until")
+    convert_to_high_precision(model)
+    assert {type(each) for each in model.parameters()} == {nn.Parameter}
+    assert not hasattr(model[0].experts, "gathering")
+    assert not model[0].experts._state_dict_hooks
+
+
+def test_a_float8_all_gather_refuses_experts_that_are_tied():
+    model = make_mixture()
+    model[1].experts.down_proj = model[0].experts.down_proj
+    before = states(model)
+    with pytest.raises(ValueError, match=r"weight of 0.experts is tied to 1.experts.down_proj, so it cannot"):
+        convert_to_float8_training(model, config=GATHERING)
+    assert states(model) == before
+
+
+def test_an_error_half_way_leaves_experts_as_they_were(monkeypatch):
+    model, do = make_mixture(), convert.make_all_gather_weights
+    before = states(model)
+
+    def fail(*args):
+        do(*args)
+        raise MemoryError
+
+    monkeypatch.setattr(convert, "make_all_gather_weights", fail)
+    with pytest.raises(MemoryError):
+        convert_to_float8_training(model, config=GATHERING)
+    for (cls, _, parameters), (now_cls, _, now_parameters) in zip(before, states(model), strict=True):
+        assert cls is now_cls
+        assert all(now_parameters[name] is parameter for name, parameter in parameters.items())
+    assert not model[0].experts._state_dict_hooks

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import logging
 import math
 
 import pytest
@@ -24,6 +25,7 @@ from quaver.gemm import float8_mm
 from quaver.quantize import Quantizer
 from quaver.scaling import dynamic_cast_blocks
 from quaver.weights.frozen import FrozenFloat8Weight
+from tests.mixture import make_mixture
 from tests.reference import sqnr_db
 from tests.unit.test_linear import by_torch_save
 
@@ -293,6 +295,25 @@ def test_a_model_that_trains_in_float8_can_be_frozen():
     assert freeze_to_float8(net, "rowwise")(batch()).equal(expected)
     assert isinstance(net[2], FrozenFloat8Linear)
     assert isinstance(net[2], Wide)
+
+
+@pytest.mark.parametrize("config", [None, "tensorwise"])
+def test_experts_stay_as_they_are_and_are_named(config, caplog):
+    mixture = make_mixture(layers=1)
+    if config is not None:
+        convert_to_float8_training(mixture, config=config, module_filter_fn=lambda _, name: name.endswith("experts"))
+    before, experts = dict(mixture[0].experts.named_parameters()), type(mixture[0].experts)
+    with caplog.at_level(logging.WARNING):
+        freeze_to_float8(mixture)
+    assert "stores the weights of linears alone; experts stay as they are: 0.experts" in caplog.text
+    assert type(mixture[0].experts) is experts
+    assert all(mixture[0].experts.get_parameter(name) is each for name, each in before.items())
+    assert isinstance(mixture[0].out.weight, FrozenFloat8Weight)
+    reasons = {layer.name: layer.reason for layer in conversion_report(mixture).skipped}
+    expected = "freeze_to_float8 stores the weights of linears alone"
+    assert config is not None or reasons["0.experts.down_proj"] == expected
+    mixture(torch.randn(4, 40)).sum().backward()
+    assert mixture[0].experts.down_proj.grad is not None
 
 
 def _tied():

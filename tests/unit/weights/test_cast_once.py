@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+import quaver.experts.grouped_mm
 import quaver.quantize
 from quaver import Float8LinearConfig, cast_weights_once, convert_to_float8_training
+from tests.mixture import make_mixture
 from tests.reference import RECIPES
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
@@ -40,6 +42,45 @@ def test_changes_no_number(recipe, compiled):
     with cast_weights_once(model):
         got = gradients_of(run, microbatches)
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def mixture_of(recipe, is_transposed=False):
+    return convert_to_float8_training(make_mixture(layers=1, is_transposed=is_transposed), config=recipe)[0]
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"])
+def test_changes_no_number_of_experts(recipe, is_transposed):
+    mixture = mixture_of(recipe, is_transposed)
+    runs = [mixture]
+    if recipe in ("tensorwise", "rowwise"):
+        runs.append(torch.compile(mixture, fullgraph=True, backend="aot_eager"))
+    microbatches = [torch.randn(32, 40) for _ in range(3)]
+    for run in runs:
+        expected = gradients_of(run, microbatches)
+        with cast_weights_once(mixture):
+            got = gradients_of(run, microbatches)
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("recipe", "casts_of_each"), [("tensorwise", 1), ("rowwise", 1), ("rowwise_with_gw_hp", 2)])
+def test_casts_the_weights_of_experts_once(recipe, casts_of_each, monkeypatch):
+    """Row-wise, one read makes both casts."""
+    mixture, casts, cast_groups = mixture_of(recipe), [], quaver.experts.grouped_mm.cast_groups
+
+    def count(hp, cast, ends, *args):
+        if ends is None:
+            casts.append(hp.shape)
+        return cast_groups(hp, cast, ends, *args)
+
+    monkeypatch.setattr(quaver.experts.grouped_mm, "cast_groups", count)
+    with cast_weights_once(mixture):
+        gradients_of(mixture, [torch.randn(32, 40) for _ in range(3)])
+    for weight in (mixture.experts.gate_up_proj, mixture.experts.down_proj):
+        assert casts.count(weight.flatten(0, 1).shape) == casts_of_each
+    casts.clear()
+    gradients_of(mixture, [torch.randn(32, 40)])
+    assert len(casts) == 4  # forward and backward
 
 
 @RECIPE
@@ -93,6 +134,30 @@ def test_a_change_inside_is_an_error_at_the_next_use_and_at_the_exit(change, mes
         pytest.fail("the use went through")
     with pytest.raises(RuntimeError, match=message), cast_weights_once(model), torch.no_grad():
         change(model[2])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda experts: experts.down_proj[1].mul_(2), "was changed inside cast_weights_once"),
+        (lambda experts: setattr(experts, "down_proj", nn.Parameter(experts.down_proj.clone())), "was replaced inside"),
+    ],
+)
+def test_a_change_of_one_expert_is_an_error(change, message):
+    mixture = mixture_of("rowwise")
+    with pytest.raises(RuntimeError, match=message), cast_weights_once(mixture), torch.no_grad():
+        change(mixture.experts)
+        mixture(torch.randn(32, 40))
+        pytest.fail("the use went through")
+    with pytest.raises(RuntimeError, match=message), cast_weights_once(mixture), torch.no_grad():
+        change(mixture.experts)
+    assert mixture.experts._prepared_weights == {}
+    with cast_weights_once(mixture):
+        twin = copy.deepcopy(mixture)
+        with pytest.raises(RuntimeError, match="already open"), cast_weights_once(mixture.experts):
+            pass
+        assert set(mixture.experts._prepared_weights) == {"gate_up_proj", "down_proj"}
+    assert twin.experts._prepared_weights == {}
 
 
 def test_compiled_code_finds_a_change_at_the_exit():

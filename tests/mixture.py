@@ -1,0 +1,64 @@
+"""A small mixture of experts, with the attributes by which the package recognizes experts."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+DIM, HIDDEN = 40, 36  # blocks of 32 and of 128 are cut; 2 and 4 ranks can shard both
+
+
+class Experts(nn.Module):
+    """Experts with gates, one after another where they are not converted."""
+
+    has_gate, has_bias, is_concatenated = True, False, True
+
+    def __init__(self, num_experts, dim, hidden, is_transposed):
+        super().__init__()
+        self.num_experts, self.is_transposed = num_experts, is_transposed
+        shapes = [(num_experts, 2 * hidden, dim), (num_experts, dim, hidden)]
+        if is_transposed:
+            shapes = [(each, columns, rows) for each, rows, columns in shapes]
+        self.gate_up_proj, self.down_proj = (nn.Parameter(torch.empty(shape)) for shape in shapes)
+
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        out = torch.zeros_like(hidden_states)
+        for expert in range(self.num_experts):
+            up, down = (each[expert] if self.is_transposed else each[expert].t() for each in self.parameters())
+            weight = (top_k_weights * (top_k_index == expert)).sum(-1, keepdim=True)
+            out = out + weight * (self._apply_gate(hidden_states @ up) @ down)
+        return out
+
+
+class Mixture(nn.Module):
+    """A residual block with a router, two experts a token, and a linear after them."""
+
+    def __init__(self, num_experts, dim, hidden, is_transposed):
+        super().__init__()
+        self.top_k = 2
+        self.norm = nn.LayerNorm(dim)
+        self.router = nn.Parameter(torch.empty(num_experts, dim))
+        self.experts = Experts(num_experts, dim, hidden, is_transposed)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, hidden):
+        tokens = self.norm(hidden)
+        weights, index = F.linear(tokens, self.router).softmax(-1).topk(self.top_k, dim=-1)
+        return hidden + self.out(self.experts(tokens, index, weights))
+
+
+def make_mixture(layers=2, num_experts=3, dim=DIM, hidden=HIDDEN, is_transposed=False):
+    """The same weights on every call; experts, rows and columns have unlike sizes: no part has the scale of another."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Mixture(num_experts, dim, hidden, is_transposed) for _ in range(layers)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.1)
+                for axis, length in enumerate(parameter.shape):
+                    shape = [-1 if each == axis else 1 for each in range(parameter.dim())]
+                    parameter.mul_(torch.linspace(0.3, 2.0, length).view(shape))
+    return model
