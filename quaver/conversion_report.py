@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 from quaver.active_experts import ActiveExperts
 from quaver.config import Float8LinearConfig
 from quaver.distributed.weight_scales import local_weight
+from quaver.experts.base import Float8Grouped
 from quaver.experts.module import Float8Experts, is_experts, is_transposed
 from quaver.formats import FORMATS
 from quaver.linear import OWN_ATTRIBUTES, Float8Linear
@@ -132,7 +133,7 @@ def conversion_report(module: nn.Module) -> ConversionReport:
     owners, experts = owners_of_weights(module), ActiveExperts(module)
     for name, child in module.named_modules():
         if not isinstance(child, nn.Linear):
-            if isinstance(child, Float8Experts):
+            if isinstance(child, Float8Grouped):
                 configs[str(child.float8_config)] = None
                 notes.update(dict.fromkeys(_notes(child.float8_config)))
             layers += _other_matmul_weights(child, name, owners, experts)
@@ -203,11 +204,12 @@ def unfinished(linear: Float8Linear) -> Iterator[str]:
         yield "cannot run until convert_to_float8_training has made the state of its scales"
 
 
-def unfinished_experts(experts: Float8Experts) -> Iterator[str]:
-    """What keeps a Float8Experts from doing what its config says."""
+def unfinished_experts(experts: Float8Grouped) -> Iterator[str]:
+    """What keeps converted experts from doing what their config says."""
     if "forward" in vars(experts):
         yield "its forward was replaced on the instance after the conversion: float8 only if that calls the original"
-    yield from _unprepared(experts)
+    if isinstance(experts, Float8Experts):
+        yield from _unprepared(experts)
 
 
 def _unprepared(module: Float8Linear | Float8Experts) -> Iterator[str]:
@@ -256,14 +258,14 @@ def _other_matmul_weights(
             continue
         if not nn.parameter.is_lazy(parameter) and parameter.dim() in (2, 3) and min(parameter.shape) > 1:
             out_features, in_features = parameter.shape[-2:]
-            said, float8, backend = vars(module).get(FILTER_REASON, ""), isinstance(module, Float8Experts), ""
+            said, float8, backend = vars(module).get(FILTER_REASON, ""), isinstance(module, Float8Grouped), ""
             reason = f"{parameter.dim()}-D parameter of {kind}, which is no nn.Linear"
             if is_experts(module):
                 reason = said or "experts, not converted or new since the conversion"
                 out_features, in_features = (
                     parameter.shape[-2:] if not is_transposed(module) else parameter.shape[:-3:-1]
                 )
-            if isinstance(module, Float8Experts):
+            if isinstance(module, Float8Grouped):
                 reason, backend = "; ".join(filter(None, [said, *unfinished_experts(module)])), module.backend
             full_name = f"{name}.{leaf}".lstrip(".")
             uses = experts.of_stack(full_name, module, len(parameter)) if parameter.dim() == 3 else 1.0

@@ -7,7 +7,7 @@ import typing
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from torch import nn
@@ -99,37 +99,13 @@ def convert_to_float8_training(
     config = resolve_config(config)
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
-    chosen: list[tuple[str, nn.Linear]] = []
-    experts: list[tuple[str, nn.Module]] = []
-    reasons: list[tuple[nn.Module, str]] = []
-    missed: dict[str, list[str]] = {}
-    owners = owners_of_weights(module)
-    for name, child in module.named_modules():
-        if not isinstance(child, nn.Linear) and not is_experts(child):
-            continue
-        decision = _decide(module_filter_fn, child, name)
-        if isinstance(child, nn.Linear):
-            obstacle = obstacle_of(child, include_subclasses) if decision else ""
-        else:
-            obstacle = obstacle_of_experts(child, config) if decision else ""
-        if not isinstance(child, Float8Linear | Float8Experts):
-            reasons.append((child, obstacle if is_experts(child) and obstacle else "" if obstacle else decision.reason))
-        if obstacle:
-            missed.setdefault(obstacle, []).append(name or "the module")
-        elif decision:
-            tied = [x for x in owners.get(id(getattr(child, "weight", None)), []) if x != name]
-            tied += _other_owners(module, child, name) if is_experts(child) else []
-            _check_can_convert(child, name, config, tied)
-            if isinstance(child, nn.Linear):
-                chosen.append((name, child))
-            else:
-                experts.append((name, child))
-    _convert(module, chosen, experts, config)
+    chosen = _choose(module, config, module_filter_fn, include_subclasses)
+    _convert(module, chosen.linears, chosen.experts, config)
     share_inputs(module, Float8Linear)
-    for child, reason in reasons:
+    for child, reason in chosen.reasons:
         vars(child).pop(FILTER_REASON, None)
         vars(child).update({FILTER_REASON: reason} if reason else {})
-    _tell(conversion_report(module), bool(chosen or experts), missed)
+    _tell(conversion_report(module), bool(chosen.linears or chosen.experts), chosen.missed)
     return module
 
 
@@ -177,6 +153,44 @@ def _restore(converted: Converted, to_plain: Callable[[Converted], nn.Module]) -
 
 
 # ---- the decision ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What a conversion was asked to convert, by name; why the rest stays, and what it admitted but cannot convert."""
+
+    linears: list[tuple[str, nn.Linear]] = field(default_factory=list)
+    experts: list[tuple[str, nn.Module]] = field(default_factory=list)
+    reasons: list[tuple[nn.Module, str]] = field(default_factory=list)
+    missed: dict[str, list[str]] = field(default_factory=dict)
+
+
+def _choose(
+    module: nn.Module, config: Float8LinearConfig, module_filter_fn: ModuleFilter | None, include_subclasses: bool
+) -> _Choice:
+    chosen, owners = _Choice(), owners_of_weights(module)
+    for name, child in module.named_modules():
+        is_linear = isinstance(child, nn.Linear)
+        if not is_linear and not is_experts(child):
+            continue
+        decision, obstacle = _decide(module_filter_fn, child, name), ""
+        if decision and is_linear:
+            obstacle = obstacle_of(child, include_subclasses)
+        elif decision:
+            obstacle = obstacle_of_experts(child, config)
+        if not isinstance(child, Float8Linear | Float8Experts):  # a report finds the obstacle of a linear by itself
+            chosen.reasons.append((child, decision.reason if not obstacle else "" if is_linear else obstacle))
+        if obstacle:
+            chosen.missed.setdefault(obstacle, []).append(name or "the module")
+        elif decision:
+            tied = [x for x in owners.get(id(getattr(child, "weight", None)), []) if x != name]
+            tied += [] if is_linear else _other_owners(module, child, name)
+            _check_can_convert(child, name, config, tied)
+            if isinstance(child, nn.Linear):
+                chosen.linears.append((name, child))
+            else:
+                chosen.experts.append((name, child))
+    return chosen
 
 
 def _decide(module_filter_fn: ModuleFilter | None, module: nn.Module, name: str) -> FilterDecision:

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from quaver.class_change import float8_class
 from quaver.config import Float8LinearConfig
+from quaver.experts.base import Float8Grouped
 from quaver.experts.dispatch import Combine, Dispatch, Dispatcher
-from quaver.experts.gemm import grouped_backends_of
 from quaver.experts.grouped_mm import multiply_by_weight, operands_of_gathered
 from quaver.quantize import PreparedOperands
 from quaver.tensor import Float8Tensor
@@ -130,21 +130,19 @@ class RoutedExperts(nn.Module):
         raise NotImplementedError
 
 
-class Float8Experts(RoutedExperts):
+class Float8Experts(Float8Grouped, RoutedExperts):
     """Experts whose matmuls run in float8. Parameters, buffers and state_dict are those of the module before.
 
     `convert_to_float8_training` makes it out of a module of experts in place.
     """
 
-    float8_config: Float8LinearConfig
     gathering: object | None
     """Set where FSDP2 all-gathers the weights in float8 (weights/gathered.py)."""
-    _converted_from: type[nn.Module]
     _prepared_weights: dict[str, PreparedOperands]
     """By name; filled while a `cast_weights_once` is open."""
 
     def _multiply(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
-        self._note_backend(tokens.device)
+        self.note_backend(tokens.device)
         weight, operands = self._local(name), None
         config, transposed = self.float8_config, is_transposed(self)
         if isinstance(weight, Float8Tensor):
@@ -158,31 +156,12 @@ class Float8Experts(RoutedExperts):
             operands = typing.cast(Any, prepared.operands)
         return multiply_by_weight(tokens, weight, ends, config, transposed, operands, **between_ranks)
 
-    def _note_backend(self, device: torch.device) -> None:
-        if not torch.compiler.is_compiling() and "_backend" not in self.__dict__:
-            self.__dict__["_backend"] = grouped_backends_of(self.float8_config, device)
-
-    @property
-    def backend(self) -> str:
-        """What multiplied in the eager forwards, as `Float8Linear.backend` says it."""
-        backend: str = self.__dict__.get("_backend", "not run yet")
-        return backend
-
-    def extra_repr(self) -> str:
-        recipe = self.float8_config.recipe_name
-        name = f"recipe={recipe.value}, " if recipe else ""
-        before = super().extra_repr()
-        return f"{before}{', ' if before else ''}{name}cast_configs={self.float8_config.short_str()}"
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Float8Experts:
-        super()._apply(fn, recurse)
-        self.__dict__.pop("_backend", None)  # it may run on another device now
-        return self
-
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "_prepared_weights": {}, "gathering": None}  # they belong to a scope or a model
-        state.pop("_backend", None)  # a copy has not run
-        return state
+        return {
+            **super().__getstate__(),
+            "_prepared_weights": {},
+            "gathering": None,
+        }  # they belong to a scope or a model
 
 
 def is_transposed(experts: nn.Module) -> bool:

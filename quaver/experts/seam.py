@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from quaver.class_change import float8_class
 from quaver.config import Float8LinearConfig
+from quaver.experts.base import Float8Grouped
 from quaver.experts.grouped_mm import float8_grouped_mm
 
 _TOKENS, _ENDS = ("A", "input_RI"), ("offs", "offsets_E")
@@ -25,17 +26,16 @@ _WEIGHTS = {"B_t": False, "weight_EOI": True}
 """Whether the weight is [E, N, K], which the matmul reads transposed."""
 
 
-class Float8GroupedMM(nn.Module):
+class Float8GroupedMM(Float8Grouped):
     """A module whose `_grouped_mm` runs in float8."""
 
-    float8_config: Float8LinearConfig
-    _converted_from: type[nn.Module]
     _arguments: tuple[str, str, str]
     """What the tokens, the weight and the ends are called."""
 
     def _grouped_mm(self, **operands: Any) -> Tensor:
         tokens, weight, ends = self._arguments
         b_t = operands[weight].transpose(-2, -1) if _WEIGHTS[weight] else operands[weight]
+        self.note_backend(operands[tokens].device)
         return float8_grouped_mm(operands[tokens], b_t, operands[ends], config=self.float8_config)
 
 

@@ -111,6 +111,8 @@ for configs, name in ((qwen3_configs, "debugmodel_moe"), (gptoss_configs, "debug
     experts = [module for module in model.modules() if hasattr(module, "_grouped_mm")]
     assert experts and all(isinstance(each, Float8GroupedMM) for each in experts)
     model.verify_module_protocol()
+    layers = {layer.name: layer.converted for layer in conversion_report(model).layers}
+    assert all(each for name, each in layers.items() if "experts.w" in name or "experts.mlp" in name), layers
 
 torch.manual_seed(0)
 plain = GroupedExperts.Config(dim=64, hidden_dim=96, num_experts=3).build()
