@@ -6,6 +6,7 @@ import pickle
 from types import SimpleNamespace
 from unittest import mock
 
+import peft
 import pytest
 import torch
 import transformers
@@ -278,3 +279,27 @@ def test_the_trainer_of_transformers(tmp_path):
 def test_every_mixture_of_the_zoo_is_listed():
     for name in set(MODELS) - set(MIXTURES):
         assert not [module for module in make(name)[0].modules() if is_experts(module)]
+
+
+@pytest.mark.parametrize("converted_first", [True, False])
+def test_lora_on_experts(converted_first):
+    """PEFT computes base + B A for each forward; the experts multiply that in float8, and merge it to the same."""
+    model, inputs = mixture("qwen3_moe")
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=parameters)
+    model = prepare_model_for_float8(model, "rowwise") if converted_first else model
+    model = peft.get_peft_model(model, config)
+    model = model if converted_first else prepare_model_for_float8(model, "rowwise")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    assert_float8_training(model, allow_frozen=True)
+    loss = loss_of(model, inputs)
+    loss.backward()
+    of_experts = [p.grad for name, p in model.named_parameters() if "experts" in name and p.requires_grad]
+    assert len(of_experts) == 8
+    assert all(grad.isfinite().all() and grad.any() for grad in of_experts)
+    merged = model.merge_and_unload()
+    assert type(merged.model.layers[0].mlp.experts).__name__ == "Float8Qwen3MoeExperts"
+    torch.testing.assert_close(loss_of(merged, inputs), loss, rtol=1e-3, atol=0)
