@@ -66,6 +66,8 @@ def bounds_of(ends: Tensor | None, groups: int, rows: int) -> list[tuple[int, in
     """
     if ends is None:
         return [(g * (rows // groups), (g + 1) * (rows // groups)) for g in range(groups)]
+    if ends.shape != (groups,):
+        raise ValueError(f"offs: expected {groups} ends, got a tensor of {list(ends.shape)}")
     stops = ends.tolist()
     starts = [0, *stops[:-1]]
     if any(start > stop for start, stop in zip(starts, stops, strict=True)) or stops[-1] > rows:

@@ -225,8 +225,8 @@ def test_the_extension_refuses_what_cannot_be():
 ROWS, COLUMNS = 600, 400
 
 
-def arguments(schema) -> dict[str, object]:
-    """Ordinary arguments of an operation, by name."""
+def arguments(schema, name: str) -> dict[str, object]:
+    """Ordinary arguments of the operation `name`, by their names."""
     codes = torch.randn(ROWS, COLUMNS).to(torch.float8_e4m3fn)
     values = {
         "hp": torch.randn(ROWS, COLUMNS),
@@ -249,7 +249,15 @@ def arguments(schema) -> dict[str, object]:
         "dot_products": 1,
         "length": 128,
         "mode": "",
+        "ends": torch.tensor([250, ROWS], dtype=torch.int32),
+        "groups": 2,
+        "granularity": "axiswise",
+        "form": "output",
+        "a_block_rows": 1,
+        "b_block_rows": 1,
     }
+    if name == "grouped_mm":
+        values |= {"b": codes, "b_dequant_scale": torch.rand(ROWS, 1) + 1}
     ordinary = {"Tensor": torch.ones(3), "bool": False}
     return {each.name: values[each.name] if each.name in values else ordinary[str(each.type)] for each in schema}
 
@@ -282,8 +290,8 @@ WITH_MEMORY = {
     "one element": lambda tensor: tensor.reshape(-1)[:1].expand(tensor.shape) if tensor.dim() else tensor,
     "strided": lambda tensor: torch.stack([tensor.float()] * 2, -1).to(tensor.dtype)[..., 0],
 }
-TORCH_REFUSES = {"codes", "a", "b", "amax_buffer", "is_initialized"}
-"""PyTorch negates no float8 and no booleans, writes into no zero tensor and into no element twice."""
+TORCH_REFUSES = {"codes", "a", "b", "amax_buffer", "is_initialized", "ends"}
+    """Each tensor in turn is `kind`. One without memory ends in one line, any other in the result of its copy."""
 UNREAD = {("column_major_after", "gradient"), ("wait_for", "waiting"), ("wait_for", "computed")}
 
 
@@ -292,15 +300,16 @@ def hand_to_every_operation(kind: str) -> None:
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("quaver::")]
     assert len(names) >= 9
     for name in sorted(names):
-        operation = getattr(torch.ops.quaver, name.removeprefix("quaver::"))
+        short = name.removeprefix("quaver::")
+        operation = getattr(torch.ops.quaver, short)
         schema = operation.default._schema.arguments
-        for argument, value in arguments(schema).items():
+        for argument, value in arguments(schema, short).items():
             where = operation.__name__, argument
             if not isinstance(value, torch.Tensor) or where in UNREAD:
                 continue
             hostile = {**WITHOUT_MEMORY, **WITH_MEMORY}[kind](value)
             torch.manual_seed(0)
-            given = {**arguments(schema), argument: hostile}
+            given = {**arguments(schema, short), argument: hostile}
             message = ""
             try:
                 results = tensors_of(operation(**given), given)
@@ -312,7 +321,7 @@ def hand_to_every_operation(kind: str) -> None:
                 continue
             assert kind in WITH_MEMORY, where
             torch.manual_seed(0)
-            plain = {**arguments(schema), argument: hostile.clone(memory_format=torch.contiguous_format)}
+            plain = {**arguments(schema, short), argument: hostile.clone(memory_format=torch.contiguous_format)}
             for one, other in zip(results, tensors_of(operation(**plain), plain), strict=True):
                 assert torch.equal(one.float(), other.float()), where
 
