@@ -291,7 +291,8 @@ WITH_MEMORY = {
     "strided": lambda tensor: torch.stack([tensor.float()] * 2, -1).to(tensor.dtype)[..., 0],
 }
 TORCH_REFUSES = {"codes", "a", "b", "amax_buffer", "is_initialized", "ends"}
-    """Each tensor in turn is `kind`. One without memory ends in one line, any other in the result of its copy."""
+"""PyTorch negates no float8 and no booleans, writes into no zero tensor and into no element twice; negated ends descend.
+"""
 UNREAD = {("column_major_after", "gradient"), ("wait_for", "waiting"), ("wait_for", "computed")}
 
 
