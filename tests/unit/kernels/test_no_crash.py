@@ -291,8 +291,7 @@ WITH_MEMORY = {
     "strided": lambda tensor: torch.stack([tensor.float()] * 2, -1).to(tensor.dtype)[..., 0],
 }
 TORCH_REFUSES = {"codes", "a", "b", "amax_buffer", "is_initialized", "ends"}
-"""PyTorch negates no float8 and no booleans, writes into no zero tensor and into no element twice; negated ends descend.
-"""
+"""PyTorch negates no float8 and no booleans, writes into no zero tensor and no element twice; negated ends descend."""
 UNREAD = {("column_major_after", "gradient"), ("wait_for", "waiting"), ("wait_for", "computed")}
 
 
