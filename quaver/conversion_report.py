@@ -22,7 +22,7 @@ from quaver.slow_paths import slow_paths
 from quaver.torchao_forms import why_inference_only
 from quaver.weights.frozen import FrozenFloat8Weight
 from quaver.weights.gathered import is_all_gather_weight
-from quaver.weights.module_weight import weights_of_module
+from quaver.weights.module_weight import first_names, weights_of_module
 
 FILTER_REASON = "_float8_filter_reason"
 """The attribute of a linear that holds the filter's reason; a report computes everything else when it is made."""
@@ -280,8 +280,3 @@ def owners_of_weights(module: nn.Module) -> dict[int, list[str]]:
         if weight is not None:
             owners.setdefault(id(weight), []).append(name)
     return owners
-
-
-def first_names(names: list[str], separator: str = ", ") -> str:
-    """The first three names, and how many more there are."""
-    return separator.join(names[:3] + [f"and {len(names) - 3} more"] * (len(names) > 3))

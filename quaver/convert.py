@@ -20,7 +20,6 @@ from quaver.conversion_report import (
     FILTER_REASON,
     ConversionReport,
     conversion_report,
-    first_names,
     obstacle_of,
     owners_of_weights,
 )
@@ -43,7 +42,7 @@ from quaver.weights.gathered import (
     make_all_gather_weights,
     restore_plain_weights,
 )
-from quaver.weights.module_weight import ModuleWeight, weights_of_module, weights_under
+from quaver.weights.module_weight import ModuleWeight, first_names, weights_of_module, weights_under
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from quaver.config import (
     ScaleCalculationMode,
     resolve_config,
 )
-from quaver.conversion_report import first_names, obstacle_of, owners_of_weights
+from quaver.conversion_report import obstacle_of, owners_of_weights
 from quaver.convert import (
     FilterDecision,
     ModuleFilter,
@@ -41,6 +41,7 @@ from quaver.linear import Float8Linear
 from quaver.quantize import Quantizer, present
 from quaver.scaling import amax
 from quaver.weights.frozen import FrozenFloat8Weight
+from quaver.weights.module_weight import first_names
 
 logger = logging.getLogger(__name__)
 

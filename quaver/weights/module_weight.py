@@ -80,3 +80,8 @@ def weights_under(model: nn.Module) -> Iterator[tuple[str, ModuleWeight]]:
     for name, module in model.named_modules():
         for weight in weights_of_module(module):
             yield name if isinstance(module, Float8Linear) else f"{name}.{weight.name}".lstrip("."), weight
+
+
+def first_names(names: list[str], separator: str = ", ") -> str:
+    """The first three names, and how many more there are."""
+    return separator.join(names[:3] + [f"and {len(names) - 3} more"] * (len(names) > 3))

@@ -37,7 +37,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quaver.config import Float8LinearConfig
-from quaver.conversion_report import first_names
 from quaver.experts.module import Float8Experts
 from quaver.formats import HP_DTYPES
 from quaver.gemm import Operand
@@ -46,7 +45,7 @@ from quaver.quantize import Operands, Quantizer, present
 from quaver.tensor import Float8Tensor
 from quaver.torch_private.versions import version_of
 from quaver.weights.base import WrappedTensor, is_parameter, written
-from quaver.weights.module_weight import weights_under
+from quaver.weights.module_weight import first_names, weights_under
 
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
