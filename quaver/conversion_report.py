@@ -262,9 +262,8 @@ def _other_matmul_weights(
             reason = f"{parameter.dim()}-D parameter of {kind}, which is no nn.Linear"
             if is_experts(module):
                 reason = said or "experts, not converted or new since the conversion"
-                out_features, in_features = (
-                    parameter.shape[-2:] if not is_transposed(module) else parameter.shape[:-3:-1]
-                )
+                if is_transposed(module):
+                    in_features, out_features = parameter.shape[-2:]
             if isinstance(module, Float8Grouped):
                 reason, backend = "; ".join(filter(None, [said, *unfinished_experts(module)])), module.backend
             full_name = f"{name}.{leaf}".lstrip(".")

@@ -26,6 +26,7 @@ from quaver.conversion_report import (
 from quaver.delayed import add_persistent_scales
 from quaver.experts.module import (
     Float8Experts,
+    check_whole,
     is_experts,
     obstacle_of_experts,
     to_float8_experts,
@@ -126,6 +127,8 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     experts = [each for each in module.modules() if isinstance(each, Float8Experts)]
     if any(parametrize.is_parametrized(each) for each in experts):
         raise RuntimeError("experts are parametrized and cannot be converted back: remove their parametrizations first")
+    for each in experts:
+        check_whole(each)
     for linear in linears:
         restore_plain_weights(linear)
     for each in experts:
@@ -204,11 +207,9 @@ def _decide(module_filter_fn: ModuleFilter | None, module: nn.Module, name: str)
             f"module_filter_fn was written for linears, and {name or 'the module'} is a {type(module).__name__}, "
             f"experts with 3-D weights: {error}; return False for what is no nn.Linear, or decide about it"
         ) from error
-    return (
-        decision
-        if isinstance(decision, FilterDecision)
-        else FilterDecision(bool(decision), "" if decision else "filter")
-    )
+    if isinstance(decision, FilterDecision):
+        return decision
+    return FilterDecision(bool(decision), "" if decision else "filter")
 
 
 def _other_owners(root: nn.Module, experts: nn.Module, name: str) -> list[str]:

@@ -28,7 +28,7 @@ Three quantizers share this interface:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,7 +47,10 @@ class Operands(NamedTuple):
     column: Operand | None
 
 
-def present(operand: Operand | None) -> Operand:
+AnyOperand = TypeVar("AnyOperand")
+
+
+def present(operand: AnyOperand | None) -> AnyOperand:
     """The operand. Raises RuntimeError if the matrix was not quantized for it."""
     if operand is None:
         raise RuntimeError("a matrix was quantized for one of its two matmuls, and both read it")

@@ -20,6 +20,8 @@ are exact in bfloat16 (kernels/exact_mm.py), so the second and the third differ 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
@@ -138,18 +140,9 @@ def _shape(a: Tensor, b: Tensor, groups: int, form: Form, transposed: bool) -> t
 
 
 def _fake_grouped_mm(
-    a: Tensor,
-    b: Tensor,
-    a_dequant_scale: Tensor | None,
-    b_dequant_scale: Tensor | None,
-    ends: Tensor,
-    form: str,
-    transposed: bool,
-    a_block_rows: int,
-    b_block_rows: int,
-    out_dtype: torch.dtype,
-    *_: bool,
+    a: Tensor, b: Tensor, _a_scale: object, _b_scale: object, ends: Tensor, form: str, transposed: bool, *rest: Any
 ) -> Tensor:
+    _, _, out_dtype, *_ = rest
     return a.new_empty(_shape(a, b, ends.shape[0], Form(form), transposed), dtype=out_dtype)
 
 

@@ -19,14 +19,13 @@ from torch import Tensor
 from quaver.experts.groups import ALL, Form, GroupedOperand, group_of_rows, places_of_rows
 from quaver.formats import E4M3
 from quaver.kernels.native_blocks import ALIGNMENT
+from quaver.kernels.widen import widen
 from quaver.torch_private.hardware import grouped_mm, scaled_grouped_mm
 
 
 class _Factor(NamedTuple):
-    """A matrix in groups and its scales."""
+    """The scales of a matrix in groups, as far as they do not vary along one of its dims."""
 
-    data: Tensor
-    """[rows, columns], float8 or bfloat16."""
     of_rows: Tensor | None
     """float32 [rows], where each row has a scale;"""
     of_columns: Tensor | None
@@ -39,54 +38,49 @@ def scaled(
     """The grouped matmul of gemm.py in float8; None where a scale varies along the contracted dim, and for e5m2."""
     if a.data.dtype is not E4M3.dtype or b.data.dtype is not E4M3.dtype:
         return None
-    of_weights = None if form is not Form.GRAD_WEIGHT else ends
-    factors = _factor(a, ends, ends.shape[0]), _factor(b, of_weights, ends.shape[0])
+    factors = _factor(a, ends, ends.shape[0]), _factor(b, _ends_of_b(ends, form), ends.shape[0])
     by_rows = (form is Form.OUTPUT) is not transposed
     if form is Form.GRAD_WEIGHT:
         scales = [each.of_columns for each in factors]
     else:
         scales = [factors[0].of_rows, factors[1].of_rows if by_rows else factors[1].of_columns]
-    return (
-        None
-        if any(scale is None for scale in scales)
-        else _multiply(a.data, b.data, scales, ends, form, transposed, use_fast_accum)
-    )
+    if any(scale is None for scale in scales):
+        return None
+    return _multiply(a.data, b.data, scales, ends, form, transposed, use_fast_accum)
 
 
 def widened(a: GroupedOperand, b: GroupedOperand, ends: Tensor, form: Form, transposed: bool) -> Tensor:
     """The grouped matmul of gemm.py in bfloat16. The scales of codes are powers of two."""
-    of_weights = None if form is not Form.GRAD_WEIGHT else ends
-    wide = _widened(a, ends, ends.shape[0]), _widened(b, of_weights, ends.shape[0])
+    wide = _widened(a, ends, ends.shape[0]), _widened(b, _ends_of_b(ends, form), ends.shape[0])
     return _multiply(*wide, None, ends, form, transposed, False)
+
+
+def _ends_of_b(ends: Tensor, form: Form) -> Tensor | None:
+    """Of tokens in GRAD_WEIGHT; else b is weights."""
+    return ends if form is Form.GRAD_WEIGHT else None
 
 
 def _factor(operand: GroupedOperand, ends: Tensor | None, groups: int) -> _Factor:
     data, scale, block_rows = operand
     rows, columns = data.shape
     if scale is None:
-        return _Factor(data, None, None)
+        return _Factor(None, None)
     if scale.dim() == 1:
         group = group_of_rows(ends, groups, rows, data.device)[0]
-        return _Factor(data, F.pad(scale, (0, 1))[group], scale[:, None].expand(groups, columns))
+        return _Factor(F.pad(scale, (0, 1))[group], scale[:, None].expand(groups, columns))
     if block_rows == 1 and scale.shape[1] == 1:
-        return _Factor(data, scale.view(-1), None)
-    return _Factor(data, None, scale if block_rows == ALL and scale.shape == (groups, columns) else None)
+        return _Factor(scale.view(-1), None)
+    return _Factor(None, scale if block_rows == ALL and scale.shape == (groups, columns) else None)
 
 
 def _widened(operand: GroupedOperand, ends: Tensor | None, groups: int) -> Tensor:
     """In bfloat16, times the scales."""
     data, scale, block_rows = operand
-    wide = data.to(torch.bfloat16)
     if scale is None:
-        return wide
-    rows, columns = data.shape
-    place = places_of_rows(ends, groups, rows, block_rows, data.device)
-    scale = scale[:, None] if scale.dim() == 1 else scale
-    of_rows = F.pad(scale, (0, 0, 0, 1))[place].to(torch.bfloat16)  # rows of no group become 0, or NaN
-    if 1 < of_rows.shape[1] < columns:
-        width = next(length for length in (32, 128) if -(-columns // length) == of_rows.shape[1])
-        of_rows = of_rows.repeat_interleave(width, 1)[:, :columns]
-    return wide * of_rows
+        return data.to(torch.bfloat16)
+    place = places_of_rows(ends, groups, data.shape[0], block_rows, data.device)
+    with_none = F.pad(scale.view(len(scale), -1), (0, 0, 0, 1))  # rows of no group become 0, or NaN
+    return widen(data, torch.bfloat16, with_none[place])
 
 
 def _multiply(

@@ -23,13 +23,16 @@ from quaver.config import Float8LinearConfig, Float8LinearRecipeName, OperandCas
 from quaver.experts.cast import cast_groups
 from quaver.experts.dispatch import Dispatch
 from quaver.experts.gemm import grouped_mm
-from quaver.experts.groups import Block, Form, GroupedOperand, GroupedOperands, blocks_of, bounds_of
+from quaver.experts.groups import Block, Form, GroupedOperand, GroupedOperands, block_of
 from quaver.formats import HP_DTYPES
 from quaver.kernels.cpu import check_memory
 from quaver.linear import NoSecondDerivative, compute_dtype
-from quaver.scaling import PLAIN_TYPES
+from quaver.quantize import present
 from quaver.tensor import Float8Tensor
 from quaver.torch_private.autograd import forward_ad_level
+
+DYNAMIC_ONLY = "experts are scaled dynamically: the tokens of an expert are others in each step"
+"""Why no expert has delayed or static scaling."""
 
 
 class _Args(NamedTuple):
@@ -107,12 +110,6 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     return grad_a, grad_weight
 
 
-def present(operand: GroupedOperand | None) -> GroupedOperand:
-    if operand is None:
-        raise RuntimeError("groups were quantized for one of their two matmuls, and both read them")
-    return operand
-
-
 def quantize_groups(
     hp: Tensor, casts: OperandCasts, ends: Tensor | None, groups: int, row: bool, column: bool
 ) -> GroupedOperands:
@@ -147,9 +144,9 @@ def casts_of_stored(config: Float8LinearConfig, transposed: bool) -> OperandCast
 
 def blocks_of_stored(config: Float8LinearConfig, transposed: bool) -> tuple[Block, Block]:
     """The blocks of the row codes and of the column codes of weights as they are stored."""
-    row, column, *_ = casts_of_stored(config, transposed)
-    of_row, of_column = (blocks_of(cast.scaling_granularity.value, cast.block_options) for cast in (row, column))
-    return of_row[0], of_column[1]
+    casts = casts_of_stored(config, transposed)[:2]
+    row, column = (block_of(cast.scaling_granularity.value, cast.block_options) for cast in casts)
+    return row, (column[1], column[0])
 
 
 def operands_of_gathered(weight: Float8Tensor, config: Float8LinearConfig, transposed: bool) -> GroupedOperands:
@@ -229,8 +226,6 @@ def multiply_by_weight(
         combine: takes the rows of the output back. None where they stay.
     """
     _check(a, weight, offs, transposed)
-    if dispatch is None and offs.is_cpu and type(offs) in PLAIN_TYPES and not torch.compiler.is_compiling():
-        bounds_of(offs, offs.shape[0], a.shape[0])
     hp_dtype = compute_dtype("cpu" if a.is_cpu else a.device.type, a.dtype)
     args = _Args(config, hp_dtype, transposed, operands, dispatch, combine)
     a = a.contiguous()

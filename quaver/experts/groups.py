@@ -19,7 +19,8 @@ because ceil(n / r) <= (start + n) // r - start // r + 1, and rows // r + E rows
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -111,14 +112,14 @@ def scale_of_group(operand: GroupedOperand, group: int, start: int, stop: int) -
     return scale[group] if scale.dim() == 1 else scale.narrow(0, first, count)
 
 
-def blocks_of(granularity: str, block_options: tuple[int | str, ...]) -> tuple[Block, Block]:
-    """The blocks of the row codes and of the column codes; see the table at the top."""
+def block_of(granularity: str, block_options: Sequence[Any]) -> Block:
+    """The block of the row codes; that of the column codes is the same turned. See the table at the top."""
     if granularity == ScalingGranularity.TENSORWISE.value:
-        return (ALL, ALL), (ALL, ALL)
+        return ALL, ALL
     if granularity == ScalingGranularity.ROWWISE.value:
-        return (1, ALL), (ALL, 1)
-    dot_products, length = int(block_options[0]), int(block_options[1])
-    return (dot_products, length), (length, dot_products)
+        return 1, ALL
+    dot_products, length, *_ = block_options
+    return dot_products, length
 
 
 def places_of_rows(ends: Tensor | None, groups: int, rows: int, block_rows: int, device: torch.device) -> Tensor:

@@ -30,7 +30,7 @@ from quaver.class_change import float8_class
 from quaver.config import Float8LinearConfig
 from quaver.experts.base import Float8Grouped
 from quaver.experts.dispatch import Combine, Dispatch, Dispatcher
-from quaver.experts.grouped_mm import multiply_by_weight, operands_of_gathered
+from quaver.experts.grouped_mm import DYNAMIC_ONLY, multiply_by_weight, operands_of_gathered
 from quaver.quantize import PreparedOperands
 from quaver.tensor import Float8Tensor
 from quaver.weights.base import WrappedTensor
@@ -157,11 +157,8 @@ class Float8Experts(Float8Grouped, RoutedExperts):
         return multiply_by_weight(tokens, weight, ends, config, transposed, operands, **between_ranks)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **super().__getstate__(),
-            "_prepared_weights": {},
-            "gathering": None,
-        }  # they belong to a scope or a model
+        # They belong to a scope and to a model.
+        return {**super().__getstate__(), "_prepared_weights": {}, "gathering": None}
 
 
 def is_transposed(experts: nn.Module) -> bool:
@@ -193,7 +190,7 @@ def obstacle_of_experts(module: nn.Module, config: Float8LinearConfig) -> str:
     if "forward" in vars(module):
         return "their forward was replaced on the instance (by an Accelerate hook, say): convert before that"
     if config.has_persistent_scales:
-        return "experts are scaled dynamically: the tokens of an expert are others in each step"
+        return DYNAMIC_ONLY
     return ""
 
 
@@ -207,17 +204,17 @@ def to_float8_experts(module: nn.Module, config: Float8LinearConfig) -> Float8Ex
     return experts
 
 
-def to_plain_experts(module: Float8Experts) -> nn.Module:
-    """Turn `module` back into what it was converted from.
-
-    Raises:
-        ValueError: its experts are split over ranks, which that class cannot do.
-    """
+def check_whole(module: Float8Experts) -> None:
+    """Raise ValueError if the experts are split over ranks, which the class that they had cannot do."""
     if module.dispatcher is not None:
         raise ValueError(
             "expected experts that are whole on this rank, got ones that Float8ExpertParallel split; convert a model "
             "back before it is parallelized"
         )
+
+
+def to_plain_experts(module: Float8Experts) -> nn.Module:
+    """Turn `module`, whose experts are whole, back into what it was converted from."""
     module.__class__ = module._converted_from  # type: ignore[assignment]
     for name in OWN_ATTRIBUTES:
         delattr(module, name)

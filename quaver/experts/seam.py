@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from quaver.class_change import float8_class
 from quaver.config import Float8LinearConfig
 from quaver.experts.base import Float8Grouped
-from quaver.experts.grouped_mm import float8_grouped_mm
+from quaver.experts.grouped_mm import DYNAMIC_ONLY, float8_grouped_mm
 
 _TOKENS, _ENDS = ("A", "input_RI"), ("offs", "offsets_E")
 _WEIGHTS = {"B_t": False, "weight_EOI": True}
@@ -66,7 +66,7 @@ def to_float8_grouped_mm(module: nn.Module, config: Float8LinearConfig) -> Float
     converted_from = type(module)
     arguments = arguments_of(converted_from)
     if config.has_persistent_scales:
-        raise ValueError("experts are scaled dynamically: the tokens of an expert are others in each step")
+        raise ValueError(DYNAMIC_ONLY)
     module.__class__ = float8_class(converted_from, Float8GroupedMM)
     experts = typing.cast(Float8GroupedMM, module)
     experts.float8_config, experts._converted_from, experts._arguments = config, converted_from, arguments

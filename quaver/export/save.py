@@ -20,6 +20,7 @@ from quaver.export.files import CONFIG, SafetensorsWriter, listed, write_json
 from quaver.export.folders import new_folder
 from quaver.export.formats import COMPRESSED_TENSORS, FP8
 from quaver.export.load import load_float8
+from quaver.export.plan import Plan
 from quaver.export.weights import Float8Weights, iter_float8_weights
 
 logger = logging.getLogger(__name__)
@@ -82,18 +83,7 @@ def save_float8(
 
     def begin() -> None:
         nonlocal partial, writer
-        if plan.ragged and plan.format.method == FP8:
-            logger.warning(
-                "%s: a dimension is no multiple of 128, and transformers 5.23, without a GPU or with dequantize=True, "
-                "refuses such fp8 weights or reads wrong values; it reads those of the format compressed-tensors-block",
-                listed(plan.ragged),
-            )
-        if plan.whole_stacks:
-            logger.warning(
-                "%s: these experts are float8 in training and in high precision in the export, because checkpoints of "
-                "the model hold them as one tensor, which has no float8 form that servers load",
-                listed(plan.whole_stacks),
-            )
+        _warn(plan)
         partial = stack.enter_context(new_folder(folder))
         writer = SafetensorsWriter(partial, max_shard_bytes)
 
@@ -117,6 +107,22 @@ def save_float8(
             _on_first_rank(lambda name=name, tensor=tensor: writer.add(name, tensor), is_sharded)  # type: ignore[misc]
         _on_first_rank(finish, is_sharded)
     return tensors
+
+
+def _warn(plan: Plan) -> None:
+    """Say what readers of the export cannot do, and what of the training it does not have."""
+    if plan.ragged and plan.format.method == FP8:
+        logger.warning(
+            "%s: a dimension is no multiple of 128, and transformers 5.23, without a GPU or with dequantize=True, "
+            "refuses such fp8 weights or reads wrong values; it reads those of the format compressed-tensors-block",
+            listed(plan.ragged),
+        )
+    if plan.whole_stacks:
+        logger.warning(
+            "%s: these experts are float8 in training and in high precision in the export, because checkpoints of "
+            "the model hold them as one tensor, which has no float8 form that servers load",
+            listed(plan.whole_stacks),
+        )
 
 
 def _own_config(model: nn.Module) -> dict[str, Any]:

@@ -12,8 +12,9 @@ converter: run it under `python -m quaver.integrations.torchao`.
 from __future__ import annotations
 
 import functools
+import typing
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 from torchtitan.config.override import derive, override
 from torchtitan.models.common.linear import Linear
@@ -71,12 +72,9 @@ class Float8LinearConverter(ModelConfigConverter):
             )
             if reason:
                 skipped.append(f"{name} ({reason})")
-            elif parent is None:
-                model_config = _float8(linear, self.config.recipe_name, self.config.emulate)
-            elif isinstance(parent, list):
-                parent[attribute] = _float8(linear, self.config.recipe_name, self.config.emulate)
             else:
-                setattr(parent, attribute, _float8(linear, self.config.recipe_name, self.config.emulate))
+                converted = _float8(linear, self.config.recipe_name, self.config.emulate)
+                model_config = _put(converted, parent, attribute, model_config)
         if len(skipped) == len(linears):
             raise ValueError(f"0 of {len(linears)} linears can run in float8: {', '.join(skipped)}")
         logger.info(
@@ -118,11 +116,8 @@ class Float8GroupedExpertsConverter(ModelConfigConverter):
             raise ValueError("expected a model with grouped experts, got one without")
         for _, experts, parent, attribute in found:
             arguments_of(experts._owner)
-            converted = derive(experts, _float8_experts_config(cast(Any, type(experts))), float8=config)
-            if isinstance(parent, list):
-                parent[attribute] = converted
-            else:
-                setattr(parent, attribute, converted)
+            converted = derive(experts, _float8_experts_config(typing.cast(Any, type(experts))), float8=config)
+            model_config = _put(converted, parent, attribute, model_config)
         logger.info(f"float8 ({self.config.recipe_name}): {len(found)} modules of grouped experts")
         return model_config
 
@@ -139,6 +134,17 @@ def _float8_experts_config(base: Any) -> Any:
             return to_float8_grouped_mm(base.build(self, **kwargs), self.float8)
 
     return Float8ExpertsConfig
+
+
+def _put(converted: Any, parent: Any, attribute: Any, model_config: Any) -> Any:
+    """Put a config at its place in `model_config`, and return that; the root has no parent."""
+    if parent is None:
+        return converted
+    if isinstance(parent, list):
+        parent[attribute] = converted
+    else:
+        setattr(parent, attribute, converted)
+    return model_config
 
 
 @override(

@@ -54,7 +54,7 @@ from quaver.distributed.weight_scales import (
     groupings,
     whole_scales,
 )
-from quaver.experts.groups import ALL
+from quaver.experts.cast import scales_at_places
 from quaver.experts.module import Float8Experts
 from quaver.gemm import Operand
 from quaver.kernels.cast import (
@@ -329,10 +329,9 @@ def _payload(shard: Shard, codes: Tensor) -> Tensor:
 def _quantize(shard: Shard, quant_scale: Tensor, float8_dtype: torch.dtype, grouping: Grouping) -> Tensor:
     """The codes of a shard; `quant_scale` is that of the whole weight (`WholeScales`)."""
     if isinstance(grouping, tuple) and len(shard.size) == 3:
-        rows = shard.local.flatten(0, 1)
-        scale = quant_scale.view(len(quant_scale), -1)[shard.places(grouping)]
-        columns = rows.shape[1] if grouping[1] == ALL else grouping[1]
-        return cast_blocks_with_scale(rows, scale, float8_dtype, (1, columns)).view(shard.local.shape)
+        rows, places = shard.local.flatten(0, 1), shard.places(grouping)
+        scale, block_size = scales_at_places(rows, quant_scale, places, grouping[1])
+        return cast_blocks_with_scale(rows, scale, float8_dtype, block_size).view(shard.local.shape)
     if isinstance(grouping, tuple):
         scale, block_size = shard.part_of_blocks(quant_scale, grouping)
         return cast_blocks_with_scale(shard.local, scale, float8_dtype, block_size)

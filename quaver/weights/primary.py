@@ -378,16 +378,9 @@ def use_float8_primary_weights(
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise ValueError("model: it is in DistributedDataParallel; call use_float8_primary_weights before")
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    linears = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, Float8Linear) and id(module.weight) in held
-    ]
-    experts = [
-        name
-        for name, weight in weights_under(model)
-        if isinstance(weight.module, Float8Experts) and id(weight.parameter) in held
-    ]
+    trained = [(name, weight) for name, weight in weights_under(model) if id(weight.parameter) in held]
+    linears = [(name, weight.module) for name, weight in trained if isinstance(weight.module, Float8Linear)]
+    experts = [name for name, weight in trained if isinstance(weight.module, Float8Experts)]
     if not linears:
         raise ValueError(
             "expected an optimizer that holds weights of Float8Linears of this model, got none"

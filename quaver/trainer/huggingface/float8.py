@@ -22,7 +22,7 @@ from quaver.trainer.config.settings import Settings
 from quaver.trainer.float8 import linear_config
 from quaver.trainer.huggingface.config import hf_config
 from quaver.trainer.huggingface.convert import Export, kept_of_run, open_checkpoint
-from quaver.trainer.huggingface.experts import stacked, without_width
+from quaver.trainer.huggingface.experts import without_width
 from quaver.trainer.huggingface.weights import stored_state
 from quaver.trainer.model import Llama
 from quaver.trainer.safe_dcp import CheckpointReader
@@ -65,7 +65,7 @@ def run_source(
 
     def high_precision_model() -> nn.Module:
         loaded, tensors = Llama(found.model), found.tensors()
-        state = {name: stacked(name, like, tensors.__getitem__) for name, like in stored_state(found.model).items()}
+        state = {name: tensors.whole(name) for name in stored_state(found.model)}
         loaded.load_state_dict(state, strict=False)  # a tied weight is stored once
         return loaded
 

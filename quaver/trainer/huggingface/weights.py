@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from quaver.export.files import NotWrittenError
 from quaver.trainer.checkpoint import ignore_single_process_warning, load_state, read_metadata, reason
 from quaver.trainer.config import Model
-from quaver.trainer.huggingface.experts import name_of_stack, names_in_files, stacked
+from quaver.trainer.huggingface.experts import names_in_files, stacked, stacks_of
 from quaver.trainer.model import Llama
 from quaver.trainer.safe_dcp import CheckpointReader
 
@@ -42,10 +42,11 @@ def stored_state(model: Model) -> dict[str, Tensor]:
 
 def file_state(model: Model) -> dict[str, Tensor]:
     """Return the tensors of Hugging Face's files without storage: those of `stored_state`, and a matrix an expert."""
+    stacks = stacks_of(model)
     return {
         part: view
         for name, tensor in stored_state(model).items()
-        for part, view in names_in_files(name, tensor).items()
+        for part, view in names_in_files(stacks, name, tensor).items()
     }
 
 
@@ -62,22 +63,31 @@ class CheckpointWeights(Mapping[str, Tensor]):
         self._like = {
             name: tensor.to(stored[f"model.{name}"].properties.dtype) for name, tensor in stored_state(model).items()
         }
-        self._names = list(file_state(model))
+        self._stacks = stacks_of(model)
+        self._owners = {part: name for name, like in self._like.items() for part in self._parts(name, like)}
+        """The checkpoint's name of the tensor that holds each of the files' tensors."""
         self._last: tuple[str, dict[str, Tensor]] = "", {}
 
+    def _parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        return names_in_files(self._stacks, name, tensor)
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor under its name in the checkpoint: of experts, all of them."""
+        tensor = torch.empty_like(self._like[name], device="cpu")
+        load_state({f"model.{name}": tensor}, self._reader)
+        return tensor
+
     def __getitem__(self, name: str) -> Tensor:
-        stack = name_of_stack(name)
-        if self._last[0] != stack:  # the experts of a layer follow each other
-            tensor = torch.empty_like(self._like[stack], device="cpu")
-            load_state({f"model.{stack}": tensor}, self._reader)
-            self._last = stack, names_in_files(stack, tensor)
+        owner = self._owners[name]
+        if self._last[0] != owner:  # the experts of a layer follow each other
+            self._last = owner, self._parts(owner, self.whole(owner))
         return self._last[1][name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._owners)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._owners)
 
 
 def write_weights(weights: Mapping[str, Tensor], folder: Path, model: Model, dtype: torch.dtype) -> None:
@@ -103,9 +113,10 @@ class _Copy(DefaultSavePlanner):
 
     def __init__(self, weights: Mapping[str, Tensor], model: Model) -> None:
         super().__init__()
-        self._weights, self._tied = weights, model.tie_word_embeddings
+        self._weights, self._tied, self._stacks = weights, model.tie_word_embeddings, stacks_of(model)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         like = self.lookup_object(write_item.index)
         name = write_item.index.fqn.removeprefix("model.")
-        return stacked(EMBEDDING if self._tied and name == HEAD else name, like, self._weights.__getitem__)
+        stored = EMBEDDING if self._tied and name == HEAD else name
+        return stacked(self._stacks, stored, like, self._weights.__getitem__)
