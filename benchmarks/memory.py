@@ -1,6 +1,6 @@
 """Peak memory of a training step in float8 and in bfloat16, and the bytes that it saves for backward.
 
-    python -m benchmarks.memory --update-docs              all 288 rows, into benchmarks/results/memory.{json,md}
+    python -m benchmarks.memory --update-docs              all 576 rows, into benchmarks/results/memory.{json,md}
     python -m benchmarks.memory --only linear eager        the rows that all of these words describe, to the terminal
     python -m benchmarks.memory --recorded --update-docs   the page again, from the recorded rows
     python -m benchmarks.memory --predict [--only ...]     the recorded rows as quaver.memory predicts them

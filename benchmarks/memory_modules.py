@@ -36,7 +36,16 @@ from quaver.trainer.model import Attention, Block, FeedForward, rope_tables
 from quaver.trainer.optimizer import build_optimizer
 from quaver.trainer.parallel_dims import ParallelDims
 
-PRECISIONS = ("bfloat16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
+PRECISIONS = (
+    "bfloat16",
+    "tensorwise",
+    "rowwise",
+    "rowwise_with_gw_hp",
+    "blockwise",
+    "blockwise_with_gw_hp",
+    "mxfp8",
+    "mxfp8_with_gw_hp",
+)
 CHECKPOINTING = ("none", "full", "op")
 STEPS_ON_RANKS = 8
 MODULES = ("linear", "attention", "ffn", "1 block", "2 blocks", "10 blocks")

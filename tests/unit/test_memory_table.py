@@ -99,7 +99,7 @@ def recorded() -> dict:
 
 def test_the_committed_table_is_whole(recorded):
     assert [case_of(row) for row in recorded["rows"]] == cases([])
-    assert len(recorded["rows"]) == 288
+    assert len(recorded["rows"]) == 576
     assert fill(PAGE.read_text(), tables(recorded)) == PAGE.read_text()
 
 
