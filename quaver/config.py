@@ -195,8 +195,8 @@ class Float8LinearConfig:
         gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight: each matmul.
         enable_fsdp_float8_all_gather: under FSDP2 (`fully_shard`), quantize weights on their shards with the scales
             of the whole weight, and all-gather the codes: one byte per element and pass where one cast serves both
-            matmuls of the weight, two where a row-wise weight needs two casts (as many as bfloat16). Both casts must
-            be float8. One process and DDP compute the same with it; FSDP1 refuses it.
+            matmuls of the weight, two where the weight needs two casts (rows, 1 x 32: as many as bfloat16). Both casts
+            must be float8. One process and DDP compute the same with it; FSDP1 refuses it.
         pad_inner_dim: pad every matmul to multiples of 16 on every device. Hardware that needs padding gets it
             without this flag; the flag lets a device that needs none take the same path. Results do not change.
         emulate: multiply exactly in high precision even where the hardware multiplies float8.
