@@ -17,7 +17,8 @@ parallelism sharded takes a second maximum, over that mesh axis. If all do, both
 
 [Note: experts] A weight [E, R, C] is E matrices, each with scales of its own (experts/groups.py). FSDP2 shards whole
 experts (dim 0) or the rows of each (dim 1). In both cases each row of a shard has a place among the scales, and a rank
-takes the amaxes at the places of its rows.
+takes the amaxes at the places of its rows. Expert parallelism may have split the experts before; E is then the number
+of those here, and no scale is shared with its other ranks.
 """
 
 from __future__ import annotations
@@ -154,16 +155,18 @@ def shard_of(weight: Tensor, local: Tensor) -> Shard:
         )
     dims = [typing.cast(PlacementShard, placements[axis]).dim for axis in axes]
     size = list(weight.shape)
-    if len(size) == 3 and (len(axes) != 1 or dims[0] == 2):
+    are_experts = len(size) == 3
+    if are_experts and (dims[0] == 2 or dims[1:] not in ([], [0])):
         raise NotImplementedError(
-            f"expected weights of experts that FSDP2 alone shards, along dim 0 or 1; got {placements} on {mesh}; turn "
-            "enable_fsdp_float8_all_gather off"
+            "expected weights of experts that FSDP2 shards along dim 0 or 1, and expert parallelism alone before; got "
+            f"{placements} on {mesh}; turn enable_fsdp_float8_all_gather off"
         )
     tp_group = tp_dim = None
     if len(axes) == 2:
+        offset, chunk = _chunk(size[dims[1]], mesh, axes[1])
+        size[dims[1]] = min(chunk, size[dims[1]] - offset)
+    if len(axes) == 2 and not are_experts:
         tp_group, tp_dim = mesh.get_group(axes[1]), dims[1]
-        offset, chunk = _chunk(size[tp_dim], mesh, axes[1])
-        size[tp_dim] = min(chunk, size[tp_dim] - offset)
     offset, _ = _chunk(size[dims[0]], mesh, axes[0])
     device = torch.device(mesh.device_type)
     fsdp_group = mesh.get_group(axes[0])
