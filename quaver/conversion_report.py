@@ -68,8 +68,8 @@ class ConversionReport:
 
     Attributes:
         config: the configs of the float8 linears, one a line.
-        notes: what the user should know about these configs, and about mixtures of experts whose FLOPs are a guess,
-            and the slow paths that this process took (slow_paths.py).
+        notes: what the user should know about these configs, what travels to experts of other ranks, mixtures whose
+            FLOPs are a guess, and the slow paths that this process took (slow_paths.py).
         convolutions: how many convolutions the model has. They stay in high precision, and `float8_flops_fraction` does
             not count them, because their FLOPs depend on the size of the input.
     """
@@ -136,6 +136,8 @@ def conversion_report(module: nn.Module) -> ConversionReport:
             if isinstance(child, Float8Grouped):
                 configs[str(child.float8_config)] = None
                 notes.update(dict.fromkeys(_notes(child.float8_config)))
+                if isinstance(child, Float8Experts) and child.dispatcher is not None:
+                    notes[child.dispatcher.note(child)] = None
             layers += _other_matmul_weights(child, name, owners, experts)
             continue
         quantized = why_inference_only(child._parameters.get("weight"))

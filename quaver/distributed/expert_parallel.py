@@ -39,14 +39,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from quaver import scaling
-from quaver.config import CastConfig, OperandCasts
+from quaver.config import CastConfig, Float8LinearConfig, OperandCasts
 from quaver.distributed.agreement import check_ranks_agree
 from quaver.distributed.collectives import all_to_all, max_over_ranks
 from quaver.distributed.linear_sharding import local_part
 from quaver.experts.cast import amax_of_places, cast_groups
 from quaver.experts.grouped_mm import quantize_groups
 from quaver.experts.groups import ALL, GroupedOperand, GroupedOperands, group_of_rows
-from quaver.experts.module import Float8Experts, weights_of
+from quaver.experts.module import RoutedExperts, weights_of
 from quaver.kernels.cast import cast_with_scale
 from quaver.quantize import present
 
@@ -93,14 +93,13 @@ class TokenDispatch:
 
     def quantize(self, hp: Tensor, casts: OperandCasts, row: bool, column: bool) -> GroupedOperands:
         """The operands of `dispatch(hp)`; see [Note: what travels as codes]."""
+        if not _travels_as_codes(casts, row, column, self._grad_weight_from_codes):
+            return quantize_groups(self.dispatch(hp), casts, self.ends, self.ends.shape[0], row, column)
         cast = casts.row if row else casts.column
-        reads_both = row and column
-        if cast.is_tensorwise and (casts.is_one or not reads_both):
-            operand = self._quantize_tensorwise(hp, cast, casts.power_of_2)
-            return GroupedOperands(operand if row else None, operand if column else None)
-        if row and not cast.is_disabled and cast.has_two_casts and (self._grad_weight_from_codes or not column):
+        if not cast.is_tensorwise:
             return self._quantize_rows(hp, casts, column)
-        return quantize_groups(self.dispatch(hp), casts, self.ends, self.ends.shape[0], row, column)
+        operand = self._quantize_tensorwise(hp, cast, casts.power_of_2)
+        return GroupedOperands(operand if row else None, operand if column else None)
 
     def _quantize_tensorwise(self, hp: Tensor, cast: CastConfig, power_of_2: bool) -> GroupedOperand:
         """One scale for each expert, of its tokens on all ranks."""
@@ -129,6 +128,14 @@ class TokenDispatch:
         return quantize_groups(rounded, casts, self.ends, self.ends.shape[0], False, True)._replace(row=operand)
 
 
+def _travels_as_codes(casts: OperandCasts, row: bool, column: bool, grad_weight_from_codes: bool) -> bool:
+    """Whether a matrix that is read by `row` and by `column` travels in float8: [Note: what travels as codes]."""
+    cast = casts.row if row else casts.column
+    if cast.is_tensorwise:
+        return casts.is_one or not (row and column)
+    return row and not cast.is_disabled and cast.has_two_casts and (grad_weight_from_codes or not column)
+
+
 class ExpertDispatcher:
     """Sends tokens to the ranks of their experts; see `Dispatcher` (experts/dispatch.py).
 
@@ -138,7 +145,7 @@ class ExpertDispatcher:
     """
 
     def __init__(self, mesh: DeviceMesh, *, grad_weight_from_codes: bool = False) -> None:
-        self.mesh, self.grad_weight_from_codes = mesh, grad_weight_from_codes
+        self.mesh, self.ranks, self.grad_weight_from_codes = mesh, mesh.size(), grad_weight_from_codes
 
     def __call__(self, pairs: int, ends: Tensor, call: str) -> TokenDispatch:
         """See `Dispatcher`. Raises RuntimeError on every rank where ranks disagree about `call`."""
@@ -148,10 +155,31 @@ class ExpertDispatcher:
         announced = torch.cat([own, own.new_full((ranks, 1), digest)], 1)
         arrived = all_to_all(announced, [1] * ranks, [1] * ranks, group)
         counts = arrived[:, :-1]
-        sent, received, digests = torch.stack([own.sum(1), counts.sum(1), arrived[:, -1]]).tolist()
-        if any(each != digest for each in digests):
+        sent, received, unlike = self._read(torch.stack([own.sum(1), counts.sum(1), arrived[:, -1] - digest]), pairs)
+        if any(unlike):
             check_ranks_agree([call], group, ends.device, what="the tokens that they send to experts")
         return TokenDispatch(pairs, ends, counts, sent, received, group, self.grad_weight_from_codes)
+
+    def _read(self, numbers: Tensor, pairs: int) -> list[list[int]]:
+        """`numbers` [3, R] on the host: the rows to send and to receive, and 0 from ranks that agree."""
+        lists: list[list[int]] = numbers.tolist()
+        return lists
+
+    def note(self, experts: nn.Module) -> str:
+        """See `Dispatcher`."""
+        config: Float8LinearConfig | None = getattr(experts, "float8_config", None)
+        first, last = (each.requires_grad for each in weights_of(experts).values())
+        are_codes = [False, False]
+        if config is not None:
+            is_read = getattr(experts, "has_bias", False) or getattr(experts, "has_post_expert_norm", False)
+            readers = ((config.casts.input, first), (config.casts.grad_output, last))
+            are_codes = [_travels_as_codes(casts, True, each, self.grad_weight_from_codes) for casts, each in readers]
+            are_codes[1] = are_codes[1] and not is_read
+        tokens, gradients = ("float8 codes" if each else "high precision" for each in are_codes)
+        return (
+            f"expert parallelism over {self.ranks} ranks: tokens travel to experts in {tokens}, and gradients of their "
+            f"results in {gradients}"
+        )
 
     def local_part(self, parameter: Tensor) -> Tensor:
         """See `Dispatcher`."""
@@ -164,7 +192,7 @@ class ExpertDispatcher:
 class Float8ExpertParallel(ParallelStyle):
     """Splits the experts of a `Float8Experts` over a mesh, whose ranks have tokens of their own.
 
-    Parameters become DTensors, `Shard(0)`, and a state_dict has all experts. Every rank calls the experts and goes
+    So it does those of the trainer in high precision. Parameters become DTensors, `Shard(0)`, and a state_dict has all experts. Every rank calls the experts and goes
     backward in each step, also one without tokens. Results and gradients are those of one process with the tokens of
     all ranks, to the bit: gradients of a sum of the ranks' losses. A norm after the experts stays whole, and has this
     rank's part of its gradient.
@@ -186,9 +214,10 @@ class Float8ExpertParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _check(module, device_mesh)
-        experts = typing.cast(Float8Experts, module)
+        experts = typing.cast(RoutedExperts, module)
         shapes = {name: list(each.shape) for name, each in experts.named_parameters(recurse=False)}
-        line = f"{experts.float8_config}, {shapes}, grad_weight_from_codes={self.grad_weight_from_codes}"
+        precision = getattr(experts, "float8_config", "high precision")
+        line = f"{precision}, {shapes}, grad_weight_from_codes={self.grad_weight_from_codes}"
         device = torch.device(device_mesh.device_type)
         check_ranks_agree([line], device_mesh.get_group(), device, what="experts")
         _check_backend(device_mesh, device)
@@ -200,7 +229,7 @@ class Float8ExpertParallel(ParallelStyle):
 
 
 def _check(module: nn.Module, mesh: DeviceMesh) -> None:
-    if not isinstance(module, Float8Experts):
+    if not isinstance(module, RoutedExperts):
         raise ValueError(
             f"Float8ExpertParallel expects a Float8Experts, got {type(module).__name__}; call "
             "convert_to_float8_training first"

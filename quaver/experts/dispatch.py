@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quaver.config import OperandCasts
 from quaver.experts.groups import GroupedOperands
@@ -35,6 +35,9 @@ class Dispatch(Protocol):
 class Dispatcher(Protocol):
     """Makes the exchange of each routing, for experts that are split over ranks."""
 
+    ranks: int
+    """Over how many."""
+
     def __call__(self, pairs: int, ends: Tensor, call: str) -> Dispatch:
         """The exchange of pairs of tokens and experts. A collective.
 
@@ -44,12 +47,28 @@ class Dispatcher(Protocol):
             call: what the ranks must agree about.
         """
 
+    def note(self, experts: nn.Module) -> str:
+        """What travels to these experts in training, in words."""
+
     def local_part(self, parameter: Tensor) -> Tensor:
         """This rank's part of a parameter, differentiably."""
 
 
+class Bring(torch.autograd.Function):
+    """`dispatch.dispatch` in high precision, both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, dispatch: Dispatch) -> Tensor:
+        ctx.dispatch = dispatch
+        return dispatch.dispatch(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.dispatch.combine(grad), None
+
+
 class Combine(torch.autograd.Function):
-    """`dispatch.combine` in high precision, both ways: for results that are biased or normalized after the matmul."""
+    """`dispatch.combine` in high precision, both ways: for results that more than a matmul reads."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, dispatch: Dispatch) -> Tensor:

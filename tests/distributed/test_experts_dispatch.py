@@ -1,6 +1,7 @@
 """Expert parallelism: results and gradients of one process with all experts and tokens, and the bytes that travel."""
 
 import copy
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -10,13 +11,20 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from quaver import Float8LinearRecipeName, convert_to_float8_training, convert_to_high_precision
+from quaver import (
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    conversion_report,
+    convert_to_float8_training,
+    convert_to_high_precision,
+)
 from quaver.distributed import Float8ExpertParallel, collectives
 from quaver.experts.module import Float8Experts
+from quaver.weights.gathered import Float8AllGatherWeight
 from tests.distributed.ranks import on_ranks, refusal
 from tests.reference import assert_same_bits, sqnr_db
 
@@ -218,14 +226,19 @@ def test_compiled():
     assert_same(got, expected)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "gathers", "dim"), [("tensorwise", False, 0), ("rowwise", True, 0), ("mxfp8", True, 1)]
+)
 @on_ranks(4)
-def test_under_fsdp():
+def test_under_fsdp(recipe, gathers, dim):
     """Of 2 x 2 ranks: each pair of ranks has all experts, and FSDP2 averages the gradients of the pairs."""
-    experts, parts, rank = converted("tensorwise", torch.float32), tokens_of(4, 2, torch.float32), dist.get_rank()
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=gathers)
+    experts, parts, rank = converted(recipe, torch.float32), tokens_of(4, 2, torch.float32), dist.get_rank()
     steps = [step(experts, *(torch.cat(each) for each in zip(*pair, strict=True))) for pair in (parts[:2], parts[2:])]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
-    split = fully_shard(parallelize_module(experts, mesh["ep"], Float8ExpertParallel()), mesh=mesh["dp"])
-    got = step(split, *parts[rank])
+    split = parallelize_module(converted(config, torch.float32), mesh["ep"], Float8ExpertParallel())
+    got = step(fully_shard(split, mesh=mesh["dp"], shard_placement_fn=lambda _: Shard(dim)), *parts[rank])
+    assert gathers == isinstance(split.down_proj.to_local(), Float8AllGatherWeight)
     sizes = [len(part[0]) for part in parts[rank // 2 * 2 :][:2]]
     assert_same_bits(got["out"], steps[rank // 2]["out"].split(sizes)[rank % 2])
     for name in ("gate_up_proj", "down_proj"):
@@ -284,13 +297,20 @@ def test_bytes_per_token(recipe):
     kind = next(name for name in ("tensorwise", "blockwise", "mxfp8", "rowwise") if recipe.startswith(name))
     codes, hp = [DIM + SCALE_BYTES[kind], 2 * DIM], [2 * DIM, 2 * DIM]
     trained = codes if recipe == "tensorwise" else hp
-    assert bytes_sent(parallel(converted(recipe)), *tokens) == (trained, trained)
-    assert bytes_sent(parallel(converted(recipe), grad_weight_from_codes=True), *tokens) == (codes, codes)
-    assert bytes_sent(parallel(converted(recipe, trained=False)), *tokens) == (codes, codes)
+    # The gradient of a biased result is read by more than matmuls.
+    for options, flags, expected in (
+        ({}, {}, (trained, trained)),
+        ({"grad_weight_from_codes": True}, {}, (codes, codes)),
+        ({}, {"trained": False}, (codes, codes)),
+        ({}, {"trained": False, "has_bias": True}, (codes, hp)),
+    ):
+        experts = parallel(converted(recipe, **flags), **options)
+        assert bytes_sent(experts, *tokens) == expected
+        words = ["float8 codes" if each is codes else "high precision" for each in expected]
+        said = f"over 2 ranks: tokens travel to experts in {words[0]}, and gradients of their results in {words[1]}"
+        assert any(note.endswith(said) for note in conversion_report(experts).notes)
     with torch.no_grad():
         assert bytes_sent(parallel(converted(recipe)), *tokens) == (codes, [])
-    biased = parallel(converted(recipe, trained=False, has_bias=True))
-    assert bytes_sent(biased, *tokens) == (codes, hp)  # the gradient of a biased result is read by more than matmuls
 
 
 @RECIPE
