@@ -42,8 +42,7 @@ def _print(run: DryRun) -> None:
     line("FLOPs", f"{run.flops_per_token:,} per token, forward and backward")
     line("data", f"{config.data.path}: {len(run.source.files):,} files, {run.source.total_bytes:,} bytes; not read")
     line("tokenizer", run.tokenizer)
-    mesh = " x ".join(f"{name} {size}" for name, size in run.layout.mesh.items())
-    line("ranks", f"{run.layout.world_size}{': ' + mesh if mesh else ''}")
+    line("ranks", str(run.layout))
     console.print(_held_table(run))
     console.print(_linears_table(run))
     if run.report:

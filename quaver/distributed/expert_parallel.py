@@ -192,10 +192,10 @@ class ExpertDispatcher:
 class Float8ExpertParallel(ParallelStyle):
     """Splits the experts of a `Float8Experts` over a mesh, whose ranks have tokens of their own.
 
-    So it does those of the trainer in high precision. Parameters become DTensors, `Shard(0)`, and a state_dict has all experts. Every rank calls the experts and goes
-    backward in each step, also one without tokens. Results and gradients are those of one process with the tokens of
-    all ranks, to the bit: gradients of a sum of the ranks' losses. A norm after the experts stays whole, and has this
-    rank's part of its gradient.
+    The trainer's experts in high precision are split, too. Parameters become DTensors, `Shard(0)`, and a state_dict has
+    all experts. Every rank calls the experts and goes backward in each step, also one without tokens. Results and
+    gradients are those of one process with the tokens of all ranks, to the bit: gradients of a sum of the ranks'
+    losses. A norm after the experts stays whole, and has this rank's part of its gradient.
 
     Args:
         grad_weight_from_codes: let tokens and gradients travel as codes, one byte an element, also where a weight's

@@ -8,17 +8,21 @@ The bias replaces an auxiliary loss (DeepSeek-V3, section 2.1.2): after each ste
 with fewer tokens than the mean, and falls for those with more. It chooses experts and weighs nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quaver.experts.dispatch import Dispatch
+from quaver.experts.dispatch import Bring, Combine, Dispatch
 from quaver.experts.module import RoutedExperts
 from quaver.linear import compute_dtype
 from quaver.trainer.config import Model
 from quaver.trainer.functional import swiglu
+from quaver.trainer.ranks import plain_tensors
+
+Kind = TypeVar("Kind", bound=nn.Module)
 
 
 class Router(nn.Module):
@@ -79,11 +83,12 @@ class Experts(RoutedExperts):
         return swiglu(gate, up) if self.feeds_float8 else F.silu(gate) * up
 
     def _multiply(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
-        if any(between_ranks.values()):
-            raise NotImplementedError("experts in high precision are not split between ranks; convert them to float8")
-        weight: Tensor = getattr(self, name)
+        dispatch, combine = between_ranks.get("dispatch"), between_ranks.get("combine")
         dtype = compute_dtype(tokens.device.type, tokens.dtype)  # autocast leaves a grouped matmul alone
-        return F.grouped_mm(tokens.to(dtype), weight.to(dtype).transpose(1, 2), offs=ends)
+        tokens = tokens.to(dtype)
+        tokens = tokens if dispatch is None else Bring.apply(tokens, dispatch)
+        output = F.grouped_mm(tokens, self._local(name).to(dtype).transpose(1, 2), offs=ends)
+        return output if combine is None else Combine.apply(output, combine)
 
 
 class Mixture(nn.Module):
@@ -102,13 +107,17 @@ class Mixture(nn.Module):
         return routed if self.shared_experts is None else routed + self.shared_experts(hidden)
 
 
-def take_expert_load(model: nn.Module, add_ranks: Callable[[Tensor], Tensor]) -> Tensor | None:
+def modules_of(model: nn.Module, kind: type[Kind]) -> list[Kind]:
+    """The modules of a class, in order."""
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+def take_expert_load(routers: Sequence[Router], add_ranks: Callable[[Tensor], Tensor]) -> Tensor | None:
     """The share of the tokens of each expert since the last call, [layers, E]; None for a model without experts.
 
     Args:
         add_ranks: sums a tensor over the ranks.
     """
-    routers = [module for module in model.modules() if isinstance(module, Router)]
     if not routers:
         return None
     counts = add_ranks(torch.stack([router.tokens_per_expert for router in routers]))
@@ -118,8 +127,15 @@ def take_expert_load(model: nn.Module, add_ranks: Callable[[Tensor], Tensor]) ->
 
 
 @torch.no_grad()
-def balance_experts(model: nn.Module, load: Tensor, rate: float) -> None:
+def balance_experts(routers: Sequence[Router], load: Tensor, rate: float) -> None:
     """Move the biases of the routers by `rate`, up for experts with less than the mean of `load`, else down."""
-    routers = [module for module in model.modules() if isinstance(module, Router)]
     for router, shares in zip(routers, load, strict=True):
         router.e_score_correction_bias += rate * torch.sign(shares.mean() - shares)
+
+
+def average_expert_gradients(experts: Sequence[Experts]) -> None:
+    """Divide the gradients of experts that are split, which are sums over the ranks that split them."""
+    for each in experts:
+        if each.dispatcher is not None:
+            grads = [parameter.grad for parameter in each.parameters() if parameter.grad is not None]
+            torch._foreach_div_([plain for grad in grads for plain in plain_tensors(grad)], each.dispatcher.ranks)

@@ -16,6 +16,8 @@ class ParallelDims:
     shard: int = 1
     tensor: int = 1
     rank: int = 0
+    expert: int = 1
+    """Neighboring ranks of a shard group, which split the experts."""
 
     @property
     def world_size(self) -> int:
@@ -43,6 +45,11 @@ class ParallelDims:
         needed = {"dp_shard"} if self.replicate > 1 else set()
         return {name: size for name, size in dims.items() if size > 1 or name in needed}
 
+    def __str__(self) -> str:
+        dims = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
+        split = f"; experts split over {self.expert}" if self.expert > 1 else ""
+        return f"{self.world_size}{': ' + dims if dims else ''}{split}"
+
 
 def resolve(config: TrainConfig, *, rank: int = 0, world_size: int = 1) -> tuple[TrainConfig, ParallelDims]:
     """Return `config` with its global batch size resolved, and its parallel dims on `world_size` ranks.
@@ -50,8 +57,8 @@ def resolve(config: TrainConfig, *, rank: int = 0, world_size: int = 1) -> tuple
     Every rank must call this with the same config and gets the same answer except for `ParallelDims.rank`.
 
     Raises:
-        ValueError: the degrees do not multiply to `world_size`, the batch does not divide, or a float8 all-gather is
-            enabled although no weight is sharded.
+        ValueError: the degrees do not multiply to `world_size`, expert parallel ranks or the batch do not divide, or a
+            float8 all-gather is enabled although no weight is sharded.
     """
     dims = _parallel_dims(config, rank, world_size)
     training, groups = config.training, dims.data_parallel_degree
@@ -80,7 +87,10 @@ def _parallel_dims(config: TrainConfig, rank: int, world_size: int) -> ParallelD
         shard = world_size // others
     degrees = (replicate, shard, tensor)
     if prod(degrees) == world_size:
-        return ParallelDims(*degrees, rank)
+        expert = config.parallelism.expert_parallel_degree
+        divides = f"a divisor of the {shard} ranks over which FSDP2 shards"
+        require(shard % expert == 0, "parallelism.expert_parallel_degree", divides, expert)
+        return ParallelDims(*degrees, rank, expert)
     product = " * ".join(map(str, degrees)) if shard != -1 else f"a multiple of {replicate} * {tensor}"
     raise ValueError(
         f"{' * '.join(f'parallelism.{name}' for name in DEGREES)} must be the number of processes = {world_size}, "

@@ -1,7 +1,12 @@
-"""Applies tensor parallelism, activation checkpointing, compilation and FSDP2 to the Llama, in this order and in place.
+"""Applies tensor and expert parallelism, activation checkpointing, compilation and FSDP2 to the Llama, in this order.
 
 Tensor parallelism is Megatron's with sequence parallelism: between linears each rank holds 1/tp of the sequence;
 q, k, v, gate and up gather it and split their outputs, o and down split their inputs and scatter the sequence again.
+
+[Note: mesh of experts] Expert parallelism splits experts over neighboring ranks of a shard group, and FSDP2 shards
+those of a rank over the rest: a mesh of its own, [dp_replicate,] dp_shard / ep, ep. All other parameters are on the
+mesh of the run. FSDP2 averages the gradients of experts over its part of that mesh, where each is a sum over "ep"
+already: `average_expert_gradients` (mixture.py) divides by the rest.
 
 [Note: precision under FSDP2] Autocast defines the numerics, as on one rank: a linear reads its weight in
 `training.mixed_precision_param`. Blocks and the output projection are therefore gathered in that dtype, to which
@@ -14,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -28,9 +33,15 @@ from torch.distributed.tensor.parallel import (
 
 from quaver import Float8Linear
 from quaver.checkpointing import apply_activation_checkpointing
-from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
+from quaver.distributed import (
+    Float8ColwiseParallel,
+    Float8ExpertParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+)
 from quaver.distributed.linear_sharding import check_can_be_sharded
 from quaver.trainer.config import TrainConfig
+from quaver.trainer.mixture import Experts, modules_of
 from quaver.trainer.model import Block, FeedForward, Llama
 
 
@@ -44,15 +55,17 @@ def parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh | None) -> N
     if mesh is not None and "tp" in dims:
         _split_linears(model, mesh["tp"])
         _ignore_view_warning()
+    degree = config.parallelism.expert_parallel_degree
+    mesh_of_experts = _split_experts(model, config, mesh) if mesh is not None and degree > 1 else None
     _checkpoint_blocks(model, config)
     if config.training.compile:
         for block in model.blocks():
-            block.compile(fullgraph=True)
+            block.compile(fullgraph=mesh_of_experts is None)
         if "tp" in dims:
             model.model.embed_tokens.register_forward_hook(_finish_collective)
     data_parallel = tuple(name for name in dims if name != "tp")
     if mesh is not None and data_parallel:
-        _shard(model, config, mesh[data_parallel])
+        _shard(model, config, mesh[data_parallel], mesh_of_experts)
 
 
 def _checkpoint_blocks(model: Llama, config: TrainConfig) -> None:
@@ -68,8 +81,27 @@ def _checkpoint_blocks(model: Llama, config: TrainConfig) -> None:
     )
 
 
-def _shard(model: Llama, config: TrainConfig, mesh: DeviceMesh) -> None:
-    """Shard with one FSDP2 group per block, one for the output projection, and the root for the rest."""
+def _split_experts(model: Llama, config: TrainConfig, mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh over whose "ep" the experts are split now; see [Note: mesh of experts]."""
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    degree = config.parallelism.expert_parallel_degree
+    sizes = {**sizes, "dp_shard": sizes["dp_shard"] // degree, "ep": degree}
+    whole = init_device_mesh(mesh.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    style = Float8ExpertParallel(grad_weight_from_codes=config.float8.grad_weight_from_codes)
+    for experts in modules_of(model, Experts):
+        parallelize_module(experts, whole["ep"], style)
+    return whole
+
+
+def _shard(model: Llama, config: TrainConfig, mesh: DeviceMesh, mesh_of_experts: DeviceMesh | None) -> None:
+    """Shard with one FSDP2 group per block, one for the output projection, and the root for the rest.
+
+    Experts that are split have a group of their own on `mesh_of_experts`.
+    """
+    if mesh_of_experts is not None:
+        fsdp_part = mesh_of_experts[tuple(name for name in mesh_of_experts.mesh_dim_names or () if name != "ep")]
+        for experts in modules_of(model, Experts):
+            fully_shard(experts, **group_options(config, fsdp_part))
     groups: list[nn.Module] = list(model.blocks())
     if not config.model.tie_word_embeddings:  # a tied projection is in the embedding's group
         groups.append(model.lm_head)

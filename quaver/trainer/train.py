@@ -331,8 +331,9 @@ def _introduce(run: Run, display: Display) -> None:
     )
     display.line(f"step         {config.training.step_tokens:,} tokens; {config.training.steps} steps on {run.device}")
     if not run.ranks.is_alone:
-        mesh = " x ".join(f"{name} {size}" for name, size in run.dims.mesh.items())
-        display.line(f"ranks        {run.ranks.world_size}: {mesh}")
+        display.line(f"ranks        {run.dims}")
+        for note in dict.fromkeys(note for model in run.models for note in model.notes):
+            display.line(f"{'':<12} {note}")
     peaks = {"bfloat16": run.peak.flops_per_s}
     if run.peak.float32_flops_per_s and any("float32" in flops for flops in run.flops_per_token.values()):
         peaks["float32"] = run.peak.float32_flops_per_s

@@ -24,7 +24,14 @@ from quaver.trainer.errors import NonFiniteError
 from quaver.trainer.float8 import in_high_precision
 from quaver.trainer.loss import next_token_loss
 from quaver.trainer.memory import PeakMemory, measure_peak
-from quaver.trainer.mixture import balance_experts, take_expert_load
+from quaver.trainer.mixture import (
+    Experts,
+    Router,
+    average_expert_gradients,
+    balance_experts,
+    modules_of,
+    take_expert_load,
+)
 from quaver.trainer.model import Llama
 from quaver.trainer.nonfinite import find_nonfinite
 from quaver.trainer.optimizer import (
@@ -84,13 +91,22 @@ class TrainedModel:
     scaling: Float8ScalingState = field(init=False, repr=False)
     """The persistent scales; empty for recipes with dynamic scaling."""
     _skipped_in_a_row: int = field(init=False, default=0)
+    _routers: list[Router] = field(init=False, repr=False)
+    _experts: list[Experts] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.model.train()
         self.precision = self.name
         self.scaling = float8_scaling_state(self.model)
+        self._routers, self._experts = modules_of(self.model, Router), modules_of(self.model, Experts)
         self.optimizer = build_optimizer(self.model, self.config.optimizer)
         self.precompute_scales()
+
+    @property
+    def notes(self) -> list[str]:
+        """What travels to experts of other ranks."""
+        split = [(each, each.dispatcher) for each in self._experts if each.dispatcher is not None]
+        return list(dict.fromkeys(dispatcher.note(each) for each, dispatcher in split))
 
     def train_step(self, step: int, batches: Sequence[Batch], *, measure_memory: bool = False) -> StepResult:
         """Run optimizer step `step` (from 1) on the micro-batches of one global batch.
@@ -127,6 +143,7 @@ class TrainedModel:
             group["lr"] = rate
         loss_sum = self._forward_backward(batches)
         sum_partial_gradients(self.model)
+        average_expert_gradients(self._experts)
         shares = torch.stack([loss_sum / self.ranks.world_size, squared_norm_share(self.model)])
         loss, squared_norm = self.ranks.sum(shares)
         norm = squared_norm.sqrt()
@@ -137,9 +154,9 @@ class TrainedModel:
         self._skipped_in_a_row = 0
         if self.scaling:  # after the check: a non-finite step is repeated with its own scales
             sync_float8_amax_and_scale_history(self.model)
-        self.expert_load = take_expert_load(self.model, self.ranks.sum)
+        self.expert_load = take_expert_load(self._routers, self.ranks.sum)
         if self.expert_load is not None:
-            balance_experts(self.model, self.expert_load, config.optimizer.expert_bias_rate)
+            balance_experts(self._routers, self.expert_load, config.optimizer.expert_bias_rate)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.precompute_scales()
@@ -169,7 +186,7 @@ class TrainedModel:
         training = self.config.training
         where = self._find_nonfinite(step, batches, loss, grad_norm)
         self.scaling.forget_observed()
-        take_expert_load(self.model, self.ranks.sum)
+        take_expert_load(self._routers, self.ranks.sum)
         self._skipped_in_a_row += 1
         if training.nonfinite != "skip":
             raise NonFiniteError(where)

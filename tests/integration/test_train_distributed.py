@@ -34,6 +34,7 @@ TINY = [
 ]
 HP = ["--float8.no-enable_float8_linear"]
 ALL_GATHER = ["--float8.enable_fsdp_float8_all_gather", "--float8.precompute_float8_dynamic_scale_for_fsdp"]
+SELECTIVE = ["--activation_checkpoint.mode=selective"]
 REPLICATE = ["--parallelism.data_parallel_replicate_degree=2"]
 TENSOR = ["--parallelism.tensor_parallel_degree=2"]
 DELAYED = ["--float8.recipe_name=delayed"]
@@ -41,7 +42,9 @@ DELAYED_DYNAMIC_WEIGHT = ["--float8.recipe_name=delayed_with_dynamic_weight"]
 MASKED = ["--data.document_mask"]
 MXFP8 = ["--float8.recipe_name=mxfp8", "--model.dim=128", "--model.hidden_dim=128"]
 MIXED = ["--float8.filter_fqns=lm_head,k_proj,layers.1.mlp", *MASKED]
-MIXTURE = ["--float8.recipe_name=rowwise", "--model.n_experts=4", "--model.n_shared_experts=1", "--model.hidden_dim=32"]
+EXPERTS = ["--model.n_experts=4", "--model.n_shared_experts=1", "--model.hidden_dim=32"]
+MIXTURE = ["--float8.recipe_name=rowwise", *EXPERTS]
+SPLIT_BY_2, SPLIT_BY_4 = (["--parallelism.expert_parallel_degree=2"], ["--parallelism.expert_parallel_degree=4"])
 # Where sums are taken in another order a code may move by one step; of blocks a scale, too, by a power of two.
 EXACT, FLOAT8, BLOCKS = 2e-6, 1e-5, 1e-4
 NORM = {EXACT: 10 * EXACT, FLOAT8: 50 * FLOAT8, BLOCKS: 50 * BLOCKS}
@@ -53,6 +56,8 @@ REFERENCES = {
     "mxfp8": MXFP8,
     "mixed": MIXED,
     "mixture": MIXTURE,
+    "mixture_hp": [*HP, *EXPERTS],
+    "mixture_tensorwise": EXPERTS,
     "delayed": DELAYED,
     "delayed_dynamic_weight": DELAYED_DYNAMIC_WEIGHT,
 }
@@ -65,6 +70,11 @@ LAYOUTS = {
     "tensor_mixed": (2, "mixed", [*MIXED, *TENSOR], FLOAT8),
     "mxfp8_shard_tensor": (4, "mxfp8", [*MXFP8, *TENSOR, *ALL_GATHER], BLOCKS),
     "mixture_shard": (2, "mixture", MIXTURE, FLOAT8),
+    "mixture_split": (2, "mixture", [*MIXTURE, *SPLIT_BY_2, "--training.compile", "--job.compare"], FLOAT8),
+    # The tensorwise scale of an expert's tokens is one for those of all ranks.
+    "tensorwise_split": (2, "mixture_tensorwise", [*EXPERTS, *SPLIT_BY_2, *ALL_GATHER], BLOCKS),
+    "mixture_hp_split": (4, "mixture_hp", [*HP, *EXPERTS, *SPLIT_BY_4], EXACT),
+    "mixture_shard_split": (4, "mixture", [*MIXTURE, *SPLIT_BY_2, *ALL_GATHER, *SELECTIVE], FLOAT8),
     "delayed_shard": (2, "delayed", DELAYED, FLOAT8),
     "delayed_all_gather": (2, "delayed", [*DELAYED, *ALL_GATHER], FLOAT8),
     "delayed_tensor": (2, "delayed", [*DELAYED, *TENSOR], FLOAT8),
@@ -78,6 +88,8 @@ LAYOUTS = {
 NIGHTLY = {
     "tensor_compiled": (2, "hp", [*HP, *TENSOR, "--training.compile"], EXACT),
     "replicate": (2, "hp", [*HP, *REPLICATE], EXACT),
+    "mixture_replicate_split": (4, "mixture", [*MIXTURE, *SPLIT_BY_2, *REPLICATE], FLOAT8),
+    "mixture_foreach_split": (2, "mixture", [*MIXTURE, *SPLIT_BY_2, "--optimizer.implementation=foreach"], FLOAT8),
     "tensor": (2, "hp", [*HP, *TENSOR], EXACT),
     "resharded": (2, "hp", [*HP, "--parallelism.fsdp_reshard_after_forward=always"], EXACT),
     "tensor_float8": (2, "tensorwise", TENSOR, FLOAT8),
@@ -96,6 +108,13 @@ BAD = {
     "flag": (["--parallelism.degree=2"], "unknown flag: 'parallelism.degree'"),
     "data": (["--data=none"], "data.path 'none' does not exist"),
     "experts": ([*MIXTURE, *TENSOR], "model.n_experts must be 0 with parallelism.tensor_parallel_degree = 2, got 4"),
+    "split": ([*MIXTURE, *SPLIT_BY_4], "must be a divisor of the 2 ranks over which FSDP2 shards, got 4"),
+    "dense": (SPLIT_BY_2, "model.n_experts must be above 0 with parallelism.expert_parallel_degree = 2, got 0"),
+    "uneven": (
+        [*MIXTURE, "--model.n_experts=5", *SPLIT_BY_2],
+        "model.n_experts must be a multiple of parallelism",
+    ),
+    "codes": ([*MIXTURE, "--float8.grad_weight_from_codes"], "float8.grad_weight_from_codes must be false without"),
     "folder": (["--job.name=used"], "has files already; give another job.name or remove it"),
 }
 
@@ -179,6 +198,28 @@ def test_ranks_compute_what_one_process_computes(name, request, references):
     if name != "shard_replicate":  # which takes fewer validation batches, that do not divide by the ranks
         validation = numbers(runs / name, "validation_loss")
         assert validation == pytest.approx(numbers(one, "validation_loss"), rel=tolerance)
+
+
+def test_the_load_of_experts_is_that_of_one_process(on_two, on_four, references):
+    one = numbers(references / "one_mixture", "expert_load_max")
+    for name in ("mixture_shard", "mixture_split", "mixture_shard_split"):
+        assert numbers(references / name, "expert_load_max") == one
+
+
+def test_a_run_with_experts_goes_on_with_other_ranks(where, references):
+    """Checkpoints of experts that 4 ranks split, then 2, and then one process holds."""
+    words = [*MIXTURE, "--checkpoint.enable", "--lr_scheduler.schedule=constant"]
+    run = where / "runs" / "resharded_experts"
+    goes_on = [f"--resume={run}"]
+    first = words_of(where, run.name, [*words, *SPLIT_BY_4, "--training.steps=1", "--validation.freq=1"])
+    train_on_ranks(4, [("first", [word for word in first if word != "--checkpoint.no-enable"])])
+    train_on_ranks(2, [("second", [*goes_on, *SPLIT_BY_2, "--training.steps=2"])])
+    assert main(["train", *goes_on, "--parallelism.expert_parallel_degree=1", "--training.steps=3"]) == 0
+    assert main(["train", *words_of(where, "whole_experts", [*words[:-2], words[-1]])]) == 0
+    for key in ("loss", "grad_norm", "expert_load_max"):
+        expected = numbers(where / "runs" / "whole_experts", key)
+        assert len(expected) == 3
+        assert numbers(run, key) == pytest.approx(expected, rel=NORM[FLOAT8] if key == "grad_norm" else FLOAT8)
 
 
 def test_a_float8_all_gather_starts_with_the_bits_of_one_process(on_two, references):

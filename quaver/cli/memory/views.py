@@ -23,7 +23,6 @@ _DEVICES = {"cuda": "an NVIDIA GPU that multiplies float8", "cpu": "a CPU"}
 def prediction_views(memory: RunMemory, device: str, top: int) -> Iterator[str | Table]:
     """Yield where and when the peak is, a table of categories, and one of the `top` largest tensors."""
     training, prediction = memory.config.training, memory.prediction
-    mesh = " x ".join(f"{name} {size}" for name, size in memory.layout.mesh.items())
     batch = f"{memory.micro_batches} micro-batches of {training.local_batch_size} sequences of {training.seq_len:,}"
     moment = (
         f"{prediction.phase_of_peak} of {prediction.module_of_peak or 'no module'}, "
@@ -31,7 +30,7 @@ def prediction_views(memory: RunMemory, device: str, top: int) -> Iterator[str |
     )
     about = [
         ("model", f"{memory.parameters:,} parameters in {training.dtype}, trained in {memory.name}"),
-        ("ranks", f"{memory.layout.world_size}{': ' + mesh if mesh else ''}; what follows is of one"),
+        ("ranks", f"{memory.layout}; what follows is of one"),
         ("device", _DEVICES[device]),
         ("step", f"{batch} tokens"),
         ("peak", f"{_long_size(prediction.peak_bytes)}, in the {moment}"),

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import count
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
+from quaver.memory.faking.experts import EVEN_LOAD, load_evenly
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.predict import Prediction, predict_step
 from quaver.trainer.config import TrainConfig
@@ -54,6 +56,8 @@ class RunMemory:
     def notes(self) -> list[str]:
         """What the prediction leaves out of the run."""
         notes = [COMPARED] if self.config.job.compare else []
+        if self.layout.expert > 1:
+            notes.append(EVEN_LOAD)
         if self.config.float8.last_steps_high_precision:
             notes.append("float8.last_steps_high_precision: those steps are not predicted")
         return notes
@@ -86,6 +90,7 @@ def predict_memory(config: TrainConfig, ranks: int = 1) -> RunMemory:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     with pretended_mesh(layout) as mesh:
         parallelize(model, config, mesh)  # the mesh computes coordinates with real tensors
+        load_evenly(model)
         with fake_tensors(compiled=config.training.compile) as fakes:
             allocate(model, device)
             trained = TrainedModel(name, model, config, device, Ranks(0, 0, ranks))
@@ -98,16 +103,20 @@ def predict_memory(config: TrainConfig, ranks: int = 1) -> RunMemory:
 def training_step(trained: TrainedModel, config: TrainConfig, layout: ParallelDims) -> tuple[Callable[[], None], int]:
     """A function that trains one step, and the number of its micro-batches on one rank.
 
-    Memory does not depend on the tokens, so all are 0 and of one document.
+    Memory does not depend on the tokens, unless ranks split experts: routers then choose more evenly among unlike ones.
+    All are of one document.
     """
     training, numbers = config.training, count(1)
 
     def tokens() -> Tensor:
-        return torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64, device=trained.device)
+        shape = training.local_batch_size, training.seq_len
+        return (torch.arange(prod(shape), device=trained.device) % config.model.vocab_size).view(shape)
 
     has_documents = config.data.document_mask
     micro_batches = layout.micro_batches(training)
-    batches = [Batch(tokens(), tokens(), tokens() if has_documents else None) for _ in range(micro_batches)]
+    batches = [
+        Batch(tokens(), tokens(), torch.zeros_like(tokens()) if has_documents else None) for _ in range(micro_batches)
+    ]
 
     def step() -> None:
         trained.train_step(next(numbers), batches)

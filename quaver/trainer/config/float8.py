@@ -38,6 +38,9 @@ class Float8(Settings, section="float8"):
     """Compute the scales of these weights in one collective after each optimizer step."""
     cast_weights_once: bool = False
     """Quantize shards once per step and hold the codes meanwhile. One process always does so."""
+    grad_weight_from_codes: bool = False
+    """With expert parallelism send tokens as codes in training too, where gradients of weights then read rounded
+    tokens."""
     delayed_history_len: int = 16
     """Steps in the history of amaxes."""
     delayed_scale_fn_name: str = "max"

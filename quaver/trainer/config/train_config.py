@@ -52,6 +52,7 @@ class TrainConfig(Settings):
         self.require(is_found_again, "job.name", expected, "the run is found again by its name")
         self._check_persistent_scales()
         self._check_tensor_parallel()
+        self._check_expert_parallel()
         self._check_activation_checkpoint()
         self._check_steps()
         self._check_high_precision()
@@ -69,11 +70,24 @@ class TrainConfig(Settings):
         for name in SPLIT:
             section, size = name.split(".")
             self.require(getattr(getattr(self, section), size) % degree == 0, name, f"a multiple of {setting}")
-        fix = "experts are sharded by FSDP2 only"
+        fix = "experts are split by parallelism.expert_parallel_degree"
         self.require(degree == 1 or not self.model.n_experts, "model.n_experts", f"0 with {setting}", fix)
         fix = "the embedding and the output projection are split differently"
         splits_tied = degree > 1 and self.model.tie_word_embeddings
         self.require(not splits_tied, "model.tie_word_embeddings", f"false with {setting}", fix)
+
+    def _check_expert_parallel(self) -> None:
+        degree, experts = self.parallelism.expert_parallel_degree, self.model.n_experts
+        setting = f"parallelism.expert_parallel_degree = {degree}"
+        has_experts = degree == 1 or experts > 0
+        self.require(has_experts, "model.n_experts", f"above 0 with {setting}", "a dense model has no experts to split")
+        self.require(experts % degree == 0, "model.n_experts", f"a multiple of {setting}", "each rank has as many")
+        is_read = self.float8.enable_float8_linear and degree > 1
+        expected = "false without float8.enable_float8_linear and a parallelism.expert_parallel_degree above 1"
+        sends_codes = self.float8.grad_weight_from_codes
+        self.require(
+            is_read or not sends_codes, "float8.grad_weight_from_codes", expected, "no tokens are sent as codes"
+        )
 
     def _check_steps(self) -> None:
         """Refuse what no step of the run would reach."""

@@ -168,6 +168,8 @@ class Parallelism(Settings, section="parallelism"):
     """Ranks over which FSDP2 shards a copy; -1 for the rest."""
     tensor_parallel_degree: AtLeast1 = 1
     """Ranks that share each linear and, between linears, the sequence."""
+    expert_parallel_degree: AtLeast1 = 1
+    """Ranks of each shard group that split the experts; FSDP2 shards those of a rank over the rest."""
     fsdp_reshard_after_forward: Annotated[str, OneOf(("default", "always", "never"))] = "default"
     """When FSDP2 frees gathered weights after the forward; default: all but those that backward needs first."""
 

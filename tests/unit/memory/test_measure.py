@@ -4,15 +4,21 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from quaver.cli.memory.views import side_by_side_table
-from quaver.memory.runs.measure import MOST_RANKS, measure_memory, side_by_side
+from quaver.memory.runs.measure import MOST_RANKS, _measure, measure_memory, side_by_side
 from quaver.memory.runs.predict import SEES_GATHERS, predict_memory
 from quaver.trainer.config import ActivationCheckpoint, Data, Float8, Optimizer, Parallelism, Training
 from quaver.trainer.config_io import load_config
+from quaver.trainer.parallel_dims import resolve
+from quaver.trainer.ranks import Ranks
+from tests.distributed.ranks import run as run_on_ranks
 from tests.unit.trainer.runs import changed, run_to_end
 
 CONFIGS = Path(__file__).parents[3] / "train_configs"
@@ -94,6 +100,25 @@ def test_compiled_code_is_measured_by_the_allocator(tiny_float8_config):
     assert cells[0][-3:] == ["peak", "between steps", "saved for backward"]
     assert cells[2][0] == cells[3][0] == ""
     assert cells[3][-3] == f"{ratios['peak']:.4f}"
+
+
+def _measured_with_even_load(config):
+    def evenly(scores, k, **_):
+        return SimpleNamespace(indices=(torch.arange(len(scores) * k) % scores.shape[1]).view(-1, k))
+
+    resolved, layout = resolve(config, rank=dist.get_rank(), world_size=2)
+    with patch("quaver.trainer.mixture.torch.topk", evenly):
+        return _measure(resolved, layout, Ranks(layout.rank, layout.rank, 2), torch.device("cpu"))
+
+
+@on_ranks
+def test_experts_that_ranks_split(tiny_config):
+    model = replace(tiny_config.model, n_experts=4, top_k=2)
+    config = replace(tiny_config, model=model, parallelism=Parallelism(expert_parallel_degree=2))
+    measured = run_on_ranks(2, _measured_with_even_load, config)[0]
+    predicted = predict_memory(config, 2)
+    _check(predicted, measured, ALL | {"parameters", "optimizer state", "saved activations"})
+    assert any("experts" in note for note in predicted.notes)
 
 
 @on_ranks

@@ -12,7 +12,7 @@ from quaver.experts.module import Float8Experts
 from quaver.trainer.config import Model, TrainConfig
 from quaver.trainer.flops import flops_per_token_by_precision, linear_precisions
 from quaver.trainer.initialize import allocate, initialize
-from quaver.trainer.mixture import Mixture, Router, balance_experts, take_expert_load
+from quaver.trainer.mixture import Mixture, Router, balance_experts, modules_of, take_expert_load
 from quaver.trainer.model import Llama, training_flops_per_token
 from tests.reference import assert_same_bits, sqnr_db
 
@@ -59,13 +59,13 @@ def test_a_mixture_is_what_its_equations_say():
 
 def test_the_bias_moves_towards_balance_and_weighs_nothing():
     model = small_model().train()
-    routers = [module for module in model.modules() if isinstance(module, Router)]
+    routers = modules_of(model, Router)
     model(tokens()).sum().backward()
     assert all(router.tokens_per_expert.sum() == 2 * 60 for router in routers)
-    load = take_expert_load(model, lambda counts: 2 * counts)
+    load = take_expert_load(modules_of(model, Router), lambda counts: 2 * counts)
     assert load.shape == (2, 4)
     torch.testing.assert_close(load.sum(1), torch.ones(2))
-    balance_experts(model, load, 0.25)
+    balance_experts(modules_of(model, Router), load, 0.25)
     for router, shares in zip(routers, load, strict=True):
         assert router.e_score_correction_bias.tolist() == (0.25 * torch.sign(0.25 - shares)).tolist()
         assert not router.tokens_per_expert.any()
@@ -81,7 +81,7 @@ def test_counts_are_of_training_steps_only():
     for context in (model.eval(), model.train()):
         with torch.no_grad():
             context(tokens())
-    assert take_expert_load(model, lambda counts: counts).isnan().all()
+    assert take_expert_load(modules_of(model, Router), lambda counts: counts).isnan().all()
 
 
 def test_a_long_imbalance_is_cured():
@@ -90,9 +90,9 @@ def test_a_long_imbalance_is_cured():
     seen = set()
     for _ in range(80):
         model(torch.zeros(1, 8, dtype=torch.int64))
-        load = take_expert_load(model, lambda counts: counts)
+        load = take_expert_load(modules_of(model, Router), lambda counts: counts)
         seen |= set(load[0].nonzero().flatten().tolist())
-        balance_experts(model, load, 0.01)
+        balance_experts(modules_of(model, Router), load, 0.01)
     assert seen == {0, 1, 2, 3}
 
 
@@ -106,7 +106,7 @@ def test_float8_experts_are_close_and_balanced_alike(recipe):
     for each in outputs:
         each.square().mean().backward()
     assert sqnr_db(outputs[0].detach(), outputs[1].detach()) > 25
-    loads = [take_expert_load(each, lambda counts: counts) for each in (reference, model)]
+    loads = [take_expert_load(modules_of(each, Router), lambda counts: counts) for each in (reference, model)]
     assert_same_bits(loads[1][0], loads[0][0])
     for name, parameter in reference.named_parameters():
         if ".experts." in name:
@@ -121,7 +121,7 @@ def test_checkpointing_repeats_every_bit(mode):
         if checkpointed:
             apply_activation_checkpointing(model.blocks(), mode=mode, preserve_rng_state=False)
         model(tokens()).square().mean().backward()
-        load = take_expert_load(model, lambda counts: counts)
+        load = take_expert_load(modules_of(model, Router), lambda counts: counts)
         gradients.append([*(parameter.grad for parameter in model.parameters()), load])
     for one, other in zip(*gradients, strict=True):
         assert_same_bits(one, other)
