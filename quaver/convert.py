@@ -36,6 +36,7 @@ from quaver.experts.module import (
 from quaver.linear import OWN_ATTRIBUTES, Float8Linear
 from quaver.shared_input import share_inputs, stop_sharing_inputs
 from quaver.slow_paths import slow_paths
+from quaver.torch_private.fsdp import has_run
 from quaver.weights.frozen import FrozenFloat8Weight
 from quaver.weights.gathered import (
     Float8AllGatherWeight,
@@ -95,6 +96,7 @@ def convert_to_float8_training(
         ValueError: an unknown recipe, an admitted layer that is converted under another config, or a weight to gather
             in float8 that is tied to another module's.
         TypeError: `config` or `module` is of another type.
+        RuntimeError: weights to gather in float8, of a model that ran under `fully_shard` before.
     """
     config = resolve_config(config)
     if not isinstance(module, nn.Module):
@@ -149,7 +151,7 @@ Converted = TypeVar("Converted", bound=nn.Module)
 def _restore(converted: Converted, to_plain: Callable[[Converted], nn.Module]) -> None:
     """Convert back, also what `fully_shard` put FSDPModule in front of."""
     before, plain = type(converted), to_plain(converted)
-    if issubclass(before, FSDPModule):
+    if issubclass(before, FSDPModule) and not isinstance(plain, FSDPModule):  # it was sharded after its conversion
         namespace = {"__deepcopy__": vars(before)["__deepcopy__"]}
         plain.__class__ = type(f"FSDP{type(plain).__name__}", (FSDPModule, type(plain)), namespace)
 
@@ -260,6 +262,8 @@ def _convert(
             undo.callback(restore_plain_weights, weight.module)
         add_persistent_scales(module, stateless, config)
         if config.enable_fsdp_float8_all_gather:
+            if plain and has_run(module):
+                raise RuntimeError("the model ran under fully_shard already; convert before its first forward")
             make_all_gather_weights(plain)
         undo.pop_all()
 

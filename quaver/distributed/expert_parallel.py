@@ -141,11 +141,13 @@ class ExpertDispatcher:
 
     Args:
         mesh: one axis, over whose ranks the experts are split in order, each with as many.
+        experts: how many all ranks have.
         grad_weight_from_codes: see `Float8ExpertParallel`.
     """
 
-    def __init__(self, mesh: DeviceMesh, *, grad_weight_from_codes: bool = False) -> None:
-        self.mesh, self.ranks, self.grad_weight_from_codes = mesh, mesh.size(), grad_weight_from_codes
+    def __init__(self, mesh: DeviceMesh, experts: int, *, grad_weight_from_codes: bool = False) -> None:
+        self.mesh, self.ranks, self.experts = mesh, mesh.size(), experts
+        self.grad_weight_from_codes = grad_weight_from_codes
 
     def __call__(self, pairs: int, ends: Tensor, call: str) -> TokenDispatch:
         """See `Dispatcher`. Raises RuntimeError on every rank where ranks disagree about `call`."""
@@ -220,11 +222,13 @@ class Float8ExpertParallel(ParallelStyle):
         line = f"{precision}, {shapes}, grad_weight_from_codes={self.grad_weight_from_codes}"
         device = torch.device(device_mesh.device_type)
         check_ranks_agree([line], device_mesh.get_group(), device, what="experts")
-        _check_backend(device_mesh, device)
+        check_backend(device_mesh, device)
         for name, each in list(experts.named_parameters(recurse=False)):
             shard = distribute_tensor(each.detach(), device_mesh, [Shard(0)])
             experts.register_parameter(name, nn.Parameter(shard, requires_grad=each.requires_grad))
-        experts.dispatcher = ExpertDispatcher(device_mesh, grad_weight_from_codes=self.grad_weight_from_codes)
+        experts.dispatcher = ExpertDispatcher(
+            device_mesh, shapes["down_proj"][0], grad_weight_from_codes=self.grad_weight_from_codes
+        )
         return experts
 
 
@@ -238,19 +242,22 @@ def _check(module: nn.Module, mesh: DeviceMesh) -> None:
     if count != module.num_experts:
         raise ValueError(
             f"expected whole experts, got a module of {module.num_experts} with weights of {count}; load the model "
-            "without another expert parallelism"
+            'without another expert parallelism, or with transformers\' ep_implementation="float8"'
         )
     if count % mesh.size():
         raise ValueError(f"expert parallelism expects as many experts on each rank, got {count} on {mesh.size()} ranks")
 
 
-def _check_backend(mesh: DeviceMesh, device: torch.device) -> None:
-    """Exchange one byte with each rank, so that a backend that cannot says so before the first step."""
+def check_backend(mesh: DeviceMesh, device: torch.device) -> None:
+    """Exchange one byte with each rank, so that a backend that cannot says so before the first step.
+
+    Raises NotImplementedError.
+    """
     ones, group = [1] * mesh.size(), mesh.get_group()
     try:
         all_to_all(torch.zeros(mesh.size(), 1, dtype=torch.uint8, device=device), ones, ones, group)
     except RuntimeError as error:
         raise NotImplementedError(
-            "Float8ExpertParallel sends codes by all_to_all_single of uint8, which the backend "
+            "expert parallelism sends codes by all_to_all_single of uint8, which the backend "
             f"{dist.get_backend(group)} cannot on {device.type} ({error}); use gloo or nccl"
         ) from error

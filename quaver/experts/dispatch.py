@@ -37,6 +37,8 @@ class Dispatcher(Protocol):
 
     ranks: int
     """Over how many."""
+    experts: int
+    """How many all ranks have."""
 
     def __call__(self, pairs: int, ends: Tensor, call: str) -> Dispatch:
         """The exchange of pairs of tokens and experts. A collective.

@@ -46,6 +46,8 @@ class RoutedExperts(nn.Module):
 
     dispatcher: Dispatcher | None = None
     """Sends tokens to the ranks of their experts, under expert parallelism; else None."""
+    planned_dispatcher: Dispatcher | None = None
+    """The same of experts that another library split, before and after a conversion."""
 
     def forward(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
         """Each token's sum over its experts.
@@ -68,14 +70,15 @@ class RoutedExperts(nn.Module):
             return self._of_sorted(tokens, ends, None)
         top_k_index, top_k_weights = routing
         of_pairs, order = torch.sort(top_k_index.reshape(-1), stable=True)
-        numbers = torch.arange(experts.num_experts, device=order.device)
+        count: int = experts.num_experts if self.dispatcher is None else self.dispatcher.experts
+        numbers = torch.arange(count, device=order.device)
         ends = torch.searchsorted(of_pairs, numbers, right=True).to(torch.int32)
         tokens = hidden_states[order // top_k_index.shape[-1]]
         if self.dispatcher is None:
-            results = self._of_sorted(tokens, ends, of_pairs.clamp(max=experts.num_experts - 1))
+            results = self._of_sorted(tokens, ends, of_pairs.clamp(max=count - 1))
         else:
             results = self._of_dispatched(tokens, ends, self.dispatcher)
-        weights = top_k_weights.reshape(-1)[order].masked_fill(of_pairs >= experts.num_experts, 0)
+        weights = top_k_weights.reshape(-1)[order].masked_fill(of_pairs >= count, 0)
         results = results * weights.unsqueeze(-1)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
         by_token = results[back].view(*top_k_index.shape, results.shape[-1])
@@ -86,9 +89,9 @@ class RoutedExperts(nn.Module):
         """`_of_sorted` with the experts of all ranks; `ends` are those of all experts. A collective."""
         trained = {name: each.requires_grad for name, each in {"tokens": tokens, **weights_of(self)}.items()}
         gradients = trained if torch.is_grad_enabled() else "none"
-        dispatch = dispatcher(
-            len(tokens), ends, f"[tokens, {tokens.shape[1]}] in {tokens.dtype}, gradients: {gradients}"
-        )
+        precision = self.float8_config.short_str() if isinstance(self, Float8Experts) else "high precision"
+        call = f"{precision}: [tokens, {tokens.shape[1]}] in {tokens.dtype}, gradients: {gradients}"
+        dispatch = dispatcher(len(tokens), ends, call)
         return self._of_sorted(tokens, dispatch.ends, dispatch.experts, dispatch)
 
     def _of_sorted(
@@ -187,7 +190,13 @@ def is_experts(module: nn.Module) -> bool:
 
 def obstacle_of_experts(module: nn.Module, config: Float8LinearConfig) -> str:
     """Why experts cannot be converted to `config`; "" where they can."""
-    if "forward" in vars(module):
+    is_planned = getattr(module, "planned_dispatcher", None) is not None
+    if "forward" in vars(module) and not is_planned and getattr(module, "_is_expert_parallel", False):
+        return (
+            "transformers' expert parallelism runs them: import quaver.integrations.transformers, and load the model "
+            'with DistributedConfig(ep_implementation="float8")'
+        )
+    if "forward" in vars(module) and not is_planned:
         return "their forward was replaced on the instance (by an Accelerate hook, say): convert before that"
     if config.has_persistent_scales:
         return DYNAMIC_ONLY
@@ -200,13 +209,13 @@ def to_float8_experts(module: nn.Module, config: Float8LinearConfig) -> Float8Ex
     module.__class__ = float8_class(converted_from, Float8Experts)
     experts = typing.cast(Float8Experts, module)
     experts.float8_config, experts._converted_from = config, converted_from
-    experts.dispatcher, experts._prepared_weights, experts.gathering = None, {}, None
+    experts.dispatcher, experts._prepared_weights, experts.gathering = experts.planned_dispatcher, {}, None
     return experts
 
 
 def check_whole(module: Float8Experts) -> None:
     """Raise ValueError if the experts are split over ranks, which the class that they had cannot do."""
-    if module.dispatcher is not None:
+    if module.dispatcher is not module.planned_dispatcher:
         raise ValueError(
             "expected experts that are whole on this rank, got ones that Float8ExpertParallel split; convert a model "
             "back before it is parallelized"

@@ -8,6 +8,7 @@ The conversion must come before `Trainer(...)`, which takes the model's paramete
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,6 +28,9 @@ from quaver.integrations import torchao as shim
 from quaver.integrations.check import assert_float8_training, is_torchao_linear
 from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.weights.cast_once import cast_weights_once
+
+if importlib.util.find_spec("transformers.distributed.expert_parallel"):  # 5.21 and newer
+    import quaver.integrations.transformers_experts  # noqa: F401 - registers "float8"
 
 logger = logging.getLogger(__name__)
 

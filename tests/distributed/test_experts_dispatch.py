@@ -360,7 +360,7 @@ def test_experts_that_cannot_be_split():
     assert "whole experts, got a module of 2 with weights of 8" in refusal(parallel, local)
     with mock.patch.object(collectives.functional, "all_to_all_single", side_effect=RuntimeError("no alltoall")):
         message = refusal(parallel, converted("rowwise"))
-    assert message.startswith("NotImplementedError: Float8ExpertParallel sends codes by all_to_all_single of uint8")
+    assert message.startswith("NotImplementedError: expert parallelism sends codes by all_to_all_single of uint8")
     split = parallel(converted("rowwise"))
     assert "called with top_k_index" in refusal(split, torch.randn(8, DIM))
     assert "convert a model back before it is parallelized" in refusal(convert_to_high_precision, split)

@@ -27,4 +27,6 @@ def load_evenly(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, RoutedExperts) and isinstance(module.dispatcher, ExpertDispatcher):
             old = module.dispatcher
-            module.dispatcher = _EvenDispatcher(old.mesh, grad_weight_from_codes=old.grad_weight_from_codes)
+            module.dispatcher = _EvenDispatcher(
+                old.mesh, old.experts, grad_weight_from_codes=old.grad_weight_from_codes
+            )
