@@ -1,7 +1,7 @@
-"""A small Llama of transformers, its data, and a training loop written by hand: what trainers are compared with."""
+"""A small Llama and a mixture of experts of transformers, their data, and a training loop written by hand: what trainers are compared with."""
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from quaver import convert_to_float8_training
 
@@ -29,6 +29,14 @@ def llama(recipe=None):
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_key_value_heads=2, use_cache=False, **SIZES))
     return model if recipe is None else convert_to_float8_training(model, config=recipe, module_filter_fn=not_the_head)
+
+
+def mixture():
+    """The same weights at each call."""
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
+    config = Qwen3MoeConfig(vocab_size=128, num_key_value_heads=2, use_cache=False, **SIZES, **experts)
+    return Qwen3MoeForCausalLM(config)
 
 
 def batches():

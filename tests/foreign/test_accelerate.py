@@ -35,7 +35,6 @@ def make_fsdp2(accelerator, state_dict_type=None):
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         cpu_ram_efficient_loading=False,
         state_dict_type=state_dict_type,
     )

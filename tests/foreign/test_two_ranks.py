@@ -14,11 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from quaver import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
 from quaver.weights.gathered import Float8AllGatherWeight
 from tests.distributed.ranks import run
-from tests.foreign.llama import batches, clip, llama, not_the_head, optimizer_of, train_by_hand
+from tests.foreign.llama import batches, clip, llama, mixture, not_the_head, optimizer_of, train_by_hand
 from tests.foreign.table import proves
 
 WAYS = [("DDP", False), ("FSDP2", False), ("FSDP2", True)]
 """Strategy, and whether weights are gathered in float8."""
+MODELS_AND_WAYS = [*((llama, *way) for way in WAYS), (mixture, "FSDP2", True)]
 
 
 def replicated(model):
@@ -35,14 +36,15 @@ def rowwise(float8_all_gather):
     return replace(Float8LinearConfig.from_recipe_name("rowwise"), enable_fsdp_float8_all_gather=float8_all_gather)
 
 
-def converted(float8_all_gather):
-    return convert_to_float8_training(llama(), config=rowwise(float8_all_gather), module_filter_fn=not_the_head)
+def converted(float8_all_gather, make=llama):
+    return convert_to_float8_training(make(), config=rowwise(float8_all_gather), module_filter_fn=not_the_head)
 
 
 def is_distributed_as(strategy, float8_all_gather, model):
     shards = [weight.to_local() for weight in model.parameters() if isinstance(weight, DTensor)]
-    is_gathered_in_float8 = any(isinstance(shard, Float8AllGatherWeight) for shard in shards)
-    return bool(shards) == (strategy == "FSDP2") and is_gathered_in_float8 == float8_all_gather
+    gathered = {shard.dim() for shard in shards if isinstance(shard, Float8AllGatherWeight)}
+    matrices = {shard.dim() for shard in shards} - {1}
+    return bool(shards) == (strategy == "FSDP2") and gathered == (matrices if float8_all_gather else set())
 
 
 def by_hand(model, rank, distribute=replicated, **options):
@@ -64,27 +66,27 @@ def as_torchrun_starts_a_rank():
         yield rank
 
 
-def with_the_trainer(folder, strategy, float8_all_gather):
+def with_the_trainer(folder, make, strategy, float8_all_gather):
     """The losses that it logs, means over the ranks, and those of this rank by hand."""
     from quaver.integrations.transformers import Float8Callback
     from tests.foreign.test_accelerate import make_fsdp2
     from tests.foreign.test_transformers_trainer import losses_of, trainer
 
     with as_torchrun_starts_a_rank() as rank:
-        trained = trainer(folder, converted(float8_all_gather), [Float8Callback()], per_device_train_batch_size=1)
+        trained = trainer(folder, converted(float8_all_gather, make), [Float8Callback()], per_device_train_batch_size=1)
         if strategy == "FSDP2":
             make_fsdp2(trained.accelerator)
             trained.is_fsdp_enabled = True
         trained.train()
     assert is_distributed_as(strategy, float8_all_gather, trained.model)
     distribute = sharded if strategy == "FSDP2" else replicated
-    return losses_of(trained), by_hand(converted(float8_all_gather), rank, distribute, before=clip)
+    return losses_of(trained), by_hand(converted(float8_all_gather, make), rank, distribute, before=clip)
 
 
 @proves("transformers' Trainer", "DDP", "FSDP2", "FSDP2, float8 gather")
-@pytest.mark.parametrize(("strategy", "float8_all_gather"), WAYS)
-def test_the_trainer(tmp_path, strategy, float8_all_gather):
-    (logged, first), (_, second) = run(2, with_the_trainer, tmp_path, strategy, float8_all_gather)
+@pytest.mark.parametrize(("make", "strategy", "float8_all_gather"), MODELS_AND_WAYS)
+def test_the_trainer(tmp_path, make, strategy, float8_all_gather):
+    (logged, first), (_, second) = run(2, with_the_trainer, tmp_path, make, strategy, float8_all_gather)
     assert logged == pytest.approx([(a + b) / 2 for a, b in zip(first, second, strict=True)], abs=1e-4)
 
 
@@ -119,7 +121,7 @@ def test_adapters(strategy, float8_all_gather):
         assert by_accelerate == expected
 
 
-def with_fabric(strategy, float8_all_gather):
+def with_fabric(make, strategy, float8_all_gather):
     """The losses of this rank with Fabric and by hand."""
     from lightning_fabric import Fabric
     from lightning_fabric.plugins.environments import TorchElasticEnvironment
@@ -136,22 +138,22 @@ def with_fabric(strategy, float8_all_gather):
     with as_torchrun_starts_a_rank() as rank:
         fabric = Fabric(accelerator="cpu", devices=2, strategy=how, plugins=[precision, TorchElasticEnvironment()])
         fabric.launch()
-        model = fabric.setup_module(llama())
+        model = fabric.setup_module(make())
         optimizer = fabric.setup_optimizers(optimizer_of(model))
         losses = train_by_hand(model, optimizer, fabric.backward, rank=rank)
     assert is_distributed_as(strategy, float8_all_gather, model)
     distribute = sharded if strategy == "FSDP2" else replicated
-    return losses, by_hand(converted(float8_all_gather), rank, distribute=distribute)
+    return losses, by_hand(converted(float8_all_gather, make), rank, distribute=distribute)
 
 
 @proves("Fabric", "DDP", "FSDP2", "FSDP2, float8 gather")
-@pytest.mark.parametrize(("strategy", "float8_all_gather"), WAYS)
-def test_fabric(strategy, float8_all_gather):
-    for by_the_library, expected in run(2, with_fabric, strategy, float8_all_gather):
+@pytest.mark.parametrize(("make", "strategy", "float8_all_gather"), MODELS_AND_WAYS)
+def test_fabric(make, strategy, float8_all_gather):
+    for by_the_library, expected in run(2, with_fabric, make, strategy, float8_all_gather):
         assert by_the_library == expected
 
 
-def with_lightning(folder, strategy, float8_all_gather):
+def with_lightning(folder, make, strategy, float8_all_gather):
     """The losses of this rank with Lightning's Trainer and by hand."""
     from lightning_fabric.plugins.environments import TorchElasticEnvironment
     from pytorch_lightning.strategies import ModelParallelStrategy
@@ -161,7 +163,7 @@ def with_lightning(folder, strategy, float8_all_gather):
     class ShardedModule(Module):
         def configure_model(self):
             if strategy == "FSDP2" and not self.is_sharded:
-                self.model = sharded(converted(float8_all_gather), self.device_mesh["data_parallel"])
+                self.model = sharded(converted(float8_all_gather, make), self.device_mesh["data_parallel"])
                 self.is_sharded = True
 
         def on_train_batch_end(self, *args):
@@ -180,11 +182,11 @@ def with_lightning(folder, strategy, float8_all_gather):
         )
     assert is_distributed_as(strategy, float8_all_gather, module)
     distribute = sharded if strategy == "FSDP2" else replicated
-    return module.losses, by_hand(converted(float8_all_gather), rank, distribute=distribute)
+    return module.losses, by_hand(converted(float8_all_gather, make), rank, distribute=distribute)
 
 
 @proves("Lightning's Trainer", "DDP", "FSDP2", "FSDP2, float8 gather")
-@pytest.mark.parametrize(("strategy", "float8_all_gather"), WAYS)
-def test_lightnings_trainer(tmp_path, strategy, float8_all_gather):
-    for by_the_library, expected in run(2, with_lightning, tmp_path, strategy, float8_all_gather):
+@pytest.mark.parametrize(("make", "strategy", "float8_all_gather"), MODELS_AND_WAYS)
+def test_lightnings_trainer(tmp_path, make, strategy, float8_all_gather):
+    for by_the_library, expected in run(2, with_lightning, tmp_path, make, strategy, float8_all_gather):
         assert by_the_library == expected
