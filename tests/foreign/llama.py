@@ -1,4 +1,4 @@
-"""A small Llama and a mixture of experts of transformers, their data, and a training loop written by hand: what trainers are compared with."""
+"""A small Llama and a mixture of experts of transformers, their data, and a training loop written by hand."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM

@@ -96,7 +96,6 @@ import torch
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.gpt_oss import gptoss_configs
 from torchtitan.models.qwen3 import qwen3_configs
-from torchtitan.protocols.module import Module
 from quaver import conversion_report, float8_linear
 from quaver.experts.seam import Float8GroupedMM, to_float8_grouped_mm
 from quaver.config import resolve_config
@@ -130,23 +129,6 @@ for expert, tokens in ((0, x[:20]), (2, x[20:])):
     gate, up = (float8_linear(tokens, w[expert], config=RECIPE) for w in (w1, w3))
     parts.append(float8_linear(torch.nn.functional.silu(gate) * up, w2[expert], config=RECIPE))
 assert torch.equal(out, torch.cat(parts).float())
-
-class Later(Module):
-    def _grouped_mm(self, *, input_RI, weight_EOI, offsets_E):
-        raise NotImplementedError
-class Unknown(Module):
-    def _grouped_mm(self, *, x, weight, offs):
-        raise NotImplementedError
-a, w, ends = torch.randn(50, 64), torch.randn(3, 32, 64), torch.tensor([20, 20, 50], dtype=torch.int32)
-later = to_float8_grouped_mm(Later(), resolve_config(RECIPE))
-out = later._grouped_mm(input_RI=a, weight_EOI=w, offsets_E=ends)
-assert torch.equal(out[:20], float8_linear(a[:20], w[0], config=RECIPE))
-try:
-    to_float8_grouped_mm(Unknown(), resolve_config(RECIPE))
-except ValueError as error:
-    assert "got x, weight, offs" in str(error), error
-else:
-    raise AssertionError("unknown arguments were accepted")
 print("experts work")
 """
 
