@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quaver import scaling
 from quaver.config import CastConfig, ScalingGranularity
 from quaver.experts.groups import (
+    ALL,
     Block,
     GroupedOperand,
     GroupedOperands,
@@ -137,10 +139,19 @@ def _cpu_groups(
 
         if block[0] == 1:
             return in_table(hp)
+        if ends is None and block[0] != ALL and (hp.shape[0] // groups) % block[0] == 0:
+            of_all, *scales_of_all = in_table(hp)
+            return of_all, *(_with_unused_places(each, groups) for each in scales_of_all)
         codes, scales = torch.empty_like(hp, dtype=float8_dtype), _new_scales(hp, block, groups)
         for group, (start, stop) in enumerate(bounds):
-            of_codes, *of_scales = in_table(hp[start:stop])
-            codes[start:stop] = of_codes
+            if of_table:
+                of_codes, *of_scales = in_table(hp[start:stop])
+                codes[start:stop] = of_codes
+            else:
+                dim = 0 if of_column else None
+                rows = hp[start:stop], codes[start:stop]
+                made: Any = cpu.dynamic_cast(rows[0], float8_dtype, dim, power_of_2=power_of_2, codes=rows[1])
+                of_scales = [*made[1:]]
             first = first_scale(block[0], group, start)
             for scale, of_group in zip(scales, of_scales, strict=True):
                 scale[first : first + (of_group.shape[0] if of_group.dim() else 1)] = of_group
@@ -148,6 +159,11 @@ def _cpu_groups(
         return codes, *scales
 
     return of_blocks(cast, row, column, *of_rows)
+
+
+def _with_unused_places(scales: Tensor, groups: int) -> Tensor:
+    """Scales of blocks that no group cuts, with the place after each group that stays unused; see [Note: places]."""
+    return F.pad(scales.view(groups, -1, scales.shape[1]), (0, 0, 0, 1)).view(-1, scales.shape[1])
 
 
 _operation = operation(_cast_groups, results=6, cpu=_cpu_groups, fake=_fake_groups)

@@ -40,6 +40,7 @@ from quaver.gemm import (
     kind_of_casts,
     mm,
 )
+from quaver.kernels.exact_mm import exact_float8_mm_into
 from quaver.kernels.operation import operation
 from quaver.phases import phase
 from quaver.slow_paths import say_once
@@ -120,15 +121,24 @@ def _one_by_one(
             Operand(each.data[s:e], scale_of_group(each, group, s, e))
             for each, (s, e) in ((a, (start, stop)), (b, of_b[group]))
         )
-        if form is Form.GRAD_WEIGHT:
-            product = mm(left.t(), right, options, out_dtype)
-            out[group] = product.t() if transposed else product
+        if form is not Form.GRAD_WEIGHT:
+            _multiply(left, right.t() if (form is Form.OUTPUT) is not transposed else right, options, out[start:stop])
+        elif transposed:
+            out[group] = mm(left.t(), right, options, out_dtype).t()
         else:
-            right = right.t() if (form is Form.OUTPUT) is not transposed else right
-            out[start:stop] = mm(left, right, options, out_dtype)
+            _multiply(left.t(), right, options, out[group])
     if form is not Form.GRAD_WEIGHT:
         out[bounds[-1][1] :] = 0
     return out
+
+
+def _multiply(a: Operand, b: Operand, options: MatmulOptions, out: Tensor) -> None:
+    """`gemm.mm` into rows of the result."""
+    scales = a.dequant_scale, b.dequant_scale
+    if scales[0] is None or scales[1] is None or not (out.is_cpu and a.data.numel() and b.data.numel()) or options.pad:
+        out.copy_(mm(a, b, options, out.dtype))
+    else:
+        exact_float8_mm_into(out, a.data, b.data, scales[0], scales[1], options.scales_are_powers_of_2)
 
 
 def _shape(a: Tensor, b: Tensor, groups: int, form: Form, transposed: bool) -> tuple[int, ...]:

@@ -207,12 +207,20 @@ def _granularity_of(scale: Tensor, rows: int, columns: int) -> dict[str, Any]:
 
 
 def dynamic_cast(
-    hp: Tensor, float8_dtype: torch.dtype, dim: int | None = None, *, power_of_2: bool = False
+    hp: Tensor,
+    float8_dtype: torch.dtype,
+    dim: int | None = None,
+    *,
+    power_of_2: bool = False,
+    codes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """`quaver.scaling.dynamic_cast` of `hp` [rows, columns]: float8 [rows, columns], quant_scale, dequant_scale."""
+    """`quaver.scaling.dynamic_cast` of `hp` [rows, columns]: float8 [rows, columns], quant_scale, dequant_scale.
+
+    `codes`: where to write them, rows of a float8 matrix, for an `hp` that `takes` accepts; None for new memory.
+    """
     if dim not in (None, 0, 1):
         raise ValueError(f"expected dim None, 0 or 1, got {dim}")
-    codes = _new_codes(hp, float8_dtype)
+    codes = _new_codes(hp, float8_dtype) if codes is None else codes
     if codes is None:
         return None
     quant, dequant = _new_scales(*(() if dim is None else (hp.shape[0], 1) if dim else (1, hp.shape[1])))

@@ -37,10 +37,10 @@ from quaver.scaling import multiply_scale_, scale_blocks
 from quaver.torch_private.hardware import has_avx512_bfloat16, onednn_has_bfloat16
 
 UNITS_PAY_FROM = 8192
-"""Elements of the larger operand from which a CPU's bfloat16 units beat float32: they take microseconds to start."""
+"""Elements of the largest matrix from which a CPU's bfloat16 units beat float32: they take microseconds to start."""
 
 CALLS_WEIGH_BELOW = 4096
-"""Elements of the larger operand below which the calls of a matmul on a CPU take longer than its arithmetic."""
+"""Elements of the largest matrix below which the calls of a matmul on a CPU take longer than its arithmetic."""
 
 PANEL_LENGTH = 1024
 """Rows or columns of the larger operand that are widened at a time on a CPU, at least half as many."""
@@ -72,13 +72,40 @@ def _exact_float8_mm(
     scales_are_powers_of_2: bool,
 ) -> Tensor:
     """See the top of the file, and `quaver.gemm.float8_mm` for the arguments. Runs on plain tensors, never traced."""
+    return _multiply(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype, scales_are_powers_of_2, None)
+
+
+def exact_float8_mm_into(
+    out: Tensor, a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor, scales_are_powers_of_2: bool
+) -> None:
+    """Write `exact_float8_mm` into contiguous rows [M, N]. On plain tensors alone, inside of another operation."""
+    rest = None, out.dtype, scales_are_powers_of_2
+    made = _cpu_mm(a, b, a_dequant_scale, b_dequant_scale, *rest) if a.is_cpu else None
+    if made is None:
+        _multiply(a, b, a_dequant_scale, b_dequant_scale, *rest, out)
+    else:
+        out.copy_(made)
+
+
+def _multiply(
+    a: Tensor,
+    b: Tensor,
+    a_dequant_scale: Tensor,
+    b_dequant_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    scales_are_powers_of_2: bool,
+    out: Tensor | None,
+) -> Tensor:
+    """Into `out`, or new memory."""
     scales = a_dequant_scale, b_dequant_scale
     varies = varies_along_contracted(a, a_dequant_scale, 1), varies_along_contracted(b, b_dequant_scale, 0)
-    if a.is_cpu and max(a.numel(), b.numel()) < CALLS_WEIGH_BELOW:
+    if a.is_cpu and _largest(a, b) < CALLS_WEIGH_BELOW:
         folded = [
             each or (scales_are_powers_of_2 and scale.dim() > 0) for each, scale in zip(varies, scales, strict=True)
         ]
-        return _small_mm((a, b), scales, folded, bias, out_dtype)
+        small = _small_mm((a, b), scales, folded, bias, out_dtype)
+        return small if out is None else out.copy_(small)
     # bfloat16 operands leave room for one scale of the whole result, or for scales that change no mantissa.
     tensorwise = a_dequant_scale.dim() == 0 and b_dequant_scale.dim() == 0
     bfloat16 = (tensorwise or scales_are_powers_of_2) and _bfloat16_pays(a, b, out_dtype)
@@ -87,7 +114,7 @@ def _exact_float8_mm(
     dim = 0 if a.numel() >= b.numel() else 1  # of the larger operand, and of the result
     larger, larger_scale = (b, b_dequant_scale) if dim else (a, a_dequant_scale)
     smaller, smaller_scale = (a, a_dequant_scale) if dim else (b, b_dequant_scale)
-    out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
+    out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype) if out is None else out
     whole = _widened(smaller, smaller_scale, wide, scales_are_powers_of_2, varies[1 - dim])
     blocks = scale_blocks(larger_scale, larger.shape)
     block = blocks[dim] if varies[dim] and blocks is not None and larger_scale.shape[dim] != 1 else 1
@@ -111,11 +138,16 @@ def varies_along_contracted(codes: Tensor, dequant_scale: Tensor, dim: int) -> b
     return dequant_scale.shape[dim] != 1 or dequant_scale.shape[1 - dim] != codes.shape[1 - dim]
 
 
+def _largest(a: Tensor, b: Tensor) -> int:
+    """Elements of the largest matrix of a matmul: few rows of an expert still make a whole gradient of its weight."""
+    return max(a.numel(), b.numel(), a.shape[0] * b.shape[1])
+
+
 def _bfloat16_pays(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> bool:
     """Whether bfloat16 operands give this result, and sooner than float32 ones."""
     if not has_bfloat16_units(a.device.type):
         return False
-    return a.is_cuda or (out_dtype is torch.bfloat16 and max(a.numel(), b.numel()) >= UNITS_PAY_FROM)
+    return a.is_cuda or (out_dtype is torch.bfloat16 and _largest(a, b) >= UNITS_PAY_FROM)
 
 
 class _Wide(NamedTuple):
