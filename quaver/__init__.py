@@ -34,12 +34,13 @@ from quaver.distributed import (
     precompute_float8_dynamic_scale_for_fsdp,
 )
 from quaver.experts.grouped_mm import float8_grouped_mm
-from quaver.frozen import FrozenFloat8Linear, freeze_to_float8
+from quaver.frozen import freeze_to_float8
 from quaver.integrations.check import assert_float8_training
 from quaver.linear import Float8Linear, float8_linear
 from quaver.roofline.auto_filter import auto_filter_for_recipe
 from quaver.slow_paths import error_on_slow_path
 from quaver.weights.cast_once import cast_weights_once
+from quaver.weights.frozen_modules import FrozenFloat8Experts, FrozenFloat8Linear
 from quaver.weights.primary import use_float8_primary_weights
 
 __version__ = "0.1.0"
@@ -56,6 +57,7 @@ __all__ = [
     "Float8LinearRecipeName",
     "Float8RowwiseParallel",
     "Float8ScalingState",
+    "FrozenFloat8Experts",
     "FrozenFloat8Linear",
     "PrepareFloat8ModuleInput",
     "ScaleCalculationMode",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from quaver.active_experts import ActiveExperts
@@ -19,6 +19,7 @@ from quaver.formats import FORMATS
 from quaver.linear import OWN_ATTRIBUTES, Float8Linear
 from quaver.scale_state import LinearScales
 from quaver.slow_paths import slow_paths
+from quaver.torch_private.dtensor import local_tensor
 from quaver.torchao_forms import why_inference_only
 from quaver.weights.frozen import FrozenFloat8Weight
 from quaver.weights.gathered import is_all_gather_weight
@@ -150,7 +151,7 @@ def conversion_report(module: nn.Module) -> ConversionReport:
             tied = [owner for owner in owners.get(id(child._parameters.get("weight")), []) if owner != name]
             ties = f"weight tied to {', '.join(tied)}" if tied else ""
             shares = _shared_input_scale(child, name, scale_owners)
-            reason = "; ".join(filter(None, [said, ties, shares, _stored(child), *unfinished(child)]))
+            reason = "; ".join(filter(None, [said, ties, shares, _stored(local_weight(child)), *unfinished(child)]))
         else:
             reason = said or obstacle_of(child, False) or "not converted, or new since the conversion"
         shape = child.in_features, child.out_features
@@ -187,9 +188,8 @@ def obstacle_of(linear: nn.Linear, include_subclasses: bool) -> str:
     return f"it has attributes of its own that Float8Linear needs: {', '.join(taken)}" if taken else ""
 
 
-def _stored(linear: Float8Linear) -> str:
-    """How a frozen weight is stored, and what an adapter that was merged into it lost."""
-    weight = local_weight(linear)
+def _stored(weight: Tensor) -> str:
+    """How a frozen weight, or a shard of one, is stored, and what an adapter that was merged into it lost."""
     if not isinstance(weight, FrozenFloat8Weight):
         return ""
     merged = weight.requantized_sqnr_db
@@ -267,7 +267,8 @@ def _other_matmul_weights(
                 if is_transposed(module):
                     in_features, out_features = parameter.shape[-2:]
             if isinstance(module, Float8Grouped):
-                reason, backend = "; ".join(filter(None, [said, *unfinished_experts(module)])), module.backend
+                about = [said, _stored(local_tensor(parameter)), *unfinished_experts(module)]
+                reason, backend = "; ".join(filter(None, about)), module.backend
             full_name = f"{name}.{leaf}".lstrip(".")
             uses = experts.of_stack(full_name, module, len(parameter)) if parameter.dim() == 3 else 1.0
             yield LayerReport(full_name, in_features, out_features, float8, reason, uses, backend)

@@ -177,7 +177,7 @@ def _choose(
         is_linear = isinstance(child, nn.Linear)
         if not is_linear and not is_experts(child):
             continue
-        decision, obstacle = _decide(module_filter_fn, child, name), ""
+        decision, obstacle = decide(module_filter_fn, child, name), ""
         if decision and is_linear:
             obstacle = obstacle_of(child, include_subclasses)
         elif decision:
@@ -197,7 +197,8 @@ def _choose(
     return chosen
 
 
-def _decide(module_filter_fn: ModuleFilter | None, module: nn.Module, name: str) -> FilterDecision:
+def decide(module_filter_fn: ModuleFilter | None, module: nn.Module, name: str) -> FilterDecision:
+    """What a user's filter says of a linear or of experts. Raises TypeError for a filter that fails on experts."""
     if module_filter_fn is None:
         return FilterDecision(True, "")
     try:

@@ -49,6 +49,7 @@ from quaver.experts.groups import ALL, GroupedOperand, GroupedOperands, group_of
 from quaver.experts.module import RoutedExperts, weights_of
 from quaver.kernels.cast import cast_with_scale
 from quaver.quantize import present
+from quaver.tensor import Float8Tensor
 
 
 class TokenDispatch:
@@ -207,7 +208,7 @@ class Float8ExpertParallel(ParallelStyle):
             grad_weight is in high precision, by the rounding of both its operands.
     Raises:
         ValueError: no Float8Experts, experts that are split already, or as many as are no multiple of the ranks.
-        NotImplementedError: the backend cannot exchange bytes by all_to_all_single.
+        NotImplementedError: the backend cannot exchange bytes by all_to_all_single, or weights are stored in float8.
         RuntimeError: ranks with other experts or another config.
     """
 
@@ -238,6 +239,12 @@ def _check(module: nn.Module, mesh: DeviceMesh) -> None:
             f"Float8ExpertParallel expects a Float8Experts, got {type(module).__name__}; call "
             "convert_to_float8_training first"
         )
+    for name, weight in weights_of(module).items():
+        if isinstance(weight, Float8Tensor):
+            raise NotImplementedError(
+                f"Float8ExpertParallel: expected weights in high precision, got {name} stored in float8; split the "
+                "experts of a model that is neither frozen nor has float8 primary weights"
+            )
     count = next(iter(weights_of(module).values())).shape[0]
     if count != module.num_experts:
         raise ValueError(

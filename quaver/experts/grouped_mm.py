@@ -23,13 +23,14 @@ from quaver.config import Float8LinearConfig, Float8LinearRecipeName, OperandCas
 from quaver.experts.cast import cast_groups
 from quaver.experts.dispatch import Dispatch
 from quaver.experts.gemm import grouped_mm
-from quaver.experts.groups import Block, Form, GroupedOperand, GroupedOperands, block_of
+from quaver.experts.groups import ALL, Block, Form, GroupedOperand, GroupedOperands, block_of, scales_in_places
 from quaver.formats import HP_DTYPES
 from quaver.kernels.cpu import check_memory
 from quaver.linear import NoSecondDerivative, compute_dtype
 from quaver.quantize import present
 from quaver.tensor import Float8Tensor
 from quaver.torch_private.autograd import forward_ad_level
+from quaver.weights.frozen import FrozenFloat8Weight
 
 DYNAMIC_ONLY = "experts are scaled dynamically: the tokens of an expert are others in each step"
 """Why no expert has delayed or static scaling."""
@@ -159,6 +160,20 @@ def operands_of_gathered(weight: Float8Tensor, config: Float8LinearConfig, trans
         for code, scale, block in zip(codes, scales, blocks_of_stored(config, transposed), strict=True)
     )
     return GroupedOperands(column, row) if transposed else GroupedOperands(row, column)
+
+
+def operands_of_frozen(weight: FrozenFloat8Weight) -> GroupedOperands:
+    """The operands of a stack that is stored in float8; both matmuls read the same codes."""
+    scale, (_, rows, columns) = weight.dequant_scale, weight.shape
+    block_rows = ALL
+    if scale.dim() == 3 and scale.shape[1] == 1:
+        scale = scale.squeeze(1)
+    elif scale.dim() == 3 and weight.block_size is None:
+        block_rows, scale = 1, scale.flatten(0, 1)
+    elif weight.block_size is not None:
+        block_rows, scale = weight.block_size[0], scales_in_places(scale, rows, weight.block_size[0])
+    operand = GroupedOperand(weight.data_fp8.view(-1, columns), scale, block_rows)
+    return GroupedOperands(operand, operand)
 
 
 def quantize_weight(

@@ -97,6 +97,17 @@ def shape_of_scales(block: Block, groups: int, rows: int, columns: int) -> tuple
     return (count,) if block == (ALL, ALL) else (count, 1 if block[1] == ALL else -(-columns // block[1]))
 
 
+def scales_in_places(scale: Tensor, rows: int, block_rows: int) -> Tensor:
+    """The scales [E, blocks, columns] of E matrices of so many rows, as [Note: places] puts them."""
+    groups, blocks, columns = scale.shape
+    numbers = torch.arange(groups, device=scale.device)
+    first = numbers * rows // block_rows + numbers
+    places = scale.new_zeros(count_of_scales(block_rows, groups, groups * rows), columns)
+    return places.index_copy(
+        0, (first[:, None] + torch.arange(blocks, device=scale.device)).view(-1), scale.flatten(0, 1)
+    )
+
+
 def first_scale(block_rows: int, group: int, start: int) -> int:
     """The row of the scales of the first block of a group; see [Note: places]."""
     return group if block_rows == ALL else start if block_rows == 1 else start // block_rows + group

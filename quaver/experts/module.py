@@ -30,10 +30,11 @@ from quaver.class_change import float8_class
 from quaver.config import Float8LinearConfig
 from quaver.experts.base import Float8Grouped
 from quaver.experts.dispatch import Combine, Dispatch, Dispatcher
-from quaver.experts.grouped_mm import DYNAMIC_ONLY, multiply_by_weight, operands_of_gathered
+from quaver.experts.grouped_mm import DYNAMIC_ONLY, multiply_by_weight, operands_of_frozen, operands_of_gathered
 from quaver.quantize import PreparedOperands
 from quaver.tensor import Float8Tensor
 from quaver.weights.base import WrappedTensor
+from quaver.weights.frozen import FrozenFloat8Weight
 
 OWN_ATTRIBUTES = ("float8_config", "dispatcher", "gathering", "_converted_from", "_prepared_weights")
 """The attributes that a Float8Experts adds to those of the experts."""
@@ -148,7 +149,9 @@ class Float8Experts(Float8Grouped, RoutedExperts):
         self.note_backend(tokens.device)
         weight, operands = self._local(name), None
         config, transposed = self.float8_config, is_transposed(self)
-        if isinstance(weight, Float8Tensor):
+        if isinstance(weight, FrozenFloat8Weight):
+            operands = operands_of_frozen(weight)
+        elif isinstance(weight, Float8Tensor):
             operands = operands_of_gathered(weight, config, transposed)
         else:
             weight = (weight.plain() if isinstance(weight, WrappedTensor) else weight).contiguous()

@@ -24,33 +24,39 @@ from quaver.scaling import BLOCK_SIZE, dynamic_cast_blocks
 
 
 class StoredExpert(NamedTuple):
-    """The matrix of one expert in the forward and in a checkpoint."""
+    """The matrix of one expert in a checkpoint."""
 
-    of_forward: Operand
     parts: list[Operand]
     """The matrices that the checkpoint holds, whose rows follow each other."""
     is_requantized: bool
     """Whether the parts have other codes or scales than the forward."""
 
 
-def store_expert(weight: Tensor, casts: OperandCasts, parts: int, is_in_blocks: bool) -> StoredExpert:
-    """Quantize the matrix of one expert.
+def quantize_expert(weight: Tensor, casts: OperandCasts) -> Operand:
+    """The matrix [N, K] of one expert as the forward multiplies by it."""
+    return present(Quantizer(casts, weight.dtype)(weight, row=True, column=False).row)
+
+
+def store_expert(
+    weight: Tensor, of_forward: Operand, casts: OperandCasts, parts: int, is_in_blocks: bool
+) -> StoredExpert:
+    """What a checkpoint holds of the matrix of one expert.
 
     Args:
         weight: [N, K], as the forward reads it.
+        of_forward: the operand of its matmul.
         casts: of the weight.
         parts: into how many matrices of N / parts rows a checkpoint cuts it.
         is_in_blocks: whether the format has scales of 128 x 128 blocks.
     """
-    of_forward = present(Quantizer(casts, weight.dtype)(weight, row=True, column=False).row)
     square = (BLOCK_SIZE, BLOCK_SIZE)
     has_blocks = casts.row.is_blockwise and casts.row.block_size == square
     is_cut_between_blocks = parts == 1 or weight.shape[0] // parts % BLOCK_SIZE == 0
     if not is_in_blocks or (has_blocks and is_cut_between_blocks):
-        return StoredExpert(of_forward, _cut(of_forward, parts), False)
+        return StoredExpert(_cut(of_forward, parts), False)
     power_of_2 = has_blocks and casts.power_of_2
     again = [dynamic_cast_blocks(each, E4M3.dtype, power_of_2=power_of_2) for each in weight.chunk(parts)]
-    return StoredExpert(of_forward, [Operand(codes, scale) for codes, _, scale in again], True)
+    return StoredExpert([Operand(codes, scale) for codes, _, scale in again], True)
 
 
 def _cut(operand: Operand, parts: int) -> list[Operand]:

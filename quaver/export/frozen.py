@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -11,18 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from quaver.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName, ScalingGranularity
-from quaver.conversion_report import obstacle_of, owners_of_weights
+from quaver.conversion_report import obstacle_of
 from quaver.convert import FilterDecision, convert_to_float8_training
+from quaver.experts.module import Float8Experts, obstacle_of_experts
+from quaver.export.checkpoint_names import Parts
 from quaver.export.files import listed
 from quaver.export.formats import StoredFormat
 from quaver.export.load import Float8Checkpoint, ModelTensors
 from quaver.formats import E4M3
 from quaver.frozen import blockwise_config, obstacle_to_storing, store_float8_weight
 from quaver.linear import Float8Linear
+from quaver.scaling import BLOCK_SIZE
 from quaver.shared_input import share_inputs
+from quaver.weights.module_weight import owners_of_parameters
 
 _LEFT_OUT = FilterDecision(False, "in high precision in the checkpoint")
-_DEQUANTIZED = FilterDecision(False, "experts, dequantized from the checkpoint: only linears are frozen in float8")
+_DEQUANTIZED = FilterDecision(
+    False, "experts, dequantized from the checkpoint: scales of gate and up are none of both as one matrix"
+)
 
 
 def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
@@ -35,9 +42,9 @@ def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
     Nothing is quantized again: the weights are the checkpoint's to the bit, and so is a forward that quantizes
     activations as quaver's recipe does. Activations are quantized by row where the checkpoint says by token, per 128 of
     a row where by group, and otherwise by tensor, always dynamically: a stored input_scale is not used. Tensors in high
-    precision are loaded in the dtype of the model, and so are experts, which are dequantized. All but an error of the
-    disk is found before the model changes. As after `freeze_to_float8`, frozen weights do not train, and
-    `conversion_report(model)` lists each layer.
+    precision are loaded in the dtype of the model. So are experts whose gate and up, one matrix in the model, have
+    scales that are none of it; they are dequantized. All but an error of the disk is found before the model changes. As
+    after `freeze_to_float8`, frozen weights do not train, and `conversion_report(model)` lists each layer.
 
     Args:
         model: in high precision, on any device, or on the meta device, from where it moves to the CPU. Its names are
@@ -48,9 +55,9 @@ def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
         `model`.
     Raises:
         As `load_float8`.
-        ValueError: names or shapes of the model and of the checkpoint differ; a float8 weight belongs to no nn.Linear,
-            is tied, or converted to float8 already; a scale is not above 0; a buffer that the checkpoint lacks is on
-            the meta device.
+        ValueError: names or shapes of the model and of the checkpoint differ; a float8 weight belongs to no nn.Linear
+            or experts, is tied, or converted to float8 already; a scale is not above 0; a buffer that the checkpoint
+            lacks is on the meta device.
         NotImplementedError: the checkpoint has scales of several granularities.
     """
     checkpoint = Float8Checkpoint(Path(folder), torch.float32)
@@ -59,25 +66,61 @@ def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
     tensors, loaded = model.state_dict(keep_vars=True), ModelTensors(model, checkpoint)
     float8 = set(checkpoint.float8_names)
     linears = {name.removesuffix(".weight"): stored for name, stored in loaded.stored.items() if stored in float8}
-    problem = next(_problems(model, tensors, checkpoint, loaded, linears), None)
+    stacks = {name: stack for name, stack in loaded.stacks.items() if float8.issuperset(itertools.chain(*stack))}
+    problem = next(_problems(model, tensors, checkpoint, loaded, linears, stacks), None)
     if problem is not None:
         raise ValueError(problem)
     config = _config(checkpoint)
-    dequantized = {name.rpartition(".")[0] for name, (parts, *_) in loaded.stacks.items() if float8.issuperset(parts)}
+    cut = [name for name, stack in stacks.items() if not _has_scales_of_stack(checkpoint, stack)]
+    dequantized = {name.rpartition(".")[0] for name in cut}
+    stacks = {name: stack for name, stack in stacks.items() if name.rpartition(".")[0] not in dequantized}
+    frozen = {*linears, *(name.rpartition(".")[0] for name in stacks)}
     convert_to_float8_training(
         model,
         config=config,
-        module_filter_fn=lambda _, name: name in linears or (_DEQUANTIZED if name in dequantized else _LEFT_OUT),
+        module_filter_fn=lambda _, name: name in frozen or (_DEQUANTIZED if name in dequantized else _LEFT_OUT),
     )
-    for name, stored in linears.items():
-        linear = typing.cast(nn.Linear, model.get_submodule(name))
-        weight = linear.weight
+    parts: dict[str, list[Parts]] = {f"{name}.weight": [(stored,)] for name, stored in linears.items()}
+    parts |= stacks
+    for name, stack in parts.items():
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        weight = getattr(module, leaf)
         device = torch.device("cpu") if weight.is_meta else weight.device
-        codes, scale = (tensor.to(device, copy=True) for tensor in checkpoint.codes_and_scale(stored))  # not the file
-        store_float8_weight(linear, codes, scale, config=config, dtype=weight.dtype)
+        codes, scale = _codes_and_scale(checkpoint, stack, weight.shape, device)
+        store_float8_weight(module, codes, scale, config=config, dtype=weight.dtype, name=leaf)
     share_inputs(model, Float8Linear)
-    _load_others(model, tensors, loaded, [name for name in loaded if name.removesuffix(".weight") not in linears])
+    _load_others(model, tensors, loaded, [name for name in loaded if name not in parts])
     return model
+
+
+def _has_scales_of_stack(checkpoint: Float8Checkpoint, stack: list[Parts]) -> bool:
+    """Whether the scales of the matrices of each expert, one above the other, are those of one matrix."""
+    for parts in stack:
+        scales = [checkpoint.scale(part) for part in parts]
+        if scales[0].dim() == 0 and any(each != scales[0] for each in scales):
+            return False
+        rows, *_ = checkpoint.shape(parts[0])
+        if len(parts) > 1 and scales[0].dim() == 2 and scales[0].shape[0] != rows and rows % BLOCK_SIZE:
+            return False
+    return True
+
+
+def _codes_and_scale(
+    checkpoint: Float8Checkpoint, stack: list[Parts], shape: torch.Size, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The codes and the scale of a weight [N, K], or of a stack, in memory of their own."""
+    codes, scales = None, []
+    for index, parts in enumerate(stack):
+        made = [checkpoint.codes_and_scale(part) for part in parts]
+        codes = torch.empty(shape, dtype=made[0][0].dtype, device=device) if codes is None else codes
+        matrix = codes if codes.dim() == 2 else codes[index]
+        for rows, (part, _) in zip(matrix.chunk(len(parts)), made, strict=True):
+            rows.copy_(part)
+        of_parts = [scale for _, scale in made]
+        scales.append(torch.cat(of_parts) if of_parts[0].dim() else of_parts[0])
+    scale = torch.stack(scales) if len(shape) == 3 else scales[0].clone()  # not the file
+    return typing.cast(Tensor, codes), scale.to(device)
 
 
 def _config(checkpoint: Float8Checkpoint) -> Float8LinearConfig:
@@ -101,10 +144,11 @@ def _problems(
     checkpoint: Float8Checkpoint,
     loaded: ModelTensors,
     linears: dict[str, str],
+    stacks: dict[str, list[Parts]],
 ) -> Iterator[str]:
     """Why the checkpoint cannot be loaded, the first reason first; the codes are read last."""
     _check_one_granularity(checkpoint.format)
-    modules, owners = dict(model.named_modules()), owners_of_weights(model)
+    modules, owners = dict(model.named_modules()), owners_of_parameters(model)
     wrong = [name for name, stored in linears.items() if not isinstance(modules.get(name), nn.Linear)]
     if wrong:
         yield f"float8 weights of the checkpoint belong to no nn.Linear of the model: {listed(wrong)}"
@@ -124,18 +168,27 @@ def _problems(
             f"buffers that no checkpoint has are on the meta device: {listed(on_meta)}; make the model in accelerate's "
             "init_empty_weights(), which leaves buffers where they are"
         )
-    for name, stored in linears.items():
-        linear = modules[name]
-        if isinstance(linear, Float8Linear):
+    weights = {name: (modules[name], f"{name}.weight", [stored]) for name, stored in linears.items()}
+    for name, stack in stacks.items():
+        weights[name] = modules[name.rpartition(".")[0]], name, list(itertools.chain(*stack))
+    for name, (module, weight, stored_parts) in weights.items():
+        if isinstance(module, Float8Linear | Float8Experts):
             yield f"{name} is converted to float8 already; call convert_to_high_precision first"
-        elif isinstance(linear, nn.Linear) and (obstacle := obstacle_of(linear, include_subclasses=False)):
+        elif obstacle := _obstacle(module):
             yield f"{name} cannot be stored in float8: {obstacle}"
-        elif isinstance(linear, nn.Linear) and (obstacle := obstacle_to_storing(name, linear, owners)):
+        elif obstacle := obstacle_to_storing(name, tensors[weight], owners):
             yield obstacle
-        elif not (checkpoint.codes_and_scale(stored)[1] > 0).all():
-            yield f"the scale of {stored} must be above 0; download the checkpoint again"
-    for stored in set(checkpoint.float8_names).difference(linears.values()):
-        checkpoint.codes_and_scale(stored)  # of experts; it raises ValueError for a NaN
+        for stored in stored_parts:
+            if not (checkpoint.codes_and_scale(stored)[1] > 0).all():
+                yield f"the scale of {stored} must be above 0; download the checkpoint again"
+    for stored in set(checkpoint.float8_names).difference(part for *_, parts in weights.values() for part in parts):
+        checkpoint.codes_and_scale(stored)  # of experts of which some are float8; it raises ValueError for a NaN
+
+
+def _obstacle(module: nn.Module) -> str:
+    if isinstance(module, nn.Linear):
+        return obstacle_of(module, include_subclasses=False)
+    return obstacle_of_experts(module, Float8LinearConfig())
 
 
 def _check_one_granularity(format: StoredFormat) -> None:

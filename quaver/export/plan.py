@@ -15,9 +15,11 @@ from quaver.experts.seam import Float8GroupedMM
 from quaver.export.checkpoint_names import CheckpointNames, checkpoint_names
 from quaver.export.files import listed
 from quaver.export.formats import WeightFormat, weight_format
-from quaver.frozen import SCALE, FrozenFloat8Linear
 from quaver.linear import Float8Linear
 from quaver.scaling import BLOCK_SIZE
+from quaver.weights.frozen import FrozenFloat8Weight
+from quaver.weights.frozen_modules import SCALE_SUFFIX
+from quaver.weights.module_weight import weights_under
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,15 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {WRAPPERS.sub("", name): tensor for name, tensor in model.state_dict().items()}
 
 
+def frozen_weights(model: nn.Module) -> dict[str, FrozenFloat8Weight]:
+    """The weights that are stored in float8, or this rank's shards of them, by their names without wrappers."""
+    return {
+        WRAPPERS.sub("", f"{name}.weight".lstrip(".") if weight.name == "weight" else name): weight.local
+        for name, weight in weights_under(model)
+        if isinstance(weight.local, FrozenFloat8Weight)
+    }
+
+
 def _names(model: nn.Module) -> tuple[list[str], list[str]]:
     """The names of the tensors, each parameter once, and all names of the parameters that have several."""
     owners: dict[int, list[str]] = {}
@@ -182,9 +193,5 @@ def _names(model: nn.Module) -> tuple[list[str], list[str]]:
         owners.setdefault(id(parameter), []).append(WRAPPERS.sub("", name))
     again = {name for names in owners.values() for name in names[1:]}
     tied = [name for names in owners.values() if len(names) > 1 for name in names]
-    scales = {
-        WRAPPERS.sub("", f"{name}.{SCALE}")
-        for name, each in model.named_modules()
-        if isinstance(each, FrozenFloat8Linear)
-    }
+    scales = {f"{name}{SCALE_SUFFIX}" for name in frozen_weights(model)}
     return [name for name in named_tensors(model) if name not in again | scales], tied

@@ -6,7 +6,7 @@ they are those of the next training step, to the bit. Two exceptions, whose cost
                             smallest of their scales, unless the caller asks for their own.
     blocks                  formats of blocks hold blocks of 128 x 128; weights of other recipes are quantized again.
 
-The linears of a frozen base (`freeze_to_float8`, `load_frozen`) are written with the codes that they hold.
+The weights of a frozen base (`freeze_to_float8`, `load_frozen`) are written with the codes that they hold.
 
 A model with experts gets the names of its checkpoints (checkpoint_names.py), and each expert its own matrices with
 their codes and scales (experts.py), one expert after the other.
@@ -26,15 +26,16 @@ from torch.distributed.tensor import DTensor
 
 from quaver.distributed.weight_scales import local_weight
 from quaver.export.checkpoint_names import KEPT_IN_FLOAT32, Parts
-from quaver.export.experts import store_expert
+from quaver.export.experts import quantize_expert, store_expert
 from quaver.export.formats import COMPRESSED_TENSORS, FORMATS, FUSED, HIGH_PRECISION
-from quaver.export.plan import Plan, named_tensors, plan_export
-from quaver.frozen import FrozenFloat8Linear
+from quaver.export.plan import Plan, frozen_weights, named_tensors, plan_export
 from quaver.gemm import Operand
 from quaver.linear import Float8Linear
 from quaver.quantize import Quantizer, present
 from quaver.scaling import BLOCK_SIZE, PersistentScales, Scales, dequantize, dynamic_cast_blocks, to_dequant_scale
+from quaver.torch_private.dtensor import local_tensor
 from quaver.weights.base import WrappedTensor
+from quaver.weights.frozen import FrozenFloat8Weight
 
 
 class Requantized(NamedTuple):
@@ -116,6 +117,7 @@ class Float8Weights:
         self._dtype = dtype
         self._shares = share_fused_scales and self.plan.format.weights == "tensor"
         self._forward_dtype = forward_dtype
+        self._frozen = frozen_weights(model)
         self._fsdp_modules = {} if forward_dtype or weights is not None else _fsdp_modules(model, self.plan)
         self._gathered: dict[str, Tensor] = {}
         self._tensors = self._run()
@@ -136,7 +138,7 @@ class Float8Weights:
             if name in self.plan.experts and self._is_float8:
                 yield from self._quantized_experts(name)
             elif name in self.plan.checkpoint.stacks:
-                for parts, matrix in self._matrices(name, None):
+                for parts, matrix, _ in self._matrices(name, None):
                     for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
                         yield part, self._converted(part, rows)
             elif linear not in self.plan.linears or not name.endswith(".weight") or not self._is_float8:
@@ -186,9 +188,10 @@ class Float8Weights:
     def _quantized_experts(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """The codes and scales of a stack, one expert after the other."""
         casts = self.plan.experts[name].float8_config.casts.weight
-        for parts, weight in self._matrices(name, self._forward_dtype):
-            of_forward, stored, is_requantized = store_expert(
-                weight, casts, len(parts), self.plan.format.weights == "block"
+        for parts, weight, frozen in self._matrices(name, self._forward_dtype):
+            of_forward = frozen or quantize_expert(weight, casts)
+            stored, is_requantized = store_expert(
+                weight, of_forward, casts, len(parts), self.plan.format.weights == "block"
             )
             if is_requantized:
                 cost = Requantized(sqnr_db(weight, of_forward), sqnr_db(weight, *stored))
@@ -197,9 +200,14 @@ class Float8Weights:
             for part, operand in zip(parts, stored, strict=True):
                 yield from self._stored(part, operand)
 
-    def _matrices(self, name: str, dtype: torch.dtype | None) -> Iterator[tuple[Parts, Tensor]]:
-        """The matrix [N, K] of each expert of a stack in `dtype`, with the names of its parts."""
+    def _matrices(self, name: str, dtype: torch.dtype | None) -> Iterator[tuple[Parts, Tensor, Operand | None]]:
+        """The matrix [N, K] of each expert of a stack in `dtype`, with the names of its parts and its frozen codes."""
         stack = self.plan.checkpoint.stacks[name]
+        if name in self._frozen and name in self._weights:
+            frozen = self._frozen_weight(name)
+            for parts, operand in zip(stack, frozen.matrices(), strict=True):
+                yield parts, dequantize(operand.data, typing.cast(Tensor, operand.dequant_scale), frozen.dtype), operand
+            return
         held: Tensor | None = None
         if name in self._fsdp_modules:
             held = self._unsharded(name)
@@ -207,7 +215,7 @@ class Float8Weights:
             held = self._whole(name)
         for index, parts in enumerate(stack):
             matrix = torch.cat([self._whole(part) for part in parts]) if held is None else held[index]
-            yield parts, _finite(f"expert {index} of {name}", matrix if dtype is None else matrix.to(dtype))
+            yield parts, _finite(f"expert {index} of {name}", matrix if dtype is None else matrix.to(dtype)), None
 
     def _quantize(self, name: str, weight: Tensor, scales: Scales | None = None) -> tuple[Operand, Scales]:
         """The operand of the forward's matmul, and the scales that it was quantized with."""
@@ -229,11 +237,11 @@ class Float8Weights:
 
     def _of_forward(self, name: str) -> tuple[Tensor, Operand, Scales]:
         """The weight that the forward reads, the operand of its matmul, and the scales of that."""
-        linear = self.plan.linears[name]
-        if isinstance(linear, FrozenFloat8Linear):
-            codes, dequant = self._codes(name), linear.weight_dequant_scale
-            weight = dequantize(codes, dequant, linear.weight.dtype)
-            return weight, Operand(codes, dequant), Scales(to_dequant_scale(dequant), dequant)
+        if f"{name}.weight" in self._frozen:
+            frozen = self._frozen_weight(f"{name}.weight")
+            dequant = frozen.dequant_scale
+            operand = Operand(frozen.data_fp8, dequant)
+            return frozen.to_high_precision(), operand, Scales(to_dequant_scale(dequant), dequant)
         if f"{name}.weight" in self._fsdp_modules:
             weight = _finite(f"{name}.weight", self._unsharded(f"{name}.weight"))
         else:
@@ -261,22 +269,21 @@ class Float8Weights:
                 module.reshard()
         return self._gathered.pop(name)
 
-    def _codes(self, name: str) -> Tensor:
-        """The whole weight of a frozen linear, as it is stored."""
-        codes = self._held(f"{name}.weight").detach()
+    def _frozen_weight(self, name: str) -> FrozenFloat8Weight:
+        """The whole of a frozen weight."""
+        codes, local = self._held(name).detach(), self._frozen[name]
         if isinstance(codes, DTensor):  # gathered as bytes, which every backend can
-            local, mesh, placements = codes.to_local().view(torch.uint8), codes.device_mesh, codes.placements
+            shard, mesh, placements = codes.to_local().view(torch.uint8), codes.device_mesh, codes.placements
             whole = DTensor.from_local(
-                local, mesh, placements, run_check=False, shape=codes.shape, stride=codes.stride()
+                shard, mesh, placements, run_check=False, shape=codes.shape, stride=codes.stride()
             ).full_tensor()
             self.bytes_moved += whole.nbytes
             codes = whole.view(codes.dtype)
-        return codes
+        return FrozenFloat8Weight.from_codes(codes, local.dequant_scale, local.dtype)
 
     def _read(self, name: str) -> Tensor:
-        linear = name.removesuffix(".weight")
-        if name.endswith(".weight") and isinstance(self.plan.linears.get(linear), FrozenFloat8Linear):
-            return self._of_forward(linear)[0]
+        if name in self._frozen:
+            return self._frozen_weight(name).to_high_precision()
         return _finite(name, self._whole(name))
 
     def _held(self, name: str) -> Tensor:
@@ -327,6 +334,6 @@ def _fsdp_modules(model: nn.Module, plan: Plan) -> dict[str, FSDPModule]:
         for name, owner in owners.items()
         if id(owner) in innermost
         and isinstance(plan.float8_weight(name), DTensor)
-        and not isinstance(owner, FrozenFloat8Linear)
+        and not isinstance(local_tensor(plan.float8_weight(name)), FrozenFloat8Weight)
         and not (isinstance(owner, Float8Linear) and isinstance(local_weight(owner), WrappedTensor))
     }

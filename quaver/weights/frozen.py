@@ -2,7 +2,8 @@
 
 Outside it has the shape and the dtype of the high-precision weight, so that PEFT, autocast and FSDP2 treat it as one.
 Inside it has one byte per element and the scales of its granularity: (), [N, 1] or one a block of 128 x 128 or
-32 x 32. Both matmuls of a linear read the same codes.
+32 x 32. Both matmuls of a linear read the same codes. The weights of experts are stacks of matrices, [E, N, K] or
+[E, K, N], and so are their scales: [E], [E, N, 1] or [E, 1, N], or one a block of each matrix.
 
     reads       an op on the weight runs on its dequantized values, the whole of them; but for copies and checks of the
                 values, that is said once (slow_paths.py)
@@ -13,9 +14,9 @@ Inside it has one byte per element and the scales of its granularity: (), [N, 1]
                 DistributedDataParallel reads `view(-1)`, a copy, to broadcast it
 
 [Note: parts]
-FSDP2 shards the rows of a weight, at any row. Each shard is a part: the codes of its rows, and the scales of the whole
-weight, at most 4 / K bytes per element. So an all-gather sends codes only, and no block has to lie on one
-rank. A part has no values of its own; the unsharded weight has.
+FSDP2 shards the rows of a weight, at any row, and the matrices of a stack. Each shard is a part: the codes of its rows,
+and the scales of the whole weight, at most 4 / K bytes per element. So an all-gather sends codes only, and no block has
+to lie on one rank. A part has no values of its own; the unsharded weight has.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import functools
 import logging
 import math
 import typing
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -62,11 +64,11 @@ class _Metadata(NamedTuple):
 
 
 class FrozenFloat8Weight(WeightForm, Float8Tensor):
-    """A frozen weight [N, K] in float8; see the top of the file.
+    """A frozen weight [N, K], or a stack of matrices, in float8; see the top of the file.
 
     Attributes:
-        data_fp8: float8 [N, K]; of a part, [rows, K] or flat.
-        dequant_scale: float32 (), [N, 1] or one a block (`block_counts`), of the whole weight.
+        data_fp8: float8 [N, K] or [E, rows, columns]; of a part, fewer of the first dim, or flat.
+        dequant_scale: float32 (), [N, 1] or one a block (`block_counts`), of the whole weight; of a stack see the top.
         is_part: whether this is a shard; see [Note: parts].
         requantized_sqnr_db: of the last write in high precision; None if there was none.
     """
@@ -80,22 +82,24 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
 
     @classmethod
     def from_codes(cls, codes: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> FrozenFloat8Weight:
-        """The weight of `codes` (float8 [N, K]) and `dequant_scale` (float32), which presents itself as `dtype`.
+        """The weight of `codes` (float8 [N, K], or a stack) and `dequant_scale` (float32), which presents `dtype`.
 
         Raises:
             ValueError: codes, scale or dtype do not fit together.
         """
-        if codes.dtype not in FORMATS or codes.dim() != 2:
-            raise ValueError(f"codes: expected a float8 matrix, got {codes.dtype} of {list(codes.shape)}")
+        if codes.dtype not in FORMATS or codes.dim() not in (2, 3):
+            raise ValueError(f"codes: expected a float8 matrix, or a stack, got {codes.dtype} of {list(codes.shape)}")
         if dtype not in HP_DTYPES:
             raise ValueError(f"dtype: expected {', '.join(map(str, HP_DTYPES))}, got {dtype}")
-        rows, columns = codes.shape
-        shapes = ((), (rows, 1), *(block_counts(rows, columns, (length, length)) for length in BLOCK_LENGTHS))
-        if dequant_scale.dtype is not torch.float32 or tuple(dequant_scale.shape) not in shapes:
+        *stack, rows, columns = codes.shape
+        squares = [block_counts(rows, columns, (length, length)) for length in reversed(BLOCK_LENGTHS)]
+        of_columns = [(1, columns)] if stack else []
+        shapes = [[*stack, *each] for each in ((), (rows, 1), *of_columns, *squares)]
+        if dequant_scale.dtype is not torch.float32 or list(dequant_scale.shape) not in shapes:
             raise ValueError(
-                f"dequant_scale: expected float32 of shape (), {[rows, 1]}, {list(shapes[3])} or {list(shapes[2])} "
-                f"(blocks of {BLOCK_LENGTHS[1]} or {BLOCK_LENGTHS[0]} squared) for a weight of {[rows, columns]}, "
-                f"got {dequant_scale.dtype} of {list(dequant_scale.shape)}"
+                f"dequant_scale: expected float32 of shape {', '.join(map(str, shapes[:-1]))} or {shapes[-1]} (blocks "
+                f"of {BLOCK_LENGTHS[1]} or {BLOCK_LENGTHS[0]} squared) for a weight of {list(codes.shape)}, got "
+                f"{dequant_scale.dtype} of {list(dequant_scale.shape)}"
             )
         operand = Operand(codes.detach(), dequant_scale.detach())
         return typing.cast(FrozenFloat8Weight, cls.from_operands(operand, operand, dtype))
@@ -122,7 +126,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
     @property
     def granularity(self) -> str:
         """ "tensorwise", "rowwise" or "blockwise ROWS x COLUMNS"."""
-        if self.dequant_scale.dim() == 0:
+        if self.dequant_scale.dim() < 2:
             return "tensorwise"
         size = self.block_size
         return "rowwise" if size is None else f"blockwise {size[0]} x {size[1]}"
@@ -133,14 +137,27 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
 
         A weight that fits into one block of each size counts as the larger one: the scale is the same.
         """
-        counts = tuple(self.dequant_scale.shape)
-        if not counts or (counts[1] == 1 and counts[0] >= self.shape[0]):
+        counts, is_stack = tuple(self.dequant_scale.shape[-2:]), self.dequant_scale.dim() == 3
+        if self.dequant_scale.dim() < 2:
+            return None
+        rows, columns = self.shape[-2] if is_stack else self.shape[0], self.shape[-1]
+        if (counts[1] == 1 and counts[0] >= rows) or (is_stack and counts == (1, columns)):
             return None
         for size in ((length, length) for length in reversed(BLOCK_LENGTHS)):
-            expected = block_counts(self.shape[0], self.shape[-1], size)
-            if counts[1] == expected[1] and (self.is_part or counts[0] == expected[0]):
+            expected = block_counts(rows, columns, size)
+            if counts[1] == expected[1] and (counts[0] == expected[0] or (self.is_part and not is_stack)):
                 return size
         raise RuntimeError(f"expected scales of blocks for a weight of {list(self.shape)}, got {list(counts)}")
+
+    @property
+    def scales_a_matrix(self) -> int:
+        return math.prod(self.dequant_scale.shape[-2:]) if self.dequant_scale.dim() > 1 else 1
+
+    def matrices(self) -> list[Operand]:
+        """The codes and the scale of each matrix, views: of the weight alone, or of those of a stack."""
+        if self.data_fp8.dim() == 2:
+            return [Operand(self.data_fp8, self.dequant_scale)]
+        return [Operand(*each) for each in zip(self.data_fp8, self.dequant_scale, strict=True)]
 
     def to_high_precision(self) -> Tensor:
         """The dequantized values in the weight's dtype.
@@ -154,24 +171,35 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
                 "unsharded (model.unshard()), or the codes and weight_dequant_scale in the state_dict"
             )
         with torch.no_grad():
-            return dequantize(self.data_fp8, self.dequant_scale, self.dtype)
+            values = torch.empty_like(self.data_fp8, dtype=self.dtype)
+            for to, codes, scale in self._matrices_with(values):
+                to.copy_(dequantize(codes, scale, self.dtype))
+            return values
+
+    def _matrices_with(self, other: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Each matrix of `other`, of this shape, with the codes and the scale of its place here."""
+        for matrix, own in zip(other.view(-1, *self.shape[-2:]), self.matrices(), strict=True):
+            yield matrix, own.data, typing.cast(Tensor, own.dequant_scale)
 
     def write(self, hp: Tensor) -> None:
-        """Quantize `hp` [N, K] in the granularity of this weight, into its memory."""
+        """Quantize `hp`, of this shape, in the granularity of this weight, into its memory."""
         before = self.to_high_precision()
         if hp.shape != self.shape:
             raise ValueError(f"expected a weight of shape {list(self.shape)}, got {list(hp.shape)}")
         if torch.equal(before, hp.to(before)):  # DistributedDataParallel broadcasts parameters, for one
             return
         power_of_2, block_size = self.has_power_of_2_scales, self.block_size
-        if block_size is not None:
-            codes, _, scale = dynamic_cast_blocks(hp, self.data_fp8.dtype, power_of_2=power_of_2, block_size=block_size)
-        else:
-            dim = None if self.dequant_scale.dim() == 0 else 1
-            codes, _, scale = dynamic_cast(hp, self.data_fp8.dtype, dim, power_of_2=power_of_2)
-        self.data_fp8.copy_(codes)
-        self.dequant_scale.copy_(scale)
-        noise = dequantize(codes, scale).sub_(hp).norm().item()
+        float8_dtype, norms = self.data_fp8.dtype, []
+        for matrix, codes, scale in self._matrices_with(hp.contiguous()):
+            if block_size is not None:
+                made = dynamic_cast_blocks(matrix, float8_dtype, power_of_2=power_of_2, block_size=block_size)
+            else:
+                dim = None if scale.dim() == 0 else int(scale.shape[1] == 1)
+                made = dynamic_cast(matrix, float8_dtype, dim, power_of_2=power_of_2)
+            codes.copy_(made[0])
+            scale.copy_(made[2])
+            norms.append(dequantize(codes, scale).sub_(matrix).norm().item())
+        noise = math.hypot(*norms)
         self.requantized_sqnr_db = 20 * math.log10(hp.float().norm().item() / noise) if noise else math.inf
         logger.info("a frozen float8 weight was quantized again: SQNR %.1f dB", self.requantized_sqnr_db)
 
@@ -187,7 +215,8 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
                 f"{self.dtype} {list(self.shape)}; use module.to(dtype)"
             )
         else:
-            self.set_operands(*new.operands())  # type: ignore[arg-type]
+            operand = Operand(new.data_fp8, new.dequant_scale)
+            self.set_operands(operand, operand)
             self.requantized_sqnr_db = new.requantized_sqnr_db
 
     def requires_grad_(self, requires_grad: bool = True) -> FrozenFloat8Weight:
@@ -251,7 +280,8 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         """The codes of this shard as one uint8 tensor of the padded shard's shape."""
         codes = self.data_fp8.view(torch.uint8)
         missing = -(-outer_size[0] // mesh.size()) - codes.shape[0]
-        return (F.pad(codes, (0, 0, 0, missing)),), _Metadata(self.dequant_scale, outer_size, self.data_fp8.dtype)
+        padding = (0, 0) * (codes.dim() - 1) + (0, missing)
+        return (F.pad(codes, padding),), _Metadata(self.dequant_scale, outer_size, self.data_fp8.dtype)
 
     def fsdp_post_all_gather(
         self,
@@ -346,7 +376,7 @@ _ALIASES = frozenset({aten.alias.default, aten.detach.default})
 _ROWS: dict[Any, Any] = {
     aten.split.Tensor: lambda weight, args: len(args) < 3 or args[2] == 0,
     aten.slice.Tensor: lambda weight, args: (args[1] if len(args) > 1 else 0) == 0,
-    aten.new_zeros.default: lambda weight, args: len(args[1]) == 2 and args[1][1] == weight.shape[1],
+    aten.new_zeros.default: lambda weight, args: tuple(args[1][1:]) == tuple(weight.shape[1:]),
     aten.view.default: lambda weight, args: weight.is_part,
 }
 """Ops that FSDP2 calls on the rows of a weight, and when they are such."""

@@ -21,6 +21,7 @@ from quaver import (
     conversion_report,
     convert_to_float8_training,
     convert_to_high_precision,
+    freeze_to_float8,
 )
 from quaver.distributed import Float8ExpertParallel, collectives
 from quaver.experts.module import Float8Experts
@@ -361,6 +362,8 @@ def test_experts_that_cannot_be_split():
     with mock.patch.object(collectives.functional, "all_to_all_single", side_effect=RuntimeError("no alltoall")):
         message = refusal(parallel, converted("rowwise"))
     assert message.startswith("NotImplementedError: expert parallelism sends codes by all_to_all_single of uint8")
+    message = refusal(parallel, freeze_to_float8(Experts(), "rowwise"))
+    assert "expected weights in high precision, got gate_up_proj stored in float8" in message
     split = parallel(converted("rowwise"))
     assert "called with top_k_index" in refusal(split, torch.randn(8, DIM))
     assert "convert a model back before it is parallelized" in refusal(convert_to_high_precision, split)

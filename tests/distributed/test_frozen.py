@@ -1,6 +1,7 @@
 """A frozen float8 base under FSDP2 and DistributedDataParallel: the same numbers, and codes gathered at one byte."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -14,11 +15,14 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from quaver import Float8ColwiseParallel, convert_to_high_precision, freeze_to_float8
+from quaver.export import iter_float8_weights
 from quaver.weights.frozen import FrozenFloat8Weight
 from tests.distributed.counting import CollectiveCounter
 from tests.distributed.models import LEARNING_RATE, batches, make_model, train_in_parts
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_fsdp import shard_model, train_step
+from tests.mixture import DIM as MIXTURE_DIM
+from tests.mixture import make_mixture
 
 RANKS, STEPS, DIM, HIDDEN = 2, 3, 130, 301  # a rank's 151 rows end inside a block of 128
 CONFIGS = ("blockwise", "mxfp8", "tensorwise", "rowwise")
@@ -136,3 +140,40 @@ def test_ddp_computes_the_same_and_leaves_the_codes():
     assert train(DistributedDataParallel(model)) == pytest.approx(one_process("blockwise"), rel=1e-5)
     after = codes_of(model)
     assert all(after[name].view(torch.uint8).equal(codes.view(torch.uint8)) for name, codes in before.items())
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+@CONFIG
+@pytest.mark.parametrize("is_transposed", [False, True])
+@on_ranks(RANKS)
+def test_experts_compute_the_same_and_are_gathered_at_a_byte_per_element(config, is_transposed):
+    """Three experts on two ranks."""
+    whole, input = freeze_to_float8(make_mixture(is_transposed=is_transposed), config), torch.randn(6, MIXTURE_DIM)
+    dist.broadcast(input, 0)
+    expected, model = whole(input), shard_model(None, model=copy.deepcopy(whole))
+    with CollectiveCounter() as counter:
+        output = model(input.requires_grad_())
+        output.sum().backward()
+    assert output.equal(expected)
+    again = input.detach().clone().requires_grad_()
+    whole(again).sum().backward()
+    assert input.grad.equal(again.grad)
+    gathered = sum(
+        -(-p.shape[0] // RANKS) * RANKS * math.prod(p.shape[1:]) * (1 if isinstance(p, FrozenFloat8Weight) else 4)
+        for p in whole.parameters()
+    )
+    assert counter.bytes["all_gather"] == 2 * gathered  # forward and backward
+    state = model.state_dict()
+    assert state["0.experts.down_proj"].to_local().dtype is torch.float8_e4m3fn
+    other = freeze_to_float8(make_mixture(is_transposed=is_transposed), config)
+    with torch.no_grad():
+        other[0].experts.down_proj.mul_(3)
+    other = shard_model(None, model=other)
+    other.load_state_dict(state)
+    assert other(input).equal(expected)
+    exported = dict(iter_float8_weights(model, format="high-precision"))
+    assert exported["0.experts.down_proj" if is_transposed else "0.experts.2.down_proj.weight"].equal(
+        whole[0].experts.down_proj.to_high_precision()[slice(None) if is_transposed else 2]
+    )

@@ -8,15 +8,17 @@ import copy
 import json
 import warnings
 
+import peft
 import pytest
 import torch
 import transformers
+from accelerate import init_empty_weights
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config
 
 import quaver.experts.grouped_mm
-from quaver import conversion_report, convert_to_float8_training
+from quaver import conversion_report, convert_to_float8_training, freeze_to_float8
 from quaver.cli import main
 from quaver.experts.groups import Form, bounds_of, scale_of_group
 from quaver.experts.module import Float8Experts, is_experts
@@ -25,8 +27,9 @@ from quaver.export.files import StoredTensors
 from quaver.frozen import blockwise_config
 from quaver.integrations.transformers import prepare_model_for_float8
 from quaver.scaling import dequantize
+from quaver.weights.frozen import FrozenFloat8Weight
 from tests.foreign.zoo import MODELS, make
-from tests.reference import assert_same_bits
+from tests.reference import assert_same_bits, sqnr_db
 
 MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "glm4_moe")
 WHOLE = ("gpt_oss", "llama4")
@@ -270,17 +273,75 @@ def test_a_published_checkpoint_is_trained_and_exported_again(tmp_path):
     assert all(torch.equal(exported[name].float(), tensor.float()) for name, tensor in fresh.items())
 
 
+def values_of(model):
+    """The weights of a model, frozen ones dequantized."""
+    return {
+        name: each.to_high_precision() if isinstance(each, FrozenFloat8Weight) else each.detach()
+        for name, each in model.named_parameters()
+    }
+
+
 def test_a_frozen_base_of_a_published_checkpoint(tmp_path):
-    """Attention is frozen in the codes of the file; experts are dequantized. The values are transformers'."""
+    """Attention and experts are frozen in the codes of the file. The values are transformers'."""
     published(large("qwen3_moe"), tmp_path / "hub", torch.float32, ("mlp.gate.",))
     oracle = from_transformers(tmp_path / "hub", transformers.Qwen3MoeForCausalLM, "fp8").state_dict()
-    model = load_frozen(large("qwen3_moe"), tmp_path / "hub")
-    for name, parameter in model.named_parameters():
-        value = parameter.to_high_precision() if "self_attn" in name and "proj" in name else parameter
-        assert torch.equal(value, oracle[name]), name
-    experts = {layer.name: layer.reason for layer in conversion_report(model).skipped if "experts" in layer.name}
+    with init_empty_weights():
+        model = large("qwen3_moe")
+    assert all(
+        torch.equal(value, oracle[name]) for name, value in values_of(load_frozen(model, tmp_path / "hub")).items()
+    )
+    frozen = {name for name, each in model.named_parameters() if isinstance(each, FrozenFloat8Weight)}
+    assert frozen == {name for name in oracle if "_proj" in name}
+
+
+def test_gate_and_up_that_no_block_holds_are_dequantized(tmp_path):
+    """Of 96 rows each: as one matrix they would share a block."""
+    model = mixture("qwen3_moe")
+    published(model, tmp_path / "hub", torch.float32, ("mlp.gate.",))
+    loaded = load_frozen(mixture("qwen3_moe"), tmp_path / "hub")
+    reasons = {layer.name: layer.reason for layer in conversion_report(loaded).skipped if "experts" in layer.name}
+    assert len(reasons) == 4
+    assert all(reason.startswith("experts, dequantized from the checkpoint") for reason in reasons.values())
+    oracle = load_float8(tmp_path / "hub", dtype=torch.float32, model=mixture("qwen3_moe"))
+    assert all(torch.equal(value, oracle[name]) for name, value in values_of(loaded).items())
+
+
+@pytest.mark.parametrize(("recipe", "format"), [("rowwise", FORMATS[0]), ("blockwise", "fp8")])
+def test_adapters_train_on_frozen_experts_and_are_merged_and_exported(recipe, format, tmp_path):
+    """A frozen model is exported, loaded frozen, adapted at attention and experts, merged, and exported again."""
+    model = freeze_to_float8(large("qwen3_moe"), recipe, module_filter_fn=lambda _, name: name != "lm_head")
+    assert save_float8(model, tmp_path / "first", format=format).requantized == {}
+    base, expected = load_frozen(large("qwen3_moe"), tmp_path / "first"), logits_of(model)
+    assert torch.equal(logits_of(base), expected)
+    targets = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    adapted = peft.get_peft_model(base, peft.LoraConfig(r=4, **targets))
+    assert torch.equal(logits_of(adapted), expected)
+    trained = [each for each in adapted.parameters() if each.requires_grad]
+    optimizer, tokens = torch.optim.AdamW(trained, lr=1e-2), torch.arange(1, 49).view(2, 24)
+    losses = []
+    for _ in range(4):
+        loss = adapted.train()(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        assert all(each.grad.isfinite().all() for each in trained)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.3
+    expected, merged = logits_of(adapted), adapted.merge_and_unload()
+    assert sqnr_db(expected, logits_of(merged)) > 15
+    assert merged.model.layers[0].mlp.experts.gate_up_proj.requantized_sqnr_db > 25
+    assert save_float8(merged, tmp_path / "second", format=format).requantized == {}
+    oracle = from_transformers(tmp_path / "second", type(merged), format).state_dict()
+    assert all(torch.equal(value, oracle[name]) for name, value in values_of(merged).items())
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_frozen_experts_without_names_of_their_own_are_exported_dequantized(name, tmp_path):
+    model = freeze_to_float8(mixture(name), "rowwise", module_filter_fn=lambda _, name: name != "lm_head")
+    oracle = dict(iter_float8_weights(model, format="high-precision"))
+    experts = {name: value for name, value in values_of(model).items() if name.endswith(("gate_up_proj", "down_proj"))}
     assert len(experts) == 4
-    assert all(reason.startswith("experts, dequantized from the checkpoint") for reason in experts.values())
+    assert all(torch.equal(oracle[name], value) for name, value in experts.items())
 
 
 # ---- folders ---------------------------------------------------------------------------------------------------------

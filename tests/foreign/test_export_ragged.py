@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCa
 from transformers.integrations.finegrained_fp8 import FP8Linear
 from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config
 
-from quaver import freeze_to_float8
+from quaver import FrozenFloat8Linear, freeze_to_float8
+from quaver.experts.module import is_experts
 from quaver.export import load_float8, load_frozen, save_float8
 from quaver.export.files import StoredTensors
-from quaver.frozen import FrozenFloat8Linear, blockwise_config
+from quaver.frozen import blockwise_config
 from tests.foreign.llama import not_the_head
 
 FORMATS = ("fp8", "compressed-tensors-block")
@@ -58,7 +59,10 @@ def deepseek(kv_lora_rank=160):
 
 
 def frozen(**options):
-    return freeze_to_float8(deepseek(**options), blockwise_config(power_of_2=False), module_filter_fn=not_the_head)
+    def is_a_linear(module, name):
+        return not_the_head(module, name) and not is_experts(module)
+
+    return freeze_to_float8(deepseek(**options), blockwise_config(power_of_2=False), module_filter_fn=is_a_linear)
 
 
 def logits_of(model):

@@ -163,7 +163,7 @@ def test_the_footprint_is_the_truth(config):
 
 
 def test_adapters_are_not_frozen():
-    with pytest.raises(ValueError, match="requires a gradient and other linears do not: call freeze_to_float8 before"):
+    with pytest.raises(ValueError, match="requires a gradient and other weights do not: call freeze_to_float8 before"):
         freeze_to_float8(adapted(), module_filter_fn=lambda module, name: "lm_head" not in name)
     late, early = freeze_to_float8(adapted(), module_filter_fn=not_the_head), adapted("blockwise")
     assert train_by_hand(late) == train_by_hand(early)

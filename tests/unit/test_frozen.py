@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import logging
 import math
 
 import pytest
@@ -12,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quaver import (
     Float8Linear,
+    FrozenFloat8Experts,
     FrozenFloat8Linear,
     cast_weights_once,
     conversion_report,
@@ -20,6 +20,7 @@ from quaver import (
     freeze_to_float8,
 )
 from quaver.config import CastConfig, Float8LinearConfig, ScaleCalculationMode, ScalingGranularity
+from quaver.experts.grouped_mm import multiply_by_weight, operands_of_frozen
 from quaver.frozen import blockwise_config, store_float8_weight
 from quaver.gemm import float8_mm
 from quaver.quantize import Quantizer
@@ -297,23 +298,85 @@ def test_a_model_that_trains_in_float8_can_be_frozen():
     assert isinstance(net[2], Wide)
 
 
-@pytest.mark.parametrize("config", [None, "tensorwise"])
-def test_experts_stay_as_they_are_and_are_named(config, caplog):
-    mixture = make_mixture(layers=1)
-    if config is not None:
-        convert_to_float8_training(mixture, config=config, module_filter_fn=lambda _, name: name.endswith("experts"))
-    before, experts = dict(mixture[0].experts.named_parameters()), type(mixture[0].experts)
-    with caplog.at_level(logging.WARNING):
-        freeze_to_float8(mixture)
-    assert "stores the weights of linears alone; experts stay as they are: 0.experts" in caplog.text
-    assert type(mixture[0].experts) is experts
-    assert all(mixture[0].experts.get_parameter(name) is each for name, each in before.items())
-    assert isinstance(mixture[0].out.weight, FrozenFloat8Weight)
-    reasons = {layer.name: layer.reason for layer in conversion_report(mixture).skipped}
-    expected = "freeze_to_float8 stores the weights of linears alone"
-    assert config is not None or reasons["0.experts.down_proj"] == expected
-    mixture(torch.randn(4, 40)).sum().backward()
-    assert mixture[0].experts.down_proj.grad is not None
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+def mixture(is_transposed, config=None):
+    """Blocks of all sizes are cut, and places of scales (experts/groups.py) lie between experts."""
+    net = make_mixture(layers=1, dim=160, hidden=75, is_transposed=is_transposed)
+    return net if config is None else freeze_to_float8(net, config)
+
+
+def of_experts(net):
+    return [net[0].experts.gate_up_proj, net[0].experts.down_proj]
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@CONFIG
+def test_experts_multiply_by_the_codes_that_are_stored(config, is_transposed):
+    """The forward is that of float8 training, and each expert is a frozen linear, to the bit."""
+    trained = convert_to_float8_training(mixture(is_transposed), config=config)
+    net, tokens = mixture(is_transposed, config), torch.randn(24, 160)
+    assert net(tokens).equal(trained(tokens))
+    assert all(weight.nbytes < 1.08 * weight.numel() for weight in of_experts(net))
+
+    ends = torch.tensor([9, 9, 22], dtype=torch.int32)  # a group without rows, and rows without a group
+    for weight, plain in zip(of_experts(net), of_experts(mixture(is_transposed)), strict=True):
+        hp = torch.randn(24, weight.shape[1 if is_transposed else 2], requires_grad=True)
+        operands = operands_of_frozen(weight)
+        actual = multiply_by_weight(hp, weight, ends, net[0].experts.float8_config, is_transposed, operands)
+        actual.backward(torch.ones_like(actual))
+        for matrix, rows in zip(plain, (slice(0, 9), slice(9, 9), slice(9, 22)), strict=True):
+            linear = nn.Linear(*reversed((matrix.t() if is_transposed else matrix).shape), bias=False)
+            linear.weight.data.copy_(matrix.t() if is_transposed else matrix)
+            tokens = hp[rows].detach().requires_grad_()
+            expected = freeze_to_float8(linear, config)(tokens)
+            expected.backward(torch.ones_like(expected))
+            assert actual[rows].equal(expected)
+            assert hp.grad[rows].equal(tokens.grad)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@CONFIG
+def test_state_dicts_copies_and_writes_of_experts(config, is_transposed):
+    net, tokens = mixture(is_transposed, config), torch.randn(24, 160)
+    state, other = copy.deepcopy(net.state_dict()), mixture(is_transposed, config)
+    expected, weights = net(tokens), of_experts(other)
+    assert state["0.experts.down_proj"].dtype is E4M3
+    with torch.no_grad():
+        for weight in weights:
+            weight.data = weight.data  # as PEFT does
+            weight.mul_(-2)  # the codes are the same, and so is their signal-to-noise ratio
+            assert weight.requantized_sqnr_db == math.inf
+            weight.add_(torch.randn(weight.shape) * 0.1)
+            assert 25 < weight.requantized_sqnr_db < 45
+    assert "quantized again after a write at" in str(conversion_report(other))
+    other.load_state_dict(state)
+    loaded = freeze_to_float8(mixture(is_transposed), config)
+    loaded.load_state_dict(mixture(is_transposed).state_dict())  # in high precision
+    for each in (other, loaded, copy.deepcopy(net), by_torch_save(net)):
+        assert each(tokens).equal(expected)
+    wrong = dict(state)
+    del wrong["0.experts.down_proj_dequant_scale"]
+    with pytest.raises(RuntimeError, match=r"expected down_proj_dequant_scale .* with float8 codes, got none"):
+        other.load_state_dict(wrong)
+    plain = convert_to_high_precision(net)
+    assert type(plain[0].experts) is type(mixture(is_transposed)[0].experts)
+    assert of_experts(plain)[1].equal(of_experts(loaded)[1].to_high_precision())
+
+
+def test_experts_are_asked_of_the_filter():
+    net = freeze_to_float8(mixture(False), module_filter_fn=lambda module, name: name.endswith("out"))
+    assert isinstance(net[0].out, FrozenFloat8Linear)
+    assert not isinstance(net[0].experts, FrozenFloat8Experts)
+    net(torch.randn(4, 160)).sum().backward()
+    assert net[0].experts.down_proj.grad is not None
+    with pytest.raises(TypeError, match="module_filter_fn was written for linears"):
+        freeze_to_float8(mixture(False), module_filter_fn=lambda module, name: module.in_features > 8)
+    bad = mixture(True)
+    bad[0].experts.down_proj.data[1, 2, 3] = torch.inf
+    with pytest.raises(ValueError, match=r"the weight of 0\.experts\.down_proj holds NaN or inf"):
+        freeze_to_float8(bad)
 
 
 def _tied():
@@ -350,7 +413,7 @@ def _partly_trained():
         (
             _partly_trained,
             None,
-            "2 requires a gradient and other linears do not: call freeze_to_float8 before adapters",
+            "2 requires a gradient and other weights do not: call freeze_to_float8 before adapters",
         ),
         (lambda: model().to("meta"), None, "the weight of 0 is on the meta device; load it first"),
         (lambda: model().double(), None, "the weight of 0: expected torch.float32.*got torch.float64"),
@@ -385,7 +448,7 @@ def test_weights_from_a_checkpoint():
         ({"codes": hp}, "codes: expected a float8 matrix"),
         (
             {"dequant_scale": scale[:1]},
-            r"dequant_scale: expected float32 of shape \(\), \[130, 1\], \[2, 3\] or \[5, 9\]",
+            r"dequant_scale: expected float32 of shape \[\], \[130, 1\], \[2, 3\] or \[5, 9\]",
         ),
         ({"dtype": E4M3}, "dtype: expected torch.float32"),
         ({"dequant_scale": torch.ones(130, 1)}, "expected a blockwise 128 x 128 weight of"),

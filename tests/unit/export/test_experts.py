@@ -335,27 +335,50 @@ def test_what_the_class_of_a_model_ignores_is_left_out(folder):
     assert set(load_float8(folder, model=model)) == set(model.state_dict())
 
 
-def test_a_frozen_model_has_dequantized_experts(folder):
+@pytest.mark.parametrize(("recipe", "format", "inner"), [
+    ("rowwise", "compressed-tensors", 48), ("tensorwise", "compressed-tensors", 48), ("blockwise", "fp8", 128)
+])  # fmt: skip
+def test_a_frozen_model_has_the_codes_of_the_file(recipe, format, inner, tmp_path, monkeypatch):
+    trained, folder = mixture(recipe, inner=inner), tmp_path / "out"
+    save_float8(trained, folder, config={"model_type": "tiny"}, format=format)
+    model = load_frozen(plain(inner=inner).to("meta"), folder)
+    stored, exported = load_file(folder / "model.safetensors"), iter_float8_weights(model, format=format)
+    again = dict(exported)
+    assert not exported.requantized
+    assert set(again) == set(stored)
+    for name in stored:
+        assert_same_bits(again[name], stored[name])
+    leaf = "weight_scale_inv" if format == "fp8" else "weight_scale"
+    assert_codes_of_forward(stored, multiplied(model, monkeypatch), leaf)
+    assert torch.equal(model(TOKENS), trained.eval()(TOKENS))
+    reasons = {layer.name: layer.reason for layer in conversion_report(model).layers}
+    assert reasons["experts.down_proj"].startswith("frozen, stored in")
+    assert reasons["router"] == "in high precision in the checkpoint"
+
+
+def test_gate_and_up_with_scales_of_their_own_are_dequantized(tmp_path):
+    """One scale for each matrix: as one matrix they have none."""
+
+    def change(tensors):
+        tensors["experts.1.up_proj.weight_scale"] *= 2
+
+    save_float8(mixture("tensorwise"), tmp_path / "out", config={"model_type": "tiny"})
+    folder = rewritten(tmp_path / "out", change)
     model = load_frozen(plain(), folder)
     loaded = load_float8(folder, dtype=torch.float32, model=model)
     for stack in PARTS:
         assert torch.equal(getattr(model.experts, stack), loaded[f"experts.{stack}"])
     reasons = {layer.name: layer.reason for layer in conversion_report(model).layers}
-    assert reasons["experts.down_proj"].startswith("experts, dequantized from the checkpoint")
-    assert reasons["router"] == "in high precision in the checkpoint"
-    assert not model.o_proj.weight.requires_grad
-    again = dict(iter_float8_weights(model))
-    assert_same_bits(again["o_proj.weight"], load_file(folder / "model.safetensors")["o_proj.weight"])
+    assert reasons["experts.down_proj"].startswith("experts, dequantized from the checkpoint: scales of gate and up")
 
 
-def test_freezing_leaves_experts_in_high_precision():
-    model = freeze_to_float8(plain(), "rowwise")
-    reasons = {layer.name: layer.reason for layer in conversion_report(model).layers}
-    assert reasons["experts.gate_up_proj"] == "freeze_to_float8 stores the weights of linears alone"
-    assert torch.equal(model.experts.gate_up_proj, plain().experts.gate_up_proj)
-    tensors = dict(iter_float8_weights(model))
-    assert tensors["o_proj.weight"].dtype is torch.float8_e4m3fn
-    assert torch.equal(tensors["experts.1.down_proj.weight"], plain().experts.down_proj[1])
+def test_an_export_of_frozen_experts_is_that_of_training():
+    exported, trained = (iter_float8_weights(model) for model in (freeze_to_float8(plain(), "rowwise"), mixture()))
+    tensors, expected = dict(exported), dict(trained)
+    assert not exported.requantized
+    for name in MATRICES:
+        assert_same_bits(tensors[name], expected[name])
+        assert_same_bits(tensors[f"{name}_scale"], expected[f"{name}_scale"])
 
 
 def test_a_frozen_model_stays_as_it_was_for_a_bad_expert(folder):

@@ -1,0 +1,96 @@
+"""`FrozenFloat8Linear` and `FrozenFloat8Experts`: modules whose weights are stored in float8 (frozen.py).
+
+Their state_dicts hold plain tensors: the codes under the weight's name, and `weight_dequant_scale`, or
+`gate_up_proj_dequant_scale` and so on, next to them. They load those, and weights in high precision, which they
+quantize.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from quaver.distributed.weight_scales import local_weight
+from quaver.experts.module import Float8Experts
+from quaver.formats import FORMATS
+from quaver.linear import Float8Linear
+from quaver.weights.frozen import FrozenFloat8Weight
+from quaver.weights.module_weight import ModuleWeight, weights_of_module
+
+SCALE_SUFFIX = "_dequant_scale"
+"""What follows the name of a weight in that of its scales."""
+
+
+class FrozenModule(nn.Module):
+    """A float8 module whose weights are `FrozenFloat8Weight`s; subclasses multiply by them."""
+
+    def _frozen_weights(self) -> Iterator[tuple[ModuleWeight, FrozenFloat8Weight]]:
+        """The weights, each with what this rank has of it."""
+        for weight in weights_of_module(self):
+            if isinstance(weight.local, FrozenFloat8Weight):
+                yield weight, weight.local
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for weight, local in [] if keep_vars else self._frozen_weights():
+            destination[prefix + weight.name] = _as(weight.parameter, local.data_fp8)
+            destination[prefix + weight.name + SCALE_SUFFIX] = local.dequant_scale
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
+    ) -> None:
+        state_dict = dict(state_dict)
+        for weight, local in self._frozen_weights():
+            name = prefix + weight.name
+            value, scale = state_dict.get(name), state_dict.pop(name + SCALE_SUFFIX, None)
+            try:
+                if value is not None:
+                    state_dict[name] = _loadable(local, value, scale, weight)
+            except ValueError as error:
+                lists[-1].append(f"{name}: {error}")
+                del state_dict[name]
+                strict = False
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+
+
+class FrozenFloat8Linear(FrozenModule, Float8Linear):
+    """A Float8Linear whose weight is stored in float8; `freeze_to_float8` makes it."""
+
+    @property
+    def weight_dequant_scale(self) -> Tensor:
+        """float32, (), [N, 1] or one a block; of the whole weight, also where FSDP2 shards it."""
+        return typing.cast(FrozenFloat8Weight, local_weight(self)).dequant_scale
+
+
+class FrozenFloat8Experts(FrozenModule, Float8Experts):
+    """A Float8Experts whose weights are stored in float8; `freeze_to_float8` makes it."""
+
+
+def _loadable(own: FrozenFloat8Weight, value: Tensor, scale: Tensor | None, weight: ModuleWeight) -> Tensor:
+    """What a state_dict holds, as a frozen weight like `own`, which is what this rank has of `weight`."""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if isinstance(local, FrozenFloat8Weight):
+        return value
+    if local.dtype not in FORMATS:
+        if scale is not None or own.is_part or local.shape != own.shape:
+            expected = f"expected float8 codes {list(weight.parameter.shape)} and {weight.name}{SCALE_SUFFIX}"
+            raise ValueError(f"{expected}, got {value.dtype} {list(value.shape)}")
+        quantized = typing.cast(FrozenFloat8Weight, own.clone())
+        quantized.write(local)
+        return quantized
+    if scale is None or scale.shape != own.dequant_scale.shape:
+        expected = f"{weight.name}{SCALE_SUFFIX} {list(own.dequant_scale.shape)} with float8 codes"
+        raise ValueError(f"expected {expected}, got {'none' if scale is None else list(scale.shape)}")
+    return _as(value, own.like(local, scale, part=isinstance(value, DTensor)))
+
+
+def _as(weight: Tensor, local: Tensor) -> Tensor:
+    """`local` as a DTensor where `weight` is one."""
+    if not isinstance(weight, DTensor):
+        return local
+    layout = weight.device_mesh, weight.placements
+    return DTensor.from_local(local, *layout, run_check=False, shape=weight.shape, stride=weight.stride())
