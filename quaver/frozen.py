@@ -220,7 +220,8 @@ def obstacle_to_storing(name: str, weight: Tensor, owners: dict[int, list[str]])
 
     `name`: of a linear, or of the weight of experts. `owners`: see `owners_of_parameters`.
     """
-    tied = [owner for owner in owners.get(id(weight), []) if owner != name]
+    names = [f".{each}".removesuffix(".weight").lstrip(".") for each in owners.get(id(weight), [])]
+    tied = [each for each in names if each != name]
     if type(weight) is not nn.Parameter:
         return f"the weight of {name} is a {type(weight).__name__}; freeze before fully_shard and other wrappers"
     if weight.dtype not in HP_DTYPES:

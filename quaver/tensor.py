@@ -75,14 +75,24 @@ class Float8Tensor(Tensor):
         else:
             self.column_data_fp8, self.column_dequant_scale = column.data, _scale(column)
 
-    def operands(self) -> Operands:
-        """Both operands of the matrix [rows, K]; None for the column operand if it was not quantized for that."""
-        scale = self.dequant_scale
-        check_memory(self.data_fp8, scale, self.column_data_fp8)  # FSDP2 frees what it gathered
-        row = Operand(_rows(self.data_fp8), scale if scale.dim() == 0 else scale.reshape(-1, scale.shape[-1]))
+    def stored(self) -> Operands:
+        """Both operands in the shape of the tensor; None for the column operand if it was not quantized for that."""
+        check_memory(self.data_fp8, self.dequant_scale, self.column_data_fp8)  # FSDP2 frees what it gathered
+        row = Operand(self.data_fp8, self.dequant_scale)
         if self.column_data_fp8 is None:
             return Operands(row, None)
-        return Operands(row, Operand(_rows(self.column_data_fp8), self.column_dequant_scale))
+        is_one = self.column_data_fp8 is self.data_fp8
+        return Operands(row, row if is_one else Operand(self.column_data_fp8, self.column_dequant_scale))
+
+    def operands(self) -> Operands:
+        """Both operands of the matrix [rows, K]; None for the column operand if it was not quantized for that."""
+        row, column = self.stored()
+        (codes, scale, _), of_column = present(row), column
+        if scale is not None and scale.dim() > 0:
+            scale = scale.reshape(-1, scale.shape[-1])
+        if of_column is not None:
+            of_column = Operand(_rows(of_column.data), of_column.dequant_scale)
+        return Operands(Operand(_rows(codes), scale), of_column)
 
     def to_high_precision(self) -> Tensor:
         """The dequantized values of the row codes, in the tensor's dtype. Not differentiable."""

@@ -12,7 +12,6 @@ before: an all-gather, `cast_weights_once`).
 
 from __future__ import annotations
 
-import typing
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,6 @@ from quaver.experts.dispatch import Dispatch
 from quaver.experts.gemm import grouped_mm
 from quaver.experts.groups import ALL, Block, Form, GroupedOperand, GroupedOperands, block_of, scales_in_places
 from quaver.formats import HP_DTYPES
-from quaver.kernels.cpu import check_memory
 from quaver.linear import NoSecondDerivative, compute_dtype
 from quaver.quantize import present
 from quaver.tensor import Float8Tensor
@@ -150,14 +148,11 @@ def blocks_of_stored(config: Float8LinearConfig, transposed: bool) -> tuple[Bloc
     return row, (column[1], column[0])
 
 
-def operands_of_gathered(weight: Float8Tensor, config: Float8LinearConfig, transposed: bool) -> GroupedOperands:
-    """The operands of a weight that was quantized before it was all-gathered; codes [E, rows, columns]."""
-    codes = weight.data_fp8, weight.column_data_fp8
-    scales = weight.dequant_scale, weight.column_dequant_scale
-    check_memory(*codes, *scales)  # FSDP2 frees what it gathered
+def operands_of_quantized(weight: Float8Tensor, config: Float8LinearConfig, transposed: bool) -> GroupedOperands:
+    """The operands of a weight that was quantized before: all-gathered, or primary; codes [E, rows, columns]."""
     row, column = (
-        GroupedOperand(typing.cast(Tensor, code).view(-1, weight.shape[2]), scale, block[0])
-        for code, scale, block in zip(codes, scales, blocks_of_stored(config, transposed), strict=True)
+        GroupedOperand(present(each).data.view(-1, weight.shape[2]), present(each).dequant_scale, block[0])
+        for each, block in zip(weight.stored(), blocks_of_stored(config, transposed), strict=True)
     )
     return GroupedOperands(column, row) if transposed else GroupedOperands(row, column)
 

@@ -30,7 +30,7 @@ from quaver.class_change import float8_class
 from quaver.config import Float8LinearConfig
 from quaver.experts.base import Float8Grouped
 from quaver.experts.dispatch import Combine, Dispatch, Dispatcher
-from quaver.experts.grouped_mm import DYNAMIC_ONLY, multiply_by_weight, operands_of_frozen, operands_of_gathered
+from quaver.experts.grouped_mm import DYNAMIC_ONLY, multiply_by_weight, operands_of_frozen, operands_of_quantized
 from quaver.quantize import PreparedOperands
 from quaver.tensor import Float8Tensor
 from quaver.weights.base import WrappedTensor
@@ -152,7 +152,7 @@ class Float8Experts(Float8Grouped, RoutedExperts):
         if isinstance(weight, FrozenFloat8Weight):
             operands = operands_of_frozen(weight)
         elif isinstance(weight, Float8Tensor):
-            operands = operands_of_gathered(weight, config, transposed)
+            operands = operands_of_quantized(weight, config, transposed)
         else:
             weight = (weight.plain() if isinstance(weight, WrappedTensor) else weight).contiguous()
         prepared = self._prepared_weights.get(name)

@@ -83,10 +83,10 @@ def weights_under(model: nn.Module) -> Iterator[tuple[str, ModuleWeight]]:
 
 
 def owners_of_parameters(model: nn.Module) -> dict[int, list[str]]:
-    """The names of each parameter, by its id: several of a tied one. That of a `weight` is its module's."""
+    """The names of each parameter, by its id: several of a tied one."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(f".{name}".removesuffix(".weight").lstrip("."))
+        owners.setdefault(id(parameter), []).append(name)
     return owners
 
 

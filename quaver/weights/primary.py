@@ -25,7 +25,6 @@ were seeded.
 from __future__ import annotations
 
 import hashlib
-import logging
 import typing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,7 +36,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quaver.config import Float8LinearConfig
-from quaver.experts.module import Float8Experts
+from quaver.experts.grouped_mm import quantize_weight
+from quaver.experts.module import Float8Experts, is_transposed
 from quaver.formats import HP_DTYPES
 from quaver.gemm import Operand
 from quaver.linear import Float8Linear
@@ -45,9 +45,8 @@ from quaver.quantize import Operands, Quantizer, present
 from quaver.tensor import Float8Tensor
 from quaver.torch_private.versions import version_of
 from quaver.weights.base import WrappedTensor, is_parameter, written
-from quaver.weights.module_weight import first_names, weights_under
+from quaver.weights.module_weight import ModuleWeight, owners_of_parameters, weights_of_module, weights_under
 
-logger = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 _ROUNDINGS = "stochastic_roundings"
@@ -58,13 +57,15 @@ Checkpoints of earlier versions, whose count starts at 0, go on from theirs.
 
 
 class Float8PrimaryWeight(WrappedTensor, Float8Tensor):
-    """The codes of a weight [N, K], and its master, whose dtype the parameter has.
+    """The codes of a weight [N, K], or of experts' [E, rows, columns], and its master, whose dtype the parameter has.
 
     Attributes:
         wrapped, config: the master, and how to quantize it. None in a tensor that the compiler traces with.
+        transposed: whether experts are stored [E, K, N].
     """
 
     config: Float8LinearConfig
+    transposed: bool
     _quantized: tuple[int, int]
     """The versions of parameter and master that the codes were quantized from: a view counts as one or the other."""
 
@@ -76,6 +77,7 @@ class Float8PrimaryWeight(WrappedTensor, Float8Tensor):
         dtype: torch.dtype,
         master: Tensor | None = None,
         config: Float8LinearConfig | None = None,
+        transposed: bool = False,
     ) -> Float8PrimaryWeight:
         """Use `of`."""
         new = Float8Tensor.__new__(cls, row, column, dtype) if master is None else cls.around(master)
@@ -88,27 +90,29 @@ class Float8PrimaryWeight(WrappedTensor, Float8Tensor):
         dtype: torch.dtype,
         master: Tensor | None = None,
         config: Float8LinearConfig | None = None,
+        transposed: bool = False,
     ) -> None:
         super().__init__(row, column, dtype)
         self.wrapped, self.config = typing.cast(Tensor, master), typing.cast(Float8LinearConfig, config)
+        self.transposed = transposed
         self._quantized = self._versions()
 
     @staticmethod
-    def of(master: Tensor, config: Float8LinearConfig) -> Float8PrimaryWeight:
-        """Quantize `master`, high precision [N, K], under `config`."""
-        operands = _quantize(master, config)
-        return Float8PrimaryWeight(*operands, master.dtype, master, config)
+    def of(master: Tensor, config: Float8LinearConfig, transposed: bool = False) -> Float8PrimaryWeight:
+        """Quantize `master`, high precision [N, K] or of experts, under `config`."""
+        operands = _quantize(master, config, transposed)
+        return Float8PrimaryWeight(*operands, master.dtype, master, config, transposed)
 
-    def operands(self) -> Operands:
+    def stored(self) -> Operands:
         """The operands of both matmuls, quantized again first if the master was written to around the parameter."""
         if self._quantized != self._versions():
             self.quantize()
-        return super().operands()
+        return super().stored()
 
     @torch.no_grad()
     def quantize(self) -> None:
         """Bring the codes up to date with the master."""
-        for to, made in zip(super().operands(), _quantize(self.wrapped, self.config), strict=True):
+        for to, made in zip(super().stored(), _quantize(self.wrapped, self.config, self.transposed), strict=True):
             present(to).data.copy_(made.data)
             typing.cast(Tensor, present(to).dequant_scale).copy_(typing.cast(Tensor, made.dequant_scale))
         self._quantized = self._versions()
@@ -130,11 +134,11 @@ class Float8PrimaryWeight(WrappedTensor, Float8Tensor):
             self.copy_(new)
 
     def state(self) -> tuple[Any, ...]:
-        return self.wrapped, self.config
+        return self.wrapped, self.config, self.transposed
 
     @classmethod
-    def from_state(cls, master: Tensor, config: Float8LinearConfig) -> Float8PrimaryWeight:
-        return cls.of(master, config)
+    def from_state(cls, master: Tensor, config: Float8LinearConfig, transposed: bool = False) -> Float8PrimaryWeight:
+        return cls.of(master, config, transposed)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Float8PrimaryWeight({self.data_fp8.dtype}, master={self.wrapped})"
@@ -156,20 +160,25 @@ class Float8PrimaryWeight(WrappedTensor, Float8Tensor):
                 weight.quantize()
             return args[0] if isinstance(out, Tensor) and isinstance(args[0], cls) else out
         if func is aten._to_copy.default and out.dtype in HP_DTYPES:  # module.to(): another weight of the same kind
-            return cls.of(out, leaves[0].config)
+            return cls.of(out, leaves[0].config, leaves[0].transposed)
         return out
 
     def _alias(self) -> Float8PrimaryWeight:
         """A tensor of the same codes and the same master."""
-        row, column = super().operands()
-        alias = Float8PrimaryWeight(present(row), column, self.dtype, self.wrapped, self.config)
+        row, column = super().stored()
+        alias = Float8PrimaryWeight(present(row), column, self.dtype, self.wrapped, self.config, self.transposed)
         alias._quantized = self._quantized
         return alias
 
 
-def _quantize(master: Tensor, config: Float8LinearConfig) -> tuple[Operand, Operand]:
-    """The operands of `output` and of `grad_input`; one object where one cast serves both."""
+def _quantize(master: Tensor, config: Float8LinearConfig, transposed: bool) -> tuple[Operand, Operand]:
+    """The operands along rows and along columns, as the weight is stored; one object where one cast serves both."""
     casts = config.casts.weight
+    if master.dim() == 3:
+        both = quantize_weight(master.detach().contiguous(), config, transposed, row=True, column=True)
+        row, column = (Operand(present(each).data.view(master.shape), present(each).dequant_scale) for each in both)
+        row, column = (column, row) if transposed else (row, column)
+        return row, row if column.data.data_ptr() == row.data.data_ptr() else column
     shared = not (casts.row.has_two_casts or casts.column.has_two_casts)
     operands = Quantizer(casts, master.dtype)(master.detach(), row=True, column=not shared)
     row = present(operands.row)
@@ -180,10 +189,10 @@ def _quantize(master: Tensor, config: Float8LinearConfig) -> tuple[Operand, Oper
 
 
 class Primary(NamedTuple):
-    """A linear, its primary weight, and the master that the wrapped optimizer holds in the weight's place."""
+    """A primary weight, its module, and the master that the wrapped optimizer holds in the weight's place."""
 
     name: str
-    linear: Float8Linear
+    of_module: ModuleWeight
     weight: Float8PrimaryWeight
     master: nn.Parameter
 
@@ -283,10 +292,10 @@ class Float8PrimaryOptimizer(Optimizer):
                 "a scheduler was made for the wrapped optimizer; make it for the one that use_float8_primary_weights "
                 "returned"
             )
-        for name, linear, weight, master in self.primaries:
-            if linear.weight is not weight:
+        for name, of_module, weight, master in self.primaries:
+            if typing.cast(Tensor, of_module.parameter) is not weight:
                 raise RuntimeError(
-                    f"{name}.weight was replaced after use_float8_primary_weights (by load_state_dict(assign=True) or "
+                    f"{name} was replaced after use_float8_primary_weights (by load_state_dict(assign=True) or "
                     "fully_shard, say), so the optimizer would not train it: load without assign, shard without "
                     "primary weights"
                 )
@@ -348,7 +357,7 @@ def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
 def use_float8_primary_weights(
     model: nn.Module, optimizer: Optimizer, *, master_dtype: torch.dtype = torch.float32
 ) -> Float8PrimaryOptimizer:
-    """Make the weights of the Float8Linears that `optimizer` trains float8, and its own parameters their masters.
+    """Make the weights of float8 linears and experts that `optimizer` trains float8, its own parameters their masters.
 
     For one process and for DDP; under FSDP2 the shards are the masters, and `cast_weights_once` saves the casts. Call
     it when the model has its weights and before schedulers, DDP and Accelerate's prepare are made, then use the result
@@ -356,8 +365,7 @@ def use_float8_primary_weights(
 
     Args:
         model: a converted model, in place: each such weight becomes a `Float8PrimaryWeight`, a new parameter.
-        optimizer: made with the model's parameters. Weights that it does not hold stay as they are, and so do those
-            of experts, which a WARNING names.
+        optimizer: made with the model's parameters. Weights that it does not hold stay as they are.
         master_dtype: float32, or bfloat16 with stochastic rounding. It is the dtype that the parameters show and that
             gradients have. The state of the optimizer is float32 in both cases. bfloat16 draws a number from torch's
             default generator, which seeds all roundings, and with a process group it is a collective: every rank must
@@ -379,54 +387,49 @@ def use_float8_primary_weights(
         raise ValueError("model: it is in DistributedDataParallel; call use_float8_primary_weights before")
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     trained = [(name, weight) for name, weight in weights_under(model) if id(weight.parameter) in held]
-    linears = [(name, weight.module) for name, weight in trained if isinstance(weight.module, Float8Linear)]
-    experts = [name for name, weight in trained if isinstance(weight.module, Float8Experts)]
-    if not linears:
+    if not trained:
         raise ValueError(
-            "expected an optimizer that holds weights of Float8Linears of this model, got none"
-            f"{f' but those of experts ({first_names(experts)})' if experts else ''}; convert the model, then make the "
-            "optimizer with model.parameters()"
+            "expected an optimizer that holds weights of float8 linears or experts of this model, got none; convert "
+            "the model, then make the optimizer with model.parameters()"
         )
-    for name, linear in linears:
-        obstacle = _obstacle(model, linear)
+    named = {f"{name}.weight" if weight.name == "weight" else name: weight for name, weight in trained}
+    owners = owners_of_parameters(model)
+    for name, weight in named.items():
+        obstacle = _obstacle(weight, owners)
         if obstacle:
-            raise ValueError(f"{name}.weight cannot be a float8 primary weight: {obstacle}")
-    if experts:
-        logger.warning(
-            "use_float8_primary_weights takes the weights of linears alone; these of experts stay parameters in high "
-            "precision: %s",
-            first_names(experts),
-        )
-    primaries = [_make_primary(name, linear, master_dtype) for name, linear in linears]
+            raise ValueError(f"{name} cannot be a float8 primary weight: {obstacle}")
+    primaries = [_make_primary(name, weight, master_dtype) for name, weight in named.items()]
+    for module in {weight.module: None for weight in named.values()}:
+        module.register_state_dict_post_hook(_masters_in_state_dict)
     return Float8PrimaryOptimizer(optimizer, primaries, master_dtype)
 
 
-def _obstacle(model: nn.Module, linear: Float8Linear) -> str:
-    casts = linear.config.casts
-    if type(linear.weight) is not nn.Parameter or linear.weight.shape != (linear.out_features, linear.in_features):
-        return f"it is a {type(linear.weight).__name__}; under FSDP2 use cast_weights_once"
+def _obstacle(weight: ModuleWeight, owners: dict[int, list[str]]) -> str:
+    parameter, module, casts = weight.parameter, weight.module, weight.config.casts
+    is_whole = not isinstance(module, Float8Linear) or parameter.shape == (module.out_features, module.in_features)
+    if type(parameter) is not nn.Parameter or not is_whole:
+        return f"it is a {type(parameter).__name__}; under FSDP2 use cast_weights_once"
     if not casts.weight.is_float8:
         return "one of its matmuls runs in high precision"
     if casts.weight.row.is_persistent:
         return "its scale is delayed or static; the recipe delayed_with_dynamic_weight scales weights dynamically"
-    owners = [
-        other for other, parameter in model.named_parameters(remove_duplicate=False) if parameter is linear.weight
-    ]
-    return f"it is tied: {', '.join(owners)}" if len(owners) > 1 else ""
+    names = owners[id(parameter)]
+    return f"it is tied: {', '.join(names)}" if len(names) > 1 else ""
 
 
-def _make_primary(name: str, linear: Float8Linear, master_dtype: torch.dtype) -> Primary:
-    master = typing.cast(nn.Parameter, linear.weight)
+def _make_primary(name: str, of_module: ModuleWeight, master_dtype: torch.dtype) -> Primary:
+    master, module = of_module.parameter, of_module.module
     grad, master.grad = master.grad, None
     master.data = master.data.to(master_dtype)
-    weight = nn.Parameter(Float8PrimaryWeight.of(master, linear.config), master.requires_grad)
+    transposed = isinstance(module, Float8Experts) and is_transposed(module)
+    weight = nn.Parameter(Float8PrimaryWeight.of(master, of_module.config, transposed), master.requires_grad)
     weight.grad = None if grad is None else grad.to(master_dtype)
-    linear.weight = weight
-    linear.register_state_dict_post_hook(_master_in_state_dict)
-    return Primary(name, linear, typing.cast(Float8PrimaryWeight, weight), master)
+    setattr(module, of_module.name, weight)
+    return Primary(name, of_module, typing.cast(Float8PrimaryWeight, weight), master)
 
 
-def _master_in_state_dict(linear: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
-    weight = state_dict.get(prefix + "weight")
-    if isinstance(weight, Float8PrimaryWeight) and not is_parameter(weight):  # keep_vars asks for the parameters
-        state_dict[prefix + "weight"] = weight.wrapped.detach()
+def _masters_in_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
+    for each in weights_of_module(module):
+        weight = state_dict.get(prefix + each.name)
+        if isinstance(weight, Float8PrimaryWeight) and not is_parameter(weight):  # keep_vars asks for the parameters
+            state_dict[prefix + each.name] = weight.wrapped.detach()

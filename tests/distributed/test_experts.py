@@ -20,7 +20,7 @@ from quaver import (
     convert_to_high_precision,
 )
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
-from quaver.experts.grouped_mm import operands_of_gathered
+from quaver.experts.grouped_mm import operands_of_quantized
 from quaver.experts.groups import scale_of_group
 from quaver.tensor import Float8Tensor
 from quaver.weights import gathered
@@ -146,7 +146,7 @@ def operands_that_differ(model, whole):
         for weight in weights_of_module(of_one.experts):
             unsharded = getattr(block.experts, weight.name)
             assert isinstance(unsharded, Float8Tensor)
-            got = operands_of_gathered(unsharded, weight.config, of_one.experts.is_transposed)
+            got = operands_of_quantized(unsharded, weight.config, of_one.experts.is_transposed)
             for direction, mine, expected in zip(got._fields, got, weight.quantize(), strict=True):
                 same = mine.block_rows == expected.block_rows
                 same = same and torch.equal(mine.data.view(torch.uint8), expected.data.view(torch.uint8))

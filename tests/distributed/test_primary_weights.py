@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,8 +20,10 @@ from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.distributed.weight_scales import all_gather_state
 from quaver.weights.primary import Float8PrimaryWeight
 from tests.distributed.models import DIM, HIDDEN, LEARNING_RATE, batches, config_of, loss_of, make_model
-from tests.distributed.ranks import on_ranks
+from tests.distributed.ranks import on_ranks, run
 from tests.distributed.test_fsdp import part_of, shard_model
+from tests.mixture import DIM as MIXTURE_DIM
+from tests.mixture import make_mixture
 
 LAYERS = 3
 MICROBATCHES = 2
@@ -69,6 +73,66 @@ def test_ddp_broadcasts_masters_and_trains_as_with_ordinary_parameters(recipe, o
     assert gathered[0][0] != gathered[1][0]
     # Ranks round alike, however they were seeded.
     torch.testing.assert_close(gathered[0][1], gathered[1][1], rtol=0, atol=0)
+
+
+# ---- experts: shards are masters, and a checkpoint goes to one process and back -------------------------------------
+
+
+def mixture_of_ranks():
+    """Three experts: the second rank has one."""
+    config = config_of("blockwise", enable_fsdp_float8_all_gather=True)
+    model = shard_model(config, model=make_mixture())
+    return model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+
+
+def mixture_of_one():
+    model = convert_to_float8_training(make_mixture(), config="blockwise")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    return model, use_float8_primary_weights(model, optimizer)
+
+
+def _train_mixture(folder, ranks, steps, load=None, save=None):
+    """The losses of `steps`, from and to a checkpoint; those of all ranks on average."""
+    model, optimizer = mixture_of_ranks() if ranks > 1 else mixture_of_one()
+    if load is not None:
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.load(state, checkpoint_id=f"{folder}/{load}")
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    losses = []
+    for step in steps:
+        batch = torch.randn(2 * MICROBATCHES * 8, MIXTURE_DIM, generator=torch.Generator().manual_seed(step))
+        with cast_weights_once(model):
+            for microbatch in batch.chunk(MICROBATCHES):
+                parts = [part_of(microbatch)] if ranks > 1 else microbatch.chunk(2)
+                for part in parts:  # gradients of the ranks are averaged
+                    loss = loss_of(model(part)) / len(parts)
+                    loss.backward()
+                    losses.append(loss.detach() * len(parts))
+        optimizer.step()
+        optimizer.zero_grad()
+    if save is not None:
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.save(state, checkpoint_id=f"{folder}/{save}")
+    of_steps = torch.stack(losses).view(len(steps), -1).mean(1)
+    dist.all_reduce(of_steps.div_(ranks))
+    return of_steps.tolist()
+
+
+def test_experts_train_alike_as_shards_and_as_primary_weights(tmp_path):
+    """Two steps, a checkpoint, and two more steps on as many ranks, or on others."""
+    folder, first, then = str(tmp_path), range(2), range(2, 4)
+    losses = {}
+    for ranks in (1, 2):
+        losses[ranks] = run(ranks, _train_mixture, folder, ranks, first, None, f"of {ranks}")[0]
+    resumed = {
+        (before, after): run(after, _train_mixture, folder, after, then, f"of {before}")[0]
+        for before in (1, 2)
+        for after in (1, 2)
+    }
+    assert losses[2] == pytest.approx(losses[1], rel=1e-5)
+    for each in resumed.values():
+        assert each == pytest.approx(resumed[1, 1], rel=1e-5)
+    assert resumed[1, 1] != losses[1]
 
 
 @on_ranks(2)

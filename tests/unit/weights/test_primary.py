@@ -2,7 +2,6 @@
 
 import copy
 import io
-import logging
 import re
 
 import pytest
@@ -11,7 +10,6 @@ from torch import nn
 
 from quaver import convert_to_float8_training, sync_float8_amax_and_scale_history, use_float8_primary_weights
 from quaver.weights.primary import Float8PrimaryWeight, round_stochastically
-from tests.mixture import make_mixture
 from tests.reference import BLOCK_RECIPES, RECIPES
 from tests.unit.test_linear import by_torch_save
 
@@ -457,21 +455,3 @@ def test_the_wrapped_optimizer_is_not_stepped_or_scheduled_by_itself():
     torch.optim.lr_scheduler.StepLR(optimizer.inner, 1)
     with pytest.raises(RuntimeError, match="a scheduler was made for the wrapped optimizer"):
         train(model, optimizer)
-
-
-def test_experts_stay_parameters_and_are_named(caplog):
-    mixture = convert_to_float8_training(make_mixture(layers=1), config="tensorwise")
-    before = dict(mixture[0].experts.named_parameters())
-    with caplog.at_level(logging.WARNING):
-        optimizer = use_float8_primary_weights(mixture, sgd(mixture.parameters()))
-    assert "precision: 0.experts.gate_up_proj, 0.experts.down_proj" in caplog.text
-    assert isinstance(mixture[0].out.weight, Float8PrimaryWeight)
-    values = {name: each.detach().clone() for name, each in before.items()}
-    mixture(torch.randn(4, 40)).square().sum().backward()
-    optimizer.step()
-    for name, each in before.items():
-        assert mixture[0].experts.get_parameter(name) is each
-        assert not each.equal(values[name])
-    experts = mixture[0].experts
-    with pytest.raises(ValueError, match=r"got none but those of experts \(gate_up_proj, down_proj\)"):
-        use_float8_primary_weights(experts, sgd(experts.parameters()))
