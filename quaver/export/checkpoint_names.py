@@ -8,8 +8,10 @@ transformers knows the names of each architecture (Mixtral's are block_sparse_mo
 them in `save_pretrained`: its conversion mapping, reversed, gives those of the table and of everything else in a model
 with experts. Servers load these names. Experts of other models have the names of the table.
 
-A stack stays as it is where its checkpoints hold no matrices by expert: [E, K, N], gate and up interleaved, biases
-(gpt-oss, Llama 4, Granite). A model without experts keeps its own names.
+A stack stays as it is where its checkpoints hold no matrices by expert: gate and up interleaved, biases, other names
+(gpt-oss, Granite). Llama 4's are stacks [E, K, N] in transformers' checkpoints, and linears of each expert in those of
+compressed-tensors, for which transformers makes such linears; vLLM and SGLang load their names. A model without experts
+keeps its own names.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ class CheckpointNames:
 
     stacks: dict[str, list[Parts]] = field(default_factory=dict)
     """The parts of each expert, by the name of the stack in the model."""
+    transposed: set[str] = field(default_factory=set)
+    """The stacks that the model holds as [E, K, N]; each matrix is [N, K] in the checkpoint."""
     whole_stacks: list[str] = field(default_factory=list)
     """The stacks that checkpoints hold as the model does."""
     renamed: Callable[[str], str] = _same
@@ -62,32 +66,46 @@ class CheckpointNames:
         return {each: each if each in known else owners.get(each, each) for each in stored}
 
 
-def checkpoint_names(model: nn.Module) -> CheckpointNames:
-    """The names of `model`'s tensors in a checkpoint."""
+def checkpoint_names(model: nn.Module, *, has_linears: bool = True) -> CheckpointNames:
+    """The names of `model`'s tensors in a checkpoint.
+
+    `has_linears`: whether the checkpoint may be one of compressed-tensors, in which Llama 4's experts are linears.
+    """
     model = getattr(model, "_orig_mod", model)
     experts = {WRAPPERS.sub("", name): each for name, each in model.named_modules() if is_experts(each)}
     if not experts:
         return CheckpointNames()
     conversions = _Conversions(model)
     stacks: dict[str, list[Parts]] = {}
-    whole_stacks = []
+    transposed, whole_stacks = set(), []
     for prefix, module in experts.items():
         for leaf, weight in weights_of(module).items():
             name = f"{prefix}{'.' if prefix else ''}{leaf}"
             parts = conversions.parts(name, weight.shape[0]) if conversions.is_known else _default(prefix, leaf, module)
+            if parts is None and has_linears and _class_before(module) == "Llama4TextExperts":
+                parts = [tuple(map(conversions.renamed, each)) for each in _matrices(prefix, leaf, weight.shape[0])]
+                transposed.add(name)
             if parts is None:
                 whole_stacks.append(name)
             else:
                 stacks[name] = parts
-    return CheckpointNames(stacks, whole_stacks, conversions.renamed)
+    return CheckpointNames(stacks, transposed, whole_stacks, conversions.renamed)
+
+
+def _class_before(experts: nn.Module) -> str:
+    """The name of the class that they had before a conversion."""
+    return str(getattr(experts, "_converted_from", type(experts)).__name__)
 
 
 def _default(prefix: str, leaf: str, module: nn.Module) -> list[Parts] | None:
     is_plain = getattr(module, "is_concatenated", True) and not getattr(module, "has_bias", False)
     if is_transposed(module) or not is_plain:
         return None
+    return _matrices(prefix, leaf, getattr(module, leaf).shape[0])
+
+
+def _matrices(prefix: str, leaf: str, count: int) -> list[Parts]:
     dot = "." if prefix else ""
-    count = getattr(module, leaf).shape[0]
     return [tuple(f"{prefix}{dot}{index}.{each}.weight" for each in _LEAVES[leaf]) for index in range(count)]
 
 

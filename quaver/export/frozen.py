@@ -87,7 +87,7 @@ def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
         module = model.get_submodule(owner)
         weight = getattr(module, leaf)
         device = torch.device("cpu") if weight.is_meta else weight.device
-        codes, scale = _codes_and_scale(checkpoint, stack, weight.shape, device)
+        codes, scale = _codes_and_scale(checkpoint, stack, weight.shape, device, name in loaded.transposed)
         store_float8_weight(module, codes, scale, config=config, dtype=weight.dtype, name=leaf)
     share_inputs(model, Float8Linear)
     _load_others(model, tensors, loaded, [name for name in loaded if name not in parts])
@@ -107,18 +107,19 @@ def _has_scales_of_stack(checkpoint: Float8Checkpoint, stack: list[Parts]) -> bo
 
 
 def _codes_and_scale(
-    checkpoint: Float8Checkpoint, stack: list[Parts], shape: torch.Size, device: torch.device
+    checkpoint: Float8Checkpoint, stack: list[Parts], shape: torch.Size, device: torch.device, transposed: bool
 ) -> tuple[Tensor, Tensor]:
     """The codes and the scale of a weight [N, K], or of a stack, in memory of their own."""
     codes, scales = None, []
     for index, parts in enumerate(stack):
         made = [checkpoint.codes_and_scale(part) for part in parts]
         codes = torch.empty(shape, dtype=made[0][0].dtype, device=device) if codes is None else codes
-        matrix = codes if codes.dim() == 2 else codes[index]
+        matrix = codes if codes.dim() == 2 else codes[index].t() if transposed else codes[index]
         for rows, (part, _) in zip(matrix.chunk(len(parts)), made, strict=True):
             rows.copy_(part)
         of_parts = [scale for _, scale in made]
-        scales.append(torch.cat(of_parts) if of_parts[0].dim() else of_parts[0])
+        scale = torch.cat(of_parts) if of_parts[0].dim() else of_parts[0]
+        scales.append(scale.t() if transposed and scale.dim() else scale)
     scale = torch.stack(scales) if len(shape) == 3 else scales[0].clone()  # not the file
     return typing.cast(Tensor, codes), scale.to(device)
 

@@ -129,6 +129,7 @@ class ModelTensors(Mapping[str, Tensor]):
     Attributes:
         stored: the name in the checkpoint of each tensor that is no stack.
         stacks: the names in the checkpoint of the matrices of each expert, by the name of the stack.
+        transposed: the stacks that hold each matrix transposed.
     Raises (when made):
         ValueError: the checkpoint lacks matrices of a stack of which it has others, or their shapes differ.
     """
@@ -137,6 +138,7 @@ class ModelTensors(Mapping[str, Tensor]):
         names, self._checkpoint = checkpoint_names(model), checkpoint
         known = {WRAPPERS.sub("", name) for name in model.state_dict()}
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+        self.transposed = names.transposed
         self.stored: dict[str, str] = {}
         self.stacks: dict[str, list[Parts]] = {}
         for stored, name in names.in_model(known, checkpoint).items():
@@ -169,6 +171,7 @@ class ModelTensors(Mapping[str, Tensor]):
         out: Tensor | None = None
         for index, parts in enumerate(self.stacks[name]):
             matrix = torch.cat([self._checkpoint[part] for part in parts])
+            matrix = matrix.t() if name in self.transposed else matrix
             out = matrix.new_empty(self.shape(name)) if out is None else out
             out[index] = matrix
         return typing.cast(Tensor, out)
@@ -179,7 +182,8 @@ class ModelTensors(Mapping[str, Tensor]):
             return self._checkpoint.shape(self.stored[name])
         stack = self.stacks[name]
         shapes = [self._checkpoint.shape(part) for part in stack[0]]
-        return [len(stack), sum(rows for rows, *_ in shapes), *shapes[0][1:]]
+        rows, columns = sum(each for each, *_ in shapes), shapes[0][1]
+        return [len(stack), columns, rows] if name in self.transposed else [len(stack), rows, columns]
 
     def __iter__(self) -> Iterator[str]:
         return itertools.chain(self.stored, self.stacks)

@@ -14,12 +14,15 @@ from quaver.experts.module import Float8Experts, weights_of
 from quaver.experts.seam import Float8GroupedMM
 from quaver.export.checkpoint_names import CheckpointNames, checkpoint_names
 from quaver.export.files import listed
-from quaver.export.formats import WeightFormat, weight_format
+from quaver.export.formats import COMPRESSED_TENSORS, FORMATS, HIGH_PRECISION, WeightFormat, weight_format
 from quaver.linear import Float8Linear
 from quaver.scaling import BLOCK_SIZE
 from quaver.weights.frozen import FrozenFloat8Weight
 from quaver.weights.frozen_modules import SCALE_SUFFIX
 from quaver.weights.module_weight import weights_under
+
+_HAS_LINEARS = tuple(each for each in FORMATS if each.startswith(COMPRESSED_TENSORS))
+"""The formats that hold a linear for each of Llama 4's experts; others, and high precision, hold stacks."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,10 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
     modules = [(WRAPPERS.sub("", name), each) for name, each in model.named_modules()]
     linears = {name: each for name, each in modules if isinstance(each, Float8Linear)}
     linears = {name: each for name, each in linears.items() if not each.config.casts.weight.row.is_disabled}
-    report, checkpoint = conversion_report(model), checkpoint_names(model)
+    report, checkpoint = conversion_report(model), checkpoint_names(model, has_linears=format in _HAS_LINEARS)
     stacks = _float8_stacks(modules)
     experts = {name: each for name, each in stacks.items() if name in checkpoint.stacks}
-    config, stored = _one_format(format, linears, experts)
+    config, stored = _one_format(COMPRESSED_TENSORS if format == HIGH_PRECISION else format, linears, experts)
     names, tied = _names(model)
     if hasattr(model, "get_base_model") or any(".base_layer." in name for name in names):
         raise ValueError(
@@ -167,7 +170,8 @@ def _ragged(
 ) -> list[str]:
     sizes = {name: list(each.weight.shape) for name, each in linears.items()}
     for name, each in experts.items():
-        _, rows, columns = getattr(each, name.rpartition(".")[2]).shape
+        _, *size = getattr(each, name.rpartition(".")[2]).shape
+        rows, columns = reversed(size) if name in checkpoint.transposed else size
         sizes[name] = [rows // len(checkpoint.stacks[name][0]), columns]
     return [name for name, size in sizes.items() if any(length % BLOCK_SIZE for length in size)]
 

@@ -110,7 +110,7 @@ class Float8Weights:
             raise ValueError(f"format: expected one of {', '.join(FORMATS)}, {HIGH_PRECISION}, got {format!r}")
         model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._is_float8 = format != HIGH_PRECISION
-        self.plan = plan_export(model, format if self._is_float8 else COMPRESSED_TENSORS, weights)
+        self.plan = plan_export(model, format, weights)
         self.bytes_yielded = self.bytes_moved = 0
         self.requantized: dict[str, Requantized] = {}
         self._weights = weights if weights is not None else named_tensors(model)
@@ -180,8 +180,8 @@ class Float8Weights:
                 yield f"{weight_name.removesuffix('weight')}input_scale", self._input_scale(name)
 
     def _stored(self, name: str, operand: Operand) -> Iterator[tuple[str, Tensor]]:
-        yield name, operand.data
-        scale = typing.cast(Tensor, operand.dequant_scale)
+        yield name, operand.data.contiguous()
+        scale = typing.cast(Tensor, operand.dequant_scale).contiguous()
         scale_name = f"{name.removesuffix('weight')}{self.plan.format.scale_name}"
         yield scale_name, scale if scale.dim() else scale.reshape(1).clone()  # it may be shared
 
@@ -202,10 +202,11 @@ class Float8Weights:
 
     def _matrices(self, name: str, dtype: torch.dtype | None) -> Iterator[tuple[Parts, Tensor, Operand | None]]:
         """The matrix [N, K] of each expert of a stack in `dtype`, with the names of its parts and its frozen codes."""
-        stack = self.plan.checkpoint.stacks[name]
+        stack, transposed = self.plan.checkpoint.stacks[name], name in self.plan.checkpoint.transposed
         if name in self._frozen and name in self._weights:
             frozen = self._frozen_weight(name)
-            for parts, operand in zip(stack, frozen.matrices(), strict=True):
+            for parts, stored in zip(stack, frozen.matrices(), strict=True):
+                operand = stored.t() if transposed else stored
                 yield parts, dequantize(operand.data, typing.cast(Tensor, operand.dequant_scale), frozen.dtype), operand
             return
         held: Tensor | None = None
@@ -214,7 +215,10 @@ class Float8Weights:
         elif name in self._weights:
             held = self._whole(name)
         for index, parts in enumerate(stack):
-            matrix = torch.cat([self._whole(part) for part in parts]) if held is None else held[index]
+            if held is None:
+                matrix = torch.cat([self._whole(part) for part in parts])
+            else:
+                matrix = held[index].t().contiguous() if transposed else held[index]
             yield parts, _finite(f"expert {index} of {name}", matrix if dtype is None else matrix.to(dtype)), None
 
     def _quantize(self, name: str, weight: Tensor, scales: Scales | None = None) -> tuple[Operand, Scales]:

@@ -105,19 +105,56 @@ def test_names_and_values_are_those_of_transformers(name, format, tmp_path):
 
 
 def test_what_transformers_does_not_read(tmp_path):
-    """Once it does, docs/export.md can say so.
-
-    It multiplies the blocks of an expert by their scales as if they were rows, and makes other modules of Llama 4's
-    experts where a checkpoint is of compressed-tensors.
-    """
+    """It multiplies the blocks of an expert by their scales as if they were rows. Then docs/export.md can say so."""
     model = prepare_model_for_float8(large("qwen3_moe"), "rowwise")
     save_float8(model, tmp_path / "blocks", format="compressed-tensors-block")
     with pytest.raises(RuntimeError, match="conversion of the weights"):
         from_transformers(tmp_path / "blocks", type(model), "compressed-tensors-block")
-    model = prepare_model_for_float8(mixture("llama4"), "rowwise")
-    save_float8(model, tmp_path / "llama4")
-    read = set(from_transformers(tmp_path / "llama4", type(model), "compressed-tensors").state_dict())
-    assert "model.layers.0.feed_forward.experts.3.gate_proj.weight" in read - weights_in(tmp_path / "llama4")
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "format"), [("rowwise", FORMATS[0]), ("tensorwise", FORMATS[0]), ("blockwise", FORMATS[1])]
+)
+def test_llama_4_has_linears_of_each_expert_in_compressed_tensors(recipe, format, is_frozen, tmp_path, monkeypatch):
+    """transformers makes such linears of its stacks [E, K, N] for this format, in their place in the model."""
+    model = mixture("llama4")
+    if is_frozen:
+        model = freeze_to_float8(model, recipe, module_filter_fn=lambda _, name: "experts" in name)
+    else:
+        prepare_model_for_float8(model, recipe)
+    exported = save_float8(model, tmp_path / "out", format=format)
+    assert exported.plan.whole_stacks == []
+    loaded = load_float8(tmp_path / "out", dtype=torch.float32)
+    oracle = from_transformers(tmp_path / "out", type(model), format)
+    assert set(loaded) == set(oracle.state_dict())
+    for each, tensor in oracle.state_dict().items():
+        assert torch.equal(loaded[each], tensor), each
+    is_cut = format == FORMATS[1]  # gate and up have 96 rows each
+    assert [name for name in exported.requantized if name.endswith("experts.gate_up_proj")] == (
+        [f"model.layers.{layer}.feed_forward.experts.gate_up_proj" for layer in (0, 1)] if is_cut else []
+    )
+    for index, forward in enumerate(multiplied_experts(model, monkeypatch)):
+        prefix, parts = f"model.layers.{index // 2}.feed_forward.experts", ("gate_proj", "up_proj")
+        for expert, (codes, scale) in enumerate(forward):
+            leaves = ("down_proj",) if index % 2 else parts
+            value = torch.cat([loaded[f"{prefix}.{expert}.{leaf}.weight"] for leaf in leaves])
+            assert (is_cut and not index % 2) or torch.equal(
+                value, dequantize(codes.t(), scale.t() if scale.dim() else scale)
+            )
+    target = mixture("llama4")
+    target.load_state_dict(dict(load_float8(tmp_path / "out", dtype=torch.float32, model=target)))
+    assert torch.equal(logits_of(target), logits_of(oracle))
+    frozen = load_frozen(mixture("llama4"), tmp_path / "out")
+    assert torch.equal(
+        values_of(frozen)["model.layers.1.feed_forward.experts.down_proj"][2].t(), value_in(loaded, 1, 2)
+    )
+    stored = frozen.model.layers[0].feed_forward.experts.down_proj
+    assert isinstance(stored, FrozenFloat8Weight) == (not is_cut)
+
+
+def value_in(loaded, layer, expert):
+    return loaded[f"model.layers.{layer}.feed_forward.experts.{expert}.down_proj.weight"]
 
 
 @pytest.mark.parametrize(("name", "gate", "expert"), [
