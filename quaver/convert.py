@@ -33,6 +33,7 @@ from quaver.experts.module import (
     to_plain_experts,
     weights_of,
 )
+from quaver.experts.seam import Float8GroupedMM, to_plain_grouped_mm
 from quaver.linear import OWN_ATTRIBUTES, Float8Linear
 from quaver.shared_input import share_inputs, stop_sharing_inputs
 from quaver.slow_paths import slow_paths
@@ -114,6 +115,8 @@ def convert_to_float8_training(
 def convert_to_high_precision(module: nn.Module) -> nn.Module:
     """Make every `Float8Linear` of `module` the `nn.Linear` that it was, and experts what they were, in place.
 
+    Experts are `Float8Experts`, and torchtitan's, whose grouped matmul alone runs in float8.
+
     An error leaves `module` as it was. It may be, or contain, a wrapper such as DistributedDataParallel,
     torch.compile's or PEFT's. Weights that were prepared for a float8 all-gather become new parameters: make the
     optimizer after it. Returns `module`.
@@ -139,6 +142,8 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
         _restore(linear, _to_linear)
     for of_experts in experts:
         _restore(of_experts, to_plain_experts)
+    for grouped in [each for each in module.modules() if isinstance(each, Float8GroupedMM)]:
+        _restore(grouped, to_plain_grouped_mm)
     for child in module.modules():
         vars(child).pop(FILTER_REASON, None)
     stop_sharing_inputs(module)

@@ -71,3 +71,12 @@ def to_float8_grouped_mm(module: nn.Module, config: Float8LinearConfig) -> Float
     experts = typing.cast(Float8GroupedMM, module)
     experts.float8_config, experts._converted_from, experts._arguments = config, converted_from, arguments
     return experts
+
+
+def to_plain_grouped_mm(module: Float8GroupedMM) -> nn.Module:
+    """Turn `module` back into what it was converted from."""
+    module.__class__ = module._converted_from  # type: ignore[assignment]
+    for name in ("float8_config", "_converted_from", "_arguments"):
+        delattr(module, name)
+    vars(module).pop("_backend", None)
+    return module

@@ -21,6 +21,7 @@ from quaver import (
     convert_to_high_precision,
 )
 from quaver.config import resolve_config
+from quaver.experts.seam import to_float8_grouped_mm
 from quaver.weights.gathered import Float8AllGatherWeight
 from tests.mixture import make_mixture
 
@@ -415,3 +416,32 @@ def test_an_error_half_way_leaves_experts_as_they_were(monkeypatch):
         assert cls is now_cls
         assert all(now_parameters[name] is parameter for name, parameter in parameters.items())
     assert not model[0].experts._state_dict_hooks
+
+
+class GroupedExperts(nn.Module):
+    """As torchtitan's: a method multiplies."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(3, 24, 16, generator=torch.Generator().manual_seed(0)))
+
+    def _grouped_mm(self, *, A, B_t, offs):
+        return nn.functional.grouped_mm(A, B_t, offs=offs)
+
+    def forward(self, tokens):
+        ends = torch.tensor([4, 4, 9], dtype=torch.int32)
+        return self._grouped_mm(A=tokens, B_t=self.w1.transpose(1, 2), offs=ends)
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_grouped_matmuls_of_torchtitan_are_converted_back(is_alone):
+    experts, tokens = GroupedExperts(), torch.randn(9, 16)
+    before, expected = dict(vars(experts)), experts(tokens)
+    to_float8_grouped_mm(experts, Float8LinearConfig.from_recipe_name("rowwise"))
+    assert not experts(tokens).equal(expected)
+    copied = copy.deepcopy(experts)
+    convert_to_high_precision(experts if is_alone else nn.Sequential(nn.Linear(16, 16), experts))
+    assert type(experts) is GroupedExperts
+    assert vars(experts).keys() == before.keys()
+    assert experts(tokens).equal(expected)
+    assert type(copied) is not GroupedExperts

@@ -27,7 +27,7 @@ class Float8(Settings, section="float8"):
     last_steps_high_precision: NotNegative = 0
     """Final steps in high precision. Not with tensor parallelism or float8 all-gather."""
     auto_filter: bool = False
-    """Skip linears that gain nothing on this GPU (without one, an H100), by a cost model."""
+    """Skip experts, and linears that gain nothing on this GPU (without one, an H100), by a cost model."""
     emulate: bool = False
     """Use the exact matmul even on float8 hardware."""
     fused_producers: bool = True
