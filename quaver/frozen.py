@@ -123,10 +123,10 @@ def _quantize(weight: ModuleWeight) -> tuple[Tensor, Tensor]:
     if weight.parameter.dim() == 2:
         codes, scale, _ = present(quantizer(weight.parameter.detach(), row=True, column=False).row)
         return codes, typing.cast(Tensor, scale)
-    transposed = is_transposed(weight.module)
-    codes = torch.empty_like(weight.parameter, dtype=weight.config.casts.weight.row.float8_dtype)
+    transposed, stack = is_transposed(weight.module), weight.parameter.detach()
+    codes = torch.empty(stack.shape, dtype=weight.config.casts.weight.row.float8_dtype, device=stack.device)
     scales = []
-    for to, matrix in zip(codes, weight.parameter.detach(), strict=True):
+    for to, matrix in zip(codes, stack, strict=True):
         made = present(quantizer(matrix.t() if transposed else matrix, row=True, column=False).row)
         scale = typing.cast(Tensor, made.dequant_scale)
         to.copy_(made.data.t() if transposed else made.data)

@@ -322,7 +322,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         if _is_view(func) and not (func is aten.view.default and list(args[1]) == [-1]):
             raise NotImplementedError(
                 f"{func}: a frozen float8 weight has no views in high precision, since a write to one would be lost; "
-                "call to_high_precision() first"
+                "call to_high_precision() first; FSDP2 can shard dim 0 alone"
             )
         if func not in _READS and not (weight is not None and func._schema.is_mutable):
             read = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))

@@ -15,10 +15,10 @@ import transformers
 from accelerate import init_empty_weights
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
-from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config
+from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
 
 import quaver.experts.grouped_mm
-from quaver import conversion_report, convert_to_float8_training, freeze_to_float8
+from quaver import convert_to_float8_training, freeze_to_float8
 from quaver.cli import main
 from quaver.experts.groups import Form, bounds_of, scale_of_group
 from quaver.experts.module import Float8Experts, is_experts
@@ -331,18 +331,6 @@ def test_a_frozen_base_of_a_published_checkpoint(tmp_path):
     assert frozen == {name for name in oracle if "_proj" in name}
 
 
-def test_gate_and_up_that_no_block_holds_are_dequantized(tmp_path):
-    """Of 96 rows each: as one matrix they would share a block."""
-    model = mixture("qwen3_moe")
-    published(model, tmp_path / "hub", torch.float32, ("mlp.gate.",))
-    loaded = load_frozen(mixture("qwen3_moe"), tmp_path / "hub")
-    reasons = {layer.name: layer.reason for layer in conversion_report(loaded).skipped if "experts" in layer.name}
-    assert len(reasons) == 4
-    assert all(reason.startswith("experts, dequantized from the checkpoint") for reason in reasons.values())
-    oracle = load_float8(tmp_path / "hub", dtype=torch.float32, model=mixture("qwen3_moe"))
-    assert all(torch.equal(value, oracle[name]) for name, value in values_of(loaded).items())
-
-
 @pytest.mark.parametrize(("recipe", "format"), [("rowwise", FORMATS[0]), ("blockwise", "fp8")])
 def test_adapters_train_on_frozen_experts_and_are_merged_and_exported(recipe, format, tmp_path):
     """A frozen model is exported, loaded frozen, adapted at attention and experts, merged, and exported again."""
@@ -379,6 +367,38 @@ def test_frozen_experts_without_names_of_their_own_are_exported_dequantized(name
     experts = {name: value for name, value in values_of(model).items() if name.endswith(("gate_up_proj", "down_proj"))}
     assert len(experts) == 4
     assert all(torch.equal(oracle[name], value) for name, value in experts.items())
+
+
+def published_in_mxfp4(model, folder):
+    """The folder of gpt-oss as OpenAI publishes it: e2m1 in blocks of 32, whose scales span 2^14."""
+    plain = folder.with_name("plain")
+    model.save_pretrained(plain)
+    tensors = dict(StoredTensors(plain))
+    torch.manual_seed(1)
+    for name in [each for each in tensors if each.endswith("_proj")]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(110, 125, (experts, outputs, inputs // 32), dtype=torch.uint8)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("config", ["blockwise", "mxfp8", "rowwise"])
+def test_gpt_oss_is_frozen_without_a_loss(config, tmp_path):
+    """With scales that are powers of two e4m3 holds all that MXFP4 does, as transformers dequantizes it."""
+    published_in_mxfp4(mixture("gpt_oss"), tmp_path / "hub")
+    dequantized = transformers.GptOssForCausalLM.from_pretrained(
+        tmp_path / "hub", dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
+    )
+    model = freeze_to_float8(copy.deepcopy(dequantized), config, module_filter_fn=lambda _, name: "experts" in name)
+    expected, frozen = values_of(dequantized), values_of(model)
+    assert all(torch.equal(value, expected[name]) for name, value in frozen.items())
+    stacks = [each for each in model.parameters() if isinstance(each, FrozenFloat8Weight)]
+    assert len(stacks) == 4
+    assert logits_of(model).isfinite().all()
 
 
 # ---- folders ---------------------------------------------------------------------------------------------------------

@@ -336,6 +336,15 @@ def test_experts_multiply_by_the_codes_that_are_stored(config, is_transposed):
             assert hp.grad[rows].equal(tokens.grad)
 
 
+@CONFIG
+def test_compiled_experts_compute_the_same(config):
+    torch.compiler.reset()
+    net, tokens = mixture(True, config), torch.randn(12, 160)
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    both = [grads(run, tokens.clone().requires_grad_()) for run in (net, compiled)]
+    assert all(got.equal(want) for got, want in zip(*both, strict=True))
+
+
 @pytest.mark.parametrize("is_transposed", [False, True])
 @CONFIG
 def test_state_dicts_copies_and_writes_of_experts(config, is_transposed):

@@ -1,6 +1,7 @@
 """Float8 primary weights of experts: 3-D masters, and the codes that their grouped matmuls read."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -54,11 +55,15 @@ def assert_codes_follow(model):
             assert operand.dequant_scale.equal(expected.dequant_scale)
 
 
-@pytest.mark.parametrize("is_transposed", [False, True])
-@pytest.mark.parametrize("recipe", [*RECIPES, *BLOCK_RECIPES])
-def test_losses_and_weights_are_those_of_ordinary_parameters(recipe, is_transposed):
+@pytest.mark.parametrize(
+    ("recipe", "is_transposed", "compiled"),
+    [*itertools.product([*RECIPES, *BLOCK_RECIPES], [False, True], [False]), ("tensorwise", False, True)],
+)
+def test_losses_and_weights_are_those_of_ordinary_parameters(recipe, is_transposed, compiled):
+    torch.compiler.reset()
     (reference, plain), (model, optimizer) = ordinary(recipe, is_transposed), pair(recipe, is_transposed)
-    losses = train(model, optimizer)
+    run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    losses = train(model, optimizer, run=run)
     assert losses == train(reference, plain)
     assert len(set(losses)) == len(losses)
     assert_same_weights(model, reference)
@@ -68,14 +73,6 @@ def test_losses_and_weights_are_those_of_ordinary_parameters(recipe, is_transpos
         weight = getattr(model[0].experts, name)
         assert isinstance(weight, Float8PrimaryWeight)
         assert len({each.data.data_ptr() for each in weight.stored()}) == casts
-
-
-def test_compiled_experts_train_alike():
-    torch.compiler.reset()
-    (reference, plain), (model, optimizer) = ordinary("tensorwise"), pair("tensorwise")
-    run = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert train(model, optimizer, run=run) == train(reference, plain)
-    assert_same_weights(model, reference)
 
 
 @pytest.mark.parametrize(("first", "then"), [(pair, pair), (ordinary, pair), (pair, ordinary)])
@@ -101,17 +98,6 @@ def test_copies_and_writes(is_transposed):
     assert copied[0].experts.down_proj.equal(-3 * model[0].experts.down_proj)
     with pytest.raises(ValueError, match=r"expected an optimizer that holds weights of float8 linears or experts"):
         use_float8_primary_weights(model_of("rowwise"), adamw(model.parameters()))
-
-
-def test_bfloat16_masters_of_experts():
-    model, optimizer = pair("blockwise", master_dtype=torch.bfloat16)
-    before = model[0].experts.down_proj.wrapped.clone()
-    losses = train(model, optimizer, range(6))
-    assert losses[-1] != losses[0]
-    master = model[0].experts.down_proj.wrapped
-    assert master.dtype is torch.bfloat16
-    assert not master.equal(before)
-    assert_codes_follow(model)
 
 
 def test_tied_experts_are_refused_and_nothing_is_changed():
