@@ -1,0 +1,305 @@
+"""numerics.jsonl: the statistics of a run's float8 matmuls, one JSON object per line, schema 1; docs/monitor.md.
+
+    {"kind": "header", "schema": 1, "step": 1, "statistics": [...], "tensors": [{"layer", "operand", "cast", ...}], ...}
+    {"kind": "sample", "step": 100, "amax": [one value per tensor], ..., "histogram": {...}, "whatif": {...}}
+    {"kind": "alarm" | "cleared", "step": 100, "rule": ..., ...}
+
+Only the first rank writes. A header stands first and again after each resume; its tensors are those of the samples that
+follow. JSON has no NaN and no infinities: they are the strings "nan", "inf" and "-inf". null is a value that does not
+apply to a tensor.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+SCHEMA = 1
+KINDS = ("header", "sample", "alarm", "cleared")
+FILE_NAME = "numerics.jsonl"
+
+HISTOGRAM_STEPS_PER_DOUBLING = 8
+"""A histogram stores round(8 log2(1 + count)) in a byte: counts to 4.5%, up to 2^31."""
+
+_SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+Values = NDArray[np.float64]
+_Key = tuple[str, str, str]
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+class RecordWriter:
+    """Appends lines to a record, each in one flushed write, so that a killed run leaves whole lines.
+
+    A header removes the lines at and after its step, and an incomplete last line: those of a run that is resumed or
+    repeated from that step.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: the file has lines that are not a record's.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append one line. `line` is as in the file, with floats that may be NaN or infinite."""
+        if line["kind"] == "header":
+            _rewind(self.path, line["step"])
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(_encoded(line), allow_nan=False, separators=(",", ":")) + "\n")
+
+    def close(self) -> None:
+        """Nothing stays open between two lines."""
+
+
+def _rewind(path: Path, step: int) -> None:
+    """Remove the lines at and after `step`. An error leaves the file as it was."""
+    if not path.exists():
+        return
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with path.open("rb") as file, partial.open("wb") as rewound:
+            for number, text in enumerate(file, start=1):
+                if text.endswith(b"\n") and _parsed(text, path, number)["step"] < step:
+                    rewound.write(text)
+        partial.replace(path)
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {name: _encoded(each) for name, each in value.items()}
+    return [_encoded(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How many elements of each tensor have a magnitude in [2^(low + i), 2^(low + i + 1)).
+
+    The first and the last bin also hold what lies beyond. Zeros and non-finite elements are in none.
+    """
+
+    low: int
+    before: Values
+    """[tensors, bins], of the high-precision operand; NaN rows for tensors without one."""
+    after: Values
+    """[tensors, bins], of the codes, in the operand's units."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a record holds. Arrays have a column per tensor of `tensors`, NaN where a value does not apply."""
+
+    header: dict[str, Any]
+    """The last header, with the tensors of all of them."""
+    steps: NDArray[np.int64]
+    """[samples], growing."""
+    statistics: dict[str, Values]
+    """Of each name [samples, tensors]."""
+    whatif: dict[str, Values] = field(default_factory=dict)
+    """SQNR in dB under other recipes, by name [samples, tensors]."""
+    histograms: dict[int, Histogram] = field(default_factory=dict)
+    """By the index of the sample."""
+    alarms: list[dict[str, Any]] = field(default_factory=list)
+    """The alarms and, of kind "cleared", their ends, in order."""
+    headers: list[dict[str, Any]] = field(default_factory=list)
+    lines: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    """Headers and samples as they were written, in order, with NaN and infinities as floats: what `Alarms.update`
+    was given. Only with `keeps_lines`."""
+    is_torn: bool = False
+    """Whether the last line was incomplete, as a killed run leaves it, and was left out."""
+
+    @property
+    def tensors(self) -> list[dict[str, Any]]:
+        """The columns: layer, operand, cast, granularity, block, dtype, recipe."""
+        return list(self.header["tensors"])
+
+    @classmethod
+    def read(cls, path: str | Path, *, keeps_lines: bool = False) -> Record:
+        """Read numerics.jsonl, or that of a run folder.
+
+        Raises:
+            ValueError: there is no record, it has another schema or no samples, or a line is damaged; one line each.
+        """
+        path = Path(path)
+        path = path / FILE_NAME if path.is_dir() else path
+        lines, is_torn = _read_lines(path)
+        return _assemble(path, lines, is_torn, keeps_lines)
+
+
+def _read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    if not path.is_file():
+        raise ValueError(f"expected statistics in {str(path)!r}, which is not a file; train with --numerics.every 100")
+    lines, is_torn = [], False
+    try:
+        with path.open("rb") as file:
+            for number, text in enumerate(file, start=1):
+                is_torn = not text.endswith(b"\n")
+                if not is_torn:
+                    lines.append(_parsed(text, path, number))
+    except OSError as error:
+        raise ValueError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
+    return lines, is_torn
+
+
+def _parsed(text: bytes, path: Path, number: int) -> dict[str, Any]:
+    """One line. Raises ValueError where it is not one of a record of this schema."""
+    try:
+        line = json.loads(text)
+        is_line = isinstance(line, dict) and line.get("kind") in KINDS and isinstance(line.get("step"), int)
+    except ValueError:
+        is_line = False
+    if not is_line:
+        raise _damaged(path, number, "it is not a JSON object with a kind and a step")
+    if line["kind"] == "header" and line.get("schema") != SCHEMA:
+        writer = line.get("quaver", "another version")
+        raise ValueError(
+            f"expected schema {SCHEMA} in {str(path)!r}, got {line.get('schema')!r}; read it with quaver {writer}"
+        )
+    return dict(line)
+
+
+def _damaged(path: Path, number: int, why: str) -> ValueError:
+    return ValueError(f"line {number} of {str(path)!r} is damaged: {why}; remove the line")
+
+
+def _assemble(path: Path, lines: list[dict[str, Any]], is_torn: bool, keeps_lines: bool) -> Record:
+    if not lines or lines[0]["kind"] != "header":
+        raise ValueError(f"expected a header in the first line of {str(path)!r}; it is not a record of numerics")
+    headers = [_checked_header(line, path, number) for number, line in _of_kind(lines, "header")]
+    samples = [line for _, line in _of_kind(lines, "sample")]
+    if not samples:
+        raise ValueError(
+            f"{str(path)!r} has no samples: the run ended before its first; train longer or sample more often"
+        )
+    names = list(dict.fromkeys(name for header in headers for name in header["statistics"]))
+    tensors = {_key(tensor): tensor for header in headers for tensor in header["tensors"]}
+    builder = _Builder(path, names, {key: column for column, key in enumerate(tensors)}, len(samples))
+    for number, line in enumerate(lines, start=1):
+        builder.add(number, line)
+    return Record(
+        header={**headers[-1], "statistics": names, "tensors": list(tensors.values())},
+        steps=np.array([sample["step"] for sample in samples], dtype=np.int64),
+        statistics=builder.statistics,
+        whatif=builder.whatif,
+        histograms=builder.histograms,
+        alarms=[_decoded(line) for line in lines if line["kind"] in ("alarm", "cleared")],
+        headers=headers,
+        lines=[_decoded(line) for line in lines if line["kind"] in ("header", "sample")] if keeps_lines else [],
+        is_torn=is_torn,
+    )
+
+
+def _of_kind(lines: list[dict[str, Any]], kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    return ((number, line) for number, line in enumerate(lines, start=1) if line["kind"] == kind)
+
+
+def _checked_header(line: dict[str, Any], path: Path, number: int) -> dict[str, Any]:
+    tensors, names = line.get("tensors"), line.get("statistics")
+    fields = ("layer", "operand", "cast")
+    if not isinstance(names, list) or not isinstance(tensors, list):
+        raise _damaged(path, number, "the header lacks statistics or tensors")
+    if not all(isinstance(each, dict) and all(isinstance(each.get(name), str) for name in fields) for each in tensors):
+        raise _damaged(path, number, "a tensor of the header lacks its layer, operand or cast")
+    return line
+
+
+def _key(tensor: dict[str, Any]) -> _Key:
+    return tensor["layer"], tensor["operand"], tensor["cast"]
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, str):
+        return _SPECIAL.get(value, value)
+    if isinstance(value, dict):
+        return {name: _decoded(each) for name, each in value.items()}
+    return [_decoded(each) for each in value] if isinstance(value, list) else value
+
+
+class _Builder:
+    """Puts the values of samples into arrays, at the columns that the header before them names."""
+
+    def __init__(
+        self, path: Path, names: Sequence[str], columns: dict[tuple[str, str, str], int], samples: int
+    ) -> None:
+        self.path, self.columns, self.shape = path, columns, (samples, len(columns))
+        self.statistics = {name: np.full(self.shape, np.nan) for name in names}
+        self.whatif: dict[str, Values] = {}
+        self.histograms: dict[int, Histogram] = {}
+        self._header: dict[str, Any] = {}
+        self._at: list[int] = []
+        self._index, self._step = 0, -1
+
+    def add(self, number: int, line: dict[str, Any]) -> None:
+        """Take the next line of the file, the `number`th."""
+        if line["kind"] == "header":
+            self._header = line
+            self._at = [self.columns[_key(tensor)] for tensor in line["tensors"]]
+        elif line["kind"] == "sample":
+            try:
+                self._add_sample(line)
+            except (KeyError, TypeError, ValueError, IndexError) as error:
+                raise _damaged(self.path, number, f"{type(error).__name__}: {error}") from error
+
+    def _add_sample(self, line: dict[str, Any]) -> None:
+        if line["step"] <= self._step:
+            raise ValueError(f"step {line['step']} comes after step {self._step}")
+        self._step = line["step"]
+        at = self._at if line.get("tensors") is None else [self._at[position] for position in line["tensors"]]
+        for name in self._header["statistics"]:
+            self.statistics[name][self._index, at] = _numbers(line[name], len(at))
+        for recipe, values in (line.get("whatif") or {}).items():
+            array = self.whatif.setdefault(recipe, np.full(self.shape, np.nan))
+            array[self._index, at] = _numbers(values, len(at))
+        if line.get("histogram") is not None:
+            self.histograms[self._index] = self._histogram(line["histogram"], at)
+        self._index += 1
+
+    def _histogram(self, stored: dict[str, Any], at: list[int]) -> Histogram:
+        counts = {}
+        for name in ("before", "after"):
+            counts[name] = np.full((self.shape[1], stored["bins"]), np.nan)
+            for column, text in zip(at, stored[name], strict=True):
+                if text is not None:
+                    counts[name][column] = decode_counts(text)
+        return Histogram(stored["low"], counts["before"], counts["after"])
+
+
+def _numbers(values: list[Any], count: int) -> Values:
+    if len(values) != count:
+        raise ValueError(f"expected {count} values, got {len(values)}")
+    try:
+        return np.array(values, dtype=np.float64)  # None becomes NaN, and "inf" a number
+    except ValueError as error:
+        raise ValueError("a value is not a number") from error
+
+
+def encode_counts(counts: Sequence[float]) -> str:
+    """The counts of a histogram as a record has them, to about 4.5%."""
+    scaled = np.rint(HISTOGRAM_STEPS_PER_DOUBLING * np.log2(1 + np.asarray(counts, dtype=np.float64)))
+    return base64.b64encode(scaled.clip(0, 255).astype(np.uint8).tobytes()).decode()
+
+
+def decode_counts(text: str) -> Values:
+    """The counts of one tensor's histogram, [bins]."""
+    scaled = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
+    return np.exp2(scaled / HISTOGRAM_STEPS_PER_DOUBLING) - 1
