@@ -14,6 +14,7 @@
 #include <Python.h>
 
 #include "matmul.h"
+#include "observe.h"
 
 enum { NONE = -1, BLOCKS = 2 /* dims */, RELEASE_GIL_FROM = 32768 /* elements; some microseconds of work */ };
 enum { MOST_THREADS = 64, CACHED = 8192 /* elements that stay in the first cache between two runs over them */ };
@@ -387,6 +388,31 @@ static PyObject *mm(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     RUN(multiply_matrices(&product), m * n);
 }
 
+/* Fifteen integers: hp, codes or 0, quant_scale and dequant_scale in float64, signal and noise of each block, counts,
+ * rows, columns, from one row of codes to the next, hp kind, float8 kind, rows and columns of a block, threads. Where
+ * all rows are in one block, each thread has sums of its own: [threads, blocks]. */
+static PyObject *observe(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    (void)self;
+    int64_t v[15];
+    Seen seen[MOST_THREADS];
+    if (!read_integers(args, count, v, 15)) return NULL;
+    const int64_t rows = v[7], columns = v[8];
+    if (!is_size(rows, columns) || !is_within("row of codes", v[9], columns, MOST_ELEMENTS / (rows ? rows : 1)) ||
+        !is_within("hp kind", v[10], 0, FLOAT16) || !is_within("float8 kind", v[11], 0, E5M2) ||
+        !is_within("rows of a block", v[12], 1, MOST_ELEMENTS) ||
+        !is_within("columns of a block", v[13], 1, MOST_ELEMENTS) || !is_within("threads", v[14], 1, MOST_THREADS) ||
+        !is_memory(v[0], rows * columns) || !is_memory(v[6], 6))
+        return NULL;
+    for (int i = 2; i < 6; i++)
+        if (!is_memory(v[i], rows * columns)) return NULL;
+    const Observed job = {
+        .hp = AT(0), .codes = AT(1), .quant = AT(2), .dequant = AT(3), .signal = AT(4), .noise = AT(5),
+        .rows = rows, .columns = columns, .code_row = v[9], .hp_kind = (int)v[10], .float8 = (int)v[11],
+        .block_rows = v[12], .block_columns = v[13], .threads = (int)v[14], .seen = seen,
+    };
+    RUN(observe_all(&job, AT(6)), rows * columns);
+}
+
 static PyObject *has_mm(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self, (void)args, (void)count;
     return PyBool_FromLong(runs_matmul);
@@ -401,6 +427,7 @@ static PyMethodDef methods[] = {
     METHOD("cast_axes", cast_axes, "hp -> codes and scales by rows, and by columns"),
     METHOD("widen", widen, "codes, scale -> hp"),
     METHOD("mm", mm, "float8 matrices, their scales and a bias -> their product"),
+    METHOD("observe", observe, "hp, codes, scales -> sums of blocks, counts"),
     METHOD("has_mm", has_mm, "whether mm runs on this CPU"),
     METHOD("elements_read", get_elements_read, "of hp matrices, ever"),
     METHOD("use_avx512", use_avx512, "whether -> whether before"),

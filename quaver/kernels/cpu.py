@@ -69,6 +69,7 @@ _CONVERSIONS = {(hp, float8) for hp in HP_KIND for float8 in FLOAT8_KIND} | {
 # About 20 us of work for one thread.
 _THREADS_PAY_FROM = 1 << 17  # elements of a cast
 _MM_THREADS_PAY_FROM = 1 << 21  # multiplications
+_MOST_THREADS = 64  # of cpu.c
 
 with without_dispatch_modes():
     _SCALAR = torch.empty((), dtype=torch.float32, device="cpu")  # tensors made from it cost half of torch.empty
@@ -366,3 +367,39 @@ def mm(
         1 if m * k * n < _MM_THREADS_PAY_FROM else torch.get_num_threads(),
     )
     return out if out.dtype is out_dtype else out.to(out_dtype)
+
+
+def observe(
+    hp: Tensor, codes: Tensor | None, quant_scale: Tensor, dequant_scale: Tensor, block_size: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Statistics of `hp` [rows, columns] and its cast, in one read; numerics/statistics.py is the oracle.
+
+    Args:
+        codes: float8 [rows, columns], or None.
+        quant_scale, dequant_scale: float64, contiguous, one number for each block of `block_size`.
+    Returns:
+        signal and noise, float64, one number for each block; float64 [6]: zeros, non-finite elements, underflow,
+        saturated elements, amax and the smallest nonzero magnitude of the finite ones. None for what it does not take.
+    """
+    if hp.dtype not in HP_KIND or not takes(hp, torch.float8_e4m3fn) or not hp.is_contiguous():
+        return None
+    rows, columns = hp.shape
+    if codes is not None and not (is_plain(codes) and codes.dtype in FLOAT8_KIND and codes.shape == hp.shape):
+        return None
+    codes = codes if codes is None or codes.stride(1) == 1 else codes.contiguous()
+    threads = 1 if hp.numel() < _THREADS_PAY_FROM else min(torch.get_num_threads(), _MOST_THREADS)
+    blocks = block_counts(rows, columns, block_size)
+    for scale in (quant_scale, dequant_scale):
+        if not (is_plain(scale) and scale.dtype is torch.float64 and scale.numel() == blocks[0] * blocks[1]):
+            raise _refuse(scale, f"expected {blocks[0] * blocks[1]} scales in contiguous float64")
+    shared = threads if block_size[0] >= rows else 1
+    with without_dispatch_modes():
+        signal, noise = torch.zeros(2, shared, *blocks, dtype=torch.float64, device="cpu")
+        counts = torch.empty(6, dtype=torch.float64, device="cpu")
+    extension.observe(
+        *(hp.data_ptr(), 0 if codes is None else codes.data_ptr(), quant_scale.data_ptr(), dequant_scale.data_ptr()),
+        *(signal.data_ptr(), noise.data_ptr(), counts.data_ptr(), rows, columns),
+        columns if codes is None or rows < 2 else codes.stride(0),
+        *(HP_KIND[hp.dtype], 0 if codes is None else FLOAT8_KIND[codes.dtype], *block_size, threads),
+    )
+    return signal.sum(0), noise.sum(0), counts

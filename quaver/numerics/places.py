@@ -1,0 +1,76 @@
+"""Which matrices of a linear are observed, and in which row of its slots.
+
+A linear has three operands, each with one cast for both of its matmuls or with one for each, and three results. A row
+of the slots belongs to a pass: a compiled graph may write to a tensor in its forward or in its backward, not in both.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from quaver.config import CastConfig, Float8LinearConfig, OperandCasts
+
+OPERANDS = ("input", "weight", "grad_output")
+RESULTS = ("output", "grad_input", "grad_weight")
+
+
+class Place(NamedTuple):
+    """One matrix of a linear: an operand as one of its casts gives it, or a result."""
+
+    operand: str
+    cast: str
+    """"row" or "column", "both" where one cast serves both matmuls, "result"."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.operand}.{self.cast}"
+
+
+OUTPUT, GRAD_INPUT, GRAD_WEIGHT = (Place(result, "result") for result in RESULTS)
+
+FORWARD = (
+    *(Place(operand, cast) for operand in ("input", "weight") for cast in ("row", "column", "both")),
+    OUTPUT,
+)
+BACKWARD = (
+    *(Place("grad_output", cast) for cast in ("row", "column", "both")),
+    Place("weight", "column"),
+    GRAD_INPUT,
+    GRAD_WEIGHT,
+)
+
+
+def is_shared(casts: OperandCasts) -> bool:
+    """Whether one set of codes and scales serves both matmuls of an operand."""
+    return casts.is_one and not casts.row.has_two_casts
+
+
+def places_of(config: Float8LinearConfig, trains_weight: bool) -> list[Place]:
+    """The places that a linear with this config uses, in the order of a record."""
+    places = []
+    for operand in OPERANDS:
+        casts: OperandCasts = getattr(config.casts, operand)
+        for name, cast in (("row", casts.row), ("column", casts.column)):
+            if is_shared(casts):
+                name = "both"
+            is_read = trains_weight or operand == "weight" or name != "column"
+            if is_read and not cast.is_disabled and Place(operand, name) not in places:
+                places.append(Place(operand, name))
+    return [*places, *(Place(result, "result") for result in RESULTS if trains_weight or result != "grad_weight")]
+
+
+def describe(place: Place, config: Float8LinearConfig) -> dict[str, Any]:
+    """What a record's header says of a place."""
+    about: dict[str, Any] = {"operand": place.operand, "cast": place.cast, "granularity": "none", "block": None}
+    about["dtype"] = None
+    if place.cast != "result":
+        casts: OperandCasts = getattr(config.casts, place.operand)
+        cast: CastConfig = casts.column if place.cast == "column" else casts.row
+        about["granularity"], about["dtype"] = (
+            cast.scaling_granularity.name.lower(),
+            str(cast.float8_dtype).removeprefix("torch."),
+        )
+        if cast.block_size is not None:
+            about["block"] = "x".join(map(str, cast.block_size))
+    recipe = config.recipe_name
+    return {**about, "recipe": recipe.value if recipe else config.short_str()}

@@ -1,0 +1,319 @@
+"""What one observation of a matrix is: a vector of sums and extremes in float64, which merge in any order.
+
+A slot is a float64 vector of `WIDTH` numbers. Each observation gives one; those of micro-batches, of groups and of
+ranks merge into one, which `finish` turns into the statistics of a sample:
+
+    sums       counts and sums of squares. A ratio of two of them does not change where replicas count an element twice
+    maxima     the largest finite magnitude, the largest scale
+    minima     the smallest nonzero magnitude, the smallest scale
+    worst      the scale with the lowest signal-to-noise ratio: its noise over its signal, and its index
+    exponents  how many scales have each exponent. The median of powers of two follows exactly, that of other scales
+               rounded down to a power of two
+
+On a CPU the C extension reads a matrix once (kernels/cpu.py); `_observe_in_pytorch` is its oracle, on any device.
+Everything is counted on the operand as the linear has it: its codes, its scales, and the high-precision matrix.
+
+    signal      sum of hp^2 over finite hp
+    noise       sum of (hp - code * dequant_scale)^2 over them; infinite where a code or a scale is not finite
+    underflow   nonzero finite hp whose code is 0
+    saturated   hp * quant_scale above the format's largest value by more than rounding takes (`saturates_above`), so
+                that an amax whose scale was rounded does not count; and infinities
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quaver.formats import format_of
+from quaver.kernels import cpu
+from quaver.scaling import scale_blocks
+
+
+class Place(enum.IntEnum):
+    """Where a slot holds what."""
+
+    NUMEL = 0
+    SIGNAL = 1
+    CAST = 2
+    """Elements that were cast: those of `NUMEL` with codes."""
+    REFERENCE = 3
+    """The signal of what `NOISE` is the noise of: of a cast all elements, of a result those compared."""
+    NOISE = 4
+    SCALES = 5
+    ZEROS = 6
+    NONFINITE = 7
+    UNDERFLOW = 8
+    SATURATED = 9
+    AMAX = 10
+    SMALLEST = 11
+    SCALE_MIN = 12
+    SCALE_MAX = 13
+    WORST = 14
+    WORST_INDEX = 15
+
+
+_COUNTED = slice(6, 12)
+"""What `kernels.cpu.observe` counts, in its order."""
+_SUMS, _MAXIMA, _MINIMA = slice(0, 10), slice(10, 14, 3), slice(11, 13)
+_FIXED = len(Place)
+_LOWEST_EXPONENT, _EXPONENTS = -128, 256
+EXPONENTS = slice(_FIXED, _FIXED + _EXPONENTS)
+WIDTH = _FIXED + _EXPONENTS
+
+STATISTICS = (
+    "numel",
+    "amax",
+    "rms",
+    "smallest",
+    "underflow",
+    "saturated",
+    "sqnr_db",
+    "scale_min",
+    "scale_median",
+    "scale_max",
+    "scale_worst",
+    "scale_worst_sqnr_db",
+    "nonfinite",
+    "zeros",
+)
+"""The statistics of a slot, in the order of a record; docs/numerics-monitor.md defines them."""
+
+Values = NDArray[np.float64]
+
+DIGITS = {"rms": 7, "underflow": 6, "saturated": 6, "sqnr_db": 6, "scale_worst_sqnr_db": 6, "zeros": 6}
+"""Digits of the statistics that are quotients; the others are exact."""
+
+_ONE = torch.ones((), dtype=torch.float64, device="cpu")
+
+COUNTS = ("numel", "nonfinite", "scale_worst")
+
+_CHUNK = 1 << 16
+"""Elements that the reference widens to float64 at a time."""
+
+
+def new_slots(count: int, device: torch.device) -> Tensor:
+    """`count` slots that have observed nothing, float64 [count, WIDTH]."""
+    slots = torch.zeros(count, WIDTH, dtype=torch.float64, device=device)
+    clear(slots)
+    return slots
+
+
+def clear(slots: Tensor) -> None:
+    """Forget what slots [..., WIDTH] observed."""
+    slots.zero_()
+    slots[..., _MINIMA] = math.inf
+    slots[..., Place.WORST] = -1
+
+
+def merge(slots: Tensor, observed: Tensor) -> None:
+    """Add observations to slots, both [..., WIDTH], in place."""
+    is_worse = observed[..., Place.WORST : _FIXED] > slots[..., Place.WORST, None]
+    is_worse = is_worse[..., :1].expand_as(is_worse)
+    worst = torch.where(is_worse, observed[..., Place.WORST : _FIXED], slots[..., Place.WORST : _FIXED])
+    slots[..., _SUMS] += observed[..., _SUMS]
+    slots[..., EXPONENTS] += observed[..., EXPONENTS]
+    slots[..., _MAXIMA] = torch.maximum(slots[..., _MAXIMA], observed[..., _MAXIMA])
+    slots[..., _MINIMA] = torch.minimum(slots[..., _MINIMA], observed[..., _MINIMA])
+    slots[..., Place.WORST : _FIXED] = worst
+
+
+# ---- one matrix ------------------------------------------------------------------------------------------------------
+
+
+def observe_matrix(
+    hp: Tensor, codes: Tensor | None, dequant_scale: Tensor | None, quant_scale: Tensor | None
+) -> Tensor:
+    """The slot of one matrix [R, C], with what it was cast to, if it was.
+
+    Args:
+        hp: float32, bfloat16 or float16, any strides.
+        codes: float8 [R, C].
+        dequant_scale: its scale, of any granularity that `scale_blocks` takes.
+        quant_scale: the one that the codes were made with; None for the reciprocal of `dequant_scale`.
+    """
+    slot = new_slots(1, hp.device)[0]
+    if hp.numel() == 0:
+        return slot
+    slot[Place.NUMEL] = hp.numel()
+    blocks, quant, dequant = (hp.shape[0], hp.shape[1]), _ONE, _ONE
+    if codes is not None and dequant_scale is not None:
+        blocks = scale_blocks(dequant_scale, hp.shape) or (0, 0)
+        dequant = dequant_scale.double().contiguous()
+        quant = dequant.reciprocal() if quant_scale is None else quant_scale.double().contiguous()
+    seen = cpu.observe(hp, codes, quant, dequant, blocks) if hp.is_cpu else None
+    if seen is None:
+        seen = _observe_in_pytorch(hp, codes, quant, dequant, blocks)
+    signal, noise, counts = seen
+    slot[_COUNTED] = counts
+    slot[Place.SIGNAL] = signal.sum()
+    if codes is not None and dequant_scale is not None:
+        slot[Place.CAST], slot[Place.REFERENCE], slot[Place.NOISE] = hp.numel(), slot[Place.SIGNAL], noise.sum()
+        observe_scales(slot, dequant_scale)
+        observe_worst(slot, signal.flatten(), noise.flatten())
+    return slot
+
+
+def _observe_in_pytorch(
+    hp: Tensor, codes: Tensor | None, quant: Tensor, dequant: Tensor, blocks: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`kernels.cpu.observe` on any device: signal and noise of each block, and counts [6]."""
+    counts = hp.new_zeros(6, dtype=torch.float64)
+    counts[5] = math.inf
+    sums = hp.new_zeros((2, *_counts(hp.shape, blocks)), dtype=torch.float64)
+    for rows in _chunks(hp.shape, blocks[0]):
+        wide = hp[rows].double()
+        finite = wide.isfinite()
+        magnitude = wide.abs().masked_fill_(~finite, 0)
+        counts[0] += (wide == 0).sum()
+        counts[1] += wide.numel() - finite.sum()
+        counts[4] = torch.maximum(counts[4], magnitude.max())
+        counts[5] = torch.minimum(counts[5], magnitude.masked_fill(magnitude == 0, math.inf).min())
+        first = 0 if blocks[0] >= hp.shape[0] else rows.start // blocks[0]
+        _add_blocks(sums[0], first, magnitude.square(), blocks)
+        if codes is not None:
+            values = codes[rows].double()
+            counts[2] += ((values == 0) & (magnitude != 0)).sum()
+            scaled = wide * _expanded(quant, blocks, rows, hp.shape)
+            counts[3] += (scaled.abs() > format_of(codes.dtype).saturates_above).sum()
+            noise = (wide - values * _expanded(dequant, blocks, rows, hp.shape)).square_()
+            noise = noise.nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(~finite, 0)
+            _add_blocks(sums[1], first, noise, blocks)
+    return sums[0], sums[1], counts
+
+
+def _add_blocks(sums: Tensor, first: int, squares: Tensor, blocks: tuple[int, int]) -> None:
+    of_blocks = _sum_of_blocks(squares, blocks)
+    sums[first : first + of_blocks.shape[0]] += of_blocks
+
+
+def _counts(shape: torch.Size, blocks: tuple[int, int]) -> tuple[int, int]:
+    return -(-shape[0] // blocks[0]), -(-shape[1] // blocks[1])
+
+
+def _chunks(shape: torch.Size, block_rows: int) -> Iterator[slice]:
+    """Rows of about `_CHUNK` elements: any number of rows of one block, else whole blocks."""
+    step = max(_CHUNK // max(shape[1], 1), 1)
+    if block_rows < shape[0]:
+        step = -(-step // block_rows) * block_rows
+    for start in range(0, shape[0], step):
+        yield slice(start, min(start + step, shape[0]))
+
+
+def _expanded(scale: Tensor, blocks: tuple[int, int], rows: slice, shape: torch.Size) -> Tensor:
+    """The scale of each element of some rows, as far as it does not broadcast."""
+    if scale.dim() == 0:
+        return scale
+    if blocks[0] < shape[0]:
+        scale = scale[rows.start // blocks[0] : -(-rows.stop // blocks[0])].repeat_interleave(blocks[0], 0)
+        scale = scale[: rows.stop - rows.start]
+    return scale if blocks[1] in (1, shape[1]) else scale.repeat_interleave(blocks[1], 1)[:, : shape[1]]
+
+
+def _sum_of_blocks(squares: Tensor, blocks: tuple[int, int]) -> Tensor:
+    """float64 [rows, columns] -> the sum of each block; blocks with more rows are one."""
+    rows, columns = min(blocks[0], squares.shape[0]), min(blocks[1], squares.shape[1])
+    missing = -squares.shape[0] % rows, -squares.shape[1] % columns
+    if any(missing):
+        squares = torch.nn.functional.pad(squares, (0, missing[1], 0, missing[0]))
+    return squares.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).sum((1, 3))
+
+
+def observe_scales(slot: Tensor, dequant_scale: Tensor) -> None:
+    """Add scales, float32 of any shape, to a slot. A scale that is not finite counts, and has no exponent."""
+    scales = dequant_scale.double().flatten()
+    if not scales.numel():
+        return
+    slot[Place.SCALES] += scales.numel()
+    slot[Place.SCALE_MIN] = torch.minimum(slot[Place.SCALE_MIN], scales.min())
+    slot[Place.SCALE_MAX] = torch.maximum(slot[Place.SCALE_MAX], scales.max())
+    exponents = torch.frexp(scales)[1].clamp(_LOWEST_EXPONENT + 1, _LOWEST_EXPONENT + _EXPONENTS) - 1
+    ones = (scales.isfinite() & (scales > 0)).double()
+    slot[EXPONENTS].index_add_(0, exponents.long() - _LOWEST_EXPONENT, ones)
+
+
+def observe_worst(slot: Tensor, signal: Tensor, noise: Tensor) -> None:
+    """Note which of the scales, by index, has the most noise for its signal; float64 [scales] each."""
+    ratio = noise / signal  # a block of zeros is 0 / 0
+    ratio = torch.where(signal > 0, ratio, torch.where(noise > 0, math.inf, 0.0))
+    worst, index = ratio.max(0)
+    is_worse = worst > slot[Place.WORST]
+    pair = torch.stack([worst, index.double()])
+    slot[Place.WORST : _FIXED] = torch.where(is_worse, pair, slot[Place.WORST : _FIXED])
+
+
+def observe_result(result: Tensor, actual: Tensor | None, reference: Tensor | None) -> Tensor:
+    """The slot of a result [M, N]; `actual`, a part of it, is compared with a high-precision `reference`."""
+    slot = observe_matrix(result, None, None, None)
+    if actual is not None and reference is not None:
+        wide = reference.double()
+        noise = (wide - actual.double()).square_().nan_to_num_(nan=math.inf, posinf=math.inf)
+        finite = wide.isfinite()
+        slot[Place.REFERENCE] = wide.masked_fill(~finite, 0).square().sum()
+        slot[Place.NOISE] = noise.masked_fill_(~finite, 0).sum()
+    return slot
+
+
+# ---- the end of a step -----------------------------------------------------------------------------------------------
+
+
+def finish(slots: Tensor, weight_numel: Sequence[int | None]) -> dict[str, list[float | None]]:
+    """The statistics of slots [rows, WIDTH] on a CPU, a value per row; None where one does not apply.
+
+    `weight_numel`: the elements of the weight, for casts of weights. Each rank and micro-batch casts a weight anew,
+    and its elements count once.
+    """
+    table = slots.numpy().copy()
+    at = {place.name: table[:, place] for place in Place}
+    for row, numel in enumerate(weight_numel):
+        if numel and at["NUMEL"][row]:
+            table[row, _SUMS] *= numel / at["NUMEL"][row]
+    with np.errstate(all="ignore"):
+        finite = at["NUMEL"] - at["NONFINITE"]
+        nonzero = finite - at["ZEROS"]
+        values = {
+            "numel": (at["NUMEL"], at["NUMEL"] > 0),
+            "amax": (at["AMAX"], finite > 0),
+            "rms": (np.sqrt(at["SIGNAL"] / finite), finite > 0),
+            "smallest": (at["SMALLEST"], nonzero > 0),
+            "underflow": (np.where(nonzero > 0, at["UNDERFLOW"] / nonzero, 0), at["CAST"] > 0),
+            "saturated": (at["SATURATED"] / at["CAST"], at["CAST"] > 0),
+            "sqnr_db": (sqnr_db(at["REFERENCE"], at["NOISE"]), (at["REFERENCE"] > 0) | (at["NOISE"] > 0)),
+            "scale_min": (at["SCALE_MIN"], at["SCALES"] > 0),
+            "scale_median": (_medians(table[:, EXPONENTS], at["SCALE_MIN"], at["SCALE_MAX"]), at["SCALES"] > 0),
+            "scale_max": (at["SCALE_MAX"], at["SCALES"] > 0),
+            "scale_worst": (at["WORST_INDEX"], (at["SCALES"] > 0) & (at["WORST"] >= 0)),
+            "scale_worst_sqnr_db": (sqnr_db(np.ones(len(table)), at["WORST"]), (at["SCALES"] > 0) & (at["WORST"] >= 0)),
+            "nonfinite": (at["NONFINITE"], at["NUMEL"] > 0),
+            "zeros": (at["ZEROS"] / at["NUMEL"], at["NUMEL"] > 0),
+        }
+    return {name: _column(name, *values[name]) for name in STATISTICS}
+
+
+def _column(name: str, values: Values, applies: NDArray[np.bool_]) -> list[float | None]:
+    listed: list[float] = values.tolist()
+    if name in DIGITS:
+        listed = [float(f"{value:.{DIGITS[name]}g}") for value in listed]
+    elif name in COUNTS:
+        listed = [int(value) for value in listed]
+    return [value if does else None for value, does in zip(listed, applies.tolist(), strict=True)]
+
+
+def sqnr_db(signal: Values, noise: Values) -> Values:
+    """10 log10(signal / noise): infinite without noise, -inf without signal or where the noise is not finite."""
+    with np.errstate(all="ignore"):
+        return np.where(noise > 0, 10 * (np.log10(signal) - np.log10(noise)), np.inf)
+
+
+def _medians(exponents: Values, smallest: Values, largest: Values) -> Values:
+    """The lower median of the scales of each row, from their exponents; between the smallest and the largest."""
+    before = exponents.cumsum(1)
+    index = (before >= np.maximum(before[:, -1:] / 2, 0.5)).argmax(1)
+    median = np.ldexp(1.0, index + _LOWEST_EXPONENT)
+    return np.where(before[:, -1] > 0, np.clip(median, smallest, largest), largest)
