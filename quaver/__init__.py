@@ -37,6 +37,7 @@ from quaver.experts.grouped_mm import float8_grouped_mm
 from quaver.frozen import freeze_to_float8
 from quaver.integrations.check import assert_float8_training
 from quaver.linear import Float8Linear, float8_linear
+from quaver.numerics import monitor
 from quaver.roofline.auto_filter import auto_filter_for_recipe
 from quaver.slow_paths import error_on_slow_path
 from quaver.weights.cast_once import cast_weights_once
@@ -76,6 +77,7 @@ __all__ = [
     "float8_linear",
     "float8_scaling_state",
     "freeze_to_float8",
+    "monitor",
     "precompute_float8_dynamic_scale_for_fsdp",
     "sync_float8_amax_and_scale_history",
     "use_float8_primary_weights",

@@ -320,5 +320,6 @@ def _to_linear(linear: Float8Linear) -> nn.Linear:
     linear.__class__ = linear._converted_from  # type: ignore[assignment]
     for name in OWN_ATTRIBUTES:
         delattr(linear, name)
-    vars(linear).pop("_backend", None)
+    for name in ("_backend", "probe"):
+        vars(linear).pop(name, None)
     return linear

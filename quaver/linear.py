@@ -41,7 +41,15 @@ from quaver.config import Float8LinearConfig, Float8LinearRecipeName, resolve_co
 from quaver.formats import HP_DTYPES
 from quaver.gemm import Operand, backends_of, laid_out_for_columns_after, mm
 from quaver.kernels.cpu import check_memory
-from quaver.quantize import SHARDINGS, LinearSharding, Operands, PreparedOperands, Quantizer, present
+from quaver.quantize import (
+    SHARDINGS,
+    LinearProbe,
+    LinearSharding,
+    Operands,
+    PreparedOperands,
+    Quantizer,
+    present,
+)
 from quaver.scale_state import LinearScales
 from quaver.scaling import NO_PERSISTENT_SCALES, PersistentScales, Scales
 from quaver.shared_input import cached_quantizer, clear_cached_operands
@@ -64,6 +72,8 @@ class LinearArgs(NamedTuple):
     sharding: LinearSharding | None
     reader: int
     """The id of the linear while it records gradients, else 0; see shared_input.py."""
+    probe: LinearProbe | None = None
+    """Observes the operands and results, while a monitor is attached."""
 
 
 # ---- the three matmuls -----------------------------------------------------------------------------------------------
@@ -92,7 +102,7 @@ class _Float8Linear(torch.autograd.Function):
         saved_input = present(input_q.column)[:2] if needs_grad_weight else (None, None)
         ctx.args, ctx.input_shape, ctx.bias_dtype = args, input.shape, None if bias is None else bias.dtype
         save(ctx, [*saved_input, *saved_weight])
-        return _output(present(input_q.row), weight_row, bias, args, input.shape)
+        return _output(present(input_q.row), weight_row, bias, args, input, weight)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -103,10 +113,14 @@ class _Float8Linear(torch.autograd.Function):
         return *NoSecondDerivative.apply(*(g if g is None else g.detach().requires_grad_() for g in grads)), None
 
 
-def _output(input: Operand, weight: Operand, bias: Tensor | None, args: LinearArgs, input_shape: torch.Size) -> Tensor:
+def _output(
+    input: Operand, weight: Operand, bias: Tensor | None, args: LinearArgs, input_hp: Tensor, weight_hp: Tensor
+) -> Tensor:
     """output [M, N] = input [M, K] @ weight.t() [K, N]; under tensor parallelism perhaps [*leading, N], sharded."""
     output = mm(input, weight.t(), args.config.matmuls.output, args.hp_dtype, bias)
-    return output if args.sharding is None else args.sharding.reduce_output(output, input_shape[:-1])
+    if args.probe is not None:
+        args.probe.output(output, input_hp, weight_hp, bias)
+    return output if args.sharding is None else args.sharding.reduce_output(output, input_hp.shape[:-1])
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -123,6 +137,8 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     # One read makes both row-wise casts. On a CPU it is spared only where the codes of one need not be alive meanwhile.
     apart = grad_output.is_cpu and cast.column.has_two_casts and args.sharding is None
     row, column = quantizer(grad_output, row=needs_grad_input and not apart, column=needs_grad_weight)
+    if args.probe is not None:
+        args.probe.operands("grad_output", grad_output, Operands(row, column))
     if row is not None and row.dequant_scale is not None:
         materialize(grad_output, row.dequant_scale)
     grad_input = grad_weight = grad_bias = None
@@ -130,14 +146,20 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
         grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
     if column is not None:  # grad_weight [N, K] = grad_output.t() [N, M] @ input [M, K]
         grad_weight = mm(column.t(), saved_input, matmuls.grad_weight, args.hp_dtype)
+        if args.probe is not None:
+            args.probe.grad_weight(grad_weight, grad_output, saved_input)
     del saved_input, column
     if needs_grad_input and apart:
         row = quantizer(grad_output, row=True, column=False).row
+        if args.probe is not None:
+            args.probe.operands("grad_output", grad_output, Operands(row, None))
     if row is not None:  # grad_input [M, K] = grad_output [M, N] @ weight [N, K]
         if grad_weight is not None and row.dequant_scale is not None:
             add_dependency(row.dequant_scale, grad_weight)
         weight = _weight_for_grad_input(args, saved_weight, row)
         grad_input = mm(row, weight, matmuls.grad_input, args.hp_dtype).view(ctx.input_shape)
+        if args.probe is not None:
+            args.probe.grad_input(grad_input, grad_output, saved_weight.hp, weight)
     return grad_input, grad_weight, grad_bias
 
 
@@ -150,9 +172,14 @@ def _quantize_input(input: Tensor, args: LinearArgs, needs_grad_weight: bool) ->
     if isinstance(input, Float8Tensor):
         if not casts.is_float8:
             raise RuntimeError("this linear reads its input in high precision too, and was given a quantized one")
-        return input.operands()
-    of_input = cached_quantizer if args.sharding is None else args.sharding.input_quantizer
-    return of_input(input, casts, args.hp_dtype, scale, args.reader)(input, row=True, column=needs_grad_weight)
+        operands = input.operands()
+    else:
+        of_input = cached_quantizer if args.sharding is None else args.sharding.input_quantizer
+        quantizer = of_input(input, casts, args.hp_dtype, scale, args.reader)
+        operands = quantizer(input, row=True, column=needs_grad_weight)
+    if args.probe is not None:
+        args.probe.operands("input", input, operands)
+    return operands
 
 
 def _quantize_weight(weight: Tensor, args: LinearArgs, needs_grad_input: bool) -> tuple[Operand, _SavedWeight]:
@@ -161,6 +188,8 @@ def _quantize_weight(weight: Tensor, args: LinearArgs, needs_grad_input: bool) -
     quantizer, operands = _weight_quantizer(args), args.weight_operands
     if operands is None:
         operands = quantizer(weight, row=True, column=needs_grad_input and keeps_codes)
+    if args.probe is not None:
+        args.probe.operands("weight", weight, operands)
     saved = _SavedWeight()
     if needs_grad_input and keeps_codes:
         column = present(operands.column)
@@ -182,7 +211,11 @@ def _weight_for_grad_input(args: LinearArgs, saved: _SavedWeight, grad_output: O
     scales = None
     if saved.quant_scale is not None and saved.dequant_scale is not None:
         scales = Scales(saved.quant_scale, saved.dequant_scale)
-    return present(_weight_quantizer(args)(typing.cast(Tensor, saved.hp), row=False, column=True, scales=scales).column)
+    weight = typing.cast(Tensor, saved.hp)
+    operands = _weight_quantizer(args)(weight, row=False, column=True, scales=scales)
+    if args.probe is not None:
+        args.probe.operands("weight", weight, operands)
+    return present(operands.column)
 
 
 def _weight_quantizer(args: LinearArgs) -> Quantizer:
@@ -266,13 +299,14 @@ def _linear(
         raise ValueError(f"expected an input of {', '.join(map(str, HP_DTYPES))}, got {input.dtype}")
     hp_dtype = compute_dtype("cpu" if input.is_cpu else input.device.type, input.dtype)
     reader = 0 if linear is None or torch.compiler.is_compiling() or not torch.is_grad_enabled() else id(linear)
-    args = LinearArgs(config, hp_dtype, scales, weight_operands, sharding, reader)
+    probe = None if linear is None or not linear.training else linear.probe
+    args = LinearArgs(config, hp_dtype, scales, weight_operands, sharding, reader, probe)
     # A Function without jvp refuses forward-mode autodiff.
     if torch.is_grad_enabled() or forward_ad_level() >= 0:
         output: Tensor = _Float8Linear.apply(input, weight, bias, args)
     else:
         input_row, weight_row = _quantize_input(input, args, False).row, _quantize_weight(weight, args, False)[0]
-        output = _output(present(input_row), weight_row, bias, args, input.shape)
+        output = _output(present(input_row), weight_row, bias, args, input, weight)
     if linear is not None and not torch.compiler.is_compiling() and "_backend" not in linear.__dict__:
         linear.__dict__["_backend"] = backends_of(config, input.device)
     if output.dim() == input.dim():
@@ -307,6 +341,8 @@ class Float8Linear(nn.Linear):
     _prepared_weight: PreparedOperands | None
     """Set while a `cast_weights_once` is open."""
     _converted_from: type[nn.Linear]
+    probe: LinearProbe | None = None
+    """Set while a monitor is attached (numerics/monitor.py)."""
 
     def __init__(
         self,
@@ -431,4 +467,5 @@ class Float8Linear(nn.Linear):
     def __getstate__(self) -> dict[str, Any]:
         state = {**self.__dict__, "_prepared_weight": None, "gathering": None}  # they belong to a scope or a model
         state.pop("_backend", None)  # a copy has not run
+        state.pop("probe", None)  # and no monitor watches it
         return state

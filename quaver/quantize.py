@@ -186,5 +186,28 @@ class LinearSharding(Protocol):
         """The result from every rank's `output` [M, N] for an input [*leading, K]: [M, N], or [*leading, N] sharded."""
 
 
+class LinearProbe(Protocol):
+    """Observes what a linear computes with; numerics/probe.py implements it.
+
+    A linear calls it with the operands and results that it really has. Without a monitor it has no probe, and none of
+    these is called.
+    """
+
+    def clear(self) -> None:
+        """Forget what was observed."""
+
+    def operands(self, name: str, hp: Tensor, operands: Operands) -> None:
+        """A cast of `hp`: "input", "weight" or "grad_output". A `Float8Tensor` was quantized before the linear ran."""
+
+    def output(self, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """The result of the first matmul, [M, N], and the high-precision matrices that it stands for."""
+
+    def grad_weight(self, grad_weight: Tensor, grad_output: Tensor, input: Operand) -> None:
+        """That of the third; `input` is the operand that was saved."""
+
+    def grad_input(self, grad_input: Tensor, grad_output: Tensor, weight: Tensor | None, operand: Operand) -> None:
+        """That of the second; `weight` is None where only its float8 `operand` was saved."""
+
+
 SHARDINGS: dict[type[Tensor], Callable[[Any, Tensor], LinearSharding]] = {}
 """By the type of its weight, how a linear is sharded that no Float8 style was applied to; distributed/ adds DTensor."""

@@ -1,1 +1,6 @@
-"""Measures the numerics of a model's float8 matmuls while it trains; `monitor` in monitor.py is the way in."""
+"""Measures the numerics of a model's float8 matmuls while it trains; see monitor.py."""
+
+from quaver.numerics.extras import what_if
+from quaver.numerics.monitor import Monitor, monitor
+
+__all__ = ["Monitor", "monitor", "what_if"]

@@ -2,6 +2,7 @@
 
 - `backward_keeps_graph()`: torch._C._autograd._get_current_graph_task_keep_graph, the `retain_graph` of the backward
   that runs. No replacement.
+- `runs_in_backward()`: torch._C._current_graph_task_id, -1 where this thread runs no backward. No replacement.
 - `top_saved_tensors_hooks(ignore_is_tracing)`: torch._C._autograd._top_saved_tensors_default_hooks, the innermost
   (pack, unpack) or None. Goes when PyTorch packs the tensors of `save_for_backward` at the call.
 - `current_node()`: torch._C._current_autograd_node, the node whose backward runs, else None. No replacement.
@@ -21,6 +22,11 @@ backward_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 current_node = torch._C._current_autograd_node
 next_sequence_number = torch._C._autograd._get_sequence_nr
+
+
+def runs_in_backward() -> bool:
+    """Whether a backward runs on this thread; a forward in one is a recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def sequence_number(node: Any) -> int:

@@ -65,11 +65,14 @@ def test_a_node_knows_itself_and_whether_its_graph_is_kept(retain_graph):
     first = autograd.next_sequence_number()
     z = y * 3
     y.register_hook(lambda _: seen.append((autograd.current_node(), autograd.backward_keeps_graph())))
+    y.register_hook(lambda _: seen.append(autograd.runs_in_backward()))
+    assert not autograd.runs_in_backward()
     assert autograd.sequence_number(z.grad_fn) == first == autograd.next_sequence_number() - 1
     assert autograd.sequence_number(y.grad_fn) == first - 1
     assert autograd.current_node() is None
     z.sum().backward(retain_graph=retain_graph)
-    assert seen == [(y.grad_fn, retain_graph)]
+    assert seen == [(y.grad_fn, retain_graph), True]
+    assert not autograd.runs_in_backward()
 
 
 def test_leaves_are_created_after_every_node():

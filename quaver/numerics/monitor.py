@@ -1,0 +1,263 @@
+"""`monitor`: statistics of every float8 matmul of a model in every k-th training step.
+
+    with quaver.monitor(model, every=100, sink="numerics.jsonl"):
+        for batch in batches:
+            model(batch).sum().backward()
+            optimizer.step()
+
+Each `Float8Linear` gets a probe (probe.py) for as long as the monitor is open. A step ends with `optimizer.step()`, or
+with `Monitor.step()`. Where it was sampled, the slots of all linears travel to the first rank in one collective, and
+become one line of a record (record.py).
+
+A linear without a probe calls nothing. With one, a step that is not sampled costs a call per cast and result.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from quaver.linear import Float8Linear
+from quaver.numerics.extras import WIDTH as EXTRAS_WIDTH
+from quaver.numerics.extras import describe_extras
+from quaver.numerics.observe import SAMPLING
+from quaver.numerics.places import Place, describe, places_of
+from quaver.numerics.probe import Probe
+from quaver.numerics.ranks import gather
+from quaver.numerics.record import SCHEMA, RecordWriter
+from quaver.numerics.statistics import STATISTICS, finish
+from quaver.torch_private.autograd import runs_in_backward
+
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+"""What torch.compile and wrappers add to the names of modules."""
+
+
+class Sink(Protocol):
+    """A destination of the lines of a record."""
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Take a line, with floats that may be NaN or infinite."""
+
+    def close(self) -> None:
+        """Take no more."""
+
+
+class _Row(NamedTuple):
+    """One tensor of the record."""
+
+    name: str
+    place: Place
+    probe: Probe
+    weight_numel: int | None
+    """Elements of the weight on all ranks, for casts of weights: every rank and micro-batch casts it anew."""
+
+
+class Monitor:
+    """Samples the numerics of a model's float8 linears; made by `monitor`, which has the arguments."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        every: int = 100,
+        sink: str | Path | Sink | Callable[[dict[str, Any]], None] | None = None,
+        extras_every: int = 20,
+        completed_steps: int = 0,
+        keep: int = 16,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise ValueError(f"every: expected a number of steps of 1 or more, got {every!r}")
+        if not isinstance(extras_every, int) or isinstance(extras_every, bool) or extras_every < 0:
+            raise ValueError(f"extras_every: expected a number of samples, or 0 for never, got {extras_every!r}")
+        self.every, self.extras_every, self.completed_steps = every, extras_every, completed_steps
+        self.samples: deque[dict[str, Any]] = deque(maxlen=keep)
+        """The last samples; on the first rank."""
+        self._linears = _float8_linears(model)
+        if not self._linears:
+            raise ValueError("expected a model with float8 linears, got none; call convert_to_float8_training first")
+        if any(linear.probe is not None for linear in self._linears.values()):
+            raise RuntimeError("another monitor watches this model; close it first")
+        if SAMPLING.is_taken:
+            raise RuntimeError("another monitor is open in this process; close it first")
+        self._group = group
+        self._sampled_step = -1
+        self._is_first = not dist.is_initialized() or dist.get_rank(group) == 0
+        self._sink = _as_sink(sink) if self._is_first else None
+        self._rows = self._attach()
+        self.header = self._header()
+        self._write(self.header)
+        SAMPLING.is_taken = self._is_open = True
+        self._plan_next()
+        self._hook = register_optimizer_step_post_hook(lambda *_: self._after_optimizer())
+
+    def _attach(self) -> list[_Row]:
+        rows = []
+        for number, (name, linear) in enumerate(self._linears.items()):
+            weight = linear.weight
+            device = weight.device
+            probe = Probe(number, linear.config, device)
+            linear.probe = probe
+            for place in places_of(linear.config, weight.requires_grad):
+                rows.append(_Row(name, place, probe, weight.numel() if place.operand == "weight" else None))
+        return rows
+
+    def _header(self) -> dict[str, Any]:
+        recipes = {_recipe(linear) for linear in self._linears.values()}
+        return {
+            "kind": "header",
+            "schema": SCHEMA,
+            "quaver": version("quaver"),
+            "torch": torch.__version__,
+            "recipe": recipes.pop() if len(recipes) == 1 else "mixed",
+            "every": self.every,
+            "step": self.completed_steps + 1,
+            "ranks": dist.get_world_size(self._group) if dist.is_initialized() else 1,
+            "statistics": list(STATISTICS),
+            "tensors": [
+                {"layer": row.name, "expert": None, **describe(row.place, self._linears[row.name].config)}
+                for row in self._rows
+            ],
+        }
+
+    def step(self) -> None:
+        """End a training step. Does nothing where none ran since the last end, as after `optimizer.step()`.
+
+        Needed where no optimizer of PyTorch steps: when a step is skipped, or inside a backward. A collective, if the
+        step was sampled.
+        """
+        if not SAMPLING.ran:
+            return
+        self.completed_steps += 1
+        if SAMPLING.on:
+            self._sample()
+        self._plan_next()
+
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Sample the block, which repeats the step that just ended, as that step. A collective; once for each step.
+
+        A step whose loss is not finite is repeated to find the reason (trainer/nonfinite.py); few such are sampled.
+        """
+        SAMPLING.end_step(self._sampled_step != self.completed_steps)
+        try:
+            yield
+            if SAMPLING.ran and SAMPLING.on:
+                self._sample()
+        finally:
+            self._clear()
+            self._plan_next()
+
+    def _plan_next(self) -> None:
+        step = self.completed_steps + 1
+        is_sampled, turn = step == 1 or step % self.every == 0, step // self.every
+        numbers = range(len(self._linears) if is_sampled and self.extras_every else 0)
+        with_extras = (number for number in numbers if step == 1 or (number + turn) % self.extras_every == 0)
+        SAMPLING.end_step(is_sampled, frozenset(with_extras))
+
+    def _after_optimizer(self) -> None:
+        if not runs_in_backward():
+            self.step()
+
+    def _sample(self) -> None:
+        self._sampled_step = self.completed_steps
+        merged, extras = gather(self._slots(), self._extras() if SAMPLING.with_extras else None, self._group)
+        self._clear()
+        if merged is None:
+            return
+        weights = [row.weight_numel for row in self._rows]
+        sample = {"kind": "sample", "step": self.completed_steps, **finish(merged, weights)}
+        if extras is not None:
+            sample |= describe_extras(extras.numpy())
+        self.samples.append(sample)
+        self._write(sample)
+
+    def _slots(self) -> Tensor:
+        return torch.stack([row.probe.take(row.place) for row in self._rows])
+
+    def _extras(self) -> Tensor:
+        zeros = torch.zeros(EXTRAS_WIDTH, dtype=torch.float64, device=self._rows[0].probe.forward.device)
+        seen = ((int(row.probe.number), row.place.name) for row in self._rows)
+        return torch.stack([SAMPLING.extras.get(each, zeros) for each in seen])
+
+    def _clear(self) -> None:
+        for linear in self._linears.values():
+            if linear.probe is not None:
+                linear.probe.clear()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._sink is not None:
+            self._sink.write(line)
+
+    def close(self) -> None:
+        """Stop: the linears have no probes again. Compiled code is compiled anew without them."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._hook.remove()
+        for linear in self._linears.values():
+            vars(linear).pop("probe", None)
+        SAMPLING.end_step(False)
+        SAMPLING.is_taken = False
+        if self._sink is not None:
+            self._sink.close()
+            self._sink = None
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _FunctionSink:
+    """Calls a function with each line."""
+
+    def __init__(self, write: Callable[[dict[str, Any]], None]) -> None:
+        self.write = write
+
+    def close(self) -> None:
+        pass
+
+
+def _as_sink(sink: Any) -> Sink | None:
+    if sink is None:
+        return None
+    if isinstance(sink, str | Path):
+        return RecordWriter(sink)
+    if hasattr(sink, "write") and hasattr(sink, "close"):
+        return sink
+    if callable(sink):
+        return _FunctionSink(sink)
+    raise TypeError(f"sink: expected a path, a function or an object with write and close, got {sink!r}")
+
+
+def _recipe(linear: Float8Linear) -> str:
+    recipe = linear.config.recipe_name
+    return recipe.value if recipe else "custom"
+
+
+def _float8_linears(model: nn.Module) -> dict[str, Float8Linear]:
+    return {plain_name(name): each for name, each in model.named_modules() if isinstance(each, Float8Linear)}
+
+
+def plain_name(name: str) -> str:
+    """A module's name without those of wrappers."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+monitor = Monitor

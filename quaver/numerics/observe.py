@@ -1,0 +1,286 @@
+"""The operations that observe casts and matmuls, and whether they do: only in steps that are sampled.
+
+    observe_cast(slots, row, number, hp, codes, ...)      a cast of one operand
+    observe_result(slots, row, number, result, ...)       a matmul's result, compared with high precision
+
+They write to the slots of a linear (statistics.py) and return nothing. In compiled code they are operations that stay
+in the graph while a monitor is attached. Whether they observe is a decision of the host when they run, so that nothing
+is compiled anew when sampling begins and ends. `number` says which linear it is, as an int64 tensor on the CPU: a
+number in Python would compile each of many equal layers. Eager code calls the same functions, out of sight of dispatch
+modes: a selective checkpoint must not count what they run.
+
+[Note: recomputations] A forward that runs inside a backward repeats one that was observed. Its operands count once:
+only the columns of the input are kept again, because grad_weight will multiply the codes of the recomputation.
+
+[Note: high precision in backward] grad_weight reads the input, of which backward has the codes only. Its forward keeps
+`COMPARED` columns in high precision, for the codes that are saved: by their address, which belongs to the last codes
+that were made there. Codes that a hook moved are not found, and the result is not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quaver.kernels.cpu import check_memory, has_memory
+from quaver.kernels.operation import library
+from quaver.numerics.extras import extras_of
+from quaver.numerics.statistics import merge, new_slots, observe_matrix, observe_result, observe_scales
+from quaver.quantize import as_matrix
+from quaver.scaling import scale_blocks
+from quaver.torch_private.autograd import runs_in_backward
+from quaver.torch_private.dispatch import without_dispatch_modes
+from quaver.torch_private.tracing import FakeTensor
+
+COMPARED = 16
+"""Rows or columns of each result that are compared with high precision."""
+_CHUNK = 1 << 22
+"""Elements of a matrix that are widened at a time for that."""
+
+QUANTIZED_BEFORE = "it was quantized before the linear ran, so that there is no high-precision matrix here"
+_OTHER_SHAPE = "its codes are those of all ranks, and the high-precision matrix is this rank's part"
+_NO_OPERANDS = "one of its operands has no high-precision matrix here"
+
+
+@dataclass
+class Sampling:
+    """What the operations of this process do now."""
+
+    is_taken: bool = False
+    """Whether a monitor is open."""
+    on: bool = False
+    with_extras: frozenset[int] = frozenset()
+    """The numbers of the linears whose casts get histograms and their SQNR under other recipes (extras.py)."""
+    ran: bool = False
+    """Whether a linear with a probe ran since the last step."""
+    inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """See [Note: high precision in backward]; by number and the address of codes."""
+    weights: dict[int, Tensor] = field(default_factory=dict)
+    """The weights of forwards of this step, for backwards that have their codes only; by number."""
+    reasons: dict[tuple[int, str], str] = field(default_factory=dict)
+    """Why a statistic does not exist, by number and name of the place."""
+
+    extras: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    """By number and name of the place, [extras.WIDTH]."""
+
+    def end_step(self, on: bool, with_extras: frozenset[int] = frozenset()) -> None:
+        """Forget the step, and sample the next if `on`."""
+        self.on, self.with_extras, self.ran = on, with_extras, False
+        self.extras.clear()
+        self.inputs.clear()
+        self.weights.clear()
+
+
+SAMPLING = Sampling()
+
+
+def observes() -> bool:
+    """Whether to call the operations here: in code that is compiled, and in eager code of a step that is sampled."""
+    if torch.compiler.is_compiling():
+        return True
+    SAMPLING.ran = True
+    return SAMPLING.on
+
+
+@contextmanager
+def _plainly(device: torch.device) -> Iterator[None]:
+    """Without autograd, autocast and dispatch modes."""
+    with torch.no_grad(), without_dispatch_modes(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+def _observed(run: Callable[..., None]) -> Callable[..., None]:
+    """What observes where it must, and else does nothing."""
+
+    def observe(slots: Tensor, *args: Any) -> None:
+        SAMPLING.ran = True
+        if SAMPLING.on:
+            if slots.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "a monitor decides on the host which steps to sample, which a CUDA graph cannot repeat: compile "
+                    "without mode='reduce-overhead', or close the monitor"
+                )
+            check_memory(*(each for each in args if isinstance(each, Tensor)))
+            with _plainly(slots.device):
+                run(slots, *args)
+
+    return observe
+
+
+# ---- casts -----------------------------------------------------------------------------------------------------------
+
+
+def _observe_cast(
+    slots: Tensor,
+    row: int,
+    number: Tensor,
+    place: str,
+    hp: Tensor | None,
+    codes: Tensor,
+    dequant_scale: Tensor,
+    quant_scale: Tensor | None,
+    is_forward: bool,
+    keeps_columns: bool,
+) -> None:
+    matrix, codes = None if hp is None else as_matrix(hp), codes.reshape(-1, codes.shape[-1])
+    dequant_scale = dequant_scale.reshape(-1, dequant_scale.shape[-1]) if dequant_scale.dim() > 2 else dequant_scale
+    if matrix is not None and keeps_columns and matrix.shape == codes.shape:
+        SAMPLING.inputs[int(number), codes.data_ptr()] = matrix[:, _spread(matrix.shape[1], matrix.device)]
+    if is_forward and runs_in_backward():
+        return
+    fits = matrix is not None and matrix.shape == codes.shape and scale_blocks(dequant_scale, codes.shape) is not None
+    if not fits:
+        SAMPLING.reasons[int(number), place] = QUANTIZED_BEFORE if matrix is None else _OTHER_SHAPE
+    if matrix is None:
+        observed = new_slots(1, slots.device)[0]
+        observe_scales(observed, dequant_scale)
+    elif fits:
+        observed = observe_matrix(matrix, codes, dequant_scale, quant_scale)
+        key = int(number), place
+        if key[0] in SAMPLING.with_extras:
+            operand, cast = place.split(".")
+            extras = extras_of(matrix, codes, dequant_scale, operand, "column" if cast == "column" else "row")
+            SAMPLING.extras[key] = extras + SAMPLING.extras.get(key, 0)
+    else:
+        observed = observe_matrix(matrix, None, None, None)
+        observe_scales(observed, dequant_scale)
+    merge(slots[row], observed)
+
+
+def _wide(matrix: Tensor) -> Tensor:
+    """float64, or on a CPU float32, whose products are rounded 2^16 times finer than float8's."""
+    return matrix.float() if matrix.is_cpu else matrix.double()
+
+
+def _spread(length: int, device: torch.device) -> Tensor:
+    """`COMPARED` indices, or all, evenly from 0 to `length`."""
+    count = min(COMPARED, length)
+    return torch.arange(count, device=device) * length // max(count, 1)
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def _observe_output(
+    slots: Tensor,
+    row: int,
+    number: Tensor,
+    output: Tensor,
+    input: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> None:
+    """output [M, N] = input [M, K] @ weight.t() [K, N] + bias [N], compared in some rows."""
+    if weight is not None:
+        SAMPLING.weights[int(number)] = weight
+    if runs_in_backward():
+        return
+    matrix = None if input is None else as_matrix(input)
+    reference = actual = None
+    if weight is not None and matrix is not None and matrix.shape[0] == output.shape[0]:
+        rows = _spread(output.shape[0], output.device)
+        left, actual = _wide(matrix[rows]), output[rows]
+        reference = torch.cat([left @ _wide(part).t() for part in _parts(weight)], 1)
+        reference = reference if bias is None else reference + _wide(bias)
+    else:
+        SAMPLING.reasons[int(number), "output.result"] = _NO_OPERANDS
+    merge(slots[row], observe_result(output, actual, reference))
+
+
+def _observe_grad_input(
+    slots: Tensor, row: int, number: Tensor, grad_input: Tensor, grad_output: Tensor, weight: Tensor | None
+) -> None:
+    """grad_input [M, K] = grad_output [M, N] @ weight [N, K], compared in some rows."""
+    if weight is None:
+        weight = SAMPLING.weights.get(int(number))
+    matrix, result = as_matrix(grad_output), as_matrix(grad_input)
+    reference = actual = None
+    if weight is not None and has_memory(weight) and matrix.shape[0] == result.shape[0]:
+        rows = _spread(result.shape[0], result.device)
+        left, actual = _wide(matrix[rows]), result[rows]
+        columns = left.split([len(part) for part in _parts(weight)], 1)
+        reference = sum(
+            (a @ _wide(part) for a, part in zip(columns, _parts(weight), strict=True)),
+            start=left.new_zeros(()),
+        )
+    else:
+        SAMPLING.reasons[int(number), "grad_input.result"] = _NO_OPERANDS
+    merge(slots[row], observe_result(result, actual, reference))
+
+
+def _observe_grad_weight(
+    slots: Tensor,
+    row: int,
+    number: Tensor,
+    grad_weight: Tensor,
+    grad_output: Tensor,
+    input_hp: Tensor | None,
+    input_codes: Tensor | None,
+) -> None:
+    """grad_weight [N, K] = grad_output.t() [N, M] @ input [M, K], compared in some columns."""
+    matrix, kept = as_matrix(grad_output), None
+    columns = _spread(grad_weight.shape[1], grad_weight.device)
+    if input_hp is not None:
+        kept = input_hp[:, columns]
+    elif input_codes is not None:
+        kept = SAMPLING.inputs.pop((int(number), input_codes.data_ptr()), None)
+    reference = actual = None
+    if kept is not None and kept.shape[0] == matrix.shape[0]:
+        actual = grad_weight[:, columns]
+        of_rows = kept.split([len(part) for part in _parts(matrix)])
+        reference = sum(
+            (_wide(part).t() @ _wide(b) for part, b in zip(_parts(matrix), of_rows, strict=True)),
+            start=_wide(actual.new_zeros(())),
+        )
+    else:
+        SAMPLING.reasons[int(number), "grad_weight.result"] = _NO_OPERANDS
+    merge(slots[row], observe_result(grad_weight, actual, reference))
+
+
+def _parts(matrix: Tensor) -> tuple[Tensor, ...]:
+    """Some rows after the other, of about `_CHUNK` elements."""
+    return matrix.split(max(_CHUNK // max(matrix.shape[1], 1), 1))
+
+
+# ---- the operations --------------------------------------------------------------------------------------------------
+
+
+def _operation(name: str, arguments: str, run: Callable[..., None]) -> Callable[..., None]:
+    """Register `torch.ops.quaver.<name>`, and return the function that calls it or, in eager code, `run`."""
+    observe = _observed(run)
+    library.define(f"{name}(Tensor(a!) slots, int row, Tensor number, {arguments}) -> ()")
+    library.impl(name, observe, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"quaver::{name}", lambda *_: None, lib=library)
+    registered = getattr(torch.ops.quaver, name)
+
+    def call(slots: Tensor, *args: Any) -> None:
+        if torch.compiler.is_compiling():
+            registered(slots, *args)
+        elif not any(isinstance(each, FakeTensor) for each in args):
+            observe(slots, *args)
+
+    return call
+
+
+observe_cast = _operation(
+    "observe_cast",
+    "str place, Tensor? hp, Tensor codes, Tensor dequant_scale, Tensor? quant_scale, bool is_forward, "
+    "bool keeps_columns",
+    _observe_cast,
+)
+observe_output = _operation(
+    "observe_output", "Tensor output, Tensor? input, Tensor? weight, Tensor? bias", _observe_output
+)
+observe_grad_input = _operation(
+    "observe_grad_input", "Tensor grad_input, Tensor grad_output, Tensor? weight", _observe_grad_input
+)
+observe_grad_weight = _operation(
+    "observe_grad_weight",
+    "Tensor grad_weight, Tensor grad_output, Tensor? input_hp, Tensor? input_codes",
+    _observe_grad_weight,
+)

@@ -1,0 +1,87 @@
+"""`Probe`: observes one linear while a monitor is attached; see `LinearProbe` in quantize.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quaver.config import Float8LinearConfig
+from quaver.gemm import Operand
+from quaver.numerics import observe
+from quaver.numerics.places import BACKWARD, FORWARD, GRAD_INPUT, GRAD_WEIGHT, OPERANDS, OUTPUT, Place, is_shared
+from quaver.numerics.statistics import clear, merge, new_slots
+from quaver.quantize import Operands
+from quaver.tensor import Float8Tensor
+
+
+class Probe:
+    """Hands what a linear computes with to the operations of observe.py.
+
+    Attributes:
+        forward, backward: the slots of the linear, in the order of `places.FORWARD` and `places.BACKWARD`.
+        number: int64 () on the CPU; which linear this is.
+    """
+
+    def __init__(self, number: int, config: Float8LinearConfig, device: torch.device) -> None:
+        self.forward, self.backward = (new_slots(len(places), device) for places in (FORWARD, BACKWARD))
+        self.number = torch.tensor(number, device="cpu")
+        self._shared = {name: is_shared(getattr(config.casts, name)) for name in OPERANDS}
+
+    def take(self, place: Place) -> Tensor:
+        """The slot of a place, [WIDTH]; those of its passes merged."""
+        passes = ((FORWARD, self.forward), (BACKWARD, self.backward))
+        slot, *others = (slots[places.index(place)] for places, slots in passes if place in places)
+        for other in others:
+            slot = slot.clone()
+            merge(slot, other)
+        return slot
+
+    def clear(self) -> None:
+        """Forget what was observed."""
+        for slots in (self.forward, self.backward):
+            clear(slots)
+
+    def operands(self, name: str, hp: Tensor, operands: Operands) -> None:
+        if not observe.observes():
+            return
+        matrix = _in_high_precision(hp)
+        is_forward = name == "input" or (name == "weight" and operands.row is not None)
+        if not self._shared[name]:
+            self._cast(name, "row", matrix, operands.row, is_forward)
+            self._cast(name, "column", matrix, operands.column, is_forward)
+        elif is_forward or name == "grad_output":  # backward casts such a weight as its forward did
+            self._cast(name, "both", matrix, operands.row or operands.column, is_forward)
+
+    def _cast(self, name: str, cast: str, hp: Tensor | None, operand: Operand | None, is_forward: bool) -> None:
+        if operand is None or operand.dequant_scale is None:
+            return
+        data, dequant_scale, quant_scale = operand
+        places, slots = (FORWARD, self.forward) if is_forward else (BACKWARD, self.backward)
+        place, keeps_columns = Place(name, cast), name == "input" and cast != "row"
+        of_cast = place.name, hp, data, dequant_scale, quant_scale, is_forward, keeps_columns
+        observe.observe_cast(slots, places.index(place), self.number, *of_cast)
+
+    def output(self, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        if not observe.observes():
+            return
+        hps = _in_high_precision(input), _in_high_precision(weight)
+        observe.observe_output(self.forward, FORWARD.index(OUTPUT), self.number, output, *hps, bias)
+
+    def grad_weight(self, grad_weight: Tensor, grad_output: Tensor, input: Operand) -> None:
+        if not observe.observes():
+            return
+        saved = (input.data, None) if input.dequant_scale is None else (None, input.data)
+        row = BACKWARD.index(GRAD_WEIGHT)
+        observe.observe_grad_weight(self.backward, row, self.number, grad_weight, grad_output, *saved)
+
+    def grad_input(self, grad_input: Tensor, grad_output: Tensor, weight: Tensor | None, operand: Operand) -> None:
+        if not observe.observes():
+            return
+        if operand.dequant_scale is None:
+            weight = operand.data
+        row = BACKWARD.index(GRAD_INPUT)
+        observe.observe_grad_input(self.backward, row, self.number, grad_input, grad_output, weight)
+
+
+def _in_high_precision(tensor: Tensor) -> Tensor | None:
+    return None if isinstance(tensor, Float8Tensor) else tensor

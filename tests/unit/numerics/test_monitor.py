@@ -1,0 +1,297 @@
+"""The monitor: what it samples is what the linears computed with, in eager and compiled code; it changes no run."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import quaver
+from quaver import Float8Linear, convert_to_float8_training, convert_to_high_precision, float8_scaling_state
+from quaver.numerics import observe
+from quaver.numerics.monitor import monitor
+from quaver.numerics.observe import SAMPLING
+from quaver.numerics.probe import Probe
+from quaver.numerics.record import Record
+from quaver.numerics.statistics import finish, observe_matrix
+from quaver.quantize import Quantizer
+from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
+
+
+class Model(nn.Module):
+    def __init__(self, mode="eager"):
+        super().__init__()
+        self.up, self.down, self.mode = nn.Linear(48, 64), nn.Linear(64, 32, bias=False), mode
+
+    def block(self, hidden):
+        return self.down(nn.functional.relu(self.up(hidden)))
+
+    def forward(self, hidden):
+        if self.mode == "checkpoint":
+            return checkpoint(self.block, hidden, use_reentrant=False)
+        return self.block(hidden)
+
+
+def make(recipe="tensorwise", mode="eager"):
+    torch.manual_seed(0)
+    model = convert_to_float8_training(Model(mode).bfloat16(), config=recipe)
+    if mode in ("inductor", "aot_eager"):
+        model.compile(fullgraph=True, backend=mode)
+    return model
+
+
+def train(model, steps=3, micro_batches=1, seed=1):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(seed)
+    losses = []
+    for _ in range(steps):
+        for _ in range(micro_batches):
+            loss = model(torch.randn(40, 48).bfloat16().requires_grad_()).float().square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        if len(float8_scaling_state(model)):
+            quaver.sync_float8_amax_and_scale_history(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def watched(model, every=2, steps=3, micro_batches=1, **options):
+    """The losses, and the lines of the record."""
+    lines = []
+    with monitor(model, every=every, sink=lines.append, **options):
+        losses = train(model, steps, micro_batches)
+    return losses, lines
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, *BLOCK_RECIPES, "delayed"])
+def test_a_sample_is_what_the_linear_computed_with(recipe):
+    model = make(recipe)
+    seen = {}
+    model.up.register_forward_hook(lambda module, inputs, output: seen.update(input=inputs[0].detach().clone()))
+    model.up.register_full_backward_hook(lambda module, grads, outputs: seen.update(grad_output=outputs[0].clone()))
+    seen["weight"] = model.up.weight.detach().clone()
+    losses, (header, sample) = watched(model, steps=1)
+    assert losses == train(make(recipe), steps=1)
+    assert header["recipe"] == recipe
+    casts = model.up.config.casts
+    for index, tensor in enumerate(header["tensors"]):
+        if tensor["layer"] != "up" or tensor["cast"] == "result":
+            continue
+        operand = getattr(casts, tensor["operand"])
+        cast = operand.column if tensor["cast"] == "column" else operand.row
+        assert tensor["dtype"] == str(cast.float8_dtype).removeprefix("torch.")
+        hp = seen[tensor["operand"]]
+        made = Quantizer(operand, hp.dtype)(hp, row=tensor["cast"] != "column", column=tensor["cast"] == "column")
+        codes, dequant, quant = made.row or made.column
+        expected = finish(observe_matrix(hp, codes, dequant, quant)[None], [None])
+        for name in header["statistics"]:
+            assert sample[name][index] == expected[name][0], (tensor, name)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_results_are_compared_with_high_precision(recipe):
+    model, seen = make(recipe), {}
+    down = model.down
+    down.register_forward_hook(lambda module, inputs, output: seen.update(x=inputs[0].detach(), output=output.detach()))
+    down.register_full_backward_hook(lambda module, grads, outputs: seen.update(grad_input=grads[0], grad=outputs[0]))
+    with monitor(model, every=1) as watching:
+        model(torch.randn(40, 48).bfloat16()).float().square().mean().backward()
+        watching.step()
+    (sample,) = watching.samples
+    x, grad, weight = seen["x"].double(), seen["grad"].double(), down.weight.detach().double()
+    rows, columns = torch.arange(16) * 40 // 16, torch.arange(16) * 64 // 16
+    expected = {
+        "output": sqnr_db((x @ weight.t())[rows], seen["output"][rows]),
+        "grad_input": sqnr_db((grad @ weight)[rows], seen["grad_input"][rows]),
+        "grad_weight": sqnr_db((grad.t() @ x)[:, columns], down.weight.grad[:, columns]),
+    }
+    found = {
+        tensor["operand"]: sample["sqnr_db"][index]
+        for index, tensor in enumerate(watching.header["tensors"])
+        if tensor["layer"] == "down" and tensor["cast"] == "result"
+    }
+    assert found == {name: pytest.approx(value, abs=1e-3) for name, value in expected.items()}
+
+
+@pytest.mark.parametrize(
+    ("mode", "recipe"),
+    [
+        ("inductor", "tensorwise"),
+        ("aot_eager", "rowwise"),
+        ("aot_eager", "delayed"),
+        ("aot_eager", "blockwise_with_gw_hp"),
+        ("checkpoint", "tensorwise"),
+        ("checkpoint", "rowwise"),
+        ("checkpoint", "delayed"),
+    ],
+)
+def test_compiled_and_checkpointed_samples_are_those_of_eager_code(mode, recipe):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    expected = watched(make(recipe), steps=4, extras_every=2)
+    assert watched(make(recipe, mode), steps=4, extras_every=2) == expected
+    if mode != "checkpoint":
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_equal_layers_share_one_compiled_graph():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = nn.Sequential(*[convert_to_float8_training(nn.Sequential(nn.Linear(48, 48))) for _ in range(3)])
+    for block in model:
+        block.compile(fullgraph=True, backend="aot_eager")
+    with monitor(model, every=1):
+        model(torch.randn(8, 48, requires_grad=True)).sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2  # the first input, too, is one with a gradient
+
+
+def test_micro_batches_are_one_sample():
+    (_, (header, sample)) = watched(make("rowwise"), steps=1, micro_batches=3)
+    numel = dict(zip(((each["operand"], each["cast"]) for each in header["tensors"]), sample["numel"], strict=True))
+    assert numel["input", "row"] == 3 * 40 * 64
+    assert numel["weight", "row"] == 32 * 64
+
+
+def test_which_steps_are_sampled_and_which_linears_have_extras():
+    _, lines = watched(make(), every=2, steps=8, extras_every=2)
+    assert [line["step"] for line in lines[1:]] == [1, 2, 4, 6, 8]
+    layers = [tensor["layer"] for tensor in lines[0]["tensors"]]
+    for line, expected in zip(lines[1:], [{"up", "down"}, {"down"}, {"up"}, {"down"}, {"up"}], strict=True):
+        for values in (line["whatif"]["rowwise"], line["histogram"]["before"]):
+            assert {name for name, value in zip(layers, values, strict=True) if value is not None} == expected
+    assert lines[2]["amax"] != lines[3]["amax"]
+    _, lines = watched(make(), every=2, steps=3, completed_steps=10, extras_every=0)
+    assert [line["step"] for line in lines[1:]] == [12]
+    assert lines[0]["step"] == 11
+
+
+def test_without_a_monitor_nothing_is_called(monkeypatch):
+    calls = []
+    for name in ("observe_cast", "observe_output", "observe_grad_input", "observe_grad_weight"):
+        monkeypatch.setattr(observe, name, lambda *_: calls.append(1))
+    model = make()
+    train(model)
+    with monitor(model):
+        pass
+    train(model)
+    assert not calls
+    with monitor(model, every=10, completed_steps=8):
+        train(model, steps=1)  # not sampled
+        assert not calls
+        train(model, steps=1)
+    assert len(calls) == 2 * 6  # three operands and three results of each linear
+
+
+def test_a_step_that_is_not_sampled_observes_nothing(monkeypatch):
+    monkeypatch.setattr(observe, "observe_matrix", lambda *_: pytest.fail("observed"))
+    with monitor(make(), every=10, completed_steps=1) as watching:
+        train(make(), steps=1)
+    assert not watching.samples
+
+
+def test_freed_memory_is_not_read():
+    with monitor(make(), every=1):
+        probe, freed = make_probe(), torch.randn(600, 400)
+        freed.untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match="was freed before it was used"):
+            probe.output(torch.randn(600, 4), freed, torch.randn(4, 400), None)
+
+
+def make_probe():
+    return Probe(0, quaver.Float8LinearConfig(), torch.device("cpu"))
+
+
+def test_validation_is_not_sampled():
+    model = make()
+    with monitor(model, every=1) as watching:
+        train(model.eval(), steps=1)
+        watching.step()
+        assert not watching.samples
+        train(model.train(), steps=1)
+    assert [sample["step"] for sample in watching.samples] == [1]
+
+
+def test_step_ends_a_step_without_an_optimizer_once():
+    model = make()
+    with monitor(model, every=1) as watching:
+        for _ in range(2):
+            model(torch.randn(4, 48).bfloat16()).sum().backward()
+            watching.step()
+            watching.step()
+    assert [sample["step"] for sample in watching.samples] == [1, 2]
+
+
+def test_a_step_that_is_repeated_is_sampled():
+    model = make()
+    with monitor(model, every=100, completed_steps=6) as watching:
+        train(model, steps=1)
+        assert not watching.samples
+        for _ in range(2):
+            with watching.repeating():
+                model(torch.full((4, 48), math.inf).bfloat16()).sum().backward()
+    (sample,) = watching.samples
+    assert sample["step"] == 7
+    assert sample["nonfinite"][0] == 4 * 48
+    assert sample["amax"][0] is None
+
+
+def test_a_record_is_written_and_resumed(tmp_path):
+    model = make()
+    for completed in (0, 2):
+        with monitor(model, every=1, sink=tmp_path / "numerics.jsonl", completed_steps=completed, extras_every=3):
+            train(model, steps=3)
+    record = Record.read(tmp_path)
+    assert record.steps.tolist() == [1, 2, 3, 4, 5]
+    assert record.statistics["amax"].shape == (5, 12)
+    assert list(record.histograms) == [0, 1, 2, 4]  # of both linears, then in turns: steps 2, 3 and 5
+    assert [header["step"] for header in record.headers] == [1, 3]
+
+
+def test_a_copy_and_a_converted_model_have_no_probes():
+    model = make()
+    with monitor(model):
+        assert copy.deepcopy(model).up.probe is None
+        convert_to_high_precision(model)
+        train(model, steps=1)
+    assert "probe" not in vars(model.up)
+
+
+def test_a_weight_that_was_cast_once_is_observed():
+    model = make("rowwise")
+    with monitor(model, every=1) as watching, quaver.cast_weights_once(model):
+        model(torch.randn(4, 48).bfloat16()).sum().backward()
+        watching.step()
+    (sample,) = watching.samples
+    for index, tensor in enumerate(watching.header["tensors"]):
+        if tensor["operand"] == "weight" and tensor["cast"] == "row":
+            assert sample["sqnr_db"][index] == pytest.approx(31.5, abs=1.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"every": 0}, ValueError, "every: expected a number of steps of 1 or more, got 0"),
+        ({"every": True}, ValueError, "every: expected"),
+        ({"extras_every": -1}, ValueError, "extras_every: expected a number of samples"),
+        ({"sink": 3}, TypeError, "sink: expected a path, a function or an object"),
+    ],
+)
+def test_wrong_arguments(options, error, message):
+    model = make()
+    with pytest.raises(error, match=message):
+        monitor(model, **options)
+    assert model.up.probe is None
+    assert not SAMPLING.is_taken
+
+
+def test_a_model_without_float8_and_a_second_monitor_are_refused():
+    with pytest.raises(ValueError, match="no float8 linears|got none"):
+        monitor(nn.Linear(4, 4))
+    with monitor(make()), pytest.raises(RuntimeError, match="another monitor is open"):
+        monitor(make())
+    with monitor(Float8Linear(16, 16)):
+        pass
