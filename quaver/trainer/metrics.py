@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import itertools
 import json
 import statistics
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,10 @@ MIN_RELATIVE_STD = 1e-3
 """A lower bound of the deviation, relative to the median: differences in the last digits are not spikes."""
 
 
+Histograms = tuple[list[int], list[float]]
+"""The edges of bins, and how many values each has."""
+
+
 class JsonLines:
     """Appends one JSON object per line, each in one flushed write, so that a killed run leaves whole lines."""
 
@@ -58,6 +63,9 @@ class JsonLines:
         except OSError as error:
             raise OutputError(f"cannot write {self._file.name!r}: {error.strerror}") from error
 
+    def write_tensors(self, step: int, scalars: dict[str, float], histograms: dict[str, Histograms]) -> None:
+        """Nothing: numerics.jsonl has them."""
+
     def close(self) -> None:
         """Close the file. After a failed `write` it still has the line, which fails again."""
         with suppress(OSError):
@@ -72,6 +80,14 @@ class _TensorBoard:
         for name, value in _numbers(record).items():
             self._writer.add_scalar(name, value, record["step"])
 
+    def write_tensors(self, step: int, scalars: dict[str, float], histograms: dict[str, Histograms]) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+        for name, (edges, counts) in histograms.items():
+            middles = [(low + high) / 2 for low, high in itertools.pairwise(edges)]
+            sums = [sum(count * x**power for count, x in zip(counts, middles, strict=True)) for power in (0, 1, 2)]
+            self._writer.add_histogram_raw(name, edges[0], edges[-1], *sums, edges[1:], counts, step)
+
     def close(self) -> None:
         self._writer.close()
 
@@ -85,6 +101,11 @@ class _Wandb:
 
     def write(self, record: dict[str, Any]) -> None:
         self._run.log({**_numbers(record), "step": record["step"]})
+
+    def write_tensors(self, step: int, scalars: dict[str, float], histograms: dict[str, Histograms]) -> None:
+        made = importlib.import_module("wandb").Histogram
+        drawn = {name: made(np_histogram=(counts, edges)) for name, (edges, counts) in histograms.items()}
+        self._run.log({**scalars, **drawn, "step": step})
 
     def close(self) -> None:
         self._run.finish()

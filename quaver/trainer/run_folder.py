@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from quaver.devices import describe
+from quaver.numerics.record import FILE_NAME as NUMERICS
 from quaver.trainer.checkpoint_folder import CheckpointFolder
 from quaver.trainer.config import Checkpoint, TrainConfig, require
 from quaver.trainer.config.settings import expanded
@@ -34,11 +35,19 @@ from quaver.trainer.run_lock import RunLock
 CONFIG = "config.toml"
 
 RUN_FILES = (
-    *(CONFIG, "metrics.jsonl", "float8_scales.jsonl", "provenance.jsonl", "data.json", "conversion_report.json"),
+    *(
+        CONFIG,
+        "metrics.jsonl",
+        "float8_scales.jsonl",
+        NUMERICS,
+        "provenance.jsonl",
+        "data.json",
+        "conversion_report.json",
+    ),
     *("summary.json", "curves.png"),
 )
 
-UNRELATED = ("job", "checkpoint", "metrics", "comm", "profiling")
+UNRELATED = ("job", "checkpoint", "metrics", "numerics", "comm", "profiling")
 """Sections that change what a run saves and shows, but not its numbers."""
 
 
@@ -90,7 +99,7 @@ class RunFolder:
             OutputError: a file cannot be written.
         """
         try:
-            with rewound_metrics([self.metrics, self.float8_scales], self.resume_step or 0):
+            with rewound_metrics([self.metrics, self.float8_scales, self.numerics], self.resume_step or 0):
                 write_config(_as_begun(config), self.path / CONFIG)
         except OSError as error:
             raise OutputError(f"cannot write the run folder {str(self.path)!r}: {error.strerror or error}") from error
@@ -136,6 +145,11 @@ class RunFolder:
     def float8_scales(self) -> Path:
         """JSON lines: the persistent scales of each recorded step; see float8_scales.py."""
         return self.path / "float8_scales.jsonl"
+
+    @property
+    def numerics(self) -> Path:
+        """JSON lines: statistics of the float8 matmuls of sampled steps (quaver/numerics/record.py)."""
+        return self.path / NUMERICS
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """Write `value` to the file `name`, replacing it atomically.

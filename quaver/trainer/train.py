@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from quaver.numerics.monitor import Monitor
 from quaver.roofline.device_specs import PeakFlops, peak_flops
 from quaver.trainer.checkpoint import Checkpointer, load_weights
 from quaver.trainer.checkpoint_folder import Progress
@@ -25,6 +26,7 @@ from quaver.trainer.flops import utilization
 from quaver.trainer.initialize import allocate, initialize
 from quaver.trainer.memory import device_memory, reset_device_peaks
 from quaver.trainer.metrics import JsonLines, Logger, is_spike, open_loggers, remember, summarize
+from quaver.trainer.numerics import NumericsLog
 from quaver.trainer.parallel_dims import ParallelDims
 from quaver.trainer.parallelize import parallelize
 from quaver.trainer.plot import draw_curves
@@ -261,6 +263,17 @@ def _outputs(run: Run) -> Iterator[Outputs]:
             if config.float8_scales_freq > 0 and any(model.scaling for model in run.models):
                 scales = JsonLines(folder.float8_scales)
                 stack.callback(scales.close)
+        numerics = run.config.numerics
+        if numerics.every:
+            run.models[0].monitor = stack.enter_context(
+                Monitor(
+                    run.models[0].model,
+                    every=numerics.every,
+                    extras_every=numerics.extras_every,
+                    sink=NumericsLog(folder, loggers) if folder else None,
+                    completed_steps=run.progress.step,
+                )
+            )
         display = training_display(names, steps, config.log_freq, peak_source=run.peak.source, quiet=folder is None)
         yield Outputs(
             loggers,

@@ -18,6 +18,7 @@ from quaver import (
 )
 from quaver.devices import synchronize
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
+from quaver.numerics.monitor import Monitor
 from quaver.trainer.config import TrainConfig, Training
 from quaver.trainer.data import Batch
 from quaver.trainer.errors import NonFiniteError
@@ -88,6 +89,8 @@ class TrainedModel:
     expert_load: Tensor | None = field(init=False, default=None, repr=False)
     """The share of the last step's tokens that each expert took, [layers, E]; None without experts."""
     precision: str = field(init=False)
+    monitor: Monitor | None = field(init=False, default=None, repr=False)
+    """Samples the numerics of its float8 matmuls, where numerics.every asks for it."""
     scaling: Float8ScalingState = field(init=False, repr=False)
     """The persistent scales; empty for recipes with dynamic scaling."""
     _skipped_in_a_row: int = field(init=False, default=0)
@@ -142,6 +145,8 @@ class TrainedModel:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         loss_sum = self._forward_backward(batches)
+        if self.monitor is not None:
+            self.monitor.step()
         sum_partial_gradients(self.model)
         average_expert_gradients(self._experts)
         shares = torch.stack([loss_sum / self.ranks.world_size, squared_norm_share(self.model)])
@@ -199,7 +204,9 @@ class TrainedModel:
         def replay() -> None:
             self._forward_backward(batches)
 
-        findings = [found for found in self.ranks.gather(find_nonfinite(self.model, replay)) if found]
+        with self.monitor.repeating() if self.monitor else nullcontext():
+            own = find_nonfinite(self.model, replay)
+        findings = [found for found in self.ranks.gather(own) if found]
         first = min(findings, key=lambda found: found.position, default=None)
         where = f"first in {first}" if first else "but in no module when the step was repeated eagerly"
         return f"{self.name}: step {step} has loss {loss} and gradient norm {grad_norm}, {where}"

@@ -8,7 +8,7 @@ from quaver.trainer.config.checkpoint import Checkpoint
 from quaver.trainer.config.data import Data, Validation
 from quaver.trainer.config.float8 import Float8
 from quaver.trainer.config.model import Model
-from quaver.trainer.config.output import Job, Metrics, Profiling
+from quaver.trainer.config.output import Job, Metrics, Numerics, Profiling
 from quaver.trainer.config.settings import require
 from quaver.trainer.config.train_config import TrainConfig
 from quaver.trainer.config.training import ActivationCheckpoint, Comm, LRScheduler, Optimizer, Parallelism, Training
@@ -23,6 +23,7 @@ __all__ = [
     "LRScheduler",
     "Metrics",
     "Model",
+    "Numerics",
     "Optimizer",
     "Parallelism",
     "Profiling",

@@ -1,4 +1,4 @@
-"""[job], [metrics] and [profiling]: where the run is written, and which numbers it records and shows."""
+"""[job], [metrics], [numerics] and [profiling]: where the run is written, and which numbers it records and shows."""
 
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -49,6 +49,21 @@ class Metrics(Settings, section="metrics"):
             self.require(bool(getattr(self, name)), name, "a name")
             if not getattr(self, owner):
                 self.require_default(name, unless=f"metrics.{owner}")
+
+
+@dataclass(frozen=True)
+class Numerics(Settings, section="numerics"):
+    """Statistics of every float8 matmul in single steps: numerics.jsonl, and the loggers of [metrics]."""
+
+    every: NotNegative = 0
+    """Steps between two samples; the first step is one, too. 0: none."""
+    extras_every: NotNegative = 20
+    """Each linear gets histograms and the SQNR of other recipes once in so many samples, in turns; 0: none."""
+
+    def check(self) -> None:
+        """Refuse settings of samples that are not taken."""
+        if not self.every:
+            self.require_default("extras_every", unless="numerics.every is set")
 
 
 @dataclass(frozen=True)

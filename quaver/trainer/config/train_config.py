@@ -7,7 +7,7 @@ from quaver.trainer.config.checkpoint import Checkpoint
 from quaver.trainer.config.data import Data, Validation
 from quaver.trainer.config.float8 import DELAYED_RECIPES, Float8
 from quaver.trainer.config.model import Model
-from quaver.trainer.config.output import Job, Metrics, Profiling
+from quaver.trainer.config.output import Job, Metrics, Numerics, Profiling
 from quaver.trainer.config.settings import Settings, require
 from quaver.trainer.config.training import ActivationCheckpoint, Comm, LRScheduler, Optimizer, Parallelism, Training
 
@@ -31,6 +31,7 @@ class TrainConfig(Settings):
     data: Data = field(default_factory=Data)
     validation: Validation = field(default_factory=Validation)
     metrics: Metrics = field(default_factory=Metrics)
+    numerics: Numerics = field(default_factory=Numerics)
     profiling: Profiling = field(default_factory=Profiling)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
@@ -47,6 +48,8 @@ class TrainConfig(Settings):
             "true with job.compare",
             "the bfloat16 baseline of a bfloat16 run would be itself",
         )
+        has_matmuls = self.float8.enable_float8_linear or not self.numerics.every
+        self.require(has_matmuls, "numerics.every", "0 where float8.enable_float8_linear is false")
         is_found_again = self.checkpoint.resume != "auto" or bool(self.job.name)
         expected = "set with checkpoint.resume = auto"
         self.require(is_found_again, "job.name", expected, "the run is found again by its name")

@@ -1,0 +1,138 @@
+"""[numerics] of a run: the record in the run folder, what loggers get, resuming, and steps that are not finite."""
+
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from quaver import Float8Linear
+from quaver.numerics.record import Record
+from quaver.trainer.config import TrainConfig
+from quaver.trainer.errors import NonFiniteError, OutputError
+from quaver.trainer.train import prepare, train
+from tests.unit.trainer.runs import changed, numbers, run_to_end
+
+
+@pytest.fixture
+def watched_config(tiny_config: TrainConfig) -> TrainConfig:
+    return changed(
+        tiny_config,
+        float8={"enable_float8_linear": True, "recipe_name": "rowwise"},
+        numerics={"every": 2, "extras_every": 1},
+    )
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_a_run_has_a_record_and_the_losses_of_one_without(watched_config, recipe):
+    watched_config = changed(watched_config, float8={"recipe_name": recipe}, job={"compare": True})
+    run = run_to_end(watched_config)
+    plain = run_to_end(changed(watched_config, job={"name": "plain"}, numerics={"every": 0, "extras_every": 20}))
+    assert numbers(run) == numbers(plain)
+    assert not plain.folder.numerics.exists()
+    record = Record.read(run.folder.path)
+    assert record.steps.tolist() == [1, 2, 4]
+    assert sorted(record.histograms) == [0, 1, 2]
+    linears = [name for name, each in run.models[0].model.named_modules() if isinstance(each, Float8Linear)]
+    assert list(dict.fromkeys(tensor["layer"] for tensor in record.tensors)) == linears
+    assert all(linear.probe is None for linear in run.models[0].model.modules() if isinstance(linear, Float8Linear))
+
+
+def test_a_resumed_run_has_the_record_of_one_that_was_not_interrupted(watched_config):
+    whole = run_to_end(watched_config)
+    short = changed(watched_config, job={"name": "short"}, training={"steps": 3}, lr_scheduler={"schedule": "constant"})
+    whole = run_to_end(changed(short, job={"name": "whole"}, training={"steps": 4}))
+    run = run_to_end(short)
+    with run.folder.numerics.open("a") as file:
+        file.write('{"kind": "sample", "step": 9}\n{"kind": "sam')  # a killed run had come further
+    resumed = run_to_end(changed(short, training={"steps": 4}, checkpoint={"resume": "must"}))
+    expected, found = (Record.read(each.folder.path) for each in (whole, resumed))
+    assert found.steps.tolist() == expected.steps.tolist() == [1, 2, 4]
+    for name, values in expected.statistics.items():
+        np.testing.assert_array_equal(found.statistics[name], values)
+    assert [header["step"] for header in found.headers] == [1, 4]
+
+
+def test_a_step_that_is_not_finite_is_sampled_as_it_is_repeated(watched_config):
+    watched_config = changed(watched_config, training={"nonfinite": "skip"}, numerics={"every": 100})
+    run = prepare(watched_config)
+    layer = run.models[0].model.model.layers[1].mlp.up_proj
+    forward, calls = layer.forward, []
+
+    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        steps = 1 if run.models[0].model.training else 0
+        bad = steps and run.progress.step == 2
+        return forward(hidden * float("inf")) if bad else forward(hidden)
+
+    layer.forward = poisoned
+    train(run)
+    record = Record.read(run.folder.path)
+    assert record.steps.tolist() == [1, 3]
+    names = [(tensor["layer"], tensor["operand"], tensor["cast"]) for tensor in record.tensors]
+    at = names.index(("model.layers.1.mlp.up_proj", "input", "row"))
+    assert record.statistics["nonfinite"][1, at] > 0
+    assert record.statistics["nonfinite"][0, at] == 0
+
+
+def test_a_run_that_stops_has_a_sample_of_its_last_step(watched_config):
+    run = prepare(changed(watched_config, numerics={"every": 100}))
+    with torch.no_grad():
+        run.models[0].model.model.layers[0].mlp.down_proj.weight[0, 0] = float("nan")
+    with pytest.raises(NonFiniteError):
+        train(run)
+    record = Record.read(run.folder.path)
+    assert record.steps.tolist() == [1]
+    at = [(each["layer"], each["operand"]) for each in record.tensors].index(("model.layers.0.mlp.down_proj", "weight"))
+    assert record.statistics["nonfinite"][0, at] == 1
+
+
+def test_tensorboard_gets_scalars_and_histograms(watched_config):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = run_to_end(changed(watched_config, metrics={"enable_tensorboard": True}))
+    events = EventAccumulator(str(run.folder.path / "tb")).Reload()
+    record, name = Record.read(run.folder.path), "model.layers.0.mlp.up_proj.input.row"
+    at = [(each["layer"], each["operand"]) for each in record.tensors].index(("model.layers.0.mlp.up_proj", "input"))
+    logged = events.Scalars(f"numerics/amax/{name}")
+    assert [(each.step, each.value) for each in logged] == [
+        (step, pytest.approx(value)) for step, value in zip(record.steps, record.statistics["amax"][:, at], strict=True)
+    ]
+    histogram = events.Histograms(f"numerics/log2_before/{name}")[-1].histogram_value
+    assert histogram.num == pytest.approx(record.histograms[2].before[at].sum())
+
+
+def test_wandb_gets_scalars_and_histograms(watched_config, monkeypatch):
+    logged = []
+    stand_in = types.ModuleType("wandb")
+    stand_in.init = lambda **_: types.SimpleNamespace(log=logged.append, finish=lambda: None)
+    stand_in.Histogram = lambda np_histogram: np_histogram
+    stand_in.__spec__ = types.SimpleNamespace(name="wandb")
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    run_to_end(changed(watched_config, metrics={"enable_wandb": True}))
+    samples = [entry for entry in logged if "numerics/amax/model.layers.0.mlp.up_proj.input.row" in entry]
+    assert [entry["step"] for entry in samples] == [1, 2, 4]
+    counts, edges = samples[0]["numerics/log2_before/model.layers.0.mlp.up_proj.input.row"]
+    assert len(edges) == len(counts) + 1
+
+
+def test_a_record_that_cannot_be_written_ends_the_run(watched_config):
+    run = prepare(watched_config)
+    run.folder.numerics.mkdir()
+    with pytest.raises(OutputError, match=r"cannot write .*numerics.jsonl"):
+        train(run)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"numerics": {"every": 2}}, "numerics.every must be 0 where float8.enable_float8_linear is false"),
+        ({"numerics": {"every": -1}}, "numerics.every must be"),
+        ({"numerics": {"extras_every": 3}}, "numerics.extras_every"),
+    ],
+)
+def test_settings_that_no_run_reads(tiny_config, sections, message):
+    with pytest.raises(ValueError, match=message):
+        changed(tiny_config, **sections)
