@@ -2,18 +2,21 @@
 
     Trainer(plugins=[Float8Precision("rowwise")])
     Fabric(plugins=[Float8FabricPrecision("rowwise")])
+    Trainer(..., callbacks=[Float8Monitor(every=100)])    # numerics.jsonl; docs/monitor.md
 
-Both convert the module before it is sharded, run forwards under bfloat16 autocast, update delayed scales and the scales
-of float8 all-gathers after each optimizer step, and save persistent scales in Lightning's checkpoints.
+The plugins convert the module before it is sharded, run forwards under bfloat16 autocast, update delayed scales and the
+scales of float8 all-gathers after each optimizer step, and save persistent scales in Lightning's checkpoints.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning_fabric.plugins.precision import Precision as _FabricPrecision
+from pytorch_lightning import Callback
 from pytorch_lightning.plugins.precision import Precision as _TrainerPrecision
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -22,6 +25,8 @@ from quaver.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.convert import ModuleFilter, convert_to_float8_training
 from quaver.delayed import float8_scaling_state, sync_float8_amax_and_scale_history
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
+from quaver.numerics.monitor import Monitor
+from quaver.numerics.record import FILE_NAME
 
 
 class _Float8:
@@ -84,6 +89,36 @@ class Float8Precision(_Float8, _TrainerPrecision):
         result = super().optimizer_step(optimizer, model, closure, **options)
         self._after_optimizer_step()
         return result
+
+
+class Float8Monitor(Callback):
+    """A callback of `pytorch_lightning.Trainer` that samples the numerics of float8 matmuls.
+
+    Args:
+        every: optimizer steps between two samples.
+        options: others of `quaver.monitor`; its `sink` is numerics.jsonl in the Trainer's log folder, if none is given.
+    """
+
+    def __init__(self, every: int = 100, **options: Any) -> None:
+        self._options = {"every": every, **options}
+        self.monitor: Monitor | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Attach the monitor: the strategy has converted and sharded the module."""
+        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        if trainer.is_global_zero:
+            folder.mkdir(parents=True, exist_ok=True)
+        options = {"sink": folder / FILE_NAME, **self._options}
+        self.monitor = Monitor(pl_module, completed_steps=trainer.global_step, **options)
+
+    def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Detach it."""
+        if self.monitor is not None:
+            self.monitor.close()
+
+    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
+        """Detach it."""
+        self.on_train_end(trainer, pl_module)
 
 
 class Float8FabricPrecision(_Float8, _FabricPrecision):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.integrations import torchao as shim
 from quaver.integrations.check import assert_float8_training, is_torchao_linear
 from quaver.kernels.native_blocks import ALIGNMENT
+from quaver.numerics.monitor import Monitor
+from quaver.numerics.record import FILE_NAME as NUMERICS_FILE
 from quaver.weights.cast_once import cast_weights_once
 
 if importlib.util.find_spec("transformers.distributed.expert_parallel"):  # 5.21 and newer
@@ -102,10 +105,17 @@ class Float8Callback(TrainerCallback):
 
     Logs gain `float8_flops`, the share of the linears' FLOPs in float8; with persistent scales also `float8_saturated`,
     the most elements that one cast of the last step clipped, and `float8_scale_fit`, the largest ratio of a scale to
-    the ideal one (above 1 it clips).
+    the ideal one (above 1 it clips). With a monitor `float8_sqnr_min_db` is the lowest SQNR in its last sample, of a
+    cast or a result.
+
+    Args:
+        monitor: sample the numerics of every so many steps (`quaver.monitor`) into numerics.jsonl of the output folder;
+            or the arguments of `quaver.monitor` by name. None does not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, monitor: int | Mapping[str, Any] | None = None) -> None:
+        self._options = {"every": monitor} if isinstance(monitor, int) else monitor
+        self._monitor: Monitor | None = None
         self._scope = ExitStack()
         self._has_scales = False
 
@@ -117,6 +127,10 @@ class Float8Callback(TrainerCallback):
         self._has_scales = len(scales) > 0
         if state.is_world_process_zero:
             logger.warning("float8: %s", conversion_report(model).summary())
+        if self._options is not None:
+            options = {"sink": Path(args.output_dir) / NUMERICS_FILE, **self._options}
+            self._close_monitor()
+            self._monitor = Monitor(model, completed_steps=state.global_step, **options)
         if self._has_scales and state.global_step:
             path = _checkpoint(args, state) / SCALES_FILE
             if path.exists():
@@ -137,6 +151,10 @@ class Float8Callback(TrainerCallback):
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
         precompute_float8_dynamic_scale_for_fsdp(of_trainer["model"])
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
+        if self._monitor is not None:  # a gradient scaler may have left the optimizer's step out
+            self._monitor.step()
+
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **of_trainer: Any
     ) -> None:
@@ -147,6 +165,9 @@ class Float8Callback(TrainerCallback):
             fits = [fit for fit in float8_scaling_state(of_trainer["model"]).report() if fit.amax >= 0]
             added["float8_saturated"] = max((fit.saturated for fit in fits), default=0)
             added["float8_scale_fit"] = max((fit.used_over_ideal for fit in fits), default=1.0)
+        if self._monitor is not None and self._monitor.samples:
+            casts = [value for value in self._monitor.samples[-1]["sqnr_db"] if value is not None]
+            added["float8_sqnr_min_db"] = min(casts)
         logs.update(added)
         if state.log_history and state.log_history[-1].get("loss") == logs["loss"]:
             state.log_history[-1].update(added)
@@ -160,6 +181,12 @@ class Float8Callback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
         self._scope.close()
+        self._close_monitor()
+
+    def _close_monitor(self) -> None:
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
 
 
 def _checkpoint(args: Any, state: Any) -> Path:

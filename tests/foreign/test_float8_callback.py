@@ -1,5 +1,6 @@
 """quaver.integrations.transformers: the preparation of a model, and the callback in transformers' Trainer."""
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -14,6 +15,7 @@ from quaver import (
     sync_float8_amax_and_scale_history,
 )
 from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
+from quaver.numerics.record import Record
 from tests.foreign.llama import BATCHES, Tokens, llama, optimizer_of, train_by_hand
 from tests.foreign.table import proves
 from tests.foreign.test_transformers_trainer import losses_of
@@ -48,6 +50,23 @@ def test_the_log_says_how_much_is_in_float8_and_how_scales_fit(tmp_path):
     assert entry["float8_flops"] == conversion_report(run.model).float8_flops_fraction > 0.5
     assert entry["float8_saturated"] >= 0
     assert entry["float8_scale_fit"] > 0
+
+
+def test_a_monitor_samples_every_step_and_changes_no_loss(tmp_path):
+    model = prepare_model_for_float8(llama(), "rowwise")
+    plain = trainer_of(tmp_path / "plain", prepare_model_for_float8(llama(), "rowwise"), [Float8Callback()])
+    plain.train()
+    run = trainer_of(tmp_path, model, [Float8Callback(monitor=2)])
+    run.train()
+    assert losses_of(run) == losses_of(plain)
+    resumed = trainer_of(tmp_path, prepare_model_for_float8(llama(), "rowwise"), [Float8Callback(monitor={"every": 1})])
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    record = Record.read(tmp_path)
+    assert record.steps.tolist() == [1, 2, *range(3, BATCHES + 1)]
+    assert resumed.state.log_history[-2]["float8_sqnr_min_db"] == pytest.approx(
+        np.nanmin(record.statistics["sqnr_db"][-1])
+    )
+    assert all(linear.probe is None for linear in model.modules() if isinstance(linear, Float8Linear))
 
 
 @proves("transformers' Trainer", "accumulate")

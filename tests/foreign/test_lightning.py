@@ -20,7 +20,8 @@ lightning = pytest.importorskip("pytorch_lightning")
 
 from lightning_fabric import Fabric  # noqa: E402 - it comes with Lightning
 
-from quaver.integrations.lightning import Float8FabricPrecision, Float8Precision  # noqa: E402
+from quaver.integrations.lightning import Float8FabricPrecision, Float8Monitor, Float8Precision  # noqa: E402
+from quaver.numerics.record import Record  # noqa: E402
 
 
 class Module(lightning.LightningModule):
@@ -135,6 +136,17 @@ def test_the_precision_plugin_converts_scales_and_saves(tmp_path, recipe):
     whole = Module(None, False)
     trainer(tmp_path / "whole", BATCHES + 1, plugins=[plugin()]).fit(whole, batches(), batches())
     assert resumed.losses == whole.losses[BATCHES:]
+
+
+def test_a_monitor_samples_optimizer_steps(tmp_path):
+    module, plain = Module("rowwise", False), Module("rowwise", False)
+    options = {"accumulate_grad_batches": 2, "val_check_interval": 1}
+    trainer(tmp_path, BATCHES // 2, callbacks=[Float8Monitor(every=1)], **options).fit(module, batches(), batches())
+    trainer(tmp_path / "plain", BATCHES // 2, **options).fit(plain, batches(), batches())
+    assert module.losses == plain.losses
+    record = Record.read(tmp_path)
+    assert record.steps.tolist() == list(range(1, BATCHES // 2 + 1))
+    assert record.tensors[0]["layer"].startswith("model.model.layers.0.")
 
 
 def with_fabric(autocast_dtype=None, prepare=lambda model: model):
