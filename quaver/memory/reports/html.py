@@ -1,29 +1,22 @@
-"""Writes a memory report as one HTML file that needs nothing but a browser.
-
-The file combines the data with the style and the script in page/. Data reaches the page as JSON, which the script shows
-as text and never as markup. A content security policy allows this style and this script alone, by their hashes, so the
-browser refuses any other and every network request.
-"""
+"""Writes a memory report as one HTML file that needs nothing but a browser: its data, and the parts in page/."""
 
 from __future__ import annotations
 
-import html
-import json
-import re
-from base64 import b64encode
-from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from quaver.page import Parts, write_page
 from quaver.recorder.draw import COLORS, MOST_COLUMNS, column_maxima
 
-_SCRIPTS = ("words.js", "rows.js", "timeline.js", "icicle.js", "table.js", "compare.js", "main.js")
+_PARTS = Parts(
+    files("quaver.memory.reports") / "page",
+    scripts=("words.js", "rows.js", "timeline.js", "icicle.js", "compare.js", "main.js"),
+    kind="Memory of a training step",
+    footer="1 GiB is 1,024 MiB, or 2<sup>30</sup> bytes. Rest on a number to see it in bytes.",
+)
 _NOT_SHOWN = ("report", "config", "against")
 _OF_REPORT = ("peak_event", "saved_bytes", "saved_event", "note", "exact", "spans")
-_PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
-_ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
-"""For JSON inside a script element: no text can close the element or open a comment."""
 
 
 def write_html(
@@ -61,39 +54,7 @@ def write_html(
         "advice": advice,
         "measured": None if measured is None else _about(measured),
     }
-    text = _page(title, data)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8", newline="\n")
-
-
-def _page(title: str, data: dict[str, Any]) -> str:
-    style, script = _part("style.css"), "".join(_part(name) for name in _SCRIPTS)
-    values = {
-        "title": html.escape(title),
-        "style": style,
-        "script": script,
-        "style_hash": _hash(style),
-        "script_hash": _hash(script),
-        "data": embedded_json(data),
-    }
-    return _PLACEHOLDER.sub(lambda found: values[found[1]], _part("page.html"))
-
-
-def embedded_json(value: Any) -> str:
-    """`value` as JSON for a script element of an HTML page.
-
-    Raises:
-        ValueError: a number is infinite or NaN.
-    """
-    return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).translate(_ESCAPES)
-
-
-def _part(name: str) -> str:
-    return (files("quaver.memory.reports") / "page" / name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"
+    write_page(path, _PARTS, title=title, data=data)
 
 
 def _run(role: str, prediction: dict[str, Any], label: str) -> dict[str, Any]:

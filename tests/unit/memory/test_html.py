@@ -14,14 +14,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from quaver.memory.reports.html import embedded_json, write_html
+from quaver.memory.reports.html import write_html
+from quaver.page import embedded_json
 from quaver.recorder import draw
 from quaver.recorder.draw import COLORS, MOST_COLUMNS, column_maxima, draw_timeline
 from quaver.recorder.recorder import CATEGORIES
 from tests.browser.reports import HOSTILE, MIB, advice, comparison, made, predicted, unseen, wide
 
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "quaver" / "memory" / "reports" / "page"
+PAGES = {
+    "page/parts": "page/assemble.py",
+    "memory/reports/page": "memory/reports/html.py",
+}
+"""The folders of a page's parts, and the file that names them."""
 
 
 class _Tags(HTMLParser):
@@ -176,10 +181,11 @@ def test_the_parts_of_the_page_are_packaged_and_used():
     with (ROOT / "pyproject.toml").open("rb") as file:
         patterns = tomllib.load(file)["tool"]["setuptools"]["package-data"]["quaver"]
     packaged = {path for pattern in patterns for path in (ROOT / "quaver").glob(pattern)}
-    parts = set(PAGE.iterdir())
-    assert parts <= packaged
-    source = (ROOT / "quaver" / "memory" / "reports" / "html.py").read_text()
-    assert all(f'"{path.name}"' in source for path in parts)
+    for folder, user in PAGES.items():
+        parts = set((ROOT / "quaver" / folder).iterdir())
+        assert parts <= packaged
+        sources = "".join((ROOT / "quaver" / name).read_text() for name in (user, "page/assemble.py"))
+        assert all(f'"{path.name}"' in sources for path in parts)
 
 
 def test_pictures_are_drawn_and_their_legend_names_what_there_is(tmp_path):

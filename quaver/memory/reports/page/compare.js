@@ -31,10 +31,6 @@ function sumsOf(a, b, names) {
     .map(([name, key]) => ({ category: "", name, a: a[key], b: b[key] }))];
 }
 
-function isNumber(value) {
-  return typeof value === "number";
-}
-
 function sumsTable(name, caption, [a, b], labels, colors, ofRatio) {
   const rows = sumsOf(a, b, Object.keys(colors));
   const first = {

@@ -54,17 +54,6 @@ function showTimelines(runs, colors) {
   byId("timeline").hidden = false;
 }
 
-/** The result of `build` for a run, with a choice if there are two. */
-function ofRuns(name, runs, build) {
-  const place = make("div");
-  const show = (at) => place.replaceChildren(build(runs[at]).element);
-  show(0);
-  if (runs.length === 1) return [place];
-  const choices = runs.map((run, at) => make("label", {}, make("input", {
-    type: "radio", name, value: at, checked: at === 0, onchange: () => show(at) }), ` ${run.label}`));
-  return [make("fieldset", { class: "choice" }, make("legend", { text: "Of" }), ...choices), place];
-}
-
 function showTensors(runs, colors) {
   const peaks = runs.filter((run) => run.at_peak.rows.length);
   if (peaks.length) {
@@ -81,12 +70,6 @@ function showTensors(runs, colors) {
       + " in the table, but would be there anyway.";
     byId("saved-rows").append(...ofRuns("saved-run", saved,
       (run) => tensorTable("saved", `Saved for backward of ${run.label}`, run.saved_for_backward, colors)));
-  }
-}
-
-function showContents() {
-  for (const section of document.querySelectorAll("main > section:not([hidden])")) {
-    byId("contents").append(make("li", {}, make("a", { href: `#${section.id}`, text: section.querySelector("h2").textContent })));
   }
 }
 

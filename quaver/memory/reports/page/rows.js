@@ -49,3 +49,23 @@ function textOf(value) {
   if (value === null || value === undefined) return "";
   return typeof value === "string" ? value : Array.isArray(value) ? value.map(textOf).join(", ") : JSON.stringify(value);
 }
+
+function categoryColumn(colors) {
+  return {
+    label: "category", kind: "category", read: (row) => row.category || "",
+    show: (row) => (row.category ? [swatch(colors[row.category]), words(row.category)] : []),
+  };
+}
+
+const KINDS = {
+  shape: "shape", operator: "name", of: "name", module: "name", source: "name", saved_in: "name", first_use: "name",
+};
+
+/** The table of a run's tensors at the peak or saved for backward. */
+function tensorTable(name, caption, packed, colors) {
+  const rows = unpack(packed);
+  const fields = FIELDS.map(([key, label, read]) => ({ key, label, read, kind: KINDS[key] || "" }));
+  const columns = [categoryColumn(colors), bytesColumn("size", (row) => row.bytes),
+    { label: "count", kind: "number", read: (row) => row.count, show: (row) => [exact(row.count)] }, ...fields];
+  return new SortedTable({ name, caption, columns, rows, folded: fold(rows), bytes: (row) => row.bytes });
+}

@@ -25,13 +25,6 @@ function joinedSpans(spans) {
   return joined;
 }
 
-/** Steps of 1, 2 or 5 for about `number` lines up to `highest`. */
-function niceStep(highest, number) {
-  const rough = highest / number;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  return [1, 2, 5, 10].find((each) => each * power >= rough) * power;
-}
-
 /** The plot of one run's timeline: an ARIA slider, whose cursor the pointer and the arrow keys move. */
 class Timeline {
   constructor(run, colors, highestBytes, heightPx) {
