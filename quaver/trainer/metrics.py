@@ -155,9 +155,15 @@ def open_loggers(config: Metrics, metrics: Path, settings: dict[str, Any]) -> It
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file of JSON lines."""
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    """Return the records of a file of JSON lines, without an incomplete last line: the run may go on, or was killed.
+
+    Raises:
+        CheckpointError: a line is not a record.
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        lines = enumerate(file, start=1)
+        return [dict(_record_of(line, path, number)) for number, line in lines if line.endswith(b"\n")]
 
 
 @contextmanager
@@ -178,7 +184,7 @@ def rewound_metrics(paths: Sequence[Path], step: int) -> Iterator[None]:
         for path, partial in partials.items():
             with path.open("rb") as file, partial.open("wb") as rewound:
                 for number, line in enumerate(file, start=1):
-                    if line.endswith(b"\n") and _step_of(line, path, number) <= step:
+                    if line.endswith(b"\n") and _record_of(line, path, number)["step"] <= step:
                         rewound.write(line)
         yield
         for path, partial in partials.items():
@@ -203,9 +209,9 @@ class _Line(TypedDict):
 _LINE = TypeAdapter(_Line)
 
 
-def _step_of(line: bytes, path: Path, number: int) -> int:
+def _record_of(line: bytes, path: Path, number: int) -> _Line:
     try:
-        return _LINE.validate_json(line)["step"]
+        return _LINE.validate_json(line)
     except ValidationError as error:
         raise CheckpointError(f"line {number} of {str(path)!r} is not a record of a step; remove the line") from error
 

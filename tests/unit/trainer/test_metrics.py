@@ -191,6 +191,15 @@ def test_a_damaged_record_is_named_and_no_file_is_changed(tmp_path, damage):
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_a_record_is_read_without_half_a_line_and_a_damaged_one_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 2.5, "more": [1]}\n{"step": 2, "lo')
+    assert read_metrics(path) == [{"step": 1, "loss": 2.5, "more": [1]}]
+    path.write_text('{"step": 1}\n[]\n')
+    with pytest.raises(CheckpointError, match=r"line 2 of .*metrics.jsonl' is not a record of a step; remove the line"):
+        read_metrics(path)
+
+
 def test_rewinding_holds_one_record_at_a_time(tmp_path):
     path = tmp_path / "float8_scales.jsonl"
     names = [f"model.layers.{index}.mlp.down_proj.input" for index in range(100)]
