@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.browser.accessibility import assert_named, assert_no_wider_than, assert_readable, visited_by_tab
 from tests.browser.browser import ActionChains, Keys, hover
 from tests.browser.reports import HOSTILE
 
@@ -265,36 +266,7 @@ def test_advice_and_measurement(browser, pages):
 
 # ---- accessibility ---------------------------------------------------------------------------------------------------
 
-READABLE = 4.5
-"""The contrast that WCAG's level AA asks of text."""
-
-CONTRASTS = """
-const shades = ['forward', 'backward', 'optimizer', 'other'].map((name) => ['ink', `shade-${name}`]);
-for (const [ink, shade] of [...shades, ['quiet', 'ground']]) {
-  const box = document.createElement('p');
-  box.textContent = `${ink} on ${shade}`;
-  Object.assign(box.style, {color: `var(--${ink})`, backgroundColor: `var(--${shade})`});
-  document.body.append(box);
-}
-const numbers = (color) => color.match(/[\\d.]+/g).map(Number);
-function luminance(color) {
-  const parts = numbers(color).slice(0, 3).map((value) => value / 255);
-  const [r, g, b] = parts.map((part) => part <= .04045 ? part / 12.92 : ((part + .055) / 1.055) ** 2.4);
-  return .2126 * r + .7152 * g + .0722 * b;
-}
-function ground(element) {
-  const color = getComputedStyle(element).backgroundColor;
-  return numbers(color)[3] === undefined ? color : ground(element.parentElement);
-}
-const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [];
-while (walker.nextNode()) {
-  const element = walker.currentNode.parentElement;
-  if (!walker.currentNode.data.trim() || !element.getClientRects().length || element.closest('svg')) continue;
-  const [a, b] = [luminance(getComputedStyle(element).color), luminance(ground(element))].sort((x, y) => y - x);
-  found.push([(a + .05) / (b + .05), walker.currentNode.data.trim().slice(0, 40)]);
-}
-return found;
-"""
+SHADES = [["ink", f"shade-{name}"] for name in ("forward", "backward", "optimizer", "other")]
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -302,11 +274,7 @@ def test_text_can_be_read(browser, pages, dark):
     browser.open(pages / "full.html", dark=dark)
     browser.one("#peak-details summary").click()
     hover(browser, 2)
-    ground = browser.run("return getComputedStyle(document.body).backgroundColor")
-    assert (ground == "rgb(255, 255, 255)") is not dark
-    contrasts = browser.run(CONTRASTS)
-    assert len(contrasts) > 300
-    assert [each for each in contrasts if each[0] < READABLE] == []
+    assert_readable(browser, [*SHADES, ["quiet", "ground"]], at_least=300, dark=dark)
 
 
 @pytest.mark.parametrize(("name", "width"), [("full", 400), ("wide", 400), ("real", 1600)])
@@ -314,45 +282,17 @@ def test_nothing_is_wider_than_the_window(browser, pages, name, width):
     browser.open(pages / f"{name}.html", width=width)
     browser.one("#peak-details summary").click()
     hover(browser, 2)
-    assert browser.run("return document.documentElement.scrollWidth") == width
-    wider = browser.run(
-        "return [...document.querySelectorAll('body *')].filter((each) => !each.closest('.scroll, .icicle, svg, .skip')"
-        " && each.getBoundingClientRect().right > innerWidth + 1).map((each) => each.outerHTML.slice(0, 80))"
-    )
-    assert wider == []
-    if width == 400:  # nor does a table have to be scrolled
-        assert browser.run(
-            "return [...document.querySelectorAll('.scroll')].every((each) => each.scrollWidth <= each.clientWidth)"
-        )
+    assert_no_wider_than(browser, width)
 
 
 def test_everything_has_an_accessible_name(browser, pages):
     browser.open(pages / "full.html")
-    nameless = browser.run(
-        "const which = 'input, select, button, .plot, .scroll, nav, section, [role=tree]';"
-        "return [...document.querySelectorAll(which)].filter((each) => !(each.getAttribute('aria-label')"
-        " || each.getAttribute('aria-labelledby') || each.textContent.trim()"
-        " || (each.labels && each.labels.length))).map((each) => each.outerHTML.slice(0, 80))"
-    )
-    assert nameless == []
-    ids = browser.run("return [...document.querySelectorAll('[id]')].map((each) => each.id)")
-    assert len(ids) == len(set(ids))
-    tables = "[...document.querySelectorAll('table:not(.tip table)')]"
-    assert browser.run(f"return {tables}.every((table) => table.caption || table.getAttribute('aria-labelledby'))")
-    assert browser.run("return [...document.querySelectorAll('thead th')].every((th) => th.scope === 'col')")
+    assert_named(browser)
 
 
 def test_the_focus_is_visible(browser, pages):
     browser.open(pages / "full.html")
-    visited = set()
-    for _ in range(40):
-        ActionChains(browser.driver).send_keys(Keys.TAB).perform()
-        style, what = browser.run(
-            "const e = document.activeElement, s = getComputedStyle(e);"
-            "return [s.outlineStyle + ' ' + s.outlineWidth, e.tagName + e.className]"
-        )
-        assert style == "solid 3px", what
-        visited.add(what.split()[0])
+    visited = visited_by_tab(browser, 40)
     assert {"A", "Askip", "DIVplot", "DIVscroll", "BUTTON", "INPUT"} <= visited
 
 
