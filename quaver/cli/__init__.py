@@ -13,6 +13,7 @@ VERBS = {
     "train": "train a Llama in float8, alone or with its bfloat16 baseline",
     "doctor": "try each recipe on each device of this machine",
     "bench": "time float8 against bfloat16: casts, matmuls, linears, blocks, training",
+    "report": "show runs on a page: curves, the numerics of each layer, alarms, side by side",
     "memory": "predict the memory of a training step and the tensors alive at its peak",
     "prepare-data": "tokenize the text of a run ahead of it, and count the tokens",
     "convert": "convert weights from and to Hugging Face's Llama",

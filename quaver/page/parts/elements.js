@@ -78,6 +78,13 @@ function niceStep(highest, number) {
   return [1, 2, 5, 10].find((each) => each * power >= rough) * power;
 }
 
+/** Shows the tip of a plot beside `x`, inside of the plot. */
+function placeTip(tip, x, widthPx) {
+  tip.hidden = false;
+  const left = x > widthPx / 2 ? x - tip.offsetWidth - 10 : x + 10;
+  tip.style.left = `${Math.max(0, Math.min(widthPx - tip.offsetWidth, left))}px`;
+}
+
 /** The result of `build` for a run, with a choice if there are two. */
 function ofRuns(name, runs, build) {
   const place = make("div");

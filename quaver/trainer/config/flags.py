@@ -4,6 +4,7 @@ Values stay text where they are none of their type, so that a wrong one has the 
 """
 
 import difflib
+import itertools
 from collections.abc import Sequence
 from dataclasses import Field, field, fields, make_dataclass
 from typing import Annotated, Any, TypeVar
@@ -55,7 +56,11 @@ def parse_options(kind: type[_Options], words: list[str], *, prog: str) -> _Opti
             choices = ", ".join(choices_of(hint))
             expected = f"one of {choices}" if choices else each.name.upper()
             raise ValueError(f"expected {expected}: {help_of(kind)[each.name]}; see {command} --help")
-        values[each.name] = rest.pop(0)
+        if item_type(hint) is None:
+            values[each.name] = rest.pop(0)
+        else:
+            values[each.name] = tuple(itertools.takewhile(_is_value, rest))
+            rest = rest[len(values[each.name]) :]
     if rest and rest[0].startswith("--"):
         nearest = difflib.get_close_matches(rest[0].partition("=")[0].replace("_", "-"), flags, n=1, cutoff=0.5)
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"see {command} --help"

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[3]
 PAGES = {
     "page/parts": "page/assemble.py",
     "memory/reports/page": "memory/reports/html.py",
+    "report/page": "report/page.py",
 }
 """The folders of a page's parts, and the file that names them."""
 

@@ -200,9 +200,7 @@ class Timeline {
     this.tip.replaceChildren(make("p", { text: this.say(at) }), make("table", {}, ...rows.map(([name, values]) =>
       make("tr", {}, make("td", {}, swatch(this.colors[name]), words(name)), make("td", { text: size(values[at]) }),
         make("td", { text: exact(values[at]) })))));
-    this.tip.hidden = false;
-    const room = this.widthPx - this.tip.offsetWidth;
-    this.tip.style.left = `${Math.max(0, Math.min(room, x > this.widthPx / 2 ? x - this.tip.offsetWidth - 10 : x + 10))}px`;
+    placeTip(this.tip, x, this.widthPx);
   }
 }
 

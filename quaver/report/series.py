@@ -1,0 +1,50 @@
+"""The curves of a run: numbers of metrics.jsonl by step, few enough for a page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+MOST_COLUMNS = 750
+"""Of the points of a curve that share one of so many columns, the lowest and the highest stay."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One number of one model of a run by step; values are finite."""
+
+    model: str
+    steps: list[int]
+    values: list[float]
+
+
+def curves(records: Iterable[dict[str, Any]], key: str) -> list[Curve]:
+    """The curve of each model that has the number `key` in a record."""
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    for record in records:
+        value = record.get(key)
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            steps, values = found.setdefault(str(record.get("run", "")), ([], []))
+            steps.append(record["step"])
+            values.append(float(value))
+    return [Curve(model, steps, values) for model, (steps, values) in found.items()]
+
+
+def thinned(curve: Curve, most: int = MOST_COLUMNS) -> Curve:
+    """`curve` with its first, its last, and the lowest and highest points of each column."""
+    kept = _kept(curve.values, most)
+    return Curve(curve.model, [curve.steps[at] for at in kept], [curve.values[at] for at in kept])
+
+
+def _kept(values: Sequence[float], columns: int) -> list[int]:
+    if len(values) <= 2 * columns:
+        return list(range(len(values)))
+    array = np.array(values)
+    edges = np.linspace(0, len(array), columns + 1).astype(int).tolist()
+    spans = list(zip(edges, edges[1:], strict=False))
+    ends = [first + int(extreme(array[first:last])) for first, last in spans for extreme in (np.argmin, np.argmax)]
+    return sorted({0, *ends, len(array) - 1})

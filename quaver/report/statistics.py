@@ -1,0 +1,101 @@
+"""The statistics that the heat maps show: what is worse, and on which scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quaver.numerics.record import Values
+
+Codes = np.ndarray[Any, np.dtype[np.uint8]]
+
+MISSING, BEST, WORST, INFINITE, NOT_A_NUMBER = 0, 1, 253, 254, 255
+"""A cell is one byte, and the larger of two bytes is the worse value: merging cells is taking their maximum.
+
+0: there is no value. 1: an exact zero, or no error at all. 2 to 253: the scale from its best to its worst end; what is
+beyond an end has the byte of the end. 254: infinite, or an SQNR of -inf. 255: NaN, or an operand with elements that are
+not finite.
+"""
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A statistic of the record, and its scale.
+
+    Attributes:
+        name: in the record.
+        title, unit: as shown.
+        is_low_worse: whether a lower value is worse.
+        scale: of the colors: "linear", "log2" or "log10". A logarithm's zero has a byte of its own.
+        bounds: the widest scale, after `scale` was applied; it ends where the values of the runs end.
+        shown: a value as text.
+    """
+
+    name: str
+    title: str
+    unit: str
+    is_low_worse: bool
+    scale: str
+    bounds: tuple[float, float]
+    shown: Callable[[float], str]
+
+    def scaled(self, values: Values) -> Values:
+        """`values` after `scale`; 0 becomes -inf."""
+        function = {"linear": np.positive, "log2": np.log2, "log10": np.log10}[self.scale]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.asarray(function(values), dtype=np.float64)
+
+    def unscaled(self, scaled: float) -> float:
+        """The value whose `scaled` is this."""
+        return {"linear": scaled, "log2": 2.0**scaled, "log10": 10.0**scaled}[self.scale]
+
+    def limits(self, runs: Iterable[Values]) -> tuple[float, float]:
+        """The ends of one scale for all finite values of some runs; of an empty interval, one unit around it."""
+        finite = [scaled[np.isfinite(scaled)] for scaled in map(self.scaled, runs)]
+        ends = [(each.min(), each.max()) for each in finite if each.size]
+        low, high = self.bounds
+        if ends:
+            low, high = np.clip([min(end[0] for end in ends), max(end[1] for end in ends)], low, high)
+        return (float(low), float(high)) if high > low else (float(low) - 0.5, float(high) + 0.5)
+
+    def codes(self, values: Values, present: np.ndarray[Any, Any], limits: tuple[float, float]) -> Codes:
+        """The byte of each value, of the shape of `values`; `MISSING` where `present` is false."""
+        low, high = limits
+        scaled = self.scaled(values)
+        with np.errstate(invalid="ignore"):
+            share = np.clip((scaled - low) / (high - low), 0, 1)
+        badness = 1 - share if self.is_low_worse else share
+        codes = np.full(values.shape, BEST, dtype=np.uint8)
+        finite = np.isfinite(scaled)
+        codes[finite] = 2 + np.round(badness[finite] * (WORST - 2)).astype(np.uint8)
+        codes[scaled == (-np.inf if self.is_low_worse else np.inf)] = INFINITE
+        codes[np.isnan(scaled)] = NOT_A_NUMBER
+        codes[~present] = MISSING
+        return codes
+
+    def badness(self, values: Values) -> Values:
+        """A number that is larger where a value is worse; NaN is the worst."""
+        return np.where(np.isnan(values), np.inf, -values if self.is_low_worse else values)
+
+
+def _decibels(value: float) -> str:
+    return f"{value:.1f} dB"  # or "-inf dB"
+
+
+def _share(value: float) -> str:
+    return "0" if value == 0 else f"{value:.3g}" if value < 1e-4 else f"{value:.2%}"
+
+
+def _amax(value: float) -> str:
+    return "0" if value == 0 else f"{value:.3g} = 2^{np.log2(value):.1f}" if np.isfinite(value) else str(value)
+
+
+STATISTICS = (
+    Statistic("sqnr_db", "SQNR", "dB", True, "linear", (-20.0, 60.0), _decibels),
+    Statistic("underflow", "underflow", "share of nonzero elements", False, "log10", (-7.0, 0.0), _share),
+    Statistic("saturated", "saturation", "share of elements", False, "log10", (-7.0, 0.0), _share),
+    Statistic("amax", "amax", "powers of two", False, "log2", (-150.0, 128.0), _amax),
+)

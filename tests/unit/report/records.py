@@ -1,0 +1,183 @@
+"""Run folders by hand: a record of numerics of any size, metrics, provenance and a conversion report."""
+
+import base64
+import json
+import math
+
+import numpy as np
+
+from quaver.numerics.record import Histogram, Record
+
+OPERANDS = ("input", "weight", "grad_output")
+RESULTS = ("output", "grad_input", "grad_weight")
+STATISTICS = ("amax", "underflow", "saturated", "sqnr_db", "nonfinite")
+LINEARS = ("attention.wq", "attention.wk", "attention.wv", "attention.wo", "ffn.w1", "ffn.w2", "ffn.w3")
+BINS, LOW = 40, -30
+
+
+def tensors_of(layers):
+    """Three operands and three results of each layer, as a header has them."""
+    plain = {"granularity": "tensorwise", "block": None, "recipe": "tensorwise"}
+    return [
+        plain
+        | {"layer": layer, "operand": operand, "cast": "result" if operand in RESULTS else "both"}
+        | {"dtype": "float8_e5m2" if operand == "grad_output" else "float8_e4m3fn"}
+        for layer in layers
+        for operand in (*OPERANDS, *RESULTS)
+    ]
+
+
+def cast_apart(tensors):
+    """`tensors` as row-wise scaling has them: two casts of each operand."""
+    casts = lambda each: ("result",) if each["cast"] == "result" else ("row", "column")  # noqa: E731
+    return [each | {"cast": cast} for each in tensors for cast in casts(each)]
+
+
+def header(tensors, **fields):
+    about = {"quaver": "0.1.0", "torch": "2.13.0", "recipe": "tensorwise", "every": 10, "step": 10, "ranks": 1}
+    return {"kind": "header", "schema": 1, **about, "statistics": list(STATISTICS), "tensors": tensors, **fields}
+
+
+def spelled(value):
+    """A number as the record has it."""
+    return value if value is None or math.isfinite(value) else str(float(value))
+
+
+def sample(step, values, **more):
+    """A sample of `values`: a list of one number per tensor by statistic."""
+    columns = {name: [spelled(each) for each in values[name]] for name in STATISTICS}
+    return {"kind": "sample", "step": step, **columns, **more}
+
+
+def drawn(tensors, samples, *, seed=0, every=10, histograms=4):
+    """Samples of a plausible run: each layer has its own level, amaxes grow, one operand gets worse in the middle."""
+    numbers, count = np.random.default_rng(seed), len(tensors)
+    isresult = np.array([each["cast"] == "result" for each in tensors])
+    level, drift = numbers.uniform(24, 31, count), numbers.normal(0, 1.5, count)
+    for at in range(samples):
+        part = at / max(1, samples - 1)
+        sqnr = level + drift * part + numbers.normal(0, 0.5, count)
+        saturated = np.where(numbers.random(count) < 0.05, 10 ** numbers.uniform(-6, -4, count), 0.0)
+        bad = len(tensors) // 2 // 6 * 6
+        if part > 0.5:
+            sqnr[bad] -= 40 * (part - 0.5)
+            saturated[bad] = 0.02 * (part - 0.5)
+        underflow = 10 ** numbers.uniform(-5, -2, count)
+        values = {
+            "amax": 2.0 ** (numbers.normal(2, 1, count) + 3 * part),
+            "underflow": [None if is_it else value for is_it, value in zip(isresult, underflow, strict=True)],
+            "saturated": [None if is_it else value for is_it, value in zip(isresult, saturated, strict=True)],
+            "sqnr_db": sqnr,
+            "nonfinite": np.zeros(count),
+        }
+        values = {name: [v if v is None else round(float(v), 9) for v in each] for name, each in values.items()}
+        wanted = histograms and at % max(1, samples // histograms) == 0
+        more = {}
+        if wanted:
+            trial = [None if is_it else value + 1.5 for is_it, value in zip(isresult, values["sqnr_db"], strict=True)]
+            more = {"histogram": histogram(count, part), "whatif": {"rowwise": trial}}
+        yield sample((at + 1) * every, values, **more)
+
+
+def histogram(count, shift=0.0):
+    """Bell-shaped counts before the cast; the cast empties the lowest bins."""
+    bins = np.arange(BINS)
+    counts = 1e6 * np.exp(-(((bins - 24 - 4 * shift) / 4) ** 2))
+    before = np.round(8 * np.log2(1 + counts)).astype(np.uint8)
+    after = np.where(bins < 16, 0, before).astype(np.uint8)
+    before, after = (base64.b64encode(each.tobytes()).decode() for each in (before, after))
+    return {"low": LOW, "bins": BINS, "before": [before] * count, "after": [after] * count}
+
+
+def alarm(step, tensor, **fields):
+    about = {"since": step - 20, "rule": "saturation", "rank": None, "value": 0.01, "threshold": 0.001}
+    remedies = [
+        {"recipe": "rowwise", "sqnr_db": 27.1, "gain_db": 14.0},
+        {"recipe": "high precision", "flops_share": 0.008},
+    ]
+    message = f"{tensor['layer']} {tensor['operand']}: 1% of the elements saturate since step {step - 20}"
+    where = {"layer": tensor["layer"], "operand": tensor["operand"]}
+    return {
+        "kind": "alarm",
+        "step": step,
+        **about,
+        **where,
+        "message": message,
+        "remedies": remedies,
+        "action": "log",
+    } | fields
+
+
+def write_lines(path, lines):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def metrics(steps, models=("tensorwise",), *, seed=0):
+    """A falling loss, a gradient norm, tokens/s and resident memory."""
+    numbers = np.random.default_rng(seed)
+    for step in range(1, steps + 1):
+        for model in models:
+            loss = 2 + 3.5 * math.exp(-step / (steps / 5)) + numbers.normal(0, 0.03)
+            record = {"step": step, "run": model, "precision": model, "loss": loss, "loss_spike": False}
+            yield record | {
+                "grad_norm": 1 + 4 * math.exp(-step / 20) + abs(numbers.normal(0, 0.2)),
+                "tokens_per_s": 50_000 + numbers.normal(0, 1000),
+                "memory_active_bytes": 3 * 2**30 + step * 1000,
+                "memory_active_share": 0.1,
+            }
+            if step % max(1, steps // 4) == 0:
+                yield {"step": step, "run": model, "validation_loss": loss + 0.1}
+
+
+def conversion(layers):
+    rows = [
+        {"name": name, "in_features": 64, "out_features": 64, "converted": True, "reason": "", "backend": "exact"}
+        for name in layers
+    ]
+    rows.append({"name": "lm_head", "in_features": 64, "out_features": 256, "converted": False, "reason": "filtered"})
+    return {
+        "config": "output: tensorwise",
+        "layers": rows,
+        "notes": [],
+        "convolutions": 0,
+        "float8_flops_fraction": 0.9,
+    }
+
+
+START = {
+    "started_at": "2026-11-25T12:00:00+0000",
+    "command": ["quaver", "train", "a.toml"],
+    "working_folder": "/w",
+    "host": "node",
+    "quaver": "0.1.0",
+    "git": {"commit": "a" * 40, "is_modified": True},
+    "from_step": 0,
+    "environment": {"device": "NVIDIA H100", "torch": "2.13.0", "python": "3.11.7"},
+    "changes": {},
+}
+
+
+def layers_of(blocks):
+    return [f"layers.{block}.{linear}" for block in range(blocks) for linear in LINEARS]
+
+
+def write_run(folder, *, layers, samples=40, alarms=(), models=("tensorwise",), steps=400, seed=0, tensors=None):
+    """A run folder with everything."""
+    tensors = tensors or tensors_of(layers)
+    write_lines(folder / "metrics.jsonl", metrics(steps, models, seed=seed))
+    write_lines(folder / "provenance.jsonl", [START])
+    (folder / "conversion_report.json").write_text(json.dumps(conversion(layers)))
+    write_lines(folder / "numerics.jsonl", [header(tensors), *drawn(tensors, samples, seed=seed), *alarms])
+    return folder
+
+
+def wide_record(tensors, samples):
+    """A record with random statistics and histograms, without its file, which takes seconds to write and read."""
+    numbers = np.random.default_rng(0)
+    shape = samples, len(tensors)
+    values = {"sqnr_db": numbers.uniform(0, 50, shape), "amax": 2 ** numbers.uniform(-20, 20, shape)}
+    values |= {name: 10 ** numbers.uniform(-7, 0, shape) for name in ("underflow", "saturated")}
+    counts = numbers.integers(0, 2**20, (len(tensors), BINS)).astype(np.float64)
+    histograms = {at: Histogram(LOW, counts, counts) for at in range(0, samples, 50)}
+    return Record(header(tensors), np.arange(1, samples + 1) * 10, values, histograms=histograms)
