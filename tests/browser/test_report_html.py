@@ -1,0 +1,449 @@
+"""The page of `quaver report` in a real browser: heat maps, curves, distributions and alarms, by pointer and keys."""
+
+import json
+
+import numpy as np
+import pytest
+
+from quaver.report.page import write_report
+from quaver.report.palette import SPECIAL, palette
+from quaver.report.run import RunData, read_runs
+from quaver.report.statistics import STATISTICS
+from tests.browser.accessibility import assert_named, assert_no_wider_than, assert_readable, visited_by_tab
+from tests.browser.browser import ActionChains, Keys
+from tests.browser.reports import HOSTILE
+from tests.unit.report.records import alarm, cast_apart, layers_of, tensors_of, wide_record, write_run
+
+LAYERS = [f"layers.0.{HOSTILE}", *layers_of(1)]
+TENSORS = tensors_of(LAYERS)
+ALARMS = [alarm(240, TENSORS[6]), alarm(300, TENSORS[20], rule="underflow")]
+WIDE, BAD_TENSOR, BAD_SAMPLE = 600, 411, 617
+TOP_PX, RIGHT_PX, BOTTOM_PX = 10, 10, 24
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    first = write_run(folder / "first", layers=LAYERS, alarms=ALARMS, models=("tensorwise", "bfloat16"))
+    second = write_run(folder / "second", layers=LAYERS, seed=1)
+    start = json.loads((second / "provenance.jsonl").read_text())
+    start["environment"]["torch"] = "2.14.1"
+    (second / "provenance.jsonl").write_text(json.dumps(start) + "\n")
+    return read_runs([first, second])
+
+
+@pytest.fixture(scope="module")
+def reports(runs, tmp_path_factory):
+    """one, two: of runs with everything; wide: 100 layers and 1000 samples, in which one cell is bad."""
+    folder = tmp_path_factory.mktemp("reports")
+    record = wide_record(tensors_of([f"layers.{at}.ffn" for at in range(WIDE // 6)]), 1000)
+    record.statistics["sqnr_db"][:] = 30 + np.random.default_rng(0).normal(0, 1, (1000, WIDE))
+    record.statistics["sqnr_db"][BAD_SAMPLE, BAD_TENSOR] = -15.0
+    apart = write_run(folder / "apart", layers=LAYERS, tensors=cast_apart(TENSORS))
+    recipes = [*runs[:1], *read_runs([apart])]
+    for name, shown in (
+        ("one", runs[:1]),
+        ("two", runs),
+        ("recipes", recipes),
+        ("wide", [RunData("wide", folder, numerics=record)]),
+    ):
+        write_report(folder / f"{name}.html", shown)
+    return folder
+
+
+class Map:
+    """The heat map of a run as a user meets it."""
+
+    def __init__(self, browser, rows, *, at=0, samples=40, steps=(10, 410)):
+        self.browser, self.rows, self.samples, self.steps = browser, rows, samples, steps
+        self.plot = browser.all(".heat")[at]
+        browser.run("arguments[0].scrollIntoView({block: 'center'})", self.plot)
+
+    def offset(self, row, sample):
+        """Of the middle of a cell, from the middle of the plot."""
+        left, width, height = self.browser.run(
+            "const c = arguments[0].querySelector('canvas'); return [c.offsetLeft, c.offsetWidth, c.offsetHeight]",
+            self.plot,
+        )
+        box = self.plot.size
+        x = left + (sample + 0.5) / self.samples * width
+        y = TOP_PX + (row + 0.5) / self.rows * height
+        return int(x - box["width"] / 2), int(y - box["height"] / 2)
+
+    def hover(self, row, sample):
+        ActionChains(self.browser.driver).move_to_element_with_offset(self.plot, *self.offset(row, sample)).perform()
+        return self.browser.texts(".maps .tip:not([hidden])")
+
+    def click(self, row, sample):
+        self.hover(row, sample)
+        ActionChains(self.browser.driver).click().perform()
+
+    def drag(self, start, end):
+        chain = ActionChains(self.browser.driver).move_to_element_with_offset(self.plot, *self.offset(*start))
+        chain.click_and_hold().move_to_element_with_offset(self.plot, *self.offset(*end)).release().perform()
+
+    def press(self, *keys):
+        self.browser.run("arguments[0].focus({preventScroll: true})", self.plot)
+        self.browser.press(*keys)
+
+    def pixels(self):
+        """The colors of the picture, [height, width], as #rrggbb or "" where nothing is drawn."""
+        height, width, data = self.browser.run(
+            "const c = arguments[0].querySelector('canvas');"
+            "const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
+            "return [c.height, c.width, [...new Uint32Array(d.buffer)]]",
+            self.plot,
+        )
+        return np.array(data, dtype=np.uint32).reshape(height, width)
+
+
+def _pixel(color):
+    red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
+    return 0xFF000000 | blue << 16 | green << 8 | red
+
+
+def _view(browser):
+    return browser.one("#maps .controls .status").text
+
+
+def _chosen(browser):
+    return browser.one("#maps .panel").text
+
+
+def _choose(browser, select, text):
+    browser.run(
+        "const [id, text] = arguments, select = document.getElementById(id);"
+        "select.value = [...select.options].find((each) => each.textContent === text).value;"
+        "select.dispatchEvent(new Event('change'))",
+        select,
+        text,
+    )
+
+
+def _shown(value, statistic):
+    return next(each for each in STATISTICS if each.name == statistic).shown(value)
+
+
+SECTIONS = ["alarms", "curves", "maps", "distribution", "worst", "whatif", "conversion", "environment"]
+
+
+@pytest.mark.parametrize(("name", "sections"), [("one", SECTIONS), ("two", SECTIONS), ("wide", SECTIONS[2:5])])
+def test_a_page_says_nothing_to_the_console_and_asks_for_nothing(browser, reports, name, sections):
+    path = reports / f"{name}.html"
+    browser.open(path)
+    shown = [each.get_attribute("id") for each in browser.all("main > section") if each.is_displayed()]
+    assert shown == sections
+    assert browser.texts("#contents a") == browser.texts("main > section:not([hidden]) > h2")
+    assert browser.logged() == []
+    assert {url for url in browser.requested() if not url.startswith("data:")} == {path.as_uri()}
+    assert browser.driver.title == {"one": "first", "two": "first and second", "wide": "wide"}[name]
+    assert browser.run("return document.scripts.length") == 2
+
+
+def test_hovering_over_a_cell_shows_its_numbers(browser, reports, runs):
+    browser.open(reports / "one.html")
+    heat = Map(browser, len(TENSORS))
+    (tip,) = heat.hover(6, 30)
+    values = {name: each[30, 6] for name, each in runs[0].numerics.statistics.items()}
+    assert tip.startswith(f"{TENSORS[6]['layer']} input float8_e4m3fn tensorwise, step 310 ")
+    low, high = browser.run("return JSON.parse(document.getElementById('data').textContent).statistics[0].limits")
+    sqnr = float(tip.partition("SQNR ")[2].split()[0])
+    assert sqnr == pytest.approx(values["sqnr_db"], abs=(high - low) / 252)
+    assert ALARMS[0]["message"] in tip  # since step 220
+    assert ALARMS[0]["message"] not in heat.hover(6, 20)[0]
+    (hostile,) = heat.hover(0, 0)
+    assert " ".join(HOSTILE.split()) in hostile
+    ActionChains(browser.driver).move_to_element(browser.one("h1")).perform()
+    assert browser.texts(".maps .tip:not([hidden])") == []
+
+
+def test_cells_stand_where_their_tensor_and_step_are(browser, reports, runs):
+    browser.open(reports / "one.html")
+    _choose(browser, "maps-statistic", "saturation")
+    _choose(browser, "maps-kind", "input")
+    rows = len(LAYERS)
+    pixels = Map(browser, rows).pixels()
+    saturated = (
+        runs[0]
+        .numerics.statistics["saturated"][:, [at for at, each in enumerate(TENSORS) if each["operand"] == "input"]]
+        .T
+    )
+    height, width = pixels.shape
+    for row in range(rows):
+        for sample in range(40):
+            pixel = pixels[int((row + 0.5) / rows * height), int((sample + 0.5) / 40 * width)]
+            assert (pixel == _pixel(SPECIAL["light"][0])) == (saturated[row, sample] == 0)
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_one_bad_cell_of_600_000_is_seen(browser, reports, width):
+    browser.open(reports / "wide.html", width=width)
+    heat = Map(browser, WIDE)
+    pixels = heat.pixels()
+    rows, columns = np.nonzero(pixels == _pixel(palette()[0]))
+    assert 1 <= len(rows) <= 4
+    assert rows[0] / pixels.shape[0] == pytest.approx((BAD_TENSOR + 0.5) / WIDE, abs=0.01)
+    assert columns[0] / pixels.shape[1] == pytest.approx((BAD_SAMPLE + 0.5) / 1000, abs=0.01)
+    heat.press("w")
+    assert f"layers.{BAD_TENSOR // 6}.ffn output" in _chosen(browser)
+    assert f"step {(BAD_SAMPLE + 1) * 10:,}" in _chosen(browser)
+    assert "-15.0 dB" in _chosen(browser)
+
+
+def test_worse_stands_out_in_the_dark_too(browser, reports):
+    browser.open(reports / "wide.html", dark=True)
+    assert (Map(browser, WIDE).pixels() == _pixel(palette()[-1])).sum() in range(1, 5)
+    browser.show(1280, 1000, dark=False)
+    browser.wait(lambda: (Map(browser, WIDE).pixels() == _pixel(palette()[0])).sum() in range(1, 5))
+
+
+def test_a_large_page_answers_within_a_blink(browser, reports):
+    """By the number of cells that it reads, not by time: a pointer's move draws no cell again."""
+    browser.open(reports / "wide.html")
+    browser.run(
+        "window.painted = 0; const put = CanvasRenderingContext2D.prototype.putImageData;"
+        "CanvasRenderingContext2D.prototype.putImageData ="
+        " function (...all) { window.painted += 1; return put.apply(this, all); };"
+    )
+    heat = Map(browser, WIDE, samples=1000)
+    for sample in range(0, 900, 150):
+        assert heat.hover(300, sample)
+    heat.click(100, 500)
+    heat.press(Keys.ARROW_RIGHT, Keys.ARROW_DOWN)
+    assert browser.run("return window.painted") == 0
+    heat.press("+")
+    assert browser.run("return window.painted") == 1
+
+
+def test_zooming_by_pointer(browser, reports):
+    browser.open(reports / "one.html")
+    heat = Map(browser, len(TENSORS))
+    assert _view(browser) == "48 of 48 rows, steps 10 to 400"
+    heat.drag((5, 9), (14, 19))
+    assert _view(browser) == "10 of 48 rows, steps 100 to 209"
+    heat.rows, heat.samples = 10, 11
+    (tip,) = heat.hover(1, 5)
+    assert f"{TENSORS[6]['layer']} input" in tip
+    assert "step 150" in tip
+    ActionChains(browser.driver).double_click(heat.plot).perform()
+    assert _view(browser) == "48 of 48 rows, steps 10 to 400"
+    zoom_in, zoom_out, whole = browser.all("#maps .controls .more")
+    zoom_in.click()
+    assert _view(browser).startswith("24 of 48 rows")
+    zoom_out.click()
+    assert _view(browser) == "48 of 48 rows, steps 10 to 400"
+    zoom_in.click()
+    whole.click()
+    assert _view(browser) == "48 of 48 rows, steps 10 to 400"
+
+
+def test_walking_and_zooming_by_keyboard(browser, reports):
+    browser.open(reports / "one.html")
+    heat = Map(browser, len(TENSORS))
+
+    def where():
+        lines = _chosen(browser).splitlines()
+        return lines[0].removeprefix(TENSORS[6]["layer"]).strip(), lines[1].partition("step ")[2]
+
+    heat.click(6, 5)
+    said = [where()]
+    for key in (
+        Keys.ARROW_RIGHT,
+        Keys.ARROW_DOWN,
+        Keys.END,
+        Keys.ARROW_RIGHT,
+        Keys.ARROW_UP,
+        Keys.HOME,
+        Keys.ARROW_LEFT,
+    ):
+        heat.press(key)
+        said.append(where())
+    at = [("input", "60"), ("input", "70"), ("weight", "70"), ("weight", "400"), ("weight", "400"), ("input", "400")]
+    assert said == [*at, ("input", "10"), ("input", "10")]
+    heat.press("+", "+", "+", "+")
+    rows = int(_view(browser).split()[0])
+    assert rows <= 4
+    heat.press(Keys.END, Keys.PAGE_DOWN, Keys.PAGE_DOWN)  # the zoomed part follows
+    assert int(_view(browser).split()[0]) == rows
+    assert _view(browser).endswith(" to 400")
+    assert [each.is_displayed() for each in browser.all(".cell-box:not(.hover)")] == [True]
+    heat.press("-")
+    assert int(_view(browser).split()[0]) > rows
+    heat.press("0")
+    assert _view(browser) == "48 of 48 rows, steps 10 to 400"
+
+
+def test_statistics_filters_and_order(browser, reports, runs):
+    browser.open(reports / "one.html")
+    heat = Map(browser, len(TENSORS))
+    _choose(browser, "maps-statistic", "underflow")
+    assert _view(browser).startswith("24 of 48 rows")  # results have none
+    assert browser.one(".scale strong").text == "underflow"
+    _choose(browser, "maps-statistic", "SQNR")
+    _choose(browser, "maps-kind", "grad output")
+    assert _view(browser).startswith("8 of 48 rows")
+    browser.one("#maps-text").send_keys("attention WQ")
+    assert _view(browser).startswith("1 of 48 rows")
+    browser.one("#maps-text").send_keys(" nowhere")
+    assert _view(browser) == "no row has all these words"
+    heat.press(Keys.ARROW_RIGHT, "+", "w")
+    assert browser.logged() == []
+    browser.one("#maps-text").clear()
+    browser.one("#maps-text").send_keys("layers")
+    _choose(browser, "maps-kind", "all tensors")
+    _choose(browser, "maps-order", "worst first")
+    heat.rows = len(TENSORS)
+    worst = runs[0].numerics.statistics["sqnr_db"].min(0)
+    (tip,) = heat.hover(0, 0)
+    bad = TENSORS[int(worst.argmin())]
+    assert " ".join(f"{bad['layer']} {bad['operand'].replace('_', ' ')}".split()) in tip
+
+
+def test_an_alarm_is_shown_at_its_moment(browser, reports):
+    browser.open(reports / "one.html")
+    assert len(browser.all(".alarm-mark")) == 2
+    assert len(browser.all("#loss-plot .mark.alarm")) == 2
+    row = browser.texts("#alarms-table tbody tr")[0]
+    assert "rowwise: 27.1 dB, +14.0 dB high precision: 0.8% of the FLOPs" in row
+    _choose(browser, "maps-kind", "weight")  # whose rows lack the alarm's
+    browser.all("#alarms-table .link")[0].click()
+    assert _chosen(browser).splitlines()[0] == f"{TENSORS[6]['layer']} input"
+    assert "step 220" in _chosen(browser)
+    assert ALARMS[0]["message"] in _chosen(browser)
+    assert browser.driver.switch_to.active_element == browser.one(".heat")
+    assert browser.one("#maps-kind").get_attribute("value") == ""
+
+
+def test_curves(browser, reports, runs):
+    browser.open(reports / "one.html")
+    assert [each.get_attribute("aria-label") for each in browser.all(".chart")] == [
+        f"{name} by step" for name in ("Loss", "Gradient norm", "Tokens per second", "Memory")
+    ]
+    labels = browser.run(
+        "return [...document.querySelectorAll('#loss-plot polyline')].map((each) => each.dataset.label)"
+    )
+    assert labels == ["tensorwise", "bfloat16", "tensorwise validation", "bfloat16 validation"]
+    plot = browser.one("#loss-plot")
+    browser.run("arguments[0].focus()", plot)
+    browser.press(Keys.HOME, Keys.ARROW_RIGHT)
+    loss = {
+        record["step"]: record["loss"]
+        for record in runs[0].records
+        if record["run"] == "tensorwise" and "loss" in record
+    }
+    assert plot.get_attribute("aria-valuetext").startswith(f"step 2: tensorwise {loss[2]:.4g}, bfloat16 ")
+    browser.press(Keys.END)
+    assert plot.get_attribute("aria-valuenow") == "400"
+    tip = browser.one("#loss-plot .tip")
+    assert tip.text.splitlines()[0] == "step 400"
+    cursors = "[...document.querySelectorAll('.chart .cursor')].map((each) => each.getAttribute('visibility'))"
+    assert browser.run(f"return {cursors}") == ["visible"] * 4
+    browser.press(Keys.ESCAPE)
+    assert not tip.is_displayed()
+    mark = browser.one("#loss-plot .mark.alarm line")
+    ActionChains(browser.driver).move_to_element(mark).perform()
+    assert ALARMS[0]["message"] in tip.text
+    ActionChains(browser.driver).click().perform()
+    assert "step 220" in _chosen(browser)
+
+
+def test_the_distribution_follows_the_chosen_cell(browser, reports, runs):
+    browser.open(reports / "one.html")
+    heat = Map(browser, len(TENSORS))
+    heat.click(8, 18)
+    steps = sorted(int(runs[0].numerics.steps[at]) for at in runs[0].numerics.histograms)
+    assert browser.one("#distribution-step").get_attribute("value") == str(min(steps, key=lambda step: abs(step - 190)))
+    assert f"{TENSORS[8]['layer']} {TENSORS[8]['operand']}".replace("_", " ") == browser.run(
+        "const s = document.getElementById('distribution-tensor'); return s.selectedOptions[0].textContent"
+    )
+    titles = browser.run("return [...document.querySelectorAll('.distribution title')].map((each) => each.textContent)")
+    sample = int(
+        np.flatnonzero(runs[0].numerics.steps == int(browser.one("#distribution-step").get_attribute("value")))[0]
+    )
+    histogram = runs[0].numerics.histograms[sample]
+    first = int(np.flatnonzero(histogram.before[8])[0])
+    assert f"2^{histogram.low + first} to 2^{histogram.low + first + 1}: " in titles[0]
+    heights = browser.run(
+        "return [...document.querySelectorAll('.distribution rect')].map((each) => each.getBBox().height)"
+    )
+    assert heights[0] == 0  # the cast emptied the lowest bins
+    assert max(heights) > 100
+    before = browser.one(".distribution").get_attribute("aria-label")
+    _choose(browser, "distribution-step", f"{steps[-1]}")
+    assert browser.one(".distribution").get_attribute("aria-label") != before
+
+
+def test_two_runs_side_by_side(browser, reports, runs):
+    browser.open(reports / "two.html")
+    left, right = browser.all(".heat")
+    assert left.rect["y"] == right.rect["y"]
+    assert browser.texts(".headline strong") == ["first:", "second:"]
+    assert [each.get_attribute("class") for each in browser.all(".headline")] == ["headline bad", "headline good"]
+    assert browser.texts(".facts thead th") == ["first", "second"]
+    heat = Map(browser, len(TENSORS), at=1)
+    heat.click(12, 39)
+    assert len([each for each in browser.all(".cell-box:not(.hover)") if each.is_displayed()]) == 2
+    lines = dict(line.split(" ", 1) for line in _chosen(browser).splitlines()[3:])
+    for shown, run in zip(lines["SQNR"].replace(" dB", "").split(), runs, strict=True):
+        assert float(shown) == pytest.approx(run.numerics.statistics["sqnr_db"][39, 12], abs=0.25)
+    heat.drag((0, 0), (9, 9))
+    images = [Map(browser, 10, at=at).pixels().shape for at in (0, 1)]
+    assert images[0] == images[1]  # both maps zoom
+    assert len(browser.all("#distribution-place .distribution")) == 2
+    assert browser.texts("#beside-table thead th")[-1].startswith("second against first")
+    marked = browser.texts("#environment-table tr.marked td:first-child")
+    assert marked == ["environment.torch"]
+    browser.all("#conversion-rows input[type=radio]")[1].click()
+    assert browser.one("#conversion-caption").text == "Matmul weights of second"
+
+
+def test_two_recipes_share_rows(browser, reports, runs):
+    """A tensorwise cast serves both directions; its row stands beside those of the two row-wise casts."""
+    browser.open(reports / "recipes.html")
+    rows = cast_apart(TENSORS)
+    assert _view(browser).startswith(f"{len(rows)} of {len(rows)} rows")
+    at = next(at for at, each in enumerate(rows) if each["layer"] == LAYERS[1] and each["cast"] == "column")
+    Map(browser, len(rows), at=1).click(at, 39)
+    assert _chosen(browser).splitlines()[0] == f"{LAYERS[1]} input (column)"
+    both, _ = _chosen(browser).partition("SQNR ")[2].split(" dB")[:2]
+    assert float(both) == pytest.approx(runs[0].numerics.statistics["sqnr_db"][39, 6], abs=0.25)
+
+
+def test_worst_tensors_by_another_statistic(browser, reports, runs):
+    browser.open(reports / "one.html")
+    _choose(browser, "worst-statistic", "amax")
+    assert browser.one("#worst-caption").text == "Highest amax of first, by tensor"
+    worst = runs[0].numerics.statistics["amax"].max()
+    assert browser.texts("#worst-table tbody td:nth-last-child(2)")[0] == _shown(worst, "amax")
+    browser.all("#worst-table .link")[0].click()
+    assert _chosen(browser)
+    gains = [row.replace(" dB", "").split()[-2:] for row in browser.texts("#whatif-table tbody tr")]
+    assert [float(other) - float(own) for own, other in gains] == pytest.approx([1.5] * 10, abs=0.11)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_text_can_be_read(browser, reports, dark):
+    browser.open(reports / "two.html", dark=dark)
+    Map(browser, len(TENSORS)).hover(6, 30)
+    assert_readable(
+        browser, [["quiet", "ground"], ["ink", "raised"], ["bad", "ground"], ["bad", "raised"]], at_least=200, dark=dark
+    )
+
+
+@pytest.mark.parametrize(("name", "width"), [("one", 400), ("two", 400), ("wide", 400), ("two", 1280), ("two", 1600)])
+def test_nothing_is_wider_than_the_window(browser, reports, name, width):
+    browser.open(reports / f"{name}.html", width=width)
+    Map(browser, WIDE if name == "wide" else len(TENSORS)).press("w")
+    assert_no_wider_than(browser, width)
+
+
+def test_everything_has_a_name_and_shows_its_focus(browser, reports):
+    browser.open(reports / "two.html")
+    assert_named(browser)
+    visited = visited_by_tab(browser, 45)
+    assert {"A", "Askip", "DIVplot", "DIVscroll", "BUTTON", "BUTTONlink", "INPUT", "SELECT"} <= visited
+
+
+def test_it_prints(browser, reports):
+    browser.open(reports / "one.html")
+    assert len(browser.driver.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"]) > 20_000
