@@ -1,0 +1,221 @@
+"""Alarms over a record, sample after sample: one for each cause, and one more line when it has ended.
+
+    alarms = Alarms()
+    for header, sample in record:
+        for event in alarms.update(header, sample):
+            print(event.message if isinstance(event, Alarm) else f"{event.rule} of {event.layer} cleared")
+
+It reads dictionaries in the form of `numerics.jsonl`, so it gives the same alarms beside a run and over its record.
+
+[Note: one alarm per cause] What is bad at the first tensor that a step computes is soon bad at those behind it. Of the
+tensors that turn bad in one sample the first one alarms: weights, then the forward in its order, then the backward in
+its. The others, and those of the next `FOLLOWS` samples, follow it, and raise no alarm as long as they are bad.
+An alarm is cleared when no rule that spoke of its tensor does so any more. A value that is not finite always alarms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quaver.numerics.remedies import remedies, said
+from quaver.numerics.rules import RULES, Measure, Rule
+from quaver.numerics.seen import History, Sample, Seen
+
+ACTIONS = ("log", "callback", "stop", "fallback")
+
+FOLLOWS = 8
+"""Samples after an alarm in which other tensors turn bad because of it, through the weights."""
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One cause, found at `step`; `since` is the first step that was bad."""
+
+    step: int
+    since: int
+    rule: str
+    layer: str
+    operand: str
+    rank: int | None
+    value: float
+    threshold: float
+    message: str
+    remedies: tuple[dict[str, Any], ...]
+    followers: int = 0
+    """How many other tensors it made bad in the same sample."""
+    action: str = "log"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The line of a record."""
+        return {"kind": "alarm", **vars(self), "remedies": list(self.remedies)}
+
+
+@dataclass(frozen=True)
+class Cleared:
+    """The cause of an alarm has ended."""
+
+    step: int
+    rule: str
+    layer: str
+    operand: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The line of a record."""
+        return {"kind": "cleared", **vars(self)}
+
+
+Key = tuple[str, str, str]
+"""Rule, layer and operand."""
+
+
+@dataclass
+class _State:
+    """Of one rule and tensor."""
+
+    bad: int = 0
+    """Samples in a row."""
+    good: int = 0
+    since: int = 0
+    cause: Key | None = None
+    """The alarm that it raised or follows, while it is bad."""
+    raised: int = 0
+    """The sample, by number, that raised it."""
+
+
+@dataclass(frozen=True)
+class _Finding:
+    key: Key
+    rule: Rule
+    seen: Seen
+    measure: Measure
+
+    @property
+    def order(self) -> tuple[bool, tuple[int, int, int], int]:
+        return self.rule.name != "nonfinite", self.seen.order, RULES.index(self.rule)
+
+
+@dataclass
+class Alarms:
+    """Raises and clears alarms.
+
+    Args:
+        rules: those to apply; `RULES` has all.
+        action: what an alarm says is done about it.
+    """
+
+    rules: Sequence[Rule] = RULES
+    action: str = "log"
+    _history: History = field(default_factory=History, repr=False)
+    _states: dict[Key, _State] = field(default_factory=dict, repr=False)
+    _count: int = field(default=0, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.action not in ACTIONS:
+            raise ValueError(f"action: expected one of {', '.join(ACTIONS)}, got {self.action!r}")
+
+    def update(self, header: Mapping[str, Any], sample: Mapping[str, Any]) -> list[Alarm | Cleared]:
+        """The alarms that `sample` raises and those that it clears.
+
+        Args:
+            header: the last header before the sample.
+            sample: its line of the record, NaN and infinities as strings or as floats.
+        Raises:
+            KeyError: a line has not the form of schema 1.
+        """
+        read = self._history.read(header, sample)
+        self._count += 1
+        found = self._measure(read)
+        followers_first = sorted(found, key=lambda key: key in self.active)
+        cleared = [event for key in followers_first if (event := self._clear(key, found[key][1], read.step))]
+        turned = []
+        for key, (rule, finding) in found.items():
+            if finding is not None and self._turns_bad(key, rule, finding, read.step):
+                turned.append(finding)
+        return [*cleared, *self._raise(sorted(turned, key=lambda each: each.order), read)]
+
+    @property
+    def active(self) -> list[Key]:
+        """The alarms that last."""
+        return [key for key, state in self._states.items() if state.cause == key]
+
+    def _measure(self, sample: Sample) -> dict[Key, tuple[Rule, _Finding | None]]:
+        """By key, the worst of the casts that a rule applies to."""
+        found: dict[Key, tuple[Rule, _Finding | None]] = {}
+        for seen in sample.seen:
+            for rule in self.rules:
+                measure = rule.measure(seen, sample)
+                if measure is None:
+                    continue
+                key = rule.name, seen.place.layer, seen.place.operand
+                worst = found[key][1] if key in found else None
+                if worst is None or measure.excess > worst.measure.excess:
+                    found[key] = rule, _Finding(key, rule, seen, measure)
+        return found
+
+    def _clear(self, key: Key, finding: _Finding | None, step: int) -> Cleared | None:
+        """End what was good for as many samples as it had to be bad."""
+        state = self._states.get(key)
+        if state is None or state.cause is None or finding is None:
+            return None
+        state.good = 0 if finding.measure.is_near else state.good + 1
+        is_cause = state.cause == key
+        others = [name for name, other in self._states.items() if other.cause == key and name != key]
+        if state.good < finding.rule.samples or (is_cause and any(name[1:] == key[1:] for name in others)):
+            return None
+        self._states[key] = _State()
+        return Cleared(step, *key) if is_cause else None
+
+    def _turns_bad(self, key: Key, rule: Rule, finding: _Finding, step: int) -> bool:
+        if not finding.measure.is_bad:
+            if key in self._states:
+                self._states[key].bad = 0
+            return False
+        state = self._states.setdefault(key, _State())
+        state.since = state.since if state.bad else step
+        state.bad += 1
+        return state.cause is None and state.bad >= rule.samples
+
+    def _raise(self, turned: list[_Finding], sample: Sample) -> Iterable[Alarm]:
+        """Alarms for the first of `turned`, of those that do not follow it, and so on."""
+        lasting = self._spreading()
+        while turned:
+            first, *rest = turned
+            alarms = lasting is None or (first.rule.name == "nonfinite" and lasting[0] != "nonfinite")
+            cause = first.key if alarms or lasting is None else lasting
+            followers = [each for each in rest if not alarms or _follows(each, first)]
+            for each in (first, *followers):
+                self._states[each.key].cause, self._states[each.key].good = cause, 0
+            if alarms:
+                self._states[cause].raised = self._count
+                yield self._alarm(first, len({each.seen.place[:2] for each in followers}), sample)
+            turned = [each for each in rest if each not in followers]
+
+    def _spreading(self) -> Key | None:
+        """The alarm that explains what turns bad now."""
+        recent = [key for key in self.active if self._count - self._states[key].raised <= FOLLOWS]
+        spreading = [rule.name for rule in self.rules if rule.spreads]
+        return next((key for key in recent if key[0] in spreading), None)
+
+    def _alarm(self, finding: _Finding, followers: int, sample: Sample) -> Alarm:
+        rule, seen, measure = finding.rule, finding.seen, finding.measure
+        state = self._states[finding.key]
+        helps = remedies(seen, sample) if rule.remedied else ()
+        what = rule.text.format(value=measure.value, threshold=measure.raise_at)
+        where = f"{seen.place.layer} {seen.place.operand}"
+        message = f"{where}: {what}, since step {state.since:,}"
+        if followers:
+            message += f"; {followers} more tensors followed"
+        if said(helps):
+            message += f". {said(helps)}"
+        rank = sample.ranks.get(seen.position) if rule.name == "ranks" else None
+        values = float(measure.value), float(measure.raise_at)
+        place = seen.place.layer, seen.place.operand
+        return Alarm(sample.step, state.since, rule.name, *place, rank, *values, message, helps, followers, self.action)
+
+
+def _follows(finding: _Finding, first: _Finding) -> bool:
+    """Whether one finding of a sample is a consequence of the first."""
+    same_tensor = finding.key[1:] == first.key[1:]
+    return first.rule.spreads or same_tensor or finding.rule is first.rule

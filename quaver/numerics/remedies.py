@@ -1,0 +1,51 @@
+"""What would help a tensor that alarms: other recipes by the SQNR that its cast has under them, then high precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from quaver.numerics.seen import Sample, Seen
+
+WORTH_DB = 1.0
+"""A recipe that gains less is no remedy."""
+
+
+def remedies(seen: Seen, sample: Sample) -> tuple[dict[str, Any], ...]:
+    """Recipes that gain `WORTH_DB` or more, best first, with their numbers; at the end high precision and its cost."""
+    now = seen.sqnr_db
+    tried = {recipe: values[seen.position] for recipe, values in sample.recipes.items()}
+    found: list[dict[str, Any]] = [
+        {"recipe": recipe, "sqnr_db": round(value, 2), "gain_db": round(value - now, 2)}
+        for recipe, value in tried.items()
+        if value is not None and now is not None and math.isfinite(value) and value - now >= WORTH_DB
+    ]
+    found.sort(key=lambda remedy: -remedy["gain_db"])
+    share = flops_share(seen.place.layer, sample)
+    high_precision = {"recipe": "high precision"} | ({} if share is None else {"flops_share": round(share, 4)})
+    return (*found, high_precision)
+
+
+def flops_share(layer: str, sample: Sample) -> float | None:
+    """The share of a layer in the FLOPs of all: an M x K by K x N matmul has (MK * KN * MN) ** 0.5 products."""
+    products = {name: _products(operands) for name, operands in sample.by_layer.items()}
+    own, total = products.get(layer), sum(value or 0.0 for value in products.values())
+    return own / total if own and total else None
+
+
+def _products(operands: Mapping[str, list[Seen]]) -> float | None:
+    sizes = [operands[name][0].numel for name in ("input", "weight", "output") if operands.get(name)]
+    known = [size for size in sizes if size]
+    return math.sqrt(math.prod(known)) if len(known) == 3 else None
+
+
+def said(found: tuple[dict[str, Any], ...]) -> str:
+    """The remedies of an alarm as a part of its sentence."""
+    words = [f"{each['recipe']} gives {each['sqnr_db']:.1f} dB" for each in found if "sqnr_db" in each]
+    words += [
+        f"high precision costs {each['flops_share']:.1%} of the linears' FLOPs"
+        for each in found
+        if "flops_share" in each
+    ]
+    return "; ".join(words)

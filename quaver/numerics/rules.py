@@ -1,0 +1,264 @@
+"""The rules of alarms: what each measures of a tensor, where it alarms, and where it is quiet again.
+
+Each has its threshold from the formats or from optimizers, not from runs; docs/diagnosing.md derives them. Beyond
+`raise_at` a tensor is bad, and stays so until it is on the good side of `clear_at`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quaver.formats import Float8Format
+from quaver.numerics.expected import (
+    cast_bound_db,
+    named_format,
+    result_db,
+    rounding_bound_db,
+    underflow_at,
+)
+from quaver.numerics.seen import Sample, Seen
+
+BIT_DB = 20 * math.log10(2)
+"""What one bit of the mantissa is worth."""
+
+JUMP_BITS = 4.0
+"""The scale of before would clip: the amax of a Gaussian is about six of its deviations; 2^-4 of that, a third."""
+
+PEER_BITS = {"weight": 4.0, "grad_output": 12.0}
+"""How far a tensor's rms may be from that of its peers in other blocks."""
+
+ADAM_EPS = 1e-8
+"""A gradient below the eps of Adam's denominator no longer moves a weight by the learning rate."""
+
+PERSISTENT = ("delayed", "static")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a rule found of one tensor."""
+
+    value: float
+    raise_at: float
+    clear_at: float
+    above: bool = True
+    """Whether large values are bad."""
+
+    @property
+    def is_bad(self) -> bool:
+        return self.value > self.raise_at if self.above else self.value < self.raise_at
+
+    @property
+    def is_near(self) -> bool:
+        """Whether an alarm goes on."""
+        return self.value > self.clear_at if self.above else self.value < self.clear_at
+
+    @property
+    def excess(self) -> float:
+        return self.value - self.raise_at if self.above else self.raise_at - self.value
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule.
+
+    `samples` in a row must be bad before it alarms, and good before that is cleared. What `spreads` makes other tensors
+    of the step bad, too.
+    """
+
+    name: str
+    measure: Callable[[Seen, Sample], Measure | None]
+    text: str
+    """The sentence of its alarm; a format string of `value` and `threshold`."""
+    samples: int = 1
+    spreads: bool = True
+    remedied: bool = False
+    """Whether another recipe may help."""
+
+
+# ---- one tensor ------------------------------------------------------------------------------------------------------
+
+
+def _nonfinite(now: Seen, sample: Sample) -> Measure | None:
+    count = now.nonfinite
+    return None if count is None else Measure(math.inf if math.isnan(count) else count, 0, 0)
+
+
+def _ranks(now: Seen, sample: Sample) -> Measure | None:
+    return Measure(float(now.position in sample.ranks), 0, 0) if now.place.operand == "weight" else None
+
+
+def _cast_facts(now: Seen) -> tuple[Float8Format, float] | None:
+    """The format and SQNR of a cast of something."""
+    fmt = named_format(now.about.get("dtype"))
+    if fmt is None or now.is_result or now.sqnr_db is None or not now.rms or now.nonfinite:
+        return None
+    return fmt, now.sqnr_db
+
+
+def _codes(now: Seen, sample: Sample) -> Measure | None:
+    """SQNR below what rounding at the recorded scale can lose."""
+    facts = _cast_facts(now)
+    if facts is None or now.saturated or now.scale_max is None or not now.rms:
+        return None
+    bound = cast_bound_db(facts[0], now.rms, now.scale_max) - 0.1  # sums in float32
+    return Measure(facts[1], bound, bound, above=False)
+
+
+def _saturation(now: Seen, sample: Sample) -> Measure | None:
+    """With a persistent scale: clipping that takes more than rounding can. With a dynamic one nothing is clipped."""
+    facts = _cast_facts(now)
+    if facts is None or now.saturated is None:
+        return None
+    if not str(now.about.get("recipe") or "delayed").startswith(PERSISTENT):
+        return Measure(now.saturated, 0, 0)
+    harms = facts[1] < rounding_bound_db(facts[0])
+    return Measure(now.saturated if harms else 0.0, 0, 0)
+
+
+def _underflow(now: Seen, sample: Sample) -> Measure | None:
+    facts = _cast_facts(now)
+    if facts is None or now.underflow is None:
+        return None
+    at = underflow_at(rounding_bound_db(facts[0]))
+    return Measure(now.underflow, at, at / 2)
+
+
+def _sqnr(now: Seen, sample: Sample) -> Measure | None:
+    facts = _cast_facts(now)
+    if facts is None or now.saturated:
+        return None
+    bound = rounding_bound_db(facts[0])
+    return Measure(facts[1], bound - 0.1, bound + BIT_DB / 2, above=False)
+
+
+def _zero(now: Seen, sample: Sample) -> Measure | None:
+    """All elements are zero. Gradients may be at first, behind weights that begin as zeros."""
+    if now.amax is None or now.nonfinite or not now.numel:
+        return None
+    return Measure(float(now.amax == 0), 0, 0)
+
+
+def _dead(now: Seen, sample: Sample) -> Measure | None:
+    """More of the weight's gradient is exactly zero than ever before: rows, columns or experts that no token uses."""
+    zeros, before = now.zeros, sample.before(now)
+    if now.place.operand != "grad_weight" or zeros is None or zeros == 1 or not before:
+        return None
+    usual = max((each.zeros or 0.0 for each in before[: len(before) // 2 + 1]), default=0.0)
+    return Measure(zeros - usual, 1 / 64, 1 / 128)
+
+
+def _jump(now: Seen, sample: Sample) -> Measure | None:
+    """Powers of two between an amax and its median before, where that is beyond six of its deviations."""
+    level = now.log2("amax")
+    past = [value for each in sample.before(now)[-8:] if (value := each.log2("amax")) is not None]
+    if level is None or now.nonfinite or len(past) < 3:
+        return None
+    steps = [abs(b - a) for a, b in zip(past, past[1:], strict=False)]
+    at = max(JUMP_BITS, 6 * 1.4826 * statistics.median(steps))
+    return Measure(abs(level - statistics.median(past)), at, at / 2)
+
+
+def _growth(now: Seen, sample: Sample) -> Measure | None:
+    """Powers of two in the last 8 samples, if the later half of them grew as fast as the earlier."""
+    levels = [each.log2("rms") for each in [*sample.before(now)[-8:], now]]
+    if len(levels) < 9 or any(level is None for level in levels) or now.nonfinite:
+        return None
+    found = [level for level in levels if level is not None]
+    early, late = found[4] - found[0], found[8] - found[4]
+    rises = sum(b > a for a, b in zip(found, found[1:], strict=False))
+    grows = min(early, late) > JUMP_BITS / 4 and late >= 0.75 * early and rises >= 7
+    return Measure(early + late if grows else 0.0, JUMP_BITS, JUMP_BITS / 2)
+
+
+def _vanishing(now: Seen, sample: Sample) -> Measure | None:
+    if now.place.operand != "grad_weight" or not now.rms:
+        return None
+    return Measure(now.rms, ADAM_EPS, 2 * ADAM_EPS, above=False)
+
+
+# ---- several tensors -------------------------------------------------------------------------------------------------
+
+
+def _peers(now: Seen, sample: Sample) -> Measure | None:
+    """Powers of two between an rms and the median of those with the same part in other blocks."""
+    at, level = PEER_BITS.get(now.place.operand), now.log2("rms")
+    others = [value for each in sample.by_peers[now.peers] if each is not now and (value := each.log2("rms"))]
+    if at is None or level is None or now.nonfinite or len(others) < 3:
+        return None
+    return Measure(abs(level - statistics.median(others)), at, at / 2)
+
+
+OPERANDS_OF = {
+    "output": ("input", "weight"),
+    "grad_input": ("grad_output", "weight"),
+    "grad_weight": ("grad_output", "input"),
+}
+"""The operands of each result."""
+
+
+def _result(now: Seen, sample: Sample) -> Measure | None:
+    """A result's SQNR, two bits below what the errors of its operands explain."""
+    if not now.is_result or now.sqnr_db is None or not now.rms or now.nonfinite:
+        return None
+    operands = [_operand(sample, now.place.layer, name) for name in OPERANDS_OF[now.place.operand]]
+    left, right = operands
+    if left is None or right is None or not (now.numel and left.numel and right.numel and left.rms and right.rms):
+        return None
+    contracted = math.sqrt(left.numel * right.numel / now.numel)
+    cancelled = min(now.rms**2 / (contracted * (left.rms * right.rms) ** 2), 1.0)
+    expected = result_db(_db(left), _db(right), cancelled)
+    at = min(expected, 40.0) - 2 * BIT_DB
+    return Measure(now.sqnr_db, at, at + BIT_DB, above=False)
+
+
+def _operand(sample: Sample, layer: str, name: str) -> Seen | None:
+    """The worse cast of an operand."""
+    found = sample.by_layer[layer].get(name, [])
+    return min(found, key=_db, default=None)
+
+
+def _db(operand: Seen) -> float:
+    return math.inf if operand.sqnr_db is None else operand.sqnr_db
+
+
+def _unchanged(now: Seen, sample: Sample) -> Measure | None:
+    """A weight with a gradient that stays the same to the bit while others change: no optimizer has it."""
+    before = sample.before(now)
+    if now.place.operand != "weight" or not before or not _has_gradient(now, sample):
+        return None
+    others = [each for each in sample.seen if each.place.operand == "weight" and each.place.layer != now.place.layer]
+    moved = [each for each in others if _has_gradient(each, sample) and not _is_same(each, sample)]
+    return Measure(float(bool(moved) and _is_same(now, sample)), 0, 0)
+
+
+def _is_same(now: Seen, sample: Sample) -> bool:
+    before = sample.before(now)
+    return bool(before) and all(before[-1].values.get(k) == now.values.get(k) for k in ("amax", "rms", "smallest"))
+
+
+def _has_gradient(weight: Seen, sample: Sample) -> bool:
+    return any(each.amax for each in sample.by_layer[weight.place.layer].get("grad_weight", []))
+
+
+RULES = (
+    Rule("nonfinite", _nonfinite, "has {value:g} elements that are not finite"),
+    Rule("ranks", _ranks, "is another one on a rank than on its replicas"),
+    Rule(
+        "codes", _codes, "{value:.1f} dB; no rounding at this scale is below {threshold:.1f}: codes or scale are wrong"
+    ),
+    Rule("saturation", _saturation, "{value:.2%} of the elements are clipped", remedied=True),
+    Rule("result", _result, "{value:.1f} dB against high precision, its operands explain {threshold:.1f}"),
+    Rule("zero", _zero, "is all zeros", samples=2),
+    Rule("sqnr", _sqnr, "{value:.1f} dB; rounding alone leaves at least {threshold:.1f}", 2, False, True),
+    Rule("underflow", _underflow, "{value:.1%} of the elements become zero, above {threshold:.1%}", 2, False, True),
+    Rule("jump", _jump, "amax changed by 2^{value:.1f}, above 2^{threshold:.1f}"),
+    Rule("growth", _growth, "rms grew by 2^{value:.1f} in 8 samples and does not slow down"),
+    Rule("peers", _peers, "rms is 2^{value:.1f} from that of other blocks, above 2^{threshold:.1f}", 2, False),
+    Rule("dead", _dead, "{value:.1%} more of the gradient is exactly zero than before", 3, False),
+    Rule("vanishing", _vanishing, "rms {value:.1e} is below the eps of Adam, {threshold:.0e}", 2, False),
+    Rule("unchanged", _unchanged, "did not change while other weights did: no optimizer has it", 3, False),
+)
+"""In the order in which they explain each other: what is not finite explains a jump, not the reverse."""

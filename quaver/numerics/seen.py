@@ -1,0 +1,138 @@
+"""One sample of a record as rules read it: the statistics of each tensor, beside those of earlier samples."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+MEMORY = 16
+"""Earlier samples of each tensor that rules can look at."""
+
+ORDER = ("weight", "input", "output", "grad_output", "grad_input", "grad_weight")
+"""The operands and results of a layer, in the order in which a step has them."""
+
+
+class Place(NamedTuple):
+    """Which tensor; `cast` is "row", "column", "both" or "result"."""
+
+    layer: str
+    operand: str
+    cast: str
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The statistics of one tensor at one step, as docs/diagnosing.md names them. None: it has none."""
+
+    place: Place
+    position: int
+    """In the list of tensors."""
+    layer: int
+    """In the list of layers, which is the order of the forward."""
+    about: Mapping[str, Any]
+    """The entry of the header."""
+    step: int
+    values: Mapping[str, float | None]
+
+    def __getattr__(self, statistic: str) -> float | None:
+        if statistic.startswith("_"):
+            raise AttributeError(statistic)
+        return self.values.get(statistic)
+
+    @property
+    def is_result(self) -> bool:
+        return self.place.cast == "result"
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """When a step computes it: weights first, which the step finds; then the forward, then the backward."""
+        operand = ORDER.index(self.place.operand)
+        stage = 0 if operand == 0 else 1 if operand < 3 else 2
+        return stage, -self.layer if stage == 2 else self.layer, operand
+
+    @cached_property
+    def peers(self) -> tuple[str, str, str]:
+        """The same for the tensors with the same part in other blocks."""
+        return re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", self.place.layer), self.place.operand, self.place.cast
+
+    def log2(self, statistic: str) -> float | None:
+        """The logarithm of a positive finite statistic; None for any other."""
+        value = self.values.get(statistic)
+        return math.log2(value) if value is not None and 0 < value < math.inf else None
+
+
+@dataclass
+class Sample:
+    """The tensors of one step, and what came before them."""
+
+    step: int
+    seen: list[Seen]
+    past: Mapping[Place, Sequence[Seen]]
+    """Earlier samples of each tensor, oldest first, `MEMORY` at most."""
+    recipes: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+    """The SQNR that each position would have under other recipes, where that was tried."""
+    ranks: Mapping[int, int] = field(default_factory=dict)
+    """By position, a rank whose weight is another than that of its replicas."""
+
+    @cached_property
+    def by_peers(self) -> dict[tuple[str, str, str], list[Seen]]:
+        found = defaultdict(list)
+        for each in self.seen:
+            found[each.peers].append(each)
+        return dict(found)
+
+    @cached_property
+    def by_layer(self) -> dict[str, dict[str, list[Seen]]]:
+        found: dict[str, dict[str, list[Seen]]] = defaultdict(lambda: defaultdict(list))
+        for each in self.seen:
+            found[each.place.layer][each.place.operand].append(each)
+        return {layer: dict(operands) for layer, operands in found.items()}
+
+    def before(self, now: Seen) -> Sequence[Seen]:
+        return list(self.past.get(now.place, ()))
+
+
+class History:
+    """Reads samples one after the other, and remembers the last ones of each tensor."""
+
+    def __init__(self) -> None:
+        self._past: dict[Place, deque[Seen]] = defaultdict(lambda: deque(maxlen=MEMORY))
+        self._last: Sample | None = None
+
+    def read(self, header: Mapping[str, Any], sample: Mapping[str, Any]) -> Sample:
+        """The next sample of a record, with the header that it stands below."""
+        for each in self._last.seen if self._last else ():
+            self._past[each.place].append(each)
+        positions = sample.get("tensors") or range(len(header["tensors"]))
+        names = [name for name in header["statistics"] if sample.get(name) is not None]
+        layers = {
+            layer: index for index, layer in enumerate(dict.fromkeys(each["layer"] for each in header["tensors"]))
+        }
+        seen = []
+        for index, position in enumerate(positions):
+            about = header["tensors"][position]
+            values = {name: number(sample[name][index]) for name in names}
+            place = Place(about["layer"], about["operand"], about["cast"])
+            if any(value is not None for value in values.values()):
+                seen.append(Seen(place, position, layers[place.layer], about, int(sample["step"]), values))
+        recipes = {
+            recipe: dict(zip(positions, map(number, values), strict=True))
+            for recipe, values in (sample.get("whatif") or {}).items()
+        }
+        by_position = {
+            recipe: [found.get(position) for position in range(len(header["tensors"]))]
+            for recipe, found in recipes.items()
+        }
+        ranks = {int(position): int(rank) for position, rank in (sample.get("disagree") or {}).items()}
+        self._last = Sample(int(sample["step"]), seen, self._past, by_position, ranks)
+        return self._last
+
+
+def number(value: Any) -> float | None:
+    """A number of a record, whose NaN and infinities are strings."""
+    return None if value is None else float(value)
