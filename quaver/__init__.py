@@ -36,6 +36,7 @@ from quaver.distributed import (
 from quaver.experts.grouped_mm import float8_grouped_mm
 from quaver.frozen import freeze_to_float8
 from quaver.integrations.check import assert_float8_training
+from quaver.layer_recipes import LayerRecipes
 from quaver.linear import Float8Linear, float8_linear
 from quaver.numerics import monitor
 from quaver.roofline.auto_filter import auto_filter_for_recipe
@@ -60,6 +61,7 @@ __all__ = [
     "Float8ScalingState",
     "FrozenFloat8Experts",
     "FrozenFloat8Linear",
+    "LayerRecipes",
     "PrepareFloat8ModuleInput",
     "ScaleCalculationMode",
     "ScalingGranularity",

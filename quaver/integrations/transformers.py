@@ -28,6 +28,7 @@ from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.integrations import torchao as shim
 from quaver.integrations.check import assert_float8_training, is_torchao_linear
 from quaver.kernels.native_blocks import ALIGNMENT
+from quaver.layer_recipes import LayerRecipes, convert_layers
 from quaver.numerics.monitor import Monitor
 from quaver.numerics.record import FILE_NAME as NUMERICS_FILE
 from quaver.weights.cast_once import cast_weights_once
@@ -43,7 +44,7 @@ SCALES_FILE = "float8_scales.pt"
 
 def prepare_model_for_float8(
     model: nn.Module,
-    config: Float8LinearConfig | Float8LinearRecipeName | str | None = None,
+    config: Float8LinearConfig | Float8LinearRecipeName | LayerRecipes | str | None = None,
     *,
     module_filter_fn: ModuleFilter | None = None,
     include_subclasses: bool = False,
@@ -55,7 +56,7 @@ def prepare_model_for_float8(
 
     Args:
         model: a `PreTrainedModel` or a `PeftModel`.
-        config: as `convert_to_float8_training` takes it.
+        config: as `convert_to_float8_training` takes it; or a recipe for each layer, `LayerRecipes.read(path)`.
         module_filter_fn: asked for the linears that the filter above admits.
         include_subclasses: as `convert_to_float8_training` takes it; Falcon needs it.
     Raises:
@@ -81,6 +82,8 @@ def prepare_model_for_float8(
             return FilterDecision(False, f"shape: a dimension is no multiple of {ALIGNMENT}")
         return True if module_filter_fn is None else module_filter_fn(module, name)
 
+    if isinstance(config, LayerRecipes):
+        return convert_layers(model, config, module_filter_fn=admits, include_subclasses=include_subclasses)
     return convert_to_float8_training(
         model, config=config, module_filter_fn=admits, include_subclasses=include_subclasses
     )

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,10 +15,11 @@ from quaver import (
     Float8LinearConfig,
     auto_filter_for_recipe,
     conversion_report,
-    convert_to_float8_training,
 )
 from quaver.conversion_report import ConversionReport
+from quaver.convert import ModuleFilter
 from quaver.experts.module import Float8Experts
+from quaver.layer_recipes import convert_layers
 from quaver.trainer.config import Float8
 from quaver.trainer.mixture import Experts
 from quaver.trainer.model import Block, FeedForward, Llama, RMSNorm
@@ -54,9 +56,7 @@ def convert_model(model: Llama, config: Float8, *, tokens: int, device: torch.de
             return FilterDecision(False, skipped_blocks[module])
         return automatic(module, fqn) if automatic else True
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "nothing to convert")
-        convert_to_float8_training(model, config=linear_config(config), module_filter_fn=decide)
+    convert_chosen(model, config, decide)
     report = conversion_report(model)
     if not report.converted:
         raise ValueError(report.why_nothing())
@@ -65,10 +65,18 @@ def convert_model(model: Llama, config: Float8, *, tokens: int, device: torch.de
     return report
 
 
-def linear_config(config: Float8) -> Float8LinearConfig:
-    """Return the config of the float8 linears of a run."""
+def convert_chosen(model: nn.Module, config: Float8, decide: ModuleFilter) -> None:
+    """Convert what `decide` admits to the recipe that `config` has for it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "nothing to convert")
+        config_of = partial(linear_config, config)
+        convert_layers(model, config.by_layer, config_of=config_of, module_filter_fn=decide)
+
+
+def linear_config(config: Float8, recipe: str | None = None) -> Float8LinearConfig:
+    """Return the config of the float8 linears of a run; of those with another recipe, if one is given."""
     return replace(
-        Float8LinearConfig.from_recipe_name(config.recipe_name),
+        Float8LinearConfig.from_recipe_name(recipe or config.recipe_name),
         emulate=config.emulate,
         enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
         delayed_scaling_config=config.delayed_scaling_config,

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated
 
 from quaver.config import DelayedScalingConfig, Float8LinearConfig, Float8LinearRecipeName
+from quaver.layer_recipes import LayerRecipes
 from quaver.trainer.config.settings import NotNegative, OneOf, Settings, require
 
 RECIPES = tuple(name.value for name in Float8LinearRecipeName)
@@ -20,6 +21,8 @@ class Float8(Settings, section="float8"):
     """How operands are scaled; see docs/scaling.md."""
     filter_fqns: tuple[str, ...] = ("lm_head",)
     """Names, or parts, of linears that stay in high precision."""
+    layer_recipes: tuple[str, ...] = ()
+    """Layers with a recipe of their own, or high_precision: "model.layers.0.mlp.down_proj=rowwise"."""
     skip_first_layers: NotNegative = 0
     """First blocks in high precision."""
     skip_last_layers: NotNegative = 0
@@ -60,8 +63,15 @@ class Float8(Settings, section="float8"):
         """Refuse what the recipe does not have, and what float8 would not read."""
         Float8LinearConfig.from_recipe_name(self.recipe_name)  # raises ValueError listing the choices
         self.require(all(self.filter_fqns), "filter_fqns", "names or parts of names")
+        self.by_layer  # noqa: B018 - raises ValueError
         if not self.enable_float8_linear:
-            names = ("skip_first_layers", "skip_last_layers", "last_steps_high_precision", "fused_producers")
+            names = (
+                "layer_recipes",
+                "skip_first_layers",
+                "skip_last_layers",
+                "last_steps_high_precision",
+                "fused_producers",
+            )
             self.require_default(*names, unless="float8.enable_float8_linear")
         self.require(
             self.enable_float8_linear or not self.enable_fsdp_float8_all_gather,
@@ -87,6 +97,14 @@ class Float8(Settings, section="float8"):
     def has_persistent_scales(self) -> bool:
         """Whether the recipe reuses scales from step to step."""
         return self.enable_float8_linear and Float8LinearConfig.from_recipe_name(self.recipe_name).has_persistent_scales
+
+    @property
+    def by_layer(self) -> LayerRecipes:
+        """The recipe of each layer. Raises ValueError."""
+        try:
+            return LayerRecipes.parse(self.recipe_name, self.layer_recipes)
+        except ValueError as error:
+            raise ValueError(f"float8.layer_recipes: {error}") from error
 
     @property
     def delayed_scaling_config(self) -> DelayedScalingConfig:

@@ -78,6 +78,9 @@ class TrainConfig(Settings):
         fix = "the embedding and the output projection are split differently"
         splits_tied = degree > 1 and self.model.tie_word_embeddings
         self.require(not splits_tied, "model.tie_word_embeddings", f"false with {setting}", fix)
+        fix = "linears that read one input gather it in one recipe"
+        is_one = degree == 1 or not self.float8.layer_recipes
+        self.require(is_one, "float8.layer_recipes", f"empty with {setting}", fix)
 
     def _check_expert_parallel(self) -> None:
         degree, experts = self.parallelism.expert_parallel_degree, self.model.n_experts

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from quaver import FilterDecision, Float8LinearConfig, convert_to_float8_training, float8_scaling_state
+from quaver import FilterDecision, convert_to_float8_training, float8_scaling_state
 from quaver.export.files import listed
 from quaver.export.source import DEFAULT_FILTER, Source, skip_names
 from quaver.trainer.checkpoint import load_state, read_metadata
 from quaver.trainer.config import Float8, Parallelism, Training
 from quaver.trainer.config.settings import Settings
-from quaver.trainer.float8 import linear_config
+from quaver.trainer.float8 import convert_chosen
 from quaver.trainer.huggingface.config import hf_config
 from quaver.trainer.huggingface.convert import Export, kept_of_run, open_checkpoint
 from quaver.trainer.huggingface.experts import without_width
@@ -57,8 +57,10 @@ def run_source(
     with torch.device("meta"):
         model = Llama(found.model)
     decide = partial(_as_in_the_run, converted) if converted else skip_names(filter_fqns)
-    float8 = linear_config(config) if recipe is None else Float8LinearConfig.from_recipe_name(recipe)
-    convert_to_float8_training(model, config=float8, module_filter_fn=decide)
+    if recipe is None:
+        convert_chosen(model, config, decide)
+    else:
+        convert_to_float8_training(model, config=recipe, module_filter_fn=decide)
     if recipe is None:
         _load_scales(model, CheckpointReader(found.weights))
     progress = found.record["progress"]
