@@ -1,13 +1,14 @@
-"""`quaver doctor [--json] [--no-compile]`."""
+"""`quaver doctor [--json] [--no-compile]`, and `quaver doctor --model RUN|HF-FOLDER`: see doctor_model.py."""
 
 import json
 from dataclasses import dataclass
 
 from quaver.bench.doctor import diagnose
 from quaver.cli.console import make_table, wide_console
+from quaver.cli.doctor_model import print_survey, survey_model
 from quaver.cli.errors import bad_input
 from quaver.trainer.config.flags import parse_options
-from quaver.trainer.config.settings import Settings
+from quaver.trainer.config.settings import AtLeast1, FiniteNotNegative, Settings
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,34 @@ class Doctor(Settings):
     """Print JSON."""
     compile: bool = True
     """Try torch.compile, which takes seconds; --no-compile leaves it out."""
+    model: str | None = None
+    """A run or a Hugging Face folder: survey its linears instead, and choose a recipe for each."""
+    data: str | None = None
+    """Text for the batch, as data.path; the run's by default, else the sources of Python's library."""
+    budget_db: FiniteNotNegative = 25.0
+    """Decibels that each operand of each linear must keep."""
+    out: str | None = None
+    """Where to write the recipes, as TOML."""
+    sequences: AtLeast1 = 2
+    """Sequences of the batch."""
+    seq_len: AtLeast1 | None = None
+    """Their length; the run's by default, else 256."""
+
+    def check(self) -> None:
+        """Refuse options that nothing would read."""
+        if self.model is None:
+            self.require_default("data", "budget_db", "out", "sequences", "seq_len", unless="--model is given")
+        else:
+            self.require_default("compile", unless="--model is not given")
 
 
 def run(argv: list[str]) -> int:
     """Print what this machine can do; 0 if every recipe runs on every device, 1 if one does not."""
     with bad_input():
         options = parse_options(Doctor, argv, prog="quaver doctor")
+        if options.model is not None:
+            print_survey(survey_model(options.model, options), as_json=options.json)
+            return 0
     found = diagnose(try_compile=options.compile)
     if options.json:
         print(json.dumps(found, indent=2))

@@ -26,7 +26,9 @@ def recipes_of(module: nn.Module) -> dict[str, str]:
 
 def test_each_layer_has_its_recipe_and_the_report_says_why_one_has_none():
     layers = {"1": "rowwise", "2": "high_precision"}
-    converted = convert_layers(model(), LayerRecipes("tensorwise", layers), module_filter_fn=lambda _, name: name != "3")
+    converted = convert_layers(
+        model(), LayerRecipes("tensorwise", layers), module_filter_fn=lambda _, name: name != "3"
+    )
     assert recipes_of(converted) == {"0": "tensorwise", "1": "rowwise", "2": "high_precision", "3": "high_precision"}
     reasons = {layer.name: layer.reason for layer in conversion_report(converted).skipped}
     assert reasons["2"] == "layer_recipes: high precision"
@@ -84,5 +86,7 @@ def test_the_trainer_converts_by_layer():
 
 
 def test_tensor_parallelism_refuses_it():
-    with pytest.raises(ValueError, match="float8.layer_recipes must be empty with parallelism.tensor_parallel_degree = 2"):
+    with pytest.raises(
+        ValueError, match="float8.layer_recipes must be empty with parallelism.tensor_parallel_degree = 2"
+    ):
         TrainConfig(float8=Float8(layer_recipes=("a=rowwise",)), parallelism=Parallelism(tensor_parallel_degree=2))

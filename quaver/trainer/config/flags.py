@@ -116,7 +116,7 @@ def split_flags(kind: type, words: Sequence[str]) -> tuple[Values, list[str]]:
             others.append(word)
             continue
         flag, equals, text = word.partition("=")
-        name, negated = _name(flag), _name(flag.replace("no-", "", 1).replace("no_", "", 1))
+        name, negated = (_name(each, hints) for each in (flag, flag.replace("no-", "", 1).replace("no_", "", 1)))
         count = int(bool(pending) and " " in pending[0] and base_type(hints.get(name)) is str)
         while count < len(pending) and _is_value(pending[count]):
             count += 1
@@ -147,9 +147,9 @@ def _is_value(word: str) -> bool:
     return not word.startswith("-") or word == "-" or isinstance(_convert(word, float), float)
 
 
-def _name(flag: str) -> str:
+def _name(flag: str, hints: dict[str, Any]) -> str:
     name = flag.removeprefix("--").replace("-", "_")
-    return SHORTHANDS.get(name, name)
+    return name if name in hints else SHORTHANDS.get(name, name)
 
 
 def _flags(kind: type, title: str, section: str = "") -> type:

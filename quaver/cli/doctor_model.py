@@ -1,0 +1,133 @@
+"""`quaver doctor --model RUN|HF-FOLDER [--data TEXT] [--budget-db 25] [--out recipes.toml]`.
+
+One batch forward and backward in high precision; beside it each operand of each linear is cast as each recipe would.
+The table has the worst linears first, and the recipe that keeps the budget with most float8. `--out` writes these
+recipes as a config: a whole one for `quaver train` where quaver trains the model, and for `LayerRecipes.read`.
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import tomli_w
+
+from quaver.cli.console import make_table, wide_console
+from quaver.layer_recipes import LayerRecipes
+from quaver.numerics.survey import SurveyedLinear, float8_share, recipes_under, survey
+from quaver.numerics.what_if import TRIED
+from quaver.trainer.config.settings import expanded
+from quaver.trainer.surveyed import Surveyed, open_surveyed
+
+SHOWN = ("tensorwise", "rowwise", "blockwise", "mxfp8")
+"""The recipes with a column of the table; --json has all."""
+
+
+class Options(Protocol):
+    """The options of the verb that this file reads."""
+
+    @property
+    def data(self) -> str | None: ...
+    @property
+    def budget_db(self) -> float: ...
+    @property
+    def out(self) -> str | None: ...
+    @property
+    def sequences(self) -> int: ...
+    @property
+    def seq_len(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What the verb found."""
+
+    surveyed: list[SurveyedLinear]
+    """The worst under the first recipe first."""
+    recipes: LayerRecipes
+    first: str
+    """The run's own recipe, or tensorwise."""
+    budget_db: float
+    float8_share: float
+    skipped: list[str]
+    data: str
+    out: Path | None
+
+    def recipe_of(self, name: str) -> str:
+        """What a linear gets."""
+        return "skipped" if name in self.skipped else self.recipes.of(name)
+
+
+def survey_model(path: str, options: Options) -> Survey:
+    """Survey a model, and write its recipes. Raises OSError, ValueError and NotImplementedError for bad input."""
+    out = None if options.out is None else expanded(options.out)
+    if out is not None and out.exists():
+        raise FileExistsError(f"--out must be a new file, got {str(out)!r}, which exists")
+    opened = open_surveyed(expanded(path), data=options.data, sequences=options.sequences, seq_len=options.seq_len)
+    own = opened.config.float8.recipe_name
+    first = own if own in TRIED else "tensorwise"
+    surveyed = survey(opened.model, opened.forward_backward)
+    recipes = recipes_under(options.budget_db, surveyed, opened.is_skipped, first)
+    if out is not None:
+        out.write_text(_toml(opened, recipes, options.budget_db), encoding="utf-8")
+    surveyed.sort(key=lambda each: each.worst(first)[1])
+    share = float8_share(recipes, surveyed, opened.is_skipped)
+    skipped = [each.name for each in surveyed if opened.is_skipped(each.name)]
+    return Survey(surveyed, recipes, first, options.budget_db, share, skipped, opened.data, out)
+
+
+def _toml(opened: Surveyed, recipes: LayerRecipes, budget_db: float) -> str:
+    chosen = {"enable_float8_linear": True, "recipe_name": recipes.recipe, "layer_recipes": recipes.entries}
+    float8 = replace(opened.config.float8, **chosen)  # type: ignore[arg-type]
+    about = f"# Written by quaver doctor --model: at least {budget_db:g} dB for each operand of each linear.\n"
+    if opened.can_train:
+        return about + tomli_w.dumps(asdict(replace(opened.config, float8=float8)))
+    return about + tomli_w.dumps({"float8": asdict(float8)})
+
+
+def print_survey(found: Survey, *, as_json: bool) -> None:
+    """Print the table, or all numbers as JSON."""
+    if as_json:
+        print(json.dumps(_as_dict(found), indent=2, allow_nan=False))
+        return
+    console = wide_console(120)
+    console.print(f"one batch: {found.data}; decibels of the worst operand, and which that is", soft_wrap=True)
+    columns = ("linear", "operand", *SHOWN, "recipe")
+    rows = [_row(found, each) for each in found.surveyed]
+    console.print(make_table(None, columns, rows=rows, wrapped=("linear",), right=SHOWN))
+    console.print(
+        f"at least {found.budget_db:g} dB: {found.recipes.recipe}, and {len(found.recipes.layers)} linears otherwise; "
+        f"{found.float8_share:.1%} of the linears' FLOPs in float8",
+        soft_wrap=True,
+    )
+    if found.out is not None:
+        console.print(f"written: {found.out}", soft_wrap=True)
+
+
+def _row(found: Survey, linear: SurveyedLinear) -> tuple[str, ...]:
+    operand, _ = linear.worst(found.first)
+    figures = (f"{linear.worst(recipe)[1]:.1f}" for recipe in SHOWN)
+    return linear.name, operand, *figures, found.recipe_of(linear.name)
+
+
+def _as_dict(found: Survey) -> dict[str, Any]:
+    total = sum(each.products for each in found.surveyed)
+    return {
+        "data": found.data,
+        "budget_db": found.budget_db,
+        "recipe": found.recipes.recipe,
+        "float8_share": found.float8_share,
+        "linears": [
+            {
+                "name": each.name,
+                "recipe": found.recipe_of(each.name),
+                "flops_share": each.products / total,
+                "db": {
+                    recipe: {operand: value if math.isfinite(value) else None for operand, value in of_recipe.items()}
+                    for recipe, of_recipe in each.db.items()
+                },
+            }
+            for each in found.surveyed
+        ],
+    }

@@ -1,0 +1,73 @@
+"""What a tensor would lose under each recipe: the casts of that recipe, on the same tensor.
+
+    what_if(grad_output, "grad_output")        {"tensorwise": 25.6, "rowwise": 31.4, ...}
+
+[Note: the lower of two] An outlier has most of a tensor's signal, and floating point keeps its relative error, so the
+SQNR of the whole does not see what the outlier's scale does to the rest. The share that underflows does (expected.py).
+The figure of a cast is the lower of its SQNR and of the SQNR of a bulk with its underflow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from quaver.config import Float8LinearConfig, Float8LinearRecipeName, OperandCasts, resolve_config
+from quaver.formats import HP_DTYPES
+from quaver.gemm import Operand
+from quaver.numerics.expected import bulk_db
+from quaver.numerics.places import OPERANDS, is_shared
+from quaver.numerics.statistics import finish, observe_matrix
+from quaver.quantize import Quantizer, as_matrix
+
+TRIED = tuple(
+    recipe.value
+    for recipe in Float8LinearRecipeName
+    if not Float8LinearConfig.from_recipe_name(recipe).has_persistent_scales
+)
+"""The recipes with dynamic scaling: a tensor alone has no history."""
+
+
+def figure(sqnr_db: float | None, underflow: float | None) -> float | None:
+    """The lower of two, in decibels: see [Note: the lower of two]. None for a tensor of zeros."""
+    return None if sqnr_db is None else min(sqnr_db, bulk_db(underflow or 0.0))
+
+
+@torch.no_grad()
+def what_if(hp: Tensor, operand: str, recipes: Iterable[str] = TRIED) -> dict[str, float | None]:
+    """The figure of a tensor under each of `recipes`: of the worse of its two casts; infinite without a cast.
+
+    Args:
+        hp: [..., columns], float32, bfloat16 or float16.
+        operand: "input", "weight" or "grad_output".
+    Raises:
+        ValueError: another operand or dtype, an unknown recipe, or one with delayed scaling.
+    """
+    if operand not in OPERANDS:
+        raise ValueError(f"operand: expected one of {', '.join(OPERANDS)}, got {operand!r}")
+    if hp.dtype not in HP_DTYPES:
+        raise ValueError(f"hp: expected one of {', '.join(map(str, HP_DTYPES))}, got {hp.dtype}")
+    by_casts: dict[OperandCasts, float | None] = {}
+    found = {}
+    for recipe in recipes:
+        casts: OperandCasts = getattr(resolve_config(recipe).casts, operand)
+        if casts.row.is_persistent or casts.column.is_persistent:
+            raise ValueError(f"recipe {recipe!r} scales by a history, which a tensor alone has not")
+        if casts not in by_casts:
+            by_casts[casts] = _figure_of(as_matrix(hp.detach()), casts)
+        found[recipe] = by_casts[casts]
+    return found
+
+
+def _figure_of(matrix: Tensor, casts: OperandCasts) -> float | None:
+    row, column = Quantizer(casts, matrix.dtype)(matrix, row=True, column=not is_shared(casts))
+    figures = [_of_cast(matrix, made) for made in (row, column) if made is not None and made.dequant_scale is not None]
+    return None if None in figures else min((each for each in figures if each is not None), default=float("inf"))
+
+
+def _of_cast(matrix: Tensor, made: Operand) -> float | None:
+    slot = observe_matrix(matrix, made.data, made.dequant_scale, made.quant_scale)
+    values = finish(slot[None].cpu(), [None])
+    return figure(values["sqnr_db"][0], values["underflow"][0])
