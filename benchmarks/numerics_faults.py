@@ -1,0 +1,235 @@
+"""Which alarms a seeded fault raises, after how many samples, and whether healthy runs raise none.
+
+    python -m benchmarks.numerics_faults --json benchmarks/results/numerics_faults.json     # half an hour on two cores
+    python -m benchmarks.numerics_faults --only "weights of a layer"                        # those with this in the name
+    python -m benchmarks.numerics_faults --tables benchmarks/results/numerics_faults.json   # docs/diagnosing.md's
+
+The runs are those of train_configs/llama3_debug.toml at a quarter of the width, on sequences of 64 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.numerics_scenarios import FAULTS, HEALTHY, Fault, Healthy
+from benchmarks.record import ROOT, provenance, show
+from quaver.numerics.alarms import Alarm, Alarms, Cleared
+from quaver.numerics.monitor import Monitor
+from quaver.numerics.record import RecordWriter
+from quaver.trainer.config import TrainConfig
+from quaver.trainer.config_io import load_config
+from quaver.trainer.data import Batch
+from quaver.trainer.errors import NonFiniteError
+from quaver.trainer.train import Run, prepare
+
+PAGE = ROOT / "docs" / "diagnosing.md"
+SMALL = {
+    "model": {"dim": 64, "hidden_dim": 192},
+    "training": {"seq_len": 64, "local_batch_size": 4, "device": "cpu"},
+    "lr_scheduler": {"warmup_steps": 20, "schedule": "constant"},
+    "validation": {"freq": 1_000_000},
+    "checkpoint": {"enable": False},
+}
+
+
+def config_of(settings: dict[str, dict[str, Any]], steps: int, folder: str) -> TrainConfig:
+    flags = {section: {**values} for section, values in SMALL.items()}
+    for section, values in settings.items():
+        flags.setdefault(section, {}).update(values)
+    flags["training"]["steps"] = steps
+    flags["job"] = {"dump_folder": folder}
+    base = "llama3_debug_moe.toml" if "n_experts" in flags["model"] else "llama3_debug.toml"
+    return load_config(ROOT / "train_configs" / base, flags)
+
+
+class Watch:
+    """The sink of a monitor: gives each sample to alarms."""
+
+    def __init__(self, record: Path | None = None) -> None:
+        self.alarms, self.events, self.samples = Alarms(), [], []
+        self.header: dict[str, Any] = {}
+        self.writer = RecordWriter(record) if record else None
+
+    def write(self, line: dict[str, Any]) -> None:
+        if self.writer:
+            self.writer.write(line)
+        if line["kind"] == "header":
+            self.header = line
+        elif line["kind"] == "sample":
+            self.samples.append(line["step"])
+            self.events += self.alarms.update(self.header, line)
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def raised(self) -> list[Alarm]:
+        return [event for event in self.events if isinstance(event, Alarm)]
+
+
+def watched(scenario: Fault | Healthy, records: Path | None = None) -> Watch:
+    """Run a scenario to its end, or to what is not finite; its record goes to the folder `records`."""
+    watch = Watch(records / f"{scenario.name.replace('/', ' of ')}.jsonl" if records else None)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        if isinstance(scenario, Healthy) and scenario.kind == "lora":
+            _train_lora(scenario, folder, watch)
+            return watch
+        run = prepare(config_of(scenario.settings, 1000, folder))
+        stack.callback(run.folder.release)
+        if isinstance(scenario, Healthy) and scenario.kind == "finetune":
+            _steps(run, range(1, 61))
+            run.models[0].config = replace(run.config, optimizer=replace(run.config.optimizer, lr=3e-5))
+        with Monitor(run.models[0].model, every=scenario.every, sink=watch) as monitor:
+            if isinstance(scenario, Healthy):
+                _steps(run, range(1, scenario.steps + 1))
+                return watch
+            _steps(run, range(1, scenario.at))
+            scenario.inject(run.models[0], stack)
+            try:
+                _steps(run, range(scenario.at, scenario.steps + 1), scenario.change_batch)
+            except NonFiniteError:
+                monitor.step()
+    return watch
+
+
+def _steps(run: Run, steps: range, change: Callable[[Batch], Batch] | None = None) -> None:
+    training = run.config.training
+    for step in steps:
+        batches = run.data.step_batches(training, (step - 1) * training.step_batch_size)
+        run.models[0].train_step(step, [change(each) if change else each for each in batches])
+
+
+def _train_lora(scenario: Healthy, folder: str, watch: Watch) -> None:
+    """Adapters on a frozen base in float8, of transformers and PEFT."""
+    import peft
+    import transformers
+
+    from quaver.integrations.transformers import prepare_model_for_float8
+
+    config = config_of(scenario.settings, 1000, folder)
+    run = prepare(config)
+    run.folder.release()
+    torch.manual_seed(config.training.seed)
+    shape = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, num_key_value_heads=2, **shape))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear"))
+    prepare_model_for_float8(adapted, config.float8.recipe_name)
+    optimizer = torch.optim.AdamW([each for each in adapted.parameters() if each.requires_grad], lr=1e-3)
+    with Monitor(adapted, every=scenario.every, sink=watch):
+        for step in range(scenario.steps):
+            (batch,) = run.data.step_batches(config.training, step * config.training.step_batch_size)
+            adapted(input_ids=batch.tokens, labels=batch.tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def verdict(fault: Fault, watch: Watch) -> dict[str, Any]:
+    """What the alarms said of a fault."""
+    raised = watch.raised
+    before = [alarm for alarm in raised if alarm.step < fault.at]
+    after = [alarm for alarm in raised if alarm.step >= fault.at]
+    right = next((alarm for alarm in after if _names(fault, alarm)), None)
+    steps = [step for step in watch.samples if step >= fault.at]
+    return {
+        "fault": fault.name,
+        "found": right is not None,
+        "first": after[:1] == [right] if right else False,
+        "samples": steps.index(right.step) + 1 if right else None,
+        "alarms": [_short(alarm) for alarm in after],
+        "before": [_short(alarm) for alarm in before],
+        "expected": list(fault.rules),
+        "layer": fault.layer,
+        "operand": fault.operand,
+    }
+
+
+def _names(fault: Fault, alarm: Alarm) -> bool:
+    return (
+        alarm.rule in fault.rules
+        and (fault.layer is None or alarm.layer.startswith(fault.layer))
+        and (fault.operand is None or alarm.operand == fault.operand)
+    )
+
+
+def _short(alarm: Alarm) -> dict[str, Any]:
+    names = ("step", "since", "rule", "layer", "operand", "value", "threshold", "message")
+    return {
+        name: value if not isinstance(value := getattr(alarm, name), float) else float(f"{value:.4g}") for name in names
+    }
+
+
+# ---- the tables ------------------------------------------------------------------------------------------------------
+
+
+def tables(results: dict[str, Any]) -> dict[str, str]:
+    """The tables of docs/diagnosing.md by name."""
+    faults, healthy = results["faults"], results["healthy"]
+    found, quiet = sum(each["found"] for each in faults), sum(not each["alarms"] for each in healthy)
+    lines = ["fault | alarm | named | after samples | alarms in all", "---|---|---|---|---"]
+    lines += [_fault_row(each) for each in faults]
+    lines += [
+        "",
+        f"{found} of {len(faults)} faults were named; {quiet} of {len(healthy)} healthy runs raised no alarm.",
+    ]
+    rows = ["healthy run | samples | alarms", "---|---|---"]
+    rows += [
+        f"{each['run']} | {each['samples']} | {'; '.join(alarm['message'] for alarm in each['alarms']) or 'none'}"
+        for each in healthy
+    ]
+    return {"faults": "\n".join(lines), "healthy": "\n".join(rows)}
+
+
+def _fault_row(result: dict[str, Any]) -> str:
+    alarm = next((each for each in result["alarms"] if each["rule"] in result["expected"]), None)
+    shown = alarm or next(iter(result["alarms"]), None)
+    named = "-" if shown is None else f"{shown['layer'].removeprefix('model.')} {shown['operand']}"
+    rule = "**none**" if shown is None else f"`{shown['rule']}`"
+    missed = "**missed**" if not result["found"] else str(result["samples"])
+    return f"{result['fault']} | {rule} | {named} | {missed} | {len(result['alarms'])}"
+
+
+def scenarios(part: str) -> Iterator[Fault | Healthy]:
+    yield from (each for each in (*FAULTS, *HEALTHY) if part in each.name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="run those with this in their name")
+    parser.add_argument("--records", type=Path, help="keep each run's numerics.jsonl in this folder")
+    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--tables", type=Path, help="fill the page from this result, and run nothing")
+    options = parser.parse_args()
+    if options.tables:
+        show(tables(json.loads(options.tables.read_text())), PAGE, update=True)
+        return
+    results: dict[str, Any] = {"faults": [], "healthy": []}
+    for scenario in scenarios(options.only):
+        watch = watched(scenario, options.records)
+        if isinstance(scenario, Fault):
+            results["faults"].append(verdict(scenario, watch))
+        else:
+            alarms = [_short(alarm) for alarm in watch.raised]
+            results["healthy"].append({"run": scenario.name, "samples": len(watch.samples), "alarms": alarms})
+        print(scenario.name, *(f"\n    {_line(event)}" for event in watch.events), file=sys.stderr, flush=True)
+        if options.json:
+            text = json.dumps({**provenance("numerics_faults"), **results}, indent=1)
+            options.json.write_text(text + "\n")
+
+
+def _line(event: Alarm | Cleared) -> str:
+    what = event.message if isinstance(event, Alarm) else f"cleared: {event.layer} {event.operand}"
+    return f"{event.step:>4} {event.rule:<10} {what}"
+
+
+if __name__ == "__main__":
+    main()

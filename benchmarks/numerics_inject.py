@@ -1,0 +1,134 @@
+"""Breaks one linear of a float8 model, for benchmarks/numerics_faults.py: its operands, results, gradients or weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import quaver.linear
+from quaver import Float8Linear
+from quaver.gemm import Operand
+from quaver.quantize import Operands
+from quaver.scaling import cast_to_float8
+
+Change = Callable[[Tensor], Tensor]
+OnOperand = Callable[[Operand, Tensor], Operand]
+"""From an operand and what it was cast from, to what the matmuls get."""
+
+
+def patch(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute until `stack` closes."""
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+
+
+# ---- high precision --------------------------------------------------------------------------------------------------
+
+
+def change_input(stack: ExitStack, linear: nn.Module, change: Change) -> None:
+    stack.callback(linear.register_forward_pre_hook(lambda module, inputs: (change(inputs[0]),)).remove)
+
+
+def change_output(stack: ExitStack, linear: nn.Module, change: Change) -> None:
+    stack.callback(linear.register_forward_hook(lambda module, inputs, output: change(output)).remove)
+
+
+def change_grad_output(stack: ExitStack, linear: nn.Module, change: Change) -> None:
+    def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(change)
+
+    stack.callback(linear.register_forward_hook(hook).remove)
+
+
+@torch.no_grad()
+def change_weight(linear: nn.Module, change: Change) -> None:
+    weight = linear.get_parameter("weight")
+    weight.copy_(change(weight.clone()))
+
+
+# ---- float8 ----------------------------------------------------------------------------------------------------------
+
+
+def change_input_operand(stack: ExitStack, linear: Float8Linear, change: OnOperand) -> None:
+    """Change both operands of the input, after their cast."""
+    quantizer_of = quaver.linear.cached_quantizer
+
+    def wrapped(activation: Tensor, casts: Any, hp_dtype: Any, scale: Any, reader: int) -> Any:
+        quantizer = quantizer_of(activation, casts, hp_dtype, scale, reader)
+        if reader != id(linear):
+            return quantizer
+
+        def quantize(hp: Tensor, **which: Any) -> Operands:
+            made, matrix = quantizer(hp, **which), hp.reshape(-1, hp.shape[-1])
+            return Operands(*(None if each is None else change(each, matrix) for each in made))
+
+        return quantize
+
+    patch(stack, quaver.linear, "cached_quantizer", wrapped)
+
+
+def change_weight_operands(stack: ExitStack, linear: Float8Linear, change: OnOperand) -> None:
+    """Change the operands of the weight that `cast_weights_once` made."""
+    of_linear = quaver.linear._linear
+
+    def wrapped(
+        input: Tensor, weight: Tensor, bias: Any, config: Any, scales: Any, operands: Any, *rest: Any
+    ) -> Tensor:
+        if rest[-1] is linear and operands is not None:
+            operands = Operands(*(None if each is None else change(each, weight) for each in operands))
+        return of_linear(input, weight, bias, config, scales, operands, *rest)
+
+    patch(stack, quaver.linear, "_linear", wrapped)
+
+
+def change_matmul(stack: ExitStack, linear: Float8Linear, change: Callable[[Operand], Operand]) -> None:
+    """Give the first matmul another input than the one that was cast: a wrong kernel."""
+    of_output = quaver.linear._output
+
+    def wrapped(input: Operand, weight: Operand, bias: Any, args: Any, *rest: Any) -> Tensor:
+        is_it = args.probe is not None and args.probe is linear.probe
+        return of_output(change(input) if is_it else input, weight, bias, args, *rest)
+
+    patch(stack, quaver.linear, "_output", wrapped)
+
+
+def dequantized_by(factor: float) -> OnOperand:
+    """A dequant scale that is not that of the codes."""
+    return lambda operand, hp: operand._replace(dequant_scale=operand.dequant_scale * factor)
+
+
+def quantized_by(factor: float) -> OnOperand:
+    """Codes and scales that are consistent, at a scale `factor` times the right one."""
+
+    def change(operand: Operand, hp: Tensor) -> Operand:
+        dequant = operand.dequant_scale / factor
+        wide = hp.float() * (1 / dequant)
+        return Operand(cast_to_float8(wide, torch.ones(()), operand.data.dtype), dequant, 1 / dequant)
+
+    return change
+
+
+def rows_reversed(operand: Operand, hp: Tensor) -> Operand:
+    """The codes of other rows."""
+    return operand._replace(data=operand.data.view(torch.uint8).flip(0).view(operand.data.dtype))
+
+
+class Stale:
+    """Codes or scales of the first call, for all later ones."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.first = what, None
+
+    def __call__(self, operand: Operand, hp: Tensor) -> Operand:
+        if self.first is None:
+            self.first = Operand(*(None if each is None else each.clone() for each in operand))
+        if self.what == "codes":
+            return self.first
+        quant = 1 / self.first.dequant_scale
+        codes = cast_to_float8(hp.float() * quant, torch.ones(()), operand.data.dtype)
+        return Operand(codes, self.first.dequant_scale, quant)

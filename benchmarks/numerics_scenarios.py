@@ -1,0 +1,216 @@
+"""The runs of benchmarks/numerics_faults.py: healthy ones, and faults with what an alarm should name.
+
+A fault breaks a run in its middle. `rules` are those that name it rightly; none for a fault that leaves the numerics
+of matmuls as they are, which no statistic of them can show: it stands in the table as a miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from benchmarks import numerics_inject as inject
+from quaver.trainer.data import Batch
+from quaver.trainer.trained_model import TrainedModel
+
+DOWN, Q, UP = "model.layers.1.mlp.down_proj", "model.layers.2.self_attn.q_proj", "model.layers.2.mlp.up_proj"
+LAST = "model.layers.3.mlp.down_proj"
+EXPERTS = "model.layers.1.mlp"
+
+Inject = Callable[[TrainedModel, ExitStack], Any]
+
+
+@dataclass(frozen=True)
+class Healthy:
+    """A run without a fault; `settings` are sections of a config."""
+
+    name: str
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    steps: int = 60
+    every: int = 2
+    kind: str = "pretrain"
+    """Or "finetune", "lora"."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A run that `inject` breaks before the step `at`."""
+
+    name: str
+    rules: tuple[str, ...]
+    inject: Inject
+    layer: str | None = None
+    """Which an alarm must name; None where the fault is not in one layer."""
+    operand: str | None = None
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    change_batch: Callable[[Batch], Batch] | None = None
+    steps: int = 50
+    at: int = 31
+    every: int = 2
+
+
+def recipe(name: str) -> dict[str, dict[str, Any]]:
+    return {"float8": {"recipe_name": name}}
+
+
+RECIPES = (
+    *("tensorwise", "rowwise", "rowwise_with_gw_hp", "rowwise_with_tensorwise_weight", "delayed"),
+    *("delayed_with_dynamic_weight", "blockwise", "blockwise_with_gw_hp", "mxfp8", "mxfp8_with_gw_hp"),
+)
+
+HEALTHY = (
+    *(Healthy(f"recipe {name}", {**recipe(name), "training": {"seed": seed}}) for seed, name in enumerate(RECIPES)),
+    *(
+        Healthy(f"{name}, learning rate {rate:g}", {**recipe(name), "optimizer": {"lr": rate}})
+        for name in ("tensorwise", "rowwise")
+        for rate in (1e-5, 3e-3, 1e-2)
+    ),
+    Healthy("no warm-up", {"lr_scheduler": {"warmup_steps": 0}}),
+    Healthy("each step sampled", {"training": {"seed": 20}}, every=1),
+    Healthy("every 10th step of 240", {**recipe("rowwise"), "training": {"seed": 21}}, steps=240, every=10),
+    Healthy("delayed, every 5th step of 120", {**recipe("delayed"), "training": {"seed": 22}}, steps=120, every=5),
+    Healthy("one sequence a batch", {"training": {"local_batch_size": 1, "seed": 23}}),
+    Healthy("weights in bfloat16", {"training": {"dtype": "bfloat16", "seed": 24}}),
+    Healthy("accumulation over 2 batches", {"training": {"global_batch_size": 8, "seed": 25}}, steps=40),
+    Healthy("mixture of experts, rowwise", {"model": {"n_experts": 8, "hidden_dim": 64}, **recipe("rowwise")}),
+    Healthy("mixture of experts, blockwise", {"model": {"n_experts": 8, "hidden_dim": 64}, **recipe("blockwise")}),
+    Healthy("weight decay 1", {"optimizer": {"weight_decay": 1.0}, "training": {"seed": 26}}),
+    Healthy("fine-tuning, tensorwise", {"training": {"seed": 27}}, kind="finetune"),
+    Healthy("fine-tuning, rowwise", {**recipe("rowwise"), "training": {"seed": 28}}, kind="finetune"),
+    Healthy("LoRA, tensorwise", {"training": {"seed": 29}}, kind="lora"),
+    Healthy("LoRA, rowwise", {**recipe("rowwise"), "training": {"seed": 30}}, kind="lora"),
+)
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+def on(layer: str, how: Callable[..., Any], *arguments: Any) -> Inject:
+    """`how(stack, linear, *arguments)` of that linear."""
+    return lambda trained, stack: how(stack, trained.model.get_submodule(layer), *arguments)
+
+
+def on_weight(layer: str, change: inject.Change) -> Inject:
+    return lambda trained, stack: inject.change_weight(trained.model.get_submodule(layer), change)
+
+
+def at(index: Any, value: Callable[[torch.Tensor], Any]) -> inject.Change:
+    """Replace the part `index` of a tensor by a function of it."""
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        changed = tensor.clone()
+        changed[index] = value(changed[index])
+        return changed
+
+    return change
+
+
+def times(factor: float) -> inject.Change:
+    return lambda tensor: tensor * factor
+
+
+def no_operation(trained: TrainedModel, stack: ExitStack) -> None:
+    """The batches are the fault."""
+
+
+def scale_loss(factor: float) -> Inject:
+    """The wrong loss scale."""
+
+    def change(trained: TrainedModel, stack: ExitStack) -> None:
+        loss_of = trained._loss
+        inject.patch(stack, trained, "_loss", lambda batch: loss_of(batch) * factor)
+
+    return change
+
+
+def raise_learning_rate(trained: TrainedModel, stack: ExitStack) -> None:
+    optimizer = replace(trained.config.optimizer, lr=trained.config.optimizer.lr * 1000)
+    inject.patch(stack, trained, "config", replace(trained.config, optimizer=optimizer))
+
+
+def forget_weight(layer: str) -> Inject:
+    """No optimizer has the weight."""
+
+    def change(trained: TrainedModel, stack: ExitStack) -> None:
+        weight = trained.model.get_submodule(layer).get_parameter("weight")
+        for group in trained.optimizer.param_groups:
+            group["params"] = [each for each in group["params"] if each is not weight]
+
+    return change
+
+
+def grow(layer: str, factor: float) -> Inject:
+    """The input grows in each forward."""
+
+    def change(trained: TrainedModel, stack: ExitStack) -> None:
+        calls = [0]
+
+        def grown(input: torch.Tensor) -> torch.Tensor:
+            calls[0] += 1
+            return input * factor ** calls[0]
+
+        inject.change_input(stack, trained.model.get_submodule(layer), grown)
+
+    return change
+
+
+def kill_expert(trained: TrainedModel, stack: ExitStack) -> None:
+    """The router never chooses expert 3 of a layer any more."""
+    buffers = dict(trained.model.get_submodule(EXPERTS).named_buffers())
+    (bias,) = (buffer for name, buffer in buffers.items() if name.endswith("e_score_correction_bias"))
+    bias[3] = -1e9
+
+
+def shuffled(batch: Batch) -> Batch:
+    order = torch.randperm(batch.targets.numel(), generator=torch.Generator().manual_seed(0))
+    return Batch(batch.tokens, batch.targets.flatten()[order].view_as(batch.targets), batch.documents)
+
+
+def repeated(batch: Batch) -> Batch:
+    return Batch(batch.tokens[:1].expand_as(batch.tokens), batch.targets[:1].expand_as(batch.targets), batch.documents)
+
+
+def one_token(batch: Batch) -> Batch:
+    return Batch(torch.zeros_like(batch.tokens), torch.zeros_like(batch.targets), batch.documents)
+
+
+FAULTS = (
+    Fault("dequant scale of an input x 2^8", ("codes",), on(DOWN, inject.change_input_operand, inject.dequantized_by(256)), DOWN, "input"),
+    Fault("dequant scale of an input x 1.5", ("codes",), on(DOWN, inject.change_input_operand, inject.dequantized_by(1.5)), DOWN, "input"),
+    Fault("scale of an input x 2^8, it saturates", ("saturation",), on(DOWN, inject.change_input_operand, inject.quantized_by(256)), DOWN, "input"),
+    Fault("scale of an input x 2^-14, it underflows", ("underflow", "sqnr"), on(DOWN, inject.change_input_operand, inject.quantized_by(2.0**-14)), DOWN, "input"),
+    Fault("flipped layout of an input's codes", ("codes",), on(Q, inject.change_input_operand, inject.rows_reversed), Q, "input"),
+    Fault("flipped layout of a weight's codes", ("codes",), on(UP, inject.change_weight_operands, inject.rows_reversed), UP, "weight"),
+    Fault("codes of a weight from an earlier step", ("codes",), on(UP, inject.change_weight_operands, inject.Stale("codes")), UP, "weight", {"optimizer": {"lr": 3e-3}}, steps=90),
+    Fault("stale scale of an input that grows x 16", ("saturation", "jump"), lambda trained, stack: (on(DOWN, inject.change_input_operand, inject.Stale("scale"))(trained, stack), grow(DOWN, 1.2)(trained, stack)), DOWN, "input"),
+    Fault("wrong matmul: rows of another token", ("result",), on(Q, inject.change_matmul, lambda operand: inject.rows_reversed(operand, operand.data)), Q, "output"),
+    Fault("a row of NaN in an activation", ("nonfinite",), on(DOWN, inject.change_input, at(0, lambda row: row * torch.nan)), DOWN, "input"),
+    Fault("an infinity in a gradient", ("nonfinite",), on(UP, inject.change_grad_output, at((0, 0, 0), lambda row: torch.inf)), UP, "grad_output"),
+    Fault("NaN in a weight", ("nonfinite",), on_weight(UP, at((0, 0), lambda row: torch.nan)), UP, "weight"),
+    Fault("gradient of a layer x 1e-6", ("jump", "peers"), on(UP, inject.change_grad_output, times(1e-6)), UP, "grad_output"),
+    Fault("gradient of a layer x 1e4", ("jump", "peers"), on(UP, inject.change_grad_output, times(1e4)), UP, "grad_output"),
+    Fault("a detached layer: no gradient", ("zero",), on(UP, inject.change_grad_output, times(0.0)), UP, "grad_output"),
+    Fault("loss x 1e-6", ("jump",), scale_loss(1e-6), LAST, "grad_output"),
+    Fault("loss x 2^20", ("jump",), scale_loss(2.0**20), LAST, "grad_output"),
+    Fault("loss x 1e-38", ("zero", "jump"), scale_loss(1e-38), LAST, "grad_output"),
+    Fault("weights of a layer x 100", ("jump", "peers"), on_weight(DOWN, times(100)), DOWN, "weight"),
+    Fault("weights of a layer x 1/100", ("jump", "peers"), on_weight(DOWN, times(0.01)), DOWN, "weight"),
+    Fault("a bit of one weight flips", ("jump",), on_weight(UP, at((3, 5), lambda value: 2.0**12)), UP, "weight"),
+    Fault("weights of a layer are zero", ("zero",), on_weight(DOWN, times(0.0)), DOWN, "weight"),
+    Fault("an outlier channel x 2^17", ("underflow", "sqnr", "jump"), on(UP, inject.change_input, at((..., 7), lambda row: row * 2.0**17)), UP, "input"),
+    Fault("an outlier element x 2^20", ("underflow", "sqnr", "jump"), on(UP, inject.change_input, at((0, 0, 7), lambda row: row * 2.0**20)), UP, "input"),
+    Fault("an input is all zeros", ("zero",), on(DOWN, inject.change_input, times(0.0)), DOWN, "input"),
+    Fault("an input grows x 1.5 a step", ("growth", "jump"), grow(DOWN, 1.5), DOWN, "input"),
+    Fault("an input grows x 1.5 a step, delayed", ("growth", "saturation", "jump"), grow(DOWN, 1.5), DOWN, "input", recipe("delayed")),
+    Fault("gradients below e5m2's subnormals", ("underflow", "sqnr"), on(UP, inject.change_grad_output, at((slice(None), slice(1, None)), lambda rows: rows * 2.0**-36)), UP, "grad_output"),
+    Fault("learning rate x 1000", ("jump", "growth"), raise_learning_rate, None, None),
+    Fault("no optimizer has a weight", ("unchanged",), forget_weight(UP), UP, "weight"),
+    Fault("a dead expert", ("dead",), kill_expert, EXPERTS, None, {"model": {"n_experts": 8, "hidden_dim": 64}, **recipe("rowwise")}),
+    Fault("shuffled labels", (), no_operation, change_batch=shuffled),
+    Fault("one sequence repeated in each batch", (), no_operation, change_batch=repeated),
+    Fault("all tokens are zero", ("jump", "growth", "zero", "vanishing"), no_operation, change_batch=one_token),
+)  # fmt: skip
