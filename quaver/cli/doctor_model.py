@@ -15,8 +15,8 @@ import tomli_w
 
 from quaver.cli.console import make_table, wide_console
 from quaver.layer_recipes import LayerRecipes
+from quaver.numerics.extras import RECIPES
 from quaver.numerics.survey import SurveyedLinear, float8_share, recipes_under, survey
-from quaver.numerics.what_if import TRIED
 from quaver.trainer.config.settings import expanded
 from quaver.trainer.surveyed import Surveyed, open_surveyed
 
@@ -66,7 +66,7 @@ def survey_model(path: str, options: Options) -> Survey:
         raise FileExistsError(f"--out must be a new file, got {str(out)!r}, which exists")
     opened = open_surveyed(expanded(path), data=options.data, sequences=options.sequences, seq_len=options.seq_len)
     own = opened.config.float8.recipe_name
-    first = own if own in TRIED else "tensorwise"
+    first = own if own in RECIPES else "tensorwise"
     surveyed = survey(opened.model, opened.forward_backward)
     recipes = recipes_under(options.budget_db, surveyed, opened.is_skipped, first)
     if out is not None:

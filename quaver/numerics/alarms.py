@@ -80,8 +80,6 @@ class _State:
     since: int = 0
     cause: Key | None = None
     """The alarm that it raised or follows, while it is bad."""
-    raised: int = 0
-    """The sample, by number, that raised it."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +108,8 @@ class Alarms:
     _history: History = field(default_factory=History, repr=False)
     _states: dict[Key, _State] = field(default_factory=dict, repr=False)
     _count: int = field(default=0, repr=False)
+    _recent: tuple[Key, int] | None = field(default=None, repr=False)
+    """The last alarm of a rule that spreads, and the sample, by number, that raised it."""
 
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
@@ -173,30 +173,30 @@ class Alarms:
                 self._states[key].bad = 0
             return False
         state = self._states.setdefault(key, _State())
-        state.since = state.since if state.bad else step
+        state.since = state.since if state.bad else finding.measure.since or step
         state.bad += 1
         return state.cause is None and state.bad >= rule.samples
 
     def _raise(self, turned: list[_Finding], sample: Sample) -> Iterable[Alarm]:
         """Alarms for the first of `turned`, of those that do not follow it, and so on."""
-        lasting = self._spreading()
         while turned:
             first, *rest = turned
-            alarms = lasting is None or (first.rule.name == "nonfinite" and lasting[0] != "nonfinite")
-            cause = first.key if alarms or lasting is None else lasting
-            followers = [each for each in rest if not alarms or _follows(each, first)]
+            lasting = self._explained(first)
+            followers = [each for each in rest if lasting or _follows(each, first)]
             for each in (first, *followers):
-                self._states[each.key].cause, self._states[each.key].good = cause, 0
-            if alarms:
-                self._states[cause].raised = self._count
+                self._states[each.key].cause, self._states[each.key].good = lasting or first.key, 0
+            if lasting is None:
+                if first.rule.spreads:
+                    self._recent = first.key, self._count
                 yield self._alarm(first, len({each.seen.place[:2] for each in followers}), sample)
             turned = [each for each in rest if each not in followers]
 
-    def _spreading(self) -> Key | None:
-        """The alarm that explains what turns bad now."""
-        recent = [key for key in self.active if self._count - self._states[key].raised <= FOLLOWS]
-        spreading = [rule.name for rule in self.rules if rule.spreads]
-        return next((key for key in recent if key[0] in spreading), None)
+    def _explained(self, finding: _Finding) -> Key | None:
+        """The recent alarm that explains what turns bad now."""
+        if self._recent is None or self._count - self._recent[1] > FOLLOWS:
+            return None
+        key = self._recent[0]
+        return None if finding.rule.name == "nonfinite" != key[0] else key
 
     def _alarm(self, finding: _Finding, followers: int, sample: Sample) -> Alarm:
         rule, seen, measure = finding.rule, finding.seen, finding.measure

@@ -27,7 +27,7 @@ BIT_DB = 20 * math.log10(2)
 JUMP_BITS = 4.0
 """The scale of before would clip: the amax of a Gaussian is about six of its deviations; 2^-4 of that, a third."""
 
-PEER_BITS = {"weight": 4.0, "grad_output": 12.0}
+PEER_BITS = {"weight": 4.0, "grad_output": 16.0}
 """How far a tensor's rms may be from that of its peers in other blocks."""
 
 ADAM_EPS = 1e-8
@@ -45,6 +45,8 @@ class Measure:
     clear_at: float
     above: bool = True
     """Whether large values are bad."""
+    since: int | None = None
+    """The step that was bad first, where that is known to be an earlier one."""
 
     @property
     def is_bad(self) -> bool:
@@ -108,14 +110,23 @@ def _codes(now: Seen, sample: Sample) -> Measure | None:
 
 
 def _saturation(now: Seen, sample: Sample) -> Measure | None:
-    """With a persistent scale: clipping that takes more than rounding can. With a dynamic one nothing is clipped."""
-    facts = _cast_facts(now)
-    if facts is None or now.saturated is None:
+    """A scale that was made from its tensor clips nothing."""
+    if _cast_facts(now) is None or now.saturated is None or _is_persistent(now):
         return None
-    if not str(now.about.get("recipe") or "delayed").startswith(PERSISTENT):
-        return Measure(now.saturated, 0, 0)
+    return Measure(now.saturated, 0, 0)
+
+
+def _clipping(now: Seen, sample: Sample) -> Measure | None:
+    """A persistent scale clips what has grown; bad where that takes more than rounding can."""
+    facts = _cast_facts(now)
+    if facts is None or now.saturated is None or not _is_persistent(now):
+        return None
     harms = facts[1] < rounding_bound_db(facts[0])
     return Measure(now.saturated if harms else 0.0, 0, 0)
+
+
+def _is_persistent(now: Seen) -> bool:
+    return str(now.about.get("recipe") or "delayed").startswith(PERSISTENT)
 
 
 def _underflow(now: Seen, sample: Sample) -> Measure | None:
@@ -151,14 +162,24 @@ def _dead(now: Seen, sample: Sample) -> Measure | None:
 
 
 def _jump(now: Seen, sample: Sample) -> Measure | None:
-    """Powers of two between an amax and its median before, where that is beyond six of its deviations."""
-    level = now.log2("amax")
-    past = [value for each in sample.before(now)[-8:] if (value := each.log2("amax")) is not None]
-    if level is None or now.nonfinite or len(past) < 3:
+    """Powers of two between a level and all of its last four, where that is beyond six of its deviations.
+
+    The level of a weight or an activation is its amax, in one sample. Gradients follow their batch: theirs is the rms,
+    and the sample before must have jumped, too.
+    """
+    is_gradient = now.place.operand.startswith("grad")
+    before = sample.before(now)
+    levels = [each.log2("rms" if is_gradient else "amax") for each in [*before[-8:], now]]
+    recent, past = (levels[-2:], levels[:-2]) if is_gradient else (levels[-1:], levels[:-1])
+    usual = [level for level in past if level is not None]
+    if None in recent or now.nonfinite or len(usual) < 3:
         return None
-    steps = [abs(b - a) for a, b in zip(past, past[1:], strict=False)]
+    steps = [abs(b - a) for a, b in zip(usual, usual[1:], strict=False)]
     at = max(JUMP_BITS, 6 * 1.4826 * statistics.median(steps))
-    return Measure(abs(level - statistics.median(past)), at, at / 2)
+    low, high = min(usual[-4:]), max(usual[-4:])
+    reached = [level for level in recent if level is not None]
+    value = max(min(reached) - high, low - max(reached), 0.0)
+    return Measure(value, at, at / 2, since=before[-1].step if is_gradient else now.step)
 
 
 def _growth(now: Seen, sample: Sample) -> Measure | None:
@@ -173,19 +194,14 @@ def _growth(now: Seen, sample: Sample) -> Measure | None:
     return Measure(early + late if grows else 0.0, JUMP_BITS, JUMP_BITS / 2)
 
 
-def _vanishing(now: Seen, sample: Sample) -> Measure | None:
-    if now.place.operand != "grad_weight" or not now.rms:
-        return None
-    return Measure(now.rms, ADAM_EPS, 2 * ADAM_EPS, above=False)
-
-
 # ---- several tensors -------------------------------------------------------------------------------------------------
 
 
 def _peers(now: Seen, sample: Sample) -> Measure | None:
     """Powers of two between an rms and the median of those with the same part in other blocks."""
     at, level = PEER_BITS.get(now.place.operand), now.log2("rms")
-    others = [value for each in sample.by_peers[now.peers] if each is not now and (value := each.log2("rms"))]
+    found = [each.log2("rms") for each in sample.by_peers[now.peers] if each is not now]
+    others = [each for each in found if each is not None]
     if at is None or level is None or now.nonfinite or len(others) < 3:
         return None
     return Measure(abs(level - statistics.median(others)), at, at / 2)
@@ -224,6 +240,14 @@ def _db(operand: Seen) -> float:
     return math.inf if operand.sqnr_db is None else operand.sqnr_db
 
 
+def _vanishing(now: Seen, sample: Sample) -> Measure | None:
+    """The largest of all gradients of weights."""
+    if now.place.operand != "grad_weight" or not now.rms:
+        return None
+    every = [each.rms or 0.0 for each in sample.seen if each.place.operand == "grad_weight"]
+    return Measure(now.rms, ADAM_EPS, 2 * ADAM_EPS, above=False) if now.rms == max(every) else None
+
+
 def _unchanged(now: Seen, sample: Sample) -> Measure | None:
     """A weight with a gradient that stays the same to the bit while others change: no optimizer has it."""
     before = sample.before(now)
@@ -243,13 +267,16 @@ def _has_gradient(weight: Seen, sample: Sample) -> bool:
     return any(each.amax for each in sample.by_layer[weight.place.layer].get("grad_weight", []))
 
 
+CLIPPED = "{value:.2%} of the elements are clipped"
+
 RULES = (
     Rule("nonfinite", _nonfinite, "has {value:g} elements that are not finite"),
     Rule("ranks", _ranks, "is another one on a rank than on its replicas"),
     Rule(
         "codes", _codes, "{value:.1f} dB; no rounding at this scale is below {threshold:.1f}: codes or scale are wrong"
     ),
-    Rule("saturation", _saturation, "{value:.2%} of the elements are clipped", remedied=True),
+    Rule("saturation", _saturation, CLIPPED, remedied=True),
+    Rule("saturation", _clipping, CLIPPED, 3, remedied=True),
     Rule("result", _result, "{value:.1f} dB against high precision, its operands explain {threshold:.1f}"),
     Rule("zero", _zero, "is all zeros", samples=2),
     Rule("sqnr", _sqnr, "{value:.1f} dB; rounding alone leaves at least {threshold:.1f}", 2, False, True),

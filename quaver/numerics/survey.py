@@ -13,21 +13,22 @@ from torch import Tensor, nn
 
 from quaver.config import Float8LinearConfig
 from quaver.layer_recipes import HIGH_PRECISION, LayerRecipes
-from quaver.numerics.what_if import TRIED, what_if
+from quaver.numerics.extras import RECIPES
+from quaver.numerics.figures import figures
 
 
 @dataclass
 class SurveyedLinear:
-    """One linear: `db[recipe][operand]` is the figure of what_if.py in decibels, the lowest of all its calls."""
+    """One linear: `db[recipe][operand]` is the figure of figures.py in decibels, the lowest of all its calls."""
 
     name: str
     products: int = 0
     """M * K * N of its matmuls, added up over calls."""
     db: dict[str, dict[str, float]] = field(default_factory=dict)
 
-    def add(self, operand: str, figures: Mapping[str, float | None]) -> None:
+    def add(self, operand: str, found: Mapping[str, float | None]) -> None:
         """Note an operand; one of zeros loses nothing."""
-        for recipe, value in figures.items():
+        for recipe, value in found.items():
             of_recipe = self.db.setdefault(recipe, {})
             of_recipe[operand] = min(of_recipe.get(operand, math.inf), math.inf if value is None else value)
 
@@ -41,7 +42,7 @@ class SurveyedLinear:
 
 
 def survey(
-    model: nn.Module, forward_backward: Callable[[], Any], recipes: Sequence[str] = TRIED
+    model: nn.Module, forward_backward: Callable[[], Any], recipes: Sequence[str] = RECIPES
 ) -> list[SurveyedLinear]:
     """Run `forward_backward` once and survey every `nn.Linear` of `model` that it calls, in the order of the calls.
 
@@ -89,15 +90,15 @@ def _observe(
     weight, (input, *_) = linear.get_parameter("weight"), inputs
     surveyed = found.setdefault(name, SurveyedLinear(name))
     surveyed.products += input.numel() * weight.shape[0]
-    surveyed.add("input", what_if(input.to(output.dtype), "input", recipes))
-    surveyed.add("weight", what_if(weight.to(output.dtype), "weight", recipes))
-    output.register_hook(lambda grad: surveyed.add("grad_output", what_if(grad, "grad_output", recipes)))
+    surveyed.add("input", figures(input.to(output.dtype), "input", recipes))
+    surveyed.add("weight", figures(weight.to(output.dtype), "weight", recipes))
+    output.register_hook(lambda grad: surveyed.add("grad_output", figures(grad, "grad_output", recipes)))
 
 
 # ---- the recipes -----------------------------------------------------------------------------------------------------
 
 
-def by_float8(first: str, recipes: Sequence[str] = TRIED) -> list[str]:
+def by_float8(first: str, recipes: Sequence[str] = RECIPES) -> list[str]:
     """`recipes`, `first` in front, then by how many of the three matmuls they compute in float8."""
 
     def order(recipe: str) -> tuple[bool, int]:

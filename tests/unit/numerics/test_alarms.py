@@ -37,7 +37,7 @@ FAULTS = {
     "no gradient": ({(UP, "grad_output"): {"amax": 0.0, "rms": 0.0, "sqnr_db": None}}, "zero", "grad_output", 1),
     "outliers": ({(DOWN, "input"): {"underflow": 0.3}}, "underflow", "input", 1),
     "larger weight": ({(DOWN, "weight"): scaled("weight", 100)}, "jump", "weight", 0),
-    "small gradient": ({(DOWN, "grad_weight"): scaled("grad_weight", 1e-6)}, "jump", "grad_weight", 0),
+    "small gradient": ({(DOWN, "grad_weight"): scaled("grad_weight", 1e-6)}, "jump", "grad_weight", 1),
 }
 
 
@@ -90,7 +90,7 @@ def test_what_follows_a_cause_raises_no_alarm_of_its_own():
 
 def test_delayed_scales_may_clip_what_rounding_hides():
     changes = {(UP, "input"): {"saturated": 1e-4, "sqnr_db": 29.0}}
-    assert events(changes, range(12, 14), recipe="delayed") == []
+    assert events(changes, range(12, 99), recipe="delayed") == []
     assert [each.rule for each in events(changes, range(12, 99))] == ["saturation"]
     changes[UP, "input"]["sqnr_db"] = 20.0
     assert [each.rule for each in events(changes, range(12, 99), recipe="delayed")] == ["saturation"]

@@ -9,8 +9,8 @@ from torch import nn
 from quaver import Float8Linear, LayerRecipes
 from quaver.cli import main
 from quaver.integrations.transformers import prepare_model_for_float8
+from quaver.numerics.figures import figures
 from quaver.numerics.survey import recipes_under, survey
-from quaver.numerics.what_if import what_if
 from quaver.trainer.config_io import load_config
 from quaver.trainer.train import prepare
 from tests.unit.trainer.runs import run_to_end
@@ -20,7 +20,7 @@ from tests.unit.trainer.runs import run_to_end
     ("operand", "expected"), [("input", 31.5), ("weight", 31.5), ("grad_output", 25.6)], ids=lambda value: str(value)
 )
 def test_a_gaussian_keeps_what_its_format_keeps(operand, expected):
-    found = what_if(torch.randn(512, 256), operand)
+    found = figures(torch.randn(512, 256), operand)
     assert found["tensorwise"] == pytest.approx(expected, abs=0.4)
     assert found["rowwise"] == pytest.approx(31.5, abs=0.4)
 
@@ -29,13 +29,13 @@ def test_an_outlier_that_hides_in_the_sqnr_shows_in_the_figure():
     """One channel 2^17 times larger: tensorwise and rowwise lose the rest, blocks of 32 only the outlier's block."""
     input = torch.randn(64, 4096)
     input[:, 7] *= 2**17
-    found = what_if(input, "input")
+    found = figures(input, "input")
     assert found["tensorwise"] < 15
     assert found["rowwise"] < 15 < found["mxfp8"]
 
 
 def test_a_cast_that_a_recipe_has_not_loses_nothing():
-    zeros = what_if(torch.zeros(16, 16), "input")
+    zeros = figures(torch.zeros(16, 16), "input")
     assert set(zeros.values()) == {None}
 
 
@@ -49,7 +49,7 @@ def test_a_cast_that_a_recipe_has_not_loses_nothing():
 )
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        what_if(*arguments)
+        figures(*arguments)
 
 
 class Outlier(nn.Module):

@@ -1,6 +1,6 @@
-"""What a tensor would lose under each recipe: the casts of that recipe, on the same tensor.
+"""What a budget asks of a tensor's casts: one figure for each recipe, which an outlier cannot hide from.
 
-    what_if(grad_output, "grad_output")        {"tensorwise": 25.6, "rowwise": 31.4, ...}
+    figures(grad_output, "grad_output")        {"tensorwise": 25.6, "rowwise": 31.4, ...}
 
 [Note: the lower of two] An outlier has most of a tensor's signal, and floating point keeps its relative error, so the
 SQNR of the whole does not see what the outlier's scale does to the rest. The share that underflows does (expected.py).
@@ -14,20 +14,14 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from quaver.config import Float8LinearConfig, Float8LinearRecipeName, OperandCasts, resolve_config
+from quaver.config import OperandCasts, resolve_config
 from quaver.formats import HP_DTYPES
 from quaver.gemm import Operand
 from quaver.numerics.expected import bulk_db
+from quaver.numerics.extras import RECIPES
 from quaver.numerics.places import OPERANDS, is_shared
 from quaver.numerics.statistics import finish, observe_matrix
 from quaver.quantize import Quantizer, as_matrix
-
-TRIED = tuple(
-    recipe.value
-    for recipe in Float8LinearRecipeName
-    if not Float8LinearConfig.from_recipe_name(recipe).has_persistent_scales
-)
-"""The recipes with dynamic scaling: a tensor alone has no history."""
 
 
 def figure(sqnr_db: float | None, underflow: float | None) -> float | None:
@@ -36,7 +30,7 @@ def figure(sqnr_db: float | None, underflow: float | None) -> float | None:
 
 
 @torch.no_grad()
-def what_if(hp: Tensor, operand: str, recipes: Iterable[str] = TRIED) -> dict[str, float | None]:
+def figures(hp: Tensor, operand: str, recipes: Iterable[str] = RECIPES) -> dict[str, float | None]:
     """The figure of a tensor under each of `recipes`: of the worse of its two casts; infinite without a cast.
 
     Args:
@@ -63,8 +57,8 @@ def what_if(hp: Tensor, operand: str, recipes: Iterable[str] = TRIED) -> dict[st
 
 def _figure_of(matrix: Tensor, casts: OperandCasts) -> float | None:
     row, column = Quantizer(casts, matrix.dtype)(matrix, row=True, column=not is_shared(casts))
-    figures = [_of_cast(matrix, made) for made in (row, column) if made is not None and made.dequant_scale is not None]
-    return None if None in figures else min((each for each in figures if each is not None), default=float("inf"))
+    found = [_of_cast(matrix, made) for made in (row, column) if made is not None and made.dequant_scale is not None]
+    return None if None in found else min((each for each in found if each is not None), default=float("inf"))
 
 
 def _of_cast(matrix: Tensor, made: Operand) -> float | None:
