@@ -27,6 +27,9 @@ BIT_DB = 20 * math.log10(2)
 JUMP_BITS = 4.0
 """The scale of before would clip: the amax of a Gaussian is about six of its deviations; 2^-4 of that, a third."""
 
+GRADIENT_JUMP_BITS = 6.0
+"""The same for the rms of gradients, which follows the batch, too: a margin of 4, not a derivation."""
+
 PEER_BITS = {"weight": 4.0, "grad_output": 16.0}
 """How far a tensor's rms may be from that of its peers in other blocks."""
 
@@ -175,7 +178,7 @@ def _jump(now: Seen, sample: Sample) -> Measure | None:
     if None in recent or now.nonfinite or len(usual) < 3:
         return None
     steps = [abs(b - a) for a, b in zip(usual, usual[1:], strict=False)]
-    at = max(JUMP_BITS, 6 * 1.4826 * statistics.median(steps))
+    at = max(GRADIENT_JUMP_BITS if is_gradient else JUMP_BITS, 6 * 1.4826 * statistics.median(steps))
     low, high = min(usual[-4:]), max(usual[-4:])
     reached = [level for level in recent if level is not None]
     value = max(min(reached) - high, low - max(reached), 0.0)
@@ -281,7 +284,7 @@ RULES = (
     Rule("zero", _zero, "is all zeros", samples=2),
     Rule("sqnr", _sqnr, "{value:.1f} dB; rounding alone leaves at least {threshold:.1f}", 2, False, True),
     Rule("underflow", _underflow, "{value:.1%} of the elements become zero, above {threshold:.1%}", 2, False, True),
-    Rule("jump", _jump, "amax changed by 2^{value:.1f}, above 2^{threshold:.1f}"),
+    Rule("jump", _jump, "changed by 2^{value:.1f}, above 2^{threshold:.1f}"),
     Rule("growth", _growth, "rms grew by 2^{value:.1f} in 8 samples and does not slow down"),
     Rule("peers", _peers, "rms is 2^{value:.1f} from that of other blocks, above 2^{threshold:.1f}", 2, False),
     Rule("dead", _dead, "{value:.1%} more of the gradient is exactly zero than before", 3, False),

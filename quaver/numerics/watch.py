@@ -1,0 +1,89 @@
+"""`AlarmSink`: raises alarms beside a run, on the lines that a monitor writes.
+
+    alarms = AlarmSink("numerics.jsonl", on_event=print, post_mortem="post_mortem.jsonl")
+    with quaver.monitor(model, every=100, sink=alarms):
+        ...
+
+Samples and alarms go to the record in the order in which they happen. On the first value that is not finite, the last
+samples and the alarm are also written to a file of their own, a record like the other, which a later start of the run
+does not rewind.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from quaver.numerics.alarms import Alarm, Alarms, Cleared
+from quaver.numerics.record import RecordWriter
+from quaver.numerics.seen import MEMORY
+
+
+class LineSink(Protocol):
+    """A destination of the lines of a record, as monitor.py has it."""
+
+    def write(self, line: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class AlarmSink:
+    """A sink that gives each sample to `alarms`, and writes it and what it raised to another sink.
+
+    Args:
+        sink: the other sink, or the path of a record; None for none.
+        on_event: called with each `Alarm` and `Cleared`, after it was written. What it raises ends the step.
+        post_mortem: the file for the samples before a value that is not finite.
+        keep: how many of them.
+    """
+
+    def __init__(
+        self,
+        sink: str | Path | LineSink | None = None,
+        *,
+        alarms: Alarms | None = None,
+        on_event: Callable[[Alarm | Cleared], None] | None = None,
+        post_mortem: str | Path | None = None,
+        keep: int = MEMORY,
+    ) -> None:
+        self.alarms = Alarms() if alarms is None else alarms
+        self._sink: LineSink | None = RecordWriter(sink) if isinstance(sink, str | Path) else sink
+        self._on_event = on_event
+        self._post_mortem = None if post_mortem is None else Path(post_mortem)
+        self._header: dict[str, Any] = {}
+        self._last: deque[dict[str, Any]] = deque(maxlen=keep)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Take a header or a sample. Raises OSError where a file cannot be written, and what `on_event` raises."""
+        self._write(line)
+        if line["kind"] == "header":
+            self._header = line
+        elif line["kind"] == "sample":
+            self._last.append(line)
+            for event in self.alarms.update(self._header, line):
+                self._take(event)
+
+    def close(self) -> None:
+        """Close the other sink."""
+        if self._sink is not None:
+            self._sink.close()
+
+    def _take(self, event: Alarm | Cleared) -> None:
+        self._write(event.to_dict())
+        if isinstance(event, Alarm) and event.rule == "nonfinite" and self._post_mortem is not None:
+            self._write_post_mortem(self._post_mortem, event)
+        if self._on_event is not None:
+            self._on_event(event)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._sink is not None:
+            self._sink.write(line)
+
+    def _write_post_mortem(self, path: Path, alarm: Alarm) -> None:
+        """The ring as a record; of several such moments the last one stays."""
+        path.unlink(missing_ok=True)
+        writer = RecordWriter(path)
+        for line in ({**self._header, "step": self._last[0]["step"]}, *self._last, alarm.to_dict()):
+            writer.write(line)
