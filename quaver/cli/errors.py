@@ -11,6 +11,7 @@ from quaver.trainer.errors import CheckpointError
 EXIT_BAD_INPUT = 2
 EXIT_NONFINITE = 3
 EXIT_NOT_WRITTEN = 4
+EXIT_ALARM = 5
 EXIT_INTERRUPTED = 130
 
 BAD_INPUT = (ValueError, NotImplementedError, OSError, MissingDeviceError)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from quaver.cli.dry_run import DryRunOptions, print_dry_run
 from quaver.cli.errors import (
     BAD_INPUT,
+    EXIT_ALARM,
     EXIT_BAD_INPUT,
     EXIT_INTERRUPTED,
     EXIT_NONFINITE,
@@ -29,7 +30,7 @@ class Train(DryRunOptions, TrainFlags):
 
 def run(argv: list[str]) -> int:
     """Train as `argv` says; 0 when finished, 2 for bad input, 3 for a non-finite loss, 4 if a checkpoint or another
-    file cannot be written, 130 after Ctrl-C or SIGTERM.
+    file cannot be written, 5 where an alarm stopped the run, 130 after Ctrl-C or SIGTERM.
 
     All ranks return the same code, and only the first one prints.
     """
@@ -93,4 +94,4 @@ def _train(plan: RunSetup) -> int:
         if isinstance(error, NonFiniteError):
             return EXIT_NONFINITE
         return EXIT_NOT_WRITTEN if isinstance(error, OutputError) else exit_code
-    return EXIT_INTERRUPTED if summary["status"] == "interrupted" else 0
+    return {"interrupted": EXIT_INTERRUPTED, "alarm": EXIT_ALARM}.get(summary["status"], 0)

@@ -292,3 +292,6 @@ RULES = (
     Rule("unchanged", _unchanged, "did not change while other weights did: no optimizer has it", 3, False),
 )
 """In the order in which they explain each other: what is not finite explains a jump, not the reverse."""
+
+REMEDIED = frozenset(rule.name for rule in RULES if rule.remedied)
+"""The rules whose cause another recipe may end."""

@@ -104,6 +104,13 @@ class RunFolder:
         except OSError as error:
             raise OutputError(f"cannot write the run folder {str(self.path)!r}: {error.strerror or error}") from error
 
+    def replace_config(self, config: TrainConfig) -> None:
+        """Write the config of a run whose settings changed while it trained. Raises OutputError."""
+        try:
+            write_config(_as_begun(config), self.path / CONFIG)
+        except OSError as error:
+            raise OutputError(f"cannot write the run folder {str(self.path)!r}: {error.strerror or error}") from error
+
     def check_exists(self) -> None:
         """Raise OutputError if the folder was removed: open files would take the numbers of the run with them."""
         if not (self.path / CONFIG).exists():
@@ -150,6 +157,11 @@ class RunFolder:
     def numerics(self) -> Path:
         """JSON lines: statistics of the float8 matmuls of sampled steps (quaver/numerics/record.py)."""
         return self.path / NUMERICS
+
+    @property
+    def post_mortem(self) -> Path:
+        """JSON lines: the last samples before a value that was not finite."""
+        return self.path / "numerics_post_mortem.jsonl"
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """Write `value` to the file `name`, replacing it atomically.

@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from quaver.delayed import float8_scaling_state
 from quaver.numerics.monitor import Monitor
+from quaver.numerics.watch import AlarmSink
 from quaver.roofline.device_specs import PeakFlops, peak_flops
+from quaver.trainer.alarms import RunAlarms, described, fall_back
 from quaver.trainer.checkpoint import Checkpointer, load_weights
 from quaver.trainer.checkpoint_folder import Progress
 from quaver.trainer.config import TrainConfig
@@ -137,8 +140,8 @@ def train(run: Run) -> dict[str, Any]:
     """Train every model to the last step and return the summary, which the run folder has as summary.json.
 
     Ctrl-C, SIGTERM or SIGHUP, on any rank, ends the run on all ranks after the current step with status "interrupted",
-    and with a checkpoint if they are enabled. The summary and the curves are written however the loop ends, and the
-    lock of the run folder is released.
+    and with a checkpoint if they are enabled; so does an alarm with numerics.on_alarm = stop, with status "alarm". The
+    summary and the curves are written however the loop ends, and the lock of the run folder is released.
 
     Raises:
         NonFiniteError: if a loss or a gradient norm is not finite; on every rank, with the same message.
@@ -159,7 +162,9 @@ def _train(run: Run) -> dict[str, Any]:
         with determinism(run.config.training.deterministic), _outputs(run) as outputs, stop_signals() as requests:
             _introduce(run, outputs.display)
             _train_steps(run, outputs, requests)
-            status = "finished" if run.progress.step >= run.config.training.steps else "interrupted"
+            reason = run.ranks.gather(outputs.alarms.reason)[0]
+            is_done = run.progress.step >= run.config.training.steps
+            status, error = "finished" if is_done else "alarm" if reason else "interrupted", reason or None
     except KeyboardInterrupt:
         status, waits = "interrupted", False
         if not run.ranks.is_alone:
@@ -183,9 +188,10 @@ def _train_steps(run: Run, outputs: "Outputs", requests: Requests) -> None:
     """Train until the last step, a signal or a failed checkpoint; then save."""
     config, progress = run.config, run.progress
     while progress.step < config.training.steps:
-        if run.ranks.any(requests.stop or run.checkpoints.failed, run.device):
+        if run.ranks.any(requests.stop or run.checkpoints.failed or bool(outputs.alarms.reason), run.device):
             break
         _train_step(run, progress.step + 1, outputs)
+        _fall_back(run, outputs)
         if run.folder:
             run.folder.check_exists()
         if progress.step % config.validation.freq == 0 or progress.step == config.training.steps:
@@ -244,6 +250,9 @@ class Outputs:
     display: Display
     watchdog: Watchdog
     profiling: Profiling
+    alarms: RunAlarms
+    alarm_sink: AlarmSink | None
+    """The sink of the monitor, on the first rank."""
 
     def write(self, record: dict[str, Any]) -> None:
         """Log the numbers of a step or a validation."""
@@ -263,25 +272,58 @@ def _outputs(run: Run) -> Iterator[Outputs]:
             if config.float8_scales_freq > 0 and any(model.scaling for model in run.models):
                 scales = JsonLines(folder.float8_scales)
                 stack.callback(scales.close)
-        numerics = run.config.numerics
-        if numerics.every:
-            run.models[0].monitor = stack.enter_context(
-                Monitor(
-                    run.models[0].model,
-                    every=numerics.every,
-                    extras_every=numerics.extras_every,
-                    sink=NumericsLog(folder, loggers) if folder else None,
-                    completed_steps=run.progress.step,
-                )
-            )
-        display = training_display(names, steps, config.log_freq, peak_source=run.peak.source, quiet=folder is None)
+        shown = training_display(names, steps, config.log_freq, peak_source=run.peak.source, quiet=folder is None)
+        display = stack.enter_context(shown)
+        alarms = RunAlarms(run.config.numerics, display)
+        sink = alarms.sink(NumericsLog(folder, loggers), folder) if folder and run.config.numerics.every else None
+        if run.config.numerics.every:
+            stack.callback(_close_monitor, run)
+            _open_monitor(run, sink)
         yield Outputs(
             loggers,
             scales,
-            stack.enter_context(display),
+            display,
             stack.enter_context(watchdog(run.paths.stacks(run.ranks.rank))),
             stack.enter_context(Profiling(run.config, run.paths.path, run.ranks, run.device)),
+            alarms,
+            sink,
         )
+
+
+def _open_monitor(run: Run, sink: AlarmSink | None) -> None:
+    numerics, model = run.config.numerics, run.models[0]
+    model.monitor = Monitor(
+        model.model,
+        every=numerics.every,
+        extras_every=numerics.extras_every,
+        sink=sink,
+        completed_steps=run.progress.step,
+    )
+
+
+def _close_monitor(run: Run) -> None:
+    if run.models[0].monitor is not None:
+        run.models[0].monitor.close()
+        run.models[0].monitor = None
+
+
+def _fall_back(run: Run, outputs: "Outputs") -> None:
+    """Change the recipes of layers that an alarm of this step names, on every rank, and record it in the config."""
+    numerics, step, model = run.config.numerics, run.progress.step, run.models[0]
+    if numerics.on_alarm != "fallback" or not (step == 1 or step % numerics.every == 0):
+        return
+    layers: dict[str, str] = run.ranks.gather(outputs.alarms.take_fallbacks())[0]
+    if not layers:
+        return
+    _close_monitor(run)
+    run.config = model.config = fall_back(model.model, run.config, layers)
+    model.scaling = float8_scaling_state(model.model)
+    run.checkpoints.about = run.checkpoints.about | described(run.config, model.model)
+    if run.folder is not None:
+        run.folder.replace_config(run.config)
+        for name, recipe in layers.items():
+            outputs.display.line(f"step {step}: {name} computes in {recipe} from now on")
+    _open_monitor(run, outputs.alarm_sink)
 
 
 def _record_step(run: Run, model: TrainedModel, step: int, result: StepResult, outputs: Outputs) -> None:
@@ -383,5 +425,5 @@ def _print_end(run: Run, status: str, summary: dict[str, Any]) -> None:
     else:
         print_results(summary)
     say(f"run folder: {run.folder.path}")
-    if status == "interrupted" and run.checkpoints.folder.steps():
+    if status in ("interrupted", "alarm") and run.checkpoints.folder.steps():
         say(f"resume with: quaver train --resume {run.folder.path}")

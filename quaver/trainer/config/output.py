@@ -2,8 +2,20 @@
 
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import Annotated
 
-from quaver.trainer.config.settings import AtLeast1, FiniteNotNegative, NotNegative, Settings, is_folder_name
+from quaver.config import Float8LinearConfig, Float8LinearRecipeName
+from quaver.layer_recipes import HIGH_PRECISION
+from quaver.trainer.config.settings import AtLeast1, FiniteNotNegative, NotNegative, OneOf, Settings, is_folder_name
+
+FALLBACKS = (
+    HIGH_PRECISION,
+    *(
+        recipe.value
+        for recipe in Float8LinearRecipeName
+        if not Float8LinearConfig.from_recipe_name(recipe).has_persistent_scales
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -60,10 +72,18 @@ class Numerics(Settings, section="numerics"):
     extras_every: NotNegative = 20
     """Each linear gets histograms and the SQNR of other recipes once in so many samples, in turns; 0: none."""
 
+    on_alarm: Annotated[str, OneOf(("log", "stop", "fallback"))] = "log"
+    """log: say and record it. stop: end the run with a checkpoint. fallback: give a linear that its recipe harms
+    fallback_recipe, from the next step on, in the run's config too."""
+    fallback_recipe: Annotated[str, OneOf(FALLBACKS)] = HIGH_PRECISION
+    """The recipe of such a linear."""
+
     def check(self) -> None:
-        """Refuse settings of samples that are not taken."""
+        """Refuse settings that nothing would read."""
         if not self.every:
-            self.require_default("extras_every", unless="numerics.every is set")
+            self.require_default("extras_every", "on_alarm", unless="numerics.every is set")
+        if self.on_alarm != "fallback":
+            self.require_default("fallback_recipe", unless="numerics.on_alarm is fallback")
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,8 @@ class TrainConfig(Settings):
             self.require(not (holds and float8.last_steps_high_precision), tail, f"0 {reason}")
             is_asked = self.validation.high_precision_too
             self.require(not (holds and is_asked), "validation.high_precision_too", f"false {reason}")
+            falls_back = self.numerics.on_alarm == "fallback"
+            self.require(not (holds and falls_back), "numerics.on_alarm", f"log or stop {reason}")
 
     def _check_activation_checkpoint(self) -> None:
         checkpoint, is_compiled = self.activation_checkpoint, self.training.compile

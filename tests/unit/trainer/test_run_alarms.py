@@ -1,0 +1,125 @@
+"""What a run does about an alarm: it records it, stops with a checkpoint, or gives a linear another recipe."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quaver import Float8Linear
+from quaver.numerics.record import Record
+from quaver.trainer.checkpoint_folder import read_record
+from quaver.trainer.config import Float8, TrainConfig
+from quaver.trainer.config_io import load_config
+from quaver.trainer.errors import NonFiniteError
+from quaver.trainer.train import Run, prepare, train
+from tests.unit.trainer.runs import changed
+
+LAYER = "model.layers.1.mlp.up_proj"
+
+
+@pytest.fixture
+def watched_config(tiny_config: TrainConfig) -> TrainConfig:
+    numerics = {"every": 1, "extras_every": 1}
+    return changed(tiny_config, float8=vars(Float8()), numerics=numerics, training={"steps": 6})
+
+
+def with_outlier(run: Run) -> Run:
+    """One channel of a linear's input is 2^20 times larger, so that the rest of it becomes zero."""
+
+    def hook(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        scale = torch.ones(inputs[0].shape[-1])
+        scale[5] = 2.0**20
+        return (inputs[0] * scale.to(inputs[0].dtype),)
+
+    run.models[0].model.get_submodule(LAYER).register_forward_pre_hook(hook)
+    return run
+
+
+def alarms_of(run: Run) -> list[dict]:
+    return Record.read(run.folder.path).alarms
+
+
+def test_alarms_are_recorded_with_remedies_and_the_run_goes_on(watched_config):
+    run = with_outlier(prepare(watched_config))
+    assert train(run)["status"] == "finished"
+    (alarm,) = (each for each in alarms_of(run) if each["rule"] in ("underflow", "sqnr"))
+    assert (alarm["layer"], alarm["operand"], alarm["step"]) == (LAYER, "input", 2)
+    assert alarm["remedies"][-1]["recipe"] == "high precision"
+    assert 0 < alarm["remedies"][-1]["flops_share"] < 1
+
+
+def test_stop_ends_the_run_with_a_checkpoint(watched_config):
+    config = changed(watched_config, numerics={"on_alarm": "stop"}, checkpoint={"interval": 100})
+    run = with_outlier(prepare(config))
+    summary = train(run)
+    assert (summary["status"], summary["steps"]) == ("alarm", 2)
+    assert f"{LAYER} input" in summary["error"]
+    assert run.checkpoints.folder.steps() == [2]
+
+
+@pytest.mark.parametrize("recipe", ["high_precision", "mxfp8"])
+def test_a_fallback_changes_one_linear_for_the_rest_of_the_run_and_after_a_resume(watched_config, recipe):
+    config = changed(watched_config, numerics={"on_alarm": "fallback", "fallback_recipe": recipe})
+    run = with_outlier(prepare(config))
+    assert train(run)["status"] == "finished"
+    entry = f"{LAYER}={recipe}"
+    assert load_config(run.folder.path / "config.toml").float8.layer_recipes == (entry,)
+    record = read_record(run.checkpoints.folder.complete(6))
+    assert record["config"]["float8"]["layer_recipes"] == [entry]
+    headers = Record.read(run.folder.path).headers
+    assert [header["step"] for header in headers] == [1, 3]
+    recipes = [{each["recipe"] for each in header["tensors"] if each["layer"] == LAYER} for header in headers]
+    assert recipes == [{"tensorwise"}, set() if recipe == "high_precision" else {recipe}]
+    resumed = prepare(
+        changed(load_config(run.folder.path / "config.toml"), checkpoint={"resume": "must"}, training={"steps": 8})
+    )
+    linear = resumed.models[0].model.get_submodule(LAYER)
+    found = linear.config.recipe_name.value if isinstance(linear, Float8Linear) else "high_precision"
+    assert found == recipe
+    assert train(resumed)["status"] == "finished"
+
+
+def test_a_fallback_keeps_weights_and_moments(watched_config):
+    """A run that falls back after step 2 goes on as one that is resumed there with that recipe."""
+    falls_back = changed(
+        watched_config, numerics={"on_alarm": "fallback"}, checkpoint={"interval": 2, "keep_latest_k": 0}
+    )
+    run = with_outlier(prepare(falls_back))
+    train(run)
+    config = load_config(run.folder.path / "config.toml")
+    resumed = with_outlier(prepare(changed(config, checkpoint={"resume": "must", "load_step": 2})))
+    train(resumed)
+    for name, parameter in run.models[0].model.named_parameters():
+        assert torch.equal(parameter, dict(resumed.models[0].model.named_parameters())[name]), name
+
+
+def test_the_samples_before_a_nan_are_kept(watched_config):
+    run = prepare(watched_config)
+    weight = run.models[0].model.get_submodule(LAYER).weight
+    step_of = run.models[0].train_step
+
+    def breaks(step: int, *args: object, **kwargs: object) -> object:
+        if step == 4:
+            with torch.no_grad():
+                weight[0, 0] = torch.nan
+        return step_of(step, *args, **kwargs)
+
+    run.models[0].train_step = breaks
+    with pytest.raises(NonFiniteError):
+        train(run)
+    record = Record.read(run.folder.post_mortem)
+    assert record.steps.tolist() == [1, 2, 3, 4]
+    (alarm,) = record.alarms
+    assert (alarm["rule"], alarm["layer"], alarm["operand"]) == ("nonfinite", LAYER, "weight")
+
+
+@pytest.mark.parametrize(
+    ("numerics", "message"),
+    [
+        ({"on_alarm": "stop"}, "numerics.on_alarm must be its default, 'log', unless numerics.every is set"),
+        ({"every": 1, "fallback_recipe": "rowwise"}, "numerics.fallback_recipe must be its default"),
+        ({"every": 1, "on_alarm": "fallback", "fallback_recipe": "delayed"}, "numerics.fallback_recipe must be one of"),
+    ],
+)
+def test_settings_that_nothing_reads_are_refused(watched_config, numerics, message):
+    with pytest.raises(ValueError, match=message):
+        changed(watched_config, numerics={"every": 0, "extras_every": 20, **numerics})
