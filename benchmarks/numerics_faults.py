@@ -1,7 +1,7 @@
 """Which alarms a seeded fault raises, after how many samples, and whether healthy runs raise none.
 
     python -m benchmarks.numerics_faults --json benchmarks/results/numerics_faults.json     # half an hour on two cores
-    python -m benchmarks.numerics_faults --only "weights of a layer"                        # those with this in the name
+    python -m benchmarks.numerics_faults --only "weights of a layer"                      # those with this in the name
     python -m benchmarks.numerics_faults --tables benchmarks/results/numerics_faults.json   # docs/diagnosing.md's
 
 The runs are those of train_configs/llama3_debug.toml at a quarter of the width, on sequences of 64 tokens.
@@ -14,7 +14,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from benchmarks.numerics_scenarios import FAULTS, HEALTHY, Fault, Healthy
 from benchmarks.record import ROOT, provenance, show
 from quaver.numerics.alarms import Alarm, Alarms, Cleared
 from quaver.numerics.monitor import Monitor
-from quaver.numerics.record import RecordWriter
+from quaver.numerics.record import Record, RecordWriter
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.config_io import load_config
 from quaver.trainer.data import Batch
@@ -79,7 +79,7 @@ class Watch:
 
 def watched(scenario: Fault | Healthy, records: Path | None = None) -> Watch:
     """Run a scenario to its end, or to what is not finite; its record goes to the folder `records`."""
-    watch = Watch(records / f"{scenario.name.replace('/', ' of ')}.jsonl" if records else None)
+    watch = Watch(_record_of(scenario, records) if records else None)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         if isinstance(scenario, Healthy) and scenario.kind == "lora":
             _train_lora(scenario, folder, watch)
@@ -90,16 +90,27 @@ def watched(scenario: Fault | Healthy, records: Path | None = None) -> Watch:
             _steps(run, range(1, 61))
             run.models[0].config = replace(run.config, optimizer=replace(run.config.optimizer, lr=3e-5))
         with Monitor(run.models[0].model, every=scenario.every, sink=watch) as monitor:
+            run.models[0].monitor = monitor
             if isinstance(scenario, Healthy):
                 _steps(run, range(1, scenario.steps + 1))
                 return watch
             _steps(run, range(1, scenario.at))
             scenario.inject(run.models[0], stack)
-            try:
+            with suppress(NonFiniteError):  # the trainer repeats the step, and the monitor samples that
                 _steps(run, range(scenario.at, scenario.steps + 1), scenario.change_batch)
-            except NonFiniteError:
-                monitor.step()
     return watch
+
+
+def replayed(scenario: Fault | Healthy, records: Path) -> Watch:
+    """What alarms say of a recorded run."""
+    watch = Watch()
+    for line in Record.read(_record_of(scenario, records), keeps_lines=True).lines:
+        watch.write(line)
+    return watch
+
+
+def _record_of(scenario: Fault | Healthy, records: Path) -> Path:
+    return records / f"{scenario.name.replace('/', ' of ')}.jsonl"
 
 
 def _steps(run: Run, steps: range, change: Callable[[Batch], Batch] | None = None) -> None:
@@ -206,6 +217,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="run those with this in their name")
     parser.add_argument("--records", type=Path, help="keep each run's numerics.jsonl in this folder")
+    parser.add_argument("--replay", type=Path, help="run nothing: alarm over the records of --records in this folder")
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--tables", type=Path, help="fill the page from this result, and run nothing")
     options = parser.parse_args()
@@ -214,7 +226,7 @@ def main() -> None:
         return
     results: dict[str, Any] = {"faults": [], "healthy": []}
     for scenario in scenarios(options.only):
-        watch = watched(scenario, options.records)
+        watch = replayed(scenario, options.replay) if options.replay else watched(scenario, options.records)
         if isinstance(scenario, Fault):
             results["faults"].append(verdict(scenario, watch))
         else:

@@ -196,7 +196,8 @@ class Alarms:
         if self._recent is None or self._count - self._recent[1] > FOLLOWS:
             return None
         key = self._recent[0]
-        return None if finding.rule.name == "nonfinite" != key[0] else key
+        is_harmed = key[0] == "jump" and finding.rule.remedied and finding.key[1:] == key[1:]  # lasts, and has remedies
+        return None if is_harmed or finding.rule.name == "nonfinite" != key[0] else key
 
     def _alarm(self, finding: _Finding, followers: int, sample: Sample) -> Alarm:
         rule, seen, measure = finding.rule, finding.seen, finding.measure

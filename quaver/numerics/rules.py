@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quaver.formats import Float8Format
+from quaver.formats import E5M2, Float8Format
 from quaver.numerics.expected import (
     cast_bound_db,
     named_format,
@@ -29,6 +29,9 @@ JUMP_BITS = 4.0
 
 GRADIENT_JUMP_BITS = 6.0
 """The same for the rms of gradients, which follows the batch, too: a margin of 4, not a derivation."""
+
+GROWTH_BITS = 8.0
+"""From 1 to the largest value of e4m3."""
 
 PEER_BITS = {"weight": 4.0, "grad_output": 16.0}
 """How far a tensor's rms may be from that of its peers in other blocks."""
@@ -136,7 +139,9 @@ def _underflow(now: Seen, sample: Sample) -> Measure | None:
     facts = _cast_facts(now)
     if facts is None or now.underflow is None:
         return None
-    at = underflow_at(rounding_bound_db(facts[0]))
+    # The recipes with e5m2 take its bound for good enough in gradients, whose distribution is wider than a Gaussian.
+    fmt = E5M2 if now.place.operand == "grad_output" else facts[0]
+    at = underflow_at(rounding_bound_db(fmt))
     return Measure(now.underflow, at, at / 2)
 
 
@@ -186,15 +191,26 @@ def _jump(now: Seen, sample: Sample) -> Measure | None:
 
 
 def _growth(now: Seen, sample: Sample) -> Measure | None:
-    """Powers of two in the last 8 samples, if the later half of them grew as fast as the earlier."""
-    levels = [each.log2("rms") for each in [*sample.before(now)[-8:], now]]
-    if len(levels) < 9 or any(level is None for level in levels) or now.nonfinite:
+    """Powers of two in the last 8 or 16 samples, if the later half of them grew as fast as the earlier.
+
+    Of weights and activations: gradients come back from small values, as they do where attention opens again.
+    """
+    if now.place.operand not in ("weight", "input") or now.nonfinite:
         return None
+    levels = [each.log2("rms") for each in [*sample.before(now), now]]
+    grown = max((_steady(levels[-length - 1 :]) for length in (8, 16) if len(levels) > length), default=None)
+    return None if grown is None else Measure(grown, GROWTH_BITS, GROWTH_BITS / 2)
+
+
+def _steady(levels: list[float | None]) -> float:
+    """The growth of levels of which the later half rose no slower than three quarters of the earlier; else 0."""
     found = [level for level in levels if level is not None]
-    early, late = found[4] - found[0], found[8] - found[4]
+    if len(found) < len(levels):
+        return 0.0
+    half = len(found) // 2
+    early, late = found[half] - found[0], found[-1] - found[half]
     rises = sum(b > a for a, b in zip(found, found[1:], strict=False))
-    grows = min(early, late) > JUMP_BITS / 4 and late >= 0.75 * early and rises >= 7
-    return Measure(early + late if grows else 0.0, JUMP_BITS, JUMP_BITS / 2)
+    return early + late if early > 0 and late >= 0.75 * early and rises >= len(found) - 2 else 0.0
 
 
 # ---- several tensors -------------------------------------------------------------------------------------------------
@@ -219,7 +235,7 @@ OPERANDS_OF = {
 
 
 def _result(now: Seen, sample: Sample) -> Measure | None:
-    """A result's SQNR, two bits below what the errors of its operands explain."""
+    """A result's SQNR, three bits below what the errors of its operands explain: a few of its rows are compared."""
     if not now.is_result or now.sqnr_db is None or not now.rms or now.nonfinite:
         return None
     operands = [_operand(sample, now.place.layer, name) for name in OPERANDS_OF[now.place.operand]]
@@ -229,7 +245,7 @@ def _result(now: Seen, sample: Sample) -> Measure | None:
     contracted = math.sqrt(left.numel * right.numel / now.numel)
     cancelled = min(now.rms**2 / (contracted * (left.rms * right.rms) ** 2), 1.0)
     expected = result_db(_db(left), _db(right), cancelled)
-    at = min(expected, 40.0) - 2 * BIT_DB
+    at = min(expected, 40.0) - 3 * BIT_DB
     return Measure(now.sqnr_db, at, at + BIT_DB, above=False)
 
 
@@ -280,12 +296,12 @@ RULES = (
     ),
     Rule("saturation", _saturation, CLIPPED, remedied=True),
     Rule("saturation", _clipping, CLIPPED, 3, remedied=True),
-    Rule("result", _result, "{value:.1f} dB against high precision, its operands explain {threshold:.1f}"),
+    Rule("result", _result, "{value:.1f} dB against high precision, its operands explain {threshold:.1f}", 2),
     Rule("zero", _zero, "is all zeros", samples=2),
     Rule("sqnr", _sqnr, "{value:.1f} dB; rounding alone leaves at least {threshold:.1f}", 2, False, True),
     Rule("underflow", _underflow, "{value:.1%} of the elements become zero, above {threshold:.1%}", 2, False, True),
     Rule("jump", _jump, "changed by 2^{value:.1f}, above 2^{threshold:.1f}"),
-    Rule("growth", _growth, "rms grew by 2^{value:.1f} in 8 samples and does not slow down"),
+    Rule("growth", _growth, "rms grew by 2^{value:.1f} and does not slow down"),
     Rule("peers", _peers, "rms is 2^{value:.1f} from that of other blocks, above 2^{threshold:.1f}", 2, False),
     Rule("dead", _dead, "{value:.1%} more of the gradient is exactly zero than before", 3, False),
     Rule("vanishing", _vanishing, "rms {value:.1e} is below the eps of Adam, {threshold:.0e}", 2, False),

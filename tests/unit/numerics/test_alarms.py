@@ -33,7 +33,7 @@ FAULTS = {
     ),
     "lower scale": ({(UP, "input"): {"sqnr_db": 2.0}}, "codes", "input", 0),
     "clipped": ({(UP, "input"): {"saturated": 0.01, "sqnr_db": 9.0}}, "saturation", "input", 0),
-    "wrong product": ({(UP, "grad_input"): {"sqnr_db": 3.0}}, "result", "grad_input", 0),
+    "wrong product": ({(UP, "grad_input"): {"sqnr_db": 3.0}}, "result", "grad_input", 1),
     "no gradient": ({(UP, "grad_output"): {"amax": 0.0, "rms": 0.0, "sqnr_db": None}}, "zero", "grad_output", 1),
     "outliers": ({(DOWN, "input"): {"underflow": 0.3}}, "underflow", "input", 1),
     "larger weight": ({(DOWN, "weight"): scaled("weight", 100)}, "jump", "weight", 0),
@@ -102,7 +102,7 @@ def test_exponential_growth_alarms_and_growth_that_slows_down_does_not():
         samples = (sample(step, {(UP, "input"): scaled("input", 2 ** exponent(step))}) for step in range(1, 25))
         return [event.rule for each in samples for event in alarms.update(header(), each)]
 
-    assert levels(lambda step: 0.6 * step)[0] == "growth"
+    assert levels(lambda step: 1.2 * step)[0] == "growth"
     assert levels(lambda step: 8 * (1 - 0.8**step)) == []
 
 
