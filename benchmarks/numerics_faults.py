@@ -33,6 +33,14 @@ from quaver.trainer.errors import NonFiniteError
 from quaver.trainer.train import Run, prepare
 
 PAGE = ROOT / "docs" / "diagnosing.md"
+STORIES = (
+    "an outlier channel x 2^17",
+    "gradients below e5m2's subnormals",
+    "an input grows x 1.5 a step, delayed",
+    "learning rate x 1000",
+    "a dead expert",
+    "loss x 1e-6",
+)
 SMALL = {
     "model": {"dim": 64, "hidden_dim": 192},
     "training": {"seq_len": 64, "local_batch_size": 4, "device": "cpu"},
@@ -197,7 +205,16 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         f"{each['run']} | {each['samples']} | {'; '.join(alarm['message'] for alarm in each['alarms']) or 'none'}"
         for each in healthy
     ]
-    return {"faults": "\n".join(lines), "healthy": "\n".join(rows)}
+    stories = ["story | alarm", "---|---"]
+    stories += [f"{each['fault']} | {_message(each)}" for each in faults if each["fault"] in STORIES]
+    return {"stories": "\n".join(stories), "faults": "\n".join(lines), "healthy": "\n".join(rows)}
+
+
+def _message(result: dict[str, Any]) -> str:
+    """The sentence that names a fault; with a remedy, if one has."""
+    right = [each for each in result["alarms"] if each["rule"] in result["expected"]]
+    alarm = next((each for each in reversed(right) if " gives " in each["message"]), next(iter(right), None))
+    return "none" if alarm is None else f"step {alarm['step']}: `{alarm['rule']}`: {alarm['message']}"
 
 
 def _fault_row(result: dict[str, Any]) -> str:
