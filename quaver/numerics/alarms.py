@@ -140,6 +140,12 @@ class Alarms:
         """The alarms that last."""
         return [key for key, state in self._states.items() if state.cause == key]
 
+    @property
+    def suspects(self) -> set[str]:
+        """The layers that are bad, but not for long enough, by a rule with remedies: what-if would have numbers."""
+        remedied = {rule.name for rule in self.rules if rule.remedied}
+        return {key[1] for key, state in self._states.items() if state.bad and key[0] in remedied and not state.cause}
+
     def _measure(self, sample: Sample) -> dict[Key, tuple[Rule, _Finding | None]]:
         """By key, the worst of the casts that a rule applies to."""
         found: dict[Key, tuple[Rule, _Finding | None]] = {}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quaver.config import Float8LinearConfig, Float8LinearRecipeName, OperandCasts
+from quaver.numerics.expected import bulk_db
 from quaver.numerics.places import OPERANDS
 from quaver.numerics.record import encode_counts
 from quaver.numerics.statistics import Place, Values, observe_matrix, sqnr_db
@@ -43,7 +44,7 @@ WIDTH = _SIGNAL + 1 + len(RECIPES)
 def what_if(
     hp: Tensor, operand: str, recipes: Iterable[str | Float8LinearRecipeName] = RECIPES, *, direction: str = "row"
 ) -> dict[str, float | None]:
-    """The SQNR in dB of the casts that other recipes would make of a matrix.
+    """The SQNR in dB of the casts that other recipes would make of a matrix; where much underflows, that of the bulk.
 
     Args:
         hp: [..., columns], float32, bfloat16 or float16.
@@ -82,9 +83,16 @@ def _noises(hp: Tensor, operand: str, direction: str, names: Iterable[str]) -> t
             operands = Quantizer(alone, hp.dtype)(hp, row=direction == "row", column=direction == "column")
             codes, dequant, quant = present(operands.row or operands.column)
             slot = observe_matrix(hp, codes, dequant, quant)
-            made[key], signal = slot[Place.NOISE].item(), slot[Place.SIGNAL].item()
+            made[key], signal = _noise_of(slot), slot[Place.SIGNAL].item()
         noises.append(made[key])
     return signal, noises
+
+
+def _noise_of(slot: Tensor) -> float:
+    """That of a cast, or of its bulk where an outlier hides how much of it underflows: see figures.py."""
+    nonzero = slot[Place.NUMEL] - slot[Place.NONFINITE] - slot[Place.ZEROS]
+    underflow = (slot[Place.UNDERFLOW] / nonzero.clamp(min=1)).item()
+    return max(slot[Place.NOISE].item(), slot[Place.SIGNAL].item() * 10 ** (-bulk_db(underflow) / 10))
 
 
 def extras_of(hp: Tensor, codes: Tensor, dequant_scale: Tensor, operand: str, direction: str) -> Tensor:

@@ -36,6 +36,7 @@ from quaver.numerics.probe import Probe
 from quaver.numerics.ranks import gather
 from quaver.numerics.record import SCHEMA, RecordWriter
 from quaver.numerics.statistics import STATISTICS, finish
+from quaver.numerics.watch import AlarmSink
 from quaver.torch_private.autograd import runs_in_backward
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -162,7 +163,10 @@ class Monitor:
         step = self.completed_steps + 1
         is_sampled, turn = step == 1 or step % self.every == 0, step // self.every
         numbers = range(len(self._linears) if is_sampled and self.extras_every else 0)
-        with_extras = (number for number in numbers if step == 1 or (number + turn) % self.extras_every == 0)
+        with_extras = {number for number in numbers if step == 1 or (number + turn) % self.extras_every == 0}
+        if self.header["ranks"] == 1 and isinstance(self._sink, AlarmSink):  # other ranks do not know of them
+            suspects = self._sink.alarms.suspects
+            with_extras |= {number for number, name in zip(numbers, self._linears, strict=False) if name in suspects}
         SAMPLING.end_step(is_sampled, frozenset(with_extras))
 
     def _after_optimizer(self) -> None:

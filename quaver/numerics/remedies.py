@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from quaver.numerics.expected import bulk_db
 from quaver.numerics.seen import Sample, Seen
 
 WORTH_DB = 1.0
@@ -14,7 +15,7 @@ WORTH_DB = 1.0
 
 def remedies(seen: Seen, sample: Sample) -> tuple[dict[str, Any], ...]:
     """Recipes that gain `WORTH_DB` or more, best first, with their numbers; at the end high precision and its cost."""
-    now = seen.sqnr_db
+    now = None if seen.sqnr_db is None else min(seen.sqnr_db, bulk_db(seen.underflow or 0.0))
     tried = {recipe: values[seen.position] for recipe, values in sample.recipes.items()}
     found: list[dict[str, Any]] = [
         {"recipe": recipe, "sqnr_db": round(value, 2), "gain_db": round(value - now, 2)}

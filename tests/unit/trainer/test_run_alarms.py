@@ -1,5 +1,7 @@
 """What a run does about an alarm: it records it, stops with a checkpoint, or gives a linear another recipe."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,13 +24,13 @@ def watched_config(tiny_config: TrainConfig) -> TrainConfig:
     return changed(tiny_config, float8=vars(Float8()), numerics=numerics, training={"steps": 6})
 
 
-def with_outlier(run: Run) -> Run:
-    """One channel of a linear's input is 2^20 times larger, so that the rest of it becomes zero."""
+def with_outlier(run: Run, where: Any = (..., 5)) -> Run:
+    """A part of a linear's input, one channel, is 2^20 times larger, so that the rest of it becomes zero."""
 
     def hook(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-        scale = torch.ones(inputs[0].shape[-1])
-        scale[5] = 2.0**20
-        return (inputs[0] * scale.to(inputs[0].dtype),)
+        scale = torch.ones_like(inputs[0])
+        scale[where] = 2.0**20
+        return (inputs[0] * scale,)
 
     run.models[0].model.get_submodule(LAYER).register_forward_pre_hook(hook)
     return run
@@ -39,10 +41,13 @@ def alarms_of(run: Run) -> list[dict]:
 
 
 def test_alarms_are_recorded_with_remedies_and_the_run_goes_on(watched_config):
-    run = with_outlier(prepare(watched_config))
+    run = with_outlier(prepare(changed(watched_config, numerics={"extras_every": 1000})), (0, 0, 5))
     assert train(run)["status"] == "finished"
-    (alarm,) = (each for each in alarms_of(run) if each["rule"] in ("underflow", "sqnr"))
+    alarm = next(each for each in alarms_of(run) if each["rule"] in ("underflow", "sqnr"))
     assert (alarm["layer"], alarm["operand"], alarm["step"]) == (LAYER, "input", 2)
+    rowwise = next(each for each in alarm["remedies"] if each["recipe"] == "rowwise")  # one row of 64 is lost
+    assert rowwise["gain_db"] > 20
+    assert "rowwise gives" in alarm["message"]
     assert alarm["remedies"][-1]["recipe"] == "high precision"
     assert 0 < alarm["remedies"][-1]["flops_share"] < 1
 
