@@ -17,7 +17,7 @@ setup(
         Extension(
             "quaver._cpu",
             ["quaver/csrc/cpu.c"],
-            depends=[f"quaver/csrc/{name}.h" for name in ("elements", "lookup", "matmul", "observe", "runs")],
+            depends=[f"quaver/csrc/{name}.h" for name in ("adamw", "elements", "lookup", "matmul", "observe", "runs")],
             extra_compile_args=[] if sys.platform == "win32" else FLAGS + OPENMP,
             extra_link_args=OPENMP,
             optional=True,

@@ -13,6 +13,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "adamw.h"
 #include "matmul.h"
 #include "observe.h"
 
@@ -413,6 +414,31 @@ static PyObject *observe(PyObject *self, PyObject *const *args, Py_ssize_t count
     RUN(observe_all(&job, AT(6)), rows * columns);
 }
 
+/* 21 integers: param, grad, mean, its scales or 0, square, its scales or 0, scalars, skipped; rows, columns, lane, first,
+ * inner, outer, row_blocks; key; kinds of param, grad, mean and square; threads. */
+static PyObject *adamw(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    (void)self;
+    int64_t v[21];
+    if (!read_integers(args, count, v, 21)) return NULL;
+    const int64_t rows = v[8], columns = v[9], elements = rows * columns;
+    if (!is_size(rows, columns) || !is_within("lane", v[10], 0, ADAM_BLOCK - 1) ||
+        !is_within("rows of a run", v[12], 1, MOST_ELEMENTS) || !is_within("kind of parameters", v[16], 0, BFLOAT16) ||
+        !is_within("kind of gradients", v[17], 0, FLOAT16))
+        return NULL;
+    for (int moment = 0; moment < 2; moment++) /* its kind, and its scales */
+        if (!is_within("kind of moments", v[18 + moment], 0, CODES) ||
+            !is_memory(v[3 + 2 * moment], v[18 + moment] == CODES ? elements : 0))
+            return NULL;
+    for (int i = 0; i < 8; i++) if (i != 3 && i != 5 && !is_memory(v[i], elements)) return NULL;
+    const Adam job = {
+        .param = AT(0), .grad = AT(1), .mean = AT(2), .mean_scale = AT(3), .square = AT(4), .square_scale = AT(5),
+        .scalars = AT(6), .skipped = AT(7), .rows = rows, .columns = columns, .lane = v[10], .first = v[11],
+        .inner = v[12], .outer = v[13], .row_blocks = v[14], .key = (uint32_t)v[15], .param_kind = (int)v[16],
+        .grad_kind = (int)v[17], .mean_kind = (int)v[18], .square_kind = (int)v[19], .threads = threads_of(v[20]),
+    };
+    RUN(adam_matrix(&job), elements);
+}
+
 static PyObject *has_mm(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self, (void)args, (void)count;
     return PyBool_FromLong(runs_matmul);
@@ -428,6 +454,7 @@ static PyMethodDef methods[] = {
     METHOD("widen", widen, "codes, scale -> hp"),
     METHOD("mm", mm, "float8 matrices, their scales and a bias -> their product"),
     METHOD("observe", observe, "hp, codes, scales -> sums of blocks, counts"),
+    METHOD("adamw", adamw, "one parameter, its gradient and moments -> the same after a step"),
     METHOD("has_mm", has_mm, "whether mm runs on this CPU"),
     METHOD("elements_read", get_elements_read, "of hp matrices, ever"),
     METHOD("use_avx512", use_avx512, "whether -> whether before"),

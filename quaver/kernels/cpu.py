@@ -67,7 +67,7 @@ _CONVERSIONS = {(hp, float8) for hp in HP_KIND for float8 in FLOAT8_KIND} | {
     (float8, wide) for float8 in FLOAT8_KIND for wide in _WIDER
 }
 # About 20 us of work for one thread.
-_THREADS_PAY_FROM = 1 << 17  # elements of a cast
+THREADS_PAY_FROM = 1 << 17  # elements of a cast
 _MM_THREADS_PAY_FROM = 1 << 21  # multiplications
 _MOST_THREADS = 64  # of cpu.c
 
@@ -177,7 +177,7 @@ def _call(
         FLOAT8_KIND.get(codes.dtype, 0),
         dim,
         power_of_2,
-        1 if rows * columns < _THREADS_PAY_FROM else torch.get_num_threads(),
+        1 if rows * columns < THREADS_PAY_FROM else torch.get_num_threads(),
         *block_size,
     )
 

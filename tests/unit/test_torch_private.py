@@ -227,6 +227,7 @@ def test_the_local_tensor_of_a_dtensor_is_the_object_itself(mesh):
     other = torch.zeros(2)
     dtensor.set_local_tensor(distributed, other)
     assert dtensor.local_tensor(distributed) is other
+    assert dtensor.local_shape_and_offset(distributed) == ((2,), (0,))
 
 
 def test_fsdp2_allocates_in_its_collectives(mesh):

@@ -1,0 +1,155 @@
+"""Runs `update_blocks` on many parameters at once, in buckets: operations grow with elements, not with parameters.
+
+    gather      rows of parameters, gradients and moments -> one matrix of blocks each
+    update      in PyTorch, or compiled once for all buckets
+    scatter     one multi-tensor copy back
+
+On a CPU with the C extension a parameter is one call instead, which reads and writes each tensor once.
+"""
+
+from __future__ import annotations
+
+import functools
+import typing
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quaver.kernels import adamw as cpu_adamw
+from quaver.optim.blocks import BlockGrid, Run, block_numbers, from_blocks, to_blocks
+from quaver.optim.rounding import BLOCK, block_keys
+from quaver.optim.update import Blocks, Scalars, update_blocks
+
+BUCKET = 1 << 22
+"""Elements that are updated at once. In PyTorch they take about 60 bytes each meanwhile."""
+
+
+class Update(NamedTuple):
+    """A parameter's part on this rank with what its step reads and writes, plain and contiguous, but for `tensors[0]`.
+
+    That may be a subclass around the part, which is to see the write.
+    """
+
+    tensors: Blocks
+    """Parameter (or master) and moments; the scales are float32 [rows, blocks of a row] or None."""
+    grad: Tensor
+    grid: BlockGrid
+    key: int
+
+
+def run_updates(
+    updates: Sequence[Update], scalars: Scalars, skipped: Callable[[torch.device], Tensor], compile: bool
+) -> None:
+    """Make the step of these parameters, which have the same `scalars`.
+
+    Args:
+        skipped: the counter of a device, int64 (): blocks that are left as they are are added.
+        compile: compile the arithmetic, on a CPU too.
+    """
+    values = torch.tensor(scalars, dtype=torch.float32)
+    in_buckets = []
+    for update in updates:
+        if compile or not cpu_adamw.takes(update.tensors.param, update.grad):
+            in_buckets.append(update)
+            continue
+        cpu_adamw.adamw_(
+            update.tensors.param, update.grad, *update.tensors[1:], values, skipped(update.grad.device),
+            update.grid, update.key,
+        )  # fmt: skip
+    function = _compiled() if compile else update_blocks
+    for bucket in _buckets(in_buckets):
+        device = bucket[0][0].grad.device
+        skipped(device).add_(_run_bucket(bucket, values.to(device), function))
+
+
+@functools.cache
+def _compiled() -> Callable[..., Any]:
+    from quaver.torch_private.compiler import recompile_limit  # imports the compiler, which takes seconds
+
+    compiled = torch.compile(update_blocks, dynamic=True, fullgraph=True)
+
+    def run(*arguments: Any) -> Any:
+        with recompile_limit(64):  # two dtypes of parameters, three of each moment, single blocks
+            return compiled(*arguments)
+
+    return run
+
+
+def _buckets(updates: Sequence[Update]) -> Iterator[list[tuple[Update, Run]]]:
+    """Runs of rows of like dtypes on one device, at most `BUCKET` elements or one row at a time."""
+    alike: dict[Any, list[tuple[Update, Run]]] = defaultdict(list)
+    for update in updates:
+        kind = (update.grad.device, update.grad.dtype, *(None if t is None else t.dtype for t in update.tensors))
+        rows = max(BUCKET // max(update.grid.blocks * BLOCK, 1), 1)
+        for begin in range(0, update.grid.rows, rows):
+            run = Run(update.grid, begin, min(begin + rows, update.grid.rows), update.key)
+            alike[kind].append((update, run))
+    for runs in alike.values():
+        bucket: list[tuple[Update, Run]] = []
+        blocks = 0
+        for each in runs:
+            if bucket and blocks + each[1].blocks > BUCKET // BLOCK:
+                yield bucket
+                bucket, blocks = [], 0
+            bucket.append(each)
+            blocks += each[1].blocks
+        yield bucket
+
+
+def _run_bucket(bucket: list[tuple[Update, Run]], scalars: Tensor, function: Callable[..., Any]) -> Tensor:
+    runs = [run for _, run in bucket]
+    grad = torch.cat([to_blocks(_rows(update.grad, run), run.grid) for update, run in bucket])
+    columns = [_columns(*each) for each in bucket]
+    old: list[Any] = [
+        None if parts[0] is None else torch.cat([read(part, run) for part, run in zip(parts, runs, strict=True)])
+        for parts, (_, read, _) in zip(zip(*columns, strict=True), _FIELDS, strict=True)
+    ]
+    made, skipped = function(
+        Blocks(*old), grad, block_keys(*block_numbers(runs, grad.device)), scalars
+    )
+    counts = [run.blocks for run in runs]
+    for parts, (name, _, write) in zip(zip(*columns, strict=True), _FIELDS, strict=True):
+        if parts[0] is not None:
+            new = [write(each, run) for each, run in zip(getattr(made, name).split(counts), runs, strict=True)]
+            torch._foreach_copy_(list(parts), new)
+    return typing.cast(Tensor, skipped)
+
+
+def _rows(tensor: Tensor, run: Run) -> Tensor:
+    """Rows of a tensor of the parameter's shape, [rows, columns]."""
+    return tensor.view(run.grid.rows, run.grid.columns)[run.begin : run.end]
+
+
+def _columns(update: Update, run: Run) -> list[Tensor | None]:
+    """What a run reads and writes of the tensors of `Blocks`: matrices [rows, columns], scales [rows, blocks]."""
+    param, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale = update.tensors
+    scales = [
+        None if scale is None else scale.view(run.grid.rows, run.grid.blocks)[run.begin : run.end]
+        for scale in (exp_avg_scale, exp_avg_sq_scale)
+    ]
+    return [_rows(param, run), _rows(exp_avg, run), scales[0], _rows(exp_avg_sq, run), scales[1]]
+
+
+def _read_rows(rows: Tensor, run: Run) -> Tensor:
+    return to_blocks(rows, run.grid)
+
+
+def _write_rows(blocks: Tensor, run: Run) -> Tensor:
+    return from_blocks(blocks, run.grid)
+
+
+def _read_scale(scale: Tensor, run: Run) -> Tensor:
+    return scale.reshape(-1)
+
+
+def _write_scale(scale: Tensor, run: Run) -> Tensor:
+    return scale.view(-1, run.grid.blocks)
+
+
+_FIELDS = [
+    (name, _read_scale, _write_scale) if name.endswith("_scale") else (name, _read_rows, _write_rows)
+    for name in Blocks._fields
+]

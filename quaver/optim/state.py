@@ -1,0 +1,157 @@
+"""What `Float8AdamW` remembers of a parameter: which tensors, their shapes and dtypes, and their values in float32.
+
+    storage     of exp_avg                              of exp_avg_sq
+    float8      exp_avg_fp8, exp_avg_scale              exp_avg_sq_root_fp8, exp_avg_sq_root_scale
+    bfloat16    exp_avg                                 exp_avg_sq
+    float32     exp_avg                                 exp_avg_sq
+
+Codes are e4m3 as uint8, of the parameter's shape: every backend communicates them, and no tool takes them for numbers
+to cast. Scales are float32, of `scale_shape`. Of a DTensor the tensors are DTensors with its placements.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from quaver.optim.blocks import Run, block_numbers, from_blocks, grid_of, obstacle_of, scale_shape, to_blocks
+from quaver.optim.rounding import block_keys, decode, encode, high16, low16, random_bits, round_to_bfloat16
+from quaver.optim.update import Blocks
+from quaver.torch_private.dtensor import local_tensor
+
+STORAGES = ("float8", "bfloat16", "float32")
+
+SMALL = 4096
+"""Parameters with fewer elements have moments in float32; bitsandbytes' bound."""
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class Names(NamedTuple):
+    """The keys of a moment in a parameter's state, by how it is stored; `scale` is None without."""
+
+    values: str
+    scale: str | None
+
+
+_FP8_NAMES = {
+    "exp_avg": Names("exp_avg_fp8", "exp_avg_scale"),
+    "exp_avg_sq": Names("exp_avg_sq_root_fp8", "exp_avg_sq_root_scale"),
+}
+
+
+def storage_of(parameter: Tensor, wanted: str) -> str:
+    """How a moment of `parameter` is stored: float32 if it is small or no matrix, or if shards cut its blocks."""
+    if parameter.numel() < SMALL or parameter.dim() < 2:
+        return "float32"
+    return "float32" if wanted == "float8" and obstacle_of(parameter) else wanted
+
+
+class Layout(NamedTuple):
+    """The shape and dtype of each tensor of a parameter's state but its step; in whole, not this rank's part."""
+
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    exp_avg: Names
+    exp_avg_sq: Names
+
+
+def layout_of(parameter: Tensor, group: dict[str, Any]) -> Layout:
+    """The layout that the options of a param group ask for."""
+    shape, tensors, names = tuple(parameter.shape), {}, []
+    for moment in ("exp_avg", "exp_avg_sq"):
+        storage = storage_of(parameter, group[moment])
+        name = _FP8_NAMES[moment] if storage == "float8" else Names(moment, None)
+        tensors[name.values] = shape, _DTYPES.get(storage, torch.uint8)
+        if name.scale:
+            tensors[name.scale] = scale_shape(shape), torch.float32
+        names.append(name)
+    if parameter.dtype is not torch.float32 and group["masters"] == "float32":
+        tensors["master"] = shape, torch.float32
+    return Layout(tensors, *names)
+
+
+def new_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    """The state before the first step: zeros, and the master if there is one."""
+    grid = grid_of(parameter)
+    local = local_tensor(parameter)
+    state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
+    for name, (shape, dtype) in layout_of(parameter, group).tensors.items():
+        of_blocks = name.endswith("_scale")
+        here = (*_local_lead(parameter, shape), grid.blocks) if of_blocks else local.shape
+        zeros = torch.zeros(here, dtype=dtype, device=local.device)
+        state[name] = like_parameter(parameter, zeros, shape)
+    if "master" in state:
+        with torch.no_grad():
+            local_tensor(state["master"]).copy_(local)
+    return state
+
+
+def _local_lead(parameter: Tensor, scale: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(local_tensor(parameter).shape[: len(scale) - 1])
+
+
+def like_parameter(parameter: Tensor, local: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """`local` itself, or a DTensor of this shape with the placements of `parameter`."""
+    if not isinstance(parameter, DTensor):
+        return local
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def blocks_of(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> Blocks:
+    """This rank's part of the parameter (or its master) and its moments."""
+    layout = layout_of(parameter, group)
+
+    def part(name: str | None) -> Tensor | None:
+        return None if name is None else local_tensor(state[name])
+
+    target = state.get("master", parameter)
+    return Blocks(
+        local_tensor(target).detach(),
+        *(part(name) for name in (*layout.exp_avg, *layout.exp_avg_sq)),  # type: ignore[arg-type]
+    )
+
+
+def read_moments(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> dict[str, Tensor]:
+    """exp_avg and exp_avg_sq in float32, of the parameter's shape and placements."""
+    grid, layout = grid_of(parameter), layout_of(parameter, group)
+    moments = {}
+    for moment, names in (("exp_avg", layout.exp_avg), ("exp_avg_sq", layout.exp_avg_sq)):
+        local = local_tensor(state[names.values])
+        if names.scale is None:
+            values = local.float() if local.dtype is not torch.float32 else local.clone()
+        else:
+            codes = to_blocks(local.view(grid.rows, grid.columns), grid)
+            values = from_blocks(decode(codes, local_tensor(state[names.scale]).reshape(-1)), grid).reshape(local.shape)
+            values = values.square() if moment == "exp_avg_sq" else values
+        moments[moment] = like_parameter(parameter, values, tuple(parameter.shape))
+    return moments
+
+
+def write_moments(
+    parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any], moments: dict[str, Tensor], key: int
+) -> None:
+    """Store exp_avg and exp_avg_sq, of the parameter's shape and placements, with the random bits of `key`."""
+    grid, layout = grid_of(parameter), layout_of(parameter, group)
+    if not grid.rows * grid.columns:
+        return
+    bits = random_bits(block_keys(*block_numbers([Run(grid, 0, grid.rows, key)], local_tensor(parameter).device)))
+    for moment, names, noise in (
+        ("exp_avg", layout.exp_avg, low16(bits)),
+        ("exp_avg_sq", layout.exp_avg_sq, high16(bits)),
+    ):
+        to, is_root = local_tensor(state[names.values]), moment == "exp_avg_sq"
+        values = local_tensor(moments[moment]).to(to.device, torch.float32)
+        blocks = to_blocks(values.reshape(grid.rows, grid.columns), grid)
+        if names.scale is not None:
+            blocks = blocks.sqrt() if is_root else blocks
+            blocks, scale = encode(blocks, blocks.abs().amax(1), noise, is_root)
+            local_tensor(state[names.scale]).copy_(scale.view_as(local_tensor(state[names.scale])))
+        elif to.dtype is torch.bfloat16:
+            blocks = round_to_bfloat16(blocks, noise)
+        to.copy_(from_blocks(blocks, grid).reshape(to.shape))

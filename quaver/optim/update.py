@@ -1,0 +1,126 @@
+"""One step of AdamW on blocks of parameters: the arithmetic, in plain PyTorch; csrc/adamw.h computes the same bits.
+
+    parameter = parameter * (1 - lr * weight_decay)
+    exp_avg   = exp_avg * beta1 + grad * (1 - beta1)
+    root      = sqrt(root^2 * beta2 + grad^2 * (1 - beta2))
+    parameter = parameter - step_size * (exp_avg / (root / correction + eps))
+
+in float32, each operation rounded. A block whose gradient is not finite, or whose moments would not be, stays as it is,
+parameters included, and is counted: that needs no pass of its own over the gradients and no exchange between ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import typing
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quaver.optim.rounding import decode, encode, high16, low16, more_random_bits, random_bits, round_to_bfloat16
+from quaver.scaling import runs_eagerly_on_cpu
+
+
+class Scalars(NamedTuple):
+    """What a step multiplies by, as float32 (8,); the same for all parameters of a group."""
+
+    decay: float
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    step_size: float
+    correction: float
+    eps: float
+
+    @classmethod
+    def of(cls, group: dict[str, Any], step: int) -> Scalars:
+        """Of a param group at its step `step`, from 1."""
+        lr: float = float(group["lr"])
+        beta1, beta2 = typing.cast(tuple[float, float], group["betas"])
+        return cls(
+            decay=1 - lr * group["weight_decay"],
+            beta1=beta1,
+            one_minus_beta1=1 - beta1,
+            beta2=beta2,
+            one_minus_beta2=1 - beta2,
+            step_size=lr / (1 - beta1**step),
+            correction=math.sqrt(1 - beta2**step),
+            eps=group["eps"],
+        )
+
+
+class Blocks(NamedTuple):
+    """A parameter's tensors, or those of many, in blocks.
+
+    Each is [B, 256] in its own dtype: a moment is uint8 codes with a scale [B], or bfloat16 or float32 without. Codes
+    of the second moment are of its square root.
+    """
+
+    param: Tensor
+    exp_avg: Tensor
+    exp_avg_scale: Tensor | None
+    exp_avg_sq: Tensor
+    exp_avg_sq_scale: Tensor | None
+
+
+def update_blocks(blocks: Blocks, grad: Tensor, keys: Tensor, scalars: Tensor) -> tuple[Blocks, Tensor]:
+    """One step.
+
+    Args:
+        blocks: parameters in float32, or in bfloat16, which is rounded stochastically; and their moments.
+        grad: [B, 256], float32, bfloat16 or float16.
+        keys: int32 [B], `block_keys`.
+        scalars: `Scalars`, float32 (8,), on any device.
+    Returns:
+        The new blocks, of the same dtypes; and how many blocks were left as they were, int64 ().
+    """
+    decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, correction, eps = scalars.unbind()
+    gradient = grad.float()
+    mean = _load(blocks.exp_avg, blocks.exp_avg_scale) * beta1 + gradient * one_minus_beta1
+    square = _load(blocks.exp_avg_sq, blocks.exp_avg_sq_scale)
+    if blocks.exp_avg_sq_scale is not None:
+        square = square * square
+    square = square * beta2 + gradient * gradient * one_minus_beta2
+    root = _sqrt(square)
+    largest_mean, largest_root = mean.abs().amax(1), root.amax(1)
+    is_fine = largest_mean.isfinite() & largest_root.isfinite()
+
+    bits = random_bits(keys)
+    param = blocks.param.float() * decay - step_size * (mean / (root / correction + eps))
+    new_param = (
+        round_to_bfloat16(param, low16(more_random_bits(bits))) if blocks.param.dtype != torch.float32 else param
+    )
+    exp_avg, exp_avg_scale = _store(mean, largest_mean, low16(bits), blocks.exp_avg.dtype, is_root=False)
+    stored = square if blocks.exp_avg_sq_scale is None else root
+    exp_avg_sq, exp_avg_sq_scale = _store(stored, largest_root, high16(bits), blocks.exp_avg_sq.dtype, is_root=True)
+    new = Blocks(new_param, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale)
+    chosen = [_where(is_fine, made, old) for made, old in zip(new, blocks, strict=True)]
+    return Blocks(*chosen), (~is_fine).sum()  # type: ignore[arg-type]
+
+
+def _sqrt(values: Tensor) -> Tensor:
+    """The correctly rounded square root, which eager CPU code (MKL's) misses by 1 ulp now and then.
+
+    float64 has the digits for it: the root of a float32 is never nearer than 2^-50 to the middle of two float32.
+    """
+    return values.double().sqrt().float() if runs_eagerly_on_cpu(values) else values.sqrt()
+
+
+def _load(stored: Tensor, scale: Tensor | None) -> Tensor:
+    return stored.float() if scale is None else decode(stored, scale)
+
+
+def _store(
+    values: Tensor, amax: Tensor, noise: Tensor, dtype: torch.dtype, *, is_root: bool
+) -> tuple[Tensor, Tensor | None]:
+    if dtype is torch.uint8:
+        return encode(values, amax, noise, is_root)
+    return (values if dtype is torch.float32 else round_to_bfloat16(values, noise)), None
+
+
+def _where(is_fine: Tensor, made: Tensor | None, old: Tensor | None) -> Tensor | None:
+    if made is None or old is None:
+        return None
+    return torch.where(is_fine if made.dim() == 1 else is_fine[:, None], made, old)

@@ -1,0 +1,241 @@
+"""States of Float8AdamW over ranks: the same bits for any sharding, saved and resharded, gathered and loaded."""
+
+import copy
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from quaver.config import Float8LinearConfig
+from quaver.convert import convert_to_float8_training
+from quaver.optim import Float8AdamW
+from tests.distributed.ranks import on_ranks, run
+
+STEPS = 3
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 12, 300) * 0.1)
+
+
+class Parts(nn.ModuleDict):
+    def forward(self):
+        """fully_shard asks for one."""
+
+
+def make_model():
+    """Rows that no number of ranks divides, rows of several blocks, experts, a convolution, small parameters."""
+    torch.manual_seed(0)
+    return Parts(
+        {
+            "up": nn.Linear(512, 67),
+            "down": nn.Linear(67 * 8, 129, bias=False),
+            "wide": nn.Linear(600, 21, bias=False),
+            "experts": Experts(),
+            "conv": nn.Conv2d(30, 17, 3),
+            "norm": nn.LayerNorm(512),
+        }
+    )
+
+
+def give_gradients(model, step):
+    """The same on any number of ranks: each parameter's share of what one process draws."""
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        values = torch.randn(2, *parameter.shape, generator=generator)
+        grad = (values[0] * 10 ** values[1]).to(parameter.dtype)
+        if isinstance(parameter, DTensor):
+            grad = distribute_tensor(grad, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.grad = grad.to(parameter.device)
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        give_gradients(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def result(model, optimizer):
+    """Parameters and states by name, in whole."""
+    return {
+        name: {"parameter": whole(p), **{key: whole(value) for key, value in optimizer.state[p].items()}}
+        for name, p in model.named_parameters()
+    }
+
+
+def alone(steps=STEPS, dtype=torch.float32):
+    model = make_model().to(dtype)
+    optimizer = Float8AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, range(steps))
+    return result(model, optimizer)
+
+
+def fsdp(dtype=torch.float32, placement=None, **options):
+    model = make_model().to(dtype)
+    model = fully_shard(model, shard_placement_fn=placement, **options)
+    return model, Float8AdamW(model.parameters(), lr=1e-2)
+
+
+def equal(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def _fsdp_equals_one_process(dtype):
+    model, optimizer = fsdp(dtype)
+    train(model, optimizer, range(STEPS))
+    equal(result(model, optimizer), alone(dtype=dtype))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_states_are_the_same_on_any_number_of_ranks(ranks):
+    run(ranks, _fsdp_equals_one_process, torch.bfloat16 if ranks == 3 else torch.float32)
+
+
+@on_ranks(4)
+def test_hsdp_experts_by_rows_and_offloaded_states_are_the_same():
+    expected = alone()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    by_rows = {"placement": lambda p: Shard(1) if p.dim() == 3 else None}
+    for options in ({"mesh": mesh}, by_rows, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):
+        model, optimizer = fsdp(**options)
+        train(model, optimizer, range(STEPS))
+        equal(result(model, optimizer), expected)
+
+
+@on_ranks(4)
+def test_tensor_parallel_states_are_the_same_or_float32():
+    """Shards of whole blocks have the bits of one process; those that cut blocks keep float32 moments."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = make_model()
+    plan = {"up": RowwiseParallel(), "down": ColwiseParallel(), "wide": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    for module in model.values():
+        fully_shard(module, mesh=mesh["dp"])
+    optimizer = Float8AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, range(STEPS))
+    states, expected = result(model, optimizer), alone()
+    cut, uncut = states.pop("wide.weight"), expected.pop("wide.weight")
+    equal(states, expected)
+    assert set(cut) == {"parameter", "step", "exp_avg", "exp_avg_sq"}
+    torch.testing.assert_close(cut["parameter"], uncut["parameter"], rtol=0, atol=0.01)
+    assert model["up"].weight.placements == (Shard(0), Shard(1))
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def _save(folder, load, steps):
+    """Load a checkpoint where there is one, train some steps and save it."""
+    model, optimizer = fsdp()
+    if load:
+        _load(folder, model, optimizer)
+    train(model, optimizer, steps)
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=f"{folder}/{steps[-1]}")
+    return result(model, optimizer)
+
+
+def _load(folder, model, optimizer):
+    import os
+
+    latest = max(os.listdir(folder), key=int)
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=f"{folder}/{latest}")
+    model.load_state_dict(state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
+def test_checkpoints_reshard_from_4_to_2_to_1_to_4_ranks_to_the_bit():
+    with tempfile.TemporaryDirectory() as folder:
+        for step, ranks in enumerate((4, 2, 1, 4)):
+            results = run(ranks, _save, folder, step > 0, [step])
+        equal(results[0], alone(steps=4))
+
+
+@on_ranks(2)
+def test_states_are_gathered_and_scattered_to_the_bit():
+    model, optimizer = fsdp()
+    train(model, optimizer, range(2))
+    full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    gathered = get_optimizer_state_dict(model, optimizer, options=full)
+    if dist.get_rank() == 0:
+        assert gathered["state"]["up.weight"]["exp_avg_fp8"].shape == (67, 512)
+    other, resumed = fsdp()
+    other.load_state_dict(model.state_dict())
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_optimizer_state_dict(other, resumed, gathered, options=options)
+    for each in ((model, optimizer), (other, resumed)):
+        train(*each, [2])
+    equal(result(other, resumed), result(model, optimizer))
+    copied = Float8AdamW(other.parameters(), lr=1e-2)
+    copied.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    equal([copied.state[p] for p in other.parameters()], [optimizer.state[p] for p in model.parameters()])
+
+
+@on_ranks(2)
+def test_states_of_adamw_are_converted_where_they_lie():
+    models = [fsdp()[0] for _ in range(2)]
+    adamw = torch.optim.AdamW(models[0].parameters())
+    train(models[0], adamw, range(2))
+    ours = Float8AdamW(models[1].parameters())
+    ours.load_adamw_state_dict(adamw.state_dict())
+    single = make_model()
+    one_process = torch.optim.AdamW(single.parameters())
+    train(single, one_process, range(2))
+    expected = Float8AdamW(single.parameters())
+    expected.load_adamw_state_dict(one_process.state_dict())
+    for sharded, plain in zip(models[1].parameters(), single.parameters(), strict=True):
+        equal({name: whole(value) for name, value in ours.state[sharded].items()}, expected.state[plain])
+    adamw.load_state_dict(ours.adamw_state_dict())
+    assert all(isinstance(adamw.state[p]["exp_avg"], DTensor) for p in models[0].parameters())
+
+
+# ---- quaver's weights ------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_weights_that_are_gathered_in_float8_see_the_step():
+    """Scales that were computed before a step are not used after it."""
+    losses = []
+    for gathers in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 64), nn.Linear(64, 256))
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=gathers)
+        model = fully_shard(convert_to_float8_training(model, config=config))
+        optimizer = Float8AdamW(model.parameters(), lr=0.1)
+        for step in range(4):
+            loss = model(torch.ones(16, 256) * (step + 1)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[:4] == losses[4:]
+
+
+@on_ranks(2)
+def test_gradients_of_another_layout_are_refused():
+    model, optimizer = fsdp()
+    give_gradients(model, 0)
+    parameter = model["up"].weight
+    parameter.grad = parameter.grad.redistribute(placements=[Replicate()])
+    with pytest.raises(ValueError, match="with its parameter's placements .* redistribute it before step"):
+        optimizer.step()

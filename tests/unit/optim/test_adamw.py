@@ -1,0 +1,356 @@
+"""Float8AdamW in one process: numbers against torch's, bits in C, PyTorch and compiled code, refusals."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from quaver import convert_to_float8_training, use_float8_primary_weights
+from quaver.kernels import adamw as cpu_adamw
+from quaver.optim import FLOAT32_MOMENTS, Float8AdamW, buckets, float32_embeddings
+from quaver.optim.blocks import Run, block_numbers, grid_of
+from quaver.optim.rounding import block_keys, decode, encode, low16, random_bits, round_to_bfloat16, step_key
+from quaver.optim.update import Scalars
+from tests.distributed.counting import CollectiveCounter
+
+SHAPES = [(64, 512), (100, 300), (300,), (4, 50, 100), (16, 32, 3, 3), (70, 1000), ()]
+STORAGES = [{}, {"exp_avg": "bfloat16", "exp_avg_sq": "float32", "masters": "float32"}, {"exp_avg_sq": "bfloat16"}]
+
+
+def made(shapes=SHAPES, dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    parameters = [nn.Parameter((torch.randn(shape) * 0.1).to(dtype)) for shape in shapes]
+    return parameters, Float8AdamW(parameters, **{"lr": 1e-2, **options})
+
+
+def give_gradients(parameters, seed):
+    """Of magnitudes that differ within a block."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters:
+        values = torch.randn(2, *parameter.shape, generator=generator)
+        parameter.grad = (values[0] * 10 ** values[1]).to(parameter.dtype)
+
+
+def stepped(steps=3, ruined=(), **options):
+    parameters, optimizer = made(**options)
+    for step in range(steps):
+        give_gradients(parameters, step)
+        for place in ruined:
+            parameters[0].grad[place] = float("nan") if step == 1 else 1.0
+        optimizer.step()
+    return parameters, optimizer
+
+
+def same(ours, theirs):
+    """All parameters and states of two (parameters, optimizer), to the bit."""
+    for mine, other in zip(ours[0], theirs[0], strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+        torch.testing.assert_close(ours[1].state[mine], theirs[1].state[other], rtol=0, atol=0)
+
+
+@pytest.fixture
+def in_pytorch(monkeypatch):
+    return lambda: monkeypatch.setattr(cpu_adamw, "takes", lambda *tensors: False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_c_and_pytorch_agree_in_every_bit(in_pytorch, monkeypatch, dtype, storage):
+    if not cpu_adamw.AVAILABLE:
+        pytest.skip("no C extension")
+    options = {"dtype": dtype, "ruined": [(3, 5), (60, 300)], **storage}
+    in_c = stepped(**options)
+    in_pytorch()
+    monkeypatch.setattr(buckets, "BUCKET", 5000)  # parameters in parts
+    same(in_c, stepped(**options))
+    assert in_c[1].skipped_blocks == 2
+
+
+def test_compiled_code_agrees_in_every_bit():
+    same(stepped(), stepped(compile=True))
+
+
+@pytest.mark.parametrize("storage", [FLOAT32_MOMENTS, {}])
+def test_it_is_adamw(storage):
+    """float32 moments are torch's up to rounding; float8 ones move parameters as far, within the codes' error."""
+    ours = stepped(steps=20, lr=1e-3, weight_decay=0.1, **storage)[0]
+    theirs, _ = made()
+    optimizer = torch.optim.AdamW(theirs, lr=1e-3, weight_decay=0.1)
+    before = [parameter.detach().clone() for parameter in theirs]
+    for step in range(20):
+        give_gradients(theirs, step)
+        optimizer.step()
+    for mine, other, start in zip(ours, theirs, before, strict=True):
+        error = (mine - other).norm() / (other - start).norm()
+        assert error < (1e-5 if storage or mine.numel() < 4096 else 0.06)
+
+
+# ---- rounding --------------------------------------------------------------------------------------------------------
+
+
+def decayed(beta2, *, stochastic, root):
+    """The mean second moment of 255 elements, over the true one, after 1 / (1 - beta2) steps without gradient."""
+    moment = torch.full((64, 256), 0.1)
+    moment[:, 0] = 1.0  # the largest of each block stays
+    steps = round(1 / (1 - beta2))
+    for step in range(steps):
+        moment *= beta2
+        moment[:, 0] = 1.0
+        values = moment.sqrt() if root else moment
+        keys = block_keys(torch.full((64,), step_key(0, step, 0) - 2**31, dtype=torch.int32), torch.arange(64).int())
+        noise = low16(random_bits(keys)) if stochastic else torch.full((64, 256), 2**15, dtype=torch.int32)
+        values = decode(*encode(values, values.amax(1), noise, is_root=True))
+        moment = values.square() if root else values
+    return (moment[:, 1:].mean() / (0.1 * beta2**steps)).item()
+
+
+@pytest.mark.parametrize("root", [False, True])
+@pytest.mark.parametrize("beta2", [0.95, 0.99, 0.999])
+def test_stochastic_rounding_does_not_freeze_second_moments(beta2, root):
+    assert decayed(beta2, stochastic=False, root=root) > 2.3
+    assert decayed(beta2, stochastic=True, root=root) == pytest.approx(1.0, abs=0.08)
+
+
+def test_an_ill_conditioned_problem_converges():
+    """Curvatures 1 to 1e-4 within a block, gradients in a tenth of the steps: second moments span 1e8."""
+    curvature = torch.logspace(-4, 0, 256).repeat(16, 1)
+    distances = {}
+    for storage in ("float32", "float8"):
+        x = nn.Parameter(torch.ones(16, 256))
+        optimizer = Float8AdamW([x], lr=1e-2, weight_decay=0.0, exp_avg=storage, exp_avg_sq=storage)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(600):
+            noise, chosen = torch.randn(2, 16, 256, generator=generator)
+            x.grad = curvature * (x.detach() + 0.1 * noise) * (chosen > 1.28)
+            optimizer.step()
+        distances[storage] = x.square().mean().item()
+    assert distances["float32"] < 0.02
+    assert distances["float8"] < 2 * distances["float32"]
+
+
+@pytest.mark.parametrize("is_root", [False, True])
+def test_codes_keep_what_they_hold_and_the_expected_value(is_root):
+    exact = torch.arange(127, dtype=torch.uint8)
+    values = torch.zeros(1, 256)
+    values[0, :127] = decode(exact[None], torch.ones(1))
+    for noise in (0, 65535):  # what a code holds is not moved
+        codes, scale = encode(values, values.amax(1), torch.full((1, 256), noise, dtype=torch.int32), is_root)
+        assert scale.item() == 1
+        assert torch.equal(codes[0, :127], exact)
+    values = torch.logspace(-5, 0, 256).repeat(4096, 1)
+    keys = block_keys(torch.zeros(4096, dtype=torch.int32), torch.arange(4096).int())
+    rounded = decode(*encode(values, values.amax(1), low16(random_bits(keys)), is_root)).mean(0)
+    normal = values[0] > 2**-9 / 448 if is_root else values[0] > 0
+    torch.testing.assert_close(rounded[normal], values[0][normal], rtol=0.01, atol=1e-7)
+    assert (
+        round_to_bfloat16(torch.tensor([float("nan"), float("-inf")]), torch.tensor([65535] * 2).int()).isfinite().sum()
+        == 0
+    )
+
+
+def test_random_bits_are_those_of_the_element_in_the_whole_parameter():
+    whole = torch.empty(6, 4, 700)
+    key, number = block_numbers([Run(grid_of(whole), 0, 24, 7)], whole.device)
+    bits = random_bits(block_keys(key, number))
+    assert number.tolist() == list(range(72))
+    assert (bits.view(-1).unique().numel() - 72 * 256) > -3
+    assert abs(low16(bits).double().mean() / 65535 - 0.5) < 0.01
+    part = Run(grid_of(whole), 5, 9, 7)
+    assert torch.equal(block_numbers([part], whole.device)[1], number[15:27])
+    assert len({step_key(*words) for words in [(0, 1, 2), (1, 0, 2), (0, 2, 1), (2**32, 1, 2)]}) == 4
+
+
+# ---- gradients, scaler, hooks ----------------------------------------------------------------------------------------
+
+
+def test_blocks_with_gradients_that_are_not_finite_stay_and_are_reported(caplog):
+    parameters, optimizer = made([(64, 512)])
+    give_gradients(parameters, 0)
+    optimizer.step()
+    before = parameters[0].detach().clone(), copy.deepcopy(optimizer.state[parameters[0]])
+    parameters[0].grad[3, 300] = float("inf")
+    optimizer.step()
+    state = optimizer.state[parameters[0]]
+    assert torch.equal(parameters[0][3, 256:], before[0][3, 256:])
+    assert not (parameters[0][3, :256] == before[0][3, :256]).any()
+    assert torch.equal(state["exp_avg_fp8"][3, 256:], before[1]["exp_avg_fp8"][3, 256:])
+    assert torch.equal(state["exp_avg_sq_root_scale"][3, 1], before[1]["exp_avg_sq_root_scale"][3, 1])
+    assert optimizer.skipped_blocks == 1
+    assert "gradients are not finite in 1 blocks of 256 elements" in caplog.text
+
+
+def test_a_gradient_scaler_leaves_everything_untouched():
+    parameters, optimizer = made()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for loss in (1.0, float("inf")):
+        give_gradients(parameters, 0)
+        before = copy.deepcopy((parameters, optimizer.state_dict()))
+        scaler.scale(sum((p * loss).sum() for p in parameters)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    torch.testing.assert_close(optimizer.state_dict()["state"], before[1]["state"], rtol=0, atol=0)
+    torch.testing.assert_close(parameters, before[0], rtol=0, atol=0)
+
+
+def test_steps_in_hooks_of_backward_are_the_same():
+    def train(fused):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 64), nn.Linear(64, 256))
+        optimizers = {p: Float8AdamW([p]) for p in model.parameters()}
+        if fused:
+            for parameter, optimizer in optimizers.items():
+                parameter.register_post_accumulate_grad_hook(lambda p, made=optimizer: made.step() or made.zero_grad())
+        for step in range(3):
+            model(torch.randn(8, 256, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            if not fused:
+                for optimizer in optimizers.values():
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return list(model.parameters())
+
+    torch.testing.assert_close(train(True), train(False), rtol=0, atol=0)
+
+
+def test_weights_in_another_layout_and_primary_weights_are_trained():
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(256, 64, bias=False)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        convert_to_float8_training(model, config="tensorwise")
+    optimizers = [Float8AdamW(model.parameters(), lr=1e-2) for model in models]
+    optimizers[1] = use_float8_primary_weights(models[1], optimizers[1])
+    for _ in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(torch.ones(16, 256)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(models[0].state_dict(), models[1].state_dict(), rtol=0, atol=0)
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+
+    rows, columns = made([(128, 64)]), made([(128, 64)])
+    columns[0][0].data = columns[0][0].data.t().contiguous().t()
+    for parameters, optimizer in (rows, columns):
+        give_gradients(parameters, 0)
+        optimizer.step()
+    same(rows, columns)
+
+
+def test_operations_do_not_grow_with_parameters(in_pytorch):
+    in_pytorch()
+    counts = []
+    for number in (2, 20):
+        parameters, optimizer = made([(16, 256)] * number)
+        give_gradients(parameters, 0)
+        optimizer.step()
+        grid, scalars = grid_of(parameters[0]), Scalars.of(optimizer.param_groups[0], 1)
+        updates = [optimizer._update_of(p, optimizer.param_groups[0], 1, 0, []) for p in parameters]
+        with CollectiveCounter() as counter:
+            buckets.run_updates(updates, scalars, optimizer._counter, False)
+        views = ("view", "slice", "_unsafe_view", "detach", "alias", "split", "unbind", "select")
+        counts.append(sum(n for name, n in counter.operations.items() if not any(view in name for view in views)))
+        assert grid.rows == 16
+    assert counts[0] == counts[1]
+
+
+# ---- storage and state dicts -----------------------------------------------------------------------------------------
+
+
+def test_bytes_and_which_parameters_stay_in_float32():
+    model = nn.Sequential(nn.Embedding(100, 256), nn.Linear(512, 512), nn.LayerNorm(8192), nn.Linear(8, 8))
+    optimizer = Float8AdamW(float32_embeddings(model, weight_decay=0.1))
+    give_gradients(list(model.parameters()), 0)
+    optimizer.step()
+
+    def per_element(parameter):
+        return sum(t.nbytes for t in optimizer.state[parameter].values() if t.dim()) / parameter.numel()
+
+    assert per_element(model[1].weight) == 2 + 2 * 4 / 256 <= 2.04
+    in_float32 = [model[0].weight, model[1].bias, model[2].weight, model[3].weight]
+    assert [per_element(parameter) for parameter in in_float32] == [8] * 4
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.1}
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_saved_state_goes_on_to_the_same_bits(storage):
+    parameters, optimizer = stepped(dtype=torch.bfloat16, **storage)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    resumed, other = copy.deepcopy(parameters), None
+    other = Float8AdamW(resumed)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    for each in (parameters, resumed):
+        give_gradients(each, 9)
+    optimizer.step()
+    other.step()
+    same((parameters, optimizer), (resumed, other))
+    same((parameters, optimizer), copy.deepcopy((parameters, optimizer)))
+
+
+def test_states_of_adamw_are_converted_in_both_directions():
+    theirs, _ = made()
+    adamw = torch.optim.AdamW(theirs, lr=3e-3, betas=(0.8, 0.9))
+    give_gradients(theirs, 0)
+    adamw.step()
+    ours = copy.deepcopy(theirs)
+    optimizer = Float8AdamW(ours)
+    optimizer.load_adamw_state_dict(adamw.state_dict())
+    back = optimizer.adamw_state_dict()
+    assert back["param_groups"][0]["betas"] == (0.8, 0.9)
+    assert back["param_groups"][0].keys() == adamw.state_dict()["param_groups"][0].keys()
+    for index, state in adamw.state_dict()["state"].items():
+        assert back["state"][index]["step"] == state["step"]
+        for name, tolerance in (("exp_avg", 0.05), ("exp_avg_sq", 0.1)):
+            error = (back["state"][index][name] - state[name]).norm() / state[name].norm()
+            assert error < (tolerance if state[name].numel() >= 4096 else 1e-6)
+    adamw.load_state_dict(back)
+    again = Float8AdamW(ours)
+    again.load_adamw_state_dict(adamw.state_dict())
+    give_gradients(ours, 1)
+    again.step()
+
+
+REFUSED = {
+    "lr: expected a finite number, 0 or more, got -1": {"lr": -1.0},
+    "weight_decay: expected a finite number": {"weight_decay": float("nan")},
+    "betas: expected two numbers from 0 to below 1": {"betas": (0.9, 1.0)},
+    "exp_avg: expected one of float8, bfloat16, float32, got 'int8'": {"exp_avg": "int8"},
+    "masters: expected one of bfloat16, float32": {"masters": "float8"},
+    "seed: expected a number from 0": {"seed": -1},
+    "expected parameters in float32 or bfloat16, got torch.float16": {"dtype": torch.float16},
+}
+
+
+@pytest.mark.parametrize(("message", "options"), REFUSED.items(), ids=str)
+def test_bad_options_are_refused_in_one_line(message, options):
+    with pytest.raises(ValueError, match=message) as error:
+        made(**options)
+    assert "\n" not in str(error.value)
+
+
+def test_states_that_do_not_fit_are_refused():
+    parameters, optimizer = stepped()
+    saved = optimizer.state_dict()
+    newer = copy.deepcopy(saved)
+    newer["param_groups"][0]["state_version"] = 9
+    with pytest.raises(ValueError, match="state_version 1, got 9"):
+        optimizer.load_state_dict(newer)
+    theirs = torch.optim.AdamW(parameters)
+    theirs.step()
+    with pytest.raises(ValueError, match="got none; of torch.optim.AdamW's use load_adamw_state_dict"):
+        optimizer.load_state_dict(theirs.state_dict())
+    _, other = made([(64, 256), *SHAPES[1:]])
+    with pytest.raises(
+        ValueError, match=r"expected exp_avg_fp8 in torch.uint8 \[64, 256\], got torch.uint8 \[64, 512\]"
+    ):
+        other.load_state_dict(saved)
+    with pytest.raises(ValueError, match=r"exp_avg: expected a Parameter \[64, 256\], got Tensor \[64, 512\]"):
+        other.load_adamw_state_dict(theirs.state_dict())
+    parameters[0].grad = torch.zeros(64, 512).to_sparse()
+    with pytest.raises(ValueError, match="expected a dense gradient"):
+        optimizer.step()
