@@ -58,7 +58,7 @@ def _held_table(run: DryRun) -> Table:
     sizes = {
         f"parameters, {run.config.training.dtype}": held.parameters,
         "gradients": held.gradients,
-        "AdamW's moments": held.optimizer,
+        f"{run.config.optimizer.name}'s moments": held.optimizer,
         "sum": held.total,
     }
     rows = [(name, f"{size:,}", f"{size / 2**30:.2f}") for name, size in sizes.items()]

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -318,25 +318,3 @@ def _check_moments(parameter: Tensor, state: dict[str, Any]) -> None:
         ):
             found = f"{type(got).__name__} {list(got.shape)}" if isinstance(got, Tensor) else "none"
             raise ValueError(f"{name}: expected a {type(parameter).__name__} {list(parameter.shape)}, got {found}")
-
-
-def float32_embeddings(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
-    """Param groups of the trained parameters of `model`: moments of embeddings in float32, all else by default.
-
-    A row of an embedding gets a gradient when its token occurs, which is seldom for most: its moments differ from those
-    of its neighbours in time, and they are few bytes of a large model. Heads that are tied to an embedding count as it.
-
-    Args:
-        options: of both param groups, such as `weight_decay`.
-    """
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if id(p) not in embeddings], **options},
-        {"params": [p for p in trained if id(p) in embeddings], **options, **FLOAT32_MOMENTS},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-FLOAT32_MOMENTS = {"exp_avg": "float32", "exp_avg_sq": "float32"}
-"""The options of a param group whose moments stay in float32."""

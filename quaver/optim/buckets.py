@@ -107,9 +107,7 @@ def _run_bucket(bucket: list[tuple[Update, Run]], scalars: Tensor, function: Cal
         None if parts[0] is None else torch.cat([read(part, run) for part, run in zip(parts, runs, strict=True)])
         for parts, (_, read, _) in zip(zip(*columns, strict=True), _FIELDS, strict=True)
     ]
-    made, skipped = function(
-        Blocks(*old), grad, block_keys(*block_numbers(runs, grad.device)), scalars
-    )
+    made, skipped = function(Blocks(*old), grad, block_keys(*block_numbers(runs, grad.device)), scalars)
     counts = [run.blocks for run in runs]
     for parts, (name, _, write) in zip(zip(*columns, strict=True), _FIELDS, strict=True):
         if parts[0] is not None:

@@ -1,4 +1,4 @@
-"""AdamW with its two parameter groups, the learning rate of each step, and gradient clipping over all ranks."""
+"""AdamW with its parameter groups, the learning rate of each step, and gradient clipping over all ranks."""
 
 import math
 from collections import defaultdict
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from quaver.optim import FLOAT32_MOMENTS, Float8AdamW, embeddings_of
 from quaver.trainer.config import LRScheduler, Optimizer
 from quaver.trainer.ranks import plain_tensors
 
@@ -23,14 +24,20 @@ REMAINING: dict[str, Callable[[float], float]] = {
 sqrt is the 1-sqrt cooldown of Hägele et al. 2024, https://arxiv.org/abs/2405.18392."""
 
 
-def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
     """Return AdamW over `model`; weight decay applies to matrices, embeddings included, not to norms and biases."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.beta2)
+    if config.name == "Float8AdamW":
+        embeddings = embeddings_of(model)
+        held = [p for p in groups[0]["params"] if p in embeddings]
+        groups[0]["params"] = [p for p in groups[0]["params"] if p not in embeddings]
+        groups.append({"params": held, "weight_decay": config.weight_decay, **FLOAT32_MOMENTS})
+        return Float8AdamW(groups, lr=config.lr, betas=betas, eps=config.eps)
     kernels: dict[str, Any] = {"fused": config.implementation in ("auto", "fused")}
     if not kernels["fused"]:  # torch refuses both
         kernels["foreach"] = config.implementation == "foreach"

@@ -115,6 +115,8 @@ class ActivationCheckpoint(Settings, section="activation_checkpoint"):
 class Optimizer(Settings, section="optimizer"):
     """AdamW. Matrices and the embedding are decayed; norms and biases are not."""
 
+    name: Annotated[str, OneOf(("AdamW", "Float8AdamW"))] = "AdamW"
+    """AdamW, or Float8AdamW with both moments in float8, but for embeddings, norms and small parameters."""
     lr: FiniteNotNegative = 3e-3
     """Learning rate after the warm-up."""
     beta1: _Beta = 0.9
@@ -129,6 +131,11 @@ class Optimizer(Settings, section="optimizer"):
     """What a step adds to the bias of a router for experts below the mean load, and takes from others; 0 never."""
     implementation: Annotated[str, OneOf(("auto", "fused", "foreach", "for-loop"))] = "auto"
     """fused (one kernel), foreach (one per operation) or for-loop (one per parameter, too); auto is fused."""
+
+    def check(self) -> None:
+        """Refuse a choice of AdamW's kernels for another optimizer."""
+        if self.name != "AdamW":
+            self.require_default("implementation", unless="optimizer.name is AdamW")
 
 
 @dataclass(frozen=True)

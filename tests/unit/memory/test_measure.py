@@ -14,7 +14,7 @@ import torch.distributed as dist
 from quaver.cli.memory.views import side_by_side_table
 from quaver.memory.runs.measure import MOST_RANKS, _measure, measure_memory, side_by_side
 from quaver.memory.runs.predict import SEES_GATHERS, predict_memory
-from quaver.trainer.config import ActivationCheckpoint, Data, Float8, Optimizer, Parallelism, Training
+from quaver.trainer.config import ActivationCheckpoint, Data, Float8, Model, Optimizer, Parallelism, Training
 from quaver.trainer.config_io import load_config
 from quaver.trainer.parallel_dims import resolve
 from quaver.trainer.ranks import Ranks
@@ -49,6 +49,7 @@ def test_the_debug_model_is_measured_as_it_is_predicted():
 MICRO_BATCHES = Training(seq_len=32, local_batch_size=2, global_batch_size=8, device="cpu")
 FULL = ActivationCheckpoint(mode="full")
 GATHERS_FLOAT8 = Float8(enable_fsdp_float8_all_gather=True, precompute_float8_dynamic_scale_for_fsdp=True)
+WIDE = Model(dim=128, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=160)
 SPLIT = {"float8": Float8(recipe_name="rowwise"), "parallelism": Parallelism(tensor_parallel_degree=2)}
 night = [pytest.mark.nightly, on_ranks]
 
@@ -59,6 +60,7 @@ night = [pytest.mark.nightly, on_ranks]
         (1, {"training": MICRO_BATCHES, "data": Data(document_mask=True)}),
         (1, {"float8": Float8(recipe_name="delayed"), "optimizer": Optimizer(implementation="foreach")}),
         (1, {"float8": Float8(recipe_name="rowwise"), "activation_checkpoint": FULL}),
+        (1, {"model": WIDE, "optimizer": Optimizer(name="Float8AdamW")}),
         # spawned processes take 12 s; test_predict.py compares a prediction with ranks in each run
         pytest.param(2, {"float8": GATHERS_FLOAT8}, marks=night),
         pytest.param(2, {**SPLIT, "activation_checkpoint": FULL}, marks=night),

@@ -45,8 +45,9 @@ def everything(run: Run) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("async_mode", ["disabled", "async"])
-def test_a_resumed_run_has_the_same_bits(config, async_mode):
+@pytest.mark.parametrize(("async_mode", "optimizer"), [("disabled", "AdamW"), ("async", "Float8AdamW")])
+def test_a_resumed_run_has_the_same_bits(config, async_mode, optimizer):
+    config = changed(config, model={"dim": 128}, optimizer={"name": optimizer})
     run_to_end(with_steps(config, 4, async_mode=async_mode))
     resumed = run_to_end(with_steps(config, 8, resume="must", async_mode=async_mode))
     whole = run_to_end(with_steps(config, 8, "whole", async_mode=async_mode))
@@ -56,6 +57,7 @@ def test_a_resumed_run_has_the_same_bits(config, async_mode):
     got = everything(resumed)
     assert got.keys() == expected.keys()
     assert any("amax_history" in name for name in expected)
+    assert any("exp_avg_fp8" in name for name in expected) == (optimizer == "Float8AdamW")
     for name, value in expected.items():
         assert torch.equal(got[name], value), name
     assert resumed.progress == whole.progress

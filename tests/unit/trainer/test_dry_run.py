@@ -37,8 +37,10 @@ def test_every_config_would_run(path):
     assert result.held.parameters * ranks == pytest.approx(4 * result.parameters, rel=0.01)
 
 
-def test_what_a_process_holds(tiny_float8_config):
-    config = changed(tiny_float8_config, job={"compare": False})
+@pytest.mark.parametrize("name", ["AdamW", "Float8AdamW"])
+def test_what_a_process_holds(tiny_float8_config, name):
+    wide = {"dim": 128, "hidden_dim": 160}  # smaller matrices have float32 moments
+    config = changed(tiny_float8_config, job={"compare": False}, model=wide, optimizer={"name": name})
     held = dry_run(config).held
     run = prepare(config)
     train(run)

@@ -37,6 +37,17 @@ def test_matrices_and_the_embedding_are_decayed_norms_are_not():
     assert len(decayed["params"]) + len(kept["params"]) == len(list(model.parameters()))
 
 
+def test_moments_are_float8_but_of_embeddings_and_norms():
+    model = Llama(Model(dim=128, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=64))
+    optimizer = build_optimizer(model, Optimizer(name="Float8AdamW", weight_decay=0.3))
+    steps_with(optimizer, model, 1)
+    in_float8 = {name for name, p in model.named_parameters() if "exp_avg_fp8" in optimizer.state[p]}
+    matrices = {name for name, p in model.named_parameters() if p.dim() > 1}
+    assert in_float8 == matrices - {"model.embed_tokens.weight"}
+    decays = {name: group["weight_decay"] for group in optimizer.param_groups for name in names_in(group, model)}
+    assert {name for name, decay in decays.items() if decay} == matrices
+
+
 def test_a_tied_embedding_is_updated_once():
     model = Llama(Model(**{**SHAPE.__dict__, "tie_word_embeddings": True}))
     decayed, _ = build_optimizer(model, Optimizer()).param_groups
@@ -51,11 +62,15 @@ def trained(model: nn.Module, implementation: str, steps: int = 3) -> list[torch
 
 def steps_of(model: nn.Module, implementation: str, steps: int = 3) -> list[torch.Tensor]:
     optimizer = build_optimizer(model, Optimizer(lr=0.01, weight_decay=0.2, implementation=implementation))
+    steps_with(optimizer, model, steps)
+    return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+
+
+def steps_with(optimizer: torch.optim.Optimizer, model: nn.Module, steps: int) -> None:
     for step in range(steps):
         for parameter in model.parameters():
             parameter.grad = (parameter.detach() * (step + 1)).sin()
         optimizer.step()
-    return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("implementation", EXPLICIT)

@@ -1,0 +1,32 @@
+"""Param groups for an optimizer with states in float8: embeddings keep moments in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+FLOAT32_MOMENTS = {"exp_avg": "float32", "exp_avg_sq": "float32"}
+"""The options of a param group whose moments stay in float32."""
+
+
+def embeddings_of(model: nn.Module) -> set[Tensor]:
+    """The weights of embeddings, with heads that are tied to them."""
+    return {module.weight for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
+
+
+def float32_embeddings(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
+    """Param groups of the trained parameters of `model`: moments of embeddings in float32, all others by default.
+
+    A row of an embedding gets a gradient when its token occurs, which is seldom for most.
+
+    Args:
+        options: of both groups, such as `weight_decay`.
+    """
+    embeddings = embeddings_of(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if p not in embeddings], **options},
+        {"params": [p for p in trained if p in embeddings], **options, **FLOAT32_MOMENTS},
+    ]
+    return [group for group in groups if group["params"]]
