@@ -1,0 +1,77 @@
+"""Float8AdamW in other people's trainers: a resumed run goes on to the bits of a whole one."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from quaver import convert_to_float8_training
+from quaver.optim import Float8AdamW, float32_embeddings
+from tests.distributed.ranks import run as run_on_ranks
+from tests.foreign.llama import BATCHES, batches, llama, not_the_head, train_by_hand
+from tests.foreign.test_accelerate import accelerator_on
+
+
+def optimizer_of(model):
+    return Float8AdamW(float32_embeddings(model), lr=1e-3, weight_decay=0.0)
+
+
+def test_transformers_trainer(tmp_path):
+    from tests.foreign.test_transformers_trainer import losses_of, trainer
+
+    def run(**options):
+        model = llama("tensorwise")
+        run = trainer(tmp_path, model, optimizers=(optimizer_of(model), None))
+        run.train(**options)
+        return run
+
+    whole, resumed = run(), run(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert losses_of(resumed)[-2:] == losses_of(whole)[-2:]
+    for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_lightning(tmp_path):
+    from tests.foreign.test_lightning import Module, trainer
+
+    class WithFloat8States(Module):
+        def configure_optimizers(self):
+            return optimizer_of(self)
+
+    def run(steps, **options):
+        module = WithFloat8States("rowwise", False)
+        run = trainer(tmp_path / str(steps), steps)
+        run.fit(module, batches(), batches(), **options)
+        return module.losses, run.checkpoint_callback.best_model_path
+
+    losses, path = run(BATCHES)
+    resumed, _ = run(BATCHES + 1, ckpt_path=path)
+    whole, _ = run(BATCHES + 1)
+    assert resumed == whole[BATCHES:]
+    assert losses == whole[:BATCHES]
+
+
+def accelerate(strategy, folder, state_dict_type):
+    """The losses of a whole run after its state was saved, and of one that loads it."""
+    both = []
+    for resumed in (False, True):
+        model = convert_to_float8_training(llama(), config="tensorwise", module_filter_fn=not_the_head)
+        accelerator = accelerator_on(strategy, "no", state_dict_type)
+        model, optimizer = accelerator.prepare(model, optimizer_of(model))
+        steps = partial(train_by_hand, model, optimizer, accelerator.backward, rank=accelerator.process_index)
+        if resumed:
+            accelerator.load_state(folder)
+        else:
+            steps(only=range(2))
+            accelerator.save_state(folder)
+        both.append(steps(only=range(2, BATCHES)))
+    return both
+
+
+@pytest.mark.parametrize(
+    ("strategy", "state_dict_type"),
+    [("DDP", None), ("FSDP2", "SHARDED_STATE_DICT"), ("FSDP2", "FULL_STATE_DICT")],
+)
+def test_accelerate(tmp_path, strategy, state_dict_type):
+    for whole, resumed in run_on_ranks(2, accelerate, strategy, str(tmp_path), state_dict_type):
+        assert resumed == whole
