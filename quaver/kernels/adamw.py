@@ -6,11 +6,16 @@ subclasses: a weight that remembers something of its values learns of the write.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
-from quaver.kernels.cpu import AVAILABLE, HP_KIND, THREADS_PAY_FROM, extension
+from quaver.kernels.cpu import AVAILABLE, HP_KIND, THREADS_PAY_FROM, check_memory, extension, is_plain
 from quaver.kernels.operation import library
+
+BLOCK = 256
+"""Elements of a row with one scale."""
 
 _MOMENT_KIND = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 3}
 
@@ -33,6 +38,21 @@ def _adamw(
     place: list[int],
     key: int,
 ) -> None:
+    rows, columns, lane, *_ = place
+    elements, blocks = rows * columns, rows * -(-(lane + columns) // BLOCK)
+    _check("param", param, elements, HP_KIND.keys() - {torch.float16})
+    for name, moment, scale in (
+        ("exp_avg", exp_avg, exp_avg_scale),
+        ("exp_avg_sq", exp_avg_sq, exp_avg_sq_scale),
+    ):
+        _check(name, moment, elements, _MOMENT_KIND.keys())
+        if (scale is None) == (moment.dtype is torch.uint8):
+            raise ValueError(f"{name}: expected a scale with uint8 codes and with no other dtype, got {moment.dtype}")
+        if scale is not None:
+            _check(f"{name}_scale", scale, blocks, {torch.float32})
+    _check("skipped", skipped, 1, {torch.int64})
+    grad = _check("grad", grad, elements, HP_KIND.keys(), is_read=True)
+    scalars = _check("scalars", scalars, 8, {torch.float32}, is_read=True)
     tensors = param, grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, scalars, skipped
     extension.adamw(
         *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
@@ -44,6 +64,22 @@ def _adamw(
         _MOMENT_KIND[exp_avg_sq.dtype],
         1 if param.numel() < THREADS_PAY_FROM else torch.get_num_threads(),
     )
+    if not param.is_inference():
+        torch.autograd.graph.increment_version(param)  # C wrote: a backward that saved the parameter is to know
+
+
+def _check(
+    name: str, tensor: Tensor, elements: int, dtypes: Collection[torch.dtype], *, is_read: bool = False
+) -> Tensor:
+    """`tensor`, or a contiguous copy of one that is only read. Raises where C would go beyond its memory."""
+    if tensor.numel() != elements or tensor.dtype not in dtypes:
+        raise ValueError(f"{name}: expected {elements} elements, got {tensor.dtype} {list(tensor.shape)}")
+    check_memory(tensor)
+    if is_plain(tensor) and tensor.is_contiguous():
+        return tensor
+    if not is_read:
+        raise ValueError(f"{name}: expected a plain, contiguous tensor, got strides {tensor.stride()}")
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 library.impl("adamw_", _adamw, "CPU")

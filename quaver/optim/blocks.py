@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quaver.optim.rounding import BLOCK
+from quaver.kernels.adamw import BLOCK
 from quaver.torch_private.dtensor import local_shape_and_offset
 
 

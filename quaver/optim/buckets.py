@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from quaver.kernels import adamw as cpu_adamw
+from quaver.kernels.adamw import BLOCK
 from quaver.optim.blocks import BlockGrid, Run, block_numbers, from_blocks, to_blocks
-from quaver.optim.rounding import BLOCK, block_keys
+from quaver.optim.rounding import block_keys
 from quaver.optim.update import Blocks, Scalars, update_blocks
 
 BUCKET = 1 << 22

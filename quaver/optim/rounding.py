@@ -23,9 +23,7 @@ import torch
 from torch import Tensor
 
 from quaver.formats import E4M3
-
-BLOCK = 256
-"""Elements with one scale."""
+from quaver.kernels.adamw import BLOCK
 
 LARGEST_QUANT_SCALE = 2.0**120
 """A larger one has a subnormal reciprocal."""
