@@ -2,6 +2,8 @@
 
 import copy
 import io
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from quaver.kernels import adamw as cpu_adamw
 from quaver.optim import FLOAT32_MOMENTS, Float8AdamW, buckets, float32_embeddings
 from quaver.optim.blocks import Run, block_numbers, grid_of
 from quaver.optim.rounding import block_keys, decode, encode, low16, random_bits, round_to_bfloat16, step_key
+from quaver.optim.state import state_bytes
 from quaver.optim.update import Scalars
 from tests.distributed.counting import CollectiveCounter
 
@@ -240,6 +243,16 @@ def test_weights_in_another_layout_and_primary_weights_are_trained():
     same(rows, columns)
 
 
+def test_a_step_between_forward_and_backward_is_noticed():
+    model, x = nn.Linear(64, 64), torch.ones(2, 64, requires_grad=True)
+    optimizer = Float8AdamW(model.parameters())
+    model(x).sum().backward()
+    loss = model(x).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_operations_do_not_grow_with_parameters(in_pytorch):
     in_pytorch()
     counts = []
@@ -273,6 +286,27 @@ def test_bytes_and_which_parameters_stay_in_float32():
     in_float32 = [model[0].weight, model[1].bias, model[2].weight, model[3].weight]
     assert [per_element(parameter) for parameter in in_float32] == [8] * 4
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.1}
+
+
+def test_the_documented_bytes_are_those_of_each_choice():
+    page = (Path(__file__).parents[3] / "docs" / "optimizer.md").read_text()
+    rows = re.findall(r"^\| (float8|bfloat16|float32) \| (\w+) \| (\w+) \| (-|\w+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    assert len(rows) == 7
+    for exp_avg, exp_avg_sq, dtype, masters, documented in rows:
+        options = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        options |= {} if masters == "-" else {"masters": masters}
+        (parameter,), optimizer = stepped(1, shapes=[(64, 512)], dtype=getattr(torch, dtype), **options)
+        counted = sum(tensor.nbytes for tensor in optimizer.state[parameter].values() if tensor.dim())
+        assert f"{counted / parameter.numel():.3f}" == documented
+        assert state_bytes(optimizer) == counted + 4
+
+
+def test_the_code_of_the_page_runs(monkeypatch, tmp_path):
+    page = (Path(__file__).parents[3] / "docs" / "optimizer.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names = {}
+    exec(code.replace("/tmp", str(tmp_path)), names)
+    assert "exp_avg_fp8" in names["optimizer"].state[names["model"][1].weight]
 
 
 @pytest.mark.parametrize("storage", STORAGES)

@@ -1,0 +1,169 @@
+"""Whether optimizer states in float8 change what a model learns, and what a step takes.
+
+    python -m benchmarks.optimizer_states                    # 1,000 steps, three seeds, hours
+    python -m benchmarks.optimizer_states --time             # a step's time, a minute
+
+Trains the debug model on real text in bfloat16, so that nothing but the optimizer differs, with AdamW, with it again by
+its foreach kernels (the control: that gap is chance), with Float8AdamW, with torchao's AdamWFp8 and with bitsandbytes'
+AdamW8bit where they can be imported. The runs of a seed have the same weights and samples. Each finished run is
+recorded at once, and the command goes on where it was. A table says the gaps.
+"""
+
+import argparse
+import importlib.util
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from benchmarks.loss_curves import curve
+from benchmarks.record import ROOT, markdown, provenance
+from quaver.optim import Float8AdamW
+from quaver.trainer.config import Optimizer
+from quaver.trainer.config_io import load_config
+from quaver.trainer.optimizer import build_optimizer
+from quaver.trainer.train import prepare, train
+
+RECORD = ROOT / "benchmarks" / "results" / "optimizer_states.json"
+REFERENCE = "AdamW"
+
+
+def _peer(module: str, name: str) -> Callable[[nn.Module, Optimizer], torch.optim.Optimizer]:
+    """AdamW's param groups and options, given to another library's optimizer."""
+
+    def build(model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
+        kind = getattr(importlib.import_module(module), name)
+        groups = build_optimizer(model, config).param_groups
+        options = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+        peer = kind(
+            [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in groups if g["params"]], **options
+        )
+        if module.startswith("torchao"):
+            peer.register_step_pre_hook(_rates_as_tensors)
+        return peer
+
+    return build
+
+
+def _rates_as_tensors(optimizer: torch.optim.Optimizer, *step: Any) -> None:
+    """torchao's optimizers refuse the numbers that the trainer sets."""
+    for group in optimizer.param_groups:
+        group["lr"] = torch.as_tensor(group["lr"])
+
+
+def _ours(**options: str) -> Callable[[nn.Module, Optimizer], torch.optim.Optimizer]:
+    return lambda model, config: build_optimizer(model, replace(config, **options))
+
+
+LIBRARIES = {"torchao AdamWFp8": "torchao", "bitsandbytes AdamW8bit": "bitsandbytes"}
+CONTESTANTS = {
+    REFERENCE: _ours(),
+    "AdamW again": _ours(implementation="foreach"),
+    "Float8AdamW": _ours(name="Float8AdamW"),
+    "torchao AdamWFp8": _peer("torchao.optim", "AdamWFp8"),
+    "bitsandbytes AdamW8bit": _peer("bitsandbytes.optim", "AdamW8bit"),
+}
+
+
+def contestants() -> list[str]:
+    """Those whose library is installed."""
+    return [name for name in CONTESTANTS if name not in LIBRARIES or importlib.util.find_spec(LIBRARIES[name])]
+
+
+def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """The losses of one run."""
+    config = load_config(
+        ROOT / "train_configs" / "llama3_debug.toml",
+        {
+            "training": {"steps": options.steps, "seed": seed, "device": "cpu"},
+            "float8": {"enable_float8_linear": False},
+            "checkpoint": {"enable": False},  # a copy of torchao's states to host memory fails
+            "validation": {"freq": max(options.steps // 20, 1), "steps": 32},
+            "job": {"dump_folder": str(options.runs), "name": f"{name.replace(' ', '_')}_{seed}_{options.steps}"},
+        },
+    )
+    with (
+        mock.patch("quaver.trainer.trained_model.build_optimizer", CONTESTANTS[name]),
+        mock.patch("quaver.trainer.train.MEMORY_STEP", -1),  # torchao does not compile while a step is recorded
+    ):
+        made = prepare(config)
+        status = train(made)["status"]
+    if status != "finished":
+        raise SystemExit(f"{name}: the run ended as {status}")
+    return curve(made.paths.path)
+
+
+def table(runs: dict[str, dict[str, Any]]) -> str:
+    """Final validation losses and gaps to AdamW with the same seed."""
+    rows = []
+    for name in CONTESTANTS:
+        final = {seed: each[name]["validation"][-1] for seed, each in runs.items() if name in each}
+        gaps = [loss / runs[seed][REFERENCE]["validation"][-1] - 1 for seed, loss in final.items()]
+        if final:
+            spread = f"{min(gaps):+.2%} to {max(gaps):+.2%}"
+            rows.append([name, f"{statistics.fmean(final.values()):.4f}", f"{statistics.fmean(gaps):+.2%}", spread])
+    return markdown(["optimizer", "validation loss", "mean gap", "of seeds"], rows)
+
+
+def times(rounds: int = 11) -> str:
+    """Milliseconds of a step, in turns, and ratios of medians to AdamW's foreach kernels."""
+    makers: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+        "AdamW, foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+        "AdamW, fused": lambda p: torch.optim.AdamW(p, fused=True),
+        "Float8AdamW": lambda p: Float8AdamW(p),
+        "Float8AdamW, `compile=True`": lambda p: Float8AdamW(p, compile=True),
+    }
+    shapes = {"3 M": [(256, 256)] * 24 + [(768, 256)] * 8, "25 M": [(1024, 1024)] * 8 + [(4096, 1024)] * 4}
+    rows: dict[str, list[str]] = {name: [name] for name in makers}
+    for each in shapes.values():
+        optimizers = {}
+        for name, make in makers.items():
+            parameters = [nn.Parameter(torch.randn(shape)) for shape in each]
+            for parameter in parameters:
+                parameter.grad = torch.randn_like(parameter)
+            optimizers[name] = make(parameters)
+        seconds: dict[str, list[float]] = {name: [] for name in makers}
+        for _ in range(rounds):
+            for name, optimizer in optimizers.items():
+                begin = time.perf_counter()
+                optimizer.step()
+                seconds[name].append(time.perf_counter() - begin)
+        medians = {name: statistics.median(of[1:]) for name, of in seconds.items()}
+        for name, median in medians.items():
+            rows[name].append(f"{median * 1e3:.1f} ms, {median / medians['AdamW, foreach']:.2f}")
+    return markdown(["", *(f"{name} parameters" for name in shapes)], list(rows.values()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1000, help="optimizer steps of each run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of weights and samples")
+    parser.add_argument("--names", nargs="+", default=contestants(), choices=list(CONTESTANTS), help="which optimizers")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "optimizer_states", help="folder of the runs")
+    parser.add_argument("--record", type=Path, default=RECORD, help="the file of the results")
+    parser.add_argument("--time", action="store_true", help="time a step instead")
+    options = parser.parse_args()
+    if options.time:
+        print(times())
+        return
+    record = json.loads(options.record.read_text()) if options.record.exists() else {}
+    if record.get("steps") != options.steps:
+        record = {"steps": options.steps, "environment": provenance("optimizer_states"), "seeds": {}}
+    for seed in options.seeds:
+        of_seed = record["seeds"].setdefault(str(seed), {})
+        for name in options.names:
+            if name not in of_seed:
+                of_seed[name] = run(name, seed, options)
+                options.record.write_text(json.dumps(record, indent=1) + "\n")
+    print(table(record["seeds"]))
+
+
+if __name__ == "__main__":
+    main()
