@@ -387,7 +387,7 @@ def observe(
     if codes is not None and not (is_plain(codes) and codes.dtype in FLOAT8_KIND and codes.shape == hp.shape):
         return None
     codes = codes if codes is None or codes.stride(1) == 1 else codes.contiguous()
-    threads = 1 if hp.numel() < _THREADS_PAY_FROM else min(torch.get_num_threads(), _MOST_THREADS)
+    threads = 1 if hp.numel() < THREADS_PAY_FROM else min(torch.get_num_threads(), _MOST_THREADS)
     blocks = block_counts(rows, columns, block_size)
     for scale in (quant_scale, dequant_scale):
         if not (is_plain(scale) and scale.dtype is torch.float64 and scale.numel() == blocks[0] * blocks[1]):
