@@ -1,5 +1,14 @@
-"""Activation checkpointing that knows float8: which results a block saves, and where its recomputation stops."""
+"""What modules save for backward: which results a checkpoint recomputes, and activations that are stored in float8."""
 
 from quaver.checkpointing.policy import MODES, apply_activation_checkpointing
+from quaver.checkpointing.store import keep_activations, store_activations_in_float8
+from quaver.checkpointing.store_report import ActivationReport, activation_report
 
-__all__ = ["MODES", "apply_activation_checkpointing"]
+__all__ = [
+    "MODES",
+    "ActivationReport",
+    "activation_report",
+    "apply_activation_checkpointing",
+    "keep_activations",
+    "store_activations_in_float8",
+]

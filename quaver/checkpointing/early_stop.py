@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quaver.checkpointing.hooks import Pack
 from quaver.torch_private.autograd import backward_keeps_graph, top_saved_tensors_hooks
 
 
@@ -27,6 +28,8 @@ def save(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
     hooks = None if torch.compiler.is_compiling() else top_saved_tensors_hooks(True)
     if hooks is None or getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint":
         ctx.holds_packed = False
+        if hooks is not None and isinstance(hooks[0], Pack):
+            hooks[0].leave(tensors)
         ctx.save_for_backward(*tensors)
         return
     ctx.holds_packed = True

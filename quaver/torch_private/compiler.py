@@ -3,6 +3,8 @@
 - `OptimizedModule`: torch._dynamo.eval_frame.OptimizedModule, what torch.compile(module) returns. No replacement.
 - `set_activation_memory_budget(budget)`: torch._functorch.config.activation_memory_budget. Can go with
   torch.autograd.graph.region_activation_memory_budget once that is no prototype (torch 2.13).
+- `partition(joint, inputs, **options)`: torch._functorch.partitioners.min_cut_rematerialization_partition, Inductor's
+  own. `install_partitioner(partitioner)`: torch._inductor.config.custom_partitioner_fn. No replacements.
 - `recompile_limit(variants)`: torch._dynamo.config.patch(recompile_limit=variants). No replacement.
 """
 
@@ -13,9 +15,19 @@ from typing import Any
 
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
 from torch._dynamo.eval_frame import OptimizedModule
+from torch._functorch.partitioners import min_cut_rematerialization_partition as partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-__all__ = ["OptimizedModule", "recompile_limit", "set_activation_memory_budget"]
+__all__ = [
+    "CustomPartitionerFn",
+    "OptimizedModule",
+    "install_partitioner",
+    "partition",
+    "recompile_limit",
+    "set_activation_memory_budget",
+]
 
 
 def set_activation_memory_budget(budget: float) -> None:
@@ -27,3 +39,19 @@ def recompile_limit(variants: int) -> AbstractContextManager[Any]:
     """Inside the block Dynamo compiles up to so many variants of a function."""
     limited: AbstractContextManager[Any] = dynamo_config.patch(recompile_limit=variants)
     return limited
+
+
+def install_partitioner(partitioner: CustomPartitionerFn) -> None:
+    """Let `partitioner` cut the joint graphs that this process compiles from now on, unless one of its class does.
+
+    Raises:
+        RuntimeError: another partitioner is installed.
+    """
+    installed = inductor_config.custom_partitioner_fn
+    if installed is None:
+        inductor_config.custom_partitioner_fn = partitioner
+    elif type(installed) is not type(partitioner):
+        raise RuntimeError(
+            f"torch._inductor.config.custom_partitioner_fn is {type(installed).__name__}; it must be None, because "
+            f"{type(partitioner).__name__} takes its place"
+        )

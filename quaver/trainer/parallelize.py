@@ -1,4 +1,4 @@
-"""Applies tensor and expert parallelism, activation checkpointing, compilation and FSDP2 to the Llama, in this order.
+"""Applies tensor and expert parallelism, what blocks save, compilation and FSDP2 to the Llama, in this order.
 
 Tensor parallelism is Megatron's with sequence parallelism: between linears each rank holds 1/tp of the sequence;
 q, k, v, gate and up gather it and split their outputs, o and down split their inputs and scatter the sequence again.
@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from quaver import Float8Linear
-from quaver.checkpointing import apply_activation_checkpointing
+from quaver.checkpointing import apply_activation_checkpointing, store_activations_in_float8
 from quaver.distributed import (
     Float8ColwiseParallel,
     Float8ExpertParallel,
@@ -57,6 +57,8 @@ def parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh | None) -> N
         _ignore_view_warning()
     degree = config.parallelism.expert_parallel_degree
     mesh_of_experts = _split_experts(model, config, mesh) if mesh is not None and degree > 1 else None
+    if config.activation_checkpoint.store_in_float8:
+        store_activations_in_float8(model)
     _checkpoint_blocks(model, config)
     if config.training.compile:
         for block in model.blocks():

@@ -79,7 +79,7 @@ class Training(Settings, section="training"):
 
 @dataclass(frozen=True)
 class ActivationCheckpoint(Settings, section="activation_checkpoint"):
-    """What blocks save for backward; the rest is recomputed, to the same bits."""
+    """What blocks save for backward; the rest is recomputed, to the same bits unless it is stored in float8."""
 
     mode: Annotated[str, OneOf(CHECKPOINT_MODES)] = "none"
     """Which blocks recompute what; see docs/trainer.md."""
@@ -91,6 +91,8 @@ class ActivationCheckpoint(Settings, section="activation_checkpoint"):
     """op: operators without saved results, such as aten.amax."""
     memory_budget: Share = 0.5
     """Share of results that the compiler saves; 0 for inputs of blocks only."""
+    store_in_float8: bool = False
+    """What norms, attention and feed-forwards save is stored as float8 codes of blocks of 128."""
 
     def check(self) -> None:
         """Refuse settings of another mode, and operators that torch does not have."""

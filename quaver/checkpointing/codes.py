@@ -1,0 +1,75 @@
+"""A saved activation as float8 codes: e4m3 in blocks of consecutive elements, each with a scale that is a power of two.
+
+A block is `block_size` elements that are neighbours in memory, so a transposed view of a matrix has the codes of the
+matrix. Where blocks do not fill the tensor, they start again at each row of the innermost dim. A block of 128 takes
+1.03 bytes per element.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quaver.kernels.cast import cast_blockwise
+from quaver.kernels.operation import operation
+from quaver.kernels.widen import widen
+from quaver.scaling import BLOCK_LENGTHS
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What can be stored."""
+
+
+class Layout:
+    """How the elements of a tensor follow each other in memory, and how they become such a tensor again.
+
+    Args:
+        tensor: [...], of any strides; one that is not dense becomes dense.
+        block_size: elements that share a scale.
+    """
+
+    __slots__ = ("columns", "dtype", "is_dense", "order", "shape")
+
+    def __init__(self, tensor: Tensor, block_size: int) -> None:
+        strides = tensor.stride()
+        self.order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+        self.shape = [tensor.shape[dim] for dim in self.order]
+        self.dtype = tensor.dtype
+        self.is_dense = tensor.numel() == 1 + sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True))
+        fills = tensor.numel() % block_size == 0
+        self.columns = block_size if fills else self.shape[-1]
+
+    def matrix_of(self, tensor: Tensor) -> Tensor:
+        """The elements [rows, columns], a view where the tensor is dense."""
+        return tensor.permute(self.order).reshape(-1, self.columns)
+
+    def tensor_of(self, matrix: Tensor) -> Tensor:
+        """What `matrix_of` made a matrix of, with its order of strides."""
+        back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return matrix.view(self.shape).permute(back)
+
+
+def encode(matrix: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Codes [rows, columns] in float8_e4m3fn, and dequantization scales float32 [rows, ceil(columns / block_size)]."""
+    codes, _, scale, *_ = cast_blockwise(matrix, torch.float8_e4m3fn, True, False, True, 1, block_size, "")
+    return codes, scale
+
+
+def _decode_blocks(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values in `dtype` of what `encode` returned."""
+    wide_dtype = torch.float32 if dtype is torch.float16 else dtype
+    if scale.shape[1] > 1:
+        block_size = next(each for each in BLOCK_LENGTHS if -(-codes.shape[1] // each) == scale.shape[1])
+        scale = scale.repeat_interleave(block_size, dim=1)[:, : codes.shape[1]]
+    return (codes.to(wide_dtype) * scale.to(wide_dtype)).to(dtype)
+
+
+def _cpu_decode_blocks(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return widen(codes, torch.float32 if dtype is torch.float16 else dtype, scale).to(dtype)
+
+
+decode = operation(_decode_blocks, results=1, cpu=_cpu_decode_blocks)
+
+
+def decode_in_graph(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`decode` for a graph: the operation on a CPU; on a GPU PyTorch, which Inductor fuses with what reads it."""
+    return (decode if codes.is_cpu else _decode_blocks)(codes, scale, dtype)

@@ -1,0 +1,212 @@
+"""Which modules store their saved activations in float8, and the call that makes them do so.
+
+    store_activations_in_float8(model)
+    store_activations_in_float8(model, modules=["*.mlp", "*.input_layernorm"])
+
+By default these modules store, by their types:
+
+    norms                         classes whose names end in Norm, with or without digits after it
+    activation functions          those of torch.nn and of transformers
+    attention and feed-forward    the nearest module around two or more linears, and modules of experts
+
+The linears inside save what they always save. hooks.py says what is stored, and partition.py how in compiled code.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from quaver.checkpointing.hooks import STORED_IN, Storage, leaving, storing
+from quaver.config import Float8LinearConfig
+from quaver.kernels.operation import library
+from quaver.scaling import BLOCK_LENGTHS
+
+_NORM = re.compile(r"Norm(\d[dD])?$")
+_ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+def store_activations_in_float8(
+    model: nn.Module, modules: Iterable[str] | None = None, *, block_size: int = 128
+) -> list[str]:
+    """Make modules of `model`, in place, store in float8 what they save for backward.
+
+    Forward results do not change. Backward computes with values of e4m3 codes: 3 significant bits, one scale for
+    `block_size` elements. Which tensors are stored, and how well: `activation_report`. Call it after the conversion to
+    float8, before `compile` and `fully_shard`. Names, parameters and the state_dict stay; only classes become
+    subclasses of what they were.
+
+    Args:
+        modules: patterns of names as in `fnmatch`, such as "*.mlp"; None for the default at the top of the file.
+        block_size: 32 or 128. A block takes one byte per element, and 4 for its scale.
+
+    Returns:
+        The names of the modules that store.
+
+    Raises:
+        ValueError: another block size, a pattern that matches no module, no module to choose, or a module that stores
+            already.
+    """
+    from quaver.checkpointing.partition import StoringPartitioner  # imports the compiler
+    from quaver.torch_private.compiler import install_partitioner
+
+    if block_size not in BLOCK_LENGTHS:
+        raise ValueError(f"block_size must be one of {', '.join(map(str, BLOCK_LENGTHS))}, got {block_size!r}")
+    chosen = default_modules(model) if modules is None else _matching(model, modules)
+    if not chosen:
+        raise ValueError(
+            f"expected norms, activation functions, attention or feed-forwards in {type(model).__name__}, got none; "
+            'name the modules that store, for example modules=["encoder.*"]'
+        )
+    for name, module in chosen.items():
+        if isinstance(module, _Storing):
+            raise ValueError(f"{name or 'the model'} stores its activations in float8 already")
+    install_partitioner(StoringPartitioner())
+    for name, module in chosen.items():
+        module.__class__ = _storing_class(type(module))  # type: ignore[arg-type]
+        module._activation_storage = Storage(name, block_size)  # type: ignore[assignment]
+    for matmul in _matmuls_in(chosen.values()):
+        matmul.__class__ = _leaving_class(type(matmul))  # type: ignore[arg-type]
+    return list(chosen)
+
+
+def keep_activations(model: nn.Module) -> None:
+    """Undo `store_activations_in_float8`.
+
+    Modules whose class has changed again since, such as by `fully_shard`, keep a class that stores nothing.
+    """
+    for module in model.modules():
+        if isinstance(module, _Storing):
+            module._activation_storage = None
+        if type(module).__mro__[1] in (_Storing, _Leaving):
+            module.__class__ = type(module).__mro__[2]
+            module.__dict__.pop("_activation_storage", None)
+
+
+@contextmanager
+def off() -> Iterator[None]:
+    """Store nothing that is saved inside the block, by this thread."""
+    before, _off.on = _off.on, True
+    try:
+        yield
+    finally:
+        _off.on = before
+
+
+class _Off(threading.local):
+    on = False
+
+
+_off = _Off()
+
+
+def default_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of `model` that store by default, by name; see the top of the file."""
+    modules = dict(model.named_modules())
+    linears_of = Counter(_around(name, modules) for name, module in modules.items() if isinstance(module, nn.Linear))
+    return {
+        name: module
+        for name, module in modules.items()
+        if _NORM.search(type(module).__name__)
+        or (type(module).__module__ in _ACTIVATIONS and not _has_matrix(module))
+        or (name and (linears_of[name] > 1 or _is_experts(module)))
+    }
+
+
+def _around(name: str, modules: dict[str, nn.Module]) -> str:
+    """The name of the nearest module around `name` that runs a forward."""
+    parts = name.split(".")[:-1]
+    while parts and isinstance(modules[".".join(parts)], _CONTAINERS):
+        parts.pop()
+    return ".".join(parts)
+
+
+def _matching(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
+    modules, chosen = dict(model.named_modules()), {}
+    for pattern in patterns:
+        matched = {name: each for name, each in modules.items() if fnmatchcase(name, pattern)}
+        if not matched:
+            names = ", ".join(list(modules)[1:4])
+            raise ValueError(f"modules has {pattern!r}, which matches no module; names are like {names}")
+        chosen.update(matched)
+    return chosen
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    return any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+
+
+def _is_experts(module: nn.Module) -> bool:
+    return any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
+
+
+def _matmuls_in(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """The modules that multiply by a matrix of their own and have no module inside: linears, convolutions, embeddings.
+
+    Float8 linears are left out: what they save is left alone where they save it (early_stop.py).
+    """
+    inside = {each for module in modules for each in module.modules() if not isinstance(each, _Leaving)}
+    return {each for each in inside if _has_matrix(each) and not list(each.children()) and not _is_float8(each)}
+
+
+def _is_float8(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "config", None), Float8LinearConfig)
+
+
+# In the graph of a module that stores, where nothing reads its result: annotations are in no key of the compiler's
+# caches, and without it a graph that stores would have the key of one that does not.
+library.define("stores_activations(int block_size) -> Tensor")
+library.impl("stores_activations", lambda block_size: torch.empty(0), "CompositeExplicitAutograd")
+torch.library.register_fake("quaver::stores_activations", lambda block_size: torch.empty(0), lib=library)
+
+
+class _Storing:
+    """Marks the classes that `_storing_class` makes."""
+
+    _activation_storage: Storage | None
+
+
+@functools.cache
+def _storing_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of `cls` whose forward stores what it saves."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        storage = self._activation_storage
+        if storage is None or _off.on or not torch.is_grad_enabled():
+            return cls.forward(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            torch.ops.quaver.stores_activations(storage.block_size)
+            with torch.fx.traceback.annotate({STORED_IN: (cls.__name__, storage.block_size)}):
+                return cls.forward(self, *args, **kwargs)
+        with storing(storage, args, kwargs):
+            return cls.forward(self, *args, **kwargs)
+
+    return type(f"Storing{cls.__name__}", (_Storing, cls), {"forward": forward, "__module__": cls.__module__})
+
+
+class _Leaving:
+    """Marks the classes that `_leaving_class` makes."""
+
+
+@functools.cache
+def _leaving_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of `cls` inside whose forward nothing is stored."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            with torch.fx.traceback.annotate({STORED_IN: None}):
+                return cls.forward(self, *args, **kwargs)
+        with leaving():
+            return cls.forward(self, *args, **kwargs)
+
+    return type(f"Leaving{cls.__name__}", (_Leaving, cls), {"forward": forward, "__module__": cls.__module__})

@@ -1,0 +1,149 @@
+"""What a step saves where activations are stored in float8: each tensor, its bytes before and after, and the error."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from quaver.checkpointing.hooks import StoredCodes, StoredTensor, seen
+from quaver.checkpointing.store import off
+from quaver.torch_private.dtensor import local_tensor
+from quaver.torch_private.memory import storage_key
+
+
+@dataclass(frozen=True)
+class SavedActivation:
+    """One tensor that autograd saved in a module that stores."""
+
+    module: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes_before: int
+    """Of its storage, 0 where another line has counted that."""
+    bytes_after: int
+    sqnr_db: float | None
+    """20 log10(norm(tensor) / norm(tensor - values of its codes)); None for a tensor that is left as it is."""
+
+
+@dataclass(frozen=True)
+class ActivationReport:
+    """The tensors that a forward saved, and what storing them costs in gradients."""
+
+    saved: tuple[SavedActivation, ...]
+    gradient_sqnr_db: dict[str, float]
+    """By block (the names up to the first number in them), of all its gradients against those of a step that stores
+    nothing."""
+
+    @property
+    def bytes_before(self) -> int:
+        """What the modules that store would save."""
+        return sum(each.bytes_before for each in self.saved)
+
+    @property
+    def bytes_after(self) -> int:
+        """What they save."""
+        return sum(each.bytes_after for each in self.saved)
+
+    def __str__(self) -> str:
+        width = max((len(each.module) for each in self.saved), default=0)
+        lines = [_line(each, width) for each in self.saved if each.bytes_before]
+        lines.append(f"{self.bytes_before:,} bytes are {self.bytes_after:,} in float8")
+        lines += [f"gradients of {name or 'the rest'}: {db:.1f} dB" for name, db in self.gradient_sqnr_db.items()]
+        return "\n".join(lines)
+
+
+def activation_report(model: nn.Module, step: Callable[[], object]) -> ActivationReport:
+    """Run `step` twice, without and with storing, and report what autograd saved and how gradients differ.
+
+    Args:
+        model: after `store_activations_in_float8`, in eager code.
+        step: runs forward and backward of the same batch at each call. Gradients are restored after it.
+
+    Raises:
+        ValueError: nothing was saved in a module that stores: the model stores nothing, its code is compiled, or all of
+            it is inside activation checkpoints, which save next to nothing.
+    """
+    parameters = dict(model.named_parameters())
+    before = {name: parameter.grad for name, parameter in parameters.items()}
+    saved: list[SavedActivation] = []
+    try:
+        with off():
+            exact = _gradients(parameters, step)
+        with _recording(saved):
+            stored = _gradients(parameters, step)
+    finally:
+        for name, parameter in parameters.items():
+            parameter.grad = before[name]
+    if not saved:
+        raise ValueError(
+            "expected a step that saves activations in float8, but no module that stores saved anything: call "
+            "store_activations_in_float8 first, and report in eager code, outside of activation checkpoints"
+        )
+    return ActivationReport(tuple(saved), _by_block(exact, stored))
+
+
+def _gradients(parameters: dict[str, nn.Parameter], step: Callable[[], object]) -> dict[str, Tensor]:
+    for parameter in parameters.values():
+        parameter.grad = None
+    devices = {parameter.device for parameter in parameters.values() if parameter.is_cuda}
+    with torch.random.fork_rng(devices=[device.index for device in devices]):
+        step()
+    return {name: each.grad for name, each in parameters.items() if each.grad is not None}
+
+
+@contextmanager
+def _recording(saved: list[SavedActivation]) -> Iterator[None]:
+    known: dict[int, StorageWeakRef] = {}  # weak references keep the keys of storages that are gone from others
+    codes_known: set[StoredCodes] = set()
+
+    def report(module: str, tensor: Tensor, stored: StoredTensor | None) -> None:
+        storage = local_tensor(tensor).untyped_storage()
+        key = storage_key(storage)
+        bytes_before = 0 if isinstance(tensor, nn.Parameter) or key in known else storage.nbytes()
+        known.setdefault(key, StorageWeakRef(storage))
+        bytes_after, sqnr_db = bytes_before, None
+        if stored is not None:
+            bytes_after = 0 if stored.codes in codes_known else stored.codes.bytes
+            codes_known.add(stored.codes)
+            sqnr_db = sqnr(local_tensor(tensor), local_tensor(stored.restored()))
+        saved.append(SavedActivation(module, tuple(tensor.shape), tensor.dtype, bytes_before, bytes_after, sqnr_db))
+
+    seen.report = report
+    try:
+        yield
+    finally:
+        seen.report = None
+
+
+def sqnr(exact: Tensor, rounded: Tensor) -> float:
+    """20 log10(norm(exact) / norm(exact - rounded)) in dB; infinite where they are equal."""
+    exact = exact.detach().double()
+    signal, noise = exact.norm().item(), (exact - rounded.detach().double()).norm().item()
+    return math.inf if noise == 0 else 20 * math.log10(signal / noise) if signal else -math.inf
+
+
+def _by_block(exact: dict[str, Tensor], stored: dict[str, Tensor]) -> dict[str, float]:
+    names = defaultdict(list)
+    for name in exact:
+        parts = name.split(".")
+        number = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
+        names["" if number is None else ".".join(parts[: number + 1])].append(name)
+    flat = {
+        block: [torch.cat([of[name].detach().flatten() for name in of_block]) for of in (exact, stored)]
+        for block, of_block in names.items()
+    }
+    return {block: sqnr(*pair) for block, pair in flat.items()}
+
+
+def _line(saved: SavedActivation, width: int) -> str:
+    shape = " x ".join(map(str, saved.shape))
+    dtype = str(saved.dtype).removeprefix("torch.")
+    error = "as it is" if saved.sqnr_db is None else f"{saved.sqnr_db:.1f} dB"
+    return f"{saved.module:{width}}  {shape:22} {dtype:14} {saved.bytes_before:14,} {saved.bytes_after:14,}  {error}"
