@@ -31,7 +31,7 @@ from quaver.checkpointing.codes import DTYPES, Layout, decode_in_graph, encode
 from quaver.checkpointing.hooks import SMALL, STORED_IN
 from quaver.checkpointing.policy import MATMULS
 from quaver.slow_paths import say_once
-from quaver.torch_private.compiler import CustomPartitionerFn, partition
+from quaver.torch_private.compiler import CustomPartitionerFn, decompositions, partition
 
 _aten = torch.ops.aten
 _VIEWS = frozenset(
@@ -193,7 +193,7 @@ def _after(graph: Graph, node: Node) -> Node:
 
 def _copy(graph: Graph, function: Callable[..., Any], arguments: list[Node], before: Node) -> list[Node]:
     """Insert the nodes of `function(*arguments)` into a graph; returns those of its results."""
-    traced = make_fx(function)(*(each.meta["val"] for each in arguments))
+    traced = make_fx(function, decomposition_table=decompositions())(*(each.meta["val"] for each in arguments))
     copies: dict[Node, Node] = dict(zip(traced.graph.find_nodes(op="placeholder"), arguments, strict=True))
     with graph.inserting_before(before):
         for node in traced.graph.nodes:

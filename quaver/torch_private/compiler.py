@@ -4,7 +4,8 @@
 - `set_activation_memory_budget(budget)`: torch._functorch.config.activation_memory_budget. Can go with
   torch.autograd.graph.region_activation_memory_budget once that is no prototype (torch 2.13).
 - `partition(joint, inputs, **options)`: torch._functorch.partitioners.min_cut_rematerialization_partition, Inductor's
-  own. `install_partitioner(partitioner)`: torch._inductor.config.custom_partitioner_fn. No replacements.
+  own. `install_partitioner(partitioner)`: torch._inductor.config.custom_partitioner_fn. `decompositions()`:
+  torch._inductor.decomposition.select_decomp_table, of the operators that its lowerings have none for. No replacements.
 - `recompile_limit(variants)`: torch._dynamo.config.patch(recompile_limit=variants). No replacement.
 """
 
@@ -19,10 +20,12 @@ import torch._inductor.config as inductor_config
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._functorch.partitioners import min_cut_rematerialization_partition as partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.decomposition import select_decomp_table as decompositions
 
 __all__ = [
     "CustomPartitionerFn",
     "OptimizedModule",
+    "decompositions",
     "install_partitioner",
     "partition",
     "recompile_limit",
