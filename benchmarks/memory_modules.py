@@ -146,12 +146,14 @@ def build(case: Case, size: Size, device: torch.device, mesh: DeviceMesh | None)
     return subject
 
 
-def prepare(case: Case, size: Size, device: torch.device, mesh: DeviceMesh | None) -> tuple[Subject, Any, Step]:
-    """The case's model, its optimizer, and a training step; see [Note: a module inside a network].
+def prepare(
+    case: Case, size: Size, device: torch.device, mesh: DeviceMesh | None, subject: Subject | None = None
+) -> tuple[Subject, Any, Step]:
+    """The case's model (or `subject`), its optimizer, and a training step; see [Note: a module inside a network].
 
     The step calls its argument between forward and backward.
     """
-    subject = build(case, size, device, mesh)
+    subject = subject or build(case, size, device, mesh)
     optimizer = build_optimizer(subject, Optimizer())
     dtype = torch.float32 if "block" in case.module else torch.bfloat16
     source = torch.randn(size.sequences, size.seq_len, size.dim, device=device, dtype=dtype, requires_grad=True)
@@ -168,13 +170,15 @@ def prepare(case: Case, size: Size, device: torch.device, mesh: DeviceMesh | Non
     return subject, optimizer, step
 
 
-def measure(case: Case, size: Size, device: torch.device, mesh: DeviceMesh | None = None) -> tuple[int, Usage]:
+def measure(
+    case: Case, size: Size, device: torch.device, mesh: DeviceMesh | None = None, subject: Subject | None = None
+) -> tuple[int, Usage]:
     """Bytes of parameters, buffers and optimizer state, and what a training step after another adds to them.
 
     With `mesh`, the least of STEPS_ON_RANKS steps: when the collectives' threads release their buffers is chance, and
     can only add.
     """
-    subject, optimizer, step = prepare(case, size, device, mesh)
+    subject, optimizer, step = prepare(case, size, device, mesh, subject)
     step()
     usages = []
     for _ in range(1 if mesh is None else STEPS_ON_RANKS):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import performance, scaling
+from benchmarks import performance, scaling, stored_activations
 from benchmarks.record import ROOT, fill
 from benchmarks.scaling import PICTURES, fare, scenarios
 from quaver.cli.bench import VERBS
@@ -27,6 +27,14 @@ def test_the_tables_are_those_of_the_recorded_run():
     assert fill(text, {name: table.replace("1", "2")}) != text
     with pytest.raises(ValueError, match=f"table: {name}"):
         fill("no markers", {name: table})
+
+
+def test_the_table_of_stored_activations_is_that_of_the_recorded_run_and_keeps_its_promise():
+    page, results = stored_activations.PAGE.read_text(), json.loads(stored_activations.RECORD.read_text())
+    assert fill(page, stored_activations.tables(results)) == page
+    saved = {row["compiled"]: row["kept"]["saved"] for row in results["rows"] if row["recipe"] == "bfloat16"}
+    stored = [row["stored"]["saved"] / saved[row["compiled"]] for row in results["rows"] if row["recipe"] == "rowwise"]
+    assert max(stored) <= 0.55
 
 
 @pytest.mark.parametrize("name", performance.COMMANDS)

@@ -1,0 +1,108 @@
+"""Bytes and time of Llama blocks that store their activations in float8, against blocks that keep them.
+
+    python -m benchmarks.stored_activations --update-docs
+    python -m benchmarks.stored_activations --recorded --update-docs
+
+The blocks and the step are those of the memory table (memory_modules.py). Steps alternate in one process on one thread.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from benchmarks import memory_modules
+from benchmarks.memory_modules import Case, Size
+from benchmarks.record import ROOT, make_page, markdown, page_parser, provenance
+from quaver.checkpointing import store_activations_in_float8
+from quaver.torch_private.compiler import recompile_limit
+
+RECORD = ROOT / "benchmarks" / "results" / "stored_activations.json"
+PAGE = ROOT / "docs" / "activations.md"
+RECIPES = ("bfloat16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
+OF_TIME = Size(dim=512, hidden_dim=1536, n_heads=8, n_kv_heads=4)
+ROUNDS = 12
+CPU = torch.device("cpu")
+
+
+def subject(case: Case, size: Size, store: bool) -> memory_modules.Subject:
+    """The blocks of a case, which store or not."""
+    made = memory_modules.build(Case(case.module, case.precision), size, CPU, None)
+    if store:
+        store_activations_in_float8(made)
+    if case.compiled:
+        for part in made.parts:
+            part.compile(fullgraph=True)
+    return made
+
+
+def bytes_of(case: Case, store: bool) -> dict[str, int]:
+    """What is alive between forward and backward of ten blocks, and what the step adds at its highest point."""
+    torch.compiler.reset()
+    _, usage = memory_modules.measure(case, Size(), CPU, subject=subject(case, Size(), store))
+    return {"saved": usage.saved_bytes, "peak": usage.tensor_peak_bytes or usage.peak_bytes}
+
+
+def times_of(compiled: bool) -> dict[str, dict[str, float]]:
+    """Median milliseconds of CPU time of a step of two blocks: of those that keep, and of those that store."""
+    torch.compiler.reset()
+    steps, samples = {}, {}
+    for recipe in RECIPES:
+        for store in (False, True):
+            case = Case("2 blocks", recipe, compiled=compiled)
+            steps[recipe, store] = memory_modules.prepare(case, OF_TIME, CPU, None, subject(case, OF_TIME, store))[2]
+            for _ in range(2):  # compiles, and makes the optimizer's states
+                steps[recipe, store]()
+            samples[recipe, store] = []
+    for _ in range(ROUNDS):
+        for name, step in steps.items():
+            start = time.process_time()
+            step()
+            samples[name].append(time.process_time() - start)
+    return {
+        recipe: {name: round(1e3 * statistics.median(samples[recipe, store]), 1) for name, store in KINDS.items()}
+        for recipe in RECIPES
+    }
+
+
+KINDS = {"kept": False, "stored": True}
+
+
+def measure() -> dict[str, Any]:
+    """Bytes and milliseconds of each recipe, eager and compiled."""
+    torch.set_num_threads(1)
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    rows = []
+    for compiled in (False, True):
+        with recompile_limit(len(RECIPES) * 2):
+            times = times_of(compiled)
+        for recipe in RECIPES:
+            case = Case("10 blocks", recipe, compiled=compiled)
+            of_bytes = {name: bytes_of(case, store) for name, store in KINDS.items()}
+            rows.append({"recipe": recipe, "compiled": compiled, "ms": times[recipe], **of_bytes})
+    return {"environment": provenance("stored_activations"), "rows": rows}
+
+
+def tables(results: dict[str, Any]) -> dict[str, str]:
+    """Shares of bfloat16's bytes and times, in Markdown."""
+    lines = []
+    for row in results["rows"]:
+        base = next(each for each in results["rows"] if each["compiled"] == row["compiled"])  # bfloat16 is first
+        shares = [row[kind][what] / base["kept"][what] for what in ("saved", "peak") for kind in KINDS]
+        shares += [row["ms"][kind] / base["ms"]["kept"] for kind in KINDS]
+        how = "compiled" if row["compiled"] else "eager"
+        lines.append([f"{row['recipe']}, {how}", *(f"{share:.2f}" for share in shares)])
+    head = ["", "saved, kept", "stored", "peak, kept", "stored", "time, kept", "stored"]
+    return {"stored activations": markdown(head, lines)}
+
+
+def main() -> None:
+    options: argparse.Namespace = page_parser(__doc__).parse_args()
+    make_page(options, measure, RECORD, tables, PAGE)
+
+
+if __name__ == "__main__":
+    main()
