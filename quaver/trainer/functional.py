@@ -1,4 +1,4 @@
-"""SwiGLU and RMSNorm that save only their inputs for backward, for use in front of float8 linears.
+"""SwiGLU and RMSNorm that save only their inputs for backward, for float8 linears, and an embedding's lookup.
 
     swiglu(gate, up) = silu(gate) * up                                       saves gate and up
     rms_norm(x)      = x / sqrt(mean(x^2) + eps) * weight                    saves x
@@ -10,6 +10,11 @@ saves on a CPU.
 
 Forward results are PyTorch's, to the bit; swiglu's gradients too. Compiled code is the plain expression, because the
 compiler decides what to recompute and what to fuse. Double backward is unsupported, as in a float8 linear.
+
+    embedding(tokens, weight)[t] = weight[tokens[t]]                         saves tokens
+
+On a CPU PyTorch sums the gradient of a bfloat16 weight in bfloat16 (an SQNR of 20 dB for 8192 tokens among 256 words).
+A GPU sums in float32, and so does this one.
 """
 
 from __future__ import annotations
@@ -49,6 +54,27 @@ def plain_rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return PyTorch's RMSNorm of `hidden` [..., D] in its dtype, with everything that autograd saves for it."""
     # FSDP2 may gather the weight in fewer bits; fused kernels require one dtype.
     return F.rms_norm(hidden, weight.shape, weight.to(hidden.dtype), eps)
+
+
+def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
+    """Return the rows `tokens` (int64, any shape) of `weight` [V, D]; the gradient is summed in float32 or wider."""
+    if weight.dtype.itemsize >= torch.float32.itemsize or not weight.is_cpu:
+        return F.embedding(tokens, weight)
+    return typing.cast(Tensor, _Embedding.apply(tokens, weight))
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.words, ctx.dtype = weight.shape[0], weight.dtype
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        (tokens,) = ctx.saved_tensors
+        return None, torch.ops.aten.embedding_dense_backward(grad.float(), tokens, ctx.words, -1, False).to(ctx.dtype)
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from quaver.linear import compute_dtype
 from quaver.trainer.config import Model
 from quaver.trainer.config.model import RopeScaling
-from quaver.trainer.functional import plain_rms_norm, rms_norm, swiglu
+from quaver.trainer.functional import embedding, plain_rms_norm, rms_norm, swiglu
 from quaver.trainer.mixture import Mixture
 
 INIT_STD = 0.02
@@ -176,14 +176,25 @@ class Block(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
+class Embedding(nn.Embedding):
+    """The embedding of tokens."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the vectors [B, T, D] of `input` [B, T] (int64), in the weight's dtype."""
+        return embedding(input, self.weight)
+
+
 class Decoder(nn.Module):
     """Embedding, blocks and the last norm; `model` in Hugging Face's names."""
+
+    residual_dtype: torch.dtype | None = None
+    """The dtype of the residual stream, which blocks add to; None for that of the embedding."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
         self.config = config
         self.rope_scaling = config.rope_scaling
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
+        self.embed_tokens = Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
 
@@ -193,6 +204,7 @@ class Decoder(nn.Module):
         cos, sin = rope_tables(tokens.shape[1], config.head_dim, config.rope_theta, tokens.device, self.rope_scaling)
         mask = None if documents is None else document_attention_mask(documents)
         hidden = self.embed_tokens(tokens)
+        hidden = hidden.to(self.residual_dtype or hidden.dtype)
         for layer in self.layers:
             hidden = layer(hidden, cos, sin, mask)
         return self.norm(hidden)

@@ -11,7 +11,8 @@ already: `average_expert_gradients` (mixture.py) divides by the rest.
 [Note: precision under FSDP2] Autocast defines the numerics, as on one rank: a linear reads its weight in
 `training.mixed_precision_param`. Blocks and the output projection are therefore gathered in that dtype, to which
 autocast would cast them anyway, in half the bytes of float32. The embedding and the last norm, which autocast does not
-cast, are gathered in their own dtype. Gradients are reduced in float32.
+cast, are gathered in the dtype of the residual stream, to which the model rounds what it looks up (and a norm its
+weight). Gradients are reduced in float32. That of an embedding in bfloat16 is rounded before, as a linear's is.
 """
 
 import warnings
@@ -109,16 +110,16 @@ def _shard(model: Llama, config: TrainConfig, mesh: DeviceMesh, mesh_of_experts:
         groups.append(model.lm_head)
     for group in groups:
         fully_shard(group, **group_options(config, mesh))
-    fully_shard(model, **group_options(config, mesh, as_stored=True))
+    fully_shard(model, **group_options(config, mesh, dtype=config.training.residual_stream_dtype))
 
 
-def group_options(config: TrainConfig, mesh: DeviceMesh, *, as_stored: bool = False) -> dict[str, Any]:
+def group_options(config: TrainConfig, mesh: DeviceMesh, *, dtype: str = "") -> dict[str, Any]:
     """Return the arguments of `fully_shard` for a group of parameters; see [Note: precision under FSDP2].
 
     Args:
-        as_stored: gather in the dtype of the parameters instead of that of the computation.
+        dtype: the dtype in which they are gathered; that of the computation if empty.
     """
-    param_dtype = None if as_stored else getattr(torch, config.training.mixed_precision_param)
+    param_dtype = getattr(torch, dtype or config.training.mixed_precision_param)
     policy = MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     reshard = {"default": None, "always": True, "never": False}[config.parallelism.fsdp_reshard_after_forward]
     return {"mesh": mesh, "reshard_after_forward": reshard, "mp_policy": policy}

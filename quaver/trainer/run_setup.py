@@ -172,4 +172,6 @@ def begin_folder(setup: RunSetup) -> None:
 
 def _meta_model(config: TrainConfig) -> Llama:
     with torch.device("meta"):
-        return Llama(config.model).to(getattr(torch, config.training.dtype))
+        model = Llama(config.model).to(getattr(torch, config.training.dtype))
+    model.model.residual_dtype = getattr(torch, config.training.residual_stream_dtype)
+    return model

@@ -1,5 +1,6 @@
 """The model of a run or of a Hugging Face folder, and one batch for it, for `quaver doctor --model`."""
 
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,6 +65,7 @@ def _open_run(checkpoint: Path, data: str | None, sequences: int, seq_len: int |
         raise ValueError(f"{str(checkpoint)!r} is a converted model without a run; give its Hugging Face folder")
     config = build_config(sections)
     model = run_source(checkpoint, recipe="tensorwise").high_precision_model()
+    typing.cast(Llama, model).model.residual_dtype = getattr(torch, config.training.residual_stream_dtype)
     return _surveyed(model, config, _with_batch(config, data, sequences, seq_len), can_train=True)
 
 

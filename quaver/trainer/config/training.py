@@ -39,6 +39,8 @@ class Training(Settings, section="training"):
     """Parameters, gradients, optimizer state: float32 or bfloat16."""
     mixed_precision_param: Dtype = "bfloat16"
     """Autocast's dtype; no autocast if equal to dtype."""
+    residual_dtype: Annotated[str, OneOf(("auto", "float32", "bfloat16"))] = "auto"
+    """The residual stream, and the embedding that FSDP2 gathers: auto (that of dtype), float32 or bfloat16."""
     device: Annotated[str, OneOf(DEVICES)] = "auto"
     """auto (CUDA if there is one), cpu or cuda."""
     nonfinite: Annotated[str, OneOf(("stop", "skip"))] = "stop"
@@ -57,6 +59,13 @@ class Training(Settings, section="training"):
             "bfloat16 when training.dtype is bfloat16",
             "autocast only lowers precision",
         )
+        dtypes = tuple(dict.fromkeys((self.dtype, self.mixed_precision_param)))
+        self.require(
+            self.residual_dtype in ("auto", *dtypes),
+            "residual_dtype",
+            f"auto or {' or '.join(dtypes)}",
+            "training.dtype and training.mixed_precision_param are the dtypes of the model",
+        )
         if self.nonfinite != "skip":
             self.require_default("max_nonfinite_steps", unless="training.nonfinite is skip")
         size = self.global_batch_size
@@ -65,6 +74,11 @@ class Training(Settings, section="training"):
             "global_batch_size",
             f"-1 or a multiple of training.local_batch_size = {self.local_batch_size}",
         )
+
+    @property
+    def residual_stream_dtype(self) -> str:
+        """`residual_dtype`, without "auto"."""
+        return self.dtype if self.residual_dtype == "auto" else self.residual_dtype
 
     @property
     def step_batch_size(self) -> int:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from quaver import convert_to_float8_training
 from quaver.trainer.config import Model
 from quaver.trainer.float8 import fuse_producers
-from quaver.trainer.functional import rms_norm, swiglu
+from quaver.trainer.functional import embedding, rms_norm, swiglu
 from quaver.trainer.model import Block, rope_tables
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -42,6 +42,18 @@ def test_swiglu_of_one_that_needs_no_gradient(dtype):
     gate, up = torch.randn(4, 8, dtype=dtype), torch.randn(4, 8, dtype=dtype, requires_grad=True)
     (grad,) = torch.autograd.grad(swiglu(gate, up).sum(), up)
     assert grad.equal(F.silu(gate))
+
+
+@DTYPES
+def test_the_gradient_of_an_embedding_is_rounded_once(dtype):
+    tokens, weight = torch.randint(3, (4, 500)), torch.randn(5, 16, dtype=dtype, requires_grad=True)
+    got, grad = embedding(tokens, weight), torch.randn(4, 500, 16, dtype=dtype)
+    assert got.equal(F.embedding(tokens, weight))
+    got.backward(grad)
+    exact = torch.zeros(5, 16, dtype=torch.float64).index_add_(0, tokens.flatten(), grad.flatten(0, 1).double())
+    assert weight.grad.dtype == dtype
+    # Sums of about 700 in float32; in bfloat16 they err by some percent of the largest.
+    torch.testing.assert_close(weight.grad.double(), exact, rtol=2**-8, atol=1e-4)
 
 
 @DTYPES
