@@ -70,21 +70,25 @@ class Profiling:
             if self._config.profiling.enable_memory_snapshot:
                 snapshot = self._cuda_snapshot if self._device.type == "cuda" else self._cpu_timeline
                 stack.enter_context(snapshot(step, name, model, optimizer))
-            if self._config.profiling.enable_profiling:
-                stack.enter_context(self._trace(step, name))
+            stack.enter_context(self._trace(step, name))
             yield
+
+    def traces(self, step: int) -> bool:
+        """Whether torch.profiler runs in the step: those that are written, and the warm-up before them."""
+        config = self._config.profiling
+        window = config.profiler_warmup + config.profiler_active
+        return config.enable_profiling and -step % config.profile_freq < window
 
     @contextmanager
     def _trace(self, step: int, name: str) -> Iterator[None]:
-        config = self._config.profiling
-        steps_to_window_end = -step % config.profile_freq
-        if steps_to_window_end >= config.profiler_warmup + config.profiler_active:
+        if not self.traces(step):
             yield
             return
+        config = self._config.profiling
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
         with profile(activities=activities, record_shapes=True) as profiler:
             yield
-        if steps_to_window_end < config.profiler_active:
+        if -step % config.profile_freq < config.profiler_active:
             file = self._file(config.save_traces_folder, step, name, ".json.gz")
             with _output(file):
                 profiler.export_chrome_trace(str(file))

@@ -41,7 +41,10 @@ from quaver.trainer.run_setup import RunSetup, begin_folder, open_folder, set_up
 from quaver.trainer.trained_model import StepResult, TrainedModel
 
 MEMORY_STEP = 2
-"""The step of this process whose peak memory is measured: the optimizer's state exists after the first one."""
+"""The step of this process whose peak memory is measured: the optimizer's state exists after the first one.
+
+Where torch.profiler measures it (memory.py) and traces that step, the first later one that it does not trace.
+"""
 
 FIRST_STEP_PATIENCE = 10
 """The watchdog's factor for the first step, which may compile."""
@@ -208,7 +211,6 @@ def _train_step(run: Run, step: int, outputs: "Outputs") -> None:
     training, progress = run.config.training, run.progress
     batches = _to_device(run.data.step_batches(training, progress.consumed_sequences, run.dims), run.device)
     steps_here = step - run.began_at_step
-    measure_memory = steps_here == min(MEMORY_STEP, training.steps - run.began_at_step)
     patience_s = run.config.comm.watchdog_seconds * (FIRST_STEP_PATIENCE if steps_here == 1 else 1)
     for model in run.models if step % 2 else reversed(run.models):
         reset_device_peaks(run.device)
@@ -216,10 +218,18 @@ def _train_step(run: Run, step: int, outputs: "Outputs") -> None:
             outputs.watchdog.step(patience_s, f"step {step} of {model.name} on rank {run.ranks.rank}"),
             outputs.profiling.step(step, model.name, model.model, model.optimizer),
         ):
+            measure_memory = _is_memory_due(run, model, step, outputs.profiling)
             result = model.train_step(step, batches, measure_memory=measure_memory)
         _record_step(run, model, step, result, outputs)
     progress.step = step
     progress.consumed_sequences += training.step_batch_size
+
+
+def _is_memory_due(run: Run, model: TrainedModel, step: int, profiling: Profiling) -> bool:
+    first = min(MEMORY_STEP, run.config.training.steps - run.began_at_step)
+    is_reached = step - run.began_at_step >= first
+    is_free = model.has_countable_memory or not profiling.traces(step)
+    return is_reached and is_free and model.peak.peak_bytes is None
 
 
 def _validate(run: Run, step: int, outputs: "Outputs") -> None:

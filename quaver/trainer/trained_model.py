@@ -111,6 +111,11 @@ class TrainedModel:
         split = [(each, each.dispatcher) for each in self._experts if each.dispatcher is not None]
         return list(dict.fromkeys(dispatcher.note(each) for each, dispatcher in split))
 
+    @property
+    def has_countable_memory(self) -> bool:
+        """Whether a dispatch mode sees every tensor: not those of compiled code, nor inside DTensor's operators."""
+        return not self.config.training.compile and self.config.parallelism.tensor_parallel_degree == 1
+
     def train_step(self, step: int, batches: Sequence[Batch], *, measure_memory: bool = False) -> StepResult:
         """Run optimizer step `step` (from 1) on the micro-batches of one global batch.
 
@@ -125,9 +130,7 @@ class TrainedModel:
         self.precision = config.training.mixed_precision_param if in_tail else self.name
         measure: AbstractContextManager[PeakMemory] = nullcontext(self.peak)
         if measure_memory and self.precision == self.name:
-            # A dispatch mode sees neither tensors of compiled code nor the temporaries of DTensor's operators.
-            countable = not config.training.compile and config.parallelism.tensor_parallel_degree == 1
-            measure = measure_peak(self.resident_tensors(), device=self.device, countable=countable)
+            measure = measure_peak(self.resident_tensors(), device=self.device, countable=self.has_countable_memory)
         synchronize(self.device)
         start = time.perf_counter()
         with measure as peak:

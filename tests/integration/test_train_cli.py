@@ -66,7 +66,8 @@ def test_compiled_blocks_train_alike(where, tmp_path, recipe):
     eager, compiled = (json.loads((tmp_path / "runs" / name / "summary.json").read_text()) for name in "rc")
     loss, expected = (summary["runs"][recipe]["validation_loss"] for summary in (compiled, eager))
     assert loss == pytest.approx(expected, rel=2e-3)
-    assert "exact" not in compiled["runs"][recipe]["peak_memory_source"]
+    peaks = [summary["runs"][recipe]["peak_memory_bytes"] for summary in (eager, compiled)]
+    assert 0.5 < peaks[1] / peaks[0] < 1.5
 
 
 def test_a_closed_standard_output(where, monkeypatch):

@@ -47,6 +47,7 @@ def test_the_debug_model_is_measured_as_it_is_predicted():
 
 
 MICRO_BATCHES = Training(seq_len=32, local_batch_size=2, global_batch_size=8, device="cpu")
+RESIDUAL_BFLOAT16 = Training(seq_len=32, local_batch_size=2, device="cpu", residual_dtype="bfloat16")
 FULL = ActivationCheckpoint(mode="full")
 GATHERS_FLOAT8 = Float8(enable_fsdp_float8_all_gather=True, precompute_float8_dynamic_scale_for_fsdp=True)
 WIDE = Model(dim=128, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=160)
@@ -61,8 +62,10 @@ night = [pytest.mark.nightly, on_ranks]
         (1, {"float8": Float8(recipe_name="delayed"), "optimizer": Optimizer(implementation="foreach")}),
         (1, {"float8": Float8(recipe_name="rowwise"), "activation_checkpoint": FULL}),
         (1, {"model": WIDE, "optimizer": Optimizer(name="Float8AdamW")}),
+        (1, {"training": RESIDUAL_BFLOAT16}),
         # spawned processes take 12 s; test_predict.py compares a prediction with ranks in each run
         pytest.param(2, {"float8": GATHERS_FLOAT8}, marks=night),
+        pytest.param(2, {"training": RESIDUAL_BFLOAT16}, marks=night),
         pytest.param(2, {**SPLIT, "activation_checkpoint": FULL}, marks=night),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
@@ -90,6 +93,9 @@ def test_compiled_code_is_measured_by_the_allocator(tiny_float8_config):
     assert any("training.compile" in note for note in measured.notes)
     assert not any("training.compile" in note for note in eager.notes)
     assert measured.prediction.peak_bytes == measured.allocator_tensor_peak_bytes
+    (model,) = run_to_end(changed(config, training={"compile": True})).models  # what the trainer's table shows
+    inputs = eager.prediction.by_category["inputs"]
+    assert model.peak.peak_bytes == pytest.approx(measured.allocator_tensor_peak_bytes - inputs, rel=WITHIN)
     assert measured.prediction.saved_by_forward_bytes > 0
     there = measured.prediction.report["resident_bytes"]
     assert there["parameters"] == eager.prediction.by_category["parameters"]

@@ -1,5 +1,6 @@
 """The peak memory of a step against sums by hand."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -26,8 +27,14 @@ def test_resident_tensors_count_a_shared_storage_once():
     assert storage_bytes([weight, weight.view(16, 16), torch.zeros(256)]) == 2 * KIB
 
 
-def test_compiled_steps_are_not_measured():
-    with measure_peak([], device=torch.device("cpu"), countable=False) as peak:
-        torch.ones(8 * KIB)
-    assert (peak.peak_bytes, peak.exact) == (None, False)
-    assert peak.source.startswith("not measured")
+def test_the_allocators_log_has_the_peak_of_the_counted_tensors():
+    layers = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False))
+    peaks = []
+    for countable in (True, False):
+        layers.zero_grad()
+        with measure_peak(layers.parameters(), device=torch.device("cpu"), countable=countable) as peak:
+            layers(torch.zeros(32, 64)).sum().backward()
+        peaks.append(peak)
+    assert all(each.exact for each in peaks)
+    assert peaks[1].source == "tensors of one step, from the CPU allocator's log"
+    assert peaks[1].peak_bytes == pytest.approx(peaks[0].peak_bytes, abs=64)  # scalars

@@ -13,6 +13,7 @@ from quaver.trainer.config_io import load_config
 from quaver.trainer.memory import PeakMemory
 from quaver.trainer.metrics import read_metrics, summarize
 from quaver.trainer.train import Run, prepare, train
+from quaver.trainer.trained_model import TrainedModel
 from tests.unit.trainer.runs import changed, run_to_end
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -59,10 +60,25 @@ def test_a_run_leaves_everything_in_its_folder(tiny_config, capsys):
 
 def test_measuring_memory_changes_no_loss(tiny_config, monkeypatch):
     measured = losses(run_to_end(changed(tiny_config, job={"name": "measured"})))
-    monkeypatch.setattr(train_module, "MEMORY_STEP", -1)
+    monkeypatch.setattr(train_module, "_is_memory_due", lambda *_: False)
     run = prepare(changed(tiny_config, job={"name": "unmeasured"}))
     assert train(run)["runs"]["bfloat16"]["peak_memory_source"] == "not measured"
     assert losses(run) == measured
+
+
+def test_memory_is_measured_in_a_step_without_a_trace(tiny_config, monkeypatch):
+    steps, train_step = [], TrainedModel.train_step
+
+    def record(self, step, batches, *, measure_memory):
+        steps.append(step) if measure_memory else None
+        return train_step(self, step, batches, measure_memory=measure_memory)
+
+    monkeypatch.setattr(TrainedModel, "train_step", record)
+    traced = {"enable_profiling": True, "profile_freq": 3, "profiler_warmup": 1, "profiler_active": 1}
+    monkeypatch.setattr(TrainedModel, "has_countable_memory", False)  # as of compiled code
+    (model,) = run_to_end(changed(tiny_config, profiling=traced)).models
+    assert steps == [4]
+    assert model.peak.exact
 
 
 def test_bfloat16_parameters(tiny_config):
