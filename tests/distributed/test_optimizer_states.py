@@ -1,6 +1,8 @@
 """States of Float8AdamW over ranks: the same bits for any sharding, saved and resharded, gathered and loaded."""
 
 import copy
+import os
+import signal
 import tempfile
 
 import pytest
@@ -21,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from quaver.config import Float8LinearConfig
 from quaver.convert import convert_to_float8_training
 from quaver.optim import Float8AdamW
-from tests.distributed.ranks import on_ranks, run
+from tests.distributed.ranks import RanksError, on_ranks, run
 
 STEPS = 3
 
@@ -151,12 +153,14 @@ def _save(folder, load, steps):
     train(model, optimizer, steps)
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.save(state, checkpoint_id=f"{folder}/{steps[-1]}")
-    return result(model, optimizer)
+    return model, optimizer
+
+
+def _save_and_gather(folder, load, steps):
+    return result(*_save(folder, load, steps))
 
 
 def _load(folder, model, optimizer):
-    import os
-
     latest = max(os.listdir(folder), key=int)
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.load(state, checkpoint_id=f"{folder}/{latest}")
@@ -167,8 +171,32 @@ def _load(folder, model, optimizer):
 def test_checkpoints_reshard_from_4_to_2_to_1_to_4_ranks_to_the_bit():
     with tempfile.TemporaryDirectory() as folder:
         for step, ranks in enumerate((4, 2, 1, 4)):
-            results = run(ranks, _save, folder, step > 0, [step])
+            results = run(ranks, _save_and_gather, folder, step > 0, [step])
         equal(results[0], alone(steps=4))
+
+
+def _save_and_die(folder, load, step):
+    """Save a step, make another that is lost, and end without any clean-up."""
+    model, optimizer = _save(folder, load, [step])
+    try:
+        dist.barrier()  # from here on a peer may be dead
+        train(model, optimizer, [step + 1])
+    finally:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+LIVES = (4, 2, 1, 3)
+"""Numbers of ranks, each from one start to the next kill."""
+
+
+@pytest.mark.parametrize("lives", [LIVES, pytest.param((*LIVES, *(2, 1, 3, 1) * 4), marks=pytest.mark.nightly)], ids=len)
+def test_killed_ranks_are_resumed_by_other_numbers_of_ranks_to_the_bit(lives, tmp_path):
+    for step, ranks in enumerate(lives):
+        with pytest.raises(RanksError) as error:
+            run(ranks, _save_and_die, str(tmp_path), step > 0, step, collective_timeout=60)
+        assert error.value.messages == ["the process died"] * ranks
+    results = run(2, _save_and_gather, str(tmp_path), True, [len(lives)])
+    equal(results[0], alone(steps=len(lives) + 1))
 
 
 @on_ranks(2)
