@@ -79,15 +79,18 @@ def _compiled() -> Callable[..., Any]:
     return run
 
 
+def row_runs(grid: BlockGrid, key: int) -> list[Run]:
+    """All rows of a parameter's part, in runs of at most `BUCKET` elements or one row."""
+    rows = max(BUCKET // max(grid.blocks * BLOCK, 1), 1)
+    return [Run(grid, begin, min(begin + rows, grid.rows), key) for begin in range(0, grid.rows, rows)]
+
+
 def _buckets(updates: Sequence[Update]) -> Iterator[list[tuple[Update, Run]]]:
     """Runs of rows of like dtypes on one device, at most `BUCKET` elements or one row at a time."""
     alike: dict[Any, list[tuple[Update, Run]]] = defaultdict(list)
     for update in updates:
         kind = (update.grad.device, update.grad.dtype, *(None if t is None else t.dtype for t in update.tensors))
-        rows = max(BUCKET // max(update.grid.blocks * BLOCK, 1), 1)
-        for begin in range(0, update.grid.rows, rows):
-            run = Run(update.grid, begin, min(begin + rows, update.grid.rows), update.key)
-            alike[kind].append((update, run))
+        alike[kind] += [(update, run) for run in row_runs(update.grid, update.key)]
     for runs in alike.values():
         bucket: list[tuple[Update, Run]] = []
         blocks = 0
@@ -102,7 +105,7 @@ def _buckets(updates: Sequence[Update]) -> Iterator[list[tuple[Update, Run]]]:
 
 def _run_bucket(bucket: list[tuple[Update, Run]], scalars: Tensor, function: Callable[..., Any]) -> Tensor:
     runs = [run for _, run in bucket]
-    grad = torch.cat([to_blocks(_rows(update.grad, run), run.grid) for update, run in bucket])
+    grad = torch.cat([to_blocks(rows_of(update.grad, run), run.grid) for update, run in bucket])
     columns = [_columns(*each) for each in bucket]
     old: list[Any] = [
         None if parts[0] is None else torch.cat([read(part, run) for part, run in zip(parts, runs, strict=True)])
@@ -117,7 +120,7 @@ def _run_bucket(bucket: list[tuple[Update, Run]], scalars: Tensor, function: Cal
     return typing.cast(Tensor, skipped)
 
 
-def _rows(tensor: Tensor, run: Run) -> Tensor:
+def rows_of(tensor: Tensor, run: Run) -> Tensor:
     """Rows of a tensor of the parameter's shape, [rows, columns]."""
     return tensor.view(run.grid.rows, run.grid.columns)[run.begin : run.end]
 
@@ -129,7 +132,7 @@ def _columns(update: Update, run: Run) -> list[Tensor | None]:
         None if scale is None else scale.view(run.grid.rows, run.grid.blocks)[run.begin : run.end]
         for scale in (exp_avg_scale, exp_avg_sq_scale)
     ]
-    return [_rows(param, run), _rows(exp_avg, run), scales[0], _rows(exp_avg_sq, run), scales[1]]
+    return [rows_of(param, run), rows_of(exp_avg, run), scales[0], rows_of(exp_avg_sq, run), scales[1]]
 
 
 def _read_rows(rows: Tensor, run: Run) -> Tensor:

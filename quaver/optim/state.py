@@ -1,4 +1,4 @@
-"""What `Float8AdamW` remembers of a parameter: which tensors, their shapes and dtypes, and their values in float32.
+"""What an optimizer remembers of a parameter: which tensors, their shapes and dtypes, and their values in float32.
 
     storage     of exp_avg                              of exp_avg_sq
     float8      exp_avg_fp8, exp_avg_scale              exp_avg_sq_root_fp8, exp_avg_sq_root_scale
@@ -42,11 +42,17 @@ _FP8_NAMES = {
     "exp_avg": Names("exp_avg_fp8", "exp_avg_scale"),
     "exp_avg_sq": Names("exp_avg_sq_root_fp8", "exp_avg_sq_root_scale"),
 }
+"""A param group has an option of the same name for each moment of its optimizer."""
+
+
+def is_small(parameter: Tensor) -> bool:
+    """Whether moments are float32 whatever is wanted."""
+    return parameter.numel() < SMALL or parameter.dim() < 2
 
 
 def storage_of(parameter: Tensor, wanted: str) -> str:
     """How a moment of `parameter` is stored: float32 if it is small or no matrix, or if shards cut its blocks."""
-    if parameter.numel() < SMALL or parameter.dim() < 2:
+    if is_small(parameter):
         return "float32"
     return "float32" if wanted == "float8" and obstacle_of(parameter) else wanted
 
@@ -55,23 +61,22 @@ class Layout(NamedTuple):
     """The shape and dtype of each tensor of a parameter's state but its step; in whole, not this rank's part."""
 
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    exp_avg: Names
-    exp_avg_sq: Names
+    moments: dict[str, Names]
 
 
 def layout_of(parameter: Tensor, group: dict[str, Any]) -> Layout:
     """The layout that the options of a param group ask for."""
-    shape, tensors, names = tuple(parameter.shape), {}, []
-    for moment in ("exp_avg", "exp_avg_sq"):
+    shape, tensors, moments = tuple(parameter.shape), {}, {}
+    for moment in [name for name in _FP8_NAMES if name in group]:
         storage = storage_of(parameter, group[moment])
         name = _FP8_NAMES[moment] if storage == "float8" else Names(moment, None)
         tensors[name.values] = shape, _DTYPES.get(storage, torch.uint8)
         if name.scale:
             tensors[name.scale] = scale_shape(shape), torch.float32
-        names.append(name)
+        moments[moment] = name
     if parameter.dtype is not torch.float32 and group["masters"] == "float32":
         tensors["master"] = shape, torch.float32
-    return Layout(tensors, *names)
+    return Layout(tensors, moments)
 
 
 def new_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -95,7 +100,7 @@ def _local_lead(parameter: Tensor, scale: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """The bytes of a Float8AdamW's state on this rank, when all parameters have been stepped; for meta tensors too."""
+    """The bytes of an optimizer's state on this rank, when all parameters have been stepped; for meta tensors too."""
     states = [new_state(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
     return sum(local_tensor(value).nbytes for state in states for value in state.values())
 
@@ -112,7 +117,7 @@ def like_parameter(parameter: Tensor, local: Tensor, shape: tuple[int, ...]) -> 
 
 def blocks_of(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> Blocks:
     """This rank's part of the parameter (or its master) and its moments."""
-    layout = layout_of(parameter, group)
+    moments = layout_of(parameter, group).moments
 
     def part(name: str | None) -> Tensor | None:
         return None if name is None else local_tensor(state[name])
@@ -120,15 +125,14 @@ def blocks_of(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]
     target = state.get("master", parameter)
     return Blocks(
         local_tensor(target).detach(),
-        *(part(name) for name in (*layout.exp_avg, *layout.exp_avg_sq)),  # type: ignore[arg-type]
+        *(part(name) for name in (*moments["exp_avg"], *moments["exp_avg_sq"])),  # type: ignore[arg-type]
     )
 
 
 def read_moments(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> dict[str, Tensor]:
-    """exp_avg and exp_avg_sq in float32, of the parameter's shape and placements."""
-    grid, layout = grid_of(parameter), layout_of(parameter, group)
-    moments = {}
-    for moment, names in (("exp_avg", layout.exp_avg), ("exp_avg_sq", layout.exp_avg_sq)):
+    """The moments in float32, of the parameter's shape and placements."""
+    grid, moments = grid_of(parameter), {}
+    for moment, names in layout_of(parameter, group).moments.items():
         local = local_tensor(state[names.values])
         if names.scale is None:
             values = local.float() if local.dtype is not torch.float32 else local.clone()
@@ -143,16 +147,14 @@ def read_moments(parameter: Tensor, state: dict[str, Tensor], group: dict[str, A
 def write_moments(
     parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any], moments: dict[str, Tensor], key: int
 ) -> None:
-    """Store exp_avg and exp_avg_sq, of the parameter's shape and placements, with the random bits of `key`."""
-    grid, layout = grid_of(parameter), layout_of(parameter, group)
+    """Store the moments, of the parameter's shape and placements, with the random bits of `key`."""
+    grid = grid_of(parameter)
     if not grid.rows * grid.columns:
         return
     bits = random_bits(block_keys(*block_numbers([Run(grid, 0, grid.rows, key)], local_tensor(parameter).device)))
-    for moment, names, noise in (
-        ("exp_avg", layout.exp_avg, low16(bits)),
-        ("exp_avg_sq", layout.exp_avg_sq, high16(bits)),
-    ):
+    for moment, names in layout_of(parameter, group).moments.items():
         to, is_root = local_tensor(state[names.values]), moment == "exp_avg_sq"
+        noise = high16(bits) if is_root else low16(bits)
         values = local_tensor(moments[moment]).to(to.device, torch.float32)
         blocks = to_blocks(values.reshape(grid.rows, grid.columns), grid)
         if names.scale is not None:

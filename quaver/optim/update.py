@@ -78,8 +78,8 @@ def update_blocks(blocks: Blocks, grad: Tensor, keys: Tensor, scalars: Tensor) -
     """
     decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, correction, eps = scalars.unbind()
     gradient = grad.float()
-    mean = _load(blocks.exp_avg, blocks.exp_avg_scale) * beta1 + gradient * one_minus_beta1
-    square = _load(blocks.exp_avg_sq, blocks.exp_avg_sq_scale)
+    mean = load_moment(blocks.exp_avg, blocks.exp_avg_scale) * beta1 + gradient * one_minus_beta1
+    square = load_moment(blocks.exp_avg_sq, blocks.exp_avg_sq_scale)
     if blocks.exp_avg_sq_scale is not None:
         square = square * square
     square = square * beta2 + gradient * gradient * one_minus_beta2
@@ -92,9 +92,11 @@ def update_blocks(blocks: Blocks, grad: Tensor, keys: Tensor, scalars: Tensor) -
     new_param = (
         round_to_bfloat16(param, low16(more_random_bits(bits))) if blocks.param.dtype != torch.float32 else param
     )
-    exp_avg, exp_avg_scale = _store(mean, largest_mean, low16(bits), blocks.exp_avg.dtype, is_root=False)
+    exp_avg, exp_avg_scale = store_moment(mean, largest_mean, low16(bits), blocks.exp_avg.dtype, is_root=False)
     stored = square if blocks.exp_avg_sq_scale is None else root
-    exp_avg_sq, exp_avg_sq_scale = _store(stored, largest_root, high16(bits), blocks.exp_avg_sq.dtype, is_root=True)
+    exp_avg_sq, exp_avg_sq_scale = store_moment(
+        stored, largest_root, high16(bits), blocks.exp_avg_sq.dtype, is_root=True
+    )
     new = Blocks(new_param, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale)
     chosen = [_where(is_fine, made, old) for made, old in zip(new, blocks, strict=True)]
     return Blocks(*chosen), (~is_fine).sum()  # type: ignore[arg-type]
@@ -108,13 +110,15 @@ def _sqrt(values: Tensor) -> Tensor:
     return values.double().sqrt().float() if runs_eagerly_on_cpu(values) else values.sqrt()
 
 
-def _load(stored: Tensor, scale: Tensor | None) -> Tensor:
+def load_moment(stored: Tensor, scale: Tensor | None) -> Tensor:
+    """A moment in float32 from what `store_moment` returned, [B, 256] and [B] or None."""
     return stored.float() if scale is None else decode(stored, scale)
 
 
-def _store(
+def store_moment(
     values: Tensor, amax: Tensor, noise: Tensor, dtype: torch.dtype, *, is_root: bool
 ) -> tuple[Tensor, Tensor | None]:
+    """A moment, float32 [B, 256], in `dtype` (uint8: codes), and its scales; arguments are those of `encode`."""
     if dtype is torch.uint8:
         return encode(values, amax, noise, is_root)
     return (values if dtype is torch.float32 else round_to_bfloat16(values, noise)), None

@@ -261,7 +261,7 @@ def test_operations_do_not_grow_with_parameters(in_pytorch):
         give_gradients(parameters, 0)
         optimizer.step()
         grid, scalars = grid_of(parameters[0]), Scalars.of(optimizer.param_groups[0], 1)
-        updates = [optimizer._update_of(p, optimizer.param_groups[0], 1, 0, []) for p in parameters]
+        updates = [optimizer._update_of(p, optimizer.param_groups[0], 0, []) for p in parameters]
         with CollectiveCounter() as counter:
             buckets.run_updates(updates, scalars, optimizer._counter, False)
         views = ("view", "slice", "_unsafe_view", "detach", "alias", "split", "unbind", "select")

@@ -1,0 +1,273 @@
+"""What optimizers with states in float8 share: the walk over parameters, state dicts, conversion from torch's.
+
+A subclass names torch's optimizer and checks and steps a param group. docs/design/0014-optimizer-states.md says why
+states are loaded past torch's casts.
+"""
+
+from __future__ import annotations
+
+import logging
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from quaver.optim.blocks import obstacle_of
+from quaver.optim.rounding import step_key
+from quaver.optim.state import is_small, layout_of, new_state, read_moments, write_moments
+from quaver.torch_private.collectives import AsyncCollectiveTensor
+from quaver.torch_private.dispatch import fake_mode_is_on
+from quaver.torch_private.dtensor import local_tensor
+
+logger = logging.getLogger(__name__)
+
+STATE_VERSION = 1
+"""Of the state's names, shapes and random bits; every param group carries it."""
+
+
+class Stepped(NamedTuple):
+    """A parameter with a gradient, the number of its step from 1, and the key of its random bits."""
+
+    parameter: Tensor
+    step: int
+    key: int
+
+
+class Float8Optimizer(Optimizer):
+    """An optimizer whose moments are stored in float8, bfloat16 or float32 and rounded stochastically."""
+
+    torch_optimizer: ClassVar[type[Any]]
+    """Whose state dicts are converted; options that it has not are this optimizer's own."""
+    skipped_things: ClassVar[str]
+    """What is left as it is where its gradients are not finite."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._skipped: dict[torch.device, Tensor] = {}
+        self._warned = 0
+        super().__init__(params, {**defaults, "state_version": STATE_VERSION})
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for options or parameters that cannot be."""
+        raise NotImplementedError
+
+    def _step_group(self, group: dict[str, Any], stepped: Sequence[Stepped]) -> None:
+        """Make a step of parameters of a group, whose states exist."""
+        raise NotImplementedError
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters. Raises what the constructor raises."""
+        super().add_param_group(param_group)
+        try:
+            self._check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    @typing.no_type_check
+    @torch.compiler.disable
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step of all parameters that have gradients.
+
+        Raises:
+            ValueError: a gradient that is sparse or has another layout than its parameter.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        position = 0
+        for group in self.param_groups:
+            stepped = []
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    step = self._advance(parameter, group)
+                    stepped.append(Stepped(parameter, step, step_key(group["seed"], step, position)))
+                position += 1
+            self._step_group(group, stepped)
+        self._report_skipped()
+        return loss
+
+    def _advance(self, parameter: Tensor, group: dict[str, Any]) -> int:
+        """The number of the step that begins, and the parameter's state if it is the first."""
+        if not self.state[parameter]:
+            if _wants_float8(parameter, group) and (obstacle := obstacle_of(parameter)):
+                logger.warning("moments of a parameter %s are float32: %s", list(parameter.shape), obstacle)
+            self.state[parameter].update(new_state(parameter, group))
+        self.state[parameter]["step"] += 1
+        return int(self.state[parameter]["step"].item())
+
+    def _counter(self, device: torch.device) -> Tensor:
+        if device not in self._skipped:
+            self._skipped[device] = torch.zeros((), dtype=torch.int64, device=device)
+        return self._skipped[device]
+
+    @property
+    def _skips(self) -> int:
+        return sum(int(count) for count in self._skipped.values())
+
+    def _report_skipped(self) -> None:
+        """Say how many were left as they were; of a GPU only the counter does, because it waits."""
+        counter = self._skipped.get(torch.device("cpu"))
+        if counter is None or fake_mode_is_on() or int(counter) == self._warned:
+            return
+        count, self._warned = int(counter) - self._warned, int(counter)
+        logger.warning(
+            "gradients are not finite in %d %s: their parameters and moments stay as they are",
+            count,
+            self.skipped_things,
+        )
+
+    # ---- state dicts -------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of such an optimizer, tensors as they are.
+
+        Raises:
+            ValueError: another version or another optimizer's, or a tensor of another shape or dtype; nothing is
+                changed.
+        """
+        groups = state_dict["param_groups"]
+        self._check_options(groups)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        loaded = [(index, group) for group in groups for index in group["params"]]
+        for parameter, (index, group) in zip(parameters, loaded, strict=False):  # torch says what does not fit
+            if index in state_dict["state"]:
+                _check_state(parameter, state_dict["state"][index], group)
+        # torch casts what it loads to the parameter's dtype, but for what is no tensor and no container.
+        held = {i: {key: _Held(value) for key, value in each.items()} for i, each in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": held})
+        for parameter, state in self.state.items():
+            for name, value in state.items():
+                state[name] = value.on(parameter.device)
+            state["step"] = state["step"].to("cpu", copy=True)  # the optimizer that was saved may go on counting in it
+
+    def _check_options(self, groups: list[dict[str, Any]]) -> None:
+        theirs, name = self.torch_optimizer.__name__, type(self).__name__
+        for group in groups:
+            if group.get("state_version") != STATE_VERSION:
+                raise ValueError(
+                    f"expected a state dict of {name} with state_version {STATE_VERSION}, got "
+                    f"{group.get('state_version', 'none')}; of torch.optim.{theirs}'s use "
+                    f"load_{theirs.lower()}_state_dict"
+                )
+            if missing := sorted(self.defaults.keys() - group.keys()):
+                raise ValueError(f"expected a state dict of {name}, got one without {', '.join(missing)}")
+
+    def _torch_state_dict(self) -> dict[str, Any]:
+        """The state as torch's optimizer's, moments in float32."""
+        packed = super().state_dict()
+        parameters = self._parameters(packed)
+        state = {}
+        for index in packed["state"]:
+            parameter, group = parameters[index]
+            moments = read_moments(parameter, self.state[parameter], group)
+            state[index] = {"step": self.state[parameter]["step"].clone(), **moments}
+        defaults = self._torch_defaults()
+        own = self.defaults.keys() - defaults.keys()
+        groups = [
+            {**defaults, **{name: value for name, value in group.items() if name not in own}}
+            for group in packed["param_groups"]
+        ]
+        return {"state": state, "param_groups": groups}
+
+    def _torch_defaults(self) -> dict[str, Any]:
+        return dict(self.torch_optimizer([torch.zeros(1, 1)]).defaults)
+
+    @torch.no_grad()
+    def _load_torch_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of torch's optimizer, whose moments are rounded; this optimizer's own options stay.
+
+        Raises:
+            ValueError: a moment is missing or has another shape than its parameter.
+        """
+        theirs = self.torch_optimizer.__name__
+        if [len(group["params"]) for group in self.param_groups] != [
+            len(group["params"]) for group in state_dict["param_groups"]
+        ]:
+            raise ValueError(f"expected an {theirs} state dict with the param groups of this optimizer, got others")
+        shared = self.defaults.keys() & self._torch_defaults().keys()
+        position = 0
+        for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for parameter, index in zip(group["params"], loaded["params"], strict=True):
+                if index in state_dict["state"]:
+                    self.state[parameter] = _converted(parameter, group, state_dict["state"][index], position)
+                position += 1
+            group.update({name: loaded[name] for name in shared if name in loaded})
+
+    def _parameters(self, packed: dict[str, Any]) -> dict[int, tuple[Tensor, dict[str, Any]]]:
+        """Parameters and their groups by their numbers in a state dict."""
+        return {
+            index: (parameter, group)
+            for group, numbers in zip(self.param_groups, packed["param_groups"], strict=True)
+            for parameter, index in zip(group["params"], numbers["params"], strict=True)
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_skipped": self._skipped, "_warned": self._warned}
+
+
+class _Held:
+    """A tensor on its way through Optimizer.load_state_dict."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def on(self, device: torch.device | str) -> Any:
+        return self.value.to(device) if isinstance(self.value, Tensor) else self.value
+
+
+def checked_gradient(parameter: Tensor) -> Tensor:
+    """This rank's part of the gradient, plain and contiguous."""
+    grad = typing.cast(Tensor, parameter.grad)
+    placements = [each.placements if isinstance(each, DTensor) else None for each in (parameter, grad)]
+    if grad.is_sparse or placements[0] != placements[1]:
+        raise ValueError(
+            f"expected a dense gradient with its parameter's placements {placements[0]}, got {grad.layout} with "
+            f"{placements[1]}; redistribute it before step()"
+        )
+    local = local_tensor(grad)
+    if isinstance(local, AsyncCollectiveTensor):
+        local = local.trigger_wait()
+    return local.detach().contiguous()
+
+
+def _check_state(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    expected = layout_of(parameter, group).tensors
+    for name, (shape, dtype) in expected.items():
+        got = state.get(name)
+        if not isinstance(got, Tensor) or tuple(got.shape) != shape or got.dtype != dtype:
+            found = f"{got.dtype} {list(got.shape)}" if isinstance(got, Tensor) else f"only {sorted(state)}"
+            raise ValueError(
+                f"state of a parameter {list(parameter.shape)}: expected {name} in {dtype} {list(shape)}, got {found}; "
+                "make the optimizer with the options and the parameters that saved it"
+            )
+
+
+def _wants_float8(parameter: Tensor, group: dict[str, Any]) -> bool:
+    wanted = [group[moment] for moment in layout_of(parameter, group).moments]
+    return "float8" in wanted and not is_small(parameter)
+
+
+def _converted(parameter: Tensor, group: dict[str, Any], theirs: dict[str, Any], position: int) -> dict[str, Tensor]:
+    """The state of a parameter from that of torch's optimizer; Muon's has no step."""
+    for name in layout_of(parameter, group).moments:
+        _check_moment(parameter, name, theirs.get(name))
+    state = new_state(parameter, group)
+    state["step"].fill_(float(theirs.get("step", 0)))
+    write_moments(parameter, state, group, theirs, step_key(group["seed"], int(state["step"]), position))
+    return state
+
+
+def _check_moment(parameter: Tensor, name: str, got: Any) -> None:
+    if (
+        not isinstance(got, Tensor)
+        or got.shape != parameter.shape
+        or isinstance(got, DTensor) != isinstance(parameter, DTensor)
+    ):
+        found = f"{type(got).__name__} {list(got.shape)}" if isinstance(got, Tensor) else "none"
+        raise ValueError(f"{name}: expected a {type(parameter).__name__} {list(parameter.shape)}, got {found}")

@@ -1,0 +1,30 @@
+"""Checks of the options that optimizers with states in float8 share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from quaver.optim.state import STORAGES
+
+
+def check_common(group: dict[str, Any]) -> None:
+    """Raise ValueError for a rate, eps, weight decay, seed or dtype of a parameter that cannot be."""
+    rates = {"lr": float(group["lr"]), "eps": group["eps"], "weight_decay": group["weight_decay"]}
+    for name, value in rates.items():
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name}: expected a finite number, 0 or more, got {value}")
+    if not (isinstance(group["seed"], int) and 0 <= group["seed"] < 2**63):
+        raise ValueError(f"seed: expected a number from 0 to 2^63 - 1, got {group['seed']!r}")
+    for parameter in group["params"]:
+        if parameter.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"expected parameters in float32 or bfloat16, got {parameter.dtype}")
+
+
+def check_storages(group: dict[str, Any], *moments: str) -> None:
+    """Raise ValueError for a storage of these moments or of masters that there is not."""
+    for name, known in (*((moment, STORAGES) for moment in moments), ("masters", STORAGES[1:])):
+        if group[name] not in known:
+            raise ValueError(f"{name}: expected one of {', '.join(known)}, got {group[name]!r}")
