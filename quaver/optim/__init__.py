@@ -2,5 +2,6 @@
 
 from quaver.optim.adamw import Float8AdamW
 from quaver.optim.groups import FLOAT32_MOMENTS, embeddings_of, float32_embeddings
+from quaver.optim.muon import Float8Muon
 
-__all__ = ["FLOAT32_MOMENTS", "Float8AdamW", "embeddings_of", "float32_embeddings"]
+__all__ = ["FLOAT32_MOMENTS", "Float8AdamW", "Float8Muon", "embeddings_of", "float32_embeddings"]

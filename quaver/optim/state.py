@@ -5,6 +5,8 @@
     bfloat16    exp_avg                                 exp_avg_sq
     float32     exp_avg                                 exp_avg_sq
 
+Those are of Float8AdamW; Float8Muon's momentum_buffer is stored as exp_avg is.
+
 Codes are e4m3 as uint8, of the parameter's shape: every backend communicates them, and no tool takes them for numbers
 to cast. Scales are float32, of `scale_shape`. Of a DTensor the tensors are DTensors with its placements.
 """
@@ -41,6 +43,7 @@ class Names(NamedTuple):
 _FP8_NAMES = {
     "exp_avg": Names("exp_avg_fp8", "exp_avg_scale"),
     "exp_avg_sq": Names("exp_avg_sq_root_fp8", "exp_avg_sq_root_scale"),
+    "momentum_buffer": Names("momentum_buffer_fp8", "momentum_buffer_scale"),
 }
 """A param group has an option of the same name for each moment of its optimizer."""
 

@@ -14,6 +14,7 @@
 | `fake_ranks` | one process as one rank of many |
 | `profiler` | named ranges, events |
 | `memory` | identities of storages, the CUDA allocator's history |
+| `muon` | Newton-Schulz and learning rates of torch.optim.Muon |
 | `hardware` | instructions of the CPU, the float8 matmul of GPUs |
 
 Each file begins with its names, what they are for, and when they can go; "no replacement" means that torch 2.14 has no

@@ -1,4 +1,4 @@
-"""States of Float8AdamW over ranks: the same bits for any sharding, saved and resharded, gathered and loaded."""
+"""States of Float8AdamW and Float8Muon over ranks: the same bits for any sharding, saved, resharded and gathered."""
 
 import copy
 import os
@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from quaver.config import Float8LinearConfig
 from quaver.convert import convert_to_float8_training
-from quaver.optim import Float8AdamW
+from quaver.optim import Float8AdamW, Float8Muon
 from tests.distributed.ranks import RanksError, on_ranks, run
 
 STEPS = 3
@@ -263,6 +263,45 @@ def test_weights_that_are_gathered_in_float8_see_the_step():
             optimizer.zero_grad()
             losses.append(loss.item())
     assert losses[:4] == losses[4:]
+
+
+# ---- Muon ------------------------------------------------------------------------------------------------------------
+
+
+def muon(parallelize, folder=None):
+    """Parameters and states in whole after these steps of three matrices; a checkpoint between two of them."""
+    model = make_model()
+    for name in ("experts", "conv", "norm"):
+        del model[name]
+    model["up"].register_parameter("bias", None)
+    model = parallelize(model)
+    optimizer = Float8Muon(model.parameters(), lr=1e-2)
+    train(model, optimizer, range(2))
+    if folder:
+        state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.save(state, checkpoint_id=f"{folder}/2")
+        optimizer = Float8Muon(model.parameters(), lr=1e-2)
+        _load(folder, model, optimizer)
+    train(model, optimizer, [2])
+    return result(model, optimizer)
+
+
+def _tensor_parallel(model):
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
+    plan = {"up": RowwiseParallel(), "down": ColwiseParallel(), "wide": ColwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    for module in model.values():
+        fully_shard(module, mesh=mesh["dp"])
+    return model
+
+
+def _muon_equals_one_process(parallelize, folder):
+    equal(muon(parallelize, folder), muon(lambda model: model))
+
+
+@pytest.mark.parametrize(("ranks", "parallelize"), [(2, fully_shard), (3, fully_shard), (2, _tensor_parallel)])
+def test_momentum_and_matrices_of_muon_are_the_same_on_any_number_of_ranks(ranks, parallelize, tmp_path):
+    run(ranks, _muon_equals_one_process, parallelize, str(tmp_path))
 
 
 @on_ranks(2)

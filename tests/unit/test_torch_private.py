@@ -31,6 +31,7 @@ from quaver.torch_private import (
     fsdp,
     hardware,
     memory,
+    muon,
     profiler,
     tracing,
     versions,
@@ -303,6 +304,14 @@ def test_the_scaled_matmul_takes_these_arguments():
     scale = torch.tensor(0.5)
     options = {"bias": None, "out_dtype": torch.bfloat16, "use_fast_accum": True}
     assert hardware.scaled_mm(a, b, scale_a=scale, scale_b=scale, **options).unique().item() == 8
+
+
+def test_the_arithmetic_of_muon():
+    weight = nn.Parameter(torch.zeros(8, 4))
+    weight.grad = torch.randn(8, 4)
+    torch.optim.Muon([weight], lr=0.5, momentum=0.0).step()
+    whole = muon.zeropower_via_newtonschulz(weight.grad, (3.4445, -4.7750, 2.0315), 5, 1e-7)
+    assert torch.equal(weight, -muon.adjust_lr(0.5, None, weight.shape) * whole.float())
 
 
 # ---- all of them -----------------------------------------------------------------------------------------------------

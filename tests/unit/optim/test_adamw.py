@@ -303,10 +303,13 @@ def test_the_documented_bytes_are_those_of_each_choice():
 
 def test_the_code_of_the_page_runs(monkeypatch, tmp_path):
     page = (Path(__file__).parents[3] / "docs" / "optimizer.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    names = {}
-    exec(code.replace("/tmp", str(tmp_path)), names)
-    assert "exp_avg_fp8" in names["optimizer"].state[names["model"][1].weight]
+    for code, moment in zip(
+        re.findall(r"```python\n(.*?)```", page, re.DOTALL), ("exp_avg_fp8", "momentum_buffer_fp8"), strict=True
+    ):
+        names = {}
+        exec(code.replace("/tmp", str(tmp_path)), names)
+        optimizer = names.get("optimizers", [names["optimizer"]])[0]
+        assert moment in optimizer.state[names["model"][1].weight]
 
 
 @pytest.mark.parametrize("storage", STORAGES)

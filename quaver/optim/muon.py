@@ -1,0 +1,192 @@
+"""Muon with its momentum in float8: `Float8Muon`, used as torch.optim.Muon is, for matrices of hidden layers.
+
+    momentum  = lerp(momentum, grad, 1 - mu)             float32; stored with one byte per element
+    update    = lerp(grad, momentum, mu)                 bfloat16; without Nesterov, momentum
+    parameter = parameter * (1 - lr * weight_decay) - adjusted_lr * newton_schulz(update)
+
+Each rank gathers the update of the whole matrix in bfloat16 and orthogonalizes it, so parameters and momentum are the
+same to the bit on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from quaver.optim.base import Float8Optimizer, Stepped, checked_gradient
+from quaver.optim.blocks import Run, block_numbers, from_blocks, grid_of, to_blocks
+from quaver.optim.buckets import row_runs, rows_of
+from quaver.optim.options import check_common, check_storages
+from quaver.optim.rounding import block_keys, low16, more_random_bits, random_bits, round_to_bfloat16
+from quaver.optim.state import layout_of, like_parameter
+from quaver.optim.update import load_moment, store_moment
+from quaver.torch_private.dtensor import local_shape_and_offset, local_tensor
+from quaver.torch_private.muon import adjust_lr, zeropower_via_newtonschulz
+
+
+class Float8Muon(Float8Optimizer):
+    """Muon whose momentum is stored in float8 and rounded stochastically.
+
+    Matrices with fewer than 4096 elements have momentum in float32. A matrix whose gradient is not finite stays as it
+    is, and is counted in `skipped_parameters`.
+    """
+
+    torch_optimizer = torch.optim.Muon
+    skipped_things = "matrices"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        momentum_buffer: str = "float8",
+        masters: str = "bfloat16",
+        seed: int = 0,
+    ) -> None:
+        """Args are torch.optim.Muon's and those below, all also as options of a param group.
+
+        Args:
+            params: matrices in float32 or bfloat16: parameters, named parameters or param groups.
+            momentum_buffer: how the momentum is stored: float8, bfloat16 (rounded stochastically) or float32.
+            masters: of bfloat16 parameters: "bfloat16" rounds the parameters themselves stochastically, "float32"
+                keeps a copy that is updated instead.
+            seed: of the random bits, 0 to 2^63 - 1; the same on all ranks.
+        Raises:
+            ValueError: an option out of its range, or a parameter that is no matrix or has another dtype.
+        """
+        options = {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        rates = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "eps": eps}
+        super().__init__(
+            params, {**rates, **options, "momentum_buffer": momentum_buffer, "masters": masters, "seed": seed}
+        )
+
+    @property
+    def skipped_parameters(self) -> int:
+        """How many steps of a matrix were not made, because its gradient was not finite; waits for a GPU."""
+        return self._skips
+
+    def muon_state_dict(self) -> dict[str, Any]:
+        """The state as torch.optim.Muon's: momentum in float32, 4 bytes per parameter more."""
+        return self._torch_state_dict()
+
+    def load_muon_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of torch.optim.Muon, whose momentum is rounded; this optimizer's own options stay.
+
+        Raises:
+            ValueError: momentum is missing or has another shape than its parameter.
+        """
+        self._load_torch_state_dict(state_dict)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_common(group)
+        check_storages(group, "momentum_buffer")
+        if not 0 <= group["momentum"] < 1:
+            raise ValueError(f"momentum: expected a number from 0 to below 1, got {group['momentum']}")
+        if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
+            raise ValueError(
+                f"adjust_lr_fn: expected None, 'original' or 'match_rms_adamw', got {group['adjust_lr_fn']!r}"
+            )
+        if len(group["ns_coefficients"]) != 3 or not 0 < group["ns_steps"] < 100:
+            raise ValueError(
+                "expected three ns_coefficients and 1 to 99 ns_steps, got "
+                f"{group['ns_coefficients']} and {group['ns_steps']}"
+            )
+        for parameter in group["params"]:
+            if parameter.dim() != 2:
+                raise ValueError(f"expected matrices, got a parameter {list(parameter.shape)}; use Float8AdamW for it")
+
+    def _step_group(self, group: dict[str, Any], stepped: Sequence[Stepped]) -> None:
+        for parameter, _, key in stepped:
+            self._step_matrix(parameter, group, key)
+
+    def _step_matrix(self, parameter: Tensor, group: dict[str, Any], key: int) -> None:
+        state, names = self.state[parameter], layout_of(parameter, group).moments["momentum_buffer"]
+        grad, runs = checked_gradient(parameter), row_runs(grid_of(parameter), key)
+        stored = [None if name is None else local_tensor(state[name]) for name in names]
+        new = [None if tensor is None else torch.empty_like(tensor) for tensor in stored]
+        update = torch.empty(grad.shape, dtype=torch.bfloat16, device=grad.device)
+        for run in runs:
+            _advance_momentum(run, grad, stored, new, update, group)
+
+        whole = _whole(like_parameter(parameter, update, tuple(parameter.shape)))
+        is_fine = whole.isfinite().all()
+        self._counter(grad.device).add_(~is_fine)
+        for old, made in zip(stored, new, strict=True):
+            if old is not None and made is not None:
+                old.copy_(torch.where(is_fine, made, old))
+        change = zeropower_via_newtonschulz(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        change = torch.where(is_fine, _part(change, parameter), 0)
+        lr = float(group["lr"])
+        decay = torch.where(is_fine, 1 - lr * group["weight_decay"], 1.0)
+        _change_parameter(parameter, state, change, decay, adjust_lr(lr, group["adjust_lr_fn"], parameter.shape), runs)
+
+
+def _advance_momentum(
+    run: Run,
+    grad: Tensor,
+    stored: Sequence[Tensor | None],
+    new: Sequence[Tensor | None],
+    update: Tensor,
+    group: dict[str, Any],
+) -> None:
+    """Write the rows of a run: `new` momentum from `stored`, both (values, scales or None), and the bfloat16 update."""
+    grid, mu = run.grid, group["momentum"]
+    values, scale = (_rows(tensor, run) for tensor in stored)
+    gradient = to_blocks(rows_of(grad, run), grid).float()
+    old = load_moment(to_blocks(values, grid), None if scale is None else scale.reshape(-1))
+    momentum = old.lerp(gradient, 1 - mu)
+    looked_ahead = gradient.lerp(momentum, mu) if group["nesterov"] else momentum
+    rows_of(update, run).copy_(from_blocks(looked_ahead, grid))
+    noise = low16(_random_bits(run, grad.device))
+    codes, scales = store_moment(momentum, momentum.abs().amax(1), noise, values.dtype, is_root=False)
+    _rows(new[0], run).copy_(from_blocks(codes, grid))
+    if scales is not None:
+        _rows(new[1], run).copy_(scales.view(-1, grid.blocks))
+
+
+def _rows(tensor: Tensor | None, run: Run) -> Any:
+    return None if tensor is None else tensor[run.begin : run.end]
+
+
+def _random_bits(run: Run, device: torch.device) -> Tensor:
+    return random_bits(block_keys(*block_numbers([run], device)))
+
+
+def _whole(update: Tensor) -> Tensor:
+    return update.full_tensor() if isinstance(update, DTensor) else update
+
+
+def _part(whole: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a matrix of the parameter's shape."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    (rows, columns), (row, column) = local_shape_and_offset(parameter)
+    return whole[row : row + rows, column : column + columns]
+
+
+def _change_parameter(
+    parameter: Tensor, state: dict[str, Tensor], change: Tensor, decay: Tensor, lr: float, runs: Sequence[Run]
+) -> None:
+    """Decay this rank's part of a parameter, or its master, and subtract `lr` times the change."""
+    target = local_tensor(state.get("master", parameter)).detach()
+    if target.dtype is torch.float32:
+        target.mul_(decay).add_(change, alpha=-lr)
+    else:
+        for run in runs:
+            rows = _rows(target, run)
+            values = to_blocks(rows.float() * decay - lr * _rows(change, run).float(), run.grid)
+            noise = low16(more_random_bits(_random_bits(run, target.device)))
+            rows.copy_(from_blocks(round_to_bfloat16(values, noise), run.grid))
+    if "master" in state:
+        local_tensor(parameter).detach().copy_(target)
