@@ -23,6 +23,7 @@ from quaver.experts.cast import cast_groups
 from quaver.experts.dispatch import Dispatch
 from quaver.experts.gemm import grouped_mm
 from quaver.experts.groups import ALL, Block, Form, GroupedOperand, GroupedOperands, block_of, scales_in_places
+from quaver.experts.probe import GroupedProbe
 from quaver.formats import HP_DTYPES
 from quaver.linear import NoSecondDerivative, compute_dtype
 from quaver.quantize import present
@@ -47,6 +48,8 @@ class _Args(NamedTuple):
     """Brings rows of `a` to their experts; None where they are there."""
     combine: Dispatch | None = None
     """Takes the rows of the output back to where the tokens are; None where they stay."""
+    probe: GroupedProbe | None = None
+    """Observes the operands and results, while a monitor is attached."""
 
 
 class _Float8GroupedMM(torch.autograd.Function):
@@ -57,7 +60,7 @@ class _Float8GroupedMM(torch.autograd.Function):
         needs_grad_a, needs_grad_weight = ctx.needs_input_grad[:2]
         is_prepared = args.weight_operands is not None
         keeps_codes = needs_grad_a and (is_prepared or args.config.keep_float8_weight_for_backward)
-        of_a = _quantize_tokens(a, ends, args.config.casts.input, True, needs_grad_weight, args.dispatch)
+        of_a = _quantize_tokens(a, ends, args, "input", True, needs_grad_weight)
         of_weight = _weight_operands(weight, args, keeps_codes)
         saved_a = present(of_a.column) if needs_grad_weight else GroupedOperand(a.new_empty(0))
         saved_weight = present(of_weight.column) if keeps_codes else GroupedOperand(weight)
@@ -79,18 +82,20 @@ class _Float8GroupedMM(torch.autograd.Function):
 
 def _output(a: GroupedOperand, weight: GroupedOperand, ends: Tensor, args: _Args) -> Tensor:
     output = grouped_mm(a, weight, ends, Form.OUTPUT, args.config.matmuls.output, args.hp_dtype, args.transposed)
+    if args.probe is not None:
+        args.probe.result("output", output, ends)
     return output if args.combine is None else args.combine.combine(output)
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
     args: _Args = ctx.args
-    matmuls, casts = args.config.matmuls, args.config.casts.grad_output
+    matmuls = args.config.matmuls
     needs_grad_a, needs_grad_weight = ctx.needs_input_grad[:2]
     a_data, a_scale, weight_data, weight_scale, ends = saved(ctx)
     if not torch.compiler.is_compiling():
         ctx.maybe_clear_saved_tensors()
     grad_output = grad_output.contiguous()
-    of_grad = _quantize_tokens(grad_output, ends, casts, needs_grad_a, needs_grad_weight, args.combine)
+    of_grad = _quantize_tokens(grad_output, ends, args, "grad_output", needs_grad_a, needs_grad_weight)
     grad_a = grad_weight = None
     if needs_grad_weight:
         saved_a = GroupedOperand(a_data, a_scale, ctx.block_rows[0])
@@ -98,13 +103,17 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
         grad_weight = grouped_mm(
             column, saved_a, ends, Form.GRAD_WEIGHT, matmuls.grad_weight, args.hp_dtype, args.transposed
         )
+        if args.probe is not None:
+            args.probe.result("grad_weight", grad_weight, None)
     if needs_grad_a:
         weight = GroupedOperand(weight_data, weight_scale, ctx.block_rows[1])
         if weight_data.dim() == 3:
-            weight = present(quantize_weight(weight_data, args.config, args.transposed, False, True).column)
+            weight = present(_quantize_weight(weight_data, args, False, True).column)
         grad_a = grouped_mm(
             present(of_grad.row), weight, ends, Form.GRAD_INPUT, matmuls.grad_input, args.hp_dtype, args.transposed
         )
+        if args.probe is not None:
+            args.probe.result("grad_input", grad_a, ends)
         grad_a = grad_a if args.dispatch is None else args.dispatch.combine(grad_a)
     return grad_a, grad_weight
 
@@ -121,18 +130,34 @@ def quantize_groups(
     return GroupedOperands(of_row, cast_groups(hp, casts.column, ends, groups, False, True, casts.power_of_2).column)
 
 
-def _quantize_tokens(
-    hp: Tensor, ends: Tensor, casts: OperandCasts, row: bool, column: bool, dispatch: Dispatch | None
-) -> GroupedOperands:
+def _quantize_tokens(hp: Tensor, ends: Tensor, args: _Args, name: str, row: bool, column: bool) -> GroupedOperands:
+    """The operands of "input" or "grad_output", at their experts."""
+    casts: OperandCasts = getattr(args.config.casts, name)
+    dispatch = args.dispatch if name == "input" else args.combine
     if dispatch is not None and (row or column):
-        return dispatch.quantize(hp, casts, row, column)
-    return quantize_groups(hp, casts, ends, ends.shape[0], row, column)
+        operands = dispatch.quantize(hp, casts, row, column)
+    else:
+        operands = quantize_groups(hp, casts, ends, ends.shape[0], row, column)
+    if args.probe is not None:
+        args.probe.operands(name, hp, operands, ends, ends.shape[0], moved=dispatch is not None)
+    return operands
 
 
 def _weight_operands(weight: Tensor, args: _Args, column: bool) -> GroupedOperands:
-    if args.weight_operands is not None:
-        return args.weight_operands
-    return quantize_weight(weight, args.config, args.transposed, True, column)
+    if args.weight_operands is None:
+        return _quantize_weight(weight, args, True, column)
+    if args.probe is not None:
+        hp = None if isinstance(weight, Float8Tensor) else weight.view(-1, weight.shape[2])
+        args.probe.operands("weight", hp, args.weight_operands, None, weight.shape[0], moved=False)
+    return args.weight_operands
+
+
+def _quantize_weight(weight: Tensor, args: _Args, row: bool, column: bool) -> GroupedOperands:
+    operands = quantize_weight(weight, args.config, args.transposed, row, column)
+    if args.probe is not None:
+        stored = weight.view(-1, weight.shape[2])
+        args.probe.operands("weight", stored, operands, None, weight.shape[0], moved=False)
+    return operands
 
 
 def casts_of_stored(config: Float8LinearConfig, transposed: bool) -> OperandCasts:
@@ -224,6 +249,7 @@ def multiply_by_weight(
     *,
     dispatch: Dispatch | None = None,
     combine: Dispatch | None = None,
+    probe: GroupedProbe | None = None,
 ) -> Tensor:
     """`float8_grouped_mm` by a weight as it is stored, contiguous: [E, N, K] or, if `transposed`, [E, K, N].
 
@@ -234,15 +260,16 @@ def multiply_by_weight(
         operands: those of the weight, if it was quantized before.
         dispatch: brings the rows of `a` to their experts. None where they are there.
         combine: takes the rows of the output back. None where they stay.
+        probe: observes the operands and results. None without a monitor.
     """
     _check(a, weight, offs, transposed)
     hp_dtype = compute_dtype("cpu" if a.is_cpu else a.device.type, a.dtype)
-    args = _Args(config, hp_dtype, transposed, operands, dispatch, combine)
+    args = _Args(config, hp_dtype, transposed, operands, dispatch, combine, probe)
     a = a.contiguous()
     if torch.is_grad_enabled() or forward_ad_level() >= 0:
         output: Tensor = _Float8GroupedMM.apply(a, weight, offs, args)
         return output
-    of_a = _quantize_tokens(a, offs, config.casts.input, True, False, dispatch)
+    of_a = _quantize_tokens(a, offs, args, "input", True, False)
     return _output(present(of_a.row), present(_weight_operands(weight, args, False).row), offs, args)
 
 

@@ -21,6 +21,7 @@ write it. So a converted module ignores that name.
 from __future__ import annotations
 
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from quaver.config import Float8LinearConfig
 from quaver.experts.base import Float8Grouped
 from quaver.experts.dispatch import Combine, Dispatch, Dispatcher
 from quaver.experts.grouped_mm import DYNAMIC_ONLY, multiply_by_weight, operands_of_frozen, operands_of_quantized
+from quaver.experts.probe import GroupedProbe
 from quaver.quantize import PreparedOperands
 from quaver.tensor import Float8Tensor
 from quaver.weights.base import WrappedTensor
@@ -144,6 +146,8 @@ class Float8Experts(Float8Grouped, RoutedExperts):
     """Set where FSDP2 all-gathers the weights in float8 (weights/gathered.py)."""
     _prepared_weights: dict[str, PreparedOperands]
     """By name; filled while a `cast_weights_once` is open."""
+    probes: Mapping[str, GroupedProbe] | None = None
+    """By the name of a weight; set while a monitor is attached (numerics/monitor.py)."""
 
     def _multiply(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
         self.note_backend(tokens.device)
@@ -160,11 +164,12 @@ class Float8Experts(Float8Grouped, RoutedExperts):
             if not torch.compiler.is_compiling():
                 prepared.check(getattr(self, name))
             operands = typing.cast(Any, prepared.operands)
-        return multiply_by_weight(tokens, weight, ends, config, transposed, operands, **between_ranks)
+        probe = self.probes[name] if self.probes is not None and self.training else None
+        return multiply_by_weight(tokens, weight, ends, config, transposed, operands, **between_ranks, probe=probe)
 
     def __getstate__(self) -> dict[str, Any]:
-        # They belong to a scope and to a model.
-        return {**super().__getstate__(), "_prepared_weights": {}, "gathering": None}
+        # They belong to a scope, to a model and to a monitor.
+        return {**super().__getstate__(), "_prepared_weights": {}, "gathering": None, "probes": None}
 
 
 def is_transposed(experts: nn.Module) -> bool:
@@ -230,5 +235,6 @@ def to_plain_experts(module: Float8Experts) -> nn.Module:
     module.__class__ = module._converted_from  # type: ignore[assignment]
     for name in OWN_ATTRIBUTES:
         delattr(module, name)
-    vars(module).pop("_backend", None)
+    for name in ("_backend", "probes"):
+        vars(module).pop(name, None)
     return module

@@ -5,11 +5,11 @@
             model(batch).sum().backward()
             optimizer.step()
 
-Each `Float8Linear` gets a probe (probe.py) for as long as the monitor is open. A step ends with `optimizer.step()`, or
-with `Monitor.step()`. Where it was sampled, the slots of all linears travel to the first rank in one collective, and
-become one line of a record (record.py).
+Each `Float8Linear` and each weight of `Float8Experts` gets a probe (probe.py) for as long as the monitor is open. A
+step ends with `optimizer.step()`, or with `Monitor.step()`. Where it was sampled, the slots of all weights travel to
+the first rank in one collective, and become one line of a record (record.py).
 
-A linear without a probe calls nothing. With one, a step that is not sampled costs a call per cast and result.
+Without a probe nothing is called. With one, a step that is not sampled costs a call per cast and result.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from quaver.experts.module import Float8Experts
 from quaver.linear import Float8Linear
 from quaver.numerics.extras import WIDTH as EXTRAS_WIDTH
 from quaver.numerics.extras import describe_extras
 from quaver.numerics.observe import SAMPLING
 from quaver.numerics.places import Place, describe, places_of
-from quaver.numerics.probe import Probe
+from quaver.numerics.probe import GroupedProbe, Probe
 from quaver.numerics.ranks import gather
 from quaver.numerics.record import SCHEMA, RecordWriter
 from quaver.numerics.statistics import STATISTICS, finish
 from quaver.numerics.watch import AlarmSink
 from quaver.torch_private.autograd import runs_in_backward
+from quaver.weights.module_weight import ModuleWeight, weights_under
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """What torch.compile and wrappers add to the names of modules."""
@@ -58,13 +60,13 @@ class _Row(NamedTuple):
 
     name: str
     place: Place
-    probe: Probe
+    probe: Probe | GroupedProbe
     weight_numel: int | None
     """Elements of the weight on all ranks, for casts of weights: every rank and micro-batch casts it anew."""
 
 
 class Monitor:
-    """Samples the numerics of a model's float8 linears; made by `monitor`, which has the arguments."""
+    """Samples the numerics of a model's float8 linears and experts; made by `monitor`, which has the arguments."""
 
     def __init__(
         self,
@@ -84,10 +86,10 @@ class Monitor:
         self.every, self.extras_every, self.completed_steps = every, extras_every, completed_steps
         self.samples: deque[dict[str, Any]] = deque(maxlen=keep)
         """The last samples; on the first rank."""
-        self._linears = _float8_linears(model)
-        if not self._linears:
+        self._weights = {plain_name(name): weight for name, weight in weights_under(model)}
+        if not self._weights:
             raise ValueError("expected a model with float8 linears, got none; call convert_to_float8_training first")
-        if any(linear.probe is not None for linear in self._linears.values()):
+        if any(_is_watched(weight) for weight in self._weights.values()):
             raise RuntimeError("another monitor watches this model; close it first")
         if SAMPLING.is_taken:
             raise RuntimeError("another monitor is open in this process; close it first")
@@ -104,17 +106,15 @@ class Monitor:
 
     def _attach(self) -> list[_Row]:
         rows = []
-        for number, (name, linear) in enumerate(self._linears.items()):
-            weight = linear.weight
-            device = weight.device
-            probe = Probe(number, linear.config, device)
-            linear.probe = probe
-            for place in places_of(linear.config, weight.requires_grad):
-                rows.append(_Row(name, place, probe, weight.numel() if place.operand == "weight" else None))
+        for number, (name, weight) in enumerate(self._weights.items()):
+            probe = _attach(weight, number)
+            numel = weight.parameter.numel()
+            for place in places_of(weight.config, weight.parameter.requires_grad):
+                rows.append(_Row(name, place, probe, numel if place.operand == "weight" else None))
         return rows
 
     def _header(self) -> dict[str, Any]:
-        recipes = {_recipe(linear) for linear in self._linears.values()}
+        recipes = {_recipe(weight) for weight in self._weights.values()}
         return {
             "kind": "header",
             "schema": SCHEMA,
@@ -126,7 +126,7 @@ class Monitor:
             "ranks": dist.get_world_size(self._group) if dist.is_initialized() else 1,
             "statistics": list(STATISTICS),
             "tensors": [
-                {"layer": row.name, "expert": None, **describe(row.place, self._linears[row.name].config)}
+                {"layer": row.name, "expert": None, **describe(row.place, self._weights[row.name].config)}
                 for row in self._rows
             ],
         }
@@ -162,11 +162,11 @@ class Monitor:
     def _plan_next(self) -> None:
         step = self.completed_steps + 1
         is_sampled, turn = step == 1 or step % self.every == 0, step // self.every
-        numbers = range(len(self._linears) if is_sampled and self.extras_every else 0)
+        numbers = range(len(self._weights) if is_sampled and self.extras_every else 0)
         with_extras = {number for number in numbers if step == 1 or (number + turn) % self.extras_every == 0}
         if self.header["ranks"] == 1 and isinstance(self._sink, AlarmSink):  # other ranks do not know of them
             suspects = self._sink.alarms.suspects
-            with_extras |= {number for number, name in zip(numbers, self._linears, strict=False) if name in suspects}
+            with_extras |= {number for number, name in zip(numbers, self._weights, strict=False) if name in suspects}
         SAMPLING.end_step(is_sampled, frozenset(with_extras))
 
     def _after_optimizer(self) -> None:
@@ -195,9 +195,8 @@ class Monitor:
         return torch.stack([SAMPLING.extras.get(each, zeros) for each in seen])
 
     def _clear(self) -> None:
-        for linear in self._linears.values():
-            if linear.probe is not None:
-                linear.probe.clear()
+        for row in self._rows:
+            row.probe.clear()
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._sink is not None:
@@ -209,8 +208,9 @@ class Monitor:
             return
         self._is_open = False
         self._hook.remove()
-        for linear in self._linears.values():
-            vars(linear).pop("probe", None)
+        for weight in self._weights.values():
+            for name in ("probe", "probes"):
+                vars(weight.module).pop(name, None)
         SAMPLING.end_step(False)
         SAMPLING.is_taken = False
         if self._sink is not None:
@@ -248,13 +248,25 @@ def _as_sink(sink: Any) -> Sink | None:
     raise TypeError(f"sink: expected a path, a function or an object with write and close, got {sink!r}")
 
 
-def _recipe(linear: Float8Linear) -> str:
-    recipe = linear.config.recipe_name
+def _is_watched(weight: ModuleWeight) -> bool:
+    module = weight.module
+    return (module.probe if isinstance(module, Float8Linear) else module.probes) is not None
+
+
+def _attach(weight: ModuleWeight, number: int) -> Probe | GroupedProbe:
+    """Give the module of a weight a probe."""
+    module, device = weight.module, weight.parameter.device
+    if isinstance(module, Float8Experts):
+        of_weight = GroupedProbe(number, weight.config, device)
+        module.probes = {**(module.probes or {}), weight.name: of_weight}
+        return of_weight
+    module.probe = probe = Probe(number, weight.config, device)
+    return probe
+
+
+def _recipe(weight: ModuleWeight) -> str:
+    recipe = weight.config.recipe_name
     return recipe.value if recipe else "custom"
-
-
-def _float8_linears(model: nn.Module) -> dict[str, Float8Linear]:
-    return {plain_name(name): each for name, each in model.named_modules() if isinstance(each, Float8Linear)}
 
 
 def plain_name(name: str) -> str:

@@ -62,6 +62,8 @@ class Sampling:
     """See [Note: high precision in backward]; by number and the address of codes."""
     weights: dict[int, Tensor] = field(default_factory=dict)
     """The weights of forwards of this step, for backwards that have their codes only; by number."""
+    weight_sizes: dict[int, int] = field(default_factory=dict)
+    """How many elements of its weight each linear or grouped matmul multiplies by on this rank; by number."""
     reasons: dict[tuple[int, str], str] = field(default_factory=dict)
     """Why a statistic does not exist, by number and name of the place."""
 
@@ -74,6 +76,7 @@ class Sampling:
         self.extras.clear()
         self.inputs.clear()
         self.weights.clear()
+        self.weight_sizes.clear()
 
 
 SAMPLING = Sampling()
@@ -131,6 +134,8 @@ def _observe_cast(
     dequant_scale = dequant_scale.reshape(-1, dequant_scale.shape[-1]) if dequant_scale.dim() > 2 else dequant_scale
     if matrix is not None and keeps_columns and matrix.shape == codes.shape:
         SAMPLING.inputs[int(number), codes.data_ptr()] = matrix[:, _spread(matrix.shape[1], matrix.device)]
+    if place.startswith("weight"):
+        SAMPLING.weight_sizes[int(number)] = codes.numel()
     if is_forward and runs_in_backward():
         return
     fits = matrix is not None and matrix.shape == codes.shape and scale_blocks(dequant_scale, codes.shape) is not None
@@ -250,8 +255,11 @@ def _parts(matrix: Tensor) -> tuple[Tensor, ...]:
 # ---- the operations --------------------------------------------------------------------------------------------------
 
 
-def _operation(name: str, arguments: str, run: Callable[..., None]) -> Callable[..., None]:
-    """Register `torch.ops.quaver.<name>`, and return the function that calls it or, in eager code, `run`."""
+def observing_operation(name: str, arguments: str, run: Callable[..., None]) -> Callable[..., None]:
+    """Register `torch.ops.quaver.<name>`, and return the function that calls it or, in eager code, `run`.
+
+    Its arguments are `slots`, `row`, `number` and the `arguments` of the schema; the device is that of `slots`.
+    """
     observe = _observed(run)
     library.define(f"{name}(Tensor(a!) slots, int row, Tensor number, {arguments}) -> ()")
     library.impl(name, observe, "CompositeExplicitAutograd")
@@ -267,19 +275,19 @@ def _operation(name: str, arguments: str, run: Callable[..., None]) -> Callable[
     return call
 
 
-observe_cast = _operation(
+observe_cast = observing_operation(
     "observe_cast",
     "str place, Tensor? hp, Tensor codes, Tensor dequant_scale, Tensor? quant_scale, bool is_forward, "
     "bool keeps_columns",
     _observe_cast,
 )
-observe_output = _operation(
+observe_output = observing_operation(
     "observe_output", "Tensor output, Tensor? input, Tensor? weight, Tensor? bias", _observe_output
 )
-observe_grad_input = _operation(
+observe_grad_input = observing_operation(
     "observe_grad_input", "Tensor grad_input, Tensor grad_output, Tensor? weight", _observe_grad_input
 )
-observe_grad_weight = _operation(
+observe_grad_weight = observing_operation(
     "observe_grad_weight",
     "Tensor grad_weight, Tensor grad_output, Tensor? input_hp, Tensor? input_codes",
     _observe_grad_weight,

@@ -1,4 +1,7 @@
-"""`Probe`: observes one linear while a monitor is attached; see `LinearProbe` in quantize.py."""
+"""`Probe` and `GroupedProbe` observe a linear, or one weight of experts, while a monitor is attached.
+
+`LinearProbe` in quantize.py and `GroupedProbe` in experts/probe.py say what calls them.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,21 @@ import torch
 from torch import Tensor
 
 from quaver.config import Float8LinearConfig
+from quaver.experts.groups import GroupedOperand, GroupedOperands
 from quaver.gemm import Operand
-from quaver.numerics import observe
+from quaver.numerics import observe, observe_groups
 from quaver.numerics.places import BACKWARD, FORWARD, GRAD_INPUT, GRAD_WEIGHT, OPERANDS, OUTPUT, Place, is_shared
 from quaver.numerics.statistics import clear, merge, new_slots
 from quaver.quantize import Operands
 from quaver.tensor import Float8Tensor
 
 
-class Probe:
-    """Hands what a linear computes with to the operations of observe.py.
+class Slots:
+    """The slots of one weight and its matmuls.
 
     Attributes:
-        forward, backward: the slots of the linear, in the order of `places.FORWARD` and `places.BACKWARD`.
-        number: int64 () on the CPU; which linear this is.
+        forward, backward: in the order of `places.FORWARD` and `places.BACKWARD`.
+        number: int64 () on the CPU; which weight this is.
     """
 
     def __init__(self, number: int, config: Float8LinearConfig, device: torch.device) -> None:
@@ -41,11 +45,18 @@ class Probe:
         for slots in (self.forward, self.backward):
             clear(slots)
 
+    def _is_forward(self, name: str, operands: Operands | GroupedOperands) -> bool:
+        return name == "input" or (name == "weight" and operands.row is not None)
+
+
+class Probe(Slots):
+    """Hands what a linear computes with to the operations of observe.py."""
+
     def operands(self, name: str, hp: Tensor, operands: Operands) -> None:
         if not observe.observes():
             return
         matrix = _in_high_precision(hp)
-        is_forward = name == "input" or (name == "weight" and operands.row is not None)
+        is_forward = self._is_forward(name, operands)
         if not self._shared[name]:
             self._cast(name, "row", matrix, operands.row, is_forward)
             self._cast(name, "column", matrix, operands.column, is_forward)
@@ -81,6 +92,45 @@ class Probe:
             weight = operand.data
         row = BACKWARD.index(GRAD_INPUT)
         observe.observe_grad_input(self.backward, row, self.number, grad_input, grad_output, weight)
+
+
+class GroupedProbe(Slots):
+    """Hands what a grouped matmul computes with to the operations of observe_groups.py."""
+
+    def operands(
+        self, name: str, hp: Tensor | None, operands: GroupedOperands, ends: Tensor | None, groups: int, *, moved: bool
+    ) -> None:
+        if not observe.observes():
+            return
+        is_forward, casts = self._is_forward(name, operands), {"row": operands.row, "column": operands.column}
+        if self._shared[name] and name == "weight" and not is_forward:
+            return  # backward casts such a weight as its forward did
+        if self._shared[name]:
+            casts = {"both": operands.row or operands.column}
+        for cast, operand in casts.items():
+            self._cast(Place(name, cast), hp, operand, (ends, groups), is_forward, moved)
+
+    def _cast(
+        self,
+        place: Place,
+        hp: Tensor | None,
+        operand: GroupedOperand | None,
+        groups: tuple[Tensor | None, int],
+        is_forward: bool,
+        moved: bool,
+    ) -> None:
+        if operand is None or operand.dequant_scale is None:
+            return
+        places, slots = (FORWARD, self.forward) if is_forward else (BACKWARD, self.backward)
+        made = operand.data, operand.dequant_scale, *groups, operand.block_rows
+        observe_groups.observe_groups(slots, places.index(place), self.number, place.name, hp, *made, is_forward, moved)
+
+    def result(self, name: str, result: Tensor, ends: Tensor | None) -> None:
+        if not observe.observes():
+            return
+        is_forward, place = name == "output", Place(name, "result")
+        places, slots = (FORWARD, self.forward) if is_forward else (BACKWARD, self.backward)
+        observe_groups.observe_grouped_result(slots, places.index(place), self.number, result, ends, is_forward)
 
 
 def _in_high_precision(tensor: Tensor) -> Tensor | None:
