@@ -209,14 +209,14 @@ class Alarms:
         rule, seen, measure = finding.rule, finding.seen, finding.measure
         state = self._states[finding.key]
         helps = remedies(seen, sample) if rule.remedied else ()
-        what = rule.text.format(value=measure.value, threshold=measure.raise_at)
+        rank = sample.ranks.get(seen.position) if rule.name == "ranks" else None
+        what = rule.text.format(value=measure.value, threshold=measure.raise_at, rank=rank)
         where = f"{seen.place.layer} {seen.place.operand}"
         message = f"{where}: {what}, since step {state.since:,}"
         if followers:
             message += f"; {followers} more tensors followed"
         if said(helps):
             message += f". {said(helps)}"
-        rank = sample.ranks.get(seen.position) if rule.name == "ranks" else None
         values = float(measure.value), float(measure.raise_at)
         place = seen.place.layer, seen.place.operand
         return Alarm(sample.step, state.since, rule.name, *place, rank, *values, message, helps, followers, self.action)

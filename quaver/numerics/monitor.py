@@ -34,7 +34,7 @@ from quaver.numerics.extras import describe_extras
 from quaver.numerics.observe import SAMPLING
 from quaver.numerics.places import Place, describe, places_of
 from quaver.numerics.probe import GroupedProbe, Probe
-from quaver.numerics.ranks import gather
+from quaver.numerics.ranks import disagreeing, gather
 from quaver.numerics.record import SCHEMA, RecordWriter
 from quaver.numerics.statistics import STATISTICS, finish
 from quaver.numerics.watch import AlarmSink
@@ -175,16 +175,29 @@ class Monitor:
 
     def _sample(self) -> None:
         self._sampled_step = self.completed_steps
-        merged, extras = gather(self._slots(), self._extras() if SAMPLING.with_extras else None, self._group)
+        gathered = gather(self._slots(), self._extras() if SAMPLING.with_extras else None, self._group)
         self._clear()
-        if merged is None:
+        if gathered is None:
             return
         weights = [row.weight_numel for row in self._rows]
-        sample = {"kind": "sample", "step": self.completed_steps, **finish(merged, weights)}
-        if extras is not None:
-            sample |= describe_extras(extras.numpy())
+        sample = {"kind": "sample", "step": self.completed_steps, **finish(gathered.slots, weights)}
+        odd = disagreeing(gathered.by_rank, self._whole_weights())
+        if odd:
+            sample["disagree"] = {str(position): rank for position, rank in odd.items()}
+        if gathered.extras is not None:
+            sample |= describe_extras(gathered.extras.numpy())
         self.samples.append(sample)
         self._write(sample)
+
+    def _whole_weights(self) -> list[int]:
+        """The rows of weights that this step multiplied by as a whole on this rank, so that all ranks have the same."""
+        return [
+            position
+            for position, row in enumerate(self._rows)
+            if row.weight_numel is not None
+            and SAMPLING.weight_sizes.get(int(row.probe.number)) == row.weight_numel
+            and not _is_split(self._weights[row.name])
+        ]
 
     def _slots(self) -> Tensor:
         return torch.stack([row.probe.take(row.place) for row in self._rows])
@@ -251,6 +264,12 @@ def _as_sink(sink: Any) -> Sink | None:
 def _is_watched(weight: ModuleWeight) -> bool:
     module = weight.module
     return (module.probe if isinstance(module, Float8Linear) else module.probes) is not None
+
+
+def _is_split(weight: ModuleWeight) -> bool:
+    """Whether tensor or expert parallelism gives each rank other parts of a weight."""
+    module = weight.module
+    return (module.sharding if isinstance(module, Float8Linear) else module.dispatcher) is not None
 
 
 def _attach(weight: ModuleWeight, number: int) -> Probe | GroupedProbe:

@@ -79,7 +79,7 @@ class Rule:
     name: str
     measure: Callable[[Seen, Sample], Measure | None]
     text: str
-    """The sentence of its alarm; a format string of `value` and `threshold`."""
+    """The sentence of its alarm; a format string of `value`, `threshold` and `rank`."""
     samples: int = 1
     spreads: bool = True
     remedied: bool = False
@@ -290,7 +290,7 @@ CLIPPED = "{value:.2%} of the elements are clipped"
 
 RULES = (
     Rule("nonfinite", _nonfinite, "has {value:g} elements that are not finite"),
-    Rule("ranks", _ranks, "is another one on a rank than on its replicas"),
+    Rule("ranks", _ranks, "is another one on rank {rank} than on its replicas"),
     Rule(
         "codes", _codes, "{value:.1f} dB; no rounding at this scale is below {threshold:.1f}: codes or scale are wrong"
     ),

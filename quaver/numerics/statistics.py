@@ -260,6 +260,13 @@ def observe_result(result: Tensor, actual: Tensor | None, reference: Tensor | No
     return slot
 
 
+def compared_of(slot: Tensor) -> Values | None:
+    """What two observations [WIDTH] of equal casts have in common, however often each was made; None of no cast."""
+    values = slot[:_FIXED].cpu().numpy()
+    casts = values[Place.SCALES]
+    return np.concatenate([values[_SUMS] / casts, values[Place.AMAX :]]) if casts else None
+
+
 # ---- the end of a step -----------------------------------------------------------------------------------------------
 
 

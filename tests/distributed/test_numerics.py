@@ -1,4 +1,4 @@
-"""The monitor over ranks: the statistics of the whole tensors, in one collective per sampled step."""
+"""The monitor over ranks: the statistics of the whole tensors, in one collective per sampled step; unlike replicas."""
 
 import contextlib
 
@@ -8,12 +8,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from quaver import convert_to_float8_training
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel
+from quaver.numerics.alarms import Alarms
 from quaver.numerics.monitor import monitor
 from tests.distributed.models import config_of
 from tests.distributed.ranks import run
+from tests.distributed.test_experts_dispatch import converted, parallel, step, tokens_of
 from tests.distributed.test_fsdp import part_of, world_mesh
 from tests.distributed.test_tensor_parallel import tp_mesh
 
@@ -82,6 +85,7 @@ def test_statistics_of_ranks_are_those_of_the_whole_tensors(parallelism):
     assert calls == other_calls == 2  # steps 1 and 2 are sampled, step 3 is not
     assert of_other == []
     assert lines[0]["ranks"] == 2
+    assert not any("disagree" in line for line in lines)
     assert lines[0]["tensors"] == one[0]["tensors"]
     for got, expected in zip(by_name(lines), by_name(one), strict=True):
         for name, values in expected.items():
@@ -110,3 +114,49 @@ def test_weights_that_were_gathered_in_float8_have_scales_and_no_sqnr():
         if name[1] == "weight":
             assert got["scale_max"] == by_name(one)[0][name]["scale_max"]
             assert got["sqnr_db"] is None
+
+
+def of_replicas(changed):
+    """The record of two replicas, of which the second one has another weight if it is `changed`."""
+    model, parts = DistributedDataParallel(make("rowwise")), batches()
+    if dist.get_rank() == 1 and changed:
+        with torch.no_grad():
+            model.module[2].weight[3, 5] += 1e-3
+    return sampled(model, [part_of(batch) for batch in parts])[0]
+
+
+@pytest.mark.parametrize("changed", [True, False])
+def test_a_rank_with_another_weight_raises_the_alarm(changed):
+    (header, *samples), _ = run(2, of_replicas, changed)
+    alarms = Alarms()
+    raised = [event for sample in samples for event in alarms.update(header, sample)]
+    assert [(each.rule, each.layer, each.rank) for each in raised] == [("ranks", "module.2", 1)] * changed
+    assert all("is another one on rank 1 than on its replicas" in each.message for each in raised)
+
+
+def of_expert_parallel_ranks(splits):
+    experts, parts = converted("rowwise"), tokens_of(2, 2)
+    mine = parts[dist.get_rank()]
+    if splits:
+        parallel(experts)
+    else:
+        mine = [torch.cat(each) for each in zip(*parts, strict=True)]
+    lines = []
+    with monitor(experts, every=1, extras_every=0, sink=lines.append) as watching:
+        step(experts, *mine)
+        watching.step()
+    return lines
+
+
+def test_experts_of_two_ranks():
+    (whole, _), (lines, _) = (run(2, of_expert_parallel_ranks, splits) for splits in (False, True))
+    assert not any("disagree" in line for line in [*whole, *lines])
+    for (name, got), expected in zip(by_name(lines)[0].items(), by_name(whole)[0].values(), strict=True):
+        _, operand, cast = name
+        if operand == "weight":
+            del got["scale_worst"], expected["scale_worst"]  # an index on its rank
+            assert got == pytest.approx(expected, rel=1e-5), name
+        elif cast == "row":
+            assert got["scale_max"] == expected["scale_max"], name
+        else:
+            assert got["amax"] == expected["amax"], name

@@ -1,0 +1,47 @@
+"""Which rank has another weight than the others: by the slots of its casts."""
+
+import math
+
+import pytest
+import torch
+
+from quaver.config import Float8LinearConfig
+from quaver.numerics.ranks import disagreeing
+from quaver.numerics.statistics import merge, new_slots, observe_matrix
+from quaver.quantize import Quantizer
+
+SAME, OTHER, NOT_FINITE, NOTHING = "same", "other", "not finite", None
+
+
+def slots_of(weight, casts=1):
+    """[1, WIDTH] of a rank that cast a weight so often."""
+    slots = new_slots(1, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    hp = torch.randn(64, 48, generator=generator)
+    hp[5, 7] = {SAME: 0.5, OTHER: 0.501, NOT_FINITE: math.nan, NOTHING: 0}[weight]
+    made = Quantizer(Float8LinearConfig().casts.weight, hp.dtype)(hp, row=True, column=False).row
+    for _ in range(casts if weight else 0):
+        merge(slots, observe_matrix(hp, made.data, made.dequant_scale, made.quant_scale)[None])
+    return slots
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ([SAME], {}),
+        ([SAME, SAME, SAME], {}),
+        ([NOT_FINITE, NOT_FINITE], {}),
+        ([NOTHING, SAME, NOTHING], {}),
+        ([SAME, OTHER], {0: 1}),
+        ([OTHER, SAME, SAME], {0: 0}),
+        ([NOTHING, SAME, SAME, OTHER, OTHER, SAME], {0: 3}),
+        ([SAME, SAME, NOT_FINITE], {0: 2}),
+    ],
+)
+def test_the_rank_that_most_others_differ_from(weights, expected):
+    assert disagreeing([slots_of(weight) for weight in weights], [0]) == expected
+
+
+def test_the_number_of_micro_batches_may_differ():
+    assert disagreeing([slots_of(SAME, casts=casts) for casts in (1, 3, 7)], [0]) == {}
+    assert disagreeing([slots_of(SAME, casts=3), slots_of(OTHER, casts=7)], [0]) == {0: 1}
