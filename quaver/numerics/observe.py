@@ -1,6 +1,6 @@
 """The operations that observe casts and matmuls, and whether they do: only in steps that are sampled.
 
-    observe_cast(slots, row, number, hp, codes, ...)      a cast of one operand
+    observe_operand(slots, row, number, hp, codes, ...)   a cast of one operand
     observe_result(slots, row, number, result, ...)       a matmul's result, compared with high precision
 
 They write to the slots of a linear (statistics.py) and return nothing. In compiled code they are operations that stay
@@ -118,7 +118,7 @@ def _observed(run: Callable[..., None]) -> Callable[..., None]:
 # ---- casts -----------------------------------------------------------------------------------------------------------
 
 
-def _observe_cast(
+def _observe_operand(
     slots: Tensor,
     row: int,
     number: Tensor,
@@ -275,11 +275,11 @@ def observing_operation(name: str, arguments: str, run: Callable[..., None]) -> 
     return call
 
 
-observe_cast = observing_operation(
-    "observe_cast",
+observe_operand = observing_operation(
+    "observe_operand",
     "str place, Tensor? hp, Tensor codes, Tensor dequant_scale, Tensor? quant_scale, bool is_forward, "
     "bool keeps_columns",
-    _observe_cast,
+    _observe_operand,
 )
 observe_output = observing_operation(
     "observe_output", "Tensor output, Tensor? input, Tensor? weight, Tensor? bias", _observe_output

@@ -70,7 +70,7 @@ class Probe(Slots):
         places, slots = (FORWARD, self.forward) if is_forward else (BACKWARD, self.backward)
         place, keeps_columns = Place(name, cast), name == "input" and cast != "row"
         of_cast = place.name, hp, data, dequant_scale, quant_scale, is_forward, keeps_columns
-        observe.observe_cast(slots, places.index(place), self.number, *of_cast)
+        observe.observe_operand(slots, places.index(place), self.number, *of_cast)
 
     def output(self, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         if not observe.observes():

@@ -82,10 +82,12 @@ def more_random_bits(bits: Tensor) -> Tensor:
 
 
 def low16(bits: Tensor) -> Tensor:
+    """The lower half of each integer's 32 bits."""
     return bits & 0xFFFF
 
 
 def high16(bits: Tensor) -> Tensor:
+    """The upper half of each integer's 32 bits."""
     return (bits >> 16) & 0xFFFF
 
 

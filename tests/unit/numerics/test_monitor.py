@@ -171,7 +171,7 @@ def test_which_steps_are_sampled_and_which_linears_have_extras():
 
 def test_without_a_monitor_nothing_is_called(monkeypatch):
     calls = []
-    for name in ("observe_cast", "observe_output", "observe_grad_input", "observe_grad_weight"):
+    for name in ("observe_operand", "observe_output", "observe_grad_input", "observe_grad_weight"):
         monkeypatch.setattr(observe, name, lambda *_: calls.append(1))
     model = make()
     train(model)
