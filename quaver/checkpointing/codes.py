@@ -56,14 +56,32 @@ def encode(matrix: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
 
 def _decode_blocks(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The values in `dtype` of what `encode` returned."""
+    block_size = _block_size(codes, scale)
     wide_dtype = torch.float32 if dtype is torch.float16 else dtype
     if scale.shape[1] > 1:
-        block_size = next(each for each in BLOCK_LENGTHS if -(-codes.shape[1] // each) == scale.shape[1])
         scale = scale.repeat_interleave(block_size, dim=1)[:, : codes.shape[1]]
     return (codes.to(wide_dtype) * scale.to(wide_dtype)).to(dtype)
 
 
+def _block_size(codes: Tensor, scale: Tensor) -> int:
+    """The elements of a row of codes that share a scale.
+
+    Raises:
+        ValueError: a scale of another shape.
+    """
+    if codes.dim() == scale.dim() == 2 and codes.shape[0] == scale.shape[0]:
+        columns, blocks = codes.shape[1], scale.shape[1]
+        fits = [each for each in (columns, *BLOCK_LENGTHS) if each and -(-columns // each) == blocks]
+        if fits:
+            return fits[0]
+    raise ValueError(
+        f"expected scales [rows, blocks of {' or '.join(map(str, BLOCK_LENGTHS))}] for codes {list(codes.shape)}, got "
+        f"{list(scale.shape)}"
+    )
+
+
 def _cpu_decode_blocks(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    _block_size(codes, scale)
     return widen(codes, torch.float32 if dtype is torch.float16 else dtype, scale).to(dtype)
 
 

@@ -4,8 +4,10 @@
 - `set_activation_memory_budget(budget)`: torch._functorch.config.activation_memory_budget. Can go with
   torch.autograd.graph.region_activation_memory_budget once that is no prototype (torch 2.13).
 - `partition(joint, inputs, **options)`: torch._functorch.partitioners.min_cut_rematerialization_partition, Inductor's
-  own. `install_partitioner(partitioner)`: torch._inductor.config.custom_partitioner_fn. `decompositions()`:
-  torch._inductor.decomposition.select_decomp_table, of the operators that its lowerings have none for. No replacements.
+  own. `CustomPartitionerFn` is the class of another, `install_partitioner(partitioner)` sets
+  torch._inductor.config.custom_partitioner_fn. No replacements.
+- `decompositions()`: torch._inductor.decomposition.select_decomp_table, of operators without a lowering.
+  No replacement.
 - `recompile_limit(variants)`: torch._dynamo.config.patch(recompile_limit=variants). No replacement.
 """
 
