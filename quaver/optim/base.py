@@ -155,7 +155,8 @@ class Float8Optimizer(Optimizer):
                     f"{group.get('state_version', 'none')}; of torch.optim.{theirs}'s use "
                     f"load_{theirs.lower()}_state_dict"
                 )
-            if missing := sorted(self.defaults.keys() - group.keys()):
+            # torch's Optimizer.__setstate__ adds "differentiable" to defaults
+            if missing := sorted(self.defaults.keys() - group.keys() - {"differentiable"}):
                 raise ValueError(f"expected a state dict of {name}, got one without {', '.join(missing)}")
 
     def _torch_state_dict(self) -> dict[str, Any]:
