@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver.checkpointing.hooks import Pack
+from quaver.checkpointing.hooks import Pack, are_of_checkpoint
 from quaver.torch_private.autograd import backward_keeps_graph, top_saved_tensors_hooks
 
 
 def save(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
     """Save `tensors` for backward; under a checkpoint that recomputes and needs no more, this raises to stop it."""
-    hooks = None if torch.compiler.is_compiling() else top_saved_tensors_hooks(True)
-    if hooks is None or getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint":
+    hooks: Any = None if torch.compiler.is_compiling() else top_saved_tensors_hooks(True)
+    if not are_of_checkpoint(hooks):
         ctx.holds_packed = False
         if hooks is not None and isinstance(hooks[0], Pack):
             hooks[0].leave(tensors)

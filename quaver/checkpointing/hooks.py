@@ -137,7 +137,7 @@ class _Seen(threading.local):
 
 
 seen = _Seen()
-"""Whom to tell about each tensor that is saved in a module that stores (stored_report.py)."""
+"""Whom to tell about each tensor that is saved in a module that stores (store_report.py)."""
 
 
 class Pack:
@@ -217,10 +217,15 @@ def leaving() -> Iterator[None]:
         _in_matmul.depth -= 1
 
 
+def are_of_checkpoint(hooks: Any) -> bool:
+    """Whether these hooks, or None, are those of an activation checkpoint."""
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
 def storing(storage: Storage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
     """Store what autograd saves inside the block, the forward of a module with these arguments."""
     outer: Any = top_saved_tensors_hooks(True)
-    if outer is not None and getattr(outer[0], "__module__", None) == "torch.utils.checkpoint":
+    if are_of_checkpoint(outer):
         return nullcontext()
     if outer is not None and isinstance(outer[0], Pack):
         outer = outer[0].outer

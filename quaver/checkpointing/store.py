@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import functools
 import re
-import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -91,23 +89,6 @@ def keep_activations(model: nn.Module) -> None:
         if type(module).__mro__[1] in (_Storing, _Leaving):
             module.__class__ = type(module).__mro__[2]
             module.__dict__.pop("_activation_storage", None)
-
-
-@contextmanager
-def off() -> Iterator[None]:
-    """Store nothing that is saved inside the block, by this thread."""
-    before, _off.on = _off.on, True
-    try:
-        yield
-    finally:
-        _off.on = before
-
-
-class _Off(threading.local):
-    on = False
-
-
-_off = _Off()
 
 
 def default_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -182,7 +163,7 @@ def _storing_class(cls: type[nn.Module]) -> type[nn.Module]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         storage = self._activation_storage
-        if storage is None or _off.on or not torch.is_grad_enabled():
+        if storage is None or not torch.is_grad_enabled():
             return cls.forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             torch.ops.quaver.stores_activations(storage.block_size)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from quaver.checkpointing.hooks import StoredCodes, StoredTensor, seen
-from quaver.checkpointing.store import off
+from quaver.checkpointing.hooks import StoredCodes, StoredTensor, leaving, seen
 from quaver.torch_private.dtensor import local_tensor
 from quaver.torch_private.memory import storage_key
 
@@ -74,7 +73,7 @@ def activation_report(model: nn.Module, step: Callable[[], object]) -> Activatio
     before = {name: parameter.grad for name, parameter in parameters.items()}
     saved: list[SavedActivation] = []
     try:
-        with off():
+        with leaving():
             exact = _gradients(parameters, step)
         with _recording(saved):
             stored = _gradients(parameters, step)

@@ -148,14 +148,14 @@ def test_the_losses_of_a_loop_written_by_hand(variant):
         assert by_hand[-1] < by_hand[0]
 
 
-def save_and_resume(strategy, float8_all_gather, state_dict_type, folder):
+def save_and_resume(strategy, float8_all_gather, state_dict_type, folder, make_optimizer=optimizer_of):
     """The losses of a whole run after its state was saved, and of one that loads it."""
     config = replace(Float8LinearConfig.from_recipe_name("tensorwise"), enable_fsdp_float8_all_gather=float8_all_gather)
     both = []
     for resumed in (False, True):
         model = convert_to_float8_training(llama(), config=config, module_filter_fn=not_the_head)
         accelerator = accelerator_on(strategy, "no", state_dict_type)
-        model, optimizer = accelerator.prepare(model, optimizer_of(model))
+        model, optimizer = accelerator.prepare(model, make_optimizer(model))
         steps = partial(train_by_hand, model, optimizer, accelerator.backward, rank=accelerator.process_index)
         if resumed:
             accelerator.load_state(folder)

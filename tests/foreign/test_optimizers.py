@@ -1,15 +1,12 @@
 """Float8AdamW in other people's trainers: a resumed run goes on to the bits of a whole one."""
 
-from functools import partial
-
 import pytest
 import torch
 
-from quaver import convert_to_float8_training
 from quaver.optim import Float8AdamW, float32_embeddings
 from tests.distributed.ranks import run as run_on_ranks
-from tests.foreign.llama import BATCHES, batches, llama, not_the_head, train_by_hand
-from tests.foreign.test_accelerate import accelerator_on
+from tests.foreign.llama import BATCHES, batches, llama
+from tests.foreign.test_accelerate import save_and_resume
 
 
 def optimizer_of(model):
@@ -51,27 +48,12 @@ def test_lightning(tmp_path):
     assert losses == whole[:BATCHES]
 
 
-def accelerate(strategy, folder, state_dict_type):
-    """The losses of a whole run after its state was saved, and of one that loads it."""
-    both = []
-    for resumed in (False, True):
-        model = convert_to_float8_training(llama(), config="tensorwise", module_filter_fn=not_the_head)
-        accelerator = accelerator_on(strategy, "no", state_dict_type)
-        model, optimizer = accelerator.prepare(model, optimizer_of(model))
-        steps = partial(train_by_hand, model, optimizer, accelerator.backward, rank=accelerator.process_index)
-        if resumed:
-            accelerator.load_state(folder)
-        else:
-            steps(only=range(2))
-            accelerator.save_state(folder)
-        both.append(steps(only=range(2, BATCHES)))
-    return both
-
-
 @pytest.mark.parametrize(
     ("strategy", "state_dict_type"),
     [("DDP", None), ("FSDP2", "SHARDED_STATE_DICT"), ("FSDP2", "FULL_STATE_DICT")],
 )
 def test_accelerate(tmp_path, strategy, state_dict_type):
-    for whole, resumed in run_on_ranks(2, accelerate, strategy, str(tmp_path), state_dict_type):
+    for whole, resumed in run_on_ranks(
+        2, save_and_resume, strategy, False, state_dict_type, str(tmp_path), optimizer_of
+    ):
         assert resumed == whole
