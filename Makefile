@@ -21,7 +21,7 @@ SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-
 SANITIZED := $(VENV)/sanitized
 PRELOAD = $(shell gcc -print-file-name=libasan.so):$(shell gcc -print-file-name=libstdc++.so)
 
-.PHONY: train test minutes nightly sanitize lint bench gpu clean help
+.PHONY: train test minutes nightly sanitize lint docs bench gpu clean help
 
 help:
 	@echo "make train   set up, train a small Llama in float8 and in bfloat16 on real text, compare and plot"
@@ -31,6 +31,7 @@ help:
 	@echo "make test-torch-VERSION  run the tests on that PyTorch, in a virtual environment of its own (6 GB on Linux)"
 	@echo "make sanitize run the tests of the kernels with the C extension under AddressSanitizer and UBSan (gcc)"
 	@echo "make lint    set up, check style, types and layers"
+	@echo "make docs    set up, build the documentation as a site in build/site, check its links"
 	@echo "make bench   set up with torchao, time one linear against bfloat16 and torchao; BENCH=cast or another of"
 	@echo "             quaver bench's for that one"
 	@echo "make gpu     run the GPU tests and benchmarks on this machine's GPU in nine minutes (installs nothing)"
@@ -73,6 +74,12 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
+# A warning is an error: a link that leads nowhere, a page that is not in mkdocs.yml, a docstring that does not parse.
+# The variable silences what mkdocs-material says of a future mkdocs.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "built build/site; to read it with search: $(BIN)/python -m http.server --directory build/site"
+
 bench: $(VENV)/.bench
 	OMP_NUM_THREADS=1 $(BIN)/quaver bench $(BENCH) $(ARGS)
 
@@ -82,7 +89,7 @@ gpu:
 clean:
 	rm -rf $(VENV) runs
 
-# .base, .dev and .bench each hold the set before them, so a rebuilt one never lacks a package.
+# .base, .dev, .docs and .bench each hold the set before them, so a rebuilt one never lacks a package.
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "quaver needs Python 3.11 or newer; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
@@ -94,6 +101,10 @@ $(VENV)/.base: $(VENV)/bin/python pyproject.toml setup.py $(wildcard quaver/csrc
 
 $(VENV)/.dev: $(VENV)/.base
 	$(PIP) --editable '.[dev]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.base
+	$(PIP) --editable '.[docs]'
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.base

@@ -188,10 +188,10 @@ class Float8LinearConfig:
     Args:
         cast_config_input, cast_config_weight, cast_config_grad_output: each operand's cast. After construction their
             target_dtype is set, on copies: the CastConfigs that were given do not change.
-        cast_config_input_for_grad_weight, cast_config_weight_for_grad_input,
-            cast_config_grad_output_for_grad_weight: the same operand in its other matmul; None for "the same", which
-            is filled in. `dataclasses.replace(config, cast_config_input=...)` derives a cast that was filled in anew,
-            and keeps one that was given.
+        cast_config_input_for_grad_weight, cast_config_weight_for_grad_input, cast_config_grad_output_for_grad_weight:
+            the same operand in its other matmul; None for "the same", which is filled in.
+            `dataclasses.replace(config, cast_config_input=...)` derives a cast that was filled in anew, and keeps one
+            that was given.
         gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight: each matmul.
         enable_fsdp_float8_all_gather: under FSDP2 (`fully_shard`), quantize weights on their shards with the scales
             of the whole weight, and all-gather the codes: one byte per element and pass where one cast serves both

@@ -54,7 +54,7 @@ def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
     Returns:
         `model`.
     Raises:
-        As `load_float8`.
+        OSError, ValueError, NotImplementedError: as `load_float8`.
         ValueError: names or shapes of the model and of the checkpoint differ; a float8 weight belongs to no nn.Linear
             or experts, is tied, or converted to float8 already; a scale is not above 0; a buffer that the checkpoint
             lacks is on the meta device.

@@ -205,7 +205,7 @@ def import_float8(
     generation config are copied. Memory holds one file of the result. Returns the number of float8 weights.
 
     Raises:
-        As `load_float8`.
+        OSError, ValueError, NotImplementedError: as `load_float8`.
         FileExistsError: `out` exists.
         NotWrittenError: the weights cannot be written.
     """

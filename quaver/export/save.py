@@ -60,7 +60,7 @@ def save_float8(
     Raises:
         FileExistsError: `folder` exists.
         NotWrittenError: the weights cannot be written.
-        As `iter_float8_weights`.
+        ValueError, NotImplementedError: as `iter_float8_weights`.
     """
     folder = Path(folder)
     config = config if config is not None else _own_config(model)

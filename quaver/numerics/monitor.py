@@ -66,7 +66,23 @@ class _Row(NamedTuple):
 
 
 class Monitor:
-    """Samples the numerics of a model's float8 linears and experts; made by `monitor`, which has the arguments."""
+    """Samples the numerics of a model's float8 linears and experts until it is closed, as at the end of a `with`.
+
+    Args:
+        model: a converted model, wrapped or not; under several ranks each makes its own monitor.
+        every: sample step 1 and every step that this divides.
+        sink: where the first rank writes: a path, a function of each line, or an object with `write` and `close`; None
+            to keep `samples` alone.
+        extras_every: each linear has a histogram, and what other recipes would make of it, in one of so many samples;
+            0 for never.
+        completed_steps: the steps before this monitor, in a run that resumes.
+        keep: how many of the last samples `samples` holds.
+        group: the ranks to gather from; None for all.
+    Raises:
+        ValueError: `every` or `extras_every` is out of range, or the model has no float8 linears.
+        TypeError: `sink` is none of these.
+        RuntimeError: another monitor watches this model, or is open in the process.
+    """
 
     def __init__(
         self,

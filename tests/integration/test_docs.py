@@ -1,5 +1,7 @@
-"""README.md and docs/: every relative link leads to a file or a heading, and the README's code runs."""
+"""README.md and docs/: every relative link leads somewhere, every public name has an entry, the README's code runs."""
 
+import functools
+import importlib
 import re
 from pathlib import Path
 
@@ -49,3 +51,40 @@ def test_the_code_of_the_readme_runs():
     done = Forked(exec, "\n".join(code), {"__name__": "__main__"}).finished()
     assert done.returncode == 0, done.stderr
     assert "2 of 2 matmul weights in float8" in done.stdout
+
+
+def documented() -> dict[str, object]:
+    """What docs/api/ documents, by its path: the directives from which mkdocstrings makes the reference."""
+    pages = sorted((REPOSITORY / "docs" / "api").glob("*.md"))
+    paths = [path for page in pages for path in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
+    # torchtitan and Lightning may be absent; `make docs` reads their files without importing them.
+    return {path: found(path) for path in paths if not path.startswith("quaver.integrations.")}
+
+
+def found(path: str) -> object:
+    parts = path.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        try:
+            module = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        return functools.reduce(getattr, parts[end:], module)
+    raise AssertionError(path)
+
+
+@pytest.mark.parametrize("module", ["", ".optim", ".checkpointing", ".export", ".numerics", ".distributed"])
+def test_every_public_name_is_in_the_reference(module):
+    public = importlib.import_module(f"quaver{module}")
+    entries = {id(value) for value in documented().values()}
+    assert [name for name in public.__all__ if id(getattr(public, name)) not in entries] == []
+
+
+def test_no_name_has_two_entries():
+    values = [value for value in documented().values() if callable(value)]
+    assert len({id(value) for value in values}) == len(values)
+
+
+def test_every_page_is_in_the_navigation():
+    listed = re.findall(r"^ +- (?:[^:\n]+: )?(\S+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = [str(page.relative_to(REPOSITORY / "docs")) for page in (REPOSITORY / "docs").rglob("*.md")]
+    assert sorted(listed) == sorted([*pages, "index.md"])

@@ -1,0 +1,83 @@
+"""mkdocs hook: README.md is the landing page, and what pages link to outside of docs/ becomes a part of the site."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def _place(path: Path) -> str:
+    """Where the site has a file or folder of the repository, relative to docs/."""
+    if path == ROOT / "README.md":
+        return "index.md"
+    if path.is_relative_to(DOCS):
+        inside = path.relative_to(DOCS).as_posix()
+        return f"{inside}/README.md" if path.is_dir() else inside
+    name = path.relative_to(ROOT).as_posix()
+    return f"repository/{name}.md" if path.is_dir() or path.suffix == ".py" else f"repository/{name}"
+
+
+def _targets(page: Path) -> list[Path]:
+    """The files and folders that a page links to."""
+    prose = CODE.sub("", page.read_text(encoding="utf-8"))
+    links = [link for link, _ in LINK.findall(prose) if not re.match(r"[a-z]+:", link)]
+    return [path for path in ((page.parent / link).resolve() for link in links) if path.exists()]
+
+
+def _text(path: Path) -> str:
+    """A page for a file or folder: Markdown as it is, code in a block, a folder's files in one page."""
+    if path.is_dir():
+        files = sorted(each for each in path.iterdir() if each.suffix == ".py")
+        return f"# {path.name}\n\n" + "\n\n".join(f"## {each.name}\n\n{_block(each)}" for each in files)
+    return path.read_text(encoding="utf-8") if path.suffix == ".md" else f"# {path.name}\n\n{_block(path)}"
+
+
+def _block(path: Path) -> str:
+    return f"```python\n{path.read_text(encoding='utf-8')}```\n"
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add README.md, and each file outside of docs/ that a page links to."""
+    todo = [ROOT / "README.md", *DOCS.rglob("*.md")]
+    seen: set[Path] = set()
+    while todo:
+        path = todo.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        place = _place(path)
+        if files.get_file_from_path(place) is None and not path.is_relative_to(DOCS):
+            if place.endswith(".md"):
+                file = File.generated(config, place, content=_text(path))
+            else:
+                file = File.generated(config, place, abs_src_path=str(path))
+            files.append(file)
+        if path.suffix == ".md":
+            todo += _targets(path)
+    config.extra["sources"] = {_place(path): path for path in seen}
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Point the page's links to the places that the site has."""
+    source = config.extra["sources"].get(page.file.src_uri)
+    if source is None or source.suffix != ".md":
+        return markdown
+
+    def moved(match: "re.Match[str]") -> str:
+        link, anchor = match.groups()
+        path = (source.parent / link).resolve()
+        if re.match(r"[a-z]+:", link) or not path.exists():
+            return match[0]
+        place = os.path.relpath(_place(path), os.path.dirname(page.file.src_uri))
+        return f"]({place}{anchor or ''})"
+
+    parts = CODE.split(markdown)
+    return "".join(part if CODE.fullmatch(part) else LINK.sub(moved, part) for part in parts)
