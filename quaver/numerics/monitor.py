@@ -142,8 +142,9 @@ class Monitor:
             "ranks": dist.get_world_size(self._group) if dist.is_initialized() else 1,
             "statistics": list(STATISTICS),
             "tensors": [
-                {"layer": row.name, "expert": None, **describe(row.place, self._weights[row.name].config)}
+                {"layer": row.name, "experts": _experts_of(weight), **describe(row.place, weight.config)}
                 for row in self._rows
+                for weight in [self._weights[row.name]]
             ],
         }
 
@@ -297,6 +298,11 @@ def _attach(weight: ModuleWeight, number: int) -> Probe | GroupedProbe:
         return of_weight
     module.probe = probe = Probe(number, weight.config, device)
     return probe
+
+
+def _experts_of(weight: ModuleWeight) -> int | None:
+    """How many matrices the weight of a layer of experts has on this rank; None of a linear."""
+    return weight.parameter.shape[0] if isinstance(weight.module, Float8Experts) else None
 
 
 def _recipe(weight: ModuleWeight) -> str:

@@ -62,14 +62,13 @@ def places_of(config: Float8LinearConfig, trains_weight: bool) -> list[Place]:
 def describe(place: Place, config: Float8LinearConfig) -> dict[str, Any]:
     """What a record's header says of a place."""
     about: dict[str, Any] = {"operand": place.operand, "cast": place.cast, "granularity": "none", "block": None}
-    about["dtype"] = None
+    about |= {"dtype": None, "scaling": None}
     if place.cast != "result":
         casts: OperandCasts = getattr(config.casts, place.operand)
         cast: CastConfig = casts.column if place.cast == "column" else casts.row
-        about["granularity"], about["dtype"] = (
-            cast.scaling_granularity.name.lower(),
-            str(cast.float8_dtype).removeprefix("torch."),
-        )
+        about["granularity"] = cast.scaling_granularity.name.lower()
+        about["dtype"] = str(cast.float8_dtype).removeprefix("torch.")
+        about["scaling"] = cast.scaling_type.name.lower()
         if cast.block_size is not None:
             about["block"] = "x".join(map(str, cast.block_size))
     recipe = config.recipe_name

@@ -132,7 +132,8 @@ def _clipping(now: Seen, sample: Sample) -> Measure | None:
 
 
 def _is_persistent(now: Seen) -> bool:
-    return str(now.about.get("recipe") or "delayed").startswith(PERSISTENT)
+    scaling = now.about.get("scaling") or now.about.get("recipe")  # records of before have the recipe alone
+    return str(scaling or "delayed").startswith(PERSISTENT)
 
 
 def _underflow(now: Seen, sample: Sample) -> Measure | None:
@@ -160,13 +161,40 @@ def _zero(now: Seen, sample: Sample) -> Measure | None:
     return Measure(float(now.amax == 0), 0, 0)
 
 
+OPERANDS_OF = {
+    "output": ("input", "weight"),
+    "grad_input": ("grad_output", "weight"),
+    "grad_weight": ("grad_output", "input"),
+}
+"""The operands of each result."""
+
+DEAD = 1 / 64
+"""The share of one expert of 64."""
+
+
 def _dead(now: Seen, sample: Sample) -> Measure | None:
-    """More of the weight's gradient is exactly zero than ever before: rows, columns or experts that no token uses."""
+    """More of the weight's gradient is exactly zero than ever before: rows, columns or experts that no token uses.
+
+    Of a linear whose operands have exact zeros anyway, as behind ReLU or dropout, units are idle by chance.
+    """
     zeros, before = now.zeros, sample.before(now)
     if now.place.operand != "grad_weight" or zeros is None or zeros == 1 or not before:
         return None
-    usual = max((each.zeros or 0.0 for each in before[: len(before) // 2 + 1]), default=0.0)
-    return Measure(zeros - usual, 1 / 64, 1 / 128)
+    if not now.about.get("experts") and any(_usual_zeros(each, sample) > DEAD for each in _operands_of(now, sample)):
+        return None
+    return Measure(zeros - _usual_zeros(now, sample), DEAD, DEAD / 2)
+
+
+def _usual_zeros(now: Seen, sample: Sample) -> float:
+    """The largest share of zeros in the older half of the samples before."""
+    before = sample.before(now)
+    return max((each.zeros or 0.0 for each in before[: len(before) // 2 + 1]), default=0.0)
+
+
+def _operands_of(result: Seen, sample: Sample) -> list[Seen]:
+    """The casts that a result is made of."""
+    of_layer = sample.by_layer[result.place.layer]
+    return [each for name in OPERANDS_OF[result.place.operand] for each in of_layer.get(name, [])]
 
 
 def _jump(now: Seen, sample: Sample) -> Measure | None:
@@ -224,14 +252,6 @@ def _peers(now: Seen, sample: Sample) -> Measure | None:
     if at is None or level is None or now.nonfinite or len(others) < 3:
         return None
     return Measure(abs(level - statistics.median(others)), at, at / 2)
-
-
-OPERANDS_OF = {
-    "output": ("input", "weight"),
-    "grad_input": ("grad_output", "weight"),
-    "grad_weight": ("grad_output", "input"),
-}
-"""The operands of each result."""
 
 
 def _result(now: Seen, sample: Sample) -> Measure | None:

@@ -106,6 +106,35 @@ def test_exponential_growth_alarms_and_growth_that_slows_down_does_not():
     assert levels(lambda step: 8 * (1 - 0.8**step)) == []
 
 
+def dead_units(zeros_of_input: float, experts: int | None) -> list[str]:
+    """The rules where a quarter of a gradient becomes zero, and the input has that share of zeros from the first on."""
+    about, alarms, found = header(), Alarms(), []
+    for each in about["tensors"]:
+        each["experts"] = experts
+    for step in range(1, 31):
+        changes = {(DOWN, "input"): {"zeros": zeros_of_input}, (DOWN, "grad_weight"): {"zeros": 0.25 * (step > 12)}}
+        found += alarms.update(about, sample(step, changes))
+    return [event.rule for event in found if isinstance(event, Alarm)]
+
+
+def test_idle_units_behind_relu_are_not_dead_and_experts_without_tokens_are():
+    assert dead_units(0.0, None) == ["dead"]
+    assert dead_units(0.5, None) == []
+    assert dead_units(0.5, 8) == ["dead"]
+
+
+@pytest.mark.parametrize(("recipe", "scaling"), [("i:sta_e4m3", "static"), ("delayed_x", "delayed")])
+def test_persistent_scales_are_known_by_their_scaling_not_by_the_name_of_a_recipe(recipe, scaling):
+    about, alarms, found = header(recipe), Alarms(), []
+    for each in about["tensors"]:
+        each["scaling"] = "dynamic" if each["operand"] == "weight" else scaling
+    for step in range(1, 9):
+        changes = {(UP, "input"): {"saturated": 1e-4, "sqnr_db": 29.0}}
+        changes |= {(DOWN, "weight"): {"saturated": 1e-4, "sqnr_db": 29.0}} if step > 5 else {}
+        found += alarms.update(about, sample(step, changes))
+    assert [(each.rule, each.layer, each.operand, each.step) for each in found] == [("saturation", DOWN, "weight", 6)]
+
+
 def test_remedies_have_their_numbers():
     alarms, found = Alarms(), []
     for step in (1, 2):
