@@ -1,6 +1,7 @@
 """Peak memory of a training step in float8 and in bfloat16, and the bytes that it saves for backward.
 
-    python -m benchmarks.memory --update-docs              all 576 rows, into benchmarks/results/memory.{json,md}
+    python -m benchmarks.memory --update-docs              all 576 rows, into benchmarks/results/memory.{json,md}, and
+                                                           docs/images/memory.png
     python -m benchmarks.memory --only linear eager        the rows that all of these words describe, to the terminal
     python -m benchmarks.memory --recorded --update-docs   the page again, from the recorded rows
     python -m benchmarks.memory --predict [--only ...]     the recorded rows as quaver.memory predicts them
@@ -20,15 +21,21 @@ import sys
 import time
 import warnings
 from dataclasses import asdict, astuple, replace
+from pathlib import Path
 from typing import Any
 
+import matplotlib
 import torch
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 
 from benchmarks.memory_modules import CHECKPOINTING, MODULES, PRECISIONS, Case, Size, measure, predict
 from benchmarks.record import ROOT, make_page, markdown, on_ranks, page_parser, provenance
 
 RECORD = ROOT / "benchmarks" / "results" / "memory.json"
 PAGE = ROOT / "benchmarks" / "results" / "memory.md"
+PICTURE = ROOT / "docs" / "images" / "memory.png"
 BASELINE = PRECISIONS[0]
 HEADINGS = {
     (1, False): "One process, eager",
@@ -191,6 +198,25 @@ def _shares(row: Row, rows: list[Row]) -> list[str]:
     return [f"{of['peak']:.3f}{scratch}", f"{of['saved']:.3f}"]
 
 
+def draw(rows: list[Row], picture: Path) -> None:
+    """Bars of what ten compiled blocks take without checkpointing, by recipe: the peak, and what they save."""
+    here = [row for row in rows if words_of(case_of(row)) >= {"10 blocks", "none", "1 rank", "compiled"}]
+    figure, axes = plt.subplots(figsize=(7.2, 3.2), dpi=150)
+    for offset, key, label, color in (
+        (-0.2, "added_tensor_peak_bytes", "peak of the step", "#2f6690"),
+        (0.2, "saved_bytes", "saved for backward", "#81c3d7"),
+    ):
+        places, sizes = [place + offset for place in range(len(here))], [row[key] / 1e6 for row in here]
+        bars = axes.barh(places, sizes, height=0.38, label=label, color=color)
+        axes.bar_label(bars, fmt="%.1f", padding=3, fontsize=7)
+    axes.set_yticks(range(len(here)), [row["precision"] for row in here])
+    axes.invert_yaxis()
+    axes.set_xlabel("MB beyond parameters and optimizer state")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
+    figure.savefig(picture, bbox_inches="tight")
+
+
 def compare(measured: Row, size: Size) -> Row:
     """A row of the memory table, with what is predicted and what that is of the measurement."""
     case, start = case_of(measured), time.monotonic()
@@ -251,6 +277,8 @@ def main() -> int:
     if not all(replace(case, precision=BASELINE) in chosen for case in chosen):
         parser.error("--only compares with bfloat16: leave out words that name a recipe")
     rows = make_page(options, lambda: results_of(chosen), RECORD, tables, PAGE)["rows"]
+    if options.update_docs:
+        draw(rows, PICTURE)
     return bool(exceptions(rows))
 
 

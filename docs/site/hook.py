@@ -1,5 +1,6 @@
 """mkdocs hook: README.md is the landing page, and what pages link to outside of docs/ becomes a part of the site."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -21,21 +22,25 @@ def _place(path: Path) -> str:
         inside = path.relative_to(DOCS).as_posix()
         return f"{inside}/README.md" if path.is_dir() else inside
     name = path.relative_to(ROOT).as_posix()
-    return f"repository/{name}.md" if path.is_dir() or path.suffix == ".py" else f"repository/{name}"
+    return f"repository/{name}.md" if path.is_dir() or path.suffix in (".py", ".ipynb") else f"repository/{name}"
 
 
 def _targets(page: Path) -> list[Path]:
-    """The files and folders that a page links to."""
-    prose = CODE.sub("", page.read_text(encoding="utf-8"))
+    """The files and folders that a page or a notebook links to."""
+    prose = CODE.sub("", _text(page))
     links = [link for link, _ in LINK.findall(prose) if not re.match(r"[a-z]+:", link)]
     return [path for path in ((page.parent / link).resolve() for link in links) if path.exists()]
 
 
 def _text(path: Path) -> str:
-    """A page for a file or folder: Markdown as it is, code in a block, a folder's files in one page."""
+    """A page for a file or folder: Markdown as it is, code in a block, a folder's files, a notebook's cells."""
     if path.is_dir():
         files = sorted(each for each in path.iterdir() if each.suffix == ".py")
         return f"# {path.name}\n\n" + "\n\n".join(f"## {each.name}\n\n{_block(each)}" for each in files)
+    if path.suffix == ".ipynb":
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        texts = [("".join(cell["source"]), cell["cell_type"] == "code") for cell in cells]
+        return "\n\n".join(f"```python\n{text}\n```" if is_code else text for text, is_code in texts)
     return path.read_text(encoding="utf-8") if path.suffix == ".md" else f"# {path.name}\n\n{_block(path)}"
 
 
@@ -59,7 +64,7 @@ def on_files(files: Files, config: Any) -> Files:
             else:
                 file = File.generated(config, place, abs_src_path=str(path))
             files.append(file)
-        if path.suffix == ".md":
+        if path.suffix in (".md", ".ipynb"):
             todo += _targets(path)
     config.extra["sources"] = {_place(path): path for path in seen}
     return files
@@ -68,7 +73,7 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Point the page's links to the places that the site has."""
     source = config.extra["sources"].get(page.file.src_uri)
-    if source is None or source.suffix != ".md":
+    if source is None or source.suffix not in (".md", ".ipynb"):
         return markdown
 
     def moved(match: "re.Match[str]") -> str:

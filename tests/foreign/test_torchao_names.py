@@ -1,13 +1,16 @@
 """quaver.compat: torchao's module paths and names, used as torchao's users use them."""
 
 import importlib
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import quaver
+from quaver.scaling import dynamic_cast
 from quaver.weights.gathered import Float8AllGatherWeight
 
 PATHS = {
@@ -135,3 +138,82 @@ def test_the_helpers_of_float8_utils():
     assert amax_to_scale(torch.tensor(3.0), torch.float8_e4m3fn, round_scales_to_power_of_2=True).item() == 128
     assert compute_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])).item() == pytest.approx(20)
     assert not tensor_already_casted_to_fp8(x)
+
+
+# ---- docs/from-torchao.md --------------------------------------------------------------------------------------------
+
+
+def _object(path):
+    """What a dotted path names."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def _rows():
+    page = (Path(quaver.__file__).parents[1] / "docs" / "from-torchao.md").read_text()
+    return re.findall(r"^\| `(\S+)` \| `(\S+)` \|", page, re.MULTILINE)
+
+
+def test_the_pages_names_are_torchaos_and_quavers():
+    pytest.importorskip("torchao")
+    rows = _rows()
+    assert len(rows) > 10
+    for theirs, ours in rows:
+        assert _object(f"torchao.float8.{theirs}")
+        assert _object(ours) is _object(f"quaver.compat.float8.{theirs}")
+    named = {theirs.rpartition(".")[2] for theirs, _ in rows}
+    assert {*importlib.import_module("torchao.float8").__all__} & {*PATHS["float8"].split()} <= named
+
+
+@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize("dim", [None, 1])
+def test_codes_and_scales_are_torchaos(dim, power_of_2):
+    pytest.importorskip("torchao")
+    from torchao.float8.config import ScalingGranularity
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import LinearMMConfig
+
+    torch.manual_seed(0)
+    hp = (torch.randn(64, 256) * 10 ** torch.randn(64, 1)).bfloat16()
+    granularity = ScalingGranularity.TENSORWISE if dim is None else ScalingGranularity.AXISWISE
+    theirs = hp_tensor_to_float8_dynamic(
+        hp,
+        torch.float8_e4m3fn,
+        LinearMMConfig(),
+        scaling_granularity=granularity,
+        axiswise_dim=-1,
+        round_scales_to_power_of_2=power_of_2,
+    )
+    codes, quant_scale, _ = dynamic_cast(hp, torch.float8_e4m3fn, dim, power_of_2=power_of_2)
+    assert torch.equal(theirs._scale, quant_scale)
+    assert torch.equal(theirs._data.view(torch.uint8), codes.view(torch.uint8))
+
+
+def test_what_behaves_otherwise():
+    theirs = pytest.importorskip("torchao.float8")
+    for library, keeps in ((theirs, False), (quaver, True)):
+        model, called = nn.Sequential(nn.Linear(32, 32)), []
+        linear, keys = model[0], list(model.state_dict())
+        linear.register_forward_hook(lambda *_, called=called: called.append(1))
+        library.convert_to_float8_training(model)
+        model(torch.randn(16, 32))
+        assert (model[0] is linear, bool(called)) == (keeps, keeps)
+        assert list(model.state_dict()) == keys
+    for library, error in ((theirs, AssertionError), (quaver, ValueError)):
+        with pytest.raises(error):
+            library.Float8LinearConfig.from_recipe_name("rowise")
+    rowwise = {library: library.Float8LinearConfig.from_recipe_name("rowwise") for library in (theirs, quaver)}
+    with pytest.raises(AssertionError, match="only supports tensorwise"):
+        replace(rowwise[theirs], enable_fsdp_float8_all_gather=True)
+    assert replace(rowwise[quaver], enable_fsdp_float8_all_gather=True).enable_fsdp_float8_all_gather
+
+    class Linear(nn.Linear):
+        pass
+
+    subclass = quaver.convert_to_float8_training(nn.Sequential(Linear(16, 16)))[0]
+    assert isinstance(subclass, quaver.Float8Linear)
+    assert isinstance(subclass, Linear)
+    assert quaver.ScalingGranularity.AXISWISE is quaver.ScalingGranularity.ROWWISE
+    assert {*quaver.ScalingType.__members__} - {*theirs.ScalingType.__members__} == {"DELAYED", "STATIC"}
+    with pytest.warns(UserWarning, match="nothing to convert"):
+        quaver.convert_to_float8_training(nn.ReLU())

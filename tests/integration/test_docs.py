@@ -1,12 +1,16 @@
 """README.md and docs/: every relative link leads somewhere, every public name has an entry, the README's code runs."""
 
+import dataclasses
 import functools
 import importlib
 import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import quaver
 from tests.isolated import Forked
 
 REPOSITORY = Path(__file__).parents[2]
@@ -77,6 +81,23 @@ def test_every_public_name_is_in_the_reference(module):
     public = importlib.import_module(f"quaver{module}")
     entries = {id(value) for value in documented().values()}
     assert [name for name in public.__all__ if id(getattr(public, name)) not in entries] == []
+
+
+def test_which_recipe_names_what_there_is():
+    page = (REPOSITORY / "docs" / "which-recipe.md").read_text()
+    names = {*re.findall(r"`(?:quaver\.)?([a-z_0-9]+)[(`]", page)} - {"fnuz"}
+    recipes = {recipe.value for recipe in quaver.Float8LinearRecipeName}
+    fields = {field.name for cls in (quaver.Float8LinearConfig, quaver.CastConfig) for field in dataclasses.fields(cls)}
+    assert {"rowwise", "tensorwise", "blockwise", "mxfp8", "delayed"} <= names
+    assert names <= recipes | fields | {*quaver.__all__}
+
+
+@pytest.mark.parametrize(("features", "converts"), [(1536, False), (1792, True)])
+def test_which_recipe_says_from_which_size_float8_pays(features, converts):
+    """The page: about 1,600 features at 8,192 tokens."""
+    with torch.device("meta"):
+        linear = nn.Linear(features, features)
+    assert bool(quaver.auto_filter_for_recipe("rowwise", tokens=8192, device="H200")(linear, "")) is converts
 
 
 def test_no_name_has_two_entries():
