@@ -4,6 +4,8 @@ from quaver import Float8LinearConfig, convert_to_float8_training
 convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("rowwise"))
 """
 
+from typing import TYPE_CHECKING, Any
+
 from quaver.config import (
     CastConfig,
     DelayedScalingConfig,
@@ -27,12 +29,7 @@ from quaver.delayed import (
     float8_scaling_state,
     sync_float8_amax_and_scale_history,
 )
-from quaver.distributed import (
-    Float8ColwiseParallel,
-    Float8RowwiseParallel,
-    PrepareFloat8ModuleInput,
-    precompute_float8_dynamic_scale_for_fsdp,
-)
+from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.experts.grouped_mm import float8_grouped_mm
 from quaver.frozen import freeze_to_float8
 from quaver.integrations.check import assert_float8_training
@@ -44,6 +41,9 @@ from quaver.slow_paths import error_on_slow_path
 from quaver.weights.cast_once import cast_weights_once
 from quaver.weights.frozen_modules import FrozenFloat8Experts, FrozenFloat8Linear
 from quaver.weights.primary import use_float8_primary_weights
+
+if TYPE_CHECKING:
+    from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 
 __version__ = "0.1.0"
 
@@ -84,3 +84,12 @@ __all__ = [
     "sync_float8_amax_and_scale_history",
     "use_float8_primary_weights",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The public names whose import would import torch.distributed.tensor, which takes as long as torch itself."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from quaver import distributed
+
+    return getattr(distributed, name)

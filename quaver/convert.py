@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import parametrize
 
 from quaver.class_change import float8_class
@@ -37,7 +36,7 @@ from quaver.experts.seam import Float8GroupedMM, to_plain_grouped_mm
 from quaver.linear import OWN_ATTRIBUTES, Float8Linear
 from quaver.shared_input import share_inputs, stop_sharing_inputs
 from quaver.slow_paths import slow_paths
-from quaver.torch_private.fsdp import has_run
+from quaver.torch_private.fsdp import fsdp_module_class, has_run
 from quaver.weights.frozen import FrozenFloat8Weight
 from quaver.weights.gathered import (
     Float8AllGatherWeight,
@@ -155,10 +154,11 @@ Converted = TypeVar("Converted", bound=nn.Module)
 
 def _restore(converted: Converted, to_plain: Callable[[Converted], nn.Module]) -> None:
     """Convert back, also what `fully_shard` put FSDPModule in front of."""
-    before, plain = type(converted), to_plain(converted)
-    if issubclass(before, FSDPModule) and not isinstance(plain, FSDPModule):  # it was sharded after its conversion
+    before, plain, sharded = type(converted), to_plain(converted), fsdp_module_class()
+    if sharded is not None and issubclass(before, sharded) and not isinstance(plain, sharded):
+        # it was sharded after its conversion
         namespace = {"__deepcopy__": vars(before)["__deepcopy__"]}
-        plain.__class__ = type(f"FSDP{type(plain).__name__}", (FSDPModule, type(plain)), namespace)
+        plain.__class__ = type(f"FSDP{type(plain).__name__}", (sharded, type(plain)), namespace)
 
 
 # ---- the decision ----------------------------------------------------------------------------------------------------

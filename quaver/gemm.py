@@ -41,6 +41,7 @@ from quaver.scaling import BLOCK_SIZE, multiply_scale_, scale_blocks
 from quaver.slow_paths import say_once
 from quaver.torch_private.dispatch import without_dispatch_modes
 from quaver.torch_private.hardware import scaled_mm
+from quaver.torch_private.tracing import assume_constant_result
 
 
 class GemmBackend(enum.Enum):
@@ -183,7 +184,7 @@ def kind_of(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tens
     return ScaleKind.ROWWISE if a_dequant_scale.dim() > 0 or b_dequant_scale.dim() > 0 else ScaleKind.TENSORWISE
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _native_works(device_index: int, kind: ScaleKind) -> bool:
     failure = native_failure(device_index, kind)
     if failure is not None:

@@ -392,8 +392,9 @@ class Float8Linear(nn.Linear):
                 return F.linear(input, weight, self.bias)
             # All-gathered in float8, sharded, or to be gathered.
             sharding = self.sharding
-            if sharding is None and type(weight) in SHARDINGS:
-                sharding = SHARDINGS[type(weight)](self, input)
+            if sharding is None:
+                for derive in SHARDINGS:
+                    sharding = sharding or derive(self, input)
             return self.forward_local(input, None) if sharding is None else sharding.forward(self, input)
         scales = NO_PERSISTENT_SCALES
         if self.scaling is not None or self.config.has_persistent_scales:

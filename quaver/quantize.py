@@ -209,5 +209,5 @@ class LinearProbe(Protocol):
         """That of the second; `weight` is None where only its float8 `operand` was saved."""
 
 
-SHARDINGS: dict[type[Tensor], Callable[[Any, Tensor], LinearSharding]] = {}
-"""By the type of its weight, how a linear is sharded that no Float8 style was applied to; distributed/ adds DTensor."""
+SHARDINGS: list[Callable[[Any, Tensor], LinearSharding | None]] = []
+"""How a linear without a Float8 style is sharded, if it is; distributed/ adds what it derives from a DTensor."""

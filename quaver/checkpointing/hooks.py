@@ -34,7 +34,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -43,7 +42,7 @@ from torch.utils._pytree import tree_leaves
 from quaver.checkpointing.codes import DTYPES, Layout, decode, encode
 from quaver.checkpointing.held import HeldTensor
 from quaver.torch_private.autograd import top_saved_tensors_hooks
-from quaver.torch_private.dtensor import local_tensor
+from quaver.torch_private.dtensor import is_dtensor, local_tensor
 from quaver.torch_private.memory import storage_key
 from quaver.torch_private.versions import version_of
 
@@ -88,7 +87,7 @@ class StoredTensor:
 
     def __init__(self, tensor: Tensor, codes: StoredCodes, layout: Layout) -> None:
         self.codes, self.layout = codes, layout
-        self._sharding = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        self._sharding = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
 
     def unpack(self) -> Tensor:
         """The values of the codes, with the tensor's shape, dtype and order of strides.
@@ -107,7 +106,12 @@ class StoredTensor:
         """`unpack`, whatever autograd does."""
         with torch.no_grad():
             local = self.layout.tensor_of(self.codes.restored(self.layout.dtype))
-            return local if self._sharding is None else DTensor.from_local(local, *self._sharding, run_check=False)
+        if self._sharding is None:
+            return local
+        from torch.distributed.tensor import DTensor  # which the saved tensor was
+
+        with torch.no_grad():
+            return DTensor.from_local(local, *self._sharding, run_check=False)
 
 
 class _Elsewhere:

@@ -1,8 +1,25 @@
-"""Float8 across ranks: all-gather of weights under FSDP2, tensor and sequence parallelism, expert parallelism."""
+"""Float8 across ranks: all-gather of weights under FSDP2, tensor and sequence parallelism, expert parallelism.
 
-from quaver.distributed.expert_parallel import Float8ExpertParallel
-from quaver.distributed.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
+The styles of `parallelize_module` are imported when they are asked for: their base classes are in
+torch.distributed.tensor ([Note: import time] in torch_private/dtensor.py).
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
 from quaver.distributed.weight_scales import precompute_float8_dynamic_scale_for_fsdp
+from quaver.quantize import SHARDINGS, LinearSharding
+from quaver.torch_private.dtensor import is_dtensor
+
+if TYPE_CHECKING:
+    from quaver.distributed.expert_parallel import Float8ExpertParallel
+    from quaver.distributed.tensor_parallel import (
+        Float8ColwiseParallel,
+        Float8RowwiseParallel,
+        PrepareFloat8ModuleInput,
+    )
 
 __all__ = [
     "Float8ColwiseParallel",
@@ -11,3 +28,21 @@ __all__ = [
     "PrepareFloat8ModuleInput",
     "precompute_float8_dynamic_scale_for_fsdp",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    file = "expert_parallel" if name == "Float8ExpertParallel" else "tensor_parallel"
+    return getattr(importlib.import_module(f"{__name__}.{file}"), name)
+
+
+def _sharding_of_dtensor(linear: Any, input: Tensor) -> LinearSharding | None:
+    if not is_dtensor(linear.weight):
+        return None
+    from quaver.distributed.linear_sharding import derived_sharding
+
+    return derived_sharding(linear, input)
+
+
+SHARDINGS.append(_sharding_of_dtensor)

@@ -24,7 +24,7 @@ from quaver.distributed.collectives import all_reduce, reduce_scatter
 from quaver.distributed.tensor_parallel_quantizer import GatheringQuantizer, TensorParallelQuantizer
 from quaver.gemm import Operand
 from quaver.linear import Float8Linear, compute_dtype
-from quaver.quantize import SHARDINGS, Quantizer, present
+from quaver.quantize import Quantizer, present
 from quaver.scaling import PersistentScale
 from quaver.shared_input import cached_quantizer
 from quaver.tensor import Float8Tensor
@@ -152,7 +152,7 @@ def check_can_be_sharded(linear: Float8Linear, weight_dim: int, ranks: int) -> N
         )
 
 
-def _derived_sharding(linear: Float8Linear, input: Tensor) -> ColwiseSharding | RowwiseSharding:
+def derived_sharding(linear: Float8Linear, input: Tensor) -> ColwiseSharding | RowwiseSharding:
     """The sharding of a linear whose weight torch's own ColwiseParallel or RowwiseParallel distributed."""
     weight = typing.cast(DTensor, linear.weight)
     placement = weight.placements[0] if weight.device_mesh.ndim == 1 else None
@@ -166,9 +166,6 @@ def _derived_sharding(linear: Float8Linear, input: Tensor) -> ColwiseSharding | 
     if linear.scaling is not None:
         linear.scaling.host_decides()
     return ColwiseSharding(weight.device_mesh) if placement == Shard(0) else RowwiseSharding(weight.device_mesh)
-
-
-SHARDINGS[DTensor] = _derived_sharding
 
 
 def local_part(parameter: Tensor) -> Tensor:

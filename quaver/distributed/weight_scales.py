@@ -27,7 +27,7 @@ import math
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as PlacementShard
 from torch.utils.hooks import RemovableHandle
 
 from quaver import scaling
@@ -49,9 +47,12 @@ from quaver.experts.groups import Block, count_of_scales, places_of_rows, shape_
 from quaver.experts.module import Float8Experts, is_transposed
 from quaver.linear import Float8Linear
 from quaver.scaling import PersistentScale, Scales, scales_of, scales_of_blocks
-from quaver.torch_private.dtensor import local_tensor
+from quaver.torch_private.dtensor import is_dtensor, local_tensor
 from quaver.weights.base import WrappedTensor
 from quaver.weights.module_weight import ModuleWeight, weights_of_module, weights_under
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Shard as PlacementShard
 
 Grouping = int | None | tuple[int, int]
 """Which elements of a weight share a scale: those along a dim, all of them (None), or those of a block of this size.
@@ -144,7 +145,7 @@ def shard_of(weight: Tensor, local: Tensor) -> Shard:
 
     FSDP2 shards over one mesh axis; tensor parallelism, if any, over the axis after it.
     """
-    if not isinstance(weight, DTensor):
+    if not is_dtensor(weight):
         raise RuntimeError(f"expected a sharded weight, got {type(weight).__name__}; reshard the model first")
     mesh, placements = weight.device_mesh, weight.placements
     axes = [axis for axis, placement in enumerate(placements) if hasattr(placement, "dim")]  # Shard or _StridedShard
@@ -153,7 +154,7 @@ def shard_of(weight: Tensor, local: Tensor) -> Shard:
             f"expected a weight that FSDP2 shards over one mesh axis, and tensor parallelism over at most one more; "
             f"got {placements} on {mesh}"
         )
-    dims = [typing.cast(PlacementShard, placements[axis]).dim for axis in axes]
+    dims = [typing.cast("PlacementShard", placements[axis]).dim for axis in axes]
     size = list(weight.shape)
     are_experts = len(size) == 3
     if are_experts and (dims[0] == 2 or dims[1:] not in ([], [0])):
@@ -355,7 +356,7 @@ def persistent_scale(weight: ModuleWeight) -> PersistentScale | None:
 def _is_sharded(weight: ModuleWeight) -> bool:
     """Whether FSDP2 holds `weight` sharded, to be all-gathered in float8."""
     parameter = weight.parameter
-    if not isinstance(parameter, DTensor) or not isinstance(local_tensor(parameter), WrappedTensor):
+    if not is_dtensor(parameter) or not isinstance(local_tensor(parameter), WrappedTensor):
         return False
     sharding = weight.module.sharding if isinstance(weight.module, Float8Linear) else None
     return sharding is None or parameter.device_mesh.ndim > sharding.mesh.ndim
@@ -441,7 +442,7 @@ def _check_once(module: nn.Module, named: NamedWeights) -> None:
     checked = [(id(weight.module), weight.name) for _, weight in named]
     if getattr(module, "_float8_all_gather_checked", None) == checked:
         return
-    sharded = next((p for p in module.parameters() if isinstance(p, DTensor)), None)
+    sharded = next((p for p in module.parameters() if is_dtensor(p)), None)
     if sharded is None:
         return
     axis = next((i for i, placement in enumerate(sharded.placements) if hasattr(placement, "dim")), 0)

@@ -35,6 +35,7 @@ from quaver.experts.grouped_mm import DYNAMIC_ONLY, multiply_by_weight, operands
 from quaver.experts.probe import GroupedProbe
 from quaver.quantize import PreparedOperands
 from quaver.tensor import Float8Tensor
+from quaver.torch_private.tracing import disable_compile
 from quaver.weights.base import WrappedTensor
 from quaver.weights.frozen import FrozenFloat8Weight
 
@@ -87,7 +88,7 @@ class RoutedExperts(nn.Module):
         by_token = results[back].view(*top_k_index.shape, results.shape[-1])
         return by_token.sum(dim=1).to(hidden_states.dtype)
 
-    @torch.compiler.disable
+    @disable_compile
     def _of_dispatched(self, tokens: Tensor, ends: Tensor, dispatcher: Dispatcher) -> Tensor:
         """`_of_sorted` with the experts of all ranks; `ends` are those of all experts. A collective."""
         trained = {name: each.requires_grad for name, each in {"tokens": tokens, **weights_of(self)}.items()}

@@ -3,17 +3,38 @@
 - `is_jit_tracing()`: torch._C._is_tracing, under torch.jit.trace; torch.jit.is_tracing is a Python function around it.
 - `current_tracing_context()`: torch._guards.TracingContext.try_get, of Dynamo and AOTAutograd, else None.
 - `FakeTensor`, `FakeTensorMode`: torch._subclasses.fake_tensor, tensors without memory and the mode that makes them.
+- `assume_constant_result(function)`: sets what torch.compiler.assume_constant_result sets, which imports torch._dynamo
+  first ([Note: import time] in dtensor.py). Can go when it does not.
+- `disable_compile(function)`: torch._compile._disable_dynamo, as torch.compiler.disable, but imports torch._dynamo at
+  the first call. Can go likewise.
 
 Whether Dynamo traces is public: torch.compiler.is_dynamo_compiling.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch._compile import _disable_dynamo as disable_compile
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-__all__ = ["FakeTensor", "FakeTensorMode", "current_tracing_context", "is_jit_tracing"]
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "assume_constant_result",
+    "current_tracing_context",
+    "disable_compile",
+    "is_jit_tracing",
+]
 
 is_jit_tracing = torch._C._is_tracing
 current_tracing_context = TracingContext.try_get
+
+
+def assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Dynamo call `function` while it traces, and take the result for a constant."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from quaver.distributed.weight_scales import local_weight
 from quaver.experts.module import Float8Experts
 from quaver.formats import FORMATS
 from quaver.linear import Float8Linear
+from quaver.torch_private.dtensor import distributed_like, is_dtensor
 from quaver.weights.frozen import FrozenFloat8Weight
 from quaver.weights.module_weight import ModuleWeight, weights_of_module
 
@@ -72,7 +72,7 @@ class FrozenFloat8Experts(FrozenModule, Float8Experts):
 
 def _loadable(own: FrozenFloat8Weight, value: Tensor, scale: Tensor | None, weight: ModuleWeight) -> Tensor:
     """What a state_dict holds, as a frozen weight like `own`, which is what this rank has of `weight`."""
-    local = value.to_local() if isinstance(value, DTensor) else value
+    local = value.to_local() if is_dtensor(value) else value
     if isinstance(local, FrozenFloat8Weight):
         return value
     if local.dtype not in FORMATS:
@@ -85,12 +85,9 @@ def _loadable(own: FrozenFloat8Weight, value: Tensor, scale: Tensor | None, weig
     if scale is None or scale.shape != own.dequant_scale.shape:
         expected = f"{weight.name}{SCALE_SUFFIX} {list(own.dequant_scale.shape)} with float8 codes"
         raise ValueError(f"expected {expected}, got {'none' if scale is None else list(scale.shape)}")
-    return _as(value, own.like(local, scale, part=isinstance(value, DTensor)))
+    return _as(value, own.like(local, scale, part=is_dtensor(value)))
 
 
 def _as(weight: Tensor, local: Tensor) -> Tensor:
     """`local` as a DTensor where `weight` is one."""
-    if not isinstance(weight, DTensor):
-        return local
-    layout = weight.device_mesh, weight.placements
-    return DTensor.from_local(local, *layout, run_check=False, shape=weight.shape, stride=weight.stride())
+    return distributed_like(local, weight) if is_dtensor(weight) else local

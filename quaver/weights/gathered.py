@@ -32,14 +32,12 @@ import functools
 import math
 import typing
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from quaver.distributed.weight_scales import (
@@ -67,11 +65,14 @@ from quaver.kernels.cast import (
 from quaver.linear import Float8Linear
 from quaver.scaling import Scales
 from quaver.tensor import Float8Tensor
-from quaver.torch_private.dtensor import local_tensor, set_local_tensor
+from quaver.torch_private.dtensor import distributed_like, is_dtensor, local_tensor, set_local_tensor
 from quaver.torch_private.versions import keep_versions, version_of
 from quaver.weights.base import COPIES, WrappedTensor, written
 from quaver.weights.frozen import FrozenFloat8Weight
 from quaver.weights.module_weight import ModuleWeight, weights_of_module
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 aten = torch.ops.aten
 
@@ -377,7 +378,7 @@ def restore_plain_weights(module: Float8Linear | Float8Experts) -> None:
         weight: Tensor = each.parameter
         if isinstance(weight, FrozenFloat8Weight):
             setattr(module, each.name, nn.Parameter(weight.to_high_precision(), requires_grad=False))
-        if isinstance(weight, DTensor) and isinstance(each.local, Float8AllGatherWeight):
+        if is_dtensor(weight) and isinstance(each.local, Float8AllGatherWeight):
             raise RuntimeError(
                 "a weight that fully_shard all-gathers in float8 cannot be converted back; convert before"
             )
@@ -394,7 +395,7 @@ def _wrap(weight: ModuleWeight) -> None:
     if isinstance(local, Float8AllGatherWeight):
         return
     wrapped = Float8AllGatherWeight(local.detach(), ScaleBox(weight.name))
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
         set_local_tensor(parameter, wrapped)
     else:
         setattr(weight.module, weight.name, nn.Parameter(wrapped, requires_grad=parameter.requires_grad))
@@ -415,13 +416,7 @@ def _unwrap_in_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix:
             continue
         if isinstance(value, Float8AllGatherWeight):
             state_dict[prefix + weight.name] = typing.cast(Float8AllGatherWeight, weight.local).wrapped.detach()
-        elif isinstance(value, DTensor) and isinstance(local_tensor(value), Float8AllGatherWeight):
-            state_dict[prefix + weight.name] = DTensor.from_local(
-                # of the weight itself: an alias of it would not move its version counter
-                typing.cast(Float8AllGatherWeight, weight.local).wrapped.detach(),
-                value.device_mesh,
-                value.placements,
-                run_check=False,
-                shape=value.shape,
-                stride=value.stride(),
-            )
+        elif is_dtensor(value) and isinstance(local_tensor(value), Float8AllGatherWeight):
+            # of the weight itself: an alias of it would not move its version counter
+            own = typing.cast(Float8AllGatherWeight, weight.local).wrapped.detach()
+            state_dict[prefix + weight.name] = distributed_like(own, value)

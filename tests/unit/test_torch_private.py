@@ -161,6 +161,31 @@ def test_operators():
     assert isinstance(torch.ops.higher_order.cond, dispatch.HigherOrderOperator)
 
 
+def test_a_constant_is_computed_while_dynamo_traces():
+    calls = []
+
+    @tracing.assume_constant_result
+    def constant():
+        calls.append(torch.compiler.is_dynamo_compiling())
+        return 3
+
+    compiled = torch.compile(lambda x: x * constant(), backend="eager", fullgraph=True)
+    assert [compiled(torch.ones(())).item() for _ in range(2)] == [3, 3]
+    assert len(calls) == 1
+
+
+def test_disabled_code_is_not_compiled():
+    seen = []
+
+    @tracing.disable_compile
+    def disabled(x):
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    assert torch.compile(lambda x: disabled(x * 2) * 2, backend="eager")(torch.ones(())).item() == 6
+    assert seen == [False]
+
+
 def test_the_jit_tracer():
     seen = []
 
