@@ -13,6 +13,8 @@ CONFIG ?= train_configs/llama3_debug.toml
 # One of `quaver bench`'s.
 BENCH ?= linear
 ARGS ?=
+# Its tools are in an environment of their own.
+WHEEL := $(VENV)/wheel
 # The oldest and the newest PyTorch that the tests pass on; constraints.txt has the one in between.
 TORCHES := 2.11.0 2.14.1
 
@@ -21,7 +23,7 @@ SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-
 SANITIZED := $(VENV)/sanitized
 PRELOAD = $(shell gcc -print-file-name=libasan.so):$(shell gcc -print-file-name=libstdc++.so)
 
-.PHONY: train test minutes nightly sanitize lint docs bench gpu clean help
+.PHONY: train test minutes nightly sanitize lint docs wheel bench gpu clean help
 
 help:
 	@echo "make train   set up, train a small Llama in float8 and in bfloat16 on real text, compare and plot"
@@ -32,6 +34,7 @@ help:
 	@echo "make sanitize run the tests of the kernels with the C extension under AddressSanitizer and UBSan (gcc)"
 	@echo "make lint    set up, check style, types and layers"
 	@echo "make docs    set up, build the documentation as a site in build/site, check its links"
+	@echo "make wheel   build the sdist and from it the wheels with and without the extension; check and try them"
 	@echo "make bench   set up with torchao, time one linear against bfloat16 and torchao; BENCH=cast or another of"
 	@echo "             quaver bench's for that one"
 	@echo "make gpu     run the GPU tests and benchmarks on this machine's GPU in nine minutes (installs nothing)"
@@ -46,7 +49,7 @@ minutes: $(VENV)/.dev
 	$(PYTEST) --junitxml=$(VENV)/tests.xml $(ARGS)
 	$(BIN)/python tests/minutes.py $(VENV)/tests.xml
 
-nightly: $(VENV)/.dev sanitize $(TORCHES:%=test-torch-%)
+nightly: $(VENV)/.dev sanitize wheel $(TORCHES:%=test-torch-%)
 	$(PYTEST) -m nightly $(ARGS)
 
 test-torch-%: $(VENV)/torch-%/constraints.txt
@@ -80,6 +83,23 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "built build/site; to read it with search: $(BIN)/python -m http.server --directory build/site"
 
+# The wheels are built from the sdist, so it has all that a build needs.
+wheel: $(WHEEL)/.tools
+	rm -rf dist build
+	$(WHEEL)/bin/python -m build --sdist
+	for extension in 1 0; do \
+		QUAVER_EXTENSION=$$extension $(WHEEL)/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist dist/quaver-*.tar.gz \
+			|| exit 1; \
+	done
+	$(WHEEL)/bin/twine check --strict dist/*
+	$(WHEEL)/bin/check-wheel-contents dist/*.whl
+	$(WHEEL)/bin/python tests/wheel.py dist $(WHEEL)/empty
+
+$(WHEEL)/.tools:
+	$(PYTHON) -m venv $(WHEEL)
+	$(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check build twine check-wheel-contents
+	touch $@
+
 bench: $(VENV)/.bench
 	OMP_NUM_THREADS=1 $(BIN)/quaver bench $(BENCH) $(ARGS)
 
@@ -87,7 +107,7 @@ gpu:
 	$(PYTHON) benchmarks/gpu.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs build dist
 
 # .base, .dev, .docs and .bench each hold the set before them, so a rebuilt one never lacks a package.
 $(VENV)/bin/python:
@@ -96,7 +116,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.base: $(VENV)/bin/python pyproject.toml setup.py $(wildcard quaver/csrc/*) $(CONSTRAINTS)
 	@echo "installing quaver into $(VENV) (once)"
-	$(PIP) --editable .
+	$(PIP) --editable '.[train]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.base

@@ -45,7 +45,7 @@ from quaver.weights.primary import use_float8_primary_weights
 if TYPE_CHECKING:
     from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 __all__ = [
     "CastConfig",

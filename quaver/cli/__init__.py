@@ -7,7 +7,7 @@ import sys
 from importlib.metadata import version
 
 from quaver.cli.dispatch import find_verb
-from quaver.cli.errors import EXIT_INTERRUPTED
+from quaver.cli.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, print_error
 
 VERBS = {
     "train": "train a Llama in float8, alone or with its bfloat16 baseline",
@@ -21,8 +21,11 @@ VERBS = {
     "import": "dequantize float8 weights into a folder to train from",
 }
 
-_FILES = {"import": "import_weights"}
-"""The files of verbs that are no names of modules."""
+_FILES = {"import": "import_weights", "doctor": "doctor_machine"}
+"""The files of verbs that are not named as the verb."""
+
+TRAIN_EXTRA = ("filelock", "matplotlib", "pydantic", "rich", "safetensors", "tomli_w", "tyro", "xxhash")
+"""The modules of the extra `quaver[train]` in pyproject.toml."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,6 +49,12 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(verb, int):
             return verb
         return importlib.import_module(f"{__name__}.{_FILES.get(verb, verb.replace('-', '_'))}").run(words[1:])
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in TRAIN_EXTRA:
+            raise
+        print_error(f"quaver {words[0]} needs {package}, which is not installed: pip install 'quaver[train]'")
+        return EXIT_BAD_INPUT
     except SystemExit as stopped:  # a verb's --help
         if stopped.code:
             raise

@@ -1,10 +1,8 @@
 """`quaver doctor [--json] [--no-compile]`, and `quaver doctor --model RUN|HF-FOLDER`: see doctor_model.py."""
 
-import json
 from dataclasses import dataclass
 
-from quaver.bench.doctor import diagnose
-from quaver.cli.console import make_table, wide_console
+from quaver.cli.doctor_machine import print_machine
 from quaver.cli.doctor_model import print_survey, survey_model
 from quaver.cli.errors import bad_input
 from quaver.trainer.config.flags import parse_options
@@ -47,18 +45,4 @@ def run(argv: list[str]) -> int:
         if options.model is not None:
             print_survey(survey_model(options.model, options), as_json=options.json)
             return 0
-    found = diagnose(try_compile=options.compile)
-    if options.json:
-        print(json.dumps(found, indent=2))
-    else:
-        console = wide_console(100)
-        for name, text in {**found["versions"], **found["devices"], "torch.compile": found["compile"]}.items():
-            console.print(f"{name:<14} {text}")
-        columns = ("device", "recipe", "float8 matmul", "how")
-        rows = [each.values() for each in found["recipes"]]
-        console.print(make_table(None, columns, rows=rows, wrapped=columns))
-        for device, sentence in found["recommended"].items():
-            console.print(f"{device}: {sentence}", soft_wrap=True)
-        for slow_path in found["slow_paths"]:
-            console.print(f"slow path: {slow_path}", soft_wrap=True)
-    return 0 if found["ok"] else 1
+    return print_machine(as_json=options.json, try_compile=options.compile)

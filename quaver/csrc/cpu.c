@@ -12,6 +12,7 @@
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stdlib.h>
 
 #include "adamw.h"
 #include "matmul.h"
@@ -154,14 +155,14 @@ static void dynamic_cast_rows(const Job *job, int block, int64_t first, int64_t 
 static int fill_scales(const Job *job, Work work, float *quant, float *dequant) {
     const int64_t length = amaxes_of(job), bytes = length * hp_size(job);
     Job finding = *job;
-    finding.amax = PyMem_RawCalloc(job->threads, bytes + 1);
+    finding.amax = calloc(job->threads, bytes + 1);
     if (finding.amax == NULL) return -1;
     elements_read += job->rows * job->columns;
     in_blocks(work, &finding, job->rows);
     for (int block = 1; block < job->threads; block++)
         amax_each(finding.amax + block * bytes, job->hp_kind, length, finding.amax);
     scales_run(finding.amax, job->hp_kind, job->float8, job->power_of_2, length, quant, dequant);
-    PyMem_RawFree(finding.amax);
+    free(finding.amax);
     return 0;
 }
 

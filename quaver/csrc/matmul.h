@@ -223,7 +223,7 @@ static int multiply_matrices(const Product *product) {
     const int64_t panel_words = least(PANEL, groups_of(b->lines) * GROUP) * line_words;
     const int64_t chunk_words = least(CHUNK, groups_of(a->lines) * GROUP) * line_words;
     const int64_t thread_words = chunk_words + CHUNK * (a->k > DEPTH ? PANEL : GROUP);
-    char *room = PyMem_RawMalloc((panel_words + threads * thread_words) * sizeof(uint32_t) + 64);
+    char *room = malloc((panel_words + threads * thread_words) * sizeof(uint32_t) + 64);
     if (room == NULL) return -1;
     uint32_t *words = (uint32_t *)(((uintptr_t)room + 63) & ~(uintptr_t)63);
     for (int64_t column = 0; column < b->lines; column += PANEL) {
@@ -243,7 +243,7 @@ static int multiply_matrices(const Product *product) {
             }
         }
     }
-    PyMem_RawFree(room);
+    free(room);
     return 0;
 }
 

@@ -5,8 +5,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 SINGLE = "model.safetensors"
@@ -150,6 +148,8 @@ def _single_file(folder: Path) -> Path:
 
 
 def _open(file: Path) -> Any:
+    from safetensors import SafetensorError, safe_open  # an extra; the errors of this file are everyone's
+
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
@@ -179,6 +179,9 @@ class SafetensorsWriter:
         self.total_bytes += tensor.nbytes
 
     def _flush(self) -> None:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
         file = self._folder / f"{len(self._written)}.partial"
         try:
             file.touch()

@@ -16,7 +16,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from quaver.cli import main
-from quaver.export import files
 from quaver.export.files import StoredTensors
 from quaver.trainer.checkpoint import load_state
 from quaver.trainer.checkpoint_folder import read_record
@@ -438,7 +437,7 @@ def test_a_full_disk_leaves_nothing_and_says_so(hf, tmp_path, capsys, monkeypatc
         return create_stream(self, path, mode)
 
     monkeypatch.setattr(FileSystem, "create_stream", full)
-    monkeypatch.setattr(files, "save_file", lambda *args, **kwargs: full(FileSystem(), tmp_path, "w"))
+    monkeypatch.setattr("safetensors.torch.save_file", lambda *args, **kwargs: full(FileSystem(), tmp_path, "w"))
     for words in (("hf-to-quaver", hf("plain")), ("quaver-to-hf", tmp_path / "out")):
         capsys.readouterr()
         with pytest.raises(SystemExit, match="4"):

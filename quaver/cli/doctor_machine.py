@@ -1,0 +1,33 @@
+"""`quaver doctor [--json] [--no-compile]`: what this machine can do. Runs without the extra `quaver[train]`."""
+
+import json
+
+from quaver.bench.doctor import diagnose
+
+
+def run(argv: list[str]) -> int:
+    """Print what this machine can do; other options are doctor.py's, whose parser is in `quaver[train]`."""
+    if set(argv) <= {"--json", "--no-compile"}:
+        return print_machine(as_json="--json" in argv, try_compile="--no-compile" not in argv)
+    from quaver.cli import doctor
+
+    return doctor.run(argv)
+
+
+def print_machine(*, as_json: bool, try_compile: bool) -> int:
+    """Print it; 0 if every recipe runs on every device, 1 if one does not."""
+    found = diagnose(try_compile=try_compile)
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return 0 if found["ok"] else 1
+    for name, text in {**found["versions"], **found["devices"], "torch.compile": found["compile"]}.items():
+        print(f"{name:<14} {text}")
+    for device in found["devices"]:
+        print(f"\nfloat8 matmuls on {device}")
+        for each in found["recipes"]:
+            if each["device"] == device:
+                print(f"  {each['recipe']:<31} {each['verdict']:<7} {each['detail']}")
+        print(found["recommended"][device])
+    for slow_path in found["slow_paths"]:
+        print(f"slow path: {slow_path}")
+    return 0 if found["ok"] else 1
