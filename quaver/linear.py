@@ -18,7 +18,9 @@ Reads for an amax: input and grad_output once each, weight once; rowwise once pe
 tensorwise scale of the weight is the smallest of its row scales, so it costs no read.
 
 Order of the backward. grad_weight comes first, and its operands go before grad_input is computed, so that the operands
-of one matmul are alive at a time; in compiled code the order is a hint to Inductor (compile_hints.py).
+of one matmul are alive at a time; in compiled code the order is a hint to Inductor (compile_hints.py). An eager
+backward for some of the inputs computes and casts only what these need: a zero-bubble pipeline goes backward for its
+input first and for its weights later.
 
 Everything inside the autograd function is plain tensors. A weight or an input that arrives as a `Float8Tensor` was
 quantized before it was all-gathered. Under tensor parallelism a `LinearSharding` provides the quantizers, which agree
@@ -54,7 +56,7 @@ from quaver.scale_state import LinearScales
 from quaver.scaling import NO_PERSISTENT_SCALES, PersistentScales, Scales
 from quaver.shared_input import cached_quantizer, clear_cached_operands
 from quaver.tensor import Float8Tensor
-from quaver.torch_private.autograd import forward_ad_level
+from quaver.torch_private.autograd import forward_ad_level, wanted_gradients
 from quaver.torch_private.tracing import FakeTensor
 from quaver.torchao_forms import LinearMMConfig, is_torchaos
 from quaver.weights.base import WrappedTensor
@@ -126,7 +128,7 @@ def _output(
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     args: LinearArgs = ctx.args
     matmuls, cast = args.config.matmuls, args.config.casts.grad_output
-    needs_grad_input, needs_grad_weight, needs_grad_bias = ctx.needs_input_grad[:3]
+    needs_grad_input, needs_grad_weight, needs_grad_bias = wanted_gradients(ctx, 3)
     tensors = saved_tensors(ctx)
     saved_input, saved_weight = Operand(*tensors[:2]), _SavedWeight(*tensors[2:])
     del tensors

@@ -28,7 +28,7 @@ from quaver.formats import HP_DTYPES
 from quaver.linear import NoSecondDerivative, compute_dtype
 from quaver.quantize import present
 from quaver.tensor import Float8Tensor
-from quaver.torch_private.autograd import forward_ad_level
+from quaver.torch_private.autograd import forward_ad_level, wanted_gradients
 from quaver.weights.frozen import FrozenFloat8Weight
 
 DYNAMIC_ONLY = "experts are scaled dynamically: the tokens of an expert are others in each step"
@@ -90,7 +90,7 @@ def _output(a: GroupedOperand, weight: GroupedOperand, ends: Tensor, args: _Args
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
     args: _Args = ctx.args
     matmuls = args.config.matmuls
-    needs_grad_a, needs_grad_weight = ctx.needs_input_grad[:2]
+    needs_grad_a, needs_grad_weight = wanted_gradients(ctx, 2)
     a_data, a_scale, weight_data, weight_scale, ends = saved(ctx)
     if not torch.compiler.is_compiling():
         ctx.maybe_clear_saved_tensors()

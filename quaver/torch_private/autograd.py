@@ -8,6 +8,8 @@
 - `current_node()`: torch._C._current_autograd_node, the node whose backward runs, else None. No replacement.
 - `next_sequence_number()`: torch._C._autograd._get_sequence_nr, of the node that is created next on this thread.
   `sequence_number(node)`: Node._sequence_nr. Both can go with torch.autograd.graph.node_creation_hook, torch 2.14.
+- `wanted_gradients(ctx, inputs)`: torch._C._will_engine_execute_node. Goes when PyTorch gives Functions in Python the
+  `task_should_compute_output` that nodes in C++ have.
 - `forward_ad_level()`: torch.autograd.forward_ad._current_level, -1 outside of `dual_level`. No replacement.
 """
 
@@ -32,6 +34,26 @@ def runs_in_backward() -> bool:
 def sequence_number(node: Any) -> int:
     """The number of an autograd node: those of one thread grow in the order of their creation."""
     return int(node._sequence_nr())
+
+
+def wanted_gradients(ctx: Any, inputs: int) -> tuple[bool, ...]:
+    """Which gradients of the first `inputs` inputs of a Function, tensors or None at the end, its backward computes.
+
+    `ctx.needs_input_grad` tells which inputs require one. A backward for some tensors only, as each half of a
+    zero-bubble pipeline's is, wants fewer of them. A compiled backward always computes all that are required.
+    """
+    required: tuple[bool, ...] = ctx.needs_input_grad[:inputs]
+    if torch.compiler.is_compiling() or sum(required) < 2:
+        return required
+    wanted = [False] * inputs
+    for index, (node, _) in enumerate(ctx.next_functions[:inputs]):
+        try:
+            wanted[index] = node is not None and torch._C._will_engine_execute_node(node)
+        except RuntimeError as error:
+            if "A leaf node was passed" not in str(error):
+                raise
+            wanted[index] = True  # `torch.autograd.grad` is to return the gradient of this leaf
+    return tuple(wanted)
 
 
 def forward_ad_level() -> int:

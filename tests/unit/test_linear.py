@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import quaver.linear
 import quaver.quantize
@@ -191,6 +192,34 @@ def test_no_matmul_for_a_gradient_that_nobody_wants(recipe, needs_input_grad, ne
     assert (input.grad is not None) == needs_input_grad
     assert (module.weight.grad is not None) == needs_weight_grad
     assert module.bias.grad is not None
+
+
+@pytest.mark.parametrize(("recipe", "bias", "checkpointed"), thinned(RECIPES, (False, True), (False, True)))
+def test_a_backward_in_two_halves_makes_two_matmuls(recipe, bias, checkpointed):
+    """As torch.distributed.pipelining does in its zero-bubble schedules, to leaves and to tensors within the graph."""
+    module = make(recipe, bias=bias)
+    grad_output = torch.randn(16, 32).bfloat16()
+    leaf = torch.randn(16, 64).bfloat16().requires_grad_()
+    parameters = list(module.parameters())
+
+    def forward(input):
+        return checkpoint(module, input, use_reentrant=False) if checkpointed else module(input)
+
+    whole = torch.autograd.grad(forward(leaf), [leaf, *parameters], grad_output)
+    for input in (leaf, leaf * 1):
+        output = forward(input)
+        with mock.patch.object(quaver.linear, "mm", wraps=quaver.linear.mm) as matmul:
+            grad_input = torch.autograd.grad(output, [input], grad_output, retain_graph=True)
+            assert matmul.call_count == 1
+            grads = torch.autograd.grad(output, parameters, grad_output, retain_graph=True)
+            assert matmul.call_count == 2
+            torch.autograd.backward(output, grad_output, inputs=[module.weight])
+            assert matmul.call_count == 3
+        for ours, expected in zip((*grad_input, *grads, module.weight.grad), (*whole, whole[1]), strict=True):
+            assert torch.equal(ours, expected)
+        module.zero_grad()
+    torch.autograd.backward(forward(leaf), grad_output)
+    assert all(torch.equal(each.grad, expected) for each, expected in zip([leaf, *parameters], whole, strict=True))
 
 
 # Tensorwise quantizes the weight twice, rowwise_with_gw_hp row-wise and then tensorwise. The C extension finds the row

@@ -90,6 +90,31 @@ def test_the_hooks_of_saved_tensors_on_top():
         assert autograd.top_saved_tensors_hooks(True) == inner
 
 
+def test_the_gradients_that_a_backward_wants():
+    wanted = []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a, b, c):
+            return a * b
+
+        @staticmethod
+        def backward(ctx, grad):
+            wanted.append(autograd.wanted_gradients(ctx, 3))
+            return grad, grad, None
+
+    a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    inner = a * 1
+    c = Product.apply(inner, b, None).sum()
+    for inputs in ([a], [inner], [b], [a, b]):
+        torch.autograd.grad(c, inputs, retain_graph=True)
+    torch.autograd.backward(c, inputs=[b], retain_graph=True)
+    c.backward()
+    Product.apply(a.detach(), b, a).sum().backward()
+    first, second, both = (True, False, False), (False, True, False), (True, True, False)
+    assert wanted == [first, first, second, both, second, both, (False, True, True)]
+
+
 def test_the_level_of_forward_mode_autodiff():
     assert autograd.forward_ad_level() == -1
     with forward_ad.dual_level():

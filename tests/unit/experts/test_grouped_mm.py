@@ -1,6 +1,7 @@
 """float8_grouped_mm: every expert is the float8 linear of its tokens, to the bit, on every path."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from quaver import Float8LinearConfig, Float8LinearRecipeName, float8_grouped_mm, float8_linear
 from quaver.config import MatmulOptions
-from quaver.experts import gemm, gpu_gemm
+from quaver.experts import gemm, gpu_gemm, grouped_mm
 from quaver.experts.cast import _cast_groups, cast_groups
 from quaver.experts.gemm import Form
 from quaver.experts.groups import GroupedOperand, bounds_of, count_of_scales, first_scale
@@ -130,6 +131,18 @@ def test_without_gradients_and_under_autocast():
         assert_same_bits(float8_grouped_mm(a, b_t, ends, config="blockwise"), recorded.detach())
     with torch.autocast("cpu", torch.bfloat16):
         assert float8_grouped_mm(a, b_t, ends, config="blockwise").dtype is torch.bfloat16
+
+
+def test_a_backward_in_two_halves_makes_two_matmuls():
+    a, b_t, ends = operands()
+    grad_output = torch.randn(310, 160, dtype=torch.bfloat16)
+    whole = step(a, b_t, ends, grad_output, "rowwise")[1:]
+    a, b_t = a.detach().requires_grad_(), b_t.detach().requires_grad_()
+    output = float8_grouped_mm(a, b_t, ends, config="rowwise")
+    with mock.patch.object(grouped_mm, "grouped_mm", wraps=grouped_mm.grouped_mm) as matmul:
+        halves = [torch.autograd.grad(output, each, grad_output, retain_graph=True)[0] for each in (a, b_t)]
+    assert matmul.call_count == 2
+    assert_all_same(halves, whole)
 
 
 def test_second_derivatives_are_refused():

@@ -1,0 +1,138 @@
+"""torch.distributed.pipelining: every schedule gives the numbers of one process, and makes as many float8 matmuls."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble
+
+import quaver.linear
+from quaver import convert_to_float8_training
+from quaver.quantize import Quantizer
+from tests.distributed import ranks
+from tests.distributed.models import Block, config_of, loss_of
+from tests.reference import RECIPES
+from tests.thinned import thinned
+
+RANKS, MICROBATCHES, ROWS, DIM = 2, 4, 6, 18
+SINGLE = ("ScheduleGPipe", "Schedule1F1B")
+"""Schedules of one stage per rank; the others have two."""
+V_SHAPED = (ScheduleZBVZeroBubble, ScheduleDualPipeV)
+"""Rank r has stages r and 2 * RANKS - 1 - r; with the others r and r + RANKS."""
+SCHEDULES = (
+    *SINGLE,
+    "ScheduleInterleaved1F1B",
+    "ScheduleLoopedBFS",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleZBVZeroBubble",
+    "ScheduleDualPipeV",
+)
+
+LAST_MICROBATCH_FIRST = ("ScheduleLoopedBFS",)
+"""The order of these schedules' backwards, in which gradients are summed."""
+CASTS_OF_SPLIT_BACKWARDS = {
+    "ScheduleInterleavedZeroBubble": 24,
+    "ScheduleZBVZeroBubble": 24,
+    "ScheduleDualPipeV": 6,
+}
+"""How many times a linear's backward runs in two halves, each with its own cast of grad_output: 2 linears in each of
+the 3 stages after the first, for all of the 4 microbatches; DualPipeV splits some of them."""
+
+
+def parts_of_model(recipe):
+    """Four modules that follow each other."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(Block() for _ in range(2 * RANKS))
+    return convert_to_float8_training(model, config=config_of(recipe))
+
+
+def batch():
+    return torch.randn(MICROBATCHES * ROWS, DIM, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model):
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+class Counter:
+    """The float8 matmuls and casts of a block of code."""
+
+    def __enter__(self):
+        self.matmuls = self.casts = 0
+        multiply, cast = quaver.linear.mm, Quantizer.cast
+
+        def counted_mm(*arguments):
+            self.matmuls += 1
+            return multiply(*arguments)
+
+        def counted_cast(*arguments):
+            self.casts += 1
+            return cast(*arguments)
+
+        of_mm = mock.patch.object(quaver.linear, "mm", counted_mm)
+        self.patches = of_mm, mock.patch.object(Quantizer, "cast", counted_cast)
+        for each in self.patches:
+            each.start()
+        return self
+
+    def __exit__(self, *error):
+        for each in self.patches:
+            each.stop()
+
+
+def one_process(recipe, last_first):
+    """Losses of the microbatches, gradients, matmuls and casts."""
+    model, losses = parts_of_model(recipe), []
+    with Counter() as counter:
+        for hidden in batch().chunk(MICROBATCHES):
+            for part in model:
+                hidden = part(hidden)
+            losses.append(loss_of(hidden))
+        for loss in reversed(losses) if last_first else losses:
+            loss.backward()
+    for gradient in gradients(model).values():
+        gradient.div_(MICROBATCHES)
+    return [loss.item() for loss in losses], gradients(model), counter.matmuls, counter.casts
+
+
+def stage(module, index, stages):
+    """Without examples of its tensors, the first step would run the model once more to see them."""
+    input, output = torch.empty(ROWS, DIM, requires_grad=index > 0), torch.empty(ROWS, DIM, requires_grad=True)
+    return PipelineStage(module, index, stages, torch.device("cpu"), input_args=(input,), output_args=(output,))
+
+
+def pipelined(name, recipe):
+    """The same of this rank's stages."""
+    kind, rank, model = getattr(pipelining, name), dist.get_rank(), parts_of_model(recipe)
+    if name in SINGLE:
+        mine, stages = {rank: nn.Sequential(*model[2 * rank : 2 * rank + 2])}, RANKS
+    else:
+        second = 2 * RANKS - 1 - rank if kind in V_SHAPED else rank + RANKS
+        mine, stages = {index: model[index] for index in (rank, second)}, 2 * RANKS
+    made = [stage(module, index, stages) for index, module in mine.items()]
+    schedule = kind(made[0] if name in SINGLE else made, MICROBATCHES, loss_fn=lambda output, _: loss_of(output))
+    losses = []
+    arguments = (batch(),) if 0 in mine else ()
+    last = {"target": batch(), "losses": losses} if stages - 1 in mine else {}
+    with Counter() as counter:
+        schedule.step(*arguments, **last)
+    mine_of_model = {name: grad for name, grad in gradients(model).items() if grad is not None}
+    return [loss.item() for loss in losses], mine_of_model, counter.matmuls, counter.casts
+
+
+@pytest.mark.parametrize(("name", "recipe"), thinned(SCHEDULES, RECIPES, together=1))
+def test_a_schedule_equals_one_process(name, recipe):
+    losses, expected, matmuls, casts = one_process(recipe, name in LAST_MICROBATCH_FIRST)
+    losses_of, gradients_of, matmuls_of, casts_of = zip(*ranks.run(RANKS, pipelined, name, recipe), strict=True)
+    assert sum(losses_of, []) == losses
+    found = {name: grad for of_rank in gradients_of for name, grad in of_rank.items()}
+    assert found.keys() == expected.keys()
+    for parameter, gradient in expected.items():
+        assert torch.equal(found[parameter], gradient), parameter
+    assert sum(matmuls_of) == matmuls
+    # Row-wise, grad_output has a cast for each matmul anyway; tensorwise, one cast serves both.
+    assert sum(casts_of) == casts + (recipe == "tensorwise") * CASTS_OF_SPLIT_BACKWARDS.get(name, 0)
