@@ -4,8 +4,9 @@ import io
 import json
 import os
 import pickle
+import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,20 +118,70 @@ def test_our_reader_finds_what_torch_finds(saved_run):
     assert got.storage_data == expected.storage_data
 
 
-HOSTILE = {
-    "a call": lambda marker: pickle.dumps(_Calls(f"touch {marker}")),
-    "a call by an older protocol": lambda marker: pickle.dumps(_Calls(f"touch {marker}"), protocol=0),
-    "an import": lambda marker: b"\x80\x04\x8c\x04this\x8c\x01s\x93.",
-    "a memo of 2**31 entries": lambda marker: b"\x80\x04Nr\xff\xff\xff\x7f.",
-    "bytes of 2**60": lambda marker: b"\x80\x05\x96" + (2**60).to_bytes(8, "little") + b"x.",
-    "a nested tuple as a key": lambda marker: b"\x80\x04})" + b"\x85" * 1_000_000 + b"Ns.",
-    "nested lists": lambda marker: b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".",
+def _named(module: str, name: str) -> bytes:
+    words = [word.encode() for word in (module, name)]
+    return b"".join(b"\x8c" + bytes([len(word)]) + word for word in words) + b"\x93"
+
+
+RECORD_OF = _named("torch.distributed.checkpoint.metadata", "Metadata") + b")\x81"
+
+HOSTILE: dict[str, tuple[str, Callable[[Path], bytes]]] = {
+    "a call": ("'posix.system', which no checkpoint", lambda marker: pickle.dumps(_Calls(f"touch {marker}"))),
+    "a call in protocol 0": ("opcode", lambda marker: pickle.dumps(_Calls(f"touch {marker}"), protocol=0)),
+    "a call in protocol 2": ("opcode", lambda marker: pickle.dumps(_Calls(f"touch {marker}"), protocol=2)),
+    "an import": ("'this.s', which", lambda marker: b"\x80\x04" + _named("this", "s") + b"."),
+    "a dotted name": ("'torch.os.system', which", lambda marker: b"\x80\x04" + _named("torch", "os.system") + b"."),
+    "a dotted known name": ("which", lambda marker: b"\x80\x04" + _named("torch", "Size.__class__") + b"."),
+    "a name of two lines": (r"'torch.a\\nb', which", lambda marker: b"\x80\x04" + _named("torch", "a\nb") + b"."),
+    "a name that is no name": ("", lambda marker: b"\x80\x04K\x01K\x02\x93."),
+    "a call of a record": ("calls a value", lambda marker: b"\x80\x04" + RECORD_OF + b")R."),
+    "a call of a dtype": ("calls a value", lambda marker: b"\x80\x04" + _named("torch", "float32") + b")R."),
+    "an object of text": ("calls a value", lambda marker: b"\x80\x04\x8c\x01x)\x81."),
+    "a state for a name": ("state", lambda marker: b"\x80\x04" + _named("torch", "Size") + b"N}\x86b."),
+    "a state for a list": ("state", lambda marker: b"\x80\x04]}b."),
+    "a class in a state": ("", lambda marker: b"\x80\x04" + RECORD_OF + b"}\x8c\x09__class__Nsb."),
+    "a registered extension": ("opcode", lambda marker: b"\x80\x04\x82\x01."),
+    "a persistent id": ("opcode", lambda marker: b"\x80\x04NQ."),
+    "an object by an old opcode": ("opcode", lambda marker: b"\x80\x04(ios\nsystem\n."),
+    "a memo of 2**31 entries": ("opcode", lambda marker: b"\x80\x04Nr\xff\xff\xff\x7f."),
+    "bytes of 2**60": ("opcode", lambda marker: b"\x80\x05\x96" + (2**60).to_bytes(8, "little") + b"x."),
+    "a frame of 2**60": ("", lambda marker: b"\x80\x04\x95" + (2**60).to_bytes(8, "little") + b"N."),
+    "text of 2**31": ("", lambda marker: b"\x80\x04X\xff\xff\xff\x7fx."),
+    "a nested tuple as a key": ("a key", lambda marker: b"\x80\x04})" + b"\x85" * 1_000_000 + b"Ns."),
+    "a nested tuple among keys": ("a key", lambda marker: b"\x80\x04}()" + b"\x85" * 1_000_000 + b"Nu."),
+    "nested lists": ("", lambda marker: b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b"."),
+    "nested tuples as a size": ("", lambda marker: b"\x80\x04" + RECORD_OF + b")" + b"\x85" * 1_000_000 + b"b."),
+    "nothing": ("", lambda marker: b""),
+    "no value": ("", lambda marker: b"\x80\x04."),
+    "a mark without a begin": ("", lambda marker: b"\x80\x04t."),
 }
 
 
+@pytest.fixture
+def few_gigabytes() -> Iterator[None]:
+    """A limit on the address space, so that an allocation that a file asks for fails at once."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
 @pytest.mark.parametrize("hostile", HOSTILE)
-def test_a_hostile_metadata_is_one_line_and_is_not_run(hostile, run, tmp_path, line_of_resume):
-    (newest(run) / OTHER).write_bytes(HOSTILE[hostile](tmp_path / "ran"))
+def test_a_hostile_metadata_is_one_line_and_is_not_run(hostile, tmp_path, few_gigabytes):
+    message, make = HOSTILE[hostile]
+    (tmp_path / METADATA).write_bytes(make(tmp_path / "ran"))
+    sizes = torch.Size.__dict__.keys()
+    with pytest.raises(CheckpointError, match=rf"cannot read .*\.metadata is damaged: .*{message}.*; choose") as caught:
+        load_state({"a": torch.empty(1)}, CheckpointReader(tmp_path))
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value.__cause__, ValueError)  # no MemoryError
+    assert not (tmp_path / "ran").exists()
+    assert torch.Size.__dict__.keys() == sizes
+
+
+def test_a_hostile_metadata_ends_a_resume_with_one_line(run, tmp_path, line_of_resume):
+    (newest(run) / OTHER).write_bytes(pickle.dumps(_Calls(f"touch {tmp_path / 'ran'}")))
     write_manifest(newest(run), {})
     line = line_of_resume()
     assert str(newest(run) / "delayed") in line
