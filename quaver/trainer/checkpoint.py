@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from quaver.trainer.checkpoint_folder import FORMAT, CheckpointFolder, Progress, check_checkpoint, read_record
 from quaver.trainer.config import Checkpoint
 from quaver.trainer.errors import CheckpointError
-from quaver.trainer.manifest import FileDigest, HashingWriter
+from quaver.trainer.manifest import FileDigest, digests_of_rank
 from quaver.trainer.ranks import Ranks
 from quaver.trainer.safe_dcp import CheckpointPlanner, CheckpointReader
 from quaver.trainer.trained_model import TrainedModel
@@ -158,9 +158,9 @@ class Checkpointer:
             self._on_first_rank(partial(folder.begin, step))
             digests: dict[str, FileDigest] = {}
             for name, values in state.items():
-                writer = HashingWriter(folder.partial(step) / name)
+                writer = FileSystemWriter(folder.partial(step) / name)
                 self._on_all_ranks(partial(save, values, storage_writer=writer, process_group=self._group))
-                for each in self._on_all_ranks(partial(getattr, writer, "digests")):
+                for each in self._on_all_ranks(partial(digests_of_rank, folder.partial(step), name, self.ranks.rank)):
                     digests |= each
             self._on_first_rank(partial(_read_back, folder.partial(step), list(state)))
             self._on_first_rank(partial(folder.publish, step, record, digests, discard_after=self._resumed_step))

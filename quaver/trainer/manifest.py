@@ -5,17 +5,13 @@ manifest too, `safe_dcp` protects.
 """
 
 import hashlib
-import io
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, StringConstraints, TypeAdapter
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from xxhash import xxh3_128
 
 from quaver.export.folders import file_threads
@@ -24,9 +20,6 @@ from quaver.trainer.json_file import STRICT, read_json
 
 MANIFEST = "manifest.json"
 CHOOSE = "choose another checkpoint"
-
-PIECE_BYTES = 1 << 20
-"""A piece is hashed, and then written while it is still in the CPU's cache: so the hash costs next to nothing."""
 
 
 @dataclass(frozen=True)
@@ -49,53 +42,11 @@ class Manifest:
 _MANIFEST = TypeAdapter(Manifest)
 
 
-class HashingWriter(FileSystemWriter):
-    """DCP's writer, which hashes what it writes: reading the files again would take longer than 5% of a save."""
-
-    fs: "_HashingFiles"
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.fs = _HashingFiles()
-
-    @property
-    def digests(self) -> dict[str, FileDigest]:
-        """The digests of the files that this rank wrote, by name below the checkpoint."""
-        return {f"{path.parent.name}/{path.name}": digest for path, digest in self.fs.digests.items()}
-
-
-class _HashingFiles(FileSystem):
-    def __init__(self) -> None:
-        self.digests: dict[Path, FileDigest] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with _HashedFile(io.FileIO(path, mode)) as stream:
-            yield stream
-        self.digests[Path(path)] = stream.digest
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
-        self.digests[Path(new_path)] = self.digests.pop(Path(path))
-
-
-class _HashedFile(io.BufferedWriter):
-    def __init__(self, raw: io.FileIO) -> None:
-        super().__init__(raw)
-        self._hash, self._bytes = xxh3_128(), 0
-
-    def write(self, content: Any) -> int:
-        view = memoryview(content).cast("B")
-        for start in range(0, len(view), PIECE_BYTES):
-            piece = view[start : start + PIECE_BYTES]
-            self._hash.update(piece)
-            super().write(piece)
-        self._bytes += len(view)
-        return len(view)
-
-    @property
-    def digest(self) -> FileDigest:
-        return FileDigest(self._bytes, self._hash.hexdigest())
+def digests_of_rank(folder: Path, model: str, rank: int) -> dict[str, FileDigest]:
+    """Return the digests of the files that DCP wrote for `rank`, by name below the checkpoint; they are cached yet."""
+    paths = list((folder / model).glob(f"__{rank}_*"))
+    with file_threads() as threads:
+        return dict(zip([_name(folder, path) for path in paths], threads.map(_digest, paths), strict=True))
 
 
 def write_manifest(folder: Path, known: dict[str, FileDigest]) -> None:

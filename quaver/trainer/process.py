@@ -21,9 +21,6 @@ CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 PR_SET_PDEATHSIG = 1
 """Of prctl(2): the signal that a process gets when its parent ends."""
 
-GIL_PATIENCE_S = 10.0
-"""Seconds for which the GIL must have been held before stacks are written without it."""
-
 
 @dataclass
 class Requests:
@@ -62,7 +59,7 @@ def stop_signals() -> Iterator[Requests]:
 
 
 def _end_with_launcher() -> None:
-    """Ask Linux for SIGTERM when torchrun ends: its ranks would train on if it is killed, and hold the run's lock."""
+    """Ask Linux for SIGTERM when torchrun is killed, which forwards nothing: ranks would train on and hold the lock."""
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
@@ -94,14 +91,11 @@ def _handled(numbers: tuple[signal.Signals, ...], handler: "signal._HANDLER") ->
 
 @dataclass
 class Watchdog:
-    """Writes the stacks of all threads while a step hangs; made by `watchdog`.
+    """Writes the stacks of all threads while a step hangs, to show where; made by `watchdog`.
 
     Each rank watches itself. Ranks that wait for a hanging rank are late as well and write their stacks, too.
-
-    [Note: two ways to write stacks] A thread that holds the GIL can read the stacks of all threads safely. If the step
-    hangs in a kernel or collective that holds the GIL, no such thread runs; then a thread of the fault handler writes
-    the stacks without the GIL. It must not do so while Python code runs: it would read frames that change, which has
-    crashed processes (Python 3.13 at least). So it fires only if the first thread did not get the GIL.
+    A thread reads them, which holds the GIL: without it, frames that change are read, which has crashed processes. So a
+    kernel that hangs with the GIL held writes none.
     """
 
     path: Path
@@ -118,7 +112,6 @@ class Watchdog:
             yield
             return
         is_over = threading.Event()
-        self._write_without_gil(seconds)
         late = threading.Thread(target=self._watch, args=(seconds, what, is_over), name="watchdog", daemon=True)
         late.start()
         try:
@@ -126,21 +119,15 @@ class Watchdog:
         finally:
             is_over.set()
             late.join()
-            faulthandler.cancel_dump_traceback_later()
 
     def _watch(self, seconds: float, what: str, is_over: threading.Event) -> None:
         is_reported = False
         while not is_over.wait(seconds):
-            self._write_without_gil(seconds)
             faulthandler.dump_traceback(file=self.file, all_threads=True)
             if not is_reported:
                 line = f"quaver: {what} takes longer than {seconds:g} s; its stacks are in {self.path}"
                 print(line, file=sys.stderr, flush=True)
                 is_reported = True
-
-    def _write_without_gil(self, seconds: float) -> None:
-        """Schedule the fault handler, repeatedly, unless this is called again in time."""
-        faulthandler.dump_traceback_later(seconds + GIL_PATIENCE_S, repeat=True, file=self.file)
 
 
 @contextmanager

@@ -1,19 +1,14 @@
 """One process writes a run folder: a lock that names its holder.
 
-The lock is a file lock of the operating system, which ends with its process however that ends. A second file names the
-holder. A run removes it when it releases the lock, so a lock that is free although the file is there was held by a
-process that was killed.
-
-[Note: locks of other hosts] On some shared file systems other hosts do not see a file lock. So the holder
-touches its file every few seconds, and a free lock with the file of another host is taken over only if nothing touches
-the file for a while. Only changes of its time are compared, never the clocks of two hosts.
+It protects metrics and checkpoints from a second `--resume` of the same run. The lock is a file lock of the operating
+system, which ends with its process however that ends. A second file names the holder. A run removes it when it releases
+the lock, so a lock that is free although the file is there was held by a process that was killed.
 """
 
 import json
 import os
 import platform
 import sys
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -26,9 +21,6 @@ from quaver.trainer.json_file import read_json
 
 LOCK, HOLDER = ".writer.lock", ".writer.json"
 
-HEARTBEAT_S, PATIENCE_S = 5.0, 20.0
-"""Seconds between two touches of the holder's file, and how long a file of another host must stay as it is."""
-
 
 class RunLock:
     """The right of this process to write a run folder, from `acquire` to `release` or to its end.
@@ -39,12 +31,9 @@ class RunLock:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = FileLock(folder / LOCK, thread_local=False)
-        self._released = threading.Event()
 
     def acquire(self) -> None:
-        """Take the lock. It waits only to see whether a holder on another host lives: [Note: locks of other hosts].
-
-        If its last holder was killed, a line on stderr names that process.
+        """Take the lock. If its last holder was killed, a line on stderr names that process.
 
         Raises:
             BlockingIOError: another run holds it; the message names its host and process.
@@ -56,9 +45,6 @@ class RunLock:
             raise self._is_held() from error
         killed = self._holder()
         if killed is not None:
-            if killed.get("host", platform.node()) != platform.node() and self._lives(killed):
-                self._lock.release()
-                raise self._is_held()
             line = f"took over the lock of {str(self._folder)!r} from a run that was killed: {_words(killed)}"
             print(f"quaver: {line}", file=sys.stderr, flush=True)
         holder = {"host": platform.node(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
@@ -69,35 +55,16 @@ class RunLock:
         except OSError:
             self._lock.release()
             raise
-        threading.Thread(target=self._beat, args=(self._folder / HOLDER,), name="run-lock", daemon=True).start()
 
     def release(self) -> None:
         """Release the lock if this process holds it."""
         if self._lock.is_locked:
-            self._released.set()
             with suppress(OSError):  # the folder may be gone, or no longer writable
                 (self._folder / HOLDER).unlink()
             self._lock.release()
 
     def __del__(self) -> None:
         self.release()
-
-    def _beat(self, path: Path) -> None:
-        while not self._released.wait(HEARTBEAT_S):
-            with suppress(OSError):  # the folder may be gone
-                os.utime(path)
-
-    def _lives(self, holder: dict[str, Any]) -> bool:
-        line = f"waiting {PATIENCE_S:g} s to see whether another run writes {str(self._folder)!r}: {_words(holder)}"
-        print(f"quaver: {line}", file=sys.stderr, flush=True)
-        path, until = self._folder / HOLDER, time.monotonic() + PATIENCE_S
-        with suppress(FileNotFoundError):  # it has ended meanwhile
-            first = path.stat().st_mtime_ns
-            while time.monotonic() < until:
-                time.sleep(0.1)
-                if path.stat().st_mtime_ns != first:
-                    return True
-        return False
 
     def _is_held(self) -> BlockingIOError:
         return BlockingIOError(

@@ -2,15 +2,12 @@
 
 import json
 import os
-import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from quaver.cli import main
-from quaver.trainer import run_lock
-from quaver.trainer.run_lock import HOLDER, RunLock
+from quaver.trainer.run_lock import HOLDER
 from tests.command_line import TEXT, TINY
 
 pytestmark = pytest.mark.timeout(60)
@@ -88,50 +85,3 @@ def test_garbage_inside_metrics_is_one_line_and_leaves_the_run(where, tmp_path, 
     (run / HOLDER).unlink(missing_ok=True)
     os.mkfifo(run / HOLDER)
     assert main(["train", "--resume", str(run), "--training.steps=2"]) == 0
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(run_lock, "HEARTBEAT_S", 0.05)
-    monkeypatch.setattr(run_lock, "PATIENCE_S", 1.0)
-
-
-def test_a_live_holder_on_another_host_is_not_taken_over(tmp_path, quick):
-    """Its file lock does not reach this host; its heartbeat does."""
-    path = tmp_path / HOLDER
-    path.write_text('{"host": "elsewhere", "pid": 1, "since": "today"}')
-    ended = threading.Event()
-
-    def beat() -> None:
-        while not ended.wait(0.05):
-            os.utime(path)
-
-    thread = threading.Thread(target=beat)
-    thread.start()
-    try:
-        with pytest.raises(BlockingIOError, match="process 1 on host elsewhere, since today; wait until it ends"):
-            RunLock(tmp_path).acquire()
-    finally:
-        ended.set()
-        thread.join()
-    RunLock(tmp_path).acquire()  # the refusal has released the lock
-
-
-def test_a_dead_holder_on_another_host_is_taken_over(tmp_path, quick, capsys):
-    (tmp_path / HOLDER).write_text('{"host": "elsewhere", "pid": 1}')
-    RunLock(tmp_path).acquire()
-    waits, takes_over = capsys.readouterr().err.splitlines()
-    assert "waiting 1 s to see whether another run writes" in waits
-    assert "took over the lock" in takes_over
-
-
-def test_a_holder_touches_its_file_until_it_releases(tmp_path, quick):
-    lock = RunLock(tmp_path)
-    lock.acquire()
-    first = (tmp_path / HOLDER).stat().st_mtime_ns
-    deadline = time.monotonic() + 10
-    while (tmp_path / HOLDER).stat().st_mtime_ns == first:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    lock.release()
-    assert not (tmp_path / HOLDER).exists()

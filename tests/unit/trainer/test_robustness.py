@@ -1,6 +1,5 @@
 """Steps that are not finite, steps that hang, deterministic algorithms: what a run does about each."""
 
-import ctypes
 import math
 import time
 from dataclasses import replace
@@ -9,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from quaver.trainer import process
 from quaver.trainer import train as train_module
 from quaver.trainer.config import Comm, Float8
 from quaver.trainer.errors import NonFiniteError
@@ -108,20 +106,6 @@ def test_steps_in_time_leave_nothing(tmp_path, capsys):
             time.sleep(0.02)
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr().err == ""
-
-
-def test_a_step_that_keeps_the_lock_of_python_leaves_its_stack(tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "GIL_PATIENCE_S", 0.1)
-    path = tmp_path / "stacks-rank0.txt"
-    written: list[str] = []
-
-    def the_kernel_that_hangs() -> None:
-        ctypes.PyDLL(None).usleep(500_000)  # unlike CDLL, this keeps the lock
-        written.append(path.read_text())
-
-    with watchdog(path) as watching, watching.step(0.1, "step 3"):
-        the_kernel_that_hangs()
-    assert "the_kernel_that_hangs" in written[0]
 
 
 def train_slowly(stacks: Path) -> None:

@@ -40,7 +40,8 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 def acquire_and_sleep(folder: Path) -> None:
-    RunLock(folder).acquire()
+    lock = RunLock(folder)
+    lock.acquire()
     (folder.parent / "held").touch()
     time.sleep(600)
 
@@ -80,8 +81,8 @@ def test_the_lock_of_a_killed_run_is_taken_over_with_one_line(config, capsys):
     assert f"was killed: process {holder.pid} on host {platform.node()}" in line
 
 
-@pytest.mark.parametrize("holder", ["", "[]", "{", '{"pid": 1}'])
-def test_a_damaged_holder_file_does_not_keep_a_run_from_its_folder(tmp_path, capsys, holder):
+@pytest.mark.parametrize("holder", ["", "[]", "{", '{"pid": 1}', '{"host": "elsewhere", "pid": 1}'])
+def test_a_damaged_or_foreign_holder_file_does_not_keep_a_run_from_its_folder(tmp_path, capsys, holder):
     (tmp_path / HOLDER).write_text(holder)
     RunLock(tmp_path).acquire()
     assert "took over the lock" in capsys.readouterr().err
