@@ -1,8 +1,10 @@
 """Accelerate on two ranks: DDP, and FSDP2 with and without float8 all-gather."""
 
-from contextlib import nullcontext
+import os
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -13,13 +15,25 @@ from tests.foreign.llama import BATCHES, batches, llama, not_the_head, optimizer
 from tests.foreign.table import proves, refuses
 
 
-def accelerator_on(strategy, mixed_precision, state_dict_type=None, **options):
-    from accelerate import Accelerator
+@contextmanager
+def as_torchrun_starts_a_rank():
+    """With torchrun's environment, and without what Accelerate knows from before."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
-    accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision, **options)
+    rank = torch.distributed.get_rank()
+    words = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    with mock.patch.dict(os.environ, {name: str(word) for name, word in words.items()}):
+        yield rank
+
+
+def accelerator_on(strategy, mixed_precision, state_dict_type=None, **options):
+    from accelerate import Accelerator
+
+    with as_torchrun_starts_a_rank() as rank:  # else Accelerate takes each rank for a process of its own
+        accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision, **options)
+    assert (accelerator.process_index, accelerator.num_processes) == (rank, 2)
     if strategy == "FSDP2":
         make_fsdp2(accelerator, state_dict_type)
     return accelerator

@@ -1,9 +1,6 @@
 """transformers' Trainer, PEFT, Fabric and Lightning under DDP and FSDP2: the losses of a loop written by hand."""
 
-import os
-from contextlib import contextmanager
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +13,7 @@ from quaver.weights.gathered import Float8AllGatherWeight
 from tests.distributed.ranks import run
 from tests.foreign.llama import batches, clip, llama, mixture, not_the_head, optimizer_of, train_by_hand
 from tests.foreign.table import proves
+from tests.foreign.test_accelerate import accelerator_on, as_torchrun_starts_a_rank, make_fsdp2
 
 WAYS = [("DDP", False), ("FSDP2", False), ("FSDP2", True)]
 """Strategy, and whether weights are gathered in float8."""
@@ -53,23 +51,9 @@ def by_hand(model, rank, distribute=replicated, **options):
     return train_by_hand(distribute(model), rank=rank, after=after, **options)
 
 
-@contextmanager
-def as_torchrun_starts_a_rank():
-    """With torchrun's environment, and without what Accelerate knows from before."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    rank = torch.distributed.get_rank()
-    words = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    with mock.patch.dict(os.environ, {name: str(word) for name, word in words.items()}):
-        yield rank
-
-
 def with_the_trainer(folder, make, strategy, float8_all_gather):
     """The losses that it logs, means over the ranks, and those of this rank by hand."""
     from quaver.integrations.transformers import Float8Callback
-    from tests.foreign.test_accelerate import make_fsdp2
     from tests.foreign.test_transformers_trainer import losses_of, trainer
 
     with as_torchrun_starts_a_rank() as rank:
@@ -92,7 +76,6 @@ def test_the_trainer(tmp_path, make, strategy, float8_all_gather):
 
 def with_adapters(strategy, float8_all_gather):
     """The losses of this rank with Accelerate and by hand."""
-    from tests.foreign.test_accelerate import accelerator_on
     from tests.foreign.test_peft import adapted
 
     accelerator = accelerator_on(strategy, "no")
