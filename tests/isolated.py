@@ -25,8 +25,15 @@ PRELOAD = [
     "torch.distributed.tensor.parallel",
     "torch.distributed.fsdp",
     "quaver.cli.train",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "accelerate",
+    "torchao.float8",
 ]
-"""What the server from which these processes and the ranks of the distributed tests are forked imports once."""
+"""What the server from which these processes and the ranks of the distributed tests are forked imports once.
+
+The last four take seconds each, which every rank of a test in tests/foreign would pay. What is missing is skipped.
+"""
 
 
 def forkserver() -> multiprocessing.context.ForkServerContext:
