@@ -1,9 +1,11 @@
 """Oracles that share no code with the package: float64 arithmetic, NumPy and ml_dtypes."""
 
 import math
+from collections.abc import Iterable
 
 import ml_dtypes
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -12,6 +14,8 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "rowwise_with_tensorwi
 PERSISTENT_RECIPES = ("delayed", "delayed_with_dynamic_weight")
 BLOCK_RECIPES = ("blockwise", "blockwise_with_gw_hp", "mxfp8", "mxfp8_with_gw_hp")
 """These too, with features of whole blocks on each rank of tensor parallelism."""
+BACKEND = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+"""Of torch.compile, for tests of what is traced: aot_eager generates no code, which takes a test 10 seconds or more."""
 ML_DTYPE = {torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn, torch.float8_e5m2: ml_dtypes.float8_e5m2}
 MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 SMALLEST_EXPONENT = {torch.float32: -126, torch.bfloat16: -126, torch.float16: -14}
@@ -72,6 +76,12 @@ def assert_same_bits(actual: Tensor, expected: Tensor, *, nan_bits: bool = False
     assert actual.float().isnan().equal(nan)
     wrong = (actual.view(bits) != expected.view(bits)) & (nan_bits or ~nan)
     assert not wrong.any(), f"{int(wrong.sum())} differ, first at {wrong.nonzero()[0].tolist()}"
+
+
+def assert_all_same_bits(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    """`assert_same_bits` for each pair of tensors, as many on both sides."""
+    for one, other in zip(actual, expected, strict=True):
+        assert_same_bits(one, other)
 
 
 def ulp(reference: Tensor, dtype: torch.dtype) -> Tensor:

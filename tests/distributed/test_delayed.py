@@ -171,7 +171,7 @@ def _disagree(how, call):
     sync_float8_amax_and_scale_history(model)
 
 
-@on_ranks(2, timeout=60, collective_timeout=10)
+@on_ranks(2)
 def test_ranks_that_disagree_get_an_error_and_no_hang():
     for how, call in (
         *((how, "sync") for how in ("config", "delayed_with_dynamic_weight", "layer", "tensorwise")),

@@ -27,7 +27,7 @@ from quaver.distributed import Float8ExpertParallel, collectives
 from quaver.experts.module import Float8Experts
 from quaver.weights.gathered import Float8AllGatherWeight
 from tests.distributed.ranks import on_ranks, refusal
-from tests.reference import assert_same_bits, sqnr_db
+from tests.reference import BACKEND, assert_same_bits, sqnr_db
 
 RECIPES = [name.value for name in Float8LinearRecipeName if "delayed" not in name.value]
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
@@ -215,13 +215,14 @@ def test_recomputed(recipe):
     )
 
 
+@BACKEND
 @on_ranks(2)
-def test_compiled():
+def test_compiled(backend):
     """Inductor sums the gradient of a routing weight in another order."""
     experts, parts = converted("rowwise"), tokens_of(2, 1)
     expected = of_one_process(experts, parts)
     split, mine = parallel(copy.deepcopy(experts)), parts[dist.get_rank()]
-    got = step(split, *mine, call=torch.compile(split))
+    got = step(split, *mine, call=torch.compile(split, backend=backend))
     weights, expected_weights = got.pop("weights"), expected.pop("weights")
     assert not len(weights) or sqnr_db(expected_weights, weights) > 40
     assert_same(got, expected)

@@ -292,7 +292,7 @@ def _disagree(how, precompute):
     model(part_of(batches(1, dist.get_world_size())[0]))
 
 
-@on_ranks(2, timeout=60, collective_timeout=3)
+@on_ranks(2)
 def test_ranks_that_disagree_get_an_error_and_no_hang():
     for way in itertools.product(["layer", "recipe", "flag"], [True, False]):
         if way != ("flag", False):

@@ -99,35 +99,40 @@ def test_ctrl_c_saves_and_the_run_resumes(where, tmp_path):
     assert numbers(run) == numbers(tmp_path / "runs" / "whole")
 
 
-def children_of(pid: int) -> list[int]:
-    """Return the ranks that torchrun started, each in its own session."""
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def by_hand(words: list[str]) -> list[Forked]:
+    return quaver_on_ranks(2, words)
+
+
+def by_torchrun(words: list[str]) -> list[subprocess.Popen]:
+    """torchrun forwards a SIGTERM to its ranks; each process imports torch for seconds."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    return [subprocess.Popen([*launcher, "-m", "quaver.cli", *words], **options)]
+
+
+def with_children(pid: int) -> list[int]:
+    """Return a process and what it started, as torchrun its ranks, each in a session of its own."""
+    return [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc to find the ranks of a launcher")
-def test_two_ranks_hold_their_run_and_save_at_sigterm(where, tmp_path):
+@pytest.mark.parametrize("start", [by_hand, pytest.param(by_torchrun, marks=pytest.mark.nightly)])
+def test_two_ranks_hold_their_run_and_save_at_sigterm(where, tmp_path, start):
     run = tmp_path / "runs" / "stopped"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    words = ["train", *where, "--job.name=stopped", "--training.steps=1000000"]
-    process = subprocess.Popen(
-        [*launcher, "-m", "quaver.cli", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    wait_for(lambda: has_steps(run), process)
+    started = start(["train", *where, "--job.name=stopped", "--training.steps=1000000"])
+    wait_for(lambda: has_steps(run), *started)
     second, _ = [
         rank.finished() for rank in quaver_on_ranks(2, ["train", f"--resume={run}", "--checkpoint.resume=auto"])
     ]
     (line,) = [line for line in second.stderr.splitlines() if line.startswith("quaver: ")]
     holder = json.loads((run / HOLDER).read_text())["pid"]
-    assert holder in children_of(process.pid)
+    assert holder in [pid for process in started for pid in with_children(process.pid)]
     assert f"another run writes the run folder '{run}': process {holder} on host" in line
-    assert process.poll() is None
-    process.send_signal(signal.SIGTERM)  # torchrun forwards it to its ranks
-    output, _ = process.communicate(timeout=LIMIT_S)
-    assert f"quaver train --resume {run}" in output
+    assert all(process.poll() is None for process in started)
+    for process in started:
+        process.send_signal(signal.SIGTERM)
+    assert f"quaver train --resume {run}" in "".join(process.communicate(timeout=LIMIT_S)[0] for process in started)
     (step,) = checkpoints(run).steps()
     assert list(numbers(run)) == list(range(1, step + 1))
     assert len(list((checkpoints(run).complete(step) / "delayed").glob("*.distcp"))) == 2
