@@ -23,7 +23,7 @@ from quaver.tensor import Float8Tensor
 from tests.distributed.counting import CollectiveCounter
 from tests.distributed.models import config_of, quantized
 from tests.distributed.ranks import on_ranks, refusal, run
-from tests.reference import BLOCK_RECIPES, RECIPES
+from tests.reference import BLOCK_RECIPES, RECIPES, assert_same_bits
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 HP = pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -48,15 +48,6 @@ def uneven_magnitudes(*shape):
     return matrix
 
 
-def same_bits(got, expected):
-    assert (got is None) == (expected is None)
-    if got is not None:
-        assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
-        got, expected = got.contiguous(), expected.contiguous()
-        bits = torch.uint8 if got.itemsize == 1 else torch.int32
-        assert torch.equal(got.view(bits), expected.view(bits))
-
-
 def assert_part_of(got, whole, dim):
     """An operand is this rank's part of `whole`, None for all of it, to the bit."""
     if dim is not None:
@@ -68,8 +59,8 @@ def assert_part_of(got, whole, dim):
     if whole.dequant_scale is None:
         torch.testing.assert_close(got.data, whole.data, rtol=0, atol=0)
     else:
-        same_bits(got.data, whole.data)
-        same_bits(got.dequant_scale, whole.dequant_scale)
+        assert_same_bits(got.data, whole.data, nan_bits=True)
+        assert_same_bits(got.dequant_scale, whole.dequant_scale, nan_bits=True)
 
 
 ASKS = [(True, True), (True, False), (False, True)]
@@ -339,14 +330,21 @@ def _check_results(name, recipe, hp_dtype, compiled, input_grad=True):
     assert got[2].keys() == expected[2].keys()
 
 
+KINDS = [(torch.float32, True), (torch.bfloat16, True), (torch.float32, False)]
+"""dtype, and whether the input needs a gradient, which that of a model's first linear does not."""
+
+
 @pytest.mark.parametrize("name", ARRANGEMENTS)
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["pairs", "all"])
 @on_ranks(2)
-def test_equals_one_device(name):
-    """Output, grad_input and the gradients of weights and biases, each rank's part; `assert_close` says how closely."""
-    for recipe in (*RECIPES, *BLOCK_RECIPES):
-        for hp_dtype in (torch.float32, torch.bfloat16):
-            _check_results(name, recipe, hp_dtype, None)
-        _check_results(name, recipe, torch.float32, None, input_grad=False)  # as of a model's first linear
+def test_equals_one_device(name, every):
+    """Output, grad_input and the gradients of weights and biases, each rank's part; `assert_close` says how closely.
+
+    Of arrangements, recipes and kinds each pair.
+    """
+    for index, recipe in enumerate((*RECIPES, *BLOCK_RECIPES), start=ARRANGEMENTS.index(name)):
+        for hp_dtype, input_grad in KINDS if every else [KINDS[index % len(KINDS)]]:
+            _check_results(name, recipe, hp_dtype, None, input_grad)
 
 
 COMPILED = [
