@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -20,7 +21,7 @@ def make_table(
     right: Collection[str] = (),
 ) -> Table:
     """A table of these columns; those of `wrapped` break their lines, those of `right` are aligned to the right."""
-    table = Table(title=title)
+    table = Table(title=title, box=box.SIMPLE_HEAD)  # leaves most columns of a narrow terminal to the text
     for name in columns:
         table.add_column(
             name,

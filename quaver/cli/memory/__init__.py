@@ -31,8 +31,8 @@ from quaver.trainer.config.flags import split_options
 from quaver.trainer.config.settings import AtLeast1, NotNegative, OneOf, Settings
 from quaver.trainer.config_io import load_config, parse_arguments
 
-_WIDTH = 170
-"""Columns of the tables where the terminal has fewer: modules and lines of code are not broken."""
+_WIDTH, _WIDTH_OF_ADVICE = 80, 120
+"""Columns of the tables where the terminal has fewer; advice has more numbers to a row."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def run(argv: list[str]) -> int:
         views += [advice_table(found["advice"]), *advice_summary(found["advice"])]
     if "measured" in found:
         views.append(side_by_side_table(side_by_side(memory, found["measured"])))
-    console = wide_console(_WIDTH)
+    console = wide_console(_WIDTH_OF_ADVICE if "advice" in found else _WIDTH)
     for view in views:
         console.print(view, soft_wrap=isinstance(view, str))
     config_file = next((word for word in words if not word.startswith("--")), "defaults")

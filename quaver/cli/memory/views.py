@@ -59,11 +59,12 @@ def _tensor_table(prediction: Prediction, top: int) -> Table:
     rows = []
     for row in merged_layers(prediction.at_peak)[:top]:
         tensors = f"{row['count']} x {row['dtype']} {row['shape']}" if row["dtype"] else str(row["count"])
-        made_by = (row["module"], inner_operator(row["operator"]), row["source"], row["phase"], tensors)
-        rows.append((_words(row["category"]), *made_by, *_peak_numbers(prediction, row["bytes"])))
-    title, numbers = f"The largest {top} of it; * is the number of a layer", _peak_columns(prediction)
-    columns = ("what", "module", "made by", "at", "in", "tensors", *numbers)
-    return make_table(title, columns, rows=rows, right=numbers, wrapped=("what", "made by", "in", "tensors"))
+        made_by = f"{inner_operator(row['operator'])} in the {row['phase']}"
+        places = [place for place in (row["module"], row["source"]) if place]
+        what = f"{_words(row['category'])}: {tensors}, {made_by}" + "".join(f"\n  {place}" for place in places)
+        rows.append((*_peak_numbers(prediction, row["bytes"])[1:], what))
+    title, numbers = f"The largest {top} of it; * is the number of a layer", _peak_columns(prediction)[1:]
+    return make_table(title, (*numbers, "what, and where"), rows=rows, right=numbers, wrapped=("what, and where",))
 
 
 def _peak_columns(prediction: Prediction) -> tuple[str, str, str]:
