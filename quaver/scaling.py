@@ -39,6 +39,7 @@ innocuous?", SIGNUM Newsletter 30(3), 1995).
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -383,3 +384,14 @@ def dequantize(codes: Tensor, dequant_scale: Tensor, hp_dtype: torch.dtype = tor
     """
     wide = codes.to(torch.float32, memory_format=torch.contiguous_format)
     return multiply_scale_(wide, dequant_scale.float()).to(hp_dtype)
+
+
+def sqnr_db(exact: Tensor, rounded: Tensor) -> float:
+    """The signal to quantization noise ratio, 20 log10(norm(exact) / norm(exact - rounded)) in dB; inf if equal."""
+    exact = exact.detach().double()
+    return decibels(exact.norm().item(), (exact - rounded.detach().double()).norm().item())
+
+
+def decibels(signal: float, noise: float) -> float:
+    """20 log10(signal / noise) of two norms: inf without noise, -inf without signal."""
+    return math.inf if noise == 0 else 20 * math.log10(signal / noise) if signal else -math.inf

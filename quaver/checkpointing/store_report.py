@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from quaver.checkpointing.hooks import StoredCodes, StoredTensor, leaving, seen
+from quaver.scaling import sqnr_db as cast_sqnr_db
 from quaver.torch_private.dtensor import local_tensor
 from quaver.torch_private.memory import storage_key
 
@@ -83,7 +83,8 @@ def activation_report(model: nn.Module, step: Callable[[], object]) -> Activatio
     if not saved:
         raise ValueError(
             "expected a step that saves activations in float8, but no module that stores saved anything: call "
-            "store_activations_in_float8 first, and report in eager code, outside of activation checkpoints"
+            "store_activations_in_float8 first, and report in eager code, outside of activation checkpoints (compiled "
+            "code is stored by Inductor alone, where shapes are static)"
         )
     return ActivationReport(tuple(saved), _by_block(exact, stored))
 
@@ -111,7 +112,7 @@ def _recording(saved: list[SavedActivation]) -> Iterator[None]:
         if stored is not None:
             bytes_after = 0 if stored.codes in codes_known else stored.codes.bytes
             codes_known.add(stored.codes)
-            sqnr_db = sqnr(local_tensor(tensor), local_tensor(stored.restored()))
+            sqnr_db = cast_sqnr_db(local_tensor(tensor), local_tensor(stored.restored()))
         saved.append(SavedActivation(module, tuple(tensor.shape), tensor.dtype, bytes_before, bytes_after, sqnr_db))
 
     seen.report = report
@@ -119,13 +120,6 @@ def _recording(saved: list[SavedActivation]) -> Iterator[None]:
         yield
     finally:
         seen.report = None
-
-
-def sqnr(exact: Tensor, rounded: Tensor) -> float:
-    """20 log10(norm(exact) / norm(exact - rounded)) in dB; infinite where they are equal."""
-    exact = exact.detach().double()
-    signal, noise = exact.norm().item(), (exact - rounded.detach().double()).norm().item()
-    return math.inf if noise == 0 else 20 * math.log10(signal / noise) if signal else -math.inf
 
 
 def _by_block(exact: dict[str, Tensor], stored: dict[str, Tensor]) -> dict[str, float]:
@@ -138,7 +132,7 @@ def _by_block(exact: dict[str, Tensor], stored: dict[str, Tensor]) -> dict[str, 
         block: [torch.cat([of[name].detach().flatten() for name in of_block]) for of in (exact, stored)]
         for block, of_block in names.items()
     }
-    return {block: sqnr(*pair) for block, pair in flat.items()}
+    return {block: cast_sqnr_db(*pair) for block, pair in flat.items()}
 
 
 def _line(saved: SavedActivation, width: int) -> str:

@@ -22,6 +22,7 @@ from quaver.export.formats import COMPRESSED_TENSORS, FP8
 from quaver.export.load import load_float8
 from quaver.export.plan import Plan
 from quaver.export.weights import Float8Weights, iter_float8_weights
+from quaver.scaling import sqnr_db
 
 logger = logging.getLogger(__name__)
 
@@ -172,10 +173,9 @@ def _measured(model: nn.Module, folder: Path, count: int) -> dict[str, Any]:
         if tensor.numel():  # transformers has shared experts of no width where a mixture of quaver train has none
             state[name].copy_(tensor)
     after = _logits(model, tokens)
-    error = (before - after).norm()
     return {
         "tokens": count,
-        **_without_inf({"sqnr_db": (20 * (before.norm() / error).log10()).item()}),
+        **_without_inf({"sqnr_db": sqnr_db(before, after)}),
         "max_difference": (before - after).abs().max().item(),
         "same_argmax": (before.argmax(-1) == after.argmax(-1)).double().mean().item(),
     }

@@ -14,7 +14,6 @@ their codes and scales (experts.py), one expert after the other.
 
 from __future__ import annotations
 
-import math
 import typing
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -32,7 +31,15 @@ from quaver.export.plan import Plan, frozen_weights, named_tensors, plan_export
 from quaver.gemm import Operand
 from quaver.linear import Float8Linear
 from quaver.quantize import Quantizer, present
-from quaver.scaling import BLOCK_SIZE, PersistentScales, Scales, dequantize, dynamic_cast_blocks, to_dequant_scale
+from quaver.scaling import (
+    BLOCK_SIZE,
+    PersistentScales,
+    Scales,
+    dequantize,
+    dynamic_cast_blocks,
+    sqnr_db,
+    to_dequant_scale,
+)
 from quaver.torch_private.dtensor import local_tensor
 from quaver.weights.base import WrappedTensor
 from quaver.weights.frozen import FrozenFloat8Weight
@@ -173,7 +180,7 @@ class Float8Weights:
             elif shared is not None and scales.quant != shared.quant:
                 stored = self._quantize(name, weight, shared)[0]
             if stored is not operand:
-                self.requantized[name] = Requantized(sqnr_db(weight, operand), sqnr_db(weight, stored))
+                self.requantized[name] = Requantized(_cost(weight, operand), _cost(weight, stored))
             weight_name = self.plan.checkpoint.renamed(f"{name}.weight")
             yield from self._stored(weight_name, stored)
             if format.is_static:
@@ -194,7 +201,7 @@ class Float8Weights:
                 weight, of_forward, casts, len(parts), self.plan.format.weights == "block"
             )
             if is_requantized:
-                cost = Requantized(sqnr_db(weight, of_forward), sqnr_db(weight, *stored))
+                cost = Requantized(_cost(weight, of_forward), _cost(weight, *stored))
                 known = self.requantized.get(name, cost)
                 self.requantized[name] = min(known, cost, key=lambda each: each.stored_db)
             for part, operand in zip(parts, stored, strict=True):
@@ -313,11 +320,9 @@ def _finite(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def sqnr_db(hp: Tensor, *operands: Operand) -> float:
-    """The signal to quantization noise ratio of dequantized values, one operand above the other; inf for equal ones."""
-    values = torch.cat([dequantize(each.data, typing.cast(Tensor, each.dequant_scale)) for each in operands])
-    error = (hp.double() - values.double()).norm().item()
-    return 20 * math.log10(hp.double().norm().item() / error) if error else math.inf
+def _cost(hp: Tensor, *operands: Operand) -> float:
+    """The SQNR of dequantized values, one operand above the other, in dB."""
+    return sqnr_db(hp, torch.cat([dequantize(each.data, typing.cast(Tensor, each.dequant_scale)) for each in operands]))
 
 
 def _scales(linear: Float8Linear) -> PersistentScales:

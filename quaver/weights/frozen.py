@@ -38,6 +38,7 @@ from quaver.gemm import Operand
 from quaver.scaling import (
     BLOCK_LENGTHS,
     block_counts,
+    decibels,
     dequantize,
     dynamic_cast,
     dynamic_cast_blocks,
@@ -199,8 +200,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
             codes.copy_(made[0])
             scale.copy_(made[2])
             norms.append(dequantize(codes, scale).sub_(matrix).norm().item())
-        noise = math.hypot(*norms)
-        self.requantized_sqnr_db = 20 * math.log10(hp.float().norm().item() / noise) if noise else math.inf
+        self.requantized_sqnr_db = decibels(hp.float().norm().item(), math.hypot(*norms))
         logger.info("a frozen float8 weight was quantized again: SQNR %.1f dB", self.requantized_sqnr_db)
 
     # ---- what others ask of a parameter --------------------------------------------------------------------------
