@@ -118,7 +118,6 @@ def times(rounds: int = 11) -> str:
         "AdamW, foreach": lambda p: torch.optim.AdamW(p, foreach=True),
         "AdamW, fused": lambda p: torch.optim.AdamW(p, fused=True),
         "Float8AdamW": lambda p: Float8AdamW(p),
-        "Float8AdamW, `compile=True`": lambda p: Float8AdamW(p, compile=True),
     }
     shapes = {"3 M": [(256, 256)] * 24 + [(768, 256)] * 8, "25 M": [(1024, 1024)] * 8 + [(4096, 1024)] * 4}
     rows: dict[str, list[str]] = {name: [name] for name in makers}

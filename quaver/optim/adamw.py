@@ -59,7 +59,7 @@ class Float8AdamW(Float8Optimizer):
             masters: of bfloat16 parameters: "bfloat16" rounds the parameters themselves stochastically, "float32"
                 keeps a copy that is updated instead.
             seed: of the random bits, 0 to 2^63 - 1; the same on all ranks.
-            compile: compile the arithmetic, once for all parameters.
+            compile: compile the arithmetic, once for all parameters, where the C extension does not do it.
         Raises:
             ValueError: an option out of its range, or a parameter of another dtype.
         """
