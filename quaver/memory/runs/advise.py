@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 import torch
 
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec, device_spec, find_device_spec
-from quaver.memory.runs.changes import Change, combinations, least_gathered, single_changes, words_of
+from quaver.memory.runs.changes import Change, combinations, least_gathered, less_precise, single_changes, words_of
 from quaver.memory.runs.predict import predict_memory
 from quaver.memory.runs.step_time import StepCost, step_cost
 from quaver.trainer.config import TrainConfig
@@ -27,11 +27,18 @@ EQUALLY_FAST = 1.02
 """Modelled times with a smaller ratio count as equal; the model is no more accurate."""
 NEARLY_FITS = 1.1
 """Up to this ratio of its peak to `fit_bytes` a setting is tried with fewer gathered weights, too."""
+SAVES_AS_MUCH = 1.1
+"""A setting is tried with less precise storage too if up to so many times what that saves the configured run is over."""
 MOST_TRIED = 60
 """Combinations that are predicted at most."""
 TIMES = (
     "times are modelled: matmuls, casts and recomputation; without communication, and without what row-wise scaling "
     "costs inside the matmuls"
+)
+
+LESS_PRECISE = (
+    "a bfloat16 residual stream, optimizer states and saved activations in float8 change a run's numbers: they are "
+    "added, in this order, where no setting that is as fast fits without; their casts take time that is not modelled"
 )
 
 Progress = Callable[[str], None]
@@ -114,32 +121,44 @@ class _Search:
         self, config: TrainConfig, ranks: int, fit_bytes: int | None, spec: DeviceSpec | None, progress: Progress
     ) -> None:
         self.rows: list[Row] = []
-        self.notes = [TIMES]
+        self.notes = [TIMES, LESS_PRECISE]
         self._config, self._ranks, self._fit_bytes = config, ranks, fit_bytes
         self._spec, self._progress = spec, progress
         resolved, self._layout = resolve(config, rank=0, world_size=ranks)
         self._batch = resolved.training.step_batch_size
         self._tried: dict[TrainConfig, int] = {}
+        self._less_precise_saves = 0
         self._predict(AS_CONFIGURED, config)  # raises: without it there is nothing to compare with
 
     def try_singly(self) -> None:
         """Try each change alone."""
         for change in single_changes(self._config, self._layout, self._batch):
             self._try(change)
+        alone = [self._try(change) for change in less_precise(Change("", self._config))]
+        least = min((self.rows[index].difference_bytes or 0 for index in alone), default=0)
+        self._less_precise_saves = -min(0, least)
 
     def fastest_that_fits(self) -> int | None:
         """Try combinations, the fastest first; returns the row of the first that fits."""
         changes = [Change(AS_CONFIGURED, self._config), *combinations(self._config, self._batch)]
         by_config = {change.config: change for change in reversed(changes) if change.config is not None}
         costs = [(change, self._cost(config)) for config, change in by_config.items()]
-        for number, change in enumerate(_fastest_first(costs)):
-            if number == MOST_TRIED:
+        return next((index for index in self._in_order(_fastest_first(costs)) if self.rows[index].fits), None)
+
+    def _in_order(self, groups: list[list[Change]]) -> Iterator[int]:
+        """Yield the rows of changes that are equally fast; then, with less precise storage, of those that nearly fit."""
+        left = MOST_TRIED
+        for group in groups:
+            for change in group[:left]:
+                yield from self._tries(change)
+            for change in group[:left]:
+                over = (self.rows[self._try(change)].peak_bytes or 0) - (self._fit_bytes or 0)
+                if 0 < over <= SAVES_AS_MUCH * self._less_precise_saves:
+                    yield from map(self._try, less_precise(change))
+            left -= len(group)
+            if left < 0:
                 self.notes.append(f"only the {MOST_TRIED} fastest combinations were tried")
-                break
-            for index in self._tries(change):
-                if self.rows[index].fits:
-                    return index
-        return None
+                return
 
     def _tries(self, change: Change) -> Iterator[int]:
         """Yield the row of a change, and if it nearly fits that with fewer gathered weights."""
@@ -185,8 +204,8 @@ class _Search:
             return None
 
 
-def _fastest_first(changes: list[tuple[Change, StepCost | None]]) -> list[Change]:
-    """By modelled time, or FLOPs without a device; of nearly equal ones those with fewer changes first."""
+def _fastest_first(changes: list[tuple[Change, StepCost | None]]) -> list[list[Change]]:
+    """By modelled time, or FLOPs without a device; those nearly equal together, with fewer changes first."""
     known = [
         (cost.modelled_s or float(cost.step_flops), place) for place, (_, cost) in enumerate(changes) if cost is not None
     ]
@@ -197,8 +216,7 @@ def _fastest_first(changes: list[tuple[Change, StepCost | None]]) -> list[Change
             groups.append([])
             slowest = time * EQUALLY_FAST
         groups[-1].append(place)
-    in_order = [place for group in groups for place in sorted(group, key=lambda i: (_number_of(changes[i][0]), i))]
-    return [changes[place][0] for place in in_order]
+    return [[changes[i][0] for i in sorted(group, key=lambda i: (_number_of(changes[i][0]), i))] for group in groups]
 
 
 def _number_of(change: Change) -> int:

@@ -39,7 +39,7 @@ def single_changes(config: TrainConfig, layout: ParallelDims, batch: int) -> lis
     Args:
         batch: sequences of one optimizer step over all ranks, which stay the same.
     """
-    edits = [*_checkpointing(), *_precisions(config), *_communication(config, layout)]
+    edits = [*_checkpointing(), *_precisions(config), *_communication(config, layout), *_less_precise(config)]
     edits += list(_batches(config, batch))[1:2]
     changes = [_change(config, name, [edit]) for name, edit in edits]
     return [change for change in changes if change.config != config]
@@ -56,6 +56,20 @@ def combinations(config: TrainConfig, batch: int) -> list[Change]:
         found.append(_change(config, "; ".join(names), [edit for _, edit in chosen]))
     by_config = {change.config: change for change in reversed(found) if change.config is not None}
     return list(by_config.values())[::-1]
+
+
+def less_precise(change: Change) -> Iterator[Change]:
+    """The same change with one more, then two more, then three more of the settings that store less precisely."""
+    config, edits = change.config, list[tuple[str, Edit]]()
+    if config is None:
+        return
+    for name, edit in _less_precise(config):
+        added = _change(config, name, [edit])
+        if added.config in (None, config):
+            continue
+        edits.append((name, edit))
+        names = [change.name, *(each for each, _ in edits)]
+        yield _change(config, "; ".join(name for name in names if name), [edit for _, edit in edits])
 
 
 def least_gathered(change: Change, layout: ParallelDims) -> Change | None:
@@ -144,6 +158,16 @@ def _communication(config: TrainConfig, layout: ParallelDims) -> Iterator[tuple[
         yield "float8 all-gather: on", _set("float8", enable_fsdp_float8_all_gather=True)
         off = _set("float8", enable_fsdp_float8_all_gather=False, precompute_float8_dynamic_scale_for_fsdp=False)
         yield "float8 all-gather: off", off
+
+
+def _less_precise(config: TrainConfig) -> Iterator[tuple[str, Edit]]:
+    """What rounds between the matmuls or in the optimizer; what changes least first."""
+    if "bfloat16" == config.training.mixed_precision_param != config.training.residual_stream_dtype:
+        yield "residual stream: bfloat16", _set("training", residual_dtype="bfloat16")
+    name = config.optimizer.name
+    if not name.startswith("Float8"):
+        yield "optimizer states: float8", _set("optimizer", name=f"Float8{name}")
+    yield "saved activations: float8", _set("activation_checkpoint", store_in_float8=True)
 
 
 def _batches(config: TrainConfig, batch: int) -> Iterator[tuple[str, Edit]]:

@@ -133,13 +133,20 @@ class _Peaks:
 
     def __init__(self):
         self.asked = []
+        self.saves = {"residual": 0, "optimizer": 0, "stored": 0}
 
     def bytes(self, config):
         mode = config.activation_checkpoint
         kept = {"none": 100, "selective": 60 if mode.selective_ac_option == "op" else 70, "full": 30}[mode.mode]
         kept += 0 if config.float8.enable_float8_linear else 20
         gathered = {"default": 8, "always": 4, "never": 20}[config.parallelism.fsdp_reshard_after_forward]
-        return 50 + kept * config.training.local_batch_size + gathered - config.training.compile
+        is_set = {
+            "residual": config.training.residual_dtype == "bfloat16",
+            "optimizer": config.optimizer.name == "Float8AdamW",
+            "stored": config.activation_checkpoint.store_in_float8,
+        }
+        saved = sum(self.saves[name] for name, value in is_set.items() if value)
+        return 50 + kept * config.training.local_batch_size + gathered - config.training.compile - saved
 
     def predict(self, config, ranks):
         self.asked.append(config)
@@ -190,6 +197,28 @@ def test_the_fastest_that_fits(peaks, fit_bytes, settings, peak_bytes, change):
     assert load_config(*parse_arguments([str(LLAMA_8B), *shlex.split(best.words)]))
     assert ("--parallelism.fsdp_reshard_after_forward always" in best.words) == ("gathered" in change)
     assert (best.words == "") == (change == AS_CONFIGURED)
+
+
+@pytest.mark.parametrize(
+    ("fit_bytes", "best"),
+    [
+        (158, "activations: none checkpointed; local batch size: 1"),
+        (
+            145,
+            "activations: none checkpointed; local batch size: 1; residual stream: bfloat16; optimizer states: float8",
+        ),
+        (40, None),
+    ],
+)
+def test_less_precise_storage_comes_after_equally_fast_settings(peaks, fit_bytes, best):
+    """A batch of 1 without checkpointing takes 158 bytes; what is less precise is added where that does not fit."""
+    peaks.saves = {"residual": 4, "optimizer": 10, "stored": 20}
+    advice = _advice(fit_bytes, training=EAGER)
+    assert (None if advice.best is None else advice.rows[advice.best].change) == best
+    singles = {row.change: row.difference_bytes for row in advice.rows if row.change.count(";") == 0}
+    assert singles["optimizer states: float8"] == -10
+    assert singles["saved activations: float8"] == -20
+    assert any("change a run's numbers" in note for note in advice.notes)
 
 
 def test_every_setting_is_predicted_once_as_the_run_is(peaks):
