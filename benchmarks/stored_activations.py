@@ -25,6 +25,7 @@ PAGE = ROOT / "docs" / "activations.md"
 RECIPES = ("bfloat16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 OF_TIME = Size(dim=512, hidden_dim=1536, n_heads=8, n_kv_heads=4)
 ROUNDS = 12
+BLOCKS = 10
 CPU = torch.device("cpu")
 
 
@@ -80,23 +81,29 @@ def measure() -> dict[str, Any]:
         with recompile_limit(len(RECIPES) * 2):
             times = times_of(compiled)
         for recipe in RECIPES:
-            case = Case("10 blocks", recipe, compiled=compiled)
+            case = Case(f"{BLOCKS} blocks", recipe, compiled=compiled)
             of_bytes = {name: bytes_of(case, store) for name, store in KINDS.items()}
             rows.append({"recipe": recipe, "compiled": compiled, "ms": times[recipe], **of_bytes})
     return {"environment": provenance("stored_activations"), "rows": rows}
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    """Shares of bfloat16's bytes and times, in Markdown."""
+    """Shares of bfloat16's bytes and times, and bytes per token of a block, in Markdown."""
     lines = []
+    per_token: dict[str, list[str]] = {recipe: [recipe] for recipe in RECIPES}
     for row in results["rows"]:
         base = next(each for each in results["rows"] if each["compiled"] == row["compiled"])  # bfloat16 is first
         shares = [row[kind][what] / base["kept"][what] for what in ("saved", "peak") for kind in KINDS]
         shares += [row["ms"][kind] / base["ms"]["kept"] for kind in KINDS]
         how = "compiled" if row["compiled"] else "eager"
         lines.append([f"{row['recipe']}, {how}", *(f"{share:.2f}" for share in shares)])
+        per_token[row["recipe"]] += [f"{row[kind]['saved'] / BLOCKS / Size().tokens:,.0f}" for kind in KINDS]
     head = ["", "saved, kept", "stored", "peak, kept", "stored", "time, kept", "stored"]
-    return {"stored activations": markdown(head, lines)}
+    of_tokens = ["", "eager, kept", "stored", "compiled, kept", "stored"]
+    return {
+        "stored activations": markdown(head, lines),
+        "bytes per token": markdown(of_tokens, list(per_token.values())),
+    }
 
 
 def main() -> None:

@@ -17,17 +17,18 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quaver.checkpointing.hooks import STORED_IN, Storage, leaving, storing
 from quaver.config import Float8LinearConfig
 from quaver.kernels.operation import library
 from quaver.scaling import BLOCK_LENGTHS
+from quaver.slow_paths import say_once
 
 _NORM = re.compile(r"Norm(\d[dD])?$")
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
@@ -55,9 +56,6 @@ def store_activations_in_float8(
         ValueError: another block size, a pattern that matches no module, no module to choose, or a module that stores
             already.
     """
-    from quaver.checkpointing.partition import StoringPartitioner  # imports the compiler
-    from quaver.torch_private.compiler import install_partitioner
-
     if block_size not in BLOCK_LENGTHS:
         raise ValueError(f"block_size must be one of {', '.join(map(str, BLOCK_LENGTHS))}, got {block_size!r}")
     chosen = default_modules(model) if modules is None else _matching(model, modules)
@@ -69,13 +67,20 @@ def store_activations_in_float8(
     for name, module in chosen.items():
         if isinstance(module, _Storing):
             raise ValueError(f"{name or 'the model'} stores its activations in float8 already")
-    install_partitioner(StoringPartitioner())
+    _prepare_compiler()
     for name, module in chosen.items():
         module.__class__ = _storing_class(type(module))  # type: ignore[arg-type]
         module._activation_storage = Storage(name, block_size)  # type: ignore[assignment]
     for matmul in _matmuls_in(chosen.values()):
         matmul.__class__ = _leaving_class(type(matmul))  # type: ignore[arg-type]
     return list(chosen)
+
+
+def _prepare_compiler() -> None:
+    from quaver.checkpointing.partition import StoringPartitioner  # imports the compiler
+    from quaver.torch_private.compiler import install_partitioner
+
+    install_partitioner(StoringPartitioner())
 
 
 def keep_activations(model: nn.Module) -> None:
@@ -148,7 +153,19 @@ def _is_float8(module: nn.Module) -> bool:
 # caches, and without it a graph that stores would have the key of one that does not.
 library.define("stores_activations(int block_size) -> Tensor")
 library.impl("stores_activations", lambda block_size: torch.empty(0), "CompositeExplicitAutograd")
-torch.library.register_fake("quaver::stores_activations", lambda block_size: torch.empty(0), lib=library)
+
+
+@torch.library.register_fake("quaver::stores_activations", lib=library)
+def _traced(block_size: int) -> Tensor:
+    from quaver.torch_private.compiler import traced_for
+
+    backend = traced_for()
+    if backend not in (None, "inductor"):
+        say_once(
+            "stored activations of another backend",
+            f"torch.compile with backend={backend!r} does not store activations in float8: only Inductor does",
+        )
+    return torch.empty(0)
 
 
 class _Storing:
@@ -172,7 +189,7 @@ def _storing_class(cls: type[nn.Module]) -> type[nn.Module]:
         with storing(storage, args, kwargs):
             return cls.forward(self, *args, **kwargs)
 
-    return type(f"Storing{cls.__name__}", (_Storing, cls), {"forward": forward, "__module__": cls.__module__})
+    return _subclass(cls, _Storing, forward)
 
 
 class _Leaving:
@@ -190,4 +207,21 @@ def _leaving_class(cls: type[nn.Module]) -> type[nn.Module]:
         with leaving():
             return cls.forward(self, *args, **kwargs)
 
-    return type(f"Leaving{cls.__name__}", (_Leaving, cls), {"forward": forward, "__module__": cls.__module__})
+    return _subclass(cls, _Leaving, forward)
+
+
+def _subclass(cls: type[nn.Module], mark: type, forward: Callable[..., Any]) -> type[nn.Module]:
+    namespace = {"forward": forward, "__module__": cls.__module__, "__reduce_ex__": _reduced}
+    return type(f"{mark.__name__[1:]}{cls.__name__}", (mark, cls), namespace)
+
+
+def _reduced(self: nn.Module, protocol: SupportsIndex) -> Any:
+    """pickle finds a class by its name; a class of this file has none, and is made again instead."""
+    return _new, (type(self).__mro__[2], isinstance(self, _Storing)), self.__getstate__()
+
+
+def _new(cls: type[nn.Module], stores: bool) -> Any:
+    if stores:
+        _prepare_compiler()
+    made: Any = (_storing_class if stores else _leaving_class)(cls)  # type: ignore[arg-type]
+    return object.__new__(made)

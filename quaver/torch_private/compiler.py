@@ -8,6 +8,8 @@
   torch._inductor.config.custom_partitioner_fn. No replacements.
 - `decompositions()`: torch._inductor.decomposition.select_decomp_table, of operators without a lowering.
   No replacement.
+- `traced_for()`: the name of the backend, WrapBackendDebug._compiler_name, of the frame that Dynamo translates, from
+  torch._dynamo.symbolic_convert.tls. torch 2.11 keeps no name. No replacement.
 - `recompile_limit(variants)`: torch._dynamo.config.patch(recompile_limit=variants). No replacement.
 """
 
@@ -17,6 +19,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch._dynamo.config as dynamo_config
+import torch._dynamo.symbolic_convert as symbolic_convert
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch._dynamo.eval_frame import OptimizedModule
@@ -32,12 +35,19 @@ __all__ = [
     "partition",
     "recompile_limit",
     "set_activation_memory_budget",
+    "traced_for",
 ]
 
 
 def set_activation_memory_budget(budget: float) -> None:
     """Set the share of what could be saved for backward that this process's compiled code saves from now on."""
     functorch_config.activation_memory_budget = budget
+
+
+def traced_for() -> str | None:
+    """The name of the backend that gets the code that Dynamo traces now; None if it traces none, or nobody knows."""
+    frame = getattr(symbolic_convert.tls, "current_tx", None)
+    return None if frame is None else getattr(frame.output.compiler_fn, "_compiler_name", None)
 
 
 def recompile_limit(variants: int) -> AbstractContextManager[Any]:

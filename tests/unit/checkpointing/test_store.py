@@ -1,6 +1,7 @@
 """Activations stored in float8: which tensors, how well, in how many bytes, eager and compiled, and the way back."""
 
 import copy
+import io
 import re
 
 import pytest
@@ -290,6 +291,32 @@ def test_a_module_around_checkpoints_stores_their_inputs():
     assert saved_bytes(plain) - saved_bytes(net) > 1.6 * 0.74 * inputs().nbytes  # the loss saves one of them as it is
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_another_backend_stores_nothing_and_says_so(caplog, backend, monkeypatch):
+    clear_slow_paths()
+    net = nn.Sequential()
+    net.gate = Gate()
+    (exact,) = torch.autograd.grad(net.gate(x := inputs()).sum(), x)
+    store_activations_in_float8(net, ["gate"])
+    if backend == "inductor":  # without Inductor's own compilation
+        monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **__: graph.forward)
+    net.gate.compile(fullgraph=True, backend=backend)
+    (got,) = torch.autograd.grad(net.gate(x := inputs()).sum(), x)
+    assert torch.equal(got, exact)
+    assert (f"backend={backend!r} does not store activations" in caplog.text) == (backend != "inductor")
+
+
+def test_a_model_is_saved_whole():
+    net = stored("rowwise")
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    assert [type(each) for each in again.modules()] == [type(each) for each in net.modules()]
+    expected = step(net)
+    assert all(torch.equal(each, expected[name]) for name, each in step(again).items())
+
+
 def test_evaluation_and_other_threads_of_autograd_are_as_before():
     net = stored("rowwise")
     plain = make("rowwise", width=256)
@@ -310,6 +337,23 @@ def test_the_way_back_and_copies():
     exact = step(plain)
     assert all(torch.equal(each, exact[name]) for name, each in step(net).items())
     assert not torch.equal(step(twin)[""], exact[""])
+
+
+def test_habits_of_users_have_the_gradients_of_a_plain_step():
+    """Evaluation in between, functional_call, accumulated gradients and a kept graph."""
+    net = stored("rowwise")
+    expected = step(net)
+    net.eval()
+    with torch.no_grad():
+        net(inputs())
+    net.train()
+    called = {name: each.detach().clone().requires_grad_() for name, each in net.named_parameters()}
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = torch.func.functional_call(net, called, (inputs(),)).float().square().mean()
+    loss.backward(retain_graph=True)
+    assert all(torch.equal(called[name].grad, expected[name]) for name in called)
+    loss.backward()
+    assert all(torch.equal(called[name].grad, 2 * expected[name]) for name in called)
 
 
 REFUSED = {
