@@ -189,6 +189,28 @@ def test_codes_and_scales_are_torchaos(dim, power_of_2):
     assert torch.equal(theirs._data.view(torch.uint8), codes.view(torch.uint8))
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize(("bias", "output_db"), [(False, 90), (True, 45)])
+def test_products_are_torchaos_but_for_the_order_of_sums(recipe, bias, output_db):
+    theirs = pytest.importorskip("torchao.float8")
+    torch.manual_seed(0)
+    ours, other = nn.Linear(256, 512, bias=bias).bfloat16(), nn.Linear(256, 512, bias=bias).bfloat16()
+    other.load_state_dict(ours.state_dict())
+    ours = quaver.convert_to_float8_training(ours, config=recipe)
+    config = replace(theirs.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    other = theirs.convert_to_float8_training(other, config=config)
+    hp, grad_output = torch.randn(128, 256).bfloat16(), torch.randn(128, 512).bfloat16()
+    results = []
+    for linear in (ours, other):
+        input = hp.clone().requires_grad_()
+        output = linear(input)
+        output.backward(grad_output)
+        results.append((output.detach(), input.grad, linear.weight.grad))
+    for got, expected, least_db in zip(*results, (output_db, 90, 90), strict=True):
+        noise = (got.double() - expected.double()).norm()
+        assert noise <= expected.double().norm() * 10 ** (-least_db / 20)
+
+
 def test_what_behaves_otherwise():
     theirs = pytest.importorskip("torchao.float8")
     for library, keeps in ((theirs, False), (quaver, True)):
