@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -48,6 +48,13 @@ SMALL = {
     "validation": {"freq": 1_000_000},
     "checkpoint": {"enable": False},
 }
+
+
+class Named(Protocol):
+    """A run."""
+
+    @property
+    def name(self) -> str: ...
 
 
 def config_of(settings: dict[str, dict[str, Any]], steps: int, folder: str) -> TrainConfig:
@@ -87,7 +94,7 @@ class Watch:
 
 def watched(scenario: Fault | Healthy, records: Path | None = None) -> Watch:
     """Run a scenario to its end, or to what is not finite; its record goes to the folder `records`."""
-    watch = Watch(_record_of(scenario, records) if records else None)
+    watch = Watch(record_of(scenario, records) if records else None)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         if isinstance(scenario, Healthy) and scenario.kind == "lora":
             _train_lora(scenario, folder, watch)
@@ -109,15 +116,15 @@ def watched(scenario: Fault | Healthy, records: Path | None = None) -> Watch:
     return watch
 
 
-def replayed(scenario: Fault | Healthy, records: Path) -> Watch:
+def replayed(scenario: Named, records: Path) -> Watch:
     """What alarms say of a recorded run."""
     watch = Watch()
-    for line in Record.read(_record_of(scenario, records), keeps_lines=True).lines:
+    for line in Record.read(record_of(scenario, records), keeps_lines=True).lines:
         watch.write(line)
     return watch
 
 
-def _record_of(scenario: Fault | Healthy, records: Path) -> Path:
+def record_of(scenario: Named, records: Path) -> Path:
     return records / f"{scenario.name.replace('/', ' of ')}.jsonl"
 
 
@@ -164,8 +171,8 @@ def verdict(fault: Fault, watch: Watch) -> dict[str, Any]:
         "found": right is not None,
         "first": after[:1] == [right] if right else False,
         "samples": steps.index(right.step) + 1 if right else None,
-        "alarms": [_short(alarm) for alarm in after],
-        "before": [_short(alarm) for alarm in before],
+        "alarms": [short(alarm) for alarm in after],
+        "before": [short(alarm) for alarm in before],
         "expected": list(fault.rules),
         "layer": fault.layer,
         "operand": fault.operand,
@@ -180,7 +187,7 @@ def _names(fault: Fault, alarm: Alarm) -> bool:
     )
 
 
-def _short(alarm: Alarm) -> dict[str, Any]:
+def short(alarm: Alarm) -> dict[str, Any]:
     names = ("step", "since", "rule", "layer", "operand", "value", "threshold", "message")
     return {
         name: value if not isinstance(value := getattr(alarm, name), float) else float(f"{value:.4g}") for name in names
@@ -247,15 +254,15 @@ def main() -> None:
         if isinstance(scenario, Fault):
             results["faults"].append(verdict(scenario, watch))
         else:
-            alarms = [_short(alarm) for alarm in watch.raised]
+            alarms = [short(alarm) for alarm in watch.raised]
             results["healthy"].append({"run": scenario.name, "samples": len(watch.samples), "alarms": alarms})
-        print(scenario.name, *(f"\n    {_line(event)}" for event in watch.events), file=sys.stderr, flush=True)
+        print(scenario.name, *(f"\n    {shown_event(event)}" for event in watch.events), file=sys.stderr, flush=True)
         if options.json:
             text = json.dumps({**provenance("numerics_faults"), **results}, indent=1)
             options.json.write_text(text + "\n")
 
 
-def _line(event: Alarm | Cleared) -> str:
+def shown_event(event: Alarm | Cleared) -> str:
     what = event.message if isinstance(event, Alarm) else f"cleared: {event.layer} {event.operand}"
     return f"{event.step:>4} {event.rule:<10} {what}"
 

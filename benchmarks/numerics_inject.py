@@ -60,16 +60,30 @@ def change_input_operand(stack: ExitStack, linear: Float8Linear, change: OnOpera
 
     def wrapped(activation: Tensor, casts: Any, hp_dtype: Any, scale: Any, reader: int) -> Any:
         quantizer = quantizer_of(activation, casts, hp_dtype, scale, reader)
-        if reader != id(linear):
-            return quantizer
-
-        def quantize(hp: Tensor, **which: Any) -> Operands:
-            made, matrix = quantizer(hp, **which), hp.reshape(-1, hp.shape[-1])
-            return Operands(*(None if each is None else change(each, matrix) for each in made))
-
-        return quantize
+        return changed(quantizer, change) if reader == id(linear) else quantizer
 
     patch(stack, quaver.linear, "cached_quantizer", wrapped)
+
+
+def change_grad_operand(stack: ExitStack, linear: Float8Linear, change: OnOperand) -> None:
+    """Change both operands of grad_output, after their cast."""
+    quantizer_of = quaver.linear._grad_output_quantizer
+
+    def wrapped(args: Any) -> Any:
+        quantizer = quantizer_of(args)
+        return changed(quantizer, change) if args.probe is not None and args.probe is linear.probe else quantizer
+
+    patch(stack, quaver.linear, "_grad_output_quantizer", wrapped)
+
+
+def changed(quantizer: Any, change: OnOperand) -> Callable[..., Operands]:
+    """A quantizer whose operands are changed."""
+
+    def quantize(hp: Tensor, **which: Any) -> Operands:
+        made, matrix = quantizer(hp, **which), hp.reshape(-1, hp.shape[-1])
+        return Operands(*(None if each is None else change(each, matrix) for each in made))
+
+    return quantize
 
 
 def change_weight_operands(stack: ExitStack, linear: Float8Linear, change: OnOperand) -> None:

@@ -1,0 +1,209 @@
+"""Small models of transformers in float8 in plain PyTorch loops, for numerics_unseen.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import quaver
+from quaver import CastConfig, DelayedScalingConfig, Float8LinearConfig, ScalingType
+
+
+@dataclass
+class Training:
+    """A model in training; faults change its parts."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: Callable[[int], Tensor]
+    loss_of: Callable[[Tensor], Tensor]
+    schedule: torch.optim.lr_scheduler.LRScheduler | None = None
+    accumulation: int = 1
+    clip: float | None = 1.0
+    autocast: bool = True
+    once: bool = False
+    """Whether weights are cast once in each step."""
+    zeroes_gradients: bool = True
+    losses: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.scaling = quaver.float8_scaling_state(self.model)
+
+    def step(self, number: int) -> None:
+        total = 0.0
+        with quaver.cast_weights_once(self.model) if self.once else nullcontext():
+            for part in range(self.accumulation):
+                with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+                    loss = self.loss_of(self.batch(number * self.accumulation + part)) / self.accumulation
+                loss.backward()
+                total += loss.item()
+        self.losses.append(total)
+        if self.clip is not None:
+            torch.nn.utils.clip_grad_norm_([each for each in self.model.parameters() if each.requires_grad], self.clip)
+        self.optimizer.step()
+        if self.scaling:
+            quaver.sync_float8_amax_and_scale_history(self.model)
+        if self.schedule is not None:
+            self.schedule.step()
+        if self.zeroes_gradients:
+            self.optimizer.zero_grad()
+
+    @property
+    def decoder(self) -> Any:
+        """The module with the blocks."""
+        return next(each for each in self.model.modules() if isinstance(getattr(each, "layers", None), nn.ModuleList))
+
+
+Make = Callable[[], Training]
+
+
+def text() -> Tensor:
+    folder = Path(os.__file__).parent
+    return torch.frombuffer(
+        bytearray(b"".join(each.read_bytes() for each in sorted(folder.glob("*.py")))), dtype=torch.uint8
+    )
+
+
+def batches(size: int, length: int, seed: int) -> Callable[[int], Tensor]:
+    data = text()
+
+    def batch(number: int) -> Tensor:
+        chance = torch.Generator().manual_seed(1000 * seed + number)
+        starts = torch.randint(len(data) - length, (size,), generator=chance)
+        return torch.stack([data[start : start + length] for start in starts.tolist()]).long()
+
+    return batch
+
+
+def architecture(family: str, width: int, layers: int, **more: Any) -> nn.Module:
+    """A decoder of transformers with random weights."""
+    import transformers
+
+    heads = {"num_attention_heads": 4, "num_hidden_layers": layers, "hidden_size": width, "vocab_size": 256}
+    gated = {**heads, "intermediate_size": 3 * width, "num_key_value_heads": 2, "head_dim": width // 4}
+    configs: dict[str, Callable[[], Any]] = {
+        "llama": lambda: transformers.LlamaConfig(**gated, **more),
+        "qwen3": lambda: transformers.Qwen3Config(**gated, **more),
+        "gemma2": lambda: transformers.Gemma2Config(**gated, query_pre_attn_scalar=width // 4, **more),
+        "neox": lambda: transformers.GPTNeoXConfig(**heads, intermediate_size=4 * width, **more),
+        "opt": lambda: transformers.OPTConfig(
+            **heads, ffn_dim=4 * width, word_embed_proj_dim=width, max_position_embeddings=256, **more
+        ),
+    }
+    config = configs[family]()
+    config._attn_implementation, config.use_cache = "eager", False
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def training(
+    family: str = "llama",
+    recipe: Any = "tensorwise",
+    *,
+    seed: int,
+    width: int = 64,
+    layers: int = 4,
+    size: int = 4,
+    length: int = 64,
+    lr: float = 1e-3,
+    warmup: int = 10,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    pretrained: int = 0,
+    lora: bool = False,
+    dtype: torch.dtype = torch.float32,
+    prepare: Callable[[nn.Module, Callable[[int], Tensor]], None] | None = None,
+    primary: bool = False,
+    of_model: dict[str, Any] | None = None,
+    **of_loop: Any,
+) -> Make:
+    """A loop over a model of `architecture` in float8; `pretrained` steps before the monitor opens."""
+
+    def make() -> Training:
+        from quaver.integrations.transformers import prepare_model_for_float8
+
+        torch.manual_seed(seed)
+        model = architecture(family, width, layers, **(of_model or {})).to(dtype)
+        batch = batches(size, length, seed)
+        if pretrained:
+            _train(Training(model, torch.optim.AdamW(model.parameters(), 1e-3), batch, _next_token(model)), pretrained)
+        if lora:
+            import peft
+
+            model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear"))
+        prepare_model_for_float8(model, recipe)
+        if prepare is not None:
+            prepare(model, batch)
+        trained = [each for each in model.parameters() if each.requires_grad]
+        made: Any = optimizer(trained, lr=lr)
+        if primary:
+            made = quaver.use_float8_primary_weights(model, made)
+        schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: min(1.0, (step + 1) / max(warmup, 1)))
+        return Training(model, made, batch, _next_token(model), schedule, **of_loop)
+
+    return make
+
+
+def _next_token(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda tokens: model(input_ids=tokens, labels=tokens).loss
+
+
+def _train(training: Training, steps: int) -> None:
+    for step in range(steps):
+        training.step(step)
+
+
+def regression(seed: int) -> Make:
+    """A deep MLP with biases that learns another one, on Gaussian inputs, without autocast."""
+
+    def make() -> Training:
+        torch.manual_seed(seed)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)), nn.Linear(64, 16))
+        teacher = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 16)).requires_grad_(False)
+        quaver.convert_to_float8_training(model, config="rowwise")
+
+        def batch(number: int) -> Tensor:
+            return torch.randn(128, 64, generator=torch.Generator().manual_seed(seed + number))
+
+        def loss_of(x: Tensor) -> Tensor:
+            return nn.functional.mse_loss(model(x), teacher(x))
+
+        return Training(model, torch.optim.Adam(model.parameters(), 3e-3), batch, loss_of, autocast=False, clip=None)
+
+    return make
+
+
+def static() -> Float8LinearConfig:
+    cast = CastConfig(scaling_type=ScalingType.STATIC)
+    return Float8LinearConfig(
+        cast_config_input=cast,
+        cast_config_weight=cast,
+        cast_config_grad_output=cast,
+        delayed_scaling_config=DelayedScalingConfig(headroom=4.0),
+    )
+
+
+def calibrate(model: nn.Module, batch: Callable[[int], Tensor]) -> None:
+    """Static scales, from 4 batches with headroom."""
+    with quaver.calibrate_float8_static_scales(model), torch.autocast("cpu", torch.bfloat16):
+        for number in range(4):
+            _next_token(model)(batch(10_000 + number)).backward()
+    model.zero_grad()
+
+
+def muon(parameters: list[Tensor], lr: float) -> torch.optim.Optimizer:
+    """Muon for the matrices of blocks alone; embeddings and norms stay, as they may in fine-tuning."""
+    return torch.optim.Muon([each for each in parameters if each.dim() == 2 and each.shape[0] != 256], lr=lr)
+
+
+def sgd(parameters: list[Tensor], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+
+def undecayed(parameters: list[Tensor], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0, betas=(0.9, 0.999))

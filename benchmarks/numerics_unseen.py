@@ -1,0 +1,455 @@
+"""An independent test of the alarm rules: runs and faults that were written down before any of them had run.
+
+    python -m benchmarks.numerics_unseen --json benchmarks/results/numerics_unseen.json     # a quarter of an hour
+    python -m benchmarks.numerics_unseen --only "one head"                                # those with this in the name
+    python -m benchmarks.numerics_unseen --tables benchmarks/results/numerics_unseen.json   # docs/diagnosing.md's
+
+Models, optimizers and loops are not those of numerics_faults.py: architectures of transformers in plain PyTorch loops
+on the bytes of Python's library. A fault counts as named if the first alarm after it names one of its `layers`, by any
+rule. `invisible` says, also from before the runs, why no number of a matmul would change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import numerics_inject as inject
+from benchmarks.numerics_faults import PAGE, Watch, record_of, replayed, short, shown_event
+from benchmarks.numerics_loops import Make, Training, calibrate, muon, regression, sgd, static, training, undecayed
+from benchmarks.record import provenance, show
+from quaver.numerics.monitor import Monitor
+from quaver.optim import Float8AdamW
+
+AT = 31
+"""The first step of a fault."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run; with `break_it` a fault from step `AT` on. A fault without it is in the run from its beginning."""
+
+    name: str
+    make: Make
+    steps: int = 50
+    every: int = 2
+    break_it: Callable[[Training, ExitStack], Any] | None = None
+    layers: tuple[str, ...] = ()
+    """Parts of names, one of which the first alarm must have; of a fault in no single layer none."""
+    invisible: str = ""
+    """Why no statistic of a matmul can show the fault, and what does."""
+
+
+HEALTHY = (
+    Run("Qwen3, rowwise", training("qwen3", "rowwise", seed=101)),
+    Run("Gemma 2, tensorwise, soft caps", training("gemma2", "tensorwise", seed=102)),
+    Run("OPT (learned positions, biases, dropout), blockwise", training("opt", "blockwise", seed=103)),
+    Run("GPT-NeoX (parallel residual), rowwise_with_gw_hp", training("neox", "rowwise_with_gw_hp", seed=104)),
+    Run("Qwen3, delayed, learning rate 3e-3", training("qwen3", "delayed", seed=105, lr=3e-3)),
+    Run("OPT, SGD with momentum, learning rate 0.1", training("opt", "rowwise", seed=106, lr=0.1, optimizer=sgd)),
+    Run("Llama, Muon, learning rate 0.02", training("llama", "tensorwise", seed=107, lr=0.02, optimizer=muon)),
+    Run("Llama, Float8AdamW", training("llama", "rowwise", seed=108, optimizer=Float8AdamW)),
+    Run(
+        "GPT-NeoX, weight decay 0, warm-up of 1000 steps",
+        training("neox", "tensorwise", seed=109, warmup=1000, optimizer=undecayed),
+        steps=60,
+    ),
+    Run("Qwen3, LoRA, blockwise", training("qwen3", "blockwise", seed=110, lora=True, pretrained=30)),
+    Run("Gemma 2, fine-tuning after 60 steps", training("gemma2", "mxfp8", seed=111, pretrained=60, lr=1e-4)),
+    Run("Llama, primary weights", training("llama", "tensorwise", seed=112, primary=True)),
+    Run("Qwen3, static scales", training("qwen3", static(), seed=113, prepare=calibrate)),
+    Run(
+        "OPT, accumulation of 4, each step",
+        training("opt", "mxfp8", seed=114, accumulation=4, size=2),
+        every=1,
+        steps=25,
+    ),
+    Run("Llama, width 256", training("llama", "rowwise", seed=115, width=256, layers=2), steps=40),
+    Run("Llama, 16 sequences of 32", training("llama", "tensorwise", seed=116, size=16, length=32)),
+    Run(
+        "Qwen3, 1 sequence of 128, no warm-up", training("qwen3", "tensorwise", seed=117, size=1, length=128, warmup=0)
+    ),
+    Run(
+        "GPT-NeoX, bfloat16 weights, every 5th of 150",
+        training("neox", "rowwise", seed=118, dtype=torch.bfloat16),
+        150,
+        5,
+    ),
+    Run("Llama, 8 layers, no clipping", training("llama", "delayed", seed=119, layers=8, clip=None), steps=40),
+    Run(
+        "Llama, tied embeddings, weights cast once",
+        training(seed=120, once=True, of_model={"tie_word_embeddings": True}),
+    ),
+    Run("MLP that learns another, Adam", regression(121)),
+    Run("OPT, dropout 0.3", training("opt", "tensorwise", seed=122, of_model={"dropout": 0.3})),
+)
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+Break = Callable[[Training, ExitStack], Any]
+
+
+def weight_of(name: str, change: inject.Change) -> Break:
+    return lambda run, stack: inject.change_weight(run.model.get_submodule(name), change)
+
+
+def part(index: Any, value: float) -> inject.Change:
+    def change(tensor: Tensor) -> Tensor:
+        tensor[index] = value
+        return tensor
+
+    return change
+
+
+def operand_of(name: str, how: Callable[..., None], change: inject.OnOperand) -> Break:
+    return lambda run, stack: how(stack, run.model.get_submodule(name), change)
+
+
+def hooked(name: str, change: inject.Change) -> Break:
+    """Change the output of a module."""
+    return lambda run, stack: inject.change_output(stack, run.model.get_submodule(name), change)
+
+
+def one_head(run: Training, stack: ExitStack) -> None:
+    """Head 1's rows of q, k and v, and its columns of o, are zero."""
+    attention = run.decoder.layers[1].self_attn
+    for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+        inject.change_weight(projection, part(slice(16, 32), 0.0))
+    inject.change_weight(attention.o_proj, part((slice(None), slice(16, 32)), 0.0))
+
+
+def no_mask(run: Training, stack: ExitStack) -> None:
+    for layer in run.decoder.layers:
+        forward = layer.self_attn.forward
+
+        def wrapped(*args: Any, forward: Any = forward, **options: Any) -> Any:
+            options["attention_mask"] = None
+            return forward(*args, **options)
+
+        inject.patch(stack, layer.self_attn, "forward", wrapped)
+
+
+def one_token(run: Training, stack: ExitStack) -> None:
+    batch = run.batch
+    run.batch = lambda number: torch.full_like(batch(number), 251)
+
+
+def drop(run: Training, stack: ExitStack) -> None:
+    for index in range(4):
+        hooked(f"model.layers.{index}.mlp", lambda out: nn.functional.dropout(out, 0.9))(run, stack)
+
+
+def decay(run: Training, stack: ExitStack) -> None:
+    for group in run.optimizer.param_groups:
+        group["weight_decay"] = 100.0
+
+
+def spike(run: Training, stack: ExitStack) -> None:
+    """One batch has a loss of 1e4 times itself, and nothing clips."""
+    loss_of, calls = run.loss_of, iter([1e4])
+    run.clip = None
+    run.loss_of = lambda tokens: loss_of(tokens) * next(calls, 1.0)
+
+
+def untie(run: Training, stack: ExitStack) -> None:
+    head = run.model.get_submodule("lm_head")
+    head.weight = nn.Parameter(head.weight.detach().clone())
+
+
+def forget_squares(run: Training, stack: ExitStack) -> None:
+    for state in run.optimizer.state.values():
+        state["exp_avg_sq"].zero_()
+
+
+def forget_all(run: Training, stack: ExitStack) -> None:
+    run.optimizer.state.clear()
+
+
+def duplicate(run: Training, stack: ExitStack) -> None:
+    run.decoder.layers[2].load_state_dict(run.decoder.layers[1].state_dict())
+
+
+def other_format(operand: Any, hp: Tensor) -> Any:
+    """Codes of e4m3fnuz, whose exponent has another bias, as e4m3fn."""
+    codes = operand.data.float().clamp(-240, 240).to(torch.float8_e4m3fnuz).view(torch.uint8)
+    return operand._replace(data=codes.view(torch.float8_e4m3fn))
+
+
+def theta(run: Training, stack: ExitStack) -> None:
+    rotary = run.decoder.rotary_emb
+    rotary.inv_freq.copy_(10.0 ** (torch.log10(rotary.inv_freq) / 4))
+
+
+def nan_state(run: Training, stack: ExitStack) -> None:
+    weight = run.model.get_submodule("model.layers.2.mlp.up_proj").get_parameter("weight")
+    run.optimizer.state[weight]["exp_avg"][0, 0] = torch.nan
+
+
+def keep_gradients(run: Training, stack: ExitStack) -> None:
+    run.zeroes_gradients = False
+
+
+def identity_labels(run: Training, stack: ExitStack) -> None:
+    """The target of each position is its own token."""
+
+    def loss_of(tokens: Tensor) -> Tensor:
+        logits = run.model(input_ids=tokens).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+    run.loss_of = loss_of
+
+
+def ascend(run: Training, stack: ExitStack) -> None:
+    loss_of = run.loss_of
+    run.loss_of = lambda tokens: -loss_of(tokens)
+
+
+def norm_gain(name: str, factor: float) -> Break:
+    def change(run: Training, stack: ExitStack) -> None:
+        with torch.no_grad():
+            run.model.get_submodule(name).get_parameter("weight").mul_(factor)
+
+    return change
+
+
+def big_epsilon(run: Training, stack: ExitStack) -> None:
+    for group in run.optimizer.param_groups:
+        group["eps"] = 1.0
+
+
+def frozen_gate(run: Training, stack: ExitStack) -> None:
+    """An activation whose gate is stuck below zero: SiLU gives next to nothing."""
+    hooked("model.layers.2.mlp.gate_proj", lambda out: torch.full_like(out, -30.0))(run, stack)
+
+
+BASE, DOWN, UP, O = (
+    training(seed=201),
+    *(f"model.layers.{name}" for name in ("1.mlp.down_proj", "2.mlp.up_proj", "1.self_attn.o_proj")),
+)
+
+FAULTS = (
+    Run("one head's weights are zero", BASE, break_it=one_head, layers=("layers.1.self_attn",)),
+    Run(
+        "a square weight transposed",
+        BASE,
+        break_it=weight_of(O, lambda weight: weight.t().contiguous()),
+        layers=("layers.1.self_attn",),
+        invisible="the same elements",
+    ),
+    Run(
+        "16 x 16 elements of a weight are zero",
+        BASE,
+        break_it=weight_of(DOWN, part((slice(0, 16), slice(0, 16)), 0.0)),
+        layers=("layers.1.mlp",),
+    ),
+    Run(
+        "a whole weight is 1",
+        BASE,
+        break_it=weight_of(DOWN, lambda weight: torch.ones_like(weight)),
+        layers=("layers.1.mlp",),
+    ),
+    Run(
+        "a LayerNorm's gain x 100",
+        BASE,
+        break_it=norm_gain("model.layers.1.post_attention_layernorm", 100),
+        layers=("layers.1.mlp",),
+    ),
+    Run(
+        "attention logits x 64: gain of q's norm",
+        training("qwen3", seed=202),
+        break_it=norm_gain("model.layers.1.self_attn.q_norm", 64),
+        layers=("layers.1.self_attn", "layers.0"),
+    ),
+    Run(
+        "bfloat16 weights stuck: lr 1e-7",
+        training(seed=203, dtype=torch.bfloat16, lr=1e-7),
+    ),
+    Run("the attention mask is gone", BASE, break_it=no_mask, invisible="right matmuls, of other tokens"),
+    Run("all tokens are one that is rare", BASE, break_it=one_token),
+    Run("dropout of 0.9 in each MLP", BASE, break_it=drop),
+    Run("weight decay 100", BASE, break_it=decay),
+    Run("a spike without clipping, SGD", training("opt", seed=204, lr=0.1, optimizer=sgd), break_it=spike),
+    Run(
+        "tied embeddings come apart",
+        training(seed=205, of_model={"tie_word_embeddings": True}),
+        break_it=untie,
+        invisible="equal weights at first",
+    ),
+    Run("Adam's second moment is zeroed", BASE, break_it=forget_squares),
+    Run(
+        "all states of the optimizer are zeroed",
+        BASE,
+        break_it=forget_all,
+        invisible="Adam's first step again, of the usual size",
+    ),
+    Run(
+        "a block gets its neighbour's weights",
+        BASE,
+        break_it=duplicate,
+        layers=("layers.2", "layers.1"),
+        invisible="weights as usual",
+    ),
+    Run(
+        "dequant scale of a gradient x 2^6",
+        BASE,
+        break_it=operand_of(UP, inject.change_grad_operand, inject.dequantized_by(64.0)),
+        layers=("layers.2.mlp",),
+    ),
+    Run(
+        "dequant scale of a gradient x 2^-6",
+        BASE,
+        break_it=operand_of(UP, inject.change_grad_operand, inject.dequantized_by(1 / 64)),
+        layers=("layers.2.mlp",),
+    ),
+    Run(
+        "quant and dequant scale of a gradient off by 2^-6",
+        BASE,
+        break_it=operand_of(UP, inject.change_grad_operand, inject.quantized_by(2.0**-6)),
+        layers=("layers.2.mlp",),
+        invisible="e5m2 has that range to spare: no harm",
+    ),
+    Run(
+        "codes of e4m3fnuz read as e4m3fn",
+        BASE,
+        break_it=operand_of(DOWN, inject.change_input_operand, other_format),
+        layers=("layers.1.mlp.down_proj",),
+    ),
+    Run("RoPE's theta 10,000 becomes 10", BASE, break_it=theta, invisible="a rotation keeps magnitudes"),
+    Run("NaN in the optimizer's state", BASE, break_it=nan_state, layers=("layers.2.mlp.up_proj",)),
+    Run(
+        "gradients are not zeroed",
+        BASE,
+        break_it=keep_gradients,
+        invisible="matmuls are those of one step",
+    ),
+    Run("labels are not shifted", BASE, break_it=identity_labels, invisible="right matmuls"),
+    Run("the sign of the loss is wrong", BASE, break_it=ascend),
+    Run("eps of Adam is 1", BASE, break_it=big_epsilon, invisible="weights hardly move"),
+    Run("a gate is stuck at zero", BASE, break_it=frozen_gate, layers=("layers.2.mlp",)),
+    Run(
+        "an MLP's output x 1000",
+        BASE,
+        break_it=hooked("model.layers.1.mlp", lambda out: out * 1000),
+        layers=("layers.1", "layers.2"),
+    ),
+    Run(
+        "a gradient's row is infinite, float16-like",
+        BASE,
+        break_it=lambda run, stack: inject.change_grad_output(
+            stack, run.model.get_submodule(UP), lambda grad: grad.index_fill(1, torch.tensor([3]), torch.inf)
+        ),
+        layers=("layers.2.mlp.up_proj",),
+    ),
+)
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def watched(scenario: Run, records: Path | None) -> tuple[Watch, list[float]]:
+    """Run a scenario, whose fault begins at step `AT`; returns its losses, too."""
+    watch = Watch(record_of(scenario, records) if records else None)
+    with ExitStack() as stack:
+        run = scenario.make()
+        with Monitor(run.model, every=scenario.every, sink=watch):
+            for step in range(1, scenario.steps + 1):
+                if step == AT and scenario.break_it is not None:
+                    scenario.break_it(run, stack)
+                run.step(step)
+    return watch, [
+        round(run.losses[index], 4) for index in (min(AT, scenario.steps) - 2, min(AT, scenario.steps) - 1, -1)
+    ]
+
+
+def verdict(scenario: Run, watch: Watch, losses: list[float]) -> dict[str, Any]:
+    first = AT if scenario.break_it else 1
+    raised = [each for each in watch.raised if each.step >= first]
+    steps = [step for step in watch.samples if step >= first]
+    named = bool(raised) and (not scenario.layers or any(part in raised[0].layer for part in scenario.layers))
+    return {
+        "run": scenario.name,
+        "samples": len(watch.samples),
+        "before": [short(each) for each in watch.raised if each.step < first],
+        "alarms": [short(each) for each in raised],
+        "named": named,
+        "after": steps.index(raised[0].step) + 1 if raised else None,
+        "losses": losses,
+        "invisible": scenario.invisible,
+    }
+
+
+def tables(results: dict[str, Any]) -> dict[str, str]:
+    """The tables of docs/diagnosing.md by name."""
+    rows = ["fault | first alarm | named | after samples | loss before, at once, at the end", "---|---|---|---|---"]
+    rows += [_fault_row(each) for each in results["faults"]]
+    visible = [each for each in results["faults"] if not each["invisible"]]
+    quiet = [each for each in results["healthy"] if not each["alarms"]]
+    healthy = ["healthy run | samples | alarms", "---|---|---"]
+    healthy += [
+        f"{each['run']} | {each['samples']} | {'; '.join(alarm['message'] for alarm in each['alarms']) or 'none'}"
+        for each in results["healthy"]
+    ]
+    summary = (
+        f"{len(quiet)} of {len(results['healthy'])} healthy runs raised no alarm. Of {len(results['faults'])} faults, "
+        f"{len(visible)} change the numbers of matmuls; {sum(each['named'] for each in visible)} of these were named."
+    )
+    return {"unseen faults": "\n".join([*rows, "", summary]), "unseen healthy": "\n".join(healthy)}
+
+
+def _fault_row(result: dict[str, Any]) -> str:
+    alarm = next(iter(result["alarms"]), None)
+    said = "none" if alarm is None else f"`{alarm['rule']}`: {alarm['layer'].removeprefix('model.')} {alarm['operand']}"
+    losses = ", ".join(f"{loss:.2f}" for loss in result["losses"])
+    return f"{result['run']} | {said} | {_named(result)} | {result['after'] or '-'} | {losses}"
+
+
+def _named(result: dict[str, Any]) -> str:
+    if result["named"] or result["alarms"]:
+        return "yes" if result["named"] else "another layer"
+    return f"no: {result['invisible']}" if result["invisible"] else "**missed**"
+
+
+def chosen(runs: tuple[Run, ...], part: str) -> Iterator[Run]:
+    yield from (each for each in runs if part in each.name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="run those with this in their name")
+    parser.add_argument("--records", type=Path, help="keep each run's numerics.jsonl in this folder")
+    parser.add_argument("--replay", type=Path, help="run nothing: alarm over these records; losses come from --json")
+    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--tables", type=Path, help="fill the page from this result, and run nothing")
+    options = parser.parse_args()
+    if options.tables:
+        show(tables(json.loads(options.tables.read_text())), PAGE, update=True)
+        return
+    results: dict[str, Any] = {"healthy": [], "faults": []}
+    before = json.loads(options.json.read_text()) if options.replay else results
+    losses = {each["run"]: each["losses"] for each in (*before["healthy"], *before["faults"])}
+    for kind, runs in (("healthy", HEALTHY), ("faults", FAULTS)):
+        for scenario in chosen(runs, options.only):
+            if options.replay:
+                watch, of_run = replayed(scenario, options.replay), losses[scenario.name]
+            else:
+                watch, of_run = watched(scenario, options.records)
+            results[kind].append(verdict(scenario, watch, of_run))
+            lines = (f"\n    {shown_event(event)}" for event in watch.events)
+            print(scenario.name, *lines, of_run, file=sys.stderr, flush=True)
+            if options.json:
+                options.json.write_text(json.dumps({**provenance("numerics_unseen"), **results}, indent=1) + "\n")
+    print("\n\n".join(tables(results).values()))
+
+
+if __name__ == "__main__":
+    main()
