@@ -1,7 +1,9 @@
-"""Functional collectives, which torch.compile traces.
+"""Functional collectives, which torch.compile traces, and the groups of collectives.
 
 - `all_reduce`, `all_gather_single`, `reduce_scatter_single`, `all_to_all_single`, `wait_tensor` and
   `AsyncCollectiveTensor` of torch.distributed._functional_collectives. No replacement.
+- `group_of_name(name)`: torch.distributed.distributed_c10d._resolve_process_group, the group that the operator of a
+  functional collective is given by its name. No replacement.
 
 Before torch 2.13 two of them are `all_gather_tensor` and `reduce_scatter_tensor`; 2.13 warns of these at each call. The
 old names go with torch 2.12.
@@ -9,7 +11,10 @@ old names go with torch 2.12.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed._functional_collectives as functional
+from torch.distributed import ProcessGroup, distributed_c10d
 
 AsyncCollectiveTensor = functional.AsyncCollectiveTensor
 all_reduce = functional.all_reduce
@@ -17,3 +22,10 @@ all_to_all_single = functional.all_to_all_single
 wait_tensor = functional.wait_tensor
 all_gather_single = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 reduce_scatter_single = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
+
+def group_of_name(name: str) -> ProcessGroup:
+    """The process group of a name."""
+    resolve: Any = distributed_c10d.__dict__["_resolve_process_group"]
+    group: ProcessGroup = resolve(name)
+    return group

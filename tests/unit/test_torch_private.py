@@ -121,6 +121,11 @@ def test_the_level_of_forward_mode_autodiff():
         assert autograd.forward_ad_level() == 0
 
 
+def test_a_group_by_its_name(mesh):
+    group = mesh.get_group()
+    assert collectives.group_of_name(group.group_name) is group
+
+
 # ---- dispatch and tracing --------------------------------------------------------------------------------------------
 
 

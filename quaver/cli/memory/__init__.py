@@ -14,6 +14,7 @@ from quaver.cli.memory.views import (
     advice_summary,
     advice_table,
     comparison_views,
+    links_views,
     prediction_views,
     side_by_side_table,
 )
@@ -22,6 +23,7 @@ from quaver.memory.faking.gpu import predicting_for
 from quaver.memory.reports.compare import compare
 from quaver.memory.reports.html import write_html
 from quaver.memory.runs.advise import advise
+from quaver.memory.runs.links import predict_links
 from quaver.memory.runs.measure import measure_memory, side_by_side
 from quaver.memory.runs.predict import RunMemory, predict_memory
 from quaver.recorder.byte_sizes import parse_bytes
@@ -55,6 +57,10 @@ class Options(Settings):
     """GPU whose step time --advise and --fit model, such as H100 or B200."""
     measure: bool = False
     """Run real steps on this machine, and print them next to the prediction."""
+    links: bool = False
+    """Print what the ranks send each other in a step instead: collectives and bytes by link. Also the checkpoint's."""
+    checkpoint_bandwidth: str | None = None
+    """With --links: bytes per second to the file system of checkpoints, such as 50GB."""
     top: NotNegative = 12
     """Rows of the largest tensors, and of differences, to print."""
     output: str = "runs/memory.json"
@@ -72,6 +78,11 @@ class Options(Settings):
             raise ValueError("--time-on models the time of what --advise or --fit tries: expected one of them")
         if self.png is not None and not self.png.endswith(".png"):
             raise ValueError(f"--png must be a file whose name ends with .png, got {self.png!r}")
+        alone = ("vs", "advise", "fit", "measure", "html", "png")
+        if self.links and (given := [name for name in alone if getattr(self, name)]):
+            raise ValueError(f"--links predicts no memory: expected no --{given[0]} with it")
+        if self.checkpoint_bandwidth is not None and not self.links:
+            raise ValueError("--checkpoint-bandwidth times what --links prints: expected --links with it")
         files = {flag: path for flag in ("output", "html", "png") if (path := getattr(self, flag)) is not None}
         for flag, path in files.items():
             writable(Path(path), f"--{flag}")
@@ -86,6 +97,8 @@ def run(argv: list[str]) -> int:
         config = load_config(*parse_arguments(words))
         trained_on = resolve_device(config.training.device).type if options.measure else "cuda"
         device = options.device or trained_on
+        if options.links:
+            return _print_links(options, config, device)
         memory, found = _predict(options, words, config, device)
     views = [*prediction_views(memory, device, options.top)]
     if "comparison" in found:
@@ -101,6 +114,20 @@ def run(argv: list[str]) -> int:
     title = f"{Path(config_file).stem} in {memory.name}, {options.ranks} rank{'s' * (options.ranks > 1)}"
     for file in _write(memory, found, options, title):
         print(f"saved {file}")
+    return 0
+
+
+def _print_links(options: Options, config: TrainConfig, device: str) -> int:
+    bandwidth = options.checkpoint_bandwidth
+    per_s = None if bandwidth is None else parse_bytes(bandwidth, "--checkpoint-bandwidth")
+    with predicting_for(device):
+        _tell("counting the collectives of a step")
+        links = predict_links(config, options.ranks)
+    console = wide_console(120)
+    for view in links_views(links, per_s):
+        console.print(view, soft_wrap=isinstance(view, str))
+    save(links.to_dict(), Path(options.output))
+    print(f"saved {options.output}")
     return 0
 
 

@@ -13,6 +13,7 @@ from quaver.memory.predict import Prediction
 from quaver.memory.reports.compare import Comparison, Difference
 from quaver.memory.reports.pitfalls import inner_operator, si
 from quaver.memory.runs.advise import Advice, Row
+from quaver.memory.runs.links import Links
 from quaver.memory.runs.predict import RunMemory
 from quaver.recorder.byte_sizes import unit_of
 from quaver.recorder.report import merged_layers
@@ -42,6 +43,24 @@ def prediction_views(memory: RunMemory, device: str, top: int) -> Iterator[str |
     yield _category_table(prediction)
     if top:
         yield _tensor_table(prediction, top)
+
+
+def links_views(links: Links, checkpoint_bytes_per_s: int | None) -> Iterator[str | Table]:
+    """Yield a table of the collectives of a step by link, its sums, and the size and seconds of a checkpoint."""
+    yield _line("model", f"{links.parameters:,} parameters, trained in {links.name}")
+    yield _line("ranks", f"{links.layout}; what follows is of one, in a step of {links.micro_batches} micro-batches")
+    columns, numbers = ("link", "ranks", "stride", "collective", "dtype"), ("number", "tensor bytes", "sent bytes")
+    rows: list[tuple[str, ...]] = []
+    for each in links.traffic:
+        place = (each.link, str(each.ranks), str(each.stride), each.kind, each.dtype)
+        rows.append((*place, f"{each.number:,}", f"{each.tensor_bytes:,}", f"{each.sent_bytes:,}"))
+    for link, (number, sent_bytes) in links.sums.items():
+        rows.append((link, "", "", "all", "", f"{number:,}", "", f"{sent_bytes:,}"))
+    yield make_table("Collectives of one rank in a step", (*columns, *numbers), rows=rows, right=numbers)
+    size = _long_size(links.checkpoint_bytes)
+    if checkpoint_bytes_per_s is not None:
+        size += f", {links.checkpoint_bytes / checkpoint_bytes_per_s:.3g} s at {checkpoint_bytes_per_s:,} bytes/s"
+    yield _line("checkpoint", f"{size}, of all ranks")
 
 
 def _line(name: str, text: str) -> str:
