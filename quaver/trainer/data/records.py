@@ -1,8 +1,7 @@
 """Files of many documents: JSONL, plain or gzipped, and Parquet. Each yields its texts in order.
 
-`datasets` reads neither: its JSON loader turns a string like "2020-01-01" into a timestamp, gives no line numbers, and
-loses a whole block of lines to one that is broken. Its Parquet loader reads ahead in threads, so that the rows before a
-damaged page come or not as the threads happen to run; pyarrow without threads always yields them.
+docs/design/0016-data.md says why not by `datasets`. pyarrow reads without threads: read ahead, the rows before a damaged
+page come or not as the threads happen to run.
 """
 
 import gzip

@@ -4,7 +4,6 @@ The documents of a split follow each other, each with its end token. Sequence i 
 i * seq_len on: its last token is the last target, and the first token of sequence i + 1. The rest at the end of the
 split is in no sequence. An epoch takes every sequence once, in an order of its own (order.py); epoch after epoch makes
 one endless stream. A step takes the next numbers of the stream, so a run's position in its data is one count.
-`datasets` shards and shuffles by rank or by a stored permutation, which would tie the order to the layout.
 """
 
 from collections.abc import Sequence

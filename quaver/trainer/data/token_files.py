@@ -6,8 +6,7 @@ An entry is a folder:
     train.ends, validation.ends        int64: where each document ends, its end token included
     entry.json                         counts, sha256 of each file, what was left out; written last
 
-These are not Arrow tables of `datasets`: the default data must do without that package, and a sequence may span
-documents, so a memory map of one flat array reads it in one slice.
+A sequence may span documents, so a memory map of one flat array reads it in one slice (docs/design/0016-data.md).
 """
 
 import hashlib
