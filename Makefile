@@ -78,9 +78,10 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports --no-cache
 
 # A warning is an error: a link that leads nowhere, a page that is not in mkdocs.yml, a docstring that does not parse.
-# The variable silences what mkdocs-material says of a future mkdocs.
+# Not with --quiet, under which mkdocs counts no warnings. The variable silences what mkdocs-material says of a future
+# mkdocs.
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "built build/site; to read it with search: $(BIN)/python -m http.server --directory build/site"
 
 # The wheels are built from the sdist, so it has all that a build needs.
