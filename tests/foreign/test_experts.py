@@ -31,7 +31,7 @@ from quaver import (
 from quaver.experts.module import Float8Experts, is_experts
 from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
 from tests.foreign.zoo import MODELS, loss_of, make
-from tests.reference import assert_same_bits, sqnr_db
+from tests.reference import BACKEND, assert_same_bits, sqnr_db
 
 CONFIG = SimpleNamespace(
     hidden_size=64,
@@ -167,10 +167,11 @@ def test_copies():
         assert_same_bits(again(*routed()).detach(), experts(*routed()).detach())
 
 
-def test_compiled_as_eager():
+@BACKEND
+def test_compiled_as_eager(backend):
     experts = convert_to_float8_training(experts_of(GptOssExperts), config="rowwise")
     eager = step(experts, *routed())
-    compiled = torch.compile(experts, fullgraph=True)
+    compiled = torch.compile(experts, fullgraph=True, backend=backend)
     for one, other in zip(step(experts, *routed(), function=compiled), eager, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 

@@ -1,6 +1,7 @@
 """quaver.integrations.torchao: programs that import torchao.float8, Accelerate among them, on quaver's linears."""
 
 import os
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +16,7 @@ from tests.distributed.ranks import run
 from tests.foreign.llama import batches, llama, optimizer_of
 from tests.foreign.table import proves
 from tests.foreign.test_accelerate import accelerator_on
-from tests.isolated import isolated
+from tests.isolated import Forked, isolated
 
 pytest.importorskip("torchao")
 
@@ -101,10 +102,14 @@ print(__name__, type(model[0]).__module__, sys.argv[1:], sys.path[0])
 """
 
 
+def as_a_module(words):
+    sys.argv = ["quaver.integrations.torchao", *words]
+    runpy.run_module("quaver.integrations.torchao", run_name="__main__")
+
+
 def test_a_script_runs_unchanged(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "quaver.integrations.torchao", str(tmp_path / "program.py"), "--lr", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = Forked(as_a_module, [str(tmp_path / "program.py"), "--lr", "1"]).finished()
     assert done.stdout.splitlines()[-1] == f"__main__ quaver.linear ['--lr', '1'] {tmp_path}"
     assert done.stderr.count("quaver stands in for torchao.float8") == 1
 

@@ -54,11 +54,14 @@ def test_one_linear_agrees_with_eager(recipe, hp_dtype, bias):
 @pytest.mark.parametrize(
     ("recipe", "how", "by_layer", "backend"),
     [
-        ("tensorwise", None, False, "inductor"),
-        *((recipe, None, False, "aot_eager") for recipe in RECIPES[1:]),
+        *((recipe, None, False, "aot_eager") for recipe in RECIPES),
         ("blockwise", None, False, "aot_eager"),
         ("delayed", "non-reentrant", True, "aot_eager"),
-        ("delayed", None, False, "inductor"),
+        ("delayed", None, False, "aot_eager"),
+        *(
+            pytest.param(recipe, None, False, "inductor", marks=pytest.mark.nightly)
+            for recipe in ("tensorwise", "delayed")
+        ),
         ("delayed_with_dynamic_weight", None, True, "aot_eager"),
         pytest.param("delayed_with_dynamic_weight", "non-reentrant", False, "aot_eager", marks=pytest.mark.nightly),
     ],

@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 import quaver
+from tests.reference import BACKEND
 
 ROOT = Path(quaver.__file__).parent
 DIFF = re.compile(r"```diff\n(.*?)```", re.S)
 
 TRAIN = """
+import sys
+
 import torch
 from torch import nn
 from quaver import convert_to_float8_training, conversion_report
@@ -40,7 +43,7 @@ linear = nn.Linear(200, 150, dtype=torch.bfloat16)
 model = convert_to_float8_training(nn.Sequential(linear), config=config)
 input = (torch.randn(130, 200) * torch.logspace(-3, 3, 200)).bfloat16().requires_grad_()
 grad_output = (torch.randn(130, 150) * torch.logspace(-3, 3, 150)).bfloat16()
-for compute in (model, torch.compile(model, fullgraph=True)):
+for compute in (model, torch.compile(model, fullgraph=True, backend=sys.argv[1])):
     input.grad = linear.weight.grad = None
     output = compute(input)
     output.backward(grad_output)
@@ -73,7 +76,8 @@ def _apply(diff: str, root: Path) -> list[str]:
     return files[::2]
 
 
-def test_the_diff_adds_a_granularity_in_three_files(tmp_path):
+@BACKEND
+def test_the_diff_adds_a_granularity_in_three_files(tmp_path, backend):
     page = (ROOT.parent / "docs" / "extending.md").read_text()
     shutil.copytree(ROOT, tmp_path / "quaver", ignore=shutil.ignore_patterns("__pycache__"))
     assert _apply(DIFF.search(page)[1], tmp_path) == [
@@ -87,7 +91,12 @@ def test_the_diff_adds_a_granularity_in_three_files(tmp_path):
     environment |= {"PYTHONPATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
     environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", TRAIN], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "-c", TRAIN, backend],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         pytest.fail(done.stderr[-3000:])
