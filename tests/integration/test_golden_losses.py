@@ -39,7 +39,7 @@ def test_the_tolerances_follow_from_what_was_recorded():
     ("name", "steps"),
     [
         # A history of delayed scaling is 16 steps long.
-        *((name, STEPS if name == "delayed" else 5) for name in NAMES),
+        *((name, STEPS if name == "delayed" else 3) for name in NAMES),
         *(pytest.param(name, STEPS, marks=pytest.mark.nightly) for name in NAMES),
     ],
 )

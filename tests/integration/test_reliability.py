@@ -1,13 +1,17 @@
 """A small part of benchmarks/reliability.py; `make nightly` runs all of it."""
 
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.isolated import Forked
+
+
+def as_a_module(words: list[str]) -> None:
+    sys.argv = ["benchmarks.reliability", *words]
+    runpy.run_module("benchmarks.reliability", run_name="__main__")
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc to find the ranks of a launcher")
@@ -20,12 +24,6 @@ ROOT = Path(__file__).parents[2]
     ],
 )
 def test_every_try_holds(words):
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.reliability", *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    process = Forked(as_a_module, words)
+    _, error = process.communicate(timeout=7200)
+    assert process.returncode == 0, error
