@@ -1,7 +1,7 @@
 """Files of many documents: JSONL, plain or gzipped, and Parquet. Each yields its texts in order.
 
-docs/design/0016-data.md says why not by `datasets`. pyarrow reads without threads: read ahead, the rows before a damaged
-page come or not as the threads happen to run.
+docs/design/0016-data.md says why not by `datasets`. pyarrow reads without threads: read ahead, the rows before a
+damaged page come or not as the threads happen to run.
 """
 
 import gzip
