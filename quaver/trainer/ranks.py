@@ -156,6 +156,12 @@ def read_ranks() -> Ranks:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
             raise ValueError(f"environment variable {name} must be set with WORLD_SIZE = {world_size}; use torchrun")
+    # torchrun keeps its store when it starts ranks again, with the addresses of those that ended (torch 2.13).
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and _variable("TORCHELASTIC_MAX_RESTARTS", default=0):
+        raise ValueError(
+            "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment, and the c10d "
+            "rendezvous: ranks that are started again would look for those that ended"
+        )
     return Ranks(rank, local_rank, world_size)
 
 

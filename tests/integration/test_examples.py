@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests.isolated import Forked
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
 NOTEBOOK = FOLDER / "quickstart.ipynb"
+LAUNCHERS = sorted((FOLDER / "launch").iterdir())
 
 
 def execute(path: Path) -> None:
@@ -59,3 +61,24 @@ def test_the_notebooks_links_lead_to_files():
     links = re.findall(r"\]\((\S+)\)", "\n".join(cells("markdown")))
     assert links
     assert [link for link in links if not (FOLDER / link).exists()] == []
+
+
+@pytest.mark.parametrize("path", LAUNCHERS, ids=lambda path: path.name)
+def test_launchers_of_hosts_let_ranks_start_again(path):
+    text = path.read_text()
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in text
+    assert "c10d" in text
+    if path.suffix != ".yaml":
+        subprocess.run(["bash", "-n", path], check=True)
+
+
+def test_the_pods_of_a_jobset_find_each_other():
+    yaml = pytest.importorskip("yaml")
+    job = yaml.safe_load((FOLDER / "launch" / "jobset.yaml").read_text())
+    name, (hosts,) = job["metadata"]["name"], job["spec"]["replicatedJobs"]
+    spec = hosts["template"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    nodes = f"--nnodes={spec['parallelism']}"
+    assert spec["parallelism"] == spec["completions"]
+    assert {nodes, f"--rdzv-endpoint={name}-{hosts['name']}-0-0.{name}:29400"} <= set(container["args"])
+    assert job["spec"]["network"]["enableDNSHostnames"]

@@ -80,11 +80,22 @@ def test_a_float8_all_gather_needs_sharded_weights():
 @pytest.fixture
 def environment(monkeypatch):
     """Sets variables of a launcher, over none."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_MAX_RESTARTS"):
         monkeypatch.delenv(name, raising=False)
     read_ranks.cache_clear()
     yield lambda **values: [monkeypatch.setenv(name, value) for name, value in values.items()]
     read_ranks.cache_clear()
+
+
+def test_restarts_need_a_store_of_their_own(environment):
+    environment(RANK="1", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1", TORCHELASTIC_MAX_RESTARTS="3")
+    environment(TORCHELASTIC_USE_AGENT_STORE="True")
+    with pytest.raises(
+        ValueError, match="--max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment"
+    ):
+        read_ranks()
+    environment(TORCHELASTIC_USE_AGENT_STORE="False")
+    assert read_ranks() == Ranks(1, 1, 2)
 
 
 def test_without_a_launcher_a_process_is_alone(environment):
