@@ -22,7 +22,7 @@ from quaver.bench.results import BFLOAT16, Result, Row, contestant_rows
 from quaver.bench.shapes import MODEL_NAMES, model_of, scaled_name
 from quaver.recorder.allocator import measure_usage
 from quaver.trainer.config import Model
-from quaver.trainer.config.settings import AtLeast1, OneOf
+from quaver.trainer.config.settings import AtLeast1, OneOf, setting
 from quaver.trainer.memory import storage_bytes
 
 _RESIDENT_BYTES = 16
@@ -33,14 +33,10 @@ _RESIDENT_BYTES = 16
 class Block(Modes, Recipes, BenchOptions):
     """Forward, backward and AdamW of one transformer block, per recipe."""
 
-    model: Annotated[str, OneOf(tuple(MODEL_NAMES))] = "debug"
-    """The model of the block."""
-    divisor: AtLeast1 = 1
-    """Divide widths and heads by this."""
-    tokens: AtLeast1 = 2048
-    """Tokens in one step."""
-    seq_len: AtLeast1 | None = None
-    """Tokens of a sequence; by default one sequence of --tokens."""
+    model: Annotated[str, OneOf(tuple(MODEL_NAMES))] = setting("debug", "The model of the block.")
+    divisor: AtLeast1 = setting(1, "Divide widths and heads by this.")
+    tokens: AtLeast1 = setting(2048, "Tokens in one step.")
+    seq_len: AtLeast1 | None = setting(None, "Tokens of a sequence; by default one sequence of --tokens.")
     rounds: AtLeast1 = 10
 
     fields = (

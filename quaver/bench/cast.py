@@ -31,7 +31,7 @@ from quaver.formats import FORMATS
 from quaver.gemm import laid_out_for_columns, laid_out_for_rows, reads_along_contracted
 from quaver.quantize import Quantizer
 from quaver.scaling import PersistentScale, amax, cast_with_persistent_scale, dynamic_cast
-from quaver.trainer.config.settings import OneOf
+from quaver.trainer.config.settings import OneOf, setting
 
 CastFunction = Callable[[Tensor], tuple[Tensor, ...]]
 """From a matrix [rows, columns] to its float8 codes, the scales, and anything else that the cast returns."""
@@ -81,10 +81,11 @@ KINDS = {
 class Cast(Shapes, OperandOptions):
     """Casts of one matrix, the input of a linear, to float8: quaver's, compiled PyTorch's, torchao's; and a copy."""
 
-    shapes: str = "1024,2048x4096"
-    """Sizes (1024), rows x columns (512x4096) or models (llama-8b, llama-70b), with commas between."""
-    casts: tuple[Annotated[str, OneOf(tuple(KINDS))], ...] = tuple(KINDS)
-    """Kinds of casts."""
+    shapes: str = setting(
+        "1024,2048x4096",
+        "Sizes (1024), rows x columns (512x4096) or models (llama-8b, llama-70b), with commas between.",
+    )
+    casts: tuple[Annotated[str, OneOf(tuple(KINDS))], ...] = setting(tuple(KINDS), "Kinds of casts.")
 
     are_matrices = True
     fields = (

@@ -28,7 +28,7 @@ from quaver.config import MATMULS, Float8LinearConfig
 from quaver.gemm import GemmBackend, ScaleKind, backend_for, float8_mm, laid_out_for_columns, laid_out_for_rows
 from quaver.roofline.device_specs import PeakFlops, device_spec, peak_flops
 from quaver.scaling import dynamic_cast
-from quaver.trainer.config.settings import OneOf
+from quaver.trainer.config.settings import OneOf, setting
 
 GRANULARITIES = ("tensorwise", "rowwise")
 
@@ -37,8 +37,7 @@ GRANULARITIES = ("tensorwise", "rowwise")
 class Gemm(Shapes, BenchOptions):
     """The three matmuls of a linear, without casts: float8 against bfloat16."""
 
-    scales: tuple[Annotated[str, OneOf(GRANULARITIES)], ...] = GRANULARITIES
-    """Granularities of the scales."""
+    scales: tuple[Annotated[str, OneOf(GRANULARITIES)], ...] = setting(GRANULARITIES, "Granularities of the scales.")
 
     fields = (
         *("shape", "gemm", "M x K x N", "contestant", "backend", "median", "spread", "tflops_per_s"),

@@ -26,15 +26,14 @@ from quaver.bench.results import Result, Row, contestant_rows
 from quaver.bench.shapes import Shape
 from quaver.devices import synchronize
 from quaver.torch_private.profiler import DeviceType
-from quaver.trainer.config.settings import AtLeast1
+from quaver.trainer.config.settings import AtLeast1, setting
 
 
 @dataclass(frozen=True)
 class Host(LinearOptions):
     """What the forward and backward of a tiny linear cost the host."""
 
-    size: AtLeast1 = 16
-    """M, K and N of the linear."""
+    size: AtLeast1 = setting(16, "M, K and N of the linear.")
 
     fields = ("mode", "precision", "median", "spread", "time_over_bfloat16", "operations", "kernels")
 

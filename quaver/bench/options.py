@@ -20,7 +20,7 @@ from quaver.config import Float8LinearConfig
 from quaver.devices import resolve_device
 from quaver.formats import HP_DTYPES
 from quaver.trainer.config.float8 import RECIPES
-from quaver.trainer.config.settings import AtLeast1, NotNegative, OneOf, Settings
+from quaver.trainer.config.settings import AtLeast1, NotNegative, OneOf, Settings, setting
 from quaver.trainer.config.training import DEVICES
 
 MODES = ("eager", "compiled")
@@ -32,14 +32,10 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in HP_DTYPES}
 class BenchOptions(Settings):
     """Where a benchmark runs, how often, and where its result goes."""
 
-    device: Annotated[str, OneOf(DEVICES)] = "auto"
-    """Where it runs; auto: a GPU if there is one."""
-    threads: NotNegative = 0
-    """CPU threads; 0 for torch's default."""
-    output: str = ""
-    """File of the JSON; benchmarks/results/VERB.json by default."""
-    rounds: AtLeast1 = 20
-    """Samples of each contestant."""
+    device: Annotated[str, OneOf(DEVICES)] = setting("auto", "Where it runs; auto: a GPU if there is one.")
+    threads: NotNegative = setting(0, "CPU threads; 0 for torch's default.")
+    output: str = setting("", "File of the JSON; benchmarks/results/VERB.json by default.")
+    rounds: AtLeast1 = setting(20, "Samples of each contestant.")
 
     fields: ClassVar[tuple[str, ...]] = ()
     """The fields of a row that the printed table shows."""
@@ -109,10 +105,10 @@ class BenchOptions(Settings):
 class OperandOptions(BenchOptions):
     """Options of benchmarks of one matrix or linear, which compare with torchao."""
 
-    torchao: Annotated[str, OneOf(("auto", "yes", "no"))] = "auto"
-    """Compare with torchao.float8; auto: if it is installed."""
-    dtype: Annotated[str, OneOf(tuple(_DTYPES))] = "bfloat16"
-    """Dtype of the operands before quantization."""
+    torchao: Annotated[str, OneOf(("auto", "yes", "no"))] = setting(
+        "auto", "Compare with torchao.float8; auto: if it is installed."
+    )
+    dtype: Annotated[str, OneOf(tuple(_DTYPES))] = setting("bfloat16", "Dtype of the operands before quantization.")
 
     def check(self) -> None:
         """Refuse to compare with torchao if it is not installed."""
@@ -138,12 +134,11 @@ class OperandOptions(BenchOptions):
 class Shapes(Settings):
     """Which linears are timed."""
 
-    shapes: str = "1024"
-    """Linears: sizes (1024), M x K x N (512x1024x4096) or models (llama-8b, llama-70b), with commas between."""
-    tokens: AtLeast1 = 2048
-    """M of a model's linears."""
-    divisor: AtLeast1 = 1
-    """Divide K and N of a model's linears by this."""
+    shapes: str = setting(
+        "1024", "Linears: sizes (1024), M x K x N (512x1024x4096) or models (llama-8b, llama-70b), with commas between."
+    )
+    tokens: AtLeast1 = setting(2048, "M of a model's linears.")
+    divisor: AtLeast1 = setting(1, "Divide K and N of a model's linears by this.")
 
     are_matrices: ClassVar[bool] = False
     """Whether the shapes are those of one operand."""
@@ -162,8 +157,7 @@ class Shapes(Settings):
 class Recipes(Settings):
     """Which recipes are timed."""
 
-    recipes: tuple[Annotated[str, OneOf(RECIPES, has_aliases=True)], ...] = ()
-    """Recipes; all by default."""
+    recipes: tuple[Annotated[str, OneOf(RECIPES, has_aliases=True)], ...] = setting((), "Recipes; all by default.")
 
     def check(self) -> None:
         """Refuse an unknown recipe."""
@@ -181,5 +175,4 @@ class Recipes(Settings):
 class Modes(Settings):
     """Whether the contestants are compiled."""
 
-    modes: tuple[Annotated[str, OneOf(MODES)], ...] = MODES
-    """Eager, compiled, or both."""
+    modes: tuple[Annotated[str, OneOf(MODES)], ...] = setting(MODES, "Eager, compiled, or both.")

@@ -17,7 +17,7 @@ from quaver.bench.options import BenchOptions, Recipes
 from quaver.bench.results import Result, Row
 from quaver.torch_private.compiler import recompile_limit
 from quaver.trainer.config import TrainConfig
-from quaver.trainer.config.settings import NotNegative
+from quaver.trainer.config.settings import NotNegative, setting
 from quaver.trainer.initialize import allocate, initialize
 from quaver.trainer.model import Llama
 from quaver.trainer.parallel_dims import ParallelDims
@@ -41,8 +41,7 @@ class Train(Recipes, BenchOptions):
     default config is train_configs/llama3_debug.toml.
     """
 
-    warmup: NotNegative = 3
-    """Steps before the timed ones (--rounds)."""
+    warmup: NotNegative = setting(3, "Steps before the timed ones (--rounds).")
 
     fields = (
         *("precision", "median", "spread", "tokens_per_s", "time_over_high_precision"),

@@ -24,7 +24,7 @@ VERBS = {
 _FILES = {"import": "import_weights", "doctor": "doctor_machine"}
 """The files of verbs that are not named as the verb."""
 
-TRAIN_EXTRA = ("filelock", "matplotlib", "pydantic", "rich", "safetensors", "tomli_w", "tyro", "xxhash")
+TRAIN_EXTRA = ("filelock", "matplotlib", "pydantic", "rich", "safetensors", "tomli_w", "xxhash")
 """The modules of the extra `quaver[train]` in pyproject.toml."""
 
 

@@ -7,7 +7,7 @@ from quaver.cli.dispatch import find_verb
 from quaver.cli.errors import bad_input
 from quaver.recorder.byte_sizes import parse_bytes
 from quaver.trainer.config.flags import parse_options
-from quaver.trainer.config.settings import OneOf, Positional, Settings, expanded
+from quaver.trainer.config.settings import OneOf, Settings, argument, expanded, setting
 from quaver.trainer.huggingface.convert import export_hf, import_hf
 from quaver.trainer.huggingface.weights import file_state
 
@@ -22,30 +22,21 @@ WAYS = {
 class Import(Settings):
     """Convert a Hugging Face folder into a checkpoint for --checkpoint.initial_load_path."""
 
-    hf_folder: Annotated[str, Positional()]
-    """a folder with config.json and *.safetensors"""
-    out: Annotated[str, Positional()]
-    """the new folder"""
-    dtype: Annotated[str, OneOf(DTYPES)] = "float32"
-    """Dtype of the stored weights."""
+    hf_folder: str = argument("a folder with config.json and *.safetensors")
+    out: str = argument("the new folder")
+    dtype: Annotated[str, OneOf(DTYPES)] = setting("float32", "Dtype of the stored weights.")
 
 
 @dataclass(frozen=True)
 class Export(Settings):
     """Convert a checkpoint into a folder that transformers' from_pretrained loads."""
 
-    checkpoint: Annotated[str, Positional()]
-    """a run of quaver train, a step-... folder of it, or the output of hf-to-quaver"""
-    out: Annotated[str, Positional()]
-    """the new folder"""
-    model: str | None = None
-    """Which model of a run, such as tensorwise or bfloat16; the first by default."""
-    dtype: Annotated[str, OneOf(DTYPES)] = "bfloat16"
-    """Dtype of the weights."""
-    max_shard_size: str = "5GB"
-    """Largest size of a file."""
-    tokenizer: str | None = None
-    """Folder to copy tokenizer files from."""
+    checkpoint: str = argument("a run of quaver train, a step-... folder of it, or the output of hf-to-quaver")
+    out: str = argument("the new folder")
+    model: str | None = setting(None, "Which model of a run, such as tensorwise or bfloat16; the first by default.")
+    dtype: Annotated[str, OneOf(DTYPES)] = setting("bfloat16", "Dtype of the weights.")
+    max_shard_size: str = setting("5GB", "Largest size of a file.")
+    tokenizer: str | None = setting(None, "Folder to copy tokenizer files from.")
 
 
 def run(argv: list[str]) -> int:

@@ -6,29 +6,25 @@ from quaver.cli.doctor_machine import print_machine
 from quaver.cli.doctor_model import print_survey, survey_model
 from quaver.cli.errors import bad_input
 from quaver.trainer.config.flags import parse_options
-from quaver.trainer.config.settings import AtLeast1, FiniteNotNegative, Settings
+from quaver.trainer.config.settings import AtLeast1, FiniteNotNegative, Settings, setting
 
 
 @dataclass(frozen=True)
 class Doctor(Settings):
     """Try each float8 recipe on each device of this machine, and say what works."""
 
-    json: bool = False
-    """Print JSON."""
-    compile: bool = True
-    """Try torch.compile, which takes seconds; --no-compile leaves it out."""
-    model: str | None = None
-    """A run or a Hugging Face folder: survey its linears instead, and choose a recipe for each."""
-    data: str | None = None
-    """Text for the batch, as data.path; the run's by default, else the sources of Python's library."""
-    budget_db: FiniteNotNegative = 25.0
-    """Decibels that each operand of each linear must keep."""
-    out: str | None = None
-    """Where to write the recipes, as TOML."""
-    sequences: AtLeast1 = 2
-    """Sequences of the batch."""
-    seq_len: AtLeast1 | None = None
-    """Their length; the run's by default, else 256."""
+    json: bool = setting(False, "Print JSON.")
+    compile: bool = setting(True, "Try torch.compile, which takes seconds; --no-compile leaves it out.")
+    model: str | None = setting(
+        None, "A run or a Hugging Face folder: survey its linears instead, and choose a recipe for each."
+    )
+    data: str | None = setting(
+        None, "Text for the batch, as data.path; the run's by default, else the sources of Python's library."
+    )
+    budget_db: FiniteNotNegative = setting(25.0, "Decibels that each operand of each linear must keep.")
+    out: str | None = setting(None, "Where to write the recipes, as TOML.")
+    sequences: AtLeast1 = setting(2, "Sequences of the batch.")
+    seq_len: AtLeast1 | None = setting(None, "Their length; the run's by default, else 256.")
 
     def check(self) -> None:
         """Refuse options that nothing would read."""

@@ -16,7 +16,7 @@ from quaver.export.source import DEFAULT_FILTER, Source, huggingface_source
 from quaver.recorder.byte_sizes import parse_bytes
 from quaver.trainer.config.flags import parse_options
 from quaver.trainer.config.float8 import RECIPES
-from quaver.trainer.config.settings import NotNegative, OneOf, Positional, Settings, expanded
+from quaver.trainer.config.settings import NotNegative, OneOf, Settings, argument, expanded, setting
 from quaver.trainer.huggingface.convert import checkpoint_of
 from quaver.trainer.huggingface.float8 import run_source
 
@@ -27,29 +27,35 @@ class Export(Settings):
     transformers, vLLM and SGLang load.
     """
 
-    source: Annotated[str, Positional()]
-    """a run of quaver train, a step-... folder of it, or a Hugging Face folder"""
-    target: Annotated[str, Positional()]
-    """the new folder"""
-    recipe: Annotated[str, OneOf(RECIPES, has_aliases=True)] | None = None
-    """Whose codes to write; that of the run by default. A Hugging Face folder needs one."""
-    format: Annotated[str, OneOf(FORMATS)] = COMPRESSED_TENSORS
-    """compressed-tensors keeps the codes of training; the other two quantize again, in blocks of 128 x 128."""
-    model: str | None = None
-    """Which model of a run, such as tensorwise or bfloat16; the first by default."""
-    dtype: Annotated[str, OneOf(("float32", "bfloat16"))] = "bfloat16"
-    """Dtype of the weights that stay in high precision."""
-    filter_fqns: tuple[str, ...] = DEFAULT_FILTER
-    """Linears whose full name contains one of these stay in high precision. Not for a float8 run, which chose them."""
-    own_scales: bool = False
-    """Keep the training scale of each of q, k, v and gate, up where scales are per tensor; vLLM then quantizes these
-    weights again."""
-    measure_tokens: NotNegative = 0
-    """Measure the change of the logits on so many random tokens; the model is then whole in memory."""
-    max_shard_size: str = "5GB"
-    """Largest size of a file."""
-    tokenizer: str | None = None
-    """Folder whose tokenizer files are copied; of a Hugging Face folder, its own by default."""
+    source: str = argument("a run of quaver train, a step-... folder of it, or a Hugging Face folder")
+    target: str = argument("the new folder")
+    recipe: Annotated[str, OneOf(RECIPES, has_aliases=True)] | None = setting(
+        None, "Whose codes to write; that of the run by default. A Hugging Face folder needs one."
+    )
+    format: Annotated[str, OneOf(FORMATS)] = setting(
+        COMPRESSED_TENSORS,
+        "compressed-tensors keeps the codes of training; the other two quantize again, in blocks of 128 x 128.",
+    )
+    model: str | None = setting(None, "Which model of a run, such as tensorwise or bfloat16; the first by default.")
+    dtype: Annotated[str, OneOf(("float32", "bfloat16"))] = setting(
+        "bfloat16", "Dtype of the weights that stay in high precision."
+    )
+    filter_fqns: tuple[str, ...] = setting(
+        DEFAULT_FILTER,
+        "Linears whose full name contains one of these stay in high precision. Not for a float8 run, which chose them.",
+    )
+    own_scales: bool = setting(
+        False,
+        "Keep the training scale of each of q, k, v and gate, up where scales are per tensor; vLLM then quantizes "
+        "these weights again.",
+    )
+    measure_tokens: NotNegative = setting(
+        0, "Measure the change of the logits on so many random tokens; the model is then whole in memory."
+    )
+    max_shard_size: str = setting("5GB", "Largest size of a file.")
+    tokenizer: str | None = setting(
+        None, "Folder whose tokenizer files are copied; of a Hugging Face folder, its own by default."
+    )
 
 
 def run(argv: list[str]) -> int:

@@ -9,21 +9,20 @@ from quaver.cli.errors import bad_input
 from quaver.export import import_float8
 from quaver.recorder.byte_sizes import parse_bytes
 from quaver.trainer.config.flags import parse_options
-from quaver.trainer.config.settings import OneOf, Positional, Settings, expanded
+from quaver.trainer.config.settings import OneOf, Settings, argument, expanded, setting
 
 
 @dataclass(frozen=True)
 class Import(Settings):
     """Dequantize a float8 checkpoint (compressed-tensors, or DeepSeek's fp8) into a folder to train from."""
 
-    source: Annotated[str, Positional()]
-    """a folder with config.json and *.safetensors"""
-    target: Annotated[str, Positional()]
-    """the new folder"""
-    dtype: Annotated[str, OneOf(("float32", "bfloat16", "float16"))] = "bfloat16"
-    """Dtype of the weights; codes times power-of-two scales are exact in bfloat16, others only in float32."""
-    max_shard_size: str = "5GB"
-    """Largest size of a file."""
+    source: str = argument("a folder with config.json and *.safetensors")
+    target: str = argument("the new folder")
+    dtype: Annotated[str, OneOf(("float32", "bfloat16", "float16"))] = setting(
+        "bfloat16",
+        "Dtype of the weights; codes times power-of-two scales are exact in bfloat16, others only in float32.",
+    )
+    max_shard_size: str = setting("5GB", "Largest size of a file.")
 
 
 def run(argv: list[str]) -> int:

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
 from rich.table import Table
 
@@ -15,7 +14,7 @@ from quaver.report.page import write_report
 from quaver.report.picture import draw_report
 from quaver.report.run import RunData, read_runs
 from quaver.trainer.config.flags import parse_options
-from quaver.trainer.config.settings import NotNegative, Positional, Settings, expanded
+from quaver.trainer.config.settings import NotNegative, Settings, argument, expanded, setting
 
 _PAGE = "report.html"
 
@@ -26,14 +25,10 @@ class Options(Settings):
     as a page that needs no network, and in a few lines here. Several runs stand side by side.
     """
 
-    runs: Annotated[tuple[str, ...], Positional()]
-    """folders of quaver train, or numerics.jsonl files of quaver.monitor"""
-    html: str | None = None
-    """File of the page; report.html in the folder of the first run by default."""
-    png: str | None = None
-    """File of a picture, for where there is no browser."""
-    top: NotNegative = 10
-    """Alarms to print of each run."""
+    runs: tuple[str, ...] = argument("folders of quaver train, or numerics.jsonl files of quaver.monitor")
+    html: str | None = setting(None, "File of the page; report.html in the folder of the first run by default.")
+    png: str | None = setting(None, "File of a picture, for where there is no browser.")
+    top: NotNegative = setting(10, "Alarms to print of each run.")
 
     def check(self) -> None:
         """Refuse a picture of another kind, and one run twice."""

@@ -5,7 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from quaver.trainer.config import TrainConfig
-from quaver.trainer.config.settings import Settings, choices_of, default_of, help_of, hints_of
+from quaver.trainer.config.settings import Settings, default_of, help_of, hints_of
 
 HEAD = """# Configuration
 
@@ -20,13 +20,8 @@ def configuration_page() -> str:
 
 
 def _section(kind: type[Settings]) -> str:
-    texts, hints = help_of(kind), hints_of(kind)
-    rows = []
-    for each in fields(kind):
-        text, choices = texts[each.name], choices_of(hints[each.name])
-        if not all(choice in text for choice in choices):
-            text += f" One of {', '.join(choices)}."
-        rows.append(f"`{each.name}` | `{default_of(each)}` | {text}")
+    texts = help_of(kind)
+    rows = [f"`{each.name}` | `{default_of(each)}` | {texts[each.name]}" for each in fields(kind)]
     table = "\n".join(["setting | default | meaning", "---|---|---", *rows])
     return f"## [{kind.section}]\n\n{' '.join((kind.__doc__ or '').split())}\n\n{table}\n"
 

@@ -4,9 +4,8 @@ Both sources become one nested dict of plain values, in which the command line w
 so a bad value has one message wherever it came from.
 """
 
-import difflib
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import tomli_w
 
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.config.flags import split_flags
-from quaver.trainer.config.settings import expanded, hints_of
+from quaver.trainer.config.settings import expanded, hints_of, nearest, setting
 
 Sections = dict[str, dict[str, Any]]
 
@@ -76,8 +75,7 @@ def write_config(config: TrainConfig, path: Path) -> None:
 class TrainFlags(TrainConfig):
     """The flags of a run: its settings, and the run that it resumes."""
 
-    resume: str = ""
-    """Resume the run in this folder, with its own config."""
+    resume: str = setting("", "Resume the run in this folder, with its own config.")
 
 
 def parse_arguments(argv: list[str]) -> tuple[Path | None, Sections]:
@@ -120,13 +118,8 @@ def _setting_names() -> list[str]:
     return [f"{section}.{name}" for section, kind in hints_of(TrainConfig).items() for name in hints_of(kind)]
 
 
-def _check_known(name: str, known: Iterable[str], kind: str) -> None:
+def _check_known(name: str, known: Collection[str], kind: str) -> None:
     if name in known:
         return
-    choices = list(known)
-    # A right key in the wrong section is nearer than a name of similar spelling.
-    last = name.rpartition(".")[2]
-    nearest = [choice for choice in choices if choice.rpartition(".")[2] == last]
-    nearest = nearest or difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else "see quaver train --help"
+    hint = nearest(name, known, otherwise="see quaver train --help")
     raise ValueError(f"unknown {kind}: {name!r}; {hint}")

@@ -16,7 +16,7 @@ SLOW = [
 ]
 """What takes PyTorch as long to import as all the rest of it."""
 
-OPTIONAL = ["filelock", "matplotlib", "pydantic", "rich", "safetensors", "tomli_w", "tyro", "xxhash", "transformers"]
+OPTIONAL = ["filelock", "matplotlib", "pydantic", "rich", "safetensors", "tomli_w", "xxhash", "transformers"]
 
 STEP = """
 import torch

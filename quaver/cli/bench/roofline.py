@@ -20,7 +20,7 @@ from quaver.cli.errors import bad_input
 from quaver.roofline.device_specs import DEVICE_SPECS
 from quaver.trainer.config.flags import parse_options
 from quaver.trainer.config.float8 import RECIPES
-from quaver.trainer.config.settings import AtLeast1, NotNegative, OneOf, Settings
+from quaver.trainer.config.settings import AtLeast1, NotNegative, OneOf, Settings, setting
 
 _Device = Annotated[str, OneOf(tuple(spec.name for spec in DEVICE_SPECS), has_aliases=True)]
 
@@ -29,22 +29,22 @@ _Device = Annotated[str, OneOf(tuple(spec.name for spec in DEVICE_SPECS), has_al
 class RooflineOptions(Settings):
     """Predict the speedup of a float8 linear over bfloat16, forward and backward, from data sheets. Needs no GPU."""
 
-    device: tuple[_Device, ...] = ("H200",)
-    """GPUs to predict for."""
-    recipes: tuple[Annotated[str, OneOf(RECIPES, has_aliases=True)], ...] = ("tensorwise", "rowwise", "delayed")
-    """Recipes to predict."""
-    tokens: AtLeast1 = 16384
-    """M of the models' layers: tokens on one GPU."""
-    model: tuple[Annotated[str, OneOf(tuple(MODELS), has_aliases=True)], ...] = ()
-    """Models; all by default, or none with --config."""
-    config: tuple[str, ...] = ()
-    """TOML files of quaver train; their models are predicted."""
-    microbatches: NotNegative = 0
-    """Micro-batches that share the casts of a weight (cast_weights_once); 0: forward and backward cast it each."""
-    pictures: tuple[_Device, ...] | None = None
-    """Devices to draw; all of --device by default, no word for none."""
-    output: str = "benchmarks/results/roofline"
-    """Folder of the CSV, the JSON and the pictures."""
+    device: tuple[_Device, ...] = setting(("H200",), "GPUs to predict for.")
+    recipes: tuple[Annotated[str, OneOf(RECIPES, has_aliases=True)], ...] = setting(
+        ("tensorwise", "rowwise", "delayed"), "Recipes to predict."
+    )
+    tokens: AtLeast1 = setting(16384, "M of the models' layers: tokens on one GPU.")
+    model: tuple[Annotated[str, OneOf(tuple(MODELS), has_aliases=True)], ...] = setting(
+        (), "Models; all by default, or none with --config."
+    )
+    config: tuple[str, ...] = setting((), "TOML files of quaver train; their models are predicted.")
+    microbatches: NotNegative = setting(
+        0, "Micro-batches that share the casts of a weight (cast_weights_once); 0: forward and backward cast it each."
+    )
+    pictures: tuple[_Device, ...] | None = setting(
+        None, "Devices to draw; all of --device by default, no word for none."
+    )
+    output: str = setting("benchmarks/results/roofline", "Folder of the CSV, the JSON and the pictures.")
 
     def settings(self) -> RooflineSettings:
         """Resolve the names. Raises ValueError for an unknown name, or two models of one name."""

@@ -30,7 +30,7 @@ from quaver.recorder.byte_sizes import parse_bytes
 from quaver.recorder.draw import draw_timeline
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.config.flags import split_options
-from quaver.trainer.config.settings import AtLeast1, NotNegative, OneOf, Settings
+from quaver.trainer.config.settings import AtLeast1, NotNegative, OneOf, Settings, setting
 from quaver.trainer.config_io import load_config, parse_arguments
 
 _WIDTH, _WIDTH_OF_ADVICE = 80, 120
@@ -43,32 +43,28 @@ class Options(Settings):
     fake tensors: no GPU, no data and no memory are needed. The flags of quaver train are accepted too.
     """
 
-    ranks: AtLeast1 = 1
-    """Processes of the run; the first one is predicted."""
-    device: Annotated[str, OneOf(("cuda", "cpu"))] | None = None
-    """Device of the run: an NVIDIA GPU that multiplies float8 (cuda, the default) or a CPU."""
-    vs: str | None = None
-    """Compare with another run: "--float8.recipe_name rowwise", or "OTHER.toml --a.b c", as one word."""
-    advise: bool = False
-    """Predict the peak and the recomputation of other settings."""
-    fit: str | None = None
-    """Find the fastest setting whose peak is at most this, such as 80GiB."""
-    time_on: str | None = None
-    """GPU whose step time --advise and --fit model, such as H100 or B200."""
-    measure: bool = False
-    """Run real steps on this machine, and print them next to the prediction."""
-    links: bool = False
-    """Print what the ranks send each other in a step instead: collectives and bytes by link. Also the checkpoint's."""
-    checkpoint_bandwidth: str | None = None
-    """With --links: bytes per second to the file system of checkpoints, such as 50GB."""
-    top: NotNegative = 12
-    """Rows of the largest tensors, and of differences, to print."""
-    output: str = "runs/memory.json"
-    """File of the JSON."""
-    html: str | None = None
-    """File of a page: timeline, breakdown of the peak, tensors saved for backward."""
-    png: str | None = None
-    """File of a picture of the timeline."""
+    ranks: AtLeast1 = setting(1, "Processes of the run; the first one is predicted.")
+    device: Annotated[str, OneOf(("cuda", "cpu"))] | None = setting(
+        None, "Device of the run: an NVIDIA GPU that multiplies float8 (cuda, the default) or a CPU."
+    )
+    vs: str | None = setting(
+        None, 'Compare with another run: "--float8.recipe_name rowwise", or "OTHER.toml --a.b c", as one word.'
+    )
+    advise: bool = setting(False, "Predict the peak and the recomputation of other settings.")
+    fit: str | None = setting(None, "Find the fastest setting whose peak is at most this, such as 80GiB.")
+    time_on: str | None = setting(None, "GPU whose step time --advise and --fit model, such as H100 or B200.")
+    measure: bool = setting(False, "Run real steps on this machine, and print them next to the prediction.")
+    links: bool = setting(
+        False,
+        "Print what the ranks send each other in a step instead: collectives and bytes by link. Also the checkpoint's.",
+    )
+    checkpoint_bandwidth: str | None = setting(
+        None, "With --links: bytes per second to the file system of checkpoints, such as 50GB."
+    )
+    top: NotNegative = setting(12, "Rows of the largest tensors, and of differences, to print.")
+    output: str = setting("runs/memory.json", "File of the JSON.")
+    html: str | None = setting(None, "File of a page: timeline, breakdown of the peak, tensors saved for backward.")
+    png: str | None = setting(None, "File of a picture of the timeline.")
 
     def check(self) -> None:
         """Refuse options that exclude each other, and files that cannot be written."""

@@ -1,7 +1,7 @@
 """Every setting of the trainer, as frozen dataclasses that pydantic validates when made.
 
-Sections and fields carry torchtitan's names where torchtitan has them. The string below a field is its help on the
-command line and in docs/configuration.md.
+Sections and fields carry torchtitan's names where torchtitan has them. The text in `setting` is the help of a field on
+the command line and in docs/configuration.md.
 """
 
 from quaver.trainer.config.checkpoint import Checkpoint

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from quaver.trainer.config.settings import AtLeast1, NotNegative, OneOf, Settings, expanded, is_folder_name
+from quaver.trainer.config.settings import AtLeast1, NotNegative, OneOf, Settings, expanded, is_folder_name, setting
 
 ASYNC_MODES = ("disabled", "async", "async_with_pinned_mem")
 RESUME_POLICIES = ("never", "auto", "must")
@@ -14,25 +14,22 @@ RESUME_POLICIES = ("never", "auto", "must")
 class Checkpoint(Settings, section="checkpoint"):
     """Checkpoints, and the weights that a run begins with."""
 
-    enable: bool = True
-    """Save every interval steps, after the last step, and on Ctrl-C or SIGTERM."""
-    folder: str = "checkpoint"
-    """Folder of the checkpoints in the run folder."""
-    interval: AtLeast1 = 500
-    """Steps between two checkpoints."""
-    keep_latest_k: NotNegative = 3
-    """Newest checkpoints that stay on disk; 0 for all."""
-    async_mode: Annotated[str, OneOf(ASYNC_MODES)] = "async"
-    """Wait until a checkpoint is written (disabled) or in host memory (async; async_with_pinned_mem on CUDA)."""
-    resume: Annotated[str, OneOf(RESUME_POLICIES)] = "never"
-    """never: refuse a run folder with files. auto: resume if there is a checkpoint (needs job.name). must: refuse to
-    start without."""
-    load_step: int = -1
-    """The step to resume from; -1 for the newest. The next save removes newer checkpoints."""
-    verify: bool = True
-    """Compare size and xxh3_128 of every file with the manifest before loading."""
-    initial_load_path: str = ""
-    """Initial weights: a step-... folder, or one from quaver convert hf-to-quaver."""
+    enable: bool = setting(True, "Save every interval steps, after the last step, and on Ctrl-C or SIGTERM.")
+    folder: str = setting("checkpoint", "Folder of the checkpoints in the run folder.")
+    interval: AtLeast1 = setting(500, "Steps between two checkpoints.")
+    keep_latest_k: NotNegative = setting(3, "Newest checkpoints that stay on disk; 0 for all.")
+    async_mode: Annotated[str, OneOf(ASYNC_MODES)] = setting(
+        "async",
+        "Wait until a checkpoint is written (disabled) or in host memory (async; async_with_pinned_mem on CUDA).",
+    )
+    resume: Annotated[str, OneOf(RESUME_POLICIES)] = setting(
+        "never",
+        "never: refuse a run folder with files. auto: resume if there is a checkpoint (needs job.name). must: refuse "
+        "to start without.",
+    )
+    load_step: int = setting(-1, "The step to resume from; -1 for the newest. The next save removes newer checkpoints.")
+    verify: bool = setting(True, "Compare size and xxh3_128 of every file with the manifest before loading.")
+    initial_load_path: str = setting("", "Initial weights: a step-... folder, or one from quaver convert hf-to-quaver.")
 
     def check(self) -> None:
         """Refuse a folder that is a path, and settings that nothing would read."""

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from quaver.trainer.config.settings import AtLeast1, OneOf, Settings
+from quaver.trainer.config.settings import AtLeast1, OneOf, Settings, setting
 
 BYTES = "bytes"
 """The tokenizer that needs no file."""
@@ -15,21 +15,17 @@ BYTES = "bytes"
 class Data(Settings, section="data"):
     """The text and its tokens; see docs/data.md."""
 
-    path: str = "stdlib"
-    """A .txt, .jsonl, .jsonl.gz or .parquet file, a folder of them, or stdlib: the sources of Python's library (short:
-    --data)."""
-    field: str = "text"
-    """The JSONL field or Parquet column that holds the text."""
-    on_corrupt: Annotated[str, OneOf(("skip", "refuse"))] = "skip"
-    """Unreadable records: skip or refuse."""
-    tokenizer: str = BYTES
-    """bytes (256 tokens), a Hugging Face tokenizer.json, or a folder with one."""
-    eos_token: str = ""
-    """Token that ends a document; empty for the tokenizer's own."""
-    cache_folder: str = ""
-    """Cache of tokens; empty for quaver/tokens in $XDG_CACHE_HOME or ~/.cache."""
-    document_mask: bool = False
-    """Attention does not cross the end of a document."""
+    path: str = setting(
+        "stdlib",
+        "A .txt, .jsonl, .jsonl.gz or .parquet file, a folder of them, or stdlib: the sources of Python's library "
+        "(short: --data).",
+    )
+    field: str = setting("text", "The JSONL field or Parquet column that holds the text.")
+    on_corrupt: Annotated[str, OneOf(("skip", "refuse"))] = setting("skip", "Unreadable records: skip or refuse.")
+    tokenizer: str = setting(BYTES, "bytes (256 tokens), a Hugging Face tokenizer.json, or a folder with one.")
+    eos_token: str = setting("", "Token that ends a document; empty for the tokenizer's own.")
+    cache_folder: str = setting("", "Cache of tokens; empty for quaver/tokens in $XDG_CACHE_HOME or ~/.cache.")
+    document_mask: bool = setting(False, "Attention does not cross the end of a document.")
 
     def check(self) -> None:
         """Refuse empty strings, and a token that the tokenizer would not read."""
@@ -45,10 +41,10 @@ class Data(Settings, section="data"):
 class Validation(Settings, section="validation"):
     """Always the same sequences of the validation split."""
 
-    freq: AtLeast1 = 50
-    """Steps between two validations; the last step always has one."""
-    steps: Annotated[int, Ge(1), Le(100_000)] = 8
-    """Batches of local_batch_size sequences in one validation."""
-    high_precision_too: bool = False
-    """Also report validation_loss_hp, with every linear in high precision. Not with tensor parallelism or float8
-    all-gather."""
+    freq: AtLeast1 = setting(50, "Steps between two validations; the last step always has one.")
+    steps: Annotated[int, Ge(1), Le(100_000)] = setting(8, "Batches of local_batch_size sequences in one validation.")
+    high_precision_too: bool = setting(
+        False,
+        "Also report validation_loss_hp, with every linear in high precision. Not with tensor parallelism or float8 "
+        "all-gather.",
+    )

@@ -1,28 +1,25 @@
-"""The flags of a command: the settings of its dataclass, read from words, and the help that tyro prints for them.
+"""The flags of a command: an argparse parser whose options are the fields of its dataclass of settings.
 
 Values stay text where they are none of their type, so that a wrong one has the same error as in TOML.
 """
 
-import difflib
 import itertools
-from collections.abc import Sequence
-from dataclasses import Field, field, fields, make_dataclass
-from typing import Annotated, Any, TypeVar
-
-import tyro
-from tyro.conf import UseAppendAction, arg
+from argparse import SUPPRESS, Action, ArgumentParser, HelpFormatter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, Field, fields
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 from quaver.trainer.config.settings import (
-    TYPE_WORDS,
     Settings,
     base_type,
-    choices_of,
     default_of,
     help_of,
     hints_of,
     is_positional,
     is_section,
     item_type,
+    nearest,
 )
 
 Values = dict[str, Any]
@@ -30,9 +27,6 @@ Values = dict[str, Any]
 
 SHORTHANDS = {"compare": "job.compare", "data": "data.path", "deterministic": "training.deterministic"}
 """Flags of `quaver train` without their section."""
-
-_Words = Annotated[list[tuple[str, ...]], UseAppendAction]
-"""The type of every flag in the help: it may be repeated, and has words."""
 
 _Options = TypeVar("_Options", bound=Settings)
 
@@ -44,29 +38,17 @@ def parse_options(kind: type[_Options], words: list[str], *, prog: str) -> _Opti
         ValueError: for an unknown flag, a flag without its value, or a wrong value.
     """
     exit_after_help(kind, words, prog=prog)
-    values, rest = split_flags(kind, words)
-    command = " ".join(word for word in prog.split() if word.islower() and "{" not in word)
-    flags = []
-    for each in fields(kind):
-        hint = hints_of(kind)[each.name]
-        if not is_positional(hint):
-            flags.append(f"--{each.name.replace('_', '-')}")
-            continue
-        if not rest or rest[0].startswith("-"):
-            choices = ", ".join(choices_of(hint))
-            expected = f"one of {choices}" if choices else each.name.upper()
-            raise ValueError(f"expected {expected}: {help_of(kind)[each.name]}; see {command} --help")
-        if item_type(hint) is None:
-            values[each.name] = rest.pop(0)
-        else:
-            values[each.name] = tuple(itertools.takewhile(_is_value, rest))
-            rest = rest[len(values[each.name]) :]
+    see = f"see {' '.join(word for word in prog.split() if word.islower() and '{' not in word)} --help"
+    try:
+        values, rest = split_flags(kind, words)
+    except ValueError as error:
+        raise ValueError(f"{error}; {see}") from error
     if rest and rest[0].startswith("--"):
-        nearest = difflib.get_close_matches(rest[0].partition("=")[0].replace("_", "-"), flags, n=1, cutoff=0.5)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else f"see {command} --help"
-        raise ValueError(f"unknown flag: {rest[0]!r}; {hint}")
+        flags = [f"--{each.name.replace('_', '-')}" for each in fields(kind) if not is_positional(each)]
+        flag = rest[0].partition("=")[0].replace("_", "-")
+        raise ValueError(f"unknown flag: {rest[0]!r}; {nearest(flag, flags, otherwise=see)}")
     if rest:
-        raise ValueError(f"unexpected argument {rest[0]!r}; see {command} --help")
+        raise ValueError(f"unexpected argument {rest[0]!r}; {see}")
     return kind(**values)
 
 
@@ -86,127 +68,102 @@ def split_options(kind: type[_Options], words: list[str], *, prog: str) -> tuple
 def exit_after_help(kind: type, words: list[str], *, prog: str) -> None:
     """Print the help of `kind` and exit with 0 if `words` ask for it."""
     if "--help" in words or "-h" in words:
-        tyro.cli(
-            _flags(kind, kind.__name__),
-            prog=prog,
-            description=" ".join((kind.__doc__ or "").split()),
-            args=["--help"],
-            use_underscores=any(map(is_section, hints_of(kind).values())),
-        )
+        print(_Parser(kind, prog).format_help(), end="", flush=True)
+        raise SystemExit(0)
 
 
-def split_flags(kind: type, words: Sequence[str]) -> tuple[Values, list[str]]:
-    """Return the values of the flags of `kind` among `words`, and the other words, those before any flag first.
+def split_flags(kind: type, words: Iterable[str]) -> tuple[Values, list[str]]:
+    """Return the values of the flags of `kind` among `words`, and the other words in their order.
 
     Hyphens and underscores are the same in names. A boolean is `--flag`, `--no-flag` or `--flag false`; a list takes
-    every word up to the next flag, or `--flag=a,b`; the value of a string may be one word that holds flags and spaces.
-    Text that is no value of its type stays text, for the type check to refuse by name.
+    every word up to the next flag, and commas divide these; the value of a string may be one word that holds flags
+    and spaces. Text that is no value of its type stays text, for the type check to refuse by name.
 
     Raises:
-        ValueError: a flag has no value.
+        ValueError: a flag has no value, or an argument is missing.
     """
-    hints = _hints_by_name(kind)
-    values: Values = {}
-    others: list[str] = []
-    unknown: list[str] = []
-    pending = list(words)
-    while pending:
-        word = pending.pop(0)
-        if _is_value(word):
-            others.append(word)
-            continue
-        flag, equals, text = word.partition("=")
-        name, negated = (_name(each, hints) for each in (flag, flag.replace("no-", "", 1).replace("no_", "", 1)))
-        count = int(bool(pending) and " " in pending[0] and base_type(hints.get(name)) is str)
-        while count < len(pending) and _is_value(pending[count]):
-            count += 1
-        given, pending = pending[:count], pending[count:]
-        if name in hints and word.startswith("--"):
-            values[name], more = _value(name, hints[name], [text] if equals else given, is_attached=bool(equals))
-            others += given if equals else more
-        elif not equals and word.startswith("--") and base_type(hints.get(negated)) is bool:
-            values[negated] = False
-            others += given
-        else:
-            unknown += [word, *given]
-    return values, others + unknown
+    parser = _Parser(kind)
+    found, rest = parser.parse_known_intermixed_args(list(parser.spelled(words)))
+    return vars(found), rest
 
 
-def _hints_by_name(kind: type, section: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, hint in hints_of(kind).items():
-        if is_section(hint):
-            found |= _hints_by_name(hint, f"{name}.")
-        elif not is_positional(hint):
-            found[section + name] = hint
-    return found
+class _Parser(ArgumentParser):
+    """The parser of the settings of `kind`; `prog` is what its help says before the options."""
+
+    def __init__(self, kind: type, prog: str = "") -> None:
+        super().__init__(
+            usage=f"{prog} [options]",
+            description=_one_line(kind.__doc__),
+            add_help=bool(prog),
+            allow_abbrev=False,
+            argument_default=SUPPRESS,
+            formatter_class=partial(HelpFormatter, max_help_position=8),
+        )
+        self._spellings: dict[str, str] = {}
+        self._switches: set[str] = set()
+        self._add(self.add_argument, kind, "")
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ValueError in place of the end of the process."""
+        raise ValueError(message.removeprefix("argument "))
+
+    def spelled(self, words: Iterable[str]) -> Iterator[str]:
+        """The words with each flag in the one spelling that argparse knows, and with the value of each boolean."""
+        for word, after in itertools.pairwise([*words, ""]):
+            flag, equals, text = word.partition("=")
+            flag = self._spellings.get(flag.replace("-", "_"), flag)
+            if flag in self._switches and not equals and after.lower() not in ("true", "false"):
+                flag += "=true"
+            yield flag + equals + text
+
+    def _add(self, add: Callable[..., object], kind: type, section: str) -> None:
+        texts = help_of(kind)
+        for each in fields(kind):
+            hint, name = hints_of(kind)[each.name], section + each.name
+            if is_section(hint):
+                group = self.add_argument_group(each.name, _one_line(hint.__doc__))
+                self._add(group.add_argument, hint, f"{name}.")
+                continue
+            base, item = base_type(hint), item_type(hint)
+            text = f"{texts[each.name]} {_default_words(each)}".replace("%", "%%")
+            if is_positional(each):
+                add(name, nargs="+" if item else None, metavar=name.upper(), help=text)
+                continue
+            metavar = "true|false" if base is bool else (item or base).__name__.upper()
+            flag = f"--{name if section else name.replace('_', '-')}"
+            options: dict[str, Any] = {"type": partial(_convert, base)}
+            if base is bool:
+                options["nargs"] = "?"
+                self._switches.add(flag)
+                for negated in (f"{section}no_{each.name}", f"no_{name}"):
+                    self._spellings[f"__{negated}"] = f"{flag}=false"
+            if item is not None:
+                options = {"action": _List, "nargs": "*"}
+            add(flag, dest=name, metavar=metavar, help=text, **options)
+            self._spellings[f"__{name}"] = flag
+            self._spellings |= {f"__{short}": flag for short, long in SHORTHANDS.items() if long == name}
 
 
-def _is_value(word: str) -> bool:
-    """Whether `word` is no flag; a negative number is none."""
-    return not word.startswith("-") or word == "-" or isinstance(_convert(word, float), float)
+class _List(Action):
+    """Stores the words of a list of strings, and the parts of words with commas."""
+
+    def __call__(self, parser: object, namespace: object, values: Any, option_string: object = None) -> None:
+        """Called by argparse."""
+        setattr(namespace, self.dest, [part for word in values for part in word.split(",") if part])
 
 
-def _name(flag: str, hints: dict[str, Any]) -> str:
-    name = flag.removeprefix("--").replace("-", "_")
-    return name if name in hints else SHORTHANDS.get(name, name)
-
-
-def _flags(kind: type, title: str, section: str = "") -> type:
-    """A dataclass for tyro with the flags of `kind`, each a list of the words that follow it."""
-    made: list[tuple[str, Any, Any]] = []
-    shorthands = {name: flag for flag, name in SHORTHANDS.items()}
-    helps = help_of(kind)
-    for each in fields(kind):
-        hint = hints_of(kind)[each.name]
-        if is_section(hint):
-            inner = _flags(hint, hint.__name__, f"{each.name}.")
-            made.append((each.name, inner, field(default_factory=inner)))
-        elif not is_positional(hint):
-            short = shorthands.get(section + each.name)
-            about = arg(
-                name=each.name if section else each.name.replace("_", "-"),
-                metavar=_metavar(hint),
-                help=helps[each.name],
-                help_behavior_hint=_default_words(each),
-                aliases=None if short is None else [f"--{short}"],
-            )
-            made.append((each.name, Annotated[_Words, about], field(default_factory=list)))
-    result = make_dataclass(title, made)
-    result.__doc__ = kind.__doc__
-    return result
-
-
-def _metavar(hint: Any) -> str:
-    choices = choices_of(hint)
-    one = f"{{{','.join(choices)}}}" if choices else (item_type(hint) or base_type(hint)).__name__.upper()
-    if base_type(hint) is bool:
-        return "[true|false]"
-    return f"[{one} ...]" if item_type(hint) else one
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split())
 
 
 def _default_words(setting: "Field[Any]") -> str:
     value = setting.default
-    return "" if value in (None, "", ()) or value is False else f"(default: {default_of(setting)})"
+    return "" if value in (None, "", (), MISSING) or value is False else f"(default: {default_of(setting)})"
 
 
-def _value(name: str, hint: Any, given: list[str], *, is_attached: bool) -> tuple[Any, list[str]]:
-    """The value of a flag from the words after it, and the words that are not part of it."""
-    base, item = base_type(hint), item_type(hint)
-    if base is bool:
-        if given and (is_attached or given[0].lower() in ("true", "false")):
-            return {"true": True, "false": False}.get(given[0].lower(), given[0]), given[1:]
-        return True, given
-    if item is not None:
-        items = given[0].split(",") if is_attached else given
-        return [_convert(each, item) for each in items if each], []
-    if not given:
-        shown = name if "." in name else name.replace("_", "-")
-        raise ValueError(f"--{shown} needs a value: {TYPE_WORDS[base]}")
-    return _convert(given[0], base), given[1:]
-
-
-def _convert(text: str, kind: type) -> Any:
+def _convert(kind: type, text: str) -> Any:
+    if kind is bool:
+        return {"true": True, "false": False}.get(text.lower(), text)
     try:
         return kind(text)
     except ValueError:

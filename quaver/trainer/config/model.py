@@ -6,7 +6,7 @@ from typing import Annotated
 from annotated_types import Ge, Gt
 from pydantic.types import AllowInfNan
 
-from quaver.trainer.config.settings import AtLeast1, FiniteNotNegative, NotNegative, Settings
+from quaver.trainer.config.settings import AtLeast1, FiniteNotNegative, NotNegative, Settings, setting
 
 
 @dataclass(frozen=True)
@@ -23,38 +23,30 @@ class RopeScaling:
 class Model(Settings, section="model"):
     """Shape of the Llama 3 style model."""
 
-    vocab_size: AtLeast1 = 256
-    """At least the tokens of data.tokenizer."""
-    dim: AtLeast1 = 256
-    """Width of the residual stream."""
-    n_layers: AtLeast1 = 4
-    """Transformer blocks."""
-    n_heads: AtLeast1 = 4
-    """Query heads, of dim / n_heads each."""
-    n_kv_heads: AtLeast1 = 2
-    """Key and value heads, shared by n_heads / n_kv_heads query heads each."""
-    hidden_dim: AtLeast1 = 768
-    """Width inside the feed-forward network, or inside each expert."""
-    n_experts: NotNegative = 0
-    """Experts in place of the feed-forward network, of which a token takes top_k; 0 for none."""
-    top_k: AtLeast1 = 2
-    """Experts of a token."""
-    n_shared_experts: NotNegative = 0
-    """Experts that every token takes besides."""
-    norm_eps: FiniteNotNegative = 1e-5
-    """Added to the mean square in RMSNorm."""
-    rope_theta: Annotated[float, AllowInfNan(False), Gt(0)] = 500000.0
-    """Base of the rotary frequencies."""
-    rope_scaling_factor: Annotated[float, AllowInfNan(False), Ge(1)] = 1.0
-    """Divides low rotary frequencies: 8 in Llama 3.1, 32 in 3.2; 1 for none."""
-    rope_low_freq_factor: Annotated[float, AllowInfNan(False), Gt(0)] = 1.0
-    """Divide frequencies with fewer turns in rope_original_max_position."""
-    rope_high_freq_factor: FiniteNotNegative = 4.0
-    """Leave frequencies with more turns; between the two, divide by part of the factor."""
-    rope_original_max_position: AtLeast1 = 8192
-    """Context length before the scaling."""
-    tie_word_embeddings: bool = False
-    """The token embedding is the output projection too."""
+    vocab_size: AtLeast1 = setting(256, "At least the tokens of data.tokenizer.")
+    dim: AtLeast1 = setting(256, "Width of the residual stream.")
+    n_layers: AtLeast1 = setting(4, "Transformer blocks.")
+    n_heads: AtLeast1 = setting(4, "Query heads, of dim / n_heads each.")
+    n_kv_heads: AtLeast1 = setting(2, "Key and value heads, shared by n_heads / n_kv_heads query heads each.")
+    hidden_dim: AtLeast1 = setting(768, "Width inside the feed-forward network, or inside each expert.")
+    n_experts: NotNegative = setting(
+        0, "Experts in place of the feed-forward network, of which a token takes top_k; 0 for none."
+    )
+    top_k: AtLeast1 = setting(2, "Experts of a token.")
+    n_shared_experts: NotNegative = setting(0, "Experts that every token takes besides.")
+    norm_eps: FiniteNotNegative = setting(1e-5, "Added to the mean square in RMSNorm.")
+    rope_theta: Annotated[float, AllowInfNan(False), Gt(0)] = setting(500000.0, "Base of the rotary frequencies.")
+    rope_scaling_factor: Annotated[float, AllowInfNan(False), Ge(1)] = setting(
+        1.0, "Divides low rotary frequencies: 8 in Llama 3.1, 32 in 3.2; 1 for none."
+    )
+    rope_low_freq_factor: Annotated[float, AllowInfNan(False), Gt(0)] = setting(
+        1.0, "Divide frequencies with fewer turns in rope_original_max_position."
+    )
+    rope_high_freq_factor: FiniteNotNegative = setting(
+        4.0, "Leave frequencies with more turns; between the two, divide by part of the factor."
+    )
+    rope_original_max_position: AtLeast1 = setting(8192, "Context length before the scaling.")
+    tie_word_embeddings: bool = setting(False, "The token embedding is the output projection too.")
 
     def check(self) -> None:
         """Refuse heads that do not divide evenly, and settings that nothing reads."""

@@ -6,7 +6,15 @@ from typing import Annotated
 
 from quaver.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.layer_recipes import HIGH_PRECISION
-from quaver.trainer.config.settings import AtLeast1, FiniteNotNegative, NotNegative, OneOf, Settings, is_folder_name
+from quaver.trainer.config.settings import (
+    AtLeast1,
+    FiniteNotNegative,
+    NotNegative,
+    OneOf,
+    Settings,
+    is_folder_name,
+    setting,
+)
 
 FALLBACKS = (
     HIGH_PRECISION,
@@ -22,12 +30,11 @@ FALLBACKS = (
 class Job(Settings, section="job"):
     """The run folder, and the bfloat16 baseline."""
 
-    name: str = ""
-    """The run's folder in dump_folder; empty: named by recipe and time."""
-    dump_folder: str = "runs"
-    """Folder of all runs."""
-    compare: bool = False
-    """Also train a bfloat16 baseline from the same weights on the same data (short: --compare)."""
+    name: str = setting("", "The run's folder in dump_folder; empty: named by recipe and time.")
+    dump_folder: str = setting("runs", "Folder of all runs.")
+    compare: bool = setting(
+        False, "Also train a bfloat16 baseline from the same weights on the same data (short: --compare)."
+    )
 
     def check(self) -> None:
         """Refuse paths where a name is needed, and empty folders."""
@@ -40,20 +47,19 @@ class Job(Settings, section="job"):
 class Metrics(Settings, section="metrics"):
     """What is printed and logged; metrics.jsonl always has every step."""
 
-    log_freq: AtLeast1 = 10
-    """Steps between two printed lines without a terminal."""
-    float8_scales_freq: NotNegative = 1
-    """Delayed recipes: steps between two lines of float8_scales.jsonl; 0 never."""
-    loss_spike_deviations: FiniteNotNegative = 6.0
-    """A loss so many robust deviations above the median of the last 64 is a spike; 0 never."""
-    enable_tensorboard: bool = False
-    """Write TensorBoard events (pip install 'quaver[tensorboard]')."""
-    save_tb_folder: str = "tb"
-    """Their folder in the run folder."""
-    enable_wandb: bool = False
-    """Log to Weights & Biases (pip install 'quaver[wandb]'); WANDB_MODE=offline keeps it local."""
-    wandb_project: str = "quaver"
-    """Project of the run."""
+    log_freq: AtLeast1 = setting(10, "Steps between two printed lines without a terminal.")
+    float8_scales_freq: NotNegative = setting(
+        1, "Delayed recipes: steps between two lines of float8_scales.jsonl; 0 never."
+    )
+    loss_spike_deviations: FiniteNotNegative = setting(
+        6.0, "A loss so many robust deviations above the median of the last 64 is a spike; 0 never."
+    )
+    enable_tensorboard: bool = setting(False, "Write TensorBoard events (pip install 'quaver[tensorboard]').")
+    save_tb_folder: str = setting("tb", "Their folder in the run folder.")
+    enable_wandb: bool = setting(
+        False, "Log to Weights & Biases (pip install 'quaver[wandb]'); WANDB_MODE=offline keeps it local."
+    )
+    wandb_project: str = setting("quaver", "Project of the run.")
 
     def check(self) -> None:
         """Refuse names that no logger would read."""
@@ -67,16 +73,17 @@ class Metrics(Settings, section="metrics"):
 class Numerics(Settings, section="numerics"):
     """Statistics of every float8 matmul in single steps: numerics.jsonl, and the loggers of [metrics]."""
 
-    every: NotNegative = 0
-    """Steps between two samples; the first step is one, too. 0: none."""
-    extras_every: NotNegative = 20
-    """Each linear gets histograms and the SQNR of other recipes once in so many samples, in turns; 0: none."""
+    every: NotNegative = setting(0, "Steps between two samples; the first step is one, too. 0: none.")
+    extras_every: NotNegative = setting(
+        20, "Each linear gets histograms and the SQNR of other recipes once in so many samples, in turns; 0: none."
+    )
 
-    on_alarm: Annotated[str, OneOf(("log", "stop", "fallback"))] = "log"
-    """log: say and record it. stop: end the run with a checkpoint. fallback: give a linear that its recipe harms
-    fallback_recipe, from the next step on, in the run's config too."""
-    fallback_recipe: Annotated[str, OneOf(FALLBACKS)] = HIGH_PRECISION
-    """The recipe of such a linear."""
+    on_alarm: Annotated[str, OneOf(("log", "stop", "fallback"))] = setting(
+        "log",
+        "log: say and record it. stop: end the run with a checkpoint. fallback: give a linear that its recipe harms "
+        "fallback_recipe, from the next step on, in the run's config too.",
+    )
+    fallback_recipe: Annotated[str, OneOf(FALLBACKS)] = setting(HIGH_PRECISION, "The recipe of such a linear.")
 
     def check(self) -> None:
         """Refuse settings that nothing would read."""
@@ -90,22 +97,18 @@ class Numerics(Settings, section="numerics"):
 class Profiling(Settings, section="profiling"):
     """Traces and memory snapshots of single steps, by every rank."""
 
-    enable_profiling: bool = False
-    """Write traces for Perfetto or chrome://tracing."""
-    save_traces_folder: str = "profile_trace"
-    """Folder of the traces in the run folder."""
-    profile_freq: AtLeast1 = 10
-    """Trace the last profiler_active of every so many steps."""
-    profiler_warmup: NotNegative = 3
-    """Steps recorded before them and discarded."""
-    profiler_active: AtLeast1 = 1
-    """Steps that are traced, one file each."""
-    enable_memory_snapshot: bool = False
-    """Write a step's allocator history (CUDA) or live tensors (CPU). SIGUSR1 writes another."""
-    save_memory_snapshot_folder: str = "memory_snapshot"
-    """Folder of the snapshots in the run folder."""
-    memory_snapshot_step: NotNegative = 3
-    """The step to write; 0: only on SIGUSR1 or when CUDA runs out of memory."""
+    enable_profiling: bool = setting(False, "Write traces for Perfetto or chrome://tracing.")
+    save_traces_folder: str = setting("profile_trace", "Folder of the traces in the run folder.")
+    profile_freq: AtLeast1 = setting(10, "Trace the last profiler_active of every so many steps.")
+    profiler_warmup: NotNegative = setting(3, "Steps recorded before them and discarded.")
+    profiler_active: AtLeast1 = setting(1, "Steps that are traced, one file each.")
+    enable_memory_snapshot: bool = setting(
+        False, "Write a step's allocator history (CUDA) or live tensors (CPU). SIGUSR1 writes another."
+    )
+    save_memory_snapshot_folder: str = setting("memory_snapshot", "Folder of the snapshots in the run folder.")
+    memory_snapshot_step: NotNegative = setting(
+        3, "The step to write; 0: only on SIGUSR1 or when CUDA runs out of memory."
+    )
 
     def check(self) -> None:
         """Refuse settings of a disabled profiler, too short a period, and folders outside of the run folder."""

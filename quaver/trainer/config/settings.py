@@ -1,21 +1,19 @@
-"""What a setting is: a field of a frozen dataclass, with a type and bounds that pydantic checks, and a text below it.
+"""What a setting is: a field of a frozen dataclass with a help text, and a type and bounds that pydantic checks.
 
 The command line, its help, the TOML files and docs/configuration.md all read these fields.
 """
 
-import ast
-import inspect
-import textwrap
+import difflib
 import typing
-from collections.abc import Iterator
-from dataclasses import Field, dataclass, fields
+from collections.abc import Collection, Iterator
+from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, ClassVar
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Le
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.types import AllowInfNan
 from pydantic_core import CoreSchema, core_schema
@@ -26,13 +24,14 @@ FiniteNotNegative = Annotated[float, AllowInfNan(False), Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 
 TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-_BOUND_WORDS = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
-_SHORTER = {
-    "at least 0": "not negative",
-    "above 0": "positive",
-    "finite and at least 0": "finite and not negative",
-    "at least 0 and at most 1": "from 0 to 1",
+_BOUND_WORDS = {
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "above {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "below {lt}",
+    "finite_number": "finite",
 }
+"""What pydantic's types of errors expect."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,15 @@ class OneOf:
         """Return the schema by which pydantic checks them."""
         return core_schema.str_schema() if self.has_aliases else core_schema.literal_schema(list(self.choices))
 
-    def __str__(self) -> str:
-        return f"one of {', '.join(self.choices)}"
+
+def setting(default: object, text: str) -> Any:
+    """A field of `Settings` with its help text: `steps: AtLeast1 = setting(200, "Optimizer steps.")`."""
+    return field(default=default, metadata={"help": text})
 
 
-@dataclass(frozen=True)
-class Positional:
-    """Marks an option that is given without a flag: `Annotated[str, Positional()]`."""
+def argument(text: str) -> Any:
+    """A field that a command takes without a flag, and always, with its help text."""
+    return field(metadata={"help": text})
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,10 @@ class Settings:
                 checked = _adapters(kind)[each.name].validate_python(value)
             except ValidationError as error:
                 first = error.errors()[0]
-                is_bound = not first["type"].endswith("_type")
-                expected = _bounds(hint, finite=first["type"] == "finite_number") if is_bound else type_words(hint)
-                got = first["input"] if is_bound else getattr(self, each.name)
+                is_type = first["type"].endswith("_type")
+                bound = _BOUND_WORDS.get(first["type"], f"one of {', '.join(choices_of(hint))}")
+                expected = type_words(hint) if is_type else bound.format(**first.get("ctx", {}))
+                got = getattr(self, each.name) if is_type else first["input"]
                 raise ValueError(f"{self.name_of(each.name)} must be {expected}, got {got!r}") from None
             object.__setattr__(self, each.name, checked)
         self.check()
@@ -97,7 +99,7 @@ class Settings:
         """Return the name by which errors call a field: `section.field`, or `--field` for an option."""
         if cls.section:
             return f"{cls.section}.{field}"
-        return field.upper() if is_positional(hints_of(cls)[field]) else "--" + field.replace("_", "-")
+        return field.upper() if is_positional(cls.__dataclass_fields__[field]) else "--" + field.replace("_", "-")
 
     def require(self, holds: bool, field: str, expected: str, fix: str = "") -> None:
         """Raise ValueError that says what `field` must be, what it is, and what to do, unless `holds`."""
@@ -145,9 +147,9 @@ def is_section(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, Settings)
 
 
-def is_positional(hint: Any) -> bool:
+def is_positional(each: "Field[Any]") -> bool:
     """Whether an option is given without a flag."""
-    return any(isinstance(each, Positional) for each in _metadata(hint))
+    return each.default is MISSING and each.default_factory is MISSING
 
 
 def base_type(hint: Any) -> Any:
@@ -177,12 +179,26 @@ def type_words(hint: Any) -> str:
 
 
 def help_of(kind: type) -> dict[str, str]:
-    """By field, the string below it in the source."""
-    found: dict[str, str] = {}
-    for owner in reversed(kind.__mro__):
-        if owner not in (object, Settings):
-            found |= {name: text for name, text in _strings_below_fields(owner).items() if text or name not in found}
+    """By field, its help text, which a field without one inherits, and the strings that it may be."""
+    found = {each.name: each.metadata["help"] for each in _own_fields(kind) if each.metadata}
+    for name in found:
+        choices = choices_of(hints_of(kind)[name])
+        if not all(choice in found[name] for choice in choices):
+            found[name] += f" One of {', '.join(choices)}."
     return found
+
+
+def _own_fields(kind: type) -> "Iterator[Field[Any]]":
+    for owner in reversed(kind.__mro__):
+        yield from owner.__dict__.get("__dataclass_fields__", {}).values()
+
+
+def nearest(name: str, choices: Collection[str], *, otherwise: str) -> str:
+    """What to do about an unknown `name`: the choice that was meant, or `otherwise`."""
+    # A right key in the wrong section is nearer than a name of similar spelling.
+    found = [choice for choice in choices if choice.rpartition(".")[2] == name.rpartition(".")[2]]
+    found = found or difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    return f"did you mean {found[0]!r}?" if found else otherwise
 
 
 def default_of(setting: "Field[Any]") -> str:
@@ -195,33 +211,10 @@ def default_of(setting: "Field[Any]") -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def _strings_below_fields(kind: type) -> dict[str, str]:
-    body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]).body
-    texts = {}
-    for setting, below in zip(body, [*body[1:], None], strict=True):
-        if isinstance(setting, ast.AnnAssign) and isinstance(setting.target, ast.Name):
-            is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-            texts[setting.target.id] = " ".join(str(below.value.value).split()) if is_text else ""  # type: ignore
-    return texts
-
-
 @cache
 def _adapters(kind: Any) -> dict[str, TypeAdapter[Any]]:
     strict = ConfigDict(strict=True)
     return {name: TypeAdapter(hint, config=strict) for name, hint in hints_of(kind).items() if not is_section(hint)}
-
-
-def _bounds(hint: Any, *, finite: bool) -> str:
-    words = []
-    for each in _metadata(hint):
-        if isinstance(each, OneOf):
-            words.append(str(each))
-        elif isinstance(each, AllowInfNan):
-            words += ["finite"] * finite
-        elif type(each) in _BOUND_WORDS:
-            words.append(f"{_BOUND_WORDS[type(each)]} {getattr(each, type(each).__name__.lower())}")
-    text = " and ".join(words)
-    return _SHORTER.get(text, text)
 
 
 def _metadata(hint: Any) -> Iterator[Any]:

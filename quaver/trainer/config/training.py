@@ -7,7 +7,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from quaver.checkpointing import MODES as CHECKPOINT_MODES
 from quaver.checkpointing.policy import named_operations, selected_every
-from quaver.trainer.config.settings import AtLeast1, FiniteNotNegative, NotNegative, OneOf, Settings, Share
+from quaver.trainer.config.settings import AtLeast1, FiniteNotNegative, NotNegative, OneOf, Settings, Share, setting
 
 DEVICES = ("auto", "cpu", "cuda")
 Dtype = Annotated[str, OneOf(("float32", "bfloat16"))]
@@ -21,34 +21,26 @@ MOST_SECONDS = 10**7
 class Training(Settings, section="training"):
     """Length, batch, precision and device."""
 
-    steps: AtLeast1 = 200
-    """Optimizer steps."""
-    seq_len: AtLeast1 = 256
-    """Tokens in one sequence."""
-    local_batch_size: AtLeast1 = 8
-    """Sequences in one forward of a data-parallel rank."""
-    global_batch_size: int = -1
-    """Sequences in one optimizer step; -1: one local batch per data-parallel rank."""
-    max_norm: Annotated[float, Gt(0)] = 1.0
-    """Gradients are clipped to this norm."""
-    compile: bool = False
-    """Compile each transformer block with torch.compile."""
-    seed: int = 0
-    """Seed of initial weights and data order."""
-    dtype: Dtype = "float32"
-    """Parameters, gradients, optimizer state: float32 or bfloat16."""
-    mixed_precision_param: Dtype = "bfloat16"
-    """Autocast's dtype; no autocast if equal to dtype."""
-    residual_dtype: Annotated[str, OneOf(("auto", "float32", "bfloat16"))] = "auto"
-    """The residual stream, and the embedding that FSDP2 gathers: auto (that of dtype), float32 or bfloat16."""
-    device: Annotated[str, OneOf(DEVICES)] = "auto"
-    """auto (CUDA if there is one), cpu or cuda."""
-    nonfinite: Annotated[str, OneOf(("stop", "skip"))] = "stop"
-    """At an inf or NaN loss or gradient norm: stop, or skip the update."""
-    max_nonfinite_steps: AtLeast1 = 10
-    """skip: steps in a row before the run ends."""
-    deterministic: bool = False
-    """Only algorithms that repeat to the bit; CPUs always do (short: --deterministic)."""
+    steps: AtLeast1 = setting(200, "Optimizer steps.")
+    seq_len: AtLeast1 = setting(256, "Tokens in one sequence.")
+    local_batch_size: AtLeast1 = setting(8, "Sequences in one forward of a data-parallel rank.")
+    global_batch_size: int = setting(-1, "Sequences in one optimizer step; -1: one local batch per data-parallel rank.")
+    max_norm: Annotated[float, Gt(0)] = setting(1.0, "Gradients are clipped to this norm.")
+    compile: bool = setting(False, "Compile each transformer block with torch.compile.")
+    seed: int = setting(0, "Seed of initial weights and data order.")
+    dtype: Dtype = setting("float32", "Parameters, gradients, optimizer state: float32 or bfloat16.")
+    mixed_precision_param: Dtype = setting("bfloat16", "Autocast's dtype; no autocast if equal to dtype.")
+    residual_dtype: Annotated[str, OneOf(("auto", "float32", "bfloat16"))] = setting(
+        "auto", "The residual stream, and the embedding that FSDP2 gathers: auto (that of dtype), float32 or bfloat16."
+    )
+    device: Annotated[str, OneOf(DEVICES)] = setting("auto", "auto (CUDA if there is one), cpu or cuda.")
+    nonfinite: Annotated[str, OneOf(("stop", "skip"))] = setting(
+        "stop", "At an inf or NaN loss or gradient norm: stop, or skip the update."
+    )
+    max_nonfinite_steps: AtLeast1 = setting(10, "skip: steps in a row before the run ends.")
+    deterministic: bool = setting(
+        False, "Only algorithms that repeat to the bit; CPUs always do (short: --deterministic)."
+    )
 
     def check(self) -> None:
         """Refuse what autocast cannot do, batches that do not divide, and settings that nothing reads."""
@@ -95,24 +87,22 @@ class Training(Settings, section="training"):
 class ActivationCheckpoint(Settings, section="activation_checkpoint"):
     """What blocks save for backward; the rest is recomputed, to the same bits unless it is stored in float8."""
 
-    mode: Annotated[str, OneOf(CHECKPOINT_MODES)] = "none"
-    """Which blocks recompute what; see docs/trainer.md."""
-    selective_ac_option: str = "op"
-    """selective: op saves the costly results of every block; a number n recomputes every n-th block."""
-    selective_ac_also_keep: tuple[str, ...] = ()
-    """op: more operators with saved results, such as aten.silu."""
-    selective_ac_never_keep: tuple[str, ...] = ()
-    """op: operators without saved results, such as aten.amax."""
-    memory_budget: Share = 0.5
-    """Share of results that the compiler saves; 0 for inputs of blocks only."""
-    store_in_float8: bool = False
-    """What norms, attention and feed-forwards save is stored as float8 codes of blocks of 128."""
+    mode: Annotated[str, OneOf(CHECKPOINT_MODES)] = setting("none", "Which blocks recompute what; see docs/trainer.md.")
+    selective_ac_option: str = setting(
+        "op", "selective: op saves the costly results of every block; a number n recomputes every n-th block."
+    )
+    selective_ac_also_keep: tuple[str, ...] = setting((), "op: more operators with saved results, such as aten.silu.")
+    selective_ac_never_keep: tuple[str, ...] = setting((), "op: operators without saved results, such as aten.amax.")
+    memory_budget: Share = setting(0.5, "Share of results that the compiler saves; 0 for inputs of blocks only.")
+    store_in_float8: bool = setting(
+        False, "What norms, attention and feed-forwards save is stored as float8 codes of blocks of 128."
+    )
 
     def check(self) -> None:
         """Refuse settings of another mode, and operators that torch does not have."""
-        for setting, mode in (("selective_ac_option", "selective"), ("memory_budget", "memory_budget")):
+        for name, mode in (("selective_ac_option", "selective"), ("memory_budget", "memory_budget")):
             if self.mode != mode:
-                self.require_default(setting, unless=f"activation_checkpoint.mode is {mode}")
+                self.require_default(name, unless=f"activation_checkpoint.mode is {mode}")
         try:
             every = selected_every(self.selective_ac_option)
         except ValueError as error:
@@ -131,22 +121,21 @@ class ActivationCheckpoint(Settings, section="activation_checkpoint"):
 class Optimizer(Settings, section="optimizer"):
     """AdamW. Matrices and the embedding are decayed; norms and biases are not."""
 
-    name: Annotated[str, OneOf(("AdamW", "Float8AdamW"))] = "AdamW"
-    """AdamW, or Float8AdamW with both moments in float8, but for embeddings, norms and small parameters."""
-    lr: FiniteNotNegative = 3e-3
-    """Learning rate after the warm-up."""
-    beta1: _Beta = 0.9
-    """Decay of the running mean of the gradient."""
-    beta2: _Beta = 0.95
-    """Decay of the running mean of its square."""
-    eps: FiniteNotNegative = 1e-8
-    """Added to the denominator of the update."""
-    weight_decay: FiniteNotNegative = 0.1
-    """Decoupled weight decay of matrices."""
-    expert_bias_rate: FiniteNotNegative = 0.001
-    """What a step adds to the bias of a router for experts below the mean load, and takes from others; 0 never."""
-    implementation: Annotated[str, OneOf(("auto", "fused", "foreach", "for-loop"))] = "auto"
-    """fused (one kernel), foreach (one per operation) or for-loop (one per parameter, too); auto is fused."""
+    name: Annotated[str, OneOf(("AdamW", "Float8AdamW"))] = setting(
+        "AdamW", "AdamW, or Float8AdamW with both moments in float8, but for embeddings, norms and small parameters."
+    )
+    lr: FiniteNotNegative = setting(3e-3, "Learning rate after the warm-up.")
+    beta1: _Beta = setting(0.9, "Decay of the running mean of the gradient.")
+    beta2: _Beta = setting(0.95, "Decay of the running mean of its square.")
+    eps: FiniteNotNegative = setting(1e-8, "Added to the denominator of the update.")
+    weight_decay: FiniteNotNegative = setting(0.1, "Decoupled weight decay of matrices.")
+    expert_bias_rate: FiniteNotNegative = setting(
+        0.001,
+        "What a step adds to the bias of a router for experts below the mean load, and takes from others; 0 never.",
+    )
+    implementation: Annotated[str, OneOf(("auto", "fused", "foreach", "for-loop"))] = setting(
+        "auto", "fused (one kernel), foreach (one per operation) or for-loop (one per parameter, too); auto is fused."
+    )
 
     def check(self) -> None:
         """Refuse a choice of AdamW's kernels for another optimizer."""
@@ -158,16 +147,17 @@ class Optimizer(Settings, section="optimizer"):
 class LRScheduler(Settings, section="lr_scheduler"):
     """Linear warm-up to optimizer.lr, then the schedule."""
 
-    warmup_steps: NotNegative = 20
-    """Steps of linear warm-up; may exceed training.steps."""
-    schedule: Annotated[str, OneOf(("cosine", "linear", "wsd", "constant"))] = "cosine"
-    """cosine or linear decay, wsd (stable, then decay) or constant."""
-    decay_ratio: Annotated[float, Gt(0), Le(1)] = 0.1
-    """wsd: share of the steps in the decay; at least one step."""
-    decay_type: Annotated[str, OneOf(("linear", "sqrt", "cosine"))] = "linear"
-    """wsd: linear, sqrt (1 - sqrt, steep at first) or cosine."""
-    min_lr_factor: Share = 0.1
-    """Share of optimizer.lr at the last step."""
+    warmup_steps: NotNegative = setting(20, "Steps of linear warm-up; may exceed training.steps.")
+    schedule: Annotated[str, OneOf(("cosine", "linear", "wsd", "constant"))] = setting(
+        "cosine", "cosine or linear decay, wsd (stable, then decay) or constant."
+    )
+    decay_ratio: Annotated[float, Gt(0), Le(1)] = setting(
+        0.1, "wsd: share of the steps in the decay; at least one step."
+    )
+    decay_type: Annotated[str, OneOf(("linear", "sqrt", "cosine"))] = setting(
+        "linear", "wsd: linear, sqrt (1 - sqrt, steep at first) or cosine."
+    )
+    min_lr_factor: Share = setting(0.1, "Share of optimizer.lr at the last step.")
 
     def check(self) -> None:
         """Refuse settings that the schedule does not read."""
@@ -185,16 +175,16 @@ class LRScheduler(Settings, section="lr_scheduler"):
 class Parallelism(Settings, section="parallelism"):
     """How ranks share the work; the degrees multiply to their number."""
 
-    data_parallel_replicate_degree: AtLeast1 = 1
-    """Copies of the weights, each on a group of ranks (HSDP)."""
-    data_parallel_shard_degree: int = -1
-    """Ranks over which FSDP2 shards a copy; -1 for the rest."""
-    tensor_parallel_degree: AtLeast1 = 1
-    """Ranks that share each linear and, between linears, the sequence."""
-    expert_parallel_degree: AtLeast1 = 1
-    """Ranks of each shard group that split the experts; FSDP2 shards those of a rank over the rest."""
-    fsdp_reshard_after_forward: Annotated[str, OneOf(("default", "always", "never"))] = "default"
-    """When FSDP2 frees gathered weights after the forward; default: all but those that backward needs first."""
+    data_parallel_replicate_degree: AtLeast1 = setting(1, "Copies of the weights, each on a group of ranks (HSDP).")
+    data_parallel_shard_degree: int = setting(-1, "Ranks over which FSDP2 shards a copy; -1 for the rest.")
+    tensor_parallel_degree: AtLeast1 = setting(1, "Ranks that share each linear and, between linears, the sequence.")
+    expert_parallel_degree: AtLeast1 = setting(
+        1, "Ranks of each shard group that split the experts; FSDP2 shards those of a rank over the rest."
+    )
+    fsdp_reshard_after_forward: Annotated[str, OneOf(("default", "always", "never"))] = setting(
+        "default",
+        "When FSDP2 frees gathered weights after the forward; default: all but those that backward needs first.",
+    )
 
     def check(self) -> None:
         """Refuse a shard degree that is no number of ranks."""
@@ -206,7 +196,9 @@ class Parallelism(Settings, section="parallelism"):
 class Comm(Settings, section="comm"):
     """Communication between ranks."""
 
-    train_timeout_seconds: Annotated[int, Ge(1), Le(MOST_SECONDS)] = 300
-    """Seconds until a waiting collective ends the run with an error."""
-    watchdog_seconds: Annotated[int, Ge(0), Le(MOST_SECONDS)] = 120
-    """Seconds until a stuck step writes stacks-rank<n>.txt (first step: ten times that); 0 never."""
+    train_timeout_seconds: Annotated[int, Ge(1), Le(MOST_SECONDS)] = setting(
+        300, "Seconds until a waiting collective ends the run with an error."
+    )
+    watchdog_seconds: Annotated[int, Ge(0), Le(MOST_SECONDS)] = setting(
+        120, "Seconds until a stuck step writes stacks-rank<n>.txt (first step: ten times that); 0 never."
+    )

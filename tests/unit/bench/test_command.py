@@ -43,7 +43,7 @@ BAD_INPUT = {
     "bench linear --recipes rowise": "unknown recipe 'rowise': expected one of tensorwise",
     "bench linear --rounds 0": "--rounds must be at least 1, got 0",
     "bench linear --rounds many": "--rounds must be an integer, got 'many'",
-    "bench linear --threads -1": "--threads must be not negative, got -1",
+    "bench linear --threads -1": "--threads must be at least 0, got -1",
     "bench linear --modes fast": "--modes must be one of eager, compiled, got 'fast'",
     "bench linear --output /dev/null/x.json": "--output: cannot write /dev/null/x.json",
     "bench linear --output /dev": "--output: expected a file to write, got the folder /dev",

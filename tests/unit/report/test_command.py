@@ -104,7 +104,7 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path, refused, case):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "expected RUNS: folders of quaver train"),
+        ([], "the following arguments are required: RUNS; see quaver report --help"),
         (["{folder}/missing"], "there is no run"),
         (["{folder}"], "is not the folder of a run: it has neither metrics.jsonl nor numerics.jsonl"),
         (["{run}", "{run}"], "expected different runs"),

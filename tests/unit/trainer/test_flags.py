@@ -6,7 +6,7 @@ from typing import Annotated
 import pytest
 
 from quaver.trainer.config.flags import parse_options, split_flags
-from quaver.trainer.config.settings import AtLeast1, OneOf, Positional, Settings
+from quaver.trainer.config.settings import AtLeast1, OneOf, Settings, argument, setting
 from quaver.trainer.config_io import parse_arguments
 
 
@@ -14,16 +14,11 @@ from quaver.trainer.config_io import parse_arguments
 class Options(Settings):
     """Options of a command that is not there."""
 
-    what: Annotated[str, OneOf(("linear", "block")), Positional()] = "linear"
-    """what to run"""
-    seq_len: AtLeast1 | None = None
-    """Tokens of a sequence."""
-    modes: tuple[Annotated[str, OneOf(("eager", "compiled"))], ...] = ("eager",)
-    """Modes to run."""
-    json: bool = False
-    """Print JSON."""
-    vs: str | None = None
-    """Words of another run."""
+    what: Annotated[str, OneOf(("linear", "block"))] = argument("what to run")
+    seq_len: AtLeast1 | None = setting(None, "Tokens of a sequence.")
+    modes: tuple[Annotated[str, OneOf(("eager", "compiled"))], ...] = setting(("eager",), "Modes to run.")
+    json: bool = setting(False, "Print JSON in 100%.")
+    vs: str | None = setting(None, "Words of another run.")
 
 
 def parse(*words: str) -> Options:
@@ -40,6 +35,7 @@ def parse(*words: str) -> Options:
         (["--json", "false", "block"], Options("block")),
         (["--json=true", "--no-json", "block"], Options("block")),
         (["--seq-len", "3", "block", "--seq-len", "4"], Options("block", seq_len=4)),
+        (["block", "--modes", "eager,compiled"], Options("block", modes=("eager", "compiled"))),
         (["--modes=eager,compiled", "block"], Options("block", modes=("eager", "compiled"))),
         (["block", "--modes", "compiled", "--json"], Options("block", modes=("compiled",), json=True)),
         (["block", "--vs", "--a.b c --d"], Options("block", vs="--a.b c --d")),
@@ -54,17 +50,17 @@ def test_words_become_values(words, expected):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "^expected one of linear, block: what to run; see quaver none --help$"),
+        ([], "^the following arguments are required: WHAT; see quaver none --help$"),
         (["conv"], "^WHAT must be one of linear, block, got 'conv'$"),
         (["block", "x"], "^unexpected argument 'x'; see quaver none --help$"),
         (["block", "-x"], "^unexpected argument '-x'"),
         (["block", "--sq-len", "4"], "^unknown flag: '--sq-len'; did you mean '--seq-len'"),
-        (["block", "--seq-len"], "^--seq-len needs a value: an integer$"),
+        (["block", "--seq-len"], "^--seq-len: expected one argument; see quaver none --help$"),
         (["block", "--seq_len", "0"], "^--seq-len must be at least 1, got 0$"),
         (["block", "--seq-len", "1.5"], "^--seq-len must be an integer, got '1.5'$"),
         (["block", "--modes", "eager", "fast"], "^--modes must be one of eager, compiled, got 'fast'$"),
         (["block", "--json=maybe"], "^--json must be true or false, got 'maybe'$"),
-        (["block", "--vs", "--json"], "^--vs needs a value: a string$"),
+        (["block", "--vs", "--json"], "^--vs: expected one argument; see"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -73,9 +69,17 @@ def test_wrong_words_have_errors_of_one_line(words, message):
         parse(*words)
 
 
+@dataclass(frozen=True)
+class Part(Settings):
+    """Options before or after the flags of a run."""
+
+    seq_len: AtLeast1 | None = setting(None, "Tokens of a sequence.")
+    json: bool = setting(False, "Print JSON.")
+
+
 def test_words_of_another_command_are_left_in_order():
     words = ["--json", "a.toml", "--seq-len", "4", "--training.compile", "--float8.filter_fqns", "x", "y"]
-    values, rest = split_flags(Options, words)
+    values, rest = split_flags(Part, words)
     assert values == {"json": True, "seq_len": 4}
     path, flags = parse_arguments(rest)
     assert str(path) == "a.toml"
@@ -93,6 +97,12 @@ def test_the_help_prints_each_flag_once_with_choices_and_default(capsys):
         parse("--help")
     assert stopped.value.code == 0
     printed = capsys.readouterr().out
-    for part in ("quaver none {linear,block}", "--seq-len INT", "{eager,compiled}", "Print JSON.", '["eager"]'):
+    for part in (
+        "quaver none {linear,block}",
+        "--seq-len INT",
+        "One of eager, compiled.",
+        "Print JSON in 100%.",
+        '["eager"]',
+    ):
         assert part in printed
     assert "--seq_len" not in printed
