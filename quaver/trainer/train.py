@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from quaver.conversion_report import conversion_report
 from quaver.delayed import float8_scaling_state
 from quaver.numerics.monitor import Monitor
 from quaver.numerics.watch import AlarmSink
@@ -194,6 +195,9 @@ def _train_steps(run: Run, outputs: "Outputs", requests: Requests) -> None:
         if run.ranks.any(requests.stop or run.checkpoints.failed or bool(outputs.alarms.reason), run.device):
             break
         _train_step(run, progress.step + 1, outputs)
+        if run.folder and progress.step == run.began_at_step + 1 and config.float8.enable_float8_linear:
+            # It knows now what multiplied.
+            run.folder.write_json("conversion_report.json", conversion_report(run.models[0].model).to_dict())
         _fall_back(run, outputs)
         if run.folder:
             run.folder.check_exists()
