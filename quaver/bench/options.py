@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import torch
+from annotated_types import Ge, Le
 
 from quaver.bench.results import Result, Row, environment, writable
 from quaver.bench.shapes import Shape, parse_shapes
@@ -20,7 +21,7 @@ from quaver.config import Float8LinearConfig
 from quaver.devices import resolve_device
 from quaver.formats import HP_DTYPES
 from quaver.trainer.config.float8 import RECIPES
-from quaver.trainer.config.settings import AtLeast1, NotNegative, OneOf, Settings, setting
+from quaver.trainer.config.settings import AtLeast1, OneOf, Settings, setting
 from quaver.trainer.config.training import DEVICES
 
 MODES = ("eager", "compiled")
@@ -33,7 +34,7 @@ class BenchOptions(Settings):
     """Where a benchmark runs, how often, and where its result goes."""
 
     device: Annotated[str, OneOf(DEVICES)] = setting("auto", "Where it runs; auto: a GPU if there is one.")
-    threads: NotNegative = setting(0, "CPU threads; 0 for torch's default.")
+    threads: Annotated[int, Ge(0), Le(10_000)] = setting(0, "CPU threads; 0 for torch's default.")
     output: str = setting("", "File of the JSON; benchmarks/results/VERB.json by default.")
     rounds: AtLeast1 = setting(20, "Samples of each contestant.")
 

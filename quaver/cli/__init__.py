@@ -59,6 +59,11 @@ def main(argv: list[str] | None = None) -> int:
         if stopped.code:
             raise
         return 0
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
+            raise
+        print_error(f"this machine lacks the memory ({error}); make the model or the batch smaller")
+        return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("quaver: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -1,12 +1,15 @@
 """`quaver doctor [--json] [--no-compile]`, and `quaver doctor --model RUN|HF-FOLDER`: see doctor_model.py."""
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Le
 
 from quaver.cli.doctor_machine import print_machine
 from quaver.cli.doctor_model import print_survey, survey_model
 from quaver.cli.errors import bad_input
 from quaver.trainer.config.flags import parse_options
-from quaver.trainer.config.settings import AtLeast1, FiniteNotNegative, Settings, setting
+from quaver.trainer.config.settings import FiniteNotNegative, Settings, setting
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,8 @@ class Doctor(Settings):
     )
     budget_db: FiniteNotNegative = setting(25.0, "Decibels that each operand of each linear must keep.")
     out: str | None = setting(None, "Where to write the recipes, as TOML.")
-    sequences: AtLeast1 = setting(2, "Sequences of the batch.")
-    seq_len: AtLeast1 | None = setting(None, "Their length; the run's by default, else 256.")
+    sequences: Annotated[int, Ge(1), Le(10**6)] = setting(2, "Sequences of the batch.")
+    seq_len: Annotated[int, Ge(1), Le(10**7)] | None = setting(None, "Their length; the run's by default, else 256.")
 
     def check(self) -> None:
         """Refuse options that nothing would read."""

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from quaver.cli.console import make_table, wide_console
 from quaver.cli.errors import bad_input
-from quaver.trainer.config.settings import AtLeast1, Settings, setting
+from quaver.trainer.config.settings import MostRanks, Settings, setting
 from quaver.trainer.config_io import load_config, parse_arguments
 from quaver.trainer.dry_run import DryRun, dry_run
 
@@ -16,7 +16,7 @@ class DryRunOptions(Settings):
     """Options of `quaver train --dry-run`."""
 
     dry_run: bool = setting(False, "Print the plan of the run, and train and write nothing.")
-    ranks: AtLeast1 = setting(1, "With dry_run: processes of the run.")
+    ranks: MostRanks = setting(1, "With dry_run: processes of the run.")
 
 
 def print_dry_run(words: list[str], ranks: int) -> int:

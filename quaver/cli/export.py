@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
+from annotated_types import Ge, Le
 
 from quaver.cli.errors import bad_input
 from quaver.export import Float8Weights, save_float8
@@ -16,7 +17,7 @@ from quaver.export.source import DEFAULT_FILTER, Source, huggingface_source
 from quaver.recorder.byte_sizes import parse_bytes
 from quaver.trainer.config.flags import parse_options
 from quaver.trainer.config.float8 import RECIPES
-from quaver.trainer.config.settings import NotNegative, OneOf, Settings, argument, expanded, setting
+from quaver.trainer.config.settings import OneOf, Settings, argument, expanded, setting
 from quaver.trainer.huggingface.convert import checkpoint_of
 from quaver.trainer.huggingface.float8 import run_source
 
@@ -49,7 +50,7 @@ class Export(Settings):
         "Keep the training scale of each of q, k, v and gate, up where scales are per tensor; vLLM then quantizes "
         "these weights again.",
     )
-    measure_tokens: NotNegative = setting(
+    measure_tokens: Annotated[int, Ge(0), Le(10**7)] = setting(
         0, "Measure the change of the logits on so many random tokens; the model is then whole in memory."
     )
     max_shard_size: str = setting("5GB", "Largest size of a file.")

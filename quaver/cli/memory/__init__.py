@@ -30,7 +30,7 @@ from quaver.recorder.byte_sizes import parse_bytes
 from quaver.recorder.draw import draw_timeline
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.config.flags import split_options
-from quaver.trainer.config.settings import AtLeast1, NotNegative, OneOf, Settings, setting
+from quaver.trainer.config.settings import MostRanks, NotNegative, OneOf, Settings, setting
 from quaver.trainer.config_io import load_config, parse_arguments
 
 _WIDTH, _WIDTH_OF_ADVICE = 80, 120
@@ -43,7 +43,7 @@ class Options(Settings):
     fake tensors: no GPU, no data and no memory are needed. The flags of quaver train are accepted too.
     """
 
-    ranks: AtLeast1 = setting(1, "Processes of the run; the first one is predicted.")
+    ranks: MostRanks = setting(1, "Processes of the run; the first one is predicted.")
     device: Annotated[str, OneOf(("cuda", "cpu"))] | None = setting(
         None, "Device of the run: an NVIDIA GPU that multiplies float8 (cuda, the default) or a CPU."
     )

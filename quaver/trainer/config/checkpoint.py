@@ -4,7 +4,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from quaver.trainer.config.settings import AtLeast1, NotNegative, OneOf, Settings, expanded, is_folder_name, setting
+from quaver.trainer.config.settings import (
+    AtLeast1,
+    AtMost,
+    NotNegative,
+    OneOf,
+    Settings,
+    expanded,
+    is_folder_name,
+    setting,
+)
 
 ASYNC_MODES = ("disabled", "async", "async_with_pinned_mem")
 RESUME_POLICIES = ("never", "auto", "must")
@@ -27,7 +36,9 @@ class Checkpoint(Settings, section="checkpoint"):
         "never: refuse a run folder with files. auto: resume if there is a checkpoint (needs job.name). must: refuse "
         "to start without.",
     )
-    load_step: int = setting(-1, "The step to resume from; -1 for the newest. The next save removes newer checkpoints.")
+    load_step: AtMost = setting(
+        -1, "The step to resume from; -1 for the newest. The next save removes newer checkpoints."
+    )
     verify: bool = setting(True, "Compare size and xxh3_128 of every file with the manifest before loading.")
     initial_load_path: str = setting("", "Initial weights: a step-... folder, or one from quaver convert hf-to-quaver.")
 

@@ -3,10 +3,13 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 from pydantic.types import AllowInfNan
 
-from quaver.trainer.config.settings import AtLeast1, FiniteNotNegative, NotNegative, Settings, setting
+from quaver.trainer.config.settings import AtLeast1, FiniteNotNegative, Settings, setting
+
+_Width = Annotated[int, Ge(1), Le(10**6)]
+"""With 10^5 experts a weight has 10^17 elements, whose bytes a 64-bit integer counts."""
 
 
 @dataclass(frozen=True)
@@ -23,17 +26,17 @@ class RopeScaling:
 class Model(Settings, section="model"):
     """Shape of the Llama 3 style model."""
 
-    vocab_size: AtLeast1 = setting(256, "At least the tokens of data.tokenizer.")
-    dim: AtLeast1 = setting(256, "Width of the residual stream.")
-    n_layers: AtLeast1 = setting(4, "Transformer blocks.")
+    vocab_size: Annotated[int, Ge(1), Le(10**8)] = setting(256, "At least the tokens of data.tokenizer.")
+    dim: _Width = setting(256, "Width of the residual stream.")
+    n_layers: Annotated[int, Ge(1), Le(10_000)] = setting(4, "Transformer blocks.")
     n_heads: AtLeast1 = setting(4, "Query heads, of dim / n_heads each.")
     n_kv_heads: AtLeast1 = setting(2, "Key and value heads, shared by n_heads / n_kv_heads query heads each.")
-    hidden_dim: AtLeast1 = setting(768, "Width inside the feed-forward network, or inside each expert.")
-    n_experts: NotNegative = setting(
+    hidden_dim: _Width = setting(768, "Width inside the feed-forward network, or inside each expert.")
+    n_experts: Annotated[int, Ge(0), Le(10**5)] = setting(
         0, "Experts in place of the feed-forward network, of which a token takes top_k; 0 for none."
     )
     top_k: AtLeast1 = setting(2, "Experts of a token.")
-    n_shared_experts: NotNegative = setting(0, "Experts that every token takes besides.")
+    n_shared_experts: Annotated[int, Ge(0), Le(1000)] = setting(0, "Experts that every token takes besides.")
     norm_eps: FiniteNotNegative = setting(1e-5, "Added to the mean square in RMSNorm.")
     rope_theta: Annotated[float, AllowInfNan(False), Gt(0)] = setting(500000.0, "Base of the rotary frequencies.")
     rope_scaling_factor: Annotated[float, AllowInfNan(False), Ge(1)] = setting(
@@ -50,7 +53,6 @@ class Model(Settings, section="model"):
 
     def check(self) -> None:
         """Refuse heads that do not divide evenly, and settings that nothing reads."""
-        self.require(self.n_layers <= 10_000, "n_layers", "at most 10000")
         self.require(
             self.n_heads % self.n_kv_heads == 0,
             "n_heads",

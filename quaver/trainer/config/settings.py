@@ -18,8 +18,13 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.types import AllowInfNan
 from pydantic_core import CoreSchema, core_schema
 
-AtLeast1 = Annotated[int, Ge(1)]
-NotNegative = Annotated[int, Ge(0)]
+MOST = 2**63 - 1
+"""TOML and torch have no larger integers."""
+AtLeast1 = Annotated[int, Ge(1), Le(MOST)]
+NotNegative = Annotated[int, Ge(0), Le(MOST)]
+AtMost = Annotated[int, Le(MOST)]
+MostRanks = Annotated[int, Ge(1), Le(100_000)]
+"""Processes of a run that is not started."""
 FiniteNotNegative = Annotated[float, AllowInfNan(False), Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 

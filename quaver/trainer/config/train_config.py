@@ -15,6 +15,10 @@ SPLIT = ("model.n_heads", "model.n_kv_heads", "model.hidden_dim", "model.vocab_s
 """Sizes that tensor parallel ranks split."""
 
 
+MOST_ELEMENTS = 10**16
+"""Of one activation."""
+
+
 @dataclass(frozen=True)
 class TrainConfig(Settings):
     """A whole run of `quaver train`."""
@@ -53,12 +57,20 @@ class TrainConfig(Settings):
         is_found_again = self.checkpoint.resume != "auto" or bool(self.job.name)
         expected = "set with checkpoint.resume = auto"
         self.require(is_found_again, "job.name", expected, "the run is found again by its name")
+        self._check_logits()
         self._check_persistent_scales()
         self._check_tensor_parallel()
         self._check_expert_parallel()
         self._check_activation_checkpoint()
         self._check_steps()
         self._check_high_precision()
+
+    def _check_logits(self) -> None:
+        """Refuse a batch whose largest activation has more bytes than a 64-bit integer counts."""
+        widest = max(self.model.vocab_size, self.model.hidden_dim, self.model.dim)
+        most = max(1, MOST_ELEMENTS // (self.training.seq_len * widest))
+        expected = f"at most {most} with training.seq_len = {self.training.seq_len} and a model as wide as {widest}"
+        self.require(self.training.local_batch_size <= most, "training.local_batch_size", expected)
 
     def _check_persistent_scales(self) -> None:
         precision = self.float8.recipe_name if self.float8.enable_float8_linear else "no float8"

@@ -7,7 +7,16 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from quaver.checkpointing import MODES as CHECKPOINT_MODES
 from quaver.checkpointing.policy import named_operations, selected_every
-from quaver.trainer.config.settings import AtLeast1, FiniteNotNegative, NotNegative, OneOf, Settings, Share, setting
+from quaver.trainer.config.settings import (
+    AtLeast1,
+    AtMost,
+    FiniteNotNegative,
+    NotNegative,
+    OneOf,
+    Settings,
+    Share,
+    setting,
+)
 
 DEVICES = ("auto", "cpu", "cuda")
 Dtype = Annotated[str, OneOf(("float32", "bfloat16"))]
@@ -22,9 +31,11 @@ class Training(Settings, section="training"):
     """Length, batch, precision and device."""
 
     steps: AtLeast1 = setting(200, "Optimizer steps.")
-    seq_len: AtLeast1 = setting(256, "Tokens in one sequence.")
-    local_batch_size: AtLeast1 = setting(8, "Sequences in one forward of a data-parallel rank.")
-    global_batch_size: int = setting(-1, "Sequences in one optimizer step; -1: one local batch per data-parallel rank.")
+    seq_len: Annotated[int, Ge(1), Le(10**7)] = setting(256, "Tokens in one sequence.")
+    local_batch_size: Annotated[int, Ge(1), Le(10**6)] = setting(8, "Sequences in one forward of a data-parallel rank.")
+    global_batch_size: Annotated[int, Le(10**9)] = setting(
+        -1, "Sequences in one optimizer step; -1: one local batch per data-parallel rank."
+    )
     max_norm: Annotated[float, Gt(0)] = setting(1.0, "Gradients are clipped to this norm.")
     compile: bool = setting(False, "Compile each transformer block with torch.compile.")
     seed: int = setting(0, "Seed of initial weights and data order.")
@@ -176,7 +187,7 @@ class Parallelism(Settings, section="parallelism"):
     """How ranks share the work; the degrees multiply to their number."""
 
     data_parallel_replicate_degree: AtLeast1 = setting(1, "Copies of the weights, each on a group of ranks (HSDP).")
-    data_parallel_shard_degree: int = setting(-1, "Ranks over which FSDP2 shards a copy; -1 for the rest.")
+    data_parallel_shard_degree: AtMost = setting(-1, "Ranks over which FSDP2 shards a copy; -1 for the rest.")
     tensor_parallel_degree: AtLeast1 = setting(1, "Ranks that share each linear and, between linears, the sequence.")
     expert_parallel_degree: AtLeast1 = setting(
         1, "Ranks of each shard group that split the experts; FSDP2 shards those of a rank over the rest."

@@ -66,6 +66,8 @@ def _chunks(file: SourceFile, start: int, end: int) -> Iterator[bytes]:
         while chunk := opened.read(min(READ_BYTES, end - start)):
             start += len(chunk)
             yield chunk
+    if start < end:
+        raise OSError(f"{str(file.path)!r} became shorter while it was read; begin again when nothing writes it")
 
 
 def _pieces(split: str, file: SourceFile, start: int, end: int, advance: Advance) -> Iterator[Piece]:

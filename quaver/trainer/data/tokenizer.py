@@ -102,7 +102,10 @@ def _load_json(path: Path, content: bytes, eos_token: str) -> Tokenizer:
         )
 
     def encode(texts: Sequence[str]) -> list[Tokens]:
-        encodings = inner.encode_batch_fast(list(texts), add_special_tokens=False)  # on several threads
+        try:
+            encodings = inner.encode_batch_fast(list(texts), add_special_tokens=False)  # on several threads
+        except Exception as error:  # its unk_token is not in its vocabulary
+            raise ValueError(f"data.tokenizer {str(path)!r} cannot encode the text: {error}") from error
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     digest = hashlib.sha256(content + b"\0" + str(eos_id).encode()).hexdigest()

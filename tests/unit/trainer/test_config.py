@@ -4,9 +4,12 @@ import re
 from dataclasses import FrozenInstanceError
 
 import pytest
+import torch
 
 from quaver.trainer.config import TrainConfig, Training
+from quaver.trainer.config.settings import base_type, hints_of
 from quaver.trainer.config_io import load_config, parse_arguments, read_toml, write_config
+from quaver.trainer.model import Llama
 
 DELAYED = ["--float8.recipe_name", "delayed"]
 
@@ -63,26 +66,6 @@ def test_a_written_config_reads_back_equal(tmp_path, words):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--training.stepz", "3"], "unknown flag: 'training.stepz'; did you mean 'training.steps'"),
-        (["--steps", "3"], "unknown flag: 'steps'; did you mean 'training.steps'|'validation.steps'"),
-        (["--training.steps", "abc"], "training.steps must be an integer, got 'abc'"),
-        (["--training.steps", "--compare"], "--training.steps: expected one argument"),
-        (["--optimizer.lr", "fast"], "optimizer.lr must be a number, got 'fast'"),
-        (["a.toml", "b.toml"], "unexpected argument 'b.toml'"),
-        (["-x"], "unexpected argument '-x'"),
-        (["--no-such-thing"], "unknown flag: 'no_such_thing'"),
-        ([*DELAYED, "--float8.delayed_history", "3"], "did you mean 'float8.delayed_history_len'"),
-        ([*DELAYED, "--float8.delayed_history_len", "1.5"], "float8.delayed_history_len must be an integer, got '1.5'"),
-    ],
-)
-def test_bad_flags(words, message):
-    with pytest.raises(ValueError, match=message):
-        from_words(*words)
-
-
-@pytest.mark.parametrize(
     ("toml", "message"),
     [
         ("[traning]\nsteps = 3\n", "unknown section in .*: 'traning'; did you mean 'training'"),
@@ -121,12 +104,39 @@ def test_missing_config_file(tmp_path):
 
 
 BAD_SETTINGS = {
+    "--training.stepz 3": "unknown flag: 'training.stepz'; did you mean 'training.steps'",
+    "--steps 3": "unknown flag: 'steps'; did you mean 'training.steps'",
+    "--training.steps abc": "training.steps must be an integer, got 'abc'",
+    "--training.steps --compare": "--training.steps: expected one argument",
+    "--optimizer.lr fast": "optimizer.lr must be a number, got 'fast'",
+    "a.toml b.toml": "unexpected argument 'b.toml'",
+    "-x": "unexpected argument '-x'",
+    "--no-such-thing": "unknown flag: 'no_such_thing'",
+    "--float8.recipe_name delayed --float8.delayed_history 3": "did you mean 'float8.delayed_history_len'",
+    "--float8.recipe_name delayed --float8.delayed_history_len 1.5": "history_len must be an integer, got '1.5'",
+    "--model.n_layers=100000000": "model.n_layers must be at most 10000, got 100000000",
+    "--model.n_layers=1e8": "model.n_layers must be an integer, got '1e8'",
+    "--model.dim=1000000000000": "model.dim must be at most 1000000, got 1000000000000",
+    "--model.hidden_dim=1000000000000000000000000000000": "model.hidden_dim must be at most 1000000, got 1000",
+    "--model.vocab_size=1000000000000000": "model.vocab_size must be at most 100000000, got 1000000000000000",
+    "--model.n_experts=1000000000000": "model.n_experts must be at most 100000, got 1000000000000",
+    "--model.n_experts=2 --model.n_shared_experts=1000000000000": "model.n_shared_experts must be at most 1000, got",
+    "--training.seq_len=1000000000000": "training.seq_len must be at most 10000000, got 1000000000000",
+    "--training.local_batch_size=1000000000000000000": "training.local_batch_size must be at most 1000000, got",
+    "--training.local_batch_size=1000000 --training.seq_len=10000000 --model.vocab_size=100000000": (
+        "training.local_batch_size must be at most 10 with training.seq_len = 10000000 and a model as wide as 100000000"
+    ),
+    "--training.global_batch_size=8000000000000": "training.global_batch_size must be at most 1000000000, got",
+    "--training.steps=1000000000000000000000000000000": "training.steps must be at most 9223372036854775807, got 1000",
+    "--validation.steps=1000000000": "validation.steps must be at most 100000, got 1000000000",
+    "--comm.watchdog_seconds=100000000000000": "comm.watchdog_seconds must be at most 10000000, got",
+    "--comm.train_timeout_seconds=100000000000000": "comm.train_timeout_seconds must be at most 10000000, got",
     "--model.n_heads=6 --model.n_kv_heads=4": "model.n_heads must be a multiple of model.n_kv_heads = 4, got 6",
     "--model.dim=100 --model.n_heads=3 --model.n_kv_heads=3": "model.dim must be a multiple of 2",
     "--model.n_layers=0": "model.n_layers must be at least 1, got 0",
     "--model.norm_eps=nan": "model.norm_eps must be finite",
     "--model.rope_low_freq_factor=2": "its default, 1.0, unless model.rope_scaling_factor is above 1, got 2.0",
-    "--model.rope_scaling_factor=0.5": "model.rope_scaling_factor must be at least 1, got 0.5",
+    "--model.rope_scaling_factor=0.5": "model.rope_scaling_factor must be at least 1.0, got 0.5",
     "--model.rope_scaling_factor=8 --model.rope_low_freq_factor=0": "model.rope_low_freq_factor must be above 0",
     "--model.rope_scaling_factor=8 --model.rope_high_freq_factor=1": "above model.rope_low_freq_factor = 1.0, got 1.0",
     "--training.dtype=float8": "training.dtype must be one of float32, bfloat16, got 'float8'",
@@ -220,3 +230,37 @@ def test_settings_that_cannot_be_are_refused_in_one_line(words):
 def test_configs_are_frozen():
     with pytest.raises(FrozenInstanceError):
         Training().steps = 3
+
+
+NUMBERS = [
+    f"{section}.{name}"
+    for section, kind in hints_of(TrainConfig).items()
+    for name, hint in hints_of(kind).items()
+    if base_type(hint) in (int, float)
+]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_is_in_its_bounds_or_refused_in_one_line(name, tmp_path):
+    section, field = name.split(".")
+    for text in ("0", "-1", str(10**12), str(10**18), str(10**30), "1e300", "nan", "inf", "true", '""', "[]"):
+        path = tmp_path / "a.toml"
+        path.write_text(f"[{section}]\n{field} = {text}\n")
+        value, message = None, ""
+        try:
+            value = getattr(getattr(load_config(path), section), field)
+        except ValueError as error:
+            message = str(error)
+        if message:
+            assert section in message
+            assert "\n" not in message
+        else:
+            assert type(value) in (int, float)
+            assert isinstance(value, float) or abs(value) < 2**63
+
+
+def test_the_tensors_of_the_largest_model_can_be_counted():
+    words = "--model.dim=1000000 --model.hidden_dim=1000000 --model.vocab_size=100000000 --model.n_heads=1 --data=text"
+    config = from_words(*words.split(), "--model.n_kv_heads=1", "--model.n_layers=1", "--model.n_experts=100000")
+    with torch.device("meta"):
+        assert sum(each.numel() for each in Llama(config.model).parameters()) > 10**17

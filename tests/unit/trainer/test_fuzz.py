@@ -168,6 +168,20 @@ def damaged(content: bytes) -> st.SearchStrategy[bytes]:
     return st.lists(place, min_size=1, max_size=3).map(replace)
 
 
+VOCABULARY = {"<s>": 0, "</s>": 1, "a": 2}
+HOSTILE_MODELS = [
+    *(None, [], "x", 3, {}, {"type": "BPE", "merges": []}, {"type": "BPE", "vocab": [1], "merges": {}}),
+    {"type": "BPE", "vocab": {}, "merges": []},
+    {"type": "BPE", "vocab": VOCABULARY, "merges": ["a b"]},
+    {"type": "BPE", "vocab": VOCABULARY, "merges": [], "unk_token": "<unk>"},
+    {"type": "WordLevel", "vocab": VOCABULARY, "unk_token": "<unk>"},
+    {"type": "WordLevel", "vocab": {**VOCABULARY, "a": -1}, "unk_token": "a"},
+    {"type": "Unigram", "vocab": [["<s>", 0.0], ["</s>", 0.0]], "unk_id": None},
+    {"type": "Unigram", "vocab": [["<s>", 0.0], ["</s>", 0.0]], "unk_id": 99},
+]
+"""Without the token for unknown text, with ids that are none, of other types."""
+
+
 @EXAMPLES
 def test_tokenizers(examples, tmp_path):
     path = tmp_path / "tokenizer.json"
@@ -179,7 +193,10 @@ def test_tokenizers(examples, tmp_path):
         (tokens,) = tokenizer.encode(["to be or not \n\n to be"])
         assert all(token < tokenizer.vocab_size for token in tokens)
 
-    fuzz(examples, damaged(path.read_bytes()), read, ValueError)
+    plain = json.loads(path.read_bytes())
+    corpus = [json.dumps({**plain, "model": model}).encode() for model in HOSTILE_MODELS]
+    corpus.append(json.dumps({name: value for name, value in plain.items() if name != "model"}).encode())
+    fuzz(examples, damaged(path.read_bytes()), read, ValueError, corpus=corpus)
 
 
 @EXAMPLES

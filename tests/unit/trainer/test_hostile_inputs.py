@@ -2,23 +2,20 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from quaver.cli import main
-from quaver.trainer.run_lock import HOLDER
+from quaver.trainer.data.documents import SourceFile
 from tests.command_line import TEXT, TINY
 
 pytestmark = pytest.mark.timeout(60)
 """A reader that waits for a FIFO fails."""
 
 SETTINGS = {
-    "--model.n_layers=100000000": "model.n_layers must be at most 10000, got 100000000",
-    "--model.n_layers=1e8": "model.n_layers must be an integer, got '1e8'",
-    "--validation.steps=1000000000": "validation.steps must be at most 100000, got 1000000000",
-    "--comm.watchdog_seconds=100000000000000": "comm.watchdog_seconds must be at most 10000000, got",
-    "--comm.train_timeout_seconds=100000000000000": "comm.train_timeout_seconds must be at most 10000000, got",
     "--job.dump_folder=~nosuchuser/runs": "'~nosuchuser/runs' begins with the home of a user that does not exist",
     "--data=~nosuchuser/text": "'~nosuchuser/text' begins with the home of",
     "--data.tokenizer=~nosuchuser/tokenizer.json": "'~nosuchuser/tokenizer.json' begins with the home of",
@@ -67,21 +64,16 @@ def test_a_setting_that_is_not_utf8_is_refused(where, tmp_path, refused):
     assert "data.path must be in UTF-8, got '" in refused("train", *where, f"--data={folder}")
 
 
-def test_garbage_inside_metrics_is_one_line_and_leaves_the_run(where, tmp_path, refused):
-    run = tmp_path / "runs" / "run"
-    assert main(["train", *where, "--job.name=run"]) == 0
-    metrics = run / "metrics.jsonl"
-    content = metrics.read_bytes()
-    garbage = b'{"step": 1, "ru\n' + content
-    metrics.write_bytes(garbage)
-    said = refused("train", "--resume", run, "--training.steps=2")
-    assert f"line 1 of '{metrics}' is not a record" in said
-    assert metrics.read_bytes() == garbage
-    metrics.unlink()
-    os.mkfifo(metrics)
-    assert f"'{metrics}' is not a file" in refused("train", "--resume", str(run), "--training.steps=2")
-    metrics.unlink()
-    metrics.write_bytes(content)
-    (run / HOLDER).unlink(missing_ok=True)
-    os.mkfifo(run / HOLDER)
-    assert main(["train", "--resume", str(run), "--training.steps=2"]) == 0
+def test_a_model_larger_than_the_memory_is_one_line(where, monkeypatch, refused):
+    monkeypatch.setattr("quaver.cli.train.build", lambda setup: torch.empty(2**60))
+    assert "this machine lacks the memory" in refused("train", *where)
+
+
+def test_a_text_that_shrinks_while_it_is_read_is_one_line(where, monkeypatch, refused):
+    found = SourceFile.of
+
+    def longer(name, path):
+        return replace(found(name, path), size=10 + path.stat().st_size)
+
+    monkeypatch.setattr(SourceFile, "of", longer)
+    assert "text.txt' became shorter while it was read" in refused("train", *where)

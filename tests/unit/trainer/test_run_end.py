@@ -9,17 +9,27 @@ from pathlib import Path
 import pytest
 
 from quaver.cli import main
-from quaver.trainer.config import TrainConfig
+from quaver.trainer.run_lock import HOLDER
 from quaver.trainer.train import prepare, train
 from quaver.trainer.trained_model import TrainedModel
+from tests.command_line import TEXT, TINY
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps, with checkpoints after two and four."""
+    parent = tmp_path_factory.mktemp("finished")
+    (parent / "text.txt").write_text(TEXT)
+    words = [*TINY, "--training.steps=4", "--float8.no-enable_float8_linear", f"--data={parent / 'text.txt'}"]
+    words += ["--checkpoint.interval=2", "--checkpoint.keep_latest_k=0", "--lr_scheduler.schedule=constant"]
+    assert main(["train", *words, f"--job.dump_folder={parent}", "--job.name=run"]) == 0
+    return parent / "run"
 
 
 @pytest.fixture
-def folder(resumable_config: TrainConfig) -> Path:
-    """A run of four steps."""
-    run = prepare(resumable_config)
-    train(run)
-    return run.folder.path
+def folder(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 @pytest.fixture
@@ -123,13 +133,45 @@ def test_a_removed_run_folder_ends_the_run_with_one_line(folder, capsys, at_step
     assert "was removed while the run trained" in error_line(capsys)
 
 
-def test_a_number_that_no_checkpoint_could_record_is_refused(folder, refused):
-    line = refused("train", "--resume", folder, "--training.max_norm=1e999")
-    assert "training.max_norm must be finite, got inf" in line
+def garbage(metrics: Path) -> None:
+    metrics.write_bytes(b'{"step": 1, "ru\n' + metrics.read_bytes())
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "notes"])
-def test_a_checkpoint_folder_that_is_a_file_is_refused(folder, refused, name):
-    (folder / "notes").write_text("")
-    line = refused("train", "--resume", folder, f"--checkpoint.folder={name}")
-    assert "checkpoint.folder must be a folder" in line
+def fifo(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+REFUSED = {
+    "garbage in the metrics": ("metrics.jsonl", garbage, "", "line 1 of '{path}' is not a record"),
+    "metrics that are a FIFO": ("metrics.jsonl", fifo, "", "'{path}' is not a file"),
+    "a checkpoint folder that is the metrics": (
+        *("metrics.jsonl", Path.touch),
+        *("--checkpoint.folder=metrics.jsonl", "checkpoint.folder must be a folder"),
+    ),
+    "a checkpoint folder that is a file": (
+        *("notes", Path.touch),
+        *("--checkpoint.folder=notes", "checkpoint.folder must be a folder"),
+    ),
+    "a number that no checkpoint could record": (
+        *("notes", Path.touch),
+        *("--training.max_norm=1e999", "training.max_norm must be finite, got inf"),
+    ),
+}
+"""What is wrong: a file of the run, what happens to it, a flag, the error."""
+
+
+@pytest.mark.timeout(60)  # a reader that waits for a FIFO fails
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_run_that_cannot_be_resumed_is_one_line_and_stays_as_it_was(folder, refused, case):
+    name, spoil, flag, message = REFUSED[case]
+    spoil(folder / name)
+    before = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*") if path.name != HOLDER}
+    line = refused("train", "--resume", folder, "--training.steps=5", *flag.split())
+    assert message.format(path=folder / name) in line
+    assert before == {path: path.is_file() and path.read_bytes() for path in before}
+
+
+def test_a_lock_file_that_is_a_fifo_does_not_hold_a_run(folder):
+    fifo(folder / HOLDER)
+    assert resume(folder, 5) == 0
