@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import tomli_w
 
 from quaver.cli.console import make_table, wide_console
+from quaver.experts.module import is_experts
 from quaver.layer_recipes import LayerRecipes
 from quaver.numerics.extras import RECIPES
 from quaver.numerics.survey import SurveyedLinear, float8_share, recipes_under, survey
@@ -51,6 +52,8 @@ class Survey:
     budget_db: float
     float8_share: float
     skipped: list[str]
+    not_surveyed: list[str]
+    """The layers of experts, which have the recipe of the model."""
     data: str
     out: Path | None
 
@@ -74,7 +77,8 @@ def survey_model(path: str, options: Options) -> Survey:
     surveyed.sort(key=lambda each: each.worst(first)[1])
     share = float8_share(recipes, surveyed, opened.is_skipped)
     skipped = [each.name for each in surveyed if opened.is_skipped(each.name)]
-    return Survey(surveyed, recipes, first, options.budget_db, share, skipped, opened.data, out)
+    experts = [name for name, module in opened.model.named_modules() if is_experts(module)]
+    return Survey(surveyed, recipes, first, options.budget_db, share, skipped, experts, opened.data, out)
 
 
 def _toml(opened: Surveyed, recipes: LayerRecipes, budget_db: float) -> str:
@@ -101,6 +105,12 @@ def print_survey(found: Survey, *, as_json: bool) -> None:
         f"{found.float8_share:.1%} of the linears' FLOPs in float8",
         soft_wrap=True,
     )
+    if found.not_surveyed:
+        console.print(
+            f"not surveyed: {len(found.not_surveyed)} layers of experts, which get {found.recipes.recipe}: "
+            f"{', '.join(found.not_surveyed)}",
+            soft_wrap=True,
+        )
     if found.out is not None:
         console.print(f"written: {found.out}", soft_wrap=True)
 
@@ -118,6 +128,7 @@ def _as_dict(found: Survey) -> dict[str, Any]:
         "budget_db": found.budget_db,
         "recipe": found.recipes.recipe,
         "float8_share": found.float8_share,
+        "not_surveyed": found.not_surveyed,
         "linears": [
             {
                 "name": each.name,

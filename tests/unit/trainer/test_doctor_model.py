@@ -13,7 +13,7 @@ from quaver.numerics.figures import figures
 from quaver.numerics.survey import recipes_under, survey
 from quaver.trainer.config_io import load_config
 from quaver.trainer.train import prepare
-from tests.unit.trainer.runs import run_to_end
+from tests.unit.trainer.runs import changed, run_to_end
 
 
 @pytest.mark.parametrize(
@@ -117,6 +117,17 @@ def test_a_hugging_face_folder_gets_recipes_that_prepare_takes(tmp_path, text_fo
     model = prepare_model_for_float8(GPTNeoXForCausalLM.from_pretrained(tmp_path / "hf"), recipes)
     found = {each.config.recipe_name.value for each in model.modules() if isinstance(each, Float8Linear)}
     assert found == {recipes.recipe, *recipes.layers.values()} - {"high_precision"}
+
+
+def test_layers_of_experts_are_named_as_not_surveyed(tiny_config, capsys):
+    run = run_to_end(changed(tiny_config, model={"n_experts": 4, "n_shared_experts": 1}))
+    capsys.readouterr()
+    assert main(["doctor", "--model", str(run.folder.path)]) == 0
+    said = capsys.readouterr().out
+    names = "model.layers.0.mlp.experts, model.layers.1.mlp.experts"
+    assert f"not surveyed: 2 layers of experts, which get tensorwise: {names}" in said
+    assert main(["doctor", "--model", str(run.folder.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["not_surveyed"] == names.split(", ")
 
 
 @pytest.mark.parametrize(
