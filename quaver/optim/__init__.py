@@ -1,7 +1,16 @@
 """Optimizers whose states are stored in float8."""
 
 from quaver.optim.adamw import Float8AdamW
+from quaver.optim.combined import CombinedOptimizer, load_states_of
 from quaver.optim.groups import FLOAT32_MOMENTS, embeddings_of, float32_embeddings
 from quaver.optim.muon import Float8Muon
 
-__all__ = ["FLOAT32_MOMENTS", "Float8AdamW", "Float8Muon", "embeddings_of", "float32_embeddings"]
+__all__ = [
+    "FLOAT32_MOMENTS",
+    "CombinedOptimizer",
+    "Float8AdamW",
+    "Float8Muon",
+    "embeddings_of",
+    "float32_embeddings",
+    "load_states_of",
+]

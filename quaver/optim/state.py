@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from quaver.optim.blocks import Run, block_numbers, from_blocks, grid_of, obstacle_of, scale_shape, to_blocks
 from quaver.optim.rounding import block_keys, decode, encode, high16, low16, random_bits, round_to_bfloat16
@@ -100,12 +99,6 @@ def new_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
 
 def _local_lead(parameter: Tensor, scale: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(local_tensor(parameter).shape[: len(scale) - 1])
-
-
-def state_bytes(optimizer: Optimizer) -> int:
-    """The bytes of an optimizer's state on this rank, when all parameters have been stepped; for meta tensors too."""
-    states = [new_state(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
-    return sum(local_tensor(value).nbytes for state in states for value in state.values())
 
 
 def like_parameter(parameter: Tensor, local: Tensor, shape: tuple[int, ...]) -> Tensor:

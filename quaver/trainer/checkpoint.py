@@ -1,8 +1,8 @@
 """Saves and loads a run to the bit, on any number of ranks, with torch.distributed.checkpoint (DCP).
 
-Of each model: parameters, AdamW's moments, float8 scales and amax histories. Of the run: the step and the position in
-the data, from which the learning rate and the samples follow. Of each rank: the states of torch's random number
-generators, which the trainer itself does not use while it trains.
+Of each model: parameters, the optimizer's states, float8 scales and amax histories. Of the run: the step and the
+position in the data, from which the learning rate and the samples follow. Of each rank: the states of torch's random
+number generators, which the trainer itself does not use while it trains.
 
 [Note: background writes] `save` copies the state to host memory and returns. A thread of each rank then writes the
 copy, and the first rank renames the folder once all ranks have written. The threads communicate through their own gloo
@@ -37,10 +37,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from quaver.optim import load_states_of
 from quaver.trainer.checkpoint_folder import FORMAT, CheckpointFolder, Progress, check_checkpoint, read_record
-from quaver.trainer.config import Checkpoint
+from quaver.trainer.config import Checkpoint, Optimizer
 from quaver.trainer.errors import CheckpointError
 from quaver.trainer.manifest import FileDigest, digests_of_rank
+from quaver.trainer.optimizer import build_optimizer
 from quaver.trainer.ranks import Ranks
 from quaver.trainer.safe_dcp import CheckpointPlanner, CheckpointReader
 from quaver.trainer.trained_model import TrainedModel
@@ -134,7 +136,7 @@ class Checkpointer:
                 "resume with the precision that was saved, or begin a new run with checkpoint.initial_load_path"
             )
         for trained in models:
-            _load_model(trained, path / trained.name)
+            _load_model(trained, path / trained.name, record["config"].get("optimizer", {}).get("name", "AdamW"))
         if record["world_size"] == self.ranks.world_size:
             _load_rng(path / record["models"][0], self.ranks.rank, self._device)
         self._saved_step = self._resumed_step = step
@@ -301,23 +303,32 @@ def _read_back(checkpoint: Path, names: Sequence[str]) -> None:
         CheckpointReader(checkpoint / name).read_metadata()
 
 
-def _state_of(trained: TrainedModel) -> dict[str, Any]:
+def _state_of(trained: TrainedModel, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
     state: dict[str, Any] = {
         "model": get_model_state_dict(trained.model),
-        "optimizer": get_optimizer_state_dict(trained.model, trained.optimizer),
+        "optimizer": get_optimizer_state_dict(trained.model, optimizer or trained.optimizer),
     }
     if trained.scaling:
         state["float8"] = trained.scaling.state_dict()
     return state
 
 
-def _load_model(trained: TrainedModel, path: Path) -> None:
-    state, reader = _state_of(trained), CheckpointReader(path)
+def _load_model(trained: TrainedModel, path: Path, saved: str) -> None:
+    """Load a model and its optimizer; another optimizer's states, `saved` is its name, are converted."""
+    optimizer = trained.optimizer
+    if saved != trained.config.optimizer.name:
+        optimizer = build_optimizer(trained.model, Optimizer(name=saved))
+    state, reader = _state_of(trained, optimizer), CheckpointReader(path)
     if trained.scaling and not any(key.startswith("float8.") for key in read_metadata(reader).state_dict_metadata):
         del state["float8"]  # a recipe with dynamic scaling saved it: the scales begin as in a new model
     load_state(state, reader)
     set_model_state_dict(trained.model, state["model"])
-    set_optimizer_state_dict(trained.model, trained.optimizer, state["optimizer"])
+    set_optimizer_state_dict(trained.model, optimizer, state["optimizer"])
+    if optimizer is not trained.optimizer:
+        try:
+            load_states_of(trained.optimizer, optimizer)
+        except ValueError as error:
+            raise CheckpointError(f"{str(path)!r} was saved by optimizer.name = {saved}: {error}") from error
     if "float8" in state:
         trained.scaling.load_state_dict(state["float8"])
     trained.precompute_scales()

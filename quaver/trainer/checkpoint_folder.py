@@ -25,7 +25,8 @@ from pydantic import ConfigDict, StringConstraints, TypeAdapter
 from typing_extensions import TypedDict
 
 from quaver.export.folders import rename, sync_all
-from quaver.trainer.config.settings import AtLeast1, NotNegative
+from quaver.trainer.config.settings import AtLeast1, NotNegative, OneOf
+from quaver.trainer.config.training import OPTIMIZERS
 from quaver.trainer.json_file import STRICT, read_json
 from quaver.trainer.manifest import CHOOSE, MANIFEST, FileDigest, check_manifest, write_manifest
 
@@ -53,9 +54,14 @@ class _Training(TypedDict):
     seq_len: AtLeast1
 
 
+class _Optimizer(TypedDict):
+    name: NotRequired[Annotated[str, OneOf(OPTIMIZERS)]]
+
+
 class _Config(TypedDict):
     model: dict[str, Any]
     training: NotRequired[_Training]  # a converted model has none
+    optimizer: NotRequired[_Optimizer]
 
 
 class _Data(TypedDict):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from quaver.conversion_report import ConversionReport
-from quaver.optim.state import state_bytes
+from quaver.optim.combined import state_bytes
 from quaver.torch_private.fake_ranks import FakeStore
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.data.source import Source, find_source
@@ -87,10 +87,7 @@ def dry_run(config: TrainConfig, ranks: int = 1) -> DryRun:
         parallelize(model, config, mesh)
         plain = [each for parameter in model.parameters() for each in plain_tensors(parameter)]
         held = sum(each.numel() * each.element_size() for each in plain)
-        # AdamW's two moments have the parameters' dtype; its step counters are 4 bytes each.
-        optimizer = 2 * held + 4 * len(list(model.parameters()))
-        if config.optimizer.name == "Float8AdamW":
-            optimizer = state_bytes(build_optimizer(model, config.optimizer))
+        optimizer = state_bytes(build_optimizer(model, config.optimizer))
     flops = training_flops_per_token(config.model, config.training.seq_len)
     return DryRun(
         config, layout, source, tokenizer.name, parameters, flops, linears, models.report, Held(held, held, optimizer)

@@ -1,4 +1,4 @@
-"""AdamW with its parameter groups, the learning rate of each step, and gradient clipping over all ranks."""
+"""The optimizer with its parameter groups, the learning rate of each step, and gradient clipping over all ranks."""
 
 import math
 from collections import defaultdict
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quaver.optim import FLOAT32_MOMENTS, Float8AdamW, embeddings_of
+from quaver.optim import FLOAT32_MOMENTS, CombinedOptimizer, Float8AdamW, Float8Muon, embeddings_of
 from quaver.trainer.config import LRScheduler, Optimizer
 from quaver.trainer.ranks import plain_tensors
 
@@ -25,14 +25,30 @@ sqrt is the 1-sqrt cooldown of Hägele et al. 2024, https://arxiv.org/abs/2405.1
 
 
 def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
-    """Return AdamW over `model`; weight decay applies to matrices, embeddings included, not to norms and biases."""
+    """Return the optimizer of `model`; weight decay applies to matrices, embeddings included, not to norms and biases.
+
+    With Muon it is a `CombinedOptimizer`: Muon for matrices of blocks; AdamW for embeddings, the head, norms, biases
+    and experts, whose weights are 3-D.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not config.name.endswith("Muon"):
+        return _adamw(parameters, model, config)
+    hidden = {parameter for layer in model.get_submodule("model.layers").children() for parameter in layer.parameters()}
+    matrices = [parameter for parameter in parameters if parameter in hidden and parameter.dim() == 2]
+    muon: Any = Float8Muon if config.name == "Float8Muon" else torch.optim.Muon
+    options = {"weight_decay": config.weight_decay, "momentum": config.momentum, "adjust_lr_fn": "match_rms_adamw"}
+    taken = set(matrices)
+    others = [parameter for parameter in parameters if parameter not in taken]
+    return CombinedOptimizer(muon(matrices, lr=config.lr, **options), _adamw(others, model, config))
+
+
+def _adamw(parameters: list[nn.Parameter], model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.beta2)
-    if config.name == "Float8AdamW":
+    if config.name.startswith("Float8"):
         embeddings = embeddings_of(model)
         held = [p for p in groups[0]["params"] if p in embeddings]
         groups[0]["params"] = [p for p in groups[0]["params"] if p not in embeddings]

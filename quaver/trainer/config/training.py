@@ -20,6 +20,7 @@ from quaver.trainer.config.settings import (
 
 DEVICES = ("auto", "cpu", "cuda")
 Dtype = Annotated[str, OneOf(("float32", "bfloat16"))]
+OPTIMIZERS = ("AdamW", "Float8AdamW", "Muon", "Float8Muon")
 _Beta = Annotated[float, Ge(0), Lt(1)]
 
 MOST_SECONDS = 10**7
@@ -130,16 +131,20 @@ class ActivationCheckpoint(Settings, section="activation_checkpoint"):
 
 @dataclass(frozen=True)
 class Optimizer(Settings, section="optimizer"):
-    """AdamW. Matrices and the embedding are decayed; norms and biases are not."""
+    """AdamW or Muon. Matrices and the embedding are decayed; norms and biases are not."""
 
-    name: Annotated[str, OneOf(("AdamW", "Float8AdamW"))] = setting(
-        "AdamW", "AdamW, or Float8AdamW with both moments in float8, but for embeddings, norms and small parameters."
+    name: Annotated[str, OneOf(OPTIMIZERS)] = setting(
+        "AdamW",
+        "AdamW, or Muon for matrices of blocks with AdamW for the rest; Float8AdamW and Float8Muon: states in float8.",
     )
     lr: FiniteNotNegative = setting(3e-3, "Learning rate after the warm-up.")
     beta1: _Beta = setting(0.9, "Decay of the running mean of the gradient.")
     beta2: _Beta = setting(0.95, "Decay of the running mean of its square.")
     eps: FiniteNotNegative = setting(1e-8, "Added to the denominator of the update.")
     weight_decay: FiniteNotNegative = setting(0.1, "Decoupled weight decay of matrices.")
+    momentum: _Beta = setting(
+        0.95, "Muon: decay of the running mean of the gradient. Its rate is matched to AdamW's RMS: lr serves both."
+    )
     expert_bias_rate: FiniteNotNegative = setting(
         0.001,
         "What a step adds to the bias of a router for experts below the mean load, and takes from others; 0 never.",
@@ -149,9 +154,11 @@ class Optimizer(Settings, section="optimizer"):
     )
 
     def check(self) -> None:
-        """Refuse a choice of AdamW's kernels for another optimizer."""
-        if self.name != "AdamW":
-            self.require_default("implementation", unless="optimizer.name is AdamW")
+        """Refuse a choice of AdamW's kernels, or of Muon's momentum, for another optimizer."""
+        if self.name.startswith("Float8"):
+            self.require_default("implementation", unless="optimizer.name is AdamW or Muon")
+        if not self.name.endswith("Muon"):
+            self.require_default("momentum", unless="optimizer.name is Muon or Float8Muon")
 
 
 @dataclass(frozen=True)

@@ -62,10 +62,13 @@ night = [pytest.mark.nightly, on_ranks]
         (1, {"float8": Float8(recipe_name="delayed"), "optimizer": Optimizer(implementation="foreach")}),
         (1, {"float8": Float8(recipe_name="rowwise"), "activation_checkpoint": FULL}),
         (1, {"model": WIDE, "optimizer": Optimizer(name="Float8AdamW")}),
+        (1, {"model": WIDE, "optimizer": Optimizer(name="Muon")}),
+        (1, {"model": WIDE, "optimizer": Optimizer(name="Float8Muon")}),
         (1, {"training": RESIDUAL_BFLOAT16}),
         # spawned processes take 12 s; test_predict.py compares a prediction with ranks in each run
         pytest.param(2, {"float8": GATHERS_FLOAT8}, marks=night),
         pytest.param(2, {"training": RESIDUAL_BFLOAT16}, marks=night),
+        pytest.param(2, {"model": WIDE, "optimizer": Optimizer(name="Float8Muon")}, marks=night),
         pytest.param(2, {**SPLIT, "activation_checkpoint": FULL}, marks=night),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),

@@ -45,7 +45,10 @@ def everything(run: Run) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("async_mode", "optimizer"), [("disabled", "AdamW"), ("async", "Float8AdamW")])
+@pytest.mark.parametrize(
+    ("async_mode", "optimizer"),
+    [("disabled", "AdamW"), ("async", "Float8AdamW"), ("disabled", "Muon"), ("async", "Float8Muon")],
+)
 def test_a_resumed_run_has_the_same_bits(config, async_mode, optimizer):
     config = changed(config, model={"dim": 128}, optimizer={"name": optimizer})
     run_to_end(with_steps(config, 4, async_mode=async_mode))
@@ -57,11 +60,18 @@ def test_a_resumed_run_has_the_same_bits(config, async_mode, optimizer):
     got = everything(resumed)
     assert got.keys() == expected.keys()
     assert any("amax_history" in name for name in expected)
-    assert any("exp_avg_fp8" in name for name in expected) == (optimizer == "Float8AdamW")
+    assert any(name.endswith("_fp8") for name in expected) == optimizer.startswith("Float8")
+    assert any("momentum_buffer" in name for name in expected) == optimizer.endswith("Muon")
     for name, value in expected.items():
         assert torch.equal(got[name], value), name
     assert resumed.progress == whole.progress
     assert checkpoints(resumed).steps() == [2, 4, 6, 8]
+
+
+def test_states_of_another_algorithm_are_refused(config):
+    run_to_end(with_steps(config, 2))
+    with pytest.raises(CheckpointError, match=r"saved by optimizer.name = AdamW: states of AdamW cannot become .*Muon"):
+        prepare(changed(with_steps(config, 4, resume="must"), optimizer={"name": "Muon"}))
 
 
 def test_resuming_from_an_earlier_step_discards_the_later_ones(config):

@@ -9,6 +9,7 @@ import torch
 from quaver.cli import main
 from quaver.gemm import GemmBackend
 from quaver.trainer.config import Float8
+from quaver.trainer.config.training import OPTIMIZERS
 from quaver.trainer.config_io import load_config
 from quaver.trainer.dry_run import dry_run
 from quaver.trainer.flops import flops_per_token_by_precision, linear_precisions
@@ -37,7 +38,7 @@ def test_every_config_would_run(path):
     assert result.held.parameters * ranks == pytest.approx(4 * result.parameters, rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Float8AdamW"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_a_process_holds(tiny_float8_config, name):
     wide = {"dim": 128, "hidden_dim": 160}  # smaller matrices have float32 moments
     config = changed(tiny_float8_config, job={"compare": False}, model=wide, optimizer={"name": name})

@@ -48,6 +48,19 @@ def test_moments_are_float8_but_of_embeddings_and_norms():
     assert {name for name, decay in decays.items() if decay} == matrices
 
 
+@pytest.mark.parametrize("name", ["Muon", "Float8Muon"])
+def test_muon_takes_the_matrices_of_blocks(name):
+    model = Llama(Model(dim=128, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=64))
+    optimizer = build_optimizer(model, Optimizer(name=name, weight_decay=0.3))
+    steps_with(optimizer, model, 1)
+    by_muon = {name for name, p in model.named_parameters() if any("momentum" in key for key in optimizer.state[p])}
+    of_blocks = {name for name, p in model.named_parameters() if ".layers." in name and p.dim() == 2}
+    assert by_muon == of_blocks
+    assert all(any("exp_avg" in key for key in optimizer.state[p]) for p in model.parameters() if p.dim() != 2)
+    decays = {name: group["weight_decay"] for group in optimizer.param_groups for name in names_in(group, model)}
+    assert decays == {name: 0.3 * (p.dim() > 1) for name, p in model.named_parameters()}
+
+
 def test_a_tied_embedding_is_updated_once():
     model = Llama(Model(**{**SHAPE.__dict__, "tie_word_embeddings": True}))
     decayed, _ = build_optimizer(model, Optimizer()).param_groups

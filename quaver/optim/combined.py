@@ -1,0 +1,149 @@
+"""Several optimizers as one: `CombinedOptimizer`, so that Muon for matrices and AdamW for the rest save and resume.
+
+    optimizer = CombinedOptimizer(Float8Muon(hidden, lr=3e-4), Float8AdamW(others, lr=3e-4))
+
+`load_states_of` converts states between torch's optimizers and those with states in float8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from quaver.optim.base import Float8Optimizer
+from quaver.optim.state import new_state
+from quaver.torch_private.dtensor import local_tensor
+
+
+class CombinedOptimizer(Optimizer):
+    """Steps optimizers of different parameters in turn; its param groups and states are theirs, in their order."""
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        """Combine `optimizers`.
+
+        Raises:
+            ValueError: a parameter is in two of them, or there is none.
+        """
+        self.optimizers = optimizers
+        super().__init__([group for each in optimizers for group in each.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        self.param_groups = [group for each in self.optimizers for group in each.param_groups]
+        self.state.clear()
+        for each in self.optimizers:
+            self.state.update(each.state)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: it would be unknown which optimizer steps the group.
+
+        Raises:
+            ValueError: always, but for groups of the optimizers.
+        """
+        if not any(param_group is group for each in self.optimizers for group in each.param_groups):
+            raise ValueError("expected a param group of its optimizers, got another; combine optimizers that have it")
+        super().add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step of all optimizers."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for each in self.optimizers:
+            each.step()
+            self.state.update(each.state)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of optimizers with the same param groups.
+
+        Raises:
+            ValueError: another number of param groups, or what an optimizer refuses; those before it have loaded.
+        """
+        groups, begin = state_dict["param_groups"], 0
+        if len(groups) != len(self.param_groups):
+            raise ValueError(f"expected a state dict with {len(self.param_groups)} param groups, got {len(groups)}")
+        for each in self.optimizers:
+            own = groups[begin : begin + len(each.param_groups)]
+            begin += len(own)
+            numbers = {number for group in own for number in group["params"]}
+            state = {number: value for number, value in state_dict["state"].items() if number in numbers}
+            each.load_state_dict({**state_dict, "state": state, "param_groups": own})
+        self._share()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "optimizers": self.optimizers}
+
+
+def parts_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """The optimizers that are combined in this one, or itself."""
+    return optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
+
+
+def load_states_of(target: Optimizer, source: Optimizer) -> None:
+    """Give `target` the states of `source`, an optimizer of the same parameters, and the options that both have.
+
+    Each is torch.optim.AdamW, torch.optim.Muon, Float8AdamW, Float8Muon or a combination. Moments become float32, then
+    what `target` stores: 8 bytes per parameter meanwhile. Param groups may be others.
+
+    Raises:
+        ValueError: a parameter is Muon's in one and AdamW's in the other, or is missing in `source`.
+    """
+    found: dict[Tensor, tuple[Optimizer, dict[str, Any], Any]] = {}
+    for each in parts_of(source):
+        packed = each._torch_state_dict() if isinstance(each, Float8Optimizer) else each.state_dict()
+        for group, theirs in zip(each.param_groups, packed["param_groups"], strict=True):
+            for parameter, number in zip(group["params"], theirs["params"], strict=True):
+                found[parameter] = each, theirs, packed["state"].get(number)
+    for each in parts_of(target):
+        if isinstance(each, Float8Optimizer):
+            each._load_torch_state_dict(_torch_state_dict(each, found))
+        else:
+            each.load_state_dict(_torch_state_dict(each, found))
+    if isinstance(target, CombinedOptimizer):
+        target._share()
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """The bytes of the state of such an optimizer on this rank after its first step; for meta tensors too."""
+    size = 0
+    for each in parts_of(optimizer):
+        for group in each.param_groups:
+            for parameter in group["params"]:
+                if isinstance(each, Float8Optimizer):
+                    size += sum(local_tensor(value).nbytes for value in new_state(parameter, group).values())
+                else:  # moments have the parameter's dtype; AdamW counts steps in a float32
+                    size += local_tensor(parameter).nbytes * (1 if _kind(each) is torch.optim.Muon else 2)
+                    size += 0 if _kind(each) is torch.optim.Muon else 4
+    return size
+
+
+def _torch_state_dict(target: Optimizer, found: dict[Tensor, tuple[Optimizer, dict[str, Any], Any]]) -> dict[str, Any]:
+    """What was found for the parameters of `target`, as a state dict of torch's optimizer with its param groups."""
+    state, groups = {}, []
+    parameters: Iterable[Tensor] = chain.from_iterable(group["params"] for group in target.param_groups)
+    numbered = dict(enumerate(parameters))
+    packed = target.state_dict()["param_groups"]
+    for group in packed:
+        options: dict[str, Any] = {}
+        for number in group["params"]:
+            if numbered[number] not in found:
+                raise ValueError(f"no state of a parameter {list(numbered[number].shape)}")
+            source, theirs, values = found[numbered[number]]
+            if _kind(source) is not _kind(target):
+                raise ValueError(f"states of {_kind(source).__name__} cannot become those of {_kind(target).__name__}")
+            options = {name: theirs[name] for name in source.defaults.keys() & target.defaults.keys() if name in theirs}
+            if values:
+                state[number] = values
+        groups.append({**group, **options})
+    return {"state": state, "param_groups": groups}
+
+
+def _kind(optimizer: Optimizer) -> type[Optimizer]:
+    return optimizer.torch_optimizer if isinstance(optimizer, Float8Optimizer) else type(optimizer)

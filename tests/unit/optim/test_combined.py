@@ -1,0 +1,133 @@
+"""CombinedOptimizer against the optimizers alone, state dicts, conversion of states, and refusals."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon, load_states_of
+from tests.unit.optim.test_adamw import give_gradients, same
+
+SHAPES = [(64, 300), (300,), (128, 512)]
+OURS, THEIRS = (Float8Muon, Float8AdamW), (torch.optim.Muon, torch.optim.AdamW)
+
+
+def made(kinds=OURS, combine=CombinedOptimizer, **options):
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape) * 0.1) for shape in SHAPES]
+    muon, adamw = kinds
+    return parameters, combine(muon([parameters[0]], lr=1e-2, **options), adamw(parameters[1:], lr=1e-3))
+
+
+def stepped(steps=range(3), **options):
+    parameters, optimizer = made(**options)
+    make_steps(parameters, optimizer, steps)
+    return parameters, optimizer
+
+
+def make_steps(parameters, optimizer, steps):
+    for step in steps:
+        give_gradients(parameters, step)
+        optimizer.step()
+
+
+def test_it_steps_both_as_they_step_alone():
+    ours = stepped()
+    parameters, both = made(combine=lambda *optimizers: optimizers)
+    for step in range(3):
+        give_gradients(parameters, step)
+        for each in both:
+            each.step()
+    for mine, theirs in zip(ours[0], parameters, strict=True):
+        assert torch.equal(mine, theirs)
+    (group,) = both[0].param_groups
+    assert ours[1].param_groups[0].keys() == group.keys()
+    assert ours[1].state[ours[0][0]].keys() == both[0].state[parameters[0]].keys()
+
+
+@pytest.mark.parametrize("copied", ["state dict", "deepcopy", "torch.save"])
+def test_it_goes_on_to_the_same_bits(copied):
+    parameters, optimizer = stepped()
+    if copied == "state dict":
+        again = [nn.Parameter(each.detach().clone()) for each in parameters]
+        other = CombinedOptimizer(Float8Muon([again[0]], lr=1.0), Float8AdamW(again[1:], lr=1.0))
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    elif copied == "deepcopy":
+        again, other = copy.deepcopy((parameters, optimizer))
+    else:
+        file = io.BytesIO()
+        torch.save((parameters, optimizer), file)
+        file.seek(0)
+        again, other = torch.load(file, weights_only=False)
+    for each in ((parameters, optimizer), (again, other)):
+        for group in each[1].param_groups:  # what a schedule of the learning rate does
+            group["lr"] *= 0.5
+        make_steps(*each, range(3, 5))
+    same((parameters, optimizer), (again, other))
+    assert len(other.state) == len(SHAPES)
+
+
+def test_a_closure_is_called_once():
+    parameters, optimizer = made()
+    calls = []
+
+    def closure():
+        calls.append(torch.is_grad_enabled())
+        give_gradients(parameters, 0)
+        return 3.0
+
+    assert optimizer.step(closure) == 3.0
+    assert calls == [True]
+    assert all(optimizer.state[each] for each in parameters)
+
+
+def test_states_are_converted_there_and_back():
+    """float32 moments become what Float8 optimizers store of torch's state dicts; those are read to the bit."""
+    parameters, theirs = stepped(kinds=THEIRS)
+    muon, adamw = Float8Muon([parameters[0]]), Float8AdamW(parameters[1:])
+    muon.load_muon_state_dict(theirs.optimizers[0].state_dict())
+    adamw.load_adamw_state_dict(theirs.optimizers[1].state_dict())
+    ours = CombinedOptimizer(Float8Muon([parameters[0]]), Float8AdamW(parameters[1:]))
+    load_states_of(ours, theirs)
+    same((parameters, ours), (parameters, CombinedOptimizer(muon, adamw)))
+    assert ours.param_groups[0]["lr"] == 1e-2
+
+    back = CombinedOptimizer(torch.optim.Muon([parameters[0]]), torch.optim.AdamW(parameters[1:], foreach=True))
+    load_states_of(back, ours)
+    expected = ours.optimizers[0].muon_state_dict()["state"][0]["momentum_buffer"]
+    assert torch.equal(back.state[parameters[0]]["momentum_buffer"], expected)
+    for number, state in ours.optimizers[1].adamw_state_dict()["state"].items():
+        for name, value in state.items():
+            assert torch.equal(back.state[parameters[1 + number]][name], value), name
+    assert back.param_groups[1]["foreach"]
+    assert back.param_groups[1]["lr"] == 1e-3
+    again = CombinedOptimizer(Float8Muon([parameters[0]], seed=3), Float8AdamW(parameters[1:], seed=3))
+    load_states_of(again, back)
+    for each in parameters:  # a value of a code is rounded to itself, whatever the seed; its scale to 1 ulp
+        torch.testing.assert_close(again.state[each], ours.state[each], rtol=2e-7, atol=0)
+
+
+def test_param_groups_may_be_others_where_states_are_converted():
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    source = torch.optim.AdamW([{"params": parameters[:1], "weight_decay": 0.3}, {"params": parameters[1:]}])
+    make_steps(parameters, source, range(2))
+    target = Float8AdamW([{"params": [each]} for each in reversed(parameters)])
+    load_states_of(target, source)
+    assert [group["weight_decay"] for group in target.param_groups] == [0.01, 0.01, 0.3]
+    assert all(target.state[each]["step"] == 2 for each in parameters)
+
+
+def test_what_does_not_fit_is_refused():
+    parameters, optimizer = stepped()
+    with pytest.raises(ValueError, match="combine optimizers that have it"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        CombinedOptimizer(Float8AdamW(parameters), Float8AdamW(parameters[:1]))
+    with pytest.raises(ValueError, match="with 2 param groups, got 1"):
+        optimizer.load_state_dict(Float8AdamW(parameters).state_dict())
+    with pytest.raises(ValueError, match="states of Muon cannot become those of AdamW"):
+        load_states_of(torch.optim.AdamW(parameters), optimizer)
+    with pytest.raises(ValueError, match=r"no state of a parameter \[128, 512\]"):
+        load_states_of(Float8AdamW(parameters[1:]), torch.optim.AdamW(parameters[1:2]))

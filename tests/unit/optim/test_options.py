@@ -1,0 +1,52 @@
+"""Options that Float8AdamW and Float8Muon refuse."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from quaver.optim import Float8AdamW, Float8Muon
+
+RATE = "expected a finite number, 0 or more, got"
+BOTH = {
+    f"lr: {RATE} -1": {"lr": -1.0},
+    f"weight_decay: {RATE} nan": {"weight_decay": math.nan},
+    f"eps: {RATE} inf": {"eps": math.inf},
+    "masters: expected one of bfloat16, float32": {"masters": "float8"},
+    "seed: expected a number from 0": {"seed": -1},
+    "expected parameters in float32 or bfloat16, got torch.float16": {"dtype": torch.float16},
+}
+OF_ADAMW = {
+    "betas: expected two numbers from 0 to below 1": {"betas": (0.9, 1.0)},
+    "exp_avg: expected one of float8, bfloat16, float32, got 'int8'": {"exp_avg": "int8"},
+    "exp_avg_sq: expected one of float8, bfloat16, float32, got 8": {"exp_avg_sq": 8},
+}
+OF_MUON = {
+    "momentum: expected a number from 0 to below 1, got 1": {"momentum": 1.0},
+    "momentum_buffer: expected one of float8, bfloat16, float32, got 'int8'": {"momentum_buffer": "int8"},
+    "adjust_lr_fn: expected None, 'original' or": {"adjust_lr_fn": "none"},
+    "1 to 99 ns_steps, got .* and 100": {"ns_steps": 100},
+    r"expected matrices, got a parameter \[4, 8, 16\]; use Float8AdamW": {"shape": (4, 8, 16)},
+}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message", "options"),
+    [
+        *((Float8AdamW, *refused) for refused in (BOTH | OF_ADAMW).items()),
+        *((Float8Muon, *refused) for refused in (BOTH | OF_MUON).items()),
+    ],
+)
+def test_a_bad_option_is_refused_in_one_line(optimizer, message, options):
+    """In the constructor and in a param group that is added, which leaves no trace."""
+    shape, dtype = options.get("shape", (64, 64)), options.get("dtype", torch.float32)
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype))]
+    chosen = {name: value for name, value in options.items() if name not in ("shape", "dtype")}
+    with pytest.raises(ValueError, match=message) as error:
+        optimizer(parameters, **chosen)
+    assert "\n" not in str(error.value)
+    fine = optimizer([nn.Parameter(torch.zeros(64, 64))])
+    with pytest.raises(ValueError, match=message):
+        fine.add_param_group({"params": parameters, **chosen})
+    assert len(fine.param_groups) == 1
