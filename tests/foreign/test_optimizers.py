@@ -1,9 +1,9 @@
-"""Float8AdamW in other people's trainers: a resumed run goes on to the bits of a whole one."""
+"""Float8AdamW, alone and with Float8Muon, in other trainers: a resumed run goes on to the bits of a whole one."""
 
 import pytest
 import torch
 
-from quaver.optim import Float8AdamW, float32_embeddings
+from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon, float32_embeddings
 from tests.distributed.ranks import run as run_on_ranks
 from tests.foreign.llama import BATCHES, batches, llama
 from tests.foreign.test_accelerate import save_and_resume
@@ -13,7 +13,15 @@ def optimizer_of(model):
     return Float8AdamW(float32_embeddings(model), lr=1e-3, weight_decay=0.0)
 
 
-def test_transformers_trainer(tmp_path):
+def with_muon(model):
+    matrices = {p for layer in model.model.layers for p in layer.parameters() if p.dim() == 2}
+    others = [p for p in model.parameters() if p not in matrices]
+    muon = Float8Muon([p for p in model.parameters() if p in matrices], lr=1e-3, adjust_lr_fn="match_rms_adamw")
+    return CombinedOptimizer(muon, Float8AdamW(others, lr=1e-3, weight_decay=0.0))
+
+
+@pytest.mark.parametrize("optimizer_of", [optimizer_of, with_muon])
+def test_transformers_trainer(tmp_path, optimizer_of):
     from tests.foreign.test_transformers_trainer import losses_of, trainer
 
     def run(**options):
@@ -49,10 +57,15 @@ def test_lightning(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "state_dict_type"),
-    [("DDP", None), ("FSDP2", "SHARDED_STATE_DICT"), ("FSDP2", "FULL_STATE_DICT")],
+    ("strategy", "state_dict_type", "optimizer_of"),
+    [
+        ("DDP", None, optimizer_of),
+        ("FSDP2", "SHARDED_STATE_DICT", optimizer_of),
+        ("FSDP2", "FULL_STATE_DICT", optimizer_of),
+        ("FSDP2", "SHARDED_STATE_DICT", with_muon),
+    ],
 )
-def test_accelerate(tmp_path, strategy, state_dict_type):
+def test_accelerate(tmp_path, strategy, state_dict_type, optimizer_of):
     for whole, resumed in run_on_ranks(
         2, save_and_resume, strategy, False, state_dict_type, str(tmp_path), optimizer_of
     ):

@@ -6,6 +6,8 @@ import transformers
 
 from quaver import Float8LinearConfig, convert_to_float8_training
 from quaver.checkpointing import activation_report, store_activations_in_float8
+from tests.foreign.llama import llama
+from tests.foreign.test_transformers_trainer import losses_of, trainer
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2}
 WORDS = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -50,3 +52,22 @@ def test_a_padded_batch(name):
     report = activation_report(model, step)
     assert min(report.gradient_sqnr_db.values()) > 18
     assert report.bytes_after < 0.6 * report.bytes_before
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"gradient_accumulation_steps": 2}], ids=str)
+def test_transformers_trainer(tmp_path, options):
+    """The losses of a run that stores are near those of one that keeps, and generate() says the same."""
+    runs = []
+    for stores in (False, True):
+        model = llama("rowwise")
+        if stores:
+            tokens = torch.arange(8)[None]
+            expected = model.generate(tokens, max_new_tokens=4, do_sample=False)
+            store_activations_in_float8(model)
+            assert torch.equal(model.generate(tokens, max_new_tokens=4, do_sample=False), expected)
+        runs.append(trainer(tmp_path / str(stores), model, max_steps=4, **options))
+        runs[-1].train()
+        assert runs[-1].evaluate()["eval_loss"] > 0
+    assert losses_of(runs[1]) == pytest.approx(losses_of(runs[0]), rel=0.01)
+    weights = zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True)
+    assert not all(torch.equal(kept, stored) for kept, stored in weights)
