@@ -115,6 +115,7 @@ def test_both_models_have_equal_weights_and_data_take_turns_and_differ_only_in_f
     assert comparison["peak_memory_ratio"] == ours["peak_memory_bytes"] / theirs["peak_memory_bytes"]
     report = json.loads((run.folder.path / "conversion_report.json").read_text())
     assert "lm_head" in json.dumps(report)
+    assert {layer["backend"] for layer in report["layers"] if layer["converted"]} == {"exact"}
 
 
 def test_a_second_ctrl_c_ends_at_once(tiny_config, monkeypatch):
