@@ -7,6 +7,7 @@ The blocks and the step are those of the memory table (memory_modules.py). Steps
 """
 
 import argparse
+import json
 import os
 import statistics
 import time
@@ -21,6 +22,7 @@ from quaver.checkpointing import store_activations_in_float8
 from quaver.torch_private.compiler import recompile_limit
 
 RECORD = ROOT / "benchmarks" / "results" / "stored_activations.json"
+MEMORY_RECORD = ROOT / "benchmarks" / "results" / "memory.json"
 PAGE = ROOT / "docs" / "activations.md"
 RECIPES = ("bfloat16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 OF_TIME = Size(dim=512, hidden_dim=1536, n_heads=8, n_kv_heads=4)
@@ -87,6 +89,14 @@ def measure() -> dict[str, Any]:
     return {"environment": provenance("stored_activations"), "rows": rows}
 
 
+def of_memory_table(recipe: str, compiled: bool) -> dict[str, int]:
+    """The bytes that such blocks save by their activation checkpointing, as recorded by the memory table."""
+    rows = json.loads(MEMORY_RECORD.read_text())["rows"]
+    case = (f"{BLOCKS} blocks", recipe, compiled, 1)
+    fields = ("module", "precision", "compiled", "ranks")
+    return {row["checkpointing"]: row["saved_bytes"] for row in rows if tuple(row[each] for each in fields) == case}
+
+
 def tables(results: dict[str, Any]) -> dict[str, str]:
     """Shares of bfloat16's bytes and times, and bytes per token of a block, in Markdown."""
     lines = []
@@ -97,9 +107,11 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         shares += [row["ms"][kind] / base["ms"]["kept"] for kind in KINDS]
         how = "compiled" if row["compiled"] else "eager"
         lines.append([f"{row['recipe']}, {how}", *(f"{share:.2f}" for share in shares)])
-        per_token[row["recipe"]] += [f"{row[kind]['saved'] / BLOCKS / Size().tokens:,.0f}" for kind in KINDS]
+        checkpointed = of_memory_table(row["recipe"], row["compiled"])
+        saved = [*(row[kind]["saved"] for kind in KINDS), checkpointed["op"], checkpointed["full"]]
+        per_token[row["recipe"]] += [f"{each / BLOCKS / Size().tokens:,.0f}" for each in saved]
     head = ["", "saved, kept", "stored", "peak, kept", "stored", "time, kept", "stored"]
-    of_tokens = ["", "eager, kept", "stored", "compiled, kept", "stored"]
+    of_tokens = ["", *(cell for how in ("eager", "compiled") for cell in (f"{how}, kept", "stored", "op", "full"))]
     return {
         "stored activations": markdown(head, lines),
         "bytes per token": markdown(of_tokens, list(per_token.values())),

@@ -35,6 +35,8 @@ def test_the_table_of_stored_activations_is_that_of_the_recorded_run_and_keeps_i
     saved = {row["compiled"]: row["kept"]["saved"] for row in results["rows"] if row["recipe"] == "bfloat16"}
     stored = [row["stored"]["saved"] / saved[row["compiled"]] for row in results["rows"] if row["recipe"] == "rowwise"]
     assert max(stored) <= 0.55
+    for row in results["rows"]:  # with checkpoints the other table counted the same blocks
+        assert stored_activations.of_memory_table(row["recipe"], row["compiled"])["none"] == row["kept"]["saved"]
 
 
 @pytest.mark.parametrize("name", performance.COMMANDS)

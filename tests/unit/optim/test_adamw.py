@@ -299,15 +299,18 @@ def test_bytes_and_which_parameters_stay_in_float32():
 
 def test_the_documented_bytes_are_those_of_each_choice():
     page = (Path(__file__).parents[3] / "docs" / "optimizer.md").read_text()
-    rows = re.findall(r"^\| (float8|bfloat16|float32) \| (\w+) \| (\w+) \| (-|\w+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    choice = r"^\| (float8|bfloat16|float32) \| (\w+) \| (\w+) \| (-|\w+) "
+    rows = re.findall(choice + r"\| ([\d.]+) " * 4 + r"\|$", page, re.MULTILINE)
     assert len(rows) == 7
-    for exp_avg, exp_avg_sq, dtype, masters, documented in rows:
+    for exp_avg, exp_avg_sq, dtype, masters, *documented in rows:
         options = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         options |= {} if masters == "-" else {"masters": masters}
         (parameter,), optimizer = stepped(1, shapes=[(64, 512)], dtype=getattr(torch, dtype), **options)
-        counted = sum(tensor.nbytes for tensor in optimizer.state[parameter].values() if tensor.dim())
-        assert f"{counted / parameter.numel():.3f}" == documented
-        assert state_bytes(optimizer) == counted + 4
+        state = {name: tensor.nbytes for name, tensor in optimizer.state[parameter].items() if tensor.dim()}
+        assert state_bytes(optimizer) == sum(state.values()) + 4
+        counted = [parameter.nbytes + parameter.grad.nbytes, state.pop("master", 0)]
+        counted.append(sum(state.values()))
+        assert [f"{each / parameter.numel():.3f}" for each in (*counted, sum(counted))] == documented
 
 
 def test_the_code_of_the_page_runs(monkeypatch, tmp_path):
