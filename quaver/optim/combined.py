@@ -90,7 +90,8 @@ def load_states_of(target: Optimizer, source: Optimizer) -> None:
     """Give `target` the states of `source`, an optimizer of the same parameters, and the options that both have.
 
     Each is torch.optim.AdamW, torch.optim.Muon, Float8AdamW, Float8Muon or a combination. Moments become float32, then
-    what `target` stores: 8 bytes per parameter meanwhile. Param groups may be others.
+    what `target` stores: 8 bytes per parameter meanwhile. Param groups may be others. torch's Muon counts no steps:
+    Float8Muon begins at 0 after it.
 
     Raises:
         ValueError: a parameter is Muon's in one and AdamW's in the other, or is missing in `source`.
@@ -139,6 +140,8 @@ def _torch_state_dict(target: Optimizer, found: dict[Tensor, tuple[Optimizer, di
             if _kind(source) is not _kind(target):
                 raise ValueError(f"states of {_kind(source).__name__} cannot become those of {_kind(target).__name__}")
             options = {name: theirs[name] for name in source.defaults.keys() & target.defaults.keys() if name in theirs}
+            if values and type(target) is torch.optim.Muon:  # one that it does not advance would be loaded later
+                values = {name: value for name, value in values.items() if name != "step"}
             if values:
                 state[number] = values
         groups.append({**group, **options})

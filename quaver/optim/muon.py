@@ -77,11 +77,16 @@ class Float8Muon(Float8Optimizer):
         return self._skips
 
     def muon_state_dict(self) -> dict[str, Any]:
-        """The state as torch.optim.Muon's: momentum in float32, 4 bytes per parameter more."""
-        return self._torch_state_dict()
+        """The state as torch.optim.Muon's: momentum in float32, 4 bytes per parameter more, and no steps."""
+        packed = self._torch_state_dict()
+        for state in packed["state"].values():
+            del state["step"]
+        return packed
 
     def load_muon_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of torch.optim.Muon, whose momentum is rounded; this optimizer's own options stay.
+
+        Steps are counted from 0 again, and rounded with the random bits of a new optimizer.
 
         Raises:
             ValueError: momentum is missing or has another shape than its parameter.

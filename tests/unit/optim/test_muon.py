@@ -118,6 +118,7 @@ def test_states_of_muon_are_converted_in_both_directions():
     back = optimizer.muon_state_dict()
     assert back["param_groups"] == muon.state_dict()["param_groups"]
     for index, state in muon.state_dict()["state"].items():
+        assert back["state"][index].keys() == state.keys()
         stored, exact = back["state"][index]["momentum_buffer"], state["momentum_buffer"]
         assert (stored - exact).norm() / exact.norm() < (0.05 if exact.numel() >= 4096 else 1e-6)
     muon.load_state_dict(back)

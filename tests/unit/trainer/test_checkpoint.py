@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from quaver.optim import load_states_of
 from quaver.trainer.checkpoint_folder import RECORD, CheckpointFolder, read_record
 from quaver.trainer.config import Checkpoint, Float8, TrainConfig
 from quaver.trainer.errors import CheckpointError
 from quaver.trainer.metrics import read_metrics
+from quaver.trainer.optimizer import build_optimizer
 from quaver.trainer.train import Run, prepare, train
 from tests.unit.trainer.runs import changed, numbers, run_to_end
 
@@ -66,6 +68,31 @@ def test_a_resumed_run_has_the_same_bits(config, async_mode, optimizer):
         assert torch.equal(got[name], value), name
     assert resumed.progress == whole.progress
     assert checkpoints(resumed).steps() == [2, 4, 6, 8]
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("AdamW", "Float8AdamW"), ("Float8Muon", "Muon")])
+def test_states_are_converted_when_a_run_resumes_with_the_other_optimizer(config, saved, resumed):
+    """There and back: what the new optimizer stores of the saved moments, to the bit, and a run that goes on."""
+    config = changed(config, model={"dim": 128, "hidden_dim": 160})
+
+    def steps(number: int, name: str) -> TrainConfig:
+        return changed(with_steps(config, number, resume="auto"), optimizer={"name": name})
+
+    run = run_to_end(steps(2, saved))
+    for name, number in ((resumed, 4), (saved, 6)):
+        old, run = run, prepare(steps(number, name))
+        for was, now in zip(old.models, run.models, strict=True):
+            expected = build_optimizer(was.model, now.config.optimizer)
+            load_states_of(expected, was.optimizer)
+            for theirs, ours in zip(was.model.parameters(), now.model.parameters(), strict=True):
+                assert torch.equal(theirs, ours)
+                assert _same(expected.state[theirs], now.optimizer.state[ours])
+        train(run)
+    assert (run.began_at_step, run.progress.step) == (4, 6)
+
+
+def _same(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> bool:
+    return expected.keys() == got.keys() and all(torch.equal(expected[name], got[name]) for name in expected)
 
 
 def test_states_of_another_algorithm_are_refused(config):
