@@ -1,8 +1,9 @@
-"""The token cache: made once, by one process, whole or not at all, and not read to be opened."""
+"""The token cache: made once, by one process, whole or not at all, not read to be opened; `quaver prepare-data`."""
 
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_data_sources import TEXTS, train_tokenizer, write_jsonl, write_parquet
 
+from quaver.cli import main
 from quaver.trainer.config import Data, TrainConfig, Training
 from quaver.trainer.data import cache as cache_module
 from quaver.trainer.data import load as load_module
@@ -90,39 +93,38 @@ def test_opening_reads_no_tokens(text_folder, load, kept, builds, monkeypatch):
     assert len(read) == len(builds) == 1
 
 
-@pytest.mark.parametrize("change", ["content", "time", "name", "more", "tokenizer", "field"])
+CHANGES: dict[str, tuple[int, Callable[[Path], object]]] = {
+    "content": (2, lambda folder: (folder / "00.txt").write_text("changed\n" * 100)),
+    "time": (2, lambda folder: _later(folder / "00.txt")),
+    "name": (2, lambda folder: (folder / "00.txt").rename(folder / "0.txt")),
+    "more": (2, lambda folder: (folder / "more.txt").write_text("more\n" * 100)),
+    "tokenizer": (2, lambda folder: {"tokenizer": str(folder.with_name("tokenizer.json"))}),
+    "place of the folder": (1, lambda folder: folder.rename(folder.with_name("moved"))),
+}
+"""How many entries there are after a change, which may return settings or the new path of the data."""
+
+
+def _later(path: Path) -> None:
+    os.utime(path, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns + 1))
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_the_tokens_changes_the_entry(change, tmp_path, text_folder, load, kept, builds):
-    path, settings = text_folder, {}
-    if change == "field":
-        (text_folder / "a.jsonl").write_text(
-            "".join(json.dumps({"text": f"{n:04d}" * 9, "b": f"{n:03d}" * 9}) + "\n" for n in range(99))
-        )
-    load(path, cache_folder=kept)
-    first = text_folder / "00.txt"
-    if change == "content":
-        first.write_text("changed\n" * 100)
-    elif change == "time":
-        os.utime(first, ns=(first.stat().st_atime_ns, first.stat().st_mtime_ns + 1))
-    elif change == "name":
-        first.rename(text_folder / "0.txt")
-    elif change == "more":
-        (text_folder / "more.txt").write_text("more\n" * 100)
-    elif change == "field":
-        settings["field"] = "b"
-    else:
-        from test_data_tokenizers import train_tokenizer
-
-        train_tokenizer(tmp_path / "tokenizer.json", ["<s>", "</s>"])
-        settings["tokenizer"] = str(tmp_path / "tokenizer.json")
-    load(path, cache_folder=kept, **settings)
-    assert len(set(builds)) == 2
-
-
-def test_a_moved_folder_keeps_its_tokens(text_folder, load, kept, builds):
+    train_tokenizer(tmp_path / "tokenizer.json", ["<s>", "</s>"])
     load(text_folder, cache_folder=kept)
-    moved = text_folder.rename(text_folder.with_name("moved"))
-    load(moved, cache_folder=kept)
-    assert len(builds) == 1
+    count, make = CHANGES[change]
+    made = make(text_folder)
+    settings = made if isinstance(made, dict) else {}
+    load(text_folder if text_folder.exists() else made, cache_folder=kept, **settings)
+    assert len(set(builds)) == len(builds) == count
+
+
+def test_another_field_is_another_entry(tmp_path, load, kept, builds):
+    lines = [json.dumps({"text": f"{n:04d}" * 9, "b": f"{n:03d}" * 9}) + "\n" for n in range(99)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    for field in ("text", "b"):
+        load(tmp_path / "a.jsonl", field=field, cache_folder=kept)
+    assert len(set(builds)) == 2
 
 
 DAMAGE = {
@@ -263,15 +265,11 @@ def test_the_default_folder(monkeypatch, tmp_path):
 
 
 def test_progress_counts_every_byte_once(tmp_path, text_folder, load, monkeypatch):
-    import gzip
-
-    from test_data_sources import TEXTS, write_jsonl, write_parquet
-
     folder = tmp_path / "records"
     folder.mkdir()
     write_jsonl(folder / "a.jsonl", TEXTS)
     write_parquet(folder / "b.parquet", TEXTS * 20, row_group_size=500)
-    (folder / "c.jsonl.gz").write_bytes(gzip.compress(json.dumps({"text": "x" * 99}).encode() + b"\n"))
+    write_jsonl(folder / "c.jsonl.gz", ["x" * 99])
     advanced: dict[str, int] = {}
     pieces = Source.pieces
 
@@ -287,3 +285,54 @@ def test_progress_counts_every_byte_once(tmp_path, text_folder, load, monkeypatc
     for path in (folder, text_folder):
         load(path)
         assert advanced[str(path)] == sum(file.stat().st_size for file in path.iterdir())
+
+
+@pytest.fixture
+def config(tmp_path: Path, text_folder: Path) -> Path:
+    path = tmp_path / "config.toml"
+    path.write_text(
+        f'[data]\npath = "{text_folder}"\ncache_folder = "{tmp_path / "kept"}"\n'
+        '[training]\nseq_len = 32\nsteps = 1\nlocal_batch_size = 2\ndevice = "cpu"\n'
+        "[validation]\nsteps = 1\n[float8]\nenable_float8_linear = false\n"
+        "[model]\ndim = 32\nn_layers = 1\nn_heads = 4\nn_kv_heads = 2\nhidden_dim = 48\n"
+        f'[job]\nname = "r"\ndump_folder = "{tmp_path / "runs"}"\n'
+    )
+    return path
+
+
+def test_a_run_finds_what_was_prepared(config, tmp_path, capsys, monkeypatch):
+    assert main(["prepare-data", str(config)]) == 0
+    said = capsys.readouterr().out
+    monkeypatch.setattr(load_module, "_build", None)  # a second build fails
+    assert main(["train", str(config)]) == 0
+    origin = json.loads((tmp_path / "runs" / "r" / "data.json").read_text())
+    assert f"train        {origin['train_documents']} documents, {origin['train_tokens']:,} tokens" in said
+    assert f"validation   1 documents, {origin['validation_tokens']:,} tokens" in said
+    assert "tokenizer    bytes: 256 tokens, 0 ends a document" in said
+    assert f"sha256       {origin['sha256']}" in said
+    assert f"cached in    {origin['cache']}" in said
+
+
+def test_content_that_was_changed_on_the_disk_is_noticed_and_made_again(config, tmp_path, capsys):
+    assert main(["prepare-data", str(config)]) == 0
+    (tokens,) = (tmp_path / "kept").glob("*/train.tokens")
+    content = tokens.read_bytes()
+    tokens.write_bytes(content[:500] + b"?" + content[501:])
+    first = capsys.readouterr().out
+    assert main(["prepare-data", str(config)]) == 0
+    second = capsys.readouterr().out
+    assert "are damaged (train.tokens is not what was written); making them again" in second
+    assert tokens.read_bytes() == content
+    assert re.findall("sha256 .*", first) == re.findall("sha256 .*", second)
+    assert main(["prepare-data", str(config)]) == 0
+    assert "damaged" not in capsys.readouterr().out
+
+
+def test_places_of_corrupt_items_are_listed(config, text_folder, capsys):
+    (text_folder / "latin.txt").write_bytes(b"caf\xe9 " * 100)
+    assert main(["prepare-data", str(config)]) == 0
+    assert "left out     0 empty, 1 corrupt\n  latin.txt: not UTF-8" in capsys.readouterr().out
+
+
+def test_bad_input_is_one_line_and_exit_code_2(config, refused):
+    assert "data.tokenizer 'none' does not exist" in refused("prepare-data", config, "--data.tokenizer=none")

@@ -11,7 +11,7 @@ import tomli_w
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_data_tokenizers import train_tokenizer
+from test_data_sources import train_tokenizer
 
 from quaver.export.files import StoredTensors
 from quaver.trainer.checkpoint import read_metadata
