@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import importlib.util
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,24 @@ class CheckpointNames:
         """The names of a tensor of the model: one, or one for each matrix of a stack."""
         stack = self.stacks.get(name)
         return [self.renamed(name)] if stack is None else [part for parts in stack for part in parts]
+
+    def matrices(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """A tensor of the model by its names in the checkpoint, as views: of a stack, a matrix [N, K] for each."""
+        if name not in self.stacks:
+            return {self.renamed(name): tensor}
+        experts = tensor.mT if name in self.transposed else tensor
+        return {
+            part: rows
+            for parts, matrix in zip(self.stacks[name], experts, strict=True)
+            for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True)
+        }
+
+    def stacked(self, name: str, shape: Sequence[int], dtype: torch.dtype, read: Callable[[str], Tensor]) -> Tensor:
+        """A stack of the model, made of what `read` gives for its names in the checkpoint."""
+        stack = torch.empty(tuple(shape), dtype=dtype)
+        for part, matrix in self.matrices(name, stack).items():
+            matrix.copy_(read(part))
+        return stack
 
     def in_model(self, model_names: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
         """The name in the model of each stored tensor, which may have either name; its own for an unknown one."""

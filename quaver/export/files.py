@@ -1,6 +1,7 @@
 """The safetensors files of a Hugging Face folder: a lazy reader that trusts no index, and a writer that cuts files."""
 
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -206,9 +207,18 @@ class SafetensorsWriter:
             write_json(self._folder / INDEX, {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map})
 
 
-def write_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_bytes: int) -> None:
-    """Write all of `tensors`; see `SafetensorsWriter`."""
+def write_model(
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    config: Mapping[str, Any],
+    copied: Iterable[Path],
+    max_bytes: int,
+) -> None:
+    """Write `tensors` (see `SafetensorsWriter`) and config.json into `folder`, and copy files such as a tokenizer's."""
     writer = SafetensorsWriter(folder, max_bytes)
     for name, tensor in tensors:
         writer.add(name, tensor)
     writer.close()
+    write_json(folder / CONFIG, config)
+    for file in copied:
+        shutil.copyfile(file, folder / file.name)

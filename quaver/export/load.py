@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import shutil
-import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 from quaver.delayed import WRAPPERS
 from quaver.export.bundle import check_bundle, copied_files
 from quaver.export.checkpoint_names import Parts, checkpoint_names
-from quaver.export.files import CONFIG, StoredTensors, listed, read_config, write_json, write_tensors
+from quaver.export.files import StoredTensors, listed, read_config, write_model
 from quaver.export.folders import check_new, new_folder
 from quaver.export.formats import StoredFormat, stored_format
 from quaver.formats import HP_DTYPES
@@ -60,6 +58,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
     """What `load_float8` returns, with the codes and the scales of the float8 weights.
 
     Attributes:
+        dtype: of the tensors in high precision.
         format: how the folder stores them.
         float8_names: the names of the weights that are stored in float8.
     """
@@ -68,7 +67,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         if dtype not in HP_DTYPES:
             raise ValueError(f"dtype: expected one of {', '.join(map(str, HP_DTYPES))}, got {dtype}")
         self.format: StoredFormat = stored_format(read_config(folder))
-        self._stored, self._dtype = StoredTensors(folder), dtype
+        self._stored, self.dtype = StoredTensors(folder), dtype
         check_bundle(folder)
         self._check()
 
@@ -93,9 +92,9 @@ class Float8Checkpoint(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._scale_of:
-            return dequantize(*self.codes_and_scale(name), self._dtype)
+            return dequantize(*self.codes_and_scale(name), self.dtype)
         tensor = self._stored[name]
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def codes_and_scale(self, name: str) -> tuple[Tensor, Tensor]:
         """The float8 codes [N, K] of a weight and its dequant_scale: float32, (), [N, 1] or one a block of 128 x 128.
@@ -135,15 +134,15 @@ class ModelTensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, model: nn.Module, checkpoint: Float8Checkpoint) -> None:
-        names, self._checkpoint = checkpoint_names(model), checkpoint
+        self._names, self._checkpoint = checkpoint_names(model), checkpoint
         known = {WRAPPERS.sub("", name) for name in model.state_dict()}
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
-        self.transposed = names.transposed
+        self.transposed, stacks = self._names.transposed, self._names.stacks
         self.stored: dict[str, str] = {}
         self.stacks: dict[str, list[Parts]] = {}
-        for stored, name in names.in_model(known, checkpoint).items():
-            if name in names.stacks and stored != name:
-                self.stacks[name] = names.stacks[name]
+        for stored, name in self._names.in_model(known, checkpoint).items():
+            if name in stacks and stored != name:
+                self.stacks[name] = stacks[name]
             elif name in known or not any(re.search(pattern, name) for pattern in ignored):
                 self.stored[name] = stored
         for stack in self.stacks.values():
@@ -156,25 +155,19 @@ class ModelTensors(Mapping[str, Tensor]):
                 f"the checkpoint lacks matrices of experts: {listed(missing)}; download it again, or make the model "
                 "from the config.json of the checkpoint"
             )
-        expected = [self._checkpoint.shape(part) for part in stack[0]]
+        expected = [self._checkpoint.shape(stack[0][0])] * len(stack[0])
         for parts in stack:
             got = [self._checkpoint.shape(part) for part in parts]
             if got != expected:
                 raise ValueError(
-                    f"{' and '.join(parts)}: expected {expected}, the shapes of the first expert, got {got}; download "
+                    f"{' and '.join(parts)}: expected {expected}, as the first matrix has, got {got}; download "
                     "the checkpoint again"
                 )
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.stacks:
             return self._checkpoint[self.stored[name]]
-        out: Tensor | None = None
-        for index, parts in enumerate(self.stacks[name]):
-            matrix = torch.cat([self._checkpoint[part] for part in parts])
-            matrix = matrix.t() if name in self.transposed else matrix
-            out = matrix.new_empty(self.shape(name)) if out is None else out
-            out[index] = matrix
-        return typing.cast(Tensor, out)
+        return self._names.stacked(name, self.shape(name), self._checkpoint.dtype, self._checkpoint.__getitem__)
 
     def shape(self, name: str) -> list[int]:
         """The shape of a tensor, from the headers of the files."""
@@ -216,10 +209,7 @@ def import_float8(
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
     config.pop("dtype", None)
     with new_folder(out) as partial:
-        write_tensors(weights.items(), partial, max_shard_bytes)
-        write_json(partial / CONFIG, config)
-        for file in copied_files(folder):
-            shutil.copyfile(file, partial / file.name)
+        write_model(partial, weights.items(), config, copied_files(folder), max_shard_bytes)
     return len(weights.float8_names)
 
 

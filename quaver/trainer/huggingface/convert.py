@@ -8,9 +8,7 @@ An export writes what `transformers.AutoModelForCausalLM.from_pretrained` loads.
 what any number of ranks wrote.
 """
 
-import json
 import re
-import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -25,7 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from quaver.export.bundle import tokenizer_files
 from quaver.export.checkpoint_names import KEPT_IN_FLOAT32
-from quaver.export.files import StoredTensors, listed, read_config, write_tensors
+from quaver.export.files import StoredTensors, listed, read_config, write_model
 from quaver.export.folders import check_new, new_folder
 from quaver.trainer.checkpoint import read_metadata
 from quaver.trainer.checkpoint_folder import (
@@ -40,7 +38,6 @@ from quaver.trainer.checkpoint_folder import (
 from quaver.trainer.config import Model
 from quaver.trainer.config_io import build_config, load_config
 from quaver.trainer.huggingface.config import KEPT, hf_config, model_from_hf
-from quaver.trainer.huggingface.experts import without_width
 from quaver.trainer.huggingface.weights import (
     EMBEDDING,
     HEAD,
@@ -48,6 +45,7 @@ from quaver.trainer.huggingface.weights import (
     file_state,
     meta_state,
     stored_state,
+    without_width,
     write_weights,
 )
 from quaver.trainer.run_folder import CONFIG, provenance
@@ -140,10 +138,7 @@ def export_hf(
             (each, tensor if each.endswith(KEPT_IN_FLOAT32) else tensor.to(getattr(torch, dtype)))
             for each, tensor in chain(found.tensors().items(), without_width(found.model).items())
         )
-        write_tensors(rounded, partial, max_shard_bytes)
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for file in copied:
-            shutil.copyfile(file, partial / file.name)
+        write_model(partial, rounded, config, copied, max_shard_bytes)
     return found
 
 

@@ -22,8 +22,7 @@ from quaver.trainer.config.settings import Settings
 from quaver.trainer.float8 import convert_chosen
 from quaver.trainer.huggingface.config import hf_config
 from quaver.trainer.huggingface.convert import Export, kept_of_run, open_checkpoint
-from quaver.trainer.huggingface.experts import without_width
-from quaver.trainer.huggingface.weights import stored_state
+from quaver.trainer.huggingface.weights import stored_state, without_width
 from quaver.trainer.model import Llama
 from quaver.trainer.safe_dcp import CheckpointReader
 

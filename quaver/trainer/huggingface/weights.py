@@ -1,6 +1,7 @@
 """The weights of a Llama by their names in Hugging Face's files: those of a checkpoint, and a checkpoint made of them.
 
-Names are equal in both, but those of experts (experts.py). quaver/export/files.py reads and writes safetensors files.
+Names are equal in both, but those of experts: files have a matrix for each, a checkpoint one 3-D weight for all
+(quaver/export/checkpoint_names.py). quaver/export/files.py reads and writes safetensors files.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,10 +16,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from quaver.export.checkpoint_names import CheckpointNames, checkpoint_names
 from quaver.export.files import NotWrittenError
 from quaver.trainer.checkpoint import ignore_single_process_warning, load_state, read_metadata, reason
 from quaver.trainer.config import Model
-from quaver.trainer.huggingface.experts import names_in_files, stacked, stacks_of
 from quaver.trainer.model import Llama
 from quaver.trainer.safe_dcp import CheckpointReader
 
@@ -42,12 +43,26 @@ def stored_state(model: Model) -> dict[str, Tensor]:
 
 def file_state(model: Model) -> dict[str, Tensor]:
     """Return the tensors of Hugging Face's files without storage: those of `stored_state`, and a matrix an expert."""
-    stacks = stacks_of(model)
+    names = _names(model)
     return {
         part: view
         for name, tensor in stored_state(model).items()
-        for part, view in names_in_files(stacks, name, tensor).items()
+        for part, view in names.matrices(name, tensor).items()
     }
+
+
+def without_width(model: Model) -> dict[str, Tensor]:
+    """The shared experts of no width that GLM-4.5 has where a mixture has none."""
+    if not model.n_experts or model.n_shared_experts:
+        return {}
+    prefixes = [f"model.layers.{layer}.mlp.shared_experts" for layer in range(model.n_layers)]
+    shapes = {"gate_proj": (0, model.dim), "up_proj": (0, model.dim), "down_proj": (model.dim, 0)}
+    return {f"{prefix}.{name}.weight": torch.empty(shape) for prefix in prefixes for name, shape in shapes.items()}
+
+
+def _names(model: Model) -> CheckpointNames:
+    with torch.device("meta"):
+        return checkpoint_names(Llama(model))
 
 
 class CheckpointWeights(Mapping[str, Tensor]):
@@ -63,13 +78,10 @@ class CheckpointWeights(Mapping[str, Tensor]):
         self._like = {
             name: tensor.to(stored[f"model.{name}"].properties.dtype) for name, tensor in stored_state(model).items()
         }
-        self._stacks = stacks_of(model)
-        self._owners = {part: name for name, like in self._like.items() for part in self._parts(name, like)}
+        self._names = _names(model)
+        self._owners = {part: name for name in self._like for part in self._names.of(name)}
         """The checkpoint's name of the tensor that holds each of the files' tensors."""
         self._last: tuple[str, dict[str, Tensor]] = "", {}
-
-    def _parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        return names_in_files(self._stacks, name, tensor)
 
     def whole(self, name: str) -> Tensor:
         """A tensor under its name in the checkpoint: of experts, all of them."""
@@ -80,7 +92,7 @@ class CheckpointWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         owner = self._owners[name]
         if self._last[0] != owner:  # the experts of a layer follow each other
-            self._last = owner, self._parts(owner, self.whole(owner))
+            self._last = owner, self._names.matrices(owner, self.whole(owner))
         return self._last[1][name]
 
     def __iter__(self) -> Iterator[str]:
@@ -113,10 +125,12 @@ class _Copy(DefaultSavePlanner):
 
     def __init__(self, weights: Mapping[str, Tensor], model: Model) -> None:
         super().__init__()
-        self._weights, self._tied, self._stacks = weights, model.tie_word_embeddings, stacks_of(model)
+        self._weights, self._tied, self._names = weights, model.tie_word_embeddings, _names(model)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         like = self.lookup_object(write_item.index)
         name = write_item.index.fqn.removeprefix("model.")
         stored = EMBEDDING if self._tied and name == HEAD else name
-        return stacked(self._stacks, stored, like, self._weights.__getitem__)
+        if stored in self._names.stacks:
+            return self._names.stacked(stored, like.shape, like.dtype, self._weights.__getitem__)
+        return self._weights[stored].to(like.dtype)

@@ -307,15 +307,21 @@ def test_a_missing_matrix(folder):
         load_float8(rewritten(folder, change), model=plain())
 
 
-def test_a_matrix_of_another_shape(folder):
-    def change(tensors):
-        for leaf in ("weight", "weight_scale"):
-            tensors[f"experts.2.down_proj.{leaf}"] = tensors[f"experts.2.down_proj.{leaf}"][:1].clone()
+@pytest.mark.parametrize(
+    ("names", "got"),
+    [
+        (["experts.2.down_proj"], r"down_proj\.weight: expected \[\[64, 48\]\], .*, got \[\[1, 48\]\]"),
+        ([f"experts.{index}.gate_proj" for index in range(3)], r"expected \[.*\], .*, got \[\[1, 64\], \[48, 64\]\]"),
+    ],
+)
+def test_matrices_of_other_shapes(names, got, folder):
+    """Gate and up have equal shapes, or the rows of one would be those of the other."""
 
-    expected = (
-        r"experts\.2\.down_proj\.weight: expected \[\[64, 48\]\], the shapes of the first expert, got \[\[1, 48\]\]"
-    )
-    with pytest.raises(ValueError, match=expected):
+    def change(tensors):
+        for name in (f"{each}.{leaf}" for each in names for leaf in ("weight", "weight_scale")):
+            tensors[name] = tensors[name][:1].clone()
+
+    with pytest.raises(ValueError, match=got):
         load_float8(rewritten(folder, change), model=plain())
 
 
