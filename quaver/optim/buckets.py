@@ -25,7 +25,10 @@ from quaver.optim.rounding import block_keys
 from quaver.optim.update import Blocks, Scalars, update_blocks
 
 BUCKET = 1 << 22
-"""Elements that are updated at once. In PyTorch they take about 60 bytes each meanwhile."""
+"""Elements that are updated at once, at most. In PyTorch they take about 60 bytes each meanwhile."""
+
+SHARE = 16
+"""A bucket has at most one in so many of the elements: 60 bytes each, 4 per parameter, less than the moments spare."""
 
 
 class Update(NamedTuple):
@@ -79,23 +82,25 @@ def _compiled() -> Callable[..., Any]:
     return run
 
 
-def row_runs(grid: BlockGrid, key: int) -> list[Run]:
-    """All rows of a parameter's part, in runs of at most `BUCKET` elements or one row."""
-    rows = max(BUCKET // max(grid.blocks * BLOCK, 1), 1)
+def row_runs(grid: BlockGrid, key: int, elements: int | None = None) -> list[Run]:
+    """All rows of a parameter's part, in runs of at most `elements` (`BUCKET`), or one row."""
+    rows = max((elements or BUCKET) // max(grid.blocks * BLOCK, 1), 1)
     return [Run(grid, begin, min(begin + rows, grid.rows), key) for begin in range(0, grid.rows, rows)]
 
 
 def _buckets(updates: Sequence[Update]) -> Iterator[list[tuple[Update, Run]]]:
-    """Runs of rows of like dtypes on one device, at most `BUCKET` elements or one row at a time."""
+    """Runs of rows of like dtypes on one device, in buckets of at most `BUCKET` elements and a `SHARE`, or one row."""
+    numel = sum(update.grid.rows * update.grid.blocks * BLOCK for update in updates)
+    most = min(BUCKET, max(numel // SHARE, BLOCK))
     alike: dict[Any, list[tuple[Update, Run]]] = defaultdict(list)
     for update in updates:
         kind = (update.grad.device, update.grad.dtype, *(None if t is None else t.dtype for t in update.tensors))
-        alike[kind] += [(update, run) for run in row_runs(update.grid, update.key)]
+        alike[kind] += [(update, run) for run in row_runs(update.grid, update.key, most)]
     for runs in alike.values():
         bucket: list[tuple[Update, Run]] = []
         blocks = 0
         for each in runs:
-            if bucket and blocks + each[1].blocks > BUCKET // BLOCK:
+            if bucket and blocks + each[1].blocks > most // BLOCK:
                 yield bucket
                 bucket, blocks = [], 0
             bucket.append(each)

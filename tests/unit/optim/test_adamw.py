@@ -71,6 +71,19 @@ def test_c_and_pytorch_agree_in_every_bit(in_pytorch, monkeypatch, dtype, storag
     assert in_c[1].skipped_blocks == 2
 
 
+def test_a_bucket_is_a_sixteenth_of_the_elements(in_pytorch, monkeypatch):
+    """A small model's step in PyTorch needs less memory than its moments spare."""
+    in_pytorch()
+    sizes = []
+    run = buckets._run_bucket
+    monkeypatch.setattr(buckets, "_run_bucket", lambda bucket, *args: (sizes.append(bucket), run(bucket, *args))[1])
+    parameters = [torch.nn.Parameter(torch.ones(256, 256)) for _ in range(4)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    Float8AdamW(parameters).step()
+    assert [sum(run.blocks for _, run in bucket) for bucket in sizes] == [64] * 16
+
+
 def test_compiled_code_agrees_in_every_bit(in_pytorch):
     expected = stepped()
     in_pytorch()
