@@ -1,0 +1,53 @@
+"""What a run on two ranks does about an alarm: every rank changes the recipe, or stops, after the same step."""
+
+import json
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from quaver.trainer.config_io import load_config
+from quaver.trainer.train import build
+from tests.distributed.ranks import run
+from tests.integration.test_train_distributed import LIMIT_S, TINY
+from tests.integration.train_on_ranks import _train
+
+LAYER = "model.layers.1.mlp.up_proj"
+WATCHED = [*TINY, "--training.steps=6", "--numerics.every=1", "--validation.freq=6"]
+
+
+def broken(setup):
+    """The run, in which one channel of a linear's input is 2^20 times larger, on the rank that has it."""
+    found = build(setup)
+    scale = torch.ones(32)
+    scale[5] = 2.0**20
+    found.models[0].model.get_submodule(LAYER).register_forward_pre_hook(lambda _, inputs: (inputs[0] * scale,))
+    return found
+
+
+def train_broken(cases, prefix):
+    with patch("quaver.cli.train.build", broken):
+        return _train(cases, prefix)
+
+
+@pytest.mark.parametrize(
+    "compiles", [[], pytest.param(["--training.compile"], marks=pytest.mark.nightly)], ids=["eager", "compiled"]
+)
+def test_two_ranks_fall_back_together(tmp_path, compiles):
+    words = [*WATCHED, *compiles, f"--job.dump_folder={tmp_path}", "--job.name=falls", "--numerics.on_alarm=fallback"]
+    results = run(2, train_broken, [("falls", words)], f"alarms {tmp_path}", timeout=LIMIT_S)
+    assert [ended for ended, *_ in results] == [{"falls": (0, 1)}] * 2, results
+    config = load_config(tmp_path / "falls" / "config.toml")
+    assert config.float8.layer_recipes == (f"{LAYER}=high_precision",)
+    lines = [json.loads(line) for line in (tmp_path / "falls" / "numerics.jsonl").read_text().splitlines()]
+    headers = [line for line in lines if line["kind"] == "header"]
+    has_layer = [any(each["layer"] == LAYER for each in header["tensors"]) for header in headers]
+    assert has_layer == [True, False]
+    assert [line["step"] for line in lines if line["kind"] == "sample"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_two_ranks_stop_together(tmp_path):
+    words = [*WATCHED, f"--job.dump_folder={tmp_path}", "--job.name=stops", "--numerics.on_alarm=stop"]
+    results = run(2, train_broken, [("stops", words)], f"alarms {tmp_path}", timeout=LIMIT_S)
+    assert [ended["stops"][0] for ended, *_ in results] == [5, 5], results
+    assert (tmp_path / "stops" / "summary.json").is_file()
