@@ -164,9 +164,14 @@ def grow(layer: str, factor: float) -> Inject:
 
 def kill_expert(trained: TrainedModel, stack: ExitStack) -> None:
     """The router never chooses expert 3 of a layer any more."""
-    buffers = dict(trained.model.get_submodule(EXPERTS).named_buffers())
-    (bias,) = (buffer for name, buffer in buffers.items() if name.endswith("e_score_correction_bias"))
-    bias[3] = -1e9
+    expert_bias(trained)[3] = -1e9
+
+
+def expert_bias(trained: TrainedModel) -> torch.Tensor:
+    """What the router of the layer adds to the scores of its experts, [E]."""
+    buffers = trained.model.get_submodule(EXPERTS).named_buffers()
+    (bias,) = (buffer for name, buffer in buffers if name.endswith("e_score_correction_bias"))
+    return bias
 
 
 def shuffled(batch: Batch) -> Batch:

@@ -1,0 +1,225 @@
+"""Six faults, each with its remedy: the alarm, a picture of the run, and what the remedy changes.
+
+    python -m benchmarks.numerics_stories --out /tmp/stories --update-docs               # all six
+    python -m benchmarks.numerics_stories --out /tmp/stories --only "dead expert"        # one
+
+Each is a run of `quaver train` of 60 steps with a fault from step 31 on. Its remedy comes after step 40; the same run
+without it is the control. `quaver report RUN --png` makes the pictures, of which the page has the curves and one map.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from benchmarks.numerics_faults import PAGE, config_of
+from benchmarks.numerics_inject import patch
+from benchmarks.numerics_scenarios import DOWN, EXPERTS, FAULTS, LAST, UP, Fault, expert_bias
+from benchmarks.record import ROOT, show
+from quaver.cli import main as quaver
+from quaver.numerics.record import Record
+from quaver.report.statistics import STATISTICS
+from quaver.trainer.alarms import RunAlarms
+from quaver.trainer.metrics import read_metrics
+from quaver.trainer.train import Run, prepare, train
+from quaver.trainer.trained_model import TrainedModel
+
+STEPS, REMEDY_AFTER = 60, 40
+IMAGES = ROOT / "docs" / "images"
+WIDTH, COLORS = 1000, 48
+"""Pixels and colors of a picture in the page."""
+TITLE = 0.01
+"""The share of a picture's height above the parts of report/picture.py."""
+
+Repair = Callable[[TrainedModel, dict[str, Any]], None]
+"""Gets the states of before the fault."""
+
+
+@dataclass(frozen=True)
+class Story:
+    """What ends a fault, and the figure that shows it."""
+
+    fault: str
+    file: str
+    remedy: str
+    layer: str
+    operand: str
+    statistic: str
+    shown: str
+    """The heat map of its picture."""
+    recipe: str | None = None
+    """The remedy is another recipe for the linear."""
+    ends: bool = False
+    """The remedy ends the fault itself."""
+    repair: Repair | None = None
+    loss_factor: float = 1.0
+
+
+def restore(trained: TrainedModel, before: dict[str, Any]) -> None:
+    trained.model.load_state_dict(before["model"])
+    trained.optimizer.load_state_dict(before["optimizer"])
+
+
+def revive(trained: TrainedModel, before: dict[str, Any]) -> None:
+    expert_bias(trained)[3] = 0.0
+
+
+STORIES = (
+    Story(
+        *("an outlier channel x 2^17", "outlier", "mxfp8 for that linear"),
+        *(UP, "input", "underflow", "underflow"),
+        recipe="mxfp8",
+    ),
+    Story(
+        *("gradients below e5m2's subnormals", "subnormals", "mxfp8 for that linear"),
+        *(UP, "grad_output", "underflow", "underflow"),
+        recipe="mxfp8",
+    ),
+    Story(
+        *("an input grows x 1.5 a step, delayed", "growth", "tensorwise for that linear"),
+        *(DOWN, "input", "sqnr_db", "amax"),
+        recipe="tensorwise",
+    ),
+    Story(
+        *("learning rate x 1000", "learning_rate", "the checkpoint of step 30, and its learning rate"),
+        *("model.layers.0.mlp.down_proj", "weight", "rms", "amax"),
+        ends=True,
+        repair=restore,
+    ),
+    Story(
+        *("a dead expert", "expert", "the router's bias as it was"),
+        *(f"{EXPERTS}.experts.down_proj", "grad_weight", "zeros", "amax"),
+        repair=revive,
+    ),
+    Story(
+        *("loss x 1e-6", "loss_scale", "a loss scale of 1"),
+        *(LAST, "grad_output", "rms", "amax"),
+        ends=True,
+        loss_factor=1e-6,
+    ),
+)
+
+
+def told(story: Story, folder: Path, *, remedied: bool) -> Path:
+    """Train with the fault, and with the remedy if `remedied`; returns the folder of the run, which may be there."""
+    if (folder / "summary.json").is_file():
+        return folder
+    (fault,) = (each for each in FAULTS if each.name == story.fault)
+    numerics = {"every": 2, "on_alarm": "fallback"}
+    config = config_of({**fault.settings, "numerics": numerics}, STEPS, str(folder.parent))
+    config = replace(config, job=replace(config.job, name=folder.name))
+    with ExitStack() as stack:
+        run = prepare(config)
+        stack.callback(run.folder.release)
+        patch(stack, RunAlarms, "take_fallbacks", lambda _: _recipes(story, run) if remedied else {})
+        run.models[0].train_step = _broken(run, fault, story if remedied else None, stack)
+        train(run)
+    return folder
+
+
+def _recipes(story: Story, run: Run) -> dict[str, str]:
+    return {story.layer: story.recipe} if story.recipe and run.progress.step == REMEDY_AFTER else {}
+
+
+def _broken(run: Run, fault: Fault, remedy: Story | None, stack: ExitStack) -> Callable[..., Any]:
+    """`train_step` with the fault, and the remedy if there is one."""
+    trained, step_of = run.models[0], run.models[0].train_step
+    of_fault = stack.enter_context(ExitStack())
+    before: dict[str, Any] = {}
+
+    def train_step(step: int, *args: Any, **options: Any) -> Any:
+        if step == fault.at:
+            before.update(
+                model=deepcopy(trained.model.state_dict()), optimizer=deepcopy(trained.optimizer.state_dict())
+            )
+            fault.inject(trained, of_fault)
+        if remedy is not None and step == REMEDY_AFTER + 1:
+            if remedy.ends:
+                of_fault.close()
+            if remedy.repair is not None:
+                remedy.repair(trained, before)
+        return step_of(step, *args, **options)
+
+    return train_step
+
+
+def measured(story: Story, with_remedy: Path, without: Path) -> dict[str, Any]:
+    """The figure and the loss before the fault, with it, after the remedy, and without a remedy."""
+    figures, losses = [], []
+    for folder, steps in ((with_remedy, (30, 40, STEPS)), (without, (STEPS,))):
+        record = Record.read(folder)
+        by_step = {each["step"]: each["loss"] for each in read_metrics(folder / "metrics.jsonl") if "loss" in each}
+        for step in steps:
+            figures.append(_figure(record, story, step))
+            is_scaled = step > 30 and not (folder == with_remedy and step > REMEDY_AFTER)
+            losses.append(by_step[step] / (story.loss_factor if is_scaled else 1))
+    named = next(each for each in Record.read(with_remedy).alarms if each["kind"] == "alarm" and each["since"] >= 31)
+    return {"story": story.fault, "alarm": named, "figures": figures, "losses": losses}
+
+
+def _figure(record: Record, story: Story, step: int) -> float | None:
+    """The statistic of the worse cast at a step; None without a cast."""
+    row = record.steps.tolist().index(step)
+    found = [
+        float(record.statistics[story.statistic][row, at])
+        for at, each in enumerate(record.tensors)
+        if (each["layer"], each["operand"]) == (story.layer, story.operand)
+    ]
+    worst = min if story.statistic == "sqnr_db" else max
+    return worst((value for value in found if not math.isnan(value)), default=None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="a folder for the runs; those that it has stay")
+    parser.add_argument("--only", default="", help="those with this in the name of the fault")
+    parser.add_argument("--update-docs", action="store_true", help="write pictures and table of docs/diagnosing.md")
+    options = parser.parse_args()
+    results = []
+    for story in (each for each in STORIES if options.only in each.fault):
+        runs = [told(story, options.out / f"{story.file}{end}", remedied=not end) for end in ("", "_control")]
+        results.append(measured(story, *runs) | {"remedy": story.remedy, "statistic": story.statistic})
+        image = runs[0] / "report.png"
+        quaver(["report", str(runs[0]), "--png", str(image)])
+        if options.update_docs:
+            crop(image, IMAGES / f"story_{story.file}.png", story.shown)
+    (options.out / "stories.json").write_text(json.dumps(results, indent=1))
+    show({"remedies": table(results)}, PAGE, update=options.update_docs)
+
+
+def crop(image: Path, to: Path, statistic: str) -> None:
+    """The curves of a picture of `quaver report`, and its heat map of one statistic, smaller and in fewer colors."""
+    whole = Image.open(image).convert("RGB")
+    names = [each.name for each in STATISTICS]
+    units = 1 + 1.3 * len(names)
+    heights = [TITLE + (1 - TITLE) * (1 + 1.3 * index) / units for index in range(len(names) + 1)]
+    first = names.index(statistic)
+    parts = [(0.0, heights[0]), (heights[first], heights[first + 1])]
+    strips = [whole.crop((0, int(top * whole.height), whole.width, int(end * whole.height))) for top, end in parts]
+    joined = Image.new("RGB", (whole.width, sum(strip.height for strip in strips)))
+    for index, strip in enumerate(strips):
+        joined.paste(strip, (0, strips[0].height * index))
+    joined.thumbnail((WIDTH, WIDTH))
+    joined.quantize(COLORS, dither=Image.Dither.NONE).save(to, optimize=True)
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    rows = ["story | figure, at steps 30, 40, 60; 60 without remedy | loss at these | remedy", "---|---|---|---"]
+    for each in results:
+        figures = ", ".join("-" if value is None else f"{value:.3g}" for value in each["figures"])
+        losses = ", ".join(f"{value:.3f}" for value in each["losses"])
+        rows.append(f"{each['story']} | {each['statistic']} {figures} | {losses} | {each['remedy']}")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    main()
