@@ -1,21 +1,23 @@
-"""Whether optimizer states in float8 change what a model learns, and what a step takes.
+"""Whether optimizer states and saved activations in float8 change what a model learns, and what a step takes.
 
     python -m benchmarks.optimizer_states                    # 1,000 steps, three seeds, hours
     python -m benchmarks.optimizer_states --time             # a step's time, a minute
 
-Trains the debug model on real text in bfloat16, so that nothing but the optimizer differs, with AdamW, with it again by
-its foreach kernels (the control: that gap is chance), with Float8AdamW, with torchao's AdamWFp8 and with bitsandbytes'
-AdamW8bit where they can be imported. The runs of a seed have the same weights and samples. Each finished run is
-recorded at once, and the command goes on where it was. A table says the gaps.
+Trains the debug model on real text with float8 linears (`tensorwise`): with AdamW, with AdamW's foreach kernels (the
+control: its gap is chance), with Float8AdamW, with activations stored in float8, with both, with torchao's AdamWFp8 and
+with bitsandbytes' AdamW8bit where they can be imported. The runs of a seed have the same weights and samples. Each
+finished run is recorded at once, and the command goes on where it was. A table says the gaps.
 """
 
 import argparse
 import importlib.util
 import json
+import re
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +27,7 @@ from torch import nn
 
 from benchmarks.loss_curves import curve
 from benchmarks.record import ROOT, markdown, provenance
+from quaver.checkpointing import store_activations_in_float8
 from quaver.optim import Float8AdamW
 from quaver.trainer.config import Optimizer
 from quaver.trainer.config_io import load_config
@@ -33,6 +36,7 @@ from quaver.trainer.train import prepare, train
 
 RECORD = ROOT / "benchmarks" / "results" / "optimizer_states.json"
 REFERENCE = "AdamW"
+BATCH = 4  # half of the debug model's: twice the steps in the same time
 
 
 def _peer(module: str, name: str) -> Callable[[nn.Module, Optimizer], torch.optim.Optimizer]:
@@ -67,9 +71,18 @@ CONTESTANTS = {
     REFERENCE: _ours(),
     "AdamW again": _ours(implementation="foreach"),
     "Float8AdamW": _ours(name="Float8AdamW"),
+    "activations in float8": _ours(),
+    "activations, but not attention's": _ours(),
+    "both": _ours(name="Float8AdamW"),
     "torchao AdamWFp8": _peer("torchao.optim", "AdamWFp8"),
     "bitsandbytes AdamW8bit": _peer("bitsandbytes.optim", "AdamW8bit"),
 }
+STORED: dict[str, list[str] | None] = {
+    "activations in float8": None,
+    "activations, but not attention's": ["*norm*", "*.mlp"],
+    "both": None,
+}
+"""Which modules store; None for the default."""
 
 
 def contestants() -> list[str]:
@@ -79,19 +92,25 @@ def contestants() -> list[str]:
 
 def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """The losses of one run."""
+    folder = re.sub(r"\W+", "_", name)
     config = load_config(
         ROOT / "train_configs" / "llama3_debug.toml",
         {
-            "training": {"steps": options.steps, "seed": seed, "device": "cpu"},
-            "float8": {"enable_float8_linear": False},
+            "training": {"steps": options.steps, "local_batch_size": BATCH, "seed": seed, "device": "cpu"},
+            "activation_checkpoint": {"store_in_float8": name in STORED},
             "checkpoint": {"enable": False},  # a copy of torchao's states to host memory fails
-            "validation": {"freq": max(options.steps // 20, 1), "steps": 32},
-            "job": {"dump_folder": str(options.runs), "name": f"{name.replace(' ', '_')}_{seed}_{options.steps}"},
+            "validation": {"freq": max(options.steps // 10, 1), "steps": 32},
+            "job": {"dump_folder": str(options.runs), "name": f"{folder}_{seed}_{options.steps}"},
         },
     )
     with (
         mock.patch("quaver.trainer.trained_model.build_optimizer", CONTESTANTS[name]),
-        mock.patch("quaver.trainer.train.MEMORY_STEP", -1),  # torchao does not compile while a step is recorded
+        mock.patch(
+            "quaver.trainer.parallelize.store_activations_in_float8",
+            partial(store_activations_in_float8, modules=STORED.get(name)),
+        ),
+        # torchao does not compile while a step is recorded.
+        mock.patch("quaver.trainer.train._is_memory_due", return_value=False),
     ):
         made = prepare(config)
         status = train(made)["status"]
@@ -108,8 +127,9 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
         gaps = [loss / runs[seed][REFERENCE]["validation"][-1] - 1 for seed, loss in final.items()]
         if final:
             spread = f"{min(gaps):+.2%} to {max(gaps):+.2%}"
-            rows.append([name, f"{statistics.fmean(final.values()):.4f}", f"{statistics.fmean(gaps):+.2%}", spread])
-    return markdown(["optimizer", "validation loss", "mean gap", "of seeds"], rows)
+            loss, gap = f"{statistics.fmean(final.values()):.4f}", f"{statistics.fmean(gaps):+.2%}"
+            rows.append([name, str(len(final)), loss, gap, spread])
+    return markdown(["optimizer", "seeds", "validation loss", "mean gap", "of seeds"], rows)
 
 
 def times(rounds: int = 11) -> str:
@@ -118,6 +138,7 @@ def times(rounds: int = 11) -> str:
         "AdamW, foreach": lambda p: torch.optim.AdamW(p, foreach=True),
         "AdamW, fused": lambda p: torch.optim.AdamW(p, fused=True),
         "Float8AdamW": lambda p: Float8AdamW(p),
+        "Float8AdamW, `compile=True`": lambda p: Float8AdamW(p, compile=True),
     }
     shapes = {"3 M": [(256, 256)] * 24 + [(768, 256)] * 8, "25 M": [(1024, 1024)] * 8 + [(4096, 1024)] * 4}
     rows: dict[str, list[str]] = {name: [name] for name in makers}
