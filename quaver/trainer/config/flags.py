@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 from quaver.trainer.config.settings import (
     Settings,
     base_type,
+    choices_of,
     default_of,
     help_of,
     hints_of,
@@ -129,7 +130,8 @@ class _Parser(ArgumentParser):
             if is_positional(each):
                 add(name, nargs="+" if item else None, metavar=name.upper(), help=text)
                 continue
-            metavar = "true|false" if base is bool else (item or base).__name__.upper()
+            choices = ("true", "false") if base is bool else choices_of(hint)
+            metavar = "|".join(choices) or (item or base).__name__.upper()
             flag = f"--{name if section else name.replace('_', '-')}"
             options: dict[str, Any] = {"type": partial(_convert, base)}
             if base is bool:
