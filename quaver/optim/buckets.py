@@ -27,8 +27,8 @@ from quaver.optim.update import Blocks, Scalars, update_blocks
 BUCKET = 1 << 22
 """Elements that are updated at once, at most. In PyTorch they take about 60 bytes each meanwhile."""
 
-SHARE = 16
-"""A bucket has at most one in so many of the elements: 60 bytes each, 4 per parameter, less than the moments spare."""
+SHARE = 4
+"""A bucket has at most one in so many of the elements, or the step of a small model would be its peak of memory."""
 
 
 class Update(NamedTuple):

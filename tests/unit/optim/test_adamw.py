@@ -71,8 +71,8 @@ def test_c_and_pytorch_agree_in_every_bit(in_pytorch, monkeypatch, dtype, storag
     assert in_c[1].skipped_blocks == 2
 
 
-def test_a_bucket_is_a_sixteenth_of_the_elements(in_pytorch, monkeypatch):
-    """A small model's step in PyTorch needs less memory than its moments spare."""
+def test_a_bucket_is_a_quarter_of_the_elements(in_pytorch, monkeypatch):
+    """Else the step of a small model would be the peak of its memory."""
     in_pytorch()
     sizes = []
     run = buckets._run_bucket
@@ -81,7 +81,7 @@ def test_a_bucket_is_a_sixteenth_of_the_elements(in_pytorch, monkeypatch):
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     Float8AdamW(parameters).step()
-    assert [sum(run.blocks for _, run in bucket) for bucket in sizes] == [64] * 16
+    assert [sum(run.blocks for _, run in bucket) for bucket in sizes] == [256] * 4
 
 
 def test_compiled_code_agrees_in_every_bit(in_pytorch):
@@ -278,7 +278,7 @@ def test_a_step_between_forward_and_backward_is_noticed():
 def test_operations_do_not_grow_with_parameters(in_pytorch):
     in_pytorch()
     counts = []
-    for number in (2, 20):
+    for number in (8, 80):
         parameters, optimizer = made([(16, 256)] * number)
         give_gradients(parameters, 0)
         optimizer.step()
