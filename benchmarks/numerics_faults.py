@@ -237,14 +237,23 @@ def scenarios(part: str) -> Iterator[Fault | Healthy]:
     yield from (each for each in (*FAULTS, *HEALTHY) if part in each.name)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_options(description: str | None) -> argparse.Namespace:
+    """The options of a command that runs scenarios, or judges them again from their records."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="run those with this in their name")
     parser.add_argument("--records", type=Path, help="keep each run's numerics.jsonl in this folder")
-    parser.add_argument("--replay", type=Path, help="run nothing: alarm over the records of --records in this folder")
+    parser.add_argument(
+        "--replay",
+        type=Path,
+        help="run nothing: alarm over the records of --records here; losses, if any, are --json's",
+    )
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--tables", type=Path, help="fill the page from this result, and run nothing")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_options(__doc__)
     if options.tables:
         show(tables(json.loads(options.tables.read_text())), PAGE, update=True)
         return

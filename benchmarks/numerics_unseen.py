@@ -11,7 +11,6 @@ rule. `invisible` says, also from before the runs, why no number of a matmul wou
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import numerics_inject as inject
-from benchmarks.numerics_faults import PAGE, Watch, record_of, replayed, short, shown_event
+from benchmarks.numerics_faults import PAGE, Watch, parse_options, record_of, replayed, short, shown_event
 from benchmarks.numerics_loops import Make, Training, calibrate, muon, regression, sgd, static, training, undecayed
 from benchmarks.record import provenance, show
 from quaver.numerics.monitor import Monitor
@@ -424,13 +423,7 @@ def chosen(runs: tuple[Run, ...], part: str) -> Iterator[Run]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="run those with this in their name")
-    parser.add_argument("--records", type=Path, help="keep each run's numerics.jsonl in this folder")
-    parser.add_argument("--replay", type=Path, help="run nothing: alarm over these records; losses come from --json")
-    parser.add_argument("--json", type=Path, help="write the result here")
-    parser.add_argument("--tables", type=Path, help="fill the page from this result, and run nothing")
-    options = parser.parse_args()
+    options = parse_options(__doc__)
     if options.tables:
         show(tables(json.loads(options.tables.read_text())), PAGE, update=True)
         return

@@ -106,11 +106,10 @@ class StoredTensor:
         """`unpack`, whatever autograd does."""
         with torch.no_grad():
             local = self.layout.tensor_of(self.codes.restored(self.layout.dtype))
-        if self._sharding is None:
-            return local
-        from torch.distributed.tensor import DTensor  # which the saved tensor was
+            if self._sharding is None:
+                return local
+            from torch.distributed.tensor import DTensor  # which the saved tensor was
 
-        with torch.no_grad():
             return DTensor.from_local(local, *self._sharding, run_check=False)
 
 
