@@ -93,7 +93,8 @@ def peak_flops(device: torch.device) -> PeakFlops:
 
 
 def _median_matmul_s(device: torch.device, size: int, dtype: torch.dtype) -> float:
-    a = torch.randn(size, size, dtype=dtype, device=device)
+    # A generator of its own: a run that resumes measures after its random number states are loaded.
+    a = torch.randn(size, size, dtype=dtype, device=device, generator=torch.Generator(device))
     times = []
     for _ in range(12):
         start = time.perf_counter()

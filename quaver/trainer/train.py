@@ -97,6 +97,7 @@ def build(setup: RunSetup) -> Run:
     own = (str(setup.folder.path), setup.folder.resume_step) if setup.folder else None
     path, resume_step = ranks.gather(own)[0]
     loads_weights = resume_step is not None or bool(config.checkpoint.initial_load_path)
+    torch.manual_seed(config.training.seed)  # nothing here draws from it, but a dropout layer would
     models = _build_models(setup, initializes=not loads_weights)
     paths = RunFolder(Path(path), resume_step)
     checkpoints = Checkpointer(

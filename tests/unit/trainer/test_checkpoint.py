@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quaver.optim import load_states_of
+from quaver.roofline.device_specs import peak_flops
 from quaver.trainer.checkpoint_folder import RECORD, CheckpointFolder, read_record
 from quaver.trainer.config import Checkpoint, Float8, TrainConfig
 from quaver.trainer.errors import CheckpointError
@@ -113,13 +114,17 @@ def test_resuming_from_an_earlier_step_discards_the_later_ones(config):
     assert max(record["step"] for record in read_metrics(shorter.folder.metrics)) == 3
 
 
-def test_random_number_generators_resume(config):
-    torch.manual_seed(5)
-    run_to_end(with_steps(config, 2))
+def test_random_numbers_follow_the_seed_and_resume(config):
+    run = prepare(with_steps(config, 2))
+    seeded = torch.rand(3)
+    train(run)
     expected = torch.rand(3)
     torch.manual_seed(6)
+    peak_flops.cache_clear()  # a run in another process measures after it has loaded
     prepare(with_steps(config, 4, resume="must"))
     assert torch.equal(torch.rand(3), expected)
+    prepare(with_steps(config, 2, name="again"))
+    assert torch.equal(torch.rand(3), seeded)
 
 
 def test_keep_latest_k(config):
