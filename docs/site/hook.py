@@ -12,6 +12,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
+HERE = re.compile(r"https://github\.com/quaver-float8/quaver/(?:blob|tree|raw)/main/")
+"""How README.md links to files of the repository: a package index shows it too, where relative links lead nowhere."""
 
 
 def _place(path: Path) -> str:
@@ -28,8 +30,15 @@ def _place(path: Path) -> str:
 def _targets(page: Path) -> list[Path]:
     """The files and folders that a page or a notebook links to."""
     prose = CODE.sub("", _text(page))
-    links = [link for link, _ in LINK.findall(prose) if not re.match(r"[a-z]+:", link)]
-    return [path for path in ((page.parent / link).resolve() for link in links) if path.exists()]
+    paths = (_target(link, page) for link, _ in LINK.findall(prose))
+    return [path for path in paths if path is not None]
+
+
+def _target(link: str, page: Path) -> Path | None:
+    """The file or folder of the repository that a link of a page leads to; None for any other link."""
+    inside, count = HERE.subn("", link)
+    path = ((ROOT if count else page.parent) / inside).resolve()
+    return None if re.match(r"[a-z]+:", inside) or not path.exists() else path
 
 
 def _text(path: Path) -> str:
@@ -78,8 +87,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
     def moved(match: "re.Match[str]") -> str:
         link, anchor = match.groups()
-        path = (source.parent / link).resolve()
-        if re.match(r"[a-z]+:", link) or not path.exists():
+        path = _target(link, source)
+        if path is None:
             return match[0]
         place = os.path.relpath(_place(path), os.path.dirname(page.file.src_uri))
         return f"]({place}{anchor or ''})"

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.isolated import Forked
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+URLS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["urls"]
 
 
 def prose(page: Path) -> str:
@@ -38,6 +40,17 @@ def test_links_lead_somewhere(page):
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+def test_links_of_the_readme_lead_somewhere_on_a_package_index_too():
+    """There relative links lead nowhere; a picture has to be the file itself, not the page that shows it."""
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", prose(REPOSITORY / "README.md"))
+    assert len(links) == len(LINK.findall(prose(REPOSITORY / "README.md"))) > 40
+    for picture, link in links:
+        path = REPOSITORY / re.sub(r".*?/main/", "", link)
+        kind = "raw" if picture else "tree" if path.is_dir() else "blob"
+        assert link == f"{URLS['Homepage']}/{kind}/main/{path.relative_to(REPOSITORY)}"
+        assert path.exists(), link
 
 
 def test_a_broken_link_is_found(tmp_path):
