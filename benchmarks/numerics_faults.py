@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -201,20 +201,31 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
     """The tables of docs/diagnosing.md by name."""
     faults, healthy = results["faults"], results["healthy"]
     found, quiet = sum(each["found"] for each in faults), sum(not each["alarms"] for each in healthy)
-    lines = ["fault | alarm | named | after samples | alarms in all", "---|---|---|---|---"]
-    lines += [_fault_row(each) for each in faults]
-    lines += [
-        "",
-        f"{found} of {len(faults)} faults were named; {quiet} of {len(healthy)} healthy runs raised no alarm.",
-    ]
-    rows = ["healthy run | samples | alarms", "---|---|---"]
-    rows += [
-        f"{each['run']} | {each['samples']} | {'; '.join(alarm['message'] for alarm in each['alarms']) or 'none'}"
-        for each in healthy
-    ]
+    lines = grouped("alarm | faults that it named, and after how many samples", map(_outcome, faults))
+    counts = f"{found} of {len(faults)} faults were named; {quiet} of {len(healthy)} healthy runs raised no alarm"
     stories = ["story | alarm", "---|---"]
     stories += [f"{each['fault']} | {_message(each)}" for each in faults if each["fault"] in STORIES]
-    return {"stories": "\n".join(stories), "faults": "\n".join(lines), "healthy": "\n".join(rows)}
+    return {"stories": "\n".join(stories), "faults": f"{lines}\n\n{counts}{exceptions(healthy)}"}
+
+
+def grouped(head: str, pairs: Iterable[tuple[str, str]]) -> str:
+    """A table with a row for each first string, and all that has it in the second cell."""
+    groups: dict[str, list[str]] = {}
+    for group, name in pairs:
+        groups.setdefault(group, []).append(name)
+    return "\n".join([head, "---|---", *(f"{group} | {'; '.join(names)}" for group, names in groups.items())])
+
+
+def exceptions(healthy: list[dict[str, Any]]) -> str:
+    """The end of a sentence on healthy runs: those that alarmed, with the first alarm of each rule."""
+    runs = []
+    for each in healthy:
+        alarms = {alarm["rule"]: alarm for alarm in reversed(each["alarms"])}
+        said = [
+            f"`{rule}` of {alarm['layer'].removeprefix('model.')} {alarm['operand']}" for rule, alarm in alarms.items()
+        ]
+        runs += [f"- {each['run']}: {', '.join(said)}"] if said else []
+    return ":\n\n" + "\n".join(runs) if runs else "."
 
 
 def _message(result: dict[str, Any]) -> str:
@@ -224,13 +235,11 @@ def _message(result: dict[str, Any]) -> str:
     return "none" if alarm is None else f"step {alarm['step']}: `{alarm['rule']}`: {alarm['message']}"
 
 
-def _fault_row(result: dict[str, Any]) -> str:
+def _outcome(result: dict[str, Any]) -> tuple[str, str]:
     alarm = next((each for each in result["alarms"] if each["rule"] in result["expected"]), None)
-    shown = alarm or next(iter(result["alarms"]), None)
-    named = "-" if shown is None else f"{shown['layer'].removeprefix('model.')} {shown['operand']}"
-    rule = "**none**" if shown is None else f"`{shown['rule']}`"
-    missed = "**missed**" if not result["found"] else str(result["samples"])
-    return f"{result['fault']} | {rule} | {named} | {missed} | {len(result['alarms'])}"
+    if alarm is None or not result["found"]:
+        return "**missed**", result["fault"]
+    return f"`{alarm['rule']}`", f"{result['fault']} ({result['samples']})"
 
 
 def scenarios(part: str) -> Iterator[Fault | Healthy]:

@@ -23,7 +23,17 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import numerics_inject as inject
-from benchmarks.numerics_faults import PAGE, Watch, parse_options, record_of, replayed, short, shown_event
+from benchmarks.numerics_faults import (
+    PAGE,
+    Watch,
+    exceptions,
+    grouped,
+    parse_options,
+    record_of,
+    replayed,
+    short,
+    shown_event,
+)
 from benchmarks.numerics_loops import Make, Training, calibrate, muon, regression, sgd, static, training, undecayed
 from benchmarks.record import provenance, show
 from quaver.numerics.monitor import Monitor
@@ -389,33 +399,24 @@ def verdict(scenario: Run, watch: Watch, losses: list[float]) -> dict[str, Any]:
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
     """The tables of docs/diagnosing.md by name."""
-    rows = ["fault | first alarm | named | after samples | loss before, at once, at the end", "---|---|---|---|---"]
-    rows += [_fault_row(each) for each in results["faults"]]
     visible = [each for each in results["faults"] if not each["invisible"]]
     quiet = [each for each in results["healthy"] if not each["alarms"]]
-    healthy = ["healthy run | samples | alarms", "---|---|---"]
-    healthy += [
-        f"{each['run']} | {each['samples']} | {'; '.join(alarm['message'] for alarm in each['alarms']) or 'none'}"
-        for each in results["healthy"]
-    ]
-    summary = (
-        f"{len(quiet)} of {len(results['healthy'])} healthy runs raised no alarm. Of {len(results['faults'])} faults, "
-        f"{len(visible)} change the numbers of matmuls; {sum(each['named'] for each in visible)} of these were named."
+    outcomes = grouped("outcome | faults", map(_outcome, results["faults"]))
+    counts = (
+        f"Of {len(results['faults'])} faults, {len(visible)} change the numbers of matmuls; "
+        f"{sum(each['named'] for each in visible)} of these were named. "
+        f"{len(quiet)} of {len(results['healthy'])} healthy runs raised no alarm"
     )
-    return {"unseen faults": "\n".join([*rows, "", summary]), "unseen healthy": "\n".join(healthy)}
+    return {"unseen": f"{outcomes}\n\n{counts}{exceptions(results['healthy'])}"}
 
 
-def _fault_row(result: dict[str, Any]) -> str:
-    alarm = next(iter(result["alarms"]), None)
-    said = "none" if alarm is None else f"`{alarm['rule']}`: {alarm['layer'].removeprefix('model.')} {alarm['operand']}"
-    losses = ", ".join(f"{loss:.2f}" for loss in result["losses"])
-    return f"{result['run']} | {said} | {_named(result)} | {result['after'] or '-'} | {losses}"
-
-
-def _named(result: dict[str, Any]) -> str:
-    if result["named"] or result["alarms"]:
-        return "yes" if result["named"] else "another layer"
-    return f"no: {result['invisible']}" if result["invisible"] else "**missed**"
+def _outcome(result: dict[str, Any]) -> tuple[str, str]:
+    if result["alarms"]:
+        rule, after = result["alarms"][0]["rule"], result["after"]
+        return "named first" if result["named"] else "another layer", f"{result['run']} (`{rule}`, {after})"
+    if result["invisible"]:
+        return "cannot be seen", f"{result['run']} ({result['invisible']})"
+    return "**missed**", result["run"]
 
 
 def chosen(runs: tuple[Run, ...], part: str) -> Iterator[Run]:
