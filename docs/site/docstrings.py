@@ -1,4 +1,4 @@
-"""griffe extension: quaver's docstrings lack the empty lines that griffe asks for between their sections."""
+"""griffe extension: fits quaver's docstrings to griffe, and leaves private fields out of the reference."""
 
 import re
 from typing import Any
@@ -14,8 +14,10 @@ def _separated(match: "re.Match[str]") -> str:
 
 
 class Sections(griffe.Extension):
-    """Puts an empty line before each section, and makes the words of `Raises (when called):` its title."""
+    """Puts an empty line before each section, which griffe asks for; `Raises (when called):` becomes its title."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring:
             obj.docstring.value = SECTION.sub(_separated, obj.docstring.value)
+        if isinstance(obj, griffe.Class) and isinstance(made := obj.members.get("__init__"), griffe.Function):
+            made.parameters = griffe.Parameters(*(each for each in made.parameters if not each.name.startswith("_")))
