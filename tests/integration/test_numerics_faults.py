@@ -33,12 +33,12 @@ def test_tables_have_misses():
     alarm = {"rule": "dead", "layer": "model.layers.3.mlp", "operand": "grad_weight"}
     faults = [
         {"fault": "shuffled labels", "found": False, "samples": None, "alarms": [], "expected": []},
-        {"fault": "a dead expert", "found": True, "samples": 3, "alarms": [alarm], "expected": ["dead"]},
+        {"fault": "an idle expert", "found": True, "samples": 3, "alarms": [alarm], "expected": ["dead"]},
         {"fault": "another", "found": False, "samples": None, "alarms": [alarm], "expected": ["dead"]},
     ]
     healthy = [{"run": "recipe rowwise", "alarms": []}, {"run": "experts", "alarms": [alarm, alarm]}]
     made = tables({"faults": faults, "healthy": healthy})["faults"]
-    assert "\n**missed** | shuffled labels; another\n`dead` | a dead expert (3)\n" in made
+    assert "\n**missed** | shuffled labels; another\n`dead` | an idle expert (3)\n" in made
     assert (
         "1 of 3 faults were named; 1 of 2 healthy runs raised no alarm:\n\n- experts: `dead` of layers.3.mlp grad"
         in made
