@@ -187,17 +187,6 @@ def draw(seeds: dict[str, dict[str, Any]], image: Path) -> None:
             axis.grid(alpha=0.3, linewidth=0.5)
 
 
-def loads(seeds: dict[str, dict[str, Any]]) -> str:
-    """For each run the shares of tokens of the experts at the end, of all layers and seeds, in Markdown."""
-    rows = []
-    for name in next(iter(seeds.values())):
-        shares = [share for curves in seeds.values() for layer in curves[name]["expert_load"] for share in layer]
-        mean_share = statistics.fmean(shares)
-        spread = statistics.pstdev(shares) / mean_share
-        rows.append([name, f"{min(shares):.1%}", f"{mean_share:.1%}", f"{max(shares):.1%}", f"{spread:.1%}"])
-    return markdown(["", "least", "mean", "most tokens of an expert", "standard deviation of the mean"], rows)
-
-
 def main() -> None:
     parser = page_parser(__doc__)
     parser.add_argument("--mixture", action="store_true", help="the debug model with experts")
@@ -214,10 +203,7 @@ def main() -> None:
     seeds = whole_seeds(record, names_of(kind))
     if not seeds:
         raise SystemExit(f"{path}: no seed has all of {', '.join(names_of(kind))} yet; run this without --recorded")
-    tables = (
-        {"mixture losses": table(seeds), "expert load": loads(seeds)} if options.mixture else {"losses": table(seeds)}
-    )
-    show(tables, DOCS, update=options.update_docs)
+    show({"mixture losses" if options.mixture else "losses": table(seeds)}, DOCS, update=options.update_docs)
     if options.update_docs:
         draw(seeds, ROOT / "docs" / "images" / f"{kind}.png")
 

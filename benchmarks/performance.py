@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import ROOT, markdown, run_quaver, show
-from quaver.config import Float8LinearRecipeName
-from quaver.roofline.cost import MATMUL_SHARES, recipe_casts
+from quaver.roofline.cost import MATMUL_SHARES
 from quaver.roofline.device_specs import DEVICE_SPECS
 
 DOCS = ROOT / "docs" / "performance.md"
@@ -29,7 +28,6 @@ STEP_SHARE = "0.7"
 COMMANDS = {
     "linear": "linear --shapes 1024 --recipes tensorwise rowwise rowwise_with_gw_hp delayed",
     "cast": "cast --shapes 1024,1024x4096",
-    "gemm": "gemm --shapes 1024",
     "block": "block --model debug --tokens 2048 --seq-len 256 --recipes tensorwise rowwise rowwise_with_gw_hp delayed",
     "train": "train --rounds 12 --recipes tensorwise rowwise rowwise_with_gw_hp delayed",
 }
@@ -57,8 +55,8 @@ def read(file: Path) -> dict[str, Any]:
 
 def tables(rows: Rows, roofline: dict[str, Any], measured: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Every table of the page, by name."""
-    made = {"bytes": _bytes_table(), "devices": _devices_table(), "totals": _totals_table(roofline["totals"])}
-    made["layers"] = _layers_table([row for row in rows if row["model"] == "llama-8b"])
+    made = {"devices": _devices_table(), "totals": _totals_table(roofline["totals"])}
+    made["layers"] = _layers_table([row for row in rows if (row["model"], row["recipe"]) == ("llama-8b", "tensorwise")])
     return made | {f"cpu {name}": _MEASURED[name](result["rows"]) for name, result in measured.items()}
 
 
@@ -66,18 +64,6 @@ def recorded() -> dict[str, str]:
     """The tables of the recorded files."""
     measured = {name: read(CPU / f"{name}.json") for name in COMMANDS}
     return tables(read_rows(), read(ROOFLINE / "roofline.json"), measured)
-
-
-def _bytes_table() -> str:
-    head = ["recipe", "input", "weight", "weight, `cast_weights_once`", "grad_output", "kernels"]
-    lines = []
-    for recipe in Float8LinearRecipeName:
-        input, weight, grad_output = recipe_casts(recipe)
-        together = recipe_casts(recipe, microbatches=1)[1]
-        kernels = sum(casts.kernels for casts in (input, weight, grad_output))
-        numbers = [casts.bytes_per_element for casts in (input, weight, together, grad_output)]
-        lines.append([f"`{recipe.value}`", *(f"{number:g}" for number in numbers), f"{kernels:g}"])
-    return markdown(head, lines)
 
 
 def _devices_table() -> str:
@@ -91,12 +77,11 @@ def _devices_table() -> str:
 
 
 def _layers_table(rows: Rows) -> str:
-    """A line for each layer, a column for each device, in a cell the speedups of all recipes."""
-    devices, recipes = _values(rows, "device"), _values(rows, "recipe")
-    found, lines = _by(rows, "layer", "device", "recipe"), []
+    """A line for each layer, a column for each device, in a cell the speedup."""
+    devices, found, lines = _values(rows, "device"), _by(rows, "layer", "device"), []
     for layer, row in _by(rows, "layer").items():
-        cells = [[f"{float(found[*layer, device, each]['speedup']):.2f}" for each in recipes] for device in devices]
-        lines.append([*layer, f"{int(row['k']):,} -> {int(row['n']):,}", *map(" / ".join, cells)])
+        cells = [f"{float(found[*layer, device]['speedup']):.2f}" for device in devices]
+        lines.append([*layer, f"{int(row['k']):,} -> {int(row['n']):,}", *cells])
     return markdown(["layer", "K -> N", *devices], lines)
 
 
@@ -134,13 +119,6 @@ def _cast(rows: Rows) -> str:
     return markdown([f"{rows[-1]['matrix']}, ms", *(" ".join(each).strip() for each in contestants)], lines)
 
 
-def _gemm(rows: Rows) -> str:
-    found, contestants, lines = _by(rows, "gemm", "contestant"), _values(rows, "contestant"), []
-    for gemm in _values(rows, "gemm"):
-        lines.append([gemm, *(f"{1e3 * found[gemm, each]['tflops_per_s']:,.0f}" for each in contestants)])
-    return markdown(["GFLOP/s", *contestants], lines)
-
-
 def _block(rows: Rows) -> str:
     found, lines = _by(rows, "mode", "recipe"), []
     for recipe in _values(rows, "recipe"):
@@ -157,12 +135,11 @@ def _train(rows: Rows) -> str:
     return markdown(["precision", "tokens/s", "time / bfloat16", "peak memory / bfloat16"], lines)
 
 
-_MEASURED = {"linear": _linear, "cast": _cast, "gemm": _gemm, "block": _block, "train": _train}
+_MEASURED = {"linear": _linear, "cast": _cast, "block": _block, "train": _train}
 
 
 def _ms(timing: dict[str, float]) -> str:
-    median, low, high = (f"{timing[name] / 1e3:,.3g}" for name in ("median_us", "p10_us", "p90_us"))
-    return f"{median} ({low} to {high})"
+    return f"{timing['median_us'] / 1e3:,.3g}"
 
 
 def _ratios(rows: Rows, key: str) -> str:
