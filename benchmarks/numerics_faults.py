@@ -2,7 +2,7 @@
 
     python -m benchmarks.numerics_faults --json benchmarks/results/numerics_faults.json     # half an hour on two cores
     python -m benchmarks.numerics_faults --only "weights of a layer"                      # those with this in the name
-    python -m benchmarks.numerics_faults --tables benchmarks/results/numerics_faults.json   # docs/diagnosing.md's
+    python -m benchmarks.numerics_faults --tables benchmarks/results/numerics_faults.json   # of the pages
 
 The runs are those of train_configs/llama3_debug.toml at a quarter of the width, on sequences of 64 tokens.
 """
@@ -32,7 +32,8 @@ from quaver.trainer.data import Batch
 from quaver.trainer.errors import NonFiniteError
 from quaver.trainer.train import Run, prepare
 
-PAGE = ROOT / "docs" / "diagnosing.md"
+STORIES_PAGE = ROOT / "docs" / "diagnosing.md"
+PAGE = ROOT / "benchmarks" / "results" / "numerics.md"
 STORIES = (
     "an outlier channel x 2^17",
     "gradients below e5m2's subnormals",
@@ -198,7 +199,7 @@ def short(alarm: Alarm) -> dict[str, Any]:
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    """The tables of docs/diagnosing.md by name."""
+    """The tables of results/numerics.md and, "stories", of docs/diagnosing.md."""
     faults, healthy = results["faults"], results["healthy"]
     found, quiet = sum(each["found"] for each in faults), sum(not each["alarms"] for each in healthy)
     lines = grouped("alarm | faults that it named, and after how many samples", map(_outcome, faults))
@@ -264,7 +265,9 @@ def parse_options(description: str | None) -> argparse.Namespace:
 def main() -> None:
     options = parse_options(__doc__)
     if options.tables:
-        show(tables(json.loads(options.tables.read_text())), PAGE, update=True)
+        made = tables(json.loads(options.tables.read_text()))
+        show({"stories": made.pop("stories")}, STORIES_PAGE, update=True)
+        show(made, PAGE, update=True)
         return
     results: dict[str, Any] = {"faults": [], "healthy": []}
     for scenario in scenarios(options.only):

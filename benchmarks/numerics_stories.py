@@ -21,7 +21,7 @@ from typing import Any
 
 from PIL import Image
 
-from benchmarks.numerics_faults import PAGE, config_of
+from benchmarks.numerics_faults import STORIES_PAGE, config_of
 from benchmarks.numerics_inject import patch
 from benchmarks.numerics_scenarios import DOWN, EXPERTS, FAULTS, LAST, UP, Fault, expert_bias
 from benchmarks.record import ROOT, show
@@ -193,7 +193,7 @@ def main() -> None:
         if options.update_docs:
             crop(image, IMAGES / f"story_{story.file}.png", story.shown)
     (options.out / "stories.json").write_text(json.dumps(results, indent=1))
-    show({"remedies": table(results)}, PAGE, update=options.update_docs)
+    show({"remedies": table(results)}, STORIES_PAGE, update=options.update_docs)
 
 
 def crop(image: Path, to: Path, statistic: str) -> None:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.numerics_unseen --json benchmarks/results/numerics_unseen.json     # a quarter of an hour
     python -m benchmarks.numerics_unseen --only "one head"                                # those with this in the name
-    python -m benchmarks.numerics_unseen --tables benchmarks/results/numerics_unseen.json   # docs/diagnosing.md's
+    python -m benchmarks.numerics_unseen --tables benchmarks/results/numerics_unseen.json   # results/numerics.md's
 
 Models, optimizers and loops are not those of numerics_faults.py: architectures of transformers in plain PyTorch loops
 on the bytes of Python's library. A fault counts as named if the first alarm after it names one of its `layers`, by any
@@ -398,7 +398,7 @@ def verdict(scenario: Run, watch: Watch, losses: list[float]) -> dict[str, Any]:
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    """The tables of docs/diagnosing.md by name."""
+    """The table of results/numerics.md by name."""
     visible = [each for each in results["faults"] if not each["invisible"]]
     quiet = [each for each in results["healthy"] if not each["alarms"]]
     outcomes = grouped("outcome | faults", map(_outcome, results["faults"]))

@@ -4,8 +4,8 @@
     python -m benchmarks.performance --predict --update-docs              after predicting again
     python -m benchmarks.performance --measure [linear ...] --update-docs after measuring all again, or some benchmarks
 
-Predictions are in benchmarks/results/roofline/, measurements in benchmarks/results/cpu/, on one thread: about ten
-minutes on a quiet machine, with torchao if it is installed.
+Predictions are in benchmarks/results/roofline/, measurements in benchmarks/results/cpu/, on one thread, on a
+quiet machine, with torchao if it is installed.
 """
 
 import argparse
@@ -27,8 +27,6 @@ STEP_SHARE = "0.7"
 """The share of a bfloat16 step's time that the linears take, on the page."""
 COMMANDS = {
     "linear": "linear --shapes 1024 --recipes tensorwise rowwise rowwise_with_gw_hp delayed",
-    "cast": "cast --shapes 1024,1024x4096",
-    "block": "block --model debug --tokens 2048 --seq-len 256 --recipes tensorwise rowwise rowwise_with_gw_hp delayed",
     "train": "train --rounds 12 --recipes tensorwise rowwise rowwise_with_gw_hp delayed",
 }
 MODES = ("eager", "compiled")
@@ -104,29 +102,6 @@ def _linear(rows: Rows) -> str:
     return markdown(["eager / compiled", "time / bfloat16", "torchao's time / quaver's"], lines)
 
 
-def _cast(rows: Rows) -> str:
-    """A line for each cast of the largest matrix: milliseconds of each contestant."""
-    largest = [row for row in rows if row["matrix"] == rows[-1]["matrix"]]
-    found, lines = _by(largest, "cast", "library", "mode"), []
-    contestants = (
-        ("copy", ""),
-        ("quaver", "eager"),
-        *((each, "compiled") for each in ("quaver", "PyTorch", "torchao")),
-    )
-    for kind in _values(largest, "cast"):
-        cells = [found.get((kind, *each)) for each in contestants]
-        lines.append([f"`{kind}`", *("" if row is None else _ms(row["timing"]) for row in cells)])
-    return markdown([f"{rows[-1]['matrix']}, ms", *(" ".join(each).strip() for each in contestants)], lines)
-
-
-def _block(rows: Rows) -> str:
-    found, lines = _by(rows, "mode", "recipe"), []
-    for recipe in _values(rows, "recipe"):
-        ours = [found[mode, recipe] for mode in MODES]
-        lines.append([f"`{recipe}`", *(_ratios(ours, f"{key}_over_bfloat16") for key in ("time", "peak"))])
-    return markdown(["eager / compiled", "time / bfloat16", "peak memory / bfloat16"], lines)
-
-
 def _train(rows: Rows) -> str:
     lines = []
     for row in rows:
@@ -135,11 +110,7 @@ def _train(rows: Rows) -> str:
     return markdown(["precision", "tokens/s", "time / bfloat16", "peak memory / bfloat16"], lines)
 
 
-_MEASURED = {"linear": _linear, "cast": _cast, "block": _block, "train": _train}
-
-
-def _ms(timing: dict[str, float]) -> str:
-    return f"{timing['median_us'] / 1e3:,.3g}"
+_MEASURED = {"linear": _linear, "train": _train}
 
 
 def _ratios(rows: Rows, key: str) -> str:

@@ -83,7 +83,7 @@ STATISTICS = (
     "nonfinite",
     "zeros",
 )
-"""The statistics of a slot, in the order of a record; docs/numerics-monitor.md defines them."""
+"""The statistics of a slot, in the order of a record; docs/monitor.md defines them."""
 
 Values = NDArray[np.float64]
 

@@ -1,4 +1,4 @@
-"""Codes and scales of blocks beside the rules of others, each written from its description in docs/numerics.md.
+"""Codes and scales of blocks beside the rules of others, each written from its own sources (docs/numerics.md).
 
 One block for each finite bfloat16 amax; its other elements are fractions of it. A rule says what multiplies the block,
 and the dequant_scale that it stores.
