@@ -20,6 +20,19 @@ from quaver.trainer.config import (
 )
 from quaver.trainer.data import TokenData, load_data
 
+
+@pytest.fixture
+def drawn_curves() -> None:
+    """Requested by the tests that look at curves.png."""
+
+
+@pytest.fixture(autouse=True)
+def _undrawn_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves curves.png empty elsewhere: drawing takes two thirds of a tiny run."""
+    if "drawn_curves" not in request.fixturenames:
+        monkeypatch.setattr("quaver.trainer.train.draw_curves", lambda metrics, image, title: image.touch())
+
+
 SENTENCES = ["the quick brown fox jumps over the lazy dog", "float8 has four bits of exponent", "0123456789"]
 
 

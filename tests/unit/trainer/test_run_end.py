@@ -104,7 +104,7 @@ def test_nohup_is_respected(resumable_config, at_step):
 
 
 @pytest.mark.parametrize(("name", "file"), [("metrics.jsonl", "metrics.jsonl"), (".curves.png", "curves.png")])
-def test_a_full_disk_ends_the_run_with_one_line_and_it_resumes(folder, monkeypatch, capsys, name, file):
+def test_a_full_disk_ends_the_run_with_one_line_and_it_resumes(folder, monkeypatch, capsys, drawn_curves, name, file):
     kept = folder / "kept"
     shutil.copy(folder / "metrics.jsonl", kept)
     capsys.readouterr()

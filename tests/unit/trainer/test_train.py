@@ -25,7 +25,7 @@ def losses(run: Run, name: str | None = None) -> list[float]:
     return [record["loss"] if "loss" in record else record["validation_loss"] for record in records]
 
 
-def test_a_run_leaves_everything_in_its_folder(tiny_config, capsys):
+def test_a_run_leaves_everything_in_its_folder(tiny_config, capsys, drawn_curves):
     run = run_to_end(tiny_config)
     folder = run.folder.path
     assert {file.name for file in folder.iterdir()} == {
@@ -118,7 +118,7 @@ def test_both_models_have_equal_weights_and_data_take_turns_and_differ_only_in_f
     assert {layer["backend"] for layer in report["layers"] if layer["converted"]} == {"exact"}
 
 
-def test_a_second_ctrl_c_ends_at_once(tiny_config, monkeypatch):
+def test_a_second_ctrl_c_ends_at_once(tiny_config, monkeypatch, drawn_curves):
     run = prepare(tiny_config)
 
     def signal_twice(*_):
