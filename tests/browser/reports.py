@@ -1,4 +1,4 @@
-"""Memory reports for tests of the page that shows them: a small model's, and made ones with names that bite."""
+"""Memory reports for tests of pages: a small model's, and made ones with names that bite; the tensors of a run's."""
 
 import copy
 import random
@@ -8,10 +8,15 @@ import torch
 from quaver.memory import explain
 from quaver.recorder.recorder import CATEGORIES
 from tests.unit.memory.models import stack
+from tests.unit.report.records import alarm, layers_of, tensors_of
 
 HOSTILE = "</script><script>document.title='taken'</script><!-- &amp; \"'` {{data}} \u2028"
 """A name that is markup, ends a script, opens a comment, is a placeholder, and breaks a line of JavaScript."""
 MIB = 2**20
+LAYERS = [f"layers.0.{HOSTILE}", *layers_of(1)]
+TENSORS = tensors_of(LAYERS)
+ALARMS = [alarm(240, TENSORS[6]), alarm(300, TENSORS[20], rule="underflow")]
+WIDE, BAD_TENSOR, BAD_SAMPLE = 600, 411, 617
 
 
 def predicted(*, layers: int = 3, rows: int = 2048) -> dict:

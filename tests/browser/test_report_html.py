@@ -1,54 +1,15 @@
 """The page of `quaver report` in a real browser: heat maps, curves, distributions and alarms, by pointer and keys."""
 
-import json
-
 import numpy as np
 import pytest
 
-from quaver.report.page import write_report
 from quaver.report.palette import SPECIAL, palette
-from quaver.report.run import RunData, read_runs
 from quaver.report.statistics import STATISTICS
-from tests.browser.accessibility import assert_named, assert_no_wider_than, assert_readable, visited_by_tab
 from tests.browser.browser import ActionChains, Keys
-from tests.browser.reports import HOSTILE
-from tests.unit.report.records import alarm, cast_apart, layers_of, tensors_of, wide_record, write_run
+from tests.browser.reports import ALARMS, BAD_SAMPLE, BAD_TENSOR, HOSTILE, LAYERS, TENSORS, WIDE
+from tests.unit.report.records import cast_apart
 
-LAYERS = [f"layers.0.{HOSTILE}", *layers_of(1)]
-TENSORS = tensors_of(LAYERS)
-ALARMS = [alarm(240, TENSORS[6]), alarm(300, TENSORS[20], rule="underflow")]
-WIDE, BAD_TENSOR, BAD_SAMPLE = 600, 411, 617
 TOP_PX, RIGHT_PX, BOTTOM_PX = 10, 10, 24
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    first = write_run(folder / "first", layers=LAYERS, alarms=ALARMS, models=("tensorwise", "bfloat16"))
-    second = write_run(folder / "second", layers=LAYERS, seed=1)
-    start = json.loads((second / "provenance.jsonl").read_text())
-    start["environment"]["torch"] = "2.14.1"
-    (second / "provenance.jsonl").write_text(json.dumps(start) + "\n")
-    return read_runs([first, second])
-
-
-@pytest.fixture(scope="module")
-def reports(runs, tmp_path_factory):
-    """one, two: of runs with everything; wide: 100 layers and 1000 samples, in which one cell is bad."""
-    folder = tmp_path_factory.mktemp("reports")
-    record = wide_record(tensors_of([f"layers.{at}.ffn" for at in range(WIDE // 6)]), 1000)
-    record.statistics["sqnr_db"][:] = 30 + np.random.default_rng(0).normal(0, 1, (1000, WIDE))
-    record.statistics["sqnr_db"][BAD_SAMPLE, BAD_TENSOR] = -15.0
-    apart = write_run(folder / "apart", layers=LAYERS, tensors=cast_apart(TENSORS))
-    recipes = [*runs[:1], *read_runs([apart])]
-    for name, shown in (
-        ("one", runs[:1]),
-        ("two", runs),
-        ("recipes", recipes),
-        ("wide", [RunData("wide", folder, numerics=record)]),
-    ):
-        write_report(folder / f"{name}.html", shown)
-    return folder
 
 
 class Map:
@@ -124,22 +85,6 @@ def _shown(value, statistic):
     return next(each for each in STATISTICS if each.name == statistic).shown(value)
 
 
-SECTIONS = ["alarms", "curves", "maps", "distribution", "worst", "whatif", "conversion", "environment"]
-
-
-@pytest.mark.parametrize(("name", "sections"), [("one", SECTIONS), ("two", SECTIONS), ("wide", SECTIONS[2:5])])
-def test_a_page_says_nothing_to_the_console_and_asks_for_nothing(browser, reports, name, sections):
-    path = reports / f"{name}.html"
-    browser.open(path)
-    shown = [each.get_attribute("id") for each in browser.all("main > section") if each.is_displayed()]
-    assert shown == sections
-    assert browser.texts("#contents a") == browser.texts("main > section:not([hidden]) > h2")
-    assert browser.logged() == []
-    assert {url for url in browser.requested() if not url.startswith("data:")} == {path.as_uri()}
-    assert browser.driver.title == {"one": "first", "two": "first and second", "wide": "wide"}[name]
-    assert browser.run("return document.scripts.length") == 2
-
-
 def test_hovering_over_a_cell_shows_its_numbers(browser, reports, runs):
     browser.open(reports / "one.html")
     heat = Map(browser, len(TENSORS))
@@ -177,7 +122,7 @@ def test_cells_stand_where_their_tensor_and_step_are(browser, reports, runs):
 
 @pytest.mark.parametrize("width", [400, 1280])
 def test_one_bad_cell_of_600_000_is_seen(browser, reports, width):
-    browser.open(reports / "wide.html", width=width)
+    browser.open(reports / "large.html", width=width)
     heat = Map(browser, WIDE)
     pixels = heat.pixels()
     rows, columns = np.nonzero(pixels == _pixel(palette()[0]))
@@ -191,7 +136,7 @@ def test_one_bad_cell_of_600_000_is_seen(browser, reports, width):
 
 
 def test_worse_stands_out_in_the_dark_too(browser, reports):
-    browser.open(reports / "wide.html", dark=True)
+    browser.open(reports / "large.html", dark=True)
     assert (Map(browser, WIDE).pixels() == _pixel(palette()[-1])).sum() in range(1, 5)
     browser.show(1280, 1000, dark=False)
     browser.wait(lambda: (Map(browser, WIDE).pixels() == _pixel(palette()[0])).sum() in range(1, 5))
@@ -199,7 +144,7 @@ def test_worse_stands_out_in_the_dark_too(browser, reports):
 
 def test_a_large_page_answers_within_a_blink(browser, reports):
     """By the number of cells that it reads, not by time: a pointer's move draws no cell again."""
-    browser.open(reports / "wide.html")
+    browser.open(reports / "large.html")
     browser.run(
         "window.painted = 0; const put = CanvasRenderingContext2D.prototype.putImageData;"
         "CanvasRenderingContext2D.prototype.putImageData ="
@@ -419,31 +364,3 @@ def test_worst_tensors_by_another_statistic(browser, reports, runs):
     assert _chosen(browser)
     gains = [row.replace(" dB", "").split()[-2:] for row in browser.texts("#whatif-table tbody tr")]
     assert [float(other) - float(own) for own, other in gains] == pytest.approx([1.5] * 10, abs=0.11)
-
-
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_text_can_be_read(browser, reports, dark):
-    browser.open(reports / "two.html", dark=dark)
-    Map(browser, len(TENSORS)).hover(6, 30)
-    assert_readable(
-        browser, [["quiet", "ground"], ["ink", "raised"], ["bad", "ground"], ["bad", "raised"]], at_least=200, dark=dark
-    )
-
-
-@pytest.mark.parametrize(("name", "width"), [("one", 400), ("two", 400), ("wide", 400), ("two", 1280), ("two", 1600)])
-def test_nothing_is_wider_than_the_window(browser, reports, name, width):
-    browser.open(reports / f"{name}.html", width=width)
-    Map(browser, WIDE if name == "wide" else len(TENSORS)).press("w")
-    assert_no_wider_than(browser, width)
-
-
-def test_everything_has_a_name_and_shows_its_focus(browser, reports):
-    browser.open(reports / "two.html")
-    assert_named(browser)
-    visited = visited_by_tab(browser, 45)
-    assert {"A", "Askip", "DIVplot", "DIVscroll", "BUTTON", "BUTTONlink", "INPUT", "SELECT"} <= visited
-
-
-def test_it_prints(browser, reports):
-    browser.open(reports / "one.html")
-    assert len(browser.driver.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"]) > 20_000

@@ -1,4 +1,4 @@
-"""quaver bench block: its module and step, the memory it measures, the ratios in its rows."""
+"""quaver bench block: its module and step, and the memory it measures."""
 
 import pytest
 import torch
@@ -11,38 +11,6 @@ from quaver.linear import Float8Linear
 from quaver.recorder.allocator import measure_usage
 
 CPU = torch.device("cpu")
-SMALL = {"tokens": 64, "seq_len": 32, "device": "cpu"}
-
-
-@pytest.fixture(scope="module")
-def result():
-    recipes = ("tensorwise", "delayed")
-    return Block(**SMALL, divisor=2, recipes=recipes, modes=("eager",), rounds=2).measure()
-
-
-def test_rows_and_ratios(result):
-    plain, *float8 = result["rows"]
-    assert [(row["library"], row["recipe"]) for row in float8] == [("quaver", "tensorwise"), ("quaver", "delayed")]
-    assert (plain["library"], plain["time_over_bfloat16"], plain["peak_over_bfloat16"]) == (BFLOAT16, 1.0, 1.0)
-    for row in result["rows"]:
-        median_us = row["timing"]["median_us"]
-        assert row["tokens_per_s"] == pytest.approx(64 / median_us * 1e6)
-        assert row["time_over_bfloat16"] == median_us / plain["timing"]["median_us"]
-        assert row["peak_over_bfloat16"] == row["peak_bytes"] / plain["peak_bytes"]
-    assert result["batch"] == {"sequences": 2, "seq_len": 32, "tokens": 64}
-    assert result["model"]["dim"] == 128
-
-
-def test_memory_is_counted_to_the_byte(result):
-    plain, tensorwise, delayed = result["rows"]
-    parameters = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384 + 2 * 128
-    tables = 2 * 32 * 64 * 4
-    moments = 2 * parameters * 4
-    assert plain["resident_bytes"] - (parameters * 4 + moments + tables) in range(1024)  # and the step counters
-    assert tensorwise["resident_bytes"] == delayed["resident_bytes"] == plain["resident_bytes"]
-    assert tensorwise["kept_bytes"] < plain["kept_bytes"]
-    for row in result["rows"]:
-        assert row["resident_bytes"] + 4 * parameters < row["tensor_peak_bytes"] <= row["peak_bytes"]
 
 
 def test_the_step_trains_all_parameters_and_leaves_nothing_behind():
@@ -78,8 +46,6 @@ def test_compiled_is_compiled():
 def test_shapes_of_models():
     model = model_of("llama-70b", divisor=16)
     assert (model.dim, model.n_heads, model.n_kv_heads, model.hidden_dim, model.head_dim) == (512, 4, 1, 1792, 128)
-    with pytest.raises(ValueError, match="--divisor: expected a divisor of llama-8b's 32 heads, got 3"):
-        model_of("llama-8b", divisor=3)
 
 
 def test_blocks_too_large_for_a_gpu_are_refused(monkeypatch, tmp_path):

@@ -6,34 +6,90 @@ from pathlib import Path
 import pytest
 import torch
 
+from quaver.bench.cast import COPY
 from quaver.cli import main
 from quaver.cli.bench import VERBS
 
 
-@pytest.mark.parametrize(
-    ("verb", "words", "contestants", "printed"),
-    [
-        ("linear", "--shapes 16 --modes eager --recipes rowwise --torchao no", ["bfloat16", "quaver"], "16 x 16 x 16"),
-        ("cast", "--shapes 16x32 --casts rowwise --torchao no", ["copy", "quaver", "quaver", "PyTorch"], "16 x 32"),
-        ("gemm", "--shapes 16 --scales rowwise", ["bfloat16", "rowwise"] * 3, "unknown"),
-        ("host", "--modes eager --recipes rowwise --torchao no", ["bfloat16", "quaver"], "not counted"),
-        (
-            "block",
-            "--divisor 4 --tokens 64 --seq-len 32 --recipes rowwise --modes eager",
-            ["bfloat16", "quaver"],
-            "2 x 32 tokens",
-        ),
-    ],
-)
-def test_the_command_prints_and_saves_a_table(verb, words, contestants, printed, tmp_path, capsys):
+def check_linear(rows):
+    assert [row["library"] for row in rows] == ["bfloat16", "quaver"]
+
+
+def check_cast(rows):
+    """Every cast has its contestants and the same codes; rates come from the floor and the median."""
+    contestants = [(COPY, ""), ("quaver", "eager"), ("quaver", "compiled"), ("PyTorch", "compiled")]
+    found = [(row["cast"], row["library"], row["mode"]) for row in rows]
+    assert found == [(kind, *contestant) for kind in ("delayed", "rowwise_both") for contestant in contestants]
+    copies = {row["cast"]: row for row in rows if row["library"] == COPY}
+    for row in rows:
+        assert row["same_codes"] is (None if row["library"] == COPY else True)
+        moved = row["floor_bytes_per_element"] * 64 * 128
+        assert row["gb_per_s"] == pytest.approx(moved / row["timing"]["median_us"] / 1e3)
+        assert row["share_of_copy"] == pytest.approx(row["gb_per_s"] / copies[row["cast"]]["gb_per_s"])
+        assert row["input_copies"] > 1
+
+
+def check_gemm(rows):
+    contestants, gemms = ["bfloat16", "tensorwise", "rowwise"], ["output", "grad_input", "grad_weight"]
+    assert [(row["gemm"], row["contestant"]) for row in rows] == [
+        (gemm, each) for gemm in gemms for each in contestants
+    ]
+    for row in rows:
+        baseline = next(each for each in rows if each["gemm"] == row["gemm"])
+        time_us = row["timing"]["median_us"]
+        assert row["time_over_bfloat16"] == pytest.approx(time_us / baseline["timing"]["median_us"])
+        assert row["tflops_per_s"] == pytest.approx(2 * 32 * 48 * 64 / time_us / 1e6)
+        assert row["share_of_peak"] is row["fast_accumulation"] is None
+
+
+def check_host(rows):
+    plain, float8 = rows
+    assert (plain["library"], float8["library"], float8["recipe"]) == ("bfloat16", "quaver", "tensorwise")
+    assert plain["operations_by_name"]["aten.mm.default"] == 3
+    assert float8["operations_by_name"]["quaver.exact_float8_mm.default"] == 3
+    for row in rows:
+        assert row["operations"] == sum(row["operations_by_name"].values())
+        assert row["kernels"] is None
+        assert row["time_over_bfloat16"] == row["timing"]["median_us"] / plain["timing"]["median_us"]
+
+
+def check_block(rows):
+    """Ratios, and memory counted to the byte."""
+    plain, *float8 = rows
+    assert [(row["library"], row["recipe"]) for row in float8] == [("quaver", "tensorwise"), ("quaver", "delayed")]
+    assert (plain["library"], plain["time_over_bfloat16"], plain["peak_over_bfloat16"]) == ("bfloat16", 1.0, 1.0)
+    parameters = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384 + 2 * 128
+    moments, tables = 2 * parameters * 4, 2 * 32 * 64 * 4
+    assert plain["resident_bytes"] - (parameters * 4 + moments + tables) in range(1024)  # and the step counters
+    assert float8[0]["kept_bytes"] < plain["kept_bytes"]
+    for row in rows:
+        median_us = row["timing"]["median_us"]
+        assert row["tokens_per_s"] == pytest.approx(64 / median_us * 1e6)
+        assert row["time_over_bfloat16"] == median_us / plain["timing"]["median_us"]
+        assert row["peak_over_bfloat16"] == row["peak_bytes"] / plain["peak_bytes"]
+        assert row["resident_bytes"] == plain["resident_bytes"]
+        assert row["resident_bytes"] + 4 * parameters < row["tensor_peak_bytes"] <= row["peak_bytes"]
+
+
+BLOCK = "--divisor 2 --tokens 64 --seq-len 32 --recipes tensorwise delayed --modes eager"
+COMMANDS = [
+    ("linear", "--shapes 16 --modes eager --recipes rowwise --torchao no", "16 x 16 x 16", check_linear),
+    ("cast", "--shapes 64x128 --casts delayed rowwise_both --torchao no", "64 x 128", check_cast),
+    ("gemm", "--shapes 32x48x64", "unknown", check_gemm),
+    ("host", "--modes eager --recipes tensorwise --torchao no", "not counted", check_host),
+    ("block", BLOCK, "2 x 32 tokens", check_block),
+]
+
+
+@pytest.mark.parametrize(("verb", "words", "printed", "check"), COMMANDS, ids=[verb for verb, *_ in COMMANDS])
+def test_the_command_prints_and_saves_a_table(verb, words, printed, check, tmp_path, capsys):
     output = tmp_path / "new" / f"{verb}.json"
     common = ["--rounds", "2", "--device", "cpu", "--output", str(output)]
     assert main(["bench", verb, *words.split(), *common]) == 0
     result = json.loads(output.read_text())
-    assert result["benchmark"] == verb
-    assert result["complete"]
-    assert [row.get("library", row.get("contestant")) for row in result["rows"]] == contestants
+    assert (result["benchmark"], result["complete"]) == (verb, True)
     assert all(row["timing"]["median_us"] > 0 for row in result["rows"])
+    check(result["rows"])
     assert {"device", "torch", "commit", "command", "date"} <= set(result["environment"])
     assert printed in capsys.readouterr().out
 

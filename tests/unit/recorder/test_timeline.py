@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
 import quaver.quantize
 from quaver import Float8Linear, Float8LinearConfig, convert_to_float8_training
@@ -202,22 +201,6 @@ def test_what_is_still_an_error():
     with record_timeline(model), pytest.raises(RuntimeError, match="only one recording"):  # noqa: SIM117
         with record_timeline(model):
             pass
-
-
-class Checkpointed(Block):
-    def forward(self, input):
-        return checkpoint(super().forward, input, use_reentrant=False)
-
-
-def test_a_checkpointed_module_saves_its_input_only():
-    model, input = nn.Sequential(nn.Linear(64, 64), Checkpointed()), torch.randn(ROWS, 64)
-    train_step(model, input)
-    expected = gradients(model)
-    report = recorded(model, input)
-    saved = [(row["saved_by"], row["bytes"]) for row in report["saved_for_backward"] if row["operator"] == "aten.addmm"]
-    assert saved == [("checkpoint", ROWS * 64 * FLOAT32_BYTES)]
-    assert "recompute" in [phase for phase, _, _ in report["spans"]]
-    assert all(map(torch.equal, gradients(model), expected))
 
 
 def test_compiled_code_is_not_attributed_nor_compiled_again(tmp_path):
