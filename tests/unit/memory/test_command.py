@@ -6,6 +6,7 @@ import pytest
 
 from quaver.cli import main
 from quaver.memory.runs.advise import AS_CONFIGURED
+from quaver.memory.runs.changes import single_changes
 from quaver.memory.runs.predict import SEES_GATHERS
 
 on_ranks = pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
@@ -57,8 +58,13 @@ def test_two_settings_a_page_a_picture_and_a_measurement(tmp_path, capsys):
     assert f"{written['measured']['peak_bytes']:,}" in printed
 
 
-def test_advice_and_what_fits(tmp_path, capsys):
-    """Ten settings are predicted, which takes longer than 3 s."""
+FEW = ("activations: selective, every", "precision: bfloat16", "precision: rowwise", "local batch size")
+"""Of what is tried alone; test_advise.py has them all, and each prediction takes most of a second."""
+
+
+def test_advice_and_what_fits(tmp_path, capsys, monkeypatch):
+    few = lambda *run: [change for change in single_changes(*run) if change.name.startswith(FEW)]  # noqa: E731
+    monkeypatch.setattr("quaver.memory.runs.advise.single_changes", few)
     words = [*SMALL, "--device", "cpu", "--fit", "1GiB", "--time_on", "H200"]
     printed, written = ask(capsys, tmp_path, *words)
     advice = written["advice"]
