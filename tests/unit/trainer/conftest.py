@@ -19,6 +19,7 @@ from quaver.trainer.config import (
     Validation,
 )
 from quaver.trainer.data import TokenData, load_data
+from quaver.trainer.trained_model import TrainedModel
 
 
 @pytest.fixture
@@ -36,19 +37,17 @@ def _undrawn_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 SENTENCES = ["the quick brown fox jumps over the lazy dog", "float8 has four bits of exponent", "0123456789"]
 
 
-@pytest.fixture
-def text_folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "text"
+def write_text(folder: Path) -> Path:
     folder.mkdir()
     for index in range(12):
         (folder / f"{index:02d}.txt").write_text(f"{SENTENCES[index % 3]} {index}\n" * 40)
     return folder
 
 
-@pytest.fixture
-def tiny_config(tmp_path: Path, text_folder: Path) -> TrainConfig:
+def tiny(folder: Path, text_folder: Path) -> TrainConfig:
+    """A run of four steps in `folder`."""
     return TrainConfig(
-        job=Job(name="tiny", dump_folder=str(tmp_path / "runs")),
+        job=Job(name="tiny", dump_folder=str(folder / "runs")),
         model=Model(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48),
         training=Training(steps=4, seq_len=32, local_batch_size=2, device="cpu"),
         float8=Float8(enable_float8_linear=False),
@@ -56,6 +55,38 @@ def tiny_config(tmp_path: Path, text_folder: Path) -> TrainConfig:
         validation=Validation(freq=2, steps=2),
         metrics=Metrics(log_freq=1),
     )
+
+
+def resumable(config: TrainConfig) -> TrainConfig:
+    """With checkpoints after steps 2 and 4, and a learning rate that is independent of training.steps."""
+    schedule = LRScheduler(schedule="constant", warmup_steps=2)
+    return replace(config, lr_scheduler=schedule, checkpoint=Checkpoint(interval=2, keep_latest_k=0))
+
+
+@pytest.fixture
+def before_each_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[TrainedModel, int], object]], None]:
+    """Makes an action happen before each step."""
+
+    def before_each_step(action: Callable[[TrainedModel, int], object]) -> None:
+        original = TrainedModel.train_step
+
+        def train_step(model, step, batches, **options):
+            action(model, step)
+            return original(model, step, batches, **options)
+
+        monkeypatch.setattr(TrainedModel, "train_step", train_step)
+
+    return before_each_step
+
+
+@pytest.fixture
+def text_folder(tmp_path: Path) -> Path:
+    return write_text(tmp_path / "text")
+
+
+@pytest.fixture
+def tiny_config(tmp_path: Path, text_folder: Path) -> TrainConfig:
+    return tiny(tmp_path, text_folder)
 
 
 @pytest.fixture
@@ -77,6 +108,4 @@ def tiny_float8_config(tiny_config: TrainConfig) -> TrainConfig:
 
 @pytest.fixture
 def resumable_config(tiny_config: TrainConfig) -> TrainConfig:
-    """Checkpoints after steps 2 and 4, and a learning rate that is independent of training.steps."""
-    schedule = LRScheduler(schedule="constant", warmup_steps=2)
-    return replace(tiny_config, lr_scheduler=schedule, checkpoint=Checkpoint(interval=2, keep_latest_k=0))
+    return resumable(tiny_config)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from quaver import DelayedScalingConfig, Float8Linear, TensorScaling
-from quaver.trainer import train as train_module
 from quaver.trainer import trained_model as trained_model_module
 from quaver.trainer.config import Float8, LRScheduler, Metrics, TrainConfig
 from quaver.trainer.errors import NonFiniteError
@@ -17,6 +16,7 @@ from quaver.trainer.float8_scales import saturation_summary, scales_record
 from quaver.trainer.memory import storage_bytes
 from quaver.trainer.metrics import read_metrics
 from quaver.trainer.train import Run, prepare, train
+from quaver.trainer.trained_model import TrainedModel
 from tests.unit.trainer.runs import changed, run_to_end
 
 NAN, INF = math.nan, math.inf
@@ -109,31 +109,18 @@ def test_one_sync_a_step_whatever_runs_between(delayed_config, monkeypatch, recw
     assert not [warning for warning in recwarn if "sync_float8_amax_and_scale_history" in str(warning.message)]
 
 
-def test_validation_moves_no_scale(delayed_config):
-    def losses(freq: int) -> list[float]:
-        config = changed(delayed_config, job={"name": f"every {freq}"})
-        run = run_to_end(changed(config, validation={"freq": freq}))
-        return [record["loss"] for record in read_metrics(run.folder.metrics) if "loss" in record]
+def test_a_nonfinite_step_is_repeated_with_the_scales_it_had_and_leaves_its_lines(delayed_config, before_each_step):
+    run, found = prepare(delayed_config), []
 
-    assert losses(1) == losses(100)
+    def break_the_third(model: TrainedModel, step: int) -> None:
+        if step == 3:
+            model.model.lm_head.weight.data[0, 0] = torch.inf
+        found.append(scales(run))
 
-
-def test_a_nonfinite_step_is_repeated_with_the_scales_it_had_and_leaves_its_lines(delayed_config, monkeypatch):
-    run = prepare(delayed_config)
-    step = train_module._train_step
-    found: list[torch.Tensor] = []
-
-    def break_the_third(run_: Run, index: int, *args: object) -> None:
-        if index == 3:
-            with torch.no_grad():
-                run.models[0].model.lm_head.weight[0, 0] = torch.inf
-            found.append(scales(run))
-        step(run_, index, *args)
-
-    monkeypatch.setattr(train_module, "_train_step", break_the_third)
+    before_each_step(break_the_third)
     with pytest.raises(NonFiniteError, match="delayed: step 3 .*first in weight of lm_head"):
         train(run)
-    assert torch.equal(scales(run), found[0])
+    assert torch.equal(scales(run), found[2])
     assert [line["step"] for line in read_metrics(run.folder.float8_scales)] == [1, 2]
 
 

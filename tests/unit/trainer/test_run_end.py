@@ -1,65 +1,145 @@
-"""Runs that lose their terminal, their disk or their folder: what they save, and the one line that they end with."""
+"""How runs go on or end: steps that are not finite or hang, a lost terminal, disk or folder, the one line of each."""
 
+import math
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from quaver.cli import main
-from quaver.trainer.run_lock import HOLDER
-from quaver.trainer.train import prepare, train
+from quaver.trainer import train as train_module
+from quaver.trainer.config import Comm, Float8
+from quaver.trainer.errors import NonFiniteError
+from quaver.trainer.metrics import read_metrics
+from quaver.trainer.process import determinism, watchdog
+from quaver.trainer.train import Run, prepare, train
 from quaver.trainer.trained_model import TrainedModel
-from tests.command_line import TEXT, TINY
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps, with checkpoints after two and four."""
-    parent = tmp_path_factory.mktemp("finished")
-    (parent / "text.txt").write_text(TEXT)
-    words = [*TINY, "--training.steps=4", "--float8.no-enable_float8_linear", f"--data={parent / 'text.txt'}"]
-    words += ["--checkpoint.interval=2", "--checkpoint.keep_latest_k=0", "--lr_scheduler.schedule=constant"]
-    assert main(["train", *words, f"--job.dump_folder={parent}", "--job.name=run"]) == 0
-    return parent / "run"
+from tests.isolated import Forked
+from tests.unit.trainer.runs import changed, run_to_end
 
 
 @pytest.fixture
-def folder(finished: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
-    return Path(shutil.copytree(finished, tmp_path / "run"))
+def spoil(before_each_step) -> Callable[[Run, set[int]], None]:
+    """Makes the embedding put out an inf in steps, whatever its weights are."""
 
+    def spoil(run: Run, bad_steps: set[int]) -> None:
+        steps = []
+        before_each_step(lambda model, step: steps.append(step))
+        run.models[0].model.model.embed_tokens.register_forward_hook(
+            lambda module, _, output: output * math.inf if module.training and steps[-1] in bad_steps else output
+        )
 
-@pytest.fixture
-def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None]], None]:
-    """Makes an action happen before a step is trained."""
-
-    def at_step(number: int, action: Callable[[], None]) -> None:
-        original = TrainedModel.train_step
-
-        def train_step(model, step, batches, **options):
-            if step == number:
-                action()
-            return original(model, step, batches, **options)
-
-        monkeypatch.setattr(TrainedModel, "train_step", train_step)
-
-    return at_step
+    return spoil
 
 
 def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoint").iterdir())
 
 
-def resume(folder: Path, steps: int) -> int:
-    return main(["train", "--resume", str(folder), f"--training.steps={steps}"])
-
-
 def error_line(capsys: pytest.CaptureFixture[str]) -> str:
     (line,) = capsys.readouterr().err.splitlines()
     return line
+
+
+def test_a_skipped_step_changes_nothing_but_the_data(tiny_config, spoil, before_each_step, capsys):
+    config = replace(tiny_config, float8=Float8(recipe_name="delayed"))
+    run, states = prepare(changed(config, training={"nonfinite": "skip"})), []
+
+    def look(model: TrainedModel, step: int) -> None:
+        found = {**model.model.state_dict(), **model.scaling.state_dict()}
+        states.append({name: value.clone() for name, value in found.items()})
+
+    spoil(run, {3})
+    before_each_step(look)
+    assert train(run)["status"] == "finished"
+    assert states[2].keys() == states[3].keys()  # at the begin of steps 3 and 4
+    assert all(torch.equal(states[2][name], states[3][name]) for name in states[2])
+    assert all(value.isfinite().all() for value in run.models[0].scaling.state_dict().values())
+    records = [record for record in read_metrics(run.folder.metrics) if "validation_loss" not in record]
+    assert [(record["step"], "loss" in record) for record in records] == [(1, True), (2, True), (3, False), (4, True)]
+    assert "output of model.embed_tokens" in records[2]["skipped"]
+    assert run.progress.skipped_steps == {"delayed": 1}
+    assert run.progress.consumed_sequences == 4 * config.training.step_batch_size
+    assert "skipped: " in capsys.readouterr().out
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run(tiny_config, spoil):
+    run = prepare(changed(tiny_config, training={"steps": 9, "nonfinite": "skip", "max_nonfinite_steps": 2}))
+    spoil(run, {1, 2, 4, 5, 6})
+    with pytest.raises(NonFiniteError, match=r"step 6 .*training\.max_nonfinite_steps = 2 were skipped"):
+        train(run)
+    assert run.progress.step == 5
+
+
+def test_steps_in_time_leave_nothing(tmp_path, capsys):
+    with watchdog(tmp_path / "stacks-rank0.txt") as watching:
+        with watching.step(5, "step"):
+            pass
+        with watching.step(0, "step"):
+            time.sleep(0.02)
+    assert not list(tmp_path.iterdir())
+    assert capsys.readouterr().err == ""
+
+
+def train_slowly(stacks: Path) -> None:
+    """A step of Python code that is compiled and called without end, and of deep stacks."""
+
+    def deep(n):
+        return 0 if n == 0 else 1 + deep(n - 1)
+
+    def compiles_and_calls(n):
+        exec(f"def f{n % 7}(n):\n    return deep(n) + sum(x for x in range(5))\nf{n % 7}({n % 30})", {"deep": deep})
+
+    with watchdog(stacks) as watching, watching.step(0.002, "step 1"):
+        until, n = time.monotonic() + 2.5, 0
+        while time.monotonic() < until:
+            compiles_and_calls(n := n + 1)
+
+
+def test_a_step_that_is_slow_and_not_stuck_survives_its_stacks(tmp_path):
+    """Stacks read while Python code runs would end the process by a segmentation fault within a second or so."""
+    path = tmp_path / "stacks-rank0.txt"
+    done = Forked(train_slowly, path).finished()
+    assert done.returncode == 0, done.stderr
+    assert "compiles_and_calls" in path.read_text()
+
+
+def test_a_step_that_is_stuck_leaves_its_stack_and_the_run_goes_on(tiny_config, monkeypatch, before_each_step, capsys):
+    run = prepare(replace(changed(tiny_config, training={"steps": 3}), comm=Comm(watchdog_seconds=1)))
+
+    def the_step_that_hangs(model: TrainedModel, step: int) -> None:
+        time.sleep(1.2 if step == 2 else 0)
+
+    before_each_step(the_step_that_hangs)
+    monkeypatch.setattr(train_module, "FIRST_STEP_PATIENCE", 30)
+    assert train(run)["status"] == "finished"
+    path = run.paths.stacks(0)
+    assert "the_step_that_hangs" in path.read_text()
+    line = f"quaver: step 2 of bfloat16 on rank 0 takes longer than 1 s; its stacks are in {path}"
+    assert error_line(capsys) == line
+
+
+def test_deterministic_algorithms_are_on_in_the_run_alone(tiny_float8_config, before_each_step):
+    seen, losses = [], []
+    before_each_step(lambda model, step: seen.append(torch.are_deterministic_algorithms_enabled()))
+    for name, deterministic in (("plain", False), ("deterministic", True)):
+        config = changed(tiny_float8_config, job={"name": name})
+        run = run_to_end(changed(config, training={"steps": 2, "deterministic": deterministic}))
+        losses.append([r["loss"] for r in read_metrics(run.folder.metrics) if "loss" in r])
+    assert seen == [False] * 4 + [True] * 4
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert losses[0] == losses[1]
+
+
+def test_what_has_no_deterministic_algorithm_is_refused_inside():
+    with determinism(True), pytest.raises(RuntimeError, match="deterministic"):
+        torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
 
 
 def closed_pipe() -> int:
@@ -72,106 +152,66 @@ def closed_pipe() -> int:
 def test_a_run_goes_on_without_its_stdout(resumable_config, monkeypatch, capsys, open_bad):
     with os.fdopen(open_bad(), "w") as bad:
         monkeypatch.setattr("sys.stdout", bad)
-        run = prepare(resumable_config)
-        assert train(run)["status"] == "finished"
+        run = run_to_end(resumable_config)
     assert checkpoints(run.folder.path) == ["step-00000002", "step-00000004"]
     assert "the run continues without display" in error_line(capsys)
 
 
-def test_a_closed_terminal_ends_the_run_with_a_checkpoint(resumable_config, at_step):
-    run = prepare(resumable_config)
+@pytest.mark.parametrize(("disposition", "last"), [(signal.SIG_DFL, 3), (signal.SIG_IGN, 4)], ids=["plain", "nohup"])
+def test_a_closed_terminal_ends_the_run_with_a_checkpoint_but_under_nohup(
+    resumable_config, before_each_step, disposition, last
+):
+    def close_terminal(model: TrainedModel, step: int) -> None:
+        for _ in range(2 if step == 3 else 0):  # by the shell and by the kernel
+            os.kill(os.getpid(), signal.SIGHUP)
 
-    def close_terminal() -> None:
-        os.kill(os.getpid(), signal.SIGHUP)  # the shell
-        os.kill(os.getpid(), signal.SIGHUP)  # the kernel
-
-    at_step(3, close_terminal)
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, under which these tests may run, ignores it
+    before_each_step(close_terminal)
+    before = signal.signal(signal.SIGHUP, disposition)
     try:
-        assert train(run)["status"] == "interrupted"
+        run = prepare(resumable_config)
+        assert train(run)["status"] == ("interrupted" if last == 3 else "finished")
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert checkpoints(run.folder.path) == ["step-00000002", "step-00000003"]
+    assert checkpoints(run.folder.path) == ["step-00000002", f"step-0000000{last}"]
 
 
-def test_nohup_is_respected(resumable_config, at_step):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        at_step(3, lambda: os.kill(os.getpid(), signal.SIGHUP))
-        assert train(prepare(resumable_config))["status"] == "finished"
-    finally:
-        signal.signal(signal.SIGHUP, before)
+def test_a_second_ctrl_c_ends_at_once(tiny_config, drawn_curves, monkeypatch):
+    run = prepare(tiny_config)
+
+    def signal_twice(*_):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(train_module, "_train_step", signal_twice)
+    summary = train(run)  # before the first record: the curves are empty, and drawn
+    assert (summary["status"], summary["steps"]) == ("interrupted", 0)
+    assert run.folder.curves.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
 @pytest.mark.parametrize(("name", "file"), [("metrics.jsonl", "metrics.jsonl"), (".curves.png", "curves.png")])
-def test_a_full_disk_ends_the_run_with_one_line_and_it_resumes(folder, monkeypatch, capsys, drawn_curves, name, file):
-    kept = folder / "kept"
-    shutil.copy(folder / "metrics.jsonl", kept)
-    capsys.readouterr()
-    begin = "quaver.trainer.train.begin_folder"
+def test_a_full_disk_or_a_removed_folder_ends_the_run_with_one_line(
+    resumable_config, drawn_curves, monkeypatch, before_each_step, capsys, name, file
+):
+    folder = run_to_end(resumable_config).folder.path
+
+    def resume(steps: int) -> int:
+        capsys.readouterr()
+        return main(["train", "--resume", str(folder), f"--training.steps={steps}"])
+
+    def fill_disk(_setup: object) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to("/dev/full")
+
+    kept = Path(shutil.copy(folder / "metrics.jsonl", folder / "kept"))
     with monkeypatch.context() as patch:
-
-        def fill_disk(_setup: object) -> None:
-            (folder / name).unlink(missing_ok=True)
-            (folder / name).symlink_to("/dev/full")
-
-        patch.setattr(begin, fill_disk)
-        assert resume(folder, 5) == 4
-    line = error_line(capsys)
-    assert f"{folder / file}': No space left on device" in line
+        patch.setattr("quaver.trainer.train.begin_folder", fill_disk)
+        assert resume(5) == 4
+    assert f"{folder / file}': No space left on device" in error_line(capsys)
     assert checkpoints(folder)[:2] == ["step-00000002", "step-00000004"]
     (folder / "metrics.jsonl").unlink()
     kept.rename(folder / "metrics.jsonl")
-    assert resume(folder, 7) == 0
+    assert resume(7) == 0
     assert checkpoints(folder)[-1] == "step-00000007"
-
-
-def test_a_removed_run_folder_ends_the_run_with_one_line(folder, capsys, at_step):
-    capsys.readouterr()
-    at_step(6, lambda: shutil.rmtree(folder))
-    assert resume(folder, 9) == 4
+    before_each_step(lambda model, step: shutil.rmtree(folder))
+    assert resume(9) == 4
     assert "was removed while the run trained" in error_line(capsys)
-
-
-def garbage(metrics: Path) -> None:
-    metrics.write_bytes(b'{"step": 1, "ru\n' + metrics.read_bytes())
-
-
-def fifo(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    os.mkfifo(path)
-
-
-REFUSED = {
-    "garbage in the metrics": ("metrics.jsonl", garbage, "", "line 1 of '{path}' is not a record"),
-    "metrics that are a FIFO": ("metrics.jsonl", fifo, "", "'{path}' is not a file"),
-    "a checkpoint folder that is the metrics": (
-        *("metrics.jsonl", Path.touch),
-        *("--checkpoint.folder=metrics.jsonl", "checkpoint.folder must be a folder"),
-    ),
-    "a checkpoint folder that is a file": (
-        *("notes", Path.touch),
-        *("--checkpoint.folder=notes", "checkpoint.folder must be a folder"),
-    ),
-    "a number that no checkpoint could record": (
-        *("notes", Path.touch),
-        *("--training.max_norm=1e999", "training.max_norm must be finite, got inf"),
-    ),
-}
-"""What is wrong: a file of the run, what happens to it, a flag, the error."""
-
-
-@pytest.mark.timeout(60)  # a reader that waits for a FIFO fails
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_run_that_cannot_be_resumed_is_one_line_and_stays_as_it_was(folder, refused, case):
-    name, spoil, flag, message = REFUSED[case]
-    spoil(folder / name)
-    before = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*") if path.name != HOLDER}
-    line = refused("train", "--resume", folder, "--training.steps=5", *flag.split())
-    assert message.format(path=folder / name) in line
-    assert before == {path: path.is_file() and path.read_bytes() for path in before}
-
-
-def test_a_lock_file_that_is_a_fifo_does_not_hold_a_run(folder):
-    fifo(folder / HOLDER)
-    assert resume(folder, 5) == 0

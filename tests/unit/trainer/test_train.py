@@ -1,13 +1,11 @@
 """Runs of a second: what they compute, what they leave behind, how they end."""
 
 import json
-import signal
 from dataclasses import replace
 
 import pytest
 import torch
 
-from quaver.trainer import train as train_module
 from quaver.trainer.config import Float8
 from quaver.trainer.config_io import load_config
 from quaver.trainer.memory import PeakMemory
@@ -25,7 +23,7 @@ def losses(run: Run, name: str | None = None) -> list[float]:
     return [record["loss"] if "loss" in record else record["validation_loss"] for record in records]
 
 
-def test_a_run_leaves_everything_in_its_folder(tiny_config, capsys, drawn_curves):
+def test_a_run_leaves_everything_in_its_folder(tiny_config, drawn_curves, capsys):
     run = run_to_end(tiny_config)
     folder = run.folder.path
     assert {file.name for file in folder.iterdir()} == {
@@ -58,14 +56,6 @@ def test_a_run_leaves_everything_in_its_folder(tiny_config, capsys, drawn_curves
     assert "tokens/s" in output
 
 
-def test_measuring_memory_changes_no_loss(tiny_config, monkeypatch):
-    measured = losses(run_to_end(changed(tiny_config, job={"name": "measured"})))
-    monkeypatch.setattr(train_module, "_is_memory_due", lambda *_: False)
-    run = prepare(changed(tiny_config, job={"name": "unmeasured"}))
-    assert train(run)["runs"]["bfloat16"]["peak_memory_source"] == "not measured"
-    assert losses(run) == measured
-
-
 def test_memory_is_measured_in_a_step_without_a_trace(tiny_config, monkeypatch):
     steps, train_step = [], TrainedModel.train_step
 
@@ -79,11 +69,6 @@ def test_memory_is_measured_in_a_step_without_a_trace(tiny_config, monkeypatch):
     (model,) = run_to_end(changed(tiny_config, profiling=traced)).models
     assert steps == [4]
     assert model.peak.exact
-
-
-def test_bfloat16_parameters(tiny_config):
-    run = run_to_end(changed(tiny_config, job={"name": "bf16"}, training={"dtype": "bfloat16"}))
-    assert {parameter.dtype for parameter in run.models[0].model.parameters()} == {torch.bfloat16}
 
 
 def test_both_models_have_equal_weights_and_data_take_turns_and_differ_only_in_float8(tiny_float8_config, monkeypatch):
@@ -116,19 +101,6 @@ def test_both_models_have_equal_weights_and_data_take_turns_and_differ_only_in_f
     report = json.loads((run.folder.path / "conversion_report.json").read_text())
     assert "lm_head" in json.dumps(report)
     assert {layer["backend"] for layer in report["layers"] if layer["converted"]} == {"exact"}
-
-
-def test_a_second_ctrl_c_ends_at_once(tiny_config, monkeypatch, drawn_curves):
-    run = prepare(tiny_config)
-
-    def signal_twice(*_):
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(train_module, "_train_step", signal_twice)
-    summary = train(run)  # before the first record: the curves are empty, and drawn
-    assert (summary["status"], summary["steps"]) == ("interrupted", 0)
-    assert run.folder.curves.read_bytes().startswith(PNG)
 
 
 @pytest.mark.parametrize("exact", [True, False])
