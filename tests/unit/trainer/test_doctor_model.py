@@ -139,9 +139,5 @@ def test_layers_of_experts_are_named_as_not_surveyed(tiny_config, capsys):
         (["--budget-db", "30"], "--budget-db must be its default, 25.0, unless --model is given"),
     ],
 )
-def test_bad_input_is_one_line(words, message, tmp_path, capsys):
-    with pytest.raises(SystemExit) as exit:
-        main(["doctor", *(word.format(tmp=tmp_path) for word in words)])
-    assert exit.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
+def test_bad_input_is_one_line(words, message, tmp_path, refused):
+    assert message in refused("doctor", *(word.format(tmp=tmp_path) for word in words))

@@ -15,7 +15,7 @@ from tests.command_line import TEXT, TINY
 pytestmark = pytest.mark.timeout(60)
 """A reader that waits for a FIFO fails."""
 
-SETTINGS = {
+WORDS = {
     "--job.dump_folder=~nosuchuser/runs": "'~nosuchuser/runs' begins with the home of a user that does not exist",
     "--data=~nosuchuser/text": "'~nosuchuser/text' begins with the home of",
     "--data.tokenizer=~nosuchuser/tokenizer.json": "'~nosuchuser/tokenizer.json' begins with the home of",
@@ -29,6 +29,19 @@ SETTINGS = {
     "{fifo}": "fifo",
     "{nested}": "nested.toml",
     "{latin}": "latin.toml",
+    "--resume={nowhere}": "has no config.toml",
+    "--checkpoint.resume=auto": "job.name must be set",
+    "--checkpoint.initial_load_path=.": "is not a checkpoint",
+    "--checkpoint.async_mode=async_with_pinned_mem": "disabled or async on a device",
+    "--dry-run --ranks 0": "--ranks must be at least 1",
+    "--dry-run --ranks 3 --parallelism.tensor_parallel_degree 2": "must be the number of processes = 3",
+    "--dry-run --checkpoint.initial_load_path nowhere": "is not a checkpoint",
+    "--dry-run --float8.filter_fqns nothing": "is part of no linear's name",
+    "--dry-run --ranks 2 --parallelism.tensor_parallel_degree 2 --float8.recipe_name blockwise": (
+        "tensor_parallel_degree = 2: model.layers.0.self_attn.k_proj: tensor parallelism expects parts of whole "
+        "blocks, a multiple of 128 features on each rank, got 64 (out_features 128 on 2 ranks); 256 in all"
+    ),
+    "--dry-run --no-dry-run --ranks 2": "--ranks is for --dry-run",
 }
 
 
@@ -39,14 +52,16 @@ def where(tmp_path: Path) -> list[str]:
     return [*words, f"--data={tmp_path / 'text.txt'}", f"--job.dump_folder={tmp_path / 'runs'}"]
 
 
-@pytest.mark.parametrize("word", SETTINGS)
-def test_an_impossible_input_is_one_line(word, where, tmp_path, refused):
+@pytest.mark.parametrize("words", WORDS)
+def test_an_impossible_input_is_one_line(words, where, tmp_path, refused):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "nested.toml").write_text("a = " + "[" * 100_000)
     (tmp_path / "latin.toml").write_bytes(b'[data]\npath = "\xe9"\n')
-    given_word = word.format(**{path.stem: path for path in tmp_path.iterdir()})
-    words = [given_word, *where] if word.startswith("{") or "resume" in word else [*where, given_word]
-    assert SETTINGS[word] in refused("train", *words)
+    files = {path.stem: path for path in tmp_path.iterdir()}
+    given_words = words.format(**files, nowhere=tmp_path / "nowhere").split()
+    if "--dry-run" not in words:
+        given_words = [*given_words, *where] if words.startswith(("{", "--resume")) else [*where, *given_words]
+    assert WORDS[words] in refused("train", *given_words)
 
 
 def test_a_file_name_that_is_not_utf8_is_data_like_any_other(where, tmp_path):

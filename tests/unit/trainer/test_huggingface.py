@@ -82,6 +82,14 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder
 
 
+@pytest.fixture(scope="module")
+def out(hf: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint that the plain model becomes; tests copy what they change."""
+    path = tmp_path_factory.mktemp("out") / "out"
+    convert("hf-to-quaver", hf("plain"), path)
+    return path
+
+
 @pytest.fixture
 def copy(hf: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
     """Copy a variant with other tensors and keys of config.json; None removes a tensor, "absent" a key."""
@@ -240,9 +248,8 @@ def test_training_begins_with_the_loss_of_the_imported_model(hf, tmp_path, text_
     assert loss == pytest.approx(expected, rel=1e-6)
 
 
-def test_export_in_shards(hf, tmp_path):
-    convert("hf-to-quaver", hf("plain"), tmp_path / "out")
-    convert("quaver-to-hf", tmp_path / "out", tmp_path / "back", "--dtype=float32", "--max-shard-size=60KB")
+def test_export_in_shards(hf, out, tmp_path):
+    convert("quaver-to-hf", out, tmp_path / "back", "--dtype=float32", "--max-shard-size=60KB")
     files = sorted((tmp_path / "back").glob("*.safetensors"))
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
     assert [file.name for file in files] == [f"model-{n:05d}-of-00007.safetensors" for n in range(1, 8)]
@@ -288,27 +295,24 @@ def test_export_of_a_float8_run(float8_run, tmp_path, capsys):
     assert text.shape[1] <= 7
 
 
-def test_export_copies_the_files_of_a_tokenizer(hf, tmp_path):
-    convert("hf-to-quaver", hf("plain"), tmp_path / "out")
+def test_export_copies_the_files_of_a_tokenizer(out, tmp_path):
     source = tmp_path / "tokenizer"
     source.mkdir()
     copied = ["chat_template.jinja", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"]
     for name in (*copied, "notes.txt", "config.json"):
         (source / name).write_text(f"{{}} {name}")
-    convert("quaver-to-hf", tmp_path / "out", tmp_path / "back", "--tokenizer", source)
+    convert("quaver-to-hf", out, tmp_path / "back", "--tokenizer", source)
     written = {path.name for path in (tmp_path / "back").iterdir()}
     assert written == {"config.json", "model.safetensors", *copied}
     assert (tmp_path / "back" / "tokenizer.json").read_text() == "{} tokenizer.json"
     assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "llama"
 
 
-BAD_CONFIGS = {
+GLM = {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe"}
+BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, "describe a LlamaForCausalLM"),
     "classifier": ({"architectures": ["LlamaForSequenceClassification"]}, "describe a LlamaForCausalLM"),
-    "dense blocks": (
-        {"model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"]},
-        "first_k_dense_replace in config.json must be 0, got 1",
-    ),
+    "dense blocks": (GLM, "first_k_dense_replace in config.json must be 0, got 1"),
     "attention_bias": ({"attention_bias": True}, "attention_bias in config.json must be false, got True"),
     "mlp_bias": ({"mlp_bias": True}, "mlp_bias in config.json must be false, got True"),
     "head_dim": ({"head_dim": 32}, "hidden_size / num_attention_heads = 64 / 4, got 32"),
@@ -324,21 +328,9 @@ BAD_CONFIGS = {
     "type": ({"num_hidden_layers": 2.0}, "num_hidden_layers must be a positive integer, got 2.0"),
     "heads": ({"num_key_value_heads": 3}, "does not make a model: model.n_heads must be a multiple of"),
     "shapes": ({"intermediate_size": 80}, "gate_proj.weight must be [80, 64], is [96, 64]"),
-    "too_few": (
-        {"num_hidden_layers": 3},
-        "requires: model.layers.2.self_attn.q_proj.weight must be [64, 64], is missing",
-    ),
+    "too_few": ({"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight must be [64, 64], is missing"),
     "too_many": ({"num_hidden_layers": 1}, "has tensors that a Llama does not have: model.layers.1."),
 }
-
-
-@pytest.mark.parametrize("case", BAD_CONFIGS)
-def test_configs_that_do_not_fit_are_refused_in_one_line(copy, case, tmp_path, refused):
-    config, message = BAD_CONFIGS[case]
-    assert message in refused("convert", "hf-to-quaver", copy(config=config), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 BAD_TENSORS: dict[str, tuple[dict[str, Tensor | None], str]] = {
     "no_head": ({HEAD: None}, "tensors that its config requires: lm_head.weight must be [300, 64], is missing"),
     "bias": ({"lm_head.bias": torch.zeros(300)}, "has tensors that a Llama does not have: lm_head.bias"),
@@ -347,10 +339,12 @@ BAD_TENSORS: dict[str, tuple[dict[str, Tensor | None], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_TENSORS)
-def test_tensors_that_do_not_fit_are_refused_in_one_line(copy, case, tmp_path, refused):
-    tensors, message = BAD_TENSORS[case]
-    assert message in refused("convert", "hf-to-quaver", copy(**tensors), tmp_path / "out")
+@pytest.mark.parametrize("case", [*BAD_CONFIGS, *BAD_TENSORS])
+def test_folders_that_do_not_fit_are_refused_in_one_line(copy, case, tmp_path, refused):
+    config, message = BAD_CONFIGS.get(case, ({}, ""))
+    tensors, message = BAD_TENSORS.get(case, ({}, message))
+    assert message in refused("convert", "hf-to-quaver", copy(config=config, **tensors), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_files_that_are_missing_or_damaged_are_refused_in_one_line(copy, tmp_path, refused):
@@ -365,7 +359,7 @@ def test_files_that_are_missing_or_damaged_are_refused_in_one_line(copy, tmp_pat
     assert "is damaged" in told(folder)
     weights.rename(folder / "pytorch_model.bin")
     assert "must have model.safetensors, or shards" in told(folder)
-    index = folder / "model.safetensors.index.json"
+    (folder / "full.safetensors").write_bytes(whole)
     for text, message in {
         "[]": "has no weight_map",
         '{"weight_map": {}}': "names no tensors",
@@ -373,38 +367,41 @@ def test_files_that_are_missing_or_damaged_are_refused_in_one_line(copy, tmp_pat
         '{"weight_map": {"a": "../copy/full.safetensors"}}': "which is not there",
         '{"weight_map": {"lm_head.weight": "full.safetensors"}}': "files it names differ: model.embed_tokens.weight,",
     }.items():
-        index.write_text(text)
-        (folder / "full.safetensors").write_bytes(whole)
+        (folder / "model.safetensors.index.json").write_text(text)
         assert message in told(folder)
-    (folder / "config.json").write_text("[1]")
-    assert "must be a JSON object, got a list" in told(folder)
-    (folder / "config.json").write_text("{")
-    assert "is not JSON" in told(folder)
+    for text, message in {"[1]": "must be a JSON object, got a list", "{": "is not JSON"}.items():
+        (folder / "config.json").write_text(text)
+        assert message in told(folder)
 
 
-def test_bad_words_and_places_are_refused_in_one_line(hf, tmp_path, capsys, refused):
-    out = tmp_path / "out"
-    convert("hf-to-quaver", hf("plain"), out)
-    export = ("quaver-to-hf", out, tmp_path / "back")
+WORDS = {
+    "up": "unknown conversion 'up'; choose from hf-to-quaver, quaver-to-hf",
+    "hf-to-quaver {hf} {out}": "exists already",
+    "hf-to-quaver {hf} {tmp}/file/out": "Not a directory",
+    "quaver-to-hf {out} {hf}": "exists already",
+    "quaver-to-hf {hf} {tmp}/back": "is not a checkpoint",
+    "quaver-to-hf {out} {tmp}/back --dtype=int8": "--dtype must be one of float32, bfloat16, got 'int8'",
+    "quaver-to-hf {out} {tmp}/back --model=rowwise": "--model must be one of model, the models of",
+    "quaver-to-hf {out} {tmp}/back --max-shard-size=5XB": "--max-shard-size: expected a size above 0",
+    "quaver-to-hf {out} {tmp}/back --max-shard-size=0GB": "such as 80GiB, 80GB, 512MiB",
+    "quaver-to-hf {out} {tmp}/back --tokenizer={out}": "must have files of a tokenizer",
+}
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_bad_words_and_places_are_refused_in_one_line(words, hf, out, tmp_path, refused):
+    (tmp_path / "file").touch()
+    assert WORDS[words] in refused("convert", *words.format(hf=hf("plain"), out=out, tmp=tmp_path).split())
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_without_words_the_conversions_are_listed(capsys):
     assert main(["convert"]) == 2
     assert "quaver-to-hf" in capsys.readouterr().out
-    assert "unknown conversion 'up'; choose from hf-to-quaver, quaver-to-hf" in refused("convert", "up")
-    assert "--dtype must be one of float32, bfloat16, got 'int8'" in refused("convert", *export, "--dtype=int8")
-    assert "exists already" in refused("convert", "hf-to-quaver", hf("plain"), out)
-    assert "exists already" in refused("convert", "quaver-to-hf", out, hf("plain"))
-    assert "--model must be one of model, the models of" in refused("convert", *export, "--model=rowwise")
-    assert "--max-shard-size: expected a size above 0" in refused("convert", *export, "--max-shard-size=5XB")
-    assert "such as 80GiB, 80GB, 512MiB" in refused("convert", *export, "--max-shard-size=0GB")
-    assert "must have files of a tokenizer" in refused("convert", *export, f"--tokenizer={out}")
-    assert "is not a checkpoint" in refused("convert", "quaver-to-hf", hf("plain"), tmp_path / "back")
-    (tmp_path / "file").touch()
-    assert "Not a directory" in refused("convert", "hf-to-quaver", hf("plain"), tmp_path / "file" / "out")
-    assert not (tmp_path / "back").exists()
 
 
-def test_checkpoints_that_are_damaged_are_refused_in_one_line(hf, tmp_path, refused):
-    checkpoint = tmp_path / "out"
-    convert("hf-to-quaver", hf("plain"), checkpoint)
+def test_checkpoints_that_are_damaged_are_refused_in_one_line(out, tmp_path, refused):
+    checkpoint = Path(shutil.copytree(out, tmp_path / "out"))
     record = json.loads((checkpoint / "checkpoint.json").read_text())
 
     def told(**changes: Any) -> str:
@@ -423,12 +420,10 @@ def test_checkpoints_that_are_damaged_are_refused_in_one_line(hf, tmp_path, refu
     assert f"'{part.name}' is missing" in told()
     (checkpoint / "model" / ".metadata").write_bytes(b"nothing")
     assert "cannot read" in told()
-    assert not (tmp_path / "back").exists()
-    assert not list(tmp_path.glob(".*"))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_full_disk_leaves_nothing_and_says_so(hf, tmp_path, capsys, monkeypatch):
-    convert("hf-to-quaver", hf("plain"), tmp_path / "out")
+def test_a_full_disk_leaves_nothing_and_says_so(hf, out, tmp_path, capsys, monkeypatch):
     create_stream = FileSystem.create_stream
 
     def full(self: FileSystem, path: Path, mode: str) -> Any:
@@ -438,14 +433,14 @@ def test_a_full_disk_leaves_nothing_and_says_so(hf, tmp_path, capsys, monkeypatc
 
     monkeypatch.setattr(FileSystem, "create_stream", full)
     monkeypatch.setattr("safetensors.torch.save_file", lambda *args, **kwargs: full(FileSystem(), tmp_path, "w"))
-    for words in (("hf-to-quaver", hf("plain")), ("quaver-to-hf", tmp_path / "out")):
+    for words in (("hf-to-quaver", hf("plain")), ("quaver-to-hf", out)):
         capsys.readouterr()
         with pytest.raises(SystemExit, match="4"):
             main(["convert", *map(str, words), str(tmp_path / "other")])
         (line,) = capsys.readouterr().err.splitlines()
         assert "cannot write the weights" in line
         assert line.endswith("No space left on device")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_tensor_that_is_stored_twice_is_refused(tmp_path):

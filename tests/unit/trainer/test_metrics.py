@@ -6,7 +6,7 @@ import sys
 import tracemalloc
 import types
 from contextlib import closing
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -202,13 +202,8 @@ def test_a_record_is_read_without_half_a_line_and_a_damaged_one_is_named(tmp_pat
 
 def test_rewinding_holds_one_record_at_a_time(tmp_path):
     path = tmp_path / "float8_scales.jsonl"
-    names = [f"model.layers.{index}.mlp.down_proj.input" for index in range(100)]
-    empty = {"saturated": {}, "dynamic": [], "nonfinite": []}
-    values = dict.fromkeys(names, 1.5)
-    with path.open("w") as file:
-        for step in range(1, 501):
-            record = {"step": step, "quant_scale": values, "amax": values, **empty}
-            file.write(json.dumps(record) + "\n")
+    values = {f"model.layers.{index}.mlp.down_proj.input": 1.5 for index in range(200)}
+    path.write_text("".join(json.dumps({"step": step, "amax": values}) + "\n" for step in range(1, 501)))
     assert path.stat().st_size > 4_000_000
     tracemalloc.start()
     try:
@@ -217,41 +212,6 @@ def test_rewinding_holds_one_record_at_a_time(tmp_path):
     finally:
         tracemalloc.stop()
     assert rewinding < 500_000
-
-
-def test_tensorboard_gets_every_number(tiny_config):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    run = prepare(replace(tiny_config, metrics=Metrics(enable_tensorboard=True)))
-    train(run)
-    events = EventAccumulator(str(run.folder.path / "tb"))
-    events.Reload()
-    losses = {event.step: event.value for event in events.Scalars("bfloat16/loss")}
-    assert losses == {r["step"]: pytest.approx(r["loss"]) for r in read_metrics(run.folder.metrics) if "loss" in r}
-    assert [event.step for event in events.Scalars("bfloat16/validation_loss")] == [2, 4]
-
-
-def test_wandb_gets_every_number(tiny_config, monkeypatch):
-    """Against a stand-in with wandb's calls: the package is large, and its service needs a network or a home."""
-    logged: list[dict[str, float]] = []
-    asked: dict[str, object] = {}
-    finished: list[bool] = []
-
-    def init(**options: object) -> object:
-        asked.update(options)
-        return types.SimpleNamespace(log=logged.append, finish=lambda: finished.append(True))
-
-    stand_in = types.ModuleType("wandb")
-    stand_in.init = init
-    stand_in.__spec__ = types.SimpleNamespace(name="wandb")
-    monkeypatch.setitem(sys.modules, "wandb", stand_in)
-    run = prepare(replace(tiny_config, metrics=Metrics(enable_wandb=True, wandb_project="p")))
-    train(run)
-    assert (asked["project"], asked["id"], asked["resume"]) == ("p", "tiny", "allow")
-    assert asked["config"]["model"]["dim"] == 32
-    assert [record["step"] for record in logged if "bfloat16/loss" in record] == [1, 2, 3, 4]
-    assert finished == [True]
 
 
 def test_a_logger_that_is_not_installed_is_refused(monkeypatch):

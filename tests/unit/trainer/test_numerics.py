@@ -11,6 +11,7 @@ from quaver import Float8Linear
 from quaver.numerics.record import Record
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.errors import NonFiniteError, OutputError
+from quaver.trainer.metrics import read_metrics
 from quaver.trainer.train import prepare, train
 from tests.unit.trainer.runs import changed, numbers, run_to_end
 
@@ -40,7 +41,6 @@ def test_a_run_has_a_record_and_the_losses_of_one_without(watched_config, recipe
 
 
 def test_a_resumed_run_has_the_record_of_one_that_was_not_interrupted(watched_config):
-    whole = run_to_end(watched_config)
     short = changed(watched_config, job={"name": "short"}, training={"steps": 3}, lr_scheduler={"schedule": "constant"})
     whole = run_to_end(changed(short, job={"name": "whole"}, training={"steps": 4}))
     run = run_to_end(short)
@@ -88,34 +88,50 @@ def test_a_run_that_stops_has_a_sample_of_its_last_step(watched_config):
     assert record.statistics["nonfinite"][0, at] == 1
 
 
-def test_tensorboard_gets_scalars_and_histograms(watched_config):
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A stand-in with wandb's calls: the package is large, and its service needs a network or a home."""
+    wandb = types.ModuleType("wandb")
+    wandb.logged, wandb.asked, wandb.finished = [], {}, []
+    run = types.SimpleNamespace(log=wandb.logged.append, finish=lambda: wandb.finished.append(True))
+    wandb.init = lambda **options: wandb.asked.update(options) or run
+    wandb.Histogram = lambda np_histogram: np_histogram
+    wandb.__spec__ = types.SimpleNamespace(name="wandb")
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    return wandb
+
+
+def test_loggers_get_every_number(watched_config, wandb):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = run_to_end(changed(watched_config, metrics={"enable_tensorboard": True}))
+    loggers = {"enable_tensorboard": True, "enable_wandb": True, "wandb_project": "p"}
+    run = run_to_end(changed(watched_config, metrics=loggers))
     events = EventAccumulator(str(run.folder.path / "tb")).Reload()
+
+    def in_tensorboard(name: str) -> dict[int, float]:
+        return {event.step: event.value for event in events.Scalars(name)}
+
+    def in_wandb(name: str) -> dict[int, float]:
+        return {entry["step"]: entry[name] for entry in wandb.logged if name in entry}
+
+    records = read_metrics(run.folder.metrics)
+    for name in ("loss", "validation_loss"):
+        expected = {each["step"]: each[name] for each in records if name in each}
+        assert in_wandb(f"rowwise/{name}") == expected
+        assert in_tensorboard(f"rowwise/{name}") == pytest.approx(expected)
     record, name = Record.read(run.folder.path), "model.layers.0.mlp.up_proj.input.row"
     at = [(each["layer"], each["operand"]) for each in record.tensors].index(("model.layers.0.mlp.up_proj", "input"))
-    logged = events.Scalars(f"numerics/amax/{name}")
-    assert [(each.step, each.value) for each in logged] == [
-        (step, pytest.approx(value)) for step, value in zip(record.steps, record.statistics["amax"][:, at], strict=True)
-    ]
+    amaxes = dict(zip([1, 2, 4], record.statistics["amax"][:, at], strict=True))
+    assert in_wandb(f"numerics/amax/{name}") == amaxes
+    assert in_tensorboard(f"numerics/amax/{name}") == pytest.approx(amaxes)
     histogram = events.Histograms(f"numerics/log2_before/{name}")[-1].histogram_value
     assert histogram.num == pytest.approx(record.histograms[2].before[at].sum())
-
-
-def test_wandb_gets_scalars_and_histograms(watched_config, monkeypatch):
-    logged = []
-    stand_in = types.ModuleType("wandb")
-    stand_in.init = lambda **_: types.SimpleNamespace(log=logged.append, finish=lambda: None)
-    stand_in.Histogram = lambda np_histogram: np_histogram
-    stand_in.__spec__ = types.SimpleNamespace(name="wandb")
-    monkeypatch.setitem(sys.modules, "wandb", stand_in)
-    run_to_end(changed(watched_config, metrics={"enable_wandb": True}))
-    samples = [entry for entry in logged if "numerics/amax/model.layers.0.mlp.up_proj.input.row" in entry]
-    assert [entry["step"] for entry in samples] == [1, 2, 4]
-    counts, edges = samples[0]["numerics/log2_before/model.layers.0.mlp.up_proj.input.row"]
+    counts, edges = in_wandb(f"numerics/log2_before/{name}")[1]
     assert len(edges) == len(counts) + 1
+    assert (wandb.asked["project"], wandb.asked["id"], wandb.asked["resume"]) == ("p", "tiny", "allow")
+    assert wandb.asked["config"]["model"]["dim"] == 32
+    assert wandb.finished == [True]
 
 
 def test_a_record_that_cannot_be_written_ends_the_run(watched_config):
@@ -123,16 +139,3 @@ def test_a_record_that_cannot_be_written_ends_the_run(watched_config):
     run.folder.numerics.mkdir()
     with pytest.raises(OutputError, match=r"cannot write .*numerics.jsonl"):
         train(run)
-
-
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"numerics": {"every": 2}}, "numerics.every must be 0 where float8.enable_float8_linear is false"),
-        ({"numerics": {"every": -1}}, "numerics.every must be"),
-        ({"numerics": {"extras_every": 3}}, "numerics.extras_every"),
-    ],
-)
-def test_settings_that_no_run_reads(tiny_config, sections, message):
-    with pytest.raises(ValueError, match=message):
-        changed(tiny_config, **sections)

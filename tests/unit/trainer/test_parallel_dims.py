@@ -87,43 +87,32 @@ def environment(monkeypatch):
     read_ranks.cache_clear()
 
 
-def test_restarts_need_a_store_of_their_own(environment):
-    environment(RANK="1", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1", TORCHELASTIC_MAX_RESTARTS="3")
-    environment(TORCHELASTIC_USE_AGENT_STORE="True")
-    with pytest.raises(
-        ValueError, match="--max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment"
-    ):
-        read_ranks()
-    environment(TORCHELASTIC_USE_AGENT_STORE="False")
-    assert read_ranks() == Ranks(1, 1, 2)
-
-
-def test_without_a_launcher_a_process_is_alone(environment):
-    assert read_ranks() == Ranks(0, 0, 1)
-    assert read_ranks().is_alone
-
-
-def test_what_torchrun_says(environment):
-    environment(RANK="5", LOCAL_RANK="1", WORLD_SIZE="8", MASTER_ADDR="localhost", MASTER_PORT="29500")
-    assert read_ranks() == Ranks(5, 1, 8)
+TWO = {"WORLD_SIZE": "2", "RANK": "1"}
+ELASTIC = TWO | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}
+TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("values", "expected"),
     [
-        (
-            {"WORLD_SIZE": "two"},
-            "WORLD_SIZE must be an integer from 1, got 'two'; start the ranks with torchrun, or unset",
-        ),
+        ({}, Ranks(0, 0, 1)),
+        (TORCHRUN, Ranks(5, 1, 8)),
+        (ELASTIC | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, Ranks(1, 1, 2)),
+        (ELASTIC | {"TORCHELASTIC_USE_AGENT_STORE": "True"}, "needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the env"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE must be an integer from 1, got 'two'; start the ranks with torchrun, or"),
         ({"WORLD_SIZE": "2"}, "RANK must be an integer from 0 and below WORLD_SIZE = 2, got ''"),
-        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK must be an integer from 0 and below WORLD_SIZE = 2, got '2'"),
-        ({"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "x"}, "LOCAL_RANK must be .* got 'x'"),
-        ({"WORLD_SIZE": "2", "RANK": "1"}, "MASTER_ADDR must be set with WORLD_SIZE = 2; use torchrun"),
+        (TWO | {"RANK": "2"}, "RANK must be an integer from 0 and below WORLD_SIZE = 2, got '2'"),
+        (TWO | {"LOCAL_RANK": "x"}, "LOCAL_RANK must be .* got 'x'"),
+        (TWO, "MASTER_ADDR must be set with WORLD_SIZE = 2; use torchrun"),
     ],
 )
-def test_a_malformed_environment(environment, values, message):
+def test_what_a_launcher_says_or_should_have_said(environment, values, expected):
     environment(**values)
-    with pytest.raises(ValueError, match=message):
+    if isinstance(expected, Ranks):
+        assert read_ranks() == expected
+        assert read_ranks().is_alone == (not values)
+        return
+    with pytest.raises(ValueError, match=expected):
         read_ranks()
 
 

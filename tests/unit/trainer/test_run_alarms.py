@@ -97,34 +97,13 @@ def test_a_fallback_keeps_weights_and_moments(watched_config):
         assert torch.equal(parameter, dict(resumed.models[0].model.named_parameters())[name]), name
 
 
-def test_the_samples_before_a_nan_are_kept(watched_config):
+def test_the_samples_before_a_nan_are_kept(watched_config, before_each_step):
     run = prepare(watched_config)
-    weight = run.models[0].model.get_submodule(LAYER).weight
-    step_of = run.models[0].train_step
-
-    def breaks(step: int, *args: object, **kwargs: object) -> object:
-        if step == 4:
-            with torch.no_grad():
-                weight[0, 0] = torch.nan
-        return step_of(step, *args, **kwargs)
-
-    run.models[0].train_step = breaks
+    weight = run.models[0].model.get_submodule(LAYER).weight.data
+    before_each_step(lambda model, step: weight[0, 0].fill_(torch.nan) if step == 4 else None)
     with pytest.raises(NonFiniteError):
         train(run)
     record = Record.read(run.folder.post_mortem)
     assert record.steps.tolist() == [1, 2, 3, 4]
     (alarm,) = record.alarms
     assert (alarm["rule"], alarm["layer"], alarm["operand"]) == ("nonfinite", LAYER, "weight")
-
-
-@pytest.mark.parametrize(
-    ("numerics", "message"),
-    [
-        ({"on_alarm": "stop"}, "numerics.on_alarm must be its default, 'log', unless numerics.every is set"),
-        ({"every": 1, "fallback_recipe": "rowwise"}, "numerics.fallback_recipe must be its default"),
-        ({"every": 1, "on_alarm": "fallback", "fallback_recipe": "delayed"}, "numerics.fallback_recipe must be one of"),
-    ],
-)
-def test_settings_that_nothing_reads_are_refused(watched_config, numerics, message):
-    with pytest.raises(ValueError, match=message):
-        changed(watched_config, numerics={"every": 0, "extras_every": 20, **numerics})
