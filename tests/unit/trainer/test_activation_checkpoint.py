@@ -31,7 +31,9 @@ def with_checkpoint(config: TrainConfig, name: str, checkpoint: ActivationCheckp
 
 @pytest.mark.parametrize("recipe", [pytest.param("rowwise", marks=pytest.mark.nightly), "delayed"])
 def test_every_mode_trains_to_the_same_bits_and_full_needs_the_least_memory(recipe, tiny_config):
-    config = changed(replace(tiny_config, float8=Float8(recipe_name=recipe)), job={"compare": True})
+    config = changed(
+        replace(tiny_config, float8=Float8(recipe_name=recipe)), job={"compare": True}, checkpoint={"enable": False}
+    )
     runs = {name: with_checkpoint(config, name, checkpoint) for name, checkpoint in SECTIONS.items()}
     expected = numbers(runs["none"])
     for name, run in runs.items():
@@ -58,8 +60,13 @@ def test_the_checkpoint_of_a_bad_step_is_searched_too(tiny_float8_config):
         train(run)
 
 
+def losses_of_all(config: TrainConfig) -> list[list[tuple[float, float]]]:
+    """Of each mode, and with stored activations, on this rank of two."""
+    return [losses_of(config, *how) for how in (("none",), ("selective",), ("full",), ("none", True))]
+
+
 def losses_of(config: TrainConfig, mode: str, store: bool = False) -> list[tuple[float, float]]:
-    """Losses and gradient norms of two steps on this rank of two."""
+    """Losses and gradient norms of two steps."""
     rank = torch.distributed.get_rank()
     config = replace(config, activation_checkpoint=ActivationCheckpoint(mode, store_in_float8=store))
     config, layout = resolve(config, rank=rank, world_size=2)
@@ -85,21 +92,10 @@ def losses_of(config: TrainConfig, mode: str, store: bool = False) -> list[tuple
 def test_ranks_recompute_the_same_bits(float8, degree, tiny_config):
     parallelism = Parallelism(tensor_parallel_degree=degree)
     config = replace(tiny_config, float8=Float8(**float8), parallelism=parallelism)
-    expected, selective, full = (run_on_ranks(2, losses_of, config, mode) for mode in ("none", "selective", "full"))
-    assert selective == full == expected
-    stored = run_on_ranks(2, losses_of, config, "none", True)
-    for (loss, norm), (exact_loss, exact_norm) in zip(stored[0], expected[0], strict=True):
-        assert loss == pytest.approx(exact_loss, rel=1e-3)
-        assert norm == pytest.approx(exact_norm, rel=0.03)
-    assert stored[0][0][0] == expected[0][0][0]
-    assert stored[0][0][1] != expected[0][0][1]
-
-
-def test_stored_activations_need_less_memory(tiny_float8_config):
-    shape = {"dim": 64, "hidden_dim": 128, "n_layers": 4, "vocab_size": 256}
-    config = changed(tiny_float8_config, model=shape, training={"seq_len": 128, "local_batch_size": 4, "steps": 2})
-    kept, stored = (
-        with_checkpoint(config, f"{store}", ActivationCheckpoint(store_in_float8=store)).models[0]
-        for store in (False, True)
-    )
-    assert stored.peak.peak_bytes < 0.85 * kept.peak.peak_bytes
+    for expected, selective, full, stored in run_on_ranks(2, losses_of_all, config):
+        assert selective == full == expected
+        for (loss, norm), (exact_loss, exact_norm) in zip(stored, expected, strict=True):
+            assert loss == pytest.approx(exact_loss, rel=1e-3)
+            assert norm == pytest.approx(exact_norm, rel=0.03)
+        assert stored[0][0] == expected[0][0]
+        assert stored[0][1] != expected[0][1]

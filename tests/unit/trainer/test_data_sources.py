@@ -363,13 +363,6 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, load, monkeyp
         load(tmp_path / "a.jsonl")
 
 
-def test_bytes():
-    tokenizer = load_tokenizer(Data())
-    (tokens,) = tokenizer.encode([TRICKY])
-    assert tokens.tobytes().decode() == TRICKY
-    assert (tokenizer.vocab_size, tokenizer.eos_id) == (256, 0)
-
-
 def test_hugging_face_tokens_are_the_whole_text_and_nothing_else(hf_file):
     tokenizer = load_tokenizer(Data(tokenizer=str(hf_file)))
     assert (tokenizer.vocab_size, tokenizer.eos_id) == (Tokenizer.from_file(str(hf_file)).get_vocab_size(), 1)

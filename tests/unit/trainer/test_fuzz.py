@@ -3,6 +3,7 @@
 import json
 import pickletools
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -47,12 +48,13 @@ def nested(text: str, most: int = 100_000) -> st.SearchStrategy[bytes]:
 
 def fuzz(
     examples: int,
+    path: Path,
     contents: st.SearchStrategy[bytes],
-    read: Callable[[bytes], object],
+    read: Callable[[Path], object],
     *expected: type,
     corpus: Iterable[bytes] = (),
 ) -> None:
-    """`read` may raise what is `expected`, with one line.
+    """`read` of `path` with these contents may raise what is `expected`, with one line.
 
     `corpus`: contents that once failed, tried each time.
     """
@@ -61,8 +63,9 @@ def fuzz(
     @given(contents)
     def one(content: bytes) -> None:
         message = ""
+        path.write_bytes(content)
         try:
-            read(content)
+            read(path)
         except expected as error:
             message = str(error)
         assert len(message.splitlines()) <= 1
@@ -74,7 +77,6 @@ def fuzz(
 
 @EXAMPLES
 def test_toml(examples, tmp_path):
-    path = tmp_path / "config.toml"
     known = [(f"{section}", name) for section, name in (("model", "dim"), ("training", "steps"), ("data", "path"))]
     plain = st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5) | st.lists(st.integers())
     sections = st.dictionaries(
@@ -82,27 +84,19 @@ def test_toml(examples, tmp_path):
         st.dictionaries(st.sampled_from([name for _, name in known]), plain, max_size=2),
     )
     texts = sections.map(tomli_w.dumps).map(lambda text: text.encode("utf-8", "replace"))
-
     deep = nested("[", 2000) | nested("a.", 2000) | st.integers(1, 2000).map(lambda depth: b"a = " + b"[" * depth)
-
-    def read(content: bytes) -> None:
-        path.write_bytes(content)
-        load_config(path)
-
-    fuzz(examples, texts | st.binary(max_size=40) | deep, read, ValueError)
+    fuzz(examples, tmp_path / "config.toml", texts | st.binary(max_size=40) | deep, load_config, ValueError)
 
 
 @EXAMPLES
 def test_metrics(examples, tmp_path):
-    path = tmp_path / "metrics.jsonl"
     lines = with_keys("step", "run", "loss").map(json.dumps).map(str.encode) | st.binary(max_size=20) | nested("[")
 
-    def read(content: bytes) -> None:
-        path.write_bytes(content)
+    def read(path: Path) -> None:
         with rewound_metrics([path], 3):
             pass
 
-    fuzz(examples, st.lists(lines, max_size=3).map(b"\n".join), read, CheckpointError)
+    fuzz(examples, tmp_path / "metrics.jsonl", st.lists(lines, max_size=3).map(b"\n".join), read, CheckpointError)
 
 
 @EXAMPLES
@@ -114,14 +108,13 @@ def test_token_cache(examples, tmp_path, text_folder, load):
     splits = st.dictionaries(st.sampled_from(["train", "validation", "x"]), with_keys("tokens", "ends"))
     split = splits.map(lambda found: json.dumps({**about, "splits": found}).encode())
 
-    def read(content: bytes) -> None:
-        (folder / "entry.json").write_bytes(content)
+    def read(path: Path) -> None:
         entry = open_entry(folder)
         check_content(folder, entry, entry.about["vocab_size"])
 
     corpus = [json.dumps({**about, "splits": {}}).encode()]
     contents = edited | split | st.binary(max_size=40) | nested('{"splits":')
-    fuzz(examples, contents, read, DamagedEntryError, corpus=corpus)
+    fuzz(examples, folder / "entry.json", contents, read, DamagedEntryError, corpus=corpus)
 
 
 @EXAMPLES
@@ -130,29 +123,22 @@ def test_hugging_face_index(examples, tmp_path):
     names = st.sampled_from(["a.safetensors", "../a.safetensors", "/etc/passwd", "", ".", "a\0b"]) | VALUES
     maps = st.dictionaries(st.text(max_size=5), names, max_size=3)
     indices = (maps | VALUES).map(lambda found: json.dumps({"weight_map": found}).encode())
-
-    def read(content: bytes) -> None:
-        (tmp_path / "model.safetensors.index.json").write_bytes(content)
-        StoredTensors(tmp_path)
-
     contents = indices | st.binary(max_size=40) | nested('{"weight_map":')
     corpus = [b'{"weight_map": {"\\r0": "a.safetensors"}}']
-    fuzz(examples, contents, read, ValueError, OSError, CheckpointError, corpus=corpus)
+    index, expected = tmp_path / "model.safetensors.index.json", (ValueError, OSError, CheckpointError)
+    fuzz(examples, index, contents, lambda path: StoredTensors(tmp_path), *expected, corpus=corpus)
+
+
+def read_texts(path: Path) -> None:
+    for text in read_records(SourceFile.of(path.name, path), "text", Account(refuse=False), lambda _: None):
+        assert isinstance(text, str)
+        text.encode()
 
 
 @EXAMPLES
 def test_json_lines(examples, tmp_path):
-    path = tmp_path / "a.jsonl"
     lines = with_keys("text", "other").map(json.dumps).map(str.encode) | st.binary(max_size=20) | nested('{"text":')
-
-    def read(content: bytes) -> None:
-        path.write_bytes(content)
-        account = Account(refuse=False)
-        for text in read_records(SourceFile.of("a.jsonl", path), "text", account, lambda _: None):
-            assert isinstance(text, str)
-            text.encode()
-
-    fuzz(examples, st.lists(lines, max_size=3).map(b"\n".join), read)
+    fuzz(examples, tmp_path / "a.jsonl", st.lists(lines, max_size=3).map(b"\n".join), read_texts)
 
 
 def damaged(content: bytes) -> st.SearchStrategy[bytes]:
@@ -187,8 +173,7 @@ def test_tokenizers(examples, tmp_path):
     path = tmp_path / "tokenizer.json"
     train_tokenizer(path, ["<s>", "</s>"], vocab_size=280)
 
-    def read(content: bytes) -> None:
-        path.write_bytes(content)
+    def read(path: Path) -> None:
         tokenizer = load_tokenizer(Data(tokenizer=str(path)))
         (tokens,) = tokenizer.encode(["to be or not \n\n to be"])
         assert all(token < tokenizer.vocab_size for token in tokens)
@@ -196,23 +181,16 @@ def test_tokenizers(examples, tmp_path):
     plain = json.loads(path.read_bytes())
     corpus = [json.dumps({**plain, "model": model}).encode() for model in HOSTILE_MODELS]
     corpus.append(json.dumps({name: value for name, value in plain.items() if name != "model"}).encode())
-    fuzz(examples, damaged(path.read_bytes()), read, ValueError, corpus=corpus)
+    fuzz(examples, path, damaged(path.read_bytes()), read, ValueError, corpus=corpus)
 
 
 @EXAMPLES
 def test_parquet(examples, tmp_path):
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": ["to be", "or not", None, "to be"] * 20}), path)
-
-    def read(content: bytes) -> None:
-        path.write_bytes(content)
-        account = Account(refuse=False)
-        for text in read_records(SourceFile.of("a.parquet", path), "text", account, lambda _: None):
-            assert isinstance(text, str)
-
     content = path.read_bytes()
     corpus = [content[:122] + b"\x00\x80" + content[124:]]  # the name of the column
-    fuzz(examples, damaged(content), read, corpus=corpus)
+    fuzz(examples, path, damaged(content), read_texts, corpus=corpus)
 
 
 OPCODES = st.lists(st.sampled_from([op.code.encode("latin1") for op in pickletools.opcodes]) | st.binary(max_size=5))
@@ -224,13 +202,8 @@ def test_metadata_of_a_checkpoint(examples, tmp_path):
     state = {"a": torch.ones(4, 5), "b": {"c": 3, "d": [torch.ones(2), 1.5]}}
     torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path)
     invented = OPCODES.map(lambda opcodes: b"\x80\x04" + b"".join(opcodes) + b".")
-
-    def read(content: bytes) -> None:
-        path.write_bytes(content)
-        read_metadata(CheckpointReader(tmp_path))
-
     for contents in (damaged(path.read_bytes()), invented):
-        fuzz(2 * examples, contents, read, CheckpointError)
+        fuzz(2 * examples, path, contents, lambda _: read_metadata(CheckpointReader(tmp_path)), CheckpointError)
 
 
 @EXAMPLES
@@ -238,13 +211,11 @@ def test_metadata_of_a_checkpoint(examples, tmp_path):
 def test_json_of_a_checkpoint(examples, name, read, tmp_path):
     known = with_keys("format", "models", "world_size", "progress", "config", "data", "files", "bytes", "step")
     texts = (VALUES | known).map(json.dumps).map(str.encode)
-
     (tmp_path / "stray").touch()  # which no manifest names
 
-    def refuse(content: bytes) -> None:
-        (tmp_path / name).write_bytes(content)
+    def refuse(path: Path) -> None:
         with pytest.raises(ValueError, match=name) as error:
             read(tmp_path)
         raise error.value
 
-    fuzz(examples, texts | st.binary(max_size=40) | nested('{"format":'), refuse, ValueError)
+    fuzz(examples, tmp_path / name, texts | st.binary(max_size=40) | nested('{"format":'), refuse, ValueError)

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from quaver.roofline.device_specs import PeakFlops
 from quaver.trainer.config import Metrics, TrainConfig
 from quaver.trainer.config_docs import configuration_page
 from quaver.trainer.errors import CheckpointError
 from quaver.trainer.flops import utilization
-from quaver.trainer.memory import device_memory, memory_words
+from quaver.trainer.memory import device_memory, measure_peak, memory_words, storage_bytes
 from quaver.trainer.metrics import (
     SPIKE_MIN_STEPS,
     SPIKE_WINDOW,
@@ -103,6 +104,25 @@ def test_memory_of_a_gpu_has_both_peaks(monkeypatch):
     assert record["memory_reserved_share"] == 1 / 2
     assert record["memory_retries"] == 1
     assert memory_words(record) == "3.00 GiB (38%) active, 4.00 GiB (50%) reserved"
+
+
+def test_resident_tensors_count_a_shared_storage_once():
+    weight = torch.zeros(256)
+    assert storage_bytes([weight, weight.view(16, 16), torch.zeros(256)]) == 2 * 1024
+
+
+def test_the_allocators_log_has_the_peak_of_the_counted_tensors():
+    layers = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False))
+    peaks = []
+    for countable in (True, False):
+        layers.zero_grad()
+        with measure_peak(layers.parameters(), device=torch.device("cpu"), countable=countable) as peak:
+            layers(torch.zeros(32, 64)).sum().backward()
+        peaks.append(peak)
+    assert all(each.exact for each in peaks)
+    assert peaks[0].source == "tensors of one step, exact"
+    assert peaks[1].source == "tensors of one step, from the CPU allocator's log"
+    assert peaks[1].peak_bytes == pytest.approx(peaks[0].peak_bytes, abs=64)  # scalars
 
 
 def test_median_leaves_out_the_warm_up():

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,17 @@ def train_step(model, optimizer=None):
     if optimizer:
         optimizer.step()
         optimizer.zero_grad()
+
+
+@contextmanager
+def first_step(model, folder, *, recipe="tensorwise", **profiling):
+    """The first step of a run on one rank."""
+    optimizer = torch.optim.SGD(model.parameters())
+    with (
+        Profiling(config_of(**EVERY_STEP, **profiling), folder, Ranks(), CPU) as made,
+        made.step(1, recipe, model, optimizer),
+    ):
+        yield
 
 
 def config_of(**profiling) -> TrainConfig:
@@ -90,22 +102,14 @@ def test_nothing_is_done_or_left_where_nothing_is_asked(tmp_path):
 
 def test_a_file_that_cannot_be_written_is_an_output_error(tmp_path):
     (tmp_path / "profile_trace").write_text("in the way")
-    model = make()
-    config = config_of(**EVERY_STEP)
-    with (
-        Profiling(config, tmp_path, Ranks(), CPU) as profiling,
-        pytest.raises(OutputError, match=r"cannot write .*profile_trace"),
-        profiling.step(1, "tensorwise", model, torch.optim.SGD(model.parameters())),
-    ):
+    with pytest.raises(OutputError, match=r"cannot write .*profile_trace"), first_step(model := make(), tmp_path):
         train_step(model)
 
 
 def test_errors_of_the_step_itself_pass_through_unchanged(tmp_path):
-    model = make()
-    config = config_of(**EVERY_STEP, enable_memory_snapshot=True, memory_snapshot_step=1)
-    with Profiling(config, tmp_path, Ranks(), CPU) as profiling, pytest.raises(FileNotFoundError, match="mine"):  # noqa: SIM117
-        with profiling.step(1, "tensorwise", model, torch.optim.SGD(model.parameters())):
-            raise FileNotFoundError("mine")
+    snapshot = {"enable_memory_snapshot": True, "memory_snapshot_step": 1}
+    with pytest.raises(FileNotFoundError, match="mine"), first_step(model := make(), tmp_path, **snapshot):
+        raise FileNotFoundError("mine")
     assert files_in(tmp_path) == []
     assert not any(module._forward_hooks for module in model.modules())
 
@@ -115,10 +119,7 @@ def test_errors_of_the_step_itself_pass_through_unchanged(tmp_path):
 def test_how_often_each_phase_appears_for_one_linear(tmp_path, monkeypatch, recipe, casts, amaxes, pure):
     if pure:
         monkeypatch.setattr(cpu, "AVAILABLE", False)
-    config = config_of(**EVERY_STEP)
-    model = make(recipe)
-    optimizer = torch.optim.SGD(model.parameters())
-    with Profiling(config, tmp_path, Ranks(), CPU) as profiling, profiling.step(1, recipe, model, optimizer):
+    with first_step(model := make(recipe), tmp_path, recipe=recipe):
         train_step(model)
     found = Counter(each["name"] for each in ranges(tmp_path / f"profile_trace/step-000001/{recipe}-rank0.json.gz"))
     # The C extension reads the amax in the cast. The weight's second tensorwise cast has the scale of the first. The
@@ -129,11 +130,12 @@ def test_how_often_each_phase_appears_for_one_linear(tmp_path, monkeypatch, reci
     assert {name: count for name, count in found.items() if name in PHASES} == expected
 
 
-def test_phases_are_nothing_to_the_compiler():
-    @phase("quaver::test")
-    def double(tensor):
-        return tensor * 2
+@phase("quaver::test")
+def double(tensor):
+    return tensor * 2
 
+
+def test_phases_are_nothing_to_the_compiler():
     compiled = torch.compile(double, backend="eager", fullgraph=True)
     one = torch.ones(3)
     assert torch.equal(compiled(one), one * 2)
@@ -146,10 +148,6 @@ def test_phases_are_nothing_to_the_compiler():
 
 
 def test_phases_are_nothing_to_a_tracer_of_fake_tensors():
-    @phase("quaver::test")
-    def double(tensor):
-        return tensor * 2
-
     with torch.profiler.profile(), FakeTensorMode():
         assert double(torch.ones(3)).shape == (3,)
 

@@ -1,9 +1,12 @@
-"""quaver bench gemm: the three matmuls, their operands, and their share of the peak."""
+"""quaver bench gemm, cast and host: the operands of matmuls, the bytes that a cast moves, counted operations."""
 
 import pytest
 import torch
 
+from quaver.bench import cast
+from quaver.bench.cast import KINDS
 from quaver.bench.gemm import GRANULARITIES, Matmul, matmuls_of, share_of_peak
+from quaver.bench.host import count_operations
 from quaver.bench.shapes import Shape
 from quaver.roofline.device_specs import PeakFlops
 
@@ -44,3 +47,16 @@ def test_the_share_is_of_the_precisions_own_peak():
     assert share_of_peak(50e12, "bfloat16", peak) == 0.5
     assert share_of_peak(50e12, "rowwise", peak) == 0.25
     assert share_of_peak(50e12, "rowwise", PeakFlops(100e12, "data sheet")) is None
+
+
+def test_the_floor_of_a_cpu_and_of_hardware_that_multiplies_float8(monkeypatch):
+    floors = {name: kind.floor(2, CPU) for name, kind in KINDS.items()}
+    assert floors == {"tensorwise": 5, "delayed": 3, "rowwise": 3, "rowwise_both": 6}
+    monkeypatch.setattr(cast, "reads_along_contracted", lambda device: True)
+    floors = {name: kind.floor(2, torch.device("cuda")) for name, kind in KINDS.items()}
+    assert floors == {"tensorwise": 6, "delayed": 4, "rowwise": 3, "rowwise_both": 6}
+
+
+def test_operations_are_counted_by_name():
+    a = torch.zeros(2, 3)
+    assert count_operations(lambda: (a + 1 + a).t()) == {"aten.add.Tensor": 2, "aten.t.default": 1}
