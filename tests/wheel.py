@@ -90,7 +90,7 @@ def check_environment(wheel: Path, environment: Path) -> None:
 
 
 if __name__ == "__main__":
-    dist, environments = Path(sys.argv[1]), Path(sys.argv[2])
+    dist, environments = Path(sys.argv[1]), Path(sys.argv[2]).resolve()  # programs run in the environment
     (sdist,), found = dist.glob("*.tar.gz"), sorted(dist.glob("*.whl"))
     check_contents(sdist, found)
     for each in found:
