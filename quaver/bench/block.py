@@ -39,9 +39,10 @@ class Block(Modes, Recipes, BenchOptions):
     seq_len: AtLeast1 | None = setting(None, "Tokens of a sequence; by default one sequence of --tokens.")
     rounds: AtLeast1 = 10
 
-    fields = (
-        *("mode", "precision", "median", "spread", "tokens_per_s", "time_over_bfloat16"),
-        *("resident_bytes", "peak_bytes", "tensor_peak_bytes", "kept_bytes", "peak_over_bfloat16"),
+    case_fields = ("mode",)
+    tables = (
+        ("precision", "median", "spread", "tokens_per_s", "time_over_bfloat16"),
+        ("precision", "resident_bytes", "peak_bytes", "tensor_peak_bytes", "kept_bytes", "peak_over_bfloat16"),
     )
 
     def check(self) -> None:

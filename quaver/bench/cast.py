@@ -88,9 +88,12 @@ class Cast(Shapes, OperandOptions):
     casts: tuple[Annotated[str, OneOf(tuple(KINDS))], ...] = setting(tuple(KINDS), "Kinds of casts.")
 
     are_matrices = True
-    fields = (
-        *("matrix", "cast", "library", "mode", "median", "spread", "floor_bytes_per_element", "gb_per_s"),
-        *("share_of_copy", "same_codes"),
+    case_fields = ("matrix", "cast")
+    tables = (
+        (
+            *("library", "mode", "median", "spread", "floor_bytes_per_element", "gb_per_s", "share_of_copy"),
+            "same_codes",
+        ),
     )
 
     def measure(self) -> Result:
@@ -124,7 +127,7 @@ class Cast(Shapes, OperandOptions):
         return rows
 
     def note(self, result: Result) -> str:
-        return f"dtype {result['dtype']}; GB/s are of the floor's bytes"
+        return f"dtype {result['dtype']}; floor: bytes per element; GB/s are of these"
 
 
 def _cast_next(cast: CastFunction, inputs: Rotation[Tensor]) -> object:

@@ -39,10 +39,8 @@ class Gemm(Shapes, BenchOptions):
 
     scales: tuple[Annotated[str, OneOf(GRANULARITIES)], ...] = setting(GRANULARITIES, "Granularities of the scales.")
 
-    fields = (
-        *("shape", "gemm", "M x K x N", "contestant", "backend", "median", "spread", "tflops_per_s"),
-        *("share_of_peak", "time_over_bfloat16"),
-    )
+    case_fields = ("shape", "gemm", "M x K x N")
+    tables = (("contestant", "backend", "median", "spread", "tflops_per_s", "share_of_peak", "time_over_bfloat16"),)
 
     def measure(self) -> Result:
         """Return a row for each matmul and contestant.

@@ -35,7 +35,11 @@ class Host(LinearOptions):
 
     size: AtLeast1 = setting(16, "M, K and N of the linear.")
 
-    fields = ("mode", "precision", "median", "spread", "time_over_bfloat16", "operations", "kernels")
+    case_fields = ("mode",)
+    tables = (
+        ("precision", "median", "spread", "time_over_bfloat16"),
+        ("precision", "operations", "kernels"),
+    )
 
     def measure(self) -> Result:
         """Return a row for each mode and contestant.

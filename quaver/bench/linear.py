@@ -61,10 +61,8 @@ class Linear(Shapes, LinearOptions):
 
     shapes: str = "1024,16"
 
-    fields = (
-        *("shape", "mode", "library", "recipe", "median", "spread", "time_over_bfloat16"),
-        "torchao_time_over_this",
-    )
+    case_fields = ("shape", "mode")
+    tables = (("precision", "median", "spread", "time_over_bfloat16", "torchao_time_over_this"),)
 
     def measure(self) -> Result:
         """Return a row for each shape, mode and contestant."""

@@ -17,6 +17,7 @@ from annotated_types import Ge, Le
 
 from quaver.bench.results import Result, Row, environment, writable
 from quaver.bench.shapes import Shape, parse_shapes
+from quaver.bench.working import working
 from quaver.config import Float8LinearConfig
 from quaver.devices import resolve_device
 from quaver.formats import HP_DTYPES
@@ -38,8 +39,10 @@ class BenchOptions(Settings):
     output: str = setting("", "File of the JSON; benchmarks/results/VERB.json by default.")
     rounds: AtLeast1 = setting(20, "Samples of each contestant.")
 
-    fields: ClassVar[tuple[str, ...]] = ()
-    """The fields of a row that the printed table shows."""
+    case_fields: ClassVar[tuple[str, ...]] = ()
+    """Rows that are equal in these fields are printed together, under their values."""
+    tables: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    """The fields of a row that each printed table shows."""
 
     @property
     def benchmark(self) -> str:
@@ -74,17 +77,18 @@ class BenchOptions(Settings):
             torch.set_num_threads(self.threads)
 
     def run_cases(self, cases: Iterable[tuple[Any, ...]], rows_of: Callable[..., list[Row]], **about: Any) -> Result:
-        """Print and measure each case with `rows_of(*case)`; returns `result` of the rows of all.
+        """Measure each case with `rows_of(*case)`; returns `result` of the rows of all.
 
         Ctrl-C ends the benchmark with the rows of the finished cases, or the program if none is finished.
         """
         rows: list[Row] = []
         is_complete = True
         try:
-            for case in cases:
-                print(", ".join(map(str, case)), flush=True)
-                torch.compiler.reset()
-                rows += rows_of(*case)
+            with working("preparing") as tell:
+                for case in cases:
+                    tell(", ".join(map(str, case)))
+                    torch.compiler.reset()
+                    rows += rows_of(*case)
         except KeyboardInterrupt:
             if not rows:
                 raise
@@ -145,9 +149,10 @@ class Shapes(Settings):
     """Whether the shapes are those of one operand."""
 
     def check(self) -> None:
-        """Refuse text that is not a shape."""
+        """Refuse text that is not a shape, and what only a model has where there is none."""
         super().check()
-        self.parse_shapes()
+        if not any(shape.layer for shape in self.parse_shapes()):
+            self.require_default("tokens", "divisor", unless="--shapes names a model")
 
     def parse_shapes(self) -> list[Shape]:
         """The shapes. Raises ValueError for other text."""

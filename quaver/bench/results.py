@@ -6,9 +6,10 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import date
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,13 @@ def title_of(result: dict[str, Any]) -> str:
 
 _COLUMNS = {
     "spread": ("p10 .. p90", ""),
-    "time_over_bfloat16": ("/ bfloat16", ".2f"),
-    "time_over_high_precision": ("/ high precision", ".2f"),
-    "torchao_time_over_this": ("torchao / this", ".2f"),
+    "time_over_bfloat16": ("/\nbfloat16", ".2f"),
+    "time_over_high_precision": ("/ high\nprecision", ".2f"),
+    "torchao_time_over_this": ("torchao\n/ this", ".2f"),
     "tokens_per_s": ("tokens/s", ",.0f"),
     "tflops_per_s": ("TFLOP/s", ".3g"),
-    "share_of_peak": ("of peak", ".0%"),
-    "floor_bytes_per_element": ("B/element, floor", "g"),
+    "share_of_peak": ("of\npeak", ".0%"),
+    "floor_bytes_per_element": ("floor", "g"),
     "gb_per_s": ("GB/s", ".2f"),
     "share_of_copy": ("of copy", ".0%"),
     "same_codes": ("codes", ""),
@@ -61,12 +62,24 @@ _COLUMNS = {
     "peak_bytes": ("peak", ",.1f"),
     "tensor_peak_bytes": ("tensors", ",.1f"),
     "kept_bytes": ("saved", ",.1f"),
-    "peak_over_bfloat16": ("peak / bfloat16", ".2f"),
-    "peak_over_high_precision": ("peak / high precision", ".2f"),
+    "peak_over_bfloat16": ("peak /\nbfloat16", ".2f"),
+    "peak_over_high_precision": ("peak / high\nprecision", ".2f"),
 }
 """The title and the format of a field; any other is printed as it is, under its own name."""
-_UNKNOWN = {"torchao_time_over_this": "", "same_codes": "", "operations": "not counted", "kernels": "not counted"}
+_UNKNOWN = {
+    "torchao_time_over_this": "",
+    "same_codes": "",
+    "share_of_peak": "",
+    "operations": "not counted",
+    "kernels": "not counted",
+}
 """The text of None; elsewhere "unknown"."""
+
+
+def cases_of(rows: list[Row], fields: Sequence[str]) -> Iterator[tuple[str, list[Row]]]:
+    """Yield rows that are equal in these fields, and before them the values of the fields."""
+    for values, found in groupby(rows, key=lambda row: [str(_printable(row)[field]) for field in fields]):
+        yield ", ".join(values), list(found)
 
 
 def table_of(rows: list[Row], fields: Sequence[str]) -> tuple[list[str], list[list[str]]]:
@@ -81,17 +94,19 @@ def table_of(rows: list[Row], fields: Sequence[str]) -> tuple[list[str], list[li
 
 def _printable(row: Row) -> Row:
     """The row with bytes in MiB, and with the median, the spread, the precision and the sizes as text."""
-    median, low, high = (_duration(row["timing"][name]) for name in ("median_us", "p10_us", "p90_us"))
-    more: Row = {"median": median, "spread": f"{low} .. {high}"}
-    more["precision"] = row.get("precision") or " ".join(filter(None, (row.get("library"), row.get("recipe"))))
+    unit_us, unit = (1.0, "us") if row["timing"]["median_us"] < 1e4 else (1e3, "ms")
+    median, low, high = (_number(row["timing"][name] / unit_us) for name in ("median_us", "p10_us", "p90_us"))
+    more: Row = {"median": f"{median} {unit}", "spread": f"{low} .. {high}"}
+    library, recipe = row.get("library"), row.get("recipe")
+    more["precision"] = row.get("precision") or (recipe if library == "quaver" else f"{library} {recipe or ''}".strip())
     more["M x K x N"] = " x ".join(str(row[size]) for size in "mkn" if size in row)
     more["same_codes"] = {"True": "same", "False": "others"}.get(str(row.get("same_codes")))
     more |= {name: size / 2**20 for name, size in row.items() if name.endswith("_bytes") and size is not None}
     return row | more
 
 
-def _duration(us: float) -> str:
-    return f"{us:,.1f} us" if us < 1e4 else f"{us / 1e3:,.1f} ms"
+def _number(value: float) -> str:
+    return f"{value:,.1f}" if value < 1e3 else f"{value:,.0f}"
 
 
 def environment(device: torch.device) -> dict[str, Any]:

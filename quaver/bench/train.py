@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from quaver.bench.harness import Timing
 from quaver.bench.options import BenchOptions, Recipes
 from quaver.bench.results import Result, Row
+from quaver.bench.working import working
 from quaver.torch_private.compiler import recompile_limit
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.config.settings import NotNegative, setting
@@ -43,9 +44,9 @@ class Train(Recipes, BenchOptions):
 
     warmup: NotNegative = setting(3, "Steps before the timed ones (--rounds).")
 
-    fields = (
-        *("precision", "median", "spread", "tokens_per_s", "time_over_high_precision"),
-        *("peak_bytes", "peak_over_high_precision"),
+    tables = (
+        ("precision", "median", "spread", "tokens_per_s", "time_over_high_precision"),
+        ("precision", "peak_bytes", "peak_over_high_precision"),
     )
 
     def check(self) -> None:
@@ -83,14 +84,14 @@ class Train(Recipes, BenchOptions):
         plan, planned = subject
         config, tokens = plan.config, plan.config.training.step_tokens
         recompiles = recompile_limit(_MOST_COMPILED_VARIANTS)
-        with recompiles, determinism(config.training.deterministic):
+        with recompiles, determinism(config.training.deterministic), working("making the models") as tell:
             models = _models_of(plan, planned)
-            names = ", ".join(model.name for model in models)
-            print(f"{names}: {self.warmup} + {self.rounds} steps of {tokens} tokens", flush=True)
+            steps = self.warmup + self.rounds
             seconds: dict[str, list[float]] = {model.name: [] for model in models}
             is_complete = True
             try:
-                for step, model, took in _train(models, plan, self.warmup + self.rounds):
+                for step, model, took in _train(models, plan, steps):
+                    tell(f"step {step} of {steps}, {model.name}")
                     if step > self.warmup:
                         seconds[model.name].append(took)
             except KeyboardInterrupt:

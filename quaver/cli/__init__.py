@@ -6,15 +6,16 @@ import os
 import sys
 from importlib.metadata import version
 
+from quaver.bench.working import working
 from quaver.cli.dispatch import find_verb
 from quaver.cli.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, print_error
 
 VERBS = {
     "train": "train a Llama in float8, alone or with its bfloat16 baseline",
     "doctor": "try each recipe on each device of this machine",
-    "bench": "time float8 against bfloat16: casts, matmuls, linears, blocks, training",
-    "report": "show runs on a page: curves, the numerics of each layer, alarms, side by side",
-    "memory": "predict the memory of a training step and the tensors alive at its peak",
+    "bench": "time float8 against bfloat16: casts, matmuls, blocks, training",
+    "report": "show runs on a page: curves, numerics of each layer, alarms",
+    "memory": "predict a step's memory, and the tensors alive at its peak",
     "prepare-data": "tokenize the text of a run ahead of it, and count the tokens",
     "convert": "convert weights from and to Hugging Face's Llama",
     "export": "write float8 weights for transformers, vLLM and SGLang",
@@ -49,7 +50,9 @@ def main(argv: list[str] | None = None) -> int:
         verb = find_verb(VERBS, words, kind="command", usage=usage)
         if isinstance(verb, int):
             return verb
-        return importlib.import_module(f"{__name__}.{_FILES.get(verb, verb.replace('-', '_'))}").run(words[1:])
+        with working("starting"):
+            module = importlib.import_module(f"{__name__}.{_FILES.get(verb, verb.replace('-', '_'))}")
+        return module.run(words[1:])
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in TRAIN_EXTRA:

@@ -9,13 +9,14 @@ from collections.abc import Iterable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 
+from quaver.bench.working import working
 from quaver.cli import VERBS, main
 from quaver.cli.errors import EXIT_BAD_INPUT, print_error
 from quaver.trainer.config.flags import parse_options
 from quaver.trainer.config.settings import Settings
 
-_FLAG = re.compile(r"^  (?:-\w, )?(--[\w.-]+)(?: (.*))?$", re.MULTILINE)
-"""An option in the help of a verb, with its value or the choices of it."""
+_FLAG = re.compile(r"^  (?:-\w, )?(--[\w.-]+)(?: ((?:.*\|\n +)*.*))?$", re.MULTILINE)
+"""An option in the help of a verb, with its value or the choices of it, which may take several lines."""
 _VERB = re.compile(r"^  (\w[\w-]*) +\S", re.MULTILINE)
 """A verb in the help of a command that has some; such a help has no options."""
 
@@ -35,12 +36,15 @@ def run(argv: list[str]) -> int:
     except ValueError as error:
         print_error(str(error))
         return EXIT_BAD_INPUT
-    print(script())
+    with working("reading the help of each verb"):
+        text = script()
+    print(text)
     return 0
 
 
 def script() -> str:
-    """The script: a function of the shell with one case for each verb, and one for each flag with choices."""
+    """The script: a function of the shell with one case for each verb, and one for each flag with choices.
+    """
     cases: list[str] = []
     choices: dict[str, list[str]] = {}
     for verb in VERBS:
@@ -80,5 +84,8 @@ def _flags_and_verbs(verb: Iterable[str]) -> tuple[dict[str, list[str]], list[st
     with redirect_stdout(io.StringIO()) as printed:
         main([*verb, "--help"])
     text = printed.getvalue()
-    flags = {flag: value.strip("[]").split("|") if "|" in value else [] for flag, value in _FLAG.findall(text)}
+    flags = {
+        flag: re.sub(r"\s|\.\.\.|[][]", "", value).split("|") if "|" in value else []
+        for flag, value in _FLAG.findall(text)
+    }
     return flags, [] if flags else _VERB.findall(text)

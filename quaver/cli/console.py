@@ -1,15 +1,24 @@
-"""What commands print with: a wide console, and tables."""
+"""What commands print with: lines, and tables that fit 80 columns."""
 
+import os
 from collections.abc import Collection, Iterable
+from typing import Literal
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 
-def wide_console(columns: int) -> Console:
-    """A console of at least this many columns that prints text as it is: brackets and numbers get no style."""
-    return Console(width=max(columns, Console().width), highlight=False, markup=False, emoji=False)
+def show(views: Iterable[str | Table]) -> None:
+    """Print lines as they are, and tables on the width of the terminal, but on at least 80 columns.
+
+    Brackets and numbers get no style, and under NO_COLOR nothing does.
+    """
+    system: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
+    width = max(80, Console().width)
+    console = Console(width=width, color_system=system, highlight=False, markup=False, emoji=False)
+    for view in views:
+        console.print(view, soft_wrap=isinstance(view, str))
 
 
 def make_table(
@@ -21,7 +30,8 @@ def make_table(
     right: Collection[str] = (),
 ) -> Table:
     """A table of these columns; those of `wrapped` break their lines, those of `right` are aligned to the right."""
-    table = Table(title=title, box=box.SIMPLE_HEAD)  # leaves most columns of a narrow terminal to the text
+    # Lines between columns would take columns of a narrow terminal from the text.
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in columns:
         table.add_column(
             name,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
+from quaver.bench.working import working
 from quaver.cli.dispatch import find_verb
 from quaver.cli.errors import bad_input
 from quaver.recorder.byte_sizes import parse_bytes
@@ -53,7 +54,8 @@ def run(argv: list[str]) -> int:
 def _import(argv: list[str]) -> None:
     options = parse_options(Import, argv, prog="quaver convert hf-to-quaver HF_FOLDER OUT")
     out = expanded(options.out)
-    model = import_hf(expanded(options.hf_folder), out, options.dtype)
+    with working(f"writing {out}"):
+        model = import_hf(expanded(options.hf_folder), out, options.dtype)
     parameters = sum(tensor.numel() for tensor in file_state(model).values())
     print(f"{out}: {parameters:,} parameters in {options.dtype}")
     print(f"train with: quaver train {out / 'model.toml'} --checkpoint.initial_load_path {out}")
@@ -62,13 +64,14 @@ def _import(argv: list[str]) -> None:
 def _export(argv: list[str]) -> None:
     options = parse_options(Export, argv, prog="quaver convert quaver-to-hf CHECKPOINT OUT")
     out = expanded(options.out)
-    found = export_hf(
-        expanded(options.checkpoint),
-        out,
-        name=options.model,
-        dtype=options.dtype,
-        max_shard_bytes=parse_bytes(options.max_shard_size, "--max-shard-size"),
-        tokenizer=expanded(options.tokenizer) if options.tokenizer else None,
-    )
+    with working(f"writing {out}"):
+        found = export_hf(
+            expanded(options.checkpoint),
+            out,
+            name=options.model,
+            dtype=options.dtype,
+            max_shard_bytes=parse_bytes(options.max_shard_size, "--max-shard-size"),
+            tokenizer=expanded(options.tokenizer) if options.tokenizer else None,
+        )
     step = found.record["progress"]["step"]
     print(f"{out}: the model {found.weights.name} of step {step:,} in {options.dtype}")

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
+from quaver.bench.working import working
 from quaver.cli.doctor_machine import print_machine
 from quaver.cli.doctor_model import print_survey, survey_model
 from quaver.cli.errors import bad_input
@@ -42,6 +43,8 @@ def run(argv: list[str]) -> int:
     with bad_input():
         options = parse_options(Doctor, argv, prog="quaver doctor")
         if options.model is not None:
-            print_survey(survey_model(options.model, options), as_json=options.json)
+            with working("surveying the model"):
+                found = survey_model(options.model, options)
+            print_survey(found, as_json=options.json)
             return 0
     return print_machine(as_json=options.json, try_compile=options.compile)

@@ -3,6 +3,7 @@
 import json
 
 from quaver.bench.doctor import diagnose
+from quaver.bench.working import working
 
 
 def run(argv: list[str]) -> int:
@@ -16,7 +17,8 @@ def run(argv: list[str]) -> int:
 
 def print_machine(*, as_json: bool, try_compile: bool) -> int:
     """Print it; 0 if every recipe runs on every device, 1 if one does not."""
-    found = diagnose(try_compile=try_compile)
+    with working("trying each recipe"):
+        found = diagnose(try_compile=try_compile)
     if as_json:
         print(json.dumps(found, indent=2))
         return 0 if found["ok"] else 1

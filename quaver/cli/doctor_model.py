@@ -7,13 +7,15 @@ recipes as a config: a whole one for `quaver train` where quaver trains the mode
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import tomli_w
+from rich.table import Table
 
-from quaver.cli.console import make_table, wide_console
+from quaver.cli.console import make_table, show
 from quaver.experts.module import is_experts
 from quaver.layer_recipes import LayerRecipes
 from quaver.numerics.extras import RECIPES
@@ -95,30 +97,31 @@ def print_survey(found: Survey, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(_as_dict(found), indent=2, allow_nan=False))
         return
-    console = wide_console(120)
-    console.print(f"one batch: {found.data}; decibels of the worst operand, and which that is", soft_wrap=True)
-    columns = ("linear", "operand", *SHOWN, "recipe")
+    show(_views(found))
+
+
+def _views(found: Survey) -> Iterator[str | Table]:
+    yield f"one batch: {found.data}; decibels of the worst operand, and which that is"
+    columns = ("linear\n  its worst operand; recipe", *SHOWN)
     rows = [_row(found, each) for each in found.surveyed]
-    console.print(make_table(None, columns, rows=rows, wrapped=("linear",), right=SHOWN))
-    console.print(
+    yield make_table(None, columns, rows=rows, wrapped=columns[:1], right=SHOWN)
+    yield (
         f"at least {found.budget_db:g} dB: {found.recipes.recipe}, and {len(found.recipes.layers)} linears otherwise; "
-        f"{found.float8_share:.1%} of the linears' FLOPs in float8",
-        soft_wrap=True,
+        f"{found.float8_share:.1%} of the linears' FLOPs in float8"
     )
     if found.not_surveyed:
-        console.print(
+        yield (
             f"not surveyed: {len(found.not_surveyed)} layers of experts, which get {found.recipes.recipe}: "
-            f"{', '.join(found.not_surveyed)}",
-            soft_wrap=True,
+            f"{', '.join(found.not_surveyed)}"
         )
     if found.out is not None:
-        console.print(f"written: {found.out}", soft_wrap=True)
+        yield f"written: {found.out}"
 
 
 def _row(found: Survey, linear: SurveyedLinear) -> tuple[str, ...]:
     operand, _ = linear.worst(found.first)
     figures = (f"{linear.worst(recipe)[1]:.1f}" for recipe in SHOWN)
-    return linear.name, operand, *figures, found.recipe_of(linear.name)
+    return f"{linear.name}\n  {operand}; {found.recipe_of(linear.name)}", *figures
 
 
 def _as_dict(found: Survey) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Annotated
 import torch
 from annotated_types import Ge, Le
 
+from quaver.bench.working import working
 from quaver.cli.errors import bad_input
 from quaver.export import Float8Weights, save_float8
 from quaver.export.bundle import tokenizer_files
@@ -65,7 +66,10 @@ def run(argv: list[str]) -> int:
         options = parse_options(Export, argv, prog="quaver export SOURCE TARGET")
         target = expanded(options.target)
         check_new(target)
-        written = _save(options, _source(options), target)
+        with working("reading the model") as tell:
+            source = _source(options)
+            tell(f"writing {target}")
+            written = _save(options, source, target)
     plan = written.plan
     print(f"{target}: {plan.count} float8 weights of the recipe {plan.recipe} in the format {options.format}")
     if not written.requantized:

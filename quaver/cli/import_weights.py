@@ -5,6 +5,7 @@ from typing import Annotated
 
 import torch
 
+from quaver.bench.working import working
 from quaver.cli.errors import bad_input
 from quaver.export import import_float8
 from quaver.recorder.byte_sizes import parse_bytes
@@ -31,6 +32,7 @@ def run(argv: list[str]) -> int:
         options = parse_options(Import, argv, prog="quaver import SOURCE TARGET")
         target, limit = expanded(options.target), parse_bytes(options.max_shard_size, "--max-shard-size")
         dtype = getattr(torch, options.dtype)
-        count = import_float8(expanded(options.source), target, dtype=dtype, max_shard_bytes=limit)
+        with working(f"writing {target}"):
+            count = import_float8(expanded(options.source), target, dtype=dtype, max_shard_bytes=limit)
     print(f"{target}: {count} float8 weights dequantized to {options.dtype}")
     return 0

@@ -1,13 +1,13 @@
 """`quaver report RUN [RUN2 ...] [--html FILE] [--png FILE]`."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
 
 from quaver.bench.results import writable
-from quaver.cli.console import make_table, wide_console
+from quaver.bench.working import working
+from quaver.cli.console import make_table, show
 from quaver.cli.errors import EXIT_NOT_WRITTEN, bad_input, print_error
 from quaver.report.facts import facts_of, headline
 from quaver.report.page import write_report
@@ -44,18 +44,17 @@ def run(argv: list[str]) -> int:
     with bad_input():
         options = parse_options(Options, argv, prog="quaver report RUN [RUN2 ...]")
         paths = [expanded(each) for each in options.runs]
-        runs = read_runs(paths)
+        with working("reading runs"):
+            runs = read_runs(paths)
         first = paths[0] if paths[0].is_dir() else paths[0].parent
         page = writable(first / _PAGE if options.html is None else expanded(options.html), "--html")
         image = None if options.png is None else writable(expanded(options.png), "--png")
-    console = wide_console(80)
-    for view in _views(runs, options.top):
-        console.print(view, soft_wrap=isinstance(view, str))
+    show(_views(runs, options.top))
     files = {page: write_report} | ({} if image is None else {image: draw_report})
     for file, write in files.items():
-        print(f"... writing {file}", file=sys.stderr, flush=True)
         try:
-            write(file, runs)
+            with working(f"writing {file}"):
+                write(file, runs)
         except OSError as error:
             print_error(f"cannot write {file}: {error.strerror or error}")
             return EXIT_NOT_WRITTEN

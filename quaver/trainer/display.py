@@ -65,8 +65,9 @@ class Stdout:
 
 
 def stdout_console(*, quiet: bool = False) -> Console:
-    """Return a console on standard output that outlives it."""
-    return Console(file=typing.cast(IO[str], Stdout()), quiet=quiet)
+    """Return a console on standard output that outlives it; without any style under NO_COLOR."""
+    system: typing.Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
+    return Console(file=typing.cast(IO[str], Stdout()), quiet=quiet, color_system=system)
 
 
 def say(text: str, *, quiet: bool = False) -> None:

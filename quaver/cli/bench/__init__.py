@@ -1,13 +1,16 @@
 """`quaver bench VERB`: parses the options of a benchmark, runs it, saves its result and prints a table."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
+from rich.table import Table
+
 from quaver.bench.options import BenchOptions
-from quaver.bench.results import Result, save, table_of, title_of
-from quaver.cli.console import make_table, wide_console
+from quaver.bench.results import Result, cases_of, save, table_of, title_of
+from quaver.cli.console import make_table, show
 from quaver.cli.dispatch import find_verb
 from quaver.cli.errors import EXIT_INTERRUPTED, EXIT_NONFINITE, bad_input, print_error
 from quaver.trainer.config.flags import parse_options, split_options
@@ -20,15 +23,12 @@ VERBS = {
     "cast": "casts to float8: bytes per second and per element, against a copy",
     "gemm": "the three matmuls of a linear: FLOP/s, float8 against bfloat16",
     "block": "a transformer block in training: time and memory of a step",
-    "train": "steps of quaver train: time, tokens per second and memory per recipe",
+    "train": "steps of quaver train: time and memory per recipe",
     "host": "what a tiny linear costs the host: time, operations, kernels",
 }
 
 DEFAULT_CONFIG = Path("train_configs/llama3_debug.toml")
 """Of `quaver bench train`."""
-
-WIDTH = 160
-"""Columns of the tables where the terminal has fewer."""
 
 
 def run(argv: list[str]) -> int:
@@ -51,12 +51,18 @@ def run(argv: list[str]) -> int:
         print_error(error)
         return EXIT_NONFINITE
     save(result, options.result_file)
-    titles, rows = table_of(result["rows"], options.fields)
-    console = wide_console(WIDTH)
-    console.print(make_table(title_of(result), titles, rows=rows))
-    console.print(options.note(result))
-    console.print(f"saved {options.result_file}" + ("" if result["complete"] else ": interrupted, not complete"))
+    show(_views(options, result))
     return 0 if result["complete"] else EXIT_INTERRUPTED
+
+
+def _views(options: BenchOptions, result: Result) -> Iterator[str | Table]:
+    yield title_of(result)
+    for case, of_case in cases_of(result["rows"], options.case_fields):
+        for title, fields in zip_longest((case,), options.tables):
+            names, rows = table_of(of_case, fields)
+            yield make_table(title, names, rows=rows, wrapped=names[:1])
+    yield options.note(result)
+    yield f"saved {options.result_file}" + ("" if result["complete"] else ": interrupted, not complete")
 
 
 def _prepared(verb: str, words: list[str]) -> tuple[BenchOptions, Callable[[], Result]]:

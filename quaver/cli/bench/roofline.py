@@ -1,8 +1,12 @@
 """`quaver bench roofline [options]`: what float8 linears would gain, predicted for GPUs that this machine lacks."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated
+
+from rich.table import Table
 
 from quaver.bench.roofline import (
     LINEAR_SHARES,
@@ -15,7 +19,8 @@ from quaver.bench.roofline import (
 from quaver.bench.roofline_layers import layers_of_config, layers_of_model
 from quaver.bench.roofline_map import draw_map
 from quaver.bench.shapes import MODELS
-from quaver.cli.console import make_table, wide_console
+from quaver.bench.working import working
+from quaver.cli.console import make_table, show
 from quaver.cli.errors import bad_input
 from quaver.roofline.device_specs import DEVICE_SPECS
 from quaver.trainer.config.flags import parse_options
@@ -70,32 +75,36 @@ def run(argv: list[str]) -> int:
         if missing:
             raise ValueError(f"--pictures {', '.join(missing)}: expected devices that are in --device")
         output.mkdir(parents=True, exist_ok=True)
-        roofline = predict(settings)
+        with working("predicting"):
+            roofline = predict(settings)
         files = roofline.write(output)
     for spec in pictured:
         files.append(output / f"roofline_{spec.name.lower()}.png")
-        draw_map(roofline, spec, files[-1])
-    _print(roofline)
+        with working(f"drawing {files[-1]}"):
+            draw_map(roofline, spec, files[-1])
+    show(_views(roofline))
     print(f"saved {', '.join(map(str, files))}")
     return 0
 
 
-def _print(roofline: Roofline) -> None:
-    console, settings = wide_console(120), roofline.settings
-    shapes = {(row.model, row.layer): f"{row.k:,} -> {row.n:,}" for row in roofline.layers}
-    found = {(row.device, row.model, row.layer, row.recipe): row for row in roofline.layers}
-    for device in (spec.name for spec in settings.devices):
-        rows = []
-        for layer, shape in shapes.items():
-            cells = (f"{found[device, *layer, recipe].cost.speedup:.2f}" for recipe in settings.recipes)
-            rows.append((*layer, shape, *cells))
-        title = f"{device}: predicted speedup at {settings.tokens:,} tokens"
-        console.print(make_table(title, ("model", "layers", "K -> N", *settings.recipes), rows=rows))
-    rows = []
-    for total in roofline.totals:
-        speedups = (f"{each:.2f}" for each in (total.speedup, *map(total.step_speedup, LINEAR_SHARES)))
-        rows.append((total.model, total.device, total.recipe, f"{1e3 * total.bfloat16_s:,.0f} ms", *speedups))
-    title = "All linears of a model; and a step in which they take this share of bfloat16's time, by Amdahl's law"
-    columns = ("model", "device", "recipe", "bfloat16", "linears", *(f"{share:.0%}" for share in LINEAR_SHARES))
-    console.print(make_table(title, columns, rows=rows))
-    console.print("Predictions from data sheets, and no measurements: docs/performance.md says what they leave out.")
+def _views(roofline: Roofline) -> Iterator[str | Table]:
+    """Yield two tables for each device and model: its linears one by one, and all of them."""
+    settings = roofline.settings
+    for spec, model in product(settings.devices, settings.models):
+        place = (spec.name, model.name)
+        layers = [each for each in roofline.layers if (each.device, each.model) == place]
+        names = dict.fromkeys(f"{each.layer}\n{each.k:,}\n{each.n:,}" for each in layers)
+        by_recipe: dict[str, list[str]] = {}
+        for each in layers:
+            by_recipe.setdefault(each.recipe, []).append(f"{each.cost.speedup:.2f}")
+        title = f"{model.name} on {spec.name}, {settings.tokens:,} tokens: speedup of a linear"
+        rows = ((recipe, *cells) for recipe, cells in by_recipe.items())
+        yield make_table(title, ("linear\nK\nN", *names), rows=rows, right=names)
+        totals = [each for each in roofline.totals if (each.device, each.model) == place]
+        speedups = [(total.speedup, *map(total.step_speedup, LINEAR_SHARES)) for total in totals]
+        columns = ("recipe", "linears", *(f"{share:.0%}" for share in LINEAR_SHARES))
+        title = f"{model.name} on {spec.name}: speedup of all linears, {1e3 * totals[0].bfloat16_s:,.0f} ms in bfloat16"
+        rows = ((total.recipe, *map("{:.2f}".format, each)) for total, each in zip(totals, speedups, strict=True))
+        yield make_table(title, columns, rows=rows, right=columns[1:])
+    yield "60% to 90%: of a step in which the linears take this share of bfloat16's time, by Amdahl's law."
+    yield "Predictions from data sheets, and no measurements: docs/performance.md says what they leave out."

@@ -2,13 +2,13 @@
 
 import os
 import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from quaver.bench.results import save, writable
-from quaver.cli.console import wide_console
+from quaver.bench.working import working
+from quaver.cli.console import show
 from quaver.cli.errors import bad_input
 from quaver.cli.memory.views import (
     advice_summary,
@@ -32,9 +32,6 @@ from quaver.trainer.config import TrainConfig
 from quaver.trainer.config.flags import split_options
 from quaver.trainer.config.settings import MostRanks, NotNegative, OneOf, Settings, setting
 from quaver.trainer.config_io import load_config, parse_arguments
-
-_WIDTH, _WIDTH_OF_ADVICE = 80, 120
-"""Columns of the tables where the terminal has fewer; advice has more numbers to a row."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +100,7 @@ def run(argv: list[str]) -> int:
         views += [advice_table(found["advice"]), *advice_summary(found["advice"])]
     if "measured" in found:
         views.append(side_by_side_table(side_by_side(memory, found["measured"])))
-    console = wide_console(_WIDTH_OF_ADVICE if "advice" in found else _WIDTH)
-    for view in views:
-        console.print(view, soft_wrap=isinstance(view, str))
+    show(views)
     config_file = next((word for word in words if not word.startswith("--")), "defaults")
     title = f"{Path(config_file).stem} in {memory.name}, {options.ranks} rank{'s' * (options.ranks > 1)}"
     for file in _write(memory, found, options, title):
@@ -116,12 +111,9 @@ def run(argv: list[str]) -> int:
 def _print_links(options: Options, config: TrainConfig, device: str) -> int:
     bandwidth = options.checkpoint_bandwidth
     per_s = None if bandwidth is None else parse_bytes(bandwidth, "--checkpoint-bandwidth")
-    with predicting_for(device):
-        _tell("counting the collectives of a step")
+    with predicting_for(device), working("counting the collectives of a step"):
         links = predict_links(config, options.ranks)
-    console = wide_console(120)
-    for view in links_views(links, per_s):
-        console.print(view, soft_wrap=isinstance(view, str))
+    show(links_views(links, per_s))
     save(links.to_dict(), Path(options.output))
     print(f"saved {options.output}")
     return 0
@@ -135,25 +127,19 @@ def _predict(options: Options, words: list[str], config: TrainConfig, device: st
         is_over = not other_words or other_words[0].startswith("--")
         other_config = load_config(*parse_arguments([*words, *other_words] if is_over else other_words))
     found: dict[str, Any] = {}
-    with predicting_for(device):
-        _tell("predicting a step")
+    with predicting_for(device), working("predicting a step") as tell:
         memory = predict_memory(config, options.ranks)
         if options.vs is not None:
-            _tell("predicting a step of the other run")
+            tell("predicting a step of the other run")
             other = predict_memory(other_config, options.ranks)
             labels = {"label_a": "as given", "label_b": " ".join(other_words)}
             found |= {"other": other, "comparison": compare(memory.prediction, other.prediction, **labels)}
         if options.advise or fit_bytes is not None:
-            found["advice"] = advise(config, options.ranks, fit_bytes=fit_bytes, device=options.time_on, progress=_tell)
+            found["advice"] = advise(config, options.ranks, fit_bytes=fit_bytes, device=options.time_on, progress=tell)
     if options.measure:
-        _tell("training to measure")
-        found["measured"] = measure_memory(config, options.ranks)
+        with working("training to measure"):
+            found["measured"] = measure_memory(config, options.ranks)
     return memory, found
-
-
-def _tell(what: str) -> None:
-    """Print progress to stderr."""
-    print(f"... {what}", file=sys.stderr, flush=True)
 
 
 def _write(memory: RunMemory, found: dict[str, Any], options: Options, title: str) -> list[Path]:

@@ -46,16 +46,19 @@ def prediction_views(memory: RunMemory, device: str, top: int) -> Iterator[str |
 
 
 def links_views(links: Links, checkpoint_bytes_per_s: int | None) -> Iterator[str | Table]:
-    """Yield a table of the collectives of a step by link, its sums, and the size and seconds of a checkpoint."""
+    """Yield a table of the collectives of a step by link, its sums, and the size and seconds of a checkpoint.
+
+    The sizes are rounded; the JSON has bytes.
+    """
     yield _line("model", f"{links.parameters:,} parameters, trained in {links.name}")
     yield _line("ranks", f"{links.layout}; what follows is of one, in a step of {links.micro_batches} micro-batches")
-    columns, numbers = ("link", "ranks", "stride", "collective", "dtype"), ("number", "tensor bytes", "sent bytes")
+    columns, numbers = ("link", "ranks\n/ stride", "collective", "dtype"), ("number", "tensors", "sent")
     rows: list[tuple[str, ...]] = []
     for each in links.traffic:
-        place = (each.link, str(each.ranks), str(each.stride), each.kind, each.dtype)
-        rows.append((*place, f"{each.number:,}", f"{each.tensor_bytes:,}", f"{each.sent_bytes:,}"))
+        place = (each.link, f"{each.ranks} / {each.stride}", each.kind, each.dtype)
+        rows.append((*place, f"{each.number:,}", _size(each.tensor_bytes), _size(each.sent_bytes)))
     for link, (number, sent_bytes) in links.sums.items():
-        rows.append((link, "", "", "all", "", f"{number:,}", "", f"{sent_bytes:,}"))
+        rows.append((link, "", "all", "", f"{number:,}", "", _size(sent_bytes)))
     yield make_table("Collectives of one rank in a step", (*columns, *numbers), rows=rows, right=numbers)
     size = _long_size(links.checkpoint_bytes)
     if checkpoint_bytes_per_s is not None:
@@ -78,7 +81,9 @@ def _tensor_table(prediction: Prediction, top: int) -> Table:
     rows = []
     for row in merged_layers(prediction.at_peak)[:top]:
         tensors = f"{row['count']} x {row['dtype']} {row['shape']}" if row["dtype"] else str(row["count"])
-        made_by = f"{inner_operator(row['operator'])} in the {row['phase']}"
+        made_by = (
+            f"{inner_operator(row['operator'])} in the {row['phase']}" if row["operator"] else "from before the step"
+        )
         places = [place for place in (row["module"], row["source"]) if place]
         what = f"{_words(row['category'])}: {tensors}, {made_by}" + "".join(f"\n  {place}" for place in places)
         rows.append((*_peak_numbers(prediction, row["bytes"])[1:], what))
@@ -140,15 +145,16 @@ def _differences(title: str, rows: tuple[Difference, ...], top: int) -> Iterator
 
 
 def advice_table(advice: Advice) -> Table:
-    """The settings that were tried, in that order; the best one is marked by a star."""
+    """The settings that were tried and are possible, in that order; the best one is marked by a star."""
     asks_fit = advice.fit_bytes is not None
     rows = []
     for index, row in enumerate(advice.rows):
-        fits = [{True: "yes", False: "no", None: ""}[row.fits]] if asks_fit else []
-        rows.append(("*" if index == advice.best else "", row.change, *_advice_numbers(row), *fits, row.note))
-    title, how = "What changing a setting would do to the peak", "how, or why not"
-    columns = ("", "setting", "peak", "difference", "computed again", "step", *(["fits"] if asks_fit else []), how)
-    return make_table(title, columns, rows=rows, wrapped=("setting", how), right=columns[2:6])
+        if row.peak_bytes is not None:
+            fits = [{True: "yes", False: "no", None: ""}[row.fits]] if asks_fit else []
+            rows.append(("*" if index == advice.best else "", row.change, *_advice_numbers(row), *fits))
+    columns = ("", "setting", "peak", "difference", "computed\nagain", "step", *(["fits"] if asks_fit else []))
+    title = "What changing a setting would do to the peak"
+    return make_table(title, columns, rows=rows, wrapped=("setting",), right=columns[2:6])
 
 
 def _advice_numbers(row: Row) -> tuple[str, str, str, str]:
@@ -162,7 +168,7 @@ def _advice_numbers(row: Row) -> tuple[str, str, str, str]:
 
 
 def advice_summary(advice: Advice) -> list[str]:
-    """The flags of the best setting, or of the nearest one; then the notes."""
+    """The flags of the best setting, or of the nearest one; then why others are not possible, and the notes."""
 
     def setting(index: int) -> str:
         row = advice.rows[index]
@@ -176,6 +182,7 @@ def advice_summary(advice: Advice) -> list[str]:
             lines.append(f"fastest that fits {size}: {setting(advice.best)}")
         elif advice.nearest is not None:
             lines.append(f"nothing that was tried fits {size}; nearest: {setting(advice.nearest)}")
+    lines += [f"{row.change}: {row.note}" for row in advice.rows if row.note]
     notes = advice.notes if advice.device is None else [*advice.notes, f"times are modelled for {advice.device}"]
     return lines + notes
 

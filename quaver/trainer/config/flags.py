@@ -4,6 +4,7 @@ Values stay text where they are none of their type, so that a wrong one has the 
 """
 
 import itertools
+import textwrap
 from argparse import SUPPRESS, Action, ArgumentParser, HelpFormatter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, fields
@@ -88,6 +89,24 @@ def split_flags(kind: type, words: Iterable[str]) -> tuple[Values, list[str]]:
     return vars(found), rest
 
 
+class _HelpFormatter(HelpFormatter):
+    """Breaks lines at spaces and between choices alone: a flag, a file or a verb with hyphens stays whole."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=8)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(indent + line for line in self._split_lines(text, width))
+
+    def _format_action_invocation(self, action: Action) -> str:
+        text, indent = super()._format_action_invocation(action), " " * 8
+        lines = self._split_lines(text.replace("|", "| "), self._width - len(indent))
+        return f"\n{indent}".join(lines).replace("| ", "|")
+
+
 class _Parser(ArgumentParser):
     """The parser of the settings of `kind`; `prog` is what its help says before the options."""
 
@@ -98,7 +117,7 @@ class _Parser(ArgumentParser):
             add_help=bool(prog),
             allow_abbrev=False,
             argument_default=SUPPRESS,
-            formatter_class=partial(HelpFormatter, max_help_position=8),
+            formatter_class=_HelpFormatter,
         )
         self._spellings: dict[str, str] = {}
         self._switches: set[str] = set()

@@ -184,13 +184,8 @@ def type_words(hint: Any) -> str:
 
 
 def help_of(kind: type) -> dict[str, str]:
-    """By field, its help text, which a field without one inherits, and the strings that it may be."""
-    found = {each.name: each.metadata["help"] for each in _own_fields(kind) if each.metadata}
-    for name in found:
-        choices = choices_of(hints_of(kind)[name])
-        if not all(choice in found[name] for choice in choices):
-            found[name] += f" One of {', '.join(choices)}."
-    return found
+    """By field, its help text, which a field without one inherits."""
+    return {each.name: each.metadata["help"] for each in _own_fields(kind) if each.metadata}
 
 
 def _own_fields(kind: type) -> "Iterator[Field[Any]]":
