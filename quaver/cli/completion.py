@@ -44,6 +44,8 @@ def run(argv: list[str]) -> int:
 
 def script() -> str:
     """The script: a function of the shell with one case for each verb, and one for each flag with choices.
+
+    Where no word fits, the shell completes files.
     """
     cases: list[str] = []
     choices: dict[str, list[str]] = {}
@@ -55,13 +57,16 @@ def script() -> str:
     return f"""\
 [ -n "$ZSH_VERSION" ] && autoload -U +X compinit bashcompinit && compinit && bashcompinit
 _quaver() {{
-    local word="${{COMP_WORDS[COMP_CWORD]}}" verb="${{COMP_WORDS[1]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" words
+    local word="${{COMP_WORDS[COMP_CWORD]}}" verb="${{COMP_WORDS[1]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" words flag
+    case "$word" in  # zsh leaves a flag and its value in one word
+        --*=*) before="${{word%%=*}}" flag="${{word%%=*}}=" word="${{word#*=}}" ;;
+    esac
     [ "$word" = "=" ] && word=""
     [ "$before" = "=" ] && before="${{COMP_WORDS[COMP_CWORD-2]}}"
     [ "$COMP_CWORD" = 1 ] && verb="" before=""
     _quaver_words "$verb:$before"
     [ -z "$words" ] && _quaver_words "$verb"
-    COMPREPLY=($(compgen -W "$words" -- "$word") $(compgen -f -- "$word"))
+    COMPREPLY=($(compgen -P "$flag" -W "$words" -- "$word"))
 }}
 _quaver_words() {{
     case "$1" in
@@ -69,7 +74,7 @@ _quaver_words() {{
 {chr(10).join(cases)}
     esac
 }}
-complete -o filenames -F _quaver quaver"""
+complete -o default -F _quaver quaver"""
 
 
 def _words_of(verb: list[str]) -> tuple[list[str], dict[str, list[str]]]:
