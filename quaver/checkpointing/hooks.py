@@ -6,7 +6,7 @@
 What autograd saves inside the block is stored in float8, except
 
     integers, codes                  every dtype but float32, bfloat16 and float16
-    parameters                       and views of them
+    parameters                       views, casts and what else was computed from one alone, but for looked up rows
     what requires no gradient        masks, whose infinities no code can hold, tables of rotary embeddings, attention's
                                      logsumexp, the statistics of a norm
     small tensors                    less than a block, or at most an eighth of the elements of the module's largest
@@ -25,6 +25,7 @@ recomputes the rest in high precision.
 from __future__ import annotations
 
 import functools
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,7 +42,7 @@ from torch.utils._pytree import tree_leaves
 
 from quaver.checkpointing.codes import DTYPES, Layout, decode, encode
 from quaver.checkpointing.held import HeldTensor
-from quaver.torch_private.autograd import top_saved_tensors_hooks
+from quaver.torch_private.autograd import runs_in_backward, top_saved_tensors_hooks
 from quaver.torch_private.dtensor import is_dtensor, local_tensor
 from quaver.torch_private.memory import storage_key
 from quaver.torch_private.versions import version_of
@@ -169,7 +170,7 @@ class Pack:
 
     def leaves(self, tensor: Tensor) -> bool:
         """Whether this tensor is saved as it is."""
-        if not tensor.requires_grad or _in_matmul.depth or isinstance(tensor, Parameter):
+        if not tensor.requires_grad or _in_matmul.depth or _is_of_parameter(tensor):
             return True
         local = local_tensor(tensor)
         return (
@@ -178,7 +179,6 @@ class Pack:
             or local.numel() * SMALL <= self.largest
             or 0 in local.stride()
             or is_traceable_wrapper_subclass(local)
-            or isinstance(tensor._base, Parameter)
             or storage_key(local.untyped_storage()) in self.left
         )
 
@@ -195,6 +195,16 @@ class Pack:
         if codes is None:
             codes = _known[key] = StoredCodes(matrix, block_size, self.outer)
         return codes
+
+
+_LOOKUPS = re.compile("Embedding|Index|Gather")
+
+
+def _is_of_parameter(tensor: Tensor) -> bool:
+    node: Any = tensor.grad_fn
+    while node is not None and len(node.next_functions) == 1 and not _LOOKUPS.search(node.name()):
+        node = node.next_functions[0][0]
+    return isinstance(tensor if tensor.grad_fn is None else getattr(node, "variable", None), Parameter)
 
 
 def _unpack(packed: Any) -> Tensor:
@@ -228,7 +238,7 @@ def are_of_checkpoint(hooks: Any) -> bool:
 def storing(storage: Storage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
     """Store what autograd saves inside the block, the forward of a module with these arguments."""
     outer: Any = top_saved_tensors_hooks(True)
-    if are_of_checkpoint(outer):
+    if are_of_checkpoint(outer) or runs_in_backward():  # a reentrant checkpoint recomputes in its backward
         return nullcontext()
     if outer is not None and isinstance(outer[0], Pack):
         outer = outer[0].outer

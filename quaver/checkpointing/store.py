@@ -42,8 +42,8 @@ def store_activations_in_float8(
 
     Forward results do not change. Backward computes with values of e4m3 codes: 3 significant bits, one scale for
     `block_size` elements. Which tensors are stored, and how well: `activation_report`. Call it after the conversion to
-    float8, before `compile` and `fully_shard`. Names, parameters and the state_dict stay; only classes become
-    subclasses of what they were.
+    float8, before `compile` and `fully_shard`. Names, parameters and the state_dict stay; classes become subclasses of
+    what they were, with the same names and signatures. Exported and traced programs store nothing.
 
     Args:
         modules: patterns of names as in `fnmatch`, such as "*.mlp"; None for the default at the top of the file.
@@ -53,8 +53,8 @@ def store_activations_in_float8(
         The names of the modules that store.
 
     Raises:
-        ValueError: another block size, a pattern that matches no module, no module to choose, or a module that stores
-            already.
+        ValueError: another block size, a pattern that matches no module that can store, no module to choose, a module
+            that stores already, or one whose forward was replaced on the instance.
     """
     if block_size not in BLOCK_LENGTHS:
         raise ValueError(f"block_size must be one of {', '.join(map(str, BLOCK_LENGTHS))}, got {block_size!r}")
@@ -64,14 +64,21 @@ def store_activations_in_float8(
             f"expected norms, activation functions, attention or feed-forwards in {type(model).__name__}, got none; "
             'name the modules that store, for example modules=["encoder.*"]'
         )
+    matmuls = _matmuls_in(chosen.values())
     for name, module in chosen.items():
         if isinstance(module, _Storing):
             raise ValueError(f"{name or 'the model'} stores its activations in float8 already")
+    for name, module in model.named_modules():
+        if "forward" in vars(module) and (name in chosen or module in matmuls):
+            raise ValueError(
+                f"{name or 'the model'} has a forward of its own instance, which would store nothing: patch the class "
+                "instead, or name other modules"
+            )
     _prepare_compiler()
     for name, module in chosen.items():
         module.__class__ = _storing_class(type(module))  # type: ignore[arg-type]
         module._activation_storage = Storage(name, block_size)  # type: ignore[assignment]
-    for matmul in _matmuls_in(chosen.values()):
+    for matmul in matmuls:
         matmul.__class__ = _leaving_class(type(matmul))  # type: ignore[arg-type]
     return list(chosen)
 
@@ -103,7 +110,7 @@ def default_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in modules.items()
-        if _NORM.search(type(module).__name__)
+        if _is_norm(module)
         or (type(module).__module__ in _ACTIVATIONS and not _has_matrix(module))
         or (name and (linears_of[name] > 1 or _is_experts(module)))
     }
@@ -124,7 +131,13 @@ def _matching(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]
         if not matched:
             names = ", ".join(list(modules)[1:4])
             raise ValueError(f"modules has {pattern!r}, which matches no module; names are like {names}")
-        chosen.update(matched)
+        storing = {name: each for name, each in matched.items() if not _is_matmul(each)}
+        if not storing:
+            raise ValueError(
+                f"modules has {pattern!r}, which matches only linears, convolutions and embeddings; their inputs stay "
+                "as they are"
+            )
+        chosen.update(storing)
     return chosen
 
 
@@ -132,17 +145,29 @@ def _has_matrix(module: nn.Module) -> bool:
     return any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
 
 
+def _is_norm(module: nn.Module) -> bool:
+    return _NORM.search(type(module).__name__) is not None
+
+
 def _is_experts(module: nn.Module) -> bool:
-    return any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
+    stacked = any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
+    return stacked and not isinstance(module, nn.Conv1d | nn.ConvTranspose1d | nn.Bilinear)
+
+
+def _is_matmul(module: nn.Module) -> bool:
+    """Whether it is a linear, a convolution or an embedding: a matrix of its own, and no module inside."""
+    if _is_norm(module) or _is_experts(module):
+        return False
+    return _has_matrix(module) and not list(module.children())
 
 
 def _matmuls_in(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """The modules that multiply by a matrix of their own and have no module inside: linears, convolutions, embeddings.
+    """The matmuls in `modules` that save inputs in high precision.
 
     Float8 linears are left out: what they save is left alone where they save it (early_stop.py).
     """
     inside = {each for module in modules for each in module.modules() if not isinstance(each, _Leaving)}
-    return {each for each in inside if _has_matrix(each) and not list(each.children()) and not _is_float8(each)}
+    return {each for each in inside if _is_matmul(each) and not _is_float8(each)}
 
 
 def _is_float8(module: nn.Module) -> bool:
@@ -180,7 +205,7 @@ def _storing_class(cls: type[nn.Module]) -> type[nn.Module]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         storage = self._activation_storage
-        if storage is None or not torch.is_grad_enabled():
+        if storage is None or not torch.is_grad_enabled() or _makes_a_program():
             return cls.forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             torch.ops.quaver.stores_activations(storage.block_size)
@@ -201,6 +226,8 @@ def _leaving_class(cls: type[nn.Module]) -> type[nn.Module]:
     """A subclass of `cls` inside whose forward nothing is stored."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _makes_a_program():
+            return cls.forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             with torch.fx.traceback.annotate({STORED_IN: None}):
                 return cls.forward(self, *args, **kwargs)
@@ -210,9 +237,15 @@ def _leaving_class(cls: type[nn.Module]) -> type[nn.Module]:
     return _subclass(cls, _Leaving, forward)
 
 
+def _makes_a_program() -> bool:
+    """Whether torch.export or torch.jit.trace records what runs, for where there is no backward and no quaver."""
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+
+
 def _subclass(cls: type[nn.Module], mark: type, forward: Callable[..., Any]) -> type[nn.Module]:
-    namespace = {"forward": forward, "__module__": cls.__module__, "__reduce_ex__": _reduced}
-    return type(f"{mark.__name__[1:]}{cls.__name__}", (mark, cls), namespace)
+    """A class with the name and the signature of `cls`: libraries find blocks by the one, arguments by the other."""
+    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__reduce_ex__": _reduced}
+    return type(cls.__name__, (mark, cls), {**namespace, "forward": functools.wraps(cls.forward)(forward)})
 
 
 def _reduced(self: nn.Module, protocol: SupportsIndex) -> Any:

@@ -1,6 +1,7 @@
 """Activations stored in float8: which tensors, how well, in how many bytes, eager and compiled, and the way back."""
 
 import copy
+import inspect
 import io
 import re
 
@@ -11,6 +12,7 @@ from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from quaver.checkpointing import (
     activation_report,
@@ -24,13 +26,16 @@ from quaver.checkpointing.partition import StoringPartitioner
 from quaver.recorder.allocator import measure_usage
 from quaver.scaling import dynamic_cast_blocks
 from quaver.slow_paths import clear_slow_paths
+from quaver.trainer.config import Model
+from quaver.trainer.mixture import Mixture
+from quaver.trainer.model import rope_tables
 from tests.reference import sqnr_db
 from tests.unit.checkpointing.test_policy import Net, make
 
 RECIPES = (None, "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 SHAPE = (2, 64, 256)
 PROMISED = 0.55
-"""Of bfloat16's saved bytes; measured: 0.31 to 0.42 eager, 0.43 to 0.56 compiled, where gradients read float8."""
+"""Of bfloat16's saved bytes; measured: 0.31 to 0.42 eager, 0.43 to 0.54 compiled, where gradients read float8."""
 
 
 def inputs(seed=0, shape=SHAPE):
@@ -115,8 +120,7 @@ def test_a_block_saves_little_and_its_gradients_are_near(recipe, compiled):
             compile_blocks(each)
     grads, approximate = step(exact), step(net)
     assert min(sqnr_db(grads[name], approximate[name]) for name in grads) > 18
-    limit = {None: 0.95, "rowwise_with_gw_hp": 0.58}.get(recipe, PROMISED)
-    assert saved_bytes(net) <= limit * saved_bytes(of_bfloat16)
+    assert saved_bytes(net) <= {None: 0.95}.get(recipe, PROMISED) * saved_bytes(of_bfloat16)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -128,6 +132,16 @@ def test_a_checkpoint_recomputes_in_high_precision_and_stores_nothing(recipe, mo
     expected, got = step(plain), step(net)
     assert all(torch.equal(expected[name], got[name]) for name in expected)
     assert saved_bytes(net) == saved_bytes(plain)
+
+
+def test_a_reentrant_checkpoint_recomputes_in_high_precision():
+    exact, net = step(make("rowwise", width=256)), stored("rowwise")
+    layer = net.layers[0]
+    cos_sin = rope_tables(64, 64, 1e4, "cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = checkpoint(layer, inputs(), *cos_sin, use_reentrant=True).float().square().mean()
+    loss.backward()
+    assert all(torch.equal(each.grad, exact[f"layers.0.{name}"]) for name, each in layer.named_parameters())
 
 
 class Gate(nn.Module):
@@ -192,6 +206,28 @@ def test_masks_and_statistics_stay_as_they_are(compiled, kind):
         compile_blocks(net)
     got = torch.autograd.grad(net.attention(inputs(), mask).square().sum(), list(net.parameters()))
     assert min(map(sqnr_db, exact, got)) > 18
+
+
+def test_experts_store_and_weights_in_any_form_stay_as_they_are():
+    """Experts have no module inside; autocast casts their 3-D parameters. A row that was looked up is an activation."""
+    shape = Model(dim=256, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=256, n_experts=4, top_k=2)
+    net = nn.Sequential()
+    net.embedding, net.mixture, net.norm = nn.Embedding(64, 256), Mixture(shape, None), nn.LayerNorm((2, 256))
+    for parameter in net.mixture.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    assert store_activations_in_float8(net) == ["mixture.experts", "norm"]
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16):
+            looked_up = net.norm(net.embedding(torch.arange(64)).view(32, 2, 256))
+            net.mixture(looked_up).float().square().mean().backward()
+
+    report = activation_report(net, step)
+    stored = [(each.module, each.shape) for each in report.saved if each.sqnr_db is not None]
+    assert ("norm", (32, 2, 256)) in stored
+    assert sum(module == "mixture.experts" for module, _ in stored) > 3
+    assert not [shape for _, shape in stored if shape[0] == 4]
+    assert report.bytes_before > 4 * 256 * 768 * 2  # so there were such weights
 
 
 def test_the_report_names_each_tensor_its_bytes_and_its_error():
@@ -306,8 +342,10 @@ def test_another_backend_stores_nothing_and_says_so(caplog, backend, monkeypatch
     assert (f"backend={backend!r} does not store activations" in caplog.text) == (backend != "inductor")
 
 
-def test_a_model_is_saved_whole():
-    net = stored("rowwise")
+@pytest.mark.parametrize("modules", [None, ["*"]])
+def test_a_model_is_saved_whole(modules):
+    net = make("rowwise", width=256)
+    store_activations_in_float8(net, modules)
     file = io.BytesIO()
     torch.save(net, file)
     file.seek(0)
@@ -324,6 +362,22 @@ def test_evaluation_and_other_threads_of_autograd_are_as_before():
         assert torch.equal(net(inputs()), plain(inputs()))
     with torch.inference_mode():
         assert torch.equal(net(inputs().detach()), plain(inputs().detach()))
+
+
+def test_classes_keep_their_names_and_signatures_and_exported_programs_store_nothing():
+    """Libraries find blocks to shard by their class's name, and a batch's columns by the signature of forward."""
+    net = nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256), Gate())
+    plain = copy.deepcopy(net)
+    store_activations_in_float8(net, ["*"])
+    for ours, theirs in zip(net.modules(), plain.modules(), strict=True):
+        assert repr(ours) == repr(theirs)
+        assert inspect.signature(ours.forward) == inspect.signature(theirs.forward)
+    x = inputs().detach()
+    exported = torch.export.export(net, (x,))
+    assert [node.name for node in exported.graph.nodes] == [
+        node.name for node in torch.export.export(plain, (x,)).graph.nodes
+    ]
+    assert torch.equal(torch.jit.trace(net, x)(x), plain(x))
 
 
 def test_the_way_back_and_copies():
@@ -364,6 +418,14 @@ REFUSED = {
     "pattern": (
         lambda net: store_activations_in_float8(net, ["layers.*.mpl"]),
         "'layers.*.mpl', which matches no module",
+    ),
+    "only linears": (
+        lambda net: store_activations_in_float8(net, ["*_proj"]),
+        "'*_proj', which matches only linears, convolutions and embeddings",
+    ),
+    "patched": (
+        lambda net: (setattr(net.layers[0].mlp, "forward", len), store_activations_in_float8(net)),
+        "layers.0.mlp has a forward of its own instance",
     ),
     "twice": (
         lambda net: (store_activations_in_float8(net), store_activations_in_float8(net)),
