@@ -42,7 +42,8 @@ def store_activations_in_float8(
 
     Forward results do not change. Backward computes with values of e4m3 codes: 3 significant bits, one scale for
     `block_size` elements. Which tensors are stored, and how well: `activation_report`. Call it after the conversion to
-    float8, before `compile` and `fully_shard`. Names, parameters and the state_dict stay; classes become subclasses of
+    float8 and after adapters are added (inputs of linears that are added later are stored), before `compile` and
+    `fully_shard`. Names, parameters and the state_dict stay; classes become subclasses of
     what they were, with the same names and signatures. Exported and traced programs store nothing.
 
     Args:

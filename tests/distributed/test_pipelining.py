@@ -1,4 +1,6 @@
-"""torch.distributed.pipelining: every schedule gives the numbers of one process, and makes as many float8 matmuls."""
+"""torch.distributed.pipelining: every schedule gives the numbers of one process, and makes as many float8 matmuls.
+
+Also where activations are stored in float8."""
 
 from unittest import mock
 
@@ -12,6 +14,7 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZB
 
 import quaver.linear
 from quaver import convert_to_float8_training
+from quaver.checkpointing import store_activations_in_float8
 from quaver.quantize import Quantizer
 from tests.distributed import ranks
 from tests.distributed.models import Block, config_of, loss_of
@@ -43,11 +46,14 @@ CASTS_OF_SPLIT_BACKWARDS = {
 the 3 stages after the first, for all of the 4 microbatches; DualPipeV splits some of them."""
 
 
-def parts_of_model(recipe):
+def parts_of_model(recipe, stores=False):
     """Four modules that follow each other."""
     torch.manual_seed(0)
     model = nn.ModuleList(Block() for _ in range(2 * RANKS))
-    return convert_to_float8_training(model, config=config_of(recipe))
+    convert_to_float8_training(model, config=config_of(recipe))
+    if stores:
+        store_activations_in_float8(model, ["?"], block_size=32)
+    return model
 
 
 def batch():
@@ -84,9 +90,9 @@ class Counter:
             each.stop()
 
 
-def one_process(recipe, last_first):
+def one_process(recipe, last_first, stores=False):
     """Losses of the microbatches, gradients, matmuls and casts."""
-    model, losses = parts_of_model(recipe), []
+    model, losses = parts_of_model(recipe, stores), []
     with Counter() as counter:
         for hidden in batch().chunk(MICROBATCHES):
             for part in model:
@@ -105,9 +111,9 @@ def stage(module, index, stages):
     return PipelineStage(module, index, stages, torch.device("cpu"), input_args=(input,), output_args=(output,))
 
 
-def pipelined(name, recipe):
+def pipelined(name, recipe, stores=False):
     """The same of this rank's stages."""
-    kind, rank, model = getattr(pipelining, name), dist.get_rank(), parts_of_model(recipe)
+    kind, rank, model = getattr(pipelining, name), dist.get_rank(), parts_of_model(recipe, stores)
     if name in SINGLE:
         mine, stages = {rank: nn.Sequential(*model[2 * rank : 2 * rank + 2])}, RANKS
     else:
@@ -124,10 +130,17 @@ def pipelined(name, recipe):
     return [loss.item() for loss in losses], mine_of_model, counter.matmuls, counter.casts
 
 
-@pytest.mark.parametrize(("name", "recipe"), thinned(SCHEDULES, RECIPES, together=1))
-def test_a_schedule_equals_one_process(name, recipe):
-    losses, expected, matmuls, casts = one_process(recipe, name in LAST_MICROBATCH_FIRST)
-    losses_of, gradients_of, matmuls_of, casts_of = zip(*ranks.run(RANKS, pipelined, name, recipe), strict=True)
+STORING = ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "stores"),
+    [*thinned(SCHEDULES, RECIPES, [False], together=1), *((name, "rowwise", True) for name in STORING)],
+)
+def test_a_schedule_equals_one_process(name, recipe, stores):
+    losses, expected, matmuls, casts = one_process(recipe, name in LAST_MICROBATCH_FIRST, stores)
+    results = ranks.run(RANKS, pipelined, name, recipe, stores)
+    losses_of, gradients_of, matmuls_of, casts_of = zip(*results, strict=True)
     assert sum(losses_of, []) == losses
     found = {name: grad for of_rank in gradients_of for name, grad in of_rank.items()}
     assert found.keys() == expected.keys()
@@ -136,3 +149,6 @@ def test_a_schedule_equals_one_process(name, recipe):
     assert sum(matmuls_of) == matmuls
     # Row-wise, grad_output has a cast for each matmul anyway; tensorwise, one cast serves both.
     assert sum(casts_of) == casts + (recipe == "tensorwise") * CASTS_OF_SPLIT_BACKWARDS.get(name, 0)
+    if stores:
+        kept = one_process(recipe, last_first=False)[1]
+        assert not all(torch.equal(kept[parameter], gradient) for parameter, gradient in found.items())

@@ -113,13 +113,13 @@ def test_bfloat16_parameters():
         run(2, train, "FSDP2", "tensorwise", True, "bf16", torch.bfloat16)
 
 
-def variant_and_loop_by_hand(variant):
+def variant_and_loop_by_hand(variant, make=llama):
     """The losses of Accelerate with DDP, an evaluation last, and those of torch's DDP in a loop written by hand."""
     every = 2 if variant == "accumulate" else 1
     accelerator = accelerator_on("DDP", "no", gradient_accumulation_steps=every)
     rank, both = accelerator.process_index, []
     for by_hand in (False, True):
-        model = llama("rowwise")
+        model = make("rowwise")
         if variant == "checkpointing" and not by_hand:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if variant == "compile" and not by_hand:
@@ -162,12 +162,15 @@ def test_the_losses_of_a_loop_written_by_hand(variant):
         assert by_hand[-1] < by_hand[0]
 
 
-def save_and_resume(strategy, float8_all_gather, state_dict_type, folder, make_optimizer=optimizer_of):
+def save_and_resume(
+    strategy, float8_all_gather, state_dict_type, folder, make_optimizer=optimizer_of, change=lambda model: None
+):
     """The losses of a whole run after its state was saved, and of one that loads it."""
     config = replace(Float8LinearConfig.from_recipe_name("tensorwise"), enable_fsdp_float8_all_gather=float8_all_gather)
     both = []
     for resumed in (False, True):
         model = convert_to_float8_training(llama(), config=config, module_filter_fn=not_the_head)
+        change(model)
         accelerator = accelerator_on(strategy, "no", state_dict_type)
         model, optimizer = accelerator.prepare(model, make_optimizer(model))
         steps = partial(train_by_hand, model, optimizer, accelerator.backward, rank=accelerator.process_index)
