@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from quaver.config import Float8LinearConfig
 from quaver.convert import convert_to_float8_training
-from quaver.optim import Float8AdamW, Float8Muon
+from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon
 from tests.distributed.ranks import RanksError, on_ranks, run
 
 STEPS = 3
@@ -295,13 +295,51 @@ def _tensor_parallel(model):
     return model
 
 
+def _hsdp(model):
+    return fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+def _offloaded(model):
+    return fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
 def _muon_equals_one_process(parallelize, folder):
     equal(muon(parallelize, folder), muon(lambda model: model))
 
 
-@pytest.mark.parametrize(("ranks", "parallelize"), [(2, fully_shard), (3, fully_shard), (2, _tensor_parallel)])
+@pytest.mark.parametrize(
+    ("ranks", "parallelize"),
+    [(2, fully_shard), (3, fully_shard), (2, _tensor_parallel), (4, _hsdp), (2, _offloaded)],
+)
 def test_momentum_and_matrices_of_muon_are_the_same_on_any_number_of_ranks(ranks, parallelize, tmp_path):
     run(ranks, _muon_equals_one_process, parallelize, str(tmp_path))
+
+
+@on_ranks(2)
+def test_an_inf_on_one_rank_leaves_all_ranks_untouched_under_a_gradient_scaler():
+    """AdamW and Muon in one optimizer, whose gradients are clipped, in a step before it and in one after."""
+    model, _ = fsdp()
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    optimizer = CombinedOptimizer(Float8Muon(matrices, lr=1e-2), Float8AdamW(others, lr=1e-2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step, ruined in enumerate((None, "up", "experts", None)):
+        before, scale = copy.deepcopy(result(model, optimizer)), scaler.get_scale()
+        scaler.scale(torch.ones(()))  # makes the scale
+        give_gradients(model, step)
+        if ruined and dist.get_rank() == 1:
+            model[ruined].weight.grad.to_local()[0] = float("inf")
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert bool(norm.full_tensor().isfinite()) == (ruined is None)
+        assert scaler.get_scale() == (scale / 2 if ruined else scale)
+        after = result(model, optimizer)
+        if ruined:
+            equal(after, before)
+        else:
+            assert not any(torch.equal(after[name]["parameter"], before[name]["parameter"]) for name in after)
 
 
 @on_ranks(2)
