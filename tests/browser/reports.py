@@ -97,12 +97,8 @@ def made() -> dict:
 
 def unseen() -> dict:
     """A report of compiled code: what stays between steps, and nothing else."""
-    prediction = made() | {
-        "peak_bytes": None,
-        "step_peak_bytes": None,
-        "saved_by_forward_bytes": None,
-        "by_category": {},
-    }
+    peaks = dict.fromkeys(("peak_bytes", "step_peak_bytes", "saved_by_forward_bytes"))
+    prediction = made() | peaks | {"by_category": {}}
     blind = {name: [] for name in ("timeline", "at_peak", "saved_for_backward", "spans")}
     unknown = dict.fromkeys(("peak_bytes", "peak_event", "saved_bytes", "saved_event"))
     prediction["report"] |= blind | unknown | {"exact": False, "note": "compiled code: not attributed"}
@@ -126,37 +122,23 @@ def wide(events: int, rows: int) -> dict:
 
 def comparison() -> dict:
     """What `made` and another run differ in: one row of more, one of less, one at the peak."""
-    plain = {
-        **{name: row(0)[name] for name in ("category", "operator", "of", "shape", "dtype", "source", "saved_by")},
-        "count_a": 32,
-        "count_b": 0,
-        "layers": 32,
-    }
+    names = ("category", "operator", "of", "shape", "dtype", "source", "saved_by")
+    plain = {"count_a": 32, "count_b": 0, "layers": 32} | {name: row(0)[name] for name in names}
     more = {"module": "model.layers.*.more", "bytes_a": 0, "bytes_b": 3 * MIB, "difference_bytes": 3 * MIB}
     less = {"module": HOSTILE, "bytes_a": 8 * MIB, "bytes_b": 2 * MIB, "difference_bytes": -6 * MIB}
-    return {
-        "label_a": f"first {HOSTILE}",
-        "label_b": "second",
-        "peak_a": 100 * MIB,
-        "peak_b": 97 * MIB,
-        "rows": [
-            plain | less | {"at": "saved", "sentence": f"-6 MiB: {HOSTILE}"},
-            plain | more | {"at": "saved", "sentence": "+3 MiB: more of it"},
-            plain | more | {"at": "peak", "sentence": "+3 MiB: at the peak"},
-        ],
-    }
+    rows = [
+        plain | less | {"at": "saved", "sentence": f"-6 MiB: {HOSTILE}"},
+        plain | more | {"at": "saved", "sentence": "+3 MiB: more of it"},
+        plain | more | {"at": "peak", "sentence": "+3 MiB: at the peak"},
+    ]
+    peaks = {"peak_a": 100 * MIB, "peak_b": 97 * MIB}
+    return {"label_a": f"first {HOSTILE}", "label_b": "second", **peaks, "rows": rows}
 
 
 def advice() -> dict:
     """Two changes, of which the second fits."""
     plain = {"recomputed_flops": 0, "step_flops": 2 * 10**12, "note": "", "fits": False, "words": ""}
     cheap = {"change": HOSTILE, "peak_bytes": 100 * MIB, "difference_bytes": 0}
-    full = {
-        "change": "full checkpointing",
-        "peak_bytes": 60 * MIB,
-        "difference_bytes": -40 * MIB,
-        "recomputed_flops": 5 * 10**11,
-        "fits": True,
-        "words": "--activation_checkpoint.mode full",
-    }
+    full = {"change": "full checkpointing", "peak_bytes": 60 * MIB, "difference_bytes": -40 * MIB}
+    full |= {"recomputed_flops": 5 * 10**11, "fits": True, "words": "--activation_checkpoint.mode full"}
     return {"rows": [plain | cheap, plain | full], "fit_bytes": 64 * MIB, "best": 1}

@@ -225,9 +225,8 @@ def test_the_difference(browser, pages):
 
 def test_advice_and_measurement(browser, pages):
     browser.open(pages / "full.html")
-    assert browser.one("#advice-about").text == (
-        "It is to fit into 64.00 MiB. Best is the marked row: full checkpointing."
-    )
+    said = "It is to fit into 64.00 MiB. Best is the marked row: full checkpointing."
+    assert browser.one("#advice-about").text == said
     (marked,) = browser.all("#advice-table tr.marked")
     assert "500 GFLOP (+25.0%)" in marked.text
     assert marked.find_element("css selector", "code").text == "--activation_checkpoint.mode full"
@@ -244,10 +243,8 @@ def test_it_prints(browser, pages):
     try:
         assert not browser.one("#saved-filter").is_displayed()
         assert browser.one("#saved-table").is_displayed()
-        too_wide = (
-            "return [...document.querySelectorAll('.scroll')].filter((each) => each.scrollWidth > each.clientWidth)"
-        )
+        too_wide = "[...document.querySelectorAll('.scroll')].filter((each) => each.scrollWidth > each.clientWidth)"
         browser.show(720)  # about the width of A4 within its margins
-        assert browser.run(f"{too_wide}.length") == 0
+        assert browser.run(f"return {too_wide}.length") == 0
     finally:
         browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})

@@ -22,10 +22,8 @@ class Map:
 
     def offset(self, row, sample):
         """Of the middle of a cell, from the middle of the plot."""
-        left, width, height = self.browser.run(
-            "const c = arguments[0].querySelector('canvas'); return [c.offsetLeft, c.offsetWidth, c.offsetHeight]",
-            self.plot,
-        )
+        sizes = "const c = arguments[0].querySelector('canvas'); return [c.offsetLeft, c.offsetWidth, c.offsetHeight]"
+        left, width, height = self.browser.run(sizes, self.plot)
         box = self.plot.size
         x = left + (sample + 0.5) / self.samples * width
         y = TOP_PX + (row + 0.5) / self.rows * height
@@ -108,11 +106,8 @@ def test_cells_stand_where_their_tensor_and_step_are(browser, reports, runs):
     _choose(browser, "maps-kind", "input")
     rows = len(LAYERS)
     pixels = Map(browser, rows).pixels()
-    saturated = (
-        runs[0]
-        .numerics.statistics["saturated"][:, [at for at, each in enumerate(TENSORS) if each["operand"] == "input"]]
-        .T
-    )
+    inputs = [at for at, each in enumerate(TENSORS) if each["operand"] == "input"]
+    saturated = runs[0].numerics.statistics["saturated"].T[inputs]
     height, width = pixels.shape
     for row in range(rows):
         for sample in range(40):
@@ -192,15 +187,8 @@ def test_walking_and_zooming_by_keyboard(browser, reports):
 
     heat.click(6, 5)
     said = [where()]
-    for key in (
-        Keys.ARROW_RIGHT,
-        Keys.ARROW_DOWN,
-        Keys.END,
-        Keys.ARROW_RIGHT,
-        Keys.ARROW_UP,
-        Keys.HOME,
-        Keys.ARROW_LEFT,
-    ):
+    right, down, left, up = Keys.ARROW_RIGHT, Keys.ARROW_DOWN, Keys.ARROW_LEFT, Keys.ARROW_UP
+    for key in (right, down, Keys.END, right, up, Keys.HOME, left):
         heat.press(key)
         said.append(where())
     at = [("input", "60"), ("input", "70"), ("weight", "70"), ("weight", "400"), ("weight", "400"), ("input", "400")]
@@ -261,21 +249,14 @@ def test_an_alarm_is_shown_at_its_moment(browser, reports):
 
 def test_curves(browser, reports, runs):
     browser.open(reports / "one.html")
-    assert [each.get_attribute("aria-label") for each in browser.all(".chart")] == [
-        f"{name} by step" for name in ("Loss", "Gradient norm", "Tokens per second", "Memory")
-    ]
-    labels = browser.run(
-        "return [...document.querySelectorAll('#loss-plot polyline')].map((each) => each.dataset.label)"
-    )
-    assert labels == ["tensorwise", "bfloat16", "tensorwise validation", "bfloat16 validation"]
+    charts = [f"{name} by step" for name in ("Loss", "Gradient norm", "Tokens per second", "Memory")]
+    assert [each.get_attribute("aria-label") for each in browser.all(".chart")] == charts
+    labels = "[...document.querySelectorAll('#loss-plot polyline')].map((each) => each.dataset.label)"
+    assert browser.run(f"return {labels}") == ["tensorwise", "bfloat16", "tensorwise validation", "bfloat16 validation"]
     plot = browser.one("#loss-plot")
     browser.run("arguments[0].focus()", plot)
     browser.press(Keys.HOME, Keys.ARROW_RIGHT)
-    loss = {
-        record["step"]: record["loss"]
-        for record in runs[0].records
-        if record["run"] == "tensorwise" and "loss" in record
-    }
+    loss = {each["step"]: each["loss"] for each in runs[0].records if each["run"] == "tensorwise" and "loss" in each}
     assert plot.get_attribute("aria-valuetext").startswith(f"step 2: tensorwise {loss[2]:.4g}, bfloat16 ")
     browser.press(Keys.END)
     assert plot.get_attribute("aria-valuenow") == "400"
@@ -298,19 +279,15 @@ def test_the_distribution_follows_the_chosen_cell(browser, reports, runs):
     heat.click(8, 18)
     steps = sorted(int(runs[0].numerics.steps[at]) for at in runs[0].numerics.histograms)
     assert browser.one("#distribution-step").get_attribute("value") == str(min(steps, key=lambda step: abs(step - 190)))
-    assert f"{TENSORS[8]['layer']} {TENSORS[8]['operand']}".replace("_", " ") == browser.run(
-        "const s = document.getElementById('distribution-tensor'); return s.selectedOptions[0].textContent"
-    )
+    tensor = browser.run("return document.getElementById('distribution-tensor').selectedOptions[0].textContent")
+    assert tensor == f"{TENSORS[8]['layer']} {TENSORS[8]['operand']}".replace("_", " ")
     titles = browser.run("return [...document.querySelectorAll('.distribution title')].map((each) => each.textContent)")
-    sample = int(
-        np.flatnonzero(runs[0].numerics.steps == int(browser.one("#distribution-step").get_attribute("value")))[0]
-    )
-    histogram = runs[0].numerics.histograms[sample]
+    step = int(browser.one("#distribution-step").get_attribute("value"))
+    histogram = runs[0].numerics.histograms[runs[0].numerics.steps.tolist().index(step)]
     first = int(np.flatnonzero(histogram.before[8])[0])
     assert f"2^{histogram.low + first} to 2^{histogram.low + first + 1}: " in titles[0]
-    heights = browser.run(
-        "return [...document.querySelectorAll('.distribution rect')].map((each) => each.getBBox().height)"
-    )
+    rectangles = "[...document.querySelectorAll('.distribution rect')]"
+    heights = browser.run(f"return {rectangles}.map((each) => each.getBBox().height)")
     assert heights[0] == 0  # the cast emptied the lowest bins
     assert max(heights) > 100
     before = browser.one(".distribution").get_attribute("aria-label")

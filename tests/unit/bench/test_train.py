@@ -50,13 +50,7 @@ def test_models_take_turns_with_the_trainers_own_step(text, monkeypatch):
 
 def test_the_command_takes_the_trainers_flags_and_saves_rows_and_ratios(text, tmp_path, capsys):
     output = tmp_path / "train.json"
-    sections = {section: values for section, values in tiny(text).items() if values}
-    flags = [
-        word
-        for section, values in sections.items()
-        for key, value in values.items()
-        for word in (f"--{section}.{key}", str(value))
-    ]
+    flags = [f"--{section}.{key}={value}" for section, found in tiny(text).items() for key, value in found.items()]
     words = ["bench", "train", *flags, "--recipes", "rowwise", "--rounds", "2", "--warmup", "2"]
     assert main([*words, "--output", str(output)]) == 0
     assert "64 tokens a step" in capsys.readouterr().out

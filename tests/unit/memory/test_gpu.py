@@ -88,9 +88,8 @@ def test_compiled_code_multiplies_for_all_gradients_and_stores_what_a_gpu_stores
         result = run(graph, *arguments)
         called = [str(node.target) for node in graph.module.graph.nodes if node.op == "call_function"]
         matmuls.update(name for name in called if "mm" in name)
-        buffers.extend(
-            (buffer.get_dtype(), buffer.get_numel()) for buffer in graph.buffers if buffer.has_tensor_output()
-        )
+        made = (each for each in graph.buffers if each.has_tensor_output())
+        buffers.extend((each.get_dtype(), each.get_numel()) for each in made)
         return result
 
     monkeypatch.setattr(GraphLowering, "run", seen)

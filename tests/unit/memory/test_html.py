@@ -113,11 +113,9 @@ def test_any_names_read_back_from_a_page(value):
 
 def test_what_a_page_says_is_what_was_predicted(tmp_path):
     prediction = predicted()
-    report = prediction["report"]
     (run,) = _data(_written(tmp_path, prediction=prediction))["runs"]
-    assert {name: run[name] for name in prediction if name != "report"} == {
-        name: value for name, value in prediction.items() if name != "report"
-    }
+    report = prediction.pop("report")
+    assert {name: run[name] for name in prediction} == prediction
     for name in ("at_peak", "saved_for_backward"):
         table = run[name]
         assert [dict(zip(table["columns"], values, strict=True)) for values in table["rows"]] == report[name]
@@ -160,9 +158,7 @@ def test_columns_are_the_highest_of_their_neighbours():
 def test_what_is_refused(tmp_path):
     short = made()
     del short["report"]["timeline"]
-    with pytest.raises(
-        ValueError, match=r"prediction: expected a report with its timeline, .*to_dict\(timeline=True\)"
-    ):
+    with pytest.raises(ValueError, match=r"prediction: expected a report with .*to_dict\(timeline=True\)"):
         _written(tmp_path, prediction=short)
     with pytest.raises(ValueError, match="other: expected a report with its timeline"):
         _written(tmp_path, other=short)

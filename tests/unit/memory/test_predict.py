@@ -116,11 +116,7 @@ def _sharded():
     ("build", "loss", "message"),
     [
         (_sharded, None, "expected a model on one device, got up.weight with"),
-        (
-            lambda: nn.Sequential(torch.compile(nn.Linear(64, 64))),
-            None,
-            r"wrapped by torch.compile, got 0; use 0.compile\(\)",
-        ),
+        (lambda: nn.Sequential(torch.compile(nn.Linear(64, 64))), None, r"torch.compile, got 0; use 0.compile\(\)"),
         (Block, lambda output: output, r"a loss of one number that depends on a parameter, got \[2, 64\]"),
         (lambda: nn.LSTM(64, 4), None, "expected a model that returns a tensor, got tuple"),
     ],

@@ -63,14 +63,11 @@ def drawn(tensors, samples, *, seed=0, every=10, histograms=4):
             sqnr[bad] -= 40 * (part - 0.5)
             saturated[bad] = 0.02 * (part - 0.5)
         underflow = 10 ** numbers.uniform(-5, -2, count)
-        values = {
-            "amax": 2.0 ** (numbers.normal(2, 1, count) + 3 * part),
-            "underflow": [None if is_it else value for is_it, value in zip(isresult, underflow, strict=True)],
-            "saturated": [None if is_it else value for is_it, value in zip(isresult, saturated, strict=True)],
-            "sqnr_db": sqnr,
-            "nonfinite": np.zeros(count),
-        }
-        values = {name: [v if v is None else round(float(v), 9) for v in each] for name, each in values.items()}
+        values = {"amax": 2.0 ** (numbers.normal(2, 1, count) + 3 * part), "underflow": underflow}
+        values |= {"saturated": saturated, "sqnr_db": sqnr, "nonfinite": np.zeros(count)}
+        values = {name: [round(float(value), 9) for value in each] for name, each in values.items()}
+        for name in ("underflow", "saturated"):
+            values[name] = [None if is_it else value for is_it, value in zip(isresult, values[name], strict=True)]
         wanted = histograms and at % max(1, samples // histograms) == 0
         more = {}
         if wanted:
@@ -97,15 +94,8 @@ def alarm(step, tensor, **fields):
     ]
     message = f"{tensor['layer']} {tensor['operand']}: 1% of the elements saturate since step {step - 20}"
     where = {"layer": tensor["layer"], "operand": tensor["operand"]}
-    return {
-        "kind": "alarm",
-        "step": step,
-        **about,
-        **where,
-        "message": message,
-        "remedies": remedies,
-        "action": "log",
-    } | fields
+    made = {"kind": "alarm", "step": step, **about, **where, "message": message, "remedies": remedies, "action": "log"}
+    return made | fields
 
 
 def write_lines(path, lines):
@@ -136,13 +126,8 @@ def conversion(layers):
         for name in layers
     ]
     rows.append({"name": "lm_head", "in_features": 64, "out_features": 256, "converted": False, "reason": "filtered"})
-    return {
-        "config": "output: tensorwise",
-        "layers": rows,
-        "notes": [],
-        "convolutions": 0,
-        "float8_flops_fraction": 0.9,
-    }
+    about = {"config": "output: tensorwise", "notes": [], "convolutions": 0, "float8_flops_fraction": 0.9}
+    return about | {"layers": rows}
 
 
 START = {

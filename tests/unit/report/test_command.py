@@ -71,11 +71,7 @@ DAMAGE = {
     "an alarm without a rule": (RECORD, lambda old: old.replace(b'"rule"', b'"ruler"', 1), "no proper 'rule'"),
     "remedies": (RECORD, lambda old: old.replace(b'"remedies": [', b'"remedies": [3, ', 1), "'remedies'"),
     "metrics": ("metrics.jsonl", lambda old: b"[]\n", "line 1 of"),
-    "conversion": (
-        "conversion_report.json",
-        lambda old: b"{}",
-        "conversion_report.json' is damaged: config is missing",
-    ),
+    "conversion": ("conversion_report.json", lambda old: b"{}", "report.json' is damaged: config is missing"),
     "provenance": ("provenance.jsonl", lambda old: b"{}\n", "is not a start of a run"),
 }
 
@@ -109,9 +105,8 @@ def test_bad_words(run, tmp_path, refused, words, expected):
 
 def test_runs_without_statistics(run, tmp_path, refused):
     write_lines(tmp_path / "a" / "metrics.jsonl", [{"step": 1, "run": "a", "loss": 1.0}])
-    assert "has no statistics: expected numerics.jsonl in it; train with --numerics.every 100" in refused(
-        "report", tmp_path / "a"
-    )
+    line = refused("report", tmp_path / "a")
+    assert "has no statistics: expected numerics.jsonl in it; train with --numerics.every 100" in line
 
 
 def test_a_disk_that_is_full(run, capsys):

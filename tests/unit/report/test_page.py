@@ -150,11 +150,8 @@ def test_histograms_are_those_of_the_record_and_where_alarms_began(tmp_path):
     everything = maps_of(run.numerics, run.alarms, limits)["histograms"]
     assert everything["samples"] == 4
     assert len(everything["kept"]) == 4 * len(tensors)
-    stored = {
-        line["step"]: line["histogram"]
-        for line in map(json.loads, (folder / "numerics.jsonl").open())
-        if "histogram" in line
-    }
+    lines = [json.loads(line) for line in (folder / "numerics.jsonl").open()]
+    stored = {line["step"]: line["histogram"] for line in lines if "histogram" in line}
     for tensor, step, low, before, after in everything["kept"]:
         for text, name in ((before, "before"), (after, "after")):
             part = low - stored[step]["low"]

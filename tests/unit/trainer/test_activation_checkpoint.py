@@ -7,7 +7,7 @@ import torch
 import torch._functorch.config as compiler_config
 from torch.distributed.device_mesh import init_device_mesh
 
-from quaver.trainer.config import ActivationCheckpoint, Float8, Parallelism, TrainConfig
+from quaver.trainer.config import ActivationCheckpoint, Checkpoint, Float8, Parallelism, TrainConfig
 from quaver.trainer.data import Batch
 from quaver.trainer.initialize import allocate, initialize
 from quaver.trainer.model import Block
@@ -31,9 +31,8 @@ def with_checkpoint(config: TrainConfig, name: str, checkpoint: ActivationCheckp
 
 @pytest.mark.parametrize("recipe", [pytest.param("rowwise", marks=pytest.mark.nightly), "delayed"])
 def test_every_mode_trains_to_the_same_bits_and_full_needs_the_least_memory(recipe, tiny_config):
-    config = changed(
-        replace(tiny_config, float8=Float8(recipe_name=recipe)), job={"compare": True}, checkpoint={"enable": False}
-    )
+    config = replace(tiny_config, float8=Float8(recipe_name=recipe), checkpoint=Checkpoint(enable=False))
+    config = changed(config, job={"compare": True})
     runs = {name: with_checkpoint(config, name, checkpoint) for name, checkpoint in SECTIONS.items()}
     expected = numbers(runs["none"])
     for name, run in runs.items():

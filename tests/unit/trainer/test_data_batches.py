@@ -1,6 +1,7 @@
 """Sequences of tokens: their order, their batches on every layout, and attention inside their documents."""
 
 from dataclasses import replace
+from functools import partialmethod
 
 import numpy as np
 import pytest
@@ -45,12 +46,8 @@ def test_the_order_is_of_seed_and_epoch():
 def test_the_order_is_the_same_on_every_machine_and_for_good():
     """Runs that resume with a newer quaver must go on with the same sequences."""
     assert stream_indices(0, 8, 1000, seed=0).tolist() == [392, 855, 729, 432, 952, 18, 417, 298]
-    assert stream_indices(2**40, 4, 2**33 + 7, seed=2**63 - 1).tolist() == [
-        5622581958,
-        7666094962,
-        7809753020,
-        4795761993,
-    ]
+    late = stream_indices(2**40, 4, 2**33 + 7, seed=2**63 - 1).tolist()
+    assert late == [5622581958, 7666094962, 7809753020, 4795761993]
 
 
 def test_any_part_of_the_stream_is_what_the_whole_has_there():
@@ -208,11 +205,7 @@ def test_without_documents_attention_is_called_as_ever(model, packed, monkeypatc
 
 @pytest.mark.parametrize(
     ("recipe", "compiled", "mode"),
-    [
-        (None, False, "full"),
-        ("tensorwise", False, "selective"),
-        ("rowwise", True, "selective"),
-    ],
+    [(None, False, "full"), ("tensorwise", False, "selective"), ("rowwise", True, "selective")],
 )
 def test_compiled_and_checkpointed_blocks_do_the_same(recipe, compiled, mode, packed, monkeypatch):
     float8 = Float8(recipe_name=recipe) if recipe else Float8(enable_float8_linear=False)
@@ -234,10 +227,8 @@ def test_compiled_and_checkpointed_blocks_do_the_same(recipe, compiled, mode, pa
         loss.backward()
         return loss, [parameter.grad for parameter in model.parameters()]
 
-    compile_block = nn.Module.compile
-    monkeypatch.setattr(
-        nn.Module, "compile", lambda block, **options: compile_block(block, backend="aot_eager", **options)
-    )
+    compile_block = partialmethod(nn.Module.compile, backend="aot_eager")
+    monkeypatch.setattr(nn.Module, "compile", compile_block)
     plain = replace(config, training=Training(), activation_checkpoint=ActivationCheckpoint())
     loss, gradients = loss_and_gradients(config)
     expected, expected_gradients = loss_and_gradients(plain)

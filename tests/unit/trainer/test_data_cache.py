@@ -67,9 +67,8 @@ def test_tokens_are_made_once_and_then_mapped(text_folder, load, kept, builds):
     assert second.origin["cache"] == str(entry_folder(kept))
     about = json.loads((entry_folder(kept) / "entry.json").read_text())
     assert about["splits"]["train"]["tokens"]["items"] == len(first.train.tokens)
-    assert sorted(path.name for path in Path(kept).iterdir()) == [
-        f"{builds[0].removesuffix('.partial')}{end}" for end in ("", ".lock")
-    ]
+    name = builds[0].removesuffix(".partial")
+    assert sorted(path.name for path in Path(kept).iterdir()) == [name, f"{name}.lock"]
 
 
 def test_opening_reads_no_tokens(text_folder, load, kept, builds, monkeypatch):
@@ -237,9 +236,7 @@ def test_two_processes_build_one_entry(text_folder, kept):
 
 def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path, text_folder, load):
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        OSError, match=r"cannot write tokens to '.*file/kept': Not a directory; give another data.cache_folder"
-    ):
+    with pytest.raises(OSError, match="tokens to '.*file/kept': Not a directory; give another data.cache_folder"):
         load(text_folder, cache_folder=str(tmp_path / "file" / "kept"))
 
 
@@ -249,9 +246,8 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path, kept):
     for name in "abc":
         (tmp_path / "text" / f"{name}.txt").write_text("x" * 3_000_000)
     done = Forked(load_and_print, tmp_path / "text", kept, largest_file_bytes=1_000_000).finished()
-    assert done.stdout.splitlines()[-1] == (
-        f"error: cannot write tokens to {kept!r}: File too large; give another data.cache_folder"
-    )
+    error = f"error: cannot write tokens to {kept!r}: File too large; give another data.cache_folder"
+    assert done.stdout.splitlines()[-1] == error
     assert not [path for path in Path(kept).iterdir() if path.suffix != ".lock"]
 
 

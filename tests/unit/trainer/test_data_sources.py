@@ -21,11 +21,8 @@ from quaver.trainer.data.source import split_of
 from quaver.trainer.data.tokenizer import check_vocabulary, load_tokenizer
 
 TEXTS = [f"document {number}: " + "word " * (number % 7) + "\N{SNOWMAN}" for number in range(200)]
-ENGLISH = [
-    "the quick brown fox jumps over the lazy dog",
-    "float8 has four bits of exponent\n\n  and a sign",
-    "0123456789",
-]
+FOX = "the quick brown fox jumps over the lazy dog"
+ENGLISH = [FOX, "float8 has four bits of exponent\n\n  and a sign", "0123456789"]
 TRICKY = "a </s> <|end_of_text|> don't  \r\n\r\n\tx \N{SNOWMAN}\N{GRINNING FACE} 12345 \u00e9\u0301 "
 
 
@@ -221,38 +218,18 @@ def binary_files(folder: Path) -> Path:
     return folder
 
 
+LINES = ["a.jsonl:61: not JSON .*", "a.jsonl:62: .* field 'text', .*", "a.jsonl:63: expected a string, got int"]
+LINES += ["a.jsonl:64: .* got a list", "a.jsonl:65: not JSON .*"]
+TABLES = ["a.parquet:201: expected a string, got NoneType"]
+TABLES += ["b.parquet: no column of strings 'text'; its columns are id, content"]
+TABLES += ["c.parquet:1: not readable as Parquet .*", "d.parquet: no column of strings 'text'; .*"]
+BINARY = [r"latin.txt: not UTF-8 \(invalid continuation byte\)", "nul.bin: a 0 byte, so not text"]
+BINARY += [r"short.txt: not UTF-8 \(unexpected end of data\)"]
 CORRUPT: dict[Callable[[Path], Path], tuple[int, int, list[str]]] = {
-    corrupt_lines: (
-        1,
-        9,
-        [
-            "a.jsonl:61: not JSON .*",
-            "a.jsonl:62: .* field 'text', .*",
-            "a.jsonl:63: expected a string, got int",
-            "a.jsonl:64: .* got a list",
-            "a.jsonl:65: not JSON .*",
-        ],
-    ),
-    corrupt_tables: (
-        1,
-        4,
-        [
-            "a.parquet:201: expected a string, got NoneType",
-            "b.parquet: no column of strings 'text'; its columns are id, content",
-            "c.parquet:1: not readable as Parquet .*",
-            "d.parquet: no column of strings 'text'; .*",
-        ],
-    ),
+    corrupt_lines: (1, 9, LINES),
+    corrupt_tables: (1, 4, TABLES),
     one_row_that_is_not_utf_8: (0, 1, [r"a \[1\].parquet:51: not UTF-8 \(invalid start byte\)"]),
-    binary_files: (
-        1,
-        3,
-        [
-            r"latin.txt: not UTF-8 \(invalid continuation byte\)",
-            "nul.bin: a 0 byte, so not text",
-            r"short.txt: not UTF-8 \(unexpected end of data\)",
-        ],
-    ),
+    binary_files: (1, 3, BINARY),
 }
 """By what writes 200 documents and others: empty items, corrupt ones, and the places of the first five."""
 

@@ -65,9 +65,8 @@ def test_the_records_say_which_precision_a_step_had(tiny_float8_config):
     losses = [[r["loss"] for r in each if "loss" in r] for each in (records(run), plain)]
     assert losses[0][:3] == losses[1][:3]
     assert losses[0][3] != losses[1][3]
-    assert [(r["step"], r["precision"]) for r in records(run) if "loss" in r] == [
-        (1, "tensorwise"), (2, "tensorwise"), (3, "tensorwise"), (4, "bfloat16")
-    ]  # fmt: skip
+    precisions = [(r["step"], r["precision"]) for r in records(run) if "loss" in r]
+    assert precisions == [*((step, "tensorwise") for step in (1, 2, 3)), (4, "bfloat16")]
     assert [r["precision"] for r in records(run) if "validation_loss" in r] == ["tensorwise", "bfloat16"]
     assert {r["precision"] for r in records(run, "bfloat16")} == {"bfloat16"}
     assert [len(model.step_seconds) for model in run.models] == [3, 4]  # bfloat16 steps do not count as tensorwise

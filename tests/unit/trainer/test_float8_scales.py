@@ -72,10 +72,8 @@ def test_the_first_step_is_dynamic_and_all_of_its_tensors_are_there(delayed_conf
 
 def test_metrics_count_what_the_lines_list(delayed_config):
     """Gradients that shrink and grow saturate."""
-    config = with_float8(
-        changed(delayed_config, training={"steps": 12}), recipe_name="delayed", delayed_scale_fn_name="most_recent"
-    )
-    run = run_to_end(config)
+    config = with_float8(delayed_config, recipe_name="delayed", delayed_scale_fn_name="most_recent")
+    run = run_to_end(changed(config, training={"steps": 12}))
     steps = [record for record in read_metrics(run.folder.metrics) if "loss" in record]
     for record, line in zip(steps, read_metrics(run.folder.float8_scales), strict=True):
         assert record["float8_saturated"] == sum(line["saturated"].values())
@@ -95,11 +93,9 @@ def test_lines_are_written_as_often_as_asked(delayed_config, freq, steps):
 
 
 def test_one_sync_a_step_whatever_runs_between(delayed_config, monkeypatch, recwarn):
-    synced = []
-    sync = trained_model_module.sync_float8_amax_and_scale_history
-    monkeypatch.setattr(
-        trained_model_module, "sync_float8_amax_and_scale_history", lambda model: (synced.append(model), sync(model))
-    )
+    synced, name = [], "sync_float8_amax_and_scale_history"
+    sync = getattr(trained_model_module, name)
+    monkeypatch.setattr(trained_model_module, name, lambda model: (synced.append(model), sync(model)))
     batches = {"local_batch_size": 2, "global_batch_size": 4}
     run = run_to_end(changed(delayed_config, training=batches, job={"compare": True}))
     assert synced == [run.models[0].model] * 4

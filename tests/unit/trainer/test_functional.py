@@ -31,10 +31,8 @@ def test_swiglu_is_pytorchs_to_the_bit(dtype):
     (got, saved), expected = saved_by(lambda: swiglu(gate, up)), F.silu(gate) * up
     assert got.equal(expected)
     assert {id(each) for each in saved} == {id(gate), id(up)}
-    for g, e in zip(
-        torch.autograd.grad(got, (gate, up), grad), torch.autograd.grad(expected, (gate, up), grad), strict=True
-    ):
-        assert g.equal(e)
+    gradients = (torch.autograd.grad(each, (gate, up), grad) for each in (got, expected))
+    assert all(map(torch.equal, *gradients))
 
 
 @DTYPES
@@ -69,14 +67,11 @@ def test_rms_norm_is_pytorchs(dtype, weight_dtype):
     # The reference in float64: PyTorch's own gradients from bfloat16 are rounded on the way.
     exact = [each.detach().double().requires_grad_() for each in (hidden, weight)]
     formula = exact[0] * (exact[0].square().mean(-1, keepdim=True) + 1e-5).rsqrt() * exact[1]
-    for g, e, given in zip(
-        torch.autograd.grad(got, (hidden, weight), grad),
-        torch.autograd.grad(formula, exact, grad.double()),
-        (hidden, weight),
-        strict=True,
-    ):
-        assert g.dtype is given.dtype
-        tolerance = 2e-6 if given.dtype is torch.float32 else 2**-8
+    expected = torch.autograd.grad(formula, exact, grad.double())
+    operands = hidden, weight
+    for g, e, operand in zip(torch.autograd.grad(got, operands, grad), expected, operands, strict=True):
+        assert g.dtype is operand.dtype
+        tolerance = 2e-6 if operand.dtype is torch.float32 else 2**-8
         assert (g.double() - e).norm() <= tolerance * e.norm()
 
 
@@ -113,10 +108,7 @@ def test_a_float8_block_keeps_less_and_computes_the_same():
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
     tokens = 2 * 16
-    silu, normalized = (
-        2 * tokens * CONFIG.hidden_dim,
-        2 * 2 * 4 * tokens * CONFIG.dim,
-    )  # twice: x / rms, and that times 1
+    silu, normalized = 2 * tokens * CONFIG.hidden_dim, 2 * 2 * 4 * tokens * CONFIG.dim  # x / rms, and that times 1
     assert kept_bytes(saved) - kept_bytes(fused_saved) >= silu + normalized // 2
 
 
@@ -124,9 +116,8 @@ def test_only_what_feeds_float8_is_fused():
     block = Block(CONFIG)
     fuse_producers(block)
     assert not any(each.feeds_float8 for each in (block.mlp, block.input_layernorm))
-    convert_to_float8_training(
-        block, module_filter_fn=lambda module, name: name in ("mlp.gate_proj", "mlp.up_proj", "self_attn.q_proj")
-    )
+    some = ("mlp.gate_proj", "mlp.up_proj", "self_attn.q_proj")
+    convert_to_float8_training(block, module_filter_fn=lambda module, name: name in some)
     fuse_producers(block)
     assert block.post_attention_layernorm.feeds_float8
     assert not any(each.feeds_float8 for each in (block.mlp, block.input_layernorm))

@@ -34,20 +34,14 @@ pytestmark = pytest.mark.filterwarnings("error:torch.distributed is disabled")
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
+MIXTURE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 2, "first_k_dense_replace": 0}
+MIXTURE |= {"moe_intermediate_size": 48, "intermediate_size": 48, "num_mtp_layers": 0}
+MIXTURE |= {"rope_parameters": {"rope_type": "default", "rope_theta": 3e5, "partial_rotary_factor": 1.0}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"tie_word_embeddings": True, "eos_token_id": [5, 7], "num_key_value_heads": 1},
     "llama3": {"rope_parameters": {**LLAMA3, "rope_theta": 10000.0}, "bos_token_id": 3},
-    "mixture": {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
-        "intermediate_size": 48,
-        "n_shared_experts": 2,
-        "first_k_dense_replace": 0,
-        "num_mtp_layers": 0,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 3e5, "partial_rotary_factor": 1.0},
-    },
+    "mixture": MIXTURE,
 }
 HEAD, EMBEDDING, NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
 
@@ -160,7 +154,7 @@ def test_import_and_export_keep_every_bit(hf, variant, tmp_path):
 
 def test_a_mixture_without_shared_experts(tmp_path):
     """GLM-4.5 has one of no width then."""
-    settings = VARIANTS["mixture"] | {"n_shared_experts": 0}
+    settings = MIXTURE | {"n_shared_experts": 0}
     convert("hf-to-quaver", make_hf(tmp_path / "hf", **settings), tmp_path / "out")
     imported = ours(tmp_path / "out")
     assert not [name for name in imported.state_dict() if "shared" in name]
@@ -206,9 +200,8 @@ def test_import_takes_a_tied_projection_that_is_stored_and_refuses_another(copy,
     convert("hf-to-quaver", folder, tmp_path / "out")
     shutil.rmtree(folder)
     folder = copy("tied", **{HEAD: embedding + 1})
-    assert "but lm_head.weight and model.embed_tokens.weight differ" in refused(
-        "convert", "hf-to-quaver", folder, tmp_path / "other"
-    )
+    line = refused("convert", "hf-to-quaver", folder, tmp_path / "other")
+    assert "but lm_head.weight and model.embed_tokens.weight differ" in line
 
 
 def test_import_holds_one_tensor_at_a_time(hf, tmp_path, monkeypatch):

@@ -44,11 +44,8 @@ def test_the_page_of_settings_is_what_the_dataclasses_say():
     for section in fields(config):
         assert f"## [{section.name}]" in page
         for setting in fields(getattr(config, section.name)):
-            (row,) = [
-                line
-                for line in page.split(f"## [{section.name}]")[1].split("## [")[0].splitlines()
-                if line.startswith(f"`{setting.name}` |")
-            ]
+            rows = page.split(f"## [{section.name}]")[1].split("## [")[0].splitlines()
+            (row,) = (line for line in rows if line.startswith(f"`{setting.name}` |"))
             assert len(row.split("|")[2].strip()) > 10, f"{section.name}.{setting.name} has no help"
 
 

@@ -16,9 +16,8 @@ from quaver.trainer.mixture import Mixture, Router, balance_experts, modules_of,
 from quaver.trainer.model import Llama, training_flops_per_token
 from tests.reference import assert_same_bits, sqnr_db
 
-SMALL = Model(
-    vocab_size=64, dim=32, n_layers=2, n_heads=2, n_kv_heads=2, hidden_dim=48, n_experts=4, n_shared_experts=1
-)
+SHAPE = {"vocab_size": 64, "dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "hidden_dim": 48}
+SMALL = Model(**SHAPE, n_experts=4, n_shared_experts=1)
 
 
 def small_model(config=SMALL):

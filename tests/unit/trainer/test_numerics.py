@@ -18,11 +18,8 @@ from tests.unit.trainer.runs import changed, numbers, run_to_end
 
 @pytest.fixture
 def watched_config(tiny_config: TrainConfig) -> TrainConfig:
-    return changed(
-        tiny_config,
-        float8={"enable_float8_linear": True, "recipe_name": "rowwise"},
-        numerics={"every": 2, "extras_every": 1},
-    )
+    numerics = {"every": 2, "extras_every": 1}
+    return changed(tiny_config, float8={"enable_float8_linear": True, "recipe_name": "rowwise"}, numerics=numerics)
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])

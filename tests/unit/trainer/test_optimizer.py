@@ -29,11 +29,8 @@ def test_matrices_and_the_embedding_are_decayed_norms_are_not():
     decayed, kept = build_optimizer(model, Optimizer(weight_decay=0.3)).param_groups
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.3, 0.0)
     assert {"model.embed_tokens.weight", "lm_head.weight"} < names_in(decayed, model)
-    assert names_in(kept, model) == {
-        "model.norm.weight",
-        "model.layers.0.input_layernorm.weight",
-        "model.layers.0.post_attention_layernorm.weight",
-    }
+    norms = {f"model.layers.0.{name}_layernorm.weight" for name in ("input", "post_attention")}
+    assert names_in(kept, model) == {"model.norm.weight", *norms}
     assert len(decayed["params"]) + len(kept["params"]) == len(list(model.parameters()))
 
 

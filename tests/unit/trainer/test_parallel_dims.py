@@ -15,12 +15,7 @@ from quaver.trainer.ranks import Ranks, read_ranks
 
 
 def config(replicate: int = 1, shard: int = -1, tensor: int = 1, **sections: object) -> TrainConfig:
-    parallelism = Parallelism(
-        data_parallel_replicate_degree=replicate,
-        data_parallel_shard_degree=shard,
-        tensor_parallel_degree=tensor,
-    )
-    return TrainConfig(parallelism=parallelism, **sections)
+    return TrainConfig(parallelism=Parallelism(replicate, shard, tensor), **sections)
 
 
 @pytest.mark.parametrize(
@@ -41,16 +36,10 @@ def test_the_mesh_of_the_degrees(degrees, world_size, mesh):
 
 @pytest.mark.parametrize(
     ("degrees", "world_size", "got"),
-    [
-        ((1, 1, 1), 2, r"1 \* 1 \* 1"),
-        ((1, 2, 2), 8, r"1 \* 2 \* 2"),
-        ((2, -1, 2), 6, r"a multiple of 2 \* 2"),
-    ],
+    [((1, 1, 1), 2, r"1 \* 1 \* 1"), ((1, 2, 2), 8, r"1 \* 2 \* 2"), ((2, -1, 2), 6, r"a multiple of 2 \* 2")],
 )
 def test_degrees_that_are_not_the_number_of_processes(degrees, world_size, got):
-    with pytest.raises(
-        ValueError, match=rf"must be the number of processes = {world_size}, got {got}; change a degree"
-    ):
+    with pytest.raises(ValueError, match=f"the number of processes = {world_size}, got {got}; change a degree"):
         resolve(config(*degrees), world_size=world_size)
 
 
@@ -118,9 +107,7 @@ def test_what_a_launcher_says_or_should_have_said(environment, values, expected)
 
 def test_more_ranks_than_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(
-        MissingDeviceError, match="local rank 2 needs a GPU of its own, but torch sees 2 on this machine"
-    ):
+    with pytest.raises(MissingDeviceError, match="local rank 2 needs a GPU of its own, but torch sees 2 on this"):
         Ranks(2, 2, 4).device(torch.device("cuda"))
     assert Ranks(2, 2, 4).device(torch.device("cpu")) == torch.device("cpu")
 

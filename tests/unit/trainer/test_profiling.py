@@ -65,14 +65,8 @@ def ranges(file: Path) -> list[dict]:
 
 
 def test_which_steps_of_which_model_write_which_files(tmp_path):
-    config = config_of(
-        enable_profiling=True,
-        profile_freq=4,
-        profiler_warmup=1,
-        profiler_active=2,
-        enable_memory_snapshot=True,
-        memory_snapshot_step=2,
-    )
+    traces = {"enable_profiling": True, "profile_freq": 4, "profiler_warmup": 1, "profiler_active": 2}
+    config = config_of(**traces, enable_memory_snapshot=True, memory_snapshot_step=2)
     models = {name: make() for name in ("tensorwise", "bfloat16")}
     optimizers = {name: torch.optim.AdamW(model.parameters()) for name, model in models.items()}
     with Profiling(config, tmp_path, Ranks(1, 1, 2), CPU) as profiling:
@@ -199,9 +193,6 @@ def test_cuda_snapshots_at_a_step_when_asked_and_when_out_of_memory(tmp_path, mo
         with pytest.raises(torch.OutOfMemoryError), profiling.step(5, "tensorwise", model, optimizer):
             raise torch.OutOfMemoryError("full")
     folder = "memory_snapshot/step-00000"
-    assert files_in(tmp_path) == [
-        f"{folder}2/tensorwise-rank0.pickle",
-        f"{folder}3/tensorwise-rank0.pickle",
-        f"{folder}5/tensorwise-rank0-out-of-memory.pickle",
-    ]
+    names = ("2/tensorwise-rank0", "3/tensorwise-rank0", "5/tensorwise-rank0-out-of-memory")
+    assert files_in(tmp_path) == [f"{folder}{name}.pickle" for name in names]
     assert histories[-1] == {"enabled": None, "device": device}

@@ -29,10 +29,8 @@ def stream_of(config: TrainConfig, ranks: int) -> dict:
     rank = torch.distributed.get_rank() if ranks > 1 else 0
     config, layout = resolve(config, rank=rank, world_size=ranks)
     ((name, model),) = make_models(config, CPU).by_name.items()
-    dims = tuple(layout.mesh)
-    parallelize(
-        model, config, init_device_mesh("cpu", tuple(layout.mesh.values()), mesh_dim_names=dims) if dims else None
-    )
+    dims, sizes = tuple(layout.mesh), tuple(layout.mesh.values())
+    parallelize(model, config, init_device_mesh("cpu", sizes, mesh_dim_names=dims) if dims else None)
     allocate(model, CPU)
     initialize(model, 0)
     trained = TrainedModel(name, model, config, CPU, Ranks(rank, rank, ranks))
@@ -41,9 +39,7 @@ def stream_of(config: TrainConfig, ranks: int) -> dict:
     embedding.register_forward_hook(lambda module, _, out: seen["gathered"].append(module.weight.dtype))
     for block in model.blocks():
         block.register_forward_pre_hook(lambda _, args: seen["blocks"].append(args[0].detach().float()))
-        block.register_forward_hook(
-            lambda _, args, out: seen.setdefault("dtypes", []).append((args[0].dtype, out.dtype))
-        )
+        block.register_forward_hook(lambda _, args, out: seen["dtypes"].append((args[0].dtype, out.dtype)))
     tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(0))
     trained._forward_backward([Batch(tokens, tokens.roll(-1, 1))])  # each rank with the same
     grad = embedding.weight.grad

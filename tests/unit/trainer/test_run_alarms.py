@@ -74,9 +74,8 @@ def test_a_fallback_changes_one_linear_for_the_rest_of_the_run_and_after_a_resum
     assert [header["step"] for header in headers] == [1, 3]
     recipes = [{each["recipe"] for each in header["tensors"] if each["layer"] == LAYER} for header in headers]
     assert recipes == [{"tensorwise"}, set() if recipe == "high_precision" else {recipe}]
-    resumed = prepare(
-        changed(load_config(run.folder.path / "config.toml"), checkpoint={"resume": "must"}, training={"steps": 8})
-    )
+    again = load_config(run.folder.path / "config.toml")
+    resumed = prepare(changed(again, checkpoint={"resume": "must"}, training={"steps": 8}))
     linear = resumed.models[0].model.get_submodule(LAYER)
     found = linear.config.recipe_name.value if isinstance(linear, Float8Linear) else "high_precision"
     assert found == recipe
@@ -85,10 +84,8 @@ def test_a_fallback_changes_one_linear_for_the_rest_of_the_run_and_after_a_resum
 
 def test_a_fallback_keeps_weights_and_moments(watched_config):
     """A run that falls back after step 2 goes on as one that is resumed there with that recipe."""
-    falls_back = changed(
-        watched_config, numerics={"on_alarm": "fallback"}, checkpoint={"interval": 2, "keep_latest_k": 0}
-    )
-    run = with_outlier(prepare(falls_back))
+    checkpoint = {"interval": 2, "keep_latest_k": 0}
+    run = with_outlier(prepare(changed(watched_config, numerics={"on_alarm": "fallback"}, checkpoint=checkpoint)))
     train(run)
     config = load_config(run.folder.path / "config.toml")
     resumed = with_outlier(prepare(changed(config, checkpoint={"resume": "must", "load_step": 2})))

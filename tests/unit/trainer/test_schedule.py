@@ -24,10 +24,7 @@ CASES = {  # step: rate. The warm-up ends at step 10; after it 100 steps are lef
     "cosine": ({}, {11: above_floor((1 + math.cos(math.pi / 100)) / 2), 60: above_floor(0.5), 110: LR * FLOOR}),
     "linear": ({"schedule": "linear"}, {11: above_floor(0.99), 60: above_floor(0.5), 110: LR * FLOOR}),
     "constant": ({"schedule": "constant"}, {11: LR, 60: LR, 110: LR}),
-    "wsd_linear": (
-        wsd("linear"),
-        {11: LR, 88: LR, 89: above_floor(21 / 22), 99: above_floor(0.5), 110: LR * FLOOR},
-    ),
+    "wsd_linear": (wsd("linear"), {11: LR, 88: LR, 89: above_floor(21 / 22), 99: above_floor(0.5), 110: LR * FLOOR}),
     "wsd_sqrt": (
         wsd("sqrt"),
         {88: LR, 89: above_floor(1 - math.sqrt(1 / 22)), 99: above_floor(1 - math.sqrt(0.5)), 110: LR * FLOOR},
