@@ -30,5 +30,10 @@ def thinned(*axes: Iterable[Any], together: int = 2) -> list[Any]:
     ]
 
 
+def at_night(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Parameter sets that `make nightly` runs."""
+    return [pytest.param(*case, marks=pytest.mark.nightly) for case in cases]
+
+
 def _parts(combination: tuple[int, ...], together: int) -> set[tuple[tuple[int, int], ...]]:
     return set(itertools.combinations(enumerate(combination), together))

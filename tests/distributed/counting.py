@@ -14,12 +14,12 @@ _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 class CollectiveCounter(TorchDispatchMode):
     """`collectives` are (kind, dtype, bytes) in order; bytes of an all_gather are those from all ranks together.
 
-    `operations` counts everything else that ran.
+    `operations` counts everything else that ran, `kernels` what of it makes or writes a tensor: it is no view.
     """
 
     def __init__(self):
         super().__init__()
-        self.collectives, self.operations = [], Counter()
+        self.collectives, self.operations, self.kernels = [], Counter(), Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor | Float8Tensor) for kind in types):
@@ -34,6 +34,9 @@ class CollectiveCounter(TorchDispatchMode):
             self.collectives.append((kind, tensor.dtype, tensor.numel() * tensor.itemsize))
         else:
             self.operations[str(func)] += 1
+            returns = func._schema.returns
+            if func._schema.is_mutable or not returns or returns[0].alias_info is None:
+                self.kernels[str(func)] += 1
         return out
 
     def of(self, kind):

@@ -8,7 +8,8 @@ from torch import nn
 
 from quaver import convert_to_float8_training, float8_scaling_state
 from quaver.compat.delayed_buffers import load_delayed_buffers
-from tests.unit.test_delayed import assert_same_states, config_of, fared, make, scale_of, states, step
+from tests.steps import assert_same
+from tests.unit.test_delayed import config_of, fared, make, scale_of, states, step
 
 OLD_NAMES = {"input": "x", "weight": "w", "grad_output": "dL_dY"}
 AMAXES = {"input": [3.0, 7.0, 2.0], "weight": [0.25], "grad_output": [1.0, 0.5]}
@@ -75,7 +76,7 @@ def test_a_checkpoint_without_buffers_changes_no_scale():
     step(module, torch.randn(4, 64))
     before = states(module)
     assert load_delayed_buffers(module, module.state_dict()).keys() == module.state_dict().keys()
-    assert_same_states(before, states(module))
+    assert_same(before, states(module))
 
 
 def test_buffers_that_nobody_took_are_unexpected_keys():

@@ -12,6 +12,7 @@ from quaver import Float8Linear, Float8LinearConfig
 from quaver import linear as quaver_linear
 from quaver.checkpointing.policy import MATMULS
 from quaver.compile_hints import add_dependency
+from tests.steps import assert_same
 
 FLOAT8 = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
@@ -51,7 +52,7 @@ def test_grad_input_depends_on_grad_weight_and_no_bit_changes(recipe, monkeypatc
     graph, expected = backward_of(twin)
     first, second = (node for node in graph.nodes if node.target in MATMULS)
     assert not depends_on(second, first)
-    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+    assert_same(gradients, expected)
 
 
 def test_eager_code_has_an_order_and_is_not_asked_to_wait(monkeypatch):

@@ -25,6 +25,8 @@ from quaver.experts.seam import to_float8_grouped_mm
 from quaver.weights.gathered import Float8AllGatherWeight
 from tests.mixture import make_mixture
 
+GATHERING = replace(Float8LinearConfig(), enable_fsdp_float8_all_gather=True)
+
 
 class Scaled(nn.Linear):
     def forward(self, input):
@@ -118,7 +120,7 @@ def raises_at(n):
         ({"config": "rowise"}, ValueError),
         ({"config": 16}, TypeError),
         ({"module_filter_fn": raises_at("blocks.1.2")}, ZeroDivisionError),
-        ({"config": replace(Float8LinearConfig(), enable_fsdp_float8_all_gather=True)}, ValueError),  # the head is tied
+        ({"config": GATHERING}, ValueError),  # the head is tied
     ],
 )
 def test_an_error_leaves_the_model_as_it_was(options, error):
@@ -129,13 +131,22 @@ def test_an_error_leaves_the_model_as_it_was(options, error):
     assert states(model) == before
 
 
-@pytest.mark.parametrize("at", ["add_persistent_scales", "make_all_gather_weights"])
-def test_an_error_half_way_is_undone(at, monkeypatch):
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    by_hand = Float8Linear(16, 16, config=replace(resolve_config("delayed"), enable_fsdp_float8_all_gather=True))
-    model.append(by_hand)
+def linears_of_which_one_was_made_by_hand():
+    config = replace(resolve_config("delayed"), enable_fsdp_float8_all_gather=True)
+    return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), Float8Linear(16, 16, config=config)), config
+
+
+@pytest.mark.parametrize(
+    ("at", "make"),
+    [
+        ("add_persistent_scales", linears_of_which_one_was_made_by_hand),
+        ("make_all_gather_weights", linears_of_which_one_was_made_by_hand),
+        ("make_all_gather_weights", lambda: (make_mixture(), GATHERING)),
+    ],
+)
+def test_an_error_half_way_is_undone(at, make, monkeypatch):
+    (model, config), do = make(), getattr(convert, at)
     before = states(model)
-    do = getattr(convert, at)
 
     def fail(*args):
         do(*args)
@@ -143,12 +154,13 @@ def test_an_error_half_way_is_undone(at, monkeypatch):
 
     monkeypatch.setattr(convert, at, fail)
     with pytest.raises(MemoryError):
-        convert_to_float8_training(model, config=by_hand.config)
+        convert_to_float8_training(model, config=config)
     for (cls, old, parameters), (now_cls, now, now_parameters) in zip(before, states(model), strict=True):
         assert (cls, old.keys()) == (now_cls, now.keys())
         assert all(now_parameters[name] is parameter for name, parameter in parameters.items())
-    assert by_hand.scaling is by_hand.gathering is None
-    assert not by_hand._state_dict_hooks
+    for module in model.modules():
+        assert getattr(module, "scaling", None) is getattr(module, "gathering", None) is None
+        assert not module._state_dict_hooks
 
 
 def test_from_float_makes_a_new_module_of_the_same_parameters():
@@ -253,14 +265,13 @@ def test_what_cannot_be_converted_is_skipped_and_named(make, reason, caplog):
 
 
 def test_a_linear_made_by_hand_is_prepared_for_the_all_gather():
-    config = replace(Float8LinearConfig(), enable_fsdp_float8_all_gather=True)
-    model = nn.Sequential(Float8Linear(16, 16, config=config), nn.Linear(16, 16))
+    model = nn.Sequential(Float8Linear(16, 16, config=GATHERING), nn.Linear(16, 16))
     assert "gathered in high precision until" in conversion_report(model).layers[0].reason
-    convert_to_float8_training(model, config=config)
+    convert_to_float8_training(model, config=GATHERING)
     assert [layer.reason for layer in conversion_report(model).layers] == ["", ""]
     assert all(isinstance(linear.weight, Float8AllGatherWeight) for linear in model)
     weights = [linear.weight for linear in model]
-    convert_to_float8_training(model, config=config)
+    convert_to_float8_training(model, config=GATHERING)
     assert all(linear.weight is weight for linear, weight in zip(model, weights, strict=True))
     delayed = nn.Sequential(Float8Linear(16, 16, config="delayed"))
     assert "cannot run until" in conversion_report(delayed).layers[0].reason
@@ -325,9 +336,8 @@ def test_fully_sharded_models(one_rank):
 
 
 def test_the_way_back_is_barred_before_anything_changes(one_rank):
-    config = replace(Float8LinearConfig(), enable_fsdp_float8_all_gather=True)
     model = nn.parallel.DistributedDataParallel(
-        convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=config)
+        convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=GATHERING)
     )
     with pytest.raises(RuntimeError, match="module.0 cannot be converted back: DistributedDataParallel holds"):
         convert_to_high_precision(model)
@@ -360,9 +370,6 @@ def test_nothing_to_convert_warns_and_changes_nothing(model, filter_fn, message)
     with pytest.warns(UserWarning, match=message):
         assert convert_to_float8_training(model, module_filter_fn=filter_fn) is model
     assert not any(isinstance(m, Float8Linear) for m in model.modules())
-
-
-GATHERING = replace(Float8LinearConfig(), enable_fsdp_float8_all_gather=True)
 
 
 def test_experts_are_prepared_for_a_float8_all_gather_and_back():
@@ -399,23 +406,6 @@ def test_a_float8_all_gather_refuses_experts_that_are_tied():
     with pytest.raises(ValueError, match=r"weight of 0.experts is tied to 1.experts.down_proj, so it cannot"):
         convert_to_float8_training(model, config=GATHERING)
     assert states(model) == before
-
-
-def test_an_error_half_way_leaves_experts_as_they_were(monkeypatch):
-    model, do = make_mixture(), convert.make_all_gather_weights
-    before = states(model)
-
-    def fail(*args):
-        do(*args)
-        raise MemoryError
-
-    monkeypatch.setattr(convert, "make_all_gather_weights", fail)
-    with pytest.raises(MemoryError):
-        convert_to_float8_training(model, config=GATHERING)
-    for (cls, _, parameters), (now_cls, _, now_parameters) in zip(before, states(model), strict=True):
-        assert cls is now_cls
-        assert all(now_parameters[name] is parameter for name, parameter in parameters.items())
-    assert not model[0].experts._state_dict_hooks
 
 
 class GroupedExperts(nn.Module):

@@ -1,5 +1,6 @@
 """Configs that are no recipe: every mix of granularities, matmuls left in high precision, other formats."""
 
+import contextlib
 import dataclasses
 import itertools
 
@@ -8,7 +9,8 @@ import torch
 
 from quaver import CastConfig, Float8Linear, Float8LinearConfig, ScalingGranularity, ScalingType, cast_weights_once
 from tests.reference import sqnr_db
-from tests.unit.test_linear import references, run
+from tests.steps import assert_same, results_of
+from tests.unit.test_linear import references
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR, ROW = CastConfig(), CastConfig(scaling_granularity=ScalingGranularity.ROWWISE)
@@ -31,12 +33,8 @@ def config_of(casts, **options):
 def results(config, input, grad_output, weight, *, scoped=False):
     module = Float8Linear(64, 48, bias=False, dtype=weight.dtype, config=config)
     module.load_state_dict({"weight": weight})
-    if not scoped:
-        output, grad_input, (grad_weight,) = run(module, input, grad_output)
-    else:
-        with cast_weights_once(module):
-            output, grad_input, (grad_weight,) = run(module, input, grad_output)
-    return output, grad_input, grad_weight
+    with cast_weights_once(module) if scoped else contextlib.nullcontext():
+        return results_of(module, input, grad_output=grad_output)
 
 
 @pytest.fixture
@@ -58,7 +56,7 @@ def test_every_mix_of_granularities(casts, power_of_2, operands):
         assert sqnr_db(reference, result) > 22
     kept = dataclasses.replace(config, keep_float8_weight_for_backward=True)
     for other in (results(kept, input, grad_output, weight), results(config, input, grad_output, weight, scoped=True)):
-        torch.testing.assert_close(other, got, rtol=0, atol=0)
+        assert_same(other, got)
 
 
 @pytest.mark.parametrize("in_float8", [*itertools.product((False, True), repeat=3)], ids=str)
@@ -67,16 +65,11 @@ def test_every_mix_of_granularities(casts, power_of_2, operands):
 def test_any_matmul_may_stay_in_high_precision(in_float8, hp_dtype, autocast, operands):
     input, grad_output, weight = (tensor.to(hp_dtype) for tensor in operands)
     output_fp8, grad_input_fp8, grad_weight_fp8 = in_float8
-    config = config_of(
-        (
-            ROW if output_fp8 else HP,
-            TENSOR if grad_weight_fp8 else HP,
-            ROW if output_fp8 else HP,
-            TENSOR if grad_input_fp8 else HP,
-            ROW if grad_input_fp8 else HP,
-            TENSOR if grad_weight_fp8 else HP,
-        )
+    row, row_of_gradient, column_of_weight, column = (
+        cast if fp8 else HP
+        for cast, fp8 in ((ROW, output_fp8), (ROW, grad_input_fp8), (TENSOR, grad_input_fp8), (TENSOR, grad_weight_fp8))
     )
+    config = config_of((row, column, row, column_of_weight, row_of_gradient, column))
     for scoped in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             got = results(config, input, grad_output.bfloat16() if autocast else grad_output, weight, scoped=scoped)

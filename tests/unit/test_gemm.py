@@ -119,10 +119,13 @@ def test_scales_along_the_contracted_dim_never_go_to_the_hardware():
     assert kinds == {(1, 160): ScaleKind.ROWWISE, (256, 1): None, (2, 2): None}
 
 
-@pytest.mark.parametrize(("scaling", "out_dtype"), list(zip(SCALINGS, (*DTYPES, torch.bfloat16), strict=True)))
-def test_compiled_is_exact_too(scaling, out_dtype):
+@pytest.mark.parametrize(
+    ("scaling", "out_dtype", "backend"),
+    list(zip(SCALINGS, (*DTYPES, torch.bfloat16), ("inductor", *["aot_eager"] * 3), strict=True)),
+)
+def test_compiled_is_exact_too(scaling, out_dtype, backend):
     a, a_scale, b, b_scale = operands(128, 96, 160, scaling, power_of_2=True)
-    compiled = torch.compile(float8_mm, fullgraph=True)
+    compiled = torch.compile(float8_mm, fullgraph=True, backend=backend)
     for word in (False, True):
         out = compiled(a, b, a_scale, b_scale, out_dtype=out_dtype, scales_are_powers_of_2=word)
         assert_matmul_exact(out, a, b, a_scale, b_scale)

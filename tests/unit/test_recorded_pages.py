@@ -6,7 +6,6 @@ import warnings
 from unittest import mock
 
 import pytest
-import torch
 from torch import nn
 
 from benchmarks import performance, scaling, stored_activations
@@ -14,6 +13,7 @@ from benchmarks.record import ROOT, fill
 from benchmarks.scaling import PICTURES, fare, scenarios
 from quaver.cli.bench import VERBS
 from tests.distributed.ranks import run
+from tests.steps import assert_same
 
 
 def code_of(page):
@@ -72,8 +72,7 @@ def test_the_code_for_delayed_scaling_runs(tmp_path, monkeypatch):
         names = {"__name__": "docs"}
         exec(compile(code, "docs", "exec"), names)
     expected, loaded = (names["float8_scaling_state"](names[model]).state_dict() for model in ("model", "resumed"))
-    assert expected.keys() == loaded.keys()
-    assert all(torch.equal(loaded[key], value) for key, value in expected.items())
+    assert_same(loaded, expected)
 
 
 def test_every_picture_is_there_and_shown():

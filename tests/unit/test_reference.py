@@ -28,7 +28,8 @@ from quaver import (
 )
 from quaver.frozen import blockwise_config
 from quaver.reference import ReferenceLinear
-from tests.reference import assert_matmul_exact, assert_same_bits
+from tests.reference import assert_matmul_exact
+from tests.steps import assert_same, results_of
 
 RECIPES = {recipe.value: Float8LinearConfig.from_recipe_name(recipe) for recipe in Float8LinearRecipeName}
 CONFIGS = RECIPES | {
@@ -121,17 +122,6 @@ def pair_of_linears(config, shape, dtype, bias, numbers):
     return convert_to_float8_training(linear, config=config), expected
 
 
-def results_of(linear, input, grad_output):
-    """Output and gradients of one forward and backward."""
-    input = input.clone().requires_grad_()
-    linear.zero_grad()
-    output = linear(input)
-    output.backward(grad_output)
-    return {"output": output.detach(), "grad_input": input.grad} | {
-        f"grad_{name.split('.')[-1]}": parameter.grad.clone() for name, parameter in linear.named_parameters()
-    }
-
-
 def has_delayed_scales(config):
     return any(cast.scaling_type is ScalingType.DELAYED for cast in config.casts.every())
 
@@ -149,9 +139,8 @@ def assert_steps_are_equal(config, shape, dtype, bias, backend=None):
     for growth in steps_of(config):
         input = exact_numbers(tokens, in_features, dtype).view(*leading, in_features) * growth
         grad_output = exact_numbers(tokens, out_features, dtype).view(*leading, out_features) * growth
-        actual, wanted = results_of(run, input, grad_output), results_of(expected, input, grad_output)
-        for name in wanted:
-            assert_same_bits(actual[name], wanted[name])
+        actual = results_of(linear, input, grad_output=grad_output, call=run)
+        assert_same(actual, results_of(expected, input, grad_output=grad_output))
         if has_delayed_scales(config):
             sync_float8_amax_and_scale_history(linear)
             expected.sync()
@@ -170,7 +159,10 @@ def test_eager_steps_have_the_references_bits(name, dtype):
 
 
 COMPILED = [(name, "aot_eager") for name in (*RECIPES, "static", "frozen", "rowwise, weight kept")]
-COMPILED += [(name, "inductor") for name in ("tensorwise", "rowwise_with_gw_hp", "delayed")]
+COMPILED += [(name, "inductor") for name in ("tensorwise", "rowwise_with_gw_hp", "delayed", "mxfp8")]
+COMPILED += [
+    pytest.param(name, "inductor", marks=pytest.mark.nightly) for name in RECIPES if (name, "inductor") not in COMPILED
+]
 
 
 @pytest.mark.parametrize(("name", "backend"), COMPILED)
@@ -192,19 +184,18 @@ def test_codes_and_scales_of_any_numbers_have_the_references_bits(name, dtype, r
             input = gaussian_numbers(m, k, dtype).view(*leading, k) * growth
             grad_output = gaussian_numbers(m, n, dtype).view(*leading, n) * growth
             with Matmuls() as matmuls:
-                actual = results_of(linear, input, grad_output)
-            results_of(expected, input, grad_output)
+                actual = results_of(linear, input, grad_output=grad_output)
+            results_of(expected, input, grad_output=grad_output)
             assert len(matmuls.operands) == in_float8
             for left, operands in matmuls.operands.items():
-                for mine, wanted in zip(operands, reference_matmuls[left], strict=True):
-                    assert_same_bits(mine.contiguous(), wanted.contiguous())
-            for result, left in (("output", (m, k)), ("grad_input", (m, n)), ("grad_weight", (n, m))):
+                assert_same(operands, reference_matmuls[left])
+            for result, left in zip(actual, ((m, k), (m, n), (n, m)), strict=True):
                 a, b, a_scale, b_scale = reference_matmuls[left]
                 if a_scale.dim() and a_scale.shape != (a.shape[0], 1):
                     a, a_scale = reference.scaling.dequantize(a, a_scale), torch.ones(())
                 if b_scale.dim() and b_scale.shape != (1, b.shape[1]):
                     b, b_scale = reference.scaling.dequantize(b, b_scale), torch.ones(())
-                assert_matmul_exact(actual[result].reshape(-1, b.shape[1]), a, b, a_scale, b_scale)
+                assert_matmul_exact(result.reshape(-1, b.shape[1]), a, b, a_scale, b_scale)
             if has_delayed_scales(config):
                 sync_float8_amax_and_scale_history(linear)
                 expected.sync()
@@ -220,10 +211,9 @@ def test_nonfinite_numbers_reach_the_same_results(name, value):
         input, grad_output = exact_numbers(39, 144, torch.float32), exact_numbers(39, 40, torch.float32)
         if broken:
             input[2, 3] = grad_output[1, 7] = value
-        actual, wanted = results_of(linear, input, grad_output), results_of(expected, input, grad_output)
-        assert wanted["output"].isnan().any() == broken
-        for result, tensor in wanted.items():
-            assert_same_bits(actual[result], tensor)
+        wanted = results_of(expected, input, grad_output=grad_output)
+        assert wanted[0].isnan().any() == broken
+        assert_same(results_of(linear, input, grad_output=grad_output), wanted)
         if has_delayed_scales(config):
             sync_float8_amax_and_scale_history(linear)
             expected.sync()

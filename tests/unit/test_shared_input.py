@@ -57,6 +57,26 @@ def test_a_write_that_no_version_counter_sees_is_seen(recipe, write, records_gra
         assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("change", [lambda x: x.mul_(3), lambda x: x.view(-1)[5].fill_(100.0)], ids=["mul_", "view"])
+def test_a_write_between_two_linears_of_one_forward_is_seen(change):
+    class Changing(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            self.q(x)
+            change(x)
+            return self.k(x)
+
+    model, x = convert_to_float8_training(Changing(), config="tensorwise"), torch.randn(32, 64)
+    actual = model(x)
+    assert torch.equal(actual, model.k(x.clone()))
+
+
+def test_linears_of_other_recipes_share_nothing():
+    model, x = Attention(), torch.randn(32, 64) * torch.logspace(-4, 0, 32).view(-1, 1)
+    for recipe, linear in zip(("tensorwise", "rowwise", "blockwise"), "qkv", strict=True):
+        convert_to_float8_training(model, config=recipe, module_filter_fn=lambda _, name, linear=linear: name == linear)
+    assert torch.equal(model(x), model.q(x.clone()) + model.k(x.clone()) + model.v(x.clone()))
+
+
 def elements_read(run) -> int:
     before = cpu.elements_read()
     run()
@@ -64,13 +84,15 @@ def elements_read(run) -> int:
 
 
 @pytest.mark.skipif(not cpu.AVAILABLE, reason="counts the reads of the C extension")
-def test_one_forward_that_trains_casts_its_input_once():
-    attention = convert_to_float8_training(Attention(), config="tensorwise")
+@pytest.mark.parametrize(("recipe", "reads"), [("tensorwise", 2), ("rowwise", 1)])
+def test_one_forward_that_trains_casts_its_input_once(recipe, reads):
+    """An amax and a cast; row-wise in one read for the forward, and in two for both matmuls."""
+    attention = convert_to_float8_training(Attention(), config=recipe)
     x = torch.randn(32, 64)
-    weights, once = 3 * 2 * 64 * 64, 2 * x.numel()  # an amax and a cast
+    weights, once = 3 * reads * 64 * 64, 2 * x.numel()
     assert elements_read(lambda: attention(x)) == weights + once
     with torch.no_grad():
-        assert elements_read(lambda: attention(x)) == weights + 3 * once
+        assert elements_read(lambda: attention(x)) == weights + 3 * reads * x.numel()
     assert elements_read(lambda: (attention.v(x), attention.v(x))) == 2 * (weights // 3 + once)
     assert elements_read(lambda: (attention.q(x), attention.k(x), attention.v(x))) == weights + 3 * once
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from quaver.quantize import Quantizer
 from quaver.tensor import Float8Tensor
 from tests.distributed.models import config_of
 from tests.reference import RECIPES
+from tests.steps import assert_same, results_of
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 
@@ -31,12 +33,11 @@ def as_float8_input(input, config):
     return whole.view(input.shape)
 
 
-def results(input, weight, config, grad, *, compiled=False):
-    input, weight = input.detach().requires_grad_(), weight.detach().requires_grad_()
+def results(input, weight, config, grad, *, backend=None):
+    """The output, and the gradients of input and weight."""
     linear = functools.partial(float8_linear, config=config)
-    output = (torch.compile(linear, fullgraph=True) if compiled else linear)(input, weight)
-    output.backward(grad)
-    return output.detach(), input.grad, weight.grad
+    call = torch.compile(linear, fullgraph=True, backend=backend) if backend else linear
+    return results_of(torch.nn.Module(), input, weight, grad_output=grad, call=call)
 
 
 @RECIPE
@@ -50,18 +51,22 @@ def test_a_linear_takes_a_weight_that_was_cast_before(recipe, dtype):
     )
     expected = results(input, weight, config, grad)
     got = results(input, as_float8_weight(weight, config), config, grad)
-    for want, have in zip(expected, got, strict=True):
-        assert have.dtype is dtype
-        assert torch.equal(want, have)
+    assert_same(got, expected)
+    assert {each.dtype for each in got} == {dtype}
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_tensorwise_weight"])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_linear_takes_an_input_that_was_cast_before(recipe, compiled):
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [
+        *itertools.product(["tensorwise", "rowwise", "rowwise_with_tensorwise_weight"], [None, "aot_eager"]),
+        ("rowwise", "inductor"),
+    ],
+)
+def test_a_linear_takes_an_input_that_was_cast_before(recipe, backend):
     config = config_of(recipe)
     input, weight, grad = torch.randn(2, 6, 20), torch.randn(28, 20), torch.randn(2, 6, 28)
     expected = results(input, weight, config, grad)
-    got = results(as_float8_input(input, config), weight, config, grad, compiled=compiled)
+    got = results(as_float8_input(input, config), weight, config, grad, backend=backend)
     for want, have in zip(expected, got, strict=True):
         torch.testing.assert_close(have, want, rtol=1e-6, atol=1e-6)
 

@@ -18,6 +18,7 @@ from quaver import (
 )
 from quaver.kernels import cpu, widen
 from quaver.kernels.exact_mm import exact_float8_mm
+from tests.steps import assert_same, results_of
 from tests.unit.test_linear import Qkv
 
 IMPORTED_LATE = """
@@ -72,18 +73,14 @@ def test_a_step(recipe, defaults, monkeypatch):
 
     def step():
         widen._pair_table.cache_clear()
-        model.weight.grad, x = None, input.clone().requires_grad_()
-        output = model(x)
-        output.square().mean().backward()
-        return output, x.grad, model.weight.grad
+        return results_of(model, input, grad_output=1.0)
 
     expected = step()
     with other_defaults(defaults):
         made = step()
         sync_float8_amax_and_scale_history(model)
         float8_scaling_state(model).reset()
-    for one, other in zip(made, expected, strict=True):
-        assert torch.equal(one, other)
+    assert_same(made, expected)
 
 
 @DEFAULTS

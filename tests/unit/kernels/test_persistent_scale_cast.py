@@ -12,7 +12,8 @@ from quaver.formats import FORMATS
 from quaver.kernels import cpu
 from quaver.kernels.cast import cast_with_persistent_scale
 from quaver.scaling import PersistentScale
-from tests.reference import MAX, assert_all_same_bits, every_value, reference_amax, reference_scales
+from tests.reference import MAX, every_value, reference_amax, reference_scales
+from tests.steps import assert_same
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HP_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -64,7 +65,7 @@ PATHS = [
 def test_every_value_with_known_scales(path, hp_dtype, float8_dtype):
     hp = every_value(hp_dtype).view(256, 256)
     for scale in (1.0, 0.37, 2.0**20, 448e12, 1e-30, 3.0e38):
-        assert_all_same_bits(path(hp, torch.tensor(scale), float8_dtype, False), oracle(hp, scale, float8_dtype, False))
+        assert_same(path(hp, torch.tensor(scale), float8_dtype, False), oracle(hp, scale, float8_dtype, False))
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -82,9 +83,9 @@ def test_an_unknown_scale_is_the_tensors_own(path, float8_dtype):
     ]
     for hp, scale, power_of_2 in itertools.product(tensors, (0.0, -3.0, NAN), (False, True)):
         got = path(hp, torch.tensor(scale), float8_dtype, power_of_2)
-        assert_all_same_bits(got, oracle(hp, scale, float8_dtype, power_of_2))
+        assert_same(got, oracle(hp, scale, float8_dtype, power_of_2))
         codes, quant, dequant = scaling.dynamic_cast(hp, float8_dtype, power_of_2=power_of_2)
-        assert_all_same_bits(got[:3], (codes, quant, dequant))
+        assert_same(got[:3], (codes, quant, dequant))
         assert got[3][1] == 0  # nothing saturates under a scale of its own
 
 
@@ -123,7 +124,7 @@ def test_threads_change_nothing():
             torch.set_num_threads(threads)
             for scale in (1.0, 0.0):
                 got = by_the_extension(hp, torch.tensor(scale), E4M3, False)
-                assert_all_same_bits(got, expected if scale else oracle(hp, 0.0, E4M3, False))
+                assert_same(got, expected if scale else oracle(hp, 0.0, E4M3, False))
     finally:
         torch.set_num_threads(1)
 

@@ -1,13 +1,13 @@
 """CombinedOptimizer against the optimizers alone, state dicts, conversion of states, and refusals."""
 
 import copy
-import io
 
 import pytest
 import torch
 from torch import nn
 
 from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon, load_states_of
+from tests.steps import assert_same, by_torch_save
 from tests.unit.optim.test_adamw import give_gradients, same
 
 SHAPES = [(64, 300), (300,), (128, 512)]
@@ -40,8 +40,7 @@ def test_it_steps_both_as_they_step_alone():
         give_gradients(parameters, step)
         for each in both:
             each.step()
-    for mine, theirs in zip(ours[0], parameters, strict=True):
-        assert torch.equal(mine, theirs)
+    assert_same(ours[0], parameters)
     (group,) = both[0].param_groups
     assert ours[1].param_groups[0].keys() == group.keys()
     assert ours[1].state[ours[0][0]].keys() == both[0].state[parameters[0]].keys()
@@ -57,10 +56,7 @@ def test_it_goes_on_to_the_same_bits(copied):
     elif copied == "deepcopy":
         again, other = copy.deepcopy((parameters, optimizer))
     else:
-        file = io.BytesIO()
-        torch.save((parameters, optimizer), file)
-        file.seek(0)
-        again, other = torch.load(file, weights_only=False)
+        again, other = by_torch_save((parameters, optimizer))
     for each in ((parameters, optimizer), (again, other)):
         for group in each[1].param_groups:  # what a schedule of the learning rate does
             group["lr"] *= 0.5
@@ -97,10 +93,9 @@ def test_states_are_converted_there_and_back():
     back = CombinedOptimizer(torch.optim.Muon([parameters[0]]), torch.optim.AdamW(parameters[1:], foreach=True))
     load_states_of(back, ours)
     expected = ours.optimizers[0].muon_state_dict()["state"][0]["momentum_buffer"]
-    torch.testing.assert_close(back.state[parameters[0]], {"momentum_buffer": expected}, rtol=0, atol=0)
+    assert_same(back.state[parameters[0]], {"momentum_buffer": expected})
     for number, state in ours.optimizers[1].adamw_state_dict()["state"].items():
-        for name, value in state.items():
-            assert torch.equal(back.state[parameters[1 + number]][name], value), name
+        assert_same({name: back.state[parameters[1 + number]][name] for name in state}, state)
     assert back.param_groups[1]["foreach"]
     assert back.param_groups[1]["lr"] == 1e-3
     again = CombinedOptimizer(Float8Muon([parameters[0]], seed=3), Float8AdamW(parameters[1:], seed=3))

@@ -1,25 +1,36 @@
 """Float8 primary weights: the losses of ordinary parameters to the bit, whatever trains, saves or copies them."""
 
 import copy
-import io
 import re
 
 import pytest
 import torch
 from torch import nn
 
-from quaver import convert_to_float8_training, sync_float8_amax_and_scale_history, use_float8_primary_weights
+from quaver import convert_to_float8_training, use_float8_primary_weights
+from quaver.weights.module_weight import weights_under
 from quaver.weights.primary import Float8PrimaryWeight, round_stochastically
+from tests import steps as steps_of
+from tests.mixture import DIM, make_mixture
 from tests.reference import BLOCK_RECIPES, RECIPES
-from tests.unit.test_linear import by_torch_save
+from tests.steps import assert_same, by_torch_save, draw
 
 ALL_RECIPES = (*RECIPES, *BLOCK_RECIPES, "delayed_with_dynamic_weight")
 
 
-def model_of(recipe="tensorwise", dtype=torch.float32):
+def linears(recipe="tensorwise", dtype=torch.float32):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 48), nn.LayerNorm(48), nn.SiLU(), nn.Linear(48, 16, bias=False))
+    model = nn.Sequential(nn.Linear(DIM, 48), nn.LayerNorm(48), nn.SiLU(), nn.Linear(48, 16, bias=False))
     return convert_to_float8_training(model.to(dtype), config=recipe)
+
+
+def experts(recipe="rowwise", is_transposed=False):
+    """Primary weights of three dims beside that of a linear."""
+    return convert_to_float8_training(make_mixture(layers=1, is_transposed=is_transposed), config=recipe)
+
+
+def transposed_experts(recipe):
+    return experts(recipe, is_transposed=True)
 
 
 def adamw(parameters, **options):
@@ -30,50 +41,34 @@ def sgd(parameters, **options):
     return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, **options)
 
 
-def pair(recipe="tensorwise", optimizer_of=adamw, master_dtype=torch.float32, **options):
+def pair(recipe="tensorwise", optimizer_of=adamw, master_dtype=torch.float32, make=linears, **options):
     """A model with primary weights, and its optimizer."""
-    model = model_of(recipe)
-    optimizer = optimizer_of(model.parameters(), **options)
+    model, optimizer = ordinary(recipe, optimizer_of, make, **options)
     return model, use_float8_primary_weights(model, optimizer, master_dtype=master_dtype)
 
 
-def ordinary(recipe="tensorwise", optimizer_of=adamw, **options):
-    model = model_of(recipe)
+def ordinary(recipe="tensorwise", optimizer_of=adamw, make=linears, **options):
+    model = make(recipe)
     return model, optimizer_of(model.parameters(), **options)
 
 
-def batch_of(step):
-    return torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
-
-
-def train(model, optimizer, steps=range(4), run=None, microbatches=2):
-    losses = []
-    for step in steps:
-        for microbatch in batch_of(step).chunk(microbatches):
-            loss = (run or model)(microbatch).square().mean()
-            loss.backward()
-        losses.append(loss.item())
-        sync_float8_amax_and_scale_history(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+def train(model, optimizer, steps=range(4), **options):
+    return steps_of.train(
+        model, optimizer, [draw(8, DIM, seed=step) for step in steps], **{"microbatches": 2, **options}
+    )
 
 
 def assert_same_weights(model, other):
-    state_dict, expected = model.state_dict(), other.state_dict()
-    assert list(state_dict) == list(expected)
-    for name, value in state_dict.items():
-        assert type(value) is torch.Tensor
-        assert torch.equal(value, expected[name]), name
+    assert_same(model.state_dict(), other.state_dict())
+    assert {type(value) for value in model.state_dict().values()} == {torch.Tensor}
 
 
 def assert_codes_follow(model):
     """The codes that the next forward reads are those of the masters."""
-    for index in (0, 3):
-        fresh = Float8PrimaryWeight.of(model[index].weight.wrapped, model[index].config)
-        for operand, expected in zip(model[index].weight.operands()[:2], fresh.operands()[:2], strict=True):
-            assert torch.equal(operand.data.view(torch.uint8), expected.data.view(torch.uint8))
-            assert torch.equal(operand.dequant_scale, expected.dequant_scale)
+    for _, weight in weights_under(model):
+        primary = weight.parameter
+        fresh = Float8PrimaryWeight.of(primary.wrapped, weight.config, primary.transposed)
+        assert_same(*([(each.data, each.dequant_scale) for each in of.stored()] for of in (primary, fresh)))
 
 
 OPTIMIZERS = {
@@ -88,28 +83,35 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize(
-    ("recipe", "optimizer", "compiled"),
+    ("make", "recipe", "optimizer", "compiled"),
     [
-        *((recipe, "default", compiled) for recipe in ALL_RECIPES for compiled in (False, True)),
-        *(("rowwise", optimizer, False) for optimizer in list(OPTIMIZERS)[1:]),
+        *((linears, recipe, "default", compiled) for recipe in ALL_RECIPES for compiled in (False, True)),
+        *((linears, "rowwise", optimizer, False) for optimizer in list(OPTIMIZERS)[1:]),
+        *((make, recipe, "default", False) for make in (experts, transposed_experts) for recipe in ALL_RECIPES[:-1]),
+        (experts, "tensorwise", "default", True),
     ],
 )
-def test_losses_and_weights_are_those_of_ordinary_parameters(recipe, optimizer, compiled):
-    results, (make, options) = [], OPTIMIZERS[optimizer]
-    for model, of_model in (ordinary(recipe, make, **options), pair(recipe, make, **options)):
+def test_losses_and_weights_are_those_of_ordinary_parameters(make, recipe, optimizer, compiled):
+    results, (optimizer_of, options) = [], OPTIMIZERS[optimizer]
+    for made in (ordinary, pair):
+        model, of_model = made(recipe, optimizer_of, make=make, **options)
         torch.compiler.reset()
-        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else None
-        results.append((train(model, of_model, run=run), model))
+        call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else None
+        results.append((train(model, of_model, call=call), model))
     (expected, reference), (losses, model) = results
     assert losses == expected
     assert len(set(losses)) == len(losses)
     assert_same_weights(model, reference)
-    assert isinstance(model[0].weight, Float8PrimaryWeight)
+    assert_codes_follow(model)
+    for _, weight in weights_under(model):
+        assert isinstance(weight.parameter, Float8PrimaryWeight)
+        stored = {each.data.data_ptr() for each in weight.parameter.stored()}
+        assert len(stored) == (2 if recipe in ("rowwise", "rowwise_with_gw_hp") else 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_optimizer_that_has_stepped(dtype):
-    model = model_of(dtype=dtype)
+    model = linears(dtype=dtype)
     optimizer = adamw(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -133,7 +135,7 @@ def test_an_optimizer_that_evaluates_the_model_within_its_step():
 
         def closure(model=model, optimizer=optimizer):
             optimizer.zero_grad()
-            loss = model(batch_of(0)).square().mean()
+            loss = model(draw(8, DIM)).square().mean()
             loss.backward()
             return loss
 
@@ -152,7 +154,7 @@ def _with_everything(model, optimizer):
     losses = []
     for step in range(4):
         with torch.autocast("cpu", torch.bfloat16):
-            loss = (model(batch_of(step)).float() * added).square().mean()
+            loss = (model(draw(8, DIM, seed=step)).float() * added).square().mean()
         scaler.scale(loss * (torch.inf if step == 2 else 1.0)).backward()  # which skips a step
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_([*model.parameters(), added], 0.1)
@@ -184,76 +186,63 @@ def test_casts_each_weight_once_per_step(monkeypatch):
     assert len(casts) == 3 * 2
 
 
-def saved(model, optimizer):
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file := io.BytesIO())
-    return file.getvalue()
-
-
-def load(checkpoint, model, optimizer):
-    state_dicts = torch.load(io.BytesIO(checkpoint), weights_only=True)
-    model.load_state_dict(state_dicts["model"])
-    optimizer.load_state_dict(state_dicts["optimizer"])
-    return model, optimizer
-
-
 def bf16_pair(**options):
     return pair(master_dtype=torch.bfloat16, **options)
 
 
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [(pair, pair), (ordinary, pair), (pair, ordinary), (bf16_pair, bf16_pair)],
-    ids=["primary", "from ordinary", "to ordinary", "bfloat16 masters"],
-)
-def test_a_checkpoint_resumes_to_the_bit(first, then):
-    model, optimizer = first()
-    for group in optimizer.param_groups:
-        group["lr"] = 2e-2  # as a schedule does
-    train(model, optimizer, range(2))
-    checkpoint = saved(model, optimizer)
-    expected = train(model, optimizer, range(2, 5))
-    model_of_then, optimizer_of_then = then()
-    train(model_of_then, optimizer_of_then, range(1))  # whatever was there before
-    resumed = load(checkpoint, model_of_then, optimizer_of_then)
-    assert optimizer_of_then.param_groups[0]["lr"] == 2e-2
-    assert train(*resumed, range(2, 5)) == expected
-    assert_same_weights(resumed[0], model)
-
-
-def _write_to_a_view(weight, model):
-    weight.view(-1)[3] = 7.0
-
-
-def _write_to_the_state_dict(weight, model):
-    model.state_dict()["0.weight"].mul_(2)
-
-
-def _set_data(weight, model):
-    weight.data = torch.full_like(weight, 0.3)
-
-
-WRITES = {
-    "in place": lambda weight, model: weight.mul_(2),
-    "init": lambda weight, model: nn.init.normal_(weight),
-    "foreach": lambda weight, model: torch._foreach_mul_(list(model.parameters()), 2.0),
-    "vector": lambda weight, model: nn.utils.vector_to_parameters(
-        nn.utils.parameters_to_vector(model.parameters()) * 2, model.parameters()
-    ),
-    "detached": lambda weight, model: weight.detach().mul_(2),
-    "view": _write_to_a_view,
-    "state dict": _write_to_the_state_dict,
-    "data": _set_data,
+PAIRS = {
+    "primary": (pair, pair),
+    "from ordinary": (ordinary, pair),
+    "to ordinary": (pair, ordinary),
+    "bfloat16 masters": (bf16_pair, bf16_pair),
 }
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("make", [linears, experts])
+@pytest.mark.parametrize("which", PAIRS)
+def test_a_checkpoint_resumes_to_the_bit(which, make):
+    first, then = PAIRS[which]
+    model, optimizer = first(make=make)
+    for group in optimizer.param_groups:
+        group["lr"] = 2e-2  # as a schedule does
+    train(model, optimizer, range(2))
+    weights, states = by_torch_save((model.state_dict(), optimizer.state_dict()), weights_only=True)
+    expected = train(model, optimizer, range(2, 5))
+    resumed, its_optimizer = then(make=make)
+    train(resumed, its_optimizer, range(1))  # whatever was there before
+    resumed.load_state_dict(weights)
+    its_optimizer.load_state_dict(states)
+    assert its_optimizer.param_groups[0]["lr"] == 2e-2
+    assert train(resumed, its_optimizer, range(2, 5)) == expected
+    assert_same_weights(resumed, model)
+
+
+WRITES = {
+    "in place": lambda weight, model, name: weight.mul_(2),
+    "init": lambda weight, model, name: nn.init.normal_(weight),
+    "foreach": lambda weight, model, name: torch._foreach_mul_(list(model.parameters()), 2.0),
+    "vector": lambda weight, model, name: nn.utils.vector_to_parameters(
+        nn.utils.parameters_to_vector(model.parameters()) * 2, model.parameters()
+    ),
+    "detached": lambda weight, model, name: weight.detach().mul_(2),
+    "view": lambda weight, model, name: weight.view(-1)[3].fill_(7.0),
+    "state dict": lambda weight, model, name: model.state_dict()[name].mul_(2),
+    "data": lambda weight, model, name: setattr(weight, "data", torch.full_like(weight, 0.3)),
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "make"),
+    [("tensorwise", linears), ("rowwise_with_gw_hp", linears), ("rowwise", experts), ("rowwise", transposed_experts)],
+)
 @pytest.mark.parametrize("write", WRITES)
-def test_codes_follow_a_write(recipe, write):
-    model, optimizer = pair(recipe)
-    before = model[0].weight.detach().clone()
+def test_codes_follow_a_write(recipe, make, write):
+    model, optimizer = pair(recipe, make=make)
+    name, weight = next((name, each.parameter) for name, each in weights_under(model))
+    before = weight.detach().clone()
     with torch.no_grad():
-        WRITES[write](model[0].weight, model)
-    assert not torch.equal(model[0].weight, before)
+        WRITES[write](weight, model, name if make is not linears else f"{name}.weight")
+    assert not torch.equal(weight, before)
     assert_codes_follow(model)
     train(model, optimizer, range(1))
     assert_codes_follow(model)
@@ -266,14 +255,15 @@ def test_the_parameter_answers_as_its_master():
     assert weight.dtype is torch.float32
     assert weight.data_ptr() == master.data_ptr()
     assert torch.equal(weight, master)
-    assert torch.equal(weight @ torch.ones(32), master @ torch.ones(32))
+    assert torch.equal(weight @ torch.ones(DIM), master @ torch.ones(DIM))
     assert (weight.detach().numpy() == master.detach().numpy()).all()
-    with pytest.raises(RuntimeError, match=re.escape("cannot assign [48, 32] of torch.bfloat16")):
+    with pytest.raises(RuntimeError, match=re.escape("cannot assign [48, 40] of torch.bfloat16")):
         weight.data = weight.detach().clone().bfloat16()
 
 
-def test_copies_are_independent_and_train_on_with_their_optimizer():
-    model, optimizer = pair("rowwise")
+@pytest.mark.parametrize("make", [linears, experts])
+def test_copies_are_independent_and_train_on_with_their_optimizer(make):
+    model, optimizer = pair("rowwise", make=make)
     train(model, optimizer, range(2))
     copies = [copied((model, optimizer)) for copied in (copy.deepcopy, by_torch_save)]
     alone = copy.deepcopy(model)
@@ -281,8 +271,9 @@ def test_copies_are_independent_and_train_on_with_their_optimizer():
     for copied_model, its_optimizer in copies:
         assert train(copied_model, its_optimizer, range(2, 4)) == expected
         assert_same_weights(copied_model, model)
-    assert isinstance(alone[0].weight, Float8PrimaryWeight)
-    assert not torch.equal(alone[0].weight, model[0].weight)
+    for (_, of_copy), (_, weight) in zip(weights_under(alone), weights_under(model), strict=True):
+        assert isinstance(of_copy.parameter, Float8PrimaryWeight)
+        assert not torch.equal(of_copy.parameter, weight.parameter)
     average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
     average.update_parameters(alone)
     average.update_parameters(model)
@@ -410,10 +401,16 @@ def test_bfloat16_masters_step_in_float32():
 
 
 def _tied():
-    model = model_of()
-    embedding = nn.Embedding(48, 32)
+    model = linears()
+    embedding = nn.Embedding(48, DIM)
     embedding.weight = model[0].weight
     return nn.ModuleList([model, embedding])
+
+
+def _tied_experts():
+    model = convert_to_float8_training(make_mixture(layers=2), config="rowwise")
+    model[1].experts.down_proj = model[0].experts.down_proj
+    return model
 
 
 def _scheduled():
@@ -425,8 +422,14 @@ def _scheduled():
 ERRORS = [
     (_scheduled, {}, "a scheduler was made for it"),
     (lambda: (m := nn.Linear(16, 16), adamw(m.parameters())), {}, "got none; convert the model"),
-    (lambda: (m := model_of("delayed"), adamw(m.parameters())), {}, "0.weight cannot .* delayed_with_dynamic_weight"),
+    (lambda: (m := linears("delayed"), adamw(m.parameters())), {}, "0.weight cannot .* delayed_with_dynamic_weight"),
     (lambda: (m := _tied(), adamw(m.parameters())), {}, "it is tied: 0.0.weight, 1.weight"),
+    (
+        lambda: (m := _tied_experts(), adamw(m.parameters())),
+        {},
+        r"0\.experts\.down_proj cannot be .* it is tied: .*1\.experts\.down_proj",
+    ),
+    (lambda: (experts(), adamw(linears().parameters())), {}, "that holds weights of float8 linears or experts"),
     (lambda: pair(), {}, "expected a torch.optim.Optimizer of ordinary parameters"),
     (lambda: ordinary(), {"master_dtype": torch.float16}, "expected torch.float32 or torch.bfloat16"),
 ]
@@ -443,7 +446,7 @@ def test_what_cannot_be_is_refused_and_nothing_is_changed(make, options, message
 
 def test_a_weight_that_was_replaced_is_an_error_and_not_untrained():
     model, optimizer = pair()
-    model.load_state_dict(model_of().state_dict(), assign=True)
+    model.load_state_dict(linears().state_dict(), assign=True)
     with pytest.raises(RuntimeError, match="0.weight was replaced after use_float8_primary_weights"):
         train(model, optimizer)
 
