@@ -22,6 +22,9 @@ from rich.table import Column, Table
 
 from quaver.trainer.memory import memory_words
 
+_WIDE = 120
+"""Columns of a terminal on which a progress bar has all numbers; on fewer they would take the name's."""
+
 Advance = Callable[[int], None]
 """Called with the number of bytes read since the last call."""
 
@@ -106,9 +109,8 @@ class Display:
         """Show the record of one training step."""
         loss, speed = f"loss {record['loss']:.4f}", f"{record['tokens_per_s']:,.0f} tokens/s"
         norm, used = f"grad norm {record['grad_norm']:.2f}", _used(record, self.peak_source)
-        self.progress.update(
-            self.tasks[record["run"]], completed=record["step"], numbers=f"{loss} {norm} {speed} {used}"
-        )
+        shown = (loss, speed, norm, used) if self.console.width >= _WIDE else (loss, speed)
+        self.progress.update(self.tasks[record["run"]], completed=record["step"], numbers=" ".join(shown))
         if record["loss_spike"]:
             self._of(record, f"{loss} is a spike: far above the previous losses")
         if not self.console.is_terminal and record["step"] % self.log_freq == 0:

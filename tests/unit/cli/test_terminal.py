@@ -24,6 +24,7 @@ from quaver.memory.runs.step_time import StepCost
 from quaver.numerics.survey import SurveyedLinear
 from quaver.trainer.config.float8 import RECIPES
 from quaver.trainer.config_io import load_config
+from quaver.trainer.display import training_display
 
 COMMANDS = [
     *([verb] for verb in VERBS),
@@ -111,6 +112,21 @@ def test_no_colours_and_no_progress_in_a_pipe(tmp_path, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert "\x1b" not in out
     assert err == ""
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_progress_of_a_run_breaks_no_word(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm-256color")
+    record = {"run": LONGEST, "step": 400, "loss": 1.2345, "loss_spike": False, "tokens_per_s": 123456.0}
+    record |= {"grad_norm": 1.23, "mfu_by_precision": 0.123}
+    with redirect_stdout(Terminal()) as out, training_display([LONGEST], 400, 10, peak_source="measured") as display:
+        display.step(record)
+    text = out.getvalue()
+    assert "…" not in text
+    assert f"{LONGEST} " in text
+    assert "loss 1.2345 " in text
+    assert ("grad norm" in text) == (columns == 120)
 
 
 def bench_views(verb):
