@@ -24,7 +24,7 @@ class DryRunOptions(Settings):
 def print_dry_run(words: list[str], ranks: int) -> int:
     """Print what `quaver train` with `words` would be on `ranks` processes; 0, or 2 for bad input."""
     with bad_input(), working("planning the run"):
-        result = dry_run(load_config(*parse_arguments(words)), ranks)
+        result = dry_run(load_config(*parse_arguments(words, DryRunOptions)), ranks)
     show(_views(result))
     return 0
 

@@ -47,7 +47,7 @@ def run(argv: list[str]) -> int:
     if options.dry_run:
         return print_dry_run(words, options.ranks)
     with _agreed_input(ranks) as told:
-        config_path, flags = parse_arguments(words)
+        config_path, flags = parse_arguments(words, Train)
         plan = set_up_run(load_config(config_path, flags), ranks)
         told.append(plan.fingerprint)
     try:

@@ -14,7 +14,7 @@ import tomli_w
 
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.config.flags import split_flags
-from quaver.trainer.config.settings import expanded, hints_of, nearest, setting
+from quaver.trainer.config.settings import Settings, expanded, hints_of, is_section, nearest, setting
 
 Sections = dict[str, dict[str, Any]]
 
@@ -78,19 +78,22 @@ class TrainFlags(TrainConfig):
     resume: str = setting("", "Resume the run in this folder, with its own config.")
 
 
-def parse_arguments(argv: list[str]) -> tuple[Path | None, Sections]:
+def parse_arguments(argv: list[str], options: type[Settings] = TrainFlags) -> tuple[Path | None, Sections]:
     """Split `[CONFIG.toml] [--section.field value ...]` into the file and the flags as nested values.
 
     `--resume RUN_FOLDER` is short for the config of that folder, its name, and checkpoint.resume = must. How values are
     written is said in `split_flags`.
 
+    Args:
+        options: the command's own, which are parsed already; an unknown flag may have meant one.
     Raises:
         ValueError: for an unknown flag, a flag without its value, or a second file.
     """
     values, rest = split_flags(TrainFlags, argv)
+    known = [*_setting_names(), *(name for name, hint in hints_of(options).items() if not is_section(hint))]
     for word in rest:
         if word.startswith("--"):
-            _check_known(word[2:].partition("=")[0].replace("-", "_"), _setting_names(), "flag")
+            _check_known(word[2:].partition("=")[0].replace("-", "_"), known, "flag")
     for word in rest[1:] if rest and not rest[0].startswith("-") else rest:
         raise ValueError(f"unexpected argument {word!r}; expected [CONFIG.toml] [--section.field value ...]")
     config_path = Path(rest[0]) if rest else None

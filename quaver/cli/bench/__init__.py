@@ -73,7 +73,7 @@ def _prepared(verb: str, words: list[str]) -> tuple[BenchOptions, Callable[[], R
         options.prepare()
         return options, options.measure
     options, run_words = split_options(kind, words, prog="quaver bench train [CONFIG.toml]")
-    path, flags = parse_arguments(run_words)
+    path, flags = parse_arguments(run_words, kind)
     if options.device != "auto":
         flags.setdefault("training", {})["device"] = options.device
     config = load_config(path or DEFAULT_CONFIG, flags)

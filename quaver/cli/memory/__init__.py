@@ -87,7 +87,7 @@ def run(argv: list[str]) -> int:
     """Print and write the predicted memory of a training step; 0, or 2 for bad input."""
     with bad_input():
         options, words = split_options(Options, argv, prog="quaver memory [CONFIG.toml]")
-        config = load_config(*parse_arguments(words))
+        config = load_config(*parse_arguments(words, Options))
         trained_on = resolve_device(config.training.device).type if options.measure else "cuda"
         device = options.device or trained_on
         if options.links:

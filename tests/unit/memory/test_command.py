@@ -88,6 +88,7 @@ def test_advice_and_what_fits(tmp_path, capsys, monkeypatch):
     ("words", "message"),
     [
         (["nowhere.toml"], "config file 'nowhere.toml' does not exist"),
+        (["--advize"], "unknown flag: 'advize'; did you mean 'advise'?"),
         (["--training.stepz", "3"], "unknown flag: 'training.stepz'; did you mean 'training.steps'?"),
         (["--ranks", "0"], "--ranks must be at least 1, got 0"),
         pytest.param(

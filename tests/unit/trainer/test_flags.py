@@ -100,7 +100,7 @@ def test_the_help_prints_each_flag_once_with_choices_and_default(capsys):
     parts = [
         "quaver none {linear,block}",
         "--seq-len INT",
-        "One of eager, compiled.",
+        "--modes [eager|compiled ...]",
         "Print JSON in 100%.",
         '["eager"]',
     ]
