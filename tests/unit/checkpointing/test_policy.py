@@ -27,6 +27,7 @@ from quaver.kernels import cpu
 from quaver.trainer.config import Model
 from quaver.trainer.memory import TensorBytes
 from quaver.trainer.model import Block, rope_tables
+from tests.steps import assert_same, draw
 from tests.thinned import thinned
 
 CASTS = ["extension", "pytorch"]
@@ -151,7 +152,7 @@ def test_checkpointing_changes_no_bit(module, recipe, casts):
         for mode, option in MODES:
             net = copy.deepcopy(plain)
             apply_activation_checkpointing(getattr(net, "layers", [net]), mode=mode, selective_ac_option=option)
-            assert all(torch.equal(a, b) for a, b in zip(expected, train(net, **way), strict=True)), (mode, option)
+            assert_same(train(net, **way), expected, f"{mode} {option}")
 
 
 @pytest.mark.parametrize(
@@ -247,8 +248,7 @@ def test_a_block_that_knows_its_matmuls_does_not_keep_the_last(recipe):
     amaxes = 7 * 4 * (tokens + width * 7 // 2)  # those of kept results differ, and those of weights stay
     assert kept[1] == kept[2]
     assert kept[0] - kept[1] == pytest.approx(4 * tokens * width, abs=amaxes)
-    for other in gradients[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
+    assert_same(gradients[1:], [gradients[0]] * 2)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def compiled_step(recipe: str | None, mode: str, budget: float = 1.0) -> tuple[l
     net = make(recipe, mode, width=128)
     with compiler_config.patch(activation_memory_budget=budget):
         net.layers[0].compile(fullgraph=True, backend=backend)
-        input = torch.randn(4, 128, 128, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        input = draw(4, 128, 128).requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
             output = net(input)
         output.sum().backward()
@@ -305,14 +305,13 @@ def nbytes(tensors: list[torch.Tensor]) -> int:
 
 
 @pytest.mark.parametrize(
-    "recipe",
-    ["tensorwise", *(pytest.param(name, marks=pytest.mark.nightly) for name in (None, *FLOAT8[1:]))],
+    "recipe", ["tensorwise", *(pytest.param(name, marks=pytest.mark.nightly) for name in (None, *FLOAT8[1:]))]
 )
 def test_a_compiled_block_keeps_what_the_policy_says(recipe):
     runs = {mode: compiled_step(recipe, mode) for mode in ("none", "selective", "full")}
     assert [run[1:3] for run in runs.values()] == [(7, 14), (7, 17), (7, 20)]
     for mode in ("selective", "full"):
-        assert all(torch.equal(a, b) for a, b in zip(runs["none"][3], runs[mode][3], strict=True)), mode
+        assert_same(runs[mode][3], runs["none"][3], mode)
     if recipe != "delayed":  # whose graphs return what they recorded, too
         none, selective, full = (nbytes(run[0]) for run in runs.values())
         tokens, width = 4 * 128, 128
@@ -404,7 +403,7 @@ def test_a_policy_can_be_told_what_to_keep_and_what_not():
     ):
         kept, gradients = silu_kept(**changes)
         assert kept == number
-        assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+        assert_same(gradients, expected)
 
 
 def test_operators_by_name():

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import io
 import re
 
 import pytest
@@ -30,6 +29,7 @@ from quaver.trainer.config import Model
 from quaver.trainer.mixture import Mixture
 from quaver.trainer.model import rope_tables
 from tests.reference import sqnr_db
+from tests.steps import assert_same, by_torch_save, draw
 from tests.unit.checkpointing.test_policy import Net, make
 
 RECIPES = (None, "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
@@ -39,7 +39,7 @@ PROMISED = 0.55
 
 
 def inputs(seed=0, shape=SHAPE):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    return draw(*shape, seed=seed).requires_grad_()
 
 
 def step(net, x=None, forward_is_done=lambda: None):
@@ -82,7 +82,7 @@ def saved_bytes(net):
 
 
 VIEWS = {
-    "dense": torch.randn(4, 128, generator=torch.Generator().manual_seed(1)),
+    "dense": draw(4, 128, seed=1),
     "transposed": torch.randn(2, 32, 4, 64).transpose(1, 2),
     "column-major": torch.randn(128, 40).t(),
     "a slice": torch.randn(16, 300)[:, 10:210],
@@ -130,7 +130,7 @@ def test_a_checkpoint_recomputes_in_high_precision_and_stores_nothing(recipe, mo
     store_activations_in_float8(net)
     apply_activation_checkpointing(net.layers, mode=mode[0], selective_ac_option=mode[1])
     expected, got = step(plain), step(net)
-    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    assert_same(got, expected)
     assert saved_bytes(net) == saved_bytes(plain)
 
 
@@ -166,17 +166,23 @@ def test_a_compiled_graph_that_stores_is_not_mistaken_for_one_that_does_not():
     assert 20 < sqnr_db(grads[0], grads[1]) < 60  # infinite if nothing was stored
 
 
-def test_compiled_code_of_dynamic_shapes_stores_nothing_and_says_so(caplog):
+@pytest.mark.parametrize("how", ["dynamic shapes", "backend='eager'", "backend='aot_eager'", "backend='inductor'"])
+def test_other_compiled_code_stores_nothing_and_says_so(caplog, how, monkeypatch):
     clear_slow_paths()
     net = nn.Sequential()
     net.gate = Gate()
     (exact,) = torch.autograd.grad(net.gate(x := inputs()).sum(), x)
     store_activations_in_float8(net, ["gate"])
-    net.layers = [net.gate]
-    compile_blocks(net, dynamic=True)
+    if how == "dynamic shapes":
+        net.layers = [net.gate]
+        compile_blocks(net, dynamic=True)
+    else:
+        if "inductor" in how:  # without Inductor's own compilation
+            monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **__: graph.forward)
+        net.gate.compile(fullgraph=True, backend=how.split("'")[1])
     (got,) = torch.autograd.grad(net.gate(x := inputs()).sum(), x)
     assert torch.equal(got, exact)
-    assert "dynamic shapes does not store activations" in caplog.text
+    assert (f"{how} does not store activations" in caplog.text) == ("inductor" not in how)
 
 
 class Masked(nn.Module):
@@ -302,12 +308,12 @@ def test_hooks_around_the_model_get_the_codes():
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         got = step(net)
-    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    assert_same(got, expected)
     residual = [each for each in seen if each.shape == SHAPE and each.dtype is torch.float32]
     assert len(residual) == 1  # the loss saves the output
     with save_on_cpu():
         offloaded = step(net)
-    assert all(torch.equal(expected[name], offloaded[name]) for name in expected)
+    assert_same(offloaded, expected)
 
 
 def test_a_module_around_checkpoints_stores_their_inputs():
@@ -327,32 +333,14 @@ def test_a_module_around_checkpoints_stores_their_inputs():
     assert saved_bytes(plain) - saved_bytes(net) > 1.6 * 0.74 * inputs().nbytes  # the loss saves one of them as it is
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_another_backend_stores_nothing_and_says_so(caplog, backend, monkeypatch):
-    clear_slow_paths()
-    net = nn.Sequential()
-    net.gate = Gate()
-    (exact,) = torch.autograd.grad(net.gate(x := inputs()).sum(), x)
-    store_activations_in_float8(net, ["gate"])
-    if backend == "inductor":  # without Inductor's own compilation
-        monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **__: graph.forward)
-    net.gate.compile(fullgraph=True, backend=backend)
-    (got,) = torch.autograd.grad(net.gate(x := inputs()).sum(), x)
-    assert torch.equal(got, exact)
-    assert (f"backend={backend!r} does not store activations" in caplog.text) == (backend != "inductor")
-
-
 @pytest.mark.parametrize("modules", [None, ["*"]])
 def test_a_model_is_saved_whole(modules):
     net = make("rowwise", width=256)
     store_activations_in_float8(net, modules)
-    file = io.BytesIO()
-    torch.save(net, file)
-    file.seek(0)
-    again = torch.load(file, weights_only=False)
+    again = by_torch_save(net)
     assert [type(each) for each in again.modules()] == [type(each) for each in net.modules()]
     expected = step(net)
-    assert all(torch.equal(each, expected[name]) for name, each in step(again).items())
+    assert_same(step(again), expected)
 
 
 def test_evaluation_and_other_threads_of_autograd_are_as_before():
@@ -385,11 +373,11 @@ def test_the_way_back_and_copies():
     twin = copy.deepcopy(net)
     assert net.state_dict().keys() == plain.state_dict().keys()
     expected = step(net)
-    assert all(torch.equal(each, expected[name]) for name, each in step(twin).items())
+    assert_same(step(twin), expected)
     keep_activations(net)
     assert [type(each) for each in net.modules()] == [type(each) for each in plain.modules()]
     exact = step(plain)
-    assert all(torch.equal(each, exact[name]) for name, each in step(net).items())
+    assert_same(step(net), exact)
     assert not torch.equal(step(twin)[""], exact[""])
 
 

@@ -1,5 +1,7 @@
 """float8_grouped_mm: every expert is the float8 linear of its tokens, to the bit, on every path."""
 
+import functools
+import itertools
 from dataclasses import replace
 from unittest import mock
 
@@ -15,6 +17,7 @@ from quaver.experts.gemm import Form
 from quaver.experts.groups import GroupedOperand, bounds_of, count_of_scales, first_scale
 from quaver.gemm import PROBES, ScaleKind
 from tests.reference import assert_same_bits
+from tests.steps import assert_same, results_of
 from tests.thinned import thinned
 
 RECIPES = [name.value for name in Float8LinearRecipeName if "delayed" not in name.value]
@@ -31,10 +34,8 @@ def operands(*, k=96, n=160, rows=310, experts=4, dtype=torch.bfloat16, transpos
 
 def step(a, b_t, ends, grad_output, config, function=float8_grouped_mm):
     """The result and both gradients."""
-    a, b_t = a.detach().requires_grad_(), b_t.detach().requires_grad_()
-    out = function(a, b_t, ends, config=config)
-    out.backward(grad_output)
-    return out.detach(), a.grad, b_t.grad
+    call = functools.partial(function, offs=ends, config=config)
+    return results_of(torch.nn.Module(), a, b_t, grad_output=grad_output, call=call)
 
 
 def expert_by_expert(a, b_t, ends, grad_output, config):
@@ -49,11 +50,6 @@ def expert_by_expert(a, b_t, ends, grad_output, config):
     return out, grad_a, grad_b_t
 
 
-def assert_all_same(got, expected):
-    for one, other in zip(got, expected, strict=True):
-        assert_same_bits(one, other)
-
-
 @pytest.mark.parametrize(
     ("recipe", "dtype", "sizes", "transposed"),
     thinned(RECIPES, (torch.bfloat16, torch.float32, torch.float16), ((96, 160), (70, 33), (130, 1)), (False, True)),
@@ -62,7 +58,7 @@ def test_each_expert_is_a_float8_linear(recipe, dtype, sizes, transposed):
     k, n = sizes
     a, b_t, ends = operands(k=k, n=n, dtype=dtype, transposed=transposed)
     grad_output = torch.randn(310, n, dtype=dtype)
-    assert_all_same(step(a, b_t, ends, grad_output, recipe), expert_by_expert(a, b_t, ends, grad_output, recipe))
+    assert_same(step(a, b_t, ends, grad_output, recipe), expert_by_expert(a, b_t, ends, grad_output, recipe))
 
 
 CONFIGS = {
@@ -73,12 +69,15 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_each_expert_is_a_float8_linear_with_options(name):
-    a, b_t, ends = operands(k=70, n=33)
-    grad_output = torch.randn(310, 33, dtype=a.dtype)
-    got = step(a, b_t, ends, grad_output, CONFIGS[name])
-    assert_all_same(got, expert_by_expert(a, b_t, ends, grad_output, CONFIGS[name]))
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [*((name, ENDS) for name in CONFIGS), *itertools.product(RECIPES, ([0, 0, 0, 0], [0, 0, 0, 310], [310] * 4))],
+    ids=str,
+)
+def test_each_expert_is_a_float8_linear_with_options_and_empty_groups(name, ends):
+    (a, b_t, _), config = operands(k=70, n=33), CONFIGS.get(name, name)
+    ends, grad_output = torch.tensor(ends, dtype=torch.int32), torch.randn(310, 33, dtype=a.dtype)
+    assert_same(step(a, b_t, ends, grad_output, config), expert_by_expert(a, b_t, ends, grad_output, config))
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp", "blockwise"])
@@ -89,18 +88,9 @@ def test_what_lies_past_the_last_end_is_ignored(recipe):
     with torch.no_grad():
         a[ENDS[-1] :], grad_output[ENDS[-1] :] = torch.nan, torch.inf
     got = step(a, b_t, ends, grad_output, recipe)
-    assert_all_same(got, expected)
+    assert_same(got, expected)
     assert not got[0][ENDS[-1] :].any()
     assert not got[1][ENDS[-1] :].any()
-
-
-@pytest.mark.parametrize("ends", [[0, 0, 0, 0], [0, 0, 0, 310], [310] * 4], ids=str)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_empty_groups(recipe, ends):
-    a, b_t, _ = operands(k=40, n=24)
-    ends = torch.tensor(ends, dtype=torch.int32)
-    grad_output = torch.randn(310, 24, dtype=a.dtype)
-    assert_all_same(step(a, b_t, ends, grad_output, recipe), expert_by_expert(a, b_t, ends, grad_output, recipe))
 
 
 def test_no_tokens():
@@ -142,7 +132,7 @@ def test_a_backward_in_two_halves_makes_two_matmuls():
     with mock.patch.object(grouped_mm, "grouped_mm", wraps=grouped_mm.grouped_mm) as matmul:
         halves = [torch.autograd.grad(output, each, grad_output, retain_graph=True)[0] for each in (a, b_t)]
     assert matmul.call_count == 2
-    assert_all_same(halves, whole)
+    assert_same(halves, whole)
 
 
 def test_second_derivatives_are_refused():
@@ -163,7 +153,7 @@ def test_compiled_without_breaks_for_any_ends(recipe):
         eager = step(a, b_t, ends, grad_output, recipe)
         with torch.compiler.set_stance(fail_on_recompile := "default" if stops is ENDS else "fail_on_recompile"):
             assert fail_on_recompile
-            assert_all_same(step(a, b_t, ends, grad_output, recipe, compiled), eager)
+            assert_same(step(a, b_t, ends, grad_output, recipe, compiled), eager)
 
 
 def test_operations_have_fake_kernels_and_flops():

@@ -3,34 +3,20 @@
 import torch
 from torch import nn
 
+import quaver.experts.grouped_mm
 from quaver import convert_to_float8_training
+from quaver.experts.groups import Form, bounds_of, scale_of_group
+from tests.mixture import Experts
 
 EXPERTS = 3
 
 
-class Experts(nn.Module):
-    """What experts/module.py asks for; each expert has magnitudes of its own."""
-
-    has_gate = True
-
-    def __init__(self, size: int, inner: int) -> None:
-        super().__init__()
-        self.num_experts = EXPERTS
-        factors = torch.logspace(-1, 1, EXPERTS)[:, None, None]
-        self.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * inner, size) * factors)
-        self.down_proj = nn.Parameter(torch.randn(EXPERTS, size, inner) / factors)
-
-    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return nn.functional.silu(gate) * up
-
-    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros_like(hidden)
-        for expert in range(self.num_experts):
-            token, place = torch.where(index == expert)
-            inner = self._apply_gate(hidden[token] @ self.gate_up_proj[expert].t())
-            out[token] += inner @ self.down_proj[expert].t() * weights[token, place, None]
-        return out
+def experts_of(size: int, inner: int) -> Experts:
+    """Each has magnitudes of its own."""
+    experts, factors = Experts(EXPERTS, size, inner, False), torch.logspace(-1, 1, EXPERTS)[:, None, None]
+    experts.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * inner, size) * factors)
+    experts.down_proj = nn.Parameter(torch.randn(EXPERTS, size, inner) / factors)
+    return experts
 
 
 class Mixture(nn.Module):
@@ -41,7 +27,7 @@ class Mixture(nn.Module):
         self.embed_tokens = nn.Embedding(50, size)
         self.o_proj = nn.Linear(size, size, bias=False)
         self.router = nn.Linear(size, EXPERTS, bias=False)
-        self.experts = Experts(size, inner)
+        self.experts = experts_of(size, inner)
         self.lm_head = nn.Linear(size, 50, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -62,3 +48,20 @@ def mixture(recipe: object = "rowwise", size: int = 64, inner: int = 48, filtere
     return convert_to_float8_training(
         plain(size, inner), config=recipe, module_filter_fn=lambda module, name: name not in left_out
     )
+
+
+def multiplied_experts(forward, monkeypatch):
+    """The codes [N, K] and the scale of each expert that `forward()` multiplies, in the order of its stacks."""
+    seen = []
+    multiply = quaver.experts.grouped_mm.grouped_mm
+
+    def recorded(a, b, ends, form, *args):
+        assert form is Form.OUTPUT
+        bounds = bounds_of(None, ends.shape[0], b.data.shape[0])
+        seen.append([(b.data[s:e], scale_of_group(b, group, s, e)) for group, (s, e) in enumerate(bounds)])
+        return multiply(a, b, ends, form, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quaver.experts.grouped_mm, "grouped_mm", recorded)
+        forward()
+    return seen

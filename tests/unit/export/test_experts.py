@@ -9,15 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import quaver.experts.grouped_mm
 from quaver import conversion_report, convert_to_float8_training
-from quaver.experts.groups import Form, bounds_of, scale_of_group
 from quaver.experts.seam import to_float8_grouped_mm
 from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
 from quaver.export import weights as weights_module
 from quaver.scaling import dequantize, dynamic_cast_blocks
 from tests.reference import RECIPES, assert_same_bits, sqnr_db
-from tests.unit.export.mixtures import EXPERTS, mixture, plain
+from tests.steps import assert_same
+from tests.unit.export.mixtures import EXPERTS, mixture, multiplied_experts, plain
 
 TOKENS = torch.arange(40).view(2, 20)
 PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -27,19 +26,11 @@ HIGH_PRECISION = ["embed_tokens.weight", "lm_head.weight", "router.weight"]
 
 def multiplied(model, monkeypatch):
     """For each stack the codes [N, K] and the scale of each expert, as a forward multiplies them."""
-    seen = []
-    multiply = quaver.experts.grouped_mm.grouped_mm
+    return dict(zip(PARTS, multiplied_experts(lambda: model.eval()(TOKENS), monkeypatch), strict=True))
 
-    def recorded(a, b, ends, form, *args):
-        assert form is Form.OUTPUT
-        bounds = bounds_of(None, EXPERTS, b.data.shape[0])
-        seen.append([(b.data[s:e], scale_of_group(b, group, s, e)) for group, (s, e) in enumerate(bounds)])
-        return multiply(a, b, ends, form, *args)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(quaver.experts.grouped_mm, "grouped_mm", recorded)
-        model.eval()(TOKENS)
-    return dict(zip(PARTS, seen, strict=True))
+def stored_of(tensors, expert, part):
+    return [tensors[f"experts.{expert}.{part}.{leaf}"] for leaf in ("weight", "weight_scale")]
 
 
 def assert_codes_of_forward(tensors, forward, leaf):
@@ -94,13 +85,11 @@ def test_a_block_with_rows_of_gate_and_up_is_quantized_again(monkeypatch):
     assert exported.plan.ragged == ["experts.gate_up_proj", "experts.down_proj"]
     forward = multiplied(model, monkeypatch)
     for expert, (codes, scale) in enumerate(forward["down_proj"]):
-        assert_same_bits(tensors[f"experts.{expert}.down_proj.weight"], codes)
-        assert torch.equal(tensors[f"experts.{expert}.down_proj.weight_scale"], scale)
+        assert_same(stored_of(tensors, expert, "down_proj"), (codes, scale))
     for expert, weight in enumerate(model.experts.gate_up_proj.detach()):
         for part, rows in zip(PARTS["gate_up_proj"], weight.chunk(2), strict=True):
             codes, _, scale = dynamic_cast_blocks(rows, torch.float8_e4m3fn, power_of_2=True)
-            assert_same_bits(tensors[f"experts.{expert}.{part}.weight"], codes)
-            assert torch.equal(tensors[f"experts.{expert}.{part}.weight_scale"], scale)
+            assert_same(stored_of(tensors, expert, part), (codes, scale))
 
 
 @pytest.mark.parametrize("format", ["compressed-tensors-block", "fp8"])
@@ -166,9 +155,7 @@ def test_weights_may_be_given_as_stacks_or_as_matrices(layout):
     expected = dict(iter_float8_weights(model))
     given = dict(iter_float8_weights(model, format="high-precision")) if layout == "matrices" else model.state_dict()
     exported = dict(iter_float8_weights(model.to("meta"), weights=given))
-    assert exported.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert_same_bits(exported[name], tensor)
+    assert_same(exported, expected)
     given.pop("experts.1.up_proj.weight" if layout == "matrices" else "experts.gate_up_proj")
     with pytest.raises(ValueError, match=r"the weights lack those of .*: experts\.(1\.up_proj\.weight|gate_up_proj)$"):
         iter_float8_weights(model, weights=given)
@@ -226,8 +213,7 @@ def test_experts_without_a_gate(monkeypatch):
     convert_to_float8_training(model, config="rowwise", module_filter_fn=lambda m, name: name == "experts")
     tensors = dict(iter_float8_weights(model))
     for expert, (codes, scale) in enumerate(multiplied(model, monkeypatch)["gate_up_proj"]):  # the first that it saw
-        assert_same_bits(tensors[f"experts.{expert}.up_proj.weight"], codes)
-        assert torch.equal(tensors[f"experts.{expert}.up_proj.weight_scale"], scale)
+        assert_same(stored_of(tensors, expert, "up_proj"), (codes, scale))
     assert not [name for name in tensors if "gate" in name]
 
 
@@ -368,9 +354,7 @@ def test_a_frozen_model_has_the_codes_of_the_file(recipe, format, inner, tmp_pat
     stored, exported = load_file(folder / "model.safetensors"), iter_float8_weights(model, format=format)
     again = dict(exported)
     assert not exported.requantized
-    assert set(again) == set(stored)
-    for name in stored:
-        assert_same_bits(again[name], stored[name])
+    assert_same(again, stored)
     leaf = "weight_scale_inv" if format == "fp8" else "weight_scale"
     assert_codes_of_forward(stored, multiplied(model, monkeypatch), leaf)
     assert torch.equal(model(TOKENS), trained.eval()(TOKENS))

@@ -19,6 +19,7 @@ from quaver import (
 )
 from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
 from quaver.frozen import blockwise_config
+from tests.steps import assert_same
 from tests.unit.export.models import PROJECTIONS, Tiny, saved, tiny
 
 TOKENS = torch.arange(40).view(2, 20)
@@ -65,11 +66,7 @@ def test_an_export_imported_frozen_has_the_logits_of_the_exporter(config, device
     assert reasons["lm_head"] == "in high precision in the checkpoint"
     assert reasons["layer.q_proj"].startswith("frozen, stored in ")
     again = dict(iter_float8_weights(model, share_fused_scales=False))
-    stored = load_file(exported(config) / "model.safetensors")
-    assert again.keys() == stored.keys()
-    for name, tensor in stored.items():
-        assert again[name].dtype is tensor.dtype
-        assert again[name].view(torch.uint8).equal(tensor.view(torch.uint8)), name
+    assert_same(again, load_file(exported(config) / "model.safetensors"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -263,9 +260,7 @@ def test_a_model_that_does_not_fit_stays_as_it_was(case, exported):
         load_frozen(model, exported("rowwise"))
     after = [(type(module), *module._parameters.values()) for module in model.modules()]
     assert all(a is b for old, new in zip(before, after, strict=True) for a, b in zip(old, new, strict=True))
-    assert all(
-        tensor.view(torch.uint8).equal(values[name].view(torch.uint8)) for name, tensor in model.state_dict().items()
-    )
+    assert_same(model.state_dict(), values)
 
 
 def test_a_checkpoint_that_does_not_fit(exported, tmp_path):

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from quaver import FrozenFloat8Linear, convert_to_high_precision
 from quaver.cli import main
 from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
+from tests.steps import assert_same
 from tests.unit.export.models import Tiny, saved, tiny
 
 
@@ -43,8 +44,8 @@ def test_import_writes_a_folder_to_train_from(tmp_path, capsys):
     assert len(modes) == 1, "safetensors alone writes files that only their owner may read"
     stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
     expected = load_float8(folder, dtype=torch.float32)
-    assert stored.keys() == index.keys() == expected.keys()
-    assert all(torch.equal(stored[name], expected[name]) for name in expected)
+    assert stored.keys() == index.keys()
+    assert_same(stored, expected)
 
 
 def change_config(folder, **changes):
@@ -107,10 +108,7 @@ BAD = {
         lambda f: (f / "model.safetensors").unlink(),
         "must have model.safetensors, or shards and model.saf",
     ),
-    "half": (
-        lambda f: split(f, "b.safetensors"),
-        "b.safetensors', which is not there; download it again",
-    ),
+    "half": (lambda f: split(f, "b.safetensors"), "b.safetensors', which is not there; download it again"),
     "short": (lambda f: cut(f / "model.safetensors"), "is damaged"),
 }
 

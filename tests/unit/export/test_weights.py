@@ -18,6 +18,7 @@ from quaver import (
 from quaver.export import iter_float8_weights
 from quaver.export.formats import weight_format
 from tests.reference import PERSISTENT_RECIPES, RECIPES, sqnr_db
+from tests.steps import assert_same
 from tests.unit.export.models import PROJECTIONS, Tiny, tiny
 
 TOKENS = torch.arange(40).view(2, 20)
@@ -137,8 +138,7 @@ def test_blocks_are_quantized_again_and_the_cost_is_stated():
 def test_high_precision_is_the_control():
     model = tiny()
     plain = dict(iter_float8_weights(model, format="high-precision", dtype=torch.bfloat16))
-    assert list(plain) == list(model.state_dict())
-    assert all(torch.equal(plain[name], tensor.bfloat16()) for name, tensor in model.state_dict().items())
+    assert_same(plain, model.bfloat16().state_dict())
 
 
 def test_wrappers_leave_names_as_they_are():
@@ -155,7 +155,7 @@ def test_weights_may_come_from_elsewhere():
         structure = Tiny()
     convert_to_float8_training(structure, config="rowwise", module_filter_fn=lambda module, name: "lm_head" not in name)
     found = dict(iter_float8_weights(structure, weights=model.state_dict()))
-    assert all(torch.equal(found[name].float(), tensor.float()) for name, tensor in expected.items())
+    assert_same(found, expected)
     rounded = dict(iter_float8_weights(structure, weights=model.state_dict(), forward_dtype=torch.bfloat16))
     for name, tensor in iter_float8_weights(model.bfloat16()):
         if "_proj.weight" in name:

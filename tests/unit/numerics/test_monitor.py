@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import quaver
-from quaver import Float8Linear, convert_to_float8_training, convert_to_high_precision, float8_scaling_state
+from quaver import Float8Linear, convert_to_float8_training, convert_to_high_precision
 from quaver.numerics import observe
 from quaver.numerics.monitor import monitor
 from quaver.numerics.observe import SAMPLING
@@ -17,6 +17,7 @@ from quaver.numerics.probe import Probe
 from quaver.numerics.record import Record
 from quaver.numerics.statistics import finish, observe_matrix
 from quaver.quantize import Quantizer
+from tests import steps as steps_of
 from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
 
 
@@ -42,20 +43,11 @@ def make(recipe="tensorwise", mode="eager"):
     return model
 
 
-def train(model, steps=3, micro_batches=1, seed=1):
+def train(model, steps=3, micro_batches=1):
+    torch.manual_seed(1)
+    batches = [torch.randn(40 * micro_batches, 48).bfloat16().requires_grad_() for _ in range(steps)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed(seed)
-    losses = []
-    for _ in range(steps):
-        for _ in range(micro_batches):
-            loss = model(torch.randn(40, 48).bfloat16().requires_grad_()).float().square().mean()
-            loss.backward()
-            losses.append(loss.item())
-        if len(float8_scaling_state(model)):
-            quaver.sync_float8_amax_and_scale_history(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    return steps_of.train(model, optimizer, batches, microbatches=micro_batches)
 
 
 def watched(model, every=2, steps=3, micro_batches=1, **options):

@@ -16,6 +16,7 @@ from quaver.numerics.probe import GroupedProbe
 from quaver.numerics.statistics import STATISTICS, finish, merge, new_slots, observe_matrix
 from quaver.quantize import Quantizer
 from tests.mixture import make_mixture
+from tests.steps import assert_same, train
 from tests.unit.experts.test_grouped_mm import ENDS, RECIPES, operands
 
 CPU = torch.device("cpu")
@@ -104,22 +105,21 @@ def make(recipe, mode="eager"):
     return model
 
 
-def sampled(model, recomputed=False, change=lambda model, step: None, steps=3):
-    """The losses, and the lines of the record."""
-    lines, losses = [], []
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+def trained(model, recomputed=False, change=lambda model, step: None, steps=3):
+    """The losses."""
     torch.manual_seed(1)
+    batches = [torch.randn(64, 40, requires_grad=True) for _ in range(steps)]
+    optimizer, left = torch.optim.SGD(model.parameters(), lr=1e-3), iter(range(2, steps + 2))
+    change(model, 1)
+    call = (lambda tokens: checkpoint(model, tokens, use_reentrant=False)) if recomputed else None
+    return train(model, optimizer, batches, call=call, after=lambda model: change(model, next(left)))
+
+
+def sampled(model, **options):
+    """The losses, and the lines of the record."""
+    lines = []
     with monitor(model, every=1, extras_every=0, sink=lines.append):
-        for step in range(1, steps + 1):
-            change(model, step)
-            tokens = torch.randn(64, 40, requires_grad=True)
-            out = checkpoint(model, tokens, use_reentrant=False) if recomputed else model(tokens)
-            loss = out.square().mean()
-            loss.backward()
-            losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses, lines
+        return trained(model, **options), lines
 
 
 def test_compiled_and_checkpointed_samples_are_those_of_eager_code():
@@ -135,16 +135,10 @@ def test_compiled_and_checkpointed_samples_are_those_of_eager_code():
 
 def test_a_monitor_changes_nothing_and_leaves_nothing():
     model, other = make("tensorwise"), make("tensorwise")
-    sampled(model)
+    losses, _ = sampled(model)
     assert "probes" not in vars(model[0].experts)
-    optimizer = torch.optim.SGD(other.parameters(), lr=1e-3)
-    torch.manual_seed(1)
-    for _ in range(3):
-        other(torch.randn(64, 40)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for one, another in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(one, another)
+    assert losses == trained(other)
+    assert_same(model.state_dict(), other.state_dict())
 
 
 def starve_first_expert(model, step):

@@ -8,25 +8,15 @@ from quaver import CastConfig, Float8LinearConfig, ScalingType, convert_to_float
 from quaver.integrations.transformers import prepare_model_for_float8
 from quaver.numerics.alarms import Alarms
 from quaver.numerics.monitor import monitor
+from tests.steps import draw, train
 
 SCALE = 64.0
-BATCHES = torch.randn(4, 32, 48, generator=torch.Generator().manual_seed(0)).unbind()
+BATCHES = draw(4, 32, 48).unbind()
 
 
 def make(config):
     torch.manual_seed(0)
     return convert_to_float8_training(nn.Sequential(nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 32)), config=config)
-
-
-def train(model, optimizer, batches=BATCHES):
-    losses = []
-    for batch in batches:
-        loss = model(batch).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def watched(model, optimizer, batches=BATCHES):
@@ -50,7 +40,7 @@ def test_static_scales_are_sampled_and_alarm_only_where_clipping_costs_more_than
     model = make(static())
     losses, (header, *samples) = watched(model, sgd(model))
     model = make(static())
-    assert losses == train(model, sgd(model))
+    assert losses == train(model, sgd(model), BATCHES)
     assert {each["scaling"] for each in header["tensors"] if each["cast"] != "result"} == {"static"}
     place = next(at for at, each in enumerate(header["tensors"]) if (each["layer"], each["operand"]) == ("0", "input"))
     assert {sample["scale_max"][place] for sample in samples} == {1 / SCALE}
@@ -77,7 +67,7 @@ def test_primary_weights_have_scales_and_their_runs_are_the_same(recipe):
     model = make(recipe)
     losses, (header, *samples) = watched(model, use_float8_primary_weights(model, sgd(model)))
     model = make(recipe)
-    assert losses == train(model, use_float8_primary_weights(model, sgd(model)))
+    assert losses == train(model, use_float8_primary_weights(model, sgd(model)), BATCHES)
     for at, each in enumerate(header["tensors"]):
         sample = samples[-1]
         if each["operand"] == "weight":
