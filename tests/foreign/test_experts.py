@@ -32,6 +32,7 @@ from quaver.experts.module import Float8Experts, is_experts
 from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
 from tests.foreign.zoo import MODELS, loss_of, make
 from tests.reference import BACKEND, assert_same_bits, sqnr_db
+from tests.steps import assert_same, results_of
 
 CONFIG = SimpleNamespace(
     hidden_size=64,
@@ -85,18 +86,7 @@ def routed(dtype=torch.float32, tokens=50):
 
 def step(experts, hidden, *routing, function=None):
     """The result, and the gradients of the tokens, of the routing weights and of the parameters."""
-    leaves = [hidden.clone().requires_grad_(), *routing]
-    if routing:
-        leaves[2] = leaves[2].clone().requires_grad_()
-    experts.zero_grad()
-    out = (experts if function is None else function)(*leaves)
-    out.square().sum().backward()
-    return [
-        out.detach(),
-        leaves[0].grad,
-        *([leaves[2].grad] if routing else []),
-        *(p.grad for p in experts.parameters()),
-    ]
+    return results_of(experts, hidden, *routing, call=function)
 
 
 def one_by_one(recipe):
@@ -115,7 +105,7 @@ def one_by_one(recipe):
     return grouped_linear
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp", "blockwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"])
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_each_expert_is_a_float8_linear(cls, recipe):
     experts = experts_of(cls)
@@ -124,19 +114,16 @@ def test_each_expert_is_a_float8_linear(cls, recipe):
         expected = step(experts, *routed(), function=lambda *args: moe.grouped_mm_experts_forward(experts, *args))
     convert_to_float8_training(experts, config=recipe)
     assert isinstance(experts, Float8Experts)
-    for one, other in zip(step(experts, *routed()), expected, strict=True):
-        assert_same_bits(one, other)
+    assert_same(step(experts, *routed()), expected)
 
 
 @pytest.mark.parametrize("recipe", ONE_MATMUL_DB)
-@pytest.mark.parametrize("cls", [*CLASSES, Llama4TextExperts], ids=lambda cls: cls.__name__)
-def test_gradients_against_float32(cls, recipe):
+def test_gradients_of_llama_4_against_float32(recipe):
     """The floor: a gradient has the error of at most five of the six matmuls, and activations may double it."""
-    experts = experts_of(cls)
-    inputs = routed() if cls is not Llama4TextExperts else (torch.randn(200, 64),)
-    expected = step(experts, *inputs)
+    experts, hidden = experts_of(Llama4TextExperts), torch.randn(200, 64)
+    expected = step(experts, hidden)
     convert_to_float8_training(experts, config=recipe)
-    for one, other in zip(step(experts, *inputs), expected, strict=True):
+    for one, other in zip(step(experts, hidden), expected, strict=True):
         assert sqnr_db(other, one) > ONE_MATMUL_DB[recipe] - 10
 
 
@@ -172,8 +159,7 @@ def test_compiled_as_eager(backend):
     experts = convert_to_float8_training(experts_of(GptOssExperts), config="rowwise")
     eager = step(experts, *routed())
     compiled = torch.compile(experts, fullgraph=True, backend=backend)
-    for one, other in zip(step(experts, *routed(), function=compiled), eager, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(step(experts, *routed(), function=compiled), eager, rtol=1e-5, atol=1e-5)
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------

@@ -13,14 +13,18 @@ from compressed_tensors.quantization import QuantizationConfig
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.finegrained_fp8 import FP8Linear
 from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config
 
-from quaver import convert_to_float8_training
+from quaver import convert_to_float8_training, freeze_to_float8
 from quaver.cli import main
-from quaver.export import load_float8, save_float8
+from quaver.experts.module import is_experts
+from quaver.export import load_float8, load_frozen, save_float8
 from quaver.export.files import StoredTensors
+from quaver.frozen import blockwise_config
 from tests.foreign.llama import not_the_head
+from tests.steps import assert_same
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
 TOKENS = torch.arange(24).view(1, 24)
@@ -30,11 +34,36 @@ FORMATS = [
     ("rowwise", "compressed-tensors-block"),
     ("rowwise", "fp8"),
 ]
+RAGGED = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
+"""Of `deepseek`, whose exports go by that name in place of a recipe's: 192 x 200, which no block divides."""
 
 
 def llama():
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(vocab_size=128, num_key_value_heads=4, use_cache=False, **SIZES)).eval()
+
+
+def deepseek(kv_lora_rank=160):
+    """A small DeepSeek-V3; magnitudes differ from row to row."""
+    torch.manual_seed(0)
+    ranks = {"kv_lora_rank": kv_lora_rank, "q_lora_rank": 96, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32}
+    experts = {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    layers = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 200, "intermediate_size": 300, "moe_intermediate_size": 64, "v_head_dim": 32}
+    others = {"vocab_size": 64, "max_position_embeddings": 64, "use_cache": False}
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**ranks, **experts, **layers, **sizes, **others)).eval()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight.mul_(torch.logspace(-1, 1, module.out_features)[:, None])
+    return model
+
+
+def frozen_deepseek(**options):
+    def is_a_linear(module, name):
+        return not_the_head(module, name) and not is_experts(module)
+
+    return freeze_to_float8(deepseek(**options), blockwise_config(power_of_2=False), module_filter_fn=is_a_linear)
 
 
 def logits_of(model):
@@ -50,7 +79,10 @@ def exported(tmp_path_factory):
     def folder(recipe, format):
         path = root / f"{recipe}-{format}"
         if not path.exists():
-            model = convert_to_float8_training(llama(), config=recipe, module_filter_fn=not_the_head)
+            ragged = recipe == "deepseek"
+            model = frozen_deepseek() if ragged else llama()
+            if not ragged:
+                convert_to_float8_training(model, config=recipe, module_filter_fn=not_the_head)
             save_float8(model, path, format=format, max_shard_bytes=200_000)
         return path
 
@@ -63,18 +95,22 @@ def dequantized_logits(folder):
     return logits_of(model)
 
 
-@pytest.mark.parametrize(("recipe", "format"), FORMATS)
-def test_transformers_loads_the_dequantized_weights(recipe, format, exported):
-    folder = exported(recipe, format)
+def from_transformers(folder, format):
     config = FineGrainedFP8Config(dequantize=True) if format == "fp8" else CompressedTensorsConfig(dequantize=True)
     with warnings.catch_warnings(action="ignore"):  # that the checkpoint has a quantization_config too
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config)
-    for name, tensor in load_float8(folder, dtype=torch.float32).items():
-        assert torch.equal(model.get_parameter(name), tensor), name
-    assert torch.equal(logits_of(model), dequantized_logits(folder))
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config)
 
 
-@pytest.mark.parametrize(("recipe", "format"), FORMATS[:3])
+@pytest.mark.parametrize(("recipe", "format"), [*FORMATS, ("deepseek", "compressed-tensors-block")])
+def test_transformers_loads_the_dequantized_weights(recipe, format, exported):
+    folder = exported(recipe, format)
+    model = from_transformers(folder, format)
+    assert_same(model.state_dict(), dict(load_float8(folder, dtype=torch.float32, model=model)))
+    if recipe != "deepseek":
+        assert torch.equal(logits_of(model), dequantized_logits(folder))
+
+
+@pytest.mark.parametrize(("recipe", "format"), [*FORMATS[:3], ("deepseek", "compressed-tensors-block")])
 def test_compressed_tensors_decompresses_the_same_values(recipe, format, exported):
     folder = exported(recipe, format)
     config = QuantizationConfig.model_validate(json.loads((folder / "config.json").read_text())["quantization_config"])
@@ -86,8 +122,8 @@ def test_compressed_tensors_decompresses_the_same_values(recipe, format, exporte
             parts = {"weight": stored[name], "weight_scale": stored[f"{name}_scale"]}
             assert torch.equal(compressor.decompress(parts, scheme)["weight"], tensor), name
             count += 1
-    assert count == 7
-    assert config.ignore == ["lm_head", "model.embed_tokens"]
+    assert count == (16 if recipe == "deepseek" else 7)  # 5 of each attention, 3 of each dense and shared feed-forward
+    assert recipe == "deepseek" or config.ignore == ["lm_head", "model.embed_tokens"]
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
@@ -100,12 +136,35 @@ def test_compressed_tensors_runs_the_layers_that_training_ran(recipe, exported):
     assert (got - expected).norm() < 0.12 * reference.norm()
 
 
-def test_torch_dequantizes_blocks_to_the_same_values(exported):
-    folder = exported("rowwise", "fp8")
-    state = {name: torch.empty_like(tensor) for name, tensor in load_float8(folder, dtype=torch.float32).items()}
+@pytest.mark.parametrize("recipe", ["rowwise", "deepseek"])
+def test_torch_dequantizes_blocks_to_the_same_values(recipe, exported):
+    values = dict(load_float8(folder := exported(recipe, "fp8"), dtype=torch.float32))
+    state = {name: torch.empty_like(tensor) for name, tensor in values.items()}
     load(state, storage_reader=QuantizedHuggingFaceStorageReader(str(folder)))
-    for name, tensor in load_float8(folder, dtype=torch.float32).items():
-        assert torch.equal(state[name], tensor), name
+    assert_same(state, values)
+
+
+@pytest.mark.parametrize("format", ["fp8", "compressed-tensors-block"])
+def test_a_frozen_deepseek_is_exported_and_loaded_again(format, exported):
+    stored = StoredTensors(exported("deepseek", format))
+    scale = f"{RAGGED}_scale_inv" if format == "fp8" else f"{RAGGED}_scale"
+    assert (stored.shape(RAGGED), stored.shape(scale)) == ([192, 200], [2, 2])
+    again = load_frozen(deepseek(), exported("deepseek", format))
+    assert logits_of(again).equal(logits_of(frozen_deepseek()))
+    if format == "fp8":
+        linear = FP8Linear(200, 192, block_size=(128, 128))  # transformers' own takes the codes and scales
+        linear.load_state_dict({"weight": stored[RAGGED], "weight_scale_inv": stored[scale]})
+        assert linear.weight_scale_inv.equal(stored[scale])
+
+
+def test_transformers_does_not_dequantize_ragged_fp8(exported, tmp_path):
+    """It divides a weight evenly by the number of scales. Once it does not, the warning of save_float8 can go."""
+    model = from_transformers(exported("deepseek", "fp8"), "fp8")
+    values = load_float8(exported("deepseek", "fp8"), dtype=torch.float32)
+    assert not model.state_dict()[RAGGED].equal(values[RAGGED])  # 192 rows become two blocks of 96
+    save_float8(frozen_deepseek(kv_lora_rank=544), tmp_path / "out", format="fp8")
+    with pytest.raises(RuntimeError, match="conversion of the weights"):  # 576 rows do not become 5 blocks
+        from_transformers(tmp_path / "out", "fp8")
 
 
 @pytest.mark.parametrize(("recipe", "format"), FORMATS)

@@ -17,11 +17,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
 
-import quaver.experts.grouped_mm
 from quaver import convert_to_float8_training, freeze_to_float8
 from quaver.cli import main
-from quaver.experts.groups import Form, bounds_of, scale_of_group
-from quaver.experts.module import Float8Experts, is_experts
+from quaver.experts.module import Float8Experts
 from quaver.export import import_float8, iter_float8_weights, load_float8, load_frozen, save_float8
 from quaver.export.files import StoredTensors
 from quaver.frozen import blockwise_config
@@ -30,6 +28,8 @@ from quaver.scaling import dequantize
 from quaver.weights.frozen import FrozenFloat8Weight
 from tests.foreign.zoo import MODELS, make
 from tests.reference import assert_same_bits, sqnr_db
+from tests.steps import assert_same
+from tests.unit.export.mixtures import multiplied_experts
 
 MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "glm4_moe")
 WHOLE = ("gpt_oss", "llama4")
@@ -70,7 +70,8 @@ def logits_of(model):
 def from_transformers(folder, model_class, format):
     config = FineGrainedFP8Config(dequantize=True) if format == "fp8" else CompressedTensorsConfig(dequantize=True)
     with warnings.catch_warnings(action="ignore"):  # that the checkpoint has a quantization_config too
-        return model_class.from_pretrained(folder, dtype=torch.float32, quantization_config=config)
+        model = model_class.from_pretrained(folder, dtype=torch.float32, quantization_config=config)
+    return model.float()  # what is not quantized keeps its dtype there
 
 
 def weights_in(folder):
@@ -96,9 +97,7 @@ def test_names_and_values_are_those_of_transformers(name, format, tmp_path):
 
     loaded = load_float8(tmp_path / "out", dtype=torch.float32, model=model)
     again = from_transformers(tmp_path / "out", type(model), format)
-    assert set(loaded) == set(again.state_dict())
-    for each, tensor in again.state_dict().items():
-        assert torch.equal(loaded[each], tensor), each
+    assert_same(loaded, again.state_dict())
     target = mixture(name)
     target.load_state_dict(dict(loaded))
     assert_same_bits(logits_of(target), logits_of(again))
@@ -127,14 +126,12 @@ def test_llama_4_has_linears_of_each_expert_in_compressed_tensors(recipe, format
     assert exported.plan.whole_stacks == []
     loaded = load_float8(tmp_path / "out", dtype=torch.float32)
     oracle = from_transformers(tmp_path / "out", type(model), format)
-    assert set(loaded) == set(oracle.state_dict())
-    for each, tensor in oracle.state_dict().items():
-        assert torch.equal(loaded[each], tensor), each
+    assert_same(loaded, oracle.state_dict())
     is_cut = format == FORMATS[1]  # gate and up have 96 rows each
     assert [name for name in exported.requantized if name.endswith("experts.gate_up_proj")] == (
         [f"model.layers.{layer}.feed_forward.experts.gate_up_proj" for layer in (0, 1)] if is_cut else []
     )
-    for index, forward in enumerate(multiplied_experts(model, monkeypatch)):
+    for index, forward in enumerate(multiplied_experts(lambda: logits_of(model), monkeypatch)):
         prefix, parts = f"model.layers.{index // 2}.feed_forward.experts", ("gate_proj", "up_proj")
         for expert, (codes, scale) in enumerate(forward):
             leaves = ("down_proj",) if index % 2 else parts
@@ -169,41 +166,6 @@ def test_the_names_of_the_hub(name, gate, expert):
     assert not [each for each in exported.plan.ignore if "experts" in each]
     assert tensors[expert].dtype is torch.float8_e4m3fn
     assert tensors[f"{expert}_scale"].shape == (tensors[expert].shape[0], 1)
-
-
-def multiplied_experts(model, monkeypatch):
-    """The codes [N, K] and the scale of each expert, in the order of the layers and stacks."""
-    seen = []
-    multiply = quaver.experts.grouped_mm.grouped_mm
-
-    def recorded(a, b, ends, form, *args):
-        assert form is Form.OUTPUT
-        count = ends.shape[0]
-        bounds = bounds_of(None, count, b.data.shape[0])
-        seen.append([(b.data[s:e], scale_of_group(b, group, s, e)) for group, (s, e) in enumerate(bounds)])
-        return multiply(a, b, ends, form, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(quaver.experts.grouped_mm, "grouped_mm", recorded)
-        logits_of(model)
-    return seen
-
-
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3"])
-@pytest.mark.parametrize(
-    ("recipe", "format"), [("rowwise", FORMATS[0]), ("tensorwise", FORMATS[0]), ("blockwise", "fp8")]
-)
-def test_codes_are_those_of_the_forward(name, recipe, format, tmp_path, monkeypatch):
-    """transformers dequantizes the codes that the forward multiplied, also of experts with several blocks."""
-    model = prepare_model_for_float8(large(name), recipe)
-    requantized = save_float8(model, tmp_path / "out", format=format).requantized
-    assert not [each for each in requantized if ".experts." in each]
-    again = from_transformers(tmp_path / "out", type(model), format)
-    held = [module for module in again.modules() if is_experts(module)]
-    stacks = [stack for module in held for stack in (module.gate_up_proj, module.down_proj)]
-    for stack, experts in zip(stacks, multiplied_experts(model, monkeypatch), strict=True):
-        for matrix, (codes, scale) in zip(stack, experts, strict=True):
-            assert torch.equal(matrix, dequantize(codes, scale))
 
 
 # ---- published layouts -----------------------------------------------------------------------------------------------
@@ -254,9 +216,7 @@ def test_published_checkpoints(name, scale_dtype, stays, tmp_path):
     tensors = published(model, tmp_path / "hub", scale_dtype, stays)
     loaded = load_float8(tmp_path / "hub", dtype=torch.float32, model=prepare_model_for_float8(large(name), "rowwise"))
     oracle = from_transformers(tmp_path / "hub", type(model), "fp8").state_dict()
-    assert set(loaded) == set(oracle)
-    for each, tensor in oracle.items():
-        assert torch.equal(loaded[each], tensor), each
+    assert_same(loaded, oracle)
     layer = "model.layers.1.block_sparse_moe.experts.2" if name == "mixtral" else "model.layers.1.mlp.experts.2"
     parts = ("w1", "w3") if name == "mixtral" else ("gate_proj", "up_proj")
     expected = torch.cat([value_of(tensors, f"{layer}.{part}.weight") for part in parts])
@@ -266,7 +226,7 @@ def test_published_checkpoints(name, scale_dtype, stays, tmp_path):
         "scale_inv" in n for n in tensors
     )
     imported = AutoModelForCausalLM.from_pretrained(tmp_path / "hp", dtype=torch.float32).state_dict()
-    assert all(torch.equal(imported[each], tensor) for each, tensor in oracle.items())
+    assert_same(imported, oracle)
 
 
 def test_training_goes_on_with_the_codes_of_the_file(tmp_path):
@@ -306,8 +266,7 @@ def test_a_published_checkpoint_is_trained_and_exported_again(tmp_path):
     exported, fresh = (
         dict(iter_float8_weights(prepare_model_for_float8(each, "rowwise"))) for each in (model, expected)
     )
-    assert exported.keys() == fresh.keys()
-    assert all(torch.equal(exported[name].float(), tensor.float()) for name, tensor in fresh.items())
+    assert_same(exported, fresh)
 
 
 def values_of(model):
@@ -324,9 +283,7 @@ def test_a_frozen_base_of_a_published_checkpoint(tmp_path):
     oracle = from_transformers(tmp_path / "hub", transformers.Qwen3MoeForCausalLM, "fp8").state_dict()
     with init_empty_weights():
         model = large("qwen3_moe")
-    assert all(
-        torch.equal(value, oracle[name]) for name, value in values_of(load_frozen(model, tmp_path / "hub")).items()
-    )
+    assert_same(values_of(load_frozen(model, tmp_path / "hub")), oracle)
     frozen = {name for name, each in model.named_parameters() if isinstance(each, FrozenFloat8Weight)}
     assert frozen == {name for name in oracle if "_proj" in name}
 
@@ -357,7 +314,7 @@ def test_adapters_train_on_frozen_experts_and_are_merged_and_exported(recipe, fo
     assert merged.model.layers[0].mlp.experts.gate_up_proj.requantized_sqnr_db > 25
     assert save_float8(merged, tmp_path / "second", format=format).requantized == {}
     oracle = from_transformers(tmp_path / "second", type(merged), format).state_dict()
-    assert all(torch.equal(value, oracle[name]) for name, value in values_of(merged).items())
+    assert_same(values_of(merged), oracle)
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -395,7 +352,7 @@ def test_gpt_oss_is_frozen_without_a_loss(config, tmp_path):
     )
     model = freeze_to_float8(copy.deepcopy(dequantized), config, module_filter_fn=lambda _, name: "experts" in name)
     expected, frozen = values_of(dequantized), values_of(model)
-    assert all(torch.equal(value, expected[name]) for name, value in frozen.items())
+    assert_same(frozen, expected)
     stacks = [each for each in model.parameters() if isinstance(each, FrozenFloat8Weight)]
     assert len(stacks) == 4
     assert logits_of(model).isfinite().all()
@@ -414,8 +371,7 @@ def test_a_hugging_face_folder_is_exported_and_imported(name, tmp_path, capsys):
     assert "32 float8 weights of the recipe rowwise" in capsys.readouterr().out
     convert_to_float8_training(model, config="rowwise", module_filter_fn=lambda module, name: name != "lm_head")
     expected, stored = dict(iter_float8_weights(model)), StoredTensors(tmp_path / "out")
-    assert set(stored) == set(expected)
-    assert all(torch.equal(stored[each].float(), tensor.float()) for each, tensor in expected.items())
+    assert_same(stored, expected)
     assert json.loads((tmp_path / "out" / "quaver_export.json").read_text())["logits"]["sqnr_db"] > 20
     assert main(["import", str(tmp_path / "out"), str(tmp_path / "hp"), "--dtype=float32"]) == 0
     trainable = AutoModelForCausalLM.from_pretrained(tmp_path / "hp", dtype=torch.float32)

@@ -19,33 +19,36 @@ from quaver.numerics.record import Record
 from tests.foreign.llama import BATCHES, Tokens, llama, optimizer_of, train_by_hand
 from tests.foreign.table import proves
 from tests.foreign.test_transformers_trainer import losses_of
+from tests.foreign.test_transformers_trainer import trained as trained_by
 from tests.foreign.test_transformers_trainer import trainer as trainer_of
+from tests.steps import assert_same
+
+OPTIONS = {"per_device_eval_batch_size": 2 * BATCHES, "max_grad_norm": 0.0}
 
 
 def trainer(folder, model, **options):
-    options = {"per_device_eval_batch_size": 2 * BATCHES, **options}
-    return trainer_of(folder, model, [Float8Callback()], max_grad_norm=0.0, **options)
+    return trainer_of(folder, model, [Float8Callback()], **OPTIONS, **options)
+
+
+def trained(folder, model, callback=None, **options):
+    return trained_by(folder, model, [callback or Float8Callback()], **OPTIONS, **options)
 
 
 def test_delayed_scales_follow_and_a_resumed_run_has_them(tmp_path):
     model = prepare_model_for_float8(llama(), "delayed")
     losses = train_by_hand(model, before=sync_float8_amax_and_scale_history)
     scales = float8_scaling_state(model).state_dict()
-    run = trainer(tmp_path, prepare_model_for_float8(llama(), "delayed"))
-    run.train()
+    run = trained(tmp_path, prepare_model_for_float8(llama(), "delayed"))
     assert losses_of(run) == pytest.approx(losses, abs=5e-5)
-    followed = float8_scaling_state(run.model).state_dict()
+    followed = scales_of(run)
     assert all(torch.allclose(followed[name], scales[name], rtol=1e-5) for name in scales)  # Trainer's AdamW is fused
-    resumed = trainer(tmp_path, prepare_model_for_float8(llama(), "delayed"))
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    resumed = trained(tmp_path, prepare_model_for_float8(llama(), "delayed"), resume=tmp_path / "checkpoint-2")
     assert losses_of(resumed)[-2:] == losses_of(run)[-2:]
-    for name, scale in float8_scaling_state(resumed.model).state_dict().items():
-        assert torch.equal(scale, followed[name])
+    assert_same(scales_of(resumed), followed)
 
 
 def test_the_log_says_how_much_is_in_float8_and_how_scales_fit(tmp_path):
-    run = trainer(tmp_path, prepare_model_for_float8(llama(), "delayed"))
-    run.train()
+    run = trained(tmp_path, prepare_model_for_float8(llama(), "delayed"))
     entry = [each for each in run.state.log_history if "loss" in each][-1]
     assert entry["float8_flops"] == conversion_report(run.model).float8_flops_fraction > 0.5
     assert entry["float8_saturated"] >= 0
@@ -54,13 +57,11 @@ def test_the_log_says_how_much_is_in_float8_and_how_scales_fit(tmp_path):
 
 def test_a_monitor_samples_every_step_and_changes_no_loss(tmp_path):
     model = prepare_model_for_float8(llama(), "rowwise")
-    plain = trainer_of(tmp_path / "plain", prepare_model_for_float8(llama(), "rowwise"), [Float8Callback()])
-    plain.train()
-    run = trainer_of(tmp_path, model, [Float8Callback(monitor=2)])
-    run.train()
+    plain = trained(tmp_path / "plain", prepare_model_for_float8(llama(), "rowwise"))
+    run = trained(tmp_path, model, Float8Callback(monitor=2))
     assert losses_of(run) == losses_of(plain)
-    resumed = trainer_of(tmp_path, prepare_model_for_float8(llama(), "rowwise"), [Float8Callback(monitor={"every": 1})])
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    again, callback = prepare_model_for_float8(llama(), "rowwise"), Float8Callback(monitor={"every": 1})
+    resumed = trained(tmp_path, again, callback, resume=tmp_path / "checkpoint-2")
     record = Record.read(tmp_path)
     assert record.steps.tolist() == [1, 2, *range(3, BATCHES + 1)]
     assert resumed.state.log_history[-2]["float8_sqnr_min_db"] == pytest.approx(
@@ -103,14 +104,11 @@ def test_evaluations_change_neither_losses_nor_scales(tmp_path, recipe):
     for evaluates in (True, False):
         model = prepare_model_for_float8(llama(), recipe)
         strategy = {"eval_strategy": "steps", "eval_on_start": True} if evaluates else {}
-        runs[evaluates] = trainer(tmp_path / str(evaluates), model, **options, **strategy)
-        runs[evaluates].train()
-    resumed = trainer(tmp_path / "True", prepare_model_for_float8(llama(), recipe), **options, eval_strategy="steps")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "True" / "checkpoint-6"))
+        runs[evaluates] = trained(tmp_path / str(evaluates), model, **options, **strategy)
+    options |= {"eval_strategy": "steps", "resume": tmp_path / "True" / "checkpoint-6"}
+    resumed = trained(tmp_path / "True", prepare_model_for_float8(llama(), recipe), **options)
     for run in (runs[False], resumed):
-        assert losses_of(run) == losses_of(runs[True])
-        for name, scale in scales_of(runs[True]).items():
-            assert torch.equal(scales_of(run)[name], scale), name
+        assert_same((losses_of(run), scales_of(run)), (losses_of(runs[True]), scales_of(runs[True])))
 
 
 class StopInTheMiddle(TrainerCallback):
@@ -161,8 +159,7 @@ def lora():
 def test_lora_trains_as_in_a_loop_by_hand(tmp_path, options):
     model, every = lora(), options.get("gradient_accumulation_steps", 1)
     losses = train_by_hand(model, every=every)
-    run = trainer(tmp_path, lora(), **options)
-    run.train()
+    run = trained(tmp_path, lora(), **options)
     by_step = torch.tensor(losses).view(-1, every).mean(1).tolist()
     assert losses_of(run) == pytest.approx(by_step, abs=5e-5)
     moved = {name for name, p in run.model.named_parameters() if not torch.equal(p, lora().get_parameter(name))}
@@ -175,10 +172,8 @@ def test_lora_trains_as_in_a_loop_by_hand(tmp_path, options):
 
 @proves("PEFT", "save, resume")
 def test_a_resumed_lora_goes_on_as_before_and_its_adapter_fits_the_unconverted_model(tmp_path):
-    whole = trainer(tmp_path, lora())
-    whole.train()
-    resumed = trainer(tmp_path, lora())
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    whole = trained(tmp_path, lora())
+    resumed = trained(tmp_path, lora(), resume=tmp_path / "checkpoint-2")
     assert losses_of(resumed)[2:] == losses_of(whole)[2:]
     whole.model.save_pretrained(tmp_path / "adapter")
     loaded = peft.PeftModel.from_pretrained(llama(), tmp_path / "adapter")
@@ -217,7 +212,6 @@ def test_what_would_train_something_else_is_refused(wrong):
 
 def test_an_ordinary_trainer_takes_the_callback_with_a_plain_conversion(tmp_path):
     model = convert_to_float8_training(llama(), config="tensorwise")
-    run = trainer(tmp_path, model)
+    run = trained(tmp_path, model)
     assert isinstance(run, Trainer)
-    run.train()
     assert conversion_report(run.model).float8_flops_fraction == 1.0

@@ -15,6 +15,7 @@ from quaver import (
 )
 from tests.foreign.llama import BATCHES, batches, llama, not_the_head, optimizer_of, train_by_hand
 from tests.foreign.table import proves, refuses
+from tests.steps import assert_same
 
 lightning = pytest.importorskip("pytorch_lightning")
 
@@ -111,9 +112,7 @@ def test_validation_within_and_between_accumulated_steps_changes_no_scale(tmp_pa
             module, batches(), batches()
         )
         runs[validates] = module.losses, float8_scaling_state(module.model).state_dict()
-    assert runs[True][0] == runs[False][0]
-    for name, scale in runs[False][1].items():
-        assert torch.equal(runs[True][1][name], scale), name
+    assert_same(runs[True], runs[False])
 
 
 @proves("Lightning's Trainer", "save, resume")
@@ -127,9 +126,7 @@ def test_the_precision_plugin_converts_scales_and_saves(tmp_path, recipe):
     run.fit(module, batches(), batches())
     model = llama(recipe)
     assert module.losses == train_by_hand(model, after=sync_float8_amax_and_scale_history)
-    scales = float8_scaling_state(module.model).state_dict()
-    for name, scale in float8_scaling_state(model).state_dict().items():
-        assert torch.equal(scale, scales[name])
+    assert_same(float8_scaling_state(module.model).state_dict(), float8_scaling_state(model).state_dict())
     resumed = Module(None, False)
     again = trainer(tmp_path / "again", BATCHES + 1, plugins=[plugin()])
     again.fit(resumed, batches(), batches(), ckpt_path=run.checkpoint_callback.best_model_path)

@@ -11,6 +11,7 @@ from quaver.integrations.transformers import Float8Callback
 from quaver.weights.primary import Float8PrimaryWeight
 from tests.foreign.llama import BATCHES, batches, llama, optimizer_of
 from tests.foreign.test_transformers_trainer import trainer as trainer_of
+from tests.steps import assert_same
 
 
 def trainer(folder, *, primary, **options):
@@ -20,11 +21,6 @@ def trainer(folder, *, primary, **options):
         optimizer = use_float8_primary_weights(model, optimizer)
     options = {"warmup_steps": 2, "lr_scheduler_type": "linear", **options}
     return trainer_of(folder, model, [Float8Callback()], (optimizer, None), **options)
-
-
-def assert_same(state_dict, expected):
-    for name, value in state_dict.items():
-        assert torch.equal(value, expected[name]), name
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "bf16": True}], ids=["", "accumulate bf16"])
@@ -82,9 +78,9 @@ def test_accelerate(tmp_path):
 def test_the_state_dicts_of_torch_distributed_checkpoint():
     model = llama("tensorwise")
     optimizer = use_float8_primary_weights(model, optimizer_of(model))
-    before = [value.clone() for value in model.state_dict().values()]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
     of_model, of_optimizer = get_state_dict(model, optimizer)  # makes the optimizer's state by a step without effect
-    assert all(torch.equal(*pair) for pair in zip(of_model.values(), before, strict=True))
+    assert_same(of_model, before)
     name = "model.layers.0.mlp.up_proj.weight"
     assert type(of_model[name]) is torch.Tensor
     assert of_optimizer["state"][name]["exp_avg"].shape == of_model[name].shape

@@ -36,6 +36,13 @@ def trainer(folder, model, callbacks=(), optimizers=(None, None), **options):
     return InOrder(model=model, args=arguments, callbacks=list(callbacks), optimizers=optimizers, **data)
 
 
+def trained(*args, resume=None, **options):
+    """`trainer`, trained, from the checkpoint `resume`."""
+    run = trainer(*args, **options)
+    run.train(resume_from_checkpoint=resume and str(resume))
+    return run
+
+
 def losses_of(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -43,8 +50,7 @@ def losses_of(trainer):
 @proves("transformers' Trainer", "train")
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp"])
 def test_the_losses_of_a_loop_written_by_hand(tmp_path, recipe):
-    run = trainer(tmp_path, recipe)
-    run.train()
+    run = trained(tmp_path, recipe)
     assert losses_of(run) == pytest.approx(train_by_hand(llama(recipe), before=clip), abs=5e-5)  # logged with 4 places
     assert losses_of(run) != pytest.approx(train_by_hand(llama(), before=clip), abs=5e-5)
 
@@ -53,35 +59,28 @@ def test_the_losses_of_a_loop_written_by_hand(tmp_path, recipe):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_changes_nothing(tmp_path, use_reentrant):
     checkpointed = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
-    runs = [trainer(tmp_path / str(i), "rowwise", **options) for i, options in enumerate([{}, checkpointed])]
-    for run in runs:
-        run.train()
+    runs = [trained(tmp_path / str(i), "rowwise", **options) for i, options in enumerate([{}, checkpointed])]
     assert losses_of(runs[0]) == losses_of(runs[1])
 
 
 @proves("transformers' Trainer", "save, resume")
 def test_a_resumed_run_goes_on_as_before(tmp_path):
-    whole = trainer(tmp_path, "tensorwise")
-    whole.train()
-    resumed = trainer(tmp_path, "tensorwise")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    whole = trained(tmp_path, "tensorwise")
+    resumed = trained(tmp_path, "tensorwise", resume=tmp_path / "checkpoint-2")
     assert losses_of(resumed)[-2:] == losses_of(whole)[-2:]
 
 
 @proves("transformers' Trainer", "compile")
 @pytest.mark.nightly
 def test_the_trainers_compilation_changes_no_loss(tmp_path):
-    runs = [trainer(tmp_path / "eager", "rowwise")]
-    runs.append(trainer(tmp_path / "compiled", "rowwise", torch_compile=True, torch_compile_backend="aot_eager"))
-    for run in runs:
-        run.train()
+    runs = [trained(tmp_path / "eager", "rowwise")]
+    runs.append(trained(tmp_path / "compiled", "rowwise", torch_compile=True, torch_compile_backend="aot_eager"))
     assert losses_of(runs[1]) == pytest.approx(losses_of(runs[0]), rel=1e-3)
 
 
 @proves("transformers' Trainer", "evaluate")
 def test_evaluation_generation_and_export(tmp_path):
-    run = trainer(tmp_path, "rowwise", bf16=True)
-    run.train()
+    run = trained(tmp_path, "rowwise", bf16=True)
     assert run.evaluate()["eval_loss"] > 0
     prompt = Tokens()[0]["input_ids"][None, :4]
     assert run.model.eval().generate(prompt, max_new_tokens=3, do_sample=False).shape == (1, 7)

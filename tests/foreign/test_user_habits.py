@@ -16,6 +16,7 @@ from quaver.kernels import cpu
 from quaver.memory import explain
 from tests.isolated import isolated
 from tests.reference import sqnr_db
+from tests.steps import assert_same, results_of
 from tests.thinned import thinned
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
@@ -44,20 +45,6 @@ def make(recipe, k=K, n=N, *, bias=True, dtype=torch.float32):
         sync_float8_amax_and_scale_history(linear)
         linear.zero_grad()
     return linear
-
-
-def gradients(module, function, *inputs):
-    """The output of `function(*inputs)`, and the gradients of the inputs and of the parameters of `module`."""
-    inputs = [each.detach().clone().requires_grad_() for each in inputs]
-    module.zero_grad()
-    output = function(*inputs)
-    output.float().square().sum().backward()
-    return [output.detach().clone(), *(i.grad for i in inputs), *(p.grad for p in module.parameters())]
-
-
-def assert_same_bits(got, expected):
-    for one, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 # ---- in-place operations -------------------------------------------------------------------------------------------
@@ -94,8 +81,8 @@ def test_in_place_on_the_output(recipe, shape, name):
         torch.manual_seed(1)  # for dropout
         return operation(linear(input).clone() if clone else linear(input))
 
-    expected = gradients(linear, lambda x: function(x, clone=True), input)
-    assert_same_bits(gradients(linear, function, input), expected)
+    expected = results_of(linear, input, call=lambda x: function(x, clone=True))
+    assert_same(results_of(linear, input, call=function), expected)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             assert function(input).equal(expected[0])
@@ -111,8 +98,8 @@ def test_in_place_on_the_output_in_compiled_code(recipe, shape):
             output = IN_PLACE[name](output)
         return output
 
-    expected = gradients(linear, lambda x: function(x, clone=True), input)
-    assert_same_bits(gradients(linear, torch.compile(function, backend="aot_eager", fullgraph=True), input), expected)
+    expected = results_of(linear, input, call=lambda x: function(x, clone=True))
+    assert_same(results_of(linear, input, call=torch.compile(function, backend="aot_eager", fullgraph=True)), expected)
 
 
 @RECIPE
@@ -140,14 +127,14 @@ def test_in_place_on_the_input_after_it_was_read(recipe, compiled):
         hidden.mul_(2)
         return output
 
-    expected = gradients(linear, lambda x: linear(x * 1), input)
+    expected = results_of(linear, input, call=lambda x: linear(x * 1))
     try:
-        got = gradients(linear, torch.compile(function, backend="aot_eager") if compiled else function, input)
+        got = results_of(linear, input, call=torch.compile(function, backend="aot_eager") if compiled else function)
     except RuntimeError as error:
         if recipe != "rowwise_with_gw_hp" or "inplace" not in str(error):
             raise
     else:
-        assert_same_bits(got, expected)
+        assert_same(got, expected)
 
 
 # ---- modes that stand for real tensors -----------------------------------------------------------------------------
@@ -294,9 +281,9 @@ def check_users_checkpoint(recipe, policy, nesting, alive):
         for factor in (1.0, 1.0, 3.0):
             model.alive = None if alive == "never" else []
             model.drops = alive == "in forward"
-            steps[checkpoints] += [g for g in gradients(model, model, input * factor) if g is not None]
+            steps[checkpoints] += [g for g in results_of(model, input * factor) if g is not None]
             sync_float8_amax_and_scale_history(model)
-    assert_same_bits(steps[True], steps[False])
+    assert_same(steps[True], steps[False])
 
 
 @pytest.mark.parametrize(
@@ -331,14 +318,14 @@ def test_explain_with_a_users_checkpoint(recipe, policy, nesting):
 def test_validation_between_training_steps_on_one_tensor(recipe, mode, wrap):
     """Lightning validates in inference mode; a model may read a constant buffer in both."""
     linear, constant = make(recipe), torch.randn(6, K)
-    expected = gradients(linear, lambda: linear(wrap(constant.clone())))
+    expected = results_of(linear, call=lambda: linear(wrap(constant.clone())))
     for _ in range(2):
         linear.eval()
         with mode():
             validated = linear(wrap(constant))
             also = linear(constant)
         linear.train()
-        assert_same_bits(gradients(linear, lambda: linear(wrap(constant))), expected)
+        assert_same(results_of(linear, call=lambda: linear(wrap(constant))), expected)
         assert validated.equal(expected[0])
     del also
 
@@ -351,13 +338,13 @@ def test_training_on_a_tensor_made_in_inference_mode(recipe):
         for _ in range(2):  # it has no version counter
             validated = linear(constant.mul_(2))
     normal = constant.clone()
-    expected = gradients(linear, lambda: linear(normal))
+    expected = results_of(linear, call=lambda: linear(normal))
     assert validated.equal(expected[0])
     if recipe == "rowwise_with_gw_hp":  # it saves the input, as nn.Linear does
         with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
             linear(constant)
         return
-    assert_same_bits(gradients(linear, lambda: linear(constant)), expected)
+    assert_same(results_of(linear, call=lambda: linear(constant)), expected)
 
 
 # ---- two dtypes ----------------------------------------------------------------------------------------------------
@@ -378,10 +365,10 @@ def test_weight_and_input_of_two_dtypes(recipe, bias, shape, dtypes):
     linear = make(recipe, bias=bias, dtype=torch.bfloat16).to(weight_dtype)  # parameters that both dtypes hold
     same = copy.deepcopy(linear).to(input_dtype)
     input = torch.randn(shape, dtype=torch.bfloat16).to(input_dtype)
-    got, expected = gradients(linear, linear, input), gradients(same, same, input)
+    got, expected = results_of(linear, input), results_of(same, input)
     assert got[0].dtype is got[1].dtype is input_dtype
     assert all(p.grad.dtype is weight_dtype for p in linear.parameters())
-    assert_same_bits(got[:2], expected[:2])
+    assert_same(got[:2], expected[:2])
     for one, other in zip(got[2:], expected[2:], strict=True):
         torch.testing.assert_close(one.float(), other.float(), rtol=2**-7, atol=1e-30)
     with torch.no_grad():
@@ -405,10 +392,10 @@ def test_two_dtypes_under_autocast(recipe, weight_dtype, input_dtype):
     input = torch.randn(48, K).bfloat16().to(input_dtype)
     same = copy.deepcopy(linear).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = gradients(linear, linear, input)
-    expected = gradients(same, same, input.bfloat16())
+        got = results_of(linear, input)
+    expected = results_of(same, input.bfloat16())
     assert [t.dtype for t in got] == [torch.bfloat16, input_dtype, weight_dtype, weight_dtype]
-    assert_same_bits([t.bfloat16() for t in got], expected)
+    assert_same([t.bfloat16() for t in got], expected)
 
 
 # ---- export --------------------------------------------------------------------------------------------------------
@@ -424,33 +411,6 @@ def test_export_with_a_dynamic_batch_and_gradients_on(recipe, strict, shape):
         assert exported(input).equal(model(input))
 
 
-# ---- what is remembered of a tensor --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "delayed_with_dynamic_weight"])
-def test_a_tensor_that_is_read_again_after_a_sync_gets_the_new_scale(recipe):
-    linear, input = make(recipe), torch.randn(6, K, requires_grad=True)
-    for factor in (1, 30):
-        output = linear(input)
-        linear(input.detach() * factor).sum().backward()
-        sync_float8_amax_and_scale_history(linear)
-        assert linear(input).equal(linear(input.clone()))
-        del output
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_a_write_through_data_is_undetectable_so_cached_codes_of_the_old_values_may_be_read(recipe):
-    """As for tensors that autograd saved: a version counter does not see it. Either values, and never a mixture."""
-    model = convert(nn.ModuleList([nn.Linear(K, N), nn.Linear(K, N)]), recipe)
-    input = torch.randn(6, K)
-    old = model[1](input.clone())
-    held = model[0](input)
-    input.data.mul_(-3)
-    got, new = model[1](input), model[1](input.clone())
-    assert got.equal(old) or got.equal(new)
-    del held
-
-
 # ---- autograd, hooks, threads and transforms ----------------------------------------------------------------------
 
 
@@ -460,28 +420,28 @@ def test_autograd_in_every_form(recipe):
     leaves = [input, linear.weight, linear.bias]
     expected = torch.autograd.grad(linear(input).square().sum(), leaves)
     *got, nothing = torch.autograd.grad(linear(input).square().sum(), [*leaves, unused], allow_unused=True)
-    assert_same_bits(got, expected)
+    assert_same(got, expected)
     assert nothing is None
     loss = linear(input).square().sum()
     for _ in range(2):
-        assert_same_bits(torch.autograd.grad(loss, leaves, retain_graph=True), expected)
-    assert_same_bits(torch.autograd.grad(loss, leaves), expected)
+        assert_same(torch.autograd.grad(loss, leaves, retain_graph=True), expected)
+    assert_same(torch.autograd.grad(loss, leaves), expected)
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         torch.autograd.grad(loss, leaves)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()):
-        assert_same_bits(torch.autograd.grad(linear(input).square().sum(), leaves), expected)
+        assert_same(torch.autograd.grad(linear(input).square().sum(), leaves), expected)
     with torch.autograd.graph.save_on_cpu():
-        assert_same_bits(torch.autograd.grad(linear(input).square().sum(), leaves), expected)
+        assert_same(torch.autograd.grad(linear(input).square().sum(), leaves), expected)
     with torch.set_grad_enabled(False):
         hidden = linear(input)
         assert not hidden.requires_grad
         with torch.set_grad_enabled(True):
-            assert_same_bits(torch.autograd.grad(linear(input).square().sum(), leaves), expected)
+            assert_same(torch.autograd.grad(linear(input).square().sum(), leaves), expected)
     for _ in range(2):
         linear(input).square().sum().backward()
     torch.testing.assert_close(linear.weight.grad, 2 * expected[1], rtol=0, atol=0)
     grads = torch.autograd.grad(linear(input).square().sum(), leaves, create_graph=True)
-    assert_same_bits(grads, expected)
+    assert_same(grads, expected)
     with pytest.raises(RuntimeError, match="convert_to_high_precision"):
         grads[0].square().sum().backward()
 
@@ -489,19 +449,19 @@ def test_autograd_in_every_form(recipe):
 @RECIPE
 def test_hooks(recipe):
     linear, input, seen = make(recipe), torch.randn(2, 3, K), []
-    expected = gradients(linear, lambda x: linear(x * 3) * 2, input)
+    expected = results_of(linear, input, call=lambda x: linear(x * 3) * 2)
     handles = [
         linear.register_forward_pre_hook(lambda module, args: (args[0] * 3,)),
         linear.register_forward_hook(lambda module, args, output: output.mul_(2)),
     ]
-    assert_same_bits(gradients(linear, linear, input), expected)
+    assert_same(results_of(linear, input), expected)
     handles.append(linear.register_full_backward_hook(lambda module, grads, outputs: seen.append((grads, outputs))))
-    assert_same_bits(gradients(linear, linear, input), expected)
+    assert_same(results_of(linear, input), expected)
     assert [t.shape for each in seen[0] for t in each] == [input.shape, (2, 3, N)]
     for handle in handles:
         handle.remove()
     linear.weight.register_hook(lambda grad: grad.mul_(2))
-    doubled = gradients(linear, lambda x: linear(x * 3) * 2, input)
+    doubled = results_of(linear, input, call=lambda x: linear(x * 3) * 2)
     assert doubled[2].equal(2 * expected[2])
 
 
@@ -516,7 +476,7 @@ def test_two_threads(recipe):
     with ThreadPoolExecutor(2) as threads:
         got = list(threads.map(grads, inputs * 10))
     for index, each in enumerate(got):
-        assert_same_bits(each, expected[index % 2])
+        assert_same(each, expected[index % 2])
 
 
 TRANSFORMS = {
