@@ -132,6 +132,17 @@ def test_experts_that_ranks_split(tiny_config):
     assert any("experts" in note for note in predicted.notes)
 
 
+@on_ranks
+def test_replicas_of_shards_hold_their_part(tiny_config):
+    float8 = Float8(recipe_name="delayed", enable_fsdp_float8_all_gather=True)
+    hybrid = Parallelism(data_parallel_replicate_degree=2, data_parallel_shard_degree=8)
+    memory = predict_memory(replace(tiny_config, float8=float8, parallelism=hybrid), 16)
+    held, parameters = memory.prediction.by_category, memory.parameters
+    assert held["parameters"] == pytest.approx(4 * parameters / 8, rel=0.1)
+    assert held["optimizer_state"] == pytest.approx(2 * held["parameters"], rel=0.05)
+    assert held["gathered_weights"] > 0
+
+
 @pytest.mark.nightly
 def test_llama_8b_on_8_ranks_takes_less_than_a_minute():
     start = time.monotonic()

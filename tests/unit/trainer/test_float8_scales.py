@@ -105,6 +105,14 @@ def test_one_sync_a_step_whatever_runs_between(delayed_config, monkeypatch, recw
     assert not [warning for warning in recwarn if "sync_float8_amax_and_scale_history" in str(warning.message)]
 
 
+def test_validation_moves_no_scale(delayed_config):
+    losses = []
+    for freq in (1, 100):
+        run = run_to_end(changed(delayed_config, job={"name": f"every {freq}"}, validation={"freq": freq}))
+        losses.append([record["loss"] for record in read_metrics(run.folder.metrics) if "loss" in record])
+    assert losses[0] == losses[1]
+
+
 def test_a_nonfinite_step_is_repeated_with_the_scales_it_had_and_leaves_its_lines(delayed_config, before_each_step):
     run, found = prepare(delayed_config), []
 
