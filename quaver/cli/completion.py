@@ -4,10 +4,12 @@ The words are those of each verb's --help. They stand in the script, because sta
 """
 
 import io
+import os
 import re
 from collections.abc import Iterable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from unittest.mock import patch
 
 from quaver.bench.working import working
 from quaver.cli import VERBS, main
@@ -15,8 +17,10 @@ from quaver.cli.errors import EXIT_BAD_INPUT, print_error
 from quaver.trainer.config.flags import parse_options
 from quaver.trainer.config.settings import Settings
 
-_FLAG = re.compile(r"^  (?:-\w, )?(--[\w.-]+)(?: ((?:.*\|\n +)*.*))?$", re.MULTILINE)
-"""An option in the help of a verb, with its value or the choices of it, which may take several lines."""
+_PLAIN = {"COLUMNS": "10000", "NO_COLOR": "1"}
+"""Environment in which help breaks no line, and has no escape codes."""
+_FLAG = re.compile(r"^  (?:-\w, )?(--[\w.-]+)(?: (.*))?$", re.MULTILINE)
+"""An option in the help of a verb, with its value or the choices of it."""
 _VERB = re.compile(r"^  (\w[\w-]*) +\S", re.MULTILINE)
 """A verb in the help of a command that has some; such a help has no options."""
 
@@ -86,11 +90,11 @@ def _words_of(verb: list[str]) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def _flags_and_verbs(verb: Iterable[str]) -> tuple[dict[str, list[str]], list[str]]:
-    with redirect_stdout(io.StringIO()) as printed:
+    with redirect_stdout(io.StringIO()) as printed, patch.dict(os.environ, _PLAIN):
         main([*verb, "--help"])
     text = printed.getvalue()
     flags = {
-        flag: re.sub(r"\s|\.\.\.|[][]", "", value).split("|") if "|" in value else []
+        flag: value.strip("[].").replace(" ", "").split("|") if "|" in value else []
         for flag, value in _FLAG.findall(text)
     }
     return flags, [] if flags else _VERB.findall(text)
