@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 import quaver.weights.gathered as fsdp
 from quaver import cast_weights_once, convert_to_float8_training
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
+from tests import steps
 from tests.distributed.counting import CollectiveCounter
 from tests.distributed.models import batches, loss_of, make_model
 from tests.distributed.ranks import on_ranks
@@ -24,12 +25,9 @@ LINEARS = 7
 
 
 def run_step(model, batch, microbatches=MICROBATCHES):
-    total = 0.0
-    for microbatch in batch.chunk(microbatches):
-        loss = loss_of(model(part_of(microbatch))) / microbatches
-        loss.backward()
-        total += loss.item()
-    return total
+    steps.train(
+        model, None, [torch.cat([part_of(each) for each in batch.chunk(microbatches)])], microbatches=microbatches
+    )
 
 
 SCOPES = (contextlib.nullcontext, cast_weights_once)
@@ -95,14 +93,16 @@ ERRORS = dict.fromkeys(("step", "load", "in place", "each row", "around"), "chan
 ERRORS |= dict.fromkeys(("assign", "to dtype"), "replaced")
 
 
-@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("foreach", list(ERRORS)), ("fused", ["step"])], ids=["foreach", "fused"]
+)
 @on_ranks(2)
-def test_a_change_inside_is_an_error_at_the_next_all_gather_or_at_the_exit(options):
+def test_a_change_inside_is_an_error_at_the_next_all_gather_or_at_the_exit(kind, changes):
     batch = batches(1, dist.get_world_size())[0]
-    for change in ERRORS:
+    for change in changes:
         for gathers_again in (True, False):
-            model = shard_model(gathering("tensorwise"))
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+            model = shard_model(gathering("tensorwise"), model=make_model(1))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **{kind: True})
             state_dict = copy.deepcopy(model.state_dict())
             message = f"was {ERRORS[change]} inside cast_weights_once; leave the scope"
             with pytest.raises(RuntimeError, match=message), cast_weights_once(model):

@@ -31,9 +31,10 @@ from tests.distributed.models import (
     scaling_snapshot,
 )
 from tests.distributed.ranks import on_ranks, refusal
-from tests.distributed.test_fsdp import part_of, shard_model
-from tests.distributed.test_tensor_parallel import model_of, part, spread, tp_mesh
-from tests.distributed.test_tensor_parallel_steps import assert_equal, observed_of, sharing
+from tests.distributed.test_fsdp import part_of, shard_model, world_mesh
+from tests.distributed.test_tensor_parallel import model_of, part, spread
+from tests.distributed.test_tensor_parallel_steps import observed_of, sharing
+from tests.steps import assert_same
 
 STATIC = CastConfig(scaling_type=ScalingType.STATIC)
 
@@ -68,7 +69,7 @@ def test_a_module_that_runs_on_one_rank_is_recorded_for_all_and_one_that_runs_no
     first, *more = ({n: v for n, v in s.items() if n.startswith("experts.1")} for s in snapshots)
     assert first["experts.1.input.amax_history"].tolist() == [0.0] * 15 + [3.0]  # of rank 1, the larger
     for later in more:
-        assert_equal(later, first)
+        assert_same(later, first)
     assert not any(value.any() for name, value in snapshots[-1].items() if name.startswith("experts.2"))
 
 
@@ -94,7 +95,7 @@ def _calibrate(how):
     ranks = dist.get_world_size()
     if how == "tp":
         config = static_config(shared_inputs=sharing("delayed").shared_inputs)
-        model, inputs = spread(model_of(config), tp_mesh()), [torch.randn(2, 16, 32) for _ in range(4)]
+        model, inputs = spread(model_of(config), world_mesh()), [torch.randn(2, 16, 32) for _ in range(4)]
         of_rank = [part(input, 1) for input in inputs]
     else:
         model = shard_model(static_config(enable_fsdp_float8_all_gather=how == "fsdp"))
@@ -111,7 +112,7 @@ def _calibrate(how):
         result.append((scaling_snapshot(model), len(exchanges)))
     before = scaling_snapshot(model)
     sync_float8_amax_and_scale_history(model)
-    assert_equal(scaling_snapshot(model), before)
+    assert_same(scaling_snapshot(model), before)
     return result
 
 
@@ -121,7 +122,7 @@ def test_static_scales_are_calibrated_over_all_ranks(how):
     model = convert_to_float8_training(make_model(), config=static_config())
     inputs = [batch.chunk(4) for batch in batches(4, 4)]
     for (snapshot, exchanges), index in zip(_calibrate(how), (0, 2), strict=True):
-        assert_equal(snapshot, calibrated(model, itertools.chain(*inputs[index : index + 2])))
+        assert_same(snapshot, calibrated(model, itertools.chain(*inputs[index : index + 2])))
         assert exchanges == 0
 
 
@@ -152,7 +153,7 @@ def test_a_compiled_sync_takes_the_maximum_over_ranks():
         for each, step in ((model, sync_float8_amax_and_scale_history), (twin, sync)):
             loss_of(each(part_of(batch) * (1 + dist.get_rank()))).backward()
             step(each)
-        assert_equal(scaling_snapshot(twin), scaling_snapshot(model))
+        assert_same(scaling_snapshot(twin), scaling_snapshot(model))
         assert_same_scaling_on_all_ranks(twin)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 

@@ -27,6 +27,8 @@ from tests.distributed.ranks import on_ranks
 from tests.distributed.test_fsdp import part_of, shard_model
 from tests.distributed.test_fsdp_features import model_by
 from tests.reference import PERSISTENT_RECIPES
+from tests.steps import assert_same
+from tests.thinned import at_night
 
 STEPS = 4
 LAYERS, LINEARS = 4, 7
@@ -128,8 +130,19 @@ WAYS = ["plain", "precomputed", "hsdp", "cpu offload", "checkpointed, reentrant"
 MORE_WAYS = ["keep gathered", "always reshard", "meta", "checkpointed"]
 
 
-def check_ways(recipe, ways):
-    ranks, config = dist.get_world_size(), config_of(recipe)
+@pytest.mark.parametrize(
+    ("recipe", "ranks", "ways"),
+    [
+        ("delayed", 4, WAYS),
+        ("delayed", 2, WAYS[:1]),
+        ("delayed_with_dynamic_weight", 2, WAYS[:2] + WAYS[-2:-1]),
+        *at_night(itertools.product(PERSISTENT_RECIPES, (2, 4), [WAYS + MORE_WAYS])),
+    ],
+)
+@on_ranks()
+def test_every_way_to_use_fsdp2(recipe, ranks, ways):
+    """On 4 ranks the weights of 18, 42 and 3 rows have shards of two sizes, and one that is empty."""
+    config = config_of(recipe)
     expected = dict.fromkeys(ways, single_process(config, STEPS, ranks))
     if "mixed precision" in ways:
         options = {"param_dtype": torch.bfloat16, "float8_gather": True}
@@ -140,24 +153,6 @@ def check_ways(recipe, ways):
         check_exchanges(got[2], recipe, how, gathers=how != "high precision", precompute=how == "precomputed")
         if how == "plain":
             assert [gathers for *_, gathers in got[2]] == [gathered_bytes(ranks)] * STEPS
-
-
-@pytest.mark.parametrize(
-    ("recipe", "ranks", "ways"),
-    [("delayed", 4, WAYS), ("delayed", 2, WAYS[:1]), ("delayed_with_dynamic_weight", 2, WAYS[:2] + WAYS[-2:-1])],
-)
-@on_ranks()
-def test_every_way_to_use_fsdp2(recipe, ranks, ways):
-    """On 4 ranks the weights of 18, 42 and 3 rows have shards of two sizes, and one that is empty."""
-    check_ways(recipe, ways)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
-@pytest.mark.parametrize("ranks", [2, 4])
-@on_ranks()
-def test_every_way_to_use_fsdp2_by_every_recipe(recipe, ranks):
-    check_ways(recipe, WAYS + MORE_WAYS)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", *PERSISTENT_RECIPES])
@@ -220,8 +215,7 @@ def test_evaluations_change_no_scale(how, scope):
         _train_with_evaluations(how, scope, evaluates) for evaluates in (True, False)
     )
     assert losses == expected
-    for got, wanted in zip(snapshots, expected_snapshots, strict=True):
-        assert all(torch.equal(got[name], value) for name, value in wanted.items())
+    assert_same(snapshots, expected_snapshots)
     assert all(value[-STEPS:].all() for name, value in snapshots[-1].items() if name.endswith("weight.amax_history"))
 
 
@@ -274,32 +268,27 @@ COMPILED = [
 ]
 
 
-def check_compiled(recipe, backend, case, rtol):
-    checkpointed, autocast, order = case
-    results = []
+@pytest.mark.parametrize(
+    ("recipe", "case", "backend"),
+    [
+        ("delayed", COMPILED[-2], "aot_eager"),
+        ("delayed_with_dynamic_weight", COMPILED[-1], "aot_eager"),
+        *at_night(itertools.product(PERSISTENT_RECIPES, COMPILED, ("aot_eager", "inductor"))),
+    ],
+)
+@on_ranks(2)
+def test_compiled_blocks_under_autocast_and_checkpointing(recipe, case, backend):
+    """One graph serves the step without a history and those with one; the codes are those of eager code.
+
+    Inductor computes gelu and the norm in another order than eager code: 3e-7 seen, and 1e-5 as in test_fsdp.py.
+    """
+    (checkpointed, autocast, order), results = case, []
     for of_case in (None, backend):
         torch.compiler.reset()
         counters.clear()
         model = _compiled_blocks(recipe, of_case, checkpointed, order)
         results.append(train(model, autocast=autocast, compiled=of_case is not None))
         assert bool(counters["stats"]["unique_graphs"]) == (of_case is not None)
-    eager, compiled = results
+    (eager, compiled), rtol = results, 1e-6 if backend == "aot_eager" else 1e-5
     assert compiled[0] == pytest.approx(eager[0], rel=rtol)
     assert_same_snapshots(compiled[1], eager[1], lambda step: rtol, "compiled")
-
-
-@pytest.mark.parametrize(("recipe", "case"), [("delayed", COMPILED[-2]), ("delayed_with_dynamic_weight", COMPILED[-1])])
-@on_ranks(2)
-def test_compiled_blocks_under_autocast_and_checkpointing(recipe, case):
-    """One graph serves the step without a history and those with one; the codes are those of eager code."""
-    check_compiled(recipe, "aot_eager", case, 1e-6)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
-@pytest.mark.parametrize("case", COMPILED)
-@on_ranks(2)
-def test_compiled_blocks_by_each_backend(recipe, case):
-    """Inductor computes gelu and the norm in another order than eager code: 3e-7 seen, and 1e-5 as in test_fsdp.py."""
-    check_compiled(recipe, "aot_eager", case, 1e-6)
-    check_compiled(recipe, "inductor", case, 1e-5)

@@ -31,6 +31,7 @@ from tests.distributed.ranks import on_ranks, refusal, run
 from tests.distributed.test_fsdp import part_of, shard_model, train_step
 from tests.distributed.test_fsdp_features import gathering, model_by
 from tests.mixture import DIM, HIDDEN, make_mixture
+from tests.steps import assert_same
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 LAYOUTS = list(itertools.product((0, 1), (False, True)))
@@ -55,33 +56,23 @@ def losses_of_one(config, steps, ranks, is_transposed):
     return train_in_parts(model, optimizer, batches(steps, ranks, DIM), ranks)[0]
 
 
-def check_losses(ranks, recipe, layout, gather, compiled=None):
-    """As `check_ten_adam_steps`: ranks add gradients in another order."""
+@pytest.mark.parametrize(
+    ("ranks", "recipe", "layout", "gather", "compiled"),
+    [
+        (2, "tensorwise", LAYOUTS[0], False, "aot_eager"),
+        (2, "tensorwise", LAYOUTS[0], True, "aot_eager"),
+        (4, "rowwise", LAYOUTS[1], True, None),
+        (4, "blockwise", LAYOUTS[3], True, None),
+        (4, "mxfp8", LAYOUTS[2], False, None),
+    ],
+)
+def test_ranks_train_as_one_process(ranks, recipe, layout, gather, compiled):
+    """As in test_fsdp.py: ranks add gradients in another order. The next test has the bits of a step."""
     config = config_of(recipe, enable_fsdp_float8_all_gather=gather)
     losses = run(ranks, _losses, config, 4, layout, compiled)[0]
     expected = losses_of_one(config_of(recipe), 4, ranks, layout[1])
     assert losses[0] == pytest.approx(expected[0], rel=1e-6)
     assert losses == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "recipe", "layout"),
-    [
-        (2, "tensorwise", LAYOUTS[0]),
-        (2, "blockwise", LAYOUTS[3]),
-        (4, "rowwise", LAYOUTS[1]),
-        (4, "rowwise_with_gw_hp", LAYOUTS[2]),
-        (4, "mxfp8", LAYOUTS[2]),
-    ],
-)
-@pytest.mark.parametrize("gather", [False, True])
-def test_ranks_train_as_one_process(ranks, recipe, layout, gather):
-    check_losses(ranks, recipe, layout, gather)
-
-
-@pytest.mark.parametrize("gather", [False, True])
-def test_compiled_blocks_train_as_one_process(gather):
-    check_losses(2, "tensorwise", LAYOUTS[0], gather, compiled="aot_eager")
 
 
 def _results(config, layout, batch):
@@ -105,8 +96,7 @@ def test_two_ranks_have_the_bits_of_one_process(layout, gather):
             expected = one(part)
             assert output.equal(expected), recipe
             (loss_of(expected) / 2).backward()
-        for name, parameter in one.named_parameters():
-            assert results[0][1][name].equal(parameter.grad / 2), (recipe, name)
+        assert_same(results[0][1], {name: each.grad / 2 for name, each in one.named_parameters()}, recipe)
 
 
 def _save(folder, config, layout):
@@ -135,7 +125,7 @@ def test_a_checkpoint_loads_on_other_ranks_and_other_dims(tmp_path, gather):
     for ranks, layout in ((1, LAYOUTS[0]), (2, LAYOUTS[0]), (4, LAYOUTS[0]), (4, LAYOUTS[2])):
         for output, state_dict in run(ranks, _load, str(tmp_path), config, layout):
             assert output.equal(one(torch.ones(3, DIM)))
-            assert all(value.equal(expected[name]) for name, value in state_dict.items())
+            assert_same(state_dict, expected)
 
 
 def operands_that_differ(model, whole):

@@ -12,6 +12,7 @@ from quaver import Float8ColwiseParallel, Float8LinearConfig, Float8RowwiseParal
 from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
 from quaver.frozen import blockwise_config
 from tests.distributed.ranks import on_ranks
+from tests.steps import assert_same
 from tests.unit.export.mixtures import mixture
 from tests.unit.export.models import PROJECTIONS, Tiny, tiny
 
@@ -42,8 +43,7 @@ def test_codes_are_those_of_the_sharded_forward(gathers_float8, param_dtype, tmp
     sharded(model, **({"mp_policy": policy} if policy else {}))
     weights = save_float8(model, tmp_path / "out", config={}, share_fused_scales=False)
     stored = dict(iter_float8_weights(model, share_fused_scales=False))
-    assert stored.keys() == expected.keys()
-    assert all(torch.equal(stored[name].float(), tensor.float()) for name, tensor in expected.items())
+    assert_same(stored, expected)
     bias = whole.layer["q_proj"].bias  # which FSDP2 gathers with the weight, and which is written in its own dtype
     again = 0 if gathers_float8 else bias.numel() * whole.layer["q_proj"].weight.itemsize
     assert weights.bytes_moved == again + sum(tensor.nbytes for tensor in whole.state_dict().values())
@@ -63,8 +63,7 @@ def test_an_export_leaves_the_model_sharded_at_every_tensor():
     for name, tensor in weights:
         stored[name] = tensor
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    assert stored.keys() == expected.keys()
-    assert all(torch.equal(stored[name].float(), tensor.float()) for name, tensor in expected.items())
+    assert_same(stored, expected)
 
 
 @pytest.mark.parametrize("format", ["compressed-tensors", "fp8"])
@@ -83,8 +82,7 @@ def test_codes_of_experts_are_those_of_the_sharded_forward(param_dtype, format, 
     for name, tensor in weights:
         stored[name] = tensor
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    assert stored.keys() == expected.keys()
-    assert all(torch.equal(stored[name].float(), tensor.float()) for name, tensor in expected.items())
+    assert_same(stored, expected)
     assert weights.requantized == iter_all(whole, format).requantized
     save_float8(model, tmp_path / "out", config={}, format=format)
     dist.barrier()
@@ -122,8 +120,7 @@ def test_a_sharded_frozen_base_is_gathered_in_float8(config):
     expected = dict(iter_float8_weights(frozen()))
     weights = iter_float8_weights(sharded(frozen()))
     stored = dict(weights)
-    assert stored.keys() == expected.keys()
-    assert all(torch.equal(stored[name].float(), tensor.float()) for name, tensor in expected.items())
+    assert_same(stored, expected)
     assert weights.bytes_moved < 1.5 * weights.bytes_yielded
 
 
@@ -146,8 +143,7 @@ def test_a_sharded_base_of_ragged_blocks_is_exported_and_loaded_again(format, tm
         again = sharded(load_frozen(Tiny(200), tmp_path / "out"))
         assert again(tokens).equal(expected)
     stored = dict(iter_float8_weights(again, format=format))
-    assert stored.keys() == codes.keys()
-    assert all(torch.equal(stored[name].float(), tensor.float()) for name, tensor in codes.items())
+    assert_same(stored, codes)
 
 
 @on_ranks(2)

@@ -23,6 +23,7 @@ from tests.distributed.ranks import on_ranks
 from tests.distributed.test_fsdp import shard_model, train_step
 from tests.mixture import DIM as MIXTURE_DIM
 from tests.mixture import make_mixture
+from tests.steps import assert_same
 
 RANKS, STEPS, DIM, HIDDEN = 2, 3, 130, 301  # a rank's 151 rows end inside a block of 128
 CONFIGS = ("blockwise", "mxfp8", "tensorwise", "rowwise")
@@ -138,8 +139,7 @@ def test_ddp_computes_the_same_and_leaves_the_codes():
     model = frozen_model("blockwise")
     before = codes_of(model)
     assert train(DistributedDataParallel(model)) == pytest.approx(one_process("blockwise"), rel=1e-5)
-    after = codes_of(model)
-    assert all(after[name].view(torch.uint8).equal(codes.view(torch.uint8)) for name, codes in before.items())
+    assert_same(codes_of(model), before)
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from tests.distributed.models import (
 )
 from tests.distributed.ranks import on_ranks, run
 from tests.reference import RECIPES
+from tests.thinned import at_night
 
 ONE_PAYLOAD = ("tensorwise", "tensorwise_power_of_2", "rowwise_with_tensorwise_weight", "blockwise", "mxfp8_with_gw_hp")
 TWO_PAYLOADS = ("rowwise", "rowwise_with_gw_hp")
@@ -118,22 +119,6 @@ def _losses(cases, steps):
     return result
 
 
-def check_ten_adam_steps(ranks, cases):
-    """Losses equal those of one process on the same global batches, taken in the parts that the ranks take.
-
-    The ranks add their gradients in another order than one process accumulates them, so each step may differ by
-    float32 rounding (2e-7 seen), which Adam and the steps of the float8 grid may amplify: 1e-5. Step 1 has no history:
-    one float32 sum, 1e-6.
-    """
-    for case, losses in zip(cases, run(ranks, _losses, cases, 10)[0], strict=True):
-        recipe, gather, _, compiled, param_dtype = case
-        expected = single_process_losses(
-            config_of(recipe), 10, ranks, param_dtype=param_dtype, float8_gather=gather, compiled=compiled
-        )
-        assert losses[0] == pytest.approx(expected[0], rel=1e-6), case
-        assert losses == pytest.approx(expected, rel=1e-5), case
-
-
 GATHERS = [(False, False), (True, False), (True, True)]  # (float8 all-gather, precompute)
 PARAM_DTYPES = [None, torch.bfloat16]
 ALL_CASES = list(itertools.product(RECIPES, GATHERS, [None, "inductor"], PARAM_DTYPES))
@@ -155,42 +140,43 @@ OTHERS += [("mxfp8", True, False, None, None)]
 """One recipe of one payload and one of two, all-gathered in high precision and in float8."""
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(4, PRECOMPUTED), (2, OTHERS)], ids=["4", "2"])
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        (4, PRECOMPUTED),
+        (2, OTHERS),
+        *((2, [case]) for case in COMPILED),
+        *at_night((ranks, [case]) for ranks in (2, 4) for case in ALL_CASES),
+    ],
+)
 def test_ten_adam_steps_equal_one_process(ranks, cases):
-    check_ten_adam_steps(ranks, cases)
+    """Losses equal those of one process on the same global batches, taken in the parts that the ranks take.
 
-
-@pytest.mark.parametrize("case", COMPILED)
-def test_ten_adam_steps_with_blocks_compiled_once_equal_one_process(case):
-    check_ten_adam_steps(2, [case])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("case", ALL_CASES)
-def test_ten_adam_steps_widest(ranks, case):
-    check_ten_adam_steps(ranks, [case])
+    The ranks add their gradients in another order than one process accumulates them, so each step may differ by
+    float32 rounding (2e-7 seen), which Adam and the steps of the float8 grid may amplify: 1e-5. Step 1 has no history:
+    one float32 sum, 1e-6.
+    """
+    for case, losses in zip(cases, run(ranks, _losses, cases, 10)[0], strict=True):
+        recipe, gather, _, compiled, param_dtype = case
+        expected = single_process_losses(
+            config_of(recipe), 10, ranks, param_dtype=param_dtype, float8_gather=gather, compiled=compiled
+        )
+        assert losses[0] == pytest.approx(expected[0], rel=1e-6), case
+        assert losses == pytest.approx(expected, rel=1e-5), case
 
 
 CUT = ((576, 300), (100, 70), (2, 200), (129, 33), (384, 128))
 """Out- and in-features: shards cut blocks, are smaller than one, or empty."""
+DEEPSEEK = ((576, 7168),)
+"""`kv_a_proj_with_mqa` of DeepSeek-V3."""
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("ranks", "shapes"),
+    [*((ranks, CUT) for ranks in (1, 2, 3, 4)), *at_night((ranks, DEEPSEEK) for ranks in (1, 2, 3, 4))],
+)
 @on_ranks()
-def test_cut_blocks_have_the_codes_and_scales_of_one_process(ranks):
-    check_cut_blocks(CUT)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@on_ranks()
-def test_deepseeks_cut_blocks_have_the_codes_and_scales_of_one_process(ranks):
-    """`kv_a_proj_with_mqa` of DeepSeek-V3."""
-    check_cut_blocks(((576, 7168),))
-
-
-def check_cut_blocks(shapes):
+def test_cut_blocks_have_the_codes_and_scales_of_one_process(ranks, shapes):
     def make():
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(torch.nn.Linear(columns, rows, bias=False) for rows, columns in shapes))
@@ -217,7 +203,7 @@ def check_cut_blocks(shapes):
 @pytest.mark.parametrize("recipe", [*RECIPES, "blockwise", "mxfp8"])
 @on_ranks(2)
 def test_gathering_in_float8_changes_no_bit_of_float32_training(recipe):
-    without, with_float8 = _losses([(recipe, gather, False, False, None) for gather in (False, True)], 5)
+    without, with_float8 = _losses([(recipe, gather, False, False, None) for gather in (False, True)], 3)
     assert without == with_float8
 
 
@@ -289,22 +275,18 @@ def test_an_unsharded_weight_takes_one_byte_per_element_and_cast_until_reshard(r
     assert isinstance(block.up.weight, DTensor)
 
 
-_VIEWS = ("view", "split", "alias", "detach", "narrow", "slice", "as_strided")
-
-
-@on_ranks(2, timeout=300)
+@on_ranks(2)
 def test_the_cost_of_precompute_does_not_grow_with_the_model():
-    """Kernels (operations that are no views) and collectives for 1, 10, 100 and 1000 linears."""
+    """Kernels (operations that are no views) and collectives for 1, 10 and 100 linears."""
     costs = []
-    for layers in (1, 10, 100, 1000):
+    for layers in (1, 10, 100):
         model = torch.nn.Sequential(*[torch.nn.Linear(16, 16, bias=False) for _ in range(layers)])
         convert_to_float8_training(model, config=config_of("tensorwise", enable_fsdp_float8_all_gather=True))
         fully_shard(model, mesh=world_mesh())
         precompute_float8_dynamic_scale_for_fsdp(model)
         with CollectiveCounter() as counter:
             precompute_float8_dynamic_scale_for_fsdp(model)
-        kernels = {name: n for name, n in counter.operations.items() if not any(view in name for view in _VIEWS)}
-        costs.append((counter.calls, kernels))
+        costs.append((counter.calls, counter.kernels))
     assert all(cost == costs[0] for cost in costs), costs
     assert costs[0][0] == {"all_reduce": 1}
     assert sum(costs[0][1].values()) < 20

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import io
 import itertools
 import pickle
 
@@ -31,6 +30,8 @@ from tests.distributed.models import (
 from tests.distributed.ranks import RanksError, on_ranks, refusal, run
 from tests.distributed.test_fsdp import finish_step, operands_that_differ, part_of, shard_model, train_step
 from tests.reference import RECIPES
+from tests.steps import assert_same, by_torch_save
+from tests.thinned import at_night
 
 STEPS = 3
 
@@ -114,11 +115,7 @@ def _after_exceptions(model, optimizer, batch):
     return train_step(model, optimizer, batch)
 
 
-ODD_STEPS = {
-    "two forwards": _two_forwards,
-    "retained graph": _retained_graph,
-    "after exceptions": _after_exceptions,
-}
+ODD_STEPS = {"two forwards": _two_forwards, "retained graph": _retained_graph, "after exceptions": _after_exceptions}
 MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default]
 SAVE_MATMULS = functools.partial(create_selective_checkpoint_contexts, MATMULS)
 
@@ -139,26 +136,21 @@ WAYS = ["plain", "keep gathered", "always reshard", "hsdp", "cpu offload", "meta
 WAYS += ["checkpointed by op", *ODD_STEPS]
 
 
-def check_ways(recipe, ways):
-    expected = single_process_losses(config_of(recipe), STEPS, 4, float8_gather=True)
-    for how in ways:
-        assert _losses_with(how, recipe) == pytest.approx(expected, rel=1e-5), how
-
-
 @pytest.mark.parametrize(
     ("recipe", "ways"),
-    [("tensorwise", WAYS), ("rowwise", WAYS[1::2]), ("rowwise_with_gw_hp", WAYS[::3]), (RECIPES[-1], WAYS[2::4])],
+    [
+        ("tensorwise", WAYS),
+        ("rowwise", WAYS[1::2]),
+        ("rowwise_with_gw_hp", WAYS[::3]),
+        (RECIPES[-1], WAYS[2::4]),
+        *at_night((recipe, WAYS) for recipe in RECIPES[1:]),
+    ],
 )
 @on_ranks(4)
 def test_every_way_to_use_fsdp_trains_alike(recipe, ways):
-    check_ways(recipe, ways)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("recipe", RECIPES)
-@on_ranks(4)
-def test_every_way_to_use_fsdp_by_every_recipe(recipe):
-    check_ways(recipe, WAYS)
+    expected = single_process_losses(config_of(recipe), STEPS, 4, float8_gather=True)
+    for how in ways:
+        assert _losses_with(how, recipe) == pytest.approx(expected, rel=1e-5), how
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -166,12 +158,6 @@ def test_every_way_to_use_fsdp_by_every_recipe(recipe):
 def test_shards_of_the_other_dim(ranks):
     model = shard_model(gathering("rowwise"), model=make_model(hidden=40), shard_placement_fn=_shard_columns)
     assert operands_that_differ(model, make_model(hidden=40), gathering("rowwise")) == []
-
-
-@on_ranks(1)
-def test_a_group_of_one_rank():
-    expected = single_process_losses(config_of("rowwise"), STEPS, 1)
-    assert _losses_with("plain", "rowwise") == pytest.approx(expected, rel=1e-5)
 
 
 @on_ranks(4)
@@ -328,13 +314,11 @@ def test_without_fsdp_the_flag_changes_nothing(recipe, compiled):
         loss_of(run_model(input)).backward()
         grads.append([parameter.grad for parameter in model.parameters()])
         torch.optim.AdamW(model.parameters(), lr=0.1).step()
-    for plain, wrapped in zip(*grads, strict=True):
-        assert torch.equal(plain, wrapped)
-    state_dicts = [model.state_dict() for model in models]
-    assert list(state_dicts[0]) == list(state_dicts[1])
-    for name, value in state_dicts[0].items():
-        assert type(state_dicts[1][name]) is torch.Tensor
-        assert torch.equal(value, state_dicts[1][name])
+    assert_same(*grads)
+    plain, wrapped = (model.state_dict() for model in models)
+    assert list(plain) == list(wrapped)
+    assert_same(wrapped, plain)
+    assert {type(value) for value in wrapped.values()} == {torch.Tensor}
 
 
 def test_the_wrapper_survives_copies_and_leaves_with_the_conversion():
@@ -386,9 +370,7 @@ def test_a_weight_to_all_gather_answers_as_its_tensor():
         weight.numpy()
     with pytest.raises(RuntimeError, match="cannot assign to .data of a weight that is all-gathered in float8"):
         weight.data = torch.zeros_like(weight)
-    torch.save({"weight": weight}, file := io.BytesIO())
-    file.seek(0)
-    for copied in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight)), torch.load(file)["weight"]):
+    for copied in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight)), by_torch_save(weight, weights_only=True)):
         assert isinstance(copied, Float8AllGatherWeight)
         assert isinstance(copied, torch.nn.Parameter)
         assert copied.requires_grad

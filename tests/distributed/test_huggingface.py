@@ -21,6 +21,7 @@ from quaver.trainer.parallel_dims import resolve
 from quaver.trainer.parallelize import parallelize
 from quaver.trainer.run_setup import make_models
 from tests.distributed.ranks import run
+from tests.steps import assert_same
 
 MODEL = Model(dim=48, n_layers=2, n_heads=6, n_kv_heads=2, hidden_dim=80)
 CONFIG = TrainConfig(model=MODEL, training=Training(seq_len=32, device="cpu"))
@@ -63,6 +64,4 @@ def test_export_of_what_two_ranks_saved(layout, tmp_path):
     files = sorted((tmp_path / "hf").glob("*.safetensors"))
     assert len(files) > 1
     exported = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    assert exported.keys() == state.keys()
-    for name, tensor in state.items():
-        assert torch.equal(exported[name], tensor), name
+    assert_same(exported, state)

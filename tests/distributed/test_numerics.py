@@ -18,7 +18,6 @@ from tests.distributed.models import config_of
 from tests.distributed.ranks import run
 from tests.distributed.test_experts_dispatch import converted, parallel, step, tokens_of
 from tests.distributed.test_fsdp import part_of, world_mesh
-from tests.distributed.test_tensor_parallel import tp_mesh
 
 EXACT = ("numel", "amax", "smallest", "underflow", "saturated", "scale_min", "scale_median", "scale_max", "nonfinite")
 CLOSE = ("rms", "zeros", "sqnr_db")
@@ -62,7 +61,7 @@ def of_ranks(parallelism, recipe):
     model, parts = make(recipe, parallelism == "float8 fsdp"), batches()
     if parallelism == "tp":
         styles = {"0": Float8ColwiseParallel(), "2": Float8RowwiseParallel()}
-        parallelize_module(model, tp_mesh(), styles)
+        parallelize_module(model, world_mesh(), styles)
     else:
         parts = [part_of(batch) for batch in parts]
         fully_shard(model, mesh=world_mesh())

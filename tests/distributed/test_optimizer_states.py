@@ -11,11 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -25,6 +21,7 @@ from quaver.config import Float8LinearConfig
 from quaver.convert import convert_to_float8_training
 from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon
 from tests.distributed.ranks import RanksError, on_ranks, run
+from tests.steps import assert_same, full
 
 STEPS = 3
 
@@ -73,14 +70,10 @@ def train(model, optimizer, steps):
         optimizer.zero_grad()
 
 
-def whole(tensor):
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
 def result(model, optimizer):
     """Parameters and states by name, in whole."""
     return {
-        name: {"parameter": whole(p), **{key: whole(value) for key, value in optimizer.state[p].items()}}
+        name: {"parameter": full(p).clone(), **{key: full(value).clone() for key, value in optimizer.state[p].items()}}
         for name, p in model.named_parameters()
     }
 
@@ -98,14 +91,10 @@ def fsdp(dtype=torch.float32, placement=None, **options):
     return model, Float8AdamW(model.parameters(), lr=1e-2)
 
 
-def equal(ours, theirs):
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-
-
 def _fsdp_equals_one_process(dtype):
     model, optimizer = fsdp(dtype)
     train(model, optimizer, range(STEPS))
-    equal(result(model, optimizer), alone(dtype=dtype))
+    assert_same(result(model, optimizer), alone(dtype=dtype))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -121,7 +110,7 @@ def test_hsdp_experts_by_rows_and_offloaded_states_are_the_same():
     for options in ({"mesh": mesh}, by_rows, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):
         model, optimizer = fsdp(**options)
         train(model, optimizer, range(STEPS))
-        equal(result(model, optimizer), expected)
+        assert_same(result(model, optimizer), expected)
 
 
 @on_ranks(4)
@@ -140,7 +129,7 @@ def test_tensor_parallel_states_are_the_same_or_float32():
     assert "moments of a parameter [21, 600] are float32: a shard cuts its rows of 600" in logs.output[0]
     states, expected = result(model, optimizer), alone()
     cut, uncut = states.pop("wide.weight"), expected.pop("wide.weight")
-    equal(states, expected)
+    assert_same(states, expected)
     assert set(cut) == {"parameter", "step", "exp_avg", "exp_avg_sq"}
     torch.testing.assert_close(cut["parameter"], uncut["parameter"], rtol=0, atol=0.01)
     assert model["up"].weight.placements == (Shard(0), Shard(1))
@@ -176,7 +165,7 @@ def test_checkpoints_reshard_from_4_to_2_to_1_to_4_ranks_to_the_bit():
     with tempfile.TemporaryDirectory() as folder:
         for step, ranks in enumerate((4, 2, 1, 4)):
             results = run(ranks, _save_and_gather, folder, step > 0, [step])
-        equal(results[0], alone(steps=4))
+        assert_same(results[0], alone(steps=4))
 
 
 def _save_and_die(folder, load, step):
@@ -202,7 +191,7 @@ def test_killed_ranks_are_resumed_by_other_numbers_of_ranks_to_the_bit(lives, tm
             run(ranks, _save_and_die, str(tmp_path), step > 0, step, collective_timeout=60)
         assert error.value.messages == ["the process died"] * ranks
     results = run(2, _save_and_gather, str(tmp_path), True, [len(lives)])
-    equal(results[0], alone(steps=len(lives) + 1))
+    assert_same(results[0], alone(steps=len(lives) + 1))
 
 
 @on_ranks(2)
@@ -219,10 +208,10 @@ def test_states_are_gathered_and_scattered_to_the_bit():
     set_optimizer_state_dict(other, resumed, gathered, options=options)
     for each in ((model, optimizer), (other, resumed)):
         train(*each, [2])
-    equal(result(other, resumed), result(model, optimizer))
+    assert_same(result(other, resumed), result(model, optimizer))
     copied = Float8AdamW(other.parameters(), lr=1e-2)
     copied.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    equal([copied.state[p] for p in other.parameters()], [optimizer.state[p] for p in model.parameters()])
+    assert_same([copied.state[p] for p in other.parameters()], [optimizer.state[p] for p in model.parameters()])
 
 
 @on_ranks(2)
@@ -238,7 +227,7 @@ def test_states_of_adamw_are_converted_where_they_lie():
     expected = Float8AdamW(single.parameters())
     expected.load_adamw_state_dict(one_process.state_dict())
     for sharded, plain in zip(models[1].parameters(), single.parameters(), strict=True):
-        equal({name: whole(value) for name, value in ours.state[sharded].items()}, expected.state[plain])
+        assert_same(ours.state[sharded], expected.state[plain])
     adamw.load_state_dict(ours.adamw_state_dict())
     assert all(isinstance(adamw.state[p]["exp_avg"], DTensor) for p in models[0].parameters())
 
@@ -304,7 +293,7 @@ def _offloaded(model):
 
 
 def _muon_equals_one_process(parallelize, folder):
-    equal(muon(parallelize, folder), muon(lambda model: model))
+    assert_same(muon(parallelize, folder), muon(lambda model: model))
 
 
 @pytest.mark.parametrize(
@@ -337,7 +326,7 @@ def test_an_inf_on_one_rank_leaves_all_ranks_untouched_under_a_gradient_scaler()
         assert scaler.get_scale() == (scale / 2 if ruined else scale)
         after = result(model, optimizer)
         if ruined:
-            equal(after, before)
+            assert_same(after, before)
         else:
             assert not any(torch.equal(after[name]["parameter"], before[name]["parameter"]) for name in after)
 

@@ -19,6 +19,7 @@ from quaver.quantize import Quantizer
 from tests.distributed import ranks
 from tests.distributed.models import Block, config_of, loss_of
 from tests.reference import RECIPES
+from tests.steps import assert_same, draw
 from tests.thinned import thinned
 
 RANKS, MICROBATCHES, ROWS, DIM = 2, 4, 6, 18
@@ -37,11 +38,7 @@ SCHEDULES = (
 
 LAST_MICROBATCH_FIRST = ("ScheduleLoopedBFS",)
 """The order of these schedules' backwards, in which gradients are summed."""
-CASTS_OF_SPLIT_BACKWARDS = {
-    "ScheduleInterleavedZeroBubble": 24,
-    "ScheduleZBVZeroBubble": 24,
-    "ScheduleDualPipeV": 6,
-}
+CASTS_OF_SPLIT_BACKWARDS = {"ScheduleInterleavedZeroBubble": 24, "ScheduleZBVZeroBubble": 24, "ScheduleDualPipeV": 6}
 """How many times a linear's backward runs in two halves, each with its own cast of grad_output: 2 linears in each of
 the 3 stages after the first, for all of the 4 microbatches; DualPipeV splits some of them."""
 
@@ -57,7 +54,7 @@ def parts_of_model(recipe, stores=False):
 
 
 def batch():
-    return torch.randn(MICROBATCHES * ROWS, DIM, generator=torch.Generator().manual_seed(1))
+    return draw(MICROBATCHES * ROWS, DIM, seed=1)
 
 
 def gradients(model):
@@ -143,9 +140,7 @@ def test_a_schedule_equals_one_process(name, recipe, stores):
     losses_of, gradients_of, matmuls_of, casts_of = zip(*results, strict=True)
     assert sum(losses_of, []) == losses
     found = {name: grad for of_rank in gradients_of for name, grad in of_rank.items()}
-    assert found.keys() == expected.keys()
-    for parameter, gradient in expected.items():
-        assert torch.equal(found[parameter], gradient), parameter
+    assert_same(found, expected)
     assert sum(matmuls_of) == matmuls
     # Row-wise, grad_output has a cast for each matmul anyway; tensorwise, one cast serves both.
     assert sum(casts_of) == casts + (recipe == "tensorwise") * CASTS_OF_SPLIT_BACKWARDS.get(name, 0)

@@ -24,19 +24,15 @@ from tests.distributed.ranks import on_ranks, run
 from tests.distributed.test_fsdp import part_of, shard_model
 from tests.mixture import DIM as MIXTURE_DIM
 from tests.mixture import make_mixture
+from tests.steps import assert_same, train
 
 LAYERS = 3
 MICROBATCHES = 2
 
 
 def run_step(model, batch, scope=nullcontext):
-    losses = []
-    with scope(model):
-        for microbatch in batch.chunk(MICROBATCHES):
-            loss = loss_of(model(part_of(microbatch)))
-            loss.backward()
-            losses.append(loss.item())
-    return losses
+    parts = torch.cat([part_of(each) for each in batch.chunk(MICROBATCHES)])
+    return train(model, None, [parts], microbatches=MICROBATCHES, scope=scope)
 
 
 def _train_under_ddp(recipe, master_dtype, **options):
@@ -50,11 +46,9 @@ def _train_under_ddp(recipe, master_dtype, **options):
         torch.manual_seed(dist.get_rank())
         optimizer = use_float8_primary_weights(model, optimizer, master_dtype=master_dtype)
     replicas = DistributedDataParallel(model, **options)
-    losses = []
-    for batch in batches(3, MICROBATCHES * dist.get_world_size()):
-        losses += run_step(replicas, batch)
-        optimizer.step()
-        optimizer.zero_grad()
+    given = batches(3, MICROBATCHES * dist.get_world_size())
+    parts = [torch.cat([part_of(each) for each in batch.chunk(MICROBATCHES)]) for batch in given]
+    losses = train(replicas, optimizer, parts, microbatches=MICROBATCHES)
     return losses, model.state_dict()
 
 
@@ -65,14 +59,13 @@ def _train_under_ddp(recipe, master_dtype, **options):
 def test_ddp_broadcasts_masters_and_trains_as_with_ordinary_parameters(recipe, options):
     expected, weights = _train_under_ddp(recipe, None, **options)
     losses, masters = _train_under_ddp(recipe, torch.float32, **options)
-    assert losses == expected
-    torch.testing.assert_close(masters, weights, rtol=0, atol=0)
+    assert_same((losses, masters), (expected, weights))
     losses, masters = _train_under_ddp(recipe, torch.bfloat16, **options)
     gathered = [None, None]
     dist.all_gather_object(gathered, (losses, masters))
     assert gathered[0][0] != gathered[1][0]
     # Ranks round alike, however they were seeded.
-    torch.testing.assert_close(gathered[0][1], gathered[1][1], rtol=0, atol=0)
+    assert_same(gathered[0][1], gathered[1][1])
 
 
 # ---- experts: shards are masters, and a checkpoint goes to one process and back -------------------------------------

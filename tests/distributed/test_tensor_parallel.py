@@ -23,14 +23,13 @@ from quaver.tensor import Float8Tensor
 from tests.distributed.counting import CollectiveCounter
 from tests.distributed.models import config_of, quantized
 from tests.distributed.ranks import on_ranks, refusal, run
+from tests.distributed.test_fsdp import world_mesh
 from tests.reference import BLOCK_RECIPES, RECIPES, assert_same_bits
+from tests.steps import assert_same, full
+from tests.thinned import at_night
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 HP = pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16], ids=str)
-
-
-def tp_mesh():
-    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def part(whole, dim):
@@ -82,7 +81,7 @@ def _linear(config, quant_scale, style=None, features=(48, 40)):
     model = nn.Sequential(nn.Linear(*features, bias=False))
     convert_to_float8_training(model, config=config)
     if style is not None:
-        parallelize_module(model, tp_mesh(), {"0": style})
+        parallelize_module(model, world_mesh(), {"0": style})
     linear = model[0]
     if quant_scale is None:
         return linear, NO_PERSISTENT_SCALES._asdict()
@@ -151,7 +150,7 @@ def _check_observed(parts, whole, quant_scale):
 def _check_all_gathered_input(config, input, expected):
     for as_dtensor in (False, True):
         linear = Float8Linear(input.shape[-1], 16, config=config)
-        all_gather = AllGatherInput(Shard(1), tp_mesh(), linear, as_dtensor=as_dtensor)
+        all_gather = AllGatherInput(Shard(1), world_mesh(), linear, as_dtensor=as_dtensor)
         whole = all_gather(part(input, 1).requires_grad_())
         assert (whole.shape, whole.dtype, whole.requires_grad) == (input.shape, input.dtype, True)
         whole = whole.to_local() if as_dtensor else whole
@@ -236,10 +235,6 @@ def part_or_whole(whole, dim):
     return whole if dim is None else part(whole, dim)
 
 
-def full(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def step(module, input, grad_outputs, dtensor=False):
     """outputs, grad_input and the gradients of the parameters by name."""
     outputs = module(input)
@@ -298,7 +293,7 @@ def _check_results(name, recipe, hp_dtype, compiled, input_grad=True):
         for parameter in reference.parameters():
             parameter.copy_(torch.randn(parameter.shape) * torch.logspace(-1, 0, parameter.shape[-1]))
     module = copy.deepcopy(reference)
-    parallelize_module(module, tp_mesh(), arrangement.styles)
+    parallelize_module(module, world_mesh(), arrangement.styles)
     input = (torch.randn(2, tokens, k) * torch.logspace(-1, 0, k)).to(hp_dtype)
     linears = [child for child in reference.modules() if isinstance(child, Float8Linear)]
     grad_outputs = [(torch.randn(2, tokens, n) * torch.logspace(0, -1, n)).to(hp_dtype) for _ in linears]
@@ -348,27 +343,20 @@ def test_equals_one_device(name, every):
 
 
 COMPILED = [
-    ("prepared", "rowwise_with_gw_hp", "aot_eager"),
-    ("torch's rowwise by sequence", "rowwise", "aot_eager"),
-    ("rowwise by sequence", "tensorwise", "inductor"),
-    ("prepared", "blockwise", "aot_eager"),
-    ("rowwise by sequence", "mxfp8_with_gw_hp", "aot_eager"),
+    ("prepared", "rowwise_with_gw_hp", torch.float32, "aot_eager"),
+    ("torch's rowwise by sequence", "rowwise", torch.float32, "aot_eager"),
+    ("rowwise by sequence", "tensorwise", torch.float32, "inductor"),
+    ("prepared", "blockwise", torch.float32, "aot_eager"),
+    ("rowwise by sequence", "mxfp8_with_gw_hp", torch.float32, "aot_eager"),
+    *at_night(itertools.product(ARRANGEMENTS, RECIPES, (torch.float32, torch.bfloat16), ["inductor"])),
 ]
-"""Each kind of collective around a compiled linear; all arrangements and recipes run nightly."""
+"""Each kind of collective around a compiled linear."""
 
 
-@pytest.mark.parametrize(("name", "recipe", "backend"), COMPILED)
-def test_compiled_equals_one_device(name, recipe, backend):
+@pytest.mark.parametrize(("name", "recipe", "hp_dtype", "backend"), COMPILED)
+def test_compiled_equals_one_device(name, recipe, hp_dtype, backend):
     """One graph, and its numbers; aot_eager traces as Inductor does and generates no code."""
-    run(2, _check_results, name, recipe, torch.float32, backend)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ARRANGEMENTS)
-@RECIPE
-@HP
-def test_compiled_equals_one_device_for_all(name, recipe, hp_dtype):
-    run(2, _check_results, name, recipe, hp_dtype, "inductor")
+    run(2, _check_results, name, recipe, hp_dtype, backend)
 
 
 @RECIPE
@@ -380,8 +368,8 @@ def test_features_that_ranks_do_not_divide(recipe, layouts):
     arrangement = Arrangement(One, {"a": Float8ColwiseParallel(**layouts)}, None, None if layouts else 2)
     reference, down = One(32, 13, torch.float32, config), Float8Linear(13, 32, config=config)
     module, rowwise = copy.deepcopy(reference), copy.deepcopy(down)
-    parallelize_module(module, tp_mesh(), arrangement.styles)
-    parallelize_module(rowwise, tp_mesh(), Float8RowwiseParallel())
+    parallelize_module(module, world_mesh(), arrangement.styles)
+    parallelize_module(rowwise, world_mesh(), Float8RowwiseParallel())
     input, grad_output = torch.randn(2, 16, 32), torch.randn(2, 16, 13)
     expected = parts_of(arrangement, step(reference, input.clone().requires_grad_(), [grad_output]))
     got = step_on_parts(arrangement, module, input, [grad_output])
@@ -409,7 +397,7 @@ def _check_non_finite_value(recipe, value, where):
         else:
             {"input": input, "grad_output": grad_outputs[0]}[where][-1, -1, -1] = value
         module = copy.deepcopy(reference)
-        parallelize_module(module, tp_mesh(), arrangement.styles)
+        parallelize_module(module, world_mesh(), arrangement.styles)
         expected = step(reference, input.clone().requires_grad_(), grad_outputs)
         assert any(grad.isnan().any() for grad in (*expected[0], expected[1], *expected[2].values()))
         got = step_on_parts(arrangement, module, input, grad_outputs)
@@ -525,7 +513,7 @@ def test_one_gather_serves_all_linears_that_share_an_input(recipe, linears, use_
     config = config_of(recipe)
     module = Sharing(linears, config)
     styles = {"": prepare(use_local_output), "linears.*": Float8ColwiseParallel()}
-    parallelize_module(module, tp_mesh(), styles)
+    parallelize_module(module, world_mesh(), styles)
     input = torch.randn(2, 8, K, requires_grad=True)
     forward, backward = wire_of(module, input)
     of_weight = [(I32, 4)] * linears if config.casts.weight.row.is_tensorwise else []
@@ -547,7 +535,7 @@ def test_one_gather_serves_all_linears_that_share_an_input(recipe, linears, use_
 @on_ranks(2)
 def test_a_colwise_linear_gathers_its_own_input_as_codes(recipe, trains):
     linear = Float8Linear(K, N, bias=False, config=config_of(recipe))
-    parallelize_module(linear, tp_mesh(), Float8ColwiseParallel(input_layouts=Shard(1)))
+    parallelize_module(linear, world_mesh(), Float8ColwiseParallel(input_layouts=Shard(1)))
     linear.weight.requires_grad_(trains)
     forward, backward = wire_of(linear, torch.randn(2, 8, K, requires_grad=True))
     assert forward.of("all_gather") == payloads(recipe, M, K, first_too=trains)
@@ -560,7 +548,7 @@ def test_a_colwise_linear_gathers_its_own_input_as_codes(recipe, trains):
 @on_ranks(2)
 def test_a_rowwise_linear_gathers_its_grad_output_as_codes(recipe, trains):
     linear = Float8Linear(K, N, bias=False, config=config_of(recipe))
-    parallelize_module(linear, tp_mesh(), Float8RowwiseParallel(output_layouts=Shard(1)))
+    parallelize_module(linear, world_mesh(), Float8RowwiseParallel(output_layouts=Shard(1)))
     linear.weight.requires_grad_(trains)
     forward, backward = wire_of(linear, torch.randn(2, 16, K // 2, requires_grad=True))
     assert forward.of("all_gather") == []
@@ -589,7 +577,7 @@ def raises(kind, *words):
 
 @on_ranks(2)
 def test_errors_when_a_style_is_applied():
-    mesh, mesh_2d = tp_mesh(), init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    mesh, mesh_2d = world_mesh(), init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     for style in (Float8ColwiseParallel(), Float8RowwiseParallel()):
         name = type(style).__name__
         with raises(ValueError, name, "expects a Float8Linear, got Linear", "convert_to_float8_training"):
@@ -631,7 +619,7 @@ class ReadsItsInput(Pair):
 
 @on_ranks(2)
 def test_errors_when_a_module_is_called():
-    mesh = tp_mesh()
+    mesh = world_mesh()
     by_sequence = parallelize_module(Float8Linear(16, 16), mesh, Float8ColwiseParallel(input_layouts=Shard(1)))
     with raises(ValueError, "sharded along its features"):
         by_sequence(torch.randn(4, 16))
@@ -661,7 +649,7 @@ def test_errors_when_a_module_is_called():
 
 @on_ranks(2)
 def test_a_graph_that_ends_after_the_gathering_is_an_error_that_says_so():
-    module = parallelize_module(Pair(16, 16, F32, None), tp_mesh(), arrangements()["prepared"].styles)
+    module = parallelize_module(Pair(16, 16, F32, None), world_mesh(), arrangements()["prepared"].styles)
     message = refusal(torch.compile(module, backend="aot_eager"), torch.randn(2, 4, 16, requires_grad=True))
     assert "Compile a module around the one that PrepareFloat8ModuleInput" in message
 
@@ -670,7 +658,7 @@ def test_a_graph_that_ends_after_the_gathering_is_an_error_that_says_so():
 @on_ranks(2)
 def test_a_model_is_copied_saved_and_scoped_as_any_other(recipe):
     config = config_of(recipe)
-    plain, model = model_of(config), spread(model_of(config), tp_mesh())
+    plain, model = model_of(config), spread(model_of(config), world_mesh())
     batch = torch.randn(2, 8, 32)
 
     def gradients(of):
@@ -679,20 +667,18 @@ def test_a_model_is_copied_saved_and_scoped_as_any_other(recipe):
         return {name: full(parameter.grad) for name, parameter in of.named_parameters()}
 
     state = model.state_dict()
-    assert {name: full(value) for name, value in state.items()}.keys() == plain.state_dict().keys()
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(full(state[name]), value, rtol=0, atol=0)
+    assert_same(state, plain.state_dict())
     expected = gradients(model)
     twin = copy.deepcopy(model)
-    torch.testing.assert_close(gradients(twin), expected, rtol=0, atol=0)
+    assert_same(gradients(twin), expected)
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.zero_()
-    torch.testing.assert_close(gradients(model), expected, rtol=0, atol=0)
+    assert_same(gradients(model), expected)
     twin.load_state_dict(state)
     with cast_weights_once(twin):
-        torch.testing.assert_close(gradients(twin), expected, rtol=0, atol=0)
-        torch.testing.assert_close(gradients(twin), expected, rtol=0, atol=0)
+        assert_same(gradients(twin), expected)
+        assert_same(gradients(twin), expected)
     assert all(linear._prepared_weight is None for linear in twin.modules() if isinstance(linear, Float8Linear))
 
 
@@ -703,7 +689,7 @@ def test_one_style_for_several_modules():
     reference, style = copy.deepcopy(module), prepare(False)
     pair = {"a": Float8ColwiseParallel(), "b": Float8ColwiseParallel()}
     for child in module:
-        parallelize_module(child, tp_mesh(), {"": style, **pair})
+        parallelize_module(child, world_mesh(), {"": style, **pair})
     input = torch.randn(2, 8, 32)
     for child, expected in zip(module, reference, strict=True):
         for got, whole in zip(child(part(input, 1)), expected(input), strict=True):
@@ -722,7 +708,7 @@ def test_a_float8_weight_saved_for_backward_changes_no_bit(recipe):
             arrangement = arrangements()[name]
             module = arrangement.module(64, 48, F32, config_of(recipe, keep_float8_weight_for_backward=keep))
             module.a.weight.data.copy_(weight)
-            parallelize_module(module, tp_mesh(), arrangement.styles)
+            parallelize_module(module, world_mesh(), arrangement.styles)
             grad_outputs = [torch.randn(2, 8, 48)] * (2 if arrangement.module is Pair else 1)
             results.append(step_on_parts(arrangement, module, torch.randn(2, 8, 64), grad_outputs))
-        torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+        assert_same(*results)

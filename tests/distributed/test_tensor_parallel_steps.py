@@ -1,6 +1,7 @@
 """Steps with tensor and sequence parallelism equal one process; delayed scales exchange no amax once they are known."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -9,11 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from quaver import (
-    convert_to_float8_training,
-    float8_scaling_state,
-    sync_float8_amax_and_scale_history,
-)
+from quaver import convert_to_float8_training, float8_scaling_state, sync_float8_amax_and_scale_history
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, precompute_float8_dynamic_scale_for_fsdp
 from quaver.tensor import Float8Tensor
 from tests.distributed.counting import CollectiveCounter
@@ -25,17 +22,21 @@ from tests.distributed.models import (
     train_in_parts,
 )
 from tests.distributed.ranks import on_ranks, run
-from tests.distributed.test_tensor_parallel import (
-    model_of,
-    part,
-    spread,
-    spread_by_torch,
-    tp_mesh,
-)
+from tests.distributed.test_fsdp import world_mesh
+from tests.distributed.test_tensor_parallel import model_of, part, spread, spread_by_torch
 from tests.reference import PERSISTENT_RECIPES, RECIPES
+from tests.thinned import at_night
 
 RECIPE = pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
 STEPS, COMPILED_BLOCKS = 4, 1
+DIMS = {"blockwise": 256, "blockwise_with_gw_hp": 256, "mxfp8": 64}
+"""Of recipes that scale blocks: each of two ranks has whole ones; FSDP2 cuts them again."""
+DYNAMIC = (*RECIPES, *DIMS)
+
+
+def sizes_of(recipe, compiled=None):
+    """Width, blocks and steps. Dynamic scales are those of each step: one block, whose weights change twice."""
+    return DIMS.get(recipe, 32), 1 if compiled or recipe in DYNAMIC else 2, 3 if recipe in DYNAMIC else STEPS
 
 
 def train_one_process(config, batches, microbatches=1, blocks=2):
@@ -100,16 +101,11 @@ def sharing(recipe, **options):
     return config_of(recipe, shared_inputs=(("q", "k", "v"), ("gate", "up")), **options)
 
 
-DIMS = {"blockwise": 256, "blockwise_with_gw_hp": 256, "mxfp8": 64}
-"""Of recipes that scale blocks: each of two ranks has whole ones; FSDP2 cuts them again."""
-
-
 def _train_tp(recipe, compiled=None, use_local_output=False, of_torch=False):
-    dim = DIMS.get(recipe, 32)
-    config, batches = sharing(recipe), [torch.randn(4, 16, dim) for _ in range(STEPS)]
-    blocks = COMPILED_BLOCKS if compiled else 2
+    dim, blocks, steps = sizes_of(recipe, compiled)
+    config, batches = sharing(recipe), [torch.randn(4, 16, dim) for _ in range(steps)]
     model = model_of(config, blocks, dim)
-    model = spread_by_torch(model, tp_mesh()) if of_torch else spread(model, tp_mesh(), use_local_output)
+    model = spread_by_torch(model, world_mesh()) if of_torch else spread(model, world_mesh(), use_local_output)
     ranks = dist.get_world_size()
     parts = [part(batch, 1) for batch in batches]
     got = train_ranks(model, parts, divided_by=ranks, compiled=compiled)
@@ -117,12 +113,11 @@ def _train_tp(recipe, compiled=None, use_local_output=False, of_torch=False):
 
 
 def _train_2d(recipe, gather_float8, compiled=None, precompute=False, spread=spread):
-    dim = DIMS.get(recipe, 32)
-    config, batches = sharing(recipe), [torch.randn(4, 16, dim) for _ in range(STEPS)]
+    dim, blocks, steps = sizes_of(recipe, compiled)
+    config, batches = sharing(recipe), [torch.randn(4, 16, dim) for _ in range(steps)]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     tp_rank, dp_rank = mesh["tp"].get_local_rank(), mesh["dp"].get_local_rank()
     gathering = dataclasses.replace(config, enable_fsdp_float8_all_gather=gather_float8)
-    blocks = COMPILED_BLOCKS if compiled else 2
     model = spread(model_of(gathering, blocks, dim), mesh["tp"])
     for block in model:
         fully_shard(block, mesh=mesh["dp"])
@@ -178,32 +173,20 @@ IN_2D = {"float8": 1, "high precision": 14}
 """What FSDP2 gathers; and the exchanges that the dynamic scales of all weights take: one where it gathers them."""
 
 
-def check_steps(ranks, recipe, ways):
+@RECIPE
+@pytest.mark.parametrize(
+    ("ranks", "ways"), [(2, [False, True]), (4, ["float8"]), *at_night([(4, [False, True, *IN_2D])])]
+)
+def test_steps_equal_one_process_and_exchange_nothing_once_scales_are_known(recipe, ranks, ways):
+    """With PrepareFloat8ModuleInput giving a DTensor, and a local tensor; and with FSDP2."""
     for way, result in zip(ways, run(ranks, _train_in_ways, recipe, ways)[0], strict=True):
         check_against_one_process(result, f"way {way}", 2 if way in IN_2D else 1)
         assert result[0][2] == amax_exchanges(recipe, weights=IN_2D.get(way, 14)), way
 
 
 @RECIPE
-def test_steps_equal_one_process_and_exchange_nothing_once_scales_are_known(recipe):
-    """With PrepareFloat8ModuleInput giving a DTensor, and a local tensor."""
-    check_steps(2, recipe, [False, True])
-
-
-@RECIPE
 def test_steps_with_the_styles_of_torch_equal_one_process(recipe):
     check_against_one_process(run(2, _train_tp, recipe, None, False, True)[0], "styles of torch")
-
-
-@RECIPE
-def test_steps_with_fsdp2_equal_one_process(recipe):
-    check_steps(4, recipe, ["float8"])
-
-
-@pytest.mark.nightly
-@RECIPE
-def test_steps_of_each_kind(recipe):
-    check_steps(4, recipe, [False, True, *IN_2D])
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "blockwise", "mxfp8"])
@@ -231,7 +214,14 @@ def test_steps_with_dynamic_scales_and_fsdp2_equal_one_process(recipe, gather_fl
     check_against_one_process(run(4, _train_2d, recipe, gather_float8, None, precompute, spread)[0], "fsdp2")
 
 
-def check_compiled(recipe, backend, in_2d):
+@pytest.mark.parametrize(
+    ("recipe", "backend", "in_2d"),
+    [
+        ("delayed", "aot_eager", False),
+        *at_night(itertools.product(PERSISTENT_RECIPES, ("aot_eager", "inductor"), (False, True))),
+    ],
+)
+def test_compiled_steps_equal_one_process_and_are_not_compiled_again(recipe, backend, in_2d):
     """One graph serves every step, and exchanges amaxes in the first only, as eager code does."""
     ranks, train, options = (4, _train_2d, [True]) if in_2d else (2, _train_tp, [])
     result = run(ranks, train, recipe, *options, backend, timeout=400)[0]
@@ -243,18 +233,6 @@ def check_compiled(recipe, backend, in_2d):
         assert spared == [of_eager[0][i] - of_eager[step + 1][i] for i in (0, 1)]
 
 
-def test_compiled_steps_equal_one_process_and_are_not_compiled_again():
-    check_compiled("delayed", "aot_eager", in_2d=False)
-
-
-@pytest.mark.nightly
-@RECIPE
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("in_2d", [False, True], ids=["tp", "fsdp and tp"])
-def test_compiled_steps_by_each_backend(recipe, backend, in_2d):
-    check_compiled(recipe, backend, in_2d)
-
-
 def _backward(model, batch):
     loss = model(part(batch, 1)).square().mean()
     loss.backward()
@@ -263,7 +241,7 @@ def _backward(model, batch):
 
 @on_ranks(2)
 def test_ranks_exchange_amaxes_after_a_reset_and_not_after_a_load():
-    model, batch = spread(model_of(sharing("delayed")), tp_mesh()), torch.randn(2, 16, 32)
+    model, batch = spread(model_of(sharing("delayed")), world_mesh()), torch.randn(2, 16, 32)
     _backward(model, batch)
     sync_float8_amax_and_scale_history(model)
     known, expected = scaling_snapshot(model), _backward(model, batch)
@@ -281,12 +259,6 @@ def test_ranks_exchange_amaxes_after_a_reset_and_not_after_a_load():
 def observed_of(model):
     (state,) = float8_scaling_state(model)._states
     return state.amax_buffer.clone()
-
-
-def assert_equal(got, expected):
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(got[name], value), name
 
 
 @on_ranks(4)
