@@ -3,9 +3,18 @@
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
 from quaver.trainer.config import TrainConfig
+from quaver.trainer.initialize import allocate, initialize
 from quaver.trainer.metrics import read_metrics
+from quaver.trainer.parallel_dims import ParallelDims, resolve
+from quaver.trainer.parallelize import parallelize
+from quaver.trainer.ranks import Ranks
+from quaver.trainer.run_setup import make_models
 from quaver.trainer.train import Run, prepare, train
+from quaver.trainer.trained_model import TrainedModel
 
 
 def changed(config: TrainConfig, **sections: dict[str, Any]) -> TrainConfig:
@@ -17,6 +26,18 @@ def run_to_end(config: TrainConfig) -> Run:
     run = prepare(config)
     assert train(run)["status"] == "finished"
     return run
+
+
+def on_rank(config: TrainConfig, ranks: int) -> tuple[TrainedModel, ParallelDims]:
+    """The one model of a run as this rank of so many holds it, with its first weights."""
+    rank = torch.distributed.get_rank() if ranks > 1 else 0
+    config, layout = resolve(config, rank=rank, world_size=ranks)
+    device, dims, sizes = torch.device("cpu"), tuple(layout.mesh), tuple(layout.mesh.values())
+    ((name, model),) = make_models(config, device).by_name.items()
+    parallelize(model, config, init_device_mesh("cpu", sizes, mesh_dim_names=dims) if dims else None)
+    allocate(model, device)
+    initialize(model, 0)
+    return TrainedModel(name, model, config, device, Ranks(rank, rank, ranks)), layout
 
 
 def numbers(run: Run) -> list[tuple[str, ...]]:

@@ -5,22 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 import torch._functorch.config as compiler_config
-from torch.distributed.device_mesh import init_device_mesh
 
 from quaver.trainer.config import ActivationCheckpoint, Checkpoint, Float8, Parallelism, TrainConfig
 from quaver.trainer.data import Batch
-from quaver.trainer.initialize import allocate, initialize
 from quaver.trainer.model import Block
-from quaver.trainer.parallel_dims import resolve
-from quaver.trainer.parallelize import parallelize
-from quaver.trainer.ranks import Ranks
-from quaver.trainer.run_setup import make_models
 from quaver.trainer.train import Run, prepare, train
-from quaver.trainer.trained_model import TrainedModel
 from tests.distributed.ranks import run as run_on_ranks
-from tests.unit.trainer.runs import changed, numbers, run_to_end
+from tests.unit.trainer.runs import changed, numbers, on_rank, run_to_end
 
-CPU = torch.device("cpu")
 FULL, BY_POLICY = ActivationCheckpoint("full"), ActivationCheckpoint("selective")
 SECTIONS = {"none": ActivationCheckpoint(), "full": FULL, "op": BY_POLICY, "2": ActivationCheckpoint("selective", "2")}
 
@@ -66,14 +58,8 @@ def losses_of_all(config: TrainConfig) -> list[list[tuple[float, float]]]:
 
 def losses_of(config: TrainConfig, mode: str, store: bool = False) -> list[tuple[float, float]]:
     """Losses and gradient norms of two steps."""
-    rank = torch.distributed.get_rank()
-    config = replace(config, activation_checkpoint=ActivationCheckpoint(mode, store_in_float8=store))
-    config, layout = resolve(config, rank=rank, world_size=2)
-    ((name, model),) = make_models(config, CPU).by_name.items()
-    parallelize(model, config, init_device_mesh("cpu", (2,), mesh_dim_names=tuple(layout.mesh)))
-    allocate(model, CPU)
-    initialize(model, 0)
-    trained = TrainedModel(name, model, config, CPU, Ranks(rank, rank, 2))
+    checkpoint = ActivationCheckpoint(mode, store_in_float8=store)
+    trained, layout = on_rank(replace(config, activation_checkpoint=checkpoint), 2)
     tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(layout.data_parallel_rank))
     results = [trained.train_step(step, [Batch(tokens, tokens.roll(-1, 1))]) for step in (1, 2)]
     return [(result.loss, result.grad_norm) for result in results]

@@ -4,40 +4,25 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from quaver.memory.faking.gpu import predicting_for
 from quaver.memory.runs.predict import predict_memory
 from quaver.trainer.config import ActivationCheckpoint, Float8, Parallelism, TrainConfig
 from quaver.trainer.data import Batch
-from quaver.trainer.initialize import allocate, initialize
-from quaver.trainer.parallel_dims import resolve
-from quaver.trainer.parallelize import parallelize
-from quaver.trainer.ranks import Ranks
-from quaver.trainer.run_setup import make_models
-from quaver.trainer.trained_model import TrainedModel
 from tests.distributed.ranks import run as run_on_ranks
 from tests.reference import sqnr_db
-from tests.unit.trainer.runs import changed
+from tests.unit.trainer.runs import changed, on_rank
 
-CPU = torch.device("cpu")
 BFLOAT16 = {"residual_dtype": "bfloat16"}
 
 
 def stream_of(config: TrainConfig, ranks: int) -> dict:
     """One forward and backward on this rank: what the embedding and each block give and get, and the gradient."""
-    rank = torch.distributed.get_rank() if ranks > 1 else 0
-    config, layout = resolve(config, rank=rank, world_size=ranks)
-    ((name, model),) = make_models(config, CPU).by_name.items()
-    dims, sizes = tuple(layout.mesh), tuple(layout.mesh.values())
-    parallelize(model, config, init_device_mesh("cpu", sizes, mesh_dim_names=dims) if dims else None)
-    allocate(model, CPU)
-    initialize(model, 0)
-    trained = TrainedModel(name, model, config, CPU, Ranks(rank, rank, ranks))
+    trained, _ = on_rank(config, ranks)
     seen: dict = {"blocks": [], "dtypes": [], "gathered": []}
-    embedding = model.model.embed_tokens
+    embedding = trained.model.model.embed_tokens
     embedding.register_forward_hook(lambda module, _, out: seen["gathered"].append(module.weight.dtype))
-    for block in model.blocks():
+    for block in trained.model.blocks():
         block.register_forward_pre_hook(lambda _, args: seen["blocks"].append(args[0].detach().float()))
         block.register_forward_hook(lambda _, args, out: seen["dtypes"].append((args[0].dtype, out.dtype)))
     tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(0))
