@@ -79,10 +79,6 @@ def _choose(browser, select, text):
     )
 
 
-def _shown(value, statistic):
-    return next(each for each in STATISTICS if each.name == statistic).shown(value)
-
-
 def test_hovering_over_a_cell_shows_its_numbers(browser, reports, runs):
     browser.open(reports / "one.html")
     heat = Map(browser, len(TENSORS))
@@ -336,7 +332,8 @@ def test_worst_tensors_by_another_statistic(browser, reports, runs):
     _choose(browser, "worst-statistic", "amax")
     assert browser.one("#worst-caption").text == "Highest amax of first, by tensor"
     worst = runs[0].numerics.statistics["amax"].max()
-    assert browser.texts("#worst-table tbody td:nth-last-child(2)")[0] == _shown(worst, "amax")
+    (amax,) = (each for each in STATISTICS if each.name == "amax")
+    assert browser.texts("#worst-table tbody td:nth-last-child(2)")[0] == amax.shown(worst)
     browser.all("#worst-table .link")[0].click()
     assert _chosen(browser)
     gains = [row.replace(" dB", "").split()[-2:] for row in browser.texts("#whatif-table tbody tr")]

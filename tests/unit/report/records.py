@@ -38,14 +38,10 @@ def header(tensors, **fields):
     return {"kind": "header", "schema": 1, **about, "statistics": list(STATISTICS), "tensors": tensors, **fields}
 
 
-def spelled(value):
-    """A number as the record has it."""
-    return value if value is None or math.isfinite(value) else str(float(value))
-
-
 def sample(step, values, **more):
-    """A sample of `values`: a list of one number per tensor by statistic."""
-    columns = {name: [spelled(each) for each in values[name]] for name in STATISTICS}
+    """A sample of `values`: a list of one number per tensor by statistic; a record spells what is not finite."""
+    plain = lambda value: value is None or math.isfinite(value)  # noqa: E731
+    columns = {name: [each if plain(each) else str(float(each)) for each in values[name]] for name in STATISTICS}
     return {"kind": "sample", "step": step, **columns, **more}
 
 

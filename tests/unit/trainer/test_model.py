@@ -17,19 +17,11 @@ TIED = Model(dim=64, n_layers=2, n_heads=4, n_kv_heads=1, hidden_dim=96, tie_wor
 
 def transformers_llama(config: Model) -> LlamaForCausalLM:
     torch.manual_seed(7)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.dim,
-            intermediate_size=config.hidden_dim,
-            num_hidden_layers=config.n_layers,
-            num_attention_heads=config.n_heads,
-            num_key_value_heads=config.n_kv_heads,
-            rms_norm_eps=config.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            tie_word_embeddings=config.tie_word_embeddings,
-        )
-    )
+    shape = {"vocab_size": config.vocab_size, "hidden_size": config.dim, "intermediate_size": config.hidden_dim}
+    shape |= {"num_hidden_layers": config.n_layers, "num_attention_heads": config.n_heads}
+    shape |= {"num_key_value_heads": config.n_kv_heads, "tie_word_embeddings": config.tie_word_embeddings}
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    return LlamaForCausalLM(LlamaConfig(**shape, rms_norm_eps=config.norm_eps, rope_parameters=rope))
 
 
 @pytest.fixture(params=[CONFIG, TIED], ids=["untied", "tied"])

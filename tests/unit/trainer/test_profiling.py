@@ -59,11 +59,6 @@ def files_in(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def ranges(file: Path) -> list[dict]:
-    with gzip.open(file) as opened:
-        return [event for event in json.load(opened)["traceEvents"] if event.get("ph") == "X"]
-
-
 def test_which_steps_of_which_model_write_which_files(tmp_path):
     traces = {"enable_profiling": True, "profile_freq": 4, "profiler_warmup": 1, "profiler_active": 2}
     config = config_of(**traces, enable_memory_snapshot=True, memory_snapshot_step=2)
@@ -115,7 +110,8 @@ def test_how_often_each_phase_appears_for_one_linear(tmp_path, monkeypatch, reci
         monkeypatch.setattr(cpu, "AVAILABLE", False)
     with first_step(model := make(recipe), tmp_path, recipe=recipe):
         train_step(model)
-    found = Counter(each["name"] for each in ranges(tmp_path / f"profile_trace/step-000001/{recipe}-rank0.json.gz"))
+    with gzip.open(tmp_path / f"profile_trace/step-000001/{recipe}-rank0.json.gz") as opened:
+        found = Counter(event["name"] for event in json.load(opened)["traceEvents"] if event.get("ph") == "X")
     # The C extension reads the amax in the cast. The weight's second tensorwise cast has the scale of the first. The
     # row-wise casts of an input for two matmuls are one, with two amaxes.
     expected = {"quaver::cast": casts, "quaver::gemm": 3}
