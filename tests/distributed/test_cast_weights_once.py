@@ -93,9 +93,7 @@ ERRORS = dict.fromkeys(("step", "load", "in place", "each row", "around"), "chan
 ERRORS |= dict.fromkeys(("assign", "to dtype"), "replaced")
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes"), [("foreach", list(ERRORS)), ("fused", ["step"])], ids=["foreach", "fused"]
-)
+@pytest.mark.parametrize(("kind", "changes"), [("foreach", list(ERRORS)), ("fused", ["step"])])
 @on_ranks(2)
 def test_a_change_inside_is_an_error_at_the_next_all_gather_or_at_the_exit(kind, changes):
     batch = batches(1, dist.get_world_size())[0]

@@ -292,9 +292,7 @@ def test_what_cannot_be_sharded_says_so():
 def test_ranks_that_disagree_are_told():
     recipe = "tensorwise" if dist.get_rank() else "blockwise"
     model = shard_mixture(None)
-    convert_to_float8_training(
-        model, config=gathering("tensorwise"), module_filter_fn=lambda module, name: "out" in name
-    )
-    convert_to_float8_training(model, config=gathering(recipe), module_filter_fn=lambda module, name: "out" not in name)
+    convert_to_float8_training(model, config=gathering("tensorwise"), module_filter_fn=lambda _, name: "out" in name)
+    convert_to_float8_training(model, config=gathering(recipe), module_filter_fn=lambda _, name: "out" not in name)
     message = refusal(precompute_float8_dynamic_scale_for_fsdp, model)
     assert "experts.gate_up_proj" in message

@@ -1,6 +1,7 @@
 """Expert parallelism: results and gradients of one process with all experts and tokens, and the bytes that travel."""
 
 import copy
+import functools
 from dataclasses import replace
 from unittest import mock
 
@@ -28,6 +29,7 @@ from quaver.experts.module import Float8Experts
 from quaver.weights.gathered import Float8AllGatherWeight
 from tests.distributed.ranks import on_ranks, refusal
 from tests.reference import BACKEND, assert_same_bits, sqnr_db
+from tests.steps import assert_same
 
 RECIPES = [name.value for name in Float8LinearRecipeName if "delayed" not in name.value]
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
@@ -123,42 +125,35 @@ def part_of(value, ranks, rank):
     return value.chunk(ranks)[rank] if len(value) == EXPERTS else value
 
 
-def assert_same(got, expected):
+def assert_parts_same(got, expected):
     for name, value in expected.items():
         actual = got[name].to_local() if isinstance(got[name], DTensor) else got[name]
         assert_same_bits(actual.contiguous(), value.contiguous())
 
 
-def check_equals_one_process(recipe, top_k, dtype=torch.bfloat16, trained=True, call=None, **flags):
-    experts = converted(recipe, dtype, trained, **flags)
-    parts = tokens_of(dist.get_world_size(), top_k, dtype)
+TRANSPOSED, WITHOUT_GATE = {"has_bias": True, "is_transposed": True}, {"has_gate": False}
+CASES = [(ranks, top_k, recipe, {}) for ranks, top_k in ((2, 2), (4, 1), (4, 2)) for recipe in RECIPES]
+CASES += [(2, 2, recipe, {"trained": False}) for recipe in RECIPES]
+CASES += [(2, 2, recipe, {"dtype": torch.float32}) for recipe in ("tensorwise", "rowwise", "mxfp8")]
+CASES += [(2, 2, recipe, {"recomputed": True}) for recipe in ("tensorwise", "rowwise")]
+CASES += [(2, 2, recipe, flags) for recipe in ("tensorwise", "blockwise") for flags in (TRANSPOSED, WITHOUT_GATE)]
+
+
+@pytest.mark.parametrize(("ranks", "top_k", "recipe", "options"), CASES, ids=str)
+@on_ranks()
+def test_results_and_gradients_are_those_of_one_process(ranks, top_k, recipe, options):
+    recomputed = options.pop("recomputed", False)
+    experts = converted(recipe, **options)
+    parts = tokens_of(ranks, top_k, options.get("dtype", torch.bfloat16))
     expected = of_one_process(experts, parts)
     split = parallel(copy.deepcopy(experts))
     mine = parts[dist.get_rank()]
+    call = functools.partial(checkpoint, split, use_reentrant=False) if recomputed else split
     for _ in range(2):
-        assert_same(step(split, *mine, None if call is None else call(split)), expected)
+        assert_parts_same(step(split, *mine, call), expected)
     with torch.no_grad():
         assert_same_bits(split(*mine[:3]), expected["out"].contiguous())
-    assert len(expected) == 3 + trained * len(list(experts.parameters()))
-
-
-@pytest.mark.parametrize(("ranks", "top_k"), [(2, 2), (4, 1), (4, 2)])
-@RECIPE
-@on_ranks()
-def test_results_and_gradients_are_those_of_one_process(ranks, recipe, top_k):
-    check_equals_one_process(recipe, top_k)
-
-
-@RECIPE
-@on_ranks(2)
-def test_frozen_experts(recipe):
-    check_equals_one_process(recipe, 2, trained=False)
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
-@on_ranks(2)
-def test_float32(recipe):
-    check_equals_one_process(recipe, 2, torch.float32)
+    assert len(expected) == 3 + options.get("trained", True) * len(list(experts.parameters()))
 
 
 @RECIPE
@@ -169,17 +164,7 @@ def test_zeros_and_what_is_not_finite(recipe):
     hidden = parts[1][0]
     hidden[11], hidden[12], hidden[13, 7], hidden[14, 8] = 0, 1e-38, torch.inf, torch.nan
     expected = of_one_process(experts, parts)
-    assert_same(step(parallel(experts), *parts[dist.get_rank()]), expected)
-
-
-FLAGS = [{"has_bias": True, "is_transposed": True}, {"has_gate": False}]
-
-
-@pytest.mark.parametrize("flags", FLAGS, ids="-".join)
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
-@on_ranks(2)
-def test_other_layouts(recipe, flags):
-    check_equals_one_process(recipe, 2, **flags)
+    assert_parts_same(step(parallel(experts), *parts[dist.get_rank()]), expected)
 
 
 @pytest.mark.parametrize("name", ["MixtralExperts", "GptOssExperts"])
@@ -204,15 +189,7 @@ def test_a_norm_after_the_experts():
     whole = got.pop("post_expert_norm.weight").float()
     dist.all_reduce(whole)
     torch.testing.assert_close(whole, expected.pop("post_expert_norm.weight").float(), rtol=2e-2, atol=0.5)
-    assert_same(got, expected)
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-@on_ranks(2)
-def test_recomputed(recipe):
-    check_equals_one_process(
-        recipe, 2, call=lambda experts: lambda *inputs: checkpoint(experts, *inputs, use_reentrant=False)
-    )
+    assert_parts_same(got, expected)
 
 
 @BACKEND
@@ -225,7 +202,7 @@ def test_compiled(backend):
     got = step(split, *mine, call=torch.compile(split, backend=backend))
     weights, expected_weights = got.pop("weights"), expected.pop("weights")
     assert not len(weights) or sqnr_db(expected_weights, weights) > 40
-    assert_same(got, expected)
+    assert_parts_same(got, expected)
 
 
 @pytest.mark.parametrize(
@@ -328,13 +305,11 @@ def test_grad_weight_from_codes(recipe):
         for hidden, *_ in parts:
             hidden[:, 0] *= outlier
         expected, got = of_one_process(experts, parts), step(split, *parts[dist.get_rank()])
-        name = "gate_up_proj"
-        one, other = got.pop(name).to_local(), expected.pop(name)
-        assert one.equal(other) or (recipe != "tensorwise" and sqnr_db(other, one) > floor)
+        for name in ("down_proj", "gate_up_proj"):
+            one, other = got.pop(name).to_local(), expected.pop(name)
+            assert one.equal(other) or (recipe != "tensorwise" and sqnr_db(other, one) > floor)
         assert not one.equal(other) or outlier == 1 or recipe == "tensorwise" or not other.any()
-        one, other = got.pop("down_proj").to_local(), expected.pop("down_proj")
-        assert one.equal(other) or (recipe != "tensorwise" and sqnr_db(other, one) > floor)
-        assert_same(got, expected)
+        assert_parts_same(got, expected)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -370,15 +345,10 @@ def test_experts_that_cannot_be_split():
     assert "convert a model back before it is parallelized" in refusal(convert_to_high_precision, split)
 
 
-def state_of(experts):
-    return {name: each.full_tensor() for name, each in experts.state_dict().items()}
-
-
 @on_ranks(2)
 def test_the_state_dict_has_all_experts():
     experts = converted("rowwise")
-    before = {name: each.clone() for name, each in experts.state_dict().items()}
+    before = copy.deepcopy(experts.state_dict())
     split = parallel(experts)
     assert split.down_proj.to_local().shape[0] == EXPERTS // 2
-    for name, each in state_of(split).items():
-        assert_same_bits(each, before[name])
+    assert_same(split.state_dict(), before)

@@ -37,9 +37,7 @@ SPLIT_AND_SHARDED = config(float8=Float8(**GATHERED), tensor=2)
 CASES = {
     "FSDP2, bfloat16": config(float8=Float8(enable_float8_linear=False)),
     "FSDP2, tensorwise": config(float8=Float8(**GATHERED)),
-    "FSDP2, rowwise, no precompute": config(
-        float8=Float8(recipe_name="rowwise", enable_fsdp_float8_all_gather=True),
-    ),
+    "FSDP2, rowwise, no precompute": config(float8=Float8(recipe_name="rowwise", enable_fsdp_float8_all_gather=True)),
     "replicated, tensorwise": config(float8=Float8(), replicate=2),
     "tensor parallel, tensorwise": config(float8=Float8(), tensor=2),
     "tensor parallel, rowwise": config(float8=Float8(recipe_name="rowwise"), tensor=2),

@@ -22,6 +22,7 @@ from quaver.convert import convert_to_float8_training
 from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon
 from tests.distributed.ranks import RanksError, on_ranks, run
 from tests.steps import assert_same, full
+from tests.thinned import at_night
 
 STEPS = 3
 
@@ -182,9 +183,7 @@ LIVES = (4, 2, 1, 3)
 """Numbers of ranks, each from one start to the next kill."""
 
 
-@pytest.mark.parametrize(
-    "lives", [LIVES, pytest.param((*LIVES, *(2, 1, 3, 1) * 4), marks=pytest.mark.nightly)], ids=len
-)
+@pytest.mark.parametrize("lives", [LIVES, *at_night([((*LIVES, *(2, 1, 3, 1) * 4),)])], ids=len)
 def test_killed_ranks_are_resumed_by_other_numbers_of_ranks_to_the_bit(lives, tmp_path):
     for step, ranks in enumerate(lives):
         with pytest.raises(RanksError) as error:
@@ -297,8 +296,7 @@ def _muon_equals_one_process(parallelize, folder):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "parallelize"),
-    [(2, fully_shard), (3, fully_shard), (2, _tensor_parallel), (4, _hsdp), (2, _offloaded)],
+    ("ranks", "parallelize"), [(2, fully_shard), (3, fully_shard), (2, _tensor_parallel), (4, _hsdp), (2, _offloaded)]
 )
 def test_momentum_and_matrices_of_muon_are_the_same_on_any_number_of_ranks(ranks, parallelize, tmp_path):
     run(ranks, _muon_equals_one_process, parallelize, str(tmp_path))

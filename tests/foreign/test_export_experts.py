@@ -369,7 +369,7 @@ def test_a_hugging_face_folder_is_exported_and_imported(name, tmp_path, capsys):
     words = ["export", str(tmp_path / "hf"), str(tmp_path / "out"), "--recipe=rowwise", "--dtype=float32"]
     assert main([*words, "--measure-tokens=16"]) == 0
     assert "32 float8 weights of the recipe rowwise" in capsys.readouterr().out
-    convert_to_float8_training(model, config="rowwise", module_filter_fn=lambda module, name: name != "lm_head")
+    convert_to_float8_training(model, config="rowwise", module_filter_fn=lambda _, name: name != "lm_head")
     expected, stored = dict(iter_float8_weights(model)), StoredTensors(tmp_path / "out")
     assert_same(stored, expected)
     assert json.loads((tmp_path / "out" / "quaver_export.json").read_text())["logits"]["sqnr_db"] > 20
@@ -384,7 +384,7 @@ def test_one_layer_in_high_precision(tmp_path):
     model = mixture("qwen3_moe")
     plain = copy.deepcopy(model)
     left_out = ("lm_head", "model.layers.0.mlp.experts")
-    convert_to_float8_training(model, config="rowwise", module_filter_fn=lambda module, name: name not in left_out)
+    convert_to_float8_training(model, config="rowwise", module_filter_fn=lambda _, name: name not in left_out)
     plan = save_float8(model, tmp_path / "out").plan
     assert {left_out[1], f"{left_out[1]}.0.gate_proj", f"{left_out[1]}.3.down_proj"} <= set(plan.ignore)
     assert not [name for name in plan.ignore if "layers.1.mlp.experts" in name]
@@ -398,7 +398,7 @@ def test_one_layer_in_high_precision(tmp_path):
 def test_what_servers_ask_of_mixtral_in_high_precision():
     """vLLM and SGLang look for gate_proj, up_proj and down_proj of the first expert, also where files have w1 to w3."""
     model = convert_to_float8_training(
-        mixture("mixtral"), config="rowwise", module_filter_fn=lambda module, name: "self_attn" in name
+        mixture("mixtral"), config="rowwise", module_filter_fn=lambda _, name: "self_attn" in name
     )
     ignore = iter_float8_weights(model).plan.ignore
     experts = "model.layers.1.block_sparse_moe.experts"

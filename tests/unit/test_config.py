@@ -58,11 +58,7 @@ def test_recipes_match_the_published_table_in_torchaos_short_form(name, casts, p
 
 @pytest.mark.parametrize(
     ("alias", "recipe"),
-    [
-        ("fp8_blockwise", "blockwise"),
-        ("mxfp8_rceil", "mxfp8"),
-        ("mxfp8_rceil_wgrad_with_hp", "mxfp8_with_gw_hp"),
-    ],
+    [("fp8_blockwise", "blockwise"), ("mxfp8_rceil", "mxfp8"), ("mxfp8_rceil_wgrad_with_hp", "mxfp8_with_gw_hp")],
 )
 def test_torchaos_and_megatrons_names_of_block_recipes(alias, recipe):
     config = Float8LinearConfig.from_recipe_name(alias)

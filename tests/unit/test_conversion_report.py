@@ -94,7 +94,7 @@ def test_the_row_wise_recipe_for_fsdp2_is_named(caplog):
 
 def test_the_report_has_every_linear_and_why():
     model = Model()
-    assert convert_to_float8_training(model, module_filter_fn=lambda module, name: "blocks.1" not in name) is model
+    assert convert_to_float8_training(model, module_filter_fn=lambda _, name: "blocks.1" not in name) is model
     assert {name for name, m in model.named_modules() if isinstance(m, Float8Linear)} == {
         "blocks.0.0",
         "blocks.0.2",
@@ -112,10 +112,7 @@ def test_the_report_has_every_linear_and_why():
             "subclass Scaled of nn.Linear overrides forward (include_subclasses=True replaces its forward)",
         ),
         "attention.in_proj_weight": (False, "2-D parameter of MultiheadAttention, which is no nn.Linear"),
-        "attention.out_proj": (
-            False,
-            "its parent reads the weight without calling the module (nn.MultiheadAttention)",
-        ),
+        "attention.out_proj": (False, "its parent reads the weight without calling the module (nn.MultiheadAttention)"),
         "head": (True, "weight tied to embed"),
     }
     converted, total = 2 * 32 * 64 + 32 * 48, 4 * 32 * 64 + (1 + 3 + 1) * 32 * 32 + 32 * 48
@@ -135,7 +132,7 @@ def test_convolutions_are_named_because_the_share_of_flops_leaves_them_out():
 
 def test_a_filter_may_say_why():
     model = convert_to_float8_training(
-        Model(), module_filter_fn=lambda module, name: FilterDecision(name == "head", f"because {name}")
+        Model(), module_filter_fn=lambda _, name: FilterDecision(name == "head", f"because {name}")
     )
     layers = {layer.name: layer for layer in conversion_report(model).layers}
     assert layers["head"].reason == "because head; weight tied to embed"
@@ -162,7 +159,7 @@ class ListOfExperts(nn.Module):
 
 def share_of_experts(model, *, converted=()):
     """The share of FLOPs in float8 where only the layers whose names have one of these words are converted."""
-    convert_to_float8_training(model, module_filter_fn=lambda module, name: any(word in name for word in converted))
+    convert_to_float8_training(model, module_filter_fn=lambda _, name: any(word in name for word in converted))
     return conversion_report(model)
 
 
@@ -287,7 +284,7 @@ def test_the_report_has_slow_paths_and_a_backend_for_each_layer(caplog):
     say_once("key", "slow on cuda:0")
     assert conversion_report(model).notes == []  # nothing is in float8
     caplog.clear()
-    convert_to_float8_training(model, module_filter_fn=lambda module, name: name != "2")
+    convert_to_float8_training(model, module_filter_fn=lambda _, name: name != "2")
     assert "slow on cuda:0" not in caplog.text  # it was logged when it happened
     model[0]._backend = "native and exact"
     report = conversion_report(model)

@@ -62,9 +62,7 @@ def test_the_models_state_dict_is_that_of_linears_and_conversion_goes_back():
 
 
 def test_a_second_conversion_keeps_the_state_and_new_linears_get_another():
-    model = convert_to_float8_training(
-        Net(), config=config_of(), module_filter_fn=lambda _, name: name.startswith("layers.0")
-    )
+    model = convert_to_float8_training(Net(), config=config_of(), module_filter_fn=lambda _, name: "layers.0" in name)
     step(model, torch.randn(8, 64))
     before = states(model)
     convert_to_float8_training(model, config=config_of())

@@ -12,11 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from quaver import (
-    convert_to_float8_training,
-    error_on_slow_path,
-    freeze_to_float8,
-)
+from quaver import convert_to_float8_training, error_on_slow_path, freeze_to_float8
 from quaver.cli import main
 from quaver.kernels import cast, cpu, operation
 from quaver.slow_paths import clear_slow_paths, say_once, slow_paths

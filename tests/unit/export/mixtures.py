@@ -46,7 +46,7 @@ def mixture(recipe: object = "rowwise", size: int = 64, inner: int = 48, filtere
     """`plain`, converted but for the router, the head and what `filtered` names."""
     left_out = ("router", "lm_head", *filtered)
     return convert_to_float8_training(
-        plain(size, inner), config=recipe, module_filter_fn=lambda module, name: name not in left_out
+        plain(size, inner), config=recipe, module_filter_fn=lambda _, name: name not in left_out
     )
 
 

@@ -167,7 +167,7 @@ def test_experts_that_checkpoints_hold_as_one_tensor(change, tmp_path, caplog):
     model = plain(64, 32)
     for name, value in change.items():
         setattr(model.experts, name, value)
-    convert_to_float8_training(model, config="rowwise", module_filter_fn=lambda m, name: name in ("o_proj", "experts"))
+    convert_to_float8_training(model, config="rowwise", module_filter_fn=lambda _, name: name in ("o_proj", "experts"))
     caplog.set_level(logging.WARNING)
     plan = save_float8(model, tmp_path / "out", config={}).plan
     assert plan.whole_stacks == ["experts.gate_up_proj", "experts.down_proj"]
@@ -210,7 +210,7 @@ def test_experts_without_a_gate(monkeypatch):
     experts.has_gate, experts.act_fn = False, torch.nn.functional.relu
     experts.up_proj = torch.nn.Parameter(experts.gate_up_proj.detach()[:, :48].clone())
     del experts.gate_up_proj
-    convert_to_float8_training(model, config="rowwise", module_filter_fn=lambda m, name: name == "experts")
+    convert_to_float8_training(model, config="rowwise", module_filter_fn=lambda _, name: name == "experts")
     tensors = dict(iter_float8_weights(model))
     for expert, (codes, scale) in enumerate(multiplied(model, monkeypatch)["gate_up_proj"]):  # the first that it saw
         assert_same(stored_of(tensors, expert, "up_proj"), (codes, scale))
@@ -280,7 +280,7 @@ def test_an_export_that_is_loaded_has_the_logits_of_the_exporter(folder):
     model = plain()
     model.load_state_dict(dict(load_float8(folder, dtype=torch.float32, model=model)))
     again = convert_to_float8_training(
-        model, config="rowwise", module_filter_fn=lambda module, name: name not in ("router", "lm_head")
+        model, config="rowwise", module_filter_fn=lambda _, name: name not in ("router", "lm_head")
     )
     assert_same_bits(again(TOKENS).detach(), mixture()(TOKENS).detach())
 

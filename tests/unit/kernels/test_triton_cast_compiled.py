@@ -106,11 +106,7 @@ def assert_whole_accesses(asm, hp_dtype, conversions):
 
 @pytest.mark.parametrize(
     ("hp_dtype", "float8_dtype"),
-    [
-        (torch.float32, E4M3),
-        (torch.bfloat16, E5M2),
-        pytest.param(torch.float16, E4M3, marks=pytest.mark.nightly),
-    ],
+    [(torch.float32, E4M3), (torch.bfloat16, E5M2), pytest.param(torch.float16, E4M3, marks=pytest.mark.nightly)],
     ids=str,
 )
 def test_one_scale(compiled, hp_dtype, float8_dtype, tmp_path):
