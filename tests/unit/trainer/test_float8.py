@@ -41,15 +41,21 @@ def copy_state(source: TrainedModel, target: TrainedModel) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["rowwise_with_gw_hp", "delayed"])
-def test_a_tail_step_is_the_step_of_the_baseline(tiny_float8_config, recipe):
+def test_validation_and_a_tail_step_in_high_precision_are_those_of_the_baseline(tiny_float8_config, recipe):
     accumulating = changed(tiny_float8_config, training={"global_batch_size": 4})
-    run = prepare(with_float8(accumulating, recipe_name=recipe, last_steps_high_precision=1))
+    config = replace(accumulating, validation=Validation(freq=2, steps=2, high_precision_too=True))
+    run = prepare(with_float8(config, recipe_name=recipe, last_steps_high_precision=1))
     float8, baseline = run.models
     for number in (1, 2, 3):
         step(run, float8, number)
     assert float8.precision == recipe
     copy_state(float8, baseline)
     scales = {name: value.clone() for name, value in float8.scaling.state_dict().items()}
+
+    batches = run.data.validation_batches(config.training, config.validation)
+    assert float8.validate(batches) != float8.validation_loss_hp
+    assert float8.validation_loss_hp == baseline.validate(batches) == baseline.validation_loss_hp
+    assert isinstance(float8.model.model.layers[0].mlp.up_proj, Float8Linear)
 
     assert step(run, float8, 4) == step(run, baseline, 4)
     assert float8.precision == "bfloat16"
@@ -80,20 +86,6 @@ def test_delayed_scaling_says_nothing_of_the_tail(tiny_float8_config):
     assert saturation == [True, True, False, False]
     lines = run.folder.float8_scales.read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_validation_in_high_precision_is_that_of_the_baseline(tiny_float8_config, recipe):
-    config = replace(tiny_float8_config, validation=Validation(freq=2, steps=2, high_precision_too=True))
-    run = prepare(with_float8(config, recipe_name=recipe))
-    float8, baseline = run.models
-    for number in (1, 2):
-        step(run, float8, number)
-    copy_state(float8, baseline)
-    batches = run.data.validation_batches(config.training, config.validation)
-    assert float8.validate(batches) != float8.validation_loss_hp
-    assert float8.validation_loss_hp == baseline.validate(batches) == baseline.validation_loss_hp
-    assert isinstance(float8.model.model.layers[0].mlp.up_proj, Float8Linear)
 
 
 def test_both_validation_losses_are_kept(tiny_float8_config):

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from quaver.trainer.config import Model, Optimizer
+from quaver.trainer.config.training import OPTIMIZERS
 from quaver.trainer.model import Llama
 from quaver.trainer.optimizer import build_optimizer, clip_gradients, squared_norm_share
 
@@ -19,43 +20,22 @@ SHAPE = Model(dim=32, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=32)
 EXPLICIT = ("fused", "foreach", "for-loop")
 
 
-def names_in(group: dict[str, object], model: nn.Module) -> set[str]:
-    ids = {id(parameter) for parameter in group["params"]}
-    return {name for name, parameter in model.named_parameters() if id(parameter) in ids}
-
-
-def test_matrices_and_the_embedding_are_decayed_norms_are_not():
-    model = Llama(SHAPE)
-    decayed, kept = build_optimizer(model, Optimizer(weight_decay=0.3)).param_groups
-    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.3, 0.0)
-    assert {"model.embed_tokens.weight", "lm_head.weight"} < names_in(decayed, model)
-    norms = {f"model.layers.0.{name}_layernorm.weight" for name in ("input", "post_attention")}
-    assert names_in(kept, model) == {"model.norm.weight", *norms}
-    assert len(decayed["params"]) + len(kept["params"]) == len(list(model.parameters()))
-
-
-def test_moments_are_float8_but_of_embeddings_and_norms():
-    model = Llama(Model(dim=128, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=64))
-    optimizer = build_optimizer(model, Optimizer(name="Float8AdamW", weight_decay=0.3))
-    steps_with(optimizer, model, 1)
-    in_float8 = {name for name, p in model.named_parameters() if "exp_avg_fp8" in optimizer.state[p]}
-    matrices = {name for name, p in model.named_parameters() if p.dim() > 1}
-    assert in_float8 == matrices - {"model.embed_tokens.weight"}
-    decays = {name: group["weight_decay"] for group in optimizer.param_groups for name in names_in(group, model)}
-    assert {name for name, decay in decays.items() if decay} == matrices
-
-
-@pytest.mark.parametrize("name", ["Muon", "Float8Muon"])
-def test_muon_takes_the_matrices_of_blocks(name):
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_which_parameters_decay_have_float8_moments_and_are_updated_by_muon(name):
     model = Llama(Model(dim=128, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=64))
     optimizer = build_optimizer(model, Optimizer(name=name, weight_decay=0.3))
     steps_with(optimizer, model, 1)
-    by_muon = {name for name, p in model.named_parameters() if any("momentum" in key for key in optimizer.state[p])}
-    of_blocks = {name for name, p in model.named_parameters() if ".layers." in name and p.dim() == 2}
-    assert by_muon == of_blocks
-    assert all(any("exp_avg" in key for key in optimizer.state[p]) for p in model.parameters() if p.dim() != 2)
-    decays = {name: group["weight_decay"] for group in optimizer.param_groups for name in names_in(group, model)}
-    assert decays == {name: 0.3 * (p.dim() > 1) for name, p in model.named_parameters()}
+    named = dict(model.named_parameters())
+    decays = {id(each): group["weight_decay"] for group in optimizer.param_groups for each in group["params"]}
+    assert decays == {id(each): 0.3 * (each.dim() > 1) for each in named.values()}  # not norms
+    keys = {name: " ".join(optimizer.state[each]) for name, each in named.items()}
+    by_muon = {each for each in named if "momentum" in keys[each]}
+    of_blocks = {each for each in named if ".layers." in each and named[each].dim() == 2}
+    assert by_muon == (of_blocks if "Muon" in name else set())
+    assert all("exp_avg" in keys[each] for each in named.keys() - by_muon)
+    if name == "Float8AdamW":
+        in_float8 = {each for each in named if "exp_avg_fp8" in keys[each]}
+        assert in_float8 == {*of_blocks, "lm_head.weight"}
 
 
 def test_a_tied_embedding_is_updated_once():
