@@ -154,18 +154,8 @@ print("shim works")
 def run_with(version, program, folder):
     """Run a program with torchtitan of a version, installed into a folder of its own."""
     target = str(folder / "site")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--target",
-        target,
-        *PACKAGES[version],
-        *EXTRA,
-    ]
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target]
+    command = [*install, *PACKAGES[version], *EXTRA]
     installed = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if installed.returncode:
         pytest.skip(f"pip cannot install torchtitan: {installed.stderr.strip().splitlines()[-1:]}")

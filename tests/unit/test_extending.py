@@ -80,23 +80,14 @@ def _apply(diff: str, root: Path) -> list[str]:
 def test_the_diff_adds_a_granularity_in_three_files(tmp_path, backend):
     page = (ROOT.parent / "docs" / "extending.md").read_text()
     shutil.copytree(ROOT, tmp_path / "quaver", ignore=shutil.ignore_patterns("__pycache__"))
-    assert _apply(DIFF.search(page)[1], tmp_path) == [
-        "quaver/cast_config.py",
-        "quaver/scaling.py",
-        "quaver/kernels/cast.py",
-    ]
+    changed = _apply(DIFF.search(page)[1], tmp_path)
+    assert changed == ["quaver/cast_config.py", "quaver/scaling.py", "quaver/kernels/cast.py"]
     # A cache of its own, because other tests compile kernels of the same names at the same time; and of the environment
     # only what a shell has, because in whole test runs the compiler was seen to link without the C++ library.
     environment = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
     environment |= {"PYTHONPATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
     environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", TRAIN, backend],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", TRAIN, backend]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.fail(done.stderr[-3000:])

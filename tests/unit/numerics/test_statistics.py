@@ -15,6 +15,7 @@ from quaver.numerics.statistics import Place, finish, merge, new_slots, observe_
 from quaver.quantize import Quantizer
 from quaver.scaling import scale_blocks
 from tests.reference import sqnr_db as reference_sqnr_db
+from tests.thinned import thinned
 
 EXACT = ("numel", "amax", "smallest", "scale_min", "scale_max", "scale_worst", "nonfinite")
 SHAPES = [(5, 7), (129, 257), (64, 640), (1, 33), (300, 1)]
@@ -73,9 +74,11 @@ def implementation(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "recipe", "dtype"),
+    thinned(SHAPES, ["tensorwise", "rowwise", "blockwise", "mxfp8"], [torch.float32, torch.bfloat16, torch.float16]),
+    ids=str,
+)
 def test_statistics_of_a_cast_are_those_of_a_float64_reference(implementation, shape, recipe, dtype):
     hp = hostile(*shape, dtype)
     for operand in ("input", "weight", "grad_output"):
