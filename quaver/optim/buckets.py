@@ -111,52 +111,26 @@ def _buckets(updates: Sequence[Update]) -> Iterator[list[tuple[Update, Run]]]:
 def _run_bucket(bucket: list[tuple[Update, Run]], scalars: Tensor, function: Callable[..., Any]) -> Tensor:
     runs = [run for _, run in bucket]
     grad = torch.cat([to_blocks(rows_of(update.grad, run), run.grid) for update, run in bucket])
-    columns = [_columns(*each) for each in bucket]
-    old: list[Any] = [
-        None if parts[0] is None else torch.cat([read(part, run) for part, run in zip(parts, runs, strict=True)])
-        for parts, (_, read, _) in zip(zip(*columns, strict=True), _FIELDS, strict=True)
-    ]
-    made, skipped = function(Blocks(*old), grad, block_keys(*block_numbers(runs, grad.device)), scalars)
-    counts = [run.blocks for run in runs]
-    for parts, (name, _, write) in zip(zip(*columns, strict=True), _FIELDS, strict=True):
-        if parts[0] is not None:
-            new = [write(each, run) for each, run in zip(getattr(made, name).split(counts), runs, strict=True)]
-            torch._foreach_copy_(list(parts), new)
+    places: dict[str, list[Tensor]] = {}
+    old: dict[str, Any] = dict.fromkeys(Blocks._fields)
+    for name, tensors in zip(Blocks._fields, zip(*(update.tensors for update, _ in bucket), strict=True), strict=True):
+        if tensors[0] is not None:
+            rows = [rows_of(tensor, run) for tensor, run in zip(tensors, runs, strict=True)]
+            places[name] = rows
+            parts = zip(rows, runs, strict=True)
+            old[name] = torch.cat([to.flatten() if _is_scale(name) else to_blocks(to, run.grid) for to, run in parts])
+    made, skipped = function(Blocks(**old), grad, block_keys(*block_numbers(runs, grad.device)), scalars)
+    for name, rows in places.items():
+        blocks = zip(getattr(made, name).split([run.blocks for run in runs]), rows, runs, strict=True)
+        new = [each.view_as(to) if _is_scale(name) else from_blocks(each, run.grid) for each, to, run in blocks]
+        torch._foreach_copy_(rows, new)
     return typing.cast(Tensor, skipped)
 
 
+def _is_scale(name: str) -> bool:
+    return name.endswith("_scale")
+
+
 def rows_of(tensor: Tensor, run: Run) -> Tensor:
-    """Rows of a tensor of the parameter's shape, [rows, columns]."""
-    return tensor.view(run.grid.rows, run.grid.columns)[run.begin : run.end]
-
-
-def _columns(update: Update, run: Run) -> list[Tensor | None]:
-    """What a run reads and writes of the tensors of `Blocks`: matrices [rows, columns], scales [rows, blocks]."""
-    param, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale = update.tensors
-    scales = [
-        None if scale is None else scale.view(run.grid.rows, run.grid.blocks)[run.begin : run.end]
-        for scale in (exp_avg_scale, exp_avg_sq_scale)
-    ]
-    return [rows_of(param, run), rows_of(exp_avg, run), scales[0], rows_of(exp_avg_sq, run), scales[1]]
-
-
-def _read_rows(rows: Tensor, run: Run) -> Tensor:
-    return to_blocks(rows, run.grid)
-
-
-def _write_rows(blocks: Tensor, run: Run) -> Tensor:
-    return from_blocks(blocks, run.grid)
-
-
-def _read_scale(scale: Tensor, run: Run) -> Tensor:
-    return scale.reshape(-1)
-
-
-def _write_scale(scale: Tensor, run: Run) -> Tensor:
-    return scale.view(-1, run.grid.blocks)
-
-
-_FIELDS = [
-    (name, _read_scale, _write_scale) if name.endswith("_scale") else (name, _read_rows, _write_rows)
-    for name in Blocks._fields
-]
+    """A run's rows of a parameter's part, [rows, columns], or of its scales, [rows, blocks]."""
+    return tensor.view(run.grid.rows, -1)[run.begin : run.end]
