@@ -10,7 +10,7 @@ from torch import nn
 
 from quaver import convert_to_float8_training, use_float8_primary_weights
 from quaver.kernels import adamw as cpu_adamw
-from quaver.optim import FLOAT32_MOMENTS, Float8AdamW, Float8Muon, buckets, float32_embeddings
+from quaver.optim import FLOAT32_MOMENTS, Float8AdamW, Float8Muon, buckets, float32_embeddings, update
 from quaver.optim.blocks import Run, block_numbers, grid_of
 from quaver.optim.combined import state_bytes
 from quaver.optim.rounding import block_keys, decode, encode, low16, random_bits, round_to_bfloat16, step_key
@@ -136,21 +136,46 @@ def test_stochastic_rounding_does_not_freeze_second_moments(beta2, root):
     assert decayed(beta2, stochastic=True, root=root) == pytest.approx(1.0, abs=0.08)
 
 
+def distance(storage, steps, gradient_of, **options):
+    """The mean square of parameters that begin at 1, but for the first of a block; 0 is best."""
+    x = nn.Parameter(torch.ones(16, 256))
+    optimizer = Float8AdamW([x], lr=1e-2, weight_decay=0.0, exp_avg=storage, exp_avg_sq=storage, **options)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(steps):
+        x.grad = gradient_of(x.detach(), step, generator)
+        optimizer.step()
+    return x[:, 1:].square().mean().item()
+
+
 def test_an_ill_conditioned_problem_converges():
     """Curvatures 1 to 1e-4 within a block, gradients in a tenth of the steps: second moments span 1e8."""
     curvature = torch.logspace(-4, 0, 256).repeat(16, 1)
-    distances = {}
-    for storage in ("float32", "float8"):
-        x = nn.Parameter(torch.ones(16, 256))
-        optimizer = Float8AdamW([x], lr=1e-2, weight_decay=0.0, exp_avg=storage, exp_avg_sq=storage)
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(600):
-            noise, chosen = torch.randn(2, 16, 256, generator=generator)
-            x.grad = curvature * (x.detach() + 0.1 * noise) * (chosen > 1.28)
-            optimizer.step()
-        distances[storage] = x.square().mean().item()
-    assert distances["float32"] < 0.02
-    assert distances["float8"] < 2 * distances["float32"]
+
+    def gradient(x, step, generator):
+        noise, chosen = torch.randn(2, 16, 256, generator=generator)
+        return curvature * (x + 0.1 * noise) * (chosen > 1.28)
+
+    exact = distance("float32", 600, gradient)
+    assert exact < 0.02
+    assert distance("float8", 600, gradient) < 2 * exact
+
+
+def test_an_ill_conditioned_problem_on_which_nearest_rounding_diverges(in_pytorch, monkeypatch):
+    """Features of curvature 1e-5 occur in 20 steps, beside one whose gradient is 1. Then first moments of up to 4 steps
+    of e4m3's subnormal numbers stay under 0.9 * m, and parameters go on in their direction for ever."""
+
+    def gradient(x, step, generator):
+        grad = 1e-5 * x * (step < 20)
+        grad[:, 0] = 1.0
+        return grad
+
+    exact, ours = (distance(storage, 400, gradient, betas=(0.9, 0.99)) for storage in ("float32", "float8"))
+    assert ours == pytest.approx(exact, rel=0.05)
+    assert exact < 0.6
+    in_pytorch()
+    halves = -0x7FFF8000  # 2^15 in the lower and in the upper 16 bits
+    monkeypatch.setattr(update, "random_bits", lambda keys: torch.full((len(keys), 256), halves, dtype=torch.int32))
+    assert distance("float8", 400, gradient, betas=(0.9, 0.99)) > 5
 
 
 @pytest.mark.parametrize("is_root", [False, True])
