@@ -47,7 +47,7 @@ def store_activations_in_float8(
     what they were, with the same names and signatures. Exported and traced programs store nothing.
 
     Args:
-        modules: patterns of names as in `fnmatch`, such as "*.mlp"; None for the default at the top of the file.
+        modules: patterns of names as in `fnmatch`, such as ["*.mlp"], or one; None for those at the top of the file.
         block_size: 32 or 128. A block takes one byte per element, and 4 for its scale.
 
     Returns:
@@ -127,7 +127,7 @@ def _around(name: str, modules: dict[str, nn.Module]) -> str:
 
 def _matching(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
     modules, chosen = dict(model.named_modules()), {}
-    for pattern in patterns:
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
         matched = {name: each for name, each in modules.items() if fnmatchcase(name, pattern)}
         if not matched:
             names = ", ".join(list(modules)[1:4])

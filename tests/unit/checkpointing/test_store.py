@@ -290,7 +290,7 @@ def test_a_write_to_a_tensor_that_is_left_as_it_is_is_refused():
 
     net = nn.Sequential()
     net.scales = Scales()
-    store_activations_in_float8(net, ["scales"])
+    assert store_activations_in_float8(net, "scale?") == ["scales"]
     scale = torch.ones(256)
     loss = net.scales(inputs(), scale).sum()
     scale.mul_(2)
