@@ -2,17 +2,20 @@
 
 import json
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import quaver.trainer.train as train_module
 from quaver.optim import load_states_of
 from quaver.roofline.device_specs import peak_flops
 from quaver.trainer.checkpoint_folder import RECORD, CheckpointFolder, read_record
 from quaver.trainer.config import Checkpoint, Float8, TrainConfig
 from quaver.trainer.errors import CheckpointError
+from quaver.trainer.manifest import MANIFEST
 from quaver.trainer.metrics import read_metrics
 from quaver.trainer.optimizer import build_optimizer
 from quaver.trainer.train import Run, prepare, train
@@ -111,6 +114,32 @@ def test_states_are_converted_when_a_run_resumes_with_the_other_optimizer(config
 
 def _same(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> bool:
     return expected.keys() == got.keys() and all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def test_a_background_save_has_the_values_of_its_step(config, finished, monkeypatch):
+    """The thread of step 2 begins to write when step 3 has changed every parameter."""
+    is_changed, begin = threading.Event(), CheckpointFolder.begin
+
+    def begin_late(folder: CheckpointFolder, step: int) -> None:
+        assert step > 2 or is_changed.wait(60)
+        begin(folder, step)
+
+    def take_step(run: Run, step: int, outputs: object) -> None:
+        train_step(run, step, outputs)
+        if step == 3:
+            is_changed.set()
+
+    train_step = train_module._train_step
+    monkeypatch.setattr(CheckpointFolder, "begin", begin_late)
+    monkeypatch.setattr(train_module, "_train_step", take_step)
+    run = run_to_end(with_steps(config, 4, async_mode="async"))
+    ours, expected = (checkpoints(each).complete(2) / MANIFEST for each in (run, finished))
+    ours, expected = (
+        {name: digest for name, digest in json.loads(path.read_text())["files"].items() if name.endswith(".distcp")}
+        for path in (ours, expected)
+    )
+    assert len(expected) == 2
+    assert ours == expected
 
 
 def test_states_of_another_algorithm_are_refused(config, saved):
