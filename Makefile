@@ -2,8 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Python compiles what it imports: compiling all that is installed takes pip twice as long.
 CONSTRAINTS := constraints.txt
+# Python compiles what it imports: compiling all that is installed takes pip twice as long. It must keep the bytecode,
+# or each process of the tests compiles PyTorch's sources again, for eight seconds.
+unexport PYTHONDONTWRITEBYTECODE
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint $(CONSTRAINTS)
 # Test processes; each runs torch on one thread. A file's tests run in one of them, because they share fixtures that take
 # a minute and processes that serve as ranks. Folders with slow files come first, small files fill the end.
