@@ -91,7 +91,7 @@ def contestants() -> list[str]:
 
 
 def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """The losses of one run."""
+    """The validation losses of one run, every tenth of its steps."""
     folder = re.sub(r"\W+", "_", name)
     config = load_config(
         ROOT / "train_configs" / "llama3_debug.toml",
@@ -116,7 +116,7 @@ def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
         status = train(made)["status"]
     if status != "finished":
         raise SystemExit(f"{name}: the run ended as {status}")
-    return curve(made.paths.path)
+    return {"validation": curve(made.paths.path)["validation"]}
 
 
 def table(runs: dict[str, dict[str, Any]]) -> str:
