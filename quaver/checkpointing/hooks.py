@@ -43,7 +43,7 @@ from torch.utils._pytree import tree_leaves
 from quaver.checkpointing.codes import DTYPES, Layout, decode, encode
 from quaver.checkpointing.held import HeldTensor
 from quaver.torch_private.autograd import runs_in_backward, top_saved_tensors_hooks
-from quaver.torch_private.dtensor import is_dtensor, local_tensor
+from quaver.torch_private.dtensor import is_dtensor, local_tensor, waited_local_tensor
 from quaver.torch_private.memory import storage_key
 from quaver.torch_private.versions import version_of
 
@@ -155,7 +155,7 @@ class Pack:
     def __call__(self, tensor: Tensor) -> Any:
         stored = None
         if not self.leaves(tensor):
-            local = _part(tensor)
+            local = waited_local_tensor(tensor)
             layout = Layout(local, self.storage.block_size)
             stored = StoredTensor(tensor, self._codes_of(local, layout), layout)
         if seen.report is not None:
@@ -166,13 +166,15 @@ class Pack:
 
     def leave(self, tensors: Iterable[Tensor | None]) -> None:
         """Leave these as they are, which an autograd function is about to save."""
-        self.left.update(storage_key(_part(each).untyped_storage()) for each in tensors if each is not None)
+        self.left.update(
+            storage_key(waited_local_tensor(each).untyped_storage()) for each in tensors if each is not None
+        )
 
     def leaves(self, tensor: Tensor) -> bool:
         """Whether this tensor is saved as it is."""
         if not tensor.requires_grad or _in_matmul.depth or _is_of_parameter(tensor):
             return True
-        local = _part(tensor)
+        local = waited_local_tensor(tensor)
         return (
             local.dtype not in DTYPES
             or local.numel() < self.storage.block_size
@@ -195,17 +197,6 @@ class Pack:
         if codes is None:
             codes = _known[key] = StoredCodes(matrix, block_size, self.outer)
         return codes
-
-
-def _part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor; without the wrapper of a collective, whose result was read before it is saved."""
-    part = local_tensor(tensor)
-    if is_traceable_wrapper_subclass(part):
-        from quaver.torch_private.collectives import AsyncCollectiveTensor
-
-        if isinstance(part, AsyncCollectiveTensor):
-            return part.trigger_wait()
-    return part
 
 
 _LOOKUPS = re.compile("Embedding|Index|Gather")

@@ -19,9 +19,8 @@ from torch.optim import Optimizer
 from quaver.optim.blocks import obstacle_of
 from quaver.optim.rounding import step_key
 from quaver.optim.state import is_small, layout_of, new_state, read_moments, write_moments
-from quaver.torch_private.collectives import AsyncCollectiveTensor
 from quaver.torch_private.dispatch import fake_mode_is_on
-from quaver.torch_private.dtensor import local_tensor
+from quaver.torch_private.dtensor import waited_local_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -231,10 +230,7 @@ def checked_gradient(parameter: Tensor) -> Tensor:
             f"expected a dense gradient with its parameter's placements {placements[0]}, got {grad.layout} with "
             f"{placements[1]}; redistribute it before step()"
         )
-    local = local_tensor(grad)
-    if isinstance(local, AsyncCollectiveTensor):
-        local = local.trigger_wait()
-    return local.detach().contiguous()
+    return waited_local_tensor(grad).detach().contiguous()
 
 
 def _check_state(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 - `local_tensor(tensor)`: DTensor._local_tensor. The public DTensor.to_local() returns a view of a parameter, and with
   gradients the result of an autograd function. No replacement.
+- `waited_local_tensor(tensor)`: the same, of a result of a functional collective, too, which is waited for.
 - `set_local_tensor(tensor, local)`: assigns it. No replacement.
 - `local_shape_and_offset(tensor)`: torch.distributed.tensor._utils.compute_local_shape_and_global_offset, of
   this rank's part. No replacement.
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -39,6 +41,17 @@ def distributed_like(local: Tensor, whole: DTensor) -> DTensor:
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, which other tensors are themselves."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+def waited_local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, once the collective that writes it has ended."""
+    part = local_tensor(tensor)
+    if is_traceable_wrapper_subclass(part):
+        from quaver.torch_private.collectives import AsyncCollectiveTensor  # [Note: import time]
+
+        if isinstance(part, AsyncCollectiveTensor):
+            return part.trigger_wait()
+    return part
 
 
 def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
