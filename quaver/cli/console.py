@@ -1,12 +1,12 @@
 """What commands print with: lines, and tables that fit 80 columns."""
 
-import os
 from collections.abc import Collection, Iterable
-from typing import Literal
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from quaver.trainer.display import color_system
 
 
 def show(views: Iterable[str | Table]) -> None:
@@ -14,9 +14,8 @@ def show(views: Iterable[str | Table]) -> None:
 
     Brackets and numbers get no style, and under NO_COLOR nothing does.
     """
-    system: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
     width = max(80, Console().width)
-    console = Console(width=width, color_system=system, highlight=False, markup=False, emoji=False)
+    console = Console(width=width, color_system=color_system(), highlight=False, markup=False, emoji=False)
     for view in views:
         console.print(view, soft_wrap=isinstance(view, str))
 

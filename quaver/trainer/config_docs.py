@@ -1,7 +1,7 @@
 """Writes docs/configuration.md from the settings: `python -m quaver.trainer.config_docs docs/configuration.md`."""
 
 import sys
-from dataclasses import Field, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,17 @@ def configuration_page() -> str:
 
 
 def _section(kind: type[Settings]) -> str:
-    texts = help_of(kind)
-    rows = [f"`{each.name}` | `{default_of(each)}` | {texts[each.name]}{_choices(kind, each)}" for each in fields(kind)]
+    texts, hints = help_of(kind), hints_of(kind)
+    meanings = {name: text + _choices(hints[name], text) for name, text in texts.items()}
+    rows = [f"`{each.name}` | `{default_of(each)}` | {meanings[each.name]}" for each in fields(kind)]
     table = "\n".join(["setting | default | meaning", "---|---|---", *rows])
     return f"## [{kind.section}]\n\n{' '.join((kind.__doc__ or '').split())}\n\n{table}\n"
 
 
-def _choices(kind: type[Settings], each: "Field[Any]") -> str:
+def _choices(hint: Any, text: str) -> str:
     """The strings that a setting may be, unless its text names them."""
-    choices = choices_of(hints_of(kind)[each.name])
-    is_named = all(choice in help_of(kind)[each.name] for choice in choices)
-    return "" if is_named else f" One of {', '.join(choices)}."
+    choices = choices_of(hint)
+    return "" if all(choice in text for choice in choices) else f" One of {', '.join(choices)}."
 
 
 if __name__ == "__main__":

@@ -67,10 +67,14 @@ class Stdout:
                 print(line, file=sys.stderr, flush=True)
 
 
+def color_system() -> typing.Literal["auto"] | None:
+    """That of a console: the terminal's; none under NO_COLOR, where rich alone would keep bold and dim text."""
+    return None if os.environ.get("NO_COLOR") else "auto"
+
+
 def stdout_console(*, quiet: bool = False) -> Console:
-    """Return a console on standard output that outlives it; without any style under NO_COLOR."""
-    system: typing.Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
-    return Console(file=typing.cast(IO[str], Stdout()), quiet=quiet, color_system=system)
+    """Return a console on standard output that outlives it."""
+    return Console(file=typing.cast(IO[str], Stdout()), quiet=quiet, color_system=color_system())
 
 
 def say(text: str, *, quiet: bool = False) -> None:
