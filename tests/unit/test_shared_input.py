@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 
 import numpy as np
@@ -10,7 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from quaver import Float8Linear, convert_to_float8_training, convert_to_high_precision
+from quaver import (
+    Float8Linear,
+    Float8LinearConfig,
+    convert_to_float8_training,
+    convert_to_high_precision,
+    sync_float8_amax_and_scale_history,
+)
 from quaver.kernels import cpu
 
 RECIPES = ("tensorwise", "rowwise")
@@ -70,11 +77,63 @@ def test_a_write_between_two_linears_of_one_forward_is_seen(change):
     assert torch.equal(actual, model.k(x.clone()))
 
 
+def test_a_linear_called_twice_in_one_forward_sees_a_write_that_no_version_counter_sees():
+    class Twice(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            self.q(x)
+            through_data(x)
+            return self.q(x)
+
+    model, x = convert_to_float8_training(Twice(), config="tensorwise"), torch.randn(32, 64)
+    assert torch.equal(model(x), model.q(torch.full_like(x, 3.0)))
+
+
+def test_a_scale_written_between_two_linears_of_one_forward_is_seen():
+    class Rescaled(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            self.q(x)
+            self.q.scaling.state.quant_scale.mul_(0.7)
+            return self.k(x)
+
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name("delayed"), shared_inputs=(("q", "k", "v"),))
+    model, x = convert_to_float8_training(Rescaled(), config=config), torch.randn(32, 64)
+    model(x)
+    sync_float8_amax_and_scale_history(model)  # before it, each cast has a scale of its own
+    actual = model(x)
+    assert torch.equal(actual, model.k(x.clone()))
+
+
 def test_linears_of_other_recipes_share_nothing():
     model, x = Attention(), torch.randn(32, 64) * torch.logspace(-4, 0, 32).view(-1, 1)
     for recipe, linear in zip(("tensorwise", "rowwise", "blockwise"), "qkv", strict=True):
         convert_to_float8_training(model, config=recipe, module_filter_fn=lambda _, name, linear=linear: name == linear)
     assert torch.equal(model(x), model.q(x.clone()) + model.k(x.clone()) + model.v(x.clone()))
+
+
+def test_linears_of_other_scales_share_nothing():
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name("delayed"), shared_inputs=())
+    model, x = convert_to_float8_training(Attention(), config=config), torch.randn(32, 64)
+    model(x)
+    sync_float8_amax_and_scale_history(model)
+    model.k.scaling.recorded.input.quant_scale.fill_(90.0)
+    assert torch.equal(model(x), model.q(x.clone()) + model.k(x.clone()) + model.v(x.clone()))
+
+
+def test_linears_under_other_autocasts_share_nothing():
+    """The recipe keeps the input for grad_weight in the dtype of autocast."""
+
+    class Mixed(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                self.q(x)
+            with torch.autocast("cpu", torch.float16):
+                return self.k(x)
+
+    model, x = convert_to_float8_training(Mixed(), config="rowwise_with_gw_hp"), torch.randn(32, 64)
+    (actual,) = torch.autograd.grad(model(x).sum(), model.k.weight)
+    with torch.autocast("cpu", torch.float16):
+        (expected,) = torch.autograd.grad(model.k(x.clone()).sum(), model.k.weight)
+    assert torch.equal(actual, expected)
 
 
 def elements_read(run) -> int:
