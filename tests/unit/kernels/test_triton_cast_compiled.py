@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 
 from quaver.config import BLOCK_SIZES
 from quaver.kernels import triton_blocks, triton_cast
@@ -61,6 +62,7 @@ def compiled(monkeypatch, tmp_path):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "__getitem__", launch)
+    monkeypatch.setattr(CUDABackend, "make_cubin", lambda *args: b"")  # assert_fits assembles
     triton.runtime.driver.set_active(_Driver())
     yield found
     triton.runtime.driver.set_active(None)
@@ -152,9 +154,10 @@ def test_amaxes(compiled, hp_dtype, tmp_path):
 @HP
 def test_blocks(compiled, hp_dtype, tmp_path):
     """Blocks of 128 x 128 spill up to 140 bytes where the width is no multiple of 16, and accesses are narrow."""
-    for block_size, mode in itertools.product(BLOCK_SIZES, ("", "rceil")):
+    for block_size in BLOCK_SIZES:
+        mode = "" if 128 in block_size else "rceil"  # as the recipes have them
         triton_cast.cast_blockwise(empty(hp_dtype, 144, 304), E4M3, *BOTH, True, *block_size, mode)
-    assert len(compiled["_cast_blocks"]) == 2 * (2 + 4)  # square blocks once, others along rows and along columns
+    assert len(compiled["_cast_blocks"]) == 2 + 4  # square blocks once, others along rows and along columns
     for asm in compiled["_cast_blocks"]:
         assert ".ftz" not in asm["ptx"]
         assert instructions(asm)[CONVERSION[E4M3]]

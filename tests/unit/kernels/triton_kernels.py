@@ -5,6 +5,7 @@ TRITON_INTERPRET must be set before triton is first imported, so the interpreter
 
 import math
 import multiprocessing
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from quaver import scaling
-from quaver.kernels import triton_cast
+from quaver.kernels import triton_blocks, triton_cast
 from tests.reference import assert_same_bits
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -110,7 +111,16 @@ def assert_block_casts(hp, float8_dtype, block_size, power_of_2, mode, wanted=(B
 def interpreting_process() -> Iterator[Callable]:
     """Calls a function in a process whose Triton interprets."""
     with process(TRITON_INTERPRET="1") as call:
+        call(_patch_the_language_once)
         yield call
+
+
+def _patch_the_language_once() -> None:
+    """Else the interpreter patches all of triton.language at each call of a device function: half of its time."""
+    from triton.runtime import interpreter
+
+    interpreter._patch_lang(triton_blocks.widen.fn)
+    interpreter._patch_lang = lambda function: types.SimpleNamespace(restore=lambda: None)
 
 
 @contextmanager
