@@ -18,26 +18,33 @@ from quaver.kernels.cast import cast_rowwise, cast_tensorwise, cast_with_scale
 from tests.distributed.models import DIM, Block
 from tests.reference import BLOCK_RECIPES, PERSISTENT_RECIPES, RECIPES
 from tests.steps import assert_same, results_of
-from tests.thinned import thinned
+from tests.thinned import at_night, thinned
 from tests.unit.test_delayed import Net, config_of, states
 from tests.unit.test_linear import make, saved_bytes
 
 E4M3 = torch.float8_e4m3fn
+TRACED_ANEW = ("tensorwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
+"""Recipes with casts or matmuls that the others lack."""
 
 
 @pytest.mark.parametrize(
     ("recipe", "how", "by_layer", "backend"),
     [
         ("tensorwise", None, False, "aot_eager"),
-        *((recipe, None, True, "aot_eager") for recipe in (*RECIPES[1:], "blockwise")),
+        ("rowwise_with_gw_hp", None, True, "aot_eager"),
+        ("blockwise", None, True, "aot_eager"),
         ("delayed", "non-reentrant", True, "aot_eager"),
-        ("delayed", None, False, "aot_eager"),
-        *(
-            pytest.param(recipe, None, False, "inductor", marks=pytest.mark.nightly)
-            for recipe in ("tensorwise", "delayed")
-        ),
         ("delayed_with_dynamic_weight", None, True, "aot_eager"),
-        pytest.param("delayed_with_dynamic_weight", "non-reentrant", False, "aot_eager", marks=pytest.mark.nightly),
+        *at_night(
+            [
+                ("rowwise", None, True, "aot_eager"),
+                ("rowwise_with_tensorwise_weight", None, True, "aot_eager"),
+                ("delayed", None, False, "aot_eager"),
+                ("tensorwise", None, False, "inductor"),
+                ("delayed", None, False, "inductor"),
+                ("delayed_with_dynamic_weight", "non-reentrant", False, "aot_eager"),
+            ]
+        ),
     ],
 )
 def test_no_recompilation_from_the_cold_start_on(recipe, how, by_layer, backend):
@@ -79,7 +86,7 @@ def test_no_recompilation_from_the_cold_start_on(recipe, how, by_layer, backend)
         torch.testing.assert_close(scale, states(reference)[name], rtol=0.3, atol=0)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_equal_blocks_share_one_graph(recipe):
     """Dynamo compiles 8 variants of a function at most; it guards on the keys of hooks, so those may not differ."""
 
@@ -99,7 +106,7 @@ def test_qkv_share_one_float8_input_in_compiled_code():
     config = Float8LinearConfig()
     weights = [nn.Parameter(torch.randn(64, k, dtype=torch.bfloat16)) for _ in range(3)]
 
-    @torch.compile(fullgraph=True)
+    @torch.compile(fullgraph=True, backend="aot_eager_decomp_partition")  # Inductor's partitioner, without its code
     def qkv(hidden):
         normed = torch.nn.functional.rms_norm(hidden, (k,))
         return [float8_linear(normed, w, config=config) for w in weights]
@@ -115,7 +122,12 @@ def test_qkv_share_one_float8_input_in_compiled_code():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "backend"), [*((recipe, "aot_eager") for recipe in (*RECIPES, *BLOCK_RECIPES)), ("rowwise", "inductor")]
+    ("recipe", "backend"),
+    [
+        ("rowwise", "inductor"),
+        *((recipe, "aot_eager") for recipe in TRACED_ANEW),
+        *at_night((recipe, "aot_eager") for recipe in (*RECIPES, *BLOCK_RECIPES) if recipe not in TRACED_ANEW),
+    ],
 )
 def test_dynamic_shapes_compile_once(recipe, backend):
     linear = make(recipe, 200, 150)
@@ -128,7 +140,8 @@ def test_dynamic_shapes_compile_once(recipe, backend):
 
 
 @pytest.mark.parametrize(
-    ("float8_dtype", "dims", "power_of_2"), thinned((E4M3, torch.float8_e5m2), ((), (0,), (1,), (1, 0)), (False, True))
+    ("float8_dtype", "dims", "power_of_2"),
+    thinned((E4M3, torch.float8_e5m2), ((), (0,), (1,), (1, 0)), (False, True), together=1),
 )
 def test_codes_are_eagers_also_behind_a_fused_producer(float8_dtype, dims, power_of_2):
     """The cast reads the bfloat16 tensor that eager code would read, not what its producer had in float32.

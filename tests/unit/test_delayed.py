@@ -31,7 +31,7 @@ from quaver.scale_state import ScaleState
 from tests.distributed.counting import CollectiveCounter
 from tests.reference import MAX, PERSISTENT_RECIPES
 from tests.steps import assert_same, results_of
-from tests.thinned import thinned
+from tests.thinned import at_night, thinned
 from tests.unit.test_linear import saved_bytes
 
 E4M3 = torch.float8_e4m3fn
@@ -357,8 +357,14 @@ ENTRIES = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize(
+    ("entry", "compiled"),
+    [
+        *((entry, False) for entry in ENTRIES),
+        *((entry, True) for entry in ("eval", "inference_mode")),
+        *at_night((entry, True) for entry in ("training", "no_grad")),
+    ],
+)
 def test_a_scope_records_what_trains_in_it_whatever_the_mode_at_its_entry(entry, compiled):
     """After an evaluation transformers' Trainer begins a step in eval mode."""
     torch.compiler.reset()
@@ -394,8 +400,10 @@ def test_a_sync_takes_as_many_operations_for_many_linears_as_for_one(options):
     assert counts[0] <= 46, counts
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("names", "casts"), [(("w1", "w3", "w2"), 1), (("a", "b", "c"), 2)])
+@pytest.mark.parametrize(
+    ("names", "casts", "compiled"),
+    [(("w1", "w3", "w2"), 1, False), (("w1", "w3", "w2"), 1, True), (("a", "b", "c"), 2, False)],
+)
 def test_siblings_that_read_one_input_cast_and_save_it_once(names, casts, compiled):
     model = Ffn(names)
     convert_to_float8_training(model, config=config_of())

@@ -30,6 +30,7 @@ from quaver.frozen import blockwise_config
 from quaver.reference import ReferenceLinear
 from tests.reference import assert_matmul_exact
 from tests.steps import assert_same, results_of
+from tests.thinned import at_night
 
 RECIPES = {recipe.value: Float8LinearConfig.from_recipe_name(recipe) for recipe in Float8LinearRecipeName}
 CONFIGS = RECIPES | {
@@ -159,10 +160,8 @@ def test_eager_steps_have_the_references_bits(name, dtype):
 
 
 COMPILED = [(name, "aot_eager") for name in (*RECIPES, "static", "frozen", "rowwise, weight kept")]
-COMPILED += [(name, "inductor") for name in ("tensorwise", "rowwise_with_gw_hp", "delayed", "mxfp8")]
-COMPILED += [
-    pytest.param(name, "inductor", marks=pytest.mark.nightly) for name in RECIPES if (name, "inductor") not in COMPILED
-]
+COMPILED += [("delayed", "inductor"), ("mxfp8", "inductor")]
+COMPILED += at_night((name, "inductor") for name in RECIPES if (name, "inductor") not in COMPILED)
 
 
 @pytest.mark.parametrize(("name", "backend"), COMPILED)
