@@ -153,9 +153,8 @@ def assert_steps_are_equal(config, shape, dtype, bias, backend=None):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_eager_steps_have_the_references_bits(name, dtype):
-    for shape in SMALL:
-        for bias in (True, False):
-            assert_steps_are_equal(CONFIGS[name], shape, dtype, bias)
+    for shape, bias in zip(SMALL, (True, False), strict=True):
+        assert_steps_are_equal(CONFIGS[name], shape, dtype, bias)
     assert_steps_are_equal(CONFIGS[name], LARGE, dtype, bias=False)
 
 

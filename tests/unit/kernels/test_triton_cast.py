@@ -41,7 +41,7 @@ INF, NAN = math.inf, math.nan
 def _every_value(hp_dtype, float8_dtype):
     """A row, or a column, has the values that share their upper 8 bits: all magnitudes of an amax, and all kinds."""
     hp = every_value(hp_dtype).view(256, 256)
-    scales = (1.0, 0.37, 2.0**20, 448e12, 1e-30, 3e38, 1e-42, INF)
+    scales = (0.37, 448e12, 3e38, 1e-42, INF)
     assert_casts(hp, float8_dtype, persistent=scales, given=[(torch.tensor(3.7), torch.tensor(1e-42))], wanted=[BOTH])
     assert_casts(hp.t().contiguous(), float8_dtype, power_of_2=True, wanted=[BOTH, ROWS])
     assert_casts(hp[hp.isfinite().all(1)], float8_dtype, wanted=[BOTH])

@@ -72,13 +72,19 @@ def everything(run: Run) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("async_mode", "optimizer"),
-    [("disabled", "AdamW"), ("async", "Float8AdamW"), ("disabled", "Muon"), ("async", "Float8Muon")],
+    [
+        ("disabled", "AdamW"),
+        ("async", "Float8AdamW"),
+        ("async", "Float8Muon"),
+        pytest.param("disabled", "Muon", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_resumed_run_has_the_same_bits(config, async_mode, optimizer):
-    config = changed(config, model={"dim": 128}, optimizer={"name": optimizer})
+    compare = optimizer == "AdamW"  # the baseline's states are saved as the model's are
+    config = changed(config, model={"dim": 128}, optimizer={"name": optimizer}, job={"compare": compare})
     run_to_end(with_steps(config, 2, async_mode=async_mode))
-    resumed = run_to_end(with_steps(config, 4, resume="must", async_mode=async_mode))
-    whole = run_to_end(with_steps(config, 4, "whole", async_mode=async_mode))
+    resumed = run_to_end(with_steps(config, 3, resume="must", async_mode=async_mode))
+    whole = run_to_end(with_steps(config, 3, "whole", async_mode=async_mode))
     assert resumed.began_at_step == 2
     assert numbers(resumed) == numbers(whole)
     expected = everything(whole)
@@ -88,19 +94,19 @@ def test_a_resumed_run_has_the_same_bits(config, async_mode, optimizer):
     assert any("momentum_buffer" in name for name in expected) == optimizer.endswith("Muon")
     assert _same(expected, got)
     assert resumed.progress == whole.progress
-    assert checkpoints(resumed).steps() == [2, 4]
+    assert checkpoints(resumed).steps() == [2, 3]
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [("AdamW", "Float8AdamW"), ("Float8Muon", "Muon")])
 def test_states_are_converted_when_a_run_resumes_with_the_other_optimizer(config, saved, resumed):
     """There and back: what the new optimizer stores of the saved moments, to the bit, and a run that goes on."""
-    config = changed(config, model={"dim": 128, "hidden_dim": 160})
+    config = changed(config, model={"dim": 128, "hidden_dim": 160}, job={"compare": False})
 
     def steps(number: int, name: str) -> TrainConfig:
         return changed(with_steps(config, number, resume="auto"), optimizer={"name": name})
 
-    run = run_to_end(steps(2, saved))
-    for name, number in ((resumed, 4), (saved, 6)):
+    run = run_to_end(steps(1, saved))
+    for name, number in ((resumed, 2), (saved, 3)):
         old, run = run, prepare(steps(number, name))
         for was, now in zip(old.models, run.models, strict=True):
             expected = build_optimizer(was.model, now.config.optimizer)
@@ -109,7 +115,7 @@ def test_states_are_converted_when_a_run_resumes_with_the_other_optimizer(config
                 assert torch.equal(theirs, ours)
                 assert _same(expected.state[theirs], now.optimizer.state[ours])
         train(run)
-    assert (run.began_at_step, run.progress.step) == (4, 6)
+    assert (run.began_at_step, run.progress.step) == (2, 3)
 
 
 def _same(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> bool:
@@ -132,7 +138,7 @@ def test_a_background_save_has_the_values_of_its_step(config, finished, monkeypa
     train_step = train_module._train_step
     monkeypatch.setattr(CheckpointFolder, "begin", begin_late)
     monkeypatch.setattr(train_module, "_train_step", take_step)
-    run = run_to_end(with_steps(config, 4, async_mode="async"))
+    run = run_to_end(with_steps(config, 3, async_mode="async"))
     ours, expected = (checkpoints(each).complete(2) / MANIFEST for each in (run, finished))
     ours, expected = (
         {name: digest for name, digest in json.loads(path.read_text())["files"].items() if name.endswith(".distcp")}

@@ -29,7 +29,7 @@ from quaver.trainer.metrics import rewound_metrics
 from quaver.trainer.safe_dcp import METADATA, CheckpointReader
 
 EXAMPLES = pytest.mark.parametrize(
-    "examples", [150, pytest.param(50_000, marks=[pytest.mark.nightly, pytest.mark.timeout(0)])]
+    "examples", [80, pytest.param(50_000, marks=[pytest.mark.nightly, pytest.mark.timeout(0)])]
 )
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
