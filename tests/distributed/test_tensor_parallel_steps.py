@@ -1,6 +1,7 @@
 """Steps with tensor and sequence parallelism equal one process; delayed scales exchange no amax once they are known."""
 
 import dataclasses
+import functools
 import itertools
 
 import pytest
@@ -25,23 +26,30 @@ from tests.distributed.ranks import on_ranks, run
 from tests.distributed.test_fsdp import world_mesh
 from tests.distributed.test_tensor_parallel import model_of, part, spread, spread_by_torch
 from tests.reference import PERSISTENT_RECIPES, RECIPES
+from tests.steps import draw
 from tests.thinned import at_night
 
 RECIPE = pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
-STEPS, COMPILED_BLOCKS = 4, 1
+STEPS, COMPILED_BLOCKS = 3, 1
 DIMS = {"blockwise": 256, "blockwise_with_gw_hp": 256, "mxfp8": 64}
 """Of recipes that scale blocks: each of two ranks has whole ones; FSDP2 cuts them again."""
 DYNAMIC = (*RECIPES, *DIMS)
 
 
-def sizes_of(recipe, compiled=None):
-    """Width, blocks and steps. Dynamic scales are those of each step: one block, whose weights change twice."""
-    return DIMS.get(recipe, 32), 1 if compiled or recipe in DYNAMIC else 2, 3 if recipe in DYNAMIC else STEPS
+def blocks_of(recipe, compiled):
+    """Dynamic scales are those of each step: one block, whose weights change twice."""
+    return COMPILED_BLOCKS if compiled or recipe in DYNAMIC else 2
 
 
-def train_one_process(config, batches, microbatches=1, blocks=2):
+def batches_of(recipe):
+    return [draw(4, 16, DIMS.get(recipe, 32), seed=step) for step in range(STEPS)]
+
+
+@functools.cache
+def train_one_process(recipe, blocks, microbatches=1):
     """Losses, and snapshots after each sync. Names of siblings that share an input are those of the first."""
-    model = model_of(config, blocks, batches[0].shape[-1])
+    batches = batches_of(recipe)
+    model = model_of(sharing(recipe), blocks, batches[0].shape[-1])
     return train_in_parts(model, torch.optim.Adam(model.parameters(), lr=1e-2), batches, microbatches)
 
 
@@ -102,23 +110,19 @@ def sharing(recipe, **options):
 
 
 def _train_tp(recipe, compiled=None, use_local_output=False, of_torch=False):
-    dim, blocks, steps = sizes_of(recipe, compiled)
-    config, batches = sharing(recipe), [torch.randn(4, 16, dim) for _ in range(steps)]
-    model = model_of(config, blocks, dim)
+    batches = batches_of(recipe)
+    model = model_of(sharing(recipe), blocks_of(recipe, compiled), batches[0].shape[-1])
     model = spread_by_torch(model, world_mesh()) if of_torch else spread(model, world_mesh(), use_local_output)
-    ranks = dist.get_world_size()
     parts = [part(batch, 1) for batch in batches]
-    got = train_ranks(model, parts, divided_by=ranks, compiled=compiled)
-    return got, train_one_process(config, batches, blocks=blocks)
+    return train_ranks(model, parts, divided_by=dist.get_world_size(), compiled=compiled)
 
 
 def _train_2d(recipe, gather_float8, compiled=None, precompute=False, spread=spread):
-    dim, blocks, steps = sizes_of(recipe, compiled)
-    config, batches = sharing(recipe), [torch.randn(4, 16, dim) for _ in range(steps)]
+    batches = batches_of(recipe)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     tp_rank, dp_rank = mesh["tp"].get_local_rank(), mesh["dp"].get_local_rank()
-    gathering = dataclasses.replace(config, enable_fsdp_float8_all_gather=gather_float8)
-    model = spread(model_of(gathering, blocks, dim), mesh["tp"])
+    gathering = dataclasses.replace(sharing(recipe), enable_fsdp_float8_all_gather=gather_float8)
+    model = spread(model_of(gathering, blocks_of(recipe, compiled), batches[0].shape[-1]), mesh["tp"])
     for block in model:
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
@@ -127,7 +131,7 @@ def _train_2d(recipe, gather_float8, compiled=None, precompute=False, spread=spr
     model[0].unshard()
     assert isinstance(model[0].mlp.down.weight.to_local(), Float8Tensor) == gather_float8
     model[0].reshard()
-    return got, train_one_process(config, batches, 2, blocks)
+    return got
 
 
 def assert_same_losses(losses, expected):
@@ -142,17 +146,19 @@ def assert_same_losses(losses, expected):
     torch.testing.assert_close(losses, expected, rtol=5e-4, atol=0)
 
 
-def check_against_one_process(result, what, grad_outputs=1):
+def check_against_one_process(result, recipe, what, *, in_2d=False, compiled=None):
     """Losses as `assert_same_losses` says; scales and amaxes within the rounding of float32 sums in another order.
 
     In two steps; after them that rounding may have moved a code of e5m2 by one step, a quarter of a largest element.
 
-    Args:
-        grad_outputs: by what the ranks' are larger, since FSDP divides gradients where one process divides the loss.
+    With FSDP2 (`in_2d`) the ranks' grad_outputs are twice as large: it divides gradients where one process divides the
+    loss.
     """
-    (losses, snapshots, _), (expected_losses, expected_snapshots) = result
+    losses, snapshots, _ = result
+    parts = 2 if in_2d else 1
+    expected_losses, expected_snapshots = train_one_process(recipe, blocks_of(recipe, compiled), parts)
     assert_same_losses(losses, expected_losses)
-    assert_same_snapshots(snapshots, expected_snapshots, lambda step: 1e-5 if step < 2 else 0.25, what, grad_outputs)
+    assert_same_snapshots(snapshots, expected_snapshots, lambda step: 1e-5 if step < 2 else 0.25, what, parts)
 
 
 def amax_exchanges(recipe, *, weights, blocks=2):
@@ -180,19 +186,19 @@ IN_2D = {"float8": 1, "high precision": 14}
 def test_steps_equal_one_process_and_exchange_nothing_once_scales_are_known(recipe, ranks, ways):
     """With PrepareFloat8ModuleInput giving a DTensor, and a local tensor; and with FSDP2."""
     for way, result in zip(ways, run(ranks, _train_in_ways, recipe, ways)[0], strict=True):
-        check_against_one_process(result, f"way {way}", 2 if way in IN_2D else 1)
-        assert result[0][2] == amax_exchanges(recipe, weights=IN_2D.get(way, 14)), way
+        check_against_one_process(result, recipe, f"way {way}", in_2d=way in IN_2D)
+        assert result[2] == amax_exchanges(recipe, weights=IN_2D.get(way, 14)), way
 
 
 @RECIPE
 def test_steps_with_the_styles_of_torch_equal_one_process(recipe):
-    check_against_one_process(run(2, _train_tp, recipe, None, False, True)[0], "styles of torch")
+    check_against_one_process(run(2, _train_tp, recipe, None, False, True)[0], recipe, "styles of torch")
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "blockwise", "mxfp8"])
 @pytest.mark.parametrize("use_local_output", [False, True])
 def test_steps_with_dynamic_scales_equal_one_process(recipe, use_local_output):
-    check_against_one_process(run(2, _train_tp, recipe, None, use_local_output)[0], "dynamic")
+    check_against_one_process(run(2, _train_tp, recipe, None, use_local_output)[0], recipe, "dynamic")
 
 
 @pytest.mark.parametrize(
@@ -211,7 +217,8 @@ def test_steps_with_dynamic_scales_equal_one_process(recipe, use_local_output):
     ],
 )
 def test_steps_with_dynamic_scales_and_fsdp2_equal_one_process(recipe, gather_float8, precompute, spread):
-    check_against_one_process(run(4, _train_2d, recipe, gather_float8, None, precompute, spread)[0], "fsdp2")
+    result = run(4, _train_2d, recipe, gather_float8, None, precompute, spread)[0]
+    check_against_one_process(result, recipe, "fsdp2", in_2d=True)
 
 
 @pytest.mark.parametrize(
@@ -225,9 +232,9 @@ def test_compiled_steps_equal_one_process_and_are_not_compiled_again(recipe, bac
     """One graph serves every step, and exchanges amaxes in the first only, as eager code does."""
     ranks, train, options = (4, _train_2d, [True]) if in_2d else (2, _train_tp, [])
     result = run(ranks, train, recipe, *options, backend, timeout=400)[0]
-    check_against_one_process(result, backend, 2 if in_2d else 1)
+    check_against_one_process(result, recipe, backend, in_2d=in_2d, compiled=backend)
     weights = 1 if in_2d else 7 * COMPILED_BLOCKS
-    (first, *more), of_eager = result[0][2], amax_exchanges(recipe, weights=weights, blocks=COMPILED_BLOCKS)
+    (first, *more), of_eager = result[2], amax_exchanges(recipe, weights=weights, blocks=COMPILED_BLOCKS)
     for step, exchanges in enumerate(more):
         spared = [first[i] - exchanges[i] for i in (0, 1)]
         assert spared == [of_eager[0][i] - of_eager[step + 1][i] for i in (0, 1)]
