@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 PRELOAD = [
+    "pytest",
     "torch._inductor.compile_fx",
     "torch.distributed.tensor.parallel",
     "torch.distributed.fsdp",
@@ -59,6 +60,7 @@ def isolated(function: Callable, *args: object) -> None:
 
 
 def _call(sending: Connection, function: Callable, args: tuple) -> None:
+    gc.freeze()  # what was imported before the fork
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:

@@ -143,6 +143,7 @@ def _serve(rank, world_size, port, collective_timeout, connection):
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # what was imported before the fork: a collection visits, and so copies, all of it
     torch.set_num_threads(1)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     store = TCPStore("127.0.0.1", port, timeout=collective_timeout)
