@@ -30,7 +30,7 @@ class Results:
     ended: list[dict[str, tuple[int, int]]]
 
 
-def _compile_quickly(block: Block, **options: object) -> None:
+def compile_quickly(block: Block, **options: object) -> None:
     """Trace forward and backward as `training.compile` does, but generate no code: seconds instead of a minute."""
     nn.Module.compile(block, backend="aot_eager", **options)
 
@@ -47,7 +47,7 @@ def _train(cases: list[tuple[str, list[str]]], prefix: str) -> tuple[dict[str, t
         stack.enter_context(patch("quaver.trainer.ranks._store", lambda rank, world_size: store))
         stack.enter_context(patch.object(dist, "init_process_group", lambda *args, **options: made.append(args)))
         stack.enter_context(patch.object(dist, "destroy_process_group", lambda: None))
-        stack.enter_context(patch.object(Block, "compile", _compile_quickly))
+        stack.enter_context(patch.object(Block, "compile", compile_quickly))
         # Drawing takes as long as three steps.
         stack.enter_context(patch("quaver.trainer.train.draw_curves", lambda *paths, **_: paths[-1].touch()))
         stack.callback(read_ranks.cache_clear)
