@@ -19,18 +19,23 @@ def run(tmp_path_factory):
 
 
 def test_what_is_printed_and_written(run, tmp_path, capsys):
+    """Of two runs with statistics and of a baseline without, which stands first."""
     other = write_run(tmp_path / "other", layers=layers_of(1), seed=1)
-    image = tmp_path / "new" / "picture.png"
-    assert main(["report", str(run), str(other), "--png", str(image), "--top", "1"]) == 0
+    baseline = write_run(tmp_path / "baseline", layers=layers_of(1))
+    (baseline / "numerics.jsonl").unlink()
+    image, page = tmp_path / "new" / "picture.png", tmp_path / "page.html"
+    files = ["--html", str(page), "--png", str(image)]
+    assert main(["report", str(baseline), str(run), str(other), *files, "--top", "1"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "plain: 2 alarms in 40 samples of 42 tensors, up to step 400; the first at step 240: " in text
     assert "other: no alarm in 40 samples of 42 tensors, up to step 400" in text
     assert "2 alarms of plain, the first 1" in text
     assert "last loss, bfloat16" in text
     assert "rowwise: 27.1 dB" in text
-    assert f"saved {run / 'report.html'} saved {image}" in text
+    assert "baseline: no statistics of float8 matmuls" in text
+    assert f"saved {page} saved {image}" in text
     assert image.read_bytes().startswith(b"\x89PNG")
-    assert "plain and other" in (run / "report.html").read_text()
+    assert "baseline and plain and other" in page.read_text()
 
 
 def test_a_run_of_the_trainer(tmp_path, capsys):
@@ -50,14 +55,6 @@ def test_a_record_alone_with_a_torn_line(run, tmp_path, capsys):
     assert main(["report", str(record), "--html", str(tmp_path / "page.html")]) == 0
     assert "some.jsonl: the last line of the record was incomplete" in " ".join(capsys.readouterr().out.split())
     assert not list(tmp_path.glob("report.html"))
-
-
-def test_a_baseline_without_statistics_stands_beside_a_run_with_them(run, tmp_path, capsys):
-    baseline = write_run(tmp_path / "baseline", layers=layers_of(1))
-    (baseline / "numerics.jsonl").unlink()
-    files = ["--html", str(tmp_path / "page.html"), "--png", str(tmp_path / "a.png")]
-    assert main(["report", str(baseline), str(run), *files]) == 0
-    assert "baseline: no statistics of float8 matmuls" in capsys.readouterr().out
 
 
 RECORD = "numerics.jsonl"
