@@ -96,7 +96,7 @@ def _median_matmul_s(device: torch.device, size: int, dtype: torch.dtype) -> flo
     # A generator of its own: a run that resumes measures after its random number states are loaded.
     a = torch.randn(size, size, dtype=dtype, device=device, generator=torch.Generator(device))
     times = []
-    for _ in range(12):
+    for _ in range(5):
         start = time.perf_counter()
         torch.mm(a, a)
         synchronize(device)
