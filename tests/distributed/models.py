@@ -92,7 +92,7 @@ def single_process_losses(config, steps, ranks, **options):
     return single_process(config, steps, ranks, **options)[0]
 
 
-def single_process(config, steps, ranks, *, param_dtype=None, float8_gather=False, compiled=None):
+def single_process(config, steps, ranks, *, layers=3, param_dtype=None, float8_gather=False, compiled=None):
     """The losses of one process that takes the ranks' parts of each global batch one after another.
 
     With `param_dtype` it computes as MixedPrecisionPolicy(param_dtype) does: with parameters rounded to it, save for
@@ -102,7 +102,7 @@ def single_process(config, steps, ranks, *, param_dtype=None, float8_gather=Fals
         The losses, and `scaling_snapshot` after each step's sync. The loss of a part is divided by the ranks before
         its backward, so the history of a grad_output is 1 / ranks of what the ranks keep.
     """
-    model = make_model()
+    model = make_model(layers)
     convert_to_float8_training(model, config=config)
     if compiled:
         for block in model:

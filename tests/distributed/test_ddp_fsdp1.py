@@ -13,13 +13,15 @@ from tests.distributed.models import Block, config_of, make_model, single_proces
 from tests.distributed.ranks import on_ranks, refusal
 from tests.distributed.test_delayed_fsdp import STEPS, check_against_one_process, check_exchanges, train
 from tests.reference import PERSISTENT_RECIPES, RECIPES
+from tests.thinned import at_night
 
-WRAPPERS = ["DDP", "FSDP1", "DDP, weights to gather", "DDP of compiled blocks", "compiled DDP"]
+WRAPPERS = ["DDP", "FSDP1", "DDP, weights to gather"]
+COMPILED = ["DDP of compiled blocks", "compiled DDP"]
 
 
-def wrapped(recipe, how):
+def wrapped(recipe, how, layers=3):
     config = config_of(recipe, enable_fsdp_float8_all_gather="weights to gather" in how)
-    model = convert_to_float8_training(make_model(), config=config)
+    model = convert_to_float8_training(make_model(layers), config=config)
     if how.startswith("FSDP1"):
         return FullyShardedDataParallel(
             model, use_orig_params=True, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu")
@@ -35,26 +37,31 @@ def wrapped(recipe, how):
 @pytest.mark.parametrize(
     ("recipe", "wrappers"),
     [
-        ("rowwise", WRAPPERS[:3]),
+        ("rowwise", WRAPPERS),
         ("delayed", WRAPPERS),
         ("blockwise", WRAPPERS[:2]),
-        ("mxfp8", WRAPPERS[:3]),
+        ("mxfp8", WRAPPERS),
         *((recipe, WRAPPERS[:2]) for recipe in (*RECIPES, *PERSISTENT_RECIPES) if recipe not in ("rowwise", "delayed")),
-        *(
-            pytest.param(recipe, WRAPPERS[2:], marks=pytest.mark.nightly)
-            for recipe in (*RECIPES, *PERSISTENT_RECIPES)
-            if recipe != "delayed"
-        ),
+        *at_night((recipe, WRAPPERS[2:]) for recipe in (*RECIPES, *PERSISTENT_RECIPES)),
     ],
 )
 @on_ranks(2)
 def test_steps_equal_one_process(recipe, wrappers):
     expected = single_process(config_of(recipe), STEPS, 2)
     for how in wrappers:
-        got = train(wrapped(recipe, how), compiled="compiled" in how)
+        got = train(wrapped(recipe, how))
         check_against_one_process(got, expected, 2, how)
         if recipe in PERSISTENT_RECIPES:
             check_exchanges(got[2], recipe, how, gathers=False)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", *at_night([(recipe,) for recipe in (*RECIPES, PERSISTENT_RECIPES[1])])])
+@on_ranks(2)
+def test_compiled_steps_equal_one_process(recipe):
+    expected = single_process(config_of(recipe), STEPS, 2, layers=1)
+    for how in COMPILED:
+        got = train(wrapped(recipe, how, layers=1), compiled=True)
+        check_against_one_process(got, expected, 2, how)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -98,7 +98,7 @@ def _fsdp_equals_one_process(dtype):
     assert_same(result(model, optimizer), alone(dtype=dtype))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_states_are_the_same_on_any_number_of_ranks(ranks):
     run(ranks, _fsdp_equals_one_process, torch.bfloat16 if ranks == 3 else torch.float32)
 
@@ -179,7 +179,7 @@ def _save_and_die(folder, load, step):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-LIVES = (4, 2, 1, 3)
+LIVES = (4, 1, 3)
 """Numbers of ranks, each from one start to the next kill."""
 
 
