@@ -30,10 +30,12 @@ PRELOAD = [
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "accelerate",
     "torchao.float8",
+    "transformers.trainer",
+    "pytorch_lightning",
 ]
 """What the server from which these processes and the ranks of the distributed tests are forked imports once.
 
-The last four take seconds each, which every rank of a test in tests/foreign would pay. What is missing is skipped.
+The last six take seconds each, which every rank of a test in tests/foreign would pay. What is missing is skipped.
 """
 
 

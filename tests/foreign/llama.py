@@ -6,7 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from quaver import convert_to_float8_training
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-BATCHES = 10
+BATCHES = 6
 
 
 class Tokens(torch.utils.data.Dataset):

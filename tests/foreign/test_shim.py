@@ -13,7 +13,7 @@ from torch import nn
 from quaver import Float8Linear, Float8LinearConfig, assert_float8_training, convert_to_float8_training
 from quaver.integrations.torchao import main
 from tests.distributed.ranks import run
-from tests.foreign.llama import batches, llama, optimizer_of
+from tests.foreign.llama import BATCHES, batches, llama, optimizer_of
 from tests.foreign.table import proves
 from tests.foreign.test_accelerate import accelerator_on
 from tests.isolated import Forked, isolated
@@ -122,11 +122,13 @@ def test_wrong_usage_ends_in_one_line(arguments):
 
 # ---- Accelerate ------------------------------------------------------------------------------------------------------
 
+HALF = BATCHES // 2
+
 
 def train_with_accelerate(strategy, recipe, variant, folder):
     """Losses of Accelerate's fp8 and of quaver's conversion by hand, and the names of the weights that moved.
 
-    An evaluation follows the ten steps, and then the last five again, from the state that was saved before them.
+    An evaluation follows the steps, and then the second half again, from the state that was saved before it.
 
     `recipe` None: Accelerate's own config, which asks for a float8 all-gather also without FSDP2.
     """
@@ -150,7 +152,7 @@ def train_with_accelerate(strategy, recipe, variant, folder):
             convert_to_float8_training(model, config=by_hand, module_filter_fn=lambda _, name: name not in ends)  # noqa: B023
         if variant == "checkpointing":
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        accumulated = 5 if variant == "accumulate" else 1
+        accumulated = HALF if variant == "accumulate" else 1
         accelerator = accelerator_on(strategy, **options, gradient_accumulation_steps=accumulated)
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         compiled = torch.compile(model, backend="aot_eager") if variant == "compile" else model
@@ -169,9 +171,9 @@ def train_with_accelerate(strategy, recipe, variant, folder):
             return loss.item()
 
         state = str(folder / str(by_accelerate))
-        losses = [step(part) for part in parts[:5]]
+        losses = [step(part) for part in parts[:HALF]]
         accelerator.save_state(state)
-        losses += [step(part) for part in parts[5:]]
+        losses += [step(part) for part in parts[HALF:]]
         after = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in plain.named_parameters()}
         moved = {name for name in before if not torch.equal(before[name], after[name].detach())}
         if variant != "compile":  # it would compile again
@@ -179,7 +181,7 @@ def train_with_accelerate(strategy, recipe, variant, folder):
                 losses.append(prepared.eval()(**parts[0]).loss.item())
             prepared.train()
         accelerator.load_state(state)
-        again = [step(part) for part in parts[5:]]
+        again = [step(part) for part in parts[HALF:]]
         results.append((losses, again, moved, sorted(float8_names(plain) - {"lm_head"}), set(before)))
     return results
 
@@ -203,8 +205,8 @@ def test_accelerates_fp8_trains_as_a_conversion_by_hand(tmp_path, strategy, reci
         by_accelerate, by_hand = results
         assert by_accelerate == by_hand
         losses, again, moved, float8, names = by_accelerate
-        assert losses[9] < losses[0]
-        assert again == losses[5:10]
+        assert losses[BATCHES - 1] < losses[0]
+        assert again == losses[HALF:BATCHES]
         assert moved == names
         assert len(float8) == 13
 
