@@ -17,7 +17,7 @@ from quaver.memory import explain
 from tests.isolated import isolated
 from tests.reference import sqnr_db
 from tests.steps import assert_same, results_of
-from tests.thinned import thinned
+from tests.thinned import at_night, thinned
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
@@ -88,7 +88,14 @@ def test_in_place_on_the_output(recipe, shape, name):
             assert function(input).equal(expected[0])
 
 
-@pytest.mark.parametrize(("recipe", "shape"), list(zip(RECIPES, [(6, K), (2, 3, K)] * 2, strict=True)))
+@pytest.mark.parametrize(
+    ("recipe", "shape"),
+    [
+        ("rowwise_with_gw_hp", (6, K)),
+        ("delayed", (2, 3, K)),
+        *at_night([("tensorwise", (6, K)), ("rowwise", (2, 3, K))]),
+    ],
+)
 def test_in_place_on_the_output_in_compiled_code(recipe, shape):
     linear, input = make(recipe), torch.randn(shape)
 
@@ -300,7 +307,24 @@ def test_a_users_checkpoint_changes_no_bit(recipe, way, alive, casts):
         check_users_checkpoint(recipe, policy, nesting, alive)
 
 
-@pytest.mark.parametrize(("recipe", "policy", "nesting"), [(RECIPES[i % 4], *way) for i, way in enumerate(CHECKPOINTS)])
+@pytest.mark.parametrize(
+    ("recipe", "policy", "nesting"),
+    [
+        ("tensorwise", "casts, amaxes and matmuls", "flat"),
+        ("rowwise", "everything", "nested"),
+        ("rowwise_with_gw_hp", "nothing", "reentrant"),
+        ("delayed", "amaxes", "nested"),
+        *at_night(
+            [
+                ("rowwise", "casts, amaxes and matmuls", "nested"),
+                ("rowwise_with_gw_hp", "amaxes", "flat"),
+                ("tensorwise", "everything", "flat"),
+                ("rowwise_with_gw_hp", "nothing", "flat"),
+                ("delayed", "nothing", "nested"),
+            ]
+        ),
+    ],
+)
 def test_explain_with_a_users_checkpoint(recipe, policy, nesting):
     block = convert(Block(policy, nesting), recipe)
     peaks = {explain(block, (torch.randn(24, K, requires_grad=True),)).step_peak_bytes for _ in range(2)}
@@ -401,7 +425,9 @@ def test_two_dtypes_under_autocast(recipe, weight_dtype, input_dtype):
 # ---- export --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("recipe", "strict", "shape"), thinned(RECIPES, (False, True), [(4, K), (4, 6, K)]))
+@pytest.mark.parametrize(
+    ("recipe", "strict", "shape"), thinned(RECIPES, (False, True), [(4, K), (4, 6, K)], together=1)
+)
 def test_export_with_a_dynamic_batch_and_gradients_on(recipe, strict, shape):
     model = nn.Sequential(make(recipe, K, 48), nn.ReLU(), make(recipe, 48, N))
     batch = torch.export.Dim("batch", min=2, max=1024)
