@@ -51,7 +51,7 @@ def one_process(recipe, *, gather=True, other_weights=False, layout="fsdp"):
     """Return the model of a layout, and an optimizer without state; a checkpoint must replace the other weights."""
     config = config_of(recipe, enable_fsdp_float8_all_gather=gather)
     by_rows = layout == "fsdp"
-    model = convert_to_float8_training(make_model(layers=2), config=config) if by_rows else model_of(config)
+    model = convert_to_float8_training(make_model(layers=2), config=config) if by_rows else model_of(config, 1)
     if other_weights:
         make_other(model)
     return model, adamw(model)

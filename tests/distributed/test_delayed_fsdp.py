@@ -248,7 +248,7 @@ def _half_of_grad_outputs(snapshot):
 
 def _compiled_blocks(recipe, backend, checkpointed, order):
     """Blocks compiled, by checkpoint_wrapper inside or outside, then sharded; `backend` None for eager."""
-    model = convert_to_float8_training(make_model(), config=config_of(recipe, enable_fsdp_float8_all_gather=True))
+    model = convert_to_float8_training(make_model(1), config=config_of(recipe, enable_fsdp_float8_all_gather=True))
     for index, block in enumerate(model):
         if backend and order == "checkpoint outside":
             block.compile(fullgraph=True, backend=backend)

@@ -128,8 +128,7 @@ PAIRS = [
     (recipe, *gather, None, PARAM_DTYPES[(i + j) % 2])
     for (i, recipe), (j, gather) in itertools.product(enumerate(RECIPES), enumerate(GATHERS))
 ]
-COMPILED = [
-    ("tensorwise", True, True, "aot_eager", None),
+COMPILED = [  # test_experts.py has a compiled tensorwise one
     ("rowwise", True, False, "aot_eager", torch.bfloat16),
     ("blockwise", True, True, "aot_eager", torch.bfloat16),
 ]
@@ -245,11 +244,14 @@ def scales_of(recipe, rows, columns):
     return {"rowwise": rows + columns, "rowwise_with_gw_hp": rows + 1}.get(recipe, 1)
 
 
-@pytest.mark.parametrize(("ranks", "precompute"), [(2, False), (4, True)])
+@pytest.mark.parametrize(
+    ("ranks", "precompute", "recipes"),
+    [(2, False, ONE_PAYLOAD + TWO_PAYLOADS), (4, True, ("tensorwise", "rowwise", "blockwise"))],
+)
 @on_ranks()
-def test_bytes_and_collectives_of_a_step(ranks, precompute):
+def test_bytes_and_collectives_of_a_step(ranks, precompute, recipes):
     calls_hp, sent_hp, _ = _count("tensorwise", False, False)
-    for recipe in (*ONE_PAYLOAD, *TWO_PAYLOADS):
+    for recipe in recipes:
         calls, sent, elements = _count(recipe, True, precompute)
         # Each of the 4 groups is gathered for the forward and for the backward, except where torch lets the root's
         # group, which has the last linear, stay for the backward.

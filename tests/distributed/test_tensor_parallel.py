@@ -659,7 +659,7 @@ def test_a_graph_that_ends_after_the_gathering_is_an_error_that_says_so():
 @on_ranks(2)
 def test_a_model_is_copied_saved_and_scoped_as_any_other(recipe):
     config = config_of(recipe)
-    plain, model = model_of(config), spread(model_of(config), world_mesh())
+    plain, model = model_of(config, 1), spread(model_of(config, 1), world_mesh())
     batch = torch.randn(2, 8, 32)
 
     def gradients(of):
