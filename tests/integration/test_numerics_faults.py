@@ -19,14 +19,14 @@ QUICK = {
 @pytest.mark.parametrize(("name", "samples"), QUICK.items(), ids=QUICK)
 def test_a_seeded_fault_is_named_first(name, samples):
     (fault,) = (each for each in FAULTS if each.name == name)
-    fault = replace(fault, at=7, steps=10, every=1)
+    fault = replace(fault, at=5, steps=7, every=1)
     found = verdict(fault, watched(fault))
     assert found["before"] == []
     assert (found["found"], found["first"], found["samples"]) == (True, True, samples)
 
 
 def test_a_healthy_run_raises_none():
-    assert watched(replace(HEALTHY[0], steps=20, every=1)).events == []
+    assert watched(replace(HEALTHY[0], steps=12, every=1)).events == []
 
 
 def test_tables_have_misses():
