@@ -18,7 +18,7 @@ ARGS ?=
 # Its tools are in an environment of their own.
 WHEEL := $(VENV)/wheel
 # The oldest and the newest PyTorch that the tests pass on; constraints.txt has the one in between.
-TORCHES := 2.11.0 2.14.1
+TORCHES := 2.11.0 2.15.0
 
 # torch throws C++ exceptions, which AddressSanitizer must find in libstdc++ when it is loaded.
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g
