@@ -1,6 +1,7 @@
 """Activations stored in float8: which tensors, how well, in how many bytes, eager and compiled, and the way back."""
 
 import copy
+import functools
 import inspect
 import re
 
@@ -34,8 +35,8 @@ from tests.unit.checkpointing.test_policy import Net, make
 
 RECIPES = (None, "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 SHAPE = (2, 64, 256)
-PROMISED = 0.55
-"""Of bfloat16's saved bytes; measured: 0.31 to 0.42 eager, 0.43 to 0.54 compiled, where gradients read float8."""
+SAVED = {None: 0.95, "rowwise": 0.35, "rowwise_with_gw_hp": 0.4, "blockwise": 0.35, "mxfp8": 0.35}
+"""Of bfloat16's saved bytes, at most. A block that stores nothing saves 1, 0.39 to 0.49, 0.44 to 0.52, 0.39 and 0.4."""
 
 
 def inputs(seed=0, shape=SHAPE):
@@ -110,17 +111,23 @@ def test_codes_are_those_of_the_block_cast_and_give_back_shape_dtype_and_order_o
     assert torch.equal(layout.tensor_of(compiled(codes, scale, dtype)), again)
 
 
+@functools.cache
+def saved_bytes_of_bfloat16(compiled):
+    net = make(None, width=256)
+    if compiled:
+        compile_blocks(net)
+    return saved_bytes(net)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_block_saves_little_and_its_gradients_are_near(recipe, compiled):
     exact, net = make(recipe, width=256), stored(recipe)
-    of_bfloat16 = make(None, width=256)
     if compiled:
-        for each in (exact, net, of_bfloat16):
-            compile_blocks(each)
+        compile_blocks(net)
     grads, approximate = step(exact), step(net)
     assert min(sqnr_db(grads[name], approximate[name]) for name in grads) > 18
-    assert saved_bytes(net) <= {None: 0.95}.get(recipe, PROMISED) * saved_bytes(of_bfloat16)
+    assert saved_bytes(net) <= SAVED[recipe] * saved_bytes_of_bfloat16(compiled)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
