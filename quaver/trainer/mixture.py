@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quaver.config import CastConfig, Float8LinearConfig, ScalingType
 from quaver.experts.dispatch import Bring, Combine, Dispatch
+from quaver.experts.grouped_mm import float8_grouped_mm
 from quaver.experts.module import RoutedExperts
 from quaver.linear import compute_dtype
 from quaver.trainer.config import Model
@@ -65,6 +67,12 @@ class Router(nn.Module):
         return chosen, weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
 
 
+_NOT_CAST = CastConfig(scaling_type=ScalingType.DISABLED)
+_HIGH_PRECISION = Float8LinearConfig(
+    cast_config_input=_NOT_CAST, cast_config_weight=_NOT_CAST, cast_config_grad_output=_NOT_CAST
+)
+
+
 class Experts(RoutedExperts):
     """E SwiGLUs with the weights of transformers' experts."""
 
@@ -87,7 +95,11 @@ class Experts(RoutedExperts):
         dtype = compute_dtype(tokens.device.type, tokens.dtype)  # autocast leaves a grouped matmul alone
         tokens = tokens.to(dtype)
         tokens = tokens if dispatch is None else Bring.apply(tokens, dispatch)
-        output = F.grouped_mm(tokens, self._local(name).to(dtype).transpose(1, 2), offs=ends)
+        weights = self._local(name).to(dtype).transpose(1, 2)
+        if dtype is torch.bfloat16:
+            output = F.grouped_mm(tokens, weights, offs=ends)
+        else:  # PyTorch's is traced in bfloat16 alone; this one has the same bits
+            output = float8_grouped_mm(tokens, weights, ends, config=_HIGH_PRECISION)
         return output if combine is None else Combine.apply(output, combine)
 
 

@@ -158,6 +158,7 @@ def train_with_accelerate(strategy, recipe, variant, folder):
         compiled = torch.compile(model, backend="aot_eager") if variant == "compile" else model
         prepared, optimizer = accelerator.prepare(compiled, optimizer_of(model))
         plain = accelerator.unwrap_model(prepared, keep_torch_compile=False)
+        plain = getattr(plain, "_orig_mod", plain)  # compiled inside DDP
         assert_float8_training(plain, optimizer.optimizer)
         rank, losses = accelerator.process_index, []
         parts = [{name: part[rank : rank + 1] for name, part in batch.items()} for batch in batches()]

@@ -48,6 +48,8 @@ def test_the_debug_model_is_measured_as_it_is_predicted():
 
 MICRO_BATCHES = Training(seq_len=32, local_batch_size=2, global_batch_size=8, device="cpu")
 RESIDUAL_BFLOAT16 = Training(seq_len=32, local_batch_size=2, device="cpu", residual_dtype="bfloat16")
+FLOAT32 = Training(seq_len=32, local_batch_size=2, device="cpu", mixed_precision_param="float32")
+MIXTURE = Model(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=32, n_experts=4)
 FULL = ActivationCheckpoint(mode="full")
 GATHERS_FLOAT8 = Float8(enable_fsdp_float8_all_gather=True, precompute_float8_dynamic_scale_for_fsdp=True)
 WIDE = Model(dim=128, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=160)
@@ -65,6 +67,7 @@ night = [pytest.mark.nightly, on_ranks]
         (1, {"model": WIDE, "optimizer": Optimizer(name="Muon")}),
         (1, {"model": WIDE, "optimizer": Optimizer(name="Float8Muon")}),
         (1, {"training": RESIDUAL_BFLOAT16}),
+        (1, {"model": MIXTURE, "training": FLOAT32}),
         # spawned processes take 12 s; test_predict.py compares a prediction with ranks in each run
         pytest.param(2, {"float8": GATHERS_FLOAT8}, marks=night),
         pytest.param(2, {"training": RESIDUAL_BFLOAT16}, marks=night),
