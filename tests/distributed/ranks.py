@@ -153,6 +153,13 @@ def _serve(rank, world_size, port, collective_timeout, connection):
             module, name, arguments = connection.recv()
         except EOFError:
             return
+        # Threads of a group poll until it is destroyed; DTensor's cache holds the meshes of its specs.
+        for group in [each for each in dist.distributed_c10d._world.pg_map if each is not dist.group.WORLD]:
+            dist.destroy_process_group(group)
+        if "torch.distributed.tensor" in sys.modules:
+            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+            _clear_sharding_prop_cache()
         try:
             call = getattr(importlib.import_module(module), name)
             call = getattr(call, "on_each_rank", call)
