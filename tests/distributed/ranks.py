@@ -142,6 +142,7 @@ def _close_all():
 def _serve(rank, world_size, port, collective_timeout, connection):
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     gc.freeze()  # what was imported before the fork: a collection visits, and so copies, all of it
     torch.set_num_threads(1)
@@ -156,10 +157,7 @@ def _serve(rank, world_size, port, collective_timeout, connection):
         # Threads of a group poll until it is destroyed; DTensor's cache holds the meshes of its specs.
         for group in [each for each in dist.distributed_c10d._world.pg_map if each is not dist.group.WORLD]:
             dist.destroy_process_group(group)
-        if "torch.distributed.tensor" in sys.modules:
-            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-            _clear_sharding_prop_cache()
+        _clear_sharding_prop_cache()
         try:
             call = getattr(importlib.import_module(module), name)
             call = getattr(call, "on_each_rank", call)
