@@ -310,8 +310,8 @@ def test_without_fsdp_the_flag_changes_nothing(recipe, compiled):
     grads = []
     for model, config in zip(models, (config_of(recipe), gathering(recipe)), strict=True):
         convert_to_float8_training(model, config=config)
-        compiled = compiled and model is models[1]
-        run_model = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        compiles = compiled and model is models[1]
+        run_model = torch.compile(model, fullgraph=True, backend="aot_eager") if compiles else model
         loss_of(run_model(input)).backward()
         grads.append([parameter.grad for parameter in model.parameters()])
         torch.optim.AdamW(model.parameters(), lr=0.1).step()

@@ -19,6 +19,7 @@ from quaver.trainer.manifest import MANIFEST
 from quaver.trainer.metrics import read_metrics
 from quaver.trainer.optimizer import build_optimizer
 from quaver.trainer.train import Run, prepare, train
+from tests.thinned import at_night
 from tests.unit.trainer.conftest import resumable, tiny, write_text
 from tests.unit.trainer.runs import changed, numbers, run_to_end
 
@@ -76,7 +77,7 @@ def everything(run: Run) -> dict[str, torch.Tensor]:
         ("disabled", "AdamW"),
         ("async", "Float8AdamW"),
         ("async", "Float8Muon"),
-        pytest.param("disabled", "Muon", marks=pytest.mark.nightly),
+        *at_night([("disabled", "Muon")]),
     ],
 )
 def test_a_resumed_run_has_the_same_bits(config, async_mode, optimizer):
