@@ -26,8 +26,9 @@ from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _SWITCHES = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars")
 _PATIENCE_S = 20
+_POLL_S = 0.02
 
-__all__ = ["ActionChains", "Browser", "Keys", "chromium", "hover"]
+__all__ = ["Browser", "Keys", "chromium", "hover"]
 
 
 @contextmanager
@@ -107,14 +108,18 @@ class Browser:
         """What the body of a function of JavaScript returns."""
         return self.driver.execute_script(script, *arguments)
 
+    def pointer(self) -> ActionChains:
+        """A pointer, and a keyboard, that acts at once: by default each move of a pointer takes 250 ms."""
+        return ActionChains(self.driver, duration=0)
+
     def press(self, *keys: str) -> None:
         """Press keys one after the other, where the focus is."""
         for key in keys:
-            ActionChains(self.driver).send_keys(key).perform()
+            self.pointer().send_keys(key).perform()
 
     def wait(self, condition) -> None:
         """Wait until `condition()` is true, and fail when it does not become so."""
-        WebDriverWait(self.driver, _PATIENCE_S).until(lambda _: condition())
+        WebDriverWait(self.driver, _PATIENCE_S, poll_frequency=_POLL_S).until(lambda _: condition())
 
     def logged(self) -> list[dict]:
         """What the console said since the last call."""
@@ -134,4 +139,4 @@ def hover(browser, event, plot=".plot"):
     browser.run("arguments[0].scrollIntoView({block: 'center'})", element)
     width = element.size["width"]
     x = 62 + (event + 0.4) / 4 * (width - 74)
-    ActionChains(browser.driver).move_to_element_with_offset(element, int(x - width / 2), 0).perform()
+    browser.pointer().move_to_element_with_offset(element, int(x - width / 2), 0).perform()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.browser.browser import ActionChains, Keys, hover
+from tests.browser.browser import Keys, hover
 from tests.browser.reports import HOSTILE
 
 
@@ -52,7 +52,7 @@ def test_hovering_over_the_timeline(browser, pages):
     ]
     hover(browser, 3)
     assert tip.text.splitlines()[0] == "event 3, backward: 7.000 MiB"
-    ActionChains(browser.driver).move_to_element(browser.one("h1")).perform()
+    browser.pointer().move_to_element(browser.one("h1")).perform()
     assert not tip.is_displayed()
 
 
@@ -148,7 +148,7 @@ def test_the_breakdown_by_keyboard(browser, pages):
 def test_a_part_shows_all_its_fields_and_layers_unfold(browser, pages):
     browser.open(pages / "plain.html")
     leaf = next(each for each in browser.all(".cell") if each.text.startswith("quaver.exact_float8_mm"))
-    ActionChains(browser.driver).move_to_element(leaf).perform()
+    browser.pointer().move_to_element(leaf).perform()
     panel = dict(zip(browser.texts(".panel dt"), browser.texts(".panel dd"), strict=True))
     wanted = {"operator": "quaver.exact_float8_mm", "bytes": "41,943,040 = 40.00 MiB", "shape": "2048 \u00d7 768"}
     wanted |= {"source": "quaver/gemm.py:106", "of": "model.layers.*.mlp.gate_proj.weight"}

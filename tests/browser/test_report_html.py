@@ -1,11 +1,13 @@
 """The page of `quaver report` in a real browser: heat maps, curves, distributions and alarms, by pointer and keys."""
 
+import base64
+
 import numpy as np
 import pytest
 
 from quaver.report.palette import SPECIAL, palette
 from quaver.report.statistics import STATISTICS
-from tests.browser.browser import ActionChains, Keys
+from tests.browser.browser import Keys
 from tests.browser.reports import ALARMS, BAD_SAMPLE, BAD_TENSOR, HOSTILE, LAYERS, TENSORS, WIDE
 from tests.unit.report.records import cast_apart
 
@@ -30,15 +32,15 @@ class Map:
         return int(x - box["width"] / 2), int(y - box["height"] / 2)
 
     def hover(self, row, sample):
-        ActionChains(self.browser.driver).move_to_element_with_offset(self.plot, *self.offset(row, sample)).perform()
+        self.browser.pointer().move_to_element_with_offset(self.plot, *self.offset(row, sample)).perform()
         return self.browser.texts(".maps .tip:not([hidden])")
 
     def click(self, row, sample):
         self.hover(row, sample)
-        ActionChains(self.browser.driver).click().perform()
+        self.browser.pointer().click().perform()
 
     def drag(self, start, end):
-        chain = ActionChains(self.browser.driver).move_to_element_with_offset(self.plot, *self.offset(*start))
+        chain = self.browser.pointer().move_to_element_with_offset(self.plot, *self.offset(*start))
         chain.click_and_hold().move_to_element_with_offset(self.plot, *self.offset(*end)).release().perform()
 
     def press(self, *keys):
@@ -46,14 +48,16 @@ class Map:
         self.browser.press(*keys)
 
     def pixels(self):
-        """The colors of the picture, [height, width], as #rrggbb or "" where nothing is drawn."""
+        """The colors of the picture, [height, width], as 0xAABBGGRR; 0 where nothing is drawn."""
         height, width, data = self.browser.run(
-            "const c = arguments[0].querySelector('canvas');"
+            "const c = arguments[0].querySelector('canvas'), parts = [];"
             "const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
-            "return [c.height, c.width, [...new Uint32Array(d.buffer)]]",
+            "for (let at = 0; at < d.length; at += 4096)"
+            " parts.push(String.fromCharCode(...d.subarray(at, at + 4096)));"
+            "return [c.height, c.width, btoa(parts.join(''))]",
             self.plot,
         )
-        return np.array(data, dtype=np.uint32).reshape(height, width)
+        return np.frombuffer(base64.b64decode(data), dtype=np.uint32).reshape(height, width)
 
 
 def _pixel(color):
@@ -92,7 +96,7 @@ def test_hovering_over_a_cell_shows_its_numbers(browser, reports, runs):
     assert ALARMS[0]["message"] not in heat.hover(6, 20)[0]
     (hostile,) = heat.hover(0, 0)
     assert " ".join(HOSTILE.split()) in hostile
-    ActionChains(browser.driver).move_to_element(browser.one("h1")).perform()
+    browser.pointer().move_to_element(browser.one("h1")).perform()
     assert browser.texts(".maps .tip:not([hidden])") == []
 
 
@@ -161,7 +165,7 @@ def test_zooming_by_pointer(browser, reports):
     (tip,) = heat.hover(1, 5)
     assert f"{TENSORS[6]['layer']} input" in tip
     assert "step 150" in tip
-    ActionChains(browser.driver).double_click(heat.plot).perform()
+    browser.pointer().double_click(heat.plot).perform()
     assert _view(browser) == "48 of 48 rows, steps 10 to 400"
     zoom_in, zoom_out, whole = browser.all("#maps .controls .more")
     zoom_in.click()
@@ -263,9 +267,9 @@ def test_curves(browser, reports, runs):
     browser.press(Keys.ESCAPE)
     assert not tip.is_displayed()
     mark = browser.one("#loss-plot .mark.alarm line")
-    ActionChains(browser.driver).move_to_element(mark).perform()
+    browser.pointer().move_to_element(mark).perform()
     assert ALARMS[0]["message"] in tip.text
-    ActionChains(browser.driver).click().perform()
+    browser.pointer().click().perform()
     assert "step 220" in _chosen(browser)
 
 
