@@ -16,9 +16,11 @@ from quaver.memory.runs.measure import MOST_RANKS, _measure, measure_memory, sid
 from quaver.memory.runs.predict import SEES_GATHERS, predict_memory
 from quaver.trainer.config import ActivationCheckpoint, Data, Float8, Model, Optimizer, Parallelism, Training
 from quaver.trainer.config_io import load_config
+from quaver.trainer.model import Block
 from quaver.trainer.parallel_dims import resolve
 from quaver.trainer.ranks import Ranks
 from tests.distributed.ranks import run as run_on_ranks
+from tests.integration.train_on_ranks import compile_quickly
 from tests.unit.trainer.runs import changed, run_to_end
 
 CONFIGS = Path(__file__).parents[3] / "train_configs"
@@ -93,7 +95,9 @@ def test_the_trainer_reports_the_predicted_peak(tiny_float8_config):
     assert prediction.peak_bytes - inputs == pytest.approx(model.peak.peak_bytes, rel=0.03)
 
 
-def test_compiled_code_is_measured_by_the_allocator(tiny_float8_config):
+def test_compiled_code_is_measured_by_the_allocator(tiny_float8_config, monkeypatch):
+    """Whatever compiled it: test_compiled.py measures generated code."""
+    monkeypatch.setattr(Block, "compile", compile_quickly)
     config = changed(tiny_float8_config, job={"compare": False}, model={"n_layers": 1})
     eager, measured = measure_memory(config), measure_memory(changed(config, training={"compile": True}))
     assert any("training.compile" in note for note in measured.notes)
