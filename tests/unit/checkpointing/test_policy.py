@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import itertools
 from collections import Counter
 
 import pytest
@@ -28,7 +29,7 @@ from quaver.trainer.config import Model
 from quaver.trainer.memory import TensorBytes
 from quaver.trainer.model import Block, rope_tables
 from tests.steps import assert_same, draw
-from tests.thinned import thinned
+from tests.thinned import at_night, thinned
 
 CASTS = ["extension", "pytorch"]
 FLOAT8 = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"]
@@ -139,8 +140,20 @@ MODULES = {
 """How to make a module, and the ways to train it."""
 
 
-@pytest.mark.parametrize("recipe", [None, *FLOAT8, "blockwise", "mxfp8_with_gw_hp"])
-@pytest.mark.parametrize("module", MODULES)
+RECIPES = [None, *FLOAT8, "blockwise", "mxfp8_with_gw_hp"]
+IN_C = {*((module, "rowwise") for module in MODULES), *(("blocks", recipe) for recipe in RECIPES)}
+"""The modules and recipes that each run trains with casts in C, too: inside those a policy sees no operation."""
+
+
+@pytest.mark.parametrize(
+    ("module", "recipe", "casts"),
+    [
+        *itertools.product(MODULES, RECIPES, ["pytorch"]),
+        *((*each, "extension") for each in sorted(IN_C, key=str)),
+        *at_night((*each, "extension") for each in itertools.product(MODULES, RECIPES) if each not in IN_C),
+    ],
+    indirect=["casts"],
+)
 def test_checkpointing_changes_no_bit(module, recipe, casts):
     make_module, ways = MODULES[module]
     torch.manual_seed(1)
