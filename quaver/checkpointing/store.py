@@ -29,6 +29,7 @@ from quaver.config import Float8LinearConfig
 from quaver.kernels.operation import library
 from quaver.scaling import BLOCK_LENGTHS
 from quaver.slow_paths import say_once
+from quaver.torch_private.tracing import is_exporting
 
 _NORM = re.compile(r"Norm(\d[dD])?$")
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
@@ -240,7 +241,7 @@ def _leaving_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 def _makes_a_program() -> bool:
     """Whether torch.export or torch.jit.trace records what runs, for where there is no backward and no quaver."""
-    return torch.compiler.is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    return is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined]
 
 
 def _subclass(cls: type[nn.Module], mark: type, forward: Callable[..., Any]) -> type[nn.Module]:

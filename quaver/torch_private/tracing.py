@@ -1,6 +1,9 @@
 """Who traces operators. No replacements.
 
 - `is_jit_tracing()`: torch._C._is_tracing, under torch.jit.trace; torch.jit.is_tracing is a Python function around it.
+- `is_exporting()`: torch.compiler._is_exporting_flag, under torch.export, strict or not. Dynamo of torch 2.11 takes
+  torch.compiler.is_exporting() for True in all that it compiles (https://github.com/pytorch/pytorch/issues/176347);
+  2.13 is right, 2.12 was not tried. Can go for the public one when the oldest torch is right.
 - `current_tracing_context()`: torch._guards.TracingContext.try_get, of Dynamo and AOTAutograd, else None.
 - `FakeTensor`, `FakeTensorMode`: torch._subclasses.fake_tensor, tensors without memory and the mode that makes them.
 - `assume_constant_result(function)`: sets what torch.compiler.assume_constant_result sets, which imports torch._dynamo
@@ -27,11 +30,17 @@ __all__ = [
     "assume_constant_result",
     "current_tracing_context",
     "disable_compile",
+    "is_exporting",
     "is_jit_tracing",
 ]
 
 is_jit_tracing = torch._C._is_tracing
 current_tracing_context = TracingContext.try_get
+
+
+def is_exporting() -> bool:
+    """Whether torch.export records what runs; Dynamo guards on it."""
+    return torch.compiler._is_exporting_flag
 
 
 def assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -228,6 +228,19 @@ def test_the_jit_tracer():
     assert seen == [False, True]
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_exports_and_not_compilations_are_exports(strict):
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return x + 1 if tracing.is_exporting() else x - 1
+
+    module, x = Module(), torch.zeros(1)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    assert [module(x).item(), compiled(x).item()] == [-1, -1]
+    assert torch.export.export(module, (x,), strict=strict).module()(x).item() == 1
+    assert compiled(x).item() == -1
+
+
 def test_the_tracing_context_of_the_compiler():
     seen = []
 

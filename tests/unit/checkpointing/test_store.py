@@ -14,6 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from quaver import convert_to_float8_training
 from quaver.checkpointing import (
     activation_report,
     apply_activation_checkpointing,
@@ -157,6 +158,39 @@ def test_a_reentrant_checkpoint_recomputes_in_high_precision():
         loss = checkpoint(layer, inputs(), *cos_sin, use_reentrant=True).float().square().mean()
     loss.backward()
     assert all(torch.equal(each.grad, exact[f"layers.0.{name}"]) for name, each in layer.named_parameters())
+
+
+class FeedForward(nn.Module):
+    """Saves the input of a linear, and its result."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(256, 512, bias=False)
+
+    def forward(self, x):
+        return F.silu(self.up(x))
+
+
+def test_inductor_stores_what_a_float8_linear_computes():
+    """Inductor's own passes, partitioner and kernels."""
+    net = nn.Sequential()
+    net.block = FeedForward()
+    convert_to_float8_training(net, config="rowwise")
+    x = inputs().detach()
+
+    def gradient(forward_is_done=lambda: None):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = net.block(x).sum()
+        forward_is_done()
+        return torch.autograd.grad(loss, net.block.up.weight)[0]
+
+    exact = gradient()
+    store_activations_in_float8(net, ["block"])
+    net.block.compile(fullgraph=True)
+    assert 20 < sqnr_db(exact, gradient()) < 60  # infinite if nothing was stored
+    with measure_usage(torch.device("cpu")) as measured:
+        gradient(measured.mark)
+    assert measured.usage.saved_bytes < (1 + 1.1 * 2) * x.numel()  # a byte for each element of the input and the result
 
 
 class Gate(nn.Module):
