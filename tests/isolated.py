@@ -26,6 +26,8 @@ PRELOAD = [
     "torch.distributed.tensor.parallel",
     "torch.distributed.fsdp",
     "quaver.cli.train",
+    "matplotlib.style",
+    "matplotlib.backends.backend_agg",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "accelerate",

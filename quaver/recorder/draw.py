@@ -6,13 +6,15 @@ from collections.abc import Iterable
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from quaver.recorder.byte_sizes import unit_of
 from quaver.recorder.figure import figure_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import matplotlib.style
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+if find_spec("matplotlib") is None:  # a run draws at its end, and must say at its start what it lacks
+    raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
 
 
 @contextmanager
@@ -17,6 +21,11 @@ def figure_of(image: Path, size: tuple[float, float], *, title: str | None = Non
 
     The user's matplotlibrc has no effect: one that needs LaTeX would end a run here.
     """
+    # A tenth of the start of `quaver train`, which draws at its end.
+    import matplotlib.style
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     with matplotlib.style.context(["default", {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}]):
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)

@@ -1,6 +1,8 @@
 """curves.png of whole, interrupted and empty runs."""
 
+import importlib
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,3 +55,11 @@ def test_smoothing_keeps_a_straight_line_and_halves_noise():
     assert _smooth(line)[10:-10] == line[10:-10]
     assert max(map(abs, _smooth([(-1.0) ** i for i in range(100)])[10:-10])) < 0.2
     assert _smooth([1.0, 2.0]) == [1.0, 2.0]
+
+
+def test_a_run_misses_matplotlib_before_it_draws(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "quaver.recorder.figure")
+    with pytest.raises(ModuleNotFoundError) as caught:
+        importlib.import_module("quaver.recorder.figure")
+    assert caught.value.name == "matplotlib"
