@@ -87,6 +87,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         done = run(command, folder / name)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         assert "Traceback" not in done.stderr, command
+        assert "Warning" not in done.stderr, command
     return folder / name
 
 
