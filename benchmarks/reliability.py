@@ -33,6 +33,7 @@ import torch
 
 import quaver.trainer.train  # noqa: F401 - imported once, before the forks
 from quaver.cli import main
+from quaver.roofline.device_specs import peak_flops
 from quaver.trainer.checkpoint import Checkpointer
 from quaver.trainer.checkpoint_folder import CheckpointFolder
 from quaver.trainer.config import Checkpoint, Model, TrainConfig
@@ -412,6 +413,7 @@ if __name__ == "__main__":
     parser.add_argument("--minutes", type=float, default=15, help="of --part soak")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    peak_flops(torch.device("cpu"))  # measured here, and not in each fork
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
     print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, seed {given.seed}", flush=True)
     if given.part == ["cost"]:

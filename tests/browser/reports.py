@@ -1,8 +1,8 @@
 """Memory reports for tests of pages: a small model's, and made ones with names that bite; the tensors of a run's."""
 
 import copy
-import random
 
+import numpy as np
 import torch
 
 from quaver.memory import explain
@@ -107,10 +107,11 @@ def unseen() -> dict:
 
 def wide(events: int, rows: int) -> dict:
     """A prediction of a run with many events, one of them a peak among zeros, and many rows that are all different."""
-    prediction, numbers = made(), random.Random(0)
+    prediction = made()
     report = prediction["report"]
-    low = [100 * MIB // 3 // len(CATEGORIES)] * len(CATEGORIES)
-    timeline = [[event, event / 3, *(numbers.randrange(most) for most in low)] for event in range(events)]
+    low = 100 * MIB // 3 // len(CATEGORIES)
+    sizes = np.random.default_rng(0).integers(low, size=(events, len(CATEGORIES))).tolist()
+    timeline = [[event, event / 3, *each] for event, each in enumerate(sizes)]
     report["peak_event"] = event = events // 3
     timeline[event] = [event, event / 3, *report["timeline"][2][2:]]
     report["timeline"] = timeline

@@ -4,6 +4,7 @@
 for a change that is meant to change numbers, and say so in its commit.
 """
 
+import functools
 import json
 import platform
 import random
@@ -38,6 +39,7 @@ def machine_type() -> str:
     return f"{platform.machine()} {instructions}, torch {torch_version}, 1 thread"
 
 
+@functools.cache
 def text() -> str:
     """Return about 300 kB of words from a Markov chain; Python's generator is the same in every version."""
     chance = random.Random(8)
