@@ -6,6 +6,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from quaver.cli import TRAIN_EXTRA, VERBS
 
 ROOT = Path(__file__).parents[2]
@@ -17,21 +19,26 @@ for name in {TRAIN_EXTRA}:
 """
 """Imports of these modules fail as if they were not installed."""
 
-VERBS_BY_EXIT_CODE = (
-    BLOCK
-    + f"""
+README = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+PROGRAM = f"""{BLOCK}
+import quaver.export, quaver.optim, quaver.checkpointing, quaver.compat.float8
+for block in {README}:
+    exec(block, {{}})
+print("the library is there", file=sys.stderr)
+
 from quaver.cli import main
 for verb in {[verb for verb in VERBS if verb != "doctor"]}:
-    print(verb, file=sys.stderr)
     print(verb, main([verb, "--help"]))
 print("doctor", main(["doctor", "--no-compile"]))
 print("doctor --model", main(["doctor", "--model", "nowhere"]))
 """
-)
+"""The parts of the library, the programs of the README and the verbs: one process, which imports everything anew."""
 
 
-def run(program):
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+@pytest.fixture(scope="module")
+def ran():
+    return subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_the_list_is_that_of_the_package():
@@ -40,18 +47,12 @@ def test_the_list_is_that_of_the_package():
     assert sorted(names) == sorted(TRAIN_EXTRA)
 
 
-def test_the_library_needs_no_extra():
-    """Its parts and the programs of the README."""
-    readme = (ROOT / "README.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    assert any("convert_to_float8_training" in block for block in blocks)
-    parts = "import quaver.export, quaver.optim, quaver.checkpointing, quaver.compat.float8"
-    ran = run(f"{BLOCK}\n{parts}\nfor block in {blocks}:\n    exec(block, {{}})")
-    assert ran.returncode == 0, ran.stderr
+def test_the_library_needs_no_extra(ran):
+    assert any("convert_to_float8_training" in block for block in README)
+    assert "the library is there" in ran.stderr, ran.stderr
 
 
-def test_each_verb_says_what_to_install():
-    ran = run(VERBS_BY_EXIT_CODE)
+def test_each_verb_says_what_to_install(ran):
     assert ran.returncode == 0, ran.stderr
     codes = dict(re.findall(r"^(doctor --model|[a-z-]+) (\d)$", ran.stdout, re.M))
     assert codes == {verb: "0" if verb == "doctor" else "2" for verb in [*VERBS, "doctor --model"]}
