@@ -113,6 +113,7 @@ class Cast(NamedTuple):
     """What a cast needs to know of its format."""
 
     float8: Any
+    conversion: str
     max: float
     largest_quant_scale: float
     saturates_above: float
@@ -123,7 +124,10 @@ class Cast(NamedTuple):
 def cast_to(float8_dtype: torch.dtype, power_of_2: bool = False) -> Cast:
     """The constants of a cast to `float8_dtype`."""
     fmt = format_of(float8_dtype)
-    return Cast(TRITON_FLOAT8[float8_dtype], fmt.max, fmt.max / EPS, fmt.saturates_above, power_of_2)
+    pair = f"cvt.rn.satfinite.{'e4m3' if fmt.dtype is torch.float8_e4m3fn else 'e5m2'}x2.f32"
+    statements = ".reg .b16 low, high;", f"{pair} low, $2, $1;", f"{pair} high, $4, $3;", "mov.b32 $0, {low, high};"
+    conversion = "\n".join(("{", *statements, "}"))
+    return Cast(TRITON_FLOAT8[float8_dtype], conversion, fmt.max, fmt.max / EPS, fmt.saturates_above, power_of_2)
 
 
 @jit
@@ -168,12 +172,14 @@ def store_scales(quant_ptr: tl.tensor, dequant_ptr: tl.tensor, quant: tl.tensor,
 def to_float8(scaled: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
     """RNE8(clamp(scaled, -max, max)): the hardware converts two numbers at once, saturates, and keeps NaN.
 
-    No clamp comes first: it would change nothing, and a clamp that propagates NaN is what corrupts transposed 1-byte
-    stores in Triton 3.8 (triton-lang/triton#11111).
+    [Note: ptxas before 13] Of a pair of codes that is stored twice, as row codes and as column codes, ptxas 12.8 and
+    12.9 lose the second: the code reads an undefined register, with Triton's own conversion (which
+    triton-lang/triton#11111 shows). Here no pair is used twice: four codes leave the assembly in one register.
     """
     if _INTERPRETED:
         return _round_to_float8(scaled, CAST)
-    return scaled.to(CAST.float8)
+    codes = tl.inline_asm_elementwise(CAST.conversion, "=r,f,f,f,f", [scaled], dtype=tl.uint8, is_pure=True, pack=4)
+    return codes.to(CAST.float8, bitcast=True)
 
 
 @jit

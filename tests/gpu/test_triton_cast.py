@@ -87,14 +87,13 @@ def test_rows_of_every_width():
 
 
 @FLOAT8
-def test_transposed_codes_are_not_corrupted(float8_dtype):
-    """triton-lang/triton#11111: for some tiles, bytes of a transposed store came out as infinities and NaNs."""
+@HP
+def test_both_layouts_have_the_same_codes(float8_dtype, hp_dtype):
+    """The assembler of Triton 3.6 to 3.9 lost the second store of a pair of codes: [Note: ptxas before 13]."""
     for rows, columns in ((128, 64), (256, 1024), (1024, 96), (4096, 4096)):
-        hp = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
-        for _ in range(3):
-            row_codes, _, _, column_codes, *_ = triton_cast.cast_tensorwise(hp, float8_dtype, True, True, False)
-            assert column_codes.float().isfinite().all()
-            assert column_codes.view(torch.uint8).equal(row_codes.view(torch.uint8))
+        hp = torch.randn(rows, columns, device="cuda", dtype=hp_dtype)
+        row_codes, _, _, column_codes, *_ = triton_cast.cast_tensorwise(hp, float8_dtype, True, True, False)
+        assert column_codes.view(torch.uint8).equal(row_codes.view(torch.uint8))
 
 
 def test_more_than_2_to_the_31_elements():

@@ -77,7 +77,12 @@ def instructions(asm):
 
 
 def assert_fits(asm, folder, registers):
-    """What NVIDIA's assembler says of the kernel: registers of a thread, bytes of spills."""
+    """What NVIDIA's assembler says of the kernel: registers of a thread, bytes of spills.
+
+    Also that no pair of codes has a register of its own, which ptxas 12.8 and 12.9 read once, where two instructions do
+    (triton-lang/triton#11111).
+    """
+    assert not re.search(r"cvt\.rn\.satfinite\.\w+\.f32\s+%", asm["ptx"])
     file = folder / "kernel.ptx"
     file.write_text(asm["ptx"])
     for tool in ("ptxas", "ptxas_blackwell"):  # the first may be too old for this PTX
@@ -160,7 +165,7 @@ def test_blocks(compiled, hp_dtype, tmp_path):
     assert len(compiled["_cast_blocks"]) == 2 + 4  # square blocks once, others along rows and along columns
     for asm in compiled["_cast_blocks"]:
         assert ".ftz" not in asm["ptx"]
-        assert instructions(asm)[CONVERSION[E4M3]]
+        assert CONVERSION[E4M3] in asm["ptx"]
         assert_fits(asm, tmp_path, 200)
 
 
@@ -178,8 +183,7 @@ def test_odd_sizes_do_not_spill(compiled, tmp_path):
 
 
 @pytest.mark.parametrize("capability", [90, 100, pytest.param(120, marks=pytest.mark.nightly)])
-def test_addresses_one_rounding_and_no_corrupting_clamp(compiled, capability, monkeypatch):
-    """No NaN-propagating minima and maxima may precede transposed 1-byte stores: triton-lang/triton#11111."""
+def test_addresses_and_one_rounding(compiled, capability, monkeypatch):
     monkeypatch.setattr(_Driver, "capability", capability)
     every_cast(empty(torch.bfloat16, 128, 4096), E5M2)
     assert set(compiled) == {"_amax", "_cast_tensorwise", "_cast_rowwise", "_cast_whole_rows"}
@@ -187,7 +191,6 @@ def test_addresses_one_rounding_and_no_corrupting_clamp(compiled, capability, mo
         offsets = r"tt\.addptr %\w+, %\w+ : tensor<\d+x\d+x!tt\.ptr<\w+>>, tensor<\d+x\d+x(\w+)>"
         assert set(re.findall(offsets, asm["ttir"])) == {"i64"}
         assert ".ftz" not in asm["ptx"]  # subnormal numbers are not flushed to zero
-        assert ".NaN" not in asm["ptx"]
     assert instructions(compiled["_cast_whole_rows"][0])[CONVERSION[E5M2]] == 16
     assert_whole_accesses(compiled["_cast_tensorwise"][0], torch.bfloat16, conversions=1)
     assert_whole_accesses(compiled["_cast_rowwise"][0], torch.bfloat16, conversions=2)
