@@ -133,9 +133,16 @@ def _laid_out(codes: Tensor, row: bool, column: bool) -> tuple[Tensor | None, Te
     return codes.contiguous() if row else None, column_major(codes) if column else None
 
 
-def column_major(codes: Tensor) -> Tensor:
-    """A copy of `codes` [R, C] with strides (1, R)."""
+def _column_major(codes: Tensor) -> Tensor:
+    """A copy of `codes` [R, C] with strides (1, R).
+
+    An operation in compiled code, which would else store codes of one conversion in both layouts; for what that meets
+    see [Note: ptxas before 13] in triton_blocks.py.
+    """
     return codes.new_empty(codes.shape[1], codes.shape[0]).copy_(codes.t()).t()
+
+
+column_major = operation(_column_major, results=1, in_graphs=True)
 
 
 def _cpu_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Places | None:
