@@ -410,7 +410,9 @@ def _finished(out: Tensor, columns: int, bias: Tensor | None, out_dtype: torch.d
     """Without the padding, with a bias."""
     if out.shape[1] != columns:
         out = out[:, :columns].contiguous()  # autograd.Functions return no views
-    return (out if bias is None else out + bias).to(out_dtype)
+    out = out if bias is None else out + bias
+    # No `to` that returns its argument: with it torch 2.11's Dynamo makes the gradients of an autograd.Function zeros.
+    return out if out.dtype is out_dtype else out.to(out_dtype)
 
 
 def _padded(a: Tensor, b: Tensor, b_dequant_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:

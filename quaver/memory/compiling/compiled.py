@@ -23,16 +23,12 @@ from torch._dynamo import trace_rules
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.utils import counters
-from torch.torch_version import TorchVersion
 
 from quaver.memory.faking.gloo_buffers import GlooBuffers
-from quaver.memory.faking.gpu import is_for_a_gpu
 from quaver.recorder.modules import is_compiled
 from quaver.recorder.storages import StorageWatch
 from quaver.torch_private.compiler import OptimizedModule
 
-COMPILES_FOR_A_GPU = TorchVersion(torch.__version__) >= "2.13"
-"""Whether compiled code preserves gradients of fake tensors that report a GPU: not in 2.11; 2.12 was not tried."""
 _STANCE = "fail_on_recompile"
 _MOST_STEPS = 4
 
@@ -45,13 +41,8 @@ def kernels_left_out() -> Iterator[None]:
 
     Raises:
         NotImplementedError: the compiled code cannot be followed: Inductor's C++ wrapper, max-autotune, or another
-            device than a CPU; or predictions are for a GPU and torch is too old.
+            device than a CPU.
     """
-    if is_for_a_gpu() and not COMPILES_FOR_A_GPU:
-        raise NotImplementedError(
-            f"compiled code of a GPU is predicted with torch 2.13 or newer, this is {torch.__version__}: here its "
-            "gradients are lost; predict for a CPU, or update torch"
-        )
     from quaver.memory.compiling.inductor import write_no_kernels  # slow to import
 
     global _kernels_left_out
