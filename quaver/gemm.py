@@ -372,7 +372,15 @@ def native_operands(
     if a_dequant_scale.dim() or b_dequant_scale.dim():
         a_dequant_scale = a_dequant_scale.expand(a.shape[0], 1).contiguous()
         b_dequant_scale = b_dequant_scale.expand(1, b.shape[1]).contiguous()
-    return a, b, a_dequant_scale, b_dequant_scale
+    return a, b, _aligned(a_dequant_scale), _aligned(b_dequant_scale)
+
+
+def _aligned(scale: Tensor) -> Tensor:
+    """`scale` at a multiple of 16 bytes, where cuBLAS reads one; scales of experts and of FSDP2 lie in one tensor.
+
+    Inductor copies such inputs of compiled code itself.
+    """
+    return scale if torch.compiler.is_compiling() or scale.storage_offset() % 4 == 0 else scale.clone()
 
 
 def _native_mm(

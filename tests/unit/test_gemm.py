@@ -264,6 +264,15 @@ def test_native_call_passes_torchs_checks_for_a_gpu(scaling, out_dtype, bias_dty
     assert out.dtype is out_dtype
 
 
+def test_native_matmuls_read_scales_at_multiples_of_16_bytes():
+    """As cuBLAS requires of pointers; experts' scales and FSDP2's are elements of one tensor."""
+    scales, codes = torch.arange(1.0, 9.0), torch.ones(16, 16).to(E4M3)
+    for index in range(1, 6):
+        *_, a_scale, b_scale = native_operands(codes, codes.t(), scales[index], scales[index + 1])
+        assert (a_scale.item(), b_scale.item()) == (index + 1, index + 2)
+        assert a_scale.data_ptr() % 16 == b_scale.data_ptr() % 16 == 0
+
+
 BLOCK_SHAPES = [(33, 200, 300), (128, 256, 128), (5, 17, 7), (160, 64, 48), (130, 1000, 260)]
 
 
