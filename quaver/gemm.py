@@ -392,11 +392,11 @@ def _native_mm(
     out_dtype: torch.dtype,
     use_fast_accum: bool,
 ) -> Tensor:
-    columns = b.shape[1]
+    rows, columns = a.shape[0], b.shape[1]
     kind = kind_of(a, b, a_dequant_scale, b_dequant_scale)
     if kind is not None and kind.block_length:
         blocks = native_block_mm(a, b, a_dequant_scale, b_dequant_scale, kind.block_length)
-        return _finished(blocks, columns, bias, out_dtype)
+        return _finished(blocks, rows, columns, bias, out_dtype)
     a, b, a_dequant_scale, b_dequant_scale = native_operands(a, b, a_dequant_scale, b_dequant_scale)
     native_dtype = torch.bfloat16 if a_dequant_scale.dim() else out_dtype
     bias_inside = bias is not None and bias.dtype is native_dtype is torch.bfloat16 and b.shape[1] == columns
@@ -411,13 +411,13 @@ def _native_mm(
         out_dtype=native_dtype,
         use_fast_accum=use_fast_accum,
     )
-    return _finished(out, columns, None if bias_inside else bias, out_dtype)
+    return _finished(out, rows, columns, None if bias_inside else bias, out_dtype)
 
 
-def _finished(out: Tensor, columns: int, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def _finished(out: Tensor, rows: int, columns: int, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """Without the padding, with a bias."""
-    if out.shape[1] != columns:
-        out = out[:, :columns].contiguous()  # autograd.Functions return no views
+    if out.shape != (rows, columns):
+        out = out[:rows, :columns].clone(memory_format=torch.contiguous_format)  # autograd.Functions return no views
     out = out if bias is None else out + bias
     # No `to` that returns its argument: with it torch 2.11's Dynamo makes the gradients of an autograd.Function zeros.
     return out if out.dtype is out_dtype else out.to(out_dtype)

@@ -5,7 +5,7 @@
     32       Blackwell                        1 x 32    32 x 32 or 32 x 1       E8M0, in tiles of 128 x 4
 
 Lengths run along the contracted dim. Zeros complete the last blocks, and add nothing. Square blocks of 32 are written
-out as 32 rows of one scale. torch.nn.functional.scaled_mm multiplies, with a bfloat16 result.
+out as 32 rows of one scale. torch's _scaled_mm_v2 multiplies, with a bfloat16 result.
 
 A tile holds the scales of 128 rows and of 4 blocks, row r and block c at byte 16 (r % 32) + 4 (r // 32) + c; tiles
 follow each other along K, then along rows.
@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
+
+from quaver.torch_private.hardware import scaled_mm_v2
 
 ALIGNMENT = 16
 """What the contracted and output dims of a native float8 matmul are multiples of."""
@@ -37,11 +39,15 @@ def block_length(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale:
 
 
 def native_block_mm(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor, length: int) -> Tensor:
-    """a [M, K] @ b [K, N], both e4m3 with scales of blocks, -> bfloat16 [M, N], or more columns of zeros."""
-    k = a.shape[1]
+    """a [M, K] @ b [K, N], both e4m3 with scales of blocks, -> bfloat16 [M, N], or more rows and columns of zeros.
+
+    cuBLAS reads each column of the scales of 1 x 128 at a multiple of 16 bytes, so rows are completed too.
+    """
+    m, k = a.shape
     is_square = b_dequant_scale.shape[1] != b.shape[1]
     columns = -b.shape[1] % (length if is_square else ALIGNMENT)
-    a = pad_codes(a, 0, -k % length).contiguous()
+    a = pad_codes(a, -m % ALIGNMENT, -k % length).contiguous()
+    a_dequant_scale = F.pad(a_dequant_scale, (0, 0, 0, -m % ALIGNMENT), value=1.0)
     b = pad_codes(b, -k % length, columns).t().contiguous().t()
     b_scale = b_dequant_scale if is_square else F.pad(b_dequant_scale, (0, columns), value=1.0)
     if length == 128:
@@ -53,11 +59,10 @@ def native_block_mm(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_sca
         scales = _tiles(a_dequant_scale), _tiles(of_columns.t())
         recipes = ScalingType.BlockWise1x32, ScalingType.BlockWise1x32
         swizzle = SwizzleType.SWIZZLE_32_4_4
-    return F.scaled_mm(
-        *(a, b, scales[0], recipes[0], scales[1], recipes[1]),
-        swizzle_a=swizzle,
-        swizzle_b=swizzle,
-        output_dtype=torch.bfloat16,
+    swizzles = [swizzle.value]
+    return scaled_mm_v2(
+        *(a, b, [scales[0]], [recipes[0].value], swizzles, [scales[1]], [recipes[1].value], swizzles),
+        *(None, torch.bfloat16),
     )
 
 
