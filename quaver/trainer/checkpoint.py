@@ -63,7 +63,6 @@ class Checkpointer:
         self._device = device
         ignore_single_process_warning()
         self._group = None if ranks.is_alone else dist.new_group(backend="gloo")
-        self._stager: DefaultStager | None = None
         self._pending: Future[None] | None = None
         self._saved_step = -1
         self._resumed_step: int | None = None
@@ -114,8 +113,6 @@ class Checkpointer:
         """End with the run. A save in progress is finished, or abandoned at a second Ctrl-C (`waits=False`)."""
         if self._pending is not None and waits:
             self._pending.exception()
-        if self._stager is not None:
-            self._stager.close()
 
     def load(self, step: int, models: Sequence[TrainedModel]) -> Progress:
         """Load the checkpoint of `step` into `models` and return the run's position.
@@ -145,12 +142,8 @@ class Checkpointer:
     def _stage(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of `state` in host memory: the next optimizer step changes the original."""
         pinned = self.config.async_mode == "async_with_pinned_mem"
-        stager = self._stager or DefaultStager(StagingOptions(pinned, False, False, False))
+        stager = DefaultStager(StagingOptions(pinned, False, False, False))  # one for each copy: it closes itself
         staged: dict[str, Any] = stager.stage(state)  # type: ignore[assignment]
-        if pinned:
-            self._stager = stager  # the next save reuses its page-locked buffers
-        else:
-            stager.close()  # otherwise its cache holds the copy after it was written
         return staged
 
     def _write(self, step: int, state: dict[str, Any], record: dict[str, Any]) -> None:
