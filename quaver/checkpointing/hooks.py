@@ -47,8 +47,11 @@ from quaver.torch_private.dtensor import is_dtensor, local_tensor, waited_local_
 from quaver.torch_private.memory import storage_key
 from quaver.torch_private.versions import version_of
 
+Around = tuple[str, int]
+"""The class of a module that stores, and its size of a block."""
+
 STORED_IN = "stores activations"
-"""Of a node of a compiled graph (its meta data "custom"): class and block size of the module that stores, or None."""
+"""Of a node of a compiled graph (its meta data "custom"): the `Around` of the module that stores, or None."""
 
 SMALL = 8
 """A tensor of at most one in so many elements of the module's largest argument is left as it is."""

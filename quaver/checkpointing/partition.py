@@ -28,7 +28,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from quaver.checkpointing.codes import DTYPES, Layout, decode_in_graph, encode
-from quaver.checkpointing.hooks import SMALL, STORED_IN
+from quaver.checkpointing.hooks import SMALL, STORED_IN, Around
 from quaver.checkpointing.policy import MATMULS
 from quaver.slow_paths import say_once
 from quaver.torch_private.compiler import CustomPartitionerFn, decompositions, partition
@@ -47,9 +47,6 @@ _VIEWS = frozenset(
     }
 )
 _READERS = MATMULS | {_aten.convolution_backward.default}
-
-Around = tuple[str, int]
-"""The class of a module that stores, and its size of a block."""
 
 
 class StoringPartitioner(CustomPartitionerFn):
@@ -71,8 +68,9 @@ class StoringPartitioner(CustomPartitionerFn):
         return forward, backward
 
     def uuid(self) -> Any:
-        """Of this code, for Inductor's cache of compiled graphs."""
-        return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+        """Of this folder's code, which decides what is stored and how, for the compiler's caches of graphs."""
+        files = sorted(Path(__file__).parent.glob("*.py"))
+        return hashlib.sha256(b"".join(each.read_bytes() for each in files)).hexdigest()
 
 
 def _stored(

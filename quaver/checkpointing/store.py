@@ -24,7 +24,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from quaver.checkpointing.hooks import STORED_IN, Storage, leaving, storing
+from quaver.checkpointing.hooks import STORED_IN, Around, Storage, leaving, storing
 from quaver.config import Float8LinearConfig
 from quaver.kernels.operation import library
 from quaver.scaling import BLOCK_LENGTHS
@@ -176,23 +176,39 @@ def _is_float8(module: nn.Module) -> bool:
     return isinstance(getattr(module, "config", None), Float8LinearConfig)
 
 
-# In the graph of a module that stores, where nothing reads its result: annotations are in no key of the compiler's
-# caches, and without it a graph that stores would have the key of one that does not.
-library.define("stores_activations(int block_size) -> Tensor")
-library.impl("stores_activations", lambda block_size: torch.empty(0), "CompositeExplicitAutograd")
+# Stand in a graph where an annotation begins and ends, and nothing reads their results. The keys of the compiler's
+# caches have no annotations: without these, graphs that store differently have the same key.
+library.define("begin_annotation(str module, int block_size) -> Tensor")
+library.define("end_annotation() -> Tensor")
+library.impl("begin_annotation", lambda module, block_size: torch.empty(0), "CompositeExplicitAutograd")
+library.impl("end_annotation", lambda: torch.empty(0), "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("quaver::stores_activations", lib=library)
-def _traced(block_size: int) -> Tensor:
+@torch.library.register_fake("quaver::begin_annotation", lib=library)
+def _begin_traced(module: str, block_size: int) -> Tensor:
     from quaver.torch_private.compiler import traced_for
 
     backend = traced_for()
-    if backend not in (None, "inductor"):
+    if module and backend not in (None, "inductor"):
         say_once(
             "stored activations of another backend",
             f"torch.compile with backend={backend!r} does not store activations in float8: only Inductor does",
         )
     return torch.empty(0)
+
+
+@torch.library.register_fake("quaver::end_annotation", lib=library)
+def _end_traced() -> Tensor:
+    return torch.empty(0)
+
+
+def _annotated(around: Around | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The result of a forward that the compiler traces, whose nodes get an annotation for partition.py."""
+    torch.ops.quaver.begin_annotation(*(around or ("", 0)))
+    with torch.fx.traceback.annotate({STORED_IN: around}):
+        result = forward(*args, **kwargs)
+    torch.ops.quaver.end_annotation()
+    return result
 
 
 class _Storing:
@@ -210,9 +226,7 @@ def _storing_class(cls: type[nn.Module]) -> type[nn.Module]:
         if storage is None or not torch.is_grad_enabled() or _makes_a_program():
             return cls.forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
-            torch.ops.quaver.stores_activations(storage.block_size)
-            with torch.fx.traceback.annotate({STORED_IN: (cls.__name__, storage.block_size)}):
-                return cls.forward(self, *args, **kwargs)
+            return _annotated((cls.__name__, storage.block_size), cls.forward, self, *args, **kwargs)
         with storing(storage, args, kwargs):
             return cls.forward(self, *args, **kwargs)
 
@@ -231,8 +245,7 @@ def _leaving_class(cls: type[nn.Module]) -> type[nn.Module]:
         if _makes_a_program():
             return cls.forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
-            with torch.fx.traceback.annotate({STORED_IN: None}):
-                return cls.forward(self, *args, **kwargs)
+            return _annotated(None, cls.forward, self, *args, **kwargs)
         with leaving():
             return cls.forward(self, *args, **kwargs)
 

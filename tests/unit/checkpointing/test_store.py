@@ -4,6 +4,7 @@ import copy
 import functools
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -213,6 +214,62 @@ def test_a_compiled_graph_that_stores_is_not_mistaken_for_one_that_does_not():
         grads.append(torch.autograd.grad(net.gate(x := inputs()).sum(), x)[0])
     assert torch.equal(grads[0], grads[2])
     assert 20 < sqnr_db(grads[0], grads[1]) < 60  # infinite if nothing was stored
+
+
+class Around(nn.Module):
+    """Ends with a tanh, or leaves that to the module around it."""
+
+    def __init__(self, ends):
+        super().__init__()
+        self.gate, self.block, self.ends = Gate(), FeedForward(), ends
+
+    def forward(self, x):
+        return self.block(self.gate(x)).tanh() if self.ends else self.block(self.gate(x))
+
+
+class Top(nn.Module):
+    def __init__(self, ends):
+        super().__init__()
+        self.around = Around(ends)
+
+    def forward(self, x):
+        return self.around(x) if self.around.ends else self.around(x).tanh()
+
+
+def test_the_operators_of_a_graph_say_where_each_annotation_begins_and_ends():
+    """They are in the keys of the compiler's caches, and annotations are not."""
+
+    def operators(modules=(), block_size=128, ends=False, linear_is_added_later=False):
+        torch.compiler.reset()
+        net, graphs = Top(ends), []
+        up = net.around.block.up
+        if linear_is_added_later:
+            net.around.block.up = nn.Identity()
+        if modules:
+            store_activations_in_float8(net, modules, block_size=block_size)
+        net.around.block.up = up
+        net.compile(fullgraph=True, backend=lambda graph, _: graphs.append(graph.graph) or graph.forward)
+        net(inputs())
+        constants = [(each, [arg for arg in each.args if isinstance(arg, int | str)]) for each in graphs[0].nodes]
+        return str([(each.op, str(each.target), args) for each, args in constants])
+
+    plain, around = operators(), operators(["around"])
+    assert plain == operators(ends=True)
+    assert around == operators(["around"])
+    different = [plain, around, operators(["around"], 32), operators(["around"], ends=True)]
+    different += [
+        operators(modules) for modules in (["around.gate"], ["around.block"], ["around.gate", "around.block"])
+    ]
+    different.append(operators(["around"], linear_is_added_later=True))
+    assert len(set(different)) == len(different)
+
+
+@pytest.mark.parametrize("file", ["codes.py", "hooks.py", "partition.py", "policy.py"])
+def test_changed_rules_change_the_key_of_graphs(file, monkeypatch):
+    before, read = StoringPartitioner().uuid(), Path.read_bytes
+    assert StoringPartitioner().uuid() == before
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path.name == file))
+    assert StoringPartitioner().uuid() != before
 
 
 @pytest.mark.parametrize("how", ["dynamic shapes", "backend='eager'", "backend='aot_eager'", "backend='inductor'"])
