@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
@@ -44,16 +45,22 @@ def parts(results: Path) -> list[Part]:
     block = ("--model", "llama-8b", *tokens, "--seq-len", "8192")
     return [
         Part("doctor", ["-m", "quaver.cli", "doctor", "--json"], 30),
-        Part("tests", ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"], 120),
-        verb("linear_llama8b", 90, "bench", "linear", "--shapes", "llama-8b", *tokens, "--rounds", "10"),
+        Part("tests", ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *_workers(), "tests/gpu"], 150),
+        verb("linear_llama8b", 75, "bench", "linear", "--shapes", "llama-8b", *tokens, "--rounds", "10"),
         verb("gemm", 25, "bench", "gemm", "--shapes", "llama-8b,llama-70b", *tokens, "--rounds", "10"),
         verb("cast", 40, "bench", "cast", "--shapes", "llama-8b,llama-70b", *tokens, "--rounds", "10"),
-        verb("block_llama8b", 95, "bench", "block", *block, *recipes, "--rounds", "10"),
+        verb("block_llama8b", 80, "bench", "block", *block, *recipes, "--rounds", "10"),
         verb("host", 25, "bench", "host", *recipes, "--rounds", "10"),
         verb("linear_llama70b", 40, "bench", "linear", "--shapes", "llama-70b", *tokens, *recipes, "--rounds", "5"),
         verb("train", 40, "bench", "train", *_LARGER_MODEL, *recipes, "--rounds", "10"),
         Part("memory", ["-m", "benchmarks.memory", "--only", "1 block", "1 rank"], 15),
     ]
+
+
+def _workers() -> list[str]:
+    """Options of pytest-xdist, where it is installed: the tests compile on the host most of the time."""
+    count = min(os.cpu_count() or 1, 12)
+    return ["-n", str(count)] if find_spec("xdist") and count > 1 else []
 
 
 _LARGER_MODEL = (

@@ -94,7 +94,7 @@ def test_linear_agrees_with_the_cpu(recipe, hp_dtype, mode):
     input, grad_output = torch.randn(50, 144).to(hp_dtype), torch.randn(50, 80).to(hp_dtype)
     results = []
     for module, call, device in ((on_cpu, on_cpu, "cpu"), (on_gpu, forward, "cuda")):
-        x = input.to(device).requires_grad_()
+        x = input.detach().to(device).requires_grad_()
         if mode == "scoped" and device == "cuda":
             with cast_weights_once(module):
                 output = call(x)
