@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from quaver.checkpointing.hooks import StoredCodes, StoredTensor, leaving, seen
+from quaver.scaling import decibels
 from quaver.scaling import sqnr_db as cast_sqnr_db
-from quaver.torch_private.dtensor import local_tensor
+from quaver.torch_private.dtensor import is_dtensor, local_tensor
 from quaver.torch_private.memory import storage_key
 
 
@@ -60,6 +62,8 @@ class ActivationReport:
 
 def activation_report(model: nn.Module, step: Callable[[], object]) -> ActivationReport:
     """Run `step` twice, without and with storing, and report what autograd saved and how gradients differ.
+
+    Every rank of a model with DTensors calls it: what is saved is of this rank, gradients are of all.
 
     Args:
         model: after `store_activations_in_float8`, in eager code.
@@ -128,11 +132,18 @@ def _by_block(exact: dict[str, Tensor], stored: dict[str, Tensor]) -> dict[str, 
         parts = name.split(".")
         number = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
         names["" if number is None else ".".join(parts[: number + 1])].append(name)
-    flat = {
-        block: [torch.cat([of[name].detach().flatten() for name in of_block]) for of in (exact, stored)]
+    signal = {name: _norm(each) for name, each in exact.items()}
+    noise = {name: _norm(each.double() - stored[name].double()) for name, each in exact.items()}
+    return {
+        block: decibels(*(math.hypot(*(of[name] for name in of_block)) for of in (signal, noise)))
         for block, of_block in names.items()
     }
-    return {block: cast_sqnr_db(*pair) for block, pair in flat.items()}
+
+
+def _norm(tensor: Tensor) -> float:
+    """Of all ranks' parts of a DTensor. A block can have gradients that are DTensors and others that are not."""
+    norm = tensor.detach().double().norm()
+    return (norm.full_tensor() if is_dtensor(norm) else norm).item()
 
 
 def _line(saved: SavedActivation, width: int) -> str:

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,6 +39,19 @@ def gradients(model):
         name: each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad
         for name, each in model.named_parameters()
     }
+
+
+@on_ranks(2)
+def test_the_report_is_that_of_one_process_where_a_block_is_parallel_in_part():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.LayerNorm(128), FeedForward()))
+    store_activations_in_float8(model)
+    expected = activation_report(model, lambda: gradients(model)).gradient_sqnr_db
+    plan = {"0.1.up": ColwiseParallel(), "0.1.down": RowwiseParallel()}
+    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    got = activation_report(model, lambda: gradients(model)).gradient_sqnr_db
+    assert got == pytest.approx(expected, abs=0.01)
+    assert 20 < got["0"] < 60
 
 
 @on_ranks(2)
