@@ -321,8 +321,8 @@ def e8m0_scales(amax: Tensor, float8_dtype: torch.dtype, mode: str) -> Scales:
     quant = (254 << 23) - dequant
     dequant.clamp_(min=1 << 22)  # 2^-127 is subnormal
     # Not `+ amax * 0`: Inductor takes a product with 0 for 0, which left a view of int32 that it cannot pass on.
-    is_nan = amax.isnan()
-    return Scales(*(torch.where(is_nan, amax, bits.view(torch.float32)) for bits in (quant, dequant)))
+    is_finite = amax < torch.inf
+    return Scales(*(torch.where(is_finite, bits.view(torch.float32), torch.nan) for bits in (quant, dequant)))
 
 
 def scale_blocks(scale: Tensor, size: Sequence[int]) -> tuple[int, int] | None:
