@@ -7,6 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # read on import; more would start a pool of processes
+if "PYTEST_XDIST_WORKER" not in os.environ and not any("gpu" in word for word in sys.argv):
+    # Tests fork processes that train on a CPU, which CUDA's optimizers cannot after the parent saw a GPU; and they
+    # compare with what a CPU computes. Workers of pytest-xdist inherit it.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Else each process that generates code compiles and loads a program per set of vector instructions that the CPU has.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
