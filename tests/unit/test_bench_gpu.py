@@ -71,7 +71,7 @@ def test_a_part_that_fails_or_takes_too_long_is_named_and_the_others_run(tmp_pat
     monkeypatch.setattr(gpu, "GRACE_S", 6)  # a busy machine takes seconds to start and to interrupt Python
     saves_at_interrupt = "import time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('saved')"
     todo = [
-        gpu.Part("good", ["-c", "print('fine')"], 12),
+        gpu.Part("good", ["-c", "print('fine')"], 9),
         gpu.Part("bad", ["-c", "raise SystemExit(3)"], 0),
         gpu.Part("slow", ["-c", saves_at_interrupt], 0),
         gpu.Part("last", ["-c", "print('still here')"], 10),
