@@ -33,9 +33,11 @@ class Experts(nn.Module):
         self.weight = nn.Parameter(torch.randn(3, 12, 300) * 0.1)
 
 
-class Parts(nn.ModuleDict):
-    def forward(self):
-        """fully_shard asks for one."""
+class Parts(nn.Module):
+    def __init__(self, parts):
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
 
 
 def make_model():
@@ -121,7 +123,7 @@ def test_tensor_parallel_states_are_the_same_or_float32():
     model = make_model()
     plan = {"up": RowwiseParallel(), "down": ColwiseParallel(), "wide": RowwiseParallel()}
     parallelize_module(model, mesh["tp"], plan)
-    for module in model.values():
+    for module in model.children():
         fully_shard(module, mesh=mesh["dp"])
     optimizer = Float8AdamW(model.parameters(), lr=1e-2)
     with TestCase().assertLogs("quaver.optim.base") as logs:
@@ -133,7 +135,7 @@ def test_tensor_parallel_states_are_the_same_or_float32():
     assert_same(states, expected)
     assert set(cut) == {"parameter", "step", "exp_avg", "exp_avg_sq"}
     torch.testing.assert_close(cut["parameter"], uncut["parameter"], rtol=0, atol=0.01)
-    assert model["up"].weight.placements == (Shard(0), Shard(1))
+    assert model.up.weight.placements == (Shard(0), Shard(1))
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -260,8 +262,8 @@ def muon(parallelize, folder=None):
     """Parameters and states in whole after these steps of three matrices; a checkpoint between two of them."""
     model = make_model()
     for name in ("experts", "conv", "norm"):
-        del model[name]
-    model["up"].register_parameter("bias", None)
+        delattr(model, name)
+    model.up.register_parameter("bias", None)
     model = parallelize(model)
     optimizer = Float8Muon(model.parameters(), lr=1e-2)
     train(model, optimizer, range(2))
@@ -278,7 +280,7 @@ def _tensor_parallel(model):
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
     plan = {"up": RowwiseParallel(), "down": ColwiseParallel(), "wide": ColwiseParallel()}
     parallelize_module(model, mesh["tp"], plan)
-    for module in model.values():
+    for module in model.children():
         fully_shard(module, mesh=mesh["dp"])
     return model
 
@@ -315,7 +317,7 @@ def test_an_inf_on_one_rank_leaves_all_ranks_untouched_under_a_gradient_scaler()
         scaler.scale(torch.ones(()))  # makes the scale
         give_gradients(model, step)
         if ruined and dist.get_rank() == 1:
-            model[ruined].weight.grad.to_local()[0] = float("inf")
+            getattr(model, ruined).weight.grad.to_local()[0] = float("inf")
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
@@ -333,7 +335,7 @@ def test_an_inf_on_one_rank_leaves_all_ranks_untouched_under_a_gradient_scaler()
 def test_gradients_of_another_layout_are_refused():
     model, optimizer = fsdp()
     give_gradients(model, 0)
-    parameter = model["up"].weight
+    parameter = model.up.weight
     parameter.grad = parameter.grad.redistribute(placements=[Replicate()])
     with pytest.raises(ValueError, match="with its parameter's placements .* redistribute it before step"):
         optimizer.step()

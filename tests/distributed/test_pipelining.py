@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble
+from torch.torch_version import TorchVersion
 
 import quaver.linear
 from quaver import convert_to_float8_training
@@ -135,6 +136,8 @@ STORING = ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubb
     [*thinned(SCHEDULES, RECIPES, [False], together=1), *((name, "rowwise", True) for name in STORING)],
 )
 def test_a_schedule_equals_one_process(name, recipe, stores):
+    if name in CASTS_OF_SPLIT_BACKWARDS and TorchVersion(torch.__version__) < "2.13":
+        pytest.skip("PyTorch 2.11 splits no backward of an autograd.Function in Python")
     losses, expected, matmuls, casts = one_process(recipe, name in LAST_MICROBATCH_FIRST, stores)
     results = ranks.run(RANKS, pipelined, name, recipe, stores)
     losses_of, gradients_of, matmuls_of, casts_of = zip(*results, strict=True)

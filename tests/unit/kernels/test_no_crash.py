@@ -268,7 +268,7 @@ def arguments(schema, name: str) -> dict[str, object]:
         values = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
     if name == "grouped_mm":
         values |= {"b": codes, "b_dequant_scale": torch.rand(ROWS, 1) + 1}
-    ordinary = {"Tensor": torch.ones(3), "bool": False}
+    ordinary = {"Tensor": torch.ones(3), "bool": False, "str": "", "int": 1}
     return {each.name: values[each.name] if each.name in values else ordinary[str(each.type)] for each in schema}
 
 

@@ -117,8 +117,11 @@ def interpreting_process() -> Iterator[Callable]:
 
 def _patch_the_language_once() -> None:
     """Else the interpreter patches all of triton.language at each call of a device function: half of its time."""
+    import triton
     from triton.runtime import interpreter
 
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):  # 3.6 also takes what it patched back elsewhere
+        return
     interpreter._patch_lang(triton_blocks.widen.fn)
     interpreter._patch_lang = lambda function: types.SimpleNamespace(restore=lambda: None)
 
