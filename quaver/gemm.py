@@ -378,7 +378,7 @@ def native_operands(
 def _aligned(scale: Tensor) -> Tensor:
     """`scale` at a multiple of 16 bytes, where cuBLAS reads one; scales of experts and of FSDP2 lie in one tensor.
 
-    Inductor copies such inputs of compiled code itself.
+    Dynamo traces no storage_offset. Compiled code multiplies experts by an operation, which comes here in eager code.
     """
     return scale if torch.compiler.is_compiling() or scale.storage_offset() % 4 == 0 else scale.clone()
 
