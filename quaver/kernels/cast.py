@@ -318,7 +318,7 @@ def _column_major_after(codes: Tensor, gradient: Tensor) -> Tensor:
     This copy also reads a gradient, so it is made in the backward. It is for codes that an all-gather or
     `cast_weights_once` quantized before the graph.
     """
-    return column_major(codes)
+    return _column_major(codes)
 
 
 column_major_after = operation(_column_major_after, results=1, in_graphs=True)
