@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # read on import; more would start a pool of processes
-if "PYTEST_XDIST_WORKER" not in os.environ and not any("gpu" in word for word in sys.argv):
+if "PYTEST_XDIST_WORKER" not in os.environ and not any("gpu" in Path(word).parts for word in sys.argv[1:]):
     # Tests fork processes that train on a CPU, which CUDA's optimizers cannot after the parent saw a GPU; and they
     # compare with what a CPU computes. Workers of pytest-xdist inherit it.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
