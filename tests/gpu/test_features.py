@@ -77,7 +77,7 @@ def test_optimizers_follow_those_on_a_cpu(name, dtype):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("recipe", [None, "rowwise", "blockwise"])
 def test_activations_are_stored_in_few_bytes_and_gradients_are_near(recipe, compiled):
-    def saved_bytes_and_gradients(net, of_recipe):
+    def saved_bytes_and_gradients(net):
         net = net.cuda()
         if compiled:
             for layer in net.layers:
@@ -97,10 +97,10 @@ def test_activations_are_stored_in_few_bytes_and_gradients_are_near(recipe, comp
             run(measured.mark)
         return measured.usage.saved_bytes, gradients
 
-    exact_bytes, exact = saved_bytes_and_gradients(make_net(recipe, width=256), recipe)
+    exact_bytes, exact = saved_bytes_and_gradients(make_net(recipe, width=256))
     net = make_net(recipe, width=256)
     store_activations_in_float8(net)
-    stored_bytes, stored = saved_bytes_and_gradients(net, recipe)
+    stored_bytes, stored = saved_bytes_and_gradients(net)
     assert min(sqnr_db(theirs, ours) for theirs, ours in zip(exact, stored, strict=True)) > 18
     assert stored_bytes <= 0.95 * exact_bytes
 

@@ -306,10 +306,7 @@ def scales_in(layout, rows, blocks, recipe, swizzle):
 def hardware(a, b, scales_a, recipes_a, swizzles_a, scales_b, recipes_b, swizzles_b, bias, out_dtype):
     """torch._scaled_mm_v2 with scales of blocks, in float64."""
     (scale_a,), (scale_b,) = scales_a, scales_b
-    (recipe_a, recipe_b), swizzle_a = (
-        (ScalingType(each[0]) for each in (recipes_a, recipes_b)),
-        SwizzleType(*swizzles_a),
-    )
+    recipe_a, recipe_b, swizzle = ScalingType(*recipes_a), ScalingType(*recipes_b), SwizzleType(*swizzles_a)
     assert swizzles_b == swizzles_a
     length = 32 if recipe_a == ScalingType.BlockWise1x32 else 128
     if length == 128:  # cuBLAS reads columns of scales at multiples of 16 bytes
@@ -318,8 +315,8 @@ def hardware(a, b, scales_a, recipes_a, swizzles_a, scales_b, recipes_b, swizzle
     assert b.t().is_contiguous()
     assert a.shape[1] % length == b.shape[1] % 16 == 0
     blocks = a.shape[1] // length
-    wide_a = scales_in(scale_a, a.shape[0], blocks, recipe_a, swizzle_a).repeat_interleave(length, 1) * a.double()
-    wide_b = scales_in(scale_b, b.shape[1], blocks, recipe_b, swizzle_a).repeat_interleave(length, 1) * b.t().double()
+    wide_a = scales_in(scale_a, a.shape[0], blocks, recipe_a, swizzle).repeat_interleave(length, 1) * a.double()
+    wide_b = scales_in(scale_b, b.shape[1], blocks, recipe_b, swizzle).repeat_interleave(length, 1) * b.t().double()
     return (wide_a @ wide_b.t()).to(out_dtype)
 
 
