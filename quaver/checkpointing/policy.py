@@ -34,8 +34,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import quaver.experts.gemm  # defines quaver::grouped_mm
-import quaver.kernels.exact_mm  # noqa: F401 - defines quaver::exact_float8_mm
+import quaver.experts.gemm
+import quaver.kernels.exact_mm
+import quaver.kernels.native_blocks  # noqa: F401 - these define the operations below
 from quaver.torch_private.dispatch import OpOverload, OpOverloadPacket
 
 MODES = ("none", "full", "selective", "memory_budget")
@@ -47,8 +48,8 @@ MATMULS = frozenset(
         _aten.mm.default,
         _aten.addmm.default,
         _aten._scaled_mm.default,
-        _aten._scaled_mm_v2.default,
         torch.ops.quaver.exact_float8_mm.default,
+        torch.ops.quaver.native_block_mm.default,
         torch.ops.quaver.grouped_mm.default,
         _aten._grouped_mm.default,
         _aten._scaled_grouped_mm.default,

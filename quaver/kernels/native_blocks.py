@@ -5,7 +5,8 @@
     32       Blackwell                        1 x 32    32 x 32 or 32 x 1       E8M0, in tiles of 128 x 4
 
 Lengths run along the contracted dim. Zeros complete the last blocks, and add nothing. Square blocks of 32 are written
-out as 32 rows of one scale. torch's _scaled_mm_v2 multiplies, with a bfloat16 result.
+out as 32 rows of one scale. torch.nn.functional.scaled_mm multiplies, with a bfloat16 result. It is one operation to a
+compiler: torch 2.13's Inductor refuses tiles of scales, and drops what says how scales of 128 lie.
 
 A tile holds the scales of 128 rows and of 4 blocks, row r and block c at byte 16 (r % 32) + 4 (r // 32) + c; tiles
 follow each other along K, then along rows.
@@ -17,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
+from torch.utils.flop_counter import register_flop_formula
 
-from quaver.torch_private.hardware import scaled_mm_v2
+from quaver.kernels.operation import operation
 
 ALIGNMENT = 16
 """What the contracted and output dims of a native float8 matmul are multiples of."""
@@ -38,14 +40,14 @@ def block_length(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale:
     return None
 
 
-def native_block_mm(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor, length: int) -> Tensor:
-    """a [M, K] @ b [K, N], both e4m3 with scales of blocks, -> bfloat16 [M, N], or more rows and columns of zeros.
+def _native_block_mm(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor, length: int) -> Tensor:
+    """a [M, K] @ b [K, N], both e4m3 with scales of blocks, -> bfloat16 [M, N].
 
     cuBLAS reads each column of the scales of 1 x 128 at a multiple of 16 bytes, so rows are completed too.
     """
-    m, k = a.shape
+    (m, k), n = a.shape, b.shape[1]
     is_square = b_dequant_scale.shape[1] != b.shape[1]
-    columns = -b.shape[1] % (length if is_square else ALIGNMENT)
+    columns = -n % (length if is_square else ALIGNMENT)
     a = pad_codes(a, -m % ALIGNMENT, -k % length).contiguous()
     a_dequant_scale = F.pad(a_dequant_scale, (0, 0, 0, -m % ALIGNMENT), value=1.0)
     b = pad_codes(b, -k % length, columns).t().contiguous().t()
@@ -59,11 +61,8 @@ def native_block_mm(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_sca
         scales = _tiles(a_dequant_scale), _tiles(of_columns.t())
         recipes = ScalingType.BlockWise1x32, ScalingType.BlockWise1x32
         swizzle = SwizzleType.SWIZZLE_32_4_4
-    swizzles = [swizzle.value]
-    return scaled_mm_v2(
-        *(a, b, [scales[0]], [recipes[0].value], swizzles, [scales[1]], [recipes[1].value], swizzles),
-        *(None, torch.bfloat16),
-    )
+    out = F.scaled_mm(a, b, scales[0], recipes[0], scales[1], recipes[1], swizzle, swizzle)
+    return out if out.shape == (m, n) else out[:m, :n].clone(memory_format=torch.contiguous_format)
 
 
 def _scales_of_columns(scale: Tensor, is_square: bool) -> Tensor:
@@ -90,3 +89,15 @@ def pad_codes(codes: Tensor, rows: int, columns: int) -> Tensor:
     if not (rows or columns):
         return codes
     return F.pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(codes.dtype)
+
+
+def _fake_mm(a: Tensor, b: Tensor, *_: object) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1], dtype=torch.bfloat16)
+
+
+native_block_mm = operation(_native_block_mm, results=1, fake=_fake_mm, in_graphs=True)
+
+
+@register_flop_formula(torch.ops.quaver.native_block_mm)
+def _flops(a_shape: torch.Size, b_shape: torch.Size, *_: object, **__: object) -> int:
+    return 2 * a_shape[0] * a_shape[1] * b_shape[1]

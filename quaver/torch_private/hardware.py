@@ -4,8 +4,6 @@
   the public torch.cpu.get_capabilities(), and can go when PyTorch documents its keys.
 - `onednn_has_bfloat16()`: torch.ops.mkldnn._is_mkldnn_bf16_supported. No replacement.
 - `scaled_mm(...)`: torch._scaled_mm. torch.nn.functional.scaled_mm is public since torch 2.10, and not timed here.
-- `scaled_mm_v2(...)`: torch.ops.aten._scaled_mm_v2, which torch.nn.functional.scaled_mm calls under a name that torch
-  2.11's Dynamo does not trace. Can go with torch 2.11.
 - `grouped_mm(...)`, `scaled_grouped_mm(...)`: torch._grouped_mm and _scaled_grouped_mm. The second has no public
   counterpart with a meta kernel; torch.nn.functional.grouped_mm replaces the first when torch 2.10 is the oldest.
 """
@@ -18,6 +16,5 @@ has_amx_tiles = torch.cpu._is_amx_tile_supported
 has_avx512_bfloat16 = torch.cpu._is_avx512_bf16_supported
 onednn_has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported
 scaled_mm = torch._scaled_mm
-scaled_mm_v2 = torch.ops.aten._scaled_mm_v2
 grouped_mm = torch._grouped_mm
 scaled_grouped_mm = torch._scaled_grouped_mm

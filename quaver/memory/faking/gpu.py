@@ -1,8 +1,8 @@
 """The device that predictions are for: a CPU, or an NVIDIA GPU with float8 matmuls that this machine lacks.
 
 A torch build without CUDA cannot differentiate fake CUDA tensors. So fake tensors stay on the CPU and report a GPU to
-Python code (`is_cpu`, `is_cuda`): quaver's casts then write the layouts of the hardware's matmuls, norms and SwiGLU
-write float8 directly, and the matmuls are `_scaled_mm`. torch has no hook for the replacements in `as_on_a_gpu`.
+Python code (`is_cpu`, `is_cuda`): quaver's casts then write the layouts of the hardware's matmuls, and every kind of
+scales that some hardware multiplies is multiplied natively. torch has no hook for the replacements in `as_on_a_gpu`.
 
 Decisions in torch's C++ stay those for a CPU, except for RMSNorm: attention is the CPU's flash attention, which saves
 what the GPU's saves but for two numbers of RNG state.
@@ -52,7 +52,7 @@ def is_for_a_gpu() -> bool:
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Inside the block quaver treats fake tensors as those of an NVIDIA GPU with float8 matmuls, Hopper or later."""
+    """Inside the block quaver treats fake tensors as those of a GPU that multiplies the scales of every recipe."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(FakeTensor, "is_cpu", property(lambda _: False)))
         stack.enter_context(patch.object(FakeTensor, "is_cuda", property(lambda _: True)))
@@ -69,8 +69,7 @@ def _scaled_mm_out(*operands: Any, out: Tensor, **options: Any) -> Tensor:
 
 
 def _backend_for(device: torch.device, kind: ScaleKind | None, *, emulate: bool = False) -> GemmBackend:
-    is_exact = emulate or kind not in (ScaleKind.TENSORWISE, ScaleKind.ROWWISE)
-    return GemmBackend.EXACT if is_exact else GemmBackend.NATIVE
+    return GemmBackend.EXACT if emulate or kind is None else GemmBackend.NATIVE
 
 
 def _rms_norm(

@@ -105,18 +105,24 @@ def test_compiled_code_multiplies_for_all_gradients_and_stores_what_a_gpu_stores
 
 
 @pytest.mark.parametrize(
-    ("recipe", "cast"),
-    [("tensorwise", "cast_tensorwise"), ("rowwise", "cast_rowwise"), ("delayed", "cast_with_persistent_scale")],
+    ("recipe", "cast", "matmul"),
+    [
+        ("tensorwise", "cast_tensorwise", "aten._scaled_mm"),
+        ("rowwise", "cast_rowwise", "aten._scaled_mm"),
+        ("delayed", "cast_with_persistent_scale", "aten._scaled_mm"),
+        ("blockwise", "cast_blockwise", "quaver.native_block_mm"),
+        ("mxfp8", "cast_blockwise", "quaver.native_block_mm"),
+    ],
 )
-def test_a_linear_casts_and_multiplies_as_on_a_gpu(recipe, cast):
+def test_a_linear_casts_and_multiplies_as_on_a_gpu(recipe, cast, matmul):
     with fake_tensors(), as_on_a_gpu():
-        linear = torch.nn.Linear(64, 128, bias=False, dtype=torch.bfloat16)
+        linear = torch.nn.Linear(256, 384, bias=False, dtype=torch.bfloat16)
         linear = convert_to_float8_training(linear, config=recipe)
-        input = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+        input = torch.randn(512, 256, dtype=torch.bfloat16, requires_grad=True)
         with CollectiveCounter() as seen:
             linear(input).sum().backward()
     assert seen.operations[f"quaver.{cast}.default"] >= (2 if recipe == "delayed" else 3)
-    assert seen.operations["aten._scaled_mm.default"] == 3
+    assert seen.operations[f"{matmul}.default"] == 3
     assert seen.operations["aten.abs.default"] == seen.operations["quaver.exact_float8_mm.default"] == 0
 
 
