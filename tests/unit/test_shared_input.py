@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from quaver import (
     Float8Linear,
@@ -18,7 +19,9 @@ from quaver import (
     convert_to_high_precision,
     sync_float8_amax_and_scale_history,
 )
+from quaver.checkpointing.policy import selective_checkpoint_contexts
 from quaver.kernels import cpu
+from tests.steps import assert_same
 
 RECIPES = ("tensorwise", "rowwise")
 
@@ -134,6 +137,23 @@ def test_linears_under_other_autocasts_share_nothing():
     with torch.autocast("cpu", torch.float16):
         (expected,) = torch.autograd.grad(model.k(x.clone()).sum(), model.k.weight)
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_part_of_the_forward_may_be_checkpointed_selectively(recipe):
+    """The recomputation calls this part and not the forward around it, and issues the operations of the forward."""
+
+    class Part(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            part = super().forward
+            return checkpoint(part, x, use_reentrant=False, context_fn=selective_checkpoint_contexts)
+
+    plain = convert_to_float8_training(Attention(), config=recipe)
+    model = convert_to_float8_training(Part(), config=recipe)
+    model.load_state_dict(plain.state_dict())
+    x = torch.randn(32, 64, requires_grad=True)
+    expected, actual = (torch.autograd.grad(each(x).square().sum(), [x, *each.parameters()]) for each in (plain, model))
+    assert_same(actual, expected)
 
 
 def elements_read(run) -> int:
