@@ -28,11 +28,14 @@ def test_the_probe_finds_native_float8(kind):
     ("recipe", "kind"), [("blockwise", ScaleKind.BLOCKS_OF_128), ("mxfp8", ScaleKind.BLOCKS_OF_32)]
 )
 @pytest.mark.parametrize("shape", [(256, 512, 384), (33, 200, 300)])
-def test_blocks_are_right_whoever_multiplies(recipe, kind, shape, record_property):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_blocks_are_right_whoever_multiplies(recipe, kind, shape, compiled, record_property):
     """Native where the probe says so, which it may do on Hopper for 128 and on Blackwell for 32; exact elsewhere."""
     tokens, k, n = shape
     record_property("failure", str(native_failure(0, kind)))
     linear = Float8Linear(k, n, config=recipe, device="cuda", dtype=torch.bfloat16)
+    if compiled:
+        linear.compile(fullgraph=True)
     input = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     linear(input).backward(grad := torch.randn(tokens, n, device="cuda", dtype=torch.bfloat16))
     x, w, g = (each.detach().double() for each in (input, linear.weight, grad))
