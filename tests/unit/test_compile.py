@@ -88,9 +88,20 @@ def test_no_recompilation_from_the_cold_start_on(recipe, how, by_layer, backend)
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_equal_blocks_share_one_graph(recipe):
-    """Dynamo compiles 8 variants of a function at most; it guards on the keys of hooks, so those may not differ."""
+    """Dynamo compiles 8 variants of a function at most; it guards on the keys of hooks, so those may not differ.
 
-    model = convert_to_float8_training(nn.Sequential(*(Block() for _ in range(10))), config=recipe)
+    On those of modules inside the compiled one, not on its own.
+    """
+
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Block()
+
+        def forward(self, hidden):
+            return self.inner(hidden)
+
+    model = convert_to_float8_training(nn.Sequential(*(Around() for _ in range(10))), config=recipe)
     for block in model:
         block.compile(fullgraph=True, backend="aot_eager")
     torch._dynamo.utils.counters.clear()
