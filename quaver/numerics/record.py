@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -144,6 +145,29 @@ class Record:
         path = path / FILE_NAME if path.is_dir() else path
         lines, is_torn = _read_lines(path)
         return _assemble(path, lines, is_torn, keeps_lines)
+
+
+def last_samples(path: Path, *, before: int, count: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The last `count` samples of a record before step `before`, each with its header; none where there is no file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a line is damaged.
+    """
+    found: deque[tuple[dict[str, Any], dict[str, Any]]] = deque(maxlen=count)
+    header: dict[str, Any] = {}
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        for number, text in enumerate(file, start=1):
+            if not text.endswith(b"\n"):
+                break
+            line = _parsed(text, path, number)
+            if line["kind"] == "header":
+                header = line
+            elif header and line["kind"] == "sample" and line["step"] < before:
+                found.append((header, line))
+    return list(found)
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:

@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from quaver.numerics.alarms import Alarm, Alarms, Cleared
-from quaver.numerics.record import RecordWriter
+from quaver.numerics.record import RecordWriter, last_samples
 from quaver.numerics.seen import MEMORY
+
+RECALLED = 64
+"""Samples of a run that are read when it resumes: more than any rule looks back (`MEMORY`)."""
 
 
 class LineSink(Protocol):
@@ -37,6 +40,8 @@ class AlarmSink:
         on_event: called with each `Alarm` and `Cleared`, after it was written. What it raises ends the step.
         post_mortem: the file for the samples before a value that is not finite.
         keep: how many of them.
+        recalls: the record of a run that resumes. Its last samples count as if they had been written here: what was
+            bad stays so, and no alarm is raised twice.
     """
 
     def __init__(
@@ -47,16 +52,20 @@ class AlarmSink:
         on_event: Callable[[Alarm | Cleared], None] | None = None,
         post_mortem: str | Path | None = None,
         keep: int = MEMORY,
+        recalls: str | Path | None = None,
     ) -> None:
         self.alarms = Alarms() if alarms is None else alarms
         self._sink: LineSink | None = RecordWriter(sink) if isinstance(sink, str | Path) else sink
         self._on_event = on_event
         self._post_mortem = None if post_mortem is None else Path(post_mortem)
+        self._recalls = None if recalls is None else Path(recalls)
         self._header: dict[str, Any] = {}
         self._last: deque[dict[str, Any]] = deque(maxlen=keep)
 
     def write(self, line: dict[str, Any]) -> None:
         """Take a header or a sample. Raises OSError where a file cannot be written, and what `on_event` raises."""
+        if line["kind"] == "header":
+            self._recall(line["step"])
         self._write(line)
         if line["kind"] == "header":
             self._header = line
@@ -64,6 +73,13 @@ class AlarmSink:
             self._last.append(line)
             for event in self.alarms.update(self._header, line):
                 self._take(event)
+
+    def _recall(self, step: int) -> None:
+        if self._recalls is not None:
+            for header, sample in last_samples(self._recalls, before=step, count=RECALLED):
+                self._last.append(sample)
+                self.alarms.update(header, sample)
+        self._recalls = None
 
     def close(self) -> None:
         """Close the other sink."""

@@ -4,22 +4,24 @@ The first rank has the record and raises the alarms; every rank learns what is t
 sampled.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import nn
 
 from quaver import conversion_report, convert_to_float8_training, convert_to_high_precision
+from quaver.delayed import float8_scaling_state
 from quaver.layer_recipes import HIGH_PRECISION
 from quaver.numerics.alarms import Alarm, Alarms, Cleared
 from quaver.numerics.rules import REMEDIED
 from quaver.numerics.watch import AlarmSink, LineSink
-from quaver.trainer.config import Float8, Numerics, TrainConfig
+from quaver.trainer.checkpoint import Checkpointer
+from quaver.trainer.config import Float8, Numerics
 from quaver.trainer.display import Display
 from quaver.trainer.float8 import fuse_producers, linear_config
-from quaver.trainer.model import Llama
 from quaver.trainer.run_folder import RunFolder
+from quaver.trainer.trained_model import TrainedModel
 
 
 @dataclass
@@ -28,21 +30,26 @@ class RunAlarms:
 
     config: Numerics
     display: Display
+    done: Mapping[str, str]
+    """The fallbacks of the run so far: each layer falls back once."""
     reason: str = ""
     """The first alarm that stops the run."""
     fallbacks: dict[str, str] = field(default_factory=dict)
     """Layers to change after this step, with their new recipe."""
-    done: set[str] = field(default_factory=set)
 
     def sink(self, sink: LineSink, folder: RunFolder) -> AlarmSink:
-        """A sink in front of another one that hears the alarms."""
+        """A sink in front of another one that hears the alarms.
+
+        A resumed run recalls what was bad, and so changes a recipe in the step in which an uninterrupted run does. One
+        that an alarm stopped does not: it would not stop again.
+        """
         alarms = Alarms(action=self.config.on_alarm)
-        return AlarmSink(sink, alarms=alarms, on_event=self._hear, post_mortem=folder.post_mortem)
+        recalls = None if self.config.on_alarm == "stop" else folder.numerics
+        return AlarmSink(sink, alarms=alarms, on_event=self._hear, post_mortem=folder.post_mortem, recalls=recalls)
 
     def take_fallbacks(self) -> dict[str, str]:
         """The layers to change now."""
         taken, self.fallbacks = self.fallbacks, {}
-        self.done |= taken.keys()
         return taken
 
     def _hear(self, event: Alarm | Cleared) -> None:
@@ -56,22 +63,28 @@ class RunAlarms:
             self.fallbacks[event.layer] = self.config.fallback_recipe
 
 
-def fall_back(model: Llama, config: TrainConfig, layers: dict[str, str]) -> TrainConfig:
-    """Give linears of a model that trains other recipes; return the config of a run that has them from its beginning.
+def fall_back(trained: TrainedModel, checkpoints: Checkpointer, layers: dict[str, str]) -> None:
+    """Give linears of a model that trains other recipes; its config is that of a run that began with them.
 
     Parameters, their gradients and the optimizer's state stay. Compiled code is compiled anew. A layer of experts is
-    changed with all of its weights.
+    changed with all of its weights. Checkpoints from now on have the new config.
+
+    Raises:
+        ValueError: the config allows no layer a recipe of its own; nothing has changed.
     """
-    float8, recipes = config.float8, dict(config.float8.by_layer.layers)
-    for name, recipe in layers.items():
-        module_name = _module_of(model, name)
-        _change(model.get_submodule(module_name), float8, recipe)
-        recipes[module_name] = recipe
+    model, config, float8 = trained.model, trained.config, trained.config.float8
+    changes = {_module_of(model, name): recipe for name, recipe in layers.items()}
+    recipes = {**dict(float8.by_layer.layers), **changes}
+    entries = tuple(f"{name}={recipe}" for name, recipe in recipes.items())
+    trained.config = replace(config, float8=replace(float8, layer_recipes=entries))
+    for name, recipe in changes.items():
+        _change(model.get_submodule(name), float8, recipe)
     if float8.fused_producers:
         fuse_producers(model)
     torch.compiler.reset()
-    entries = tuple(f"{name}={recipe}" for name, recipe in recipes.items())
-    return replace(config, float8=replace(float8, layer_recipes=entries))
+    trained.scaling = float8_scaling_state(model)
+    report = conversion_report(model).to_dict()
+    checkpoints.about = checkpoints.about | {"config": asdict(trained.config), "conversion_report": report}
 
 
 def _module_of(model: nn.Module, name: str) -> str:
@@ -84,8 +97,3 @@ def _change(module: nn.Module, config: Float8, recipe: str) -> None:
     convert_to_high_precision(module)
     if recipe != HIGH_PRECISION:
         convert_to_float8_training(module, config=linear_config(config, recipe))
-
-
-def described(config: TrainConfig, model: Llama) -> dict[str, Any]:
-    """What checkpoints say of a run whose recipes changed."""
-    return {"config": asdict(config), "conversion_report": conversion_report(model).to_dict()}

@@ -114,9 +114,13 @@ class Checkpointer:
         if self._pending is not None and waits:
             self._pending.exception()
 
-    def load(self, step: int, models: Sequence[TrainedModel]) -> Progress:
+    def load(
+        self, step: int, models: Sequence[TrainedModel], prepare: Callable[[Progress], None] = lambda _: None
+    ) -> Progress:
         """Load the checkpoint of `step` into `models` and return the run's position.
 
+        Args:
+            prepare: gives the models the recipes that they had at this position; called before they are loaded.
         Raises:
             CheckpointError: on every rank, if it cannot be read or does not fit.
         """
@@ -132,6 +136,7 @@ class Checkpointer:
                 f"{str(path)!r} has the models {', '.join(record['models'])}, and this run trains {', '.join(names)}; "
                 "resume with the precision that was saved, or begin a new run with checkpoint.initial_load_path"
             )
+        prepare(progress)
         for trained in models:
             _load_model(trained, path / trained.name, record["config"].get("optimizer", {}).get("name", "AdamW"))
         if record["world_size"] == self.ranks.world_size:

@@ -48,6 +48,8 @@ class Progress:
     """By model, the number of steps that were not finite and changed nothing."""
     recent_losses: dict[str, list[float]] = field(default_factory=dict)
     """By model, the losses that a new loss is compared with to detect a spike."""
+    fallbacks: dict[str, str] = field(default_factory=dict)
+    """By layer, the recipe that an alarm gave it."""
 
 
 class _Training(TypedDict):

@@ -104,13 +104,6 @@ class RunFolder:
         except OSError as error:
             raise OutputError(f"cannot write the run folder {str(self.path)!r}: {error.strerror or error}") from error
 
-    def replace_config(self, config: TrainConfig) -> None:
-        """Write the config of a run whose settings changed while it trained. Raises OutputError."""
-        try:
-            write_config(_as_begun(config), self.path / CONFIG)
-        except OSError as error:
-            raise OutputError(f"cannot write the run folder {str(self.path)!r}: {error.strerror or error}") from error
-
     def check_exists(self) -> None:
         """Raise OutputError if the folder was removed: open files would take the numbers of the run with them."""
         if not (self.path / CONFIG).exists():

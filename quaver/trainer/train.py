@@ -7,6 +7,7 @@ a slow moment of the machine affects both, and the ratio of their median step ti
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,10 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from quaver.conversion_report import conversion_report
-from quaver.delayed import float8_scaling_state
 from quaver.numerics.monitor import Monitor
 from quaver.numerics.watch import AlarmSink
 from quaver.roofline.device_specs import PeakFlops, peak_flops
-from quaver.trainer.alarms import RunAlarms, described, fall_back
+from quaver.trainer.alarms import RunAlarms, fall_back
 from quaver.trainer.checkpoint import Checkpointer, load_weights
 from quaver.trainer.checkpoint_folder import Progress
 from quaver.trainer.config import TrainConfig
@@ -105,7 +105,7 @@ def build(setup: RunSetup) -> Run:
     )
     progress = Progress()
     if resume_step is not None:
-        progress = checkpoints.load(resume_step, models)
+        progress = checkpoints.load(resume_step, models, partial(_fall_back_again, models, checkpoints))
     elif loads_weights:
         load_weights(config.checkpoint.initial_weights, models)
     begin_folder(setup)
@@ -124,6 +124,16 @@ def build(setup: RunSetup) -> Run:
         progress,
         progress.step,
     )
+
+
+def _fall_back_again(models: list[TrainedModel], checkpoints: Checkpointer, progress: Progress) -> None:
+    """Give the float8 model the recipes that alarms had given it when the checkpoint was saved."""
+    if not progress.fallbacks or not models[0].config.float8.enable_float8_linear:
+        return
+    try:
+        fall_back(models[0], checkpoints, progress.fallbacks)
+    except ValueError as error:
+        raise CheckpointError(f"the run fell back in {', '.join(progress.fallbacks)}: {error}") from error
 
 
 def _build_models(setup: RunSetup, *, initializes: bool) -> list[TrainedModel]:
@@ -289,7 +299,7 @@ def _outputs(run: Run) -> Iterator[Outputs]:
                 stack.callback(scales.close)
         shown = training_display(names, steps, config.log_freq, peak_source=run.peak.source, quiet=folder is None)
         display = stack.enter_context(shown)
-        alarms = RunAlarms(run.config.numerics, display)
+        alarms = RunAlarms(run.config.numerics, display, run.progress.fallbacks)
         sink = alarms.sink(NumericsLog(folder, loggers), folder) if folder and run.config.numerics.every else None
         if run.config.numerics.every:
             stack.callback(_close_monitor, run)
@@ -323,7 +333,7 @@ def _close_monitor(run: Run) -> None:
 
 
 def _fall_back(run: Run, outputs: "Outputs") -> None:
-    """Change the recipes of layers that an alarm of this step names, on every rank, and record it in the config."""
+    """Change the recipes of layers that an alarm of this step names, on every rank."""
     numerics, step, model = run.config.numerics, run.progress.step, run.models[0]
     if numerics.on_alarm != "fallback" or not (step == 1 or step % numerics.every == 0):
         return
@@ -331,13 +341,10 @@ def _fall_back(run: Run, outputs: "Outputs") -> None:
     if not layers:
         return
     _close_monitor(run)
-    run.config = model.config = fall_back(model.model, run.config, layers)
-    model.scaling = float8_scaling_state(model.model)
-    run.checkpoints.about = run.checkpoints.about | described(run.config, model.model)
-    if run.folder is not None:
-        run.folder.replace_config(run.config)
-        for name, recipe in layers.items():
-            outputs.display.line(f"step {step}: {name} computes in {recipe} from now on")
+    fall_back(model, run.checkpoints, layers)
+    run.progress.fallbacks |= layers
+    for name, recipe in layers.items():
+        outputs.display.line(f"step {step}: {name} computes in {recipe} from now on")
     _open_monitor(run, outputs.alarm_sink)
 
 

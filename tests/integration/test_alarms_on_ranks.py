@@ -6,14 +6,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from quaver.trainer.config_io import load_config
+from quaver.trainer.checkpoint_folder import CheckpointFolder, read_record
 from quaver.trainer.train import build
 from tests.distributed.ranks import run
 from tests.integration.test_train_distributed import LIMIT_S, TINY
 from tests.integration.train_on_ranks import _train
 
 LAYER = "model.layers.1.mlp.up_proj"
-WATCHED = [*TINY, "--training.steps=6", "--numerics.every=1", "--validation.freq=6"]
+WATCHED = [*TINY, "--training.steps=6", "--checkpoint.enable", "--numerics.every=1", "--validation.freq=6"]
 
 
 def broken(setup):
@@ -37,8 +37,8 @@ def test_two_ranks_fall_back_together(tmp_path, compiles):
     words = [*WATCHED, *compiles, f"--job.dump_folder={tmp_path}", "--job.name=falls", "--numerics.on_alarm=fallback"]
     results = run(2, train_broken, [("falls", words)], f"alarms {tmp_path}", timeout=LIMIT_S)
     assert [ended for ended, *_ in results] == [{"falls": (0, 1)}] * 2, results
-    config = load_config(tmp_path / "falls" / "config.toml")
-    assert config.float8.layer_recipes == (f"{LAYER}=high_precision",)
+    record = read_record(CheckpointFolder(tmp_path / "falls" / "checkpoint").complete(6))
+    assert record["progress"]["fallbacks"] == {LAYER: "high_precision"}
     lines = [json.loads(line) for line in (tmp_path / "falls" / "numerics.jsonl").read_text().splitlines()]
     headers = [line for line in lines if line["kind"] == "header"]
     has_layer = [any(each["layer"] == LAYER for each in header["tensors"]) for header in headers]

@@ -81,7 +81,7 @@ class Numerics(Settings, section="numerics"):
     on_alarm: Annotated[str, OneOf(("log", "stop", "fallback"))] = setting(
         "log",
         "log: say and record it. stop: end the run with a checkpoint. fallback: give a linear that its recipe harms "
-        "fallback_recipe, from the next step on, in the run's config too.",
+        "fallback_recipe, from the next step on; checkpoints have it.",
     )
     fallback_recipe: Annotated[str, OneOf(FALLBACKS)] = setting(HIGH_PRECISION, "The recipe of such a linear.")
 

@@ -11,7 +11,7 @@ from quaver.numerics.record import Record
 from quaver.trainer.checkpoint_folder import read_record
 from quaver.trainer.config import Float8, TrainConfig
 from quaver.trainer.config_io import load_config
-from quaver.trainer.errors import NonFiniteError
+from quaver.trainer.errors import CheckpointError, NonFiniteError
 from quaver.trainer.train import Run, prepare, train
 from tests.unit.trainer.runs import changed
 
@@ -67,10 +67,8 @@ def test_a_fallback_changes_one_linear_for_the_rest_of_the_run_and_after_a_resum
     config = changed(watched_config, numerics={"on_alarm": "fallback", "fallback_recipe": recipe})
     run = with_outlier(prepare(config))
     assert train(run)["status"] == "finished"
-    entry = f"{LAYER}={recipe}"
-    assert load_config(run.folder.path / "config.toml").float8.layer_recipes == (entry,)
     record = read_record(run.checkpoints.folder.complete(4))
-    assert record["config"]["float8"]["layer_recipes"] == [entry]
+    assert record["config"]["float8"]["layer_recipes"] == [f"{LAYER}={recipe}"]
     headers = Record.read(run.folder.path).headers
     assert [header["step"] for header in headers] == [1, 3]
     recipes = [{each["recipe"] for each in header["tensors"] if each["layer"] == LAYER} for header in headers]
@@ -80,6 +78,7 @@ def test_a_fallback_changes_one_linear_for_the_rest_of_the_run_and_after_a_resum
     linear = resumed.models[0].model.get_submodule(LAYER)
     found = linear.config.recipe_name.value if isinstance(linear, Float8Linear) else "high_precision"
     assert found == recipe
+    assert resumed.models[0].model.model.layers[0].post_attention_layernorm.feeds_float8 == (recipe == "mxfp8")
     assert train(resumed)["status"] == "finished"
 
 
@@ -94,6 +93,40 @@ def test_a_fallback_keeps_weights_and_moments(watched_config):
     train(resumed)
     for name, parameter in run.models[0].model.named_parameters():
         assert torch.equal(parameter, dict(resumed.models[0].model.named_parameters())[name]), name
+
+
+def test_a_run_resumed_from_before_a_fallback_falls_back_again_in_its_step(watched_config):
+    checkpoint = {"interval": 1, "keep_latest_k": 0}
+    run = with_outlier(prepare(changed(watched_config, numerics={"on_alarm": "fallback"}, checkpoint=checkpoint)))
+    train(run)
+    config = load_config(run.folder.path / "config.toml")
+    resumed = with_outlier(prepare(changed(config, checkpoint={"resume": "must", "load_step": 1})))
+    assert type(resumed.models[0].model.get_submodule(LAYER)) is Float8Linear
+    train(resumed)
+    assert resumed.progress.fallbacks == {LAYER: "high_precision"}
+    for name, parameter in run.models[0].model.named_parameters():
+        assert torch.equal(parameter, dict(resumed.models[0].model.named_parameters())[name]), name
+
+
+def test_a_resumed_run_raises_no_alarm_that_lasts_again_unless_it_was_stopped(watched_config):
+    run = with_outlier(prepare(watched_config))
+    train(run)
+    before = alarms_of(run)
+    config = changed(load_config(run.folder.path / "config.toml"), training={"steps": 8})
+    train(with_outlier(prepare(changed(config, checkpoint={"resume": "must"}))))
+    assert before
+    assert alarms_of(run) == before
+    stops = changed(config, checkpoint={"resume": "must", "load_step": 4}, numerics={"on_alarm": "stop"})
+    assert train(with_outlier(prepare(stops)))["status"] == "alarm"
+
+
+def test_a_resume_that_cannot_have_the_recipes_of_its_fallbacks_is_refused(watched_config, monkeypatch):
+    run = with_outlier(prepare(changed(watched_config, numerics={"on_alarm": "fallback"})))
+    train(run)
+    config = load_config(run.folder.path / "config.toml")
+    monkeypatch.setattr(TrainConfig, "check", lambda self: self.require(not self.float8.layer_recipes, "float8", "x"))
+    with pytest.raises(CheckpointError, match=f"the run fell back in {LAYER}: float8 must be x"):
+        prepare(changed(config, checkpoint={"resume": "must"}))
 
 
 def test_the_samples_before_a_nan_are_kept(watched_config, before_each_step):
