@@ -428,6 +428,7 @@ def test_weights_from_a_checkpoint():
     good = {"codes": codes, "dequant_scale": scale, "config": blockwise_config(power_of_2=False), "dtype": hp.dtype}
     for change, message in [
         ({"codes": hp}, "codes: expected a float8 matrix"),
+        ({"codes": codes[0], "dequant_scale": torch.tensor(1.0)}, r"codes: expected a float8 matrix.*of \[257\]"),
         (
             {"dequant_scale": scale[:1]},
             r"dequant_scale: expected float32 of shape \[\], \[130, 1\], \[2, 3\] or \[5, 9\]",
@@ -444,6 +445,19 @@ def test_weights_from_a_checkpoint():
         with pytest.raises(ValueError, match=message):
             store_float8_weight(other, **{**good, **change})
         assert type(other) is nn.Linear
+
+
+def test_a_weight_of_one_row_has_blocks():
+    linear = freeze_to_float8(nn.Linear(300, 1), "blockwise")
+    assert linear.weight.granularity == "blockwise 128 x 128"
+    assert linear(draw(4, 300)).isfinite().all()
+
+
+def test_data_of_another_weight_that_does_not_fit_is_refused():
+    weight = freeze_to_float8(nn.Linear(300, 200)).weight
+    for other in (nn.Linear(300, 130), nn.Linear(300, 200, dtype=torch.bfloat16)):
+        with pytest.raises(RuntimeError, match=r"cannot assign torch\..* to \.data of a frozen float8 weight that is"):
+            weight.data = freeze_to_float8(other).weight
 
 
 def test_every_pair_of_dtypes_multiplies():
