@@ -110,6 +110,30 @@ def test_it_is_adamw(storage):
         assert error < (1e-5 if storage or mine.numel() < 4096 else 0.06)
 
 
+@pytest.mark.parametrize("optimizer", [Float8AdamW, Float8Muon])
+def test_bfloat16_parameters_follow_their_float32_masters(optimizer):
+    parameters, its_optimizer = made(optimizer, SHAPES[:2], torch.bfloat16, masters="float32")
+    start = copy.deepcopy(parameters)
+    for step in range(3):
+        give_gradients(parameters, step)
+        its_optimizer.step()
+        for parameter in parameters:
+            assert torch.equal(parameter, its_optimizer.state[parameter]["master"].bfloat16())
+    for parameter, before in zip(parameters, start, strict=True):
+        assert (parameter != before).float().mean() > 0.5
+
+
+def test_a_parameter_of_other_strides_is_updated_in_place():
+    expected, _ = stepped(shapes=[(100, 300)])
+    transposed = nn.Parameter(made(shapes=[(100, 300)])[0][0].detach().t().contiguous().t())
+    memory, optimizer = transposed.data_ptr(), Float8AdamW([transposed], lr=1e-2)
+    for step in range(3):
+        give_gradients([transposed], step)
+        optimizer.step()
+    assert torch.equal(transposed, expected[0])
+    assert (transposed.data_ptr(), transposed.stride()) == (memory, (1, 100))
+
+
 # ---- rounding --------------------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,8 @@ BOTH = {
 }
 OF_ADAMW = {
     "betas: expected two numbers from 0 to below 1": {"betas": (0.9, 1.0)},
+    r"betas: .*, got \(-0.1, 0.9\)": {"betas": (-0.1, 0.9)},
+    r"betas: .*, got \(1, 0.9\)": {"betas": (1, 0.9)},
     "exp_avg: expected one of float8, bfloat16, float32, got 'int8'": {"exp_avg": "int8"},
     "exp_avg_sq: expected one of float8, bfloat16, float32, got 8": {"exp_avg_sq": 8},
 }
