@@ -2,7 +2,7 @@
 
 import pytest
 
-from quaver.numerics.alarms import Alarm, Alarms
+from quaver.numerics.alarms import Alarm, Alarms, Cleared
 from quaver.numerics.record import Record
 from quaver.numerics.watch import AlarmSink
 from tests.unit.numerics.samples import LAYERS, header, sample
@@ -49,3 +49,25 @@ def test_what_a_callback_raises_ends_the_step(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         sink.write(sample(1, NAN))
     assert len(Record.read(tmp_path / "numerics.jsonl").alarms) == 1  # it was written before
+
+
+@pytest.mark.parametrize("step", [1, 5, 6, 7, 9])
+def test_a_loop_that_resumes_raises_what_an_uninterrupted_one_raises(tmp_path, step):
+    """Killed after step 9, while it wrote; resumed after `step`."""
+    bad, path, found = {(LAYERS[2], "input"): {"underflow": 0.3}}, tmp_path / "numerics.jsonl", []
+    samples = [sample(each, bad if 5 <= each < 11 else None) for each in range(1, 16)]
+
+    def write(sink, lines):
+        for line in lines:
+            sink.write(line)
+
+    write(AlarmSink(path, on_event=found.append), [header(), *samples])
+    assert [(type(each), each.step) for each in found] == [(Alarm, 6), (Cleared, 12)]
+    path.unlink()
+    write(AlarmSink(path), [header(), *samples[:9]])
+    path.write_bytes(path.read_bytes() + b'{"kind": "sam')
+    again = []
+    resumed = AlarmSink(path, on_event=again.append, recalls=path)
+    write(resumed, [{**header(), "step": step + 1}, *samples[step:10], {**header(), "step": 11}, *samples[10:]])
+    assert again == [each for each in found if each.step > step]
+    assert Record.read(path).steps.tolist() == list(range(1, 16))
