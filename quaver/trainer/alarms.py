@@ -20,6 +20,7 @@ from quaver.trainer.checkpoint import Checkpointer
 from quaver.trainer.config import Float8, Numerics
 from quaver.trainer.display import Display
 from quaver.trainer.float8 import fuse_producers, linear_config
+from quaver.trainer.mixture import Experts
 from quaver.trainer.run_folder import RunFolder
 from quaver.trainer.trained_model import TrainedModel
 
@@ -70,7 +71,7 @@ def fall_back(trained: TrainedModel, checkpoints: Checkpointer, layers: dict[str
     changed with all of its weights. Checkpoints from now on have the new config.
 
     Raises:
-        ValueError: the config allows no layer a recipe of its own; nothing has changed.
+        ValueError: a layer is not of this model, or the config allows none a recipe of its own; nothing has changed.
     """
     model, config, float8 = trained.model, trained.config, trained.config.float8
     changes = {_module_of(model, name): recipe for name, recipe in layers.items()}
@@ -88,9 +89,12 @@ def fall_back(trained: TrainedModel, checkpoints: Checkpointer, layers: dict[str
 
 
 def _module_of(model: nn.Module, name: str) -> str:
-    """The linear, or the experts whose weight it is."""
-    names = dict(model.named_modules())
-    return name if name in names else name.rpartition(".")[0]
+    """The linear, or the experts whose weight it is. Raises ValueError for the name of neither."""
+    modules = dict(model.named_modules())
+    for found in (name, name.rpartition(".")[0]):
+        if isinstance(modules.get(found), (nn.Linear, Experts)):
+            return found
+    raise ValueError(f"{name!r} is no linear or expert of this model")
 
 
 def _change(module: nn.Module, config: Float8, recipe: str) -> None:

@@ -1,5 +1,7 @@
 """What a run does about an alarm: it records it, stops with a checkpoint, or gives a linear another recipe."""
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ from torch import Tensor, nn
 
 from quaver import Float8Linear
 from quaver.numerics.record import Record
+from quaver.trainer import train as train_module
 from quaver.trainer.checkpoint_folder import read_record
 from quaver.trainer.config import Float8, TrainConfig
 from quaver.trainer.config_io import load_config
@@ -120,13 +123,32 @@ def test_a_resumed_run_raises_no_alarm_that_lasts_again_unless_it_was_stopped(wa
     assert train(with_outlier(prepare(stops)))["status"] == "alarm"
 
 
-def test_a_resume_that_cannot_have_the_recipes_of_its_fallbacks_is_refused(watched_config, monkeypatch):
-    run = with_outlier(prepare(changed(watched_config, numerics={"on_alarm": "fallback"})))
+@pytest.mark.parametrize(
+    ("fallbacks", "message"),
+    [
+        ({LAYER: "high_precision"}, "float8.layer_recipes must be empty with parallelism.tensor_parallel_degree = 2"),
+        ({"model.layers.7.up_proj": "rowwise"}, "'model.layers.7.up_proj' is no linear or expert of this model"),
+        ({"model": "rowwise"}, "'model' is no linear or expert of this model"),
+        ({LAYER: "int8"}, "unknown recipe 'int8'"),
+    ],
+)
+def test_fallbacks_that_a_resume_cannot_have_are_refused(watched_config, monkeypatch, fallbacks, message):
+    run = prepare(watched_config)
+    run.progress.fallbacks |= fallbacks
     train(run)
-    config = load_config(run.folder.path / "config.toml")
-    monkeypatch.setattr(TrainConfig, "check", lambda self: self.require(not self.float8.layer_recipes, "float8", "x"))
-    with pytest.raises(CheckpointError, match=f"the run fell back in {LAYER}: float8 must be x"):
-        prepare(changed(config, checkpoint={"resume": "must"}))
+    config = changed(load_config(run.folder.path / "config.toml"), checkpoint={"resume": "must"})
+    if "tensor_parallel" in message:
+        build_models = train_module._build_models
+
+        def with_two_ranks(setup, **options):
+            models = build_models(setup, **options)
+            parallelism = replace(models[0].config.parallelism, tensor_parallel_degree=2)
+            models[0].config = replace(models[0].config, parallelism=parallelism)
+            return models
+
+        monkeypatch.setattr(train_module, "_build_models", with_two_ranks)
+    with pytest.raises(CheckpointError, match=f"the run fell back in {next(iter(fallbacks))}: .*{re.escape(message)}"):
+        prepare(config)
 
 
 def test_the_samples_before_a_nan_are_kept(watched_config, before_each_step):
