@@ -47,6 +47,18 @@ def test_momentum_of_rare_gradients_decays_and_does_not_freeze():
     assert stored[:, 1:].mean().item() == pytest.approx(5 * 0.95**99, rel=0.1)
 
 
+def test_a_momentum_below_the_smallest_code_is_rounded_to_zero():
+    """Stochastically. A second moment's root never is, or a step would divide by eps alone."""
+    parameter = torch.nn.Parameter(torch.zeros(64, 256))
+    optimizer = Float8Muon([parameter], lr=1e-3)
+    parameter.grad = torch.full((64, 256), 1e-9)
+    parameter.grad[:, 0] = 1.0
+    optimizer.step()
+    stored = optimizer.muon_state_dict()["state"][0]["momentum_buffer"]
+    assert (stored[:, 1:] == 0).float().mean() > 0.99
+    assert (stored[:, 0] > 0).all()
+
+
 @pytest.mark.parametrize("masters", ["bfloat16", "float32"])
 def test_bfloat16_parameters_move_by_less_than_their_spacing(masters):
     parameters, optimizer = made(dtype=torch.bfloat16, lr=1e-4, weight_decay=0.0, masters=masters)
