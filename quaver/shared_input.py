@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from quaver.checkpointing.policy import RECOMPUTED_HOOKS
 from quaver.config import OperandCasts
 from quaver.quantize import Operands, Quantizer
 from quaver.scaling import PersistentScale, Scales
@@ -105,9 +106,6 @@ def share_inputs(model: nn.Module, linear_class: type[nn.Module]) -> None:
             _rename(ended, parent._forward_hooks, parent._forward_hooks_always_called)
 
 
-_KEY: Any = "quaver.shared_input"
-
-
 def _rename(key: int, *hooks: dict[Any, Any]) -> None:
     """Give a hook one key in all modules.
 
@@ -115,7 +113,7 @@ def _rename(key: int, *hooks: dict[Any, Any]) -> None:
     that each block of a model would be compiled anew.
     """
     for each in hooks:
-        each[_KEY] = each.pop(key)
+        each[RECOMPUTED_HOOKS] = each.pop(key)
 
 
 def stop_sharing_inputs(model: nn.Module) -> None:

@@ -227,6 +227,25 @@ class _Checkpointed:
     """Marks the classes that `_checkpointed_class` makes."""
 
 
+RECOMPUTED_HOOKS: Any = "quaver.shared_input"
+"""The key of the hooks of a module that a recomputation calls, too: linears share a cast between them."""
+
+
+def _with_hooks(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    before, after = module._forward_pre_hooks.get(RECOMPUTED_HOOKS), module._forward_hooks.get(RECOMPUTED_HOOKS)
+    if before is None or after is None:
+        return forward
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before(module, args)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            after(module, args, None)
+
+    return call
+
+
 @functools.cache
 def _checkpointed_class(
     cls: type[nn.Module], by_policy: bool, preserve_rng_state: bool, changes: PolicyChanges
@@ -247,11 +266,12 @@ def _checkpointed_class(
 
         if torch.compiler.is_compiling():
             return checkpoint(block, *args, context_fn=compiled_contexts, **options, **kwargs)
+        recomputed = _with_hooks(self, block)
         if by_policy:
             count = self.__dict__.setdefault("_matmul_count", MatmulCount())
             contexts = functools.partial(selective_checkpoint_contexts, changes, count)
-            return checkpoint(block, *args, context_fn=contexts, **options, **kwargs)
-        return checkpoint(block, *args, **options, **kwargs)
+            return checkpoint(recomputed, *args, context_fn=contexts, **options, **kwargs)
+        return checkpoint(recomputed, *args, **options, **kwargs)
 
     return type(f"Checkpointed{cls.__name__}", (_Checkpointed, cls), {"forward": forward, "__module__": cls.__module__})
 

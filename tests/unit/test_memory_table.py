@@ -44,7 +44,7 @@ def test_float8_takes_no_more_than_bfloat16(module, checkpointing):
     """
     rows = rows_of(module, checkpointing)
     if (module, checkpointing) in {("attention", "full"), ("attention", "op")}:
-        assert max(ratios(row, rows)["peak"] for row in rows) <= {"full": 1.02, "op": 1.15}[checkpointing]
+        assert max(ratios(row, rows)["peak"] for row in rows) <= {"full": 1.03, "op": 1.15}[checkpointing]
         return
     assert no_more_than_bfloat16(rows)
     if (module, checkpointing) == ("1 block", "none"):

@@ -19,7 +19,7 @@ from quaver import (
     convert_to_high_precision,
     sync_float8_amax_and_scale_history,
 )
-from quaver.checkpointing.policy import selective_checkpoint_contexts
+from quaver.checkpointing.policy import apply_activation_checkpointing, selective_checkpoint_contexts
 from quaver.kernels import cpu
 from tests.steps import assert_same
 
@@ -174,6 +174,19 @@ def test_one_forward_that_trains_casts_its_input_once(recipe, reads):
         assert elements_read(lambda: attention(x)) == weights + 3 * reads * x.numel()
     assert elements_read(lambda: (attention.v(x), attention.v(x))) == 2 * (weights // 3 + once)
     assert elements_read(lambda: (attention.q(x), attention.k(x), attention.v(x))) == weights + 3 * once
+
+
+@pytest.mark.skipif(not cpu.AVAILABLE, reason="counts the reads of the C extension")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_parent_that_is_checkpointed_itself_casts_its_input_once_again(recipe):
+    """A recomputation calls its forward without hooks; one of a module around it calls the parent with its hooks."""
+    reads = []
+    for around in (lambda attention: attention, nn.Sequential):
+        module = around(convert_to_float8_training(Attention(), config=recipe))
+        apply_activation_checkpointing([module], mode="full")
+        x = torch.randn(32, 64, requires_grad=True)
+        reads.append(elements_read(lambda module=module, x=x: module(x).sum().backward()))
+    assert reads[0] == reads[1]
 
 
 @pytest.mark.skipif(not cpu.AVAILABLE, reason="counts the reads of the C extension")
