@@ -14,7 +14,7 @@ PACKAGES = {
     "0.3": ["torchtitan==0.3.0", "spmd_types==0.2.3", "torchdata==0.11.0", "torch_checkpointing==0.1.1"],
     "0.2": ["torchtitan==0.2.2", "torchdata==0.11.0"],
 }
-EXTRA = ["tomli", "einops"]
+EXTRA = ["tomli", "einops", "tyro", "docstring_parser", "typeguard"]
 
 CONVERTER = """
 from dataclasses import replace
