@@ -254,6 +254,6 @@ exact_float8_mm = operation(_exact_float8_mm, results=1, cpu=_cpu_mm, fake=_fake
 
 
 @register_flop_formula(torch.ops.quaver.exact_float8_mm)
-def _flops(a_shape: torch.Size, b_shape: torch.Size, *_: object, **__: object) -> int:
+def flops(a_shape: torch.Size, b_shape: torch.Size, *_: object, **__: object) -> int:
     """As torch counts aten._scaled_mm: FlopCounterMode reads it, and the compiler for its activation memory budget."""
     return 2 * a_shape[0] * a_shape[1] * b_shape[1]

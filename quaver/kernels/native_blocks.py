@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 from torch.utils.flop_counter import register_flop_formula
 
+from quaver.kernels.exact_mm import flops
 from quaver.kernels.operation import operation
 
 ALIGNMENT = 16
@@ -96,8 +97,4 @@ def _fake_mm(a: Tensor, b: Tensor, *_: object) -> Tensor:
 
 
 native_block_mm = operation(_native_block_mm, results=1, fake=_fake_mm, in_graphs=True)
-
-
-@register_flop_formula(torch.ops.quaver.native_block_mm)
-def _flops(a_shape: torch.Size, b_shape: torch.Size, *_: object, **__: object) -> int:
-    return 2 * a_shape[0] * a_shape[1] * b_shape[1]
+register_flop_formula(torch.ops.quaver.native_block_mm)(flops)

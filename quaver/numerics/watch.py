@@ -64,10 +64,9 @@ class AlarmSink:
 
     def write(self, line: dict[str, Any]) -> None:
         """Take a header or a sample. Raises OSError where a file cannot be written, and what `on_event` raises."""
-        if line["kind"] == "header":
-            self._recall(line["step"])
         self._write(line)
         if line["kind"] == "header":
+            self._recall(line["step"])
             self._header = line
         elif line["kind"] == "sample":
             self._last.append(line)
