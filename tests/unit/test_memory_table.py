@@ -44,7 +44,9 @@ def test_float8_takes_no_more_than_bfloat16(module, checkpointing):
     """
     rows = rows_of(module, checkpointing)
     if (module, checkpointing) in {("attention", "full"), ("attention", "op")}:
-        assert max(ratios(row, rows)["peak"] for row in rows) <= {"full": 1.03, "op": 1.15}[checkpointing]
+        for row in rows:
+            full = 1.03 if row["precision"] in ("blockwise", "mxfp8") else 1.02  # float32 scales of blocks
+            assert ratios(row, rows)["peak"] <= {"full": full, "op": 1.15}[checkpointing], row["precision"]
         return
     assert no_more_than_bfloat16(rows)
     if (module, checkpointing) == ("1 block", "none"):
