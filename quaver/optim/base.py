@@ -20,7 +20,7 @@ from quaver.optim.blocks import obstacle_of
 from quaver.optim.rounding import step_key
 from quaver.optim.state import is_small, layout_of, new_state, read_moments, write_moments
 from quaver.torch_private.dispatch import fake_mode_is_on
-from quaver.torch_private.dtensor import waited_local_tensor
+from quaver.torch_private.dtensor import local_tensor, waited_local_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +88,8 @@ class Float8Optimizer(Optimizer):
                     stepped.append(Stepped(parameter, step, step_key(group["seed"], step, position)))
                 position += 1
             self._step_group(group, stepped)
+            for each in stepped:
+                _write_to_empty_part(each.parameter)
         self._report_skipped()
         return loss
 
@@ -219,6 +221,16 @@ class _Held:
 
     def on(self, device: torch.device | str) -> Any:
         return self.value.to(device) if isinstance(self.value, Tensor) else self.value
+
+
+def _write_to_empty_part(parameter: Tensor) -> None:
+    """Write to a parameter of which this rank has no element, as the step does on the ranks that have some.
+
+    What follows a write is the same on every rank then: see [Note: when scales are dropped] in weights/gathered.py.
+    """
+    local = local_tensor(parameter).detach()
+    if not local.numel():
+        local.zero_()
 
 
 def checked_gradient(parameter: Tensor) -> Tensor:

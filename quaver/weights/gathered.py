@@ -16,7 +16,8 @@ unsharded weight in high precision never exists. The 3-D weights of experts are 
 Scales are stored with the shard that they were computed from and dropped at the first write to it: every operation
 on a shard passes `Float8AllGatherWeight.__torch_dispatch__`, which sees an optimizer's multi-tensor kernels too, where
 version counters do not move. What passes it runs on all ranks alike, so all ranks find a scale missing together, and
-all join the collective that computes it. A write that bypasses it (into a tensor of a state_dict) may happen on some
+all join the collective that computes it. So an optimizer writes to empty shards, too, and no rank may leave out a step
+that the others make. A write that bypasses it (into a tensor of a state_dict) may happen on some
 ranks only, for a shard can be empty. A rank that finds such a write in a version counter cannot know what the others
 found, so it raises instead of starting a collective that the others may not join.
 

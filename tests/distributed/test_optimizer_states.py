@@ -4,6 +4,7 @@ import copy
 import os
 import signal
 import tempfile
+from dataclasses import replace
 from unittest import TestCase
 
 import pytest
@@ -339,3 +340,26 @@ def test_gradients_of_another_layout_are_refused():
     parameter.grad = parameter.grad.redistribute(placements=[Replicate()])
     with pytest.raises(ValueError, match="with its parameter's placements .* redistribute it before step"):
         optimizer.step()
+
+
+def _steps_with_an_empty_shard(optimizer_of, dtype):
+    config = replace(Float8LinearConfig(), enable_fsdp_float8_all_gather=True)
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 1)).to(dtype), config=config)
+    for each in (*model, model):
+        fully_shard(each)
+    optimizer = optimizer_of([each for each in model.parameters() if each.dim() == 2])
+    batch = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    losses = []
+    for _ in range(3):
+        loss = model(batch).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(("optimizer_of", "dtype"), [(Float8AdamW, torch.float32), (Float8Muon, torch.bfloat16)])
+def test_a_rank_with_an_empty_shard_sees_each_step(optimizer_of, dtype):
+    """Else it would keep the scale that the others drop, and not join the collective that computes the next one."""
+    losses, one = (run(ranks, _steps_with_an_empty_shard, optimizer_of, dtype) for ranks in (2, 1))
+    assert losses[0] == losses[1] == pytest.approx(one[0], rel=1e-3)
