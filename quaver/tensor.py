@@ -22,12 +22,13 @@ from quaver.gemm import Operand
 from quaver.kernels.cpu import check_memory
 from quaver.quantize import Operands, present
 from quaver.scaling import dequantize
-from quaver.torch_private.dispatch import skip_torch_function
+from quaver.torch_private.dispatch import OpOverload
+from quaver.weights.base import TensorForm
 
 aten = torch.ops.aten
 
 
-class Float8Tensor(Tensor):
+class Float8Tensor(TensorForm):
     """Quantized operands with the shape and dtype of the tensor that they came from.
 
     Attributes:
@@ -124,19 +125,15 @@ class Float8Tensor(Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Float8Tensor(shape={list(self.shape)}, {self.data_fp8.dtype} for {self.dtype}, device={self.device})"
 
-    __torch_function__ = skip_torch_function  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def own_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handler = _HANDLERS.get(func)
-        if handler is None:
-            raise NotImplementedError(
-                f"{func} is not defined on a Float8Tensor: its codes mean nothing without their scales. "
-                "Give it to a Float8Linear, or call to_high_precision() first"
-            )
-        return handler(func, *args, **(kwargs or {}))
+        return self.op_values(func, False) if handler is None else handler(func, *args, **kwargs)
+
+    def op_values(self, func: OpOverload, is_written: bool) -> Tensor:
+        raise NotImplementedError(
+            f"{func} is not defined on a Float8Tensor: its codes mean nothing without their scales. "
+            "Give it to a Float8Linear, or call to_high_precision() first"
+        )
 
 
 def _scale(operand: Operand) -> Tensor:

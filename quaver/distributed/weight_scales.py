@@ -78,11 +78,11 @@ class AllGatherWeight(Protocol):
 
     wrapped: Tensor
 
-    def scales(self) -> WholeScales | None:
-        """The scales of the whole weight, None if they are unknown."""
+    def scales(self, parameter: Tensor) -> WholeScales | None:
+        """The scales of the whole weight, which is `parameter`; None if they are unknown."""
 
-    def remember(self, scales: WholeScales) -> None:
-        """Keep the scales of the whole weight until the shard is written to."""
+    def remember(self, scales: WholeScales, parameter: Tensor) -> None:
+        """Keep the scales of the whole weight until it is written to."""
 
 
 class PreparedInputs(Protocol):
@@ -328,6 +328,11 @@ def local_weight(linear: Float8Linear) -> Tensor:
 
 
 def _all_gather_weight(weight: ModuleWeight) -> AllGatherWeight:
+    if not isinstance(weight.local, WrappedTensor):
+        raise RuntimeError(
+            f"a weight {list(weight.parameter.shape)} that FSDP2 all-gathers in float8 was replaced after fully_shard, "
+            "which keeps the one that it had; write values with copy_ or load_state_dict"
+        )
     return typing.cast(AllGatherWeight, weight.local)
 
 
@@ -375,7 +380,7 @@ def whole_scales(weight: ModuleWeight) -> WholeScales:
 
     If they are unknown, they are computed in one collective with those of every sibling that has none.
     """
-    known = _all_gather_weight(weight).scales()
+    known = _all_gather_weight(weight).scales(weight.parameter)
     if known is not None:
         return known
     own, key = current_shard(weight), _collective_key(weight)
@@ -383,13 +388,15 @@ def whole_scales(weight: ModuleWeight) -> WholeScales:
     stale = [
         (name, each)
         for name, each in siblings.named
-        if _needs_scales(each) and _all_gather_weight(each).scales() is None and _collective_key(each) == key
+        if _needs_scales(each)
+        and _all_gather_weight(each).scales(each.parameter) is None
+        and _collective_key(each) == key
     ]
     if own.ranks[0] not in siblings.checked:
         check_ranks_agree(_describe(stale), own.fsdp_group, own.device, what=_WHAT)
         siblings.checked.add(own.ranks[0])
     _compute_and_remember([each for _, each in stale])
-    return typing.cast(WholeScales, _all_gather_weight(weight).scales())
+    return typing.cast(WholeScales, _all_gather_weight(weight).scales(weight.parameter))
 
 
 def _collective_key(weight: ModuleWeight) -> tuple[Any, ...]:
@@ -401,7 +408,7 @@ def _compute_and_remember(weights: Sequence[ModuleWeight]) -> None:
     with torch.no_grad():
         scales = compute_whole_scales([current_shard(each) for each in weights], weights)
     for weight, of_weight in zip(weights, scales, strict=True):
-        _all_gather_weight(weight).remember(of_weight)
+        _all_gather_weight(weight).remember(of_weight, weight.parameter)
 
 
 _WHAT = "the weights to all-gather in float8"

@@ -1,12 +1,19 @@
-"""What the weights in another form have in common: copies, pickles, `.data`, memory, and who sees a write.
+"""What tensors in another form have in common: how an op runs on them, copies, pickles, `.data`, and who sees a write.
 
-    WrappedTensor    a tensor around a plain one in high precision (gathered.py, primary.py)
+    TensorForm       a tensor in another form than its values: what an op does with it (tensor.py, weights)
     WeightForm       a weight that is copied and pickled by its state, and presents memory that is not its own
+    WrappedTensor    a weight around a plain tensor in high precision (gathered.py, primary.py)
+
+[Note: dispatch] `TensorForm.__torch_dispatch__` is the only one. An op that the first form among its arguments answers
+itself (`own_op`) is done. All others run on plain tensors in place of the forms, wherever these stand: among the
+arguments, in lists, as `out=`. Then each form that was written to hears of it (`after_write`). The subclasses say what
+a plain tensor, a view and a write are to them. An op that would change the shape or the memory of a form is refused.
 
 [Note: writes] Two mechanisms notice that a weight was written to, and no other decides anything:
 
     dispatch           every op on the weight passes its `__torch_dispatch__`, the multi-tensor kernels of optimizers
-                       included. A write drops what was remembered, or quantizes again, before the op returns.
+                       included. A write drops what was remembered, or quantizes again, before the op returns; one by a
+                       collective before the weight is used next.
     version counters   a write to the tensor inside, through a view or a state_dict, does not pass there. Where a
                        version counter shows one, a primary weight is quantized again, and for the others it is an
                        error: counters may differ from rank to rank, and a scope was promised that nothing changes.
@@ -16,14 +23,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 import typing
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from quaver.torch_private.dispatch import skip_torch_function
+from quaver.torch_private.dispatch import OpOverload, skip_torch_function
 from quaver.torch_private.tracing import current_tracing_context
 
 aten = torch.ops.aten
@@ -32,10 +41,72 @@ COPIES = frozenset({aten.clone.default, aten._to_copy.default, aten._pin_memory.
 """Ops that give another weight of the same form."""
 
 
-class WeightForm(Tensor):
-    """A weight in another form; subclasses say what their state and their memory are."""
+class TensorForm(Tensor):
+    """A tensor in another form; subclasses say what an op runs on. See [Note: dispatch]."""
 
     __torch_function__ = skip_torch_function  # type: ignore[assignment]
+
+    def own_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an op that this form answers itself, as the first one among the arguments.
+
+        NotImplemented for an op that runs on plain tensors. Raises NotImplementedError for one that it refuses.
+        """
+        return NotImplemented
+
+    def op_values(self, func: OpOverload, is_written: bool) -> Tensor:
+        """The plain tensor, of this shape and dtype, that `func` reads, and writes to if `is_written`."""
+        raise NotImplementedError
+
+    def after_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
+        """`func` wrote to `values`, which `op_values` gave. A collective may do so later: see `COLLECTIVES`."""
+
+    def view_of(self, view: Tensor) -> Tensor:
+        """What a view of the values becomes."""
+        return view
+
+    def copy_of(self, func: OpOverload, copied: Tensor) -> Tensor:
+        """What a result of `COPIES`, of the values, becomes."""
+        return copied
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        forms = forms_in((args, kwargs))
+        own = forms[0].own_op(func, args, kwargs)
+        if own is not NotImplemented:
+            return own
+        writes = {id(form): form for form in written(func, args, kwargs)}
+        if writes and torch.Tag.inplace_view in func.tags:
+            form = next(iter(writes.values()))
+            raise NotImplementedError(
+                f"{func} would change the shape or the memory of a {type(form).__name__}; write values with copy_ "
+                "under torch.no_grad(), or convert the model back first (convert_to_high_precision)"
+            )
+        values = {id(form): form.op_values(func, id(form) in writes) for form in forms}
+        of_values = {id(values[each]): form for each, form in writes.items()}
+        args_plain, kwargs_plain = tree_map_only(TensorForm, lambda form: values[id(form)], (args, kwargs))
+        as_output = outputs_of(func, kwargs)
+        outputs = {id(form): torch.empty_like(values[id(form)]) for form in forms_in(as_output)}
+        kwargs_plain |= tree_map_only(TensorForm, lambda form: outputs[id(form)], as_output)
+        result = func(*args_plain, **kwargs_plain)
+        for each, output in outputs.items():  # checked before the weight changes, since torch resizes an output
+            if output.shape != values[each].shape:
+                raise ValueError(f"{func}: expected out= of {list(output.shape)}, got {list(values[each].shape)}")
+            values[each].copy_(output)
+            of_values[id(output)] = writes[each]
+        for each, form in writes.items():
+            form.after_write(func, args, values[each])
+        if writes:
+            return tree_map_only(Tensor, lambda tensor: of_values.get(id(tensor), tensor), result)
+        if is_view(func):
+            return tree_map_only(Tensor, forms[0].view_of, result)
+        return forms[0].copy_of(func, result) if func in COPIES else result
+
+
+class WeightForm(TensorForm):
+    """A weight in another form; subclasses say what their state and their memory are."""
 
     def state(self) -> tuple[Any, ...]:
         """What `from_state` makes an equal weight of."""
@@ -130,16 +201,23 @@ class WrappedTensor(WeightForm):
     def memory(self) -> Tensor:
         return self.wrapped
 
-    # torch refuses these for a subclass.
+    def op_values(self, func: OpOverload, is_written: bool) -> Tensor:
+        return self.wrapped
+
+    # torch refuses these for a subclass. Nothing sees a write to memory that is shared with another library.
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self.plain().numpy(force=force)
+        """An array that shares the memory and is read-only."""
+        array = self.plain().numpy(force=force)
+        array.flags.writeable = False
+        return array
 
     def tolist(self) -> Any:
         return self.wrapped.tolist()
 
     def __dlpack__(self, **options: Any) -> Any:
-        return self.plain().__dlpack__(**options)
+        """A copy, unless the caller asks for the memory itself (`copy=False`)."""
+        return self.plain().__dlpack__(**{**options, "copy": options.get("copy") is not False})
 
 
 class _Plain(torch.autograd.Function):
@@ -154,14 +232,32 @@ class _Plain(torch.autograd.Function):
         return grad
 
 
-W = TypeVar("W", bound=WrappedTensor)
+def forms_in(tree: Any) -> list[TensorForm]:
+    """The forms among the leaves of arguments."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, TensorForm)]
 
 
-def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cls: type[W]) -> Iterator[W]:
-    """The tensors of `cls` that a call of an operator writes to."""
+COLLECTIVES = frozenset({"c10d", "_c10d_functional"})
+"""Namespaces of ops that communicate, and may write after they returned."""
+
+
+def written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[TensorForm]:
+    """The forms that a call of an operator writes to."""
+    # The schemas of torch.ops.c10d do not say what is written: all tensors but those that an op only sends.
+    of_c10d = func.namespace == "c10d" and func.name() != "c10d::send"
     for position, argument in enumerate(func._schema.arguments):
-        if argument.is_write:
+        if argument.is_write or (of_c10d and not argument.name.startswith("input")):
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            for item in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(item, cls):
-                    yield item
+            yield from forms_in(value)
+
+
+def outputs_of(func: OpOverload, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a call was given as `out=`, by name."""
+    names = [argument.name for argument in func._schema.arguments if argument.is_out]
+    return {name: kwargs[name] for name in names if name in kwargs}
+
+
+@functools.cache
+def is_view(func: OpOverload) -> bool:
+    """Whether results are views of an argument; a write to one is a write to the argument."""
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)

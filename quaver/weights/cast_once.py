@@ -32,14 +32,14 @@ class PreparedWeight:
 
     def __init__(self, weight: ModuleWeight) -> None:
         self.operands = weight.quantize()
-        self._weight = weight.parameter
+        self._weight, self._memory = weight.parameter, weight.parameter.detach()
         self._version = version_of(self._weight)
 
     def check(self, weight: Tensor) -> None:
         """Raise RuntimeError if `weight` is not the tensor that was quantized, or was written to since."""
         if weight is not self._weight:
             raise changed_inside_scope(weight, "replaced")
-        if version_of(weight) != self._version:
+        if version_of(weight) != self._version or weight.data_ptr() != self._memory.data_ptr():  # `.data = ...`
             raise changed_inside_scope(weight, "changed")
 
 
@@ -60,7 +60,7 @@ class PreparedShard:
         self._cast_from: tuple[Tensor, int] | None = None
         """The tensor that was quantized, and its version then."""
         self._box: ScaleBox | None = None
-        self._writes = 0
+        self._writes = self._version = 0
         self.check()
 
     def all_gather_inputs(self, quantize: Callable[[], AllGatherInputs]) -> AllGatherInputs:
@@ -78,12 +78,14 @@ class PreparedShard:
         A write around the parameter, into a tensor of a state_dict, is found if it follows the cast; the cast reads one
         that precedes it.
         """
-        weight = self._weight.local
+        weight, parameter = self._weight.local, self._weight.parameter
         if isinstance(weight, Float8AllGatherWeight):  # else FSDP2 holds it unsharded
             if self._box is None:
-                self._box, self._writes = weight.box, weight.box.writes
+                self._box, self._writes, self._version = weight.box, weight.box.writes, version_of(parameter)
             if weight.box is not self._box:
-                raise changed_inside_scope(self._weight.parameter, "replaced")
+                raise changed_inside_scope(parameter, "replaced")
+            if version_of(parameter) != self._version:
+                raise changed_inside_scope(parameter, "changed")
         written = self._box is not None and self._box.writes != self._writes
         if written or (self._cast_from is not None and version_of(self._cast_from[0]) != self._cast_from[1]):
             raise changed_inside_scope(self._weight.parameter, "changed")

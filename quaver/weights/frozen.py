@@ -11,7 +11,7 @@ Inside it has one byte per element and the scales of its granularity: (), [N, 1]
                 again with scales of its own: merging an adapter loses what float8 cannot hold. `requantized_sqnr_db` is
                 the signal-to-noise ratio of the last such write. Writing the values that it has changes nothing.
     views       refused, because a write to a view of the dequantized values would be lost. FSDP2 can take rows, and
-                DistributedDataParallel reads `view(-1)`, a copy, to broadcast it
+                DistributedDataParallel reads `view(-1)`, read-only values, to broadcast it
 
 [Note: parts]
 FSDP2 shards the rows of a weight, at any row, and the matrices of a stack. Each shard is a part: the codes of its rows,
@@ -21,7 +21,6 @@ to lie on one rank. A part has no values of its own; the unsharded weight has.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import typing
@@ -31,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from quaver.formats import FORMATS, HP_DTYPES
 from quaver.gemm import Operand
@@ -45,8 +44,9 @@ from quaver.scaling import (
 )
 from quaver.slow_paths import say_once
 from quaver.tensor import Float8Tensor
+from quaver.torch_private.dispatch import OpOverload
 from quaver.torch_private.dtensor import local_tensor
-from quaver.weights.base import COPIES, WeightForm
+from quaver.weights.base import COLLECTIVES, COPIES, TensorForm, WeightForm, is_view
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -302,49 +302,81 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
 
     # ---- ops -----------------------------------------------------------------------------------------------------
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        weight = args[0] if args and isinstance(args[0], cls) else None
-        if weight is not None and (func in _ALIASES or _is_as_strided_of_all(func, args)):
-            return weight.like(aten.alias.default(weight.data_fp8))
-        if weight is not None and func in COPIES and kwargs.get("dtype", weight.dtype) in HP_DTYPES:
-            dtype = kwargs.pop("dtype", None)
-            return weight.like(func(weight.data_fp8, **kwargs), func(weight.dequant_scale, **kwargs), dtype=dtype)
-        if weight is not None and (takes_rows := _ROWS.get(func)) and takes_rows(weight, args):
-            return tree_map_only(
-                Tensor, lambda codes: weight.like(codes, part=True), func(weight.data_fp8, *args[1:], **kwargs)
-            )
-        if weight is not None and func is aten.copy_.default and _copy_codes(weight, args[1]):
-            return weight
-        if _is_view(func) and not (func is aten.view.default and list(args[1]) == [-1]):
+    def own_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is aten._foreach_copy_.default:
+            for to, source in zip(args[0], args[1], strict=True):
+                to.copy_(source)
+            return None
+        if args[0] is not self:
+            return NotImplemented
+        if func in _ALIASES or _is_as_strided_of_all(func, args):
+            return self.like(aten.alias.default(self.data_fp8))
+        if func in COPIES and kwargs.get("dtype", self.dtype) in HP_DTYPES:
+            options = {name: value for name, value in kwargs.items() if name != "dtype"}
+            copied = (func(each, **options) for each in (self.data_fp8, self.dequant_scale))
+            return self.like(*copied, dtype=kwargs.get("dtype"))
+        if (takes_rows := _ROWS.get(func)) and takes_rows(self, args):
+            rows = func(self.data_fp8, *args[1:], **kwargs)
+            return tree_map_only(Tensor, lambda codes: self.like(codes, part=True), rows)
+        if func is aten.copy_.default and _copy_codes(self, args[1]):
+            return self
+        if func is aten.view.default and list(args[1]) == [-1]:
+            return ReadOnly(self.to_high_precision().view(-1))
+        if is_view(func):
             raise NotImplementedError(
                 f"{func}: a frozen float8 weight has no views in high precision, since a write to one would be lost; "
                 "call to_high_precision() first; FSDP2 can shard dim 0 alone"
             )
-        if func not in _READS and not (weight is not None and func._schema.is_mutable):
-            read = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
+        return NotImplemented
+
+    def op_values(self, func: OpOverload, is_written: bool) -> Tensor:
+        if is_written and func.namespace in COLLECTIVES:
+            raise NotImplementedError(
+                f"{func}: a frozen float8 weight has no high-precision memory that a collective could write to; "
+                "send the codes and scales of state_dict(), and load them"
+            )
+        if func not in _READS and not is_written:
             say_once(
                 f"{func} on a frozen weight",
-                f"{func} dequantizes a whole frozen float8 weight, {list(read.shape)}, to {read.dtype}: it does not "
+                f"{func} dequantizes a whole frozen float8 weight, {list(self.shape)}, to {self.dtype}: it does not "
                 "run on float8 codes, as the forward and backward of a FrozenFloat8Linear do",
             )
-        values = {id(each): each.to_high_precision() for each in args if isinstance(each, cls)}
-        args_hp, kwargs_hp = tree_map_only(
-            cls, lambda each: values[id(each)] if id(each) in values else each.to_high_precision(), (args, kwargs)
-        )
-        out = func(*args_hp, **kwargs_hp)
-        if not func._schema.is_mutable:
-            return out
-        for each in args:
-            if isinstance(each, cls):  # a value that was only read is written back unchanged
-                each.write(values[id(each)])
-        return args[0] if weight is not None else out
+        return self.to_high_precision()
+
+    def after_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
+        self.write(values)
 
 
 torch.serialization.add_safe_globals([FrozenFloat8Weight])
+
+
+class ReadOnly(TensorForm):
+    """Values that a form was read as. A write to them is refused, since the form would not get it."""
+
+    wrapped: Tensor
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> ReadOnly:
+        return Tensor._make_wrapper_subclass(
+            cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device
+        )
+
+    def __init__(self, values: Tensor) -> None:
+        self.wrapped = values
+
+    def op_values(self, func: OpOverload, is_written: bool) -> Tensor:
+        if is_written:
+            raise NotImplementedError(
+                f"{func}: this is a view of a frozen float8 weight, which would not get what is written; write to the "
+                "weight itself"
+            )
+        return self.wrapped
+
+    def view_of(self, view: Tensor) -> Tensor:
+        return ReadOnly(view)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"ReadOnly({self.wrapped})"
 
 
 def _copy_codes(weight: FrozenFloat8Weight, source: Any) -> bool:
@@ -359,13 +391,7 @@ def _copy_codes(weight: FrozenFloat8Weight, source: Any) -> bool:
     return True
 
 
-@functools.cache
-def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
-    return bool(returns) and any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-
-
-def _is_as_strided_of_all(func: Any, args: tuple[Any, ...]) -> bool:
+def _is_as_strided_of_all(func: OpOverload, args: tuple[Any, ...]) -> bool:
     """Whether this is as_strided with the weight's own size and strides, as FSDP2 calls it."""
     if func is not aten.as_strided.default or tuple(args[1]) != tuple(args[0].shape):
         return False

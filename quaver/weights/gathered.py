@@ -29,7 +29,6 @@ weight. So the zeros share the weight's scales from the start, and the one copy 
 
 from __future__ import annotations
 
-import functools
 import math
 import typing
 from collections.abc import Sequence
@@ -39,7 +38,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map_only
 
 from quaver.distributed.weight_scales import (
     AllGatherState,
@@ -66,9 +64,10 @@ from quaver.kernels.cast import (
 from quaver.linear import Float8Linear
 from quaver.scaling import Scales
 from quaver.tensor import Float8Tensor
-from quaver.torch_private.dtensor import distributed_like, is_dtensor, local_tensor, set_local_tensor
+from quaver.torch_private.dispatch import OpOverload
+from quaver.torch_private.dtensor import is_dtensor, local_tensor, set_local_tensor
 from quaver.torch_private.versions import keep_versions, version_of
-from quaver.weights.base import COPIES, WrappedTensor, written
+from quaver.weights.base import WrappedTensor
 from quaver.weights.frozen import FrozenFloat8Weight
 from quaver.weights.module_weight import ModuleWeight, weights_of_module
 
@@ -87,8 +86,8 @@ class ScaleBox:
         self.name = name
         """The module's attribute that the weight is; copies have it too."""
         self.scales: WholeScales | None = None
-        self.computed_from: tuple[Tensor, int] | None = None
-        """The plain tensor that the scales were computed from, and its version then."""
+        self.computed_from: tuple[Tensor, int, int] | None = None
+        """The plain tensor that the scales were computed from, its version then, and that of the parameter."""
         self.observed: Tensor | None = None
         """`LinearScales.weight_observed` of the all-gathers since the last write. It is replaced after a write only:
         forwards that read it may be queued on their stream, and an all-gather waits for these after an optimizer step.
@@ -141,22 +140,24 @@ class Float8AllGatherWeight(WrappedTensor):
         self.box = box or ScaleBox("weight")
         self.padding = padding
 
-    def remember(self, scales: WholeScales) -> None:
-        """Keep the scales of the whole weight until the shard is written to."""
-        self.box.scales, self.box.computed_from = scales, (self.wrapped, version_of(self.wrapped))
+    def remember(self, scales: WholeScales, parameter: Tensor) -> None:
+        """Keep the scales of the whole weight, which is `parameter`, until the shard is written to."""
+        self.box.scales = scales
+        self.box.computed_from = self.wrapped, version_of(self.wrapped), version_of(parameter)
 
-    def scales(self) -> WholeScales | None:
-        """The scales of the whole weight, None if they are unknown or the shard was written to since.
+    def scales(self, parameter: Tensor) -> WholeScales | None:
+        """The scales of the whole weight, which is `parameter`; None if they are unknown or it was written to since.
 
         Raises:
             RuntimeError: the wrapped tensor was written to directly; see [Note: when scales are dropped].
         """
         box = self.box
         if box.scales is not None and box.computed_from is not None:
-            tensor, version = box.computed_from
-            if tensor is not self.wrapped:  # padded since
-                box.computed_from = self.wrapped, version_of(self.wrapped)
-            elif version != version_of(tensor):
+            # A write to a DTensor that shares the shard counts as one to the parameter, not to the shard.
+            tensor, version, of_parameter = box.computed_from
+            if tensor is not self.wrapped and of_parameter == version_of(parameter):  # padded since
+                box.computed_from = self.wrapped, version_of(self.wrapped), of_parameter
+            elif (version, of_parameter) != (version_of(tensor), version_of(parameter)):
                 raise RuntimeError(
                     "the shard of a float8 weight was written to directly (through a state_dict?) after its scale was "
                     "computed. After such a write call model.load_state_dict, or "
@@ -276,38 +277,27 @@ class Float8AllGatherWeight(WrappedTensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Float8AllGatherWeight({self.wrapped})"
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        args_wrapped, kwargs_wrapped = tree_map_only(cls, lambda weight: weight.wrapped, (args, kwargs))
-        out = func(*args_wrapped, **kwargs_wrapped)
-        if func._schema.is_mutable:
-            if not _is_padding_copy(func, args):
-                for weight in written(func, args, kwargs, cls):
-                    weight.box.scales = weight.box.observed = None
-                    weight.box.writes += 1
-            return args[0] if isinstance(out, Tensor) and isinstance(args[0], cls) else out
-        if _is_view(func):
-            weight = args[0]
-            return tree_map_only(Tensor, lambda view: cls(view, weight.box, weight.padding), out)
+    def own_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is aten.new_zeros.default:
-            return cls(out, args[0].box, _Padding())
-        return cls(out, ScaleBox(args[0].box.name)) if func in COPIES else out
+            return Float8AllGatherWeight(func(self.wrapped, *args[1:], **kwargs), self.box, _Padding())
+        return NotImplemented
+
+    def after_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
+        if not _is_padding_copy(func, args):
+            self.box.scales = self.box.observed = None
+            self.box.writes += 1
+
+    def view_of(self, view: Tensor) -> Tensor:
+        return Float8AllGatherWeight(view, self.box, self.padding)
+
+    def copy_of(self, func: OpOverload, copied: Tensor) -> Tensor:
+        return Float8AllGatherWeight(copied, ScaleBox(self.box.name))
 
 
 torch.serialization.add_safe_globals([Float8AllGatherWeight])
 
 
-@functools.cache
-def _is_view(func: Any) -> bool:
-    """Whether results are views of the first argument; a write to one is a write to the weight."""
-    returns = func._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-
-
-def _is_padding_copy(func: Any, args: tuple[Any, ...]) -> bool:
+def _is_padding_copy(func: OpOverload, args: tuple[Any, ...]) -> bool:
     """Whether this copies a shard to the beginning of its padding; see [Note: padding]."""
     if func is not aten.copy_.default:
         return False
@@ -418,6 +408,6 @@ def _unwrap_in_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix:
         if isinstance(value, Float8AllGatherWeight):
             state_dict[prefix + weight.name] = typing.cast(Float8AllGatherWeight, weight.local).wrapped.detach()
         elif is_dtensor(value) and isinstance(local_tensor(value), Float8AllGatherWeight):
-            # of the weight itself: an alias of it would not move its version counter
-            own = typing.cast(Float8AllGatherWeight, weight.local).wrapped.detach()
-            state_dict[prefix + weight.name] = distributed_like(own, value)
+            # Of the weight itself, because writes to an alias would not move its version counter. The DTensor stays:
+            # its counter is the parameter's.
+            set_local_tensor(value, typing.cast(Float8AllGatherWeight, weight.local).wrapped.detach())

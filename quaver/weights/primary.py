@@ -43,8 +43,9 @@ from quaver.gemm import Operand
 from quaver.linear import Float8Linear
 from quaver.quantize import Operands, Quantizer, present
 from quaver.tensor import Float8Tensor
+from quaver.torch_private.dispatch import OpOverload
 from quaver.torch_private.versions import version_of
-from quaver.weights.base import WrappedTensor, is_parameter, written
+from quaver.weights.base import COLLECTIVES, WrappedTensor, is_parameter
 from quaver.weights.module_weight import ModuleWeight, owners_of_parameters, weights_of_module, weights_under
 
 aten = torch.ops.aten
@@ -54,6 +55,10 @@ _ROUNDINGS = "stochastic_roundings"
 
 Checkpoints of earlier versions, whose count starts at 0, go on from theirs.
 """
+
+
+_NEVER = -1, -1
+"""Of codes that are older than a write to the master."""
 
 
 class Float8PrimaryWeight(WrappedTensor, Float8Tensor):
@@ -143,25 +148,21 @@ class Float8PrimaryWeight(WrappedTensor, Float8Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Float8PrimaryWeight({self.data_fp8.dtype}, master={self.wrapped})"
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        leaves = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
-        if any(leaf.wrapped is None for leaf in leaves):
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        if func in (aten.detach.default, aten.alias.default):
-            return leaves[0]._alias()
-        masters = torch.utils._pytree.tree_map_only(cls, lambda weight: weight.wrapped, (args, kwargs))
-        out = func(*masters[0], **masters[1])
-        if func._schema.is_mutable:
-            for weight in written(func, args, kwargs, cls):
-                weight.quantize()
-            return args[0] if isinstance(out, Tensor) and isinstance(args[0], cls) else out
-        if func is aten._to_copy.default and out.dtype in HP_DTYPES:  # module.to(): another weight of the same kind
-            return cls.of(out, leaves[0].config, leaves[0].transposed)
-        return out
+    def own_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.wrapped is None:
+            return Float8Tensor.own_op(self, func, args, kwargs)
+        return self._alias() if func in (aten.detach.default, aten.alias.default) else NotImplemented
+
+    def after_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
+        if func.namespace in COLLECTIVES:
+            self._quantized = _NEVER
+        else:
+            self.quantize()
+
+    def copy_of(self, func: OpOverload, copied: Tensor) -> Tensor:
+        if func is aten._to_copy.default and copied.dtype in HP_DTYPES:  # module.to(): another weight of the same kind
+            return self.of(copied, self.config, self.transposed)
+        return copied
 
     def _alias(self) -> Float8PrimaryWeight:
         """A tensor of the same codes and the same master."""

@@ -1,6 +1,7 @@
 """A frozen float8 base under FSDP2 and DistributedDataParallel: the same numbers, and codes gathered at one byte."""
 
 import copy
+import functools
 import math
 
 import pytest
@@ -103,6 +104,9 @@ def test_what_is_refused():
     mesh = init_device_mesh("cpu", (RANKS,))
     with pytest.raises(NotImplementedError, match="Float8ColwiseParallel: expected a weight in high precision"):
         parallelize_module(frozen_model(config)[0], mesh, {"up": Float8ColwiseParallel()})
+    for write in (functools.partial(dist.broadcast, src=0), dist.all_reduce):
+        with pytest.raises(NotImplementedError, match="has no high-precision memory that a collective could write to"):
+            write(frozen_model(config)[0].up.weight)
 
 
 @on_ranks(RANKS)

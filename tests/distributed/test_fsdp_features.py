@@ -181,8 +181,8 @@ def test_frozen_weights():
     frozen, trained = model[0].up.weight, model[0].down.weight
     assert frozen.grad is None
     assert torch.equal(frozen.to_local().plain(), before)
-    assert frozen._local_tensor.scales() is not None
-    assert trained._local_tensor.scales() is None
+    assert frozen._local_tensor.scales(frozen) is not None
+    assert trained._local_tensor.scales(trained) is None
 
 
 def change_weights(how, model, optimizer, state_dict):
@@ -241,13 +241,14 @@ def test_a_precomputed_scale_is_not_used_after_the_weight_changes():
     assert [case for case in cases if _is_scale_stale(*case)] == []
 
 
+@pytest.mark.parametrize("local", [True, False])
 @on_ranks(2)
-def test_a_write_around_the_parameter_is_an_error_and_not_a_stale_scale():
+def test_a_write_around_the_parameter_is_an_error_and_not_a_stale_scale(local):
     """A write into a state_dict's tensor after precompute, which no operation on the parameter shows."""
     model, input = shard_model(gathering("tensorwise")), part_of(batches(1, 2)[0])
     state_dict = model.state_dict()
     precompute_float8_dynamic_scale_for_fsdp(model)
-    state_dict["0.up.weight"].to_local().mul_(2)
+    (state_dict["0.up.weight"].to_local() if local else state_dict["0.up.weight"]).mul_(2)
     message = refusal(model, input)
     assert "was written to directly" in message
     assert "precompute_float8_dynamic_scale_for_fsdp" in message

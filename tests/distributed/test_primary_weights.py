@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
 
 import quaver.quantize as quantize
 import quaver.weights.gathered as fsdp
@@ -126,6 +127,19 @@ def test_experts_train_alike_as_shards_and_as_primary_weights(tmp_path):
     for each in resumed.values():
         assert each == pytest.approx(resumed[1, 1], rel=1e-5)
     assert resumed[1, 1] != losses[1]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@on_ranks(2)
+def test_codes_follow_a_collective(async_op):
+    model = convert_to_float8_training(torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False)), config="tensorwise")
+    use_float8_primary_weights(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with torch.no_grad():
+        model[0].weight.fill_(dist.get_rank() + 1.0)
+        work = dist.all_reduce(model[0].weight, async_op=async_op)
+        if async_op:
+            work.wait()
+        assert_close(model(torch.ones(16, 32)), torch.full((16, 32), 96.0), rtol=1e-3, atol=0)
 
 
 @on_ranks(2)
