@@ -21,7 +21,8 @@ counts from the beginning, as compiled code does, where Inductor saves nothing t
 [Note: what a policy counts] A policy looks results up by counting the calls of each operation
 (torch.utils.checkpoint), so a block must issue the same operations in its forward and in its recomputation. Casts are
 functions of their operands, and persistent scales record maxima, so repeating them changes nothing; the cache of a
-shared activation belongs to one dispatch mode (shared_input.py).
+shared activation belongs to one dispatch mode (shared_input.py). What FSDP2's hooks run inside a block is hidden from
+policies (torch_private/fsdp.py), because a recomputation gathers weights differently, or not at all.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ import quaver.experts.gemm
 import quaver.kernels.exact_mm
 import quaver.kernels.native_blocks  # noqa: F401 - these define the operations below
 from quaver.torch_private.dispatch import OpOverload, OpOverloadPacket
+from quaver.torch_private.fsdp import hide_from_policies
 
 MODES = ("none", "full", "selective", "memory_budget")
 
@@ -195,6 +197,7 @@ def selective_checkpoint_contexts(
         changes: to that policy.
         count: of the module that is checkpointed, the same one for each of its forwards; see [Note: which matmuls].
     """
+    hide_from_policies()
     return create_selective_checkpoint_contexts(_policy(changes, count or MatmulCount()))
 
 
@@ -203,6 +206,7 @@ def _recompute_contexts() -> tuple[Any, Any]:
 
     Can go with torch 2.11.
     """
+    hide_from_policies()
     return create_selective_checkpoint_contexts(lambda *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE)
 
 

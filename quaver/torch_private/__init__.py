@@ -8,7 +8,8 @@
 | `compiler` | compiled modules, the compiler's settings |
 | `versions` | version counters |
 | `dtensor` | the local tensor of a DTensor |
-| `fsdp` | where FSDP2 issues its collectives |
+| `fsdp` | where FSDP2 issues its collectives, and that checkpoints do not count them |
+| `policies` | selective activation checkpoints |
 | `collectives` | functional collectives |
 | `checkpoint` | the files of torch.distributed.checkpoint |
 | `fake_ranks` | one process as one rank of many |

@@ -5,14 +5,20 @@
 - `has_run`: `FSDPState._is_root`, None until the first forward or `unshard`, in which FSDP2 reads how each parameter is
   gathered. No replacement.
 - `fsdp_module_class()`: public, without the import of torch.distributed.fsdp ([Note: import time] in dtensor.py).
+- `hide_from_policies()`: replaces methods of FSDPState and FSDPParamGroup. Goes when FSDP2 hides itself from selective
+  checkpoints, which https://github.com/pytorch/pytorch/pull/196862 proposes.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from quaver.torch_private.policies import without_policies
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -33,3 +39,38 @@ def has_run(module: nn.Module) -> bool:
         return False
     states = [each._get_fsdp_state() for each in module.modules() if isinstance(each, sharded)]
     return any(state._is_root is not None for state in states)
+
+
+_hides: list[bool] = []
+"""Holds an element once FSDP2's hooks are hidden."""
+
+
+def hide_from_policies() -> None:
+    """Let the policies of selective checkpoints not see what FSDP2's hooks run, in this process from now on.
+
+    Where a module inside a checkpointed region is a group of FSDP2, its hooks gather the weights in the forward, and in
+    the recomputation again, or differently, or not. A policy finds a saved result by the number of calls of an operator
+    before it, so every later result was another call's (pytorch/torchtitan#3427): a wrong gradient, or an error about
+    an operator that was "not found in storage". A float8 all-gather computes amaxes there, which policies save.
+
+    Does nothing where nothing imported torch.distributed.fsdp yet.
+    """
+    if _hides or fsdp_module_class() is None:
+        return
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
+
+    def hidden(method: Callable[..., Any]) -> Any:
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with without_policies():
+                return method(*args, **kwargs)
+
+        return run
+
+    _hides.append(True)
+    state: Any = _fsdp_state.FSDPState
+    group: Any = _fsdp_param_group.FSDPParamGroup
+    for name in ("pre_forward", "post_forward", "unshard", "wait_for_unshard"):
+        setattr(group, name, hidden(getattr(group, name)))
+    state._root_pre_forward = hidden(state._root_pre_forward)
+    group._prefetch_unshard = staticmethod(hidden(group._prefetch_unshard))

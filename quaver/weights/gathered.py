@@ -66,6 +66,7 @@ from quaver.scaling import Scales
 from quaver.tensor import Float8Tensor
 from quaver.torch_private.dispatch import OpOverload
 from quaver.torch_private.dtensor import is_dtensor, local_tensor, set_local_tensor
+from quaver.torch_private.fsdp import hide_from_policies
 from quaver.torch_private.versions import keep_versions, version_of
 from quaver.weights.base import WrappedTensor
 from quaver.weights.frozen import FrozenFloat8Weight
@@ -139,6 +140,7 @@ class Float8AllGatherWeight(WrappedTensor):
         self.wrapped = wrapped
         self.box = box or ScaleBox("weight")
         self.padding = padding
+        hide_from_policies()  # not at the conversion, before which nothing need have imported FSDP2
 
     def remember(self, scales: WholeScales, parameter: Tensor) -> None:
         """Keep the scales of the whole weight, which is `parameter`, until the shard is written to."""

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from quaver import convert_to_float8_training, convert_to_high_precision
+from quaver.checkpointing import MODES, apply_activation_checkpointing
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.weights.gathered import Float8AllGatherWeight
 from tests.distributed.models import (
@@ -152,6 +153,39 @@ def test_every_way_to_use_fsdp_trains_alike(ranks, recipe, ways):
     expected = single_process_losses(config_of(recipe), STEPS, ranks, float8_gather=True)
     for how in ways:
         assert _losses_with(how, recipe) == pytest.approx(expected, rel=1e-5), how
+
+
+AMAXES_AND_VIEWS = [getattr(torch.ops.aten, name).default for name in ("amax", "max", "abs", "view", "gelu", "copy_")]
+CONTEXTS = {
+    "matmuls": SAVE_MATMULS,
+    "much": functools.partial(create_selective_checkpoint_contexts, [*MATMULS, *AMAXES_AND_VIEWS]),
+}
+
+
+def _gradients_with_nested_groups(mode, recipe, gathers):
+    """Of two steps of blocks whose linears are FSDP2 groups, in the second of which scales are known."""
+    model, ranks = make_model(2, dim=32, hidden=64), dist.get_world_size()
+    config = config_of(recipe, enable_fsdp_float8_all_gather=gathers)
+    convert_to_float8_training(model, config=config)
+    if mode in MODES:
+        apply_activation_checkpointing(model[:-1], mode=mode)
+    for index, block in enumerate(model[:-1]):
+        if mode in CONTEXTS:
+            model[index] = checkpoint_wrapper(block, CheckpointImpl.NO_REENTRANT, context_fn=CONTEXTS[mode])
+        fully_shard(block.up)
+        fully_shard(block.down)
+    shard_model(None, model=model)
+    for batch in batches(2, ranks, dim=32):
+        loss_of(model(part_of(batch))).backward()
+    return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+
+@on_ranks(2)
+def test_a_policy_sees_no_operation_of_groups_inside_a_block():
+    for recipe, gathers, *modes in (("tensorwise", True, "selective", *CONTEXTS), ("rowwise", False, "selective")):
+        expected = _gradients_with_nested_groups("none", recipe, gathers)
+        for mode in modes:
+            assert_same(_gradients_with_nested_groups(mode, recipe, gathers), expected)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -80,6 +80,7 @@ LAYOUTS = {
 }
 
 NIGHTLY = {
+    "split_selective": (4, "mixture_tensorwise", [*EXPERTS, *SPLIT_BY_2, ALL_GATHER[0], *SELECTIVE], BLOCKS),
     "mixture_shard": (2, "mixture", MIXTURE, FLOAT8),
     "mixture_hp_split": (4, "mixture_hp", [*HP, *EXPERTS, *SPLIT_BY_4], EXACT),
     "delayed_shard": (2, "delayed", DELAYED, FLOAT8),

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import quaver
 from quaver import torch_private
@@ -32,6 +33,7 @@ from quaver.torch_private import (
     hardware,
     memory,
     muon,
+    policies,
     profiler,
     tracing,
     versions,
@@ -315,6 +317,30 @@ def test_fsdp2_allocates_in_its_collectives(mesh):
     with Frames():
         model(torch.ones(2, 4)).sum().backward()
     assert {"aten.empty.memory_format"} <= {name for name, module in allocating if module == fsdp.COLLECTIVES_MODULE}
+
+
+def test_policies_of_selective_checkpoints_see_nothing_inside_the_block_that_other_modes_see():
+    seen = {"policy": 0, "mode": 0}
+
+    class Counting(Mode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen["mode"] += func is torch.ops.aten.cos.default
+            return func(*args, **(kwargs or {}))
+
+    def decide(ctx, func, *args, **kwargs):
+        seen["policy"] += func is torch.ops.aten.cos.default
+        return CheckpointPolicy.PREFER_SAVE
+
+    x, modes = torch.ones(2), create_selective_checkpoint_contexts(decide)
+    for policy in modes:
+        with Counting(), policy, Counting():
+            with policies.without_policies():
+                assert not any(mode in modes for mode in dispatch.dispatch_modes())
+                x.cos()
+            on = dispatch.dispatch_modes()
+            assert (len(on), on[1]) == (3, policy)
+            x.cos()
+    assert seen == {"policy": 1, "mode": 7}  # a result that the policy saved is not computed again
 
 
 def test_functional_collectives(mesh):
