@@ -282,14 +282,15 @@ class Float8Weights:
 
     def _frozen_weight(self, name: str) -> FrozenFloat8Weight:
         """The whole of a frozen weight."""
-        codes, local = self._held(name).detach(), self._frozen[name]
+        held, local = self._held(name).detach(), self._frozen[name]
+        codes = held.data_fp8 if isinstance(held, FrozenFloat8Weight) else held
         if isinstance(codes, DTensor):  # gathered as bytes, which every backend can
-            shard, mesh, placements = codes.to_local().view(torch.uint8), codes.device_mesh, codes.placements
+            shard, mesh, placements = local.data_fp8.view(torch.uint8), codes.device_mesh, codes.placements
             whole = DTensor.from_local(
                 shard, mesh, placements, run_check=False, shape=codes.shape, stride=codes.stride()
             ).full_tensor()
             self.bytes_moved += whole.nbytes
-            codes = whole.view(codes.dtype)
+            codes = whole.view(local.data_fp8.dtype)
         return FrozenFloat8Weight.from_codes(codes, local.dequant_scale, local.dtype)
 
     def _read(self, name: str) -> Tensor:

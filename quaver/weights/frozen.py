@@ -203,6 +203,26 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         self.requantized_sqnr_db = decibels(hp.float().norm().item(), math.hypot(*norms))
         logger.info("a frozen float8 weight was quantized again: SQNR %.1f dB", self.requantized_sqnr_db)
 
+    def copy_codes(self, source: Any) -> bool:
+        """Copy from another frozen weight, bit for bit; False if `source` is none.
+
+        Raises:
+            ValueError: it has scales of another granularity, or another float8 dtype.
+        """
+        if not isinstance(source, FrozenFloat8Weight) or not source.has_codes:
+            return False
+        if source.dequant_scale.shape != self.dequant_scale.shape or source.data_fp8.dtype is not self.data_fp8.dtype:
+            raise ValueError(f"expected {self.granularity} {self.data_fp8.dtype} codes, got {source}")
+        self.data_fp8.copy_(source.data_fp8)
+        if source.dequant_scale is not self.dequant_scale:
+            self.dequant_scale.copy_(source.dequant_scale)
+        return True
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether codes and scales are its values, as always in a module."""
+        return True
+
     # ---- what others ask of a parameter --------------------------------------------------------------------------
 
     def assign(self, new: Tensor) -> None:
@@ -244,9 +264,8 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         return self.data_fp8, self.dequant_scale, self.dtype, self.is_part, self.requantized_sqnr_db
 
     @classmethod
-    def from_state(
-        cls, codes: Tensor, scale: Tensor, dtype: torch.dtype, is_part: bool, requantized_sqnr_db: float | None
-    ) -> FrozenFloat8Weight:
+    def from_state(cls, *state: Any) -> FrozenFloat8Weight:
+        codes, scale, dtype, is_part, requantized_sqnr_db = state
         operand = Operand(codes, scale)
         weight = typing.cast(FrozenFloat8Weight, cls.from_operands(operand, operand, dtype))
         weight.is_part, weight.requantized_sqnr_db = is_part, requantized_sqnr_db
@@ -309,7 +328,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
             return None
         if args[0] is not self:
             return NotImplemented
-        if func in _ALIASES or _is_as_strided_of_all(func, args):
+        if func in ALIASES or is_as_strided_of_all(func, args):
             return self.like(aten.alias.default(self.data_fp8))
         if func in COPIES and kwargs.get("dtype", self.dtype) in HP_DTYPES:
             options = {name: value for name, value in kwargs.items() if name != "dtype"}
@@ -318,7 +337,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         if (takes_rows := _ROWS.get(func)) and takes_rows(self, args):
             rows = func(self.data_fp8, *args[1:], **kwargs)
             return tree_map_only(Tensor, lambda codes: self.like(codes, part=True), rows)
-        if func is aten.copy_.default and _copy_codes(self, args[1]):
+        if func is aten.copy_.default and self.copy_codes(args[1]):
             return self
         if func is aten.view.default and list(args[1]) == [-1]:
             return ReadOnly(self.to_high_precision().view(-1))
@@ -379,26 +398,14 @@ class ReadOnly(TensorForm):
         return f"ReadOnly({self.wrapped})"
 
 
-def _copy_codes(weight: FrozenFloat8Weight, source: Any) -> bool:
-    """Copy from another frozen weight, bit for bit; False if `source` is none."""
-    if not isinstance(source, FrozenFloat8Weight):
-        return False
-    if source.dequant_scale.shape != weight.dequant_scale.shape or source.data_fp8.dtype is not weight.data_fp8.dtype:
-        raise ValueError(f"expected {weight.granularity} {weight.data_fp8.dtype} codes, got {source}")
-    weight.data_fp8.copy_(source.data_fp8)
-    if source.dequant_scale is not weight.dequant_scale:
-        weight.dequant_scale.copy_(source.dequant_scale)
-    return True
-
-
-def _is_as_strided_of_all(func: OpOverload, args: tuple[Any, ...]) -> bool:
+def is_as_strided_of_all(func: OpOverload, args: tuple[Any, ...]) -> bool:
     """Whether this is as_strided with the weight's own size and strides, as FSDP2 calls it."""
     if func is not aten.as_strided.default or tuple(args[1]) != tuple(args[0].shape):
         return False
     return tuple(args[2]) == args[0].stride() and not any(args[3:])
 
 
-_ALIASES = frozenset({aten.alias.default, aten.detach.default})
+ALIASES = frozenset({aten.alias.default, aten.detach.default})
 _ROWS: dict[Any, Any] = {
     aten.split.Tensor: lambda weight, args: len(args) < 3 or args[2] == 0,
     aten.slice.Tensor: lambda weight, args: (args[1] if len(args) > 1 else 0) == 0,

@@ -1,8 +1,9 @@
 """`FrozenFloat8Linear` and `FrozenFloat8Experts`: modules whose weights are stored in float8 (frozen.py).
 
-Their state_dicts hold plain tensors: the codes under the weight's name, and `weight_dequant_scale`, or
-`gate_up_proj_dequant_scale` and so on, next to them. They load those, and weights in high precision, which they
-quantize.
+Their state_dicts hold a `FrozenState` for each weight (frozen_state.py), under the name that it has in high precision.
+They load those to the bit, and weights in high precision: those that the scales here hold exactly keep these scales,
+others are quantized. They also load plain codes with `weight_dequant_scale`, or `gate_up_proj_dequant_scale` and so on,
+next to them.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from quaver.distributed.weight_scales import local_weight
 from quaver.experts.module import Float8Experts
 from quaver.formats import FORMATS
 from quaver.linear import Float8Linear
-from quaver.torch_private.dtensor import distributed_like, is_dtensor
+from quaver.torch_private.dtensor import distributed_like, is_dtensor, local_shape_and_offset
 from quaver.weights.frozen import FrozenFloat8Weight
+from quaver.weights.frozen_state import FrozenState
 from quaver.weights.module_weight import ModuleWeight, weights_of_module
 
 SCALE_SUFFIX = "_dequant_scale"
-"""What follows the name of a weight in that of its scales."""
+"""What follows the name of a weight in that of its scales, where a state_dict has plain codes."""
 
 
 class FrozenModule(nn.Module):
@@ -37,8 +39,7 @@ class FrozenModule(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for weight, local in [] if keep_vars else self._frozen_weights():
-            destination[prefix + weight.name] = _as(weight.parameter, local.data_fp8)
-            destination[prefix + weight.name + SCALE_SUFFIX] = local.dequant_scale
+            destination[prefix + weight.name] = _as(weight.parameter, _state(weight.parameter, local))
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
@@ -73,10 +74,19 @@ class FrozenFloat8Experts(FrozenModule, Float8Experts):
 def _loadable(own: FrozenFloat8Weight, value: Tensor, scale: Tensor | None, weight: ModuleWeight) -> Tensor:
     """What a state_dict holds, as a frozen weight like `own`, which is what this rank has of `weight`."""
     local = value.to_local() if is_dtensor(value) else value
-    if isinstance(local, FrozenFloat8Weight):
-        return value
+    if isinstance(local, FrozenFloat8Weight) and local.has_codes:
+        return _as(value, FrozenFloat8Weight.from_state(*local.state()[:5]))
+    local = local.to_high_precision() if isinstance(local, FrozenFloat8Weight) else local
     if local.dtype not in FORMATS:
-        if scale is not None or own.is_part or local.shape != own.shape:
+        codes = _exact_codes(own, local, weight.parameter) if local.shape == own.shape and scale is None else None
+        if codes is not None:
+            return _as(value, own.like(codes))
+        if own.is_part and scale is None and local.shape == own.shape:
+            raise ValueError(
+                "the scales of this base do not hold these values, and a shard cannot have others; load them before "
+                "fully_shard, or into a base that was frozen from the same weights"
+            )
+        if scale is not None or local.shape != own.shape:
             expected = f"expected float8 codes {list(weight.parameter.shape)} and {weight.name}{SCALE_SUFFIX}"
             raise ValueError(f"{expected}, got {value.dtype} {list(value.shape)}")
         quantized = typing.cast(FrozenFloat8Weight, own.clone())
@@ -86,6 +96,16 @@ def _loadable(own: FrozenFloat8Weight, value: Tensor, scale: Tensor | None, weig
         expected = f"{weight.name}{SCALE_SUFFIX} {list(own.dequant_scale.shape)} with float8 codes"
         raise ValueError(f"expected {expected}, got {'none' if scale is None else list(scale.shape)}")
     return _as(value, own.like(local, scale, part=is_dtensor(value)))
+
+
+def _state(parameter: Tensor, local: FrozenFloat8Weight) -> FrozenState:
+    first = local_shape_and_offset(parameter)[1][0] if is_dtensor(parameter) else 0
+    return FrozenState.of(local, first, parameter.shape[0])
+
+
+def _exact_codes(own: FrozenFloat8Weight, values: Tensor, parameter: Tensor) -> Tensor | None:
+    """The codes that have these values under the scales of `own`; None if there are none."""
+    return _state(parameter, own).codes_of(values.to(own.data_fp8.device, own.dtype))
 
 
 def _as(weight: Tensor, local: Tensor) -> Tensor:

@@ -110,16 +110,16 @@ def test_what_is_refused():
 
 
 @on_ranks(RANKS)
-def test_sharded_state_dicts_hold_codes_and_scales():
+def test_sharded_state_dicts_hold_high_precision_for_others_and_codes_for_frozen_models():
     whole = frozen_model("blockwise")
     model, input = sharded(copy.deepcopy(whole)), batches(1, 1, DIM)[0]
     state = model.state_dict()
     assert isinstance(state["0.up.weight"], DTensor)
     local = state["0.up.weight"].to_local()
-    assert local.dtype is torch.float8_e4m3fn
-    rows = whole[0].up.weight.data_fp8.chunk(RANKS)[dist.get_rank()]
-    assert local.view(torch.uint8).equal(rows.view(torch.uint8))
-    assert state["0.up.weight_dequant_scale"].equal(whole[0].up.weight_dequant_scale)
+    assert local.data_fp8.data_ptr() == model[0].up.weight.to_local().data_fp8.data_ptr()
+    values = whole[0].up.weight.to_high_precision()
+    assert (local * 1).equal(values.chunk(RANKS)[dist.get_rank()])
+    assert (state["0.up.weight"] * 1).full_tensor().equal(values)
     for how in ("load_state_dict", "set_model_state_dict"):
         other = make_model(layers=2, dim=DIM, hidden=HIDDEN)
         for parameter in other.parameters():
@@ -131,7 +131,7 @@ def test_sharded_state_dicts_hold_codes_and_scales():
             set_model_state_dict(other, get_model_state_dict(model))
         with torch.no_grad():
             assert other(input).equal(whole(input)), how
-    adapters = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)  # gloo cannot gather float8
+    adapters = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
     full = get_model_state_dict(model, options=adapters)
     if dist.get_rank() == 0:
         assert all(full[name].equal(p) for name, p in whole.named_parameters() if p.requires_grad)
@@ -170,7 +170,8 @@ def test_experts_compute_the_same_and_are_gathered_at_a_byte_per_element(config,
     )
     assert counter.bytes["all_gather"] == 2 * gathered  # forward and backward
     state = model.state_dict()
-    assert state["0.experts.down_proj"].to_local().dtype is torch.float8_e4m3fn
+    values = whole[0].experts.down_proj.to_high_precision()
+    assert state["0.experts.down_proj"].full_tensor().equal(values)
     other = freeze_to_float8(make_mixture(is_transposed=is_transposed), config)
     with torch.no_grad():
         other[0].experts.down_proj.mul_(3)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -177,24 +178,78 @@ def test_copies_and_moves_keep_the_codes(config):
     assert type(on_meta.to_empty(device="cpu")[0].weight) is FrozenFloat8Weight
 
 
-@CONFIG
-@pytest.mark.parametrize("assign", [False, True])
-def test_state_dicts_hold_plain_codes_and_scales(config, assign):
-    net = freeze_to_float8(model(), config)
-    expected, state = net(batch()), net.state_dict()
-    assert list(state) == ["0.weight", "0.bias", "0.weight_dequant_scale", "2.weight", "2.weight_dequant_scale"]
-    assert {type(value) for value in state.values()} == {torch.Tensor}
-    assert state["0.weight"].dtype is E4M3
-    assert state["0.weight_dequant_scale"].equal(net[0].weight_dequant_scale)
+def plain_state(net):
+    """Plain codes with their scales, as state_dicts of frozen models once were."""
+    state = net.state_dict()
+    for name in ("0.weight", "2.weight"):
+        weight = net.get_parameter(name)
+        state |= {name: weight.data_fp8.clone(), f"{name}_dequant_scale": weight.dequant_scale.clone()}
+    return state
+
+
+def other_model(config):
     other = model()
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(-3)
-    freeze_to_float8(other, config).load_state_dict(by_torch_save(state, weights_only=True), assign=assign)
-    assert other(batch()).equal(expected)
+    return freeze_to_float8(other, config)
+
+
+@CONFIG
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dicts_hold_high_precision_for_others_and_codes_for_frozen_models(config, assign):
+    net = freeze_to_float8(model(), config)
+    expected, state = net(batch()), net.state_dict()
+    assert list(state) == list(model().state_dict())
+    assert state["0.weight"].dtype is torch.bfloat16
+    assert state["0.weight"].data_fp8 is net[0].weight.data_fp8  # until someone asks for the memory
+    plain = model()
+    plain.load_state_dict(state)
+    assert_same(plain.state_dict(), convert_to_high_precision(copy.deepcopy(net)).state_dict())
+    assert net(batch()).equal(expected)
+    for way in (by_torch_save(state, weights_only=True), copy.deepcopy(state), plain_state(net)):
+        other = other_model(config)
+        other.load_state_dict(way, assign=assign)
+        assert type(other[0].weight) is FrozenFloat8Weight
+        assert_same(codes_of(other), codes_of(net))
     other.load_state_dict(model().state_dict(), assign=assign)  # in high precision: quantized
     assert type(other[0].weight) is FrozenFloat8Weight
     assert other(batch()).equal(expected)
+
+
+def codes_of(net):
+    return [(p.data_fp8.view(torch.uint8), p.dequant_scale) for p in (net[0].weight, net[2].weight)]
+
+
+@CONFIG
+def test_whoever_asks_for_the_memory_of_a_state_gets_values(config, tmp_path):
+    """safetensors reads `data_ptr()`; the same base then has the same codes again."""
+    net = freeze_to_float8(model(), config)
+    expected = convert_to_high_precision(copy.deepcopy(net)).state_dict()
+    save_file(net.state_dict(), tmp_path / "x.safetensors")
+    found = load_file(tmp_path / "x.safetensors")
+    assert_same(found, expected)
+    again = freeze_to_float8(model(), config)
+    again.load_state_dict(found)
+    assert_same(codes_of(again), codes_of(net))
+    as_float32 = net.float()
+    plain = convert_to_high_precision(copy.deepcopy(as_float32))[0].weight.detach()
+    for read in (lambda x: x.view(-1)[5:], lambda x: x[3], lambda x: x.t(), lambda x: x * 2, lambda x: x.numpy()):
+        assert_same(torch.as_tensor(read(as_float32.state_dict()["0.weight"])), torch.as_tensor(read(plain)))
+
+
+@CONFIG
+def test_a_write_to_a_state_reaches_the_model(config):
+    """As EMA and swaps of weights write: `for name, value in model.state_dict().items(): value.copy_(...)`."""
+    net, other = freeze_to_float8(model(), config), other_model(config)
+    for way in ("codes", "values", "values after a view"):
+        goal = copy.deepcopy(other if way == "codes" else net)
+        for name, value in goal.state_dict().items():
+            if way == "values after a view":
+                value.view(-1)[0].item()
+            value.copy_((net if way == "codes" else other).state_dict()[name] * (1 if way == "codes" else 1.0))
+        source = convert_to_high_precision(copy.deepcopy(net if way == "codes" else other)).state_dict()
+        assert_same(convert_to_high_precision(goal).state_dict(), source)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +264,7 @@ def test_state_dicts_hold_plain_codes_and_scales(config, assign):
 )
 def test_a_state_dict_that_does_not_fit_is_refused(change, message):
     net = freeze_to_float8(model())
-    before, state = net(batch()), net.state_dict()
+    before, state = net(batch()), plain_state(net)
     change(state)
     with pytest.raises(RuntimeError, match=message):
         net.load_state_dict(state)
@@ -324,7 +379,7 @@ def test_state_dicts_copies_and_writes_of_experts(config, is_transposed):
     net, tokens = mixture(is_transposed, config), torch.randn(24, 160)
     state, other = copy.deepcopy(net.state_dict()), mixture(is_transposed, config)
     expected, weights = net(tokens), of_experts(other)
-    assert state["0.experts.down_proj"].dtype is E4M3
+    assert state["0.experts.down_proj"].dtype is of_experts(net)[1].dtype
     with torch.no_grad():
         for weight in weights:
             weight.data = weight.data  # as PEFT does
@@ -338,8 +393,7 @@ def test_state_dicts_copies_and_writes_of_experts(config, is_transposed):
     loaded.load_state_dict(mixture(is_transposed).state_dict())  # in high precision
     for each in (other, loaded, copy.deepcopy(net), by_torch_save(net)):
         assert each(tokens).equal(expected)
-    wrong = dict(state)
-    del wrong["0.experts.down_proj_dequant_scale"]
+    wrong = {**state, "0.experts.down_proj": of_experts(net)[1].data_fp8}
     with pytest.raises(RuntimeError, match=r"expected down_proj_dequant_scale .* with float8 codes, got none"):
         other.load_state_dict(wrong)
     plain = convert_to_high_precision(net)
