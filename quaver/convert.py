@@ -34,6 +34,7 @@ from quaver.experts.module import (
 )
 from quaver.experts.seam import Float8GroupedMM, to_plain_grouped_mm
 from quaver.linear import OWN_ATTRIBUTES, Float8Linear
+from quaver.quantized_configs import drop_false_quantization
 from quaver.shared_input import share_inputs, stop_sharing_inputs
 from quaver.slow_paths import slow_paths
 from quaver.torch_private.fsdp import fsdp_module_class, has_run
@@ -104,6 +105,7 @@ def convert_to_float8_training(
     chosen = _choose(module, config, module_filter_fn, include_subclasses)
     _convert(module, chosen.linears, chosen.experts, config)
     share_inputs(module, Float8Linear)
+    drop_false_quantization(module)
     for child, reason in chosen.reasons:
         vars(child).pop(FILTER_REASON, None)
         vars(child).update({FILTER_REASON: reason} if reason else {})
@@ -146,6 +148,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     for child in module.modules():
         vars(child).pop(FILTER_REASON, None)
     stop_sharing_inputs(module)
+    drop_false_quantization(module)
     return module
 
 

@@ -17,6 +17,7 @@ from quaver.export.files import StoredTensors, listed, read_config, write_model
 from quaver.export.folders import check_new, new_folder
 from quaver.export.formats import StoredFormat, stored_format
 from quaver.formats import HP_DTYPES
+from quaver.quantized_configs import QUANTIZATION_KEYS, keep_configs_true
 from quaver.scaling import dequantize
 
 _SCALES = ("weight_scale", "weight_scale_inv", "input_scale", "activation_scale", "input_global_scale")
@@ -66,6 +67,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         if dtype not in HP_DTYPES:
             raise ValueError(f"dtype: expected one of {', '.join(map(str, HP_DTYPES))}, got {dtype}")
+        keep_configs_true()
         self.format: StoredFormat = stored_format(read_config(folder))
         self._stored, self.dtype = StoredTensors(folder), dtype
         check_bundle(folder)
@@ -91,6 +93,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
             raise ValueError(f"scales without a float8 weight: {listed(lost)}; download the checkpoint again")
 
     def __getitem__(self, name: str) -> Tensor:
+        keep_configs_true()  # transformers may have been imported meanwhile
         if name in self._scale_of:
             return dequantize(*self.codes_and_scale(name), self.dtype)
         tensor = self._stored[name]
@@ -205,12 +208,9 @@ def import_float8(
     folder, out = Path(folder), Path(out)
     check_new(out)
     weights = Float8Checkpoint(folder, dtype)
-    config = {name: value for name, value in read_config(folder).items() if name not in _QUANTIZED}
+    config = {name: value for name, value in read_config(folder).items() if name not in QUANTIZATION_KEYS}
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
     config.pop("dtype", None)
     with new_folder(out) as partial:
         write_model(partial, weights.items(), config, copied_files(folder), max_shard_bytes)
     return len(weights.float8_names)
-
-
-_QUANTIZED = ("quantization_config", "compression_config")

@@ -11,13 +11,21 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from safetensors.torch import save_model
 from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
-from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from transformers.integrations.finegrained_fp8 import FP8Linear
 from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config
 
-from quaver import convert_to_float8_training, freeze_to_float8
+from quaver import convert_to_float8_training, convert_to_high_precision, freeze_to_float8
 from quaver.cli import main
 from quaver.experts.module import is_experts
 from quaver.export import load_float8, load_frozen, save_float8
@@ -221,3 +229,31 @@ def test_adapters_that_are_not_merged_are_refused(adapters, tmp_path):
     with pytest.raises(ValueError, match=r"adapters of PEFT.* export model.merge_and_unload\(\)"):
         save_float8(get_peft_model(model, adapters), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("way", ["loaded", "trained", "from frozen", "merged", "its config alone"])
+def test_what_is_saved_after_a_float8_folder_was_loaded_says_what_it_is(exported, way, tmp_path):
+    """`from_config` of a float8 folder keeps its quantization_config; saved, it made NaN of the weights."""
+    folder = exported("rowwise", "compressed-tensors")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    if way in ("from frozen", "merged"):
+        load_frozen(model, folder)
+    else:
+        model.load_state_dict(dict(load_float8(folder)))
+    if way == "from frozen":
+        convert_to_high_precision(model)
+    elif way == "merged":
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+        model = model.merge_and_unload()
+    elif way == "trained":
+        convert_to_float8_training(model, module_filter_fn=not_the_head)
+        model(TOKENS, labels=TOKENS).loss.backward()
+    if way == "its config alone":
+        model.config.save_pretrained(tmp_path)
+        save_model(model, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    else:
+        model.save_pretrained(tmp_path)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()), info
+    expected = convert_to_high_precision(model).state_dict()
+    assert_same(loaded.state_dict(), expected)
